@@ -1,0 +1,276 @@
+"""What a run is: frozen dataclasses with units in the names, and the one way from a ConfigDict to them.
+
+`configs/*.py` return the deltas on these defaults; `--config.section.field=value` overrides one field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from psearch_jax.types import UserError
+
+
+@dataclass(frozen=True)
+class Qwen2Config:
+    """The shape of a Qwen-2 / Qwen-2.5 decoder (names as in its config.json, in words)."""
+
+    vocab_rows: int  # V, rows of the embedding (not all need hold a token)
+    width: int  # D
+    layers: int  # L
+    heads: int  # N
+    kv_heads: int  # K
+    head_dim: int  # H
+    mlp: int  # F
+    tied: bool  # the lm head is the transposed embedding
+    rope_theta: float = 1_000_000.0
+    rms_eps: float = 1e-6
+    max_positions: int = 32_768
+    eos_ids: tuple[int, ...] = ()  # from config.json and generation_config.json, if any
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise UserError(f"model: heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        if self.head_dim % 2:
+            raise UserError(f"model: head_dim={self.head_dim} must be even (rotary embedding turns pairs)")
+
+
+def _qwen(width: int, layers: int, heads: int, kv_heads: int, mlp: int, tied: bool, vocab_rows: int) -> Qwen2Config:
+    return Qwen2Config(vocab_rows, width, layers, heads, kv_heads, width // heads, mlp, tied)
+
+
+# Shapes as in the published config.json files of Qwen2.5; `toy` is the policy that ships with the package.
+PRESETS: dict[str, Qwen2Config] = {
+    "toy": Qwen2Config(2048, 128, 4, 4, 2, 32, 384, tied=True, rope_theta=10_000.0, max_positions=2048),
+    "tiny": Qwen2Config(152_064, 64, 2, 4, 2, 16, 128, tied=True),  # the real vocabulary on next to no weights
+    "0.5b": _qwen(896, 24, 14, 2, 4864, True, 151_936),
+    "1.5b": _qwen(1536, 28, 12, 2, 8960, True, 151_936),
+    "3b": _qwen(2048, 36, 16, 2, 11_008, True, 151_936),
+    "7b": _qwen(3584, 28, 28, 4, 18_944, False, 152_064),
+    "14b": _qwen(5120, 48, 40, 8, 13_824, False, 152_064),
+    "32b": _qwen(5120, 64, 40, 8, 27_648, False, 152_064),
+    "72b": _qwen(8192, 80, 64, 8, 29_568, False, 152_064),
+}
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    path: str = ""  # HF directory or hub id; empty: random weights of `preset`; "toy": the policy that ships
+    preset: str = "7b"  # one of PRESETS, read only when path is empty
+    tokenizer: str = ""  # HF tokenizer directory; empty: the one at `path`
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # compute; the master weights are float32
+    sampling_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # sampling copy and KV cache
+    remat: bool = True  # recompute each layer's activations in the backward pass
+
+
+@dataclass(frozen=True)
+class MeshSection:
+    data: int = 1
+    fsdp: int = -1  # -1: all devices that data and tensor leave
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
+class DataSection:
+    source: Literal["closed_world", "file"] = "file"
+    questions: str = ""  # FlashRAG jsonl or Search-R1 parquet, read when source is "file"
+    prompt: Literal["template", "row"] = "template"  # row: the chat messages that come with the question
+    template: str = "parallel"  # a packaged template's name or a user's file
+    world_seed: int = 0
+    epochs: int = 1_000_000
+
+
+@dataclass(frozen=True)
+class RetrievalSection:
+    index: str = ""  # a directory made by launch/build_index.py
+    corpus: str = ""  # a jsonl corpus, encoded when the run starts (small ones only)
+    url: str = ""  # a /retrieve server
+    topk: int = 3
+    cache_queries: int = 100_000
+    max_sub_queries: int = 8
+
+
+@dataclass(frozen=True)
+class RolloutSection:
+    slots: int = 64  # B, rows decoded together; N rollouts run over B slots
+    samples: int = 5  # R, rollouts per question
+    context_tokens: int = 6196  # S, ids a row can hold
+    prompt_tokens: int = 2048
+    turn_tokens: int = 500
+    obs_tokens: int = 1000
+    search_turns: int = 4  # one answer turn follows
+    max_tokens_after_answer: int = 4
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    park_fraction: float = 1.0  # yield when this share of the live rows waits at a tool boundary
+    label_subqueries: bool = True
+    initial_search: bool = False  # the question itself is searched before the first sampled token
+    unfinished: Literal["train", "mask", "penalise"] = "train"
+
+
+@dataclass(frozen=True)
+class RewardSection:
+    profile: Literal["paper", "compat"] = "paper"
+    format: float = 0.1
+    final_format: float = 0.0
+    decomposition: float = 0.15
+    search_count: float = 0.35
+    mixed: Literal["sequential", "parallel"] = "sequential"  # which rule pays a bridge inside a comparison
+    gate_bonus_on_outcome: bool = False
+    unfinished_penalty: float = 0.5  # subtracted when rollout.unfinished is "penalise"
+
+
+@dataclass(frozen=True)
+class LearningSection:
+    advantage: Literal["std", "mean", "leave_one_out"] = "std"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coefficient: float = 0.001
+    aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
+    importance_cap: float = 0.0  # truncated importance weights of sampler against trainer; 0: off
+    mini_batch_rollouts: int = 256  # rollouts per optimizer step, whole groups together
+    micro_batch_rows: int = 4  # rows per forward and backward pass, over all devices
+    learning_rate: float = 1e-6
+    warmup_ratio: float = 0.285
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    gradient_clip: float = 1.0
+    max_bad_steps: int = 3  # non-finite updates in a row before the run stops
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    steps: int = 1005
+    prompts: int = 512  # questions per step
+    checkpoint_every_steps: int = 50
+    keep_checkpoints: int = 3
+    trajectories_per_step: int = 64  # rows written to trajectories/ at each step
+
+
+@dataclass(frozen=True)
+class EvalSection:
+    every_steps: int = 0  # 0: only before the first step and after the last
+    questions_per_kind: int = 400
+    temperature: float = 0.0
+    also_greedy: bool = False
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. `launch/train.py` writes it to config.json in the run directory."""
+
+    seed: int = 0
+    model: ModelSection = field(default_factory=ModelSection)
+    mesh: MeshSection = field(default_factory=MeshSection)
+    data: DataSection = field(default_factory=DataSection)
+    retrieval: RetrievalSection = field(default_factory=RetrievalSection)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    reward: RewardSection = field(default_factory=RewardSection)
+    learning: LearningSection = field(default_factory=LearningSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    eval: EvalSection = field(default_factory=EvalSection)
+
+
+def from_mapping(values: Mapping[str, Any], cls: type = Config, prefix: str = "config") -> Any:
+    """Builds the validated dataclass from a (nested) mapping; missing keys take their defaults.
+
+    Raises:
+      UserError: an unknown key (with the nearest known one) or a value of the wrong type.
+    """
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}
+    arguments = {}
+    for key, value in values.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"accepted: {', '.join(sorted(known))}"
+            raise UserError(f"{prefix}: unknown key {key!r}; {hint}")
+        arguments[key] = _checked(value, hints[key], f"{prefix}.{key}")
+    return cls(**arguments)
+
+
+def _checked(value: Any, hint: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise UserError(f"{name}: found {value!r}, accepted: a section of fields")
+        return from_mapping(value, hint, name)
+    if typing.get_origin(hint) is Literal:
+        accepted = typing.get_args(hint)
+        if value not in accepted:
+            raise UserError(f"{name}: found {value!r}, accepted: {', '.join(map(str, accepted))}")
+        return value
+    if typing.get_origin(hint) in (tuple, types.GenericAlias):
+        return tuple(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
+        raise UserError(f"{name}: found {value!r} ({type(value).__name__}), accepted: {hint.__name__}")
+    return value
+
+
+def to_mapping(config: Config) -> dict[str, Any]:
+    """The inverse of `from_mapping`, ready for json."""
+    return dataclasses.asdict(config)
+
+
+def validate(config: Config) -> None:
+    """Checks that the fields agree with each other.
+
+    Raises:
+      UserError: one line with the two fields at odds.
+    """
+    r, le, t = config.rollout, config.learning, config.train
+    for name, value in (
+        ("rollout.slots", r.slots),
+        ("rollout.samples", r.samples),
+        ("rollout.turn_tokens", r.turn_tokens),
+        ("rollout.search_turns", r.search_turns + 1),
+        ("train.prompts", t.prompts),
+        ("train.steps", t.steps),
+        ("retrieval.topk", config.retrieval.topk),
+        ("retrieval.max_sub_queries", config.retrieval.max_sub_queries),
+        ("learning.micro_batch_rows", le.micro_batch_rows),
+        ("train.checkpoint_every_steps", t.checkpoint_every_steps),
+    ):
+        if value < 1:
+            raise UserError(f"config.{name}: found {value}, accepted: at least 1")
+    if config.model.preset not in PRESETS:
+        raise UserError(f"config.model.preset: found {config.model.preset!r}, accepted: {', '.join(PRESETS)}")
+    if r.temperature <= 0:
+        raise UserError(f"config.rollout.temperature: found {r.temperature}, accepted: above 0 (training samples)")
+    if (r.top_p < 1 or r.top_k > 0) and le.importance_cap <= 0:
+        raise UserError(
+            f"config.rollout: top_p={r.top_p}, top_k={r.top_k} samples another distribution than the loss scores; "
+            "set top_p=1 and top_k=0, or learning.importance_cap above 0"
+        )
+    if r.prompt_tokens >= r.context_tokens:
+        raise UserError(
+            f"config.rollout: prompt_tokens={r.prompt_tokens} must be below context_tokens={r.context_tokens}"
+        )
+    if not 0 < r.park_fraction <= 1:
+        raise UserError(f"config.rollout.park_fraction: found {r.park_fraction}, accepted: above 0, at most 1")
+    if le.mini_batch_rollouts % r.samples:
+        raise UserError(
+            f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must be a multiple of "
+            f"rollout.samples={r.samples}: a group is never cut"
+        )
+    if le.mini_batch_rollouts % le.micro_batch_rows:
+        raise UserError(
+            f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must be a multiple of "
+            f"micro_batch_rows={le.micro_batch_rows}"
+        )
+    if t.prompts * r.samples < le.mini_batch_rollouts:
+        raise UserError(
+            f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} exceeds train.prompts x rollout.samples = "
+            f"{t.prompts * r.samples}"
+        )
+    if r.samples == 1 and le.advantage != "mean":
+        raise UserError("config.rollout.samples=1 gives every group a zero advantage; set it to 2 or more")

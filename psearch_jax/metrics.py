@@ -1,0 +1,93 @@
+"""Ratios that add up, and the writer of metrics.jsonl and TensorBoard events (process 0 only)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Ratio:
+    """A mean that is divided once: sums and counts add over micro-batches, rows and devices."""
+
+    total: Any
+    count: Any
+
+    def __add__(self, other: Ratio) -> Ratio:
+        return Ratio(self.total + other.total, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        """The mean; NaN when nothing was counted."""
+        count = float(self.count)
+        return float(self.total) / count if count else math.nan
+
+
+def mean(values: Any) -> float:
+    """Mean of a sequence of numbers; NaN when it is empty."""
+    values = [float(v) for v in values]
+    return Ratio(sum(values), len(values)).value
+
+
+class MetricsWriter:
+    """Appends one JSON object per step to `metrics.jsonl` and mirrors numbers to TensorBoard.
+
+    Every process may hold one; only process 0 writes.
+    """
+
+    def __init__(self, directory: str | Path, active: bool | None = None):
+        self._active = jax.process_index() == 0 if active is None else active
+        self._path = Path(directory) / "metrics.jsonl"
+        self._board = None
+        if self._active:
+            from tensorboardX import SummaryWriter
+
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._board = SummaryWriter(str(self._path.parent / "tensorboard"))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One line for `step`; a value that is not finite is written as null (JSON has no NaN)."""
+        if not self._active:
+            return
+        row = {"step": step, **{k: _json_number(v) for k, v in values.items()}}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        for key, value in row.items():
+            if key != "step" and isinstance(value, (int, float)):
+                self._board.add_scalar(key, value, step)
+        self._board.flush()
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+
+
+def _json_number(value: Any) -> float | int | None:
+    if isinstance(value, (bool, int)):
+        return int(value)
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+def cut_jsonl(path: Path, before_step: int) -> None:
+    """Drops the rows of `step >= before_step`, and a half-written last line, so that a resumed run repeats nothing."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if row["step"] < before_step:
+            kept.append(line)
+    beside = path.with_suffix(".tmp")
+    beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    beside.replace(path)

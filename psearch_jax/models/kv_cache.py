@@ -1,0 +1,69 @@
+"""Keys and values of every layer and row, kept across turns.
+
+```
+position   0 . . . . . . . . . . . . . . . S-1
+row 0      p p p p p s s s s o o o o s . . .      p prompt, s sampled, o observation, . not written yet
+row 1      p p p s s s s s . . . . . . . . .
+```
+Each row has its own length: a write goes to the row's own positions, and a read masks what lies past them, so rows
+of different lengths share one array without padding between turns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from psearch_jax.config import Qwen2Config
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    k: jax.Array  # [L, B, K, S, H]
+    v: jax.Array  # [L, B, K, S, H]
+
+    @classmethod
+    def zeros(cls, config: Qwen2Config, rows: int, positions: int, dtype) -> KVCache:
+        """An empty cache. Zeros, not garbage: masked keys must not turn into NaN."""
+        shape = (config.layers, rows, config.kv_heads, positions, config.head_dim)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def write(cache: KVCache, k: jax.Array, v: jax.Array, start: jax.Array, count: jax.Array) -> KVCache:
+    """Writes `count[b]` new positions of row b at `start[b]`; what would land past S is dropped.
+
+    Args:
+      k, v: [L, B, K, T, H], of which the first `count[b]` of T are real.
+      start, count: [B] int32.
+    """
+    size = cache.k.shape[3]
+    offset = jnp.arange(k.shape[3])
+    # An index of `size` is out of bounds, and mode="drop" leaves the cache as it is there. A clamped
+    # dynamic_update_slice would overwrite live keys instead.
+    target = jnp.where(offset < count[:, None], start[:, None] + offset, size)
+
+    def row(old: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:  # [L, K, S, H], [L, K, T, H], [T]
+        return old.at[:, :, at].set(new.astype(old.dtype), mode="drop")
+
+    put = jax.vmap(row, in_axes=(1, 1, 0), out_axes=1)
+    return KVCache(put(cache.k, k, target), put(cache.v, v, target))
+
+
+def copy_rows(cache: KVCache, source: KVCache, index: jax.Array) -> KVCache:
+    """Copies row `index[b]` of `source` over the first positions of row b; -1 leaves row b as it is.
+
+    Args:
+      source: a cache with at most as many positions as `cache`.
+      index: [B] int32.
+    """
+    positions = source.k.shape[3]
+    keep = (index < 0)[None, :, None, None, None]
+
+    def one(old: jax.Array, new: jax.Array) -> jax.Array:
+        taken = jnp.take(new, jnp.maximum(index, 0), axis=1)
+        return old.at[:, :, :, :positions].set(jnp.where(keep, old[:, :, :, :positions], taken.astype(old.dtype)))
+
+    return KVCache(one(cache.k, source.k), one(cache.v, source.v))

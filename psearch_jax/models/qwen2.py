@@ -1,0 +1,239 @@
+"""Qwen-2 / Qwen-2.5 in Flax NNX: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Letters in shapes: B rows, T query positions, S key positions, D width, N heads, K kv heads, G = N/K, H head dim,
+F mlp, V vocabulary rows, L layers.
+
+Each parameter is declared once, with its logical axes; the layers are stacked on a leading axis L and run by one
+`lax.scan`, so that compile time does not grow with depth.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from psearch_jax.config import Qwen2Config
+from psearch_jax.models.kv_cache import KVCache
+from psearch_jax.sharding import constrain
+
+NEG_INF = -1e30  # a finite stand-in: a row of -inf alone would softmax to NaN
+
+
+class Layers(nnx.Module):
+    """The parameters of all decoder layers, stacked."""
+
+    def __init__(self, config: Qwen2Config, rngs: nnx.Rngs):
+        L, D, N, K, H, F = (
+            config.layers,
+            config.width,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            config.mlp,
+        )
+        self.attention_norm = _ones((L, D), ("layers", None))
+        self.q_kernel = _normal(rngs, (L, D, N, H), ("layers", "embed", "heads", None))
+        self.q_bias = _zeros((L, N, H), ("layers", "heads", None))
+        self.k_kernel = _normal(rngs, (L, D, K, H), ("layers", "embed", "kv_heads", None))
+        self.k_bias = _zeros((L, K, H), ("layers", "kv_heads", None))
+        self.v_kernel = _normal(rngs, (L, D, K, H), ("layers", "embed", "kv_heads", None))
+        self.v_bias = _zeros((L, K, H), ("layers", "kv_heads", None))
+        self.o_kernel = _normal(rngs, (L, N, H, D), ("layers", "heads", None, "embed"))
+        self.mlp_norm = _ones((L, D), ("layers", None))
+        self.gate_kernel = _normal(rngs, (L, D, F), ("layers", "embed", "mlp"))
+        self.up_kernel = _normal(rngs, (L, D, F), ("layers", "embed", "mlp"))
+        self.down_kernel = _normal(rngs, (L, F, D), ("layers", "mlp", "embed"))
+
+
+class Qwen2(nnx.Module):
+    """The decoder. `hidden` runs the trunk; `logits` and `logprobs` apply the lm head.
+
+    Args:
+      config: the shape.
+      rngs: holds the `params` stream for initialisation (normal, std 0.02, as the published models).
+      dtype: of the computation; parameters are stored in float32 and cast where they are used.
+      remat: recompute each layer in the backward pass instead of storing its activations.
+    """
+
+    def __init__(self, config: Qwen2Config, rngs: nnx.Rngs, dtype: Any = jnp.float32, remat: bool = False):
+        self.config, self.dtype, self.remat = config, jnp.dtype(dtype), remat
+        self.embedding = _normal(rngs, (config.vocab_rows, config.width), ("vocab", "embed"))
+        self.layers = Layers(config, rngs)
+        self.final_norm = _ones((config.width,), (None,))
+        self.lm_head = None if config.tied else _normal(rngs, (config.width, config.vocab_rows), ("embed", "vocab"))
+
+    def hidden(
+        self,
+        ids: jax.Array,
+        cache: KVCache | None = None,
+        start: jax.Array | None = None,
+        keep_kv: bool = False,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """Runs the trunk over a chunk of ids.
+
+        Args:
+          ids: [B, T] int32. Rows are padded on the right; causal attention keeps pads from real positions.
+          cache: keys and values of the positions before the chunk; read, never written here.
+          start: [B] int32, the position of ids[:, 0], which is also how many cached positions are real.
+          keep_kv: also return the chunk's keys and values, for a cache.
+
+        Returns:
+          ([B, T, D] normalised hidden states in `dtype`, None or the chunk's keys and values [L, B, K, T, H]).
+        """
+        config = self.config
+        begin = jnp.zeros(ids.shape[0], jnp.int32) if start is None else start
+        positions = begin[:, None] + jnp.arange(ids.shape[1])
+        rotation = _rotation(positions, config.head_dim, config.rope_theta)
+        x = jnp.take(self.embedding[...], ids, axis=0).astype(self.dtype)
+        x = constrain(x, "rows", None, None)
+        weights = nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
+        step = functools.partial(_layer, config=config, rotation=rotation, start=begin, keep=keep_kv)
+        if self.remat and not keep_kv:
+            step = jax.checkpoint(step, policy=jax.checkpoint_policies.nothing_saveable)
+        old = None if cache is None else (cache.k, cache.v)
+        x, new = jax.lax.scan(step, x, (weights, old))
+        return _rms_norm(x, self.final_norm[...], config.rms_eps), new
+
+    def logits(self, hidden: jax.Array, temperature: float, n_ids: int) -> jax.Array:
+        """[..., D] -> [..., V] float32 logits / temperature; embedding rows without a token are -inf (as -1e30)."""
+        head = self.embedding[...].T if self.lm_head is None else self.lm_head[...]
+        out = jnp.matmul(hidden, head.astype(self.dtype), preferred_element_type=jnp.float32) / temperature
+        return jnp.where(jnp.arange(out.shape[-1]) < n_ids, out, NEG_INF)
+
+    def logprobs(
+        self, hidden: jax.Array, targets: jax.Array, temperature: float, n_ids: int, chunk: int = 256
+    ) -> tuple[jax.Array, jax.Array]:
+        """Log-probability of `targets` and entropy of the distribution at each position.
+
+        The vocabulary is visited `chunk` positions at a time and recomputed in the backward pass: [B, T, V] never
+        exists.
+
+        Args:
+          hidden: [B, T, D].
+          targets: [B, T] int32, the id that each position predicts.
+
+        Returns:
+          ([B, T] float32, [B, T] float32).
+        """
+        B, T, D = hidden.shape
+
+        def one(h: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+            table = jax.nn.log_softmax(self.logits(h, temperature, n_ids), axis=-1)
+            chosen = jnp.take_along_axis(table, t[..., None], axis=-1)[..., 0]
+            return chosen, -jnp.sum(jnp.exp(table) * jnp.where(table > NEG_INF / 2, table, 0.0), axis=-1)
+
+        if T <= chunk:
+            return one(hidden, targets)
+        chunks = -(-T // chunk)
+        pad = chunks * chunk - T
+        h = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(B, chunks, chunk, D).swapaxes(0, 1)
+        t = jnp.pad(targets, ((0, 0), (0, pad))).reshape(B, chunks, chunk).swapaxes(0, 1)
+        chosen, entropy = jax.lax.map(jax.checkpoint(lambda ht: one(*ht)), (h, t))
+        chosen, entropy = (a.swapaxes(0, 1).reshape(B, chunks * chunk)[:, :T] for a in (chosen, entropy))
+        return chosen, entropy
+
+
+def _layer(x: jax.Array, xs: Any, *, config: Qwen2Config, rotation: Any, start: jax.Array, keep: bool):
+    """One decoder layer; the body of the scan. Returns ([B, T, D], new (k, v) [B, K, T, H] or None)."""
+    w, old = xs
+    dtype = x.dtype
+    y = _rms_norm(x, w["attention_norm"], config.rms_eps)
+    q = jnp.einsum("BTD,DNH->BTNH", y, w["q_kernel"].astype(dtype)) + w["q_bias"].astype(dtype)
+    k = jnp.einsum("BTD,DKH->BKTH", y, w["k_kernel"].astype(dtype)) + w["k_bias"].astype(dtype)[:, None, :]
+    v = jnp.einsum("BTD,DKH->BKTH", y, w["v_kernel"].astype(dtype)) + w["v_bias"].astype(dtype)[:, None, :]
+    cos, sin = rotation  # [B, T, H/2]
+    q = constrain(_rotate(q, cos[:, :, None], sin[:, :, None]), "rows", None, "heads", None)
+    k = constrain(_rotate(k, cos[:, None], sin[:, None]), "rows", "kv_heads", None, None)
+    out = _attend(q, k, v, old, start)
+    x = x + jnp.einsum("BTNH,NHD->BTD", out, w["o_kernel"].astype(dtype))
+    x = constrain(x, "rows", None, None)
+    y = _rms_norm(x, w["mlp_norm"], config.rms_eps)
+    gate = jnp.einsum("BTD,DF->BTF", y, w["gate_kernel"].astype(dtype))
+    up = jnp.einsum("BTD,DF->BTF", y, w["up_kernel"].astype(dtype))
+    inner = constrain(jax.nn.silu(gate) * up, "rows", None, "mlp")
+    x = constrain(x + jnp.einsum("BTF,FD->BTD", inner, w["down_kernel"].astype(dtype)), "rows", None, None)
+    return x, (k, v) if keep else None
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, old: Any, start: jax.Array) -> jax.Array:
+    """Causal attention of a chunk over itself and, where given, the cached positions before it.
+
+    The cache is only read: one softmax runs over the scores of both, so that no layer copies the cache to append.
+
+    Args:
+      q: [B, T, N, H]. k, v: [B, K, T, H] of the chunk.
+      old: None, or cached (k, v) [B, K, S, H], of which the first start[b] positions are real.
+
+    Returns:
+      [B, T, N, H].
+    """
+    B, T, N, H = q.shape
+    K = k.shape[1]
+    q = q.reshape(B, T, K, N // K, H) * (H**-0.5)
+    causal = jnp.tril(jnp.ones((T, T), bool))
+    scores = jnp.einsum("BTKGH,BKSH->BKGTS", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(causal, scores, NEG_INF)
+    if old is not None:
+        old_k, old_v = old
+        seen = jnp.arange(old_k.shape[2]) < start[:, None]  # [B, S]
+        before = jnp.einsum("BTKGH,BKSH->BKGTS", q, old_k.astype(q.dtype), preferred_element_type=jnp.float32)
+        before = jnp.where(seen[:, None, None, None], before, NEG_INF)
+        scores = jnp.concatenate([before, scores], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    if old is None:
+        out = jnp.einsum("BKGTS,BKSH->BTKGH", weights, v)
+    else:
+        S = old_v.shape[2]
+        out = jnp.einsum("BKGTS,BKSH->BTKGH", weights[..., :S], old_v.astype(q.dtype))
+        out = out + jnp.einsum("BKGTS,BKSH->BTKGH", weights[..., S:], v)
+    return out.reshape(B, T, N, H)
+
+
+def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def _rotation(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [B, T, H/2] in float32: at 30,000 positions bf16 angles would be off by whole turns."""
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angle = positions[..., None].astype(jnp.float32) * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding, halves layout: dimension i turns with i + H/2."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
+    return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
+
+
+def _zeros(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
+    return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes)
+
+
+def _ones(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
+    return nnx.Param(jnp.ones(shape, jnp.float32), axes=axes)
+
+
+def abstract_params(config: Qwen2Config) -> tuple[nnx.GraphDef, nnx.State]:
+    """Graph definition and parameters as ShapeDtypeStructs: any size, no memory."""
+    return nnx.split(nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(params=0))), nnx.Param)
+
+
+def graphdef(config: Qwen2Config, dtype: Any, remat: bool = False) -> nnx.GraphDef:
+    """The static half of a model; `nnx.merge(graphdef, params)` is the live one."""
+    return nnx.split(nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(params=0), dtype, remat)), nnx.Param)[0]
+
+
+def init_params(config: Qwen2Config, seed: int) -> nnx.State:
+    """Random parameters, float32, from the `params` stream of `seed`."""
+    return nnx.split(Qwen2(config, nnx.Rngs(params=seed)), nnx.Param)[1]

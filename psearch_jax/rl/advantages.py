@@ -1,0 +1,43 @@
+"""Rewards of a group of rollouts to advantages (GRPO, arXiv 2402.03300 section 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Literal
+
+import numpy as np
+
+EPSILON = 1e-6
+Method = Literal["std", "mean", "leave_one_out"]
+
+
+def group_advantages(rewards: Sequence[float], groups: Sequence[Hashable], method: Method = "std") -> np.ndarray:
+    """Advantage of each rollout within its group.
+
+    `std`: (r - mean) / (std + 1e-6), std with ddof 1; `mean`: r - mean (arXiv 2503.20783); `leave_one_out`: r minus the
+    mean of the others (RLOO, arXiv 2402.14740). A group of one has no baseline and gets 0.
+
+    Args:
+      rewards: N scalars.
+      groups: N keys, (source, id) of the question, so that equal row numbers of two data sets never meet.
+
+    Returns:
+      [N] float32.
+    """
+    rewards = np.asarray(rewards, np.float64)
+    members: dict[Hashable, list[int]] = {}
+    for i, group in enumerate(groups):
+        members.setdefault(group, []).append(i)
+    out = np.zeros(len(rewards), np.float64)
+    for rows in members.values():
+        r = rewards[rows]
+        if len(r) == 1:
+            continue
+        centred = r - r.mean()
+        if method == "std":
+            out[rows] = centred / (r.std(ddof=1) + EPSILON)
+        elif method == "leave_one_out":
+            out[rows] = centred * len(r) / (len(r) - 1)
+        else:
+            out[rows] = centred
+    return out.astype(np.float32)

@@ -1,0 +1,142 @@
+"""The public PyTorch implementation's reward, quirk for quirk, on rendered transcripts.
+
+It reads the text of prompt and response together and assumes that the prompt shows two example searches and one
+example answer. Use it to run published numbers again; `rl.rewards.paper_reward` is the rule without the quirks.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from psearch_jax.rl.rewards import RewardWeights, count_part, decomposition_part, format_part
+from psearch_jax.text.answers import exact_match
+from psearch_jax.text.tags import (
+    ANSWER_CLOSE,
+    INFORMATION_CLOSE,
+    INFORMATION_OPEN,
+    SEARCH_CLOSE,
+    SEARCH_OPEN,
+    SEPARATOR,
+    TAG,
+    parse_turn,
+)
+from psearch_jax.types import Kind, Question, RewardParts, Trajectory, Turn
+
+PROMPT_SEARCHES = 2  # searches the prompt's own examples are taken to hold
+_ASSISTANT = re.compile(r"<\|im_start\|>assistant\s*")
+_SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+# Which blocks may follow a block; a transcript starts at "" and ends after an answer.
+_FOLLOWS = {
+    "": {"think"},
+    "think": {"search", "answer"},
+    "search": {"information"},
+    "information": {"think"},
+    "answer": set(),
+}
+
+
+def compat_score(
+    prompt: str, response: str, golds: tuple[str, ...], kind: Kind, weights: RewardWeights
+) -> RewardParts:
+    """The four parts of the public score.
+
+    Its quirks: the answer is the last of two or more answer pairs in prompt + response, so that without any the
+    prompt's example is graded when the prompt holds two; a valid grammar is paid whatever the answer; a search is
+    decomposed when the third search pair counted from the prompt holds `##`; the number of searches is the count of
+    opening tags minus 2, whether they ran or not. `mixed` counts as sequential.
+    """
+    text = prompt + response
+    answers = _ANSWER.findall(text)
+    answer = answers[-1].strip() if len(answers) >= 2 else None
+    right = exact_match(answer, golds)
+    searches = _SEARCH.findall(text)
+    decomposed = len(searches) > PROMPT_SEARCHES and SEPARATOR in searches[PROMPT_SEARCHES]
+    kind = "sequential" if kind == "mixed" else kind
+    return RewardParts(
+        outcome=float(right),
+        format=format_part(right, answer is not None, valid_transcript(text), weights),
+        decomposition=decomposition_part(kind, decomposed, weights.decomposition),
+        search_count=count_part(kind, text.count(SEARCH_OPEN) - PROMPT_SEARCHES, weights.search_count),
+    )
+
+
+def compat_reward(trajectory: Trajectory, prompt_text: str, response_text: str, weights: RewardWeights) -> RewardParts:
+    """`compat_score` of a trajectory.
+
+    Args:
+      trajectory: only its question is read.
+      prompt_text: the prompt with its control tokens written out; the grammar starts after the assistant marker.
+      response_text: sampled text and observations without control tokens (nothing may follow the answer).
+      weights: the weight of each part.
+    """
+    question = trajectory.question
+    return compat_score(prompt_text, response_text, question.answers, question.kind, weights)
+
+
+def valid_transcript(text: str) -> bool:
+    """Whether the text after the first assistant marker is think, (search, information, think)*, answer.
+
+    Only blanks may stand between the blocks, nothing after the answer, and no tag inside a block.
+    """
+    marker = _ASSISTANT.search(text)
+    if marker is None:
+        return False
+    last, inside = "", ""  # the block closed last, the block now open
+    for piece in TAG.split(text[marker.end() :]):
+        name = piece.strip("</>")
+        if not TAG.fullmatch(piece):
+            if piece.strip() and not inside:
+                return False
+        elif piece.startswith("</"):
+            if inside != name:
+                return False
+            last, inside = name, ""
+        else:
+            if inside or name not in _FOLLOWS[last]:
+                return False
+            inside = name
+    return last == "answer" and not inside
+
+
+def parse_transcript(question: Question, response: str) -> Trajectory:
+    """Read a rendered response (without its prompt) back into turns, for `paper_reward`; it holds no ids.
+
+    A search was executed when an information block follows it before any other tag; text between the two makes its
+    turn ill-formed, as does anything that follows the first answer. What is left without an action is a turn too.
+    """
+    turns: list[Turn] = []
+    at, n = 0, len(response)
+    while response[at:].strip() and not (turns and turns[-1].action == "answer"):
+        ends = [response.find(tag, at) + len(tag) for tag in (SEARCH_CLOSE, ANSWER_CLOSE) if tag in response[at:]]
+        end = min(ends, default=n)
+        text = response[at:end]
+        action = parse_turn(text)
+        if action.kind == "answer":
+            action = parse_turn(response[at:])  # judged with its tail
+        observation = _following_information(response, end) if action.kind == "search" else None
+        ran = observation is not None
+        gap = response[end : observation[0]] if ran else ""
+        ok = action.well_formed and (action.kind == "answer" or ran) and not gap.strip()
+        queries = action.queries if ran else ()
+        turns.append(Turn(text, action.kind, ok, queries, answer=action.answer, n_sampled=len(text)))
+        at = observation[1] if ran else end
+    status = "answered" if turns and turns[-1].action == "answer" else "out_of_turns"
+    none = np.zeros(0)
+    return Trajectory(
+        question, 0, status, tuple(turns), none.astype(np.int32), none.astype(bool), none.astype(np.float32), 0
+    )
+
+
+def _following_information(text: str, start: int) -> tuple[int, int] | None:
+    """(begin, end) of the information block that is the first to hold a tag from `start` on, or None.
+
+    A block that is never closed is none.
+    """
+    tag = TAG.search(text, start)
+    if tag is None or tag.group() != INFORMATION_OPEN:
+        return None
+    close = text.find(INFORMATION_CLOSE, tag.end())
+    return None if close < 0 else (tag.start(), close + len(INFORMATION_CLOSE))

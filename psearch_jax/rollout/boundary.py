@@ -1,0 +1,110 @@
+"""The tag automaton: at which token does a row complete `</search>` or `</answer>`, however the tag was tokenised?
+
+An Aho-Corasick automaton over bytes, folded once over the bytes of every id into two tables that the sampler reads on
+device: `hit[state, id]` says which tag the id completes, `next[state, id]` the state after it. A state is the longest
+proper prefix of a closing tag that the sampled bytes end with; state 0 (the root) is the empty prefix.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from psearch_jax.text.tags import ANSWER_CLOSE, SEARCH_CLOSE
+from psearch_jax.text.tokenizer import Tokenizer
+
+ROOT = 0
+HIT_NONE, HIT_SEARCH, HIT_ANSWER = 0, 1, 2
+PATTERNS = {SEARCH_CLOSE.encode(): HIT_SEARCH, ANSWER_CLOSE.encode(): HIT_ANSWER}
+TABLES_VERSION = 1  # part of the cache key: raise it when the tables' meaning changes
+
+
+@dataclass(frozen=True)
+class BoundaryTables:
+    """Both [states, V] uint8. After a hit the next state is the root. Ids without bytes lead to the root."""
+
+    next: np.ndarray
+    hit: np.ndarray
+
+
+def byte_automaton() -> tuple[np.ndarray, np.ndarray]:
+    """The automaton over single bytes: (next, hit), both [states, 256] uint8."""
+    prefixes = sorted({p[:n] for p in PATTERNS for n in range(len(p))}, key=lambda s: (len(s), s))
+    number = {prefix: state for state, prefix in enumerate(prefixes)}
+    step = np.zeros((len(prefixes), 256), np.uint8)
+    hit = np.zeros_like(step)
+    for prefix, state in number.items():
+        for byte in range(256):
+            seen = prefix + bytes([byte])
+            hit[state, byte] = next((code for p, code in PATTERNS.items() if seen.endswith(p)), HIT_NONE)
+            if not hit[state, byte]:
+                step[state, byte] = next(number[seen[i:]] for i in range(len(seen) + 1) if seen[i:] in number)
+    return step, hit
+
+
+def build_tables(token_bytes: Sequence[bytes | None], rows: int | None = None) -> BoundaryTables:
+    """Fold the byte automaton over the bytes of every id.
+
+    Args:
+      token_bytes: [V] bytes of every id, None for control tokens.
+      rows: embedding rows, at least V; rows without an id lead to the root.
+
+    The first tag completed inside a token is the one reported. Time is about V * longest token / 100M seconds.
+    """
+    step, byte_hit = byte_automaton()
+    lengths = np.array([len(b or b"") for b in token_bytes], np.int64)
+    state = np.zeros((len(step), len(token_bytes)), np.uint8)
+    state[:, lengths > 0] = np.arange(len(step), dtype=np.uint8)[:, None]
+    hit = np.zeros_like(state)
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    flat = np.frombuffer(b"".join(b or b"" for b in token_bytes), np.uint8)
+    for position in range(lengths.max(initial=0)):
+        ids = np.flatnonzero(lengths > position)
+        byte = flat[starts[ids] + position]
+        before, done = state[:, ids], hit[:, ids]
+        hit[:, ids] = np.where(done > 0, done, byte_hit[before, byte])
+        state[:, ids] = step[before, byte]
+    state[hit > 0] = ROOT
+    return pad_tables(BoundaryTables(state, hit), rows)
+
+
+def pad_tables(tables: BoundaryTables, rows: int | None) -> BoundaryTables:
+    """Widen the tables to the embedding's `rows`; an id from V on completes nothing and leads to the root."""
+    extra = (rows or tables.next.shape[1]) - tables.next.shape[1]
+    if extra < 0:
+        raise ValueError(f"rows: {rows} found, at least the tokenizer's {tables.next.shape[1]} ids needed")
+    pad = ((0, 0), (0, extra))
+    return BoundaryTables(np.pad(tables.next, pad), np.pad(tables.hit, pad))
+
+
+def cached_tables(tokenizer: Tokenizer, cache_dir: str | Path, rows: int | None = None) -> BoundaryTables:
+    """`build_tables` of a tokenizer, kept in `cache_dir` under the vocabulary's fingerprint.
+
+    A damaged cache file is built again.
+    """
+    file = Path(cache_dir) / f"boundary-v{TABLES_VERSION}-{tokenizer.fingerprint[:24]}.npz"
+    tables = _read_tables(file, tokenizer.size)
+    if tables is None:
+        tables = build_tables(tokenizer.token_bytes)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside = file.with_name(f"{file.stem}.{os.getpid()}.tmp.npz")
+        np.savez_compressed(beside, next=tables.next, hit=tables.hit)
+        os.replace(beside, file)
+    return pad_tables(tables, rows)
+
+
+def _read_tables(file: Path, size: int) -> BoundaryTables | None:
+    """The tables in `file`, or None when it is absent or does not hold tables of this size."""
+    try:
+        with np.load(file) as saved:
+            tables = BoundaryTables(saved["next"], saved["hit"])
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        return None
+    shape = (len(byte_automaton()[0]), size)
+    return tables if tables.next.shape == tables.hit.shape == shape else None

@@ -1,0 +1,300 @@
+"""The on-device sampler: many rows decode together and each stops at the token that completes a tag.
+
+It knows ids and no words. A row's life, in calls of the host:
+
+    prefill --admit--> running --generate--> search --extend--> running --generate--> answer --admit--> (next rollout)
+
+Invariant of every row: `length` ids are known and the cache holds `length - 1` of them, because the last known id is
+always the next model input. So no logits are stored, and a first, a parked and a refilled row are all alike.
+
+`generate` stops for one of three reasons: no row runs any more; enough rows are parked at `</search>`; nothing else.
+Letters: B rows, S positions, C forced ids in one call, P prompts, V vocabulary rows (others in models/qwen2.py).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from psearch_jax.config import Qwen2Config
+from psearch_jax.models import kv_cache
+from psearch_jax.models.kv_cache import KVCache
+from psearch_jax.models.qwen2 import NEG_INF
+from psearch_jax.rollout import boundary, sampling
+from psearch_jax.rollout.boundary import BoundaryTables
+from psearch_jax.sharding import SAMPLING, replicated, rows_sharding, spec
+
+
+class Status(enum.IntEnum):
+    """What a row waits for."""
+
+    EMPTY = 0  # the slot holds no rollout
+    RUNNING = 1  # samples on
+    SEARCH = 2  # a search tag is complete: waits for its passages
+    ANSWER = 3  # an answer tag is complete, and what the model wrote after it
+    EOS = 4  # a stop id without an answer
+    TURN_FULL = 5  # the turn's token budget is spent
+    CONTEXT_FULL = 6  # no room for another id
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplerState:
+    ids: jax.Array  # [B, S] int32; what lies past `length` is 0
+    mask: jax.Array  # [B, S] bool, True where the id was sampled (the loss mask)
+    logprobs: jax.Array  # [B, S] float32, of the sampled ids; 0 elsewhere
+    cache: KVCache  # k, v [L, B, K, S, H]
+    length: jax.Array  # [B] int32, ids known
+    turn_left: jax.Array  # [B] int32, ids that may still be sampled in this turn
+    budget_end: jax.Array  # [B] int32, the row stops when `length` reaches it; at most S
+    automaton: jax.Array  # [B] int32, state of the tag automaton; its last row means: an answer is complete
+    status: jax.Array  # [B] int32, a `Status`
+    key: jax.Array  # [B, 2] uint32, the rollout's own random key
+
+
+class Sampler:
+    """The device programs, compiled once per shape.
+
+    Args:
+      graph: the model's static half (compute in the sampling dtype).
+      config: the model's shape.
+      tables: boundary tables over V columns.
+      n_ids: ids that the tokenizer has; columns from there on are never sampled.
+      stop_ids: ids that end a message.
+      mesh: rows are split over (data, fsdp), heads over tensor.
+      dtype: of the KV cache.
+      top_k, top_p: filters at sampling; the recorded log-probs are those before the filter.
+      max_tokens_after_answer: ids sampled after `</answer>` while waiting for a stop id.
+      park_fraction: `generate` yields when this share of the live rows is parked.
+    """
+
+    def __init__(
+        self,
+        graph: nnx.GraphDef,
+        config: Qwen2Config,
+        tables: BoundaryTables,
+        n_ids: int,
+        stop_ids: Sequence[int],
+        mesh: Mesh,
+        dtype: Any = jnp.float32,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        max_tokens_after_answer: int = 4,
+        park_fraction: float = 1.0,
+    ):
+        self.config, self.mesh, self.dtype = config, mesh, dtype
+        self._graph, self._n_ids = graph, n_ids
+        self._top_k, self._top_p = top_k, top_p
+        self._after_answer, self._park_fraction = max_tokens_after_answer, park_fraction
+        states = tables.next.shape[0]
+        self._answered = states  # one row more: stays there, completes nothing
+        place = functools.partial(jax.device_put, device=replicated(mesh))
+        self._next = place(np.pad(tables.next, ((0, 1), (0, 0)), constant_values=states))
+        self._hit = place(np.pad(tables.hit, ((0, 1), (0, 0))))
+        stop = np.zeros(tables.next.shape[1], bool)
+        stop[list(stop_ids)] = True
+        self._stop = place(stop)
+        shardings = self._shardings()
+        self._prefill = jax.jit(self._prefill_program, out_shardings=shardings)
+        self._admit = jax.jit(self._admit_program, donate_argnames="state", out_shardings=shardings)
+        self._extend = jax.jit(self._extend_program, donate_argnames="state", out_shardings=shardings)
+        self._generate = jax.jit(self._generate_program, donate_argnames="state", out_shardings=shardings)
+        self._new = jax.jit(self._new_program, static_argnums=(0, 1), out_shardings=shardings)
+
+    # ---- the five calls ----
+
+    def new_state(self, rows: int, positions: int) -> SamplerState:
+        """B empty slots of S positions."""
+        with jax.set_mesh(self.mesh):
+            return self._new(rows, positions)
+
+    def prefill(self, params: nnx.State, ids: np.ndarray, n: np.ndarray) -> SamplerState:
+        """A pool of P prompts with their caches. ids [P, C] int32, n [P] int32 (0: an unused row)."""
+        with jax.set_mesh(self.mesh):
+            return self._prefill(params, ids, n)
+
+    def admit(
+        self,
+        state: SamplerState,
+        pool: SamplerState,
+        source: np.ndarray,
+        keys: np.ndarray,
+        turn_tokens: int,
+        budget_end: int,
+    ) -> SamplerState:
+        """Copies prompt `source[b]` of the pool into slot b; -1 leaves the slot alone, -2 empties it.
+
+        Args:
+          source: [B] int32.
+          keys: [B, 2] uint32, read where a prompt is admitted.
+        """
+        with jax.set_mesh(self.mesh):
+            return self._admit(state, pool, source, keys, np.int32(turn_tokens), np.int32(budget_end))
+
+    def extend(
+        self, params: nnx.State, state: SamplerState, ids: np.ndarray, n: np.ndarray, turn_tokens: int
+    ) -> SamplerState:
+        """Appends `n[b]` forced ids to row b (mask 0) and starts its next turn; n = 0 leaves the row as it is.
+
+        What does not fit into S is dropped, and the row ends with CONTEXT_FULL.
+
+        Args:
+          ids: [B, C] int32.
+          n: [B] int32.
+        """
+        with jax.set_mesh(self.mesh):
+            return self._extend(params, state, ids, n, np.int32(turn_tokens))
+
+    def generate(self, params: nnx.State, state: SamplerState, temperature: float) -> SamplerState:
+        """Samples until no row runs or enough rows are parked. Temperature 0 is greedy (log-probs at 1)."""
+        with jax.set_mesh(self.mesh):
+            return self._generate(params, state, np.float32(temperature))
+
+    def compilations(self) -> dict[str, int]:
+        """How many shapes each program was compiled for."""
+        names = ("prefill", "admit", "extend", "generate")
+        return {name: getattr(self, f"_{name}")._cache_size() for name in names}
+
+    # ---- the programs ----
+
+    def _shardings(self) -> SamplerState:
+        mesh = self.mesh
+        row1, row2 = rows_sharding(mesh, 1), rows_sharding(mesh, 2)
+        # Divisibility of the heads is known here; that of the rows is the caller's (slots are a multiple).
+        heads = spec(("kv_heads",), SAMPLING, mesh, (self.config.kv_heads,))[0]
+        cache = NamedSharding(mesh, jax.sharding.PartitionSpec(None, ("data", "fsdp"), heads, None, None))
+        return SamplerState(row2, row2, row2, KVCache(cache, cache), row1, row1, row1, row1, row1, row2)
+
+    def _new_program(self, rows: int, positions: int) -> SamplerState:
+        zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
+        return SamplerState(
+            ids=zeros((rows, positions)),
+            mask=jnp.zeros((rows, positions), bool),
+            logprobs=jnp.zeros((rows, positions), jnp.float32),
+            cache=KVCache.zeros(self.config, rows, positions, self.dtype),
+            length=zeros(rows),
+            turn_left=zeros(rows),
+            budget_end=jnp.full(rows, positions, jnp.int32),
+            automaton=zeros(rows),
+            status=zeros(rows),
+            key=jnp.zeros((rows, 2), jnp.uint32),
+        )
+
+    def _prefill_program(self, params, ids, n) -> SamplerState:
+        model = nnx.merge(self._graph, params)
+        _, (k, v) = model.hidden(ids, keep_kv=True)
+        pool = self._new_program(*ids.shape)
+        cache = KVCache(k.astype(self.dtype), v.astype(self.dtype))
+        return replace(pool, ids=ids, length=n, cache=cache)
+
+    def _admit_program(self, state: SamplerState, pool: SamplerState, source, keys, turn_tokens, budget_end):
+        taken = source >= 0
+        index = jnp.maximum(source, 0)
+        column = taken[:, None]
+        width = pool.ids.shape[1]
+        prompt = jnp.pad(jnp.take(pool.ids, index, axis=0), ((0, 0), (0, state.ids.shape[1] - width)))
+        status = jnp.where(source == -2, Status.EMPTY, jnp.where(taken, Status.RUNNING, state.status))
+        return SamplerState(
+            ids=jnp.where(column, prompt, state.ids),
+            mask=jnp.where(column, False, state.mask),
+            logprobs=jnp.where(column, 0.0, state.logprobs),
+            cache=kv_cache.copy_rows(state.cache, pool.cache, jnp.where(taken, source, -1)),
+            length=jnp.where(taken, jnp.take(pool.length, index), state.length),
+            turn_left=jnp.where(taken, turn_tokens, state.turn_left),
+            budget_end=jnp.where(taken, budget_end, state.budget_end),
+            automaton=jnp.where(taken, boundary.ROOT, state.automaton),
+            status=status.astype(jnp.int32),
+            key=jnp.where(column, keys, state.key),
+        )
+
+    def _extend_program(self, params, state: SamplerState, ids, n, turn_tokens) -> SamplerState:
+        model = nnx.merge(self._graph, params)
+        B, S = state.ids.shape
+        C = ids.shape[1]
+        rows, offset = jnp.arange(B)[:, None], jnp.arange(C)
+        room = jnp.clip(n, 0, S - state.length)
+        target = jnp.where(offset < room[:, None], state.length[:, None] + offset, S)
+        known = state.ids.at[rows, target].set(ids, mode="drop")
+        # The model reads from the last known id up to the last but one of the new ones.
+        start = jnp.maximum(state.length - 1, 0)
+        count = jnp.where(room > 0, state.length + room - 1 - start, 0)
+        inputs = jnp.take_along_axis(known, jnp.minimum(start[:, None] + offset, S - 1), axis=1)
+        _, (k, v) = model.hidden(inputs, state.cache, start, keep_kv=True)
+        length = state.length + room
+        touched = n > 0
+        full = length >= state.budget_end
+        status = jnp.where(touched, jnp.where(full, Status.CONTEXT_FULL, Status.RUNNING), state.status)
+        return replace(
+            state,
+            ids=known,
+            cache=kv_cache.write(state.cache, k, v, start, count),
+            length=length,
+            turn_left=jnp.where(touched, turn_tokens, state.turn_left),
+            automaton=jnp.where(touched, boundary.ROOT, state.automaton),
+            status=status.astype(jnp.int32),
+        )
+
+    def _generate_program(self, params, state: SamplerState, temperature) -> SamplerState:
+        model = nnx.merge(self._graph, params)
+
+        def go_on(state: SamplerState) -> jax.Array:
+            running = jnp.sum(state.status == Status.RUNNING)
+            parked = jnp.sum(state.status == Status.SEARCH)
+            return (running > 0) & (parked < self._park_fraction * (running + parked))
+
+        return jax.lax.while_loop(go_on, functools.partial(self._decode, model, temperature), state)
+
+    def _decode(self, model: Any, temperature: jax.Array, state: SamplerState) -> SamplerState:
+        """One id for every running row."""
+        B, S = state.ids.shape
+        rows = jnp.arange(B)
+        running = state.status == Status.RUNNING
+        at = jnp.maximum(state.length - 1, 0)
+        hidden, (k, v) = model.hidden(jnp.take_along_axis(state.ids, at[:, None], axis=1), state.cache, at, keep_kv=True)
+        greedy = temperature == 0
+        logits = model.logits(hidden[:, 0], 1.0, self._n_ids) / jnp.where(greedy, 1.0, temperature)
+        logits = jnp.maximum(logits, NEG_INF)  # division may have pushed the mask to -inf
+        draw = sampling.choose(
+            sampling.filter_logits(logits, self._top_k, self._top_p), sampling.uniforms(state.key, state.length)
+        )
+        token = jnp.where(greedy, jnp.argmax(logits, axis=-1), draw).astype(jnp.int32)
+        logprob = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), token[:, None], axis=1)[:, 0]
+
+        write_at = jnp.where(running, state.length, S)
+        length = state.length + running
+        hit = self._hit[state.automaton, token]
+        was_answered = state.automaton == self._answered
+        answered = was_answered | (hit == boundary.HIT_ANSWER)
+        turn_left = state.turn_left - running
+        turn_left = jnp.where(answered & ~was_answered, self._after_answer, turn_left)
+        full = length >= state.budget_end
+        # The earliest tag wins; then a stop id; then the budgets.
+        ended = [
+            (hit == boundary.HIT_SEARCH, Status.SEARCH),
+            (answered & (self._stop[token] | (turn_left <= 0) | full), Status.ANSWER),
+            (~answered & self._stop[token], Status.EOS),
+            (~answered & full, Status.CONTEXT_FULL),
+            (~answered & (turn_left <= 0), Status.TURN_FULL),
+        ]
+        status = jnp.select([c for c, _ in ended], [jnp.int32(s) for _, s in ended], jnp.int32(Status.RUNNING))
+        automaton = jnp.where(answered, self._answered, self._next[state.automaton, token].astype(jnp.int32))
+        return replace(
+            state,
+            ids=state.ids.at[rows, write_at].set(token, mode="drop"),
+            mask=state.mask.at[rows, write_at].set(True, mode="drop"),
+            logprobs=state.logprobs.at[rows, write_at].set(logprob, mode="drop"),
+            cache=kv_cache.write(state.cache, k, v, at, running.astype(jnp.int32)),
+            length=length,
+            turn_left=jnp.where(running, turn_left, state.turn_left),
+            automaton=jnp.where(running, automaton, state.automaton),
+            status=jnp.where(running, status, state.status),
+        )

@@ -1,0 +1,117 @@
+"""The mesh (data, fsdp, tensor), and the tables from an array's logical axes to mesh axes.
+
+Every parameter is declared once with logical axis names (models/qwen2.py). Three tables say where they go:
+`STORAGE` for master weights, optimizer state and gradients; `SAMPLING` for the copy that decodes, which must not be
+split over fsdp (each decoded token would all-gather every layer); `COMPUTE` for activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from psearch_jax.config import MeshSection
+from psearch_jax.types import UserError
+
+AXES = ("data", "fsdp", "tensor")
+MeshAxes = tuple[str, ...] | str | None
+
+_TENSOR = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+STORAGE: Mapping[str, MeshAxes] = {**_TENSOR, "embed": "fsdp"}
+SAMPLING: Mapping[str, MeshAxes] = _TENSOR
+COMPUTE: Mapping[str, MeshAxes] = {**_TENSOR, "rows": ("data", "fsdp")}
+
+
+def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
+    """The device mesh of a run; one axis may be -1 and takes the devices that the others leave.
+
+    Raises:
+      UserError: the product of the axes is not the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = [section.data, section.fsdp, section.tensor]
+    if sizes.count(-1) > 1 or any(s == 0 or s < -1 for s in sizes):
+        raise UserError(f"config.mesh: found data,fsdp,tensor={sizes}, accepted: positive sizes, at most one -1")
+    if -1 in sizes:
+        known = -sizes[0] * sizes[1] * sizes[2]
+        sizes[sizes.index(-1)] = max(1, len(devices) // known)
+    if sizes[0] * sizes[1] * sizes[2] != len(devices):
+        raise UserError(
+            f"config.mesh: data={sizes[0]} x fsdp={sizes[1]} x tensor={sizes[2]} is not the number of devices, "
+            f"{len(devices)}"
+        )
+    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def spec(axes: tuple[str | None, ...], rules: Mapping[str, MeshAxes], mesh: Any, shape: tuple[int, ...] | None = None):
+    """PartitionSpec of an array with these logical axes.
+
+    An axis whose size the mesh does not divide stays whole (kv heads when `tensor` exceeds them).
+
+    Raises:
+      ValueError: two dimensions of the array would be split over the same mesh axis.
+    """
+    out, used = [], set()
+    for i, axis in enumerate(axes):
+        target = rules.get(axis) if axis else None
+        names = (target,) if isinstance(target, str) else (target or ())
+        parts = 1
+        for name in names:
+            parts *= mesh.shape[name]
+        if shape is not None and shape[i] % parts:
+            names = ()
+        if used & set(names):
+            raise ValueError(f"logical axes {axes}: mesh axis {sorted(used & set(names))} would split two dimensions")
+        used |= set(names)
+        out.append(names if len(names) > 1 else names[0] if names else None)
+    return PartitionSpec(*out)
+
+
+def param_shardings(abstract: nnx.State, rules: Mapping[str, MeshAxes], mesh: Mesh) -> nnx.State:
+    """The NamedSharding of every parameter, in a tree of the parameters' own shape.
+
+    Args:
+      abstract: parameters or their ShapeDtypeStructs; each Variable carries `axes`.
+    """
+
+    def one(variable: nnx.Variable) -> nnx.Variable:
+        sharding = NamedSharding(mesh, spec(variable.get_metadata()["axes"], rules, mesh, variable.shape))
+        return variable.replace(sharding)
+
+    return jax.tree.map(one, abstract, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Pins an activation to its place in the mesh set by `jax.set_mesh`; does nothing where none is set."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec(axes, COMPUTE, mesh, x.shape))
+
+
+def rows_sharding(mesh: Mesh, ndim: int, axis: int = 0) -> NamedSharding:
+    """Sharding of an array whose dimension `axis` counts rows; the others are whole."""
+    entries: list[MeshAxes] = [None] * ndim
+    entries[axis] = ("data", "fsdp")
+    return NamedSharding(mesh, PartitionSpec(*entries))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Sharding of an array that every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def check_heads(mesh: Mesh, heads: int) -> None:
+    """Refuses a `tensor` axis that does not divide the query heads.
+
+    Raises:
+      UserError: naming the accepted sizes.
+    """
+    tensor = mesh.shape["tensor"]
+    if heads % tensor:
+        accepted = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise UserError(f"config.mesh.tensor: found {tensor}, accepted for {heads} query heads: {accepted}")

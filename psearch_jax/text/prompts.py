@@ -1,0 +1,61 @@
+"""Prompt templates: the packaged ones, a user's file, or the chat messages that come with a data row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from psearch_jax.text.tags import escape_tags
+from psearch_jax.text.tokenizer import Tokenizer
+from psearch_jax.types import UserError
+
+PLACE = "{question}"
+TEMPLATE_DIR = Path(__file__).parent.parent / "assets" / "prompts"
+
+
+def packaged_templates() -> tuple[str, ...]:
+    """Names of the templates that come with the package."""
+    return tuple(sorted(p.stem for p in TEMPLATE_DIR.glob("*.txt")))
+
+
+def load_template(name_or_path: str | Path = "parallel") -> str:
+    """The text of a packaged template (`parallel`, `sequential`, `direct`, `toy`) or of a user's file.
+
+    Raises `UserError` when there is no such template, or when it does not hold `{question}`.
+    """
+    named = str(name_or_path) in packaged_templates()
+    file = TEMPLATE_DIR / f"{name_or_path}.txt" if named else Path(name_or_path)
+    try:
+        text = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        names = ", ".join(packaged_templates())
+        raise UserError(
+            f"prompt template {name_or_path}: not a readable file ({error}), and none of {names}"
+        ) from error
+    if PLACE not in text:
+        raise UserError(f"prompt template {file}: {PLACE} not found, it must mark the question's place")
+    return text
+
+
+def render_prompt(tokenizer: Tokenizer, template: str, question: str) -> list[int]:
+    """Ids of a prompt: the template's text with the question in its place, as one user message.
+
+    The question is foreign text: its tags are escaped and it cannot produce a control id.
+    """
+    content = template.replace(PLACE, escape_tags(question.strip()))
+    return tokenizer.chat([{"role": "user", "content": content}])
+
+
+def render_messages(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Ids of a data row's own prompt, a list of chat messages (`metadata["prompt"]`); contents yield no control id.
+
+    Raises `UserError` when it is anything else.
+    """
+    ok = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
+    if not ok or not all(_is_message(m) for m in messages):
+        raise UserError(f"prompt: {str(messages)[:80]!r} found, a list of messages with role and content accepted")
+    return tokenizer.chat(messages)
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))

@@ -1,0 +1,191 @@
+"""The tag grammar: how a turn is read and how an observation is written.
+
+A turn is what the model writes in one call:
+
+    <think> reasoning </think> <search> query ## query </search>
+    <think> reasoning </think> <answer> answer </answer>
+
+The host answers a search with an observation block, `<information> passages </information>`. This file is the only
+one that knows these words; it knows no model and no tokenizer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from psearch_jax.types import UserError
+from retrieval.protocol import Passage
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+SEARCH_OPEN, SEARCH_CLOSE = "<search>", "</search>"
+INFORMATION_OPEN, INFORMATION_CLOSE = "<information>", "</information>"
+ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
+SEPARATOR = "##"
+MAX_SUB_QUERIES = 8
+
+# Appended by the host after a turn without an action. It holds no literal tag: it could be read as an action.
+CORRECTIVE_MESSAGE = "\nNo search and no answer was found. Search or answer, with both of its tags.\n"
+
+# The two tags of an observation and their line ends are 30 bytes, so at most 30 ids in any byte-level vocabulary.
+MIN_OBSERVATION_TOKENS = 32
+NOTHING_FOUND = "nothing found"
+
+_TAG_NAMES = "think|search|information|answer"
+TAG = re.compile(rf"(</?(?:{_TAG_NAMES})>)")
+# `<` before one of our tag names, whatever the spacing, slashes or case between and after.
+_TAG_LIKE = re.compile(rf"<(?=[\s/]*(?:{_TAG_NAMES})(?![a-z0-9]))", re.IGNORECASE)
+_NO_TAG = rf"(?:(?!</?(?:{_TAG_NAMES})>).)*"
+_WELL_FORMED = re.compile(
+    rf"\s*<think>{_NO_TAG}</think>\s*<(search|answer)>{_NO_TAG}</\1>",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Action:
+    """What one turn asks for. `queries` is empty unless kind is `search`, `answer` is None unless it is `answer`."""
+
+    kind: Literal["search", "answer", "none"]
+    queries: tuple[str, ...]
+    answer: str | None
+    well_formed: bool
+
+
+NO_ACTION = Action("none", (), None, False)
+
+
+def parse_turn(text: str, max_sub_queries: int = MAX_SUB_QUERIES, tail_start: int | None = None) -> Action:
+    """Read the action of one turn.
+
+    The earliest closing tag of a search or an answer decides; its content runs from the last matching opening tag
+    before it, so that a tag named in a thought swallows nothing. An action inside an unclosed thought counts, with
+    invalid format. A closing tag that was never opened, and a search with nothing to look up, are no action.
+
+    Args:
+      text: the sampled text of the turn, without control tokens.
+      max_sub_queries: sub-queries kept of one search.
+      tail_start: character offset at which the token after the completing one begins. Characters between the closing
+        tag and this offset came in the same token and are ignored; default: the tail begins right after the tag. A
+        tail that is not blank makes an answer ill-formed; after a search everything is ignored.
+    """
+    ends = [(at, tag) for tag in (SEARCH_CLOSE, ANSWER_CLOSE) if (at := text.find(tag)) >= 0]
+    if not ends:
+        return NO_ACTION
+    close_at, closing = min(ends)
+    opening = SEARCH_OPEN if closing == SEARCH_CLOSE else ANSWER_OPEN
+    open_at = text.rfind(opening, 0, close_at)
+    if open_at < 0:
+        return NO_ACTION
+    content = text[open_at + len(opening) : close_at]
+    end = close_at + len(closing)
+    well_formed = _WELL_FORMED.fullmatch(text, 0, end) is not None
+    if closing == SEARCH_CLOSE:
+        queries = split_sub_queries(content, max_sub_queries)
+        return Action("search", queries, None, well_formed) if queries else NO_ACTION
+    tail = text[max(end, end if tail_start is None else tail_start) :]
+    return Action("answer", (), content.strip(), well_formed and not tail.strip())
+
+
+def split_sub_queries(content: str, cap: int = MAX_SUB_QUERIES) -> tuple[str, ...]:
+    """Split the content of a search at `##` (or a longer run of `#`): stripped, non-empty, distinct, at most `cap`.
+
+    Inner white space is collapsed; two sub-queries that differ only in case or spacing are one (the first is kept).
+    """
+    kept: dict[str, str] = {}
+    for part in re.split("#{2,}", content):
+        query = " ".join(part.split())
+        if query:
+            kept.setdefault(query.casefold(), query)
+    return tuple(kept.values())[:cap]
+
+
+def escape_tags(text: str) -> str:
+    """Neutralise our tags in foreign text, however spaced or cased, so that it can neither end a block nor act."""
+    return _TAG_LIKE.sub("&lt;", text)
+
+
+def render_observation(
+    queries: Sequence[str],
+    passages: Sequence[Sequence[Passage]],
+    encode: Callable[[str], list[int]],
+    budget_tokens: int,
+    label_subqueries: bool = True,
+) -> list[int]:
+    """Write the passages of one search as ids, at most `budget_tokens` of them, tags and headers included.
+
+    What the two tags leave is split evenly over the sub-queries; what one leaves passes to the next. Of one sub-query
+    the lower ranks are cut first; its header and the title of its first passage are cut only when its share cannot
+    hold them. The closing tag is always there. Lines are encoded one by one, so cutting one changes no other.
+
+    Args:
+      queries: the sub-queries that were run, Q of them.
+      passages: Q rankings, best first.
+      encode: text -> ids, never a control id (`Tokenizer.encode_foreign`).
+      budget_tokens: at least `MIN_OBSERVATION_TOKENS`, else `UserError`.
+      label_subqueries: write each sub-query above its passages when there are two or more.
+    """
+    check_observation_budget(budget_tokens)
+    opening, closing = encode(f"\n{INFORMATION_OPEN}\n"), encode(f"{INFORMATION_CLOSE}\n")
+    left = budget_tokens - len(opening) - len(closing)
+    labelled = label_subqueries and len(queries) > 1
+    body: list[int] = []
+    for i, (query, ranking) in enumerate(zip(queries, passages, strict=True)):
+        share = left // (len(queries) - i)
+        block = _render_block(query if labelled else None, ranking, encode, share)
+        body += block
+        left -= len(block)
+    return opening + body + closing
+
+
+def check_observation_budget(budget_tokens: int, name: str = "budget_tokens") -> None:
+    """Raise `UserError` for an observation budget that might not hold the two tags; `name` is the user's field."""
+    if budget_tokens < MIN_OBSERVATION_TOKENS:
+        raise UserError(f"{name}: {budget_tokens} found, at least {MIN_OBSERVATION_TOKENS} accepted")
+
+
+def _render_block(query: str | None, ranking: Sequence[Passage], encode: Callable, share: int) -> list[int]:
+    """The ids of one sub-query: its header (unless None) and its passages, at most `share` ids."""
+    lines = [_passage_line(p) for p in ranking] or [(NOTHING_FOUND, NOTHING_FOUND)]
+    block: list[int] = []
+    if query is not None:
+        title_cost = len(encode(f"{lines[0][0]}\n"))
+        # The header leaves room for the first title, within a quarter and a half of the share.
+        room = max(share // 4, min(share // 2, max(3, share - title_cost)))
+        block += _encode_cut(escape_tags(" ".join(query.split())), ":\n", encode, room)
+    for rank, (title, line) in enumerate(lines):
+        room = share - len(block)
+        ids = encode(f"{line}\n")
+        if len(ids) > room:
+            if rank == 0 or len(encode(f"{title}\n")) <= room:
+                block += _encode_cut(line, "\n", encode, room)
+            break
+        block += ids
+    return block
+
+
+def _passage_line(passage: Passage) -> tuple[str, str]:
+    """(title part, whole line) of a passage on one line; a title that its text begins with is not repeated."""
+    title = escape_tags(" ".join(passage.title.split()))
+    text = escape_tags(" ".join(passage.text.split()))
+    if not title or re.match(rf"{re.escape(title)}(?!\w)", text):
+        return title, text
+    return f"({title})", f"({title}) {text}".rstrip()
+
+
+def _encode_cut(text: str, ending: str, encode: Callable, limit: int) -> list[int]:
+    """The ids of the longest found prefix of `text` that fits into `limit` ids with `ending`; [] if none does."""
+    best = encode(text + ending)
+    if len(best) <= limit:
+        return best
+    best, low, high = [], 0, len(text) - 1  # text[:low] fits (or is empty), text[:high + 1] does not
+    while low < high:
+        middle = (low + high + 1) // 2
+        ids = encode(text[:middle].rstrip() + ending)
+        if len(ids) <= limit:
+            best, low = ids, middle
+        else:
+            high = middle - 1
+    return best

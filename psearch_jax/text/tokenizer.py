@@ -1,0 +1,177 @@
+"""The HF tokenizer, with the exact bytes of every id; foreign text is encoded so that it yields no control id."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from psearch_jax.types import UserError
+
+STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
+FILES = "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json"
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's map from the printable characters of a byte-level vocabulary to the 256 bytes they stand for.
+
+    Printable bytes of Latin-1 stand for themselves; the others, in order, for the characters from U+0100 on.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer in Hugging Face format (`tokenizer.json`, or `vocab.json` with `merges.txt`).
+
+    Attributes:
+      token_bytes: [size] exact bytes of every id; None for control tokens and for ids without a token.
+      size: number of ids (the largest id + 1); embedding rows from `size` on have no token.
+      stop_ids: ids that end a message.
+    """
+
+    def __init__(self, hf: PreTrainedTokenizerBase, name: str, extra_stop_ids: Iterable[int] = ()):
+        self.hf, self.name = hf, name
+        backend = getattr(hf, "backend_tokenizer", None)
+        if backend is None:
+            raise UserError(f"tokenizer {name}: {type(hf).__name__} found, a byte-level BPE with {FILES} needed")
+        self.token_bytes = _token_bytes(hf, name)
+        self.size = len(self.token_bytes)
+        # Copies: calls of `hf` itself change the state of its backend.
+        self._trusted = _copy(backend, added_tokens=True)
+        self._foreign = _copy(backend, added_tokens=False)
+        vocabulary = hf.get_vocab()
+        named = [vocabulary.get(token) for token in STOP_TOKENS]
+        self.stop_ids = frozenset(i for i in [hf.eos_token_id, *named, *extra_stop_ids] if i is not None)
+        if not self.stop_ids or not all(0 <= i < self.size for i in self.stop_ids):
+            raise UserError(
+                f"tokenizer {name}: stop ids {sorted(self.stop_ids)}, needed: one or more below {self.size}"
+            )
+
+    @classmethod
+    def load(cls, source: str | Path, extra_stop_ids: Iterable[int] = ()) -> Tokenizer:
+        """Load from a directory or a hub id; stop ids of a `generation_config.json` in that directory are added.
+
+        Raises `UserError` when there is no such directory, or no usable tokenizer in it.
+        """
+        name, path = str(source), Path(source)
+        looks_local = path.is_absolute() or name.startswith(".") or name.count("/") != 1
+        if looks_local and not path.is_dir():
+            raise UserError(f"tokenizer {name}: no such directory")
+        try:
+            hf = AutoTokenizer.from_pretrained(name)
+        except Exception as error:  # for a damaged file the tokenizers library raises a bare Exception
+            reason = str(error).strip().split("\n")[0]
+            raise UserError(f"tokenizer {name}: cannot be loaded, {FILES} needed ({reason})") from error
+        return cls(hf, name, [*extra_stop_ids, *_generation_stop_ids(path)])
+
+    def encode_trusted(self, text: str) -> list[int]:
+        """Ids of our own text: control tokens written in it become control ids."""
+        return self._trusted.encode(text, add_special_tokens=False).ids
+
+    def encode_foreign(self, text: str) -> list[int]:
+        """Ids of text from elsewhere (questions, passages): names of control tokens are split into ordinary ids."""
+        return self._foreign.encode(_without_surrogates(text), add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], control: bool = False) -> str:
+        """Text of ids: their bytes joined, read as UTF-8 with replacement; control tokens are left out or named.
+
+        Ids without a token are left out.
+        """
+        pieces = []
+        for i in map(int, ids):
+            piece = self.token_bytes[i] if 0 <= i < self.size else b""
+            if piece is None:
+                piece = (self.hf.convert_ids_to_tokens(i) or "").encode() if control else b""
+            pieces.append(piece)
+        return b"".join(pieces).decode("utf-8", errors="replace")
+
+    def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
+        """Ids of a chat by the tokenizer's own template; every message's content is foreign text.
+
+        The template is rendered around placeholders and the contents' ids are put in their place, so no content can
+        produce a control id. Raises `UserError` without a template, or when the template leaves out a message.
+        """
+        if not getattr(self.hf, "chat_template", None):
+            raise UserError(f"tokenizer {self.name}: no chat_template found, one is needed to write prompts")
+        marks = [f"CONTENT{i}PLACEHOLDER" for i in range(len(messages))]
+        rendered = self.hf.apply_chat_template(
+            [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)],
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
+        missing = [i for i, mark in enumerate(marks) if mark not in rendered]
+        if missing:
+            raise UserError(f"tokenizer {self.name}: chat_template leaves out message {missing[0]}")
+        ids: list[int] = []
+        for k, piece in enumerate(re.split(r"CONTENT(\d+)PLACEHOLDER", rendered)):
+            ids += self.encode_foreign(messages[int(piece)]["content"]) if k % 2 else self.encode_trusted(piece)
+        return ids
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the bytes of every id in order: equal exactly when `token_bytes` is."""
+        digest = hashlib.sha256()
+        for piece in self.token_bytes:
+            digest.update(b"control;" if piece is None else b"%d:%s" % (len(piece), piece))
+        return digest.hexdigest()
+
+
+def _token_bytes(hf: PreTrainedTokenizerBase, name: str) -> list[bytes | None]:
+    """[size] bytes of every id; added tokens hold plain text, all others the byte-level alphabet."""
+    alphabet, added = byte_level_alphabet(), hf.added_tokens_decoder
+    control = set(hf.all_special_ids) | {i for i, token in added.items() if token.special}
+    vocabulary = hf.get_vocab()
+    table: list[bytes | None] = [None] * (max(vocabulary.values()) + 1)
+    for token, i in vocabulary.items():
+        if i in control:
+            continue
+        if i in added:
+            table[i] = added[i].content.encode()
+            continue
+        try:
+            table[i] = bytes(alphabet[c] for c in token)
+        except KeyError:
+            raise UserError(f"tokenizer {name}: token {i} ({token!r}) found, a byte-level BPE is needed") from None
+    return table
+
+
+def _copy(backend: tokenizers.Tokenizer, added_tokens: bool) -> tokenizers.Tokenizer:
+    """A copy that neither truncates, pads nor adds ids. Without its added tokens, their names are ordinary text to it
+    and their ids out of its reach."""
+    state = json.loads(backend.to_str())
+    state["truncation"] = state["padding"] = state["post_processor"] = None
+    if not added_tokens:
+        names = {token["content"] for token in state["added_tokens"]}
+        model = state["model"]
+        model["vocab"] = {token: i for token, i in model["vocab"].items() if token not in names}
+        model["unk_token"] = None if model.get("unk_token") in names else model.get("unk_token")
+        state["added_tokens"] = []
+    return tokenizers.Tokenizer.from_str(json.dumps(state))
+
+
+def _without_surrogates(text: str) -> str:
+    """`text` with lone surrogates (from broken JSON) replaced, so that it can be written as UTF-8."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def _generation_stop_ids(directory: Path) -> list[int]:
+    """`eos_token_id` of the directory's generation_config.json, as a list; [] without the file or the field."""
+    file = directory / "generation_config.json"
+    if not file.is_file():
+        return []
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise UserError(f"{file}: a JSON object is needed ({error})") from error
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(isinstance(i, int) for i in ids):
+        raise UserError(f"{file}: eos_token_id is {found!r}, an id or a list of ids is accepted")
+    return ids

@@ -1,0 +1,162 @@
+"""Supervised fine-tuning on scripted trajectories: the cold start of the toy policy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from psearch_jax.config import PRESETS, Qwen2Config
+from psearch_jax.data.closed_world import ClosedWorld
+from psearch_jax.data.scripted import Mixture, scripted_trajectories
+from psearch_jax.models import qwen2
+from psearch_jax.text.tokenizer import Tokenizer
+from psearch_jax.types import UserError
+from retrieval.protocol import Passage, Retriever
+
+Row = tuple[np.ndarray, np.ndarray]  # ids [S] int32, loss mask [S] bool
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """A cold-start run. Worlds 1 .. `worlds` are trained on; world 0 is the one that policies are evaluated in."""
+
+    seed: int = 0
+    preset: str = "toy"
+    worlds: int = 16
+    trajectories_per_world: int = 3000
+    parallel_share: float = 0.6
+    sequential_share: float = 0.3  # the rest are single
+    topk: int = 3
+    epochs: int = 1
+    tokens_per_batch: int = 6144  # padding included
+    buckets: tuple[int, ...] = (96, 128, 192, 256)  # row lengths in ids; longer rows are left out
+    learning_rate: float = 2e-3
+    warmup_steps: int = 100
+    final_learning_rate_share: float = 0.05
+    weight_decay: float = 0.01
+    beta2: float = 0.98
+    gradient_clip: float = 1.0
+    log_every_steps: int = 50
+    mixture: Mixture = field(default_factory=Mixture)
+
+
+def make_rows(
+    config: SFTConfig, tokenizer: Tokenizer, make_retriever: Callable[[Sequence[Passage]], Retriever]
+) -> list[Row]:
+    """Scripted trajectories of all training worlds; no name of a held-out entity of world 0 occurs in them."""
+    reserved = ClosedWorld.make(0).held_out_names
+    n = config.trajectories_per_world
+    counts = {"parallel": round(n * config.parallel_share), "sequential": round(n * config.sequential_share)}
+    counts["single"] = n - sum(counts.values())
+    rows: list[Row] = []
+    for seed in range(1, config.worlds + 1):
+        world = ClosedWorld.make(seed, reserved_names=reserved)
+        retriever = make_retriever(world.passages)
+        rng = np.random.default_rng([config.seed, seed, 0x0A])
+        questions = [q for kind, count in counts.items() for q in world.questions("train", kind, count, config.seed)]
+        rows += scripted_trajectories(questions, retriever, tokenizer, rng, config.mixture, config.topk)
+    return rows
+
+
+def batches(rows: Sequence[Row], config: SFTConfig, epoch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Batches (ids [B, T] int32, mask [B, T] bool) of one epoch, each row padded to its bucket, in a seeded order.
+
+    Every batch holds about `tokens_per_batch` positions. The last rows of a bucket that fill no batch are left out,
+    so that each bucket has one shape.
+    """
+    rng = np.random.default_rng([config.seed, epoch, 0x0B])
+    groups: dict[int, list[int]] = {bucket: [] for bucket in config.buckets}
+    for i in rng.permutation(len(rows)):
+        bucket = next((b for b in config.buckets if len(rows[i][0]) <= b), None)
+        if bucket is not None:
+            groups[bucket].append(i)
+    chunks = []
+    for bucket, members in groups.items():
+        size = max(1, config.tokens_per_batch // bucket)
+        chunks += [(bucket, members[k : k + size]) for k in range(0, len(members) - size + 1, size)]
+    for k in rng.permutation(len(chunks)):
+        bucket, members = chunks[k]
+        ids, mask = np.zeros((len(members), bucket), np.int32), np.zeros((len(members), bucket), bool)
+        for row, i in enumerate(members):
+            length = len(rows[i][0])
+            ids[row, :length], mask[row, :length] = rows[i]
+        yield ids, mask
+
+
+def optimizer(config: SFTConfig, steps: int) -> optax.GradientTransformation:
+    """AdamW with warm-up, cosine decay and clipping by the global norm; vectors (norms, biases) do not decay."""
+    peak = config.learning_rate
+    warmup = min(config.warmup_steps, max(1, steps // 10))
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, peak * config.final_learning_rate_share)
+    decays = partial(jax.tree.map, lambda x: x.ndim > 2)
+    adamw = optax.adamw(schedule, b2=config.beta2, weight_decay=config.weight_decay, mask=decays)
+    return optax.chain(optax.clip_by_global_norm(config.gradient_clip), adamw)
+
+
+def loss_fn(
+    params: nnx.State, graph: nnx.GraphDef, ids: jax.Array, mask: jax.Array, n_ids: int
+) -> tuple[jax.Array, jax.Array]:
+    """Mean cross-entropy of the masked ids, and the share of them that is the likeliest id. ids, mask: [B, T]."""
+    model = nnx.merge(graph, params)
+    hidden, _ = model.hidden(ids[:, :-1])
+    logits = model.logits(hidden, 1.0, n_ids)
+    targets, weight = ids[:, 1:], mask[:, 1:]
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    count = jnp.maximum(jnp.sum(weight), 1)
+    right = jnp.sum((jnp.argmax(logits, axis=-1) == targets) * weight)
+    return jnp.sum(nll * weight) / count, right / count
+
+
+def train(
+    config: SFTConfig, tokenizer: Tokenizer, rows: Sequence[Row], log: Callable[[str], None] = print
+) -> tuple[Qwen2Config, nnx.State]:
+    """Train a policy of the preset's shape, with as many embedding rows as the tokenizer has ids (rounded up to 64).
+
+    Returns its config and float32 parameters. Raises UserError when no row fits the buckets.
+    """
+    shape = _shape(config, tokenizer)
+    steps = sum(1 for epoch in range(config.epochs) for _ in batches(rows, config, epoch))
+    if steps == 0:
+        raise UserError(f"config.tokens_per_batch={config.tokens_per_batch}: {len(rows)} trajectories fill no batch")
+    graph, tx = qwen2.graphdef(shape, jnp.float32), optimizer(config, steps)
+    params = qwen2.init_params(shape, config.seed)
+    opt_state = tx.init(params)
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, opt_state, ids, mask):
+        (loss, accuracy), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, graph, ids, mask, tokenizer.size)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss, accuracy
+
+    start, done, tokens, window = time.monotonic(), 0, 0, []
+    for epoch in range(config.epochs):
+        for ids, mask in batches(rows, config, epoch):
+            params, opt_state, loss, accuracy = step(params, opt_state, ids, mask)
+            window.append((loss, accuracy))
+            done, tokens = done + 1, tokens + ids.size
+            if done % config.log_every_steps == 0 or done == steps:
+                mean_loss, mean_accuracy = np.mean([[float(x) for x in pair] for pair in window], axis=0)
+                seconds = time.monotonic() - start
+                log(
+                    f"step {done}/{steps} loss {mean_loss:.4f} accuracy {mean_accuracy:.4f} "
+                    f"tokens {tokens / 1e6:.2f}M {tokens / seconds:.0f}/s {seconds:.0f}s"
+                )
+                window = []
+    return shape, params
+
+
+def _shape(config: SFTConfig, tokenizer: Tokenizer) -> Qwen2Config:
+    from dataclasses import replace
+
+    if config.preset not in PRESETS:
+        raise UserError(f"config.preset: found {config.preset!r}, accepted: {', '.join(PRESETS)}")
+    rows = -(-tokenizer.size // 64) * 64
+    return replace(PRESETS[config.preset], vocab_rows=rows, eos_ids=tuple(sorted(tokenizer.stop_ids)))

@@ -1,0 +1,177 @@
+"""Passages on disk, read through a memory map: opening costs an offset per row, whatever the size of the texts.
+
+A corpus is a jsonl file (plain or .gz) of rows `{"id": "7", "contents": "\"Title\"\nText"}`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import mmap
+import os
+import shutil
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from retrieval.protocol import CorpusError, Passage
+
+# Smaller files are read again at every start: a second or so, and nothing is written beside the user's data.
+CACHE_OFFSETS_ABOVE_BYTES = 64 * 2**20
+
+
+class MemoryMappedCorpus(Sequence[Passage]):
+    """Random access to the passages of a jsonl file.
+
+    The first pass checks every row; a bad one raises `CorpusError` with the file, the line number and the field.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], offsets: np.ndarray | None = None):
+        """Open `path`; `offsets` [N] int64 (the byte where each row starts) skips the first pass over the file."""
+        self.path = _plain_file(Path(path))
+        self.offsets = _offsets(self.path) if offsets is None else offsets
+        with open(self.path, "rb") as file:
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __getitem__(self, row: int) -> Passage:
+        # Negative rows are refused: -1 is how a search says "nothing found", never the last passage.
+        if not 0 <= row < len(self):
+            raise IndexError(f"{self.path}: row {row} is outside 0..{len(self) - 1}")
+        start = int(self.offsets[row])
+        end = self._bytes.find(b"\n", start)
+        return _parse(self._bytes[start : end if end >= 0 else None], f"{self.path}: row {row}")
+
+    def passages(self, start: int = 0, stop: int | None = None) -> Iterator[Passage]:
+        """Yield the passages of rows start .. stop-1 in order."""
+        for row in range(start, min(len(self) if stop is None else stop, len(self))):
+            yield self[row]
+
+
+def write_corpus(path: str | os.PathLike[str], passages: Iterable[Passage]) -> None:
+    """Write passages as a jsonl corpus that `MemoryMappedCorpus` reads back unchanged (scores are not kept)."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = _beside(path)
+    with open(partial, "w", encoding="utf-8") as file:
+        for passage in passages:
+            if "\n" in passage.title:
+                raise CorpusError(f"{path}: the title of passage {passage.id!r} holds a line break")
+            row = {"id": passage.id, "contents": f'"{passage.title}"\n{passage.text}'}
+            file.write(json.dumps(row) + "\n")
+    os.replace(partial, path)
+
+
+def _parse(line: bytes, where: str) -> Passage:
+    """One jsonl row -> Passage. `where` begins the message of the `CorpusError`."""
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        raise CorpusError(f"{where}: not a JSON object in UTF-8") from None
+    if not isinstance(row, dict):
+        raise CorpusError(f"{where}: a {type(row).__name__}, expected an object with id and contents")
+    id_, contents = row.get("id"), row.get("contents")
+    if isinstance(id_, bool) or not isinstance(id_, str | int) or id_ == "":
+        raise CorpusError(f"{where}: field id is {_found(row, 'id')}, expected a string or an integer")
+    if not isinstance(contents, str) or not contents.strip():
+        raise CorpusError(f"{where}: field contents is {_found(row, 'contents')}, expected '\"Title\"\\ntext'")
+    title, line_break, text = contents.partition("\n")
+    if not line_break:
+        title, text = "", contents
+    if len(title) >= 2 and title[0] == title[-1] == '"':
+        title = title[1:-1]
+    return Passage(id=str(id_), title=title, text=text)
+
+
+def _found(row: dict, field: str) -> str:
+    return f"{json.dumps(row[field])[:40]}" if field in row else "missing"
+
+
+def _plain_file(path: Path) -> Path:
+    """The uncompressed file to map: `path` itself, or a .gz decompressed once beside it."""
+    if not path.is_file():
+        raise CorpusError(f"{path}: no such corpus file")
+    if path.suffix != ".gz":
+        return path
+    plain = path.with_suffix("")
+    if not plain.is_file() or plain.stat().st_mtime_ns < path.stat().st_mtime_ns:
+        partial = _beside(plain)
+        try:
+            with gzip.open(path, "rb") as source, open(partial, "wb") as target:
+                shutil.copyfileobj(source, target, 2**20)
+            os.replace(partial, plain)
+        except (OSError, EOFError, zlib.error) as error:
+            partial.unlink(missing_ok=True)
+            raise CorpusError(f"{path}: cannot be decompressed to {plain} ({error})") from None
+    return plain
+
+
+def _offsets(path: Path) -> np.ndarray:
+    """The byte where each row of `path` starts, [N] int64; kept beside large files until they change."""
+    stat = path.stat()
+    if stat.st_size < CACHE_OFFSETS_ABOVE_BYTES or not os.access(path.parent, os.W_OK):
+        return _scan(path)
+    # The first two entries are the key: a corpus that was edited is read again.
+    cache, key = path.with_name(path.name + ".offsets.npy"), [stat.st_size, stat.st_mtime_ns]
+    if cache.is_file():
+        try:
+            stored = np.load(cache, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError):
+            stored = np.zeros(0, np.int64)  # a damaged cache is made again
+        if stored.ndim == 1 and stored.dtype == np.int64 and stored[:2].tolist() == key:
+            return stored[2:]
+    offsets = _scan(path)
+    partial = _beside(cache)
+    with open(partial, "wb") as file:
+        np.save(file, np.concatenate([np.array(key, np.int64), offsets]))
+    os.replace(partial, cache)
+    return offsets
+
+
+def _scan(path: Path) -> np.ndarray:
+    """Check every row in one streaming pass and return where the rows start, [N] int64."""
+    starts, id_hashes, position = array("q"), array("q"), 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(tqdm(file, "reading the corpus", unit=" rows", delay=2, disable=None), 1):
+            if line.strip():
+                passage = _parse(line, f"{path}: line {number}")
+                starts.append(position)
+                id_hashes.append(hash(passage.id))
+            position += len(line)
+    if not starts:
+        raise CorpusError(f"{path}: no rows, expected jsonl rows with id and contents")
+    offsets = np.frombuffer(starts, np.int64)
+    _refuse_duplicate_ids(path, offsets, np.frombuffer(id_hashes, np.int64))
+    return offsets
+
+
+def _refuse_duplicate_ids(path: Path, offsets: np.ndarray, id_hashes: np.ndarray) -> None:
+    """Raise `CorpusError` on the first repeated id; hashes narrow the search, so ids need not stay in memory."""
+    order = np.argsort(id_hashes, kind="stable")
+    repeated = id_hashes[order][1:] == id_hashes[order][:-1]
+    suspects = np.unique(np.concatenate([order[1:][repeated], order[:-1][repeated]]))
+    seen: dict[str, int] = {}
+    with open(path, "rb") as file:
+        for row in suspects:
+            file.seek(int(offsets[row]))
+            id_ = _parse(file.readline(), f"{path}: row {row}").id
+            if id_ in seen:
+                first, second = (_line_number(path, int(offsets[r])) for r in (seen[id_], row))
+                raise CorpusError(f"{path}: line {second}: field id repeats {id_!r} of line {first}")
+            seen[id_] = int(row)
+
+
+def _line_number(path: Path, offset: int) -> int:
+    with open(path, "rb") as file:
+        return file.read(offset).count(b"\n") + 1
+
+
+def _beside(path: Path) -> Path:
+    """A name in the same folder, so that the finished file can be renamed into place in one step."""
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")

@@ -1,0 +1,134 @@
+"""A text encoder without weights: hashed words and word pairs, randomly projected to a dense vector.
+
+It needs no download, is the same in every process, and finds a passage by the words of its title and text.
+The projection keeps inner products up to noise of about 1/sqrt(D) (Johnson-Lindenstrauss).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from sklearn.feature_extraction.text import HashingVectorizer
+
+from retrieval.protocol import CorpusError, Passage
+
+VERSION = 1  # raise it with any change that makes other vectors: older indexes are then refused
+FEATURES = 2**18
+NONZEROS_PER_FEATURE = 4
+# A title counts as if it stood three more times in its text. Among 994 HotpotQA passages, a title then finds its
+# passage in the top 3 in 0.999 of cases (0.90 without), and a question each supporting passage in 0.66 (0.53).
+TITLE_WEIGHT = 3.0
+WEIGHTS_FILE = "encoder_weights.npy"
+CHUNK = 4096
+
+
+class HashingEncoder:
+    """Hashed word counts -> weights by rarity -> seeded sparse projection -> unit length.
+
+    `fit` learns how rare each word is in a corpus; without it all words weigh the same (and the questions above find
+    their passages in 0.53 of cases).
+    """
+
+    name = "hashing"
+
+    def __init__(self, dimensions: int = 1024, seed: int = 0, idf: np.ndarray | None = None):
+        """`idf` [FEATURES] float32: the weight of each hashed feature, 0 where the corpus never has it."""
+        if dimensions < 1:
+            raise ValueError(f"dimensions is {dimensions}, expected at least 1")
+        self.dimensions = dimensions
+        self.seed = seed
+        self.idf = np.ones(FEATURES, np.float32) if idf is None else np.asarray(idf, np.float32)
+        if self.idf.shape != (FEATURES,):
+            raise ValueError(f"idf has shape {self.idf.shape}, expected ({FEATURES},)")
+        self._projection = _projection(dimensions, seed)
+        self._vectorizer = HashingVectorizer(
+            n_features=FEATURES,
+            ngram_range=(1, 2),
+            token_pattern=r"(?u)\b\w+\b",  # one-letter words count too: "Malcolm X"
+            strip_accents="unicode",
+            norm=None,
+            dtype=np.float32,
+        )
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for vectors to be equal, as JSON values."""
+        return {
+            "name": self.name,
+            "version": VERSION,
+            "dimensions": self.dimensions,
+            "seed": self.seed,
+            "weights": hashlib.sha256(self.idf.astype("<f4").tobytes()).hexdigest()[:16],
+        }
+
+    def fit(self, passages: Sequence[Passage]) -> HashingEncoder:
+        """Return an encoder that weighs each feature by log((1 + N) / (1 + passages that have it)) + 1.
+
+        Features no passage has get 0: they can match nothing and would only add noise to a query.
+        """
+        frequency = np.zeros(FEATURES, np.int64)
+        for start in range(0, len(passages), CHUNK):
+            chunk = [passages[row] for row in range(start, min(start + CHUNK, len(passages)))]
+            frequency += np.bincount(self._passage_counts(chunk).indices, minlength=FEATURES)
+        idf = np.log((1 + len(passages)) / (1 + frequency)) + 1
+        return HashingEncoder(self.dimensions, self.seed, np.where(frequency > 0, idf, 0))
+
+    def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
+        """Return [Q, D] float32 of unit length; a zero row where no word is known."""
+        return self._project(self._counts(queries), self.idf)
+
+    def encode_passages(self, passages: Sequence[Passage]) -> np.ndarray:
+        """Return [N, D] float32 of unit length; a zero row for a passage without words."""
+        # The square root, since rare words that no query asks for (years, places) take up the length of a passage's
+        # vector: with full weights the right one of two like-titled sentences comes first less often (0.48, not 0.63).
+        return self._project(self._passage_counts(passages), np.sqrt(self.idf))
+
+    def save(self, directory: Path) -> None:
+        """Write the word weights, which the identity only names."""
+        np.save(Path(directory) / WEIGHTS_FILE, self.idf)
+
+    @classmethod
+    def load(cls, directory: Path, identity: dict[str, Any]) -> HashingEncoder:
+        """Read an encoder saved in `directory`. Raises `CorpusError` when it is not the one of `identity`."""
+        path = Path(directory) / WEIGHTS_FILE
+        try:
+            encoder = cls(identity["dimensions"], identity["seed"], np.load(path, allow_pickle=False))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise CorpusError(f"{path}: the hashing encoder cannot be read ({error})") from None
+        if encoder.identity != identity:
+            raise CorpusError(f"{path}: encoder {encoder.identity} is not the index's {identity}; build it again")
+        return encoder
+
+    def _counts(self, texts: Sequence[str]) -> sp.csr_matrix:
+        if not texts:
+            return sp.csr_matrix((0, FEATURES), dtype=np.float32)
+        # Half a surrogate pair, which JSON can spell, has no UTF-8 form and would stop the hashing.
+        return self._vectorizer.transform([t.encode("utf-8", "replace").decode("utf-8") for t in texts])
+
+    def _passage_counts(self, passages: Sequence[Passage]) -> sp.csr_matrix:
+        counts = self._counts([p.text for p in passages]) + TITLE_WEIGHT * self._counts([p.title for p in passages])
+        counts.eliminate_zeros()
+        return counts
+
+    def _project(self, counts: sp.csr_matrix, weights: np.ndarray) -> np.ndarray:
+        weighted = counts.multiply(weights).tocsr().astype(np.float32)
+        vectors = (weighted @ self._projection).toarray().astype(np.float32, copy=False)
+        length = np.linalg.norm(vectors, axis=1, keepdims=True)
+        return np.divide(vectors, length, out=np.zeros_like(vectors), where=length > 0)
+
+
+def _projection(dimensions: int, seed: int) -> sp.csr_matrix:
+    """[FEATURES, D]: each feature adds +1 or -1 to a few random dimensions.
+
+    Drawn from the raw bits of PCG64, which NumPy keeps stable between versions (its distributions are not).
+    """
+    bits = np.random.PCG64(seed).random_raw(FEATURES * NONZEROS_PER_FEATURE)
+    columns = (bits % np.uint64(dimensions)).astype(np.int32)
+    signs = np.where(bits >> np.uint64(63), 1, -1).astype(np.float32)
+    rows = np.arange(0, bits.size + 1, NONZEROS_PER_FEATURE)
+    return sp.csr_matrix((signs, columns, rows), shape=(FEATURES, dimensions))

@@ -1,0 +1,68 @@
+"""What a retriever is: the only file of this package that psearch_jax imports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class RetrievalError(RuntimeError):
+    """A search could not be carried out; the message says by whom and why, in one line."""
+
+
+class CorpusError(ValueError):
+    """A corpus or an index is missing, damaged or does not match; one line that names the file and the field."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One retrieved passage; `score` is its inner product with the query, rounded so that replays agree."""
+
+    id: str
+    title: str
+    text: str
+    score: float = 0.0
+
+
+class Retriever(Protocol):
+    """Anything that answers a batch of queries."""
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        """Return at most `k` passages per query, best first, in the order of `queries`.
+
+        An empty query gives an empty list. Raises `RetrievalError` when the search fails.
+        """
+        ...
+
+
+class Encoder(Protocol):
+    """Turns texts into vectors whose inner product is their relevance.
+
+    A row depends on its own text only, never on the batch around it: a replayed search must agree with the first.
+    """
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """JSON values that pin the encoder: equal identities make equal vectors. `name` says which class it is."""
+        ...
+
+    @property
+    def dimensions(self) -> int:
+        """D, the width of a vector."""
+        ...
+
+    def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
+        """Return [Q, D] float32 of unit length; a zero row where the text says nothing (it then finds nothing)."""
+        ...
+
+    def encode_passages(self, passages: Sequence[Passage]) -> np.ndarray:
+        """Return [N, D] float32 of unit length; a zero row for a passage without words."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write into an index directory whatever the encoder needs besides its identity."""
+        ...

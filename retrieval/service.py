@@ -1,0 +1,131 @@
+"""The in-process retriever: one encoding and one ScaNN call for all new queries of a batch."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from retrieval.corpus import MemoryMappedCorpus
+from retrieval.hashing import HashingEncoder
+from retrieval.index import SCORE_DECIMALS, ScannIndex, encode_corpus
+from retrieval.protocol import CorpusError, Encoder, Passage
+
+ENCODERS = {HashingEncoder.name: HashingEncoder}
+CACHED_QUERIES = 65_536
+
+
+@dataclass
+class Counters:
+    """What the service has done since it was made."""
+
+    queries: int = 0  # asked for, empty and repeated ones included
+    unique: int = 0  # left after dropping empty ones and repeats within a batch
+    hits: int = 0  # of those, answered from the cache
+    searches: int = 0  # calls of the index
+
+
+class RetrievalService:
+    """Strip, deduplicate, look up, encode, search once, fold back. A cached answer equals a searched one exactly."""
+
+    def __init__(
+        self, index: ScannIndex, corpus: Sequence[Passage], encoder: Encoder, cache_size: int = CACHED_QUERIES
+    ):
+        """`cache_size` is the number of (query, k) answers kept, least recently used out first; 0 keeps none."""
+        if len(corpus) != index.rows or encoder.dimensions != index.dimensions:
+            raise CorpusError(
+                f"the index holds {index.rows} rows of {index.dimensions} dimensions, "
+                f"the corpus {len(corpus)} rows, the encoder makes {encoder.dimensions} dimensions"
+            )
+        self._index, self._corpus, self._encoder = index, corpus, encoder
+        self._cache: OrderedDict[tuple[str, int], tuple[Passage, ...]] = OrderedDict()
+        self._cache_size = cache_size
+        self._counters = Counters()
+        self._lock = threading.Lock()  # a server calls from several threads
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str], cache_size: int = CACHED_QUERIES) -> RetrievalService:
+        """Serve an index directory. Raises `CorpusError` when it is damaged or its encoder is another one."""
+        directory = Path(directory)
+        index = ScannIndex.open(directory)
+        identity = index.manifest["encoder"]
+        if identity.get("name") not in ENCODERS:
+            raise CorpusError(
+                f"{directory / 'manifest.json'}: encoder {identity.get('name')!r}, known are {sorted(ENCODERS)}"
+            )
+        encoder = ENCODERS[identity["name"]].load(directory, identity)
+        offsets = np.load(directory / "corpus.offsets.npy", mmap_mode="r", allow_pickle=False)
+        return cls(index, MemoryMappedCorpus(directory / "corpus.jsonl", offsets), encoder, cache_size)
+
+    @classmethod
+    def from_corpus(
+        cls,
+        corpus: str | os.PathLike[str] | Sequence[Passage],
+        encoder: Encoder | None = None,
+        cache_size: int = CACHED_QUERIES,
+    ) -> RetrievalService:
+        """Index a small corpus (jsonl file or passages) in memory; by default with a hashing encoder fitted to it."""
+        corpus = MemoryMappedCorpus(corpus) if isinstance(corpus, str | os.PathLike) else list(corpus)
+        if not len(corpus):
+            raise CorpusError("the corpus holds no passages, expected at least one")
+        encoder = encoder or HashingEncoder().fit(corpus)
+        return cls(ScannIndex.from_vectors(encode_corpus(corpus, encoder)), corpus, encoder, cache_size)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """A copy of the running totals: queries, unique, hits, searches."""
+        with self._lock:
+            return asdict(self._counters)
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        """Return at most `k` passages per query, best first, in the order of `queries`.
+
+        White space is collapsed first. A query that is empty, or has no word of the corpus, gives an empty list.
+        Raises `RetrievalError` when the search fails, `ValueError` when k < 1.
+        """
+        if k < 1:
+            raise ValueError(f"k is {k}, expected at least 1")
+        cleaned = [" ".join(query.split()) for query in queries]
+        unique = list(dict.fromkeys(filter(None, cleaned)))
+        answers = self._look_up(unique, k)
+        misses = [query for query in unique if query not in answers]
+        if misses:
+            answers |= self._search(misses, k)
+            self._store(answers, k)
+        with self._lock:
+            self._counters.queries += len(cleaned)
+            self._counters.unique += len(unique)
+            self._counters.hits += len(unique) - len(misses)
+            self._counters.searches += bool(misses)
+        return [list(answers.get(query, ())) for query in cleaned]
+
+    def _search(self, queries: list[str], k: int) -> dict[str, tuple[Passage, ...]]:
+        ids, scores = self._index.search(self._encoder.encode_queries(queries), k)
+        return {
+            query: tuple(
+                replace(self._corpus[row], score=round(score, SCORE_DECIMALS))
+                for row, score in zip(rows, values, strict=True)
+                if row >= 0
+            )
+            for query, rows, values in zip(queries, ids.tolist(), scores.tolist(), strict=True)
+        }
+
+    def _look_up(self, queries: list[str], k: int) -> dict[str, tuple[Passage, ...]]:
+        with self._lock:
+            found = {query: self._cache[query, k] for query in queries if (query, k) in self._cache}
+            for query in found:
+                self._cache.move_to_end((query, k))
+        return found
+
+    def _store(self, answers: dict[str, tuple[Passage, ...]], k: int) -> None:
+        with self._lock:
+            for query, passages in answers.items():
+                self._cache[query, k] = passages
+                self._cache.move_to_end((query, k))
+            while len(self._cache) > self._cache_size:
+                self._cache.popitem(last=False)

@@ -1,0 +1,52 @@
+"""Package definition: `pip install -e .[test]` sets up everything the README runs."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+# Accelerator builds are extras, so that a plain install is the CPU one that the tests and the demo use.
+EXTRAS = {
+    "cuda": ["jax[cuda13]"],
+    "tpu": ["jax[tpu]"],
+    "test": [
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "hypothesis>=6",
+        "ruff>=0.8",
+        "import-linter>=2",
+        # The reference implementation of Qwen2 in the parity tests; 2.13.0 has a CPU build.
+        "torch==2.13.0",
+    ],
+}
+
+setup(
+    name="psearch_jax",
+    version="0.1.0",
+    description="ParallelSearch in JAX: language models that learn to split a question into parallel searches.",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["psearch_jax", "psearch_jax.*", "retrieval", "retrieval.*"]),
+    package_data={"psearch_jax": ["assets/toy_policy/*", "assets/prompts/*"]},
+    install_requires=[
+        "absl-py>=2",
+        "jax>=0.10",
+        "flax>=0.12",
+        "optax>=0.2.5",
+        "orbax-checkpoint>=0.11.30",
+        "transformers>=4.56",
+        "tokenizers>=0.21",
+        "safetensors>=0.5",
+        "jinja2>=3.1",
+        "tensorflow-datasets>=4.9.9",
+        "scann>=1.4.2",
+        "scikit-learn>=1.5",
+        "grain>=0.2.12",
+        "ml-collections>=1.0",
+        "numpy>=2.0",
+        "tensorboardX>=2.6",
+        "tqdm>=4.66",
+    ],
+    extras_require=EXTRAS,
+)

@@ -1,0 +1,55 @@
+"""Fixtures shared by all tests."""
+
+from pathlib import Path
+
+import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from psearch_jax.text.tokenizer import Tokenizer
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The optional folder with the real vocabulary, questions and reward vectors, beside the repository."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip("the optional data folder ../shared/data is absent")
+    return SHARED_DATA
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tmp_path_factory) -> Tokenizer:
+    """A byte-level BPE of about 400 ids trained on a few tagged lines, loaded from its tokenizer.json."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        show_progress=False,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    lines = [
+        "<think> who is older </think>\n<search> Ada Lovelace born ## Alan Turing born </search>\n\n",
+        "\n<information>\nAda Lovelace was born in 1815.\n</information>\n<answer> Ada Lovelace </answer>.",
+        "<search>a</search><think></think></search></answer>\n</answer></think>",
+    ]
+    backend.train_from_iterator(lines * 20, trainer)
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+    )
+    directory = tmp_path_factory.mktemp("tiny_tokenizer")
+    hf.save_pretrained(directory)
+    return Tokenizer.load(directory)

@@ -1,0 +1,192 @@
+"""The boundary tables against plain string search, over every way a closing tag can be tokenised."""
+
+from collections import defaultdict
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from psearch_jax.rollout.boundary import (
+    HIT_ANSWER,
+    HIT_NONE,
+    HIT_SEARCH,
+    ROOT,
+    build_tables,
+    byte_automaton,
+    cached_tables,
+    pad_tables,
+)
+from psearch_jax.text.tokenizer import Tokenizer
+
+TAGS = {b"</search>": HIT_SEARCH, b"</answer>": HIT_ANSWER}
+MAX_TOKENS = 6
+
+
+@pytest.fixture(scope="module", params=["tiny", "real"])
+def tokenizer(request):
+    if request.param == "tiny":
+        return request.getfixturevalue("tiny_tokenizer")
+    return Tokenizer.load(request.getfixturevalue("shared_data") / "qwen2_tokenizer")
+
+
+@pytest.fixture(scope="module")
+def tables(tokenizer):
+    return build_tables(tokenizer.token_bytes)
+
+
+def all_tokenisations(token_bytes, tag):
+    """[N, MAX_TOKENS] ids, padded with -1: every sequence of up to 6 ids that completes `tag` at its last id.
+
+    The first id may hold bytes before the tag and the last one bytes after it; those in between are exact.
+    """
+    exact, ending, starting, whole = defaultdict(list), defaultdict(list), defaultdict(list), []
+    for i, piece in enumerate(token_bytes):
+        if piece is None:
+            continue
+        if tag in piece:
+            whole.append(i)
+        if piece in tag:
+            exact[piece].append(i)
+        for n in range(1, len(tag)):
+            if piece.endswith(tag[:n]):
+                ending[n].append(i)
+            if piece.startswith(tag[n:]):
+                starting[n].append(i)
+    cases = [np.array(whole, int)[:, None]]
+    for k in range(2, MAX_TOKENS + 1):
+        for cuts in combinations(range(1, len(tag)), k - 1):
+            middle = [exact[tag[a:b]] for a, b in zip(cuts, cuts[1:], strict=False)]
+            grid = np.meshgrid(ending[cuts[0]], *middle, starting[cuts[-1]], indexing="ij")
+            cases.append(np.stack([g.ravel() for g in grid], axis=1).astype(int))
+    return np.concatenate([np.pad(c, ((0, 0), (0, MAX_TOKENS - c.shape[1])), constant_values=-1) for c in cases])
+
+
+def walk(tables, ids):
+    """(first completing position or T, hit there) of rows of ids [N, T]; -1 pads."""
+    state = np.zeros(len(ids), np.uint8)
+    at, hit = np.full(len(ids), ids.shape[1]), np.zeros(len(ids), np.uint8)
+    for t in range(ids.shape[1]):
+        real = ids[:, t] >= 0
+        found = np.where(real, tables.hit[state, ids[:, t]], HIT_NONE)
+        fresh = (found > 0) & (hit == 0)
+        at[fresh], hit[fresh] = t, found[fresh]
+        state = np.where(real, tables.next[state, ids[:, t]], state)
+    return at, hit
+
+
+def search(token_bytes, row):
+    """(position of the id that completes the first closing tag, which tag) of one row of ids, by string search."""
+    pieces = [token_bytes[i] for i in row if i >= 0]
+    text = b"".join(pieces)
+    ends = [(at + len(tag), hit) for tag, hit in TAGS.items() if (at := text.find(tag)) >= 0]
+    if not ends:
+        return len(row), HIT_NONE
+    end, hit = min(ends)
+    for t, piece in enumerate(pieces):
+        end -= len(piece)
+        if end <= 0:
+            return t, hit
+    raise AssertionError("the tag ends beyond the text")
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_every_tokenisation_stops_at_the_completing_token(tokenizer, tables, tag):
+    """A tokenisation the automaton misses would let a row run on past its search or answer."""
+    cases = all_tokenisations(tokenizer.token_bytes, tag)
+    at, hit = walk(tables, cases)
+    expected = np.array([search(tokenizer.token_bytes, row) for row in cases.tolist()])
+    np.testing.assert_array_equal(at, expected[:, 0])
+    np.testing.assert_array_equal(hit, expected[:, 1])
+    # The enumeration itself: every row completes the tag with its last id, or an earlier tag before.
+    last = (cases >= 0).sum(axis=1) - 1
+    assert np.all(hit > 0) and np.all(at <= last) and np.mean((at == last) & (hit == TAGS[tag])) > 0.9
+    print(f"{tag.decode()}: {len(cases)} tokenisations")
+    assert len(cases) > (100_000 if tokenizer.size > 100_000 else 100)
+
+
+def test_the_enumeration_is_complete(tokenizer):
+    """A hole in the enumeration would make the proof empty: the tokenizer's own ways must be among its rows."""
+    rows = {tuple(i for i in row if i >= 0) for row in all_tokenisations(tokenizer.token_bytes, b"</search>").tolist()}
+    for before, after in [("", ""), (" x", "\n\n"), ("", "."), ("a", "</think>"), ("", " "), ("<", "<think>")]:
+        ids = tokenizer.encode_foreign(f"{before}</search>{after}")
+        text = b""
+        start = stop = None
+        for t, i in enumerate(ids):
+            text += tokenizer.token_bytes[i]
+            if start is None and len(text) > len(before):
+                start = t
+            if stop is None and b"</search>" in text:
+                stop = t
+        assert stop - start < MAX_TOKENS
+        assert tuple(ids[start : stop + 1]) in rows
+    if tokenizer.size > 100_000:
+        mixed = [tokenizer.token_bytes.index(piece) for piece in (b" </", b"s", b"ear", b"c", b"h", b">\n\n")]
+        assert len(mixed) == MAX_TOKENS and tuple(mixed) in rows
+
+
+def test_random_rows_of_ids(tokenizer, tables):
+    """States reached by other ids (half tags, repeated `<`, mixed tags) must not hide or forge a boundary."""
+    rng = np.random.default_rng(0)
+    near = [i for i, p in enumerate(tokenizer.token_bytes) if p and any(p in tag or tag[:2] in p for tag in TAGS)]
+    rows = np.array(near)[rng.integers(len(near), size=(20_000, 24))]
+    for row in rows[:4000]:  # a tag spelled byte by byte somewhere in the row
+        tag = list(TAGS)[rng.integers(2)]
+        start = rng.integers(24 - len(tag))
+        row[start : start + len(tag)] = [tokenizer.token_bytes.index(bytes([b])) for b in tag]
+    at, hit = walk(tables, rows)
+    expected = np.array([search(tokenizer.token_bytes, row) for row in rows.tolist()])
+    np.testing.assert_array_equal(np.stack([at, hit], 1), expected)
+    assert set(hit.tolist()) == {HIT_NONE, HIT_SEARCH, HIT_ANSWER}
+
+
+def test_encoded_text(tokenizer, tables):
+    """Ordinary text, as the model writes it, must stop where string search does."""
+    text = "<think> a < b </ search> or <search> </searc </think>\n<search> x ## y </search>\n\n<answer> z </answer>."
+    for start in range(len(text)):
+        row = np.array([tokenizer.encode_foreign(text[start:])])
+        at, hit = walk(tables, row)
+        assert (at[0], hit[0]) == search(tokenizer.token_bytes, row[0].tolist())
+
+
+def test_control_tokens_and_rows_without_an_id_lead_to_the_root(tokenizer):
+    """A control token inside a tag breaks it; padding rows of the embedding must be inert."""
+    rows = tokenizer.size + 11
+    tables = build_tables(tokenizer.token_bytes, rows)
+    assert tables.next.shape == tables.hit.shape == (len(byte_automaton()[0]), rows)
+    assert tables.next.dtype == tables.hit.dtype == np.uint8
+    inert = [i for i, piece in enumerate(tokenizer.token_bytes) if piece is None] + list(range(rows - 11, rows))
+    assert len(inert) > 11
+    assert not tables.next[:, inert].any() and not tables.hit[:, inert].any()
+    assert np.all(tables.next[tables.hit > 0] == ROOT)
+    with pytest.raises(ValueError, match="rows"):
+        pad_tables(tables, rows - 1)
+
+
+def test_first_of_two_tags_in_one_token():
+    """With both tags inside one token the earlier one is the action; an empty token must change nothing."""
+    tables = build_tables([b"</answer></search>", b"</search></answer>", b"", b"x</sea", b"rch></answer>", b"<"])
+    assert tables.hit[ROOT, :2].tolist() == [HIT_ANSWER, HIT_SEARCH]
+    half = tables.next[ROOT, 3]
+    assert half != ROOT and tables.next[half, 2] == half and tables.hit[half, 4] == HIT_SEARCH
+    assert tables.next[half, 5] == tables.next[ROOT, 5] != ROOT
+
+
+def test_cache(tiny_tokenizer, tmp_path):
+    """A cache that returns other tables, or fails on a damaged file, would break every later run."""
+    built = build_tables(tiny_tokenizer.token_bytes, 500)
+
+    def check():
+        cached = cached_tables(tiny_tokenizer, tmp_path / "cache", 500)
+        np.testing.assert_array_equal(cached.next, built.next)
+        np.testing.assert_array_equal(cached.hit, built.hit)
+
+    check()
+    (file,) = (tmp_path / "cache").iterdir()
+    written = file.stat().st_mtime_ns
+    check()
+    assert file.stat().st_mtime_ns == written
+    whole = file.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], b"\0" * len(whole), whole[:200] + b"\xff" * 40 + whole[240:]):
+        file.write_bytes(damaged)
+        check()
+        assert list((tmp_path / "cache").iterdir()) == [file]

@@ -1,0 +1,91 @@
+"""The command that makes an index."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from retrieval.corpus import write_corpus
+from retrieval.protocol import Passage
+from retrieval.service import RetrievalService
+
+PROGRAM = Path(__file__).resolve().parents[1] / "launch" / "build_index.py"
+PASSAGES = [Passage(str(i), f"Title {word}", f"The {word} was seen.") for i, word in enumerate("owl fox elk".split())]
+
+
+def build_index(*flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(PROGRAM), *flags], capture_output=True, text=True, timeout=120)
+
+
+def refused(*flags: str) -> str:
+    """Run with bad flags; return the one line on stderr."""
+    result = build_index(*flags)
+    assert result.returncode == 2 and result.stdout == "", result
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    write_corpus(tmp_path / "corpus.jsonl", PASSAGES)
+    return tmp_path / "corpus.jsonl"
+
+
+def test_build_then_serve(corpus, tmp_path):
+    """The command's directory cannot be served, leans on the source file, or leaves scraps beside it."""
+    result = build_index(f"--corpus={corpus}", "--encoder=hashing", f"--out={tmp_path / 'index'}")
+    assert result.returncode == 0 and result.stderr == "", result
+    for words in ("3 rows", "1024 dimensions", " s;", "3 of 3"):
+        assert words in result.stdout
+    assert json.loads((tmp_path / "index" / "manifest.json").read_text())["self_check"] == {"queries": 3, "found": 3}
+    corpus.unlink()
+    assert [p.name for p in tmp_path.iterdir()] == ["index"]
+    (found,) = RetrievalService.open(tmp_path / "index").search(["fox"], 1)
+    assert (found[0].id, found[0].title, found[0].text) == ("1", PASSAGES[1].title, PASSAGES[1].text)
+
+
+def test_existing_directory(corpus, tmp_path):
+    """A directory is overwritten unasked, or --overwrite deletes one that never was an index."""
+    flags = f"--corpus={corpus}", f"--out={tmp_path / 'index'}"
+    (tmp_path / "index").mkdir()
+    assert build_index(*flags).returncode == 0  # an empty one is fine
+    before = (tmp_path / "index" / "manifest.json").read_text()
+    assert "--overwrite" in refused(*flags)
+    assert (tmp_path / "index" / "manifest.json").read_text() == before
+
+    write_corpus(corpus, PASSAGES[:2])
+    assert "2 rows" in build_index(*flags, "--overwrite").stdout
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.jsonl", "index"]
+
+    own = f"--corpus={tmp_path / 'index' / 'corpus.jsonl'}"
+    assert "holds the corpus" in refused(own, flags[1], "--overwrite")
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.tex").write_text("years of work")
+    assert "not an index" in refused(flags[0], f"--out={tmp_path / 'precious'}", "--overwrite")
+    assert (tmp_path / "precious" / "thesis.tex").exists()
+
+
+def test_bad_input_is_one_line(corpus, tmp_path):
+    """Bad input ends in a traceback, or leaves half an index behind."""
+    out = f"--out={tmp_path / 'index'}"
+    assert "--corpus is missing" in refused(out)
+    assert "--out is missing" in refused(f"--corpus={corpus}")
+    assert "'e6'" in refused(f"--corpus={corpus}", "--encoder=e6", out)
+    assert "absent.jsonl" in refused("--corpus=absent.jsonl", out)
+    corpus.write_text(corpus.read_text() + '{"id": "9"}\n')
+    assert "line 4: field contents is missing" in refused(f"--corpus={corpus}", out)
+    write_corpus(corpus, PASSAGES)
+    assert "cannot be written" in refused(f"--corpus={corpus}", f"--out={corpus}/index")
+    assert [p.name for p in tmp_path.iterdir()] == ["corpus.jsonl"]
+
+
+def test_real_corpus(shared_data, tmp_path):
+    """The self-check of an index over real passages falls below what the encoder can do."""
+    corpus = shutil.copyfile(shared_data / "hotpotqa100" / "corpus.jsonl", tmp_path / "corpus.jsonl")
+    result = build_index(f"--corpus={corpus}", f"--out={tmp_path / 'index'}")
+    check = json.loads((tmp_path / "index" / "manifest.json").read_text())["self_check"]
+    assert result.returncode == 0 and "994 rows" in result.stdout
+    assert check["queries"] == 200 and check["found"] >= 195
