@@ -45,6 +45,7 @@ setup(
         "grain>=0.2.12",
         "ml-collections>=1.0",
         "numpy>=2.0",
+        "scipy>=1.13",
         "tensorboardX>=2.6",
         "tqdm>=4.66",
     ],

@@ -64,7 +64,10 @@ def run(file: Path, profile: str) -> int:
     rows = mismatches = 0
     for number, row in read_rows(file):
         rows += 1
-        parts = score_row(row, profile)
+        try:
+            parts = score_row(row, profile)
+        except UserError as error:
+            raise UserError(f"{file}, line {number}: {error}") from error
         if abs(parts.total - row["score"]) > TOLERANCE:
             mismatches += 1
             if mismatches <= SHOWN:

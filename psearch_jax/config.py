@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ml_collections import ConfigDict
+
 from psearch_jax.types import UserError
 
 
@@ -81,8 +83,10 @@ class DataSection:
     questions: str = ""  # FlashRAG jsonl or Search-R1 parquet, read when source is "file"
     prompt: Literal["template", "row"] = "template"  # row: the chat messages that come with the question
     template: str = "parallel"  # a packaged template's name or a user's file
-    world_seed: int = 0
-    epochs: int = 1_000_000
+    world_seed: int = 0  # of the closed world; the run's own seed changes neither world nor evaluation
+    world_questions: int = 6000  # training questions drawn from the closed world
+    parallel_share: float = 0.5  # of them; the shares of sequential questions and, last, single ones follow
+    sequential_share: float = 0.4
 
 
 @dataclass(frozen=True)
@@ -214,6 +218,15 @@ def _checked(value: Any, hint: Any, name: str) -> Any:
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
         raise UserError(f"{name}: found {value!r} ({type(value).__name__}), accepted: {hint.__name__}")
     return value
+
+
+def config_dict(**sections: Any) -> ConfigDict:
+    """All defaults with the given deltas, as a ConfigDict whose every field can be set by a flag.
+
+    Raises:
+      UserError: as `from_mapping`.
+    """
+    return ConfigDict(to_mapping(from_mapping(sections)))
 
 
 def to_mapping(config: Config) -> dict[str, Any]:

@@ -107,8 +107,7 @@ class HashingEncoder:
     def _counts(self, texts: Sequence[str]) -> sp.csr_matrix:
         if not texts:
             return sp.csr_matrix((0, FEATURES), dtype=np.float32)
-        # Half a surrogate pair, which JSON can spell, has no UTF-8 form and would stop the hashing.
-        return self._vectorizer.transform([t.encode("utf-8", "replace").decode("utf-8") for t in texts])
+        return self._vectorizer.transform(texts)
 
     def _passage_counts(self, passages: Sequence[Passage]) -> sp.csr_matrix:
         counts = self._counts([p.text for p in passages]) + TITLE_WEIGHT * self._counts([p.title for p in passages])

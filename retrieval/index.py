@@ -10,8 +10,6 @@ An index directory is self-contained and can be moved:
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 import shutil
@@ -24,10 +22,9 @@ import numpy as np
 from tqdm import tqdm
 
 from retrieval.corpus import MemoryMappedCorpus
+from retrieval.manifest import load_array, read_manifest, write_manifest
 from retrieval.protocol import CorpusError, Encoder, Passage, RetrievalError
 
-FORMAT = 1
-METRIC = "inner_product"
 EXACT_BELOW_ROWS = 100_000  # up to here a tree lost recall and saved no time
 SCORE_DECIMALS = 4
 # A tenth of the leaves: hashed words form few clusters (recall@3 is 0.73 on 16k random texts, 0.93 at four tenths),
@@ -106,9 +103,9 @@ class ScannIndex:
         ScaNN itself loads damaged files without a word and then answers wrongly. Raises `CorpusError` naming the file.
         """
         directory = Path(directory)
-        manifest = _verified_manifest(directory)
-        vectors = _load_array(directory / "vectors.npy", (manifest["rows"], manifest["dimensions"]), np.float32)
-        _load_array(directory / "corpus.offsets.npy", (manifest["rows"],), np.int64)
+        manifest = read_manifest(directory)
+        vectors = load_array(directory / "vectors.npy", (manifest["rows"], manifest["dimensions"]), np.float32)
+        load_array(directory / "corpus.offsets.npy", (manifest["rows"],), np.int64)
         has_tree = any(name.startswith("scann/") for name in manifest["files"])
         searcher = _load_searcher(directory / "scann") if has_tree else _build_searcher(vectors, len(vectors) + 1)
         return cls(vectors, searcher, manifest)
@@ -209,17 +206,15 @@ def _fill(directory: Path, corpus: MemoryMappedCorpus, encoder: Encoder, exact_b
         (directory / "scann").mkdir()
         with _quiet():
             index._searcher.serialize(str(directory / "scann"), relative_path=True)
-    files = sorted(p for p in directory.rglob("*") if p.is_file())
-    manifest = {
-        "format": FORMAT,
-        "rows": len(corpus),
-        "dimensions": encoder.dimensions,
-        "metric": METRIC,
-        "encoder": encoder.identity,
-        "self_check": self_check(index, corpus, encoder),
-        "files": {p.relative_to(directory).as_posix(): _fingerprint(p) for p in files},
-    }
-    (directory / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    write_manifest(
+        directory,
+        {
+            "rows": len(corpus),
+            "dimensions": encoder.dimensions,
+            "encoder": encoder.identity,
+            "self_check": self_check(index, corpus, encoder),
+        },
+    )
 
 
 def self_check(index: ScannIndex, corpus: Sequence[Passage], encoder: Encoder) -> dict[str, Any]:
@@ -239,55 +234,6 @@ def _copy_or_link(source: Path, target: Path) -> None:
         except OSError:
             pass  # another file system: the copy below is the remedy
     shutil.copyfile(source, target)
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _verified_manifest(directory: Path) -> dict[str, Any]:
-    """Read manifest.json and compare every file it lists, and every file ScaNN would read, with it."""
-    path = directory / "manifest.json"
-    if not path.is_file():
-        raise CorpusError(f"{path}: missing, so {directory} is no index; make one with launch/build_index.py")
-    try:
-        manifest = json.loads(path.read_bytes())
-        files, metric, version = manifest["files"], manifest["metric"], manifest["format"]
-        rows, dimensions, encoder = manifest["rows"], manifest["dimensions"], manifest["encoder"]
-        listed = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
-        valid = isinstance(rows, int) and isinstance(dimensions, int) and isinstance(encoder, dict)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        valid = False
-    if not valid:
-        raise CorpusError(f"{path}: not a complete manifest; build the index again")
-    if version != FORMAT or metric != METRIC:
-        raise CorpusError(f"{path}: format {version}, metric {metric}; this program reads {FORMAT}, {METRIC}")
-    for name in ("corpus.jsonl", "corpus.offsets.npy", "vectors.npy"):
-        if name not in listed:
-            raise CorpusError(f"{path}: field files does not list {name}; build the index again")
-    # An unlisted file could be a pickle of document ids, which ScaNN would execute.
-    present = {f"scann/{p.name}" for p in directory.glob("scann/*")}
-    for name in sorted(present - listed.keys()) + [n for n in listed if n.endswith(".pkl")]:
-        raise CorpusError(f"{directory / name}: not part of an index; build the index again")
-    for name, (size, digest) in listed.items():
-        file = directory / name
-        if not file.is_file():
-            raise CorpusError(f"{file}: missing; build the index again")
-        if file.stat().st_size != size or _fingerprint(file)["sha256"] != digest:
-            raise CorpusError(f"{file}: differs from manifest.json (damaged or of another index); build it again")
-    return manifest
-
-
-def _load_array(path: Path, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise CorpusError(f"{path}: cannot be read ({error})") from None
-    if found.shape != shape or found.dtype != dtype:
-        expected = f"{np.dtype(dtype)}{list(shape)}"
-        raise CorpusError(f"{path}: holds {found.dtype}{list(found.shape)}, manifest.json says {expected}")
-    return found
 
 
 def _is_exact(rows: int, exact_below_rows: int) -> bool:

@@ -53,3 +53,9 @@ def tiny_tokenizer(tmp_path_factory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("tiny_tokenizer")
     hf.save_pretrained(directory)
     return Tokenizer.load(directory)
+
+
+@pytest.fixture(scope="session")
+def real_tokenizer(shared_data) -> Tokenizer:
+    """The tokenizer of Qwen2 and Qwen2.5, from vocab.json and merges.txt."""
+    return Tokenizer.load(shared_data / "qwen2_tokenizer")

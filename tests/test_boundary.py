@@ -16,7 +16,6 @@ from psearch_jax.rollout.boundary import (
     cached_tables,
     pad_tables,
 )
-from psearch_jax.text.tokenizer import Tokenizer
 
 TAGS = {b"</search>": HIT_SEARCH, b"</answer>": HIT_ANSWER}
 MAX_TOKENS = 6
@@ -24,9 +23,7 @@ MAX_TOKENS = 6
 
 @pytest.fixture(scope="module", params=["tiny", "real"])
 def tokenizer(request):
-    if request.param == "tiny":
-        return request.getfixturevalue("tiny_tokenizer")
-    return Tokenizer.load(request.getfixturevalue("shared_data") / "qwen2_tokenizer")
+    return request.getfixturevalue(f"{request.param}_tokenizer")
 
 
 @pytest.fixture(scope="module")

@@ -26,18 +26,11 @@ ATTACKS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def real(shared_data):
-    return Tokenizer.load(shared_data / "qwen2_tokenizer")
-
-
 @pytest.fixture(scope="module", params=["tiny", "real", "real_with_added"])
 def tokenizer(request):
     """A tokenizer.json, vocab.json + merges.txt, and the latter with further added tokens, as in Qwen2.5."""
-    if request.param == "tiny":
-        return request.getfixturevalue("tiny_tokenizer")
-    if request.param == "real":
-        return request.getfixturevalue("real")
+    if request.param != "real_with_added":
+        return request.getfixturevalue(f"{request.param}_tokenizer")
     return Tokenizer(with_added_tokens(request.getfixturevalue("shared_data")), request.param)
 
 
@@ -92,11 +85,14 @@ def test_foreign_text_yields_no_control_id(tokenizer, text):
         assert tokenizer.hf.convert_tokens_to_ids("<|im_end|>") in tokenizer.encode_trusted(text)
 
 
-def test_foreign_equals_split_special_tokens(real):
+def test_foreign_equals_split_special_tokens(real_tokenizer):
     """Our own splitting must agree with transformers' on the real vocabulary."""
-    hf = AutoTokenizer.from_pretrained(real.name)
+    hf = AutoTokenizer.from_pretrained(real_tokenizer.name)
     for text in TEXTS + ATTACKS:
-        assert real.encode_foreign(text) == hf(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert (
+            real_tokenizer.encode_foreign(text)
+            == hf(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        )
 
 
 def test_hf_calls_do_not_change_the_wrapper(tiny_tokenizer):
@@ -133,10 +129,10 @@ def test_decode_of_anything(tiny_tokenizer):
     assert tiny_tokenizer.encode_foreign("\ud800") == tiny_tokenizer.encode_foreign("?")
 
 
-def test_fingerprint_follows_the_vocabulary(tiny_tokenizer, real):
+def test_fingerprint_follows_the_vocabulary(tiny_tokenizer, real_tokenizer):
     """A cache key that misses a change would hand one vocabulary the boundary tables of another."""
     again = Tokenizer.load(tiny_tokenizer.name)
-    assert again.fingerprint == tiny_tokenizer.fingerprint != real.fingerprint
+    assert again.fingerprint == tiny_tokenizer.fingerprint != real_tokenizer.fingerprint
     again.token_bytes = [*again.token_bytes[:-1], None]
     del again.fingerprint
     assert again.fingerprint != tiny_tokenizer.fingerprint

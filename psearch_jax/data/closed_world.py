@@ -3,7 +3,7 @@
 A world holds people, films and cities. Every name is two words drawn from pools that all worlds share, so names of
 different entities look alike (retrieval returns real distractors) while no name tells anything about its facts.
 One entity in five is held out: training questions never touch it, and evaluation questions touch nothing else. All
-passages are in the one corpus. Worlds of other seeds (see `ClosedWorld.make`) give a cold start names it can only copy.
+passages are in the one corpus. Worlds of other seeds give a cold start names that it can only copy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FILM_FIRST = (
     "Red Blue Green Golden Silver Crimson Amber Violet Ivory Scarlet Pale Dark Bright Silent Hidden Broken Frozen "
     "Burning Wandering Sleeping Lonely Gentle Savage Hollow Distant Ancient Secret Sacred Wild Quiet Restless Endless "
     "Fallen Rising Shattered Velvet Iron Copper Marble Paper Glass Wooden Stone Crystal Winter Summer Autumn Midnight "
-    "Morning Evening Northern Southern Eastern Western Royal Common Second Final Crooked Narrow Bitter Tender Rusty Tall"
+    "Morning Evening Northern Southern Eastern Western Royal Common Final Crooked Narrow Bitter Rusty Tender Tall"
 ).split()
 _FILM_SECOND = (
     "Harbor River Mountain Garden Forest Island Desert Valley Ocean Meadow Bridge Tower Castle Window Mirror Lantern "
@@ -180,7 +180,9 @@ class ClosedWorld:
         if split == "train" and (kind == "mixed" or entities == 4):
             raise UserError("closed world: mixed questions and comparisons of four are for split 'eval' only")
         if entities is not None and (kind != "parallel" or entities not in (2, 3, 4)):
-            raise UserError(f"closed world: entities={entities} with kind {kind!r} (accepted: 2, 3, 4 with 'parallel')")
+            raise UserError(
+                f"closed world: entities={entities} with kind {kind!r} (accepted: 2, 3, 4 with 'parallel')"
+            )
         rng = np.random.default_rng([self.seed, seed, 0x02, KINDS.index(kind), split == "eval"])
         if kind in ("parallel", "mixed"):
             return self._compare(split, kind, count, entities, rng)
@@ -243,7 +245,9 @@ class ClosedWorld:
             text = f"Which of {' and '.join(names)} {predicate}?"
             extra = {"queries": [f"{name} {wanted}" for name in names]}
         answer = names[int(np.argmin(years))]
-        return Question(SOURCE, identifier, text, (answer,), kind, {"form": form, "names": names, "years": years} | extra)
+        return Question(
+            SOURCE, identifier, text, (answer,), kind, {"form": form, "names": names, "years": years} | extra
+        )
 
 
 def _draw_names(kind: EntityKind, count: int, reserved: frozenset[str], rng: np.random.Generator) -> list[str]:

@@ -56,7 +56,9 @@ class Step:
 
 def plan(question: Question, rng: np.random.Generator, mixture: Mixture) -> tuple[Step, ...]:
     """The teacher's turns for one closed-world question of kind parallel, sequential or single."""
-    steps = _plan_comparison(question, rng, mixture) if question.kind == "parallel" else _plan_hops(question, rng, mixture)
+    steps = (
+        _plan_comparison(question, rng, mixture) if question.kind == "parallel" else _plan_hops(question, rng, mixture)
+    )
     if rng.random() < mixture.forgotten_think:
         slip = rng.integers(len(steps))
         steps[slip] = Step(None, steps[slip].queries, steps[slip].answer, steps[slip].taught)

@@ -42,6 +42,19 @@ TABLE: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("layers", "down_kernel"), "model.layers.{i}.mlp.down_proj.weight", "D.F", "FD"),
 )
 _SHARD_BYTES = 4_500_000_000
+_NUMBERS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "eos_token_id",
+)
 
 
 def read_config(directory: str | Path) -> Qwen2Config:
@@ -83,6 +96,24 @@ def read_config(directory: str | Path) -> Qwen2Config:
         )
     except KeyError as missing:
         raise UserError(f"{path}: field {missing} is missing") from None
+    except UserError as error:  # the sizes contradict each other
+        raise UserError(f"{path}: {error}") from None
+    except (TypeError, ValueError):
+        numbers = {k: raw[k] for k in _NUMBERS if k in raw and not isinstance(raw[k], int)}
+        raise UserError(f"{path}: found {numbers or rope}, accepted: numbers") from None
+
+
+def reachable(hub_id: str) -> bool:
+    """Whether a hub id is in the local cache or its config.json can be fetched; costs one small download."""
+    if hub_id.startswith((".", "/", "~")) or hub_id.count("/") != 1:
+        return False
+    from huggingface_hub import hf_hub_download  # a dependency of transformers
+
+    try:
+        hf_hub_download(hub_id, "config.json", etag_timeout=5)
+    except Exception:  # the hub client raises a dozen kinds (offline, not found, no access); each means no
+        return False
+    return True
 
 
 def resolve(path: str) -> str:
@@ -265,7 +296,10 @@ class _Reader:
         self._sizes = _sizes(config)
         index = directory / "model.safetensors.index.json"
         if index.is_file():
-            files = sorted({directory / name for name in _read_json(index)["weight_map"].values()})
+            weight_map = _read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise UserError(f"{index}: found weight_map {weight_map!r}, accepted: tensor names and their files")
+            files = sorted({directory / name for name in weight_map.values()})
         else:
             files = [directory / "model.safetensors"]
         self._where = {}
@@ -278,12 +312,11 @@ class _Reader:
                 raise UserError(f"{file}: not a whole safetensors file ({error})") from None
             for name in handle.keys():
                 self._where[name] = (file, handle)
-        self._unread = set(self._where)
+        self._files, self._unread = files, set(self._where)
 
     def take(self, name: str, hf_axes: str, our_axes: str) -> np.ndarray:
         if name not in self._where:
-            files = sorted({str(file) for file, _ in self._where.values()})
-            raise UserError(f"{files[0]}: tensor {name!r} is missing; it holds another architecture")
+            raise UserError(f"{self._files[0]}: tensor {name!r} is missing; it holds another architecture")
         file, handle = self._where[name]
         self._unread.discard(name)
         groups = hf_axes.split(".")
@@ -303,11 +336,14 @@ class _Reader:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: not found") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: not JSON (line {error.lineno}: {error.msg})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: found a {type(value).__name__}, accepted: a JSON object")
+    return value
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -10,10 +10,13 @@ Each parameter is declared once, with its logical axes; the layers are stacked o
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from psearch_jax.config import Qwen2Config
@@ -140,23 +143,30 @@ class Qwen2(nnx.Module):
 def _layer(x: jax.Array, xs: Any, *, config: Qwen2Config, rotation: Any, start: jax.Array, keep: bool):
     """One decoder layer; the body of the scan. Returns ([B, T, D], new (k, v) [B, K, T, H] or None)."""
     w, old = xs
-    dtype = x.dtype
     y = _rms_norm(x, w["attention_norm"], config.rms_eps)
-    q = jnp.einsum("BTD,DNH->BTNH", y, w["q_kernel"].astype(dtype)) + w["q_bias"].astype(dtype)
-    k = jnp.einsum("BTD,DKH->BKTH", y, w["k_kernel"].astype(dtype)) + w["k_bias"].astype(dtype)[:, None, :]
-    v = jnp.einsum("BTD,DKH->BKTH", y, w["v_kernel"].astype(dtype)) + w["v_bias"].astype(dtype)[:, None, :]
-    cos, sin = rotation  # [B, T, H/2]
-    q = constrain(_rotate(q, cos[:, :, None], sin[:, :, None]), "rows", None, "heads", None)
-    k = constrain(_rotate(k, cos[:, None], sin[:, None]), "rows", "kv_heads", None, None)
+    cos, sin = (a[:, :, None] for a in rotation)  # [B, T, 1, H/2]
+    q = constrain(_rotate(_dense(y, w["q_kernel"], w["q_bias"]), cos, sin), "rows", None, "heads", None)
+    k = constrain(_rotate(_dense(y, w["k_kernel"], w["k_bias"]), cos, sin), "rows", None, "kv_heads", None)
+    v = constrain(_dense(y, w["v_kernel"], w["v_bias"]), "rows", None, "kv_heads", None)
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H], as the cache holds them
     out = _attend(q, k, v, old, start)
-    x = x + jnp.einsum("BTNH,NHD->BTD", out, w["o_kernel"].astype(dtype))
-    x = constrain(x, "rows", None, None)
+    x = constrain(x + _dense(out, w["o_kernel"], contracted=2), "rows", None, None)
     y = _rms_norm(x, w["mlp_norm"], config.rms_eps)
-    gate = jnp.einsum("BTD,DF->BTF", y, w["gate_kernel"].astype(dtype))
-    up = jnp.einsum("BTD,DF->BTF", y, w["up_kernel"].astype(dtype))
-    inner = constrain(jax.nn.silu(gate) * up, "rows", None, "mlp")
-    x = constrain(x + jnp.einsum("BTF,FD->BTD", inner, w["down_kernel"].astype(dtype)), "rows", None, None)
-    return x, (k, v) if keep else None
+    inner = jax.nn.silu(_dense(y, w["gate_kernel"])) * _dense(y, w["up_kernel"])
+    x = x + _dense(constrain(inner, "rows", None, "mlp"), w["down_kernel"])
+    return constrain(x, "rows", None, None), (k, v) if keep else None
+
+
+def _dense(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None, contracted: int = 1) -> jax.Array:
+    """x [B, T, *in] times kernel [*in, *out], as one product of two matrices.
+
+    XLA's CPU backend reaches its fast matrix product only in this form, not through an einsum over more dimensions.
+    """
+    B, T = x.shape[:2]
+    inputs, outputs = math.prod(kernel.shape[:contracted]), kernel.shape[contracted:]
+    out = x.reshape(B * T, inputs) @ kernel.reshape(inputs, -1).astype(x.dtype)
+    out = out.reshape(B, T, *outputs)
+    return out if bias is None else out + bias.astype(x.dtype)
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, old: Any, start: jax.Array) -> jax.Array:
@@ -173,24 +183,25 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, old: Any, start: jax.Array
     """
     B, T, N, H = q.shape
     K = k.shape[1]
-    q = q.reshape(B, T, K, N // K, H) * (H**-0.5)
-    causal = jnp.tril(jnp.ones((T, T), bool))
-    scores = jnp.einsum("BTKGH,BKSH->BKGTS", q, k, preferred_element_type=jnp.float32)
+    G = N // K
+    # The G heads of a kv head are stacked along the query positions, which makes every product a plain batched one.
+    q = (q * (H**-0.5)).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+    causal = jnp.tile(jnp.tril(jnp.ones((T, T), bool)), (G, 1))
+    scores = jnp.einsum("BKXH,BKSH->BKXS", q, k, preferred_element_type=jnp.float32)
     scores = jnp.where(causal, scores, NEG_INF)
     if old is not None:
         old_k, old_v = old
         seen = jnp.arange(old_k.shape[2]) < start[:, None]  # [B, S]
-        before = jnp.einsum("BTKGH,BKSH->BKGTS", q, old_k.astype(q.dtype), preferred_element_type=jnp.float32)
-        before = jnp.where(seen[:, None, None, None], before, NEG_INF)
-        scores = jnp.concatenate([before, scores], axis=-1)
+        before = jnp.einsum("BKXH,BKSH->BKXS", q, old_k.astype(q.dtype), preferred_element_type=jnp.float32)
+        scores = jnp.concatenate([jnp.where(seen[:, None, None], before, NEG_INF), scores], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     if old is None:
-        out = jnp.einsum("BKGTS,BKSH->BTKGH", weights, v)
+        out = jnp.einsum("BKXS,BKSH->BKXH", weights, v)
     else:
         S = old_v.shape[2]
-        out = jnp.einsum("BKGTS,BKSH->BTKGH", weights[..., :S], old_v.astype(q.dtype))
-        out = out + jnp.einsum("BKGTS,BKSH->BTKGH", weights[..., S:], v)
-    return out.reshape(B, T, N, H)
+        out = jnp.einsum("BKXS,BKSH->BKXH", weights[..., :S], old_v.astype(q.dtype))
+        out = out + jnp.einsum("BKXS,BKSH->BKXH", weights[..., S:], v)
+    return out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -201,8 +212,8 @@ def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 def _rotation(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
     """cos and sin [B, T, H/2] in float32: at 30,000 positions bf16 angles would be off by whole turns."""
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angle = positions[..., None].astype(jnp.float32) * frequency
+    frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)  # in float64, rounded once
+    angle = positions[..., None].astype(jnp.float32) * frequency.astype(np.float32)
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -237,3 +248,12 @@ def graphdef(config: Qwen2Config, dtype: Any, remat: bool = False) -> nnx.GraphD
 def init_params(config: Qwen2Config, seed: int) -> nnx.State:
     """Random parameters, float32, from the `params` stream of `seed`."""
     return nnx.split(Qwen2(config, nnx.Rngs(params=seed)), nnx.Param)[1]
+
+
+def with_values(params: nnx.State, values: Mapping[str, Any]) -> nnx.State:
+    """Parameters like `params` (arrays or ShapeDtypeStructs) that hold `values`, a nested dict of arrays."""
+
+    def take(path: tuple[str, ...]) -> Any:
+        return functools.reduce(lambda node, key: node[key], path, values)
+
+    return nnx.from_flat_state({path: v.replace(take(path)) for path, v in nnx.to_flat_state(params)})

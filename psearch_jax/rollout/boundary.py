@@ -60,7 +60,7 @@ def build_tables(token_bytes: Sequence[bytes | None], rows: int | None = None) -
     step, byte_hit = byte_automaton()
     lengths = np.array([len(b or b"") for b in token_bytes], np.int64)
     state = np.zeros((len(step), len(token_bytes)), np.uint8)
-    state[:, lengths > 0] = np.arange(len(step), dtype=np.uint8)[:, None]
+    state[:, [b is not None for b in token_bytes]] = np.arange(len(step), dtype=np.uint8)[:, None]
     hit = np.zeros_like(state)
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     flat = np.frombuffer(b"".join(b or b"" for b in token_bytes), np.uint8)

@@ -278,16 +278,16 @@ class _Call:
         self._extend(chunks, {b: int(length[b]) for b in chunks})
 
     def _turn(self, live: _Rollout, sampled: np.ndarray, status: Status) -> Turn:
-        tokenizer = self.owner.tokenizer
-        text, tail_start = tokenizer.decode(sampled), None
+        tokenizer, spoken = self.owner.tokenizer, sampled
+        if len(spoken) and int(spoken[-1]) in tokenizer.stop_ids:
+            spoken = spoken[:-1]
+        # Control ids are written out: one inside a tag must break it for the parser as it did for the automaton.
+        text, tail_start = tokenizer.decode(spoken, control=True), None
         if status == Status.ANSWER:
             # The completing token is among the last few; what it holds after the tag is not the tail.
-            first = max(1, len(sampled) - self.rollout.max_tokens_after_answer - 1)
-            for n in range(first, len(sampled) + 1):
-                head = tokenizer.decode(sampled[:n])
-                if tags.ANSWER_CLOSE in head:
-                    tail_start = len(head)
-                    break
+            first = max(1, len(spoken) - self.rollout.max_tokens_after_answer - 1)
+            heads = (tokenizer.decode(spoken[:n], control=True) for n in range(first, len(spoken) + 1))
+            tail_start = next((len(head) for head in heads if tags.ANSWER_CLOSE in head), None)
         action = tags.parse_turn(text, self.owner._retrieval.max_sub_queries, tail_start)
         kind = action.kind
         return Turn(text, kind, action.well_formed, action.queries, (), action.answer, len(sampled))

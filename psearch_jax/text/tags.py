@@ -32,6 +32,7 @@ CORRECTIVE_MESSAGE = "\nNo search and no answer was found. Search or answer, wit
 # The two tags of an observation and their line ends are 30 bytes, so at most 30 ids in any byte-level vocabulary.
 MIN_OBSERVATION_TOKENS = 32
 NOTHING_FOUND = "nothing found"
+HEADER_CHARACTERS = 120  # a sub-query can be as long as a turn; its header stays one short line
 
 _TAG_NAMES = "think|search|information|answer"
 TAG = re.compile(rf"(</?(?:{_TAG_NAMES})>)")
@@ -154,7 +155,8 @@ def _render_block(query: str | None, ranking: Sequence[Passage], encode: Callabl
         title_cost = len(encode(f"{lines[0][0]}\n"))
         # The header leaves room for the first title, within a quarter and a half of the share.
         room = max(share // 4, min(share // 2, max(3, share - title_cost)))
-        block += _encode_cut(escape_tags(" ".join(query.split())), ":\n", encode, room)
+        header = escape_tags(" ".join(query.split()))[:HEADER_CHARACTERS]
+        block += _encode_cut(header, ":\n", encode, room)
     for rank, (title, line) in enumerate(lines):
         room = share - len(block)
         ids = encode(f"{line}\n")

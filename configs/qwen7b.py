@@ -1,0 +1,37 @@
+"""The published recipe for Qwen2.5-7B-Instruct (ParallelSearch, arXiv 2508.09303; GRPO settings of Search-R1 v0.3).
+
+    python launch/train.py --config=configs/qwen7b.py --config.data.questions=TRAIN.parquet \\
+        --config.retrieval.index=DIR --workdir=DIR
+
+Float32 master weights and AdamW take 16 bytes per parameter, about 122 GB over all chips.
+"""
+
+from ml_collections import ConfigDict
+
+from psearch_jax.config import config_dict
+
+
+def get_config() -> ConfigDict:
+    return config_dict(
+        model=dict(path="Qwen/Qwen2.5-7B-Instruct", dtype="bfloat16", sampling_dtype="bfloat16", remat=True),
+        mesh=dict(data=1, fsdp=-1, tensor=4),
+        rollout=dict(
+            slots=128,
+            samples=5,
+            context_tokens=6196,
+            prompt_tokens=2048,
+            turn_tokens=500,
+            obs_tokens=1000,
+            search_turns=4,
+        ),
+        reward=dict(format=0.1, decomposition=0.15, search_count=0.35),
+        learning=dict(
+            kl_coefficient=0.001,
+            # The published mini-batch of 256 is no multiple of 5 samples; 255 would not divide into micro-batches.
+            mini_batch_rollouts=240,
+            micro_batch_rows=16,
+            learning_rate=1e-6,
+            warmup_ratio=0.285,
+        ),
+        train=dict(steps=1005, prompts=512, checkpoint_every_steps=50),
+    )

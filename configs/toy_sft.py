@@ -1,0 +1,14 @@
+"""The cold start of the toy policy that ships with the package.
+
+    python launch/sft.py --config=configs/toy_sft.py --workdir=runs/toy_sft
+
+writes `runs/toy_sft/policy`, a Hugging Face directory; psearch_jax/assets/toy_policy is a copy of it. It takes a few
+minutes on two CPU cores. Fields and defaults: psearch_jax/train/sft.py.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """Deltas on `SFTConfig`."""
+    return ConfigDict({"seed": 0, "preset": "toy", "mixture": {"split": 0.25, "wrong_split": 0.15}})

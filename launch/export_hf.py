@@ -1,0 +1,27 @@
+"""Writes a checkpoint as a Hugging Face directory: `python launch/export_hf.py --checkpoint=DIR --out=DIR`."""
+
+from absl import flags
+
+from psearch_jax import launching
+
+CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run directory, or one step of its checkpoints.")
+OUT = flags.DEFINE_string("out", None, "The directory to make; it must not be there yet.")
+TOKENIZER = flags.DEFINE_string("tokenizer", "", "Tokenizer directory; default: the one that the run used.")
+DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["float32", "bfloat16", "float16"], "Of the written weights.")
+flags.mark_flags_as_required(["checkpoint", "out"])
+
+
+def main(_: list[str]) -> None:
+    import jax.numpy as jnp
+
+    from psearch_jax.models.hf import save_hf
+    from psearch_jax.train.checkpoint import find_checkpoint, load_params
+
+    checkpoint = find_checkpoint(CHECKPOINT.value)
+    config, params, loop = load_params(checkpoint)
+    save_hf(params, config, TOKENIZER.value or loop["tokenizer"], OUT.value, jnp.dtype(DTYPE.value))
+    print(f"{checkpoint} -> {OUT.value} ({DTYPE.value})")
+
+
+if __name__ == "__main__":
+    launching.run(main)

@@ -1,0 +1,34 @@
+"""Trains a policy to search: `python launch/train.py --config=configs/smoke.py --workdir=runs/smoke`.
+
+A run with the same workdir resumes. Any field can be set: `--config.train.steps=10`.
+"""
+
+from absl import flags
+from ml_collections import config_flags
+
+from psearch_jax import launching
+
+CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/smoke.py.", lock_config=False)
+WORKDIR = flags.DEFINE_string("workdir", None, "The run directory; made if absent, resumed if not.")
+flags.mark_flags_as_required(["config", "workdir"])
+
+
+def main(_: list[str]) -> None:
+    from psearch_jax import build, report
+    from psearch_jax.config import from_mapping
+    from psearch_jax.train import trainer
+
+    config = from_mapping(CONFIG.value.to_dict())
+    launching.configure_jax()
+    run = build.training_run(config)
+    try:
+        summary = trainer.train(run, WORKDIR.value)
+    except trainer.Interrupted as stop:
+        print(f"interrupted: {stop}; the same command resumes")
+        return
+    print(report.before_and_after(summary))
+    print(f"{summary['wall_s']['total']:.0f} s in all; summary, metrics and trajectories are in {WORKDIR.value}")
+
+
+if __name__ == "__main__":
+    launching.run(main)

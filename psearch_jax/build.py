@@ -1,0 +1,276 @@
+"""From a config to live parts; the only file that knows all the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from psearch_jax.config import PRESETS, Config, Qwen2Config, validate
+from psearch_jax.data.closed_world import ClosedWorld
+from psearch_jax.data.loader import QuestionLoader
+from psearch_jax.data.sources import read_questions
+from psearch_jax.eval.benchmarks import closed_world_benchmark
+from psearch_jax.models import hf, qwen2
+from psearch_jax.rl.compat import compat_reward
+from psearch_jax.rl.rewards import RewardWeights, paper_reward
+from psearch_jax.rollout.boundary import cached_tables
+from psearch_jax.rollout.collect import Collector
+from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.sharding import STORAGE, check_heads, make_mesh, param_shardings
+from psearch_jax.text.prompts import load_template, render_messages, render_prompt
+from psearch_jax.text.tokenizer import Tokenizer
+from psearch_jax.train import checkpoint
+from psearch_jax.train.state import init_state, make_optimizer, updates_per_step
+from psearch_jax.train.step import Learner
+from psearch_jax.train.trainer import Run
+from psearch_jax.types import KINDS, Question, RewardParts, Trajectory, UserError
+from retrieval.protocol import Retriever
+
+log = logging.getLogger("psearch_jax")
+TOY_POLICY = Path(__file__).parent / "assets" / "toy_policy"
+CACHE = Path.home() / ".cache" / "psearch_jax"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What answers questions: shared by training, evaluation and a single question."""
+
+    config: Config
+    model: Qwen2Config
+    tokenizer: Tokenizer
+    tokenizer_path: str
+    mesh: Mesh
+    params: nnx.State  # float32, storage-sharded
+    collector: Collector
+    world: ClosedWorld | None  # when data.source is closed_world
+
+
+def missing_inputs(config: Config, training: bool = True) -> list[str]:
+    """What the config needs and does not name, one line each with the command that makes it."""
+    lines = []
+    path = config.model.path
+    if path and path != "toy" and not Path(path).is_dir() and not hf.reachable(path):
+        lines.append(
+            f"config.model.path={path}: neither a directory nor a hub id that can be reached; make it with "
+            f"`hf download {path} --local-dir=DIR` and give --config.model.path=DIR"
+        )
+    if not path and not config.model.tokenizer:
+        lines.append("config.model.tokenizer: a tokenizer directory is needed with random weights (model.path is empty)")
+    if config.data.source == "file":
+        if training and not config.data.questions:
+            lines.append(
+                "config.data.questions: a jsonl or parquet file of questions; for instance FlashRAG's, with "
+                "`hf download RUC-NLPIR/FlashRAG_datasets hotpotqa/train.jsonl --repo-type=dataset --local-dir=DIR`"
+            )
+        if not (config.retrieval.index or config.retrieval.corpus or config.retrieval.url):
+            lines.append(
+                "config.retrieval.index (or .corpus, .url): an index made with `python launch/build_index.py "
+                "--corpus=FILE.jsonl --encoder=hashing --out=DIR`"
+            )
+    named = (
+        ("data.questions", config.data.questions),
+        ("retrieval.index", config.retrieval.index),
+        ("retrieval.corpus", config.retrieval.corpus),
+        ("model.tokenizer", config.model.tokenizer),
+    )
+    lines += [f"config.{name}={path}: not found" for name, path in named if path and not Path(path).exists()]
+    return lines
+
+
+def engine(
+    config: Config,
+    training: bool = False,
+    params: nnx.State | None = None,
+    model: Qwen2Config | None = None,
+    retriever: Retriever | None = None,
+) -> Engine:
+    """Builds the parts that roll out.
+
+    Args:
+      training: also ask for what only training needs.
+      params, model: weights at hand (a checkpoint's); default: those that the config names.
+      retriever: default: the one that the config names.
+
+    Raises:
+      UserError: everything that is missing in one message, or parts that do not match.
+    """
+    validate(config)
+    missing = missing_inputs(config, training)
+    if missing:
+        raise UserError("this run needs: " + "; ".join(missing))
+    mesh = make_mesh(config.mesh)
+    model, params, path = _weights(config, mesh, model, params)
+    check_heads(mesh, model.heads)
+    rows = mesh.shape["data"] * mesh.shape["fsdp"]
+    for name, value in (
+        ("rollout.slots", config.rollout.slots),
+        ("learning.micro_batch_rows", config.learning.micro_batch_rows),
+    ):
+        if value % rows:
+            raise UserError(f"config.{name}: found {value}, accepted: a multiple of mesh data x fsdp = {rows}")
+    tokenizer_path = config.model.tokenizer or path
+    tokenizer = Tokenizer.load(tokenizer_path, model.eos_ids)
+    _match(tokenizer, model, tokenizer_path)
+    dtype = jnp.dtype(config.model.sampling_dtype)
+    sampler = Sampler(
+        qwen2.graphdef(model, dtype),
+        model,
+        cached_tables(tokenizer, CACHE / "boundary", model.vocab_rows),
+        tokenizer.size,
+        sorted(tokenizer.stop_ids),
+        mesh,
+        dtype,
+        config.rollout.top_k,
+        config.rollout.top_p,
+        config.rollout.max_tokens_after_answer,
+        config.rollout.park_fraction,
+    )
+    world = ClosedWorld.make(config.data.world_seed) if config.data.source == "closed_world" else None
+    retriever = retriever or _retriever(config, world)
+    collector = Collector(sampler, tokenizer, retriever, _renderer(config, tokenizer), config.rollout, config.retrieval)
+    return Engine(config, model, tokenizer, str(tokenizer_path), mesh, params, collector, world)
+
+
+def training_run(config: Config) -> Run:
+    """Builds everything that train/trainer.py needs."""
+    parts = engine(config, training=True)
+    questions, evaluation = _questions(config, parts.world)
+    optimizer = make_optimizer(config.learning, updates_per_step(config) * config.train.steps)
+    learner = Learner(
+        parts.model,
+        config.learning,
+        optimizer,
+        parts.mesh,
+        config.rollout.temperature,
+        parts.tokenizer.size,
+        jnp.dtype(config.model.dtype),
+        jnp.dtype(config.model.sampling_dtype),
+        config.model.remat,
+    )
+    reference = learner.reference_copy(parts.params) if config.learning.kl_coefficient > 0 else None
+    return Run(
+        config=config,
+        collector=parts.collector,
+        learner=learner,
+        loader=QuestionLoader(questions, config.train.prompts, config.seed),
+        evaluation=evaluation,
+        reward=_reward(config, parts.tokenizer),
+        state=init_state(parts.params, optimizer, parts.mesh),
+        model=parts.model,
+        tokenizer_path=parts.tokenizer_path,
+        reference=reference,
+    )
+
+
+def from_path(config: Config, path: str) -> Engine:
+    """An engine around an HF directory, a hub id, `toy`, or a checkpoint (a run directory or one step of it)."""
+    if path == "toy" or (Path(path) / "config.json").is_file() and not (Path(path) / "checkpoints").is_dir():
+        return engine(replace(config, model=replace(config.model, path=path)))
+    if not Path(path).is_dir():
+        return engine(replace(config, model=replace(config.model, path=path)))
+    model, params, loop = checkpoint.load_params(checkpoint.find_checkpoint(path))
+    tokenizer = config.model.tokenizer or loop["tokenizer"]
+    return engine(replace(config, model=replace(config.model, path="", tokenizer=tokenizer)), params=params, model=model)
+
+
+def _weights(
+    config: Config, mesh: Mesh, model: Qwen2Config | None, params: nnx.State | None
+) -> tuple[Qwen2Config, nnx.State, str]:
+    def place(abstract: nnx.State) -> nnx.State:
+        return param_shardings(abstract, STORAGE, mesh)
+
+    if params is not None and model is not None:
+        return model, jax.device_put(params, place(params)), ""
+    if config.model.path:
+        path = str(TOY_POLICY) if config.model.path == "toy" else hf.resolve(config.model.path)
+        model, params = hf.load_hf(path, place)
+        return model, params, path
+    model = PRESETS[config.model.preset]
+    _, abstract = qwen2.abstract_params(model)
+    init = jax.jit(lambda: qwen2.init_params(model, config.seed), out_shardings=place(abstract))
+    return model, init(), ""
+
+
+def _match(tokenizer: Tokenizer, model: Qwen2Config, path: str) -> None:
+    if tokenizer.size > model.vocab_rows:
+        raise UserError(
+            f"{path}: the tokenizer has {tokenizer.size} ids, the model {model.vocab_rows} embedding rows; "
+            "accepted: at most as many ids as rows"
+        )
+    for eos in model.eos_ids:
+        if eos >= tokenizer.size or tokenizer.token_bytes[eos] is not None:
+            raise UserError(
+                f"{path}: config.json names {eos} as an end-of-text id, which is no control token of the tokenizer "
+                f"(its own: {sorted(tokenizer.stop_ids - {eos})})"
+            )
+
+
+def _retriever(config: Config, world: ClosedWorld | None) -> Retriever:
+    from retrieval.service import RetrievalService  # loads ScaNN
+
+    section = config.retrieval
+    if section.url:
+        raise UserError("config.retrieval.url: a remote retriever is not supported; accepted: index or corpus")
+    if section.index:
+        return RetrievalService.open(section.index, cache_size=section.cache_queries)
+    if section.corpus:
+        return RetrievalService.from_corpus(section.corpus, cache_size=section.cache_queries)
+    assert world is not None  # missing_inputs has seen to it
+    return RetrievalService.from_corpus(world.passages, cache_size=section.cache_queries)
+
+
+def _renderer(config: Config, tokenizer: Tokenizer) -> Callable[[Question], list[int]]:
+    if config.data.prompt == "row":
+
+        def render(question: Question) -> list[int]:
+            if "prompt" not in question.metadata:
+                raise UserError(f"question {question.id}: config.data.prompt=row, but the row has no prompt")
+            return render_messages(tokenizer, question.metadata["prompt"])
+
+        return render
+    template = load_template(config.data.template)
+    return lambda question: render_prompt(tokenizer, template, question.text)
+
+
+def _reward(config: Config, tokenizer: Tokenizer) -> Callable[[Trajectory], RewardParts]:
+    r = config.reward
+    weights = RewardWeights(r.format, r.final_format, r.decomposition, r.search_count)
+    if r.profile == "paper":
+        return lambda t: paper_reward(t, weights, r.mixed, r.gate_bonus_on_outcome)
+
+    def compat(t: Trajectory) -> RewardParts:
+        prompt = tokenizer.decode(t.ids[: t.prompt_length], control=True)
+        return compat_reward(t, prompt, tokenizer.decode(t.ids[t.prompt_length :]), weights)
+
+    return compat
+
+
+def _questions(config: Config, world: ClosedWorld | None) -> tuple[list[Question], list[Question]]:
+    """Training questions, and those of the evaluation before and after (none for questions from a file)."""
+    data = config.data
+    if world is None:
+        return read_questions(data.questions), []
+    counts = {
+        "parallel": round(data.world_questions * data.parallel_share),
+        "sequential": round(data.world_questions * data.sequential_share),
+    }
+    counts["single"] = data.world_questions - sum(counts.values())
+    train = [q for kind, count in counts.items() for q in world.questions("train", kind, count, data.world_seed)]
+    count = config.eval.questions_per_kind
+    return train, [q for kind in KINDS for q in closed_world_benchmark(world, kind, count)] if count else []
+
+
+def describe(parts: Any) -> str:
+    """One line about the machine and the model."""
+    device = jax.devices()[0]
+    sizes = ", ".join(f"{k} {v}" for k, v in parts.mesh.shape.items())
+    count = sum(x.size for x in jax.tree.leaves(parts.params))
+    return f"{count / 1e6:.1f}M parameters on {jax.device_count()} x {device.device_kind} ({sizes})"

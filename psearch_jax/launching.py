@@ -1,0 +1,71 @@
+"""What the programs in launch/ share: how they start, and how they report bad input."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+from absl import app, flags
+
+from psearch_jax.types import UserError
+from retrieval.protocol import CorpusError, RetrievalError
+
+BAD_INPUT = 2  # exit code
+CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+DEFAULT_CACHE = Path.home() / ".cache" / "psearch_jax" / "xla"
+
+
+def run(main: Callable[[list[str]], None], positional: bool = False) -> None:
+    """Parses the flags, calls `main(argv)` and exits: bad input is one line on stderr and exit code 2.
+
+    Args:
+      main: gets the program's name and what is left of the command line.
+      positional: whether arguments that belong to no flag are accepted.
+    """
+
+    def guarded(argv: list[str]) -> int:
+        try:
+            main(argv)
+        except (UserError, CorpusError, RetrievalError) as error:
+            return _refuse(str(error))
+        return 0
+
+    app.run(guarded, flags_parser=lambda argv: _parse(argv, positional))
+
+
+def configure_jax() -> None:
+    """Turns the persistent compilation cache on, for every program however small, and quiets the libraries.
+
+    The cache is in $JAX_COMPILATION_CACHE_DIR, by default in ~/.cache/psearch_jax/xla.
+    """
+    jax.config.update("jax_compilation_cache_dir", os.environ.get(CACHE_VARIABLE) or str(DEFAULT_CACHE))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    for name in ("absl", "jax", "orbax", "transformers"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _parse(argv: Sequence[str], positional: bool) -> list[str]:
+    """The arguments left by the flags; flags that cannot be read end the program with exit code 2."""
+    try:
+        rest = flags.FLAGS(argv)
+        if "config" in flags.FLAGS:
+            _ = flags.FLAGS.config  # a config file that could not be opened says so only when it is read
+    except (flags.Error, UserError, OSError) as error:
+        sys.exit(_refuse(str(error)))
+    except AttributeError as error:  # what ml_collections raises for an unknown field
+        if not any(argument.startswith(("--config.", "-config.")) for argument in argv):
+            raise
+        sys.exit(_refuse(f"--config: unknown field {error.args[0] if error.args else ''}"))
+    if len(rest) > 1 and not positional:
+        sys.exit(_refuse(f"{rest[1]!r} found, accepted: flags only (--help lists them)"))
+    return rest
+
+
+def _refuse(message: str) -> int:
+    print(f"{Path(sys.argv[0]).stem}: {' '.join(message.split())}", file=sys.stderr)
+    return BAD_INPUT

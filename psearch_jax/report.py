@@ -1,0 +1,58 @@
+"""Tables of run summaries, for a terminal and for the documentation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from psearch_jax.types import KINDS, UserError
+
+COLUMNS = (
+    ("em", "EM"),
+    ("f1", "F1"),
+    ("decomposition_ratio", "split"),
+    ("searches", "searches"),
+    ("turns", "turns"),
+    ("valid_format", "valid"),
+)
+
+
+def read_summary(workdir: str | Path) -> dict[str, Any]:
+    """The summary.json of a finished run.
+
+    Raises:
+      UserError: the run has none.
+    """
+    path = Path(workdir) / "summary.json"
+    if not path.is_file():
+        raise UserError(f"{path}: not found; the run has not finished")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def before_and_after(summary: Mapping[str, Any]) -> str:
+    """A Markdown table of one run: a row per kind and moment, sampled and (where there is one) greedy."""
+    lines = ["| questions | policy | " + " | ".join(title for _, title in COLUMNS) + " |"]
+    lines.append("|---" * (len(COLUMNS) + 2) + "|")
+    for kind in KINDS:
+        for moment in ("before", "after", "before_greedy", "after_greedy"):
+            values = summary.get(moment, {}).get(kind)
+            if values:
+                cells = " | ".join(f"{values[key]:.3f}" for key, _ in COLUMNS)
+                lines.append(f"| {kind} | {moment.replace('_', ', ')} | {cells} |")
+    return "\n".join(lines)
+
+
+def side_by_side(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """A Markdown table of several runs: the change of EM, splitting and turns per kind, before -> after."""
+    shown = [c for c in COLUMNS if c[0] in ("em", "decomposition_ratio", "turns")]
+    lines = ["| run | questions | " + " | ".join(title for _, title in shown) + " |"]
+    lines.append("|---" * (len(shown) + 2) + "|")
+    for name, summary in runs:
+        for kind in KINDS:
+            before, after = (summary.get(moment, {}).get(kind) for moment in ("before", "after"))
+            if before and after:
+                cells = " | ".join(f"{before[key]:.3f} -> {after[key]:.3f}" for key, _ in shown)
+                lines.append(f"| {name} | {kind} | {cells} |")
+    return "\n".join(lines)

@@ -1,0 +1,162 @@
+"""Checkpoints with Orbax, and the order in which a run resumes.
+
+A checkpoint directory `checkpoints/STEP` holds three items: `params` (nested dict of float32 arrays; all that export and
+evaluation read), `optimizer` (arrays by position), `loop` (JSON: counters, the loader's state, the model's shape, where
+the tokenizer is).
+
+A run with a workdir resumes in this order:
+  1. the newest checkpoint that can be read whole; a damaged one is passed over with a warning;
+  2. else the weights of `model.path` (or random ones), step 0.
+Then metrics and trajectories are cut back to that step, and the loader goes on behind the last batch that was trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from psearch_jax.config import Qwen2Config
+from psearch_jax.models import qwen2
+from psearch_jax.train.state import TrainState
+from psearch_jax.types import UserError
+
+log = logging.getLogger("psearch_jax")
+
+
+class Checkpoints:
+    """The checkpoints of one run directory; saving goes on in the background.
+
+    Args:
+      directory: `WORKDIR/checkpoints`.
+      keep: how many are kept.
+    """
+
+    def __init__(self, directory: str | Path, keep: int = 3):
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
+        self._directory = Path(directory).resolve()
+        self._manager = ocp.CheckpointManager(self._directory, options=options)
+
+    def save(self, step: int, state: TrainState, loop: Mapping[str, Any]) -> None:
+        """Starts to save the state behind `step` completed steps. `loop` must be JSON-ready."""
+        arguments = ocp.args.Composite(
+            params=ocp.args.StandardSave(nnx.to_pure_dict(state.params)),
+            optimizer=ocp.args.StandardSave(_by_position(_rest(state))),
+            loop=ocp.args.JsonSave({**loop, "step": step}),
+        )
+        self._manager.save(step, args=arguments, force=True)
+
+    def restore(self, state: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
+        """The newest whole checkpoint laid out like `state` (any mesh), or None when there is none.
+
+        Raises:
+          UserError: a checkpoint of another architecture, or checkpoints of which none can be read.
+        """
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        for step in steps:
+            try:
+                loop = self._manager.restore(step, args=ocp.args.Composite(loop=ocp.args.JsonRestore()))["loop"]
+                _same_shapes(self._directory / str(step), loop, state.params)
+                found = self._manager.restore(
+                    step,
+                    args=ocp.args.Composite(
+                        params=ocp.args.StandardRestore(nnx.to_pure_dict(state.params)),
+                        optimizer=ocp.args.StandardRestore(_by_position(_rest(state))),
+                    ),
+                )
+            except UserError:
+                raise
+            except Exception as error:  # whatever a damaged file makes the readers raise
+                log.warning("checkpoint %s cannot be read (%s); trying the one before", step, _first_line(error))
+                continue
+            rest = jax.tree.unflatten(jax.tree.structure(_rest(state)), list(found["optimizer"].values()))
+            return TrainState(qwen2.with_values(state.params, found["params"]), *rest), loop
+        if steps:
+            raise UserError(f"{self._directory}: none of the checkpoints {steps} can be read; use another --workdir")
+        return None
+
+    def wait(self) -> None:
+        """Returns when everything saved is on disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+def _rest(state: TrainState) -> tuple[Any, ...]:
+    return state.optimizer, state.updates, state.bad_in_a_row
+
+
+def _by_position(tree: Any) -> dict[str, Any]:
+    return {f"{i:05d}": leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def _same_shapes(directory: Path, loop: Mapping[str, Any], params: nnx.State) -> None:
+    _, abstract = qwen2.abstract_params(_shape(loop["model"]))
+    theirs = {path: v.shape for path, v in nnx.to_flat_state(abstract)}
+    for path, variable in nnx.to_flat_state(params):
+        if theirs.pop(path, None) != variable.shape:
+            raise UserError(f"{directory}: the checkpoint is of another architecture ({'.'.join(path)} differs)")
+    if theirs:
+        raise UserError(f"{directory}: the checkpoint is of another architecture (it also holds {next(iter(theirs))})")
+
+
+def _shape(raw: Mapping[str, Any]) -> Qwen2Config:
+    return Qwen2Config(**{**raw, "eos_ids": tuple(raw["eos_ids"])})
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The directory of one checkpoint: `path` itself, or the newest below a run directory or its checkpoints/.
+
+    Raises:
+      UserError: there is none.
+    """
+    path = Path(path)
+    for parent in (path / "checkpoints", path):
+        steps = [p for p in parent.glob("*") if p.name.isdigit() and (p / "loop").is_dir()] if parent.is_dir() else []
+        if steps:
+            return max(steps, key=lambda p: int(p.name))
+    if (path / "loop").is_dir() and (path / "params").is_dir():
+        return path
+    raise UserError(f"{path}: holds no checkpoint, accepted: a run directory, its checkpoints/ or one step below it")
+
+
+def read_loop(checkpoint: str | Path) -> dict[str, Any]:
+    """The JSON item of one checkpoint directory."""
+    file = Path(checkpoint) / "loop" / "metadata"
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"{file}: cannot be read ({_first_line(error)})") from None
+
+
+def load_params(checkpoint: str | Path) -> tuple[Qwen2Config, nnx.State, dict[str, Any]]:
+    """Shape, parameters and loop record of one checkpoint, on the default device; for export and evaluation."""
+    checkpoint = Path(checkpoint).resolve()
+    loop = read_loop(checkpoint)
+    config = _shape(loop["model"])
+    _, abstract = qwen2.abstract_params(config)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), nnx.to_pure_dict(abstract))
+    try:
+        with ocp.StandardCheckpointer() as reader:
+            values = reader.restore(checkpoint / "params", target)
+    except Exception as error:  # whatever a damaged file makes the readers raise
+        raise UserError(f"{checkpoint}: params cannot be read ({_first_line(error)})") from error
+    return config, qwen2.with_values(abstract, values), loop
+
+
+def model_record(config: Qwen2Config) -> dict[str, Any]:
+    """The model's shape as `loop["model"]` holds it."""
+    return asdict(config)

@@ -1,0 +1,346 @@
+"""The main loop: collect, reward, update, log, save; with an evaluation before the first step and after the last.
+
+A run directory holds config.json, metrics.jsonl, tensorboard/, trajectories/, checkpoints/, summary.json.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from psearch_jax.config import Config, to_mapping
+from psearch_jax.data.loader import QuestionLoader
+from psearch_jax.eval.evaluate import by_kind, evaluate, trajectory_row
+from psearch_jax.metrics import MetricsWriter, cut_jsonl, mean
+from psearch_jax.rl.advantages import group_advantages
+from psearch_jax.rl.batch import make_batch, mini_batches
+from psearch_jax.rollout.collect import Collector
+from psearch_jax.text.answers import exact_match, normalise
+from psearch_jax.train.checkpoint import Checkpoints, model_record
+from psearch_jax.train.state import TrainState
+from psearch_jax.train.step import Learner
+from psearch_jax.types import KINDS, Question, RewardParts, Trajectory, UserError
+
+log = logging.getLogger("psearch_jax")
+EVAL_STEP = 2**31 - 1  # the step in the keys of every evaluation: before and after draw the same numbers
+
+
+@dataclass
+class Run:
+    """The live parts of a training run, made by build.py."""
+
+    config: Config
+    collector: Collector
+    learner: Learner
+    loader: QuestionLoader
+    evaluation: Sequence[Question]
+    reward: Callable[[Trajectory], RewardParts]
+    state: TrainState
+    model: Any  # Qwen2Config
+    tokenizer_path: str
+    reference: nnx.State | None = None  # None when the KL coefficient is 0
+    wall_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+
+class Interrupted(Exception):
+    """SIGTERM arrived; everything is saved."""
+
+
+def train(run: Run, workdir: str | Path) -> dict[str, Any]:
+    """Runs until `train.steps`, from wherever the workdir stands, and returns the summary it wrote.
+
+    Raises:
+      Interrupted: after SIGTERM, once the checkpoint is on disk.
+      UserError: too many updates in a row were not finite.
+    """
+    config, workdir = run.config, Path(workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+
+    # ---- resume ----
+    _write_json(workdir / "config.json", to_mapping(config))
+    checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints)
+    step, found = 0, checkpoints.restore(run.state)
+    if found:
+        run.state, loop = found
+        step = int(loop["step"])
+        run.loader.restore(loop["loader"])
+        log.info("resuming behind step %d", step)
+    cut_jsonl(workdir / "metrics.jsonl", step)
+    for file in (workdir / "trajectories").glob("*.jsonl"):
+        if int(file.stem) >= step:
+            file.unlink()
+    writer = MetricsWriter(workdir)
+    stop = _on_sigterm()
+
+    # ---- evaluate before ----
+    with _phase(run, "compile"):
+        sampling = run.learner.sampling_copy(run.state.params)
+        run.collector.warm_up(sampling)
+        del sampling
+    before = _evaluate_once(run, workdir / "before.json", fresh=step == 0)
+
+    # ---- steps ----
+    bar = tqdm(total=config.train.steps, initial=step, unit="step", disable=not sys.stderr.isatty())
+    while step < config.train.steps:
+        questions = next(run.loader)
+        state, metrics, trajectories, rewards = train_step(run, questions, step)
+        run.state = state
+        if metrics["bad_in_a_row"] >= config.learning.max_bad_steps:
+            checkpoints.wait()
+            raise UserError(
+                f"step {step}: loss or gradient was not finite in {int(metrics['bad_in_a_row'])} updates in a row "
+                f"(loss {metrics['loss']}, gradient norm {metrics['gradient_norm']}); lower learning.learning_rate "
+                "or look at the last trajectories"
+            )
+        if config.eval.every_steps and (step + 1) % config.eval.every_steps == 0 and step + 1 < config.train.steps:
+            for kind, values in _evaluate(run, config.eval.temperature).items():
+                metrics |= {f"eval/{kind}/{name}": value for name, value in values.items()}
+        writer.write(step, metrics)
+        _write_trajectories(workdir, step, trajectories, rewards, config.train.trajectories_per_step)
+        _report(bar, step, metrics)
+        step += 1
+        bar.update()
+        if step % config.train.checkpoint_every_steps == 0 or step == config.train.steps or stop.requested:
+            with _phase(run, "checkpoint"):
+                record = {"loader": run.loader.state(), "model": model_record(run.model)}
+                checkpoints.save(step, run.state, {**record, "tokenizer": run.tokenizer_path})
+        if stop.requested and step < config.train.steps:
+            checkpoints.close()
+            raise Interrupted(f"saved behind step {step}")
+    bar.close()
+
+    # ---- evaluate after ----
+    after = _evaluate_once(run, workdir / "after.json", fresh=True)
+    checkpoints.close()
+    writer.close()
+    run.wall_s["total"] = time.monotonic() - started
+    summary = {
+        "seed": config.seed,
+        "steps": config.train.steps,
+        "wall_s": {k: round(v, 2) for k, v in run.wall_s.items()},
+        "compilations": {**run.collector.sampler.compilations(), **run.learner.compilations()},
+        **{f"before{suffix}": values for suffix, values in before.items()},
+        **{f"after{suffix}": values for suffix, values in after.items()},
+    }
+    _write_json(workdir / "summary.json", summary)
+    return summary
+
+
+def train_step(
+    run: Run, questions: Sequence[Question], step: int
+) -> tuple[TrainState, dict[str, float], list[Trajectory], list[RewardParts]]:
+    """One step of GRPO: rollouts, rewards, advantages, log-probs, one optimizer step per mini-batch."""
+    config = run.config
+    times: dict[str, float] = {}
+    with _phase(run, "rollout", times):
+        sampling = run.learner.sampling_copy(run.state.params)
+        trajectories = run.collector.collect(
+            sampling,
+            questions,
+            config.rollout.samples,
+            seed=config.seed,
+            step=step,
+            temperature=config.rollout.temperature,
+        )
+        del sampling
+    with _phase(run, "reward", times):
+        rewards = [run.reward(t) for t in trajectories]
+        totals = [r.total - _penalty(config, t) for r, t in zip(rewards, trajectories, strict=True)]
+        groups = [(t.question.source, t.question.id) for t in trajectories]
+        advantages = group_advantages(totals, groups, config.learning.advantage)
+        train_all = config.rollout.unfinished != "mask"
+        batch = make_batch(trajectories, advantages, config.rollout.context_tokens, train_all)
+    with _phase(run, "logprobs", times):
+        old = run.learner.logprobs(run.state.params, batch)
+        ref = np.zeros_like(old) if run.reference is None else run.learner.logprobs(run.reference, batch)
+        batch = replace(batch, old_logprobs=old, ref_logprobs=ref)
+    with _phase(run, "update", times):
+        state, updates = run.state, []
+        for piece in mini_batches(batch, config.learning.mini_batch_rollouts):
+            state, metrics = run.learner.update(state, piece)
+            updates.append(metrics)
+    sampled = sum(int(t.mask.sum()) for t in trajectories)
+    metrics = {name: mean([u[name] for u in updates]) for name in updates[0]}
+    metrics["skipped"] = sum(u["skipped"] for u in updates)
+    metrics["bad_in_a_row"] = updates[-1]["bad_in_a_row"]
+    metrics |= rollout_metrics(trajectories, rewards, groups, advantages, old)
+    metrics |= {f"{name}_s": value for name, value in times.items()}
+    metrics["sampled_tokens_per_s"] = sampled / times["rollout"]
+    metrics["trained_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
+    return state, metrics, trajectories, rewards
+
+
+def rollout_metrics(
+    trajectories: Sequence[Trajectory],
+    rewards: Sequence[RewardParts],
+    groups: Sequence[Any],
+    advantages: np.ndarray,
+    logprobs: np.ndarray,
+) -> dict[str, float]:
+    """What happened in one batch of rollouts: behaviour by kind, reward parts by (kind, split or whole), alarms.
+
+    Args:
+      logprobs: [N, S] by the trainer.
+    """
+    out: dict[str, float] = {"reward": mean(r.total for r in rewards)}
+    n = len(trajectories)
+    parts = RewardParts.__dataclass_fields__
+    right = [exact_match(t.answer, t.question.answers) for t in trajectories]
+    for kind in KINDS:
+        rows = [i for i in range(n) if trajectories[i].question.kind == kind]
+        if not rows:
+            continue
+        out[f"em/{kind}"] = mean(right[i] for i in rows)
+        out[f"decomposition/{kind}"] = mean(trajectories[i].decomposed for i in rows)
+        out[f"searches/{kind}"] = mean(len(trajectories[i].executed) for i in rows)
+        out[f"turns/{kind}"] = mean(trajectories[i].model_calls for i in rows)
+        for name, split in (("split", True), ("whole", False)):
+            some = [i for i in rows if trajectories[i].decomposed == split]
+            out |= {f"reward/{kind}/{name}/{part}": mean(getattr(rewards[i], part) for i in some) for part in parts}
+    out["valid_format"] = mean(t.well_formed for t in trajectories)
+    for status in ("answered", "truncated", "out_of_turns", "eos"):
+        out[f"status/{status}"] = mean(t.status == status for t in trajectories)
+    silent: dict[Any, bool] = {}
+    for group, advantage in zip(groups, advantages, strict=True):
+        silent[group] = silent.get(group, True) and advantage == 0
+    out["groups_without_signal"] = mean(silent.values())
+    out["ids_per_trajectory"] = mean(len(t.ids) for t in trajectories)
+    correct = [i for i in range(n) if right[i] and trajectories[i].mask.any()]
+    out["logprob_of_correct"] = mean(
+        logprobs[i, : len(trajectories[i].mask)][trajectories[i].mask].mean() for i in correct
+    )
+    seen = [i for i in range(n) if _saw_answer(trajectories[i])]
+    out["wrong_though_seen"] = mean(not right[i] for i in seen)
+    return out
+
+
+def _saw_answer(trajectory: Trajectory) -> bool:
+    golds = [normalise(a) for a in trajectory.question.answers]
+    texts = [normalise(p.title + " " + p.text) for t in trajectory.turns for found in t.passages for p in found]
+    return any(g and g in text for g in golds for text in texts)
+
+
+def _penalty(config: Config, trajectory: Trajectory) -> float:
+    unfinished = config.rollout.unfinished == "penalise" and trajectory.status != "answered"
+    return config.reward.unfinished_penalty if unfinished else 0.0
+
+
+# ---- evaluation ----
+
+
+def _evaluate(run: Run, temperature: float) -> dict[str, dict[str, float]]:
+    """Summary per kind over the held-out questions, with keys that no seed of training touches."""
+    sampling = run.learner.sampling_copy(run.state.params)
+    bar = tqdm(total=len(run.evaluation), unit="question", leave=False, disable=not sys.stderr.isatty())
+
+    def progress(done: int, _: int) -> None:
+        bar.update(done - bar.n)
+
+    trajectories = evaluate(
+        run.collector,
+        sampling,
+        run.evaluation,
+        seed=run.config.eval.seed,
+        step=EVAL_STEP,
+        temperature=temperature,
+        progress=progress,
+    )
+    bar.close()
+    return by_kind(trajectories)
+
+
+def _evaluate_once(run: Run, file: Path, fresh: bool) -> dict[str, Any]:
+    """Evaluates now, or reads what an earlier part of the same run has found. Keys: "" and "_greedy"."""
+    if not run.evaluation:
+        return {}
+    if file.is_file() and not fresh:
+        return json.loads(file.read_text(encoding="utf-8"))
+    with _phase(run, "evaluate"):
+        out = {"": _evaluate(run, run.config.eval.temperature)}
+        if run.config.eval.also_greedy:
+            out["_greedy"] = _evaluate(run, 0.0)
+    _write_json(file, out)
+    return out
+
+
+# ---- small parts of the loop ----
+
+
+@contextmanager
+def _phase(run: Run, name: str, times: dict[str, float] | None = None):
+    """Adds the wall time of a block to the run's total of that phase, and to this step's."""
+    start = time.monotonic()
+    yield
+    seconds = time.monotonic() - start
+    run.wall_s[name] += seconds
+    if times is not None:
+        times[name] = seconds
+
+
+@dataclass
+class _Stop:
+    requested: bool = False
+
+
+def _on_sigterm() -> _Stop:
+    stop = _Stop()
+
+    def request(*_: Any) -> None:
+        stop.requested = True
+
+    signal.signal(signal.SIGTERM, request)
+    return stop
+
+
+def _report(bar: tqdm, step: int, metrics: Mapping[str, float]) -> None:
+    kinds = " ".join(
+        f"{kind} em {metrics[f'em/{kind}']:.2f} split {metrics[f'decomposition/{kind}']:.2f}"
+        for kind in KINDS
+        if f"em/{kind}" in metrics
+    )
+    seconds = sum(metrics[f"{phase}_s"] for phase in ("rollout", "reward", "logprobs", "update"))
+    line = f"step {step} reward {metrics['reward']:.3f} {kinds} {seconds:.1f}s"
+    if bar.disable:
+        log.info(line)
+    else:
+        bar.set_postfix_str(line.removeprefix(f"step {step} "))
+    split = metrics.get("decomposition/parallel")
+    if step == 0 and split is not None and split < 0.05:
+        log.warning(
+            "only %.1f%% of the rollouts on parallel questions split them: groups without a single split carry no "
+            "signal for it, so the behaviour may die out",
+            100 * split,
+        )
+
+
+def _write_trajectories(
+    workdir: Path, step: int, trajectories: Sequence[Trajectory], rewards: Sequence[RewardParts], count: int
+) -> None:
+    """One file per step, whole groups from the front, written beside and renamed."""
+    directory = workdir / "trajectories"
+    directory.mkdir(exist_ok=True)
+    rows = [trajectory_row(t, r, step) for t, r in zip(trajectories[:count], rewards[:count], strict=True)]
+    beside = directory / f".{step:06d}.tmp"
+    beside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    os.replace(beside, directory / f"{step:06d}.jsonl")
+
+
+def _write_json(path: Path, value: Any) -> None:
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(beside, path)

@@ -1,0 +1,213 @@
+"""Hugging Face directories: what we write transformers loads, and what is damaged is refused by name."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import one_device_mesh, random_params, tiny_config
+from safetensors.numpy import load_file, save_file
+
+from psearch_jax.models import qwen2
+from psearch_jax.models.hf import load_hf, read_config, resolve, save_hf
+from psearch_jax.sharding import STORAGE, param_shardings
+from psearch_jax.types import UserError
+
+
+def assert_equal_params(a, b) -> None:
+    flat_a, flat_b = dict(nnx.to_flat_state(a)), dict(nnx.to_flat_state(b))
+    assert flat_a.keys() == flat_b.keys()
+    for path in flat_a:
+        np.testing.assert_array_equal(flat_a[path].get_value(), flat_b[path].get_value(), err_msg=str(path))
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory, tiny_tokenizer):
+    """A whole exported directory; a test that damages it works on a copy."""
+    config = tiny_config(tied=False, eos_ids=tuple(sorted(tiny_tokenizer.stop_ids)))
+    out = tmp_path_factory.mktemp("export") / "policy"
+    save_hf(random_params(config), config, tiny_tokenizer.name, out)
+    return out
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("shard_bytes", [10**9, 20_000], ids=["one-file", "sharded"])
+def test_transformers_loads_what_we_write(tmp_path, tiny_tokenizer, tied, shard_bytes):
+    """An export with a transposed, renamed or missing tensor would be another model for everybody else."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = tiny_config(tied=tied, rope_theta=1e6, eos_ids=tuple(sorted(tiny_tokenizer.stop_ids)))
+    params = random_params(config)
+    out = tmp_path / "out"
+    save_hf(params, config, tiny_tokenizer.name, out, shard_bytes=shard_bytes)
+    files = sorted(p.name for p in out.glob("*.safetensors"))
+    assert len(files) == 1 if shard_bytes == 10**9 else len(files) > 3
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+    theirs, report = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    written = {k: v for f in files for k, v in load_file(out / f).items()}
+    state = {k: v.numpy() for k, v in theirs.state_dict().items()}
+    assert set(state) - set(written) == ({"lm_head.weight"} if tied else set())
+    for name, array in written.items():
+        np.testing.assert_array_equal(state[name], array)
+
+    ids = np.random.default_rng(0).integers(0, 400, (2, 33)).astype(np.int32)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(ids, dtype=torch.long)).logits.numpy()
+    model = nnx.merge(qwen2.graphdef(config, jnp.float32), params)
+    with jax.default_matmul_precision("highest"):
+        ours = np.asarray(model.logits(model.hidden(ids)[0], 1.0, config.vocab_rows))
+    assert np.max(np.abs(ours - expected)) / np.max(np.abs(expected)) <= 1e-5
+    assert AutoTokenizer.from_pretrained(out).encode("older") == tiny_tokenizer.hf.encode("older")
+    eos = theirs.generation_config.eos_token_id
+    assert sorted([eos] if isinstance(eos, int) else eos) == sorted(tiny_tokenizer.stop_ids)
+
+    again, loaded = load_hf(out, lambda abstract: param_shardings(abstract, STORAGE, one_device_mesh()))
+    assert again == config
+    assert_equal_params(loaded, params)
+
+
+def test_bfloat16_export_keeps_every_value_rounded(tmp_path, tiny_tokenizer):
+    """The bf16 export must be the float32 weights rounded once, and load again."""
+    config = tiny_config()
+    params = random_params(config)
+    save_hf(params, config, tiny_tokenizer.name, tmp_path / "out", dtype=jnp.bfloat16)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    again, loaded = load_hf(tmp_path / "out")
+    assert again.eos_ids == ()
+    assert_equal_params(loaded, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params))
+
+
+def test_an_existing_directory_is_never_overwritten(exported, tmp_path):
+    """A second export must not mix its files with those of the first."""
+    config = tiny_config()
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(UserError, match="taken: exists already"):
+        save_hf(random_params(config), config, exported, tmp_path / "taken")
+
+
+def test_a_failed_export_leaves_nothing(exported, tmp_path):
+    """A half-written directory looks like a model; a failure on the way must leave no trace."""
+    config = tiny_config()
+    wrong = random_params(tiny_config(mlp=32))  # its tensors do not have the config's shapes
+    with pytest.raises(ValueError):
+        save_hf(wrong, config, exported, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def edited(exported, tmp_path, change):
+    """A copy of the exported directory whose weights `change` has edited."""
+    out = tmp_path / "damaged"
+    shutil.copytree(exported, out)
+    weights = load_file(out / "model.safetensors")
+    change(weights)
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def refused(directory, *words) -> None:
+    with pytest.raises(UserError) as caught:
+        load_hf(directory)
+    line = str(caught.value)
+    assert "\n" not in line and all(word in line for word in words), line
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_a_missing_tensor_is_refused(exported, tmp_path):
+    """Silently keeping random weights in place of a missing tensor ruins the run."""
+    refused(edited(exported, tmp_path, lambda w: w.pop(NAME)), NAME, "missing", "model.safetensors")
+
+
+def test_an_unknown_tensor_is_refused(exported, tmp_path):
+    """A tensor that nobody reads means that the checkpoint is another architecture."""
+
+    def add(weights):
+        weights["model.layers.2.mlp.up_proj.weight"] = weights[NAME]
+
+    refused(edited(exported, tmp_path, add), "model.layers.2.mlp.up_proj.weight", "unknown", "model.safetensors")
+
+
+def test_a_wrong_shape_is_refused(exported, tmp_path):
+    """A reshape could accept a transposed tensor of the same number of entries."""
+
+    def transpose(weights):
+        weights[NAME] = np.ascontiguousarray(weights[NAME].T)
+
+    refused(edited(exported, tmp_path, transpose), NAME, "(32, 64)", "(64, 32)", "model.safetensors")
+
+
+@pytest.mark.parametrize("size", [0, 5, 300, -100], ids=["empty", "stub", "header-cut", "tail-cut"])
+def test_a_truncated_file_is_refused(exported, tmp_path, size):
+    """A download that broke off must be named, not end in a traceback or in zeros."""
+    out = tmp_path / "damaged"
+    shutil.copytree(exported, out)
+    whole = (out / "model.safetensors").read_bytes()
+    (out / "model.safetensors").write_bytes(whole[:size])
+    refused(out, "model.safetensors")
+
+
+def test_files_that_hold_no_tensor_or_no_map_are_refused(exported, tmp_path):
+    """An empty weight file or an index without its map must be one line, not an IndexError."""
+    out = tmp_path / "damaged"
+    shutil.copytree(exported, out)
+    save_file({}, out / "model.safetensors")
+    refused(out, "model.safetensors", "missing")
+    (out / "model.safetensors.index.json").write_text("{}")
+    refused(out, "model.safetensors.index.json", "weight_map")
+    (out / "model.safetensors.index.json").write_text('{"weight_map": {"a": "absent.safetensors"}}')
+    refused(out, "absent.safetensors", "not found")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "llama"}, ["model_type", "llama", "qwen2"]),
+        ({"use_sliding_window": True}, ["use_sliding_window"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, ["rope_type", "yarn"]),
+        ({"hidden_size": None}, ["hidden_size"]),
+        ({"num_attention_heads": "many"}, ["num_attention_heads", "many"]),
+        ({"num_key_value_heads": 3}, ["heads=4", "kv_heads=3"]),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+def test_another_architecture_is_refused(exported, tmp_path, change, words):
+    """A Llama or a yarn-scaled checkpoint would load and compute nonsense."""
+    out = tmp_path / "other"
+    shutil.copytree(exported, out)
+    raw = json.loads((out / "config.json").read_text()) | change
+    raw = {k: v for k, v in raw.items() if v is not None}
+    (out / "config.json").write_text(json.dumps(raw))
+    refused(out, "config.json", *words)
+
+
+def test_damaged_or_absent_json_is_refused(exported, tmp_path):
+    """A config.json that is cut, a list, or absent must be named."""
+    out = tmp_path / "other"
+    shutil.copytree(exported, out)
+    for text in ('{"model_type": "qwen2"', "[1]"):
+        (out / "config.json").write_text(text)
+        refused(out, "config.json")
+    (out / "config.json").unlink()
+    refused(out, "config.json", "not found")
+    with pytest.raises(UserError, match="is not a directory"):
+        resolve("./nowhere")
+
+
+def test_both_spellings_of_the_rotary_base_are_read(exported, tmp_path):
+    """transformers 4 writes rope_theta, transformers 5 rope_parameters; a missed one falls back to 10,000."""
+    out = tmp_path / "other"
+    shutil.copytree(exported, out)
+    raw = json.loads((out / "config.json").read_text())
+    for drop in ("rope_theta", "rope_parameters"):
+        kept = {k: v for k, v in raw.items() if k != drop}
+        kept |= {"rope_theta": 5e5} if drop == "rope_parameters" else {"rope_parameters": {"rope_theta": 5e5}}
+        (out / "config.json").write_text(json.dumps(kept))
+        assert read_config(out).rope_theta == 5e5

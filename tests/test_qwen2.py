@@ -1,0 +1,217 @@
+"""The Flax model against the reference implementation in torch, and the published sizes."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import make_sampler, random_params, tiny_config
+from jax.sharding import AbstractMesh, AxisType
+
+from psearch_jax.config import PRESETS, Qwen2Config
+from psearch_jax.models import kv_cache, qwen2
+from psearch_jax.models.hf import load_hf
+from psearch_jax.models.kv_cache import KVCache
+from psearch_jax.rollout.sampler import Status
+from psearch_jax.sharding import AXES, SAMPLING, STORAGE, param_shardings
+
+TOLERANCE = 1e-5  # of max|a-b| / max|b|
+SHAPES = [(kv, tied) for kv in (1, 2, 3) for tied in (True, False)]  # kv heads of 6, tied head
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"kv{s[0]}-{'tied' if s[1] else 'untied'}")
+def pair(request, tmp_path_factory):
+    """(torch model, our config, our parameters): the same random weights, no bias 0 and no norm 1."""
+    torch = pytest.importorskip("torch")
+    from transformers import Qwen2Config as TorchConfig
+    from transformers import Qwen2ForCausalLM
+
+    kv_heads, tied = request.param
+    torch.manual_seed(kv_heads)
+    shape = TorchConfig(
+        vocab_size=448,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=kv_heads,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=tied,
+        max_position_embeddings=512,
+        use_sliding_window=False,
+    )
+    model = Qwen2ForCausalLM(shape).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape) * 0.3
+            weight.copy_(1 + noise if "norm" in name else noise)
+    directory = tmp_path_factory.mktemp("torch")
+    model.save_pretrained(directory)
+    config, params = load_hf(directory)
+    assert config.rope_theta == 1e6 and config.tied == tied
+    return model, config, params
+
+
+def torch_logits(model, rows: np.ndarray) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor(np.asarray(rows), dtype=torch.long)).logits.numpy()
+
+
+def relative(a, b) -> float:
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return float(np.max(np.abs(a - b)) / np.max(np.abs(b)))
+
+
+def our_logits(config: Qwen2Config, params, ids: np.ndarray, remat: bool = False) -> np.ndarray:
+    @jax.jit
+    def run(params, ids):
+        model = nnx.merge(qwen2.graphdef(config, jnp.float32, remat), params)
+        return model.logits(model.hidden(ids)[0], 1.0, config.vocab_rows)
+
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(run(params, ids))
+
+
+def test_full_forward_equals_torch(pair):
+    """A wrong rotation layout, head grouping, norm or bias shifts every log-prob of a loaded model."""
+    model, config, params = pair
+    ids = np.random.default_rng(0).integers(0, config.vocab_rows, (3, 70)).astype(np.int32)
+    assert relative(our_logits(config, params, ids), torch_logits(model, ids)) <= TOLERANCE
+
+
+def test_ragged_batch_equals_each_row_alone_in_torch(pair):
+    """Pads on the right must not leak into real positions, or short trajectories train on wrong log-probs."""
+    model, config, params = pair
+    rng = np.random.default_rng(1)
+    lengths = (1, 17, 40)
+    ids = rng.integers(0, config.vocab_rows, (3, 40)).astype(np.int32)
+    ours = our_logits(config, params, ids, remat=True)
+    for row, n in enumerate(lengths):
+        assert relative(ours[row, :n], torch_logits(model, ids[row : row + 1, :n])[0]) <= TOLERANCE
+
+
+def test_cached_multi_turn_decode_equals_torch(pair, tiny_tokenizer):
+    """Prefill, admit, extend at each row's own length and decode must see exactly what a full forward sees."""
+    model, config, params = pair
+    rng = np.random.default_rng(2)
+
+    def some(rows, width):
+        return rng.integers(3, tiny_tokenizer.size, (rows, width)).astype(np.int32)
+
+    sampler = make_sampler(tiny_tokenizer, config)
+    next_logits = jax.jit(
+        lambda params, cache, last, at: (
+            lambda m: m.logits(m.hidden(last, cache, at)[0][:, 0], 1.0, config.vocab_rows)
+        )(nnx.merge(qwen2.graphdef(config, jnp.float32), params))
+    )
+
+    def check(state) -> None:
+        length, ids = np.asarray(state.length), np.asarray(state.ids)
+        last = jnp.asarray(ids[np.arange(3), length - 1][:, None])
+        ours = np.asarray(next_logits(params, state.cache, last, state.length - 1))
+        for b in range(3):
+            assert relative(ours[b], torch_logits(model, ids[b : b + 1, : length[b]])[0, -1]) <= TOLERANCE
+
+    with jax.default_matmul_precision("highest"):
+        pool = sampler.prefill(params, some(3, 16), np.array([16, 3, 9], np.int32))
+        keys = rng.integers(0, 2**32, (3, 2), np.uint32)
+        state = sampler.new_state(3, 96)
+        state = sampler.admit(state, pool, np.array([2, 0, 1], np.int32), keys, 6, 96)
+        check(state)
+        for turn, n in enumerate(([8, 1, 5], [1, 8, 0], [3, 4, 8])):
+            state = sampler.extend(params, state, some(3, 8), np.array(n, np.int32), 6)
+            check(state)
+            if turn == 1:
+                continue
+            state = sampler.generate(params, state, 1.0)
+            check(state)
+    ids, mask, logprobs = (np.asarray(x) for x in (state.ids, state.mask, state.logprobs))
+    assert mask.sum() >= 12 and not np.any(np.asarray(state.status) == Status.RUNNING)
+    for b, n in enumerate(np.asarray(state.length)):
+        logits = torch_logits(model, ids[b : b + 1, :n])[0].astype(np.float64)
+        logits[:, tiny_tokenizer.size :] = -np.inf
+        full = logits - logits.max(-1, keepdims=True)
+        full -= np.log(np.exp(full).sum(-1, keepdims=True))
+        at = np.flatnonzero(mask[b, :n])
+        assert relative(logprobs[b, at], full[at - 1, ids[b, at]]) <= TOLERANCE
+
+
+def test_logprobs_and_entropy_by_chunks_equal_the_whole_table():
+    """A chunk's padding or order must not move a log-prob to another position."""
+    config = tiny_config(tied=False)
+    params = random_params(config)
+    rng = np.random.default_rng(3)
+    ids = rng.integers(0, 400, (2, 37)).astype(np.int32)
+    targets = rng.integers(0, 400, (2, 37)).astype(np.int32)
+    model = nnx.merge(qwen2.graphdef(config, jnp.float32), params)
+    hidden, _ = model.hidden(ids)
+    got, entropy = model.logprobs(hidden, targets, 0.7, 400, chunk=8)
+    logits = np.asarray(model.logits(hidden, 1.0, 416), np.float64)[..., :400] / 0.7
+    table = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    table -= logits.max(-1, keepdims=True)
+    np.testing.assert_allclose(got, np.take_along_axis(table, targets[..., None], -1)[..., 0], atol=2e-5)
+    np.testing.assert_allclose(entropy, -(np.exp(table) * table).sum(-1), atol=2e-5)
+    assert np.all(np.asarray(model.logits(hidden, 0.7, 400))[..., 400:] < -1e29)
+
+
+def test_remat_changes_no_gradient():
+    """Recomputed layers must give the gradients of stored ones."""
+    config = tiny_config()
+    params = random_params(config)
+    ids = np.random.default_rng(4).integers(0, 400, (2, 11)).astype(np.int32)
+
+    def loss(params, remat):
+        model = nnx.merge(qwen2.graphdef(config, jnp.float32, remat), params)
+        return jnp.sum(model.logprobs(model.hidden(ids)[0], ids, 1.0, 400, chunk=4)[0])
+
+    a, b = (jax.jit(jax.grad(lambda p, r=r: loss(p, r)))(params) for r in (False, True))
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert relative(x, y) < 1e-5
+
+
+def test_cache_write_past_the_end_is_dropped():
+    """A clamped write would overwrite the keys of earlier positions."""
+    config = tiny_config()
+    rng = np.random.default_rng(5)
+    old = KVCache(*(jnp.asarray(rng.normal(size=(2, 3, 2, 6, 8)), jnp.float32) for _ in "kv"))
+    new = jnp.asarray(rng.normal(size=(2, 3, 2, 4, 8)), jnp.float32)
+    out = kv_cache.write(old, new, new, jnp.array([0, 4, 6]), jnp.array([0, 4, 4]))
+    expected = np.array(old.k)
+    expected[:, 1, :, 4:6] = new[:, 1, :, :2]
+    np.testing.assert_array_equal(out.k, expected)
+    assert config.layers == old.k.shape[0]
+
+
+COUNTS = {
+    "0.5b": 494_032_768,
+    "1.5b": 1_543_714_304,
+    "3b": 3_085_938_688,
+    "7b": 7_615_616_512,
+    "14b": 14_770_033_664,
+    "32b": 32_763_876_352,
+    "72b": 72_706_203_648,
+}
+
+
+@pytest.mark.parametrize("size", COUNTS)
+def test_published_sizes_and_their_sharding(size):
+    """A wrong shape in a preset, or a large array that every chip would hold whole, shows without any memory."""
+    _, abstract = qwen2.abstract_params(PRESETS[size])
+    leaves = jax.tree.leaves(abstract)
+    assert sum(math.prod(x.shape) for x in leaves) == COUNTS[size]
+    mesh = AbstractMesh((1, 4, 4), AXES, axis_types=(AxisType.Auto,) * 3)
+    for rules in (STORAGE, SAMPLING):
+        places = param_shardings(abstract, rules, mesh)
+        for x, place in zip(leaves, jax.tree.leaves(places, is_leaf=lambda v: hasattr(v, "spec")), strict=True):
+            used = [axis for axis in place.spec if axis is not None]
+            assert len(used) == len(set(used))
+            if rules is STORAGE and math.prod(x.shape) > 1_000_000:
+                assert used, f"{size}: an array of shape {x.shape} is whole on every device"
+                assert math.prod(place.shard_shape(x.shape)) <= math.prod(x.shape) // 4
+            if rules is SAMPLING:
+                assert "fsdp" not in used

@@ -1,0 +1,240 @@
+"""The reward: `paper` by hand-worked cases, `compat` against scores of the public implementation."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from psearch_jax.rl.compat import compat_reward, compat_score, parse_transcript, valid_transcript
+from psearch_jax.rl.rewards import RewardWeights, paper_reward
+from psearch_jax.types import Question, Trajectory, Turn
+from retrieval.protocol import Passage
+
+WEIGHTS = RewardWeights()  # format 0.1, final_format 0, decomposition 0.15, search_count 0.35
+SCORE_VECTORS = Path(__file__).resolve().parents[1] / "launch" / "score_vectors.py"
+
+
+def trajectory(kind, searches, answer, well_formed=True, initial=False):
+    """One turn per entry of `searches` (its number of sub-queries; 0: nothing was run), then the answer, if any."""
+    turns = []
+    if initial:
+        turns.append(Turn("", "search", True, ("the question",), ((Passage("1", "t", "x"),),), n_sampled=0))
+    for n in searches:
+        turns.append(Turn("", "search" if n else "none", n > 0, tuple(f"q{i}" for i in range(n)), n_sampled=9))
+    if answer is not None:
+        turns.append(Turn("", "answer", well_formed, answer=answer, n_sampled=5))
+    status = "answered" if answer is not None else "out_of_turns"
+    empty = np.zeros(0)
+    question = Question("s", "1", "q?", ("Ada Lovelace", "Ada"), kind)
+    return Trajectory(question, 0, status, tuple(turns), empty, empty, empty, 0)
+
+
+# kind, sub-queries per turn, answer, last turn well formed, (outcome, format, decomposition, search count)
+CASES = [
+    # Outcome and format, on a parallel question split in one search: decomposition 3 * .15, search count .35.
+    ("parallel", [2], "Ada Lovelace", True, (1, 0, 0.45, 0.35)),
+    ("parallel", [2], "the ADA.", True, (1, 0, 0.45, 0.35)),
+    ("parallel", [2], "Ada", False, (1, -0.1, 0.45, 0.35)),
+    ("parallel", [2], "Alan", True, (0, 0.1, 0.45, 0.35)),
+    ("parallel", [2], "Alan", False, (0, 0, 0.45, 0.35)),
+    ("parallel", [2], None, True, (0, 0, 0.45, 0.35)),
+    ("parallel", [2, 0], "Ada", True, (1, -0.1, 0.45, 0.35)),  # one ill-formed turn spoils the whole, and is no search
+    # Decomposition of a parallel question: only the first search counts.
+    ("parallel", [1], "Ada", True, (1, 0, 0, 0.35)),
+    ("parallel", [3], "Ada", True, (1, 0, 0.45, 0.35)),
+    ("parallel", [1, 2], "Ada", True, (1, 0, 0, 0)),
+    ("parallel", [2, 1], "Ada", True, (1, 0, 0.45, 0)),
+    # Number of searches of a parallel question: .35 * (1 - |n - 1|).
+    ("parallel", [], "Ada", True, (1, 0, 0, 0)),
+    ("parallel", [2, 1, 1], "Ada", True, (1, 0, 0.45, -0.35)),
+    ("parallel", [2, 1, 1, 1], "Ada", True, (1, 0, 0.45, -0.7)),
+    # Sequential: .15 for not splitting, .35 * (1 - max(0, 2 - n)).
+    ("sequential", [1, 1], "Ada", True, (1, 0, 0.15, 0.35)),
+    ("sequential", [1, 1, 1, 1], "Ada", True, (1, 0, 0.15, 0.35)),
+    ("sequential", [1], "Ada", True, (1, 0, 0.15, 0)),
+    ("sequential", [], "Ada", True, (1, 0, 0.15, -0.35)),
+    ("sequential", [2, 1], "Ada", True, (1, 0, 0, 0.35)),
+    ("sequential", [1, 2], "Ada", True, (1, 0, 0.15, 0.35)),
+    ("sequential", [2], None, True, (0, 0, 0, 0)),
+    # Single: .15 for not splitting, .35 * (1 - |n - 1|).
+    ("single", [1], "Ada", True, (1, 0, 0.15, 0.35)),
+    ("single", [2], "Ada", True, (1, 0, 0, 0.35)),
+    ("single", [1, 1], "Ada", True, (1, 0, 0.15, 0)),
+    ("single", [], "", True, (0, 0.1, 0.15, 0)),
+    ("single", [], None, True, (0, 0, 0.15, 0)),
+    # Mixed: as sequential.
+    ("mixed", [1, 1], "Ada", True, (1, 0, 0.15, 0.35)),
+    ("mixed", [2, 2], "Ada", True, (1, 0, 0, 0.35)),
+]
+
+
+@pytest.mark.parametrize("kind, searches, answer, well_formed, expected", CASES)
+def test_paper_reward(kind, searches, answer, well_formed, expected):
+    """A wrong sign or a swapped kind teaches the opposite behaviour, and no curve shows why."""
+    parts = paper_reward(trajectory(kind, searches, answer, well_formed), WEIGHTS)
+    assert (parts.outcome, parts.format, parts.decomposition, parts.search_count) == pytest.approx(expected)
+    assert parts.total == pytest.approx(sum(expected))
+
+
+def test_paper_reward_options():
+    """Each option must change the part it names and no other."""
+    wrong = trajectory("parallel", [2], "Alan", well_formed=False)
+    assert paper_reward(wrong, RewardWeights(final_format=0.3)).format == 0.3
+    assert paper_reward(trajectory("parallel", [2], None), RewardWeights(final_format=0.3)).format == 0
+    assert paper_reward(wrong, WEIGHTS, gate_bonus_on_outcome=True).total == 0
+    right = trajectory("parallel", [2], "Ada")
+    assert paper_reward(right, WEIGHTS, gate_bonus_on_outcome=True) == paper_reward(right, WEIGHTS)
+    mixed = trajectory("mixed", [2], "Ada")
+    assert paper_reward(mixed, WEIGHTS, mixed="parallel") == paper_reward(right, WEIGHTS)
+    assert paper_reward(mixed, RewardWeights(search_count=0, decomposition=0)).total == 1
+
+
+def test_initial_search_is_not_counted():
+    """The search of the question itself is the option's, not the policy's: it must move neither n nor d."""
+    for kind, searches in [("parallel", [2]), ("sequential", [1]), ("single", [])]:
+        plain = paper_reward(trajectory(kind, searches, "Ada"), WEIGHTS)
+        assert paper_reward(trajectory(kind, searches, "Ada", initial=True), WEIGHTS) == plain
+
+
+# --- compat ---
+
+
+def test_compat_reproduces_the_public_scores(shared_data):
+    """A `compat` that differs anywhere cannot rerun published numbers."""
+    rows = [json.loads(line) for line in (shared_data / "reward_vectors.jsonl").read_text().splitlines()]
+    ours = [
+        compat_score(r["prompt"], r["response"], r["golden_answers"], r["kind"], RewardWeights(**r["weights"])).total
+        for r in rows
+    ]
+    assert len(rows) == 1500
+    np.testing.assert_allclose(ours, [r["score"] for r in rows], rtol=0, atol=1e-6)
+
+
+def test_both_profiles_agree_on_clean_transcripts(shared_data):
+    """Where prompt and response have none of the quirks, the two profiles are one rule read in two ways."""
+    clean = 0
+    for line in (shared_data / "reward_vectors.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        prompt, response = row["prompt"], row["response"]
+        question = Question("v", "1", row["question"], tuple(row["golden_answers"]), row["kind"])
+        read = parse_transcript(question, response)
+        contents = [part.split("</search>")[0] for part in response.split("<search>")[1:]]
+        as_written = [len(turn.queries) for turn in read.executed] == [text.count("##") + 1 for text in contents]
+        usual_prompt = prompt.count("<search>") == 2 and "<answer>" in prompt and "<|im_start|>assistant" in prompt
+        if usual_prompt and as_written and read.answer is not None and response.count("<answer>") == 1:
+            weights = RewardWeights(**row["weights"])
+            assert paper_reward(read, weights) == compat_reward(read, prompt, response, weights), response
+            clean += 1
+    assert clean > 300
+
+
+PROMPT = (
+    "<search> a </search> <search> b ## c </search> <answer> and <answer> Beijing </answer><|im_start|>assistant\n"
+)
+INFO = "<information>x</information>"
+
+
+@pytest.mark.parametrize(
+    "response, valid",
+    [
+        ("<think>a</think><answer>b</answer>", True),
+        (f"<think>a</think> <search>b</search>\n{INFO}\n<think>c</think><answer>d</answer> ", True),
+        (f"<think>a</think><search>b</search>{INFO}<answer>d</answer>", False),
+        ("<think>a</think><search>b</search><think>c</think><answer>d</answer>", False),
+        ("<think>a</think><answer>b</answer> c", False),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", False),
+        ("<think>a</think> b <answer>c</answer>", False),
+        ("<answer>c</answer>", False),
+        ("<think>a<think>b</think><answer>c</answer>", False),
+        ("<think>a</think><answer>b", False),
+        ("<think>a</think>", False),
+        ("", False),
+    ],
+)
+def test_valid_transcript(response, valid):
+    """The transcript's grammar and the turns' own check must draw the same line."""
+    assert valid_transcript(PROMPT + response) is valid
+    assert not valid_transcript(response)
+    question = Question("v", "1", "q", ("x",), "single")
+    assert parse_transcript(question, response).well_formed is valid
+
+
+def test_compat_quirks():
+    """The quirks that only `compat` may have: the prompt's examples are read as if they were the policy's."""
+    golds, bare = ("Beijing",), RewardWeights(format=0.1, decomposition=0, search_count=0)
+    two_answers = "<answer> x </answer> <answer> Beijing </answer><|im_start|>assistant\n"
+    assert compat_score(two_answers, "", golds, "single", bare).total == 0.9
+    assert compat_score("<|im_start|>assistant\n", "<answer>Beijing</answer>", golds, "single", bare).total == 0
+    count = RewardWeights(format=0, decomposition=0, search_count=1)
+    assert compat_score("", "", golds, "single", count).total == -2  # no example searches: n = -2
+    split = RewardWeights(format=0, decomposition=1, search_count=0)
+    assert compat_score(PROMPT, "<search> a ## </search>", golds, "parallel", split).total == 3
+    assert compat_score(PROMPT, "<search> </search><search> a ## b </search>", golds, "parallel", split).total == 0
+    assert compat_score(PROMPT, "<search> a", golds, "mixed", split) == compat_score(
+        PROMPT, "", golds, "sequential", split
+    )
+
+
+def test_parse_transcript():
+    """A transcript read wrongly would show mismatches that are not the reward's."""
+    question = Question("v", "1", "q", ("x",), "single")
+    read = parse_transcript(
+        question,
+        f"<think>a</think><search>b ## c</search>\n\n{INFO}\n\n<search>d</search> stray {INFO}"
+        "<think>e</think><search>f</search><think>g</think><answer> h </answer><search>i</search>",
+    )
+    assert [t.action for t in read.turns] == ["search", "search", "search", "answer"]
+    assert [t.queries for t in read.turns] == [("b", "c"), ("d",), (), ()]
+    assert [t.well_formed for t in read.turns] == [True, False, False, False]
+    assert (read.answer, read.status, read.decomposed, len(read.executed)) == ("h", "answered", True, 2)
+    cut = parse_transcript(question, "<think>a</think><search>b</search><information>c <search>d</search>")
+    assert (cut.answer, cut.executed, cut.status, cut.well_formed) == (None, (), "out_of_turns", False)
+    assert parse_transcript(question, " \n").turns == ()
+
+
+# --- the command ---
+
+
+def run_command(*arguments):
+    return subprocess.run([sys.executable, SCORE_VECTORS, *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_score_vectors_command(shared_data, tmp_path):
+    """The command must count what differs, and say in one line what is wrong with its input."""
+    lines = (shared_data / "reward_vectors.jsonl").read_text().splitlines()[:40]
+    file = tmp_path / "vectors.jsonl"
+    changed = json.loads(lines[3])
+    changed["score"] += 2e-6
+    file.write_text("\n".join([*lines[:3], json.dumps(changed), *lines[4:]]) + "\n")
+    done = run_command(file)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "mismatches: 1" and "line 4" in done.stdout
+    file.write_text(lines[0] + "\n" + lines[1][:-30])
+    done = run_command(file)
+    assert done.returncode == 2 and "line 2" in done.stderr and len(done.stderr.splitlines()) == 1
+    shutil.copy(shared_data / "reward_vectors.jsonl", file)
+    assert run_command(file, "--profile=compat").stdout.splitlines()[-1] == "mismatches: 0"
+
+
+ROW = {"prompt": "p", "response": "r", "golden_answers": ["x"], "kind": "single", "weights": {}, "score": 1}
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("", "no rows"),
+        ("[1]", "field prompt"),
+        (json.dumps(ROW | {"score": "1"}), "field score"),
+        (json.dumps(ROW | {"kind": "odd"}), "odd"),
+        (json.dumps(ROW | {"weights": {"x": 1}}), "weights"),
+    ],
+)
+def test_score_vectors_bad_input(tmp_path, text, found):
+    """A traceback, or a silent `mismatches: 0` on an empty file, would look like success."""
+    file = tmp_path / "vectors.jsonl"
+    file.write_text(text)
+    done = run_command(file, "--profile=paper")
+    assert done.returncode == 2 and found in done.stderr and len(done.stderr.splitlines()) == 1
