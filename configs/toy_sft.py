@@ -6,9 +6,13 @@ writes `runs/toy_sft/policy`, a Hugging Face directory; psearch_jax/assets/toy_p
 minutes on two CPU cores. Fields and defaults: psearch_jax/train/sft.py.
 """
 
+import dataclasses
+
 from ml_collections import ConfigDict
+
+from psearch_jax.data.scripted import Mixture
+from psearch_jax.train.sft import SFTConfig
 
 
 def get_config() -> ConfigDict:
-    """Deltas on `SFTConfig`."""
-    return ConfigDict({"seed": 0, "preset": "toy", "mixture": {"split": 0.25, "wrong_split": 0.15}})
+    return ConfigDict(dataclasses.asdict(SFTConfig(mixture=Mixture(split=0.25, wrong_split=0.15))))

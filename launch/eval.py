@@ -61,18 +61,21 @@ OVERRIDES = {
 
 def base_config(model: str) -> Config:
     """The config that the flags start from: --config, else that of the run a checkpoint belongs to, else defaults."""
-    from psearch_jax.train.checkpoint import find_checkpoint
-
     if CONFIG.value is not None:
         return from_mapping(CONFIG.value.to_dict())
-    if (
-        not Path(model).is_dir()
-        or (Path(model) / "config.json").is_file()
-        and not (Path(model) / "checkpoints").is_dir()
-    ):
+    path = Path(model)
+    in_hf_format = (path / "config.json").is_file() and not (path / "checkpoints").is_dir()
+    if not path.is_dir() or in_hf_format:
         return Config()
-    file = find_checkpoint(model).parent.parent / "config.json"
-    return from_mapping(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else Config()
+    from psearch_jax.train.checkpoint import find_checkpoint
+
+    file = find_checkpoint(path).resolve().parents[1] / "config.json"
+    if not file.is_file():
+        return Config()
+    try:
+        return from_mapping(json.loads(file.read_text(encoding="utf-8")))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}: not JSON ({error}), accepted: the config.json of a run") from None
 
 
 def with_flags(config: Config) -> Config:
@@ -107,13 +110,6 @@ def benchmarks(world_seed: int) -> dict[str, list[Question]]:
 
 
 def main(_: list[str]) -> None:
-    from tqdm import tqdm
-
-    from psearch_jax import build
-    from psearch_jax.eval.evaluate import evaluate, figures, results_table, trajectory_row
-    from psearch_jax.train.trainer import EVAL_STEP
-
-    launching.configure_jax()
     config = with_flags(base_config(MODEL.value))
     questions = benchmarks(config.data.world_seed)
     retrieval = config.retrieval
@@ -124,6 +120,14 @@ def main(_: list[str]) -> None:
         )
     source = "file" if named else "closed_world"
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=source))
+
+    from tqdm import tqdm
+
+    from psearch_jax import build  # slow to import: bad input is refused before
+    from psearch_jax.eval.evaluate import evaluate, figures, results_table, trajectory_row
+    from psearch_jax.train.trainer import EVAL_STEP
+
+    launching.configure_jax()
     parts = build.from_path(config, MODEL.value)
     params = sampling_copy(parts)
 

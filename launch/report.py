@@ -17,4 +17,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launching.run(main)
+    launching.run(main, positional=True)

@@ -45,9 +45,10 @@ def main(_: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         train_tokenizer(ClosedWorld.make(0), directory)
         tokenizer = Tokenizer.load(directory)
-        rows = sft.make_rows(config, tokenizer, RetrievalService.from_corpus)
-        print(f"{len(rows)} trajectories, {sum(len(ids) for ids, _ in rows) / 1e6:.2f}M ids", flush=True)
-        shape, params = sft.train(config, tokenizer, rows, log)
+        stages = sft.make_rows(config, tokenizer, RetrievalService.from_corpus)
+        for rows in stages:
+            print(f"{len(rows)} trajectories, {sum(len(ids) for ids, _ in rows) / 1e6:.2f}M ids", flush=True)
+        shape, params = sft.train(config, tokenizer, stages, log)
         save_hf(params, shape, directory, policy)
     metrics.close()
     print(f"{policy}: written")

@@ -149,6 +149,7 @@ def training_run(config: Config) -> Run:
         config.learning,
         optimizer,
         parts.mesh,
+        config.rollout.context_tokens,
         config.rollout.temperature,
         parts.tokenizer.size,
         jnp.dtype(config.model.dtype),

@@ -138,7 +138,7 @@ class LearningSection:
     kl_coefficient: float = 0.001
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
     importance_cap: float = 0.0  # truncated importance weights of sampler against trainer; 0: off
-    mini_batch_rollouts: int = 256  # rollouts per optimizer step, whole groups together
+    mini_batch_rollouts: int = 240  # rollouts per optimizer step, whole groups together (published: 256, cut groups)
     micro_batch_rows: int = 4  # rows per forward and backward pass, over all devices
     learning_rate: float = 1e-6
     warmup_ratio: float = 0.285
@@ -203,7 +203,7 @@ def from_mapping(values: Mapping[str, Any], cls: type = Config, prefix: str = "c
 
 def _checked(value: Any, hint: Any, name: str) -> Any:
     if dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
+        if not isinstance(value, Mapping | ConfigDict):
             raise UserError(f"{name}: found {value!r}, accepted: a section of fields")
         return from_mapping(value, hint, name)
     if typing.get_origin(hint) is Literal:
@@ -215,7 +215,7 @@ def _checked(value: Any, hint: Any, name: str) -> Any:
         return tuple(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
+    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)) or value != value:  # NaN
         raise UserError(f"{name}: found {value!r} ({type(value).__name__}), accepted: {hint.__name__}")
     return value
 
@@ -245,7 +245,7 @@ def validate(config: Config) -> None:
         ("rollout.slots", r.slots),
         ("rollout.samples", r.samples),
         ("rollout.turn_tokens", r.turn_tokens),
-        ("rollout.search_turns", r.search_turns + 1),
+        ("rollout.prompt_tokens", r.prompt_tokens),
         ("train.prompts", t.prompts),
         ("train.steps", t.steps),
         ("retrieval.topk", config.retrieval.topk),
@@ -255,6 +255,16 @@ def validate(config: Config) -> None:
     ):
         if value < 1:
             raise UserError(f"config.{name}: found {value}, accepted: at least 1")
+    for name, value in (
+        ("seed", config.seed),
+        ("rollout.search_turns", r.search_turns),
+        ("rollout.max_tokens_after_answer", r.max_tokens_after_answer),
+        ("rollout.top_k", r.top_k),
+    ):
+        if value < 0:
+            raise UserError(f"config.{name}: found {value}, accepted: at least 0")
+    if not 0 < r.top_p <= 1:
+        raise UserError(f"config.rollout.top_p: found {r.top_p}, accepted: above 0, at most 1")
     if config.model.preset not in PRESETS:
         raise UserError(f"config.model.preset: found {config.model.preset!r}, accepted: {', '.join(PRESETS)}")
     if r.temperature <= 0:
@@ -285,5 +295,5 @@ def validate(config: Config) -> None:
             f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} exceeds train.prompts x rollout.samples = "
             f"{t.prompts * r.samples}"
         )
-    if r.samples == 1 and le.advantage != "mean":
+    if r.samples == 1:
         raise UserError("config.rollout.samples=1 gives every group a zero advantage; set it to 2 or more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import os
 import sys
@@ -38,13 +39,20 @@ def run(main: Callable[[list[str]], None], positional: bool = False) -> None:
 
 
 def configure_jax() -> None:
-    """Turns the persistent compilation cache on, for every program however small, and quiets the libraries.
+    """Turns the persistent compilation cache on, for every program however small; our log lines go to stderr, plain.
 
     The cache is in $JAX_COMPILATION_CACHE_DIR, by default in ~/.cache/psearch_jax/xla.
     """
     jax.config.update("jax_compilation_cache_dir", os.environ.get(CACHE_VARIABLE) or str(DEFAULT_CACHE))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    own = logging.getLogger("psearch_jax")
+    if not own.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        own.addHandler(handler)
+        own.setLevel(logging.INFO)
+        own.propagate = False
     for name in ("absl", "jax", "orbax", "transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
@@ -54,16 +62,28 @@ def _parse(argv: Sequence[str], positional: bool) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
         if "config" in flags.FLAGS:
-            _ = flags.FLAGS.config  # a config file that could not be opened says so only when it is read
-    except (flags.Error, UserError, OSError) as error:
+            getattr(
+                flags.FLAGS.config, "to_dict", None
+            )  # a file that could not be opened says so only when it is used
+    except (flags.Error, UserError) as error:
         sys.exit(_refuse(str(error)))
+    except OSError as error:
+        sys.exit(_refuse(f"--config: {str(error).strip().splitlines()[-1].strip()}"))
     except AttributeError as error:  # what ml_collections raises for an unknown field
         if not any(argument.startswith(("--config.", "-config.")) for argument in argv):
             raise
-        sys.exit(_refuse(f"--config: unknown field {error.args[0] if error.args else ''}"))
+        sys.exit(_refuse(f"--config: unknown field {_unquoted(str(error))}"))
     if len(rest) > 1 and not positional:
         sys.exit(_refuse(f"{rest[1]!r} found, accepted: flags only (--help lists them)"))
     return rest
+
+
+def _unquoted(text: str) -> str:
+    """What a string literal stands for; any other text as it is."""
+    try:
+        return str(ast.literal_eval(text))
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _refuse(message: str) -> int:

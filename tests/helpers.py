@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.config import MeshSection, Qwen2Config, RetrievalSection, RolloutSection
+from psearch_jax.config import LearningSection, MeshSection, Qwen2Config, RetrievalSection, RolloutSection
 from psearch_jax.models import qwen2
 from psearch_jax.rollout import sampling
 from psearch_jax.rollout.boundary import BoundaryTables, build_tables
@@ -19,6 +19,8 @@ from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler import Sampler, SamplerState
 from psearch_jax.sharding import make_mesh
 from psearch_jax.text.tokenizer import Tokenizer
+from psearch_jax.train.state import make_optimizer
+from psearch_jax.train.step import Learner
 from psearch_jax.types import Question
 from retrieval.protocol import Passage
 from retrieval.service import RetrievalService
@@ -62,7 +64,8 @@ class ScriptedSampler(Sampler):
     """The sampler itself, except that the drawn id is the next one of the row's script.
 
     Log-probs, cache, automaton, budgets and statuses are the real ones. A script is the flat list of ids that a
-    rollout samples over all of its turns; it belongs to a rollout's key; after its end comes `after`.
+    rollout samples over all of its turns; it belongs to a rollout's key; after its end comes `after`. At a -1 the id
+    is really drawn.
     """
 
     after = 0  # an id
@@ -71,7 +74,12 @@ class ScriptedSampler(Sampler):
     def _decode(self, model, temperature, state: SamplerState) -> SamplerState:
         said = jnp.sum(state.mask, axis=1)
         forced = jax.pure_callback(self._next_ids, jax.ShapeDtypeStruct(said.shape, jnp.int32), state.key, said)
-        with mock.patch.object(sampling, "choose", lambda logits, uniform: forced):  # while it is traced
+        draw = sampling.choose
+
+        def choose(logits: jax.Array, uniform: jax.Array) -> jax.Array:
+            return jnp.where(forced < 0, draw(logits, uniform), forced)
+
+        with mock.patch.object(sampling, "choose", choose):  # while it is traced
             return super()._decode(model, temperature, state)
 
     def _next_ids(self, keys, said) -> np.ndarray:
@@ -79,11 +87,11 @@ class ScriptedSampler(Sampler):
         scripts = [self.scripts.get((int(k[0]), int(k[1])), ()) for k in keys]
         return np.array([s[n] if n < len(s) else self.after for s, n in zip(scripts, said, strict=True)], np.int32)
 
-    def give(self, seed: int, step: int, scripts: Mapping[tuple[Question, int], Sequence[int]]) -> None:
-        """Hands (question, sample) -> ids to the rollouts of the coming `collect(seed=seed, step=step)`."""
-        words = [sampling.id_words(q.source, q.id) for q, _ in scripts]
-        keys = sampling.row_keys(seed, step, words, [sample for _, sample in scripts])
-        self.scripts = {(int(a), int(b)): list(s) for (a, b), s in zip(keys, scripts.values(), strict=True)}
+    def give(self, seed: int, step: int, rollouts: Sequence[tuple[Question, int]], scripts: Sequence[Sequence[int]]):
+        """Hands one script to each (question, sample) of the coming `collect(seed=seed, step=step)`."""
+        words = [sampling.id_words(q.source, q.id) for q, _ in rollouts]
+        keys = sampling.row_keys(seed, step, words, [sample for _, sample in rollouts])
+        self.scripts = {(int(a), int(b)): list(s) for (a, b), s in zip(keys, scripts, strict=True)}
 
 
 def question(i: int | str, text: str = "Who is older?", kind: str = "parallel") -> Question:
@@ -119,3 +127,23 @@ def make_collector(tokenizer: Tokenizer, sampler: Sampler, rollout: RolloutSecti
 
     section = RetrievalSection(topk=2, **retrieval)
     return Collector(sampler, tokenizer, service or retriever(), render, rollout, section)
+
+
+def make_learner(tokenizer: Tokenizer, config: Qwen2Config, context_tokens: int, temperature=1.0, **learning):
+    """A float32 learner; `learning` holds fields of LearningSection."""
+    settings = LearningSection(**{"micro_batch_rows": 2, "mini_batch_rollouts": 4, "warmup_ratio": 0.0, **learning})
+    optimizer = make_optimizer(settings, 10)
+    mesh = one_device_mesh()
+    return Learner(config, settings, optimizer, mesh, context_tokens, temperature, tokenizer.size), optimizer
+
+
+def started(sampler: Sampler, params, prompts, keys, positions: int, turn_tokens: int, budget_end: int | None = None):
+    """A state whose slots hold the prompts; None leaves a slot empty."""
+    ids = np.zeros((len(prompts), max(len(p or ()) for p in prompts)), np.int32)
+    n = np.array([len(p or ()) for p in prompts], np.int32)
+    for row, prompt in enumerate(prompts):
+        ids[row, : n[row]] = prompt or ()
+    pool = sampler.prefill(params, ids, n)
+    source = np.array([-1 if p is None else row for row, p in enumerate(prompts)], np.int32)
+    state = sampler.new_state(len(prompts), positions)
+    return sampler.admit(state, pool, source, np.asarray(keys, np.uint32), turn_tokens, budget_end or positions)

@@ -13,12 +13,13 @@ from psearch_jax.data.closed_world import ClosedWorld, train_tokenizer
 from psearch_jax.data.scripted import Mixture, plan, scripted_trajectories, scripted_trajectory
 from psearch_jax.text.tags import parse_turn
 from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.train.sft import SFTConfig, batches, make_rows, train
+from psearch_jax.train.sft import SFTConfig, Stage, batches, make_rows, train
 from psearch_jax.types import KINDS, UserError
 from retrieval.protocol import Passage
 from retrieval.service import RetrievalService
 
-ALWAYS_RIGHT = Mixture(split=0, hasty=0, wrong_split=0, redundant=0, forgotten_think=0)
+ALWAYS_RIGHT = Mixture(split=0, hasty=0, wrong_split=0, redundant=0, forgotten_think=0, drill=0)
+STAGES = ("copying", "reading", "whole")
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +143,10 @@ def test_retrieval_finds_the_passage_and_distractors(world, retriever):
     """Fails if searches as the teacher writes them miss, or if nothing but the right passage comes back."""
     queries = [q for question in world.questions("eval", "parallel", 200, 0) for q in question.metadata["queries"]]
     found = retriever.search(queries, 3)
-    assert np.mean([ranking[0].title == " ".join(q.split()[:2]) for q, ranking in zip(queries, found, strict=True)]) > 0.99
+    assert (
+        np.mean([ranking[0].title == " ".join(q.split()[:2]) for q, ranking in zip(queries, found, strict=True)])
+        > 0.99
+    )
     assert all(len(ranking) == 3 for ranking in found)
 
 
@@ -156,6 +160,14 @@ def test_names_cost_two_tokens_wherever_they_stand(world, tokenizer):
         assert tokenizer.encode_foreign(passage.text)[:2] == ids
         assert tokenizer.encode_foreign(f"<answer> {entity.name} </answer>")[1:3] == ids
     assert [tokenizer.decode([i]) for i in tokenizer.encode_foreign("in 1943.")] == ["in ", "194", "3", "."]
+
+
+def test_tokenizer_survives_beside_a_model(world, tokenizer, tmp_path):
+    """Fails if a directory with a config.json of Qwen2 is cut by Qwen2's own rules instead of its tokenizer.json."""
+    train_tokenizer(world, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}', encoding="utf-8")
+    text = "Red Harbor was directed by Baro Vond in 1943.\n</information>\n"
+    assert Tokenizer.load(tmp_path).encode_foreign(text) == tokenizer.encode_foreign(text)
 
 
 def test_tokenizer_is_reproducible_and_lossless(world, tokenizer, tmp_path):
@@ -186,7 +198,7 @@ def test_scripted_turns_parse_as_written(world, tokenizer, retriever):
 
 def test_mixture_has_the_stated_shares(world):
     """Fails if the cold start does not hold the strategies that reinforcement learning must choose from."""
-    rng, mixture = np.random.default_rng(0), Mixture()
+    rng, mixture = np.random.default_rng(0), Mixture(drill=0)
     plans = {
         kind: [plan(q, rng, mixture) for q in world.questions("train", kind, 1500, seed=0)]
         for kind in ("parallel", "sequential")
@@ -223,18 +235,18 @@ class TitleRetriever:
 
 def test_sft_learns_and_masks(tokenizer):
     """Fails if padding or observations are trained on, or if a few steps do not lower the loss."""
-    config = SFTConfig(worlds=1, trajectories_per_world=200, tokens_per_batch=1024, warmup_steps=2, log_every_steps=1)
+    stages = {name: Stage(topk, worlds=1, trajectories_per_world=120) for topk, name in enumerate(STAGES)}
+    config = SFTConfig(**stages, tokens_per_batch=1024, log_every_steps=1)
     rows = make_rows(config, tokenizer, TitleRetriever)
-    assert len(rows) == 200
+    assert [len(r) for r in rows] == [120, 120, 120]
     shapes = set()
-    for ids, mask in batches(rows, config, epoch=0):
-        shapes.add(ids.shape)
-        assert ids.shape == mask.shape and ids.shape[1] in config.buckets and ids.size <= config.tokens_per_batch
-        assert (ids[mask] != 0).all()
+    for i in range(len(rows)):
+        for ids, mask in batches(rows[i], config, i):
+            shapes.add(ids.shape)
+            assert ids.shape == mask.shape and ids.shape[1] in config.buckets and ids.size <= config.tokens_per_batch
+            assert (ids[mask] != 0).all()
     assert len(shapes) <= len(config.buckets)
     losses = []
-    shape, params = train(
-        config, tokenizer, rows, log=lambda line: losses.append(float(line.split("loss ")[1].split()[0]))
-    )
+    shape, _ = train(config, tokenizer, rows, log=lambda step, values: losses.append(values["loss"]))
     assert losses[-1] < losses[0] - 0.5
     assert shape.vocab_rows >= tokenizer.size and shape.layers == PRESETS["toy"].layers

@@ -1,5 +1,6 @@
 """The Flax model against the reference implementation in torch, and the published sizes."""
 
+import functools
 import math
 
 import jax
@@ -46,7 +47,7 @@ def pair(request, tmp_path_factory):
     model = Qwen2ForCausalLM(shape).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            noise = torch.randn(weight.shape) * 0.3
+            noise = torch.randn(weight.shape) * 0.2  # ten times the published 0.02: attention is far from uniform
             weight.copy_(1 + noise if "norm" in name else noise)
     directory = tmp_path_factory.mktemp("torch")
     model.save_pretrained(directory)
@@ -95,6 +96,7 @@ def test_ragged_batch_equals_each_row_alone_in_torch(pair):
         assert relative(ours[row, :n], torch_logits(model, ids[row : row + 1, :n])[0]) <= TOLERANCE
 
 
+@pytest.mark.parametrize("pair", [(1, False), (2, True), (3, False)], indirect=True)
 def test_cached_multi_turn_decode_equals_torch(pair, tiny_tokenizer):
     """Prefill, admit, extend at each row's own length and decode must see exactly what a full forward sees."""
     model, config, params = pair
@@ -159,17 +161,17 @@ def test_logprobs_and_entropy_by_chunks_equal_the_whole_table():
     assert np.all(np.asarray(model.logits(hidden, 0.7, 400))[..., 400:] < -1e29)
 
 
-def test_remat_changes_no_gradient():
-    """Recomputed layers must give the gradients of stored ones."""
+def test_recomputation_changes_no_gradient():
+    """Recomputed layers and vocabulary chunks must give the gradients of stored ones."""
     config = tiny_config()
     params = random_params(config)
     ids = np.random.default_rng(4).integers(0, 400, (2, 11)).astype(np.int32)
 
-    def loss(params, remat):
+    def loss(params, remat, chunk):
         model = nnx.merge(qwen2.graphdef(config, jnp.float32, remat), params)
-        return jnp.sum(model.logprobs(model.hidden(ids)[0], ids, 1.0, 400, chunk=4)[0])
+        return jnp.sum(model.logprobs(model.hidden(ids)[0], ids, 1.0, 400, chunk)[0])
 
-    a, b = (jax.jit(jax.grad(lambda p, r=r: loss(p, r)))(params) for r in (False, True))
+    a, b = (jax.jit(jax.grad(functools.partial(loss, remat=r, chunk=c)))(params) for r, c in ((False, 256), (True, 4)))
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert relative(x, y) < 1e-5
 

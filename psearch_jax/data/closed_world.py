@@ -49,9 +49,13 @@ _FILM_SECOND = (
 _CITY_SECOND = "Bay Falls Ford Hill Cross Gate Haven Mill Point Wells".split()
 
 
+_RUDE = ("Porn", "Fuck", "Dick", "Suck", "Piss", "Puss", "Lick")
+
+
 def _syllable_words(stream: int, parts: tuple[str, ...], count: int) -> tuple[str, ...]:
     """`count` different capitalised words, one letter group of each part in turn, in a fixed pseudo-random order."""
     words = ["".join(letters).capitalize() for letters in product(*(part.split() for part in parts))]
+    words = [word for word in words if word not in _RUDE]
     order = np.random.default_rng([stream, 0x77]).permutation(len(words))
     return tuple(words[i] for i in order[:count])
 
@@ -226,7 +230,8 @@ class ClosedWorld:
             judged = [self.by_id[e.link] for e in chosen] if kind == "mixed" else chosen
             years = [e.year for e in judged]
             identifier = f"{split}-{form}-" + "-".join(str(e.id.split("-")[1]) for e in chosen)
-            if len(set(years)) == size and len({e.id for e in judged}) == size and identifier not in made:
+            words = {word for e in chosen for word in e.name.split()}  # names that share a word are hard to tell apart
+            if len(set(years)) == size and len(words) == 2 * size and identifier not in made:
                 made[identifier] = self._comparison(identifier, kind, form, chosen, judged)
         if len(made) < count:
             raise UserError(f"closed world: {count} {split} questions of kind {kind!r} asked, {len(made)} exist")

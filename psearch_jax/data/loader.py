@@ -43,7 +43,7 @@ class QuestionLoader:
         if batch < 1 or len(questions) < step:
             raise UserError(f"data: {len(questions)} questions found, accepted: at least those of one step, {step}")
         used = len(questions) // step * step
-        # Batches are cut before the repetition: one that crossed two epochs could hold a question twice.
+        # Cut to whole steps before anything repeats: a batch that crossed two epochs could hold a question twice.
         batches = (
             grain.MapDataset.source(questions)
             .seed(seed)

@@ -8,7 +8,7 @@ something to choose from: the mixture holds too few parallel searches on compari
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -28,12 +28,13 @@ class Mixture:
     """Shares of the teacher's strategies, each between 0 and 1."""
 
     split: float = 0.25  # comparisons: all entities in one search
-    hasty: float = 0.1  # comparisons: one entity is searched, the answer is a guess
+    hasty: float = 0.1  # comparisons and bridges: one search, then a guess
+    guess: float = 0.5  # comparisons: all is known, but the answer is a guess instead of a comparison
     wrong_split: float = 0.15  # bridges: the second hop is asked before its subject is known
     recover: float = 0.6  # of the wrong splits: one more search finds the answer; the others answer wrongly
     redundant: float = 0.2  # all but splits: one search is run twice
     forgotten_think: float = 0.08  # one turn has no reasoning
-    drill: float = 0.0  # comparisons: a split whose first turn is given, so that only reading is taught
+    drill: float = 0.3  # comparisons: a split whose first turn is given, so that only reading is taught
 
 
 @dataclass(frozen=True)
@@ -68,17 +69,18 @@ def plan(question: Question, rng: np.random.Generator, mixture: Mixture) -> tupl
 def _plan_comparison(question: Question, rng: np.random.Generator, mixture: Mixture) -> list[Step]:
     names, years = question.metadata["names"], question.metadata["years"]
     queries = tuple(question.metadata["queries"])
-    first = int(np.argmin(years))
+    first, other = int(np.argmin(years)), int(rng.integers(len(names)))
     verdict = Step(f"{' vs '.join(map(str, years))} so {ROLES[first]}", answer=names[first])
-    draw = rng.random()
-    if draw < mixture.drill:
+    guess = Step(f"guess {ROLES[other]}", answer=names[other])
+    if rng.random() < mixture.drill:
         return [Step("split", queries, taught=False), verdict]
-    draw = rng.random()
-    if draw < mixture.split:
+    strategy = rng.random()
+    if rng.random() < mixture.guess:
+        verdict = guess
+    if strategy < mixture.split:
         return [Step("split", queries), verdict]
-    if draw < mixture.split + mixture.hasty:
-        guess = int(rng.integers(len(names)))
-        return [Step(f"look up {ROLES[0]}", queries[:1]), Step(f"guess {ROLES[guess]}", answer=names[guess])]
+    if strategy < mixture.split + mixture.hasty:
+        return [Step(f"look up {ROLES[0]}", queries[:1]), guess]
     searches = [Step(f"look up {ROLES[i]}", (query,)) for i, query in enumerate(queries)]
     return [*_repeat_one(searches, rng, mixture), verdict]
 
@@ -86,13 +88,16 @@ def _plan_comparison(question: Question, rng: np.random.Generator, mixture: Mixt
 def _plan_hops(question: Question, rng: np.random.Generator, mixture: Mixture) -> list[Step]:
     hops = question.metadata["hops"]
     searches = [Step("next" if i else "look up", (query,)) for i, (query, _) in enumerate(hops)]
-    if question.kind == "sequential" and rng.random() < mixture.wrong_split:
+    strategy = rng.random() if question.kind == "sequential" else 1.0
+    if strategy < mixture.wrong_split:
         # The subject of the second hop is not known yet, so it is asked of the question's own subject.
         first, second = hops[0][0], hops[1][0]
         both = (first, f"{' '.join(first.split()[:2])} {second.split()[-1]}")
         if rng.random() < mixture.recover:
             return [Step("split", both), searches[1], Step("found", answer=hops[1][1])]
         return [Step("split", both), Step("guess", answer=hops[0][1])]
+    if strategy < mixture.wrong_split + mixture.hasty:
+        return [searches[0], Step("guess", answer=hops[0][1])]
     return [*_repeat_one(searches, rng, mixture), Step("found", answer=hops[-1][1])]
 
 
@@ -107,12 +112,12 @@ def write_trajectory(
     tokenizer: Tokenizer,
     prompt: Sequence[int],
     steps: Sequence[Step],
-    passages: Sequence[Sequence[Sequence[Passage]]],
+    passages: Sequence[Sequence[Sequence[Passage] | None]],
     encode: Callable[[str], list[int]] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids [S] int32 and loss mask [S] bool of a trajectory: prompt, turns, and an observation after every search.
 
-    `passages[i]` are the rankings of the sub-queries of the i-th turn.
+    `passages[i]` are the rankings of the sub-queries of the i-th turn; None where nothing was searched.
     """
     encode = encode or tokenizer.encode_foreign
     ids, mask = list(prompt), [False] * len(prompt)
@@ -120,7 +125,8 @@ def write_trajectory(
         turn = encode(step.text)
         if not step.queries:
             turn = turn + tokenizer.encode_trusted("<|im_end|>")
-        observation = render_observation(step.queries, rankings, encode, OBSERVATION_TOKENS) if step.queries else []
+        searched = bool(step.queries) and None not in rankings
+        observation = render_observation(step.queries, rankings, encode, OBSERVATION_TOKENS) if searched else []
         ids += turn + observation
         mask += [step.taught] * len(turn) + [False] * len(observation)
     return np.asarray(ids, np.int32), np.asarray(mask, bool)
@@ -136,13 +142,16 @@ def scripted_trajectories(
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """One (ids, mask) per question, as `write_trajectory` gives them, with the retriever's own passages.
 
-    All searches go out in one batch. Plans depend on `rng` alone, so equal arguments give equal ids.
+    All searches go out in one batch. Plans depend on `rng` alone, so equal arguments give equal ids. With `topk` 0
+    nothing is searched and a trajectory ends with its first search: the cheapest exercise in copying names.
     """
     encode = lru_cache(maxsize=1 << 16)(tokenizer.encode_foreign)
     template = load_template("toy")
-    plans = [plan(question, rng, mixture) for question in questions]
+    if topk == 0:
+        mixture = replace(mixture, drill=0.0)  # a drill teaches nothing before the passages
+    plans = [plan(question, rng, mixture)[: None if topk else 1] for question in questions]
     queries = list(dict.fromkeys(query for steps in plans for step in steps for query in step.queries))
-    found = dict(zip(queries, retriever.search(queries, topk), strict=True)) if queries else {}
+    found = dict(zip(queries, retriever.search(queries, topk), strict=True)) if topk else dict.fromkeys(queries)
     return [
         write_trajectory(
             tokenizer,

@@ -76,6 +76,8 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             where = f"{path}:{number}"
             try:
                 row = json.loads(line)
+                if b"\\ud" in line.lower():  # an escaped half of a pair is text that nobody can write again
+                    row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
             except ValueError as error:  # bad JSON or bad UTF-8
                 raise UserError(f"{where}: not JSON ({error}), accepted: one object per line") from None
             if not isinstance(row, dict):

@@ -45,10 +45,11 @@ def write(cache: KVCache, k: jax.Array, v: jax.Array, start: jax.Array, count: j
     # dynamic_update_slice would overwrite live keys instead.
     target = jnp.where(offset < count[:, None], start[:, None] + offset, size)
 
-    def row(old: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:  # [L, K, S, H], [L, K, T, H], [T]
-        return old.at[:, :, at].set(new.astype(old.dtype), mode="drop")
+    def row(old: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:  # [K, S, H], [K, T, H], [T]
+        return old.at[:, at].set(new.astype(old.dtype), mode="drop")
 
-    put = jax.vmap(row, in_axes=(1, 1, 0), out_axes=1)
+    # Layers and rows are mapped as leading dimensions: any other order transposes the whole cache at every token.
+    put = jax.vmap(jax.vmap(row), in_axes=(0, 0, None))
     return KVCache(put(cache.k, k, target), put(cache.v, v, target))
 
 

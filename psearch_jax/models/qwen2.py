@@ -91,7 +91,8 @@ class Qwen2(nnx.Module):
         begin = jnp.zeros(ids.shape[0], jnp.int32) if start is None else start
         positions = begin[:, None] + jnp.arange(ids.shape[1])
         rotation = _rotation(positions, config.head_dim, config.rope_theta)
-        x = jnp.take(self.embedding[...], ids, axis=0).astype(self.dtype)
+        table = constrain(self.embedding[...], "vocab", None)  # gathered over fsdp once, not once per row
+        x = jnp.take(table, ids, axis=0).astype(self.dtype)
         x = constrain(x, "rows", None, None)
         weights = nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
         step = functools.partial(_layer, config=config, rotation=rotation, start=begin, keep=keep_kv)

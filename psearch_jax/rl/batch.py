@@ -9,23 +9,21 @@ import numpy as np
 from psearch_jax.types import TrainBatch, Trajectory
 
 
-def length_bucket(longest: int, context_tokens: int) -> int:
-    """The padded length of a batch: half of the context if that is enough, else all of it (two shapes in a run)."""
-    half = -(-context_tokens // 32) * 16
-    return half if longest <= half else context_tokens
+def widths(context_tokens: int) -> tuple[int, ...]:
+    """The lengths that rows are padded to: quarters of the context, so that a run compiles four shapes at most."""
+    return tuple(sorted({min(context_tokens, -(-context_tokens * part // 64) * 16) for part in (1, 2, 3, 4)}))
 
 
 def make_batch(
     trajectories: Sequence[Trajectory], advantages: np.ndarray, context_tokens: int, train_unfinished: bool = True
 ) -> TrainBatch:
-    """Pads trajectories on the right; the loss mask comes with them and is never guessed from ids.
+    """Pads trajectories on the right to S = context_tokens; the mask comes with them and is never guessed from ids.
 
     Args:
       advantages: [N] one per trajectory, spread over its sampled ids.
       train_unfinished: False masks trajectories that did not end with an answer.
     """
-    width = length_bucket(max(len(t.ids) for t in trajectories), context_tokens)
-    n = len(trajectories)
+    n, width = len(trajectories), context_tokens
     ids = np.zeros((n, width), np.int32)
     mask, logprobs = np.zeros((n, width), np.float32), np.zeros((n, width), np.float32)
     length = np.zeros(n, np.int32)
@@ -39,23 +37,41 @@ def make_batch(
     return TrainBatch(ids, length, mask, mask * advantages[:, None].astype(np.float32), zeros, zeros, logprobs)
 
 
-def pad_rows(batch: TrainBatch, rows: int) -> TrainBatch:
-    """Adds empty rows (length 0, mask 0) up to `rows`."""
-    extra = rows - len(batch.length)
-    return TrainBatch(
-        *(
-            np.concatenate([a, np.zeros((extra, *a.shape[1:]), a.dtype)]) if extra else a
-            for a in (getattr(batch, f) for f in TrainBatch.__dataclass_fields__)
-        )
-    )
-
-
 def mini_batches(batch: TrainBatch, rollouts: int) -> list[TrainBatch]:
-    """Cuts a batch into pieces of `rollouts` rows, in order; the last one is padded with empty rows.
+    """Cuts a batch into pieces of `rollouts` rows, in order; the last may be shorter.
 
     Rows of a group stand together and `rollouts` is a multiple of the group's size, so no group is cut.
     """
-    n = -(-len(batch.length) // rollouts) * rollouts
-    whole = pad_rows(batch, n)
-    fields = TrainBatch.__dataclass_fields__
-    return [TrainBatch(*(getattr(whole, f)[i : i + rollouts] for f in fields)) for i in range(0, n, rollouts)]
+    return [take_rows(batch, np.arange(i, min(i + rollouts, len(batch.length)))) for i in _starts(batch, rollouts)]
+
+
+def micro_batches(batch: TrainBatch, rows: int, widths: Sequence[int]) -> list[tuple[np.ndarray, TrainBatch]]:
+    """Cuts a batch into pieces of exactly `rows` rows of like length, each padded to the smallest width that holds it.
+
+    Long and short trajectories differ by factors; padding all to the longest would spend most of the time on nothing.
+
+    Returns:
+      (the rows' places in `batch`, the piece) for each piece; the last piece is filled up with empty rows.
+    """
+    order = np.argsort(batch.length, kind="stable")
+    pieces = []
+    for i in _starts(batch, rows):
+        places = order[i : i + rows]
+        width = next(w for w in widths if w >= batch.length[places].max(initial=1))
+        pieces.append((places, take_rows(batch, places, rows, width)))
+    return pieces
+
+
+def take_rows(batch: TrainBatch, places: np.ndarray, rows: int | None = None, width: int | None = None) -> TrainBatch:
+    """The rows at `places`, filled up with empty ones (length 0, mask 0) to `rows`, cut to `width` positions."""
+    extra = (rows or len(places)) - len(places)
+
+    def one(a: np.ndarray) -> np.ndarray:
+        a = a[places] if a.ndim == 1 else a[places, :width]
+        return np.concatenate([a, np.zeros((extra, *a.shape[1:]), a.dtype)]) if extra else a
+
+    return TrainBatch(*(one(getattr(batch, name)) for name in TrainBatch.__dataclass_fields__))
+
+
+def _starts(batch: TrainBatch, size: int) -> range:
+    return range(0, len(batch.length), size)

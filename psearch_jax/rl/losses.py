@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from psearch_jax.config import LearningSection
 from psearch_jax.metrics import Ratio
 
+METRICS = ("loss", "kl", "entropy", "clip_fraction", "ratio", "logp_gap")
 MAX_LOG_RATIO = 20.0  # exp(20) is finite in float32; a diverged ratio must not turn the update into NaN
 
 
@@ -26,13 +27,14 @@ def policy_loss(
     advantage: jax.Array,
     mask: jax.Array,
     learning: LearningSection,
+    context_tokens: int,
 ) -> tuple[Ratio, dict[str, Ratio]]:
     """Clipped surrogate plus KL to the reference (GRPO, arXiv 2402.03300 eq. 3; asymmetric clip of arXiv 2503.14476).
 
     All arrays are [B, S] float32 and speak about the id at the same position; where `mask` is 0 nothing counts.
 
     Returns:
-      The loss to minimise, and metrics. `token_mean` counts tokens, `sequence_mean` rows, `constant_length` rows x S
+      The loss to minimise, and metrics. `token_mean` counts tokens, `sequence_mean` rows, `constant_length` rows x context_tokens
       (arXiv 2503.20783).
     """
     log_ratio = jnp.clip(jnp.where(mask > 0, logp - old, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -53,7 +55,7 @@ def policy_loss(
         if learning.aggregation == "sequence_mean":
             loss = Ratio(jnp.sum(jnp.sum(per_token, axis=1) / jnp.maximum(length, 1.0)), rows)
         else:
-            loss = Ratio(jnp.sum(per_token), rows * mask.shape[1])
+            loss = Ratio(jnp.sum(per_token), rows * context_tokens)
     cut = (ratio * advantage > clipped * advantage) & (mask > 0)
     gap = jnp.abs(jnp.where(mask > 0, old - sampler, 0.0))
     metrics = {

@@ -48,8 +48,8 @@ class _Rollout:
 
 
 def buckets(most: int) -> tuple[int, ...]:
-    """The widths a forced chunk of at most `most` ids is padded to: quarters and halves, in multiples of 16."""
-    return tuple(sorted({min(most, -(-most // (16 * part)) * 16) for part in (4, 2, 1)}))
+    """The widths a forced chunk of at most `most` ids is padded to: quarters, in multiples of 16."""
+    return tuple(sorted({min(most, -(-most * part // 64) * 16) for part in (1, 2, 3, 4)}))
 
 
 def pick(widths: Sequence[int], need: int) -> int:

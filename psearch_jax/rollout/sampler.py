@@ -202,13 +202,15 @@ class Sampler:
         column = taken[:, None]
         width = pool.ids.shape[1]
         prompt = jnp.pad(jnp.take(pool.ids, index, axis=0), ((0, 0), (0, state.ids.shape[1] - width)))
-        status = jnp.where(source == -2, Status.EMPTY, jnp.where(taken, Status.RUNNING, state.status))
+        length = jnp.where(taken, jnp.take(pool.length, index), state.length)
+        fresh = jnp.where(length < budget_end, Status.RUNNING, Status.CONTEXT_FULL)
+        status = jnp.where(source == -2, Status.EMPTY, jnp.where(taken, fresh, state.status))
         return SamplerState(
             ids=jnp.where(column, prompt, state.ids),
             mask=jnp.where(column, False, state.mask),
             logprobs=jnp.where(column, 0.0, state.logprobs),
             cache=kv_cache.copy_rows(state.cache, pool.cache, jnp.where(taken, source, -1)),
-            length=jnp.where(taken, jnp.take(pool.length, index), state.length),
+            length=length,
             turn_left=jnp.where(taken, turn_tokens, state.turn_left),
             budget_end=jnp.where(taken, budget_end, state.budget_end),
             automaton=jnp.where(taken, boundary.ROOT, state.automaton),

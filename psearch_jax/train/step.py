@@ -1,4 +1,8 @@
-"""The only place where a model meets a loss: `logprobs` and `update`, compiled once per batch length."""
+"""The only place where a model meets a loss: `logprobs` and `update`.
+
+A mini-batch is cut into micro-batches of rows of like length; `accumulate` adds the gradient sums of one of them and
+is compiled once per width, `apply` divides once and takes the optimizer step.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,14 @@ from jax.sharding import Mesh
 from psearch_jax.config import LearningSection, Qwen2Config
 from psearch_jax.metrics import Ratio
 from psearch_jax.models import qwen2
-from psearch_jax.rl.batch import pad_rows
-from psearch_jax.rl.losses import policy_loss
-from psearch_jax.sharding import SAMPLING, constrain, param_shardings
+from psearch_jax.rl.batch import micro_batches, widths
+from psearch_jax.rl.losses import METRICS, policy_loss
+from psearch_jax.sharding import SAMPLING, constrain, param_shardings, replicated
 from psearch_jax.train.state import TrainState, abstract_state, state_shardings
 from psearch_jax.types import TrainBatch
 
-jax.tree_util.register_dataclass(TrainBatch)
+jax.tree_util.register_dataclass(TrainBatch)  # here, because types.py needs no jax
+Sums = tuple[nnx.State, Ratio, dict[str, Ratio]]  # of gradients, loss and metrics, not divided yet
 
 
 def token_logprobs(
@@ -49,6 +54,7 @@ class Learner:
       learning: loss and batch settings.
       optimizer: an optax transformation.
       mesh: of parameters and rows.
+      context_tokens: S, the longest row.
       temperature, n_ids: of the sampler, so that all log-probs speak of one distribution.
       dtype: of the computation.
       sampling_dtype: of the sampling copy and the reference.
@@ -60,6 +66,7 @@ class Learner:
         learning: LearningSection,
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
+        context_tokens: int,
         temperature: float,
         n_ids: int,
         dtype: Any = jnp.float32,
@@ -69,10 +76,16 @@ class Learner:
         self._graph = qwen2.graphdef(model, dtype, remat)
         self._learning, self._optimizer, self._mesh = learning, optimizer, mesh
         self._temperature, self._n_ids = temperature, n_ids
-        self._logprobs = jax.jit(self._logprobs_program)
+        self._context, self._widths = context_tokens, widths(context_tokens)
         _, abstract = qwen2.abstract_params(model)
-        places = state_shardings(abstract_state(abstract, optimizer), mesh)
-        self._update = jax.jit(self._update_program, donate_argnames="state", out_shardings=(places, None))
+        state_places = state_shardings(abstract_state(abstract, optimizer), mesh)
+        sums_places = (state_places.params, replicated(mesh), replicated(mesh))
+        self._logprobs = jax.jit(self._logprobs_program, out_shardings=replicated(mesh))
+        self._zero = jax.jit(self._zero_program, out_shardings=sums_places)
+        self._accumulate = jax.jit(self._accumulate_program, donate_argnames="sums", out_shardings=sums_places)
+        self._apply = jax.jit(
+            self._apply_program, donate_argnames="state", out_shardings=(state_places, replicated(mesh))
+        )
         self._cast = jax.jit(
             functools.partial(jax.tree.map, lambda x: x.astype(sampling_dtype)),
             out_shardings=param_shardings(abstract, SAMPLING, mesh),
@@ -88,41 +101,60 @@ class Learner:
         return self._reference(params)
 
     def logprobs(self, params: nnx.State, batch: TrainBatch) -> np.ndarray:
-        """Log-prob of every id of a batch by the trainer's computation. [N, S] float32 on the host."""
-        rows = self._learning.micro_batch_rows
-        n = len(batch.length)
-        ids = pad_rows(batch, -(-n // rows) * rows).ids.reshape(-1, rows, batch.ids.shape[1])
+        """Log-prob of every id of a batch by the trainer's computation; 0 past a row's end. [N, S] f32, on the host."""
+        out = np.zeros(batch.ids.shape, np.float32)
         with jax.set_mesh(self._mesh):
-            out = self._logprobs(params, ids)
-        return np.asarray(jax.device_get(out)).reshape(-1, batch.ids.shape[1])[:n]
+            pieces = micro_batches(batch, self._learning.micro_batch_rows, self._widths)
+            found = [self._logprobs(params, piece.ids, piece.length) for _, piece in pieces]  # all queued, then read
+        for (places, piece), values in zip(pieces, found, strict=True):
+            out[places, : piece.ids.shape[1]] = np.asarray(jax.device_get(values))[: len(places)]
+        return out
 
     def update(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict[str, float]]:
-        """One optimizer step on one mini-batch, in micro-batches of `micro_batch_rows`.
+        """One optimizer step on one mini-batch, in micro-batches of `micro_batch_rows`. Donates `state`.
 
         A loss or gradient that is not finite leaves parameters and optimizer as they were; `skipped` is then 1.
         """
+        sums = self._sums(state.params, batch)
         with jax.set_mesh(self._mesh):
-            state, metrics = self._update(state, batch)
+            state, metrics = self._apply(state, sums)
         return state, {k: float(v) for k, v in jax.device_get(metrics).items()}
 
     def gradients(self, params: nnx.State, batch: TrainBatch) -> nnx.State:
         """The gradients that `update` would apply, before clipping."""
-        with jax.set_mesh(self._mesh):
-            return jax.jit(self._gradients_program)(params, batch)[0]
+        grads, loss, _ = self._sums(params, batch)
+        return jax.tree.map(lambda g: g / jnp.maximum(loss.count, 1.0), grads)
+
+    def warm_up(self, params: nnx.State, reference: nnx.State | None = None) -> None:
+        """Compiles every width of `logprobs` and `accumulate`, so that no later step stops to compile."""
+        for width in self._widths:
+            empty = np.zeros((self._learning.micro_batch_rows, width), np.float32)
+            length = np.zeros(len(empty), np.int32)
+            piece = TrainBatch(empty.astype(np.int32), length, *[empty] * 5)
+            with jax.set_mesh(self._mesh):
+                sums = self._accumulate(params, self._zero(params), piece)
+                for weights in (params, reference):
+                    if weights is not None:
+                        jax.block_until_ready(self._logprobs(weights, piece.ids, length))
+                jax.block_until_ready(sums)
 
     def compilations(self) -> dict[str, int]:
         """How many shapes each program was compiled for."""
-        return {"logprobs": self._logprobs._cache_size(), "update": self._update._cache_size()}
+        return {name: getattr(self, f"_{name}")._cache_size() for name in ("logprobs", "accumulate", "apply")}
+
+    def _sums(self, params: nnx.State, batch: TrainBatch) -> Sums:
+        with jax.set_mesh(self._mesh):
+            sums = self._zero(params)
+            for _, piece in micro_batches(batch, self._learning.micro_batch_rows, self._widths):
+                sums = self._accumulate(params, sums, piece)
+        return sums
 
     # ---- the programs ----
 
-    def _logprobs_program(self, params: nnx.State, ids: jax.Array) -> jax.Array:
+    def _logprobs_program(self, params: nnx.State, ids: jax.Array, length: jax.Array) -> jax.Array:
         model = nnx.merge(self._graph, params)
-
-        def one(rows: jax.Array) -> jax.Array:
-            return token_logprobs(model, constrain(rows, "rows", None), self._temperature, self._n_ids)[0]
-
-        return jax.lax.map(one, ids)
+        out = token_logprobs(model, constrain(ids, "rows", None), self._temperature, self._n_ids)[0]
+        return jnp.where(jnp.arange(ids.shape[1]) < length[:, None], out, 0.0)
 
     def _loss(self, params: nnx.State, batch: TrainBatch) -> tuple[jax.Array, tuple[Ratio, dict[str, Ratio]]]:
         model = nnx.merge(self._graph, params)
@@ -136,28 +168,21 @@ class Learner:
             batch.advantage,
             batch.mask,
             self._learning,
+            self._context,
         )
         return loss.total, (loss, metrics)
 
-    def _gradients_program(self, params: nnx.State, batch: TrainBatch):
-        rows = self._learning.micro_batch_rows
-        pieces = jax.tree.map(lambda a: a.reshape(-1, rows, *a.shape[1:]), batch)
-        first = jax.tree.map(lambda a: a[0], pieces)
-        _, (zero_loss, zero_metrics) = jax.eval_shape(self._loss, params, first)
-        zeros = functools.partial(jax.tree.map, lambda a: jnp.zeros(a.shape, jnp.float32))
+    def _zero_program(self, params: nnx.State) -> Sums:
+        zero = Ratio(jnp.float32(0), jnp.float32(0))
+        return jax.tree.map(jnp.zeros_like, params), zero, dict.fromkeys(METRICS, zero)
 
-        def add(carry: Any, piece: TrainBatch):
-            grads, loss, metrics = carry
-            (_, (l, m)), g = jax.value_and_grad(self._loss, has_aux=True)(params, piece)
-            return jax.tree.map(jnp.add, (grads, loss, metrics), (g, l, m)), None
+    def _accumulate_program(self, params: nnx.State, sums: Sums, piece: TrainBatch) -> Sums:
+        (_, (loss, metrics)), grads = jax.value_and_grad(self._loss, has_aux=True)(params, piece)
+        return jax.tree.map(jnp.add, sums, (grads, loss, metrics))
 
-        start = (jax.tree.map(jnp.zeros_like, params), zeros(zero_loss), zeros(zero_metrics))
-        (grads, loss, metrics), _ = jax.lax.scan(add, start, pieces)
-        count = jnp.maximum(loss.count, 1.0)
-        return jax.tree.map(lambda g: g / count, grads), metrics
-
-    def _update_program(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict[str, jax.Array]]:
-        grads, metrics = self._gradients_program(state.params, batch)
+    def _apply_program(self, state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
+        grads, loss, metrics = sums
+        grads = jax.tree.map(lambda g: g / jnp.maximum(loss.count, 1.0), grads)
         norm = optax.global_norm(grads)
         fine = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].total)
         updates, optimizer = self._optimizer.update(grads, state.optimizer, state.params)

@@ -92,6 +92,7 @@ def train(run: Run, workdir: str | Path) -> dict[str, Any]:
         sampling = run.learner.sampling_copy(run.state.params)
         run.collector.warm_up(sampling)
         del sampling
+        run.learner.warm_up(run.state.params, run.reference)
     before = _evaluate_once(run, workdir / "before.json", fresh=step == 0)
 
     # ---- steps ----

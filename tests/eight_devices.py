@@ -1,0 +1,86 @@
+"""Rollouts, gradients and three updates on one mesh, for tests/test_learner.py: eight_devices.py D,F,T OUT.npz"""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from helpers import random_params, started, tiny_config
+
+from psearch_jax.config import LearningSection, MeshSection
+from psearch_jax.models import qwen2
+from psearch_jax.rl.batch import mini_batches
+from psearch_jax.rollout.boundary import build_tables
+from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.sharding import STORAGE, make_mesh, param_shardings
+from psearch_jax.train.state import init_state, make_optimizer
+from psearch_jax.train.step import Learner
+from psearch_jax.types import TrainBatch
+
+B, S, V = 8, 48, 416
+TOKENS = [bytes([b]) for b in range(256)] + [b"</search>", b"</answer>", b"</", b">\n"] + [None] * 2
+STOP = len(TOKENS) - 1
+LEARNING = LearningSection(
+    micro_batch_rows=4, mini_batch_rollouts=B, warmup_ratio=0.0, learning_rate=1e-3, kl_coefficient=0.1
+)
+
+
+def rollouts(sampler: Sampler, params: nnx.State):
+    """Two turns of eight ragged rows."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 256, n).tolist() for n in rng.integers(3, 12, B)]
+    keys = rng.integers(0, 2**32, (B, 2), np.uint32)
+    state = sampler.generate(params, started(sampler, params, prompts, keys, S, 10), 1.0)
+    ids, n = rng.integers(0, 256, (B, 8)).astype(np.int32), rng.integers(0, 9, B).astype(np.int32)
+    state = sampler.generate(params, sampler.extend(params, state, ids, n, 10), 1.0)
+    return jax.tree.map(np.asarray, jax.device_get(state))
+
+
+def by_name(state: nnx.State) -> dict[str, np.ndarray]:
+    flat = nnx.to_flat_state(state)
+    return {"/".join(path): np.asarray(jax.device_get(v.get_value())) for path, v in flat}
+
+
+def main(sizes: str, out: str) -> None:
+    data, fsdp, tensor = map(int, sizes.split(","))
+    mesh = make_mesh(MeshSection(data, fsdp, tensor), jax.devices()[: data * fsdp * tensor])
+    config = tiny_config(V, tied=False)
+    optimizer = make_optimizer(LEARNING, 3)
+    state = init_state(random_params(config, seed=6), optimizer, mesh)
+    learner = Learner(config, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS))
+    tables = build_tables(TOKENS, V)
+    sampler = Sampler(qwen2.graphdef(config, jnp.float32), config, tables, len(TOKENS), [STOP], mesh)
+    rolled = rollouts(sampler, learner.sampling_copy(state.params))
+
+    mask = rolled.mask.astype(np.float32)
+    advantage = mask * np.linspace(-1, 1, B, dtype=np.float32)[:, None]
+    zeros = np.zeros_like(mask)
+    batch = TrainBatch(rolled.ids, rolled.length, mask, advantage, zeros, zeros, rolled.logprobs)
+    old = learner.logprobs(state.params, batch)
+    batch = TrainBatch(**{**vars(batch), "old_logprobs": old, "ref_logprobs": (old - 0.2).astype(np.float32)})
+    (piece,) = mini_batches(batch, B)
+    result = {name: getattr(rolled, name) for name in ("ids", "mask", "length", "status", "logprobs")}
+    result |= {"trainer_logprobs": old, "learning_rate": np.float64(LEARNING.learning_rate)}
+    first, seen = None, []
+    for _ in range(3):
+        grads = by_name(learner.gradients(state.params, piece))
+        first = first or grads
+        seen.append(grads)
+        state, metrics = learner.update(state, piece)
+        if metrics["skipped"]:
+            raise SystemExit("an update was skipped")
+    for name, value in by_name(state.params).items():
+        result[f"param/{name}"], result[f"grad/{name}"] = value, first[name]
+        result[f"seen/{name}"] = np.abs(np.stack([g[name] for g in seen]))
+    np.savez(out, **result)
+    used = {d for x in jax.tree.leaves(state.params) for d in x.sharding.device_set}
+    expected = param_shardings(state.params, STORAGE, mesh)
+    pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True)
+    sharded = all(x.sharding.is_equivalent_to(s, x.ndim) for x, s in pairs)
+    print(json.dumps({"devices": len(used), "sharded": sharded}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

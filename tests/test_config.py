@@ -1,0 +1,117 @@
+"""A run's configuration: what is wrong is one clear line, what is right comes back unchanged."""
+
+import dataclasses
+import json
+
+import pytest
+from ml_collections import ConfigDict
+
+from psearch_jax.config import PRESETS, Config, Qwen2Config, from_mapping, to_mapping, validate
+from psearch_jax.types import UserError
+
+
+def refused(values, *words) -> None:
+    with pytest.raises(UserError) as caught:
+        validate(from_mapping(values))
+    line = str(caught.value)
+    assert "\n" not in line and all(word in line for word in words), line
+
+
+def test_defaults_and_the_round_trip_through_json():
+    """config.json in a run directory must rebuild the very run."""
+    config = from_mapping({"seed": 3, "learning": {"learning_rate": 1}, "mesh": {"fsdp": 4}})
+    validate(config)
+    assert config.learning.learning_rate == 1.0 and isinstance(config.learning.learning_rate, float)
+    assert from_mapping(json.loads(json.dumps(to_mapping(config)))) == config
+    validate(Config())
+
+
+def test_a_config_dict_is_accepted_as_it_comes_from_the_flag():
+    """ml_collections hands nested ConfigDicts, which are no dicts."""
+    config = from_mapping(ConfigDict({"rollout": {"slots": 2, "temperature": 1}, "data": {"questions": "q.jsonl"}}))
+    assert config.rollout.slots == 2 and config.data.questions == "q.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"sed": 1}, ["config", "'sed'", "'seed'"]),
+        ({"rollout": {"slot": 1}}, ["config.rollout", "'slot'", "'slots'"]),
+        ({"rollout": {"zzz": 1}}, ["config.rollout", "'zzz'", "accepted", "temperature"]),
+        ({"rollout": 5}, ["config.rollout", "5", "section"]),
+        ({"rollout": {"slots": "8"}}, ["config.rollout.slots", "'8'", "int"]),
+        ({"rollout": {"slots": 8.0}}, ["config.rollout.slots", "8.0", "int"]),
+        ({"rollout": {"slots": True}}, ["config.rollout.slots", "True", "int"]),
+        ({"rollout": {"slots": None}}, ["config.rollout.slots", "None", "int"]),
+        ({"rollout": {"initial_search": 1}}, ["config.rollout.initial_search", "1", "bool"]),
+        ({"learning": {"learning_rate": "fast"}}, ["config.learning.learning_rate", "'fast'", "float"]),
+        ({"learning": {"learning_rate": float("nan")}}, ["config.learning.learning_rate", "nan"]),
+        ({"model": {"path": 7}}, ["config.model.path", "7", "str"]),
+        ({"model": {"dtype": "int8"}}, ["config.model.dtype", "'int8'", "float32, bfloat16, float16"]),
+        ({"learning": {"aggregation": "sum"}}, ["config.learning.aggregation", "token_mean"]),
+        ({"model": {"preset": "8b"}}, ["config.model.preset", "'8b'", "7b"]),
+    ],
+)
+def test_an_unknown_key_or_a_wrong_type_is_one_line(values, words):
+    """A misspelt override that is silently ignored trains another run than the one asked for."""
+    refused(values, *words)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"rollout": {"slots": 0}}, ["config.rollout.slots", "0", "at least 1"]),
+        ({"rollout": {"search_turns": -1}}, ["config.rollout.search_turns", "-1", "at least 0"]),
+        ({"rollout": {"prompt_tokens": 0}}, ["config.rollout.prompt_tokens"]),
+        ({"rollout": {"max_tokens_after_answer": -1}}, ["config.rollout.max_tokens_after_answer", "-1"]),
+        ({"rollout": {"temperature": 0.0}}, ["config.rollout.temperature", "0.0"]),
+        ({"rollout": {"top_p": 0.9}}, ["top_p=0.9", "importance_cap"]),
+        ({"rollout": {"top_k": 5}}, ["top_k=5", "importance_cap"]),
+        ({"rollout": {"top_p": 0.0}, "learning": {"importance_cap": 2.0}}, ["config.rollout.top_p", "0.0"]),
+        ({"rollout": {"top_k": -1}, "learning": {"importance_cap": 2.0}}, ["config.rollout.top_k", "-1"]),
+        ({"rollout": {"prompt_tokens": 9000}}, ["prompt_tokens=9000", "context_tokens=6196"]),
+        ({"rollout": {"park_fraction": 0.0}}, ["config.rollout.park_fraction", "0.0"]),
+        ({"learning": {"mini_batch_rollouts": 258, "micro_batch_rows": 1}}, ["258", "samples=5", "group"]),
+        ({"learning": {"mini_batch_rollouts": 255, "micro_batch_rows": 2}}, ["255", "micro_batch_rows=2"]),
+        ({"train": {"prompts": 2}, "learning": {"mini_batch_rollouts": 20}}, ["20", "10"]),
+        ({"rollout": {"samples": 1}}, ["config.rollout.samples=1", "2 or more"]),
+        ({"rollout": {"samples": 1}, "learning": {"advantage": "mean"}}, ["config.rollout.samples=1"]),
+        ({"seed": -1}, ["config.seed", "-1"]),
+    ],
+)
+def test_fields_at_odds_are_one_line(values, words):
+    """A contradiction must stop the run before the first hour on the machine, and say which two fields it is."""
+    base = {"learning": {"mini_batch_rollouts": 40, "micro_batch_rows": 4}}
+    if "learning" not in values:
+        values = {**values, **base}
+    elif "mini_batch_rollouts" not in values["learning"]:
+        values = {**values, "learning": {**base["learning"], **values["learning"]}}
+    refused(values, *words)
+
+
+def test_filters_are_accepted_with_importance_correction():
+    """The refusal of top_p must not hit a run that corrects for it."""
+    validate(
+        from_mapping(
+            {
+                "rollout": {"top_p": 0.9, "top_k": 50},
+                "learning": {"importance_cap": 2.0, "mini_batch_rollouts": 40},
+            }
+        )
+    )
+
+
+def test_model_shapes_that_cannot_be_are_refused():
+    """Heads that the kv heads do not divide would be grouped wrongly."""
+    good = dict(vocab_rows=8, width=8, layers=1, heads=4, kv_heads=2, head_dim=2, mlp=8, tied=True)
+    Qwen2Config(**good)
+    with pytest.raises(UserError, match="heads=4.*kv_heads=3"):
+        Qwen2Config(**{**good, "kv_heads": 3})
+    with pytest.raises(UserError, match="head_dim=3"):
+        Qwen2Config(**{**good, "head_dim": 3})
+
+
+def test_presets_hold_published_shapes():
+    """Grouped heads times head size must give the published width."""
+    for name, config in PRESETS.items():
+        assert dataclasses.is_dataclass(config) and config.heads * config.head_dim == config.width, name

@@ -1,0 +1,84 @@
+"""How programs start: flags that cannot be read and errors that are the user's end in one line and exit code 2."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+from absl import flags
+from ml_collections import config_flags
+from psearch_jax import launching
+from psearch_jax.types import UserError
+from retrieval.protocol import CorpusError, RetrievalError
+
+flags.DEFINE_integer("n", 1, "a number")
+config_flags.DEFINE_config_file("config", None, "a config")
+
+def main(argv):
+    errors = {2: UserError("questions.jsonl:3: bad row"), 3: CorpusError("corpus: bad"), 4: RetrievalError("none")}
+    if flags.FLAGS.n in errors:
+        raise errors[flags.FLAGS.n]
+    if flags.FLAGS.n == 5:
+        raise ZeroDivisionError("a bug")
+    import jax
+    launching.configure_jax()
+    print(argv[1:], jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_entry_size_bytes)
+
+launching.run(main, positional={positional})
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("program")
+    config = (
+        "from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({'size': {'rows': 3}})\n"
+    )
+    (directory / "config.py").write_text(config)
+    for name, positional in (("flags_only", False), ("positional", True)):
+        (directory / f"{name}.py").write_text(PROGRAM.replace("{positional}", str(positional)))
+
+    def run(name, *arguments, **environment):
+        command = [sys.executable, str(directory / f"{name}.py"), *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=120, cwd=directory, env=os.environ | environment
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--n=2", "flags_only: questions.jsonl:3: bad row"),
+        ("--n=3", "flags_only: corpus: bad"),
+        ("--n=4", "flags_only: none"),
+        ("--n=many", "flags_only: flag --n=many: invalid literal for int() with base 10: 'many'"),
+        ("--m=2", "flags_only: Unknown command line flag 'm'"),
+        ("file", "flags_only: 'file' found, accepted: flags only"),
+        ("--config=nope.py", "No such file or directory: 'nope.py'"),
+        ("--config=config.py --config.size.row=1", "unknown field 'row' Did you mean \"rows\""),
+        ("--config=config.py --config.size.rows=few", "flag --config.size.rows=few: invalid literal"),
+    ],
+)
+def test_bad_input_is_one_line(program, argument, message):
+    """A user's slip that ends in a traceback, in a page of usage, or in another exit code than 2."""
+    done = program("flags_only", *argument.split())
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and done.stdout == ""
+
+
+def test_a_bug_keeps_its_traceback(program):
+    """An error of ours that is dressed up as bad input cannot be found."""
+    done = program("flags_only", "--n=5")
+    assert done.returncode == 1 and "Traceback" in done.stderr and "ZeroDivisionError" in done.stderr
+
+
+def test_arguments_and_compilation_cache(program, tmp_path):
+    """Arguments lost on the way, or a cache that forgets small programs or ignores the user's own directory."""
+    done = program("positional", "a.jsonl", "b.jsonl", JAX_COMPILATION_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0 and done.stdout == f"['a.jsonl', 'b.jsonl'] {tmp_path} -1\n", done.stderr
+    done = program("positional", JAX_COMPILATION_CACHE_DIR="", HOME=str(tmp_path))
+    assert f"{tmp_path}/.cache/psearch_jax/xla" in done.stdout

@@ -1,0 +1,256 @@
+"""The learning programs: micro-batches, skipped updates, copies, and one device against eight."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import make_learner, one_device_mesh, random_params, tiny_config
+
+from psearch_jax.config import LearningSection
+from psearch_jax.models import qwen2
+from psearch_jax.rl.batch import make_batch, micro_batches, mini_batches, take_rows, widths
+from psearch_jax.rl.losses import policy_loss
+from psearch_jax.train.state import init_state, make_optimizer
+from psearch_jax.train.step import token_logprobs
+from psearch_jax.types import TrainBatch, Trajectory
+
+CONFIG = tiny_config()
+ROWS, S = 8, 24
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(CONFIG, seed=4)
+
+
+def some_batch(rows: int = ROWS, seed: int = 0) -> TrainBatch:
+    """Ragged rows, some without a sampled id, one empty."""
+    rng = np.random.default_rng(seed)
+    length = rng.integers(6, S + 1, rows).astype(np.int32)
+    length[-1] = 0
+    real = np.arange(S) < length[:, None]
+    mask = (real & (np.arange(S) >= 3) & (rng.random((rows, S)) < 0.6)).astype(np.float32)
+    mask[2] = 0
+    ids = np.where(real, rng.integers(0, 390, (rows, S)), 0).astype(np.int32)
+    old, ref, sampler = (np.where(real, -6 + rng.normal(size=(rows, S)), 0).astype(np.float32) for _ in range(3))
+    advantage = (rng.normal(size=(rows, 1)) * mask).astype(np.float32)
+    return TrainBatch(ids, length, mask, advantage, old, ref, sampler)
+
+
+def on_policy(learner, params, batch: TrainBatch) -> TrainBatch:
+    """The batch with old log-probs near the policy's own, so that no ratio is far outside the clip."""
+    old = learner.logprobs(params, batch) + 0.05 * np.sign(batch.old_logprobs + 6)
+    return TrainBatch(**{**vars(batch), "old_logprobs": old.astype(np.float32), "ref_logprobs": old - 0.1})
+
+
+def worst(a, b) -> float:
+    """Largest difference of two trees, each array relative to its own largest entry."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(np.max(np.abs(np.asarray(x) - np.asarray(y))) / np.max(np.abs(np.asarray(y)))) for x, y in pairs)
+
+
+def same_bits(a, b) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
+
+
+def test_logprobs_of_padded_rows_are_those_of_each_row_alone(tiny_tokenizer, params):
+    """Padding, odd row counts and micro-batches must not move a log-prob to another id."""
+    learner, _ = make_learner(tiny_tokenizer, CONFIG, S, temperature=0.7, micro_batch_rows=3)
+    batch = some_batch()
+    got = learner.logprobs(params, batch)
+    assert got.shape == (ROWS, S) and not got[:, 0].any()
+    model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), params)
+    for row, n in ((0, batch.length[0]), (3, batch.length[3])):
+        logits = np.asarray(model.logits(model.hidden(batch.ids[row : row + 1, :n])[0], 0.7, tiny_tokenizer.size))[0]
+        table = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+        np.testing.assert_allclose(got[row, 1:n], table[np.arange(n - 1), batch.ids[row, 1:n]], atol=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
+def test_micro_batches_change_nothing(tiny_tokenizer, params, aggregation):
+    """A mean per micro-batch would weigh rows by how they happen to be cut."""
+    grads, metrics = [], []
+    for rows in (8, 2, 1):
+        changes = dict(aggregation=aggregation, micro_batch_rows=rows, kl_coefficient=0.1, importance_cap=2.0)
+        learner, optimizer = make_learner(tiny_tokenizer, CONFIG, S, **changes)
+        batch = on_policy(learner, params, some_batch())
+        grads.append(jax.device_get(learner.gradients(params, batch)))
+        if rows != 2:
+            state = init_state(params, optimizer, one_device_mesh())
+            metrics.append(learner.update(state, batch)[1])
+    assert worst(grads[1], grads[0]) < 1e-6 and worst(grads[2], grads[0]) < 1e-6
+    for key, value in metrics[0].items():
+        np.testing.assert_allclose(metrics[1][key], value, rtol=2e-5, err_msg=key)
+    assert metrics[0]["clip_fraction"] < 1 and metrics[0]["skipped"] == 0
+
+
+def test_the_gradient_is_that_of_the_whole_loss(tiny_tokenizer, params):
+    """Against jax.grad of loss total / count in one piece: the scan must add, and divide once."""
+    learner, _ = make_learner(tiny_tokenizer, CONFIG, S, kl_coefficient=0.1)
+    batch = on_policy(learner, params, some_batch())
+
+    @jax.jit
+    @jax.grad
+    def whole(params):
+        model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), params)
+        logp, entropy = token_logprobs(model, jnp.asarray(batch.ids), 1.0, tiny_tokenizer.size)
+        arrays = (batch.old_logprobs, batch.ref_logprobs, batch.sampler_logprobs, batch.advantage, batch.mask)
+        loss, _ = policy_loss(logp, entropy, *map(jnp.asarray, arrays), LearningSection(kl_coefficient=0.1), S)
+        return loss.total / loss.count
+
+    assert worst(learner.gradients(params, batch), whole(params)) < 1e-6
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_non_finite_update_is_skipped_and_counted(tiny_tokenizer, params, poison):
+    """One NaN in the weights is the end of a run; one skipped batch is not."""
+    learner, optimizer = make_learner(tiny_tokenizer, CONFIG, S, learning_rate=1e-3)
+    good = on_policy(learner, params, some_batch())
+    advantage = good.advantage.copy()
+    advantage[np.nonzero(good.mask)[0][0], np.nonzero(good.mask)[1][0]] = poison
+    bad = TrainBatch(**{**vars(good), "advantage": advantage})
+    state = init_state(params, optimizer, one_device_mesh())
+    state, metrics = learner.update(state, good)
+    assert metrics["skipped"] == 0 and int(state.updates) == 1
+    before = jax.device_get((state.params, state.optimizer))
+    for row in (1, 2):
+        state, metrics = learner.update(state, bad)
+        assert metrics["skipped"] == 1 and metrics["bad_in_a_row"] == row
+        assert same_bits(before, (state.params, state.optimizer)) and int(state.updates) == 1
+    state, metrics = learner.update(state, good)
+    assert metrics["skipped"] == 0 and metrics["bad_in_a_row"] == 0 and int(state.updates) == 2
+    assert not same_bits(before[0], state.params)
+    assert learner.compilations()["apply"] == 1
+
+
+def test_copies_outlive_the_update(tiny_tokenizer, params):
+    """`update` donates the weights: a reference that shares their memory would be deleted, or move with them."""
+    learner, optimizer = make_learner(tiny_tokenizer, CONFIG, S, learning_rate=1e-2)
+    state = init_state(params, optimizer, one_device_mesh())
+    reference, copy = learner.reference_copy(state.params), learner.sampling_copy(state.params)
+    before = jax.device_get(state.params)
+    state, _ = learner.update(state, on_policy(learner, params, some_batch()))
+    assert same_bits(reference, before) and same_bits(copy, before) and same_bits(params, before)
+    assert not same_bits(state.params, before)
+
+
+def test_an_update_raises_what_was_good(tiny_tokenizer, params):
+    """A sign error trains the policy away from its rewards."""
+    learner, optimizer = make_learner(tiny_tokenizer, CONFIG, S, learning_rate=1e-3, kl_coefficient=0.0)
+    batch = on_policy(learner, params, some_batch())
+    before = learner.logprobs(params, batch)
+    state, _ = learner.update(init_state(params, optimizer, one_device_mesh()), batch)
+    moved = learner.logprobs(state.params, batch) - before
+    assert np.sum(moved * batch.advantage) > 0.1
+
+
+def test_warm_up_reaches_the_rate_and_stays():
+    """A schedule that counts steps instead of updates would warm up ten times too long."""
+    learning = LearningSection(learning_rate=1e-3, warmup_ratio=0.5, weight_decay=0.0)
+    optimizer = make_optimizer(learning, total_updates=8)
+    weights = {"w": jnp.ones(3)}
+    state = optimizer.init(weights)
+    steps = []
+    for _ in range(6):
+        change, state = optimizer.update({"w": jnp.full(3, 0.1)}, state, weights)
+        steps.append(-float(change["w"][0]))
+    np.testing.assert_allclose(steps, np.array([1, 1.75, 2.5, 3.25, 4, 4]) * 1e-3 / 4, rtol=1e-3)
+
+
+def test_batches_keep_rows_in_lockstep():
+    """A batch whose mask or log-probs slip by one row or position trains on the wrong ids."""
+
+    def trajectory(n: int, status: str) -> Trajectory:
+        mask = np.arange(n) >= 4
+        return Trajectory(None, 0, status, (), np.arange(n, dtype=np.int32) + 1, mask, -mask.astype(np.float32), 4)
+
+    ts = [trajectory(9, "answered"), trajectory(7, "truncated"), trajectory(30, "answered")]
+    batch = make_batch(ts, np.array([2.0, -1.0, 0.5]), 64, train_unfinished=False)
+    assert batch.ids.shape == (3, 64) and batch.length.tolist() == [9, 7, 30]
+    assert batch.mask.sum(1).tolist() == [5, 0, 26]
+    assert set(np.unique(batch.advantage[0])) == {0, 2} and not batch.advantage[1].any()
+    np.testing.assert_array_equal(batch.sampler_logprobs[1, :7], ts[1].logprobs)
+    assert make_batch(ts, np.ones(3), 64).mask[1].sum() == 3
+    assert [p.length.tolist() for p in mini_batches(batch, 2)] == [[9, 7], [30]]
+
+
+def test_micro_batches_lose_no_row_and_no_position():
+    """Rows sorted by length must go back to their own places, and none may be cut by the width of its piece."""
+    batch = some_batch(7)
+    assert widths(64) == (16, 32, 48, 64) and widths(50) == (16, 32, 48, 50) and widths(16) == (16,)
+    seen = []
+    for places, piece in micro_batches(batch, 3, (16, S)):
+        assert piece.ids.shape in ((3, 16), (3, S))
+        assert piece.length.max() <= piece.ids.shape[1] and not piece.length[len(places) :].any()
+        assert not piece.mask[len(places) :].any()
+        for row, place in enumerate(places):
+            n = batch.length[place]
+            for name in ("ids", "mask", "advantage", "old_logprobs", "ref_logprobs", "sampler_logprobs"):
+                np.testing.assert_array_equal(getattr(piece, name)[row, :n], getattr(batch, name)[place, :n])
+        seen += places.tolist()
+    assert sorted(seen) == list(range(7))
+    assert take_rows(batch, np.array([4, 1])).length.tolist() == batch.length[[4, 1]].tolist()
+
+
+def test_warm_up_compiles_every_width(tiny_tokenizer, params):
+    """A width that is met for the first time at step 40 stops a pod for minutes."""
+    learner, optimizer = make_learner(tiny_tokenizer, CONFIG, 48)
+    state = init_state(params, optimizer, one_device_mesh())
+    learner.warm_up(state.params)
+    warm = learner.compilations()
+    assert warm == {"logprobs": 3, "accumulate": 3, "apply": 0}
+    for seed in (0, 1):
+        batch = take_rows(some_batch(8, seed), np.arange(8))
+        state, _ = learner.update(state, on_policy(learner, state.params, batch))
+    assert learner.compilations() == {**warm, "apply": 1}
+
+
+EIGHT = Path(__file__).with_name("eight_devices.py")
+
+
+@pytest.fixture(scope="module")
+def one_and_eight(tmp_path_factory):
+    """What tests/eight_devices.py computes on one device and on a 2x2x2 mesh, each in its own process."""
+    out = {}
+    for name, mesh in (("one", "1,1,1"), ("eight", "2,2,2")):
+        file = tmp_path_factory.mktemp("devices") / f"{name}.npz"
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+        command = [sys.executable, str(EIGHT), mesh, str(file)]
+        done = subprocess.run(command, env=env, cwd=EIGHT.parents[1], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        out[name] = dict(np.load(file)), json.loads(done.stdout.splitlines()[-1])
+    return out
+
+
+def test_eight_devices_sample_the_same_ids(one_and_eight):
+    """A result that depends on the mesh cannot be compared between machines."""
+    (one, _), (eight, report) = one_and_eight["one"], one_and_eight["eight"]
+    assert report["devices"] == 8 and report["sharded"]
+    for name in ("ids", "mask", "length", "status"):
+        np.testing.assert_array_equal(one[name], eight[name], err_msg=name)
+    np.testing.assert_allclose(one["logprobs"], eight["logprobs"], atol=1e-5)
+    assert one["mask"].sum() > 50
+    np.testing.assert_allclose(one["trainer_logprobs"], eight["trainer_logprobs"], atol=1e-5)
+
+
+def test_eight_devices_learn_the_same(one_and_eight):
+    """A sum that is averaged per device, or counted twice, changes the effective learning rate with the mesh."""
+    one, eight = one_and_eight["one"][0], one_and_eight["eight"][0]
+    names = [k.removeprefix("grad/") for k in one if k.startswith("grad/")]
+    assert len(names) == 15
+    rate = float(one["learning_rate"])
+    for name in names:
+        a, b = one[f"grad/{name}"], eight[f"grad/{name}"]
+        assert np.max(np.abs(a - b)) <= 1e-5 * np.max(np.abs(a)), name
+        steady = np.all(one[f"seen/{name}"] > 1e-6, axis=0)
+        assert steady.any(), name
+        gap = np.abs(one[f"param/{name}"] - eight[f"param/{name}"])[steady]
+        assert gap.max() <= 0.02 * rate, name

@@ -1,0 +1,138 @@
+"""The policy loss against hand-worked numbers, for every aggregation, clip and correction."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from psearch_jax.config import LearningSection
+from psearch_jax.rl.losses import k3, policy_loss
+
+# Two rows of four positions; row 0 has two sampled ids, row 1 one. All log-probs elsewhere are junk on purpose.
+JUNK = 99.0
+CONTEXT = 16
+MASK = np.array([[0, 1, 1, 0], [0, 0, 1, 0]], np.float32)
+ADVANTAGE = np.array([[2.0, 2.0, 2.0, 2.0], [-1.0, -1.0, -1.0, -1.0]], np.float32)
+SETTINGS = LearningSection(clip_low=0.2, clip_high=0.3, kl_coefficient=0.0)
+
+
+def at_sampled(a, b, c, elsewhere=JUNK) -> np.ndarray:
+    out = np.full((2, 4), elsewhere, np.float32)
+    out[0, 1], out[0, 2], out[1, 2] = a, b, c
+    return out
+
+
+OLD = at_sampled(-1.0, -2.0, -0.5)
+LOGP = at_sampled(-1.0 + math.log(1.5), -2.0 + math.log(0.5), -0.5 + math.log(1.1), elsewhere=-JUNK)
+REF = at_sampled(-1.2, -2.0, -0.5)
+ENTROPY = at_sampled(0.3, 0.6, 0.9)
+# A > 0: min(1.5*2, 1.3*2) = 2.6 (cut), min(.5*2, .8*2) = 1.0 (not cut); A < 0: min(1.1*-1, 1.1*-1) = -1.1.
+TOKENS = (-2.6, -1.0, 1.1)
+
+
+def loss(logp=LOGP, old=OLD, ref=REF, sampler=OLD, mask=MASK, advantage=ADVANTAGE, **changes):
+    settings = dataclasses.replace(SETTINGS, **changes)
+    return policy_loss(*map(jnp.asarray, (logp, ENTROPY, old, ref, sampler, advantage, mask)), settings, CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "total", "count"),
+    [
+        ("token_mean", sum(TOKENS), 3),
+        ("sequence_mean", (TOKENS[0] + TOKENS[1]) / 2 + TOKENS[2], 2),
+        ("constant_length", sum(TOKENS), 2 * CONTEXT),  # whatever the rows were padded to
+    ],
+)
+def test_aggregations_by_hand(aggregation, total, count):
+    """A mean taken per micro-batch, or over pads, weighs short rows more than the formula says."""
+    value, metrics = loss(aggregation=aggregation)
+    np.testing.assert_allclose([value.total, value.count], [total, count], rtol=1e-5)
+    np.testing.assert_allclose(metrics["clip_fraction"].value, 1 / 3, rtol=1e-6)
+    np.testing.assert_allclose(metrics["ratio"].value, (1.5 + 0.5 + 1.1) / 3, rtol=1e-5)
+    np.testing.assert_allclose(metrics["entropy"].value, 0.6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected", "cut"),
+    [
+        (1.5, 1.0, -1.3, True),  # above the upper clip: no reward for going further
+        (0.5, 1.0, -0.5, False),  # below the lower clip with a good action: pulled back
+        (1.5, -1.0, 1.5, False),  # above the upper clip with a bad action: pushed down
+        (0.5, -1.0, 0.8, True),  # below the lower clip with a bad action: no further
+    ],
+)
+def test_the_clip_is_asymmetric_and_pessimistic(ratio, advantage, expected, cut):
+    """A swapped pair of clips, or max for min, lets the policy run away from the old one."""
+    one = np.array([[1.0]], np.float32)
+    value, metrics = policy_loss(
+        jnp.log(ratio) * one, 0 * one, 0 * one, 0 * one, 0 * one, advantage * one, jnp.asarray(one), SETTINGS, CONTEXT
+    )
+    np.testing.assert_allclose(value.total, expected, rtol=1e-6)
+    assert bool(metrics["clip_fraction"].total) is cut
+
+    def total(logp):
+        return policy_loss(logp, 0 * one, 0 * one, 0 * one, 0 * one, advantage * one, jnp.asarray(one), SETTINGS)[
+            0
+        ].total
+
+    slope = jax.grad(total)(jnp.log(ratio) * one)[0, 0]
+    np.testing.assert_allclose(slope, 0.0 if cut else -advantage * ratio, rtol=1e-6)
+
+
+def test_k3_by_hand():
+    """The estimator must be that of KL(policy || reference): never negative, zero where they agree."""
+    np.testing.assert_allclose(k3(jnp.array([-1.0, -1.0, -2.0]), jnp.array([-1.0, -2.0, -1.0])),
+                               [0.0, math.exp(-1), math.e - 2], rtol=1e-6)  # fmt: skip
+    value, metrics = loss(kl_coefficient=0.5)
+    d = [-1.2 + 1.0 - math.log(1.5), -math.log(0.5), -math.log(1.1)]
+    kl = sum(math.exp(x) - x - 1 for x in d)
+    np.testing.assert_allclose(value.total, sum(TOKENS) + 0.5 * kl, rtol=1e-5)
+    np.testing.assert_allclose(metrics["kl"].value, kl / 3, rtol=1e-5)
+
+
+def test_the_importance_cap_by_hand():
+    """Uncapped weights of ids that the sampler drew by a rounding accident would dominate the batch."""
+    sampler = at_sampled(-1.0 - math.log(3.0), -2.0 - math.log(0.5), -0.5)  # old / sampler = 3, .5, 1
+    value, metrics = loss(sampler=sampler, importance_cap=2.0)
+    np.testing.assert_allclose(value.total, 2.0 * TOKENS[0] + 0.5 * TOKENS[1] + TOKENS[2], rtol=1e-5)
+    np.testing.assert_allclose(metrics["logp_gap"].value, (math.log(3) + math.log(2)) / 3, rtol=1e-5)
+    np.testing.assert_allclose(loss(sampler=sampler)[0].total, sum(TOKENS), rtol=1e-5)
+
+
+def test_extreme_ratios_stay_finite_with_their_gradients():
+    """One diverged token must not turn the whole update into NaN."""
+    far = at_sampled(500.0, -500.0, 300.0)
+
+    def total(logp):
+        return loss(logp=logp, ref=-far, sampler=-far, kl_coefficient=0.1, importance_cap=2.0)[0].total
+
+    assert np.isfinite(total(jnp.asarray(far)))
+    assert np.all(np.isfinite(jax.grad(total)(jnp.asarray(far))))
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
+def test_positions_that_were_not_sampled_and_empty_rows_count_nothing(aggregation):
+    """Prompt, passages and padding rows must neither move the loss nor its gradient."""
+
+    def value(logp, rows=2):
+        pad = np.zeros((rows - 2, 4), np.float32)
+        mask, old, ref, advantage = (np.concatenate([a, pad]) for a in (MASK, OLD, REF, ADVANTAGE * MASK))
+        entropy = np.concatenate([ENTROPY, pad])
+        settings = dataclasses.replace(SETTINGS, aggregation=aggregation, kl_coefficient=0.1)
+        out, _ = policy_loss(logp, *map(jnp.asarray, (entropy, old, ref, old, advantage, mask)), settings, CONTEXT)
+        return out.total / out.count
+
+    padded = np.concatenate([LOGP, np.full((2, 4), 7.0, np.float32)])
+    np.testing.assert_allclose(value(jnp.asarray(padded), rows=4), value(jnp.asarray(LOGP)), rtol=1e-6)
+    slope = np.asarray(jax.grad(lambda x: value(x, rows=4))(jnp.asarray(padded)))
+    assert np.all(slope[:2][MASK == 0] == 0) and np.all(slope[2:] == 0) and np.any(slope[:2][MASK > 0] != 0)
+
+
+def test_nothing_sampled_at_all_is_a_zero_over_a_zero_count():
+    """A batch of prompts alone must not divide by zero inside the loss."""
+    value, metrics = loss(mask=np.zeros_like(MASK), advantage=np.zeros_like(MASK))
+    assert float(value.total) == 0.0 and float(value.count) == 0.0
+    assert math.isnan(metrics["kl"].value)

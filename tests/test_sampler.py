@@ -1,0 +1,321 @@
+"""The device programs: where a row stops, what is recorded, and that rows never touch each other."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import ScriptedSampler, make_learner, make_sampler, random_params, started, tiny_config
+
+from psearch_jax.models import qwen2
+from psearch_jax.rollout.sampler import SamplerState, Status
+from psearch_jax.types import TrainBatch
+
+B, S, C = 8, 64, 8  # slots, positions, forced ids of one call
+TURN = 14
+CONFIG = tiny_config()
+KEYS = np.stack([np.arange(B), np.arange(B) + 100], axis=1).astype(np.uint32)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(CONFIG, seed=1)
+
+
+@pytest.fixture(scope="module")
+def scripted(tiny_tokenizer):
+    return make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, max_tokens_after_answer=4)
+
+
+@pytest.fixture(scope="module")
+def sampler(tiny_tokenizer):
+    return make_sampler(tiny_tokenizer, CONFIG)
+
+
+def fetch(state):
+    return jax.tree.map(np.asarray, jax.device_get(state))
+
+
+def prompts(rows: int = B) -> list[list[int]]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(3, 390, n).tolist() for n in rng.integers(3, 12, rows)]
+
+
+def spell(tokenizer, text: str) -> list[int]:
+    """One id per byte: the longest way to write a text, of ids that every byte-level vocabulary has."""
+    single = {piece: i for i, piece in enumerate(tokenizer.token_bytes) if piece and len(piece) == 1}
+    return [single[bytes([b])] for b in text.encode()]
+
+
+def run_scripts(sampler, params, scripts, turn_tokens=TURN, budget_end=S):
+    sampler.scripts = {tuple(k): s for k, s in zip(KEYS.tolist(), scripts, strict=False)}
+    rows = [p if i < len(scripts) else None for i, p in enumerate(prompts())]
+    state = started(sampler, params, rows, KEYS, S, turn_tokens, budget_end)
+    before = fetch(state)
+    return before, fetch(sampler.generate(params, state, 1.0))
+
+
+def test_each_end_stops_a_row_at_its_own_id(tiny_tokenizer, scripted, params):
+    """A row that samples past its boundary is trained on ids that no host ever read; one that stops short is cut."""
+    encode, stop = tiny_tokenizer.encode_foreign, sorted(tiny_tokenizer.stop_ids)
+    im_end = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
+    search, answer = spell(tiny_tokenizer, "</search>"), spell(tiny_tokenizer, "</answer>")
+    word = encode("a")[0]
+    tail = [word] * 9
+    cases = [  # ids to say, ids that are sampled, status
+        ([word, *search, *tail], 10, Status.SEARCH),
+        ([word, *answer, im_end, *tail], 11, Status.ANSWER),
+        ([word, *answer, *tail], 14, Status.ANSWER),  # four more ids, then it ends
+        ([*answer, word, *search], 13, Status.ANSWER),  # a search after the answer is none
+        ([word, stop[0], *search], 2, Status.EOS),
+        ([*search[:-1], stop[-1], *search], 9, Status.EOS),  # a control id breaks a tag
+        ([word] * 40, TURN, Status.TURN_FULL),
+        ([*[word] * 5, *answer, *tail], 18, Status.ANSWER),  # the answer's tail may pass the turn's budget
+    ]
+    before, after = run_scripts(scripted, params, [ids for ids, _, _ in cases])
+    for b, (ids, sampled, status) in enumerate(cases):
+        start = before.length[b]
+        assert (after.length[b] - start, Status(after.status[b])) == (sampled, status), b
+        assert after.ids[b, start : start + sampled].tolist() == ids[:sampled]
+        np.testing.assert_array_equal(after.ids[b, :start], before.ids[b, :start])
+        assert not after.ids[b, start + sampled :].any()
+        expected = np.zeros(S, bool)
+        expected[start : start + sampled] = True
+        np.testing.assert_array_equal(after.mask[b], expected)
+        assert np.all((after.logprobs[b] != 0) == expected)
+
+
+def test_no_answer_tail_at_all(tiny_tokenizer, params):
+    """max_tokens_after_answer=0 must end the row with the tag, not one id later or never."""
+    one = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, max_tokens_after_answer=0)
+    before, after = run_scripts(one, params, [[*spell(tiny_tokenizer, "</answer>"), 5, 5]])
+    assert after.length[0] - before.length[0] == 9 and after.status[0] == Status.ANSWER
+
+
+def test_a_full_context_ends_a_row_and_a_tag_at_its_last_id_still_counts(tiny_tokenizer, scripted, params):
+    """Writing past S would be dropped silently while the length runs on."""
+    search, answer = spell(tiny_tokenizer, "</search>"), spell(tiny_tokenizer, "</answer>")
+    lengths = [len(p) for p in prompts()]
+    end = 24
+    fill = [[5] * (end - n) for n in lengths]
+    fill[1][-9:], fill[2][-9:] = search, answer
+    fill[3][-11:] = [*answer, 5, 5]
+    before, after = run_scripts(scripted, params, fill, turn_tokens=50, budget_end=end)
+    assert np.all(after.length == end)
+    status = [Status.CONTEXT_FULL, Status.SEARCH, Status.ANSWER, Status.ANSWER]
+    assert after.status[:4].tolist() == status and set(after.status[4:]) == {Status.CONTEXT_FULL}
+    assert np.all(after.mask.sum(1) == end - before.length)
+    assert not after.ids[:, end:].any()
+
+
+def test_a_prompt_that_fills_the_context_never_runs(sampler, params):
+    """There is no room for one id: the row must end before it samples."""
+    rows = [list(range(3, 3 + n)) for n in (12, 11, 5)] + [None] * 5
+    state = started(sampler, params, rows, KEYS, 12, TURN)
+    assert np.asarray(state.status)[:4].tolist() == [Status.CONTEXT_FULL, Status.RUNNING, Status.RUNNING, Status.EMPTY]
+    after = fetch(sampler.generate(params, state, 1.0))
+    assert np.all(after.length[:3] == [12, 12, after.length[2]]) and np.all(after.length <= 12)
+    assert after.mask.sum(1)[0] == 0 and after.ids[0].tolist() == rows[0]
+
+
+def rollout(sampler, params, rows, keys, chunks, temperature=1.0, positions=S):
+    """Three turns: generate, extend by `chunks[turn][row]` ids, generate, ..."""
+    state = started(sampler, params, rows, keys, positions, TURN)
+    for chunk in chunks:
+        state = sampler.generate(params, state, temperature)
+        ids, n = np.zeros((len(rows), C), np.int32), np.zeros(len(rows), np.int32)
+        for b, forced in enumerate(chunk):
+            n[b] = len(forced)
+            ids[b, : n[b]] = forced
+        state = sampler.extend(params, state, ids, n, TURN)
+    return fetch(sampler.generate(params, state, temperature))
+
+
+def ragged_chunks(seed: int = 3, rows: int = B) -> list[list[list[int]]]:
+    rng = np.random.default_rng(seed)
+    return [[rng.integers(3, 390, n).tolist() for n in rng.integers(1, C + 1, rows)] for _ in range(2)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampled_logprobs_are_the_trainers(tiny_tokenizer, sampler, params, temperature):
+    """The ratio of PPO is 1 before the first update only if both programs compute the same numbers."""
+    rows = prompts()
+    rows[3] = None
+    state = rollout(sampler, params, rows, KEYS, ragged_chunks(), temperature)
+    assert state.mask.sum() > 60 and np.all(state.mask.sum(1)[[0, 1, 2, 4]] > 10)
+    zeros = np.zeros((B, S), np.float32)
+    batch = TrainBatch(state.ids, state.length, state.mask.astype(np.float32), zeros, zeros, zeros, state.logprobs)
+    learner, _ = make_learner(tiny_tokenizer, CONFIG, S, temperature=temperature)
+    trainer = learner.logprobs(params, batch)
+    gap = np.abs(trainer - state.logprobs)[state.mask]
+    assert gap.max() <= 1e-4
+    assert np.all(state.logprobs[~state.mask] == 0)
+
+
+def test_a_rollout_alone_is_bit_equal(sampler, params):
+    """A result that depends on its neighbours cannot be replayed or debugged."""
+    rows, chunks = prompts(), ragged_chunks()
+    together = rollout(sampler, params, rows, KEYS, chunks)
+    for b, slot in ((2, 2), (5, 0)):
+        alone = [None] * B
+        alone[slot] = rows[b]
+        keys = np.zeros_like(KEYS)
+        keys[slot] = KEYS[b]
+        forced = [[turn[b] if i == slot else [] for i in range(B)] for turn in chunks]
+        one = rollout(sampler, params, alone, keys, forced)
+        for name in ("ids", "mask", "logprobs", "length", "status"):
+            np.testing.assert_array_equal(getattr(one, name)[slot], getattr(together, name)[b], err_msg=name)
+
+
+def test_another_number_of_slots_samples_the_same_ids(sampler, params):
+    """The bucket is a matter of speed: it may move a log-prob by rounding, not a token."""
+    rows, chunks = prompts(), ragged_chunks()
+    together = rollout(sampler, params, rows, KEYS, chunks)
+    pair = rollout(sampler, params, rows[4:6], KEYS[4:6], [turn[4:6] for turn in chunks], positions=96)
+    np.testing.assert_array_equal(pair.ids[:, :S], together.ids[4:6])
+    np.testing.assert_allclose(pair.logprobs[:, :S], together.logprobs[4:6], atol=1e-5)
+
+
+def test_rows_with_nothing_to_add_are_untouched_bit_for_bit(tiny_tokenizer, scripted, params):
+    """A parked row that moves while others are extended, admitted or sampled is corrupted silently."""
+    search = spell(tiny_tokenizer, "</search>")
+    _, parked = run_scripts(scripted, params, [search[: 9 - (b % 3)] if b % 2 else search for b in range(6)])
+    state = jax.tree.map(jnp.asarray, parked)
+    n = np.array([3, 0, 0, 8, 0, 0, 0, 0], np.int32)
+    ids = np.full((B, C), 9, np.int32)
+    extended = scripted.extend(params, state, ids, n, TURN)
+    check_rows(parked, fetch(extended), n == 0)
+    pool = scripted.prefill(params, np.full((2, 16), 7, np.int32), np.array([16, 0], np.int32))
+    source = np.array([-1, 0, -1, -1, -1, -1, -1, -1], np.int32)
+    before = fetch(extended)
+    admitted = scripted.admit(extended, pool, source, KEYS + 7, TURN, S)
+    check_rows(before, fetch(admitted), source == -1)
+    before = fetch(admitted)
+    after = fetch(scripted.generate(params, admitted, 1.0))
+    still = before.status != Status.RUNNING
+    assert 3 <= still.sum() < B and np.all(after.length[~still] > before.length[~still])
+    check_rows(before, after, still)
+
+
+def check_rows(a, b, rows) -> None:
+    for name in ("ids", "mask", "logprobs", "length", "turn_left", "budget_end", "automaton", "status", "key"):
+        np.testing.assert_array_equal(getattr(a, name)[rows], getattr(b, name)[rows], err_msg=name)
+    np.testing.assert_array_equal(a.cache.k[:, rows], b.cache.k[:, rows])
+    np.testing.assert_array_equal(a.cache.v[:, rows], b.cache.v[:, rows])
+
+
+def test_an_extension_past_the_end_is_dropped_and_overwrites_nothing(scripted, params):
+    """A clamped write would replace the last known ids and keys by the overflow."""
+    prompt = list(range(10, 22))  # 12 ids, then S = 16: room for 4
+    keys = KEYS[:3]
+    state = started(scripted, params, [prompt, prompt, prompt], keys, 16, TURN)
+    before = fetch(state)
+    ids = np.arange(100, 100 + 3 * C, dtype=np.int32).reshape(3, C)
+    after = scripted.extend(params, state, ids, np.array([8, 4, 3], np.int32), TURN)
+    again = fetch(scripted.extend(params, after, ids, np.array([8, 0, 0], np.int32), TURN))
+    for b, added in enumerate((4, 4, 3)):
+        assert again.ids[b, :12].tolist() == prompt and again.length[b] == 12 + added
+        assert again.ids[b, 12 : 12 + added].tolist() == ids[b, :added].tolist()
+        assert not again.ids[b, 12 + added :].any() and not again.mask[b].any()
+    assert again.status.tolist() == [Status.CONTEXT_FULL, Status.CONTEXT_FULL, Status.RUNNING]
+    np.testing.assert_array_equal(again.cache.k[:, :, :, :11], before.cache.k[:, :, :, :11])
+    assert np.abs(again.cache.k[:, 0, :, 11:15]).min() > 0 and np.all(again.cache.k[:, 0, :, 15] == 0)
+
+
+def test_empty_rows_make_no_nan(sampler, params):
+    """0 times NaN is NaN: one empty slot could poison the cache of the next rollout in it."""
+    rows = [None] * B
+    rows[2] = [5, 6, 7]
+    state = rollout(sampler, params, rows, KEYS, [[[9] if b == 2 else [] for b in range(B)]])
+    for leaf in jax.tree.leaves(state):
+        assert np.all(np.isfinite(leaf))
+    empty = np.arange(B) != 2
+    assert np.all(state.status[empty] == Status.EMPTY) and np.all(state.length[empty] == 0)
+    assert not state.mask[empty].any() and not state.ids[empty].any()
+
+
+def test_a_refilled_slot_is_like_a_fresh_one(sampler, params):
+    """Keys left by the slot's last rollout must never be read by the next one."""
+    rows, chunks = prompts(), ragged_chunks()
+    fresh = rollout(sampler, params, rows, KEYS, chunks)
+    used = jax.tree.map(jnp.asarray, rollout(sampler, params, rows[::-1], KEYS + 50, ragged_chunks(9)))
+    pool_ids = np.zeros((B, 11), np.int32)
+    n = np.array([len(p) for p in rows], np.int32)
+    for b, prompt in enumerate(rows):
+        pool_ids[b, : n[b]] = prompt
+    state = sampler.admit(used, sampler.prefill(params, pool_ids, n), np.arange(B, dtype=np.int32), KEYS, TURN, S)
+    state = sampler.generate(params, state, 1.0)
+    for chunk in chunks:
+        ids, count = np.zeros((B, C), np.int32), np.array([len(c) for c in chunk], np.int32)
+        for b, forced in enumerate(chunk):
+            ids[b, : count[b]] = forced
+        state = sampler.generate(params, sampler.extend(params, state, ids, count, TURN), 1.0)
+    state = fetch(state)
+    np.testing.assert_array_equal(state.ids, fresh.ids)
+    np.testing.assert_array_equal(state.logprobs, fresh.logprobs)
+
+
+def test_an_emptied_slot_neither_runs_nor_waits(tiny_tokenizer, scripted, params):
+    """A parked row that nobody will extend would hold up `generate` for the others."""
+    _, parked = run_scripts(scripted, params, [spell(tiny_tokenizer, "</search>")] * 2)
+    assert parked.status[:2].tolist() == [Status.SEARCH] * 2
+    state = jax.tree.map(jnp.asarray, parked)
+    pool = scripted.prefill(params, np.zeros((B, 11), np.int32), np.zeros(B, np.int32))
+    state = fetch(scripted.admit(state, pool, np.array([-2, -1] + [-1] * 6), KEYS, TURN, S))
+    assert state.status[:2].tolist() == [Status.EMPTY, Status.SEARCH]
+
+
+def test_greedy_takes_the_likeliest_id(tiny_tokenizer, sampler, params):
+    """Evaluation at temperature 0 must be the argmax of a plain forward pass, its log-probs those at 1."""
+    state = rollout(sampler, params, prompts(), KEYS, [], temperature=0.0)
+    model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), params)
+    logits = np.asarray(model.logits(model.hidden(jnp.asarray(state.ids))[0], 1.0, tiny_tokenizer.size))
+    table = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+    rows, at = np.nonzero(state.mask)
+    np.testing.assert_array_equal(state.ids[rows, at], logits[rows, at - 1].argmax(-1))
+    np.testing.assert_allclose(state.logprobs[rows, at], table[rows, at - 1].max(-1), atol=1e-5)
+
+
+def test_yielding_early_changes_no_rollout(tiny_tokenizer, params):
+    """park_fraction is a matter of speed: rows that still run go on where they were."""
+    search = spell(tiny_tokenizer, "</search>")
+    early = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, park_fraction=0.5)
+    scripts = [[5] * b + search for b in range(4)]
+    early.scripts = {tuple(k): s for k, s in zip(KEYS.tolist(), scripts, strict=False)}
+    rows = [p if i < 4 else None for i, p in enumerate(prompts())]
+    state = started(early, params, rows, KEYS, S, TURN)
+    seen = []
+    for _ in range(3):
+        state = early.generate(params, state, 1.0)
+        seen.append(np.asarray(state.status)[:4].tolist())
+        if seen[-1].count(Status.SEARCH) == 4:
+            break
+        emptied = np.array([-2 if s == Status.SEARCH else -1 for s in np.asarray(state.status)], np.int32)
+        done = np.asarray(state.status) == Status.SEARCH
+        assert done.sum() == (2 if len(seen) == 1 else 1)
+        pool = early.prefill(params, np.zeros((B, 11), np.int32), np.zeros(B, np.int32))
+        state = early.admit(state, pool, emptied, KEYS, TURN, S)
+    assert seen[0] == [Status.SEARCH, Status.SEARCH, Status.RUNNING, Status.RUNNING]
+    for b, script in enumerate(scripts):
+        n = int(state.length[b])
+        assert np.asarray(state.ids)[b, len(rows[b]) : n].tolist() == script
+
+
+def test_one_compilation_per_shape(tiny_tokenizer, params):
+    """A program that recompiles for another count, key or temperature stops every step for a minute."""
+    fresh = make_sampler(tiny_tokenizer, CONFIG)
+    for temperature in (1.0, 0.0):
+        rollout(fresh, params, prompts(), KEYS, ragged_chunks(), temperature)
+    once = fresh.compilations()
+    assert once == {"prefill": 1, "admit": 1, "extend": 1, "generate": 1}
+    rollout(fresh, params, prompts()[::-1], KEYS + 9, ragged_chunks(5), 0.7)
+    assert fresh.compilations() == once
+
+
+def test_state_fields_are_all_compared():
+    """A field added to the state must be added to the comparisons above."""
+    names = {f.name for f in dataclasses.fields(SamplerState)}
+    compared = {"ids", "mask", "logprobs", "length", "turn_left", "budget_end", "automaton", "status", "key", "cache"}
+    assert names == compared

@@ -1,0 +1,128 @@
+"""From logits to an id: never a masked one, the right distribution, keys that depend on the rollout alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_sampler, random_params, tiny_config
+
+from psearch_jax.models.qwen2 import NEG_INF
+from psearch_jax.rollout.sampling import choose, filter_logits, id_words, row_keys, uniforms
+
+EDGES = np.array([0.0, 1e-38, 1e-12, 0.5, 1 - 2**-24, np.nextafter(np.float32(1), np.float32(0))], np.float32)
+draw = jax.jit(choose)
+
+
+def extreme_logits(kind: str, V: int) -> np.ndarray:
+    rng = np.random.default_rng(V)
+    logits = rng.normal(0, 3, V).astype(np.float32)
+    if kind == "one":  # a single id has mass
+        logits = np.full(V, NEG_INF, np.float32)
+        logits[V // 2] = -5.0
+    elif kind == "spread":  # masses over the whole range of float32
+        logits = np.linspace(-200, 60, V).astype(np.float32)
+        rng.shuffle(logits)
+    elif kind == "tail":  # far more mass in many small ids than one float32 sum can tell apart
+        logits[:] = -16.0
+        logits[3] = 0.0
+    return logits
+
+
+@pytest.mark.parametrize("V", [5, 256, 257, 1000, 152_064])
+@pytest.mark.parametrize("kind", ["one", "spread", "tail", "plain"])
+def test_never_a_masked_id(kind, V):
+    """A masked id has log-prob -1e30: drawn once, it ends the run with a loss that is not finite."""
+    logits = extreme_logits(kind, V)
+    masked = np.random.default_rng(0).random(V) < 0.3
+    masked[-max(1, V // 100) :] = True  # rows of the embedding without a token stand at the end
+    masked[V // 2] = False
+    logits[masked] = NEG_INF
+    ids = np.asarray(draw(jnp.asarray(np.tile(logits, (len(EDGES), 1))), jnp.asarray(EDGES)))
+    assert np.all((ids >= 0) & (ids < V)) and not np.any(masked[ids])
+    if kind == "one":
+        assert np.all(ids == V // 2)
+
+
+def test_the_draw_inverts_the_cumulative_distribution():
+    """Against the same inversion in float64; an id off by one block would be another word."""
+    rng = np.random.default_rng(1)
+    logits = rng.normal(0, 2, (512, 1000)).astype(np.float32)
+    u = rng.random(512).astype(np.float32)
+    p = np.exp(logits.astype(np.float64))
+    cumulative = np.cumsum(p / p.sum(-1, keepdims=True), -1)
+    expected = (cumulative <= u[:, None]).sum(-1)
+    margin = np.abs(cumulative - u[:, None]).min(-1)
+    got = np.asarray(draw(jnp.asarray(logits), jnp.asarray(u)))
+    assert np.mean(margin > 1e-5) > 0.9
+    np.testing.assert_array_equal(got[margin > 1e-5], expected[margin > 1e-5])
+
+
+def test_the_distribution_of_1000_ids():
+    """A biased draw is a policy gradient of another policy. Chi-square with fixed keys, so it cannot flicker."""
+    rng = np.random.default_rng(2)
+    logits = rng.normal(0, 1, 1000).astype(np.float32)
+    p = np.exp(logits.astype(np.float64))
+    p /= p.sum()
+    n, rows = 400_000, 4000
+    u = jax.random.uniform(jax.random.key(3), (n // rows, rows))
+    ids = np.concatenate([draw(jnp.broadcast_to(logits, (rows, 1000)), row) for row in u])
+    counts = np.bincount(ids, minlength=1000)
+    statistic = np.sum((counts - n * p) ** 2 / (n * p))
+    assert 999 - 4 * np.sqrt(2 * 999) < statistic < 999 + 4 * np.sqrt(2 * 999)
+
+
+def test_top_k_and_top_p_by_hand():
+    """A filter that drops the likeliest id, or keeps one too many, samples another distribution."""
+    logits = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3], [0.97, 0.01, 0.01, 0.01]]))
+
+    def kept(top_k, top_p):
+        return (np.asarray(filter_logits(logits, top_k, top_p)) > NEG_INF / 2).tolist()
+
+    assert kept(0, 1.0) == [[True] * 4, [True] * 4]
+    assert kept(2, 1.0)[0] == [False, True, False, True]
+    assert kept(1, 1.0) == [[False, True, False, False], [True, False, False, False]]
+    assert kept(99, 1.0)[0] == [True] * 4
+    assert kept(0, 0.65) == [[False, True, False, True], [True, False, False, False]]
+    assert kept(0, 0.75)[0] == [False, True, True, True]
+    assert kept(0, 1e-6) == [[False, True, False, False], [True, False, False, False]]
+    assert kept(3, 0.65)[0] == [False, True, False, True]
+
+
+def test_recorded_logprobs_are_those_before_the_filter(tiny_tokenizer):
+    """Filtered log-probs would not be comparable with the trainer's."""
+    config = tiny_config()
+    params = random_params(config)
+    sampler = make_sampler(tiny_tokenizer, config, top_k=3)
+    ids = np.array([[5, 6, 7, 8]], np.int32)
+    pool = sampler.prefill(params, ids, np.array([4], np.int32))
+    state = sampler.admit(sampler.new_state(1, 24), pool, np.array([0]), np.ones((1, 2), np.uint32), 16, 24)
+    state = sampler.generate(params, state, 1.0)
+    mask = np.asarray(state.mask[0])
+    assert mask.sum() >= 4 and np.asarray(state.logprobs[0])[mask].mean() < -0.5
+    assert np.all(np.asarray(state.ids) < tiny_tokenizer.size)
+
+
+def test_keys_depend_on_the_rollout_alone():
+    """A sampler whose samples share a key gives equal rollouts; one keyed by row changes with the batch."""
+    words = [id_words("hotpot", "1"), id_words("hotpot", "2"), id_words("nq", "1"), id_words("hotpot", "1")]
+    keys = row_keys(0, 5, words, [0, 0, 0, 1])
+    assert keys.shape == (4, 2) and keys.dtype == np.uint32
+    assert len({tuple(k) for k in keys.tolist()}) == 4
+    for i in range(4):
+        np.testing.assert_array_equal(row_keys(0, 5, [words[i]], [[0, 0, 0, 1][i]])[0], keys[i])
+    many = row_keys(0, 5, words * 25, [0, 0, 0, 1] * 25)
+    np.testing.assert_array_equal(many, np.tile(keys, (25, 1)))
+    assert not np.array_equal(row_keys(1, 5, words, [0] * 4), row_keys(0, 5, words, [0] * 4))
+    assert not np.array_equal(row_keys(0, 6, words, [0] * 4), row_keys(0, 5, words, [0] * 4))
+    assert not np.array_equal(id_words("ab", "c"), id_words("a", "bc"))
+    assert id_words("é", "\u4e2d").dtype == np.uint32
+
+
+def test_uniforms_change_with_the_position_and_the_key_only():
+    """The position, not the count of calls, drives the draw: a parked row must not shift its own future."""
+    keys = row_keys(0, 0, [id_words("a", "b")] * 3, [0, 1, 0])
+    at = jnp.array([7, 7, 7])
+    u = np.asarray(uniforms(jnp.asarray(keys), at))
+    assert u[0] == u[2] != u[1] and np.all((u >= 0) & (u < 1))
+    assert uniforms(jnp.asarray(keys[:1]), jnp.array([7]))[0] == u[0]
+    assert not np.any(np.asarray(uniforms(jnp.asarray(keys), at + 1)) == u)

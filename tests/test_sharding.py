@@ -1,0 +1,90 @@
+"""The mesh and the tables from logical axes to mesh axes."""
+
+import jax
+import pytest
+from flax import nnx
+from helpers import one_device_mesh, random_params, tiny_config
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from psearch_jax.config import MeshSection
+from psearch_jax.models import qwen2
+from psearch_jax.sharding import (
+    AXES,
+    COMPUTE,
+    SAMPLING,
+    STORAGE,
+    check_heads,
+    constrain,
+    make_mesh,
+    param_shardings,
+    rows_sharding,
+    spec,
+)
+from psearch_jax.types import UserError
+
+
+def abstract_mesh(*sizes: int) -> AbstractMesh:
+    return AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [MeshSection(2, 1, 1), MeshSection(1, -1, 2), MeshSection(-1, -1, 1), MeshSection(0, 1, 1), MeshSection(1, -2, 1)],
+)
+def test_a_mesh_that_does_not_divide_the_devices_is_one_line(section):
+    """A mesh that leaves devices out, or asks for more than there are, must say what was found."""
+    with pytest.raises(UserError) as caught:
+        make_mesh(section, jax.devices()[:1])
+    assert str(caught.value).startswith("config.mesh") and "\n" not in str(caught.value)
+
+
+def test_the_open_axis_takes_what_the_others_leave():
+    """-1 must resolve to a whole mesh of all devices."""
+    assert dict(make_mesh(MeshSection(1, -1, 1), jax.devices()[:1]).shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+
+
+def test_heads_that_tensor_does_not_divide_are_refused_with_the_accepted_sizes():
+    """14 query heads over 4 chips would be padded or replicated without a word."""
+    check_heads(abstract_mesh(1, 4, 7), 14)
+    with pytest.raises(UserError, match="config.mesh.tensor: found 4, accepted for 14 query heads: 1, 2, 7, 14$"):
+        check_heads(abstract_mesh(1, 4, 4), 14)
+
+
+def test_an_axis_that_does_not_divide_stays_whole():
+    """2 kv heads over a tensor axis of 4 are replicated, as decoding needs; nothing else changes."""
+    mesh = abstract_mesh(2, 2, 4)
+    axes = ("layers", "embed", "kv_heads", None)
+    assert spec(axes, STORAGE, mesh, (3, 64, 2, 16)) == PartitionSpec(None, "fsdp", None, None)
+    assert spec(axes, STORAGE, mesh, (3, 64, 8, 16)) == PartitionSpec(None, "fsdp", "tensor", None)
+    assert spec(axes, SAMPLING, mesh, (3, 64, 8, 16)) == PartitionSpec(None, None, "tensor", None)
+    assert spec(("rows", None), COMPUTE, mesh, (8, 3)) == PartitionSpec(("data", "fsdp"), None)
+    assert spec(("rows", None), COMPUTE, mesh, (3, 3)) == PartitionSpec(None, None)
+
+
+def test_one_mesh_axis_never_splits_two_dimensions():
+    """JAX would refuse much later, with an array's number instead of its axes."""
+    with pytest.raises(ValueError, match="tensor.*two dimensions"):
+        spec(("heads", "mlp"), STORAGE, abstract_mesh(1, 2, 2), (4, 4))
+
+
+def test_every_parameter_gets_the_sharding_of_its_own_axes():
+    """Shardings must line up with the parameters' tree, or a weight is laid out by its neighbour's rule."""
+    params = random_params(tiny_config(tied=False))
+    places = dict(nnx.to_flat_state(param_shardings(params, STORAGE, abstract_mesh(2, 2, 2))))
+    found = {path[-1]: places[path].get_value().spec for path, _ in nnx.to_flat_state(params)}
+    assert found["embedding"] == PartitionSpec("tensor", "fsdp")
+    assert found["lm_head"] == PartitionSpec("fsdp", "tensor")
+    assert found["o_kernel"] == PartitionSpec(None, "tensor", None, "fsdp")
+    assert found["down_kernel"] == PartitionSpec(None, "tensor", "fsdp")
+    assert found["final_norm"] == PartitionSpec(None)
+    assert len(found) == len(jax.tree.leaves(qwen2.abstract_params(tiny_config(tied=False))[1]))
+
+
+def test_constrain_needs_no_mesh_and_takes_one():
+    """The same model code must run where no mesh is set, and be pinned where one is."""
+    x = jax.numpy.ones((2, 3))
+    assert constrain(x, "rows", None) is x
+    mesh = one_device_mesh()
+    with jax.set_mesh(mesh):
+        pinned = jax.jit(lambda a: constrain(a, "rows", None))(x)
+    assert pinned.sharding.is_equivalent_to(rows_sharding(mesh, 2), 2)

@@ -1,0 +1,215 @@
+"""Reading question files: real formats, labels, and every kind of bad row."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from psearch_jax.data.sources import KIND_OF_LABEL, read_questions
+from psearch_jax.text.prompts import render_messages
+from psearch_jax.types import KINDS, UserError
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+
+def row(i=0, label="comparison", **changes):
+    base = {"id": f"q{i}", "question": "Who is older?", "golden_answers": ["Ada"], "metadata": {"type": label}}
+    return {**base, **changes}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+    return path
+
+
+def parquet_row(i=0, label="comparison", source="hotpotqa"):
+    """As ParallelSearch's own preparation writes it; Search-R1's has no `type`."""
+    content = (
+        f"Answer the given question. For example, <answer> Beijing </answer>. Question: Who is older, {i} or 1?\n"
+    )
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": content}],
+        "ability": "fact-reasoning",
+        "reward_model": {"style": "rule", "ground_truth": {"target": ["Ada", "Ada L."]}},
+        "extra_info": {"split": "train", "index": i, "type": label},
+    }
+
+
+def write_parquet(path, rows):
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+# ---- what is read ----
+
+
+def test_hotpot_file(shared_data):
+    """A label read from the wrong field: comparisons would be trained as sequential questions."""
+    questions = read_questions(shared_data / "hotpotqa100" / "questions.jsonl", "hotpotqa")
+    assert Counter(q.kind for q in questions) == {"parallel": 22, "sequential": 78}
+    first = questions[0]
+    assert (first.source, first.id, first.answers) == ("hotpotqa", "5a77ec115542992a6e59dff7", ("a spirit",))
+    assert first.text == "If Gallu is a demon Lilu is what?"
+    assert len({q.id for q in questions}) == 100
+
+
+def test_every_label_of_the_sets(tmp_path):
+    """A label of 2Wiki or MultihopRAG falling back to a kind whose reward is another."""
+    wanted = {
+        "comparison": "parallel",
+        "comparison_query": "parallel",
+        "bridge": "sequential",
+        "inference": "sequential",
+        "compositional": "sequential",
+        "inference_query": "sequential",
+        "bridge_comparison": "mixed",
+        "na": "single",
+        None: "single",
+        "": "single",
+    }
+    questions = read_questions(write(tmp_path / "two.jsonl", [row(i, label) for i, label in enumerate(wanted)]))
+    assert [q.kind for q in questions] == list(wanted.values())
+    assert set(KIND_OF_LABEL.values()) == set(KINDS)
+
+
+def test_unlabelled_sets_are_single_hop(tmp_path):
+    """NQ has no metadata at all, which must not be refused."""
+    bare = row()
+    del bare["metadata"]
+    questions = read_questions(write(tmp_path / "nq.jsonl", [bare, row(1, metadata=None), row(2, metadata={})]))
+    assert [q.kind for q in questions] == ["single"] * 3
+    assert questions[0].source == "nq"
+
+
+def test_metadata_is_kept_small_and_holds_the_prompt(tmp_path):
+    """Whole context paragraphs kept in memory for 90,000 questions, or a row's own prompt lost."""
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    metadata = {"type": "bridge", "level": "easy", "titles": ["A", "B"], "context": {"sentences": [["long"]]}}
+    (question,) = read_questions(write(tmp_path / "x.jsonl", [row(metadata=metadata, prompt=prompt)]))
+    assert question.metadata == {"type": "bridge", "level": "easy", "titles": ["A", "B"], "prompt": prompt}
+
+
+def test_blank_lines_and_whole_number_ids(tmp_path):
+    """A blank last line or a numeric id must not stop a run; line numbers still count blank lines."""
+    file = tmp_path / "x.jsonl"
+    file.write_text("\n" + json.dumps(row(id=7)) + "\n\n" + json.dumps(row(id=7)) + "\n")
+    with pytest.raises(UserError, match=r"x\.jsonl:4: field id: '7' was already used in .*x\.jsonl:2$"):
+        read_questions(file)
+
+
+def test_text_that_cannot_be_written_is_replaced(tmp_path):
+    """A lone surrogate from broken JSON would end the run when the first trajectory is written."""
+    file = tmp_path / "x.jsonl"
+    file.write_text(json.dumps(row(question="Who \ud83d is \U0001f600 older?")) + "\n")
+    (question,) = read_questions(file)
+    assert question.text == "Who ? is \U0001f600 older?"
+    question.text.encode("utf-8")
+
+
+def test_line_separators_inside_text(tmp_path):
+    """U+2028 inside a question is no end of a line (str.splitlines takes it for one)."""
+    file = tmp_path / "x.jsonl"
+    file.write_text(json.dumps(row(question="Who\u2028is older?"), ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_questions(file)[0].text == "Who\u2028is older?"
+
+
+def test_parquet_of_parallel_search(tmp_path, tiny_tokenizer):
+    """Groups of unrelated questions merged: indices start anew with each set of a merged file."""
+    rows = [parquet_row(0), parquet_row(1, "bridge"), parquet_row(0, "na", source="nq")]
+    questions = read_questions(write_parquet(tmp_path / "train.parquet", rows), "ignored")
+    assert [(q.source, q.id, q.kind) for q in questions] == [
+        ("hotpotqa", "0", "parallel"),
+        ("hotpotqa", "1", "sequential"),
+        ("nq", "0", "single"),
+    ]
+    assert questions[0].answers == ("Ada", "Ada L.")
+    assert questions[1].text == "Who is older, 1 or 1?"
+    assert questions[0].metadata["prompt"] == rows[0]["prompt"]
+    assert render_messages(tiny_tokenizer, questions[0].metadata["prompt"])
+
+
+def test_parquet_with_the_original_columns(tmp_path):
+    """Search-R1's published file keeps FlashRAG's columns beside its own: the plain question is there."""
+    rows = [
+        {**parquet_row(i), "id": f"train_{i}", "question": f"q{i}?", "metadata": {"type": "bridge"}} for i in (0, 1)
+    ]
+    for r in rows:
+        del r["extra_info"]["type"]
+    questions = read_questions(write_parquet(tmp_path / "train.parquet", rows))
+    assert [(q.text, q.id, q.kind) for q in questions] == [("q0?", "0", "sequential"), ("q1?", "1", "sequential")]
+
+
+# ---- what is refused ----
+
+BAD_ROWS = {
+    "no question": (row(question=None), "field question: nothing"),
+    "blank question": (row(question="  "), "field question: '  '"),
+    "question of another type": (row(question=["Who?"]), "field question: "),
+    "no answers": (row(golden_answers=None), "field golden_answers: nothing"),
+    "empty answers": (row(golden_answers=[]), r"field golden_answers: \[\]"),
+    "blank answer": (row(golden_answers=["Ada", " "]), "field golden_answers: "),
+    "answer of another type": (row(golden_answers=[1815]), r"field golden_answers: \[1815\]"),
+    "no id": (row(id=None), "field id: nothing"),
+    "id of another type": (row(id=1.5), "field id: 1.5"),
+    "unknown label": (
+        row(label="temporal_query"),
+        "field metadata.type: 'temporal_query' found, accepted: comparison, ",
+    ),
+    "label of another type": (row(label=3), "field metadata.type: 3"),
+    "metadata of another type": (row(metadata="bridge"), "field metadata: 'bridge'"),
+    "prompt of another type": (row(prompt="Who?"), "field prompt: 'Who\\?'"),
+    "duplicate id": (row(0), r"field id: 'q0' was already used in .*x\.jsonl:1$"),
+    "not an object": (["q1"], "list found"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_bad_row_names_file_line_and_field(tmp_path, name):
+    """A row without answers would be trained as always wrong; the user must learn which row it is."""
+    bad, message = BAD_ROWS[name]
+    file = write(tmp_path / "x.jsonl", [row(0), bad])
+    with pytest.raises(UserError, match=r"x\.jsonl:2: " + message) as error:
+        read_questions(file)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "no questions found"),
+        (b"\n \n", "no questions found"),
+        (b'{"id": "a", "ques', r":1: not JSON"),
+        (b'{"id": "\xff"}\n', r":1: not JSON"),
+    ],
+)
+def test_bad_file(tmp_path, content, message):
+    """An empty or damaged download that ends in a traceback, or in a run on nothing."""
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_questions(file)
+
+
+def test_missing_file(tmp_path):
+    """A mistyped path must be named."""
+    with pytest.raises(UserError, match=r"nope\.jsonl: no such file"):
+        read_questions(tmp_path / "nope.jsonl")
+
+
+def test_bad_parquet(tmp_path):
+    """A parquet file that is none, is cut off, or lacks the answers."""
+    broken = tmp_path / "a.parquet"
+    broken.write_bytes(b"PAR1 but not really")
+    with pytest.raises(UserError, match=r"a\.parquet: not a readable parquet file"):
+        read_questions(broken)
+    whole = write_parquet(tmp_path / "b.parquet", [parquet_row(i) for i in range(500)])
+    broken.write_bytes(whole.read_bytes()[:-40])
+    with pytest.raises(UserError, match=r"a\.parquet: not a readable parquet file"):
+        read_questions(broken)
+    nothing = {**parquet_row(), "reward_model": {"style": "rule", "ground_truth": {"target": []}}}
+    with pytest.raises(UserError, match=r"c\.parquet:1: field reward_model\.ground_truth\.target: \[\]"):
+        read_questions(write_parquet(tmp_path / "c.parquet", [nothing]))
+    with pytest.raises(UserError, match=r"d\.parquet:2: field id: '3' was already used"):
+        read_questions(write_parquet(tmp_path / "d.parquet", [parquet_row(3), parquet_row(3)]))
