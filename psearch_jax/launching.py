@@ -69,7 +69,7 @@ def _parse(argv: Sequence[str], positional: bool) -> list[str]:
         sys.exit(_refuse(str(error)))
     except OSError as error:
         sys.exit(_refuse(f"--config: {str(error).strip().splitlines()[-1].strip()}"))
-    except AttributeError as error:  # what ml_collections raises for an unknown field
+    except (AttributeError, KeyError) as error:  # what ml_collections raises for an unknown field or section
         if not any(argument.startswith(("--config.", "-config.")) for argument in argv):
             raise
         sys.exit(_refuse(f"--config: unknown field {_unquoted(str(error))}"))

@@ -6,7 +6,10 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from psearch_jax import launching
 from psearch_jax.text.tokenizer import Tokenizer
+
+launching.configure_jax()  # tests and the programs they start share one compilation cache
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

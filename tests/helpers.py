@@ -71,7 +71,7 @@ class ScriptedSampler(Sampler):
     after = 0  # an id
     scripts: Mapping[tuple[int, int], Sequence[int]] = {}
 
-    def _decode(self, model, temperature, state: SamplerState) -> SamplerState:
+    def _decode(self, model, temperature, span, state: SamplerState) -> SamplerState:
         said = jnp.sum(state.mask, axis=1)
         forced = jax.pure_callback(self._next_ids, jax.ShapeDtypeStruct(said.shape, jnp.int32), state.key, said)
         draw = sampling.choose
@@ -80,7 +80,7 @@ class ScriptedSampler(Sampler):
             return jnp.where(forced < 0, draw(logits, uniform), forced)
 
         with mock.patch.object(sampling, "choose", choose):  # while it is traced
-            return super()._decode(model, temperature, state)
+            return super()._decode(model, temperature, span, state)
 
     def _next_ids(self, keys, said) -> np.ndarray:
         keys, said = np.asarray(keys), np.asarray(said)
@@ -133,8 +133,8 @@ def make_learner(tokenizer: Tokenizer, config: Qwen2Config, context_tokens: int,
     """A float32 learner; `learning` holds fields of LearningSection."""
     settings = LearningSection(**{"micro_batch_rows": 2, "mini_batch_rollouts": 4, "warmup_ratio": 0.0, **learning})
     optimizer = make_optimizer(settings, 10)
-    mesh = one_device_mesh()
-    return Learner(config, settings, optimizer, mesh, context_tokens, temperature, tokenizer.size), optimizer
+    mesh, n_ids = one_device_mesh(), tokenizer.size
+    return Learner(config, settings, optimizer, mesh, context_tokens, temperature, n_ids, remat=False), optimizer
 
 
 def started(sampler: Sampler, params, prompts, keys, positions: int, turn_tokens: int, budget_end: int | None = None):

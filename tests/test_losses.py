@@ -74,9 +74,9 @@ def test_the_clip_is_asymmetric_and_pessimistic(ratio, advantage, expected, cut)
     assert bool(metrics["clip_fraction"].total) is cut
 
     def total(logp):
-        return policy_loss(logp, 0 * one, 0 * one, 0 * one, 0 * one, advantage * one, jnp.asarray(one), SETTINGS)[
-            0
-        ].total
+        return policy_loss(
+            logp, 0 * one, 0 * one, 0 * one, 0 * one, advantage * one, jnp.asarray(one), SETTINGS, CONTEXT
+        )[0].total
 
     slope = jax.grad(total)(jnp.log(ratio) * one)[0, 0]
     np.testing.assert_allclose(slope, 0.0 if cut else -advantage * ratio, rtol=1e-6)

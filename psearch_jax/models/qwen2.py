@@ -75,6 +75,7 @@ class Qwen2(nnx.Module):
         cache: KVCache | None = None,
         start: jax.Array | None = None,
         keep_kv: bool = False,
+        span: int | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """Runs the trunk over a chunk of ids.
 
@@ -82,6 +83,7 @@ class Qwen2(nnx.Module):
           ids: [B, T] int32. Rows are padded on the right; causal attention keeps pads from real positions.
           cache: keys and values of the positions before the chunk; read, never written here.
           start: [B] int32, the position of ids[:, 0], which is also how many cached positions are real.
+          span: cached positions to look at, at least max(start); default: all of the cache.
           keep_kv: also return the chunk's keys and values, for a cache.
 
         Returns:
@@ -95,11 +97,10 @@ class Qwen2(nnx.Module):
         x = jnp.take(table, ids, axis=0).astype(self.dtype)
         x = constrain(x, "rows", None, None)
         weights = nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
-        step = functools.partial(_layer, config=config, rotation=rotation, start=begin, keep=keep_kv)
+        step = functools.partial(_layer, config=config, rotation=rotation, start=begin, cache=cache, span=span, keep=keep_kv)
         if self.remat and not keep_kv:
             step = jax.checkpoint(step, policy=jax.checkpoint_policies.nothing_saveable)
-        old = None if cache is None else (cache.k, cache.v)
-        x, new = jax.lax.scan(step, x, (weights, old))
+        x, new = jax.lax.scan(step, x, (weights, jnp.arange(config.layers)))
         return _rms_norm(x, self.final_norm[...], config.rms_eps), new
 
     def logits(self, hidden: jax.Array, temperature: float, n_ids: int) -> jax.Array:
@@ -141,9 +142,20 @@ class Qwen2(nnx.Module):
         return chosen, entropy
 
 
-def _layer(x: jax.Array, xs: Any, *, config: Qwen2Config, rotation: Any, start: jax.Array, keep: bool):
+def _layer(
+    x: jax.Array,
+    xs: Any,
+    *,
+    config: Qwen2Config,
+    rotation: Any,
+    start: jax.Array,
+    cache: KVCache | None,
+    span: int | None,
+    keep: bool,
+):
     """One decoder layer; the body of the scan. Returns ([B, T, D], new (k, v) [B, K, T, H] or None)."""
-    w, old = xs
+    w, layer = xs
+    old = None if cache is None else tuple(_one_layer(a, layer, span) for a in (cache.k, cache.v))
     y = _rms_norm(x, w["attention_norm"], config.rms_eps)
     cos, sin = (a[:, :, None] for a in rotation)  # [B, T, 1, H/2]
     q = constrain(_rotate(_dense(y, w["q_kernel"], w["q_bias"]), cos, sin), "rows", None, "heads", None)
@@ -156,6 +168,12 @@ def _layer(x: jax.Array, xs: Any, *, config: Qwen2Config, rotation: Any, start: 
     inner = jax.nn.silu(_dense(y, w["gate_kernel"])) * _dense(y, w["up_kernel"])
     x = x + _dense(constrain(inner, "rows", None, "mlp"), w["down_kernel"])
     return constrain(x, "rows", None, None), (k, v) if keep else None
+
+
+def _one_layer(cache: jax.Array, layer: jax.Array, span: int | None) -> jax.Array:
+    """[L, B, K, S, H] -> [B, K, span, H] of one layer. Reading the cache is what decoding costs; so no more of it."""
+    _, B, K, S, H = cache.shape
+    return jax.lax.dynamic_slice(cache, (layer, 0, 0, 0, 0), (1, B, K, span or S, H))[0]
 
 
 def _dense(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None, contracted: int = 1) -> jax.Array:

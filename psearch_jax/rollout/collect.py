@@ -83,6 +83,7 @@ class Collector:
         self._rollout, self._retrieval = rollout, retrieval
         self._prompt_widths = buckets(rollout.prompt_tokens)
         self._obs_widths = buckets(rollout.obs_tokens)
+        self._spans = buckets(rollout.context_tokens)
         self._corrective = tokenizer.encode_foreign(tags.CORRECTIVE_MESSAGE)[: rollout.obs_tokens]
 
     def warm_up(self, params: nnx.State) -> None:
@@ -95,7 +96,9 @@ class Collector:
         for width in self._prompt_widths:
             pool = self.sampler.prefill(params, np.zeros((rows, width), np.int32), nothing)
             state = self.sampler.admit(state, pool, nothing - 1, np.zeros((rows, 2), np.uint32), 1, 1)
-        jax.block_until_ready(self.sampler.generate(params, state, 1.0))
+        for span in self._spans:
+            state = self.sampler.generate(params, state, 1.0, span)
+        jax.block_until_ready(state)
 
     def collect(
         self,
@@ -120,7 +123,7 @@ class Collector:
         call = _Call(self, params, questions, samples, seed, step)
         while call.waiting or call.live:
             call.refill()
-            call.state = self.sampler.generate(params, call.state, temperature)
+            call.state = self.sampler.generate(params, call.state, temperature, call.span())
             call.read()
             if progress:
                 progress(call.done, len(call.results))
@@ -220,6 +223,12 @@ class _Call:
         self._extend({b: self._observation(queries[b], found[b], lengths[b]) for b in slots}, lengths)
 
     # ---- read ----
+
+    def span(self) -> int:
+        """The positions that no live row will outgrow in its current turn, rounded up to a bucket."""
+        turn = self.rollout.turn_tokens + self.rollout.max_tokens_after_answer
+        need = max(live.turn_start for live in self.live.values()) + turn if self.live else 1
+        return pick(self.owner._spans, min(need, self.rollout.context_tokens))
 
     def read(self) -> None:
         """Parses what each stopped row sampled; ends it, or searches and extends it."""

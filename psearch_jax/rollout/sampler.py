@@ -107,7 +107,9 @@ class Sampler:
         self._prefill = jax.jit(self._prefill_program, out_shardings=shardings)
         self._admit = jax.jit(self._admit_program, donate_argnames="state", out_shardings=shardings)
         self._extend = jax.jit(self._extend_program, donate_argnames="state", out_shardings=shardings)
-        self._generate = jax.jit(self._generate_program, donate_argnames="state", out_shardings=shardings)
+        self._generate = jax.jit(
+            self._generate_program, donate_argnames="state", static_argnames="span", out_shardings=shardings
+        )
         self._new = jax.jit(self._new_program, static_argnums=(0, 1), out_shardings=shardings)
 
     # ---- the five calls ----
@@ -154,10 +156,16 @@ class Sampler:
         with jax.set_mesh(self.mesh):
             return self._extend(params, state, ids, n, np.int32(turn_tokens))
 
-    def generate(self, params: nnx.State, state: SamplerState, temperature: float) -> SamplerState:
-        """Samples until no row runs or enough rows are parked. Temperature 0 is greedy (log-probs at 1)."""
+    def generate(
+        self, params: nnx.State, state: SamplerState, temperature: float, span: int | None = None
+    ) -> SamplerState:
+        """Samples until no row runs or enough rows are parked. Temperature 0 is greedy (log-probs at 1).
+
+        Args:
+          span: positions that no running row will outgrow in this call, at most S; the cache behind them is not read.
+        """
         with jax.set_mesh(self.mesh):
-            return self._generate(params, state, np.float32(temperature))
+            return self._generate(params, state, np.float32(temperature), span=span or state.ids.shape[1])
 
     def compilations(self) -> dict[str, int]:
         """How many shapes each program was compiled for."""
@@ -245,7 +253,7 @@ class Sampler:
             status=status.astype(jnp.int32),
         )
 
-    def _generate_program(self, params, state: SamplerState, temperature) -> SamplerState:
+    def _generate_program(self, params, state: SamplerState, temperature, span: int) -> SamplerState:
         model = nnx.merge(self._graph, params)
 
         def go_on(state: SamplerState) -> jax.Array:
@@ -253,15 +261,16 @@ class Sampler:
             parked = jnp.sum(state.status == Status.SEARCH)
             return (running > 0) & (parked < self._park_fraction * (running + parked))
 
-        return jax.lax.while_loop(go_on, functools.partial(self._decode, model, temperature), state)
+        return jax.lax.while_loop(go_on, functools.partial(self._decode, model, temperature, span), state)
 
-    def _decode(self, model: Any, temperature: jax.Array, state: SamplerState) -> SamplerState:
+    def _decode(self, model: Any, temperature: jax.Array, span: int, state: SamplerState) -> SamplerState:
         """One id for every running row."""
         B, S = state.ids.shape
         rows = jnp.arange(B)
         running = state.status == Status.RUNNING
         at = jnp.maximum(state.length - 1, 0)
-        hidden, (k, v) = model.hidden(jnp.take_along_axis(state.ids, at[:, None], axis=1), state.cache, at, keep_kv=True)
+        inputs = jnp.take_along_axis(state.ids, at[:, None], axis=1)
+        hidden, (k, v) = model.hidden(inputs, state.cache, at, keep_kv=True, span=span)
         greedy = temperature == 0
         logits = model.logits(hidden[:, 0], 1.0, self._n_ids) / jnp.where(greedy, 1.0, temperature)
         logits = jnp.maximum(logits, NEG_INF)  # division may have pushed the mask to -inf

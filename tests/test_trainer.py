@@ -1,0 +1,278 @@
+"""The main loop, its run directory, and how it survives."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from psearch_jax import build
+from psearch_jax.config import PRESETS, Config, from_mapping
+from psearch_jax.data.closed_world import ClosedWorld, train_tokenizer
+from psearch_jax.models import hf, qwen2
+from psearch_jax.text.tokenizer import Tokenizer
+from psearch_jax.train import checkpoint, trainer
+from psearch_jax.types import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = {
+    "rollout.slots": 8,
+    "rollout.samples": 2,
+    "rollout.context_tokens": 256,
+    "rollout.turn_tokens": 24,
+    "rollout.obs_tokens": 128,
+    "rollout.search_turns": 1,
+    "learning.mini_batch_rollouts": 4,
+    "learning.micro_batch_rows": 4,
+    "train.prompts": 4,
+    "train.checkpoint_every_steps": 2,
+    "eval.questions_per_kind": 2,
+    "eval.also_greedy": False,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_policy(tmp_path_factory) -> Path:
+    """A random policy of two narrow layers with the closed world's tokenizer, as a Hugging Face directory."""
+    folder = tmp_path_factory.mktemp("policy")
+    (folder / "tokenizer").mkdir()
+    train_tokenizer(ClosedWorld.make(0), folder / "tokenizer")
+    tokenizer = Tokenizer.load(folder / "tokenizer")
+    shape = replace(
+        PRESETS["toy"],
+        vocab_rows=tokenizer.size + 10,
+        width=32,
+        layers=2,
+        head_dim=8,
+        mlp=64,
+        eos_ids=tuple(sorted(tokenizer.stop_ids)),
+    )
+    hf.save_hf(qwen2.init_params(shape, 0), shape, folder / "tokenizer", folder / "hf")
+    return folder / "hf"
+
+
+def command(workdir: Path, policy: Path, steps: int, config: str = "smoke", **fields) -> list[str]:
+    values = {**SMALL, "model.path": policy, "train.steps": steps, **fields}
+    flags = [f"--config.{name}={value}" for name, value in values.items()]
+    return [sys.executable, "launch/train.py", f"--config=configs/{config}.py", f"--workdir={workdir}", *flags]
+
+
+def run(arguments: list[str], expect: int = 0) -> subprocess.CompletedProcess:
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == expect, done.stderr[-3000:]
+    return done
+
+
+def small_config(policy: Path, **fields) -> Config:
+    sections: dict[str, dict] = {"data": {"source": "closed_world", "template": "toy", "world_questions": 200}}
+    for name, value in {**SMALL, "model.path": str(policy), "rollout.prompt_tokens": 64, **fields}.items():
+        section, _, key = name.partition(".")
+        sections.setdefault(section, {})[key] = value
+    sections["model"] |= {"dtype": "float32", "sampling_dtype": "float32"}
+    return from_mapping(sections)
+
+
+def metrics_without_clocks(workdir: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.endswith(("_s", "_per_s"))} for row in rows]
+
+
+def final_params(workdir: Path) -> dict[str, np.ndarray]:
+    _, params, _ = checkpoint.load_params(checkpoint.find_checkpoint(workdir))
+    return {".".join(path): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(params)}
+
+
+def wait_for(condition, process: subprocess.Popen, seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "the run ended before it was interrupted"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_killed_run_resumes_bit_for_bit(tiny_policy, tmp_path):
+    """A resume that repeats a batch, a key or a metric row, or restarts the optimizer, makes results unrepeatable."""
+    run(command(tmp_path / "whole", tiny_policy, 4))
+    killed = tmp_path / "killed"
+    process = subprocess.Popen(
+        command(killed, tiny_policy, 4), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    # Kill behind step 3: later than the checkpoint, so that rows have to be cut back.
+    wait_for(lambda: (killed / "trajectories" / "000002.jsonl").is_file(), process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (killed / "summary.json").is_file()
+    run(command(killed, tiny_policy, 4))
+    assert metrics_without_clocks(killed) == metrics_without_clocks(tmp_path / "whole")
+    ours, theirs = final_params(killed), final_params(tmp_path / "whole")
+    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[k], theirs[k]) for k in ours)
+    for name in ("000000", "000003"):
+        a, b = ((w / "trajectories" / f"{name}.jsonl").read_text() for w in (killed, tmp_path / "whole"))
+        assert a == b
+    before, after = (json.loads((w / "summary.json").read_text()) for w in (killed, tmp_path / "whole"))
+    assert before["before"] == after["before"] and before["after"] == after["after"]
+
+
+def test_sigterm_saves_and_exits_cleanly(tiny_policy, tmp_path):
+    """A preempted machine that loses its last steps, or reports a failure, makes the scheduler start over."""
+    process = subprocess.Popen(
+        command(tmp_path, tiny_policy, 1000, **{"train.checkpoint_every_steps": 1000}),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    wait_for(lambda: (tmp_path / "trajectories" / "000000.jsonl").is_file(), process)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "the same command resumes" in out
+    step = checkpoint.read_loop(checkpoint.find_checkpoint(tmp_path))["step"]
+    assert step == len(metrics_without_clocks(tmp_path)) >= 1
+
+
+def test_no_step_after_the_first_compiles(tiny_policy):
+    """A shape that changes from step to step would stop a run for minutes each time it first occurs."""
+    parts = build.training_run(small_config(tiny_policy))
+    sampling = parts.learner.sampling_copy(parts.state.params)
+    parts.collector.warm_up(sampling)
+    parts.learner.warm_up(parts.state.params, parts.reference)
+    parts.state, *_ = trainer.train_step(parts, next(parts.loader), 0)
+    once = {**parts.collector.sampler.compilations(), **parts.learner.compilations()}
+    for step in range(1, 4):
+        parts.state, *_ = trainer.train_step(parts, next(parts.loader), step)
+    assert {**parts.collector.sampler.compilations(), **parts.learner.compilations()} == once
+
+
+def test_a_damaged_checkpoint_is_passed_over(tiny_policy, tmp_path, caplog):
+    """A file cut short by a full disk must cost some steps, not the run; another architecture must be refused."""
+    config = small_config(tiny_policy)
+    parts = build.training_run(config)
+    record = {"model": checkpoint.model_record(parts.model), "loader": parts.loader.state(), "tokenizer": "x"}
+    keeper = checkpoint.Checkpoints(tmp_path / "checkpoints")
+    keeper.save(1, parts.state, record)
+    keeper.save(2, parts.state, record)
+    keeper.wait()
+    largest = max((tmp_path / "checkpoints" / "2" / "params").rglob("*"), key=lambda p: p.is_file() and p.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    state, loop = keeper.restore(parts.state)
+    assert loop["step"] == 1 and "checkpoint 2 cannot be read" in caplog.text
+    same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), state, parts.state)
+    assert all(jax.tree.leaves(same))
+
+    other = qwen2.init_params(replace(parts.model, layers=3), 0)
+    with pytest.raises(UserError, match="another architecture"):
+        keeper.restore(replace(parts.state, params=other))
+    keeper.close()
+
+
+def test_everything_missing_is_listed_at_once(tmp_path):
+    """A user who learns of one missing input per start gives up at the third."""
+    done = run(
+        [sys.executable, "launch/train.py", "--config=configs/qwen7b.py", f"--workdir={tmp_path / 'w'}"]
+        + ["--config.model.path=/nowhere/qwen"],
+        expect=2,
+    )
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1
+    for part in ("config.model.path=/nowhere/qwen", "config.data.questions", "config.retrieval.index", "build_index.py"):
+        assert part in lines[0]
+    assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.parametrize(
+    "field, message",
+    [
+        ("mesh.tensor=3", "is not the number of devices"),
+        ("rollout.obs_tokens=8", "rollout.obs_tokens"),
+        ("learning.mini_batch_rollouts=5", "multiple of rollout.samples"),
+        ("data.template=/nowhere.txt", "prompt template"),
+        ("no.such=1", "unknown"),
+        ("train.stepz=1", "unknown"),
+        ("train.steps=many", "steps"),
+    ],
+)
+def test_a_bad_field_is_one_line(tiny_policy, tmp_path, field, message):
+    """A traceback instead of a line that names the field sends the user into our code."""
+    done = run([*command(tmp_path / "w", tiny_policy, 1), f"--config.{field}"], expect=2)
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and message in lines[0]
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(tiny_policy, tmp_path):
+    """Ids past the last embedding row would be clamped to it in silence; a wrong end-of-text id would never stop."""
+    config = small_config(tiny_policy)
+    shape = hf.read_config(tiny_policy)
+    for change, message in (({"vocab_rows": 100}, "embedding rows"), ({"eos_ids": (400,)}, "no control token")):
+        model = replace(shape, **change)
+        with pytest.raises(UserError, match=message):
+            build.engine(
+                replace(config, model=replace(config.model, path="", tokenizer=str(tiny_policy))),
+                params=qwen2.init_params(model, 0),
+                model=model,
+            )
+
+
+def test_a_run_that_turns_bad_stops(tiny_policy, tmp_path):
+    """NaN weights saved over good ones, or a night of steps that change nothing."""
+    config = small_config(tiny_policy, **{"train.steps": 8, "learning.max_bad_steps": 2, "eval.questions_per_kind": 0})
+    parts = build.training_run(config)
+    poisoned = nnx.from_flat_state(
+        [(path, v.replace(v.get_value() * np.nan)) for path, v in nnx.to_flat_state(parts.state.params)]
+    )
+    parts.state = replace(parts.state, params=poisoned)
+    with pytest.raises(UserError, match="not finite"):
+        trainer.train(parts, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_export_of_a_run_loads_in_transformers(tiny_policy, tmp_path):
+    """A run whose result only we can read is of no use to anyone."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    run(command(tmp_path / "run", tiny_policy, 2))
+    run(
+        [sys.executable, "launch/export_hf.py", f"--checkpoint={tmp_path / 'run'}", f"--out={tmp_path / 'hf'}"]
+        + ["--dtype=float32"]
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    config, params, _ = checkpoint.load_params(checkpoint.find_checkpoint(tmp_path / "run"))
+    ids = np.arange(24).reshape(2, 12) + 5
+    with torch.no_grad(), jax.default_matmul_precision("highest"):
+        model = nnx.merge(qwen2.graphdef(config, np.float32), params)
+        ours = model.logits(model.hidden(ids)[0], 1.0, config.vocab_rows)
+        expected = theirs(torch.tensor(ids)).logits.numpy()
+    assert np.abs(ours - expected).max() <= 1e-5 * np.abs(expected).max()
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")("born").input_ids
+    again = run(
+        [sys.executable, "launch/export_hf.py", f"--checkpoint={tmp_path / 'run'}", f"--out={tmp_path / 'hf'}"], expect=2
+    )
+    assert "exists already" in again.stderr
+
+
+@pytest.mark.slow
+def test_real_questions_and_passages_run_through(shared_data, tmp_path):
+    """The closed world hides what real text does: long passages, foreign scripts, a vocabulary of 151,646 ids."""
+    done = [sys.executable, "launch/train.py", "--config=configs/hotpot_sample.py", f"--workdir={tmp_path}"]
+    done += [f"--config.data.questions={shared_data / 'hotpotqa100' / 'questions.jsonl'}"]
+    done += [f"--config.retrieval.corpus={shared_data / 'hotpotqa100' / 'corpus.jsonl'}"]
+    done += [f"--config.model.tokenizer={shared_data / 'qwen2_tokenizer'}", "--config.train.steps=2"]
+    run(done)
+    corpus = (shared_data / "hotpotqa100" / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    known = {json.loads(line)["id"] for line in corpus}
+    rows = [json.loads(line) for file in (tmp_path / "trajectories").glob("*.jsonl") for line in file.open()]
+    found = [{p["id"] for turn in row["turns"] for ps in turn["passages"] for p in ps} for row in rows]
+    assert len(rows) == 32 and all(ids <= known for ids in found)
+    assert np.mean([bool(ids) for ids in found]) >= 0.9
+    for row in rows:
+        assert len(row["ids"]) == len(row["mask"]) == len(row["logprobs"])
+        assert sum(row["mask"]) == sum(turn["n_sampled"] for turn in row["turns"])
