@@ -1,6 +1,6 @@
 """GRPO on the toy policy in the closed world, on a CPU: what `make demo` runs.
 
-    python launch/train.py --config=configs/smoke.py --workdir=runs/smoke
+python launch/train.py --config=configs/smoke.py --workdir=runs/smoke
 """
 
 from ml_collections import ConfigDict
@@ -10,27 +10,27 @@ from psearch_jax.config import config_dict
 
 def get_config() -> ConfigDict:
     return config_dict(
-            seed=0,
-            model=dict(path="toy", dtype="float32", sampling_dtype="float32", remat=True),
-            data=dict(source="closed_world", template="toy"),
-            retrieval=dict(topk=3),
-            rollout=dict(
-                slots=192,
-                samples=8,
-                context_tokens=384,
-                prompt_tokens=64,
-                turn_tokens=64,
-                obs_tokens=256,
-                search_turns=4,
-            ),
-            learning=dict(
-                mini_batch_rollouts=192,
-                micro_batch_rows=48,
-                learning_rate=3e-4,
-                warmup_ratio=0.05,
-                kl_coefficient=0.001,
-                weight_decay=0.0,
-            ),
-            train=dict(steps=60, prompts=24, checkpoint_every_steps=20, trajectories_per_step=64),
-            eval=dict(questions_per_kind=400, temperature=1.0, also_greedy=True),
+        seed=0,
+        model=dict(path="toy", dtype="float32", sampling_dtype="float32", remat=True),
+        data=dict(source="closed_world", template="toy"),
+        retrieval=dict(topk=3),
+        rollout=dict(
+            slots=192,
+            samples=8,
+            context_tokens=384,
+            prompt_tokens=64,
+            turn_tokens=64,
+            obs_tokens=256,
+            search_turns=4,
+        ),
+        learning=dict(
+            mini_batch_rollouts=192,
+            micro_batch_rows=48,
+            learning_rate=3e-4,
+            warmup_ratio=0.05,
+            kl_coefficient=0.001,
+            weight_decay=0.0,
+        ),
+        train=dict(steps=60, prompts=24, checkpoint_every_steps=20, trajectories_per_step=64),
+        eval=dict(questions_per_kind=400, temperature=1.0, also_greedy=True),
     )

@@ -129,7 +129,7 @@ def main(_: list[str]) -> None:
 
     launching.configure_jax()
     parts = build.from_path(config, MODEL.value)
-    params = sampling_copy(parts)
+    params = parts.sampling_copy()
 
     out = Path(OUT.value)
     out.mkdir(parents=True, exist_ok=True)
@@ -156,18 +156,6 @@ def main(_: list[str]) -> None:
     write(out / "results.json", json.dumps(record, indent=2) + "\n")
     write(out / "results.md", table + "\n\nPublished figures (arXiv 2508.09303) are those of the whole sets.\n")
     print(table)
-
-
-def sampling_copy(parts: Any) -> Any:
-    """The engine's parameters as its sampler reads them: in the sampling dtype, split over `tensor` only."""
-    import jax
-    import jax.numpy as jnp
-
-    from psearch_jax.sharding import SAMPLING, param_shardings
-
-    dtype = jnp.dtype(parts.config.model.sampling_dtype)
-    places = param_shardings(parts.params, SAMPLING, parts.mesh)
-    return jax.jit(lambda p: jax.tree.map(lambda x: x.astype(dtype), p), out_shardings=places)(parts.params)
 
 
 def write(path: Path, text: str) -> None:

@@ -7,12 +7,12 @@ A row holds prompt, response, golden_answers, kind, weights and score. The last 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
+from psearch_jax import launching
 from psearch_jax.rl.compat import compat_score, parse_transcript
 from psearch_jax.rl.rewards import RewardWeights, paper_reward
 from psearch_jax.types import KINDS, Question, RewardParts, UserError
@@ -78,16 +78,11 @@ def run(file: Path, profile: str) -> int:
     return mismatches
 
 
-def main(argv: list[str]) -> int:
-    try:
-        if len(argv) != 2:
-            raise UserError(f"arguments: {len(argv) - 1} files given, accepted: one (score_vectors.py FILE.jsonl)")
-        run(Path(argv[1]), PROFILE.value)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+def main(argv: list[str]) -> None:
+    if len(argv) != 2:
+        raise UserError(f"arguments: {len(argv) - 1} files given, accepted: one (score_vectors.py FILE.jsonl)")
+    run(Path(argv[1]), PROFILE.value)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    launching.run(main, positional=True)

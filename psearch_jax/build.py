@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from psearch_jax.rl.rewards import RewardWeights, paper_reward
 from psearch_jax.rollout.boundary import cached_tables
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler import Sampler
-from psearch_jax.sharding import STORAGE, check_heads, make_mesh, param_shardings
+from psearch_jax.sharding import STORAGE, check_heads, make_mesh, param_shardings, sampling_cast
 from psearch_jax.text.prompts import load_template, render_messages, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train import checkpoint
@@ -52,6 +51,16 @@ class Engine:
     collector: Collector
     world: ClosedWorld | None  # when data.source is closed_world
 
+    def sampling_copy(self) -> nnx.State:
+        """The parameters as the sampler reads them."""
+        return sampling_cast(self.params, jnp.dtype(self.config.model.sampling_dtype), self.mesh)(self.params)
+
+    def describe(self) -> str:
+        """One line about the model and the machine."""
+        count = sum(x.size for x in jax.tree.leaves(self.params))
+        mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
+        return f"{count / 1e6:.1f}M parameters on {self.mesh.devices.size} x {jax.devices()[0].device_kind} ({mesh})"
+
 
 def missing_inputs(config: Config, training: bool = True) -> list[str]:
     """What the config needs and does not name, one line each with the command that makes it."""
@@ -63,7 +72,9 @@ def missing_inputs(config: Config, training: bool = True) -> list[str]:
             f"`hf download {path} --local-dir=DIR` and give --config.model.path=DIR"
         )
     if not path and not config.model.tokenizer:
-        lines.append("config.model.tokenizer: a tokenizer directory is needed with random weights (model.path is empty)")
+        lines.append(
+            "config.model.tokenizer: a tokenizer directory is needed with random weights (model.path is empty)"
+        )
     if config.data.source == "file":
         if training and not config.data.questions:
             lines.append(
@@ -135,13 +146,16 @@ def engine(
     )
     world = ClosedWorld.make(config.data.world_seed) if config.data.source == "closed_world" else None
     retriever = retriever or _retriever(config, world)
-    collector = Collector(sampler, tokenizer, retriever, _renderer(config, tokenizer), config.rollout, config.retrieval)
+    collector = Collector(
+        sampler, tokenizer, retriever, _renderer(config, tokenizer), config.rollout, config.retrieval
+    )
     return Engine(config, model, tokenizer, str(tokenizer_path), mesh, params, collector, world)
 
 
 def training_run(config: Config) -> Run:
     """Builds everything that train/trainer.py needs."""
     parts = engine(config, training=True)
+    log.info(parts.describe())
     questions, evaluation = _questions(config, parts.world)
     optimizer = make_optimizer(config.learning, updates_per_step(config) * config.train.steps)
     learner = Learner(
@@ -179,7 +193,9 @@ def from_path(config: Config, path: str) -> Engine:
         return engine(replace(config, model=replace(config.model, path=path)))
     model, params, loop = checkpoint.load_params(checkpoint.find_checkpoint(path))
     tokenizer = config.model.tokenizer or loop["tokenizer"]
-    return engine(replace(config, model=replace(config.model, path="", tokenizer=tokenizer)), params=params, model=model)
+    return engine(
+        replace(config, model=replace(config.model, path="", tokenizer=tokenizer)), params=params, model=model
+    )
 
 
 def _weights(
@@ -267,11 +283,3 @@ def _questions(config: Config, world: ClosedWorld | None) -> tuple[list[Question
     train = [q for kind, count in counts.items() for q in world.questions("train", kind, count, data.world_seed)]
     count = config.eval.questions_per_kind
     return train, [q for kind in KINDS for q in closed_world_benchmark(world, kind, count)] if count else []
-
-
-def describe(parts: Any) -> str:
-    """One line about the machine and the model."""
-    device = jax.devices()[0]
-    sizes = ", ".join(f"{k} {v}" for k, v in parts.mesh.shape.items())
-    count = sum(x.size for x in jax.tree.leaves(parts.params))
-    return f"{count / 1e6:.1f}M parameters on {jax.device_count()} x {device.device_kind} ({sizes})"

@@ -7,7 +7,7 @@ split over fsdp (each decoded token would all-gather every layer); `COMPUTE` for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -83,6 +83,15 @@ def param_shardings(abstract: nnx.State, rules: Mapping[str, MeshAxes], mesh: Me
         return variable.replace(sharding)
 
     return jax.tree.map(one, abstract, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def sampling_cast(abstract: nnx.State, dtype: Any, mesh: Mesh) -> Callable[[nnx.State], nnx.State]:
+    """A compiled function from stored parameters to those the sampler reads: in `dtype`, split over `tensor` only."""
+
+    def cast(params: nnx.State) -> nnx.State:
+        return jax.tree.map(lambda x: x.astype(dtype), params)
+
+    return jax.jit(cast, out_shardings=param_shardings(abstract, SAMPLING, mesh))
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

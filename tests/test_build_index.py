@@ -71,9 +71,9 @@ def test_existing_directory(corpus, tmp_path):
 def test_bad_input_is_one_line(corpus, tmp_path):
     """Bad input ends in a traceback, or leaves half an index behind."""
     out = f"--out={tmp_path / 'index'}"
-    assert "--corpus is missing" in refused(out)
-    assert "--out is missing" in refused(f"--corpus={corpus}")
-    assert "'e6'" in refused(f"--corpus={corpus}", "--encoder=e6", out)
+    assert "flag --corpus" in refused(out)
+    assert "flag --out" in refused(f"--corpus={corpus}")
+    assert "--encoder=e6" in refused(f"--corpus={corpus}", "--encoder=e6", out)
     assert "absent.jsonl" in refused("--corpus=absent.jsonl", out)
     corpus.write_text(corpus.read_text() + '{"id": "9"}\n')
     assert "line 4: field contents is missing" in refused(f"--corpus={corpus}", out)

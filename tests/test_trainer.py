@@ -162,7 +162,9 @@ def test_a_damaged_checkpoint_is_passed_over(tiny_policy, tmp_path, caplog):
     keeper.save(1, parts.state, record)
     keeper.save(2, parts.state, record)
     keeper.wait()
-    largest = max((tmp_path / "checkpoints" / "2" / "params").rglob("*"), key=lambda p: p.is_file() and p.stat().st_size)
+    largest = max(
+        (tmp_path / "checkpoints" / "2" / "params").rglob("*"), key=lambda p: p.is_file() and p.stat().st_size
+    )
     os.truncate(largest, largest.stat().st_size // 2)
     state, loop = keeper.restore(parts.state)
     assert loop["step"] == 1 and "checkpoint 2 cannot be read" in caplog.text
@@ -184,7 +186,12 @@ def test_everything_missing_is_listed_at_once(tmp_path):
     )
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1
-    for part in ("config.model.path=/nowhere/qwen", "config.data.questions", "config.retrieval.index", "build_index.py"):
+    for part in (
+        "config.model.path=/nowhere/qwen",
+        "config.data.questions",
+        "config.retrieval.index",
+        "build_index.py",
+    ):
         assert part in lines[0]
     assert not (tmp_path / "w").exists()
 
@@ -254,7 +261,8 @@ def test_the_export_of_a_run_loads_in_transformers(tiny_policy, tmp_path):
     assert np.abs(ours - expected).max() <= 1e-5 * np.abs(expected).max()
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")("born").input_ids
     again = run(
-        [sys.executable, "launch/export_hf.py", f"--checkpoint={tmp_path / 'run'}", f"--out={tmp_path / 'hf'}"], expect=2
+        [sys.executable, "launch/export_hf.py", f"--checkpoint={tmp_path / 'run'}", f"--out={tmp_path / 'hf'}"],
+        expect=2,
     )
     assert "exists already" in again.stderr
 

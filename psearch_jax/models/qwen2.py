@@ -97,7 +97,9 @@ class Qwen2(nnx.Module):
         x = jnp.take(table, ids, axis=0).astype(self.dtype)
         x = constrain(x, "rows", None, None)
         weights = nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
-        step = functools.partial(_layer, config=config, rotation=rotation, start=begin, cache=cache, span=span, keep=keep_kv)
+        step = functools.partial(
+            _layer, config=config, rotation=rotation, start=begin, cache=cache, span=span, keep=keep_kv
+        )
         if self.remat and not keep_kv:
             step = jax.checkpoint(step, policy=jax.checkpoint_policies.nothing_saveable)
         x, new = jax.lax.scan(step, x, (weights, jnp.arange(config.layers)))

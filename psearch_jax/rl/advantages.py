@@ -14,8 +14,8 @@ Method = Literal["std", "mean", "leave_one_out"]
 def group_advantages(rewards: Sequence[float], groups: Sequence[Hashable], method: Method = "std") -> np.ndarray:
     """Advantage of each rollout within its group.
 
-    `std`: (r - mean) / (std + 1e-6), std with ddof 1; `mean`: r - mean (arXiv 2503.20783); `leave_one_out`: r minus the
-    mean of the others (RLOO, arXiv 2402.14740). A group of one has no baseline and gets 0.
+    `std`: (r - mean) / (std + 1e-6), std with ddof 1; `mean`: r - mean (arXiv 2503.20783); `leave_one_out`: r minus
+    the mean of the others (RLOO, arXiv 2402.14740). A group of one has no baseline and gets 0.
 
     Args:
       rewards: N scalars.

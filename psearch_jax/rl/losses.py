@@ -34,8 +34,8 @@ def policy_loss(
     All arrays are [B, S] float32 and speak about the id at the same position; where `mask` is 0 nothing counts.
 
     Returns:
-      The loss to minimise, and metrics. `token_mean` counts tokens, `sequence_mean` rows, `constant_length` rows x context_tokens
-      (arXiv 2503.20783).
+      The loss to minimise, and metrics. `token_mean` counts tokens, `sequence_mean` rows, `constant_length` rows x
+      context_tokens (arXiv 2503.20783).
     """
     log_ratio = jnp.clip(jnp.where(mask > 0, logp - old, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = jnp.exp(log_ratio)

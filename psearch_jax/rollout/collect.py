@@ -274,7 +274,9 @@ class _Call:
         for b, passages in found.items():
             live = self.live[b]
             turn = live.turns[-1]
-            live.turns[-1] = Turn(turn.text, turn.action, turn.well_formed, turn.queries, passages, None, turn.n_sampled)
+            live.turns[-1] = Turn(
+                turn.text, turn.action, turn.well_formed, turn.queries, passages, None, turn.n_sampled
+            )
             chunks[b] = self._observation(queries[b], passages, int(length[b]))
         for b in [b for b, chunk in chunks.items() if length[b] + len(chunk) >= self.rollout.context_tokens]:
             if record is None:

@@ -49,7 +49,9 @@ def _invert(mass: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
     # Rounding of the running sums can leave an empty entry in front; step to the next one that has mass.
     full = (mass > 0) & (jnp.arange(n) >= index[:, None])
     index = jnp.argmax(full, axis=-1)
-    before = jnp.where(index > 0, jnp.take_along_axis(cumulative, jnp.maximum(index - 1, 0)[:, None], axis=-1)[:, 0], 0)
+    before = jnp.where(
+        index > 0, jnp.take_along_axis(cumulative, jnp.maximum(index - 1, 0)[:, None], axis=-1)[:, 0], 0
+    )
     return index, before
 
 

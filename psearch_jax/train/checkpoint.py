@@ -1,13 +1,13 @@
 """Checkpoints with Orbax, and the order in which a run resumes.
 
-A checkpoint directory `checkpoints/STEP` holds three items: `params` (nested dict of float32 arrays; all that export and
-evaluation read), `optimizer` (arrays by position), `loop` (JSON: counters, the loader's state, the model's shape, where
-the tokenizer is).
+A checkpoint directory `checkpoints/STEP` holds three items: `params` (nested dict of float32 arrays; all that export
+and evaluation read), `optimizer` (arrays by position), `loop` (JSON: counters, the loader's state, the model's shape,
+where the tokenizer is).
 
 A run with a workdir resumes in this order:
   1. the newest checkpoint that can be read whole; a damaged one is passed over with a warning;
   2. else the weights of `model.path` (or random ones), step 0.
-Then metrics and trajectories are cut back to that step, and the loader goes on behind the last batch that was trained on.
+Then metrics and trajectories are cut back to that step, and the loader goes on behind the last batch trained on.
 """
 
 from __future__ import annotations

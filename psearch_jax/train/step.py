@@ -21,7 +21,7 @@ from psearch_jax.metrics import Ratio
 from psearch_jax.models import qwen2
 from psearch_jax.rl.batch import micro_batches, widths
 from psearch_jax.rl.losses import METRICS, policy_loss
-from psearch_jax.sharding import SAMPLING, constrain, param_shardings, replicated
+from psearch_jax.sharding import constrain, replicated, sampling_cast
 from psearch_jax.train.state import TrainState, abstract_state, state_shardings
 from psearch_jax.types import TrainBatch
 
@@ -29,9 +29,7 @@ jax.tree_util.register_dataclass(TrainBatch)  # here, because types.py needs no 
 Sums = tuple[nnx.State, Ratio, dict[str, Ratio]]  # of gradients, loss and metrics, not divided yet
 
 
-def token_logprobs(
-    model: qwen2.Qwen2, ids: jax.Array, temperature: float, n_ids: int
-) -> tuple[jax.Array, jax.Array]:
+def token_logprobs(model: qwen2.Qwen2, ids: jax.Array, temperature: float, n_ids: int) -> tuple[jax.Array, jax.Array]:
     """Log-probability of every id given those before it, and the entropy there.
 
     Args:
@@ -86,10 +84,7 @@ class Learner:
         self._apply = jax.jit(
             self._apply_program, donate_argnames="state", out_shardings=(state_places, replicated(mesh))
         )
-        self._cast = jax.jit(
-            functools.partial(jax.tree.map, lambda x: x.astype(sampling_dtype)),
-            out_shardings=param_shardings(abstract, SAMPLING, mesh),
-        )
+        self._cast = sampling_cast(abstract, sampling_dtype, mesh)
         self._reference = jax.jit(functools.partial(jax.tree.map, lambda x: x.astype(sampling_dtype)))
 
     def sampling_copy(self, params: nnx.State) -> nnx.State:
@@ -101,7 +96,7 @@ class Learner:
         return self._reference(params)
 
     def logprobs(self, params: nnx.State, batch: TrainBatch) -> np.ndarray:
-        """Log-prob of every id of a batch by the trainer's computation; 0 past a row's end. [N, S] f32, on the host."""
+        """Log-prob of every id of a batch by the trainer's computation; 0 past a row's end. [N, S] float32."""
         out = np.zeros(batch.ids.shape, np.float32)
         with jax.set_mesh(self._mesh):
             pieces = micro_batches(batch, self._learning.micro_batch_rows, self._widths)
@@ -192,8 +187,6 @@ class Learner:
             return jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, old)
 
         bad = jnp.where(fine, 0, state.bad_in_a_row + 1)
-        new = TrainState(
-            keep(params, state.params), keep(optimizer, state.optimizer), state.updates + fine, bad
-        )
+        new = TrainState(keep(params, state.params), keep(optimizer, state.optimizer), state.updates + fine, bad)
         means = {k: r.total / jnp.maximum(r.count, 1.0) for k, r in metrics.items()}
         return new, {**means, "gradient_norm": norm, "skipped": 1.0 - fine, "bad_in_a_row": bad}
