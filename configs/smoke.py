@@ -17,10 +17,10 @@ def get_config() -> ConfigDict:
         rollout=dict(
             slots=192,
             samples=8,
-            context_tokens=384,
+            context_tokens=256,
             prompt_tokens=64,
-            turn_tokens=64,
-            obs_tokens=256,
+            turn_tokens=48,
+            obs_tokens=192,
             search_turns=4,
         ),
         learning=dict(

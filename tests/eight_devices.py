@@ -10,6 +10,7 @@ from flax import nnx
 from helpers import random_params, started, tiny_config
 
 from psearch_jax.config import LearningSection, MeshSection
+from psearch_jax.launching import configure_jax
 from psearch_jax.models import qwen2
 from psearch_jax.rl.batch import mini_batches
 from psearch_jax.rollout.boundary import build_tables
@@ -83,4 +84,5 @@ def main(sizes: str, out: str) -> None:
 
 
 if __name__ == "__main__":
+    configure_jax()  # its programs are compiled once and kept
     main(*sys.argv[1:])

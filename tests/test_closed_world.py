@@ -18,7 +18,7 @@ from psearch_jax.types import KINDS, UserError
 from retrieval.protocol import Passage
 from retrieval.service import RetrievalService
 
-ALWAYS_RIGHT = Mixture(split=0, hasty=0, wrong_split=0, redundant=0, forgotten_think=0, drill=0)
+ALWAYS_RIGHT = Mixture(split=0, hasty=0, guess=0, wrong_split=0, redundant=0, forgotten_think=0, drill=0)
 STAGES = ("copying", "reading", "whole")
 
 
@@ -63,8 +63,8 @@ def test_world_is_a_function_of_its_seed(world):
 
 def test_world_does_not_drift(world):
     """Fails if a change of the code silently changes the world that the shipped policy and all figures belong to."""
-    assert world.passages[500].text == "Povo Pind was born in Budim Falls in 1976."
-    assert world.questions("eval", "parallel", 1, seed=0)[0].text == "QUESTION_0"
+    assert world.passages[500].text == "Povo Kalt was born in Budim Falls in 1976."
+    assert world.questions("eval", "parallel", 1, seed=0)[0].text == "Which of Fallen Island and Blue Memory came out first?"
 
 
 def test_passages_are_short_and_named(world):
@@ -235,10 +235,10 @@ class TitleRetriever:
 
 def test_sft_learns_and_masks(tokenizer):
     """Fails if padding or observations are trained on, or if a few steps do not lower the loss."""
-    stages = {name: Stage(topk, worlds=1, trajectories_per_world=120) for topk, name in enumerate(STAGES)}
-    config = SFTConfig(**stages, tokens_per_batch=1024, log_every_steps=1)
+    stages = {name: Stage(topk, worlds=1, trajectories_per_world=60) for topk, name in enumerate(STAGES)}
+    config = SFTConfig(**stages, ordering_rows=10, buckets=(64, 256), tokens_per_batch=1024, log_every_steps=1)
     rows = make_rows(config, tokenizer, TitleRetriever)
-    assert [len(r) for r in rows] == [120, 120, 120]
+    assert [len(r) for r in rows] == [70, 60, 60]
     shapes = set()
     for i in range(len(rows)):
         for ids, mask in batches(rows[i], config, i):

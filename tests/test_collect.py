@@ -312,6 +312,29 @@ def test_slots_and_yields_change_no_trajectory(tiny_tokenizer, params, service, 
         same(a, b, exact=False)
 
 
+class Bounded(ScriptedSampler):
+    """Gives up when `generate` is called again and again."""
+
+    calls = 0
+
+    def generate(self, *arguments, **options):
+        self.calls += 1
+        assert self.calls < 60, "the collector calls `generate` without end"
+        return super().generate(*arguments, **options)
+
+
+def test_rows_that_ended_at_a_search_do_not_hold_up_the_others(tiny_tokenizer, params, service):
+    """A slot whose last turn was a search still looks parked: counted as waiting, it stops `generate` for good."""
+    early = make_sampler(tiny_tokenizer, CONFIG, cls=Bounded, park_fraction=0.25)
+    early.after = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
+    query = say(tiny_tokenizer, "<search> Ada </search>")
+    word = tiny_tokenizer.encode_foreign("a")[0]
+    scripts = [*[query] * 4, [word] * 20 + say(tiny_tokenizer, ANSWER)]
+    rollout = rollout_section(search_turns=0, turn_tokens=80)
+    ts = collect(early, tiny_tokenizer, params, scripts, rollout, service)
+    assert [t.status for t in ts] == ["out_of_turns"] * 4 + ["answered"]
+
+
 def test_a_rollout_replayed_alone_is_bit_equal(tiny_tokenizer, sampler, params, service, reference_run):
     """A failure seen at step 900 must be reproducible without the 511 other prompts of its batch."""
     scripts = drawing_scripts(tiny_tokenizer, 12)

@@ -206,6 +206,19 @@ def check_rows(a, b, rows) -> None:
     np.testing.assert_array_equal(a.cache.v[:, rows], b.cache.v[:, rows])
 
 
+def test_an_extension_forgets_half_a_tag(tiny_tokenizer, scripted, params):
+    """Half a tag before an observation and half behind it are no tag: the host reads each turn on its own."""
+    search = spell(tiny_tokenizer, "</search>")
+    half = [5] * (TURN - 8) + search[:-1]
+    _, state = run_scripts(scripted, params, [[*half, search[-1], *[5] * 20]])
+    assert state.status[0] == Status.TURN_FULL
+    state = jax.tree.map(jnp.asarray, state)
+    n = np.array([1] + [0] * (B - 1), np.int32)
+    state = scripted.extend(params, state, np.full((B, C), 9, np.int32), n, TURN)
+    state = fetch(scripted.generate(params, state, 1.0))
+    assert state.status[0] == Status.TURN_FULL and state.mask[0].sum() == 2 * TURN
+
+
 def test_an_extension_past_the_end_is_dropped_and_overwrites_nothing(scripted, params):
     """A clamped write would replace the last known ids and keys by the overflow."""
     prompt = list(range(10, 22))  # 12 ids, then S = 16: room for 4
@@ -301,6 +314,17 @@ def test_yielding_early_changes_no_rollout(tiny_tokenizer, params):
     for b, script in enumerate(scripts):
         n = int(state.length[b])
         assert np.asarray(state.ids)[b, len(rows[b]) : n].tolist() == script
+
+
+def test_a_shorter_span_of_the_cache_changes_no_rollout(sampler, params):
+    """What lies behind the span must be what nobody reads; one position too few and rows forget their own ids."""
+    spans = []
+    for span in (None, 28):  # the longest prompt has 11 ids, a turn 14 and what follows an answer
+        state = started(sampler, params, prompts(), KEYS, S, TURN)
+        spans.append(fetch(sampler.generate(params, state, 1.0, span)))
+    np.testing.assert_array_equal(spans[0].ids, spans[1].ids)
+    np.testing.assert_allclose(spans[0].logprobs, spans[1].logprobs, atol=1e-5)
+    assert spans[0].length.max() > 20
 
 
 def test_one_compilation_per_shape(tiny_tokenizer, params):

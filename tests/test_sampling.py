@@ -43,6 +43,17 @@ def test_never_a_masked_id(kind, V):
         assert np.all(ids == V // 2)
 
 
+def test_the_last_moment_of_a_thousand_distributions():
+    """Two sums of the same masses round apart: at u just below 1 the target can lie past the end of the second."""
+    rng = np.random.default_rng(4)
+    logits = rng.normal(0, 2, (4000, 700)).astype(np.float32)
+    logits[:, :256][:, ::7] = logits[:, 500:] = NEG_INF
+    u = np.full(4000, EDGES[-1], np.float32)
+    ids = np.asarray(draw(jnp.asarray(logits), jnp.asarray(u)))
+    assert np.all(logits[np.arange(4000), ids] > NEG_INF / 2)
+    assert ids.min() > 400
+
+
 def test_the_draw_inverts_the_cumulative_distribution():
     """Against the same inversion in float64; an id off by one block would be another word."""
     rng = np.random.default_rng(1)

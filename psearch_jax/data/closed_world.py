@@ -32,7 +32,7 @@ HELD_OUT_SHARE = 0.2
 TWO_ENTITIES_SHARE = 0.7
 
 # First year of each kind of entity; years are drawn from a hundred on, so that they share ten leading `194` tokens.
-_FIRST_YEAR = {"person": 1880, "film": 1920, "city": 1500}
+FIRST_YEAR = {"person": 1880, "film": 1920, "city": 1500}
 
 _FILM_FIRST = (
     "Red Blue Green Golden Silver Crimson Amber Violet Ivory Scarlet Pale Dark Bright Silent Hidden Broken Frozen "
@@ -131,7 +131,7 @@ class ClosedWorld:
         made: dict[EntityKind, list[Entity]] = {}
         for kind, count in counts.items():
             names = _draw_names(kind, count, reserved_names, rng)
-            years = _FIRST_YEAR[kind] + rng.integers(0, 100, count)
+            years = FIRST_YEAR[kind] + rng.integers(0, 100, count)
             held_out = np.arange(count) >= round((1 - HELD_OUT_SHARE) * count)
             # A held-out entity leads to held-out ones only, and the others to the others.
             targets = {side: [e.id for e in made.get(links.get(kind), ()) if e.held_out == side] for side in (0, 1)}
@@ -321,6 +321,6 @@ def _tokenizer_texts(world: ClosedWorld) -> list[str]:
     script = [" ".join((*SCRIPT_WORDS, *ROLES, "born director film founded ## user\n assistant\n :\n"))]
     samples = [q.text for kind in KINDS for q in world.questions("eval", kind, 50, seed=0)]
     words = [f"{word} " for pools in _NAME_POOLS.values() for pool in pools for word in pool]
-    years = [f"{first + year}{end}" for first in _FIRST_YEAR.values() for year in range(100) for end in (" ", ".\n")]
+    years = [f"{first + year}{end}" for first in FIRST_YEAR.values() for year in range(100) for end in (" ", ".\n")]
     passages = [p.text + "\n" for p in world.passages[:: len(world.passages) // 100]]
     return 200 * (tags + spaced + script) + 20 * (samples + passages) + 40 * words + 4 * years

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from psearch_jax.data.closed_world import ROLES
+from psearch_jax.data.closed_world import FIRST_YEAR, ROLES
 from psearch_jax.text.prompts import load_template, render_prompt
 from psearch_jax.text.tags import render_observation
 from psearch_jax.text.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ class Mixture:
 
     split: float = 0.25  # comparisons: all entities in one search
     hasty: float = 0.1  # comparisons and bridges: one search, then a guess
-    guess: float = 0.5  # comparisons: all is known, but the answer is a guess instead of a comparison
+    guess: float = 0.6  # comparisons: all is known, but the answer is a guess instead of a comparison
     wrong_split: float = 0.15  # bridges: the second hop is asked before its subject is known
     recover: float = 0.6  # of the wrong splits: one more search finds the answer; the others answer wrongly
     redundant: float = 0.2  # all but splits: one search is run twice
@@ -70,7 +70,7 @@ def _plan_comparison(question: Question, rng: np.random.Generator, mixture: Mixt
     names, years = question.metadata["names"], question.metadata["years"]
     queries = tuple(question.metadata["queries"])
     first, other = int(np.argmin(years)), int(rng.integers(len(names)))
-    verdict = Step(f"{' vs '.join(map(str, years))} so {ROLES[first]}", answer=names[first])
+    verdict = Step(f"{_weighed(years)}{ROLES[first]}", answer=names[first])
     guess = Step(f"guess {ROLES[other]}", answer=names[other])
     if rng.random() < mixture.drill:
         return [Step("split", queries, taught=False), verdict]
@@ -83,6 +83,11 @@ def _plan_comparison(question: Question, rng: np.random.Generator, mixture: Mixt
         return [Step(f"look up {ROLES[0]}", queries[:1]), guess]
     searches = [Step(f"look up {ROLES[i]}", (query,)) for i, query in enumerate(queries)]
     return [*_repeat_one(searches, rng, mixture), verdict]
+
+
+def _weighed(years: Sequence[int]) -> str:
+    """The reasoning before a verdict."""
+    return f"{' vs '.join(map(str, years))} so "
 
 
 def _plan_hops(question: Question, rng: np.random.Generator, mixture: Mixture) -> list[Step]:
@@ -129,6 +134,25 @@ def write_trajectory(
         observation = render_observation(step.queries, rankings, encode, OBSERVATION_TOKENS) if searched else []
         ids += turn + observation
         mask += [step.taught] * len(turn) + [False] * len(observation)
+    return np.asarray(ids, np.int32), np.asarray(mask, bool)
+
+
+def ordering_exercise(
+    tokenizer: Tokenizer, rng: np.random.Generator, verdicts: int = 4
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids [S] int32 and loss mask [S] bool of a few comparisons of years in a row; only the verdicts are taught.
+
+    Whole trajectories hold one comparison in a hundred ids: too few to learn which year comes first.
+    """
+    ids, mask = [], []
+    for _ in range(verdicts):
+        first_year = list(FIRST_YEAR.values())[rng.integers(len(FIRST_YEAR))]
+        years = first_year + rng.choice(100, size=2 if rng.random() < 0.6 else 3, replace=False)
+        pieces = (f"<think> {_weighed(years)}", f"{ROLES[int(np.argmin(years))]} ", "</think> ")
+        for piece, taught in zip(pieces, (False, True, False), strict=True):
+            piece_ids = tokenizer.encode_foreign(piece)
+            ids += piece_ids
+            mask += [taught] * len(piece_ids)
     return np.asarray(ids, np.int32), np.asarray(mask, bool)
 
 

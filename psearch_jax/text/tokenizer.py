@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 import tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from psearch_jax.types import UserError
 
@@ -66,7 +66,7 @@ class Tokenizer:
         if looks_local and not path.is_dir():
             raise UserError(f"tokenizer {name}: no such directory")
         try:
-            hf = AutoTokenizer.from_pretrained(name)
+            hf = _loader(path).from_pretrained(name)
         except Exception as error:  # for a damaged file the tokenizers library raises a bare Exception
             reason = str(error).strip().split("\n")[0]
             raise UserError(f"tokenizer {name}: cannot be loaded, {FILES} needed ({reason})") from error
@@ -160,6 +160,19 @@ def _copy(backend: tokenizers.Tokenizer, added_tokens: bool) -> tokenizers.Token
 def _without_surrogates(text: str) -> str:
     """`text` with lone surrogates (from broken JSON) replaced, so that it can be written as UTF-8."""
     return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def _loader(directory: Path) -> type:
+    """The class that loads a tokenizer.
+
+    A directory that asks for the plain class gets it: beside a Qwen-2 config.json, transformers 5's AutoTokenizer puts
+    Qwen's own word splitting in place of the one in tokenizer.json, and every id comes out another.
+    """
+    file = directory / "tokenizer_config.json"
+    if file.is_file() and (directory / "tokenizer.json").is_file():
+        if json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class") == "PreTrainedTokenizerFast":
+            return PreTrainedTokenizerFast
+    return AutoTokenizer
 
 
 def _generation_stop_ids(directory: Path) -> list[int]:

@@ -15,7 +15,7 @@ from flax import nnx
 
 from psearch_jax.config import PRESETS, Qwen2Config
 from psearch_jax.data.closed_world import ClosedWorld
-from psearch_jax.data.scripted import Mixture, scripted_trajectories
+from psearch_jax.data.scripted import Mixture, ordering_exercise, scripted_trajectories
 from psearch_jax.models import qwen2
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import UserError
@@ -39,9 +39,10 @@ class SFTConfig:
 
     seed: int = 0
     preset: str = "toy"
+    ordering_rows: int = 24_000  # exercises in comparing years, trained on together with the first stage
     copying: Stage = Stage(topk=0, worlds=5)
-    reading: Stage = Stage(topk=1, worlds=5)
-    whole: Stage = Stage(topk=3, worlds=5)
+    reading: Stage = Stage(topk=1, worlds=3)
+    whole: Stage = Stage(topk=3, worlds=4)
     parallel_share: float = 0.6
     sequential_share: float = 0.3  # the rest are single
     tokens_per_batch: int = 2048  # padding included; small batches learn to copy sooner
@@ -65,7 +66,7 @@ class SFTConfig:
 def make_rows(
     config: SFTConfig, tokenizer: Tokenizer, make_retriever: Callable[[Sequence[Passage]], Retriever]
 ) -> list[list[Row]]:
-    """Scripted trajectories of every stage; no name of a held-out entity of world 0 occurs in them."""
+    """The rows of every stage; no name of a held-out entity of world 0 occurs in them."""
     reserved = ClosedWorld.make(0).held_out_names
     seed, out = 0, []
     for stage in config.stages:
@@ -81,6 +82,8 @@ def make_rows(
             questions = [q for kind, m in counts.items() for q in world.questions("train", kind, m, config.seed)]
             rows += scripted_trajectories(questions, retriever, tokenizer, rng, config.mixture, stage.topk)
         out.append(rows)
+    rng = np.random.default_rng([config.seed, 0x0C])
+    out[0] += [ordering_exercise(tokenizer, rng) for _ in range(config.ordering_rows)]
     return out
 
 
