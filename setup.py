@@ -47,6 +47,7 @@ setup(
         "ml-collections>=1.0",
         "numpy>=2.0",
         "scipy>=1.13",
+        "pyarrow>=16",
         "tensorboardX>=2.6",
         "tqdm>=4.66",
     ],

@@ -284,3 +284,32 @@ def test_real_questions_and_passages_run_through(shared_data, tmp_path):
     for row in rows:
         assert len(row["ids"]) == len(row["mask"]) == len(row["logprobs"])
         assert sum(row["mask"]) == sum(turn["n_sampled"] for turn in row["turns"])
+
+
+@pytest.mark.slow
+def test_the_colab_settings_run(tiny_policy, tmp_path):
+    """Float16 sampling beside float32 training is met nowhere else: an overflow would only show on the user's GPU."""
+    closed = {"data.source": "closed_world", "data.template": "toy", "rollout.context_tokens": 512}
+    small = {**SMALL, "rollout.samples": 4, "rollout.slots": 8, "learning.micro_batch_rows": 1, **closed}
+    values = {**small, "model.path": tiny_policy, "train.steps": 2}
+    flags = [f"--config.{name}={value}" for name, value in values.items()]
+    run([sys.executable, "launch/train.py", "--config=configs/colab.py", f"--workdir={tmp_path}", *flags])
+    rows = metrics_without_clocks(tmp_path)
+    assert len(rows) == 2 and all(row["skipped"] == 0 for row in rows)
+    assert 0 < rows[0]["logp_gap"] < 0.02
+
+
+@pytest.mark.slow
+def test_learning_to_split_in_a_few_steps(tmp_path):
+    """Everything can run and nothing be learned: a wrong sign, a mask off by one, a reward paid to the wrong row."""
+    fields = {"train.steps": 10, "eval.questions_per_kind": 60, "eval.also_greedy": False}
+    flags = [f"--config.{name}={value}" for name, value in fields.items()]
+    run([sys.executable, "launch/train.py", "--config=configs/smoke.py", f"--workdir={tmp_path}", *flags])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    before, after = (summary[moment]["parallel"]["decomposition_ratio"] for moment in ("before", "after"))
+    assert after >= before + 0.15
+    rewards = [row["reward"] for row in metrics_without_clocks(tmp_path)]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3])
+    assert set(summary["before"]) == {"parallel", "sequential", "single", "mixed"}
+    figures = {"em", "f1", "decomposition_ratio", "searches", "sub_queries", "turns", "valid_format", "questions"}
+    assert set(summary["after"]["mixed"]) == figures
