@@ -50,6 +50,7 @@ setup(
         "pyarrow>=16",
         "tensorboardX>=2.6",
         "tqdm>=4.66",
+        "urllib3>=2",
     ],
     extras_require=EXTRAS,
 )

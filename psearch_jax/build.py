@@ -231,11 +231,13 @@ def _match(tokenizer: Tokenizer, model: Qwen2Config, path: str) -> None:
 
 
 def _retriever(config: Config, world: ClosedWorld | None) -> Retriever:
-    from retrieval.service import RetrievalService  # loads ScaNN
-
     section = config.retrieval
     if section.url:
-        raise UserError("config.retrieval.url: a remote retriever is not supported; accepted: index or corpus")
+        from retrieval.client import HttpRetriever
+
+        return HttpRetriever(section.url)
+    from retrieval.service import RetrievalService  # loads ScaNN
+
     if section.index:
         return RetrievalService.open(section.index, cache_size=section.cache_queries)
     if section.corpus:

@@ -93,7 +93,7 @@ class DataSection:
 class RetrievalSection:
     index: str = ""  # a directory made by launch/build_index.py
     corpus: str = ""  # a jsonl corpus, encoded when the run starts (small ones only)
-    url: str = ""  # a /retrieve server
+    url: str = ""  # a server that speaks Search-R1's /retrieve
     topk: int = 3
     cache_queries: int = 100_000
     max_sub_queries: int = 8

@@ -81,12 +81,17 @@ def _parse(line: bytes, where: str) -> Passage:
         raise CorpusError(f"{where}: field id is {_found(row, 'id')}, expected a string or an integer")
     if not isinstance(contents, str) or not contents.strip():
         raise CorpusError(f"{where}: field contents is {_found(row, 'contents')}, expected '\"Title\"\\ntext'")
+    return read_contents(str(id_), contents)
+
+
+def read_contents(id_: str, contents: str, score: float = 0.0) -> Passage:
+    """The passage that a row's `contents` holds: a title on the first line, in quotes or not, and the text."""
     title, line_break, text = contents.partition("\n")
     if not line_break:
         title, text = "", contents
     if len(title) >= 2 and title[0] == title[-1] == '"':
         title = title[1:-1]
-    return Passage(id=str(id_), title=title, text=text)
+    return Passage(id=id_, title=title, text=text, score=score)
 
 
 def _found(row: dict, field: str) -> str:

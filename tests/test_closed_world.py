@@ -64,7 +64,10 @@ def test_world_is_a_function_of_its_seed(world):
 def test_world_does_not_drift(world):
     """Fails if a change of the code silently changes the world that the shipped policy and all figures belong to."""
     assert world.passages[500].text == "Povo Kalt was born in Budim Falls in 1976."
-    assert world.questions("eval", "parallel", 1, seed=0)[0].text == "Which of Fallen Island and Blue Memory came out first?"
+    assert (
+        world.questions("eval", "parallel", 1, seed=0)[0].text
+        == "Which of Fallen Island and Blue Memory came out first?"
+    )
 
 
 def test_passages_are_short_and_named(world):
