@@ -7,16 +7,21 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export JAX_PLATFORMS ?= cpu
 
+# Only a run directory is ever removed, whatever WORKDIR names.
+clear = @if [ -e "$(1)" ] && [ ! -f "$(1)/config.json" ]; then \
+	echo "$(1): exists and is not a run directory; not removed" >&2; exit 2; fi; rm -rf "$(1)"
+
 .PHONY: demo controls test test-all lint format clean
 
 # Train the toy policy with GRPO in the closed world and print what changed. Starts over each time.
 demo: $(STAMP)
-	rm -rf $(WORKDIR)
+	$(call clear,$(WORKDIR))
 	$(BIN)/python launch/train.py --config=configs/smoke.py --config.seed=$(SEED) --workdir=$(WORKDIR)
 
 # The same run without both bonuses, and without the decomposition bonus, beside the demo's own result.
 controls: $(STAMP)
-	rm -rf $(WORKDIR)-no-bonus $(WORKDIR)-no-decomposition
+	$(call clear,$(WORKDIR)-no-bonus)
+	$(call clear,$(WORKDIR)-no-decomposition)
 	$(BIN)/python launch/train.py --config=configs/smoke.py --config.seed=$(SEED) --workdir=$(WORKDIR)-no-bonus \
 		--config.reward.decomposition=0.0 --config.reward.search_count=0.0
 	$(BIN)/python launch/train.py --config=configs/smoke.py --config.seed=$(SEED) --workdir=$(WORKDIR)-no-decomposition \

@@ -44,6 +44,7 @@ setup(
         "scann>=1.4.2",
         "scikit-learn>=1.5",
         "grain>=0.2.12",
+        "huggingface-hub>=0.34",
         "ml-collections>=1.0",
         "numpy>=2.0",
         "scipy>=1.13",

@@ -109,17 +109,26 @@ def benchmarks(world_seed: int) -> dict[str, list[Question]]:
     return dict(found)
 
 
+def with_source(config: Config, names: list[str]) -> Config:
+    """The config with the passages that the benchmarks need: the closed world's own, or those of a named index."""
+    closed = [name.startswith("closed_world:") for name in names]
+    retrieval = config.retrieval
+    if all(closed):
+        if INDEX.value or CORPUS.value:
+            raise UserError("--index, --corpus: found with closed-world benchmarks, which bring their own passages")
+        retrieval = dataclasses.replace(retrieval, index="", corpus="", url="")
+    elif any(closed):
+        raise UserError("--benchmark: the closed world and files found together, accepted: one of them per call")
+    elif not (retrieval.index or retrieval.corpus or retrieval.url):
+        raise UserError("--index: none given, accepted for question files: a directory of launch/build_index.py")
+    data = dataclasses.replace(config.data, source="closed_world" if all(closed) else "file")
+    return dataclasses.replace(config, data=data, retrieval=retrieval)
+
+
 def main(_: list[str]) -> None:
     config = with_flags(base_config(MODEL.value))
     questions = benchmarks(config.data.world_seed)
-    retrieval = config.retrieval
-    named = bool(retrieval.index or retrieval.corpus or retrieval.url)
-    if not named and not all(name.startswith("closed_world:") for name in questions):
-        raise UserError(
-            "--index: none given, accepted for benchmarks from files: a directory of launch/build_index.py"
-        )
-    source = "file" if named else "closed_world"
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=source))
+    config = with_source(config, list(questions))
 
     from tqdm import tqdm
 

@@ -7,7 +7,7 @@ from psearch_jax import launching
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run directory, or one step of its checkpoints.")
 OUT = flags.DEFINE_string("out", None, "The directory to make; it must not be there yet.")
 TOKENIZER = flags.DEFINE_string("tokenizer", "", "Tokenizer directory; default: the one that the run used.")
-DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["float32", "bfloat16", "float16"], "Of the written weights.")
+DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Of the written weights.")
 flags.mark_flags_as_required(["checkpoint", "out"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.data.loader import QuestionLoader
 from psearch_jax.data.sources import read_questions
 from psearch_jax.eval.benchmarks import closed_world_benchmark
+from psearch_jax.launching import CACHE_HOME
 from psearch_jax.models import hf, qwen2
 from psearch_jax.rl.compat import compat_reward
 from psearch_jax.rl.rewards import RewardWeights, paper_reward
@@ -35,7 +37,6 @@ from retrieval.protocol import Retriever
 
 log = logging.getLogger("psearch_jax")
 TOY_POLICY = Path(__file__).parent / "assets" / "toy_policy"
-CACHE = Path.home() / ".cache" / "psearch_jax"
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,10 @@ def missing_inputs(config: Config, training: bool = True) -> list[str]:
         ("retrieval.corpus", config.retrieval.corpus),
         ("model.tokenizer", config.model.tokenizer),
     )
-    lines += [f"config.{name}={path}: not found" for name, path in named if path and not Path(path).exists()]
+    hub_id = config.model.tokenizer if re.fullmatch(r"[\w.-]+/[\w.-]+", config.model.tokenizer) else None
+    for name, path in named:
+        if path and path != hub_id and not Path(path).exists():
+            lines.append(f"config.{name}={path}: not found")
     return lines
 
 
@@ -120,6 +124,11 @@ def engine(
     mesh = make_mesh(config.mesh)
     model, params, path = _weights(config, mesh, model, params)
     check_heads(mesh, model.heads)
+    if config.rollout.context_tokens > model.max_positions:
+        raise UserError(
+            f"config.rollout.context_tokens: found {config.rollout.context_tokens}, accepted: at most the model's "
+            f"{model.max_positions} positions"
+        )
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
     for name, value in (
         ("rollout.slots", config.rollout.slots),
@@ -134,7 +143,7 @@ def engine(
     sampler = Sampler(
         qwen2.graphdef(model, dtype),
         model,
-        cached_tables(tokenizer, CACHE / "boundary", model.vocab_rows),
+        cached_tables(tokenizer, CACHE_HOME / "boundary", model.vocab_rows),
         tokenizer.size,
         sorted(tokenizer.stop_ids),
         mesh,
@@ -149,6 +158,8 @@ def engine(
     collector = Collector(
         sampler, tokenizer, retriever, _renderer(config, tokenizer), config.rollout, config.retrieval
     )
+    if Path(tokenizer_path).is_dir():  # a checkpoint names it, and may be read from elsewhere
+        tokenizer_path = str(Path(tokenizer_path).resolve())
     return Engine(config, model, tokenizer, str(tokenizer_path), mesh, params, collector, world)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import types
+import functools
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -95,7 +95,7 @@ class RetrievalSection:
     corpus: str = ""  # a jsonl corpus, encoded when the run starts (small ones only)
     url: str = ""  # a server that speaks Search-R1's /retrieve
     topk: int = 3
-    cache_queries: int = 100_000
+    cache_queries: int = 65_536
     max_sub_queries: int = 8
 
 
@@ -138,7 +138,7 @@ class LearningSection:
     kl_coefficient: float = 0.001
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
     importance_cap: float = 0.0  # truncated importance weights of sampler against trainer; 0: off
-    mini_batch_rollouts: int = 240  # rollouts per optimizer step, whole groups together (published: 256, cut groups)
+    mini_batch_rollouts: int = 320  # rollouts per optimizer step, whole groups together (published: 256, cut groups)
     micro_batch_rows: int = 4  # rows per forward and backward pass, over all devices
     learning_rate: float = 1e-6
     warmup_ratio: float = 0.285
@@ -211,7 +211,9 @@ def _checked(value: Any, hint: Any, name: str) -> Any:
         if value not in accepted:
             raise UserError(f"{name}: found {value!r}, accepted: {', '.join(map(str, accepted))}")
         return value
-    if typing.get_origin(hint) in (tuple, types.GenericAlias):
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise UserError(f"{name}: found {value!r}, accepted: a list")
         return tuple(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
@@ -234,35 +236,38 @@ def to_mapping(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+# The least value of each counting field; a negative count would end up as a slice from the end.
+_AT_LEAST = {
+    1: (
+        "rollout.slots rollout.samples rollout.turn_tokens rollout.prompt_tokens train.prompts train.steps "
+        "train.checkpoint_every_steps train.keep_checkpoints retrieval.topk retrieval.max_sub_queries "
+        "learning.micro_batch_rows learning.mini_batch_rollouts learning.max_bad_steps data.world_questions"
+    ).split(),
+    0: (
+        "seed eval.seed eval.temperature eval.questions_per_kind eval.every_steps train.trajectories_per_step "
+        "rollout.search_turns rollout.max_tokens_after_answer rollout.top_k retrieval.cache_queries "
+        "data.parallel_share data.sequential_share data.world_seed learning.kl_coefficient"
+    ).split(),
+}
+
+
 def validate(config: Config) -> None:
-    """Checks that the fields agree with each other.
+    """Checks that the fields are in range and agree with each other.
 
     Raises:
-      UserError: one line with the two fields at odds.
+      UserError: one line with the field, or the two fields at odds.
     """
     r, le, t = config.rollout, config.learning, config.train
-    for name, value in (
-        ("rollout.slots", r.slots),
-        ("rollout.samples", r.samples),
-        ("rollout.turn_tokens", r.turn_tokens),
-        ("rollout.prompt_tokens", r.prompt_tokens),
-        ("train.prompts", t.prompts),
-        ("train.steps", t.steps),
-        ("retrieval.topk", config.retrieval.topk),
-        ("retrieval.max_sub_queries", config.retrieval.max_sub_queries),
-        ("learning.micro_batch_rows", le.micro_batch_rows),
-        ("train.checkpoint_every_steps", t.checkpoint_every_steps),
-    ):
-        if value < 1:
-            raise UserError(f"config.{name}: found {value}, accepted: at least 1")
-    for name, value in (
-        ("seed", config.seed),
-        ("rollout.search_turns", r.search_turns),
-        ("rollout.max_tokens_after_answer", r.max_tokens_after_answer),
-        ("rollout.top_k", r.top_k),
-    ):
-        if value < 0:
-            raise UserError(f"config.{name}: found {value}, accepted: at least 0")
+    for least, names in _AT_LEAST.items():
+        for name in names:
+            value = functools.reduce(getattr, name.split("."), config)
+            if value < least:
+                raise UserError(f"config.{name}: found {value}, accepted: at least {least}")
+    for name, value in (("seed", config.seed), ("eval.seed", config.eval.seed)):
+        if value >= 2**32:
+            raise UserError(f"config.{name}: found {value}, accepted: below 2**32")
+    if config.data.parallel_share + config.data.sequential_share > 1:
+        raise UserError("config.data: parallel_share + sequential_share is above 1, accepted: shares of a whole")
     if not 0 < r.top_p <= 1:
         raise UserError(f"config.rollout.top_p: found {r.top_p}, accepted: above 0, at most 1")
     if config.model.preset not in PRESETS:
@@ -290,10 +295,10 @@ def validate(config: Config) -> None:
             f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must be a multiple of "
             f"micro_batch_rows={le.micro_batch_rows}"
         )
-    if t.prompts * r.samples < le.mini_batch_rollouts:
+    if t.prompts * r.samples % le.mini_batch_rollouts:
         raise UserError(
-            f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} exceeds train.prompts x rollout.samples = "
-            f"{t.prompts * r.samples}"
+            f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must divide train.prompts x "
+            f"rollout.samples = {t.prompts * r.samples}: each optimizer step weighs the same"
         )
     if r.samples == 1:
         raise UserError("config.rollout.samples=1 gives every group a zero advantage; set it to 2 or more")

@@ -17,7 +17,8 @@ from retrieval.protocol import CorpusError, RetrievalError
 
 BAD_INPUT = 2  # exit code
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
-DEFAULT_CACHE = Path.home() / ".cache" / "psearch_jax" / "xla"
+CACHE_HOME = Path.home() / ".cache" / "psearch_jax"
+DEFAULT_CACHE = CACHE_HOME / "xla"
 
 
 def run(main: Callable[[list[str]], None], positional: bool = False) -> None:
@@ -32,6 +33,8 @@ def run(main: Callable[[list[str]], None], positional: bool = False) -> None:
         try:
             main(argv)
         except (UserError, CorpusError, RetrievalError) as error:
+            return _refuse(str(error))
+        except (FileExistsError, NotADirectoryError, PermissionError) as error:  # of a directory the user named
             return _refuse(str(error))
         return 0
 

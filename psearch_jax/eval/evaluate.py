@@ -185,7 +185,7 @@ def trajectory_row(trajectory: Trajectory, reward: RewardParts | None, step: int
         "turns": [_turn_row(turn) for turn in t.turns],
         "ids": np.asarray(t.ids).tolist(),
         "mask": np.asarray(t.mask).astype(int).tolist(),
-        "logprobs": [round(float(x), DIGITS) for x in t.logprobs],
+        "logprobs": [round(float(x), DIGITS) if np.isfinite(x) else None for x in t.logprobs],
     }
 
 

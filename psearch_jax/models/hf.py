@@ -183,11 +183,15 @@ def save_hf(
     Written beside and renamed, so that `out` is whole or absent.
 
     Raises:
-      UserError: `out` exists.
+      UserError: `out` exists, or there is no tokenizer in `tokenizer_directory`.
     """
     from safetensors.numpy import save_file
 
-    out = Path(out)
+    out, tokenizer_directory = Path(out), Path(tokenizer_directory)
+    if not any((tokenizer_directory / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        raise UserError(
+            f"{tokenizer_directory}: no tokenizer.json or vocab.json found, accepted: a tokenizer directory"
+        )
     if out.exists():
         raise UserError(f"{out}: exists already, accepted: a directory that is not there yet")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -216,11 +220,11 @@ def save_hf(
             index = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
             _write_json(beside / "model.safetensors.index.json", index)
         for name in _TOKENIZER_FILES:
-            if (Path(tokenizer_directory) / name).is_file():
-                shutil.copy(Path(tokenizer_directory) / name, beside / name)
+            if (tokenizer_directory / name).is_file():
+                shutil.copy(tokenizer_directory / name, beside / name)
         _write_json(beside / "config.json", _hf_config(config, np.dtype(dtype).name))
         eos = list(config.eos_ids)
-        _write_json(beside / "generation_config.json", {"eos_token_id": eos, "do_sample": True})
+        _write_json(beside / "generation_config.json", {"do_sample": True} | ({"eos_token_id": eos} if eos else {}))
         beside.chmod(0o755)
         os.replace(beside, out)
     except BaseException:

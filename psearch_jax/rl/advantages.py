@@ -15,7 +15,8 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[Hashable], metho
     """Advantage of each rollout within its group.
 
     `std`: (r - mean) / (std + 1e-6), std with ddof 1; `mean`: r - mean (arXiv 2503.20783); `leave_one_out`: r minus
-    the mean of the others (RLOO, arXiv 2402.14740). A group of one has no baseline and gets 0.
+    the mean of the others (RLOO, arXiv 2402.14740). A group of one has no baseline and gets 0, as does a
+    group of equal rewards.
 
     Args:
       rewards: N scalars.
@@ -31,7 +32,7 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[Hashable], metho
     out = np.zeros(len(rewards), np.float64)
     for rows in members.values():
         r = rewards[rows]
-        if len(r) == 1:
+        if len(r) == 1 or np.ptp(r) < 1e-9:  # equal rewards that differ in their last bit carry no signal
             continue
         centred = r - r.mean()
         if method == "std":

@@ -6,12 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from psearch_jax.buckets import pick
 from psearch_jax.types import TrainBatch, Trajectory
-
-
-def widths(context_tokens: int) -> tuple[int, ...]:
-    """The lengths that rows are padded to: quarters of the context, so that a run compiles four shapes at most."""
-    return tuple(sorted({min(context_tokens, -(-context_tokens * part // 64) * 16) for part in (1, 2, 3, 4)}))
 
 
 def make_batch(
@@ -57,7 +53,7 @@ def micro_batches(batch: TrainBatch, rows: int, widths: Sequence[int]) -> list[t
     pieces = []
     for i in _starts(batch, rows):
         places = order[i : i + rows]
-        width = next(w for w in widths if w >= batch.length[places].max(initial=1))
+        width = pick(widths, batch.length[places].max(initial=1))
         pieces.append((places, take_rows(batch, places, rows, width)))
     return pieces
 

@@ -7,6 +7,7 @@ proper prefix of a closing tag that the sampled bytes end with; state 0 (the roo
 
 from __future__ import annotations
 
+import logging
 import os
 import zipfile
 import zlib
@@ -19,6 +20,7 @@ import numpy as np
 from psearch_jax.text.tags import ANSWER_CLOSE, SEARCH_CLOSE
 from psearch_jax.text.tokenizer import Tokenizer
 
+log = logging.getLogger("psearch_jax")
 ROOT = 0
 HIT_NONE, HIT_SEARCH, HIT_ANSWER = 0, 1, 2
 PATTERNS = {SEARCH_CLOSE.encode(): HIT_SEARCH, ANSWER_CLOSE.encode(): HIT_ANSWER}
@@ -92,10 +94,13 @@ def cached_tables(tokenizer: Tokenizer, cache_dir: str | Path, rows: int | None 
     tables = _read_tables(file, tokenizer.size)
     if tables is None:
         tables = build_tables(tokenizer.token_bytes)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        beside = file.with_name(f"{file.stem}.{os.getpid()}.tmp.npz")
-        np.savez_compressed(beside, next=tables.next, hit=tables.hit)
-        os.replace(beside, file)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            beside = file.with_name(f"{file.stem}.{os.getpid()}.tmp.npz")
+            np.savez_compressed(beside, next=tables.next, hit=tables.hit)
+            os.replace(beside, file)
+        except OSError as error:  # they are built in a second; a run need not end for a cache
+            log.warning("the boundary tables are not cached: %s", error)
     return pad_tables(tables, rows)
 
 

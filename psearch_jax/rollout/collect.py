@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from psearch_jax.buckets import buckets, pick
 from psearch_jax.config import RetrievalSection, RolloutSection
 from psearch_jax.rollout import sampling
 from psearch_jax.rollout.sampler import Sampler, SamplerState, Status
@@ -45,16 +46,6 @@ class _Rollout:
     @property
     def model_calls(self) -> int:
         return sum(t.n_sampled > 0 for t in self.turns)
-
-
-def buckets(most: int) -> tuple[int, ...]:
-    """The widths a forced chunk of at most `most` ids is padded to: quarters, in multiples of 16."""
-    return tuple(sorted({min(most, -(-most * part // 64) * 16) for part in (1, 2, 3, 4)}))
-
-
-def pick(widths: Sequence[int], need: int) -> int:
-    """The smallest width that holds `need`."""
-    return next(w for w in widths if w >= need)
 
 
 class Collector:
@@ -245,9 +236,9 @@ class _Call:
             turn = self._turn(live, ids[b, live.turn_start : length[b]], Status(status[b]))
             last = live.model_calls == self.rollout.search_turns
             end: EndStatus | None = None
-            if status[b] == Status.ANSWER:
+            if status[b] == Status.ANSWER and turn.action == "answer":
                 end = "answered"
-            elif status[b] == Status.EOS:
+            elif status[b] in (Status.ANSWER, Status.EOS):  # an answer that was never opened is none
                 end = "eos"
             elif status[b] == Status.CONTEXT_FULL:
                 end = "truncated"

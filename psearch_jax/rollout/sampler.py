@@ -7,7 +7,7 @@ It knows ids and no words. A row's life, in calls of the host:
 Invariant of every row: `length` ids are known and the cache holds `length - 1` of them, because the last known id is
 always the next model input. So no logits are stored, and a first, a parked and a refilled row are all alike.
 
-`generate` stops for one of three reasons: no row runs any more; enough rows are parked at `</search>`; nothing else.
+`generate` stops for one of two reasons: no row runs any more, or enough rows are parked at `</search>`.
 Letters: B rows, S positions, C forced ids in one call, P prompts, V vocabulary rows (others in models/qwen2.py).
 """
 

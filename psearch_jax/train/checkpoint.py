@@ -60,6 +60,7 @@ class Checkpoints:
           UserError: a checkpoint of another architecture, or checkpoints of which none can be read.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
+        damaged = []
         for step in steps:
             try:
                 loop = self._manager.restore(step, args=ocp.args.Composite(loop=ocp.args.JsonRestore()))["loop"]
@@ -75,7 +76,10 @@ class Checkpoints:
                 raise
             except Exception as error:  # whatever a damaged file makes the readers raise
                 log.warning("checkpoint %s cannot be read (%s); trying the one before", step, _first_line(error))
+                damaged.append(step)
                 continue
+            for bad in damaged:  # they would be in the way when the run comes to their step again
+                self._manager.delete(bad)
             rest = jax.tree.unflatten(jax.tree.structure(_rest(state)), list(found["optimizer"].values()))
             return TrainState(qwen2.with_values(state.params, found["params"]), *rest), loop
         if steps:

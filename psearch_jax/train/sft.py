@@ -41,8 +41,8 @@ class SFTConfig:
     preset: str = "toy"
     ordering_rows: int = 24_000  # exercises in comparing years, trained on together with the first stage
     copying: Stage = Stage(topk=0, worlds=5)
-    reading: Stage = Stage(topk=1, worlds=3)
-    whole: Stage = Stage(topk=3, worlds=4)
+    reading: Stage = Stage(topk=1, worlds=4)
+    whole: Stage = Stage(topk=3, worlds=9)
     parallel_share: float = 0.6
     sequential_share: float = 0.3  # the rest are single
     tokens_per_batch: int = 2048  # padding included; small batches learn to copy sooner

@@ -7,6 +7,7 @@ is compiled once per width, `apply` divides once and takes the optimizer step.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,10 +17,11 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from psearch_jax.buckets import buckets
 from psearch_jax.config import LearningSection, Qwen2Config
 from psearch_jax.metrics import Ratio
 from psearch_jax.models import qwen2
-from psearch_jax.rl.batch import micro_batches, widths
+from psearch_jax.rl.batch import micro_batches
 from psearch_jax.rl.losses import METRICS, policy_loss
 from psearch_jax.sharding import constrain, replicated, sampling_cast
 from psearch_jax.train.state import TrainState, abstract_state, state_shardings
@@ -74,7 +76,7 @@ class Learner:
         self._graph = qwen2.graphdef(model, dtype, remat)
         self._learning, self._optimizer, self._mesh = learning, optimizer, mesh
         self._temperature, self._n_ids = temperature, n_ids
-        self._context, self._widths = context_tokens, widths(context_tokens)
+        self._context, self._widths = context_tokens, buckets(context_tokens)
         _, abstract = qwen2.abstract_params(model)
         state_places = state_shardings(abstract_state(abstract, optimizer), mesh)
         sums_places = (state_places.params, replicated(mesh), replicated(mesh))
@@ -84,6 +86,7 @@ class Learner:
         self._apply = jax.jit(
             self._apply_program, donate_argnames="state", out_shardings=(state_places, replicated(mesh))
         )
+        self._names = [".".join(path) for path, _ in nnx.to_flat_state(abstract)]
         self._cast = sampling_cast(abstract, sampling_dtype, mesh)
         self._reference = jax.jit(functools.partial(jax.tree.map, lambda x: x.astype(sampling_dtype)))
 
@@ -119,6 +122,11 @@ class Learner:
         """The gradients that `update` would apply, before clipping."""
         grads, loss, _ = self._sums(params, batch)
         return jax.tree.map(lambda g: g / jnp.maximum(loss.count, 1.0), grads)
+
+    def culprit(self, metrics: Mapping[str, float]) -> str:
+        """The name of the first parameter whose gradient was not finite in the update that gave `metrics`."""
+        index = int(metrics["bad_gradient"])
+        return "no parameter" if index < 0 else self._names[index]
 
     def warm_up(self, params: nnx.State, reference: nnx.State | None = None) -> None:
         """Compiles every width of `logprobs` and `accumulate`, so that no later step stops to compile."""
@@ -187,6 +195,8 @@ class Learner:
             return jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, old)
 
         bad = jnp.where(fine, 0, state.bad_in_a_row + 1)
+        broken = jnp.stack([~jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
+        first = jnp.where(jnp.any(broken), jnp.argmax(broken), -1)  # of the tensors, in the order of the tree
         new = TrainState(keep(params, state.params), keep(optimizer, state.optimizer), state.updates + fine, bad)
         means = {k: r.total / jnp.maximum(r.count, 1.0) for k, r in metrics.items()}
-        return new, {**means, "gradient_norm": norm, "skipped": 1.0 - fine, "bad_in_a_row": bad}
+        return new, {**means, "gradient_norm": norm, "skipped": 1.0 - fine, "bad_in_a_row": bad, "bad_gradient": first}

@@ -54,6 +54,7 @@ class Run:
     tokenizer_path: str
     reference: nnx.State | None = None  # None when the KL coefficient is 0
     wall_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    stop_requested: bool = False  # SIGTERM has arrived
 
 
 class Interrupted(Exception):
@@ -72,7 +73,6 @@ def train(run: Run, workdir: str | Path) -> dict[str, Any]:
     started = time.monotonic()
 
     # ---- resume ----
-    _write_json(workdir / "config.json", to_mapping(config))
     checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints)
     step, found = 0, checkpoints.restore(run.state)
     if found:
@@ -80,12 +80,13 @@ def train(run: Run, workdir: str | Path) -> dict[str, Any]:
         step = int(loop["step"])
         run.loader.restore(loop["loader"])
         log.info("resuming behind step %d", step)
+    _write_json(workdir / "config.json", to_mapping(config))
     cut_jsonl(workdir / "metrics.jsonl", step)
     for file in (workdir / "trajectories").glob("*.jsonl"):
         if int(file.stem) >= step:
             file.unlink()
     writer = MetricsWriter(workdir)
-    stop = _on_sigterm()
+    signal.signal(signal.SIGTERM, lambda *_: setattr(run, "stop_requested", True))
 
     # ---- evaluate before ----
     with _phase(run, "compile"):
@@ -101,26 +102,26 @@ def train(run: Run, workdir: str | Path) -> dict[str, Any]:
         questions = next(run.loader)
         state, metrics, trajectories, rewards = train_step(run, questions, step)
         run.state = state
-        if metrics["bad_in_a_row"] >= config.learning.max_bad_steps:
-            checkpoints.wait()
-            raise UserError(
-                f"step {step}: loss or gradient was not finite in {int(metrics['bad_in_a_row'])} updates in a row "
-                f"(loss {metrics['loss']}, gradient norm {metrics['gradient_norm']}); lower learning.learning_rate "
-                "or look at the last trajectories"
-            )
         if config.eval.every_steps and (step + 1) % config.eval.every_steps == 0 and step + 1 < config.train.steps:
             for kind, values in _evaluate(run, config.eval.temperature).items():
                 metrics |= {f"eval/{kind}/{name}": value for name, value in values.items()}
         writer.write(step, metrics)
         _write_trajectories(workdir, step, trajectories, rewards, config.train.trajectories_per_step)
         _report(bar, step, metrics)
+        if metrics["bad_in_a_row"] >= config.learning.max_bad_steps:
+            checkpoints.close()
+            raise UserError(
+                f"step {step}: loss or gradient was not finite in {int(metrics['bad_in_a_row'])} updates in a row "
+                f"(loss {metrics['loss']}, first in the gradient of {run.learner.culprit(metrics)}); lower "
+                f"learning.learning_rate, or look at {workdir}/trajectories/{step:06d}.jsonl"
+            )
         step += 1
         bar.update()
-        if step % config.train.checkpoint_every_steps == 0 or step == config.train.steps or stop.requested:
+        if step % config.train.checkpoint_every_steps == 0 or step == config.train.steps or run.stop_requested:
             with _phase(run, "checkpoint"):
                 record = {"loader": run.loader.state(), "model": model_record(run.model)}
                 checkpoints.save(step, run.state, {**record, "tokenizer": run.tokenizer_path})
-        if stop.requested and step < config.train.steps:
+        if run.stop_requested and step < config.train.steps:
             checkpoints.close()
             raise Interrupted(f"saved behind step {step}")
     bar.close()
@@ -135,6 +136,8 @@ def train(run: Run, workdir: str | Path) -> dict[str, Any]:
         "steps": config.train.steps,
         "wall_s": {k: round(v, 2) for k, v in run.wall_s.items()},
         "compilations": {**run.collector.sampler.compilations(), **run.learner.compilations()},
+        "before": {},
+        "after": {},
         **{f"before{suffix}": values for suffix, values in before.items()},
         **{f"after{suffix}": values for suffix, values in after.items()},
     }
@@ -168,7 +171,7 @@ def train_step(
         batch = make_batch(trajectories, advantages, config.rollout.context_tokens, train_all)
     with _phase(run, "logprobs", times):
         old = run.learner.logprobs(run.state.params, batch)
-        ref = np.zeros_like(old) if run.reference is None else run.learner.logprobs(run.reference, batch)
+        ref = old if run.reference is None else run.learner.logprobs(run.reference, batch)
         batch = replace(batch, old_logprobs=old, ref_logprobs=ref)
     with _phase(run, "update", times):
         state, updates = run.state, []
@@ -178,8 +181,9 @@ def train_step(
     sampled = sum(int(t.mask.sum()) for t in trajectories)
     metrics = {name: mean([u[name] for u in updates]) for name in updates[0]}
     metrics["skipped"] = sum(u["skipped"] for u in updates)
-    metrics["bad_in_a_row"] = updates[-1]["bad_in_a_row"]
+    metrics |= {name: updates[-1][name] for name in ("bad_in_a_row", "bad_gradient")}
     metrics |= rollout_metrics(trajectories, rewards, groups, advantages, old)
+    metrics["reward"] = mean(totals)
     metrics |= {f"{name}_s": value for name, value in times.items()}
     metrics["sampled_tokens_per_s"] = sampled / times["rollout"]
     metrics["trained_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
@@ -198,7 +202,7 @@ def rollout_metrics(
     Args:
       logprobs: [N, S] by the trainer.
     """
-    out: dict[str, float] = {"reward": mean(r.total for r in rewards)}
+    out: dict[str, float] = {}
     n = len(trajectories)
     parts = RewardParts.__dataclass_fields__
     right = [exact_match(t.answer, t.question.answers) for t in trajectories]
@@ -233,7 +237,7 @@ def rollout_metrics(
 def _saw_answer(trajectory: Trajectory) -> bool:
     golds = [normalise(a) for a in trajectory.question.answers]
     texts = [normalise(p.title + " " + p.text) for t in trajectory.turns for found in t.passages for p in found]
-    return any(g and g in text for g in golds for text in texts)
+    return any(g and f" {g} " in f" {text} " for g in golds for text in texts)
 
 
 def _penalty(config: Config, trajectory: Trajectory) -> float:
@@ -251,6 +255,8 @@ def _evaluate(run: Run, temperature: float) -> dict[str, dict[str, float]]:
 
     def progress(done: int, _: int) -> None:
         bar.update(done - bar.n)
+        if run.stop_requested:  # nothing is lost: what was trained is saved before every evaluation
+            raise Interrupted("stopped in an evaluation")
 
     trajectories = evaluate(
         run.collector,
@@ -291,21 +297,6 @@ def _phase(run: Run, name: str, times: dict[str, float] | None = None):
     run.wall_s[name] += seconds
     if times is not None:
         times[name] = seconds
-
-
-@dataclass
-class _Stop:
-    requested: bool = False
-
-
-def _on_sigterm() -> _Stop:
-    stop = _Stop()
-
-    def request(*_: Any) -> None:
-        stop.requested = True
-
-    signal.signal(signal.SIGTERM, request)
-    return stop
 
 
 def _report(bar: tqdm, step: int, metrics: Mapping[str, float]) -> None:
