@@ -2,8 +2,8 @@
 
     python launch/sft.py --config=configs/toy_sft.py --workdir=runs/toy_sft
 
-writes `runs/toy_sft/policy`, a Hugging Face directory; psearch_jax/assets/toy_policy is a copy of it. It takes a few
-minutes on two CPU cores. Fields and defaults: psearch_jax/train/sft.py.
+writes `runs/toy_sft/policy`, a Hugging Face directory; psearch_jax/assets/toy_policy is a copy of it. It takes ten to
+fifteen minutes on two CPU cores. Fields and defaults: psearch_jax/train/sft.py.
 """
 
 import dataclasses

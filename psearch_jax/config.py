@@ -285,6 +285,8 @@ def validate(config: Config) -> None:
         )
     if not 0 < r.park_fraction <= 1:
         raise UserError(f"config.rollout.park_fraction: found {r.park_fraction}, accepted: above 0, at most 1")
+    if r.samples == 1:
+        raise UserError("config.rollout.samples=1 gives every group a zero advantage; set it to 2 or more")
     if le.mini_batch_rollouts % r.samples:
         raise UserError(
             f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must be a multiple of "
@@ -300,5 +302,3 @@ def validate(config: Config) -> None:
             f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must divide train.prompts x "
             f"rollout.samples = {t.prompts * r.samples}: each optimizer step weighs the same"
         )
-    if r.samples == 1:
-        raise UserError("config.rollout.samples=1 gives every group a zero advantage; set it to 2 or more")
