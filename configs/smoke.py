@@ -31,6 +31,6 @@ def get_config() -> ConfigDict:
             kl_coefficient=0.001,
             weight_decay=0.0,
         ),
-        train=dict(steps=60, prompts=24, checkpoint_every_steps=20, trajectories_per_step=64),
+        train=dict(steps=40, prompts=24, checkpoint_every_steps=20, trajectories_per_step=64),
         eval=dict(questions_per_kind=400, temperature=1.0, also_greedy=True),
     )

@@ -3,7 +3,8 @@
     python launch/eval.py --model=HF_DIR|CHECKPOINT_DIR --benchmark=NAME:FILE ... --index=DIR --out=DIR
     python launch/eval.py --model=toy --config=configs/smoke.py --benchmark=closed_world --out=DIR
 
-`--benchmark` may be repeated; `closed_world:KIND` is built in, `closed_world` is all of its kinds. Budgets and prompt
+`--benchmark` may be repeated; `closed_world:KIND` is built in, `closed_world` is all of its kinds,
+`closed_world:parallel4` compares four entities, more than any training question does. Budgets and prompt
 are those of --config, else of the run that a checkpoint belongs to, else the defaults. OUT holds results.json,
 results.md and one file of trajectories per benchmark.
 """
@@ -93,16 +94,16 @@ def with_flags(config: Config) -> Config:
 def benchmarks(world_seed: int) -> dict[str, list[Question]]:
     """The questions of every benchmark asked for, by name."""
     from psearch_jax.data.closed_world import ClosedWorld
-    from psearch_jax.eval.benchmarks import CLOSED_WORLD, closed_world_benchmark, closed_world_kinds, load_benchmark
+    from psearch_jax.eval.benchmarks import CLOSED_WORLD, closed_world_benchmark, closed_world_sets, load_benchmark
 
     found: list[tuple[str, list[Question]]] = []
     for argument in BENCHMARK.value:
-        kinds = closed_world_kinds(argument)
-        if kinds is None:
+        sets = closed_world_sets(argument)
+        if sets is None:
             found.append(load_benchmark(argument, COUNT.value))
             continue
         world, count = ClosedWorld.make(world_seed), COUNT.value or CLOSED_WORLD_COUNT
-        found += [(f"{CLOSED_WORLD}:{kind}", closed_world_benchmark(world, kind, count)) for kind in kinds]
+        found += [(f"{CLOSED_WORLD}:{name}", closed_world_benchmark(world, name, count)) for name in sets]
     names = [name for name, _ in found]
     if not found or len(set(names)) < len(names):
         raise UserError(f"--benchmark: {', '.join(names) or 'none'} found, accepted: one or more, each name once")

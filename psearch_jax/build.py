@@ -117,7 +117,7 @@ def engine(
     Raises:
       UserError: everything that is missing in one message, or parts that do not match.
     """
-    validate(config)
+    validate(config, training)
     missing = missing_inputs(config, training)
     if missing:
         raise UserError("this run needs: " + "; ".join(missing))
@@ -130,10 +130,10 @@ def engine(
             f"{model.max_positions} positions"
         )
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
-    for name, value in (
-        ("rollout.slots", config.rollout.slots),
-        ("learning.micro_batch_rows", config.learning.micro_batch_rows),
-    ):
+    split = [("rollout.slots", config.rollout.slots)]
+    if training:
+        split.append(("learning.micro_batch_rows", config.learning.micro_batch_rows))
+    for name, value in split:
         if value % rows:
             raise UserError(f"config.{name}: found {value}, accepted: a multiple of mesh data x fsdp = {rows}")
     tokenizer_path = config.model.tokenizer or path

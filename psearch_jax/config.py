@@ -251,13 +251,13 @@ _AT_LEAST = {
 }
 
 
-def validate(config: Config) -> None:
-    """Checks that the fields are in range and agree with each other.
+def validate(config: Config, training: bool = True) -> None:
+    """Checks that the fields are in range and agree with each other; those of learning only for a training run.
 
     Raises:
       UserError: one line with the field, or the two fields at odds.
     """
-    r, le, t = config.rollout, config.learning, config.train
+    r = config.rollout
     for least, names in _AT_LEAST.items():
         for name in names:
             value = functools.reduce(getattr, name.split("."), config)
@@ -272,6 +272,18 @@ def validate(config: Config) -> None:
         raise UserError(f"config.rollout.top_p: found {r.top_p}, accepted: above 0, at most 1")
     if config.model.preset not in PRESETS:
         raise UserError(f"config.model.preset: found {config.model.preset!r}, accepted: {', '.join(PRESETS)}")
+    if training:
+        _validate_learning(config)
+    if r.prompt_tokens >= r.context_tokens:
+        raise UserError(
+            f"config.rollout: prompt_tokens={r.prompt_tokens} must be below context_tokens={r.context_tokens}"
+        )
+    if not 0 < r.park_fraction <= 1:
+        raise UserError(f"config.rollout.park_fraction: found {r.park_fraction}, accepted: above 0, at most 1")
+
+
+def _validate_learning(config: Config) -> None:
+    r, le, t = config.rollout, config.learning, config.train
     if r.temperature <= 0:
         raise UserError(f"config.rollout.temperature: found {r.temperature}, accepted: above 0 (training samples)")
     if (r.top_p < 1 or r.top_k > 0) and le.importance_cap <= 0:
@@ -279,12 +291,6 @@ def validate(config: Config) -> None:
             f"config.rollout: top_p={r.top_p}, top_k={r.top_k} samples another distribution than the loss scores; "
             "set top_p=1 and top_k=0, or learning.importance_cap above 0"
         )
-    if r.prompt_tokens >= r.context_tokens:
-        raise UserError(
-            f"config.rollout: prompt_tokens={r.prompt_tokens} must be below context_tokens={r.context_tokens}"
-        )
-    if not 0 < r.park_fraction <= 1:
-        raise UserError(f"config.rollout.park_fraction: found {r.park_fraction}, accepted: above 0, at most 1")
     if r.samples == 1:
         raise UserError("config.rollout.samples=1 gives every group a zero advantage; set it to 2 or more")
     if le.mini_batch_rollouts % r.samples:

@@ -25,7 +25,7 @@ from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.eval.benchmarks import (
     PUBLISHED,
     closed_world_benchmark,
-    closed_world_kinds,
+    closed_world_sets,
     load_benchmark,
     published,
 )
@@ -215,11 +215,14 @@ def test_closed_world_benchmarks_are_fixed_and_held_out():
         assert asked == closed_world_benchmark(world, kind, 10) and len(asked) == 10
         assert {q.kind for q in asked} == {kind}
         assert all(any(name in q.text for name in held_out) for q in asked)
-    assert closed_world_kinds("closed_world") == KINDS
-    assert closed_world_kinds("closed_world:mixed") == ("mixed",)
-    assert closed_world_kinds("nq:file.jsonl") is None
-    with pytest.raises(UserError, match="kind 'double' found, accepted: parallel"):
-        closed_world_kinds("closed_world:double")
+    asked = closed_world_benchmark(world, "parallel4", 5)
+    assert all(q.kind == "parallel" and len(q.metadata["names"]) == 4 for q in asked)
+    assert closed_world_sets("closed_world") == KINDS
+    assert closed_world_sets("closed_world:parallel4") == ("parallel4",)
+    assert closed_world_sets("closed_world:mixed") == ("mixed",)
+    assert closed_world_sets("nq:file.jsonl") is None
+    with pytest.raises(UserError, match="set 'double' found, accepted: parallel"):
+        closed_world_sets("closed_world:double")
 
 
 def test_benchmark_from_a_file(shared_data):

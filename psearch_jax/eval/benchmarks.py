@@ -10,6 +10,7 @@ from psearch_jax.data.sources import read_questions
 from psearch_jax.types import KINDS, Kind, Question, UserError
 
 CLOSED_WORLD = "closed_world"
+FOUR_ENTITIES = "parallel4"  # comparisons of four entities: more than any training question holds
 # Of the draw of closed-world evaluation questions: one fixed set, whatever the seed of a run.
 QUESTION_SEED = 1
 
@@ -24,29 +25,31 @@ class Published:
     decomposition_ratio: float | None = None
 
 
-def closed_world_benchmark(world: ClosedWorld, kind: Kind, count: int) -> list[Question]:
-    """`count` held-out questions of one kind, equal for equal worlds.
+def closed_world_benchmark(world: ClosedWorld, name: str, count: int) -> list[Question]:
+    """`count` held-out questions of a closed-world set, a kind or `FOUR_ENTITIES`; equal for equal worlds.
 
     Raises:
       UserError: the world has fewer.
     """
-    return world.questions("eval", kind, count, QUESTION_SEED)
+    if name == FOUR_ENTITIES:
+        return world.questions("eval", "parallel", count, QUESTION_SEED, entities=4)
+    return world.questions("eval", name, count, QUESTION_SEED)
 
 
-def closed_world_kinds(name: str) -> tuple[Kind, ...] | None:
-    """The kinds that `closed_world` or `closed_world:KIND` stands for; None for any other benchmark.
+def closed_world_sets(argument: str) -> tuple[str, ...] | None:
+    """The sets that `closed_world` (all kinds) or `closed_world:SET` stands for; None for any other benchmark.
 
     Raises:
-      UserError: KIND is none of ours.
+      UserError: SET is none of ours.
     """
-    first, _, kind = name.partition(":")
+    first, _, name = argument.partition(":")
     if first != CLOSED_WORLD:
         return None
-    if not kind:
+    if not name:
         return KINDS
-    if kind not in KINDS:
-        raise UserError(f"--benchmark={name}: kind {kind!r} found, accepted: {', '.join(KINDS)}")
-    return (kind,)
+    if name not in (*KINDS, FOUR_ENTITIES):
+        raise UserError(f"--benchmark={argument}: set {name!r} found, accepted: {', '.join((*KINDS, FOUR_ENTITIES))}")
+    return (name,)
 
 
 def load_benchmark(argument: str, count: int = 0) -> tuple[str, list[Question]]:
