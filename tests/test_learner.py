@@ -13,9 +13,10 @@ import pytest
 from flax import nnx
 from helpers import make_learner, one_device_mesh, random_params, tiny_config
 
+from psearch_jax.buckets import buckets
 from psearch_jax.config import LearningSection
 from psearch_jax.models import qwen2
-from psearch_jax.rl.batch import make_batch, micro_batches, mini_batches, take_rows, widths
+from psearch_jax.rl.batch import make_batch, micro_batches, mini_batches, take_rows
 from psearch_jax.rl.losses import policy_loss
 from psearch_jax.train.state import init_state, make_optimizer
 from psearch_jax.train.step import token_logprobs
@@ -187,7 +188,7 @@ def test_batches_keep_rows_in_lockstep():
 def test_micro_batches_lose_no_row_and_no_position():
     """Rows sorted by length must go back to their own places, and none may be cut by the width of its piece."""
     batch = some_batch(7, positions=24)
-    assert widths(64) == (16, 32, 48, 64) and widths(50) == (16, 32, 48, 50) and widths(16) == (16,)
+    assert buckets(64) == (16, 32, 48, 64) and buckets(50) == (16, 32, 48, 50) and buckets(16) == (16,)
     seen = []
     for places, piece in micro_batches(batch, 3, (16, 24)):
         assert piece.ids.shape in ((3, 16), (3, 24))

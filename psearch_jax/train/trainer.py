@@ -13,7 +13,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,9 @@ def train(run: Run, workdir: str | Path) -> dict[str, Any]:
         state, metrics, trajectories, rewards = train_step(run, questions, step)
         run.state = state
         if config.eval.every_steps and (step + 1) % config.eval.every_steps == 0 and step + 1 < config.train.steps:
-            for kind, values in _evaluate(run, config.eval.temperature).items():
-                metrics |= {f"eval/{kind}/{name}": value for name, value in values.items()}
+            with suppress(Interrupted):  # the step is saved below, without this evaluation
+                for kind, values in _evaluate(run, config.eval.temperature).items():
+                    metrics |= {f"eval/{kind}/{name}": value for name, value in values.items()}
         writer.write(step, metrics)
         _write_trajectories(workdir, step, trajectories, rewards, config.train.trajectories_per_step)
         _report(bar, step, metrics)
@@ -255,7 +256,7 @@ def _evaluate(run: Run, temperature: float) -> dict[str, dict[str, float]]:
 
     def progress(done: int, _: int) -> None:
         bar.update(done - bar.n)
-        if run.stop_requested:  # nothing is lost: what was trained is saved before every evaluation
+        if run.stop_requested:
             raise Interrupted("stopped in an evaluation")
 
     trajectories = evaluate(
