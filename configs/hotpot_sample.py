@@ -15,16 +15,16 @@ def get_config() -> ConfigDict:
     return config_dict(
         model=dict(path="", preset="tiny", dtype="float32", sampling_dtype="float32", remat=False),
         rollout=dict(
-            slots=16,
-            samples=4,
-            context_tokens=1536,
-            prompt_tokens=512,
+            slots=8,
+            samples=2,
+            context_tokens=1024,
+            prompt_tokens=384,
             turn_tokens=32,
-            obs_tokens=768,
+            obs_tokens=512,
             search_turns=1,
             initial_search=True,
         ),
-        learning=dict(mini_batch_rollouts=16, micro_batch_rows=4),
+        learning=dict(mini_batch_rollouts=8, micro_batch_rows=4),
         train=dict(steps=2, prompts=4, checkpoint_every_steps=1),
         eval=dict(questions_per_kind=0),
     )

@@ -280,7 +280,7 @@ def test_real_questions_and_passages_run_through(shared_data, tmp_path):
     known = {json.loads(line)["id"] for line in corpus}
     rows = [json.loads(line) for file in (tmp_path / "trajectories").glob("*.jsonl") for line in file.open()]
     found = [{p["id"] for turn in row["turns"] for ps in turn["passages"] for p in ps} for row in rows]
-    assert len(rows) == 32 and all(ids <= known for ids in found)
+    assert len(rows) == 16 and all(ids <= known for ids in found)
     assert np.mean([bool(ids) for ids in found]) >= 0.9
     for row in rows:
         assert len(row["ids"]) == len(row["mask"]) == len(row["logprobs"])
