@@ -29,7 +29,7 @@ class Mixture:
 
     split: float = 0.25  # comparisons: all entities in one search
     hasty: float = 0.1  # comparisons and bridges: one search, then a guess
-    guess: float = 0.62  # comparisons: all is known, but the answer is a guess instead of a comparison
+    guess: float = 0.5  # comparisons: all is known, but the answer is a guess instead of a comparison
     wrong_split: float = 0.15  # bridges: the second hop is asked before its subject is known
     recover: float = 0.6  # of the wrong splits: one more search finds the answer; the others answer wrongly
     redundant: float = 0.2  # all but splits: one search is run twice
