@@ -16,6 +16,8 @@ from psearch_jax.types import UserError
 from retrieval.protocol import CorpusError, RetrievalError
 
 BAD_INPUT = 2  # exit code
+# Without PyTorch, which nothing here needs, transformers says so on stderr at every start.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 CACHE_HOME = Path.home() / ".cache" / "psearch_jax"
 DEFAULT_CACHE = CACHE_HOME / "xla"
