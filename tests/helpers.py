@@ -137,9 +137,11 @@ def make_learner(tokenizer: Tokenizer, config: Qwen2Config, context_tokens: int,
     return Learner(config, settings, optimizer, mesh, context_tokens, temperature, n_ids, remat=False), optimizer
 
 
-def started(sampler: Sampler, params, prompts, keys, positions: int, turn_tokens: int, budget_end: int | None = None):
-    """A state whose slots hold the prompts; None leaves a slot empty."""
-    ids = np.zeros((len(prompts), max(len(p or ()) for p in prompts)), np.int32)
+def started(
+    sampler: Sampler, params, prompts, keys, positions: int, turn_tokens: int, budget_end: int | None = None, width=0
+):
+    """A state whose slots hold the prompts, padded to at least `width` ids; None leaves a slot empty."""
+    ids = np.zeros((len(prompts), max(width, *(len(p or ()) for p in prompts))), np.int32)
     n = np.array([len(p or ()) for p in prompts], np.int32)
     for row, prompt in enumerate(prompts):
         ids[row, : n[row]] = prompt or ()
