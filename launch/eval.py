@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -135,6 +134,7 @@ def main(_: list[str]) -> None:
 
     from psearch_jax import build  # slow to import: bad input is refused before
     from psearch_jax.eval.evaluate import evaluate, figures, results_table, trajectory_row
+    from psearch_jax.metrics import write_whole
     from psearch_jax.train.trainer import EVAL_STEP
 
     launching.configure_jax()
@@ -159,20 +159,13 @@ def main(_: list[str]) -> None:
         bar.close()
         results[name] = figures(trajectories)
         rows = (json.dumps(trajectory_row(t, None, 0), ensure_ascii=False) for t in trajectories)
-        write(out / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name)}.jsonl", "".join(f"{row}\n" for row in rows))
+        write_whole(out / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name)}.jsonl", "".join(f"{row}\n" for row in rows))
     settings = {"temperature": TEMPERATURE.value, "seed": SEED.value, "samples": SAMPLES.value}
     record = {"model": MODEL.value, **settings, "config": dataclasses.asdict(config), "benchmarks": results}
     table = results_table(results)
-    write(out / "results.json", json.dumps(record, indent=2) + "\n")
-    write(out / "results.md", table + "\n\nPublished figures (arXiv 2508.09303) are those of the whole sets.\n")
+    write_whole(out / "results.json", json.dumps(record, indent=2) + "\n")
+    write_whole(out / "results.md", table + "\n\nPublished figures (arXiv 2508.09303) are those of the whole sets.\n")
     print(table)
-
-
-def write(path: Path, text: str) -> None:
-    """Beside, then renamed: a file that is there is whole."""
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,11 @@ def cut_jsonl(path: Path, before_step: int) -> None:
             continue
         if row["step"] < before_step:
             kept.append(line)
-    beside = path.with_suffix(".tmp")
-    beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    write_whole(path, "".join(f"{line}\n" for line in kept))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes beside and renames: a file that is there is whole."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text(text, encoding="utf-8")
     beside.replace(path)

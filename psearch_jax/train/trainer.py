@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 import sys
 import time
@@ -25,7 +24,7 @@ from tqdm import tqdm
 from psearch_jax.config import Config, to_mapping
 from psearch_jax.data.loader import QuestionLoader
 from psearch_jax.eval.evaluate import by_kind, evaluate, trajectory_row
-from psearch_jax.metrics import MetricsWriter, cut_jsonl, mean
+from psearch_jax.metrics import MetricsWriter, cut_jsonl, mean, write_whole
 from psearch_jax.rl.advantages import group_advantages
 from psearch_jax.rl.batch import make_batch, mini_batches
 from psearch_jax.rollout.collect import Collector
@@ -328,12 +327,9 @@ def _write_trajectories(
     directory = workdir / "trajectories"
     directory.mkdir(exist_ok=True)
     rows = [trajectory_row(t, r, step) for t, r in zip(trajectories[:count], rewards[:count], strict=True)]
-    beside = directory / f".{step:06d}.tmp"
-    beside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    os.replace(beside, directory / f"{step:06d}.jsonl")
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_whole(directory / f"{step:06d}.jsonl", text)
 
 
 def _write_json(path: Path, value: Any) -> None:
-    beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    write_whole(path, json.dumps(value, indent=2) + "\n")
