@@ -290,7 +290,8 @@ def test_real_questions_and_passages_run_through(shared_data, tmp_path):
 @pytest.mark.slow
 def test_the_colab_settings_run(tiny_policy, tmp_path):
     """Float16 sampling beside float32 training is met nowhere else: an overflow would only show on the user's GPU."""
-    closed = {"data.source": "closed_world", "data.template": "toy", "rollout.context_tokens": 512}
+    closed = {"data.source": "closed_world", "data.template": "toy"}
+    closed |= {"rollout.context_tokens": 512, "rollout.prompt_tokens": 64, "rollout.obs_tokens": 96}
     small = {**SMALL, "rollout.samples": 4, "rollout.slots": 8, "learning.micro_batch_rows": 1, **closed}
     values = {**small, "model.path": tiny_policy, "train.steps": 2}
     flags = [f"--config.{name}={value}" for name, value in values.items()]
