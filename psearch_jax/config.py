@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -91,9 +92,13 @@ class DataSection:
 
 @dataclass(frozen=True)
 class RetrievalSection:
-    index: str = ""  # a directory made by launch/build_index.py
+    index: str = ""  # a directory made by launch/build_index.py; several over one corpus, by commas, are fused
     corpus: str = ""  # a jsonl corpus, encoded when the run starts (small ones only)
-    url: str = ""  # a server that speaks Search-R1's /retrieve
+    # Servers that speak Search-R1's /retrieve: "," separates replicas of one index, "|" the parts of a sharded corpus.
+    url: str = ""
+    timeout_s: float = 60.0  # for a server's answer
+    patience_s: float = 300.0  # how long a run waits for its servers before it saves and stops
+    token_file: str = ""  # the bearer token that the servers ask for
     topk: int = 3
     cache_queries: int = 65_536
     max_sub_queries: int = 8
@@ -246,7 +251,7 @@ _AT_LEAST = {
     0: (
         "seed eval.seed eval.temperature eval.questions_per_kind eval.every_steps train.trajectories_per_step "
         "rollout.search_turns rollout.max_tokens_after_answer rollout.top_k retrieval.cache_queries "
-        "data.parallel_share data.sequential_share data.world_seed learning.kl_coefficient"
+        "retrieval.patience_s data.parallel_share data.sequential_share data.world_seed learning.kl_coefficient"
     ).split(),
 }
 
@@ -270,6 +275,11 @@ def validate(config: Config, training: bool = True) -> None:
         raise UserError("config.data: parallel_share + sequential_share is above 1, accepted: shares of a whole")
     if not 0 < r.top_p <= 1:
         raise UserError(f"config.rollout.top_p: found {r.top_p}, accepted: above 0, at most 1")
+    if config.retrieval.timeout_s <= 0:
+        raise UserError(f"config.retrieval.timeout_s: found {config.retrieval.timeout_s}, accepted: above 0")
+    for url in filter(None, re.split(r"[,|]", config.retrieval.url)):
+        if not re.fullmatch(r"https?://[^/\s]+/\S*", url.strip()):
+            raise UserError(f"config.retrieval.url: found {url.strip()!r}, accepted: http://host:port/retrieve")
     if config.model.preset not in PRESETS:
         raise UserError(f"config.model.preset: found {config.model.preset!r}, accepted: {', '.join(PRESETS)}")
     if training:

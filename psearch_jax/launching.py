@@ -62,6 +62,17 @@ def configure_jax() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
+def read_token(path: str, name: str) -> str:
+    """The word in a file. Raises `UserError` naming the flag or field `name` when there is none."""
+    try:
+        words = Path(path).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{name}={path}: cannot be read ({error})") from None
+    if len(words) != 1:
+        raise UserError(f"{name}={path}: found {len(words)} words, accepted: one, the token")
+    return words[0]
+
+
 def _parse(argv: Sequence[str], positional: bool) -> list[str]:
     """The arguments left by the flags; flags that cannot be read end the program with exit code 2."""
     try:

@@ -1,70 +1,140 @@
-"""A retriever behind Search-R1's `/retrieve`: pooled connections, a time-out, retries, one named error at the end."""
+"""Retrievers behind Search-R1's `/retrieve`: replicas in turn, patience while all fail, one named error at the end."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import logging
+import random
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import urllib3
 
 from retrieval.corpus import read_contents
-from retrieval.protocol import Passage, RetrievalError
+from retrieval.protocol import Passage, RetrievalError, Retriever
 
-RETRIED_STATUS = (429, 500, 502, 503, 504)
+log = logging.getLogger("retrieval")
+RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
+QUERIES_PER_REQUEST = 1024
+CONNECT_S = 10.0
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 15.0
 
 
 class HttpRetriever:
-    """Implements `Retriever` over HTTP; all queries of a call travel in one request.
+    """Implements `Retriever` over HTTP. Any number of threads may use one."""
 
-    Args:
-      url: of the endpoint, for instance http://127.0.0.1:8000/retrieve.
-      timeout_s: for connecting, and again for the answer.
-      retries: further tries after a failed one, with exponential back-off and jitter.
-    """
+    def __init__(
+        self, urls: Sequence[str], timeout_s: float = 60.0, patience_s: float = 300.0, token: str | None = None
+    ):
+        """Name the servers; nothing is sent yet.
 
-    def __init__(self, url: str, timeout_s: float = 60.0, retries: int = 5):
-        self._url = url
-        policy = urllib3.Retry(
-            total=retries,
-            backoff_factor=0.2,
-            backoff_jitter=0.2,
-            status_forcelist=RETRIED_STATUS,
-            allowed_methods=["POST"],
-        )
-        self._pool = urllib3.PoolManager(timeout=timeout_s, retries=policy)
+        Args:
+          urls: of replicas of one index, like http://127.0.0.1:8000/retrieve; when one fails the next is asked.
+          timeout_s: for an answer.
+          patience_s: how long one search may go on failing, with longer and longer waits, before it is given up.
+          token: sent as a bearer token.
+        """
+        self._urls = list(urls)
+        self._current = 0  # the replica that answered last
+        self._patience_s = patience_s
+        self._headers = {"Content-Type": "application/json"}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+        timeout = urllib3.Timeout(connect=min(CONNECT_S, timeout_s), read=timeout_s)
+        self._pool = urllib3.PoolManager(timeout=timeout, retries=False, maxsize=64, block=False)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """At most `k` passages per query, best first; an empty query gives an empty list and is not sent.
 
         Raises:
-          RetrievalError: the server did not answer in time and in form, after all retries.
+          RetrievalError: refused, or no server answered in time and in form for `patience_s`.
         """
         cleaned = [" ".join(query.split()) for query in queries]
         sent = list(dict.fromkeys(filter(None, cleaned)))
-        if not sent:
-            return [[] for _ in cleaned]
-        body = json.dumps({"queries": sent, "topk": k, "return_scores": True})
-        try:
-            answer = self._pool.request("POST", self._url, body=body, headers={"Content-Type": "application/json"})
-        except urllib3.exceptions.HTTPError as error:
-            raise RetrievalError(f"{self._url}: no answer ({type(error).__name__}: {error})") from error
-        if answer.status != 200:
-            raise RetrievalError(f"{self._url}: status {answer.status}, expected 200 ({answer.data[:200]!r})")
-        found = dict(zip(sent, self._read(answer.data, len(sent), k), strict=True))
+        found: dict[str, list[Passage]] = {}
+        for start in range(0, len(sent), QUERIES_PER_REQUEST):
+            part = sent[start : start + QUERIES_PER_REQUEST]
+            found |= zip(part, self._ask(part, k), strict=True)
         return [list(found.get(query, ())) for query in cleaned]
 
-    def _read(self, data: bytes, expected: int, k: int) -> list[list[Passage]]:
-        try:
-            rankings = json.loads(data)["result"]
-            passages = [[_passage(row) for row in ranking][:k] for ranking in rankings]
-        except (ValueError, KeyError, TypeError) as error:
-            raise RetrievalError(f"{self._url}: the answer is not of the /retrieve form ({error!r})") from error
-        if len(passages) != expected:
-            raise RetrievalError(f"{self._url}: {len(passages)} rankings for {expected} queries")
-        return passages
+    def _ask(self, queries: list[str], k: int) -> list[list[Passage]]:
+        body = json.dumps({"queries": queries, "topk": k, "return_scores": True})
+        failures, deadline = 0, 0.0
+        while True:
+            url = self._urls[self._current]
+            try:
+                answer = self._pool.request("POST", url, body=body, headers=self._headers)
+                if answer.status == 200:
+                    passages = _read(answer.data, len(queries), k)
+                    if failures:
+                        log.warning("%s answers; going on", url)
+                    return passages
+                cause = f"status {answer.status} ({_line(answer.data)})"
+                if answer.status not in RETRIED_STATUS:
+                    raise RetrievalError(f"{url}: refused with {cause}")
+            except urllib3.exceptions.HTTPError as error:
+                cause = f"{type(error).__name__}: {_line(str(error).encode())}"
+            except ValueError as error:
+                cause = f"not an answer of the /retrieve form: {error}"
+            if not failures:
+                deadline = time.monotonic() + self._patience_s
+                log.warning("%s: %s; trying for up to %.0f s", url, cause, self._patience_s)
+            failures += 1
+            self._current = (self._current + 1) % len(self._urls)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise RetrievalError(f"{', '.join(self._urls)}: no answer in {self._patience_s:.0f} s; last: {cause}")
+            rounds, position = divmod(failures, len(self._urls))
+            if (
+                position == 0
+            ):  # all replicas failed: wait; a random share, so that many clients do not come back as one
+                time.sleep(min(left, random.random() * min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(rounds, 10))))
+
+
+class ShardedRetriever:
+    """Implements `Retriever` over parts of one corpus, each behind a retriever of its own, merged by score."""
+
+    def __init__(self, parts: Iterable[Retriever]):
+        """`parts` in the order of the corpus: at equal scores the earlier part comes first."""
+        self._parts = list(parts)
+        self._threads = ThreadPoolExecutor(len(self._parts))
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        """See `Retriever.search`; the parts are asked at the same time."""
+        answers = list(self._threads.map(lambda part: part.search(queries, k), self._parts))
+        merged = []
+        for rankings in zip(*answers, strict=True):
+            passages = [passage for ranking in rankings for passage in ranking]
+            merged.append(sorted(passages, key=lambda passage: -passage.score)[:k])  # stable: ties keep their order
+        return merged
+
+
+def connect(addresses: str, timeout_s: float = 60.0, patience_s: float = 300.0, token: str | None = None) -> Retriever:
+    """The retriever behind `addresses`: "," separates replicas of one index, "|" the parts of a sharded corpus."""
+    parts = [
+        HttpRetriever([url.strip() for url in part.split(",")], timeout_s, patience_s, token)
+        for part in addresses.split("|")
+    ]
+    return parts[0] if len(parts) == 1 else ShardedRetriever(parts)
+
+
+def _read(data: bytes, expected: int, k: int) -> list[list[Passage]]:
+    """The rankings of an answer. Raises `ValueError` when it is of another form."""
+    try:
+        rankings = [[_passage(row) for row in ranking][:k] for ranking in json.loads(data)["result"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+    if len(rankings) != expected:
+        raise ValueError(f"{len(rankings)} rankings for {expected} queries")
+    return rankings
 
 
 def _passage(row: dict[str, Any]) -> Passage:
     document = row["document"]
     return read_contents(str(document["id"]), document["contents"], float(row["score"]))
+
+
+def _line(data: bytes) -> str:
+    return " ".join(data[:200].decode("utf-8", "replace").split())

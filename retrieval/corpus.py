@@ -1,6 +1,7 @@
 """Passages on disk, read through a memory map: opening costs an offset per row, whatever the size of the texts.
 
-A corpus is a jsonl file (plain or .gz) of rows `{"id": "7", "contents": "\"Title\"\nText"}`.
+A corpus is a jsonl file (plain or .gz) of rows `{"id": "7", "contents": "\"Title\"\nText"}` or
+`{"id": "7", "title": "Title", "text": "Text"}`.
 """
 
 from __future__ import annotations
@@ -53,19 +54,52 @@ class MemoryMappedCorpus(Sequence[Passage]):
         for row in range(start, min(len(self) if stop is None else stop, len(self))):
             yield self[row]
 
+    def write_slice(self, path: Path, start: int, stop: int) -> None:
+        """Write rows start .. stop-1 to `path` as they stand."""
+        begin, end = int(self.offsets[start]), int(self.offsets[stop]) if stop < len(self) else None
+        partial = _beside(path)
+        with open(self.path, "rb") as source, open(partial, "wb") as target:
+            source.seek(begin)
+            left = (self.path.stat().st_size if end is None else end) - begin
+            while left:
+                block = source.read(min(left, 2**20))
+                target.write(block)
+                left -= len(block)
+        os.replace(partial, path)
+
+
+class ConcatenatedCorpus(Sequence[Passage]):
+    """The passages of several corpora in one sequence of rows."""
+
+    def __init__(self, parts: Sequence[Sequence[Passage]]):
+        self._parts = list(parts)
+        self._ends = np.cumsum([len(part) for part in self._parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, row: int) -> Passage:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} is outside 0..{len(self) - 1}")
+        part = int(np.searchsorted(self._ends, row, side="right"))
+        return self._parts[part][row - (int(self._ends[part - 1]) if part else 0)]
+
 
 def write_corpus(path: str | os.PathLike[str], passages: Iterable[Passage]) -> None:
     """Write passages as a jsonl corpus that `MemoryMappedCorpus` reads back unchanged (scores are not kept)."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _beside(path)
-    with open(partial, "w", encoding="utf-8") as file:
-        for passage in passages:
-            if "\n" in passage.title:
-                raise CorpusError(f"{path}: the title of passage {passage.id!r} holds a line break")
-            row = {"id": passage.id, "contents": f'"{passage.title}"\n{passage.text}'}
-            file.write(json.dumps(row) + "\n")
-    os.replace(partial, path)
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            for passage in passages:
+                if "\n" in passage.title:
+                    raise CorpusError(f"{path}: the title of passage {passage.id!r} holds a line break")
+                row = {"id": passage.id, "contents": f'"{passage.title}"\n{passage.text}'}
+                file.write(json.dumps(row) + "\n")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _parse(line: bytes, where: str) -> Passage:
@@ -77,6 +111,11 @@ def _parse(line: bytes, where: str) -> Passage:
     if not isinstance(row, dict):
         raise CorpusError(f"{where}: a {type(row).__name__}, expected an object with id and contents")
     id_, contents = row.get("id"), row.get("contents")
+    if contents is None and isinstance(row.get("text"), str) and row["text"].strip():
+        title = row.get("title") or ""
+        if not isinstance(title, str):
+            raise CorpusError(f"{where}: field title is {_found(row, 'title')}, expected text")
+        contents = f'"{" ".join(title.split())}"\n{row["text"]}'
     if isinstance(id_, bool) or not isinstance(id_, str | int) or id_ == "":
         raise CorpusError(f"{where}: field id is {_found(row, 'id')}, expected a string or an integer")
     if not isinstance(contents, str) or not contents.strip():
@@ -158,9 +197,9 @@ def _scan(path: Path) -> np.ndarray:
 
 def _refuse_duplicate_ids(path: Path, offsets: np.ndarray, id_hashes: np.ndarray) -> None:
     """Raise `CorpusError` on the first repeated id; hashes narrow the search, so ids need not stay in memory."""
-    order = np.argsort(id_hashes, kind="stable")
-    repeated = id_hashes[order][1:] == id_hashes[order][:-1]
-    suspects = np.unique(np.concatenate([order[1:][repeated], order[:-1][repeated]]))
+    ordered = np.sort(id_hashes)
+    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    suspects = np.flatnonzero(np.isin(id_hashes, repeated)) if repeated.size else ()
     seen: dict[str, int] = {}
     with open(path, "rb") as file:
         for row in suspects:

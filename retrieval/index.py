@@ -1,114 +1,101 @@
-"""A ScaNN index over passage vectors, in memory or as a directory that proves its own integrity.
+"""ScaNN over passage vectors: exact for small corpora, a tree with quantised scores for large ones, shards merged.
 
-An index directory is self-contained and can be moved:
-
-    manifest.json         rows, dimensions, metric, encoder identity, self-check, size and sha256 of every other file
-    corpus.jsonl          the passages         corpus.offsets.npy   where each row starts
-    vectors.npy           [N, D] float32       encoder_*            what the encoder needs besides its identity
-    scann/                the search tree; absent for small corpora, whose exact search needs the vectors alone
+Whatever finds the candidates, the final scores are exact inner products, so that a replayed search gives the same.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from tqdm import tqdm
 
-from retrieval.corpus import MemoryMappedCorpus
-from retrieval.manifest import load_array, read_manifest, write_manifest
-from retrieval.protocol import CorpusError, Encoder, Passage, RetrievalError
+from retrieval.protocol import CorpusError, Encoder, RetrievalError
 
 EXACT_BELOW_ROWS = 100_000  # up to here a tree lost recall and saved no time
+LEAST_TREE_ROWS = 16  # ScaNN's quantiser cannot be trained on fewer
 SCORE_DECIMALS = 4
-# A tenth of the leaves: hashed words form few clusters (recall@3 is 0.73 on 16k random texts, 0.93 at four tenths),
-# dense encoders reach 0.99 with less.
-SEARCHED_LEAVES_DIVISOR = 10
-QUERIES_PER_TASK = 64  # a batch is spread over the cores in pieces of this size
+QUERIES_PER_TASK = 256  # a batch is spread over the cores in pieces of at most this size
 SPARE_CANDIDATES = 8  # fetched beyond k, so that ties at the cut are seen
 MAX_CANDIDATES = 4096  # more equal scores than this at the cut are not told apart by row
-COPY_BELOW_BYTES = 256 * 2**20  # larger corpora are hard-linked into the index where the disk allows it
-ENCODE_ROWS = 4096
-SELF_CHECK_ROWS = 200
+REORDER_TYPES = ("int8", "bfloat16")
+
+
+@dataclass(frozen=True)
+class TreeSettings:
+    """How a tree is built and searched; the defaults come from `tree_settings`."""
+
+    leaves: int  # partitions of the corpus
+    searched_leaves: int  # partitions looked into per query
+    reordered: int  # candidates per query that are scored again from the reorder copy
+    dimensions_per_block: int  # of the quantiser: more are smaller and coarser
+    reorder: str = "int8"  # what the reorder copy in memory holds, one of REORDER_TYPES
+    soar_lambda: float = 1.5  # weight of the spilled second partition (Sun et al. 2023, SOAR)
+
+
+class VectorIndex(Protocol):
+    """What `DenseRanker` needs of an index: `ScannIndex`, or several of them as one."""
+
+    rows: int
+    dimensions: int
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `ScannIndex.search`."""
+        ...
 
 
 class ScannIndex:
     """Maximum inner product search. Equal queries get equal results, whatever else is in the batch."""
 
-    def __init__(self, vectors: np.ndarray, searcher: Any, manifest: dict[str, Any] | None = None):
-        """`vectors` [N, D] float32 (may be memory-mapped), `searcher` a ScaNN searcher over them."""
+    def __init__(self, vectors: np.ndarray, searcher: Any, tree: TreeSettings | None = None):
+        """`vectors` [N, D] float32, perhaps memory-mapped; `searcher`: ScaNN's over them, exact without `tree`."""
+        self.rows, self.dimensions = vectors.shape
         self.vectors = vectors
-        self.manifest = manifest or {}
+        self.tree = tree
         self._searcher = searcher
 
-    @property
-    def rows(self) -> int:
-        """N, the number of passages."""
-        return self.vectors.shape[0]
-
-    @property
-    def dimensions(self) -> int:
-        """D, the width of a vector."""
-        return self.vectors.shape[1]
-
     @classmethod
-    def from_vectors(cls, vectors: np.ndarray, exact_below_rows: int = EXACT_BELOW_ROWS) -> ScannIndex:
-        """Index `vectors` [N, D] in memory: exact search below `exact_below_rows`, a tree from there on."""
+    def from_vectors(cls, vectors: np.ndarray, tree: TreeSettings | None = None) -> ScannIndex:
+        """Index `vectors` [N, D]: exact, or with `tree`.
+
+        Raises `CorpusError` on a vector that is not finite (ScaNN would abort the process), or settings that do not
+        fit the size.
+        """
         if vectors.ndim != 2 or not len(vectors):
             raise CorpusError(f"the vectors have shape {vectors.shape}, expected [N, D] with N >= 1")
-        vectors = np.ascontiguousarray(vectors, np.float32) if not isinstance(vectors, np.memmap) else vectors
-        _refuse_non_finite(vectors)
-        return cls(vectors, _build_searcher(vectors, exact_below_rows))
+        if not isinstance(vectors, np.memmap):
+            vectors = np.ascontiguousarray(vectors, np.float32)
+        refuse_non_finite(vectors)
+        if tree is not None:
+            _check(tree, *vectors.shape)
+        return cls(vectors, _build_searcher(vectors, tree), tree)
 
     @classmethod
-    def build(
-        cls,
-        directory: str | os.PathLike[str],
-        corpus: MemoryMappedCorpus,
-        encoder: Encoder,
-        overwrite: bool = False,
-        exact_below_rows: int = EXACT_BELOW_ROWS,
-    ) -> ScannIndex:
-        """Encode and index a corpus into `directory`, which appears only when it is complete; return it opened.
+    def load(cls, directory: Path, vectors: np.ndarray, tree: TreeSettings) -> ScannIndex:
+        """The index that `save` wrote into `directory`, over the same `vectors` [N, D]."""
+        with _quiet():
+            searcher = _scann().scann_ops_pybind.load_searcher(str(directory))
+        return cls(vectors, searcher, tree)
 
-        Raises `CorpusError` when the directory is in the way, cannot be written, or an encoding is not finite.
-        """
-        directory = Path(directory).absolute()
-        _refuse_occupied(directory, corpus.path, overwrite)
-        partial = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
-        replaced = directory.with_name(f".{directory.name}.{os.getpid()}.replaced")
-        try:
-            partial.mkdir(parents=True)
-            _fill(partial, corpus, encoder, exact_below_rows)
-            if directory.exists():
-                os.replace(directory, replaced)
-            os.replace(partial, directory)
-            shutil.rmtree(replaced, ignore_errors=True)
-        except OSError as error:
-            raise CorpusError(f"{directory}: the index cannot be written ({error})") from None
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-        return cls.open(directory)
+    def save(self, directory: Path) -> None:
+        """Write the tree into `directory` (made); an exact index is its vectors and writes nothing."""
+        if self.tree is None:
+            return
+        directory.mkdir()
+        with _quiet():
+            self._searcher.serialize(str(directory), relative_path=True)
 
-    @classmethod
-    def open(cls, directory: str | os.PathLike[str]) -> ScannIndex:
-        """Open an index directory after checking every file against its manifest.
-
-        ScaNN itself loads damaged files without a word and then answers wrongly. Raises `CorpusError` naming the file.
-        """
-        directory = Path(directory)
-        manifest = read_manifest(directory)
-        vectors = load_array(directory / "vectors.npy", (manifest["rows"], manifest["dimensions"]), np.float32)
-        load_array(directory / "corpus.offsets.npy", (manifest["rows"],), np.int64)
-        has_tree = any(name.startswith("scann/") for name in manifest["files"])
-        searcher = _load_searcher(directory / "scann") if has_tree else _build_searcher(vectors, len(vectors) + 1)
-        return cls(vectors, searcher, manifest)
+    def with_search(self, searched_leaves: int, reordered: int) -> ScannIndex:
+        """The same tree, searched with more or less effort."""
+        assert self.tree is not None
+        tree = replace(self.tree, searched_leaves=searched_leaves, reordered=reordered)
+        return ScannIndex(self.vectors, self._searcher, tree)
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the best rows per query: ids [Q, k] int64 and scores [Q, k] float32, best first.
@@ -123,8 +110,7 @@ class ScannIndex:
             raise ValueError(f"k is {k}, expected at least 1")
         if not np.isfinite(queries).all():
             raise RetrievalError("a query vector is not finite: the encoder overflowed or its weights are damaged")
-        ids = np.full((len(queries), k), -1, np.int64)
-        scores = np.full((len(queries), k), -np.inf, np.float32)
+        ids, scores = nothing_found(len(queries), k)
         pending, candidates = np.flatnonzero(queries.any(axis=1)), k + SPARE_CANDIDATES
         limit = min(self.rows, max(candidates, MAX_CANDIDATES))
         while pending.size:
@@ -143,9 +129,14 @@ class ScannIndex:
 
         ScaNN's own scores change in the last bits with the batch size, which would break ties differently in a replay.
         """
+        effort = {}
+        if self.tree is not None:
+            reordered = max(self.tree.reordered, count)
+            effort = {"pre_reorder_num_neighbors": reordered, "leaves_to_search": self.tree.searched_leaves}
+        share = -(-len(queries) // (os.cpu_count() or 1))
         try:
             found, approximate = self._searcher.search_batched_parallel(
-                queries, count, pre_reorder_num_neighbors=max(100, 4 * count), batch_size=QUERIES_PER_TASK
+                queries, count, batch_size=min(QUERIES_PER_TASK, share), **effort
             )
         except RuntimeError as error:
             raise RetrievalError(f"ScaNN failed on {len(queries)} queries: {error}") from error
@@ -158,115 +149,178 @@ class ScannIndex:
             scores[block] = np.einsum("qcd,qd->qc", self.vectors[found[block]], queries[block], dtype=np.float64)
         scores = np.where(missing, -np.inf, np.round(scores, SCORE_DECIMALS) + 0.0)  # + 0.0: no negative zero
         found[missing] = -1
-        order = np.lexsort((found, -scores), axis=1)
-        return np.take_along_axis(found, order, axis=1), np.take_along_axis(scores, order, axis=1)
+        return best_first(found, scores)
 
 
-def encode_corpus(corpus: Sequence[Passage], encoder: Encoder, out: np.ndarray | None = None) -> np.ndarray:
-    """Encode all passages into `out` (made when None): [N, D] float32. Raises `CorpusError` on a non-finite vector."""
-    out = np.empty((len(corpus), encoder.dimensions), np.float32) if out is None else out
-    with tqdm(total=len(corpus), desc="encoding", unit=" rows", delay=2, disable=None) as bar:
-        for start in range(0, len(corpus), ENCODE_ROWS):
-            stop = min(start + ENCODE_ROWS, len(corpus))
-            out[start:stop] = encoder.encode_passages([corpus[row] for row in range(start, stop)])
-            _refuse_non_finite(out[start:stop], start)
-            bar.update(stop - start)
-    return out
+class ShardedIndex:
+    """Indexes over consecutive slices of one corpus, searched as one: row 0 of the second follows the first's last."""
+
+    def __init__(self, parts: Sequence[VectorIndex]):
+        self.parts = list(parts)
+        self.rows = sum(part.rows for part in self.parts)
+        self.dimensions = self.parts[0].dimensions
+        if any(part.dimensions != self.dimensions for part in self.parts):
+            raise CorpusError(f"the shards have {[part.dimensions for part in self.parts]} dimensions, expected equal")
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `ScannIndex.search`; the scores are exact in every shard, so the merge is exact as well."""
+        found, first_row = [], 0
+        for part in self.parts:
+            ids, scores = part.search(queries, k)
+            found.append((np.where(ids >= 0, ids + first_row, -1), scores))
+            first_row += part.rows
+        ids, scores = best_first(*(np.concatenate(arrays, axis=1) for arrays in zip(*found, strict=True)))
+        return ids[:, :k], scores[:, :k]
 
 
-def _refuse_non_finite(vectors: np.ndarray, first_row: int = 0) -> None:
-    """ScaNN aborts the process on a NaN row, beyond the reach of `except`."""
-    bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-    if bad.size:
-        raise CorpusError(f"the vector of passage row {first_row + bad[0]} is not finite")
+class DenseRanker:
+    """Implements `Ranker`: one encoding and one index search per call."""
+
+    def __init__(self, index: VectorIndex, encoder: Encoder):
+        """Raises `CorpusError` when the encoder makes vectors of another width."""
+        if encoder.dimensions != index.dimensions:
+            raise CorpusError(
+                f"the index holds vectors of {index.dimensions} dimensions, the encoder makes {encoder.dimensions}"
+            )
+        self.index, self.encoder, self.rows = index, encoder, index.rows
+
+    def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `Ranker.rank`."""
+        return self.index.search(self.encoder.encode_queries(queries), k)
 
 
-def _refuse_occupied(directory: Path, corpus_file: Path, overwrite: bool) -> None:
-    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
-        return
-    if not overwrite:
-        raise CorpusError(f"{directory}: exists and is not empty; name another directory or pass --overwrite")
-    if not (directory / "manifest.json").is_file():
-        raise CorpusError(f"{directory}: has no manifest.json, so it is not an index and is not overwritten")
-    if corpus_file.absolute().is_relative_to(directory):
-        raise CorpusError(f"{directory}: holds the corpus {corpus_file.name} that is to be indexed; name another one")
+def tree_settings(rows: int, dimensions: int, **overrides: Any) -> TreeSettings:
+    """Settings for a corpus of this size: about two leaves per square root of its rows, a tenth of them searched.
 
+    A tenth is for encoders of unknown quality (hashed words form few clusters); `tune` finds what a corpus needs.
 
-def _fill(directory: Path, corpus: MemoryMappedCorpus, encoder: Encoder, exact_below_rows: int) -> None:
-    """Write every file of an index, the manifest last."""
-    _copy_or_link(corpus.path, directory / "corpus.jsonl")
-    np.save(directory / "corpus.offsets.npy", np.asarray(corpus.offsets))
-    encoder.save(directory)
-    shape = (len(corpus), encoder.dimensions)
-    vectors = np.lib.format.open_memmap(directory / "vectors.npy", "w+", np.float32, shape)
-    encode_corpus(corpus, encoder, vectors)
-    vectors.flush()
-    index = ScannIndex(vectors, _build_searcher(vectors, exact_below_rows))
-    if not _is_exact(len(vectors), exact_below_rows):
-        (directory / "scann").mkdir()
-        with _quiet():
-            index._searcher.serialize(str(directory / "scann"), relative_path=True)
-    write_manifest(
-        directory,
-        {
-            "rows": len(corpus),
-            "dimensions": encoder.dimensions,
-            "encoder": encoder.identity,
-            "self_check": self_check(index, corpus, encoder),
-        },
+    Raises:
+      CorpusError: an override does not fit, or the corpus is too small for a tree.
+    """
+    leaves = overrides.get("leaves") or min(rows, 2 * math.isqrt(rows))
+    defaults = dict(
+        leaves=leaves,
+        searched_leaves=max(1, leaves // 10),
+        reordered=min(100, rows),
+        # With more than 256 blocks ScaNN silently drops its faster selection of the best rows.
+        dimensions_per_block=max(2, math.ceil(dimensions / 256)),
     )
+    settings = TreeSettings(**{**defaults, **{name: value for name, value in overrides.items() if value is not None}})
+    _check(settings, rows, dimensions)
+    return settings
 
 
-def self_check(index: ScannIndex, corpus: Sequence[Passage], encoder: Encoder) -> dict[str, Any]:
-    """Ask for evenly spaced passages by title and first six words; `found` counts those in the top 3."""
-    rows = np.unique(np.linspace(0, len(corpus) - 1, SELF_CHECK_ROWS).astype(int))
-    passages = [corpus[int(row)] for row in rows]
-    queries = encoder.encode_queries([" ".join([p.title, *p.text.split()[:6]]) for p in passages])
-    ids, _ = index.search(queries, k=3)
-    return {"queries": len(rows), "found": int((ids == rows[:, None]).any(axis=1).sum())}
+def tune(index: ScannIndex, queries: np.ndarray, truth: np.ndarray, target: float) -> ScannIndex:
+    """The index with the cheapest search effort whose `recall` reaches `target`, or with the best recall if none does.
+
+    For every number of reordered candidates the fewest leaves that reach the target are found by bisection (recall
+    grows with both), and the fastest of these pairs is taken.
+
+    Args:
+      queries: [Q, D] float32.
+      truth: [Q, k] int64, their best rows by `exact_search`.
+    """
+    assert index.tree is not None
+    k = truth.shape[1]
+    ladder = sorted({min(index.tree.leaves, math.ceil(1.3**step)) for step in range(60)})
+    tried: list[tuple[float, float, ScannIndex]] = []  # recall, seconds, index
+    for reordered in (16, 32, 64, 128, 256, 512):
+        if not k + SPARE_CANDIDATES <= reordered <= index.rows:
+            continue
+        low, high = 0, len(ladder) - 1
+        while low < high:
+            middle = (low + high) // 2
+            enough = recall(index.with_search(ladder[middle], reordered), queries, truth) >= target
+            low, high = (low, middle) if enough else (middle + 1, high)
+        candidate = index.with_search(ladder[low], reordered)
+        seconds = min(_seconds(candidate, queries, k) for _ in range(3))
+        tried.append((recall(candidate, queries, truth), seconds, candidate))
+    reaching = [entry for entry in tried if entry[0] >= target]
+    if not reaching:
+        return max(tried, key=lambda entry: entry[0], default=(0, 0, index))[2]
+    return min(reaching, key=lambda entry: entry[1])[2]
 
 
-def _copy_or_link(source: Path, target: Path) -> None:
-    if source.stat().st_size >= COPY_BELOW_BYTES:
-        try:
-            os.link(source, target)
-            return
-        except OSError:
-            pass  # another file system: the copy below is the remedy
-    shutil.copyfile(source, target)
+def recall(index: VectorIndex, queries: np.ndarray, truth: np.ndarray) -> float:
+    """Mean share of the true best rows `truth` [Q, k] that a search for k rows finds (rows of -1 are not counted)."""
+    found, _ = index.search(queries, truth.shape[1])
+    hits = (truth[:, :, None] == found[:, None, :]).any(axis=2)
+    return float(hits[truth >= 0].mean())
 
 
-def _is_exact(rows: int, exact_below_rows: int) -> bool:
-    return rows < max(exact_below_rows, 16)  # a tree needs 16 rows
+def exact_search(vectors: np.ndarray, queries: np.ndarray, k: int, block_rows: int = 2**16) -> np.ndarray:
+    """The best rows [Q, k] int64 of `vectors` [N, D] per query [Q, D], by products with all; -1 where k > N."""
+    best, scores = nothing_found(len(queries), k)
+    for start in range(0, len(vectors), block_rows):
+        products = queries @ np.asarray(vectors[start : start + block_rows]).T
+        width = min(k, products.shape[1])
+        top = np.argpartition(-products, width - 1, axis=1)[:, :width]
+        ids = np.concatenate([best, top + start], axis=1)
+        values = np.concatenate([scores, np.take_along_axis(products, top, axis=1)], axis=1)
+        best, scores = (array[:, :k] for array in best_first(ids, values))
+    return best
 
 
-def _build_searcher(vectors: np.ndarray, exact_below_rows: int) -> Any:
-    """A ScaNN searcher over `vectors` [N, D]: exact, or tree + quantised scores + int8 reordering."""
-    rows, dimensions = vectors.shape
+def best_first(ids: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Order each row by falling score, equal scores by rising id."""
+    order = np.lexsort((ids, -scores), axis=1)
+    return np.take_along_axis(ids, order, axis=1), np.take_along_axis(scores, order, axis=1)
+
+
+def nothing_found(queries: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of -1 [Q, k] int64 and scores of -inf [Q, k] float32: the answer before anything is found."""
+    return np.full((queries, k), -1, np.int64), np.full((queries, k), -np.inf, np.float32)
+
+
+def refuse_non_finite(vectors: np.ndarray, first_row: int = 0, block_rows: int = 2**16) -> None:
+    """Raise `CorpusError` naming the first row with a NaN: ScaNN aborts the process on it, beyond any `except`."""
+    for start in range(0, len(vectors), block_rows):
+        bad = np.flatnonzero(~np.isfinite(vectors[start : start + block_rows]).all(axis=1))
+        if bad.size:
+            raise CorpusError(f"the vector of passage row {first_row + start + bad[0]} is not finite")
+
+
+def _check(tree: TreeSettings, rows: int, dimensions: int) -> None:
+    limits = {
+        "leaves": (tree.leaves, 1, rows),
+        "searched_leaves": (tree.searched_leaves, 1, tree.leaves),
+        "reordered": (tree.reordered, 1, rows),
+        "dimensions_per_block": (tree.dimensions_per_block, 1, dimensions),
+    }
+    if rows < LEAST_TREE_ROWS:
+        raise CorpusError(f"a tree needs at least {LEAST_TREE_ROWS} passages, found {rows}")
+    for name, (value, least, most) in limits.items():
+        if not least <= value <= most:
+            raise CorpusError(f"{name} is {value}, accepted: {least} to {most}")
+    if tree.reorder not in REORDER_TYPES:
+        raise CorpusError(f"reorder is {tree.reorder!r}, accepted: {', '.join(REORDER_TYPES)}")
+
+
+def _build_searcher(vectors: np.ndarray, tree: TreeSettings | None) -> Any:
+    """A ScaNN searcher over `vectors` [N, D]: brute force, or tree + quantised scores + reordering."""
     with _quiet():
         scann = _scann()
         builder = scann.scann_ops_pybind.builder(vectors, 10, "dot_product")
-        if _is_exact(rows, exact_below_rows):
+        if tree is None:
             return builder.score_brute_force().build()
-        leaves = min(rows, 2 * math.isqrt(rows))
         return (
             builder.tree(
-                num_leaves=leaves,
-                num_leaves_to_search=max(1, leaves // SEARCHED_LEAVES_DIVISOR),
-                training_sample_size=min(rows, 250_000),
+                num_leaves=tree.leaves,
+                num_leaves_to_search=tree.searched_leaves,
+                training_sample_size=min(len(vectors), max(250_000, 40 * tree.leaves)),
                 spherical=True,
-                soar_lambda=1.5,
+                soar_lambda=tree.soar_lambda,
             )
-            # More than 256 blocks would silently switch off ScaNN's faster selection of the best rows.
-            .score_ah(max(2, math.ceil(dimensions / 256)), anisotropic_quantization_threshold=0.2)
-            .reorder(100, quantize=scann.ReorderType.INT8)
+            .score_ah(tree.dimensions_per_block, anisotropic_quantization_threshold=0.2)
+            .reorder(tree.reordered, quantize=getattr(scann.ReorderType, tree.reorder.upper()))
             .build()
         )
 
 
-def _load_searcher(directory: Path) -> Any:
-    with _quiet():
-        return _scann().scann_ops_pybind.load_searcher(str(directory))
+def _seconds(index: VectorIndex, queries: np.ndarray, k: int) -> float:
+    start = time.perf_counter()
+    index.search(queries, k)
+    return time.perf_counter() - start
 
 
 def _scann() -> Any:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,51 +17,49 @@ import numpy as np
 
 from retrieval.protocol import CorpusError
 
-FORMAT = 1
-METRIC = "inner_product"
+FORMAT = 2
+NAME = "manifest.json"
+COPY_BELOW_BYTES = 256 * 2**20
+FIELDS = {"kind": str, "rows": int, "encoder": dict, "corpus_sha256": str, "files": dict}
 
 
-def write_manifest(directory: Path, fields: dict[str, Any]) -> None:
-    """Write manifest.json: `fields` and a fingerprint of every file now in `directory`."""
-    files = sorted(p for p in directory.rglob("*") if p.is_file())
-    fingerprints = {p.relative_to(directory).as_posix(): _fingerprint(p) for p in files}
-    manifest = {"format": FORMAT, "metric": METRIC, **fields, "files": fingerprints}
-    (directory / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+def write_manifest(directory: Path, fields: dict[str, Any], files: Iterable[Path]) -> None:
+    """Write manifest.json: `fields` and a fingerprint of each of `files` (paths inside `directory`)."""
+    fingerprints = {p.relative_to(directory).as_posix(): _fingerprint(p) for p in sorted(files)}
+    manifest = {"format": FORMAT, **fields, "files": fingerprints}
+    (directory / NAME).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Return the manifest after comparing every file it lists, and every file ScaNN would read, with it.
+    """Return the manifest after comparing every file it lists with it.
 
     Raises `CorpusError` naming the file that is missing, damaged, foreign or unlisted.
     """
-    path = directory / "manifest.json"
+    path = directory / NAME
     if not path.is_file():
         raise CorpusError(f"{path}: missing, so {directory} is no index; make one with launch/build_index.py")
     try:
         manifest = json.loads(path.read_bytes())
-        files, metric, version = manifest["files"], manifest["metric"], manifest["format"]
-        rows, dimensions, encoder = manifest["rows"], manifest["dimensions"], manifest["encoder"]
-        listed = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
-        valid = isinstance(rows, int) and isinstance(dimensions, int) and isinstance(encoder, dict)
+        version = manifest["format"]
+        listed = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+        valid = all(isinstance(manifest.get(name), type_) for name, type_ in FIELDS.items())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        valid = False
+        raise CorpusError(f"{path}: not a complete manifest; build the index again") from None
+    if version != FORMAT:
+        raise CorpusError(f"{path}: format {version}, this program reads {FORMAT}; build the index again")
     if not valid:
         raise CorpusError(f"{path}: not a complete manifest; build the index again")
-    if version != FORMAT or metric != METRIC:
-        raise CorpusError(f"{path}: format {version}, metric {metric}; this program reads {FORMAT}, {METRIC}")
-    for name in ("corpus.jsonl", "corpus.offsets.npy", "vectors.npy"):
-        if name not in listed:
-            raise CorpusError(f"{path}: field files does not list {name}; build the index again")
-    # An unlisted file could be a pickle of document ids, which ScaNN would execute.
-    present = {f"scann/{p.name}" for p in directory.glob("scann/*")}
-    for name in sorted(present - listed.keys()) + [n for n in listed if n.endswith(".pkl")]:
+    # An unlisted file in a folder that a library reads could be a pickle, which it would execute.
+    present = {p.relative_to(directory).as_posix() for p in directory.glob("*/*") if p.is_file()}
+    foreign = {name for name in present - listed.keys() if not name.startswith("shard-")}
+    for name in sorted(foreign) + [n for n in listed if n.endswith(".pkl")]:
         raise CorpusError(f"{directory / name}: not part of an index; build the index again")
     for name, (size, digest) in listed.items():
         file = directory / name
         if not file.is_file():
             raise CorpusError(f"{file}: missing; build the index again")
-        if file.stat().st_size != size or _fingerprint(file)["sha256"] != digest:
-            raise CorpusError(f"{file}: differs from manifest.json (damaged or of another index); build it again")
+        if file.stat().st_size != size or sha256(file) != digest:
+            raise CorpusError(f"{file}: differs from {NAME} (damaged or of another index); build it again")
     return manifest
 
 
@@ -70,10 +71,27 @@ def load_array(path: Path, shape: tuple[int, ...], dtype: type) -> np.ndarray:
         raise CorpusError(f"{path}: cannot be read ({error})") from None
     if found.shape != shape or found.dtype != dtype:
         expected = f"{np.dtype(dtype)}{list(shape)}"
-        raise CorpusError(f"{path}: holds {found.dtype}{list(found.shape)}, manifest.json says {expected}")
+        raise CorpusError(f"{path}: holds {found.dtype}{list(found.shape)}, {NAME} says {expected}")
     return found
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
+def sha256(path: Path) -> str:
+    """The digest of a file's bytes, in hexadecimal."""
     with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def copy_or_link(source: Path, target: Path) -> None:
+    """Put `source` into an index as `target`: a large file as a hard link where the disk allows it."""
+    target.unlink(missing_ok=True)
+    if source.stat().st_size >= COPY_BELOW_BYTES:
+        try:
+            os.link(source, target)
+            return
+        except OSError:
+            pass  # another file system: the copy below is the remedy
+    shutil.copyfile(source, target)
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}

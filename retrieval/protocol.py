@@ -39,6 +39,24 @@ class Retriever(Protocol):
         ...
 
 
+class Ranker(Protocol):
+    """Finds the rows of one corpus that answer a text: vectors with ScaNN, BM25, or several of them fused."""
+
+    @property
+    def rows(self) -> int:
+        """N, the number of passages."""
+        ...
+
+    def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the best rows per query, best first: ids [Q, k] int64 and scores [Q, k] float32.
+
+        Scores are rounded to four decimals and ties go to the lower row; where there is nothing to return (no known
+        word, k > N) the id is -1 and the score -inf. Equal queries get equal results, whatever else is in the batch.
+        Raises `RetrievalError` when the search fails.
+        """
+        ...
+
+
 class Encoder(Protocol):
     """Turns texts into vectors whose inner product is their relevance.
 

@@ -1,4 +1,4 @@
-"""The in-process retriever: one encoding and one ScaNN call for all new queries of a batch."""
+"""The in-process retriever: one ranking for all new queries of a batch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
-import numpy as np
-
-from retrieval.corpus import MemoryMappedCorpus
+from retrieval.corpora import open_corpus
+from retrieval.directory import encode_corpus, open_index
 from retrieval.hashing import HashingEncoder
-from retrieval.index import SCORE_DECIMALS, ScannIndex, encode_corpus
-from retrieval.protocol import CorpusError, Encoder, Passage
+from retrieval.index import DenseRanker, ScannIndex
+from retrieval.protocol import CorpusError, Encoder, Passage, Ranker
 
-ENCODERS = {HashingEncoder.name: HashingEncoder}
 CACHED_QUERIES = 65_536
 
 
@@ -31,36 +28,25 @@ class Counters:
 
 
 class RetrievalService:
-    """Strip, deduplicate, look up, encode, search once, fold back. A cached answer equals a searched one exactly."""
+    """Strip, deduplicate, look up, rank once, fold back. A cached answer equals a searched one exactly."""
 
-    def __init__(
-        self, index: ScannIndex, corpus: Sequence[Passage], encoder: Encoder, cache_size: int = CACHED_QUERIES
-    ):
+    def __init__(self, ranker: Ranker, corpus: Sequence[Passage], cache_size: int = CACHED_QUERIES):
         """`cache_size` is the number of (query, k) answers kept, least recently used out first; 0 keeps none."""
-        if len(corpus) != index.rows or encoder.dimensions != index.dimensions:
-            raise CorpusError(
-                f"the index holds {index.rows} rows of {index.dimensions} dimensions, "
-                f"the corpus {len(corpus)} rows, the encoder makes {encoder.dimensions} dimensions"
-            )
-        self._index, self._corpus, self._encoder = index, corpus, encoder
+        if len(corpus) != ranker.rows:
+            raise CorpusError(f"the index holds {ranker.rows} rows, the corpus {len(corpus)}")
+        self._ranker, self._corpus = ranker, corpus
         self._cache: OrderedDict[tuple[str, int], tuple[Passage, ...]] = OrderedDict()
         self._cache_size = cache_size
         self._counters = Counters()
         self._lock = threading.Lock()  # a server calls from several threads
 
     @classmethod
-    def open(cls, directory: str | os.PathLike[str], cache_size: int = CACHED_QUERIES) -> RetrievalService:
-        """Serve an index directory. Raises `CorpusError` when it is damaged or its encoder is another one."""
-        directory = Path(directory)
-        index = ScannIndex.open(directory)
-        identity = index.manifest["encoder"]
-        if identity.get("name") not in ENCODERS:
-            raise CorpusError(
-                f"{directory / 'manifest.json'}: encoder {identity.get('name')!r}, known are {sorted(ENCODERS)}"
-            )
-        encoder = ENCODERS[identity["name"]].load(directory, identity)
-        offsets = np.load(directory / "corpus.offsets.npy", mmap_mode="r", allow_pickle=False)
-        return cls(index, MemoryMappedCorpus(directory / "corpus.jsonl", offsets), encoder, cache_size)
+    def open(cls, directories: str | os.PathLike[str], cache_size: int = CACHED_QUERIES) -> RetrievalService:
+        """Serve an index directory, or several over one corpus (separated by commas) fused by reciprocal rank.
+
+        Raises `CorpusError` when one is damaged or its encoder is another one.
+        """
+        return cls(*open_index(directories), cache_size)
 
     @classmethod
     def from_corpus(
@@ -69,12 +55,18 @@ class RetrievalService:
         encoder: Encoder | None = None,
         cache_size: int = CACHED_QUERIES,
     ) -> RetrievalService:
-        """Index a small corpus (jsonl file or passages) in memory; by default with a hashing encoder fitted to it."""
-        corpus = MemoryMappedCorpus(corpus) if isinstance(corpus, str | os.PathLike) else list(corpus)
+        """Index a small corpus (file or passages) in memory; by default with a hashing encoder fitted to it."""
+        corpus = open_corpus(corpus) if isinstance(corpus, str | os.PathLike) else list(corpus)
         if not len(corpus):
             raise CorpusError("the corpus holds no passages, expected at least one")
         encoder = encoder or HashingEncoder().fit(corpus)
-        return cls(ScannIndex.from_vectors(encode_corpus(corpus, encoder)), corpus, encoder, cache_size)
+        index = ScannIndex.from_vectors(encode_corpus(corpus, encoder))
+        return cls(DenseRanker(index, encoder), corpus, cache_size)
+
+    @property
+    def rows(self) -> int:
+        """N, the number of passages."""
+        return len(self._corpus)
 
     @property
     def counters(self) -> dict[str, int]:
@@ -105,10 +97,10 @@ class RetrievalService:
         return [list(answers.get(query, ())) for query in cleaned]
 
     def _search(self, queries: list[str], k: int) -> dict[str, tuple[Passage, ...]]:
-        ids, scores = self._index.search(self._encoder.encode_queries(queries), k)
+        ids, scores = self._ranker.rank(queries, k)
         return {
             query: tuple(
-                replace(self._corpus[row], score=round(score, SCORE_DECIMALS))
+                replace(self._corpus[row], score=round(score, 6))  # what float32 holds
                 for row, score in zip(rows, values, strict=True)
                 if row >= 0
             )

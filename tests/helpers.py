@@ -149,3 +149,22 @@ def started(
     source = np.array([-1 if p is None else row for row, p in enumerate(prompts)], np.int32)
     state = sampler.new_state(len(prompts), positions)
     return sampler.admit(state, pool, source, np.asarray(keys, np.uint32), turn_tokens, budget_end or positions)
+
+
+FIRST = "Baro Lena Quil Tavi Moro Sela Dorn Ivra Kest Palo Runa Vex Zora Hale Nimo Orin Pell Brisa Cato Edda".split()
+LAST = "Quill Wend Harrow Stone Vale Marsh Thorn Brook Field Crane Lark Finch Moss Reed Slate Frost".split()
+
+
+def people() -> list[Passage]:
+    """320 one-sentence passages whose titles share their words with dozens of others."""
+    names = [f"{first} {last}" for first in FIRST for last in LAST]
+    return [
+        Passage(f"p{i}", name, f"{name} was born in {1800 + i % 150} in Vel{LAST[i % 7].lower()}.")
+        for i, name in enumerate(names)
+    ]
+
+
+def unit_rows(rows: int, dimensions: int, seed: int = 0) -> np.ndarray:
+    """[rows, dimensions] float32 of unit length in random directions."""
+    vectors = np.random.default_rng(seed).standard_normal((rows, dimensions)).astype(np.float32)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)

@@ -1,34 +1,45 @@
-"""The HTTP retriever, against a real server on loopback."""
+"""Retrievers over HTTP, against real servers on loopback that fail in every way."""
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
+import time
+from collections.abc import Callable, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+from helpers import people
 
-from retrieval.client import HttpRetriever
+from retrieval.client import HttpRetriever, ShardedRetriever, connect
 from retrieval.protocol import RetrievalError
+from retrieval.service import RetrievalService
 
 DOCUMENT = {"id": "7", "contents": '"Ada Lovelace"\nAda Lovelace was born in 1815.'}
 
 
 class Server:
-    """Answers with the given statuses in turn, then with 200; `answer` makes the body from the request."""
+    """Answers with the given statuses in turn, then with 200; `answers` make the bodies, the last one for good."""
 
-    def __init__(self, statuses=(), answer=None):
+    def __init__(self, statuses: Iterable[int] = (), answers: Iterable[Callable[[dict], Any]] = ()):
         self.requests: list[dict] = []
-        waiting = list(statuses)
+        self.headers: list[Any] = []
+        statuses, answers = list(statuses), list(answers)
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.requests.append(request)
-                status = waiting.pop(0) if waiting else 200
-                rankings = [[{"document": DOCUMENT, "score": 0.5}] for _ in request["queries"]]
-                body = json.dumps(answer(request) if answer else {"result": rankings}).encode()
+                outer.headers.append(self.headers)
+                status = statuses.pop(0) if statuses else 200
+                result: Any = {"result": [[{"document": DOCUMENT, "score": 0.5}] for _ in request["queries"]]}
+                if answers:
+                    result = (answers.pop(0) if len(answers) > 1 else answers[0])(request) or result
+                body = json.dumps(result).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -40,45 +51,147 @@ class Server:
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/retrieve"
 
-    def __enter__(self):
+    def __enter__(self) -> Server:
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.http.shutdown()
         self.http.server_close()
+
+
+def gone() -> str:
+    """The address of a server that is no more."""
+    with Server() as server:
+        return server.url
 
 
 def test_one_request_carries_every_query():
     """One call per query makes retrieval the bottleneck; empty and repeated queries must not travel."""
     with Server() as server:
-        found = HttpRetriever(server.url).search(["Ada  Lovelace", "", "ada", "Ada Lovelace"], 3)
+        found = HttpRetriever([server.url]).search(["Ada  Lovelace", "", "ada", "Ada Lovelace"], 3)
     assert server.requests == [{"queries": ["Ada Lovelace", "ada"], "topk": 3, "return_scores": True}]
     assert [len(ranking) for ranking in found] == [1, 0, 1, 1]
     passage = found[0][0]
     assert (passage.id, passage.title, passage.text) == ("7", "Ada Lovelace", "Ada Lovelace was born in 1815.")
 
 
-def test_a_stumbling_server_is_tried_again():
-    """One failed request ended whole runs of earlier systems."""
-    with Server(statuses=[503, 500]) as server:
-        assert HttpRetriever(server.url).search(["a"], 1)[0][0].id == "7"
-    assert len(server.requests) == 3
+def test_large_batches_are_cut_and_put_together():
+    """A batch beyond the server's limits is refused as a whole, or its parts come back in another order."""
+
+    def answer(request):
+        rows = [{"document": DOCUMENT | {"id": query}, "score": 1.0} for query in request["queries"]]
+        return {"result": [[row] for row in rows]}
+
+    with Server(answers=[answer]) as server:
+        found = HttpRetriever([server.url]).search([str(n) for n in range(2500)], 1)
+    assert [len(request["queries"]) for request in server.requests] == [1024, 1024, 452]
+    assert [ranking[0].id for ranking in found] == [str(n) for n in range(2500)]
+
+
+def test_a_stumbling_server_is_tried_again(caplog):
+    """One failed request ended whole runs of earlier systems; waiting in silence looks like a hang."""
+    with Server(statuses=[503, 429, 500]) as server, caplog.at_level(logging.WARNING, "retrieval"):
+        assert HttpRetriever([server.url]).search(["a"], 1)[0][0].id == "7"
+    assert len(server.requests) == 4
+    first, last = (record.getMessage() for record in caplog.records)
+    assert "status 503" in first and "trying for up to 300 s" in first and "going on" in last
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [lambda _: {"wrong": []}, lambda _: {"result": [[{"document": {}}]]}, lambda _: {"result": []}, lambda _: 3],
+    "answer", [{"wrong": []}, {"result": [[{"document": {}}]]}, {"result": []}, 3, {"result": [[{"score": "x"}]]}]
 )
-def test_an_answer_out_of_form_is_an_error(answer):
+def test_an_answer_out_of_form_is_tried_again_and_then_an_error(answer):
     """A silent empty result would teach the policy that searching is of no use."""
-    with Server(answer=answer) as server, pytest.raises(RetrievalError, match="127.0.0.1"):
-        HttpRetriever(server.url).search(["a"], 1)
+    with Server(answers=[lambda _: answer, lambda _: None]) as server:
+        assert HttpRetriever([server.url]).search(["a"], 1)[0][0].id == "7"
+    with Server(answers=[lambda _: answer]) as server, pytest.raises(RetrievalError, match="form"):
+        HttpRetriever([server.url], patience_s=0.3).search(["a"], 1)
+
+
+@pytest.mark.parametrize("status", [401, 404, 413, 422])
+def test_a_refusal_is_not_repeated(status):
+    """A wrong token or address is asked again for five minutes before the user hears of it."""
+    with Server(statuses=[status] * 9) as server, pytest.raises(RetrievalError, match=f"refused with status {status}"):
+        HttpRetriever([server.url]).search(["a"], 1)
+    assert len(server.requests) == 1
 
 
 def test_an_absent_server_is_one_named_error():
-    """A stack of connection errors hides which address was meant."""
+    """A stack of connection errors hides which address was meant; patience is not kept, or never ends."""
+    urls, started = [gone(), gone()], time.monotonic()
+    with pytest.raises(RetrievalError) as error:
+        HttpRetriever(urls, patience_s=1).search(["a"], 1)
+    assert 1 <= time.monotonic() - started < 20
+    assert all(url in str(error.value) for url in urls) and "no answer in 1 s" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_server_that_never_answers_is_given_up():
+    """Without a time-out a lost packet stops a run for ever."""
+
+    def sleep(_):
+        time.sleep(3)
+
+    with Server(answers=[sleep]) as server, pytest.raises(RetrievalError, match="Timeout"):
+        HttpRetriever([server.url], timeout_s=0.2, patience_s=0.5).search(["a"], 1)
+
+
+def test_the_next_replica_takes_over():
+    """A replica that is gone is asked first for every batch, and each one waits."""
     with Server() as server:
-        pass
-    with pytest.raises(RetrievalError, match="no answer"):
-        HttpRetriever(server.url, retries=1).search(["a"], 1)
+        retriever = HttpRetriever([gone(), server.url], patience_s=0)
+        with pytest.raises(RetrievalError):
+            HttpRetriever([gone()], patience_s=0).search(["a"], 1)
+        retriever = HttpRetriever([gone(), server.url], patience_s=5)
+        for query in "abc":
+            assert retriever.search([query], 1)[0][0].id == "7"
+    assert [request["queries"] for request in server.requests] == [["a"], ["b"], ["c"]]
+
+
+def test_a_server_that_comes_back_is_used(caplog):
+    """A server that restarts within the patience ends the run all the same."""
+    url = gone()
+
+    def restart():
+        time.sleep(0.5)
+        server = ThreadingHTTPServer(("127.0.0.1", urlsplit(url).port), working.http.RequestHandlerClass)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    working = Server()
+    thread = threading.Thread(target=restart)
+    thread.start()
+    with caplog.at_level(logging.WARNING, "retrieval"):
+        assert HttpRetriever([url], patience_s=30).search(["a"], 1)[0][0].id == "7"
+    thread.join()
+    working.http.server_close()
+    assert "going on" in caplog.records[-1].getMessage()
+
+
+def test_the_token_travels():
+    """A protected server refuses its own users."""
+    with Server() as server:
+        connect(server.url, token="secret").search(["a"], 1)
+        connect(server.url).search(["a"], 1)
+    assert [headers["Authorization"] for headers in server.headers] == ["Bearer secret", None]
+
+
+def test_parts_of_a_corpus_answer_as_the_whole():
+    """Passages of a later part are lost, or stand before better ones of the first."""
+    passages = people()
+    whole = RetrievalService.from_corpus(passages)
+    encoder = whole._ranker.encoder
+    bounds = [(0, 100), (100, 101), (101, 320)]
+    parts = ShardedRetriever([RetrievalService.from_corpus(passages[a:b], encoder) for a, b in bounds])
+    queries = [f"{p.title} born" for p in passages] + ["", "born"]
+    for k in (1, 3, 150):
+        assert parts.search(queries, k) == whole.search(queries, k)
+
+
+def test_addresses_are_read():
+    """Replicas are taken for parts of a corpus, so that two thirds of it are missing without a word."""
+    with Server() as one, Server() as two:
+        parts = connect(f"{one.url}|{two.url}")
+        assert isinstance(parts, ShardedRetriever) and len(parts.search(["a"], 5)[0]) == 2
+        replicas = connect(f"{one.url}, {two.url}")
+        assert isinstance(replicas, HttpRetriever) and len(replicas.search(["a"], 5)[0]) == 1

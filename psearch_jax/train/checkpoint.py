@@ -86,6 +86,10 @@ class Checkpoints:
             raise UserError(f"{self._directory}: none of the checkpoints {steps} can be read; use another --workdir")
         return None
 
+    def latest(self) -> int | None:
+        """The step of the newest checkpoint."""
+        return self._manager.latest_step()
+
     def wait(self) -> None:
         """Returns when everything saved is on disk."""
         self._manager.wait_until_finished()

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from psearch_jax.train.checkpoint import Checkpoints, model_record
 from psearch_jax.train.state import TrainState
 from psearch_jax.train.step import Learner
 from psearch_jax.types import KINDS, Question, RewardParts, Trajectory, UserError
+from retrieval.protocol import RetrievalError
 
 log = logging.getLogger("psearch_jax")
 EVAL_STEP = 2**31 - 1  # the step in the keys of every evaluation: before and after draw the same numbers
@@ -65,6 +66,7 @@ def train(run: Run, workdir: str | Path) -> dict[str, Any]:
 
     Raises:
       Interrupted: after SIGTERM, once the checkpoint is on disk.
+      RetrievalError: the retriever is gone for good, once the last whole step is on disk.
       UserError: too many updates in a row were not finite.
     """
     config, workdir = run.config, Path(workdir)
@@ -96,15 +98,32 @@ def train(run: Run, workdir: str | Path) -> dict[str, Any]:
     before = _evaluate_once(run, workdir / "before.json", fresh=step == 0)
 
     # ---- steps ----
+    def save(step: int, loader: dict[str, Any]) -> None:
+        with _phase(run, "checkpoint"):
+            record = {"loader": loader, "model": model_record(run.model), "tokenizer": run.tokenizer_path}
+            checkpoints.save(step, run.state, record)
+
+    stopped: Exception | None = None
     bar = tqdm(total=config.train.steps, initial=step, unit="step", disable=not sys.stderr.isatty())
     while step < config.train.steps:
+        loaded = run.loader.state()
         questions = next(run.loader)
-        state, metrics, trajectories, rewards = train_step(run, questions, step)
+        try:
+            state, metrics, trajectories, rewards = train_step(run, questions, step)
+        except RetrievalError:
+            # Nothing of this step was learned: what is kept is the end of the last one, with its batch still to come.
+            if step and checkpoints.latest() != step:
+                save(step, loaded)
+            checkpoints.close()
+            log.error("the retriever is gone; saved behind step %d, the same command goes on from there", step)
+            raise
         run.state = state
         if config.eval.every_steps and (step + 1) % config.eval.every_steps == 0 and step + 1 < config.train.steps:
-            with suppress(Interrupted):  # the step is saved below, without this evaluation
+            try:
                 for kind, values in _evaluate(run, config.eval.temperature).items():
                     metrics |= {f"eval/{kind}/{name}": value for name, value in values.items()}
+            except (Interrupted, RetrievalError) as stop:  # the step is saved below, without this evaluation
+                stopped = stop
         writer.write(step, metrics)
         _write_trajectories(workdir, step, trajectories, rewards, config.train.trajectories_per_step)
         _report(bar, step, metrics)
@@ -117,13 +136,13 @@ def train(run: Run, workdir: str | Path) -> dict[str, Any]:
             )
         step += 1
         bar.update()
-        if step % config.train.checkpoint_every_steps == 0 or step == config.train.steps or run.stop_requested:
-            with _phase(run, "checkpoint"):
-                record = {"loader": run.loader.state(), "model": model_record(run.model)}
-                checkpoints.save(step, run.state, {**record, "tokenizer": run.tokenizer_path})
         if run.stop_requested and step < config.train.steps:
+            stopped = stopped or Interrupted()
+        if step % config.train.checkpoint_every_steps == 0 or step == config.train.steps or stopped:
+            save(step, run.loader.state())
+        if stopped:
             checkpoints.close()
-            raise Interrupted(f"saved behind step {step}")
+            raise Interrupted(f"saved behind step {step}") if isinstance(stopped, Interrupted) else stopped
     bar.close()
 
     # ---- evaluate after ----

@@ -1,0 +1,75 @@
+"""`launch/bench.py recall`: how many supporting passages each way of retrieval finds for real questions.
+
+Questions are FlashRAG jsonl rows whose metadata names `supporting_titles`; the corpus is that of `build_index`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrieval.bm25 import Bm25Ranker
+from retrieval.corpora import open_corpus
+from retrieval.directory import encode_corpus, sample_queries
+from retrieval.hashing import HashingEncoder
+from retrieval.hybrid import HybridRanker
+from retrieval.index import DenseRanker, ScannIndex
+from retrieval.protocol import Encoder, Passage, Ranker
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="bench recall", description=__doc__)
+    parser.add_argument("--questions", required=True)
+    parser.add_argument("--corpus", required=True)
+    parser.add_argument("--model", help="directory of a BERT encoder, for two more rows")
+    parser.add_argument("--k", type=int, default=3)
+    parser.add_argument("--json", help="file to write the figures to")
+    flags = parser.parse_args(argv)
+    lines = Path(flags.questions).read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines if line.strip()]
+    corpus = open_corpus(flags.corpus)
+    bm25, hashing = Bm25Ranker.build(corpus), dense(corpus, HashingEncoder().fit(corpus))
+    rankers: dict[str, Ranker] = {"hashing": hashing, "BM25": bm25, "hashing + BM25": HybridRanker([hashing, bm25])}
+    if flags.model:
+        from retrieval.encoder import BertEncoder
+
+        encoder = BertEncoder.from_model(flags.model)
+        model = dense(corpus, encoder)
+        name = encoder.identity["model"]
+        rankers |= {name: model, f"{name} + BM25": HybridRanker([model, bm25])}
+    table = {name: measure(ranker, corpus, rows, flags.k) for name, ranker in rankers.items()}
+    columns = list(next(iter(table.values())))
+    print(f"| retriever | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
+    for name, figures in table.items():
+        print(f"| {name} | {' | '.join(f'{figures[column]:.3f}' for column in columns)} |")
+    if flags.json:
+        beside = Path(f"{flags.json}.tmp")
+        beside.write_text(json.dumps({"k": flags.k, "retrievers": table}, indent=2) + "\n", encoding="utf-8")
+        beside.replace(flags.json)
+
+
+def dense(corpus: Sequence[Passage], encoder: Encoder) -> DenseRanker:
+    """Exact search over the vectors of a small corpus."""
+    return DenseRanker(ScannIndex.from_vectors(encode_corpus(corpus, encoder)), encoder)
+
+
+def measure(ranker: Ranker, corpus: Sequence[Passage], questions: list[dict[str, Any]], k: int) -> dict[str, float]:
+    """Recall@k of supporting titles, in the mean over questions; share of questions with all; own-title lookups."""
+    found, _ = ranker.rank([row["question"] for row in questions], k)
+    shares = []
+    for row, ids in zip(questions, found, strict=True):
+        wanted = set(row["metadata"]["supporting_titles"])
+        titles = {corpus[int(i)].title for i in ids if i >= 0}
+        shares.append(len(wanted & titles) / len(wanted))
+    rows, lookups = sample_queries(corpus, len(corpus))
+    own, _ = ranker.rank(lookups, k)
+    return {
+        f"supporting titles in the top {k}": float(np.mean(shares)),
+        "questions with all of them": float(np.mean(np.equal(shares, 1))),
+        "passages found by title and first eight words": float((own == rows[:, None]).any(axis=1).mean()),
+    }

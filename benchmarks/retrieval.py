@@ -1,0 +1,165 @@
+"""`launch/bench.py retrieval`: search beside FAISS and NumPy, one batch beside many calls, encoder beside torch.
+
+Methods come after one another in one process on the same data; read the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import encoder as encoder_benchmark
+from benchmarks.vectors import BUILDERS, K, clustered, compare
+from retrieval.client import HttpRetriever
+from retrieval.corpus import MemoryMappedCorpus, write_corpus
+from retrieval.directory import build_index
+from retrieval.hashing import HashingEncoder
+from retrieval.index import EXACT_BELOW_ROWS, ScannIndex, tree_settings
+from retrieval.protocol import Passage
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("vectors", "batching", "encoder")
+ROLLOUTS = 512
+CONCURRENT_CLIENTS = 64
+
+
+def main(argv: Sequence[str]) -> None:
+    flags = _flags(argv)
+    report: dict[str, Any] = {"machine": _machine(), "arguments": vars(flags)}
+    if "vectors" in flags.parts:
+        report["vectors"] = []
+        for rows in flags.rows:
+            report["vectors"] += compare(rows, flags.queries, flags.dimensions, tuple(flags.methods), _log)
+    if "batching" in flags.parts:
+        report["batching"] = in_process(flags.batching_rows, flags.dimensions) + over_http(flags.http_rows)
+    if "encoder" in flags.parts:
+        report["encoder"] = encoder_benchmark.measure(flags.model, flags.sentences, _log)
+    for part in PARTS:
+        if part in report:
+            print(f"\n{part}\n{_table(report[part])}")
+    if flags.json:
+        beside = Path(f"{flags.json}.tmp")
+        beside.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        beside.replace(flags.json)
+
+
+def in_process(rows: int, dimensions: int) -> list[dict[str, Any]]:
+    """Search alone, without encoding: the sub-queries of all rollouts in one call, and in many."""
+    groups = _rollouts()
+    vectors, queries = clustered(rows, sum(groups), dimensions)
+    tree = tree_settings(*vectors.shape) if rows >= EXACT_BELOW_ROWS else None
+    index = ScannIndex.from_vectors(vectors, tree)
+    ends = np.cumsum(groups)
+    parts = [queries[end - size : end] for size, end in zip(groups, ends, strict=True)]
+    ways = {
+        "one batch": lambda: index.search(queries, K),
+        "one call per rollout": lambda: [index.search(part, K) for part in parts],
+        "one call per sub-query": lambda: [index.search(query[None], K) for query in queries],
+    }
+    return _compare_ways(f"in process, {rows} rows", ways)
+
+
+def over_http(rows: int) -> list[dict[str, Any]]:
+    """Encoding, search and transport, with this project's server in a process of its own and no cache."""
+    groups = _rollouts()
+    with tempfile.TemporaryDirectory() as folder:
+        write_corpus(f"{folder}/corpus.jsonl", _passages(rows))
+        corpus = MemoryMappedCorpus(f"{folder}/corpus.jsonl")
+        build_index(f"{folder}/index", corpus, HashingEncoder().fit(corpus))
+        queries = [f"{p.title} {p.text[:20]} {n}" for n, p in enumerate(_passages(sum(groups), seed=1))]
+        ends = np.cumsum(groups)
+        parts = [queries[end - size : end] for size, end in zip(groups, ends, strict=True)]
+        command = [sys.executable, str(ROOT / "launch" / "serve_retriever.py"), f"--index={folder}/index"]
+        with subprocess.Popen(
+            [*command, "--port=0", "--cache_queries=0"], stdout=subprocess.PIPE, text=True
+        ) as server:
+            url = server.stdout.readline().split()[-1]
+            client = HttpRetriever(url)
+            with ThreadPoolExecutor(CONCURRENT_CLIENTS) as pool:
+                ways: dict[str, Callable[[], Any]] = {
+                    "one batch": lambda: client.search(queries, K),
+                    "one call per rollout": lambda: [client.search(part, K) for part in parts],
+                    "one call per sub-query": lambda: [client.search([query], K) for query in queries],
+                    f"one call per rollout, {CONCURRENT_CLIENTS} at once": lambda: list(
+                        pool.map(lambda part: client.search(part, K), parts)
+                    ),
+                }
+                lines = _compare_ways(f"over HTTP, {rows} rows", ways)
+            server.terminate()
+    return lines
+
+
+def _compare_ways(where: str, ways: dict[str, Callable[[], Any]]) -> list[dict[str, Any]]:
+    lines, first = [], None
+    for name, call in ways.items():
+        call()  # warm
+        start = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - start
+        first = first or seconds
+        lines.append({"where": where, "way": name, "seconds": round(seconds, 3), "ratio": round(seconds / first, 1)})
+        _log(str(lines[-1]))
+    return lines
+
+
+def _rollouts() -> list[int]:
+    """How many sub-queries each rollout asks: 1 to 4."""
+    return np.random.default_rng(0).integers(1, 5, ROLLOUTS).tolist()
+
+
+def _passages(count: int, seed: int = 0) -> list[Passage]:
+    """Passages of 60 words from a vocabulary in which few words are common."""
+    rng = np.random.default_rng(seed)
+    words = ["".join(rng.choice(list("abcdefghiklmnoprstuvw"), rng.integers(3, 10))) for _ in range(20_000)]
+    picks = np.minimum(rng.zipf(1.3, (count, 62)), len(words)) - 1
+    lines = [[words[pick] for pick in row] for row in picks]
+    return [Passage(str(n), " ".join(line[:2]) + f" {n}", " ".join(line[2:])) for n, line in enumerate(lines)]
+
+
+def _machine() -> dict[str, Any]:
+    packages = {}
+    for name in ("numpy", "scann", "faiss-cpu", "jax", "torch", "transformers"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {"cores": os.cpu_count(), "python": platform.python_version(), "packages": packages}
+
+
+def _table(lines: list[dict[str, Any]]) -> str:
+    """A Markdown table of the lines' common columns."""
+    columns = list(lines[0])
+    rows = [["" if line[c] is None else str(line[c]) for c in columns] for line in lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *rows])
+
+
+def _log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _flags(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench retrieval", description=__doc__)
+    parser.add_argument("--json", help="file to write the figures to")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--rows", nargs="+", type=int, default=[6_000, 100_000, 1_000_000])
+    parser.add_argument("--dimensions", type=int, default=384)
+    parser.add_argument("--queries", type=int, default=1024)
+    parser.add_argument("--methods", nargs="+", default=list(BUILDERS), choices=list(BUILDERS))
+    parser.add_argument("--batching_rows", type=int, default=1_000_000)
+    parser.add_argument("--http_rows", type=int, default=20_000)
+    parser.add_argument("--model", help="directory of a BERT encoder (default: MiniLM's shape, random weights)")
+    parser.add_argument("--sentences", type=int, default=512)
+    return parser.parse_args(argv)

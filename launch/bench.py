@@ -1,0 +1,29 @@
+"""Measure a part of the system beside its peers, all in one run.
+
+    python launch/bench.py retrieval --json=FILE      vector search, batching, encoder; options: --help
+    python launch/bench.py recall --questions=FILE --corpus=FILE --json=FILE
+    python launch/bench.py corpus --json=FILE
+
+Times on a shared machine mean little by themselves: compare what one run prints.
+"""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SUBJECTS = ("retrieval", "recall", "corpus")
+
+
+def main() -> int:
+    if len(sys.argv) < 2 or sys.argv[1] not in SUBJECTS:
+        found = repr(sys.argv[1]) if len(sys.argv) > 1 else "nothing"
+        print(f"bench: {found} found, accepted: {', '.join(SUBJECTS)}", file=sys.stderr)
+        return 2
+    sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed
+    import_module(f"benchmarks.{sys.argv[1]}").main(sys.argv[2:])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""BERT in Flax NNX, and its Hugging Face directory read into it.
+
+Letters in shapes: B rows, T positions, D width, N heads, H head dim, F mlp, V words, L layers. The layers are stacked
+on a leading axis L and run by one `lax.scan`; query, key and value are one product.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+
+from retrieval.protocol import CorpusError
+
+NEG_INF = -1e30  # a finite stand-in: a row of -inf alone would softmax to NaN
+NUMBERS = {
+    "vocab_rows": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "mlp": "intermediate_size",
+    "positions": "max_position_embeddings",
+    "types": "type_vocab_size",
+}
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """The shape of an encoder."""
+
+    vocab_rows: int
+    width: int
+    layers: int
+    heads: int
+    mlp: int
+    positions: int
+    types: int
+    norm_eps: float
+
+
+class Bert(nnx.Module):
+    """The encoder without its pooler. `__call__` gives the last hidden states."""
+
+    def __init__(self, config: BertConfig, weights: dict[str, np.ndarray], dtype: Any = jnp.float32):
+        """`weights`: the arrays of `shapes(config)`; kept in `dtype`, which is also that of the computation."""
+        self.config, self.dtype = config, jnp.dtype(dtype)
+        self.weights = nnx.Dict({name: nnx.Param(jnp.asarray(value, dtype)) for name, value in weights.items()})
+
+    def __call__(self, ids: jax.Array, lengths: jax.Array) -> jax.Array:
+        """[B, T] int32 and the number of real ids per row [B] -> [B, T, D] hidden states in `dtype`."""
+        c, w = self.config, {name: value[...] for name, value in self.weights.items()}
+        B, T = ids.shape
+        x = w["words"][ids] + w["positions"][:T] + w["types"][0]
+        x = _layer_norm(x, w["embedding_scale"], w["embedding_bias"], c.norm_eps)
+        H = c.width // c.heads
+        mask = jnp.where(jnp.arange(T) < lengths[:, None], 0.0, NEG_INF)  # [B, T]
+        mask = jnp.repeat(mask, c.heads, axis=0)[:, None]  # [B N, 1, T]
+
+        def layer(x: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+            x = x.reshape(B * T, c.width)  # products of two-dimensional arrays are the fastest that XLA has on a CPU
+            qkv = _dense(x, p["qkv_kernel"], p["qkv_bias"]).reshape(B, T, 3, c.heads, H)
+            q, k, v = qkv.transpose(2, 0, 3, 1, 4).reshape(3, B * c.heads, T, H)
+            scores = jnp.einsum("ath,ash->ats", q, k, preferred_element_type=jnp.float32) / math.sqrt(H) + mask
+            # Divided by the sum after the product with v: T / H times fewer divisions.
+            weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+            mixed = jnp.einsum("ats,ash->ath", weights.astype(self.dtype), v, preferred_element_type=jnp.float32)
+            mixed = (mixed / weights.sum(-1, keepdims=True)).astype(self.dtype)
+            mixed = mixed.reshape(B, c.heads, T, H).transpose(0, 2, 1, 3).reshape(B * T, c.width)
+            out = _dense(mixed, p["out_kernel"], p["out_bias"])
+            x = _layer_norm(x + out, p["attention_scale"], p["attention_bias"], c.norm_eps)
+            hidden = _dense(x, p["up_kernel"], p["up_bias"])
+            hidden = (
+                hidden * 0.5 * (1 + jax.lax.erf(hidden * math.sqrt(0.5)))
+            )  # GELU; jax.nn's erfc is slower on a CPU
+            out = _dense(hidden, p["down_kernel"], p["down_bias"])
+            x = _layer_norm(x + out, p["mlp_scale"], p["mlp_bias"], c.norm_eps)
+            return x.reshape(B, T, c.width), None
+
+        return jax.lax.scan(layer, x, {name: w[name] for name in LAYER_TABLE})[0]
+
+
+Read = Callable[[str], np.ndarray]
+EMBEDDING_TABLE = {
+    "words": "embeddings.word_embeddings.weight",
+    "positions": "embeddings.position_embeddings.weight",
+    "types": "embeddings.token_type_embeddings.weight",
+    "embedding_scale": "embeddings.LayerNorm.weight",
+    "embedding_bias": "embeddings.LayerNorm.bias",
+}
+# Our name -> the names in a layer of the file; kernels are transposed, several names stand side by side.
+LAYER_TABLE: dict[str, tuple[str, ...]] = {
+    "qkv_kernel": tuple(f"attention.self.{part}.weight" for part in ("query", "key", "value")),
+    "qkv_bias": tuple(f"attention.self.{part}.bias" for part in ("query", "key", "value")),
+    "out_kernel": ("attention.output.dense.weight",),
+    "out_bias": ("attention.output.dense.bias",),
+    "attention_scale": ("attention.output.LayerNorm.weight",),
+    "attention_bias": ("attention.output.LayerNorm.bias",),
+    "up_kernel": ("intermediate.dense.weight",),
+    "up_bias": ("intermediate.dense.bias",),
+    "down_kernel": ("output.dense.weight",),
+    "down_bias": ("output.dense.bias",),
+    "mlp_scale": ("output.LayerNorm.weight",),
+    "mlp_bias": ("output.LayerNorm.bias",),
+}
+
+
+def shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every array of `Bert`."""
+    D, F, L = config.width, config.mlp, config.layers
+    return {
+        "words": (config.vocab_rows, D),
+        "positions": (config.positions, D),
+        "types": (config.types, D),
+        "embedding_scale": (D,),
+        "embedding_bias": (D,),
+        "qkv_kernel": (L, D, 3 * D),
+        "qkv_bias": (L, 3 * D),
+        "out_kernel": (L, D, D),
+        "out_bias": (L, D),
+        "attention_scale": (L, D),
+        "attention_bias": (L, D),
+        "up_kernel": (L, D, F),
+        "up_bias": (L, F),
+        "down_kernel": (L, F, D),
+        "down_bias": (L, D),
+        "mlp_scale": (L, D),
+        "mlp_bias": (L, D),
+    }
+
+
+def load_bert(directory: Path, dtype: Any = jnp.float32) -> Bert:
+    """Read config.json and the safetensors files of `directory`.
+
+    Raises:
+      CorpusError: another architecture, or a file or an array that is missing or of another shape.
+    """
+    config = read_config(directory / "config.json")
+    read, where = _reader(directory)
+    found = {ours: read(theirs) for ours, theirs in EMBEDDING_TABLE.items()}
+    for ours, names in LAYER_TABLE.items():
+        layers = []
+        for i in range(config.layers):
+            parts = [read(f"encoder.layer.{i}.{name}") for name in names]
+            layers.append(np.concatenate([part.T if part.ndim == 2 else part for part in parts], axis=-1))
+        found[ours] = np.stack(layers)
+    for ours, expected in shapes(config).items():
+        if found[ours].shape != expected:
+            raise CorpusError(f"{where}: {ours} has shape {found[ours].shape}, config.json says {expected}")
+    return Bert(config, found, dtype)
+
+
+def read_config(path: Path) -> BertConfig:
+    """Read config.json. Raises `CorpusError` naming the field that is missing or asks for something else than BERT."""
+    try:
+        raw = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CorpusError(f"{path}: cannot be read as JSON ({error}); accepted: a BERT encoder's directory") from None
+    accepted = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}
+    for field, value in accepted.items():
+        if raw.get(field, value if field != "model_type" else None) != value:
+            raise CorpusError(f"{path}: {field} is {raw.get(field)!r}, accepted: {value!r}")
+    for field in NUMBERS.values():
+        if not isinstance(raw.get(field), int) or raw[field] < 1:
+            raise CorpusError(f"{path}: {field} is {raw.get(field, 'missing')!r}, expected a whole number above 0")
+    if raw["hidden_size"] % raw["num_attention_heads"]:
+        raise CorpusError(
+            f"{path}: num_attention_heads is {raw['num_attention_heads']}, which does not divide the width"
+        )
+    numbers = {ours: raw[theirs] for ours, theirs in NUMBERS.items()}
+    return BertConfig(**numbers, norm_eps=float(raw.get("layer_norm_eps", 1e-12)))
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of `directory`. Raises `CorpusError` when there are none."""
+    files = sorted(directory.glob("model*.safetensors"))
+    if not files:
+        raise CorpusError(f"{directory}: holds no model.safetensors; accepted: a BERT encoder saved as safetensors")
+    return files
+
+
+def _reader(directory: Path) -> tuple[Read, Path]:
+    """A function that reads an array by name as float32; names may stand under `bert.`."""
+    sources: dict[str, Any] = {}
+    files = weight_files(directory)
+    for path in files:
+        try:
+            file = safe_open(path, "numpy")
+        except (OSError, SafetensorError) as error:
+            raise CorpusError(f"{path}: cannot be read ({error})") from None
+        sources |= {name.removeprefix("bert."): (file, name) for name in file.keys()}
+
+    def read(name: str) -> np.ndarray:
+        if name not in sources:
+            raise CorpusError(f"{files[0]}: {name} is missing")
+        file, stored = sources[name]
+        return np.asarray(file.get_tensor(stored), np.float32)
+
+    return read, files[0]
+
+
+def _dense(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+    """Products of 16-bit numbers are summed in 32 bits, which is also the only fast way on a CPU that has them."""
+    return (jnp.matmul(x, kernel, preferred_element_type=jnp.float32) + bias).astype(x.dtype)
+
+
+def _layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    centred = wide - wide.mean(-1, keepdims=True)
+    normal = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)
+    return (normal * scale + bias).astype(x.dtype)

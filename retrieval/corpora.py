@@ -1,0 +1,109 @@
+"""Corpora in the forms the field has: Search-R1's and FlashRAG's jsonl, MultiHop-RAG's JSON array of articles.
+
+jsonl is read as it stands; articles are cut into passages once, into `FILE.passages.jsonl` beside the file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from retrieval.corpus import MemoryMappedCorpus, write_corpus
+from retrieval.protocol import CorpusError, Passage
+
+PASSAGE_WORDS = 100  # the length of wiki-18's passages
+_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+")
+
+
+def open_corpus(path: str | os.PathLike[str]) -> MemoryMappedCorpus:
+    """Open a corpus of any known form, plain or .gz.
+
+    Raises:
+      CorpusError: the file with the line or the element, and the field, that is not as it should be.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CorpusError(f"{path}: no such corpus file")
+    if not _is_array(path):
+        return MemoryMappedCorpus(path)
+    passages = path.with_name(path.name + ".passages.jsonl")
+    if not passages.is_file() or passages.stat().st_mtime_ns < path.stat().st_mtime_ns:
+        try:
+            write_corpus(passages, _articles(path))
+        except OSError as error:
+            raise CorpusError(
+                f"{passages}: cannot be written ({error}); copy {path.name} to a folder of yours"
+            ) from None
+    return MemoryMappedCorpus(passages)
+
+
+def cut(text: str, words: int = PASSAGE_WORDS) -> list[str]:
+    """Pieces of `text` of at most `words` words, cut where a sentence ends in a piece's second half."""
+    pieces: list[list[str]] = [[]]
+    for sentence in _SENTENCE_END.split(text.strip()):
+        for word_list in _blocks(sentence.split(), words):
+            if len(pieces[-1]) + len(word_list) > words and len(pieces[-1]) >= words // 2:
+                pieces.append([])
+            while word_list:
+                room = words - len(pieces[-1])
+                pieces[-1] += word_list[:room]
+                word_list = word_list[room:]
+                if word_list:
+                    pieces.append([])
+    return [" ".join(piece) for piece in pieces if piece]
+
+
+def _blocks(items: list[str], size: int) -> Iterator[list[str]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def _is_array(path: Path) -> bool:
+    with _open(path) as file:
+        try:
+            head = file.read(4096)
+        except (OSError, EOFError, zlib.error) as error:
+            raise CorpusError(f"{path}: cannot be decompressed ({error})") from None
+    return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
+
+
+def _articles(path: Path) -> Iterator[Passage]:
+    """The passages of MultiHop-RAG's articles, `{"title", "body", "source", "published_at", ...}`.
+
+    Source and date stand before the first words: the questions of that set ask for them.
+    """
+    for number, article in enumerate(_elements(path), 1):
+        where = f"{path}: element {number}"
+        if not isinstance(article, dict):
+            raise CorpusError(f"{where}: a {type(article).__name__}, expected an object with title and body")
+        for field in ("title", "body"):
+            if not isinstance(article.get(field), str) or not article[field].strip():
+                found = json.dumps(article[field])[:40] if field in article else "missing"
+                raise CorpusError(f"{where}: field {field} is {found}, expected text")
+        named = [str(article[field]) for field in ("source", "published_at") if article.get(field)]
+        title = " ".join(article["title"].split())
+        for part, text in enumerate(cut(article["body"])):
+            yield Passage(f"{number - 1}-{part}", title, f"({', '.join(named)}) {text}" if named else text)
+
+
+def _elements(path: Path) -> list[Any]:
+    """The elements of a JSON array; the news corpus is a few megabytes."""
+    try:
+        with _open(path) as file:
+            return json.loads(file.read().decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise CorpusError(f"{path}: not UTF-8 text") from None
+    except (ValueError, RecursionError) as error:
+        raise CorpusError(f"{path}: not a JSON array ({error})") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise CorpusError(f"{path}: cannot be read ({error})") from None

@@ -1,0 +1,240 @@
+"""A BERT-family sentence encoder (E5, BGE, MiniLM) as an `Encoder`: mean or first-token pooling, unit length.
+
+Texts are grouped into buckets of like length, and every batch of a bucket has the same number of rows, so that few
+programs are compiled and a text gets the same vector in any company.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from retrieval.bert import load_bert, weight_files
+from retrieval.manifest import copy_or_link
+from retrieval.protocol import CorpusError, Passage
+
+VERSION = 1  # raise it with any change that makes other vectors: older indexes are then refused
+# Tokens per text, special ones included: steps of at most a half, so that little is padding.
+LENGTHS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+CPU_ROWS, ACCELERATOR_ROWS = 16, 128  # texts per batch; on a CPU larger ones are slower
+FOLDER = "encoder_model"  # in an index directory
+FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
+POOLING = Path("1_Pooling") / "config.json"
+LENGTH_FILE = "sentence_bert_config.json"
+# What a model expects before a text, by a part of its name. E5: Wang et al. 2022; BGE: Xiao et al. 2023, section 4.
+PREFIXES = {"e5": ("query: ", "passage: "), "bge": ("Represent this sentence for searching relevant passages: ", "")}
+
+
+class BertEncoder:
+    """Implements `Encoder` with the weights of a Hugging Face directory."""
+
+    name = "bert"
+
+    def __init__(self, directory: Path, settings: dict[str, Any], mesh: Mesh | None = None):
+        """`settings`: the identity without `dimensions` and `weights`; see `from_model` for what they mean."""
+        from transformers import AutoTokenizer
+
+        self._directory, self._settings = directory, settings
+        self._model = load_bert(directory, settings["dtype"])
+        self._weights = _digest(directory)
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(directory)
+        except (OSError, ValueError) as error:
+            raise CorpusError(f"{directory}: the tokenizer cannot be read ({str(error).splitlines()[0]})") from None
+        if len(self._tokenizer) > self._model.config.vocab_rows:
+            raise CorpusError(
+                f"{directory}: the tokenizer has {len(self._tokenizer)} ids, the model "
+                f"{self._model.config.vocab_rows} embedding rows"
+            )
+        self._lengths = [n for n in LENGTHS if n < settings["max_tokens"]] + [settings["max_tokens"]]
+        self._place_rows = self._place_weights = None
+        self.batch_rows = CPU_ROWS if jax.default_backend() == "cpu" else ACCELERATOR_ROWS
+        graphdef, state = nnx.split(self._model)
+        if mesh is not None:
+            mesh = Mesh(mesh.devices, mesh.axis_names)  # with axes that the compiler handles, whatever the given ones
+            devices = mesh.shape["data"]
+            self.batch_rows = -(-self.batch_rows // devices) * devices
+            self._place_rows = NamedSharding(mesh, PartitionSpec("data"))
+            state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
+        self._state = state
+        self.compiled = 0  # programs so far
+
+        def encode(state: nnx.State, ids: jax.Array, lengths: jax.Array) -> jax.Array:
+            self.compiled += 1  # runs while tracing only
+            return _embed(nnx.merge(graphdef, state), ids, lengths, settings["pooling"])
+
+        self._encode = jax.jit(encode)
+
+    @classmethod
+    def from_model(
+        cls,
+        directory: str | Path,
+        *,
+        query_prefix: str | None = None,
+        passage_prefix: str | None = None,
+        max_tokens: int | None = None,
+        dtype: str = "float32",
+        mesh: Mesh | None = None,
+    ) -> BertEncoder:
+        """Open a sentence encoder's directory.
+
+        Args:
+          query_prefix, passage_prefix: put before every text; None: what the model's name asks for (E5, BGE), if
+            anything.
+          max_tokens: where texts are cut; None: the directory's own setting, at most the model's positions.
+          dtype: float32, or bfloat16 for the layers; pooling and norms stay float32.
+          mesh: the rows of a batch are spread over its `data` axis.
+
+        Raises:
+          CorpusError: the directory holds no BERT encoder, or one that pools in another way.
+        """
+        directory = Path(directory)
+        if not directory.is_dir():
+            raise CorpusError(f"{directory}: no such directory; accepted: hashing, bm25 or a BERT encoder's directory")
+        name = _model_name(directory)
+        query, passage = next((v for part, v in PREFIXES.items() if part in name.lower()), ("", ""))
+        positions = _read_json(directory / "config.json").get("max_position_embeddings", 512)
+        own = _read_json(directory / LENGTH_FILE).get("max_seq_length") or LENGTHS[-1]
+        settings = {
+            "name": cls.name,
+            "version": VERSION,
+            "model": name,
+            "pooling": _pooling(directory),
+            "query_prefix": query if query_prefix is None else query_prefix,
+            "passage_prefix": passage if passage_prefix is None else passage_prefix,
+            "max_tokens": min(max_tokens or own, positions),
+            "dtype": dtype,
+        }
+        return cls(directory, settings, mesh)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for vectors to be equal, as JSON values."""
+        return self._settings | {"dimensions": self.dimensions, "weights": self._weights}
+
+    @property
+    def dimensions(self) -> int:
+        """D, the width of a vector."""
+        return self._model.config.width
+
+    def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
+        """Return [Q, D] float32 of unit length; a zero row for a query without text."""
+        return self._encode_texts(queries, self._settings["query_prefix"])
+
+    def encode_passages(self, passages: Sequence[Passage]) -> np.ndarray:
+        """Return [N, D] float32 of unit length; a title stands in quotes on a line of its own, as in wiki-18."""
+        texts = [f'"{p.title}"\n{p.text}' if p.title else p.text for p in passages]
+        return self._encode_texts(texts, self._settings["passage_prefix"])
+
+    def save(self, directory: Path) -> None:
+        """Copy (or link) the model's files into an index directory."""
+        target = Path(directory) / FOLDER
+        target.mkdir(exist_ok=True)
+        for path in [self._directory / name for name in FILES] + weight_files(self._directory):
+            if path.is_file():
+                copy_or_link(path, target / path.name)
+
+    @classmethod
+    def load(cls, directory: Path, identity: dict[str, Any], mesh: Mesh | None = None) -> BertEncoder:
+        """Read an encoder saved in `directory`. Raises `CorpusError` when it is not the one of `identity`."""
+        folder = Path(directory) / FOLDER
+        settings = {key: value for key, value in identity.items() if key not in ("dimensions", "weights")}
+        try:
+            encoder = cls(folder, settings, mesh)
+        except (KeyError, TypeError) as error:
+            raise CorpusError(f"{folder}: the index's encoder lacks {error}; build the index again") from None
+        if encoder.identity != identity or settings.get("version") != VERSION:
+            raise CorpusError(f"{folder}: encoder {encoder.identity} is not the index's {identity}; build it again")
+        return encoder
+
+    def _encode_texts(self, texts: Sequence[str], prefix: str) -> np.ndarray:
+        out = np.zeros((len(texts), self.dimensions), np.float32)
+        said = [row for row, text in enumerate(texts) if text.strip()]
+        if not said:
+            return out
+        # Half a surrogate pair, which a model can write, is no text to the tokenizer.
+        clean = [(prefix + texts[row]).encode("utf-8", "replace").decode("utf-8") for row in said]
+        ids = self._tokenizer(clean, truncation=True, max_length=self._lengths[-1])["input_ids"]
+        buckets = np.searchsorted(self._lengths, [len(row) for row in ids])
+        pending = []
+        for bucket in np.unique(buckets):
+            rows = np.flatnonzero(buckets == bucket)
+            for start in range(0, len(rows), self.batch_rows):
+                batch = rows[start : start + self.batch_rows]
+                pending.append((batch, self._dispatch([ids[row] for row in batch], self._lengths[bucket])))
+        for batch, vectors in pending:  # dispatch runs ahead, so the device does not wait for the host
+            out[np.asarray(said)[batch]] = np.asarray(vectors)[: len(batch)]
+        return out
+
+    def _dispatch(self, ids: list[list[int]], length: int) -> jax.Array:
+        padded = np.zeros((self.batch_rows, length), np.int32)
+        lengths = np.ones(self.batch_rows, np.int32)  # pad rows look at one token, so that nothing is NaN
+        for row, known in enumerate(ids):
+            padded[row, : len(known)] = known
+            lengths[row] = len(known)
+        if self._place_rows is not None:
+            padded, lengths = jax.device_put((padded, lengths), self._place_rows)
+        with jax.default_matmul_precision("highest" if self._settings["dtype"] == "float32" else "default"):
+            return self._encode(self._state, padded, lengths)
+
+
+def _embed(model: Any, ids: jax.Array, lengths: jax.Array, pooling: str) -> jax.Array:
+    """[B, T] ids and [B] lengths -> [B, D] float32 of unit length."""
+    hidden = model(ids, lengths).astype(jnp.float32)
+    if pooling == "cls":
+        pooled = hidden[:, 0]
+    else:
+        mask = (jnp.arange(ids.shape[1]) < lengths[:, None])[..., None]
+        pooled = jnp.where(mask, hidden, 0).sum(1) / lengths[:, None]
+    return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=1, keepdims=True), 1e-12)
+
+
+def _pooling(directory: Path) -> str:
+    """mean (also where nothing is said) or cls. Raises `CorpusError` for any other."""
+    path = directory / POOLING
+    raw = _read_json(path)
+    modes = {
+        key.removeprefix("pooling_mode_") for key, value in raw.items() if key.startswith("pooling_mode_") and value
+    }
+    names = {frozenset(): "mean", frozenset({"mean_tokens"}): "mean", frozenset({"cls_token"}): "cls"}
+    if frozenset(modes) not in names:
+        raise CorpusError(f"{path}: pools by {', '.join(sorted(modes))}, accepted: mean_tokens or cls_token alone")
+    return names[frozenset(modes)]
+
+
+def _model_name(directory: Path) -> str:
+    """The directory's name; the config's own where that is a hub's snapshot, whose name is a hash."""
+    resolved = directory.resolve()
+    if resolved.parent.name == "snapshots":
+        return resolved.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return resolved.name
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        raw = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CorpusError(f"{path}: not JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise CorpusError(f"{path}: a {type(raw).__name__}, expected an object")
+    return raw
+
+
+def _digest(directory: Path) -> str:
+    digest = hashlib.sha256()
+    for path in weight_files(directory):
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,119 @@
+"""Corpora in the forms of other projects."""
+
+import gzip
+import json
+import os
+
+import pytest
+
+from retrieval.corpora import PASSAGE_WORDS, cut, open_corpus
+from retrieval.protocol import CorpusError
+
+ARTICLES = [
+    {
+        "title": "Harbor  opens",
+        "author": "A. Writer",
+        "source": "The Daily",
+        "published_at": "2023-10-01T10:00:00+00:00",
+        "category": "news",
+        "url": "https://example.org/1",
+        "body": " ".join(f"Sentence number {n} tells of the harbor and its ships." for n in range(40)),
+    },
+    {"title": "Short", "body": "One line."},
+]
+
+
+def test_jsonl_of_every_project(tmp_path):
+    """FlashRAG's rows with title and text, or Search-R1's with contents, are refused or lose their title."""
+    rows = [
+        {"id": "1", "contents": '"Title"\nText one.'},
+        {"id": 2, "title": "Two\n words", "text": "Text two."},
+        {"id": "3", "title": None, "text": "Text three."},
+        {"id": "4", "contents": "No title"},
+    ]
+    path = tmp_path / "c.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = [(p.id, p.title, p.text) for p in open_corpus(path)]
+    assert found == [
+        ("1", "Title", "Text one."),
+        ("2", "Two words", "Text two."),
+        ("3", "", "Text three."),
+        ("4", "", "No title"),
+    ]
+    assert [p.name for p in tmp_path.iterdir()] == ["c.jsonl"]
+    for bad, field in (({"id": "5", "title": 3, "text": "x"}, "title"), ({"id": "5", "title": "x"}, "contents")):
+        path.write_text(json.dumps(bad))
+        with pytest.raises(CorpusError, match=f"line 1: field {field}"):
+            open_corpus(path)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_articles_become_passages(packed, tmp_path):
+    """MultiHop-RAG's corpus is an array of long articles: whole ones fill a context, and sentences must not be cut."""
+    path = tmp_path / ("corpus.json.gz" if packed else "corpus.json")
+    content = json.dumps(ARTICLES, indent=1).encode()
+    path.write_bytes(gzip.compress(content) if packed else content)
+    corpus = open_corpus(path)
+    assert [p.id for p in corpus][-2:] == ["0-3", "1-0"] and len({p.id for p in corpus}) == len(corpus)
+    first = corpus[0]
+    assert first.title == "Harbor opens" and first.text.startswith(
+        "(The Daily, 2023-10-01T10:00:00+00:00) Sentence number 0"
+    )
+    assert all(len(p.text.split()) <= PASSAGE_WORDS + 3 and p.text.endswith(".") for p in corpus)
+    whole = " ".join(p.text.split(") ", 1)[1] for p in corpus if p.id.startswith("0-"))
+    assert whole == ARTICLES[0]["body"] and corpus[len(corpus) - 1].text == "One line."
+
+    made = path.with_name(path.name + ".passages.jsonl")
+    before = made.stat().st_mtime_ns
+    open_corpus(path)
+    assert made.stat().st_mtime_ns == before
+    path.write_bytes(gzip.compress(json.dumps(ARTICLES[1:]).encode()) if packed else json.dumps(ARTICLES[1:]).encode())
+    os.utime(path, ns=(before + 10**9, before + 10**9))
+    assert len(open_corpus(path)) == 1
+
+
+def test_cutting_text():
+    """Words are lost or repeated at a cut; a sentence longer than a passage is never cut; short tails stand alone."""
+    text = "A b c. D e f g! H? " + "long " * 25 + "end. Tail."
+    for words in (1, 3, 7, 10, 100):
+        pieces = cut(text, words)
+        assert " ".join(pieces).split() == text.split()
+        assert all(0 < len(piece.split()) <= words for piece in pieces)
+    assert cut("A b c. D e f g! H i.", 5) == ["A b c.", "D e f g!", "H i."]
+    assert cut("  ") == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[", "not a JSON array"),
+        (b'[{"title": "a", "body": "b"}', "not a JSON array"),
+        (b"[3]", "element 1: a int"),
+        (b'[{"title": "a", "body": "b"}, {"title": "a"}]', "element 2: field body is missing"),
+        (b'[{"title": "a", "body": " "}]', "element 1: field body"),
+        (b'[{"title": 3, "body": "b"}]', "element 1: field title is 3"),
+        (b"[]", "no rows"),
+        (b'["\xff"]', "not UTF-8"),
+    ],
+)
+def test_damaged_articles(tmp_path, content, words):
+    """A damaged file ends in a traceback, or leaves half of its passages behind as if they were all."""
+    path = tmp_path / "corpus.json"
+    path.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(CorpusError, match="corpus.json.*" + words) as error:
+            open_corpus(path)
+        assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    """An absent or damaged archive ends in a traceback of zlib."""
+    with pytest.raises(CorpusError, match="absent.jsonl: no such"):
+        open_corpus(tmp_path / "absent.jsonl")
+    (tmp_path / "bad.json.gz").write_bytes(gzip.compress(json.dumps(ARTICLES).encode())[:-20])
+    with pytest.raises(CorpusError, match="bad.json.gz"):
+        open_corpus(tmp_path / "bad.json.gz")
+    (tmp_path / "none.gz").write_bytes(b"not an archive")
+    with pytest.raises(CorpusError, match="none.gz"):
+        open_corpus(tmp_path / "none.gz")

@@ -1,0 +1,118 @@
+"""The memory-mapped corpus."""
+
+import gzip
+import os
+
+import pytest
+from helpers import people
+
+import retrieval.corpus
+from retrieval.corpus import MemoryMappedCorpus, write_corpus
+from retrieval.protocol import CorpusError, Passage
+
+
+def test_corpus_round_trip(tmp_path):
+    """A passage changes on its way to disk and back: quotes, line breaks in the text, non-ASCII, an empty title."""
+    passages = [
+        Passage("a", 'Say "hi"', "first\nsecond line "),
+        Passage("b", "Alû", "Café \u2028 東京"),
+        Passage("c", "", "no title"),
+        Passage("d", '"', "one quote"),
+    ]
+    write_corpus(tmp_path / "c.jsonl", passages)
+    corpus = MemoryMappedCorpus(tmp_path / "c.jsonl")
+    assert list(corpus) == passages and len(corpus) == 4
+    assert list(corpus.passages(1, 3)) == passages[1:3] and list(corpus.passages(3, 99)) == passages[3:]
+
+
+def test_corpus_refuses_rows_outside(tmp_path):
+    """Row -1, a search's "nothing found", returns the last passage."""
+    write_corpus(tmp_path / "c.jsonl", people()[:3])
+    for row in (-1, 3):
+        with pytest.raises(IndexError):
+            MemoryMappedCorpus(tmp_path / "c.jsonl")[row]
+
+
+def test_corpus_reads_foreign_rows(tmp_path):
+    """Rows of other tools are refused or misread: integer ids, bare titles, blank lines, no last line break, a BOM."""
+    text = (
+        '\ufeff{"id": 7, "contents": "\\"A\\"\\nx"}\n\n{"id": "8", "contents": "B\\ny"}\r\n{"id": 9, "contents": "z"}'
+    )
+    (tmp_path / "c.jsonl").write_bytes(text.encode())
+    corpus = MemoryMappedCorpus(tmp_path / "c.jsonl")
+    assert list(corpus) == [Passage("7", "A", "x"), Passage("8", "B", "y"), Passage("9", "", "z")]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"id": "1"}', ["line 3", "contents", "missing"]),
+        ('{"id": "1", "contents": "  "}', ["line 3", "contents"]),
+        ('{"id": "1", "contents": 5}', ["line 3", "contents", "5"]),
+        ('{"contents": "t\\nx"}', ["line 3", "id", "missing"]),
+        ('{"id": true, "contents": "t\\nx"}', ["line 3", "id", "true"]),
+        ('{"id": "1", "contents": "t', ["line 3", "JSON"]),
+        ('["1", "t"]', ["line 3", "list"]),
+        ("[" * 100_000, ["line 3", "JSON"]),
+        ('{"id": "0", "contents": "t\\nx"}', ["line 3", "id", "'0'", "line 1"]),
+    ],
+)
+def test_corpus_names_the_bad_row(tmp_path, line, words):
+    """A bad row is skipped silently, or the message does not say where it is."""
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"id": "0", "contents": "t\\nx"}\n\n' + line + "\n")
+    with pytest.raises(CorpusError) as error:
+        MemoryMappedCorpus(path)
+    message = str(error.value)
+    assert all(word in message for word in [str(path), *words]) and "\n" not in message, message
+
+
+def test_corpus_refuses_bytes_that_are_not_text(tmp_path):
+    """Invalid UTF-8 raises a decoding error without the file's name."""
+    (tmp_path / "c.jsonl").write_bytes(b'{"id": "0", "contents": "\xff"}\n')
+    with pytest.raises(CorpusError, match="c.jsonl: line 1"):
+        MemoryMappedCorpus(tmp_path / "c.jsonl")
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n"])
+def test_empty_corpus(tmp_path, content):
+    """An empty file fails in mmap, or later in ScaNN."""
+    (tmp_path / "empty.jsonl").write_bytes(content)
+    with pytest.raises(CorpusError, match="no rows"):
+        MemoryMappedCorpus(tmp_path / "empty.jsonl")
+    with pytest.raises(CorpusError, match="no such"):
+        MemoryMappedCorpus(tmp_path / "absent.jsonl")
+
+
+def test_gzip_corpus(tmp_path):
+    """A .gz cannot be mapped; a newer one is shadowed by the old decompressed file; a cut one passes as whole."""
+    write_corpus(tmp_path / "c.jsonl", people())
+    packed = gzip.compress((tmp_path / "c.jsonl").read_bytes())
+    os.remove(tmp_path / "c.jsonl")
+    (tmp_path / "c.jsonl.gz").write_bytes(packed)
+    assert list(MemoryMappedCorpus(tmp_path / "c.jsonl.gz")) == people()
+
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"id": 1, "contents": "t\\nnew"}\n'))
+    newer = (tmp_path / "c.jsonl").stat().st_mtime_ns + 10**9
+    os.utime(tmp_path / "c.jsonl.gz", ns=(newer, newer))
+    assert [p.text for p in MemoryMappedCorpus(tmp_path / "c.jsonl.gz")] == ["new"]
+
+    (tmp_path / "cut.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(CorpusError, match="cut.jsonl.gz"):
+        MemoryMappedCorpus(tmp_path / "cut.jsonl.gz")
+    assert not (tmp_path / "cut.jsonl").exists()
+
+
+def test_cached_offsets_follow_the_file(tmp_path, monkeypatch):
+    """Offsets kept for a large corpus are used after the corpus, or the cache itself, has changed."""
+    monkeypatch.setattr(retrieval.corpus, "CACHE_OFFSETS_ABOVE_BYTES", 0)
+    path, cache = tmp_path / "c.jsonl", tmp_path / "c.jsonl.offsets.npy"
+    write_corpus(path, people()[:5])
+    assert list(MemoryMappedCorpus(path)) == people()[:5] and cache.is_file()
+    with monkeypatch.context() as patch:
+        patch.setattr(retrieval.corpus, "_scan", lambda path: pytest.fail("the cache was not used"))
+        assert list(MemoryMappedCorpus(path)) == people()[:5]
+    write_corpus(path, people()[100:107])
+    assert list(MemoryMappedCorpus(path)) == people()[100:107]
+    cache.write_bytes(b"\x93NUMPY damaged")
+    assert list(MemoryMappedCorpus(path)) == people()[100:107]

@@ -1,0 +1,315 @@
+"""Index directories: complete, movable, resumable, and refused when anything in them is not as it was made."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import people
+
+import retrieval.manifest
+from retrieval.corpus import MemoryMappedCorpus, write_corpus
+from retrieval.directory import BuildOptions, build_index
+from retrieval.faiss_flat import read_flat
+from retrieval.hashing import HashingEncoder
+from retrieval.protocol import CorpusError
+from retrieval.service import RetrievalService
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory) -> dict[str, Path]:
+    """An index of `people` of every kind."""
+    root = tmp_path_factory.mktemp("indexes")
+    write_corpus(root / "people.jsonl", people())
+    corpus = MemoryMappedCorpus(root / "people.jsonl")
+    encoder = HashingEncoder(256).fit(corpus)
+    tree = BuildOptions(exact_below_rows=100)
+    build_index(root / "exact", corpus, encoder)
+    build_index(root / "tree", corpus, encoder, tree)
+    build_index(root / "sharded", corpus, encoder, BuildOptions(shards=3))
+    build_index(root / "bm25", corpus, None)
+    return {kind: root / kind for kind in ("exact", "tree", "sharded", "bm25")}
+
+
+KINDS = ["exact", "tree", "sharded", "bm25"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_directory_survives_a_move(kind, directories, tmp_path):
+    """An index holds absolute paths or leans on the original corpus, and breaks when it is copied elsewhere."""
+    queries = [f"{p.title} born" for p in people()]
+    before = RetrievalService.open(directories[kind]).search(queries, 3)
+    moved = shutil.copytree(directories[kind], tmp_path / "elsewhere")
+    assert RetrievalService.open(moved).search(queries, 3) == before
+    assert (moved / "scann").is_dir() == (kind == "tree")
+    found = np.mean([row[0].title == p.title for p, row in zip(people(), before, strict=True)])
+    assert found == 1 if kind != "tree" else found > 0.9  # a tree is approximate
+
+
+def test_shards_answer_as_one_index(directories):
+    """Merged shards lose a passage, repeat one, break ties otherwise or name the passage of another row."""
+    queries = [f"{p.title} born" for p in people()] + ["born", ""]
+    whole, parts = (RetrievalService.open(directories[kind]) for kind in ("exact", "sharded"))
+    for k in (1, 3, 200):  # the last is more than a shard holds
+        assert parts.search(queries, k) == whole.search(queries, k)
+    shard = RetrievalService.open(directories["sharded"] / "shard-001")
+    assert shard.rows < whole.rows and shard.search(["Baro"], 3)
+
+
+def test_indexes_of_one_corpus_are_fused(directories, tmp_path):
+    """A hybrid is opened over two corpora, whose rows then stand for different passages."""
+    fused = RetrievalService.open(f"{directories['exact']},{directories['bm25']}")
+    found = fused.search([f"{p.title} born" for p in people()], 3)
+    assert [row[0].id for row in found] == [p.id for p in people()]
+    assert RetrievalService.open(f"{directories['sharded']},{directories['bm25']}").search(["Baro Quill"], 1)
+    write_corpus(tmp_path / "other.jsonl", people()[::-1])
+    build_index(tmp_path / "other", MemoryMappedCorpus(tmp_path / "other.jsonl"), None)
+    with pytest.raises(CorpusError, match="different corpora"):
+        RetrievalService.open(f"{directories['exact']},{tmp_path / 'other'}")
+
+
+BUILD = """
+import sys, time
+from pathlib import Path
+import retrieval.directory as d
+from retrieval.corpus import MemoryMappedCorpus
+from retrieval.hashing import HashingEncoder
+
+class Hanging(HashingEncoder):
+    blocks = 0
+
+    def encode_passages(self, passages):
+        print("encode", flush=True)
+        self.blocks += 1
+        if self.blocks > int(sys.argv[3]):
+            time.sleep(600)
+        return super().encode_passages(passages)
+
+d.ENCODE_ROWS = d.FLUSH_ROWS = 16
+corpus = MemoryMappedCorpus(sys.argv[1])
+idf = HashingEncoder(64).fit(corpus).idf
+d.build_index(sys.argv[2], corpus, Hanging(64, idf=idf), d.BuildOptions(shards=2, exact_below_rows=100))
+"""
+
+
+def test_a_killed_build_goes_on(tmp_path):
+    """A day of encoding is lost to a kill, or the half-made index is taken for a whole one."""
+    write_corpus(tmp_path / "people.jsonl", people())
+    out = tmp_path / "index"
+
+    def build(blocks: int) -> subprocess.Popen:
+        arguments = [sys.executable, "-c", BUILD, str(tmp_path / "people.jsonl"), str(out), str(blocks)]
+        return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    first = build(13)
+    for _ in range(14):  # into the second shard: ten blocks of 16 rows are one shard
+        assert first.stdout.readline() == "encode\n"
+    second = build(99)
+    _, errors = second.communicate()
+    assert second.returncode and "in use by another build" in errors
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    assert not out.exists()
+    with pytest.raises(CorpusError, match="manifest.json: missing"):
+        RetrievalService.open(out)
+
+    third = build(99)
+    encoded, errors = third.communicate()
+    assert third.returncode == 0, errors
+    assert encoded.count("encode") == 20 - 13
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["index", "people.jsonl"]
+    fresh = BuildOptions(shards=2, exact_below_rows=100)
+    corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
+    build_index(tmp_path / "fresh", corpus, HashingEncoder(64).fit(corpus), fresh)
+    for shard in ("shard-000", "shard-001"):
+        resumed, whole = ((tmp_path / name / shard / "vectors.npy").read_bytes() for name in ("index", "fresh"))
+        assert resumed == whole
+
+
+def test_another_plan_starts_over(tmp_path):
+    """A build resumed with another encoder or corpus mixes two kinds of vectors in one index."""
+    write_corpus(tmp_path / "people.jsonl", people())
+    partial = tmp_path / ".index.partial"
+    (partial / "index").mkdir(parents=True)
+    (partial / "plan.json").write_text("{}")
+    np.save(partial / "index" / "vectors.npy", np.ones((320, 64), np.float32))
+    (partial / "index" / ".encoded_rows").write_text("320")
+    corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
+    build_index(tmp_path / "index", corpus, HashingEncoder(64).fit(corpus))
+    assert np.load(tmp_path / "index" / "vectors.npy").std() > 0
+
+
+def test_target_recall_is_reached_and_recorded(tmp_path):
+    """The stored effort is not the tuned one, or the recall in the manifest is not what a search gives."""
+    write_corpus(tmp_path / "people.jsonl", people())
+    corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
+    encoder = HashingEncoder(64).fit(corpus)
+    options = [BuildOptions(exact_below_rows=100, target_recall=target) for target in (0.3, 1.0)]
+    low, high = (
+        build_index(tmp_path / str(n), corpus, encoder, option)["recall"]["recall"] for n, option in enumerate(options)
+    )
+    assert 0.3 <= low < high and high > 0.97
+    service = RetrievalService.open(tmp_path / "1")
+    found = service.search([p.title for p in people()], 1)
+    assert np.mean([row[0].id == p.id for row, p in zip(found, people(), strict=True)]) > 0.9
+
+
+def test_vectors_of_a_published_flat_index(tmp_path):
+    """Vectors of another model, order or corpus are taken over and every search is wrong."""
+    faiss = pytest.importorskip("faiss")
+    write_corpus(tmp_path / "people.jsonl", people())
+    corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
+    encoder = HashingEncoder(64).fit(corpus)
+    flat = faiss.IndexFlatIP(64)
+    flat.add(encoder.encode_passages(people()))
+    faiss.write_index(flat, str(tmp_path / "flat.index"))
+    vectors = read_flat(tmp_path / "flat.index")
+    build_index(tmp_path / "taken", corpus, encoder, vectors=vectors)
+    build_index(tmp_path / "sharded", corpus, encoder, BuildOptions(shards=2), vectors)
+    build_index(tmp_path / "own", corpus, encoder)
+    queries = [p.title for p in people()]
+    own = RetrievalService.open(tmp_path / "own").search(queries, 3)
+    for name in ("taken", "sharded"):
+        assert RetrievalService.open(tmp_path / name).search(queries, 3) == own
+    for foreign, message in ((vectors[::-1], "cosine"), (vectors[:-1], "319"), (vectors * np.nan, "cosine")):
+        with pytest.raises(CorpusError, match=message):
+            build_index(tmp_path / "foreign", corpus, encoder, vectors=foreign)
+    assert not (tmp_path / "foreign").exists()
+
+    content = (tmp_path / "flat.index").read_bytes()
+    euclidean = faiss.IndexFlatL2(64)
+    euclidean.add(encoder.encode_passages(people()))
+    faiss.write_index(euclidean, str(tmp_path / "l2.index"))
+    (tmp_path / "short.index").write_bytes(content[:-4])
+    (tmp_path / "head.index").write_bytes(content[:20])
+    (tmp_path / "other.index").write_bytes(b"abcd" * 20)
+    for name, message in (
+        ("l2", "Euclidean"),
+        ("short", "the header says"),
+        ("head", "begins with"),
+        ("other", "begins with"),
+        ("absent", "no such"),
+    ):
+        with pytest.raises(CorpusError, match=f"{name}.index.*{message}"):
+            read_flat(tmp_path / f"{name}.index")
+
+
+def test_options_that_do_not_fit(tmp_path):
+    """Options beyond the corpus end in an abort inside ScaNN, or in an index of empty shards."""
+    write_corpus(tmp_path / "people.jsonl", people())
+    corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
+    encoder = HashingEncoder(64).fit(corpus)
+    for options, chosen, message in (
+        (BuildOptions(shards=321), encoder, "shards is 321"),
+        (BuildOptions(shards=2), None, "BM25"),
+        (BuildOptions(exact_below_rows=0, tree={"leaves": 400}), encoder, "leaves is 400"),
+        (BuildOptions(exact_below_rows=0, tree={"reorder": "int4"}), encoder, "int8"),
+    ):
+        with pytest.raises(CorpusError, match=message):
+            build_index(tmp_path / "index", corpus, chosen, options)
+        assert [p.name for p in tmp_path.iterdir()] == ["people.jsonl"]
+
+
+def test_linked_corpus(tmp_path, monkeypatch):
+    """A large corpus is linked, not copied: writing the original anew must not reach into the index."""
+    monkeypatch.setattr(retrieval.manifest, "COPY_BELOW_BYTES", 0)
+    path = tmp_path / "people.jsonl"
+    write_corpus(path, people())
+    build_index(tmp_path / "index", MemoryMappedCorpus(path), HashingEncoder(64).fit(people()))
+    assert os.path.samefile(path, tmp_path / "index" / "corpus.jsonl")
+    write_corpus(path, people()[:5])
+    (found,) = RetrievalService.open(tmp_path / "index").search(["Zora Crane"], 1)
+    assert found[0].title == "Zora Crane"
+
+
+def _truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _zero(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def _flip_last_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def _remove(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [_truncate, _zero, _flip_last_bit, _remove])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_damaged_file_is_refused_by_name(damage, kind, directories, tmp_path):
+    """ScaNN loads damaged files without a word and answers wrongly, or aborts the process."""
+    source = directories[kind]
+    names = sorted(p.relative_to(source) for p in source.rglob("*") if p.is_file())
+    assert len(names) >= 4
+    for name in names:
+        if name.name == "manifest.json" and damage is _flip_last_bit:
+            continue  # its last byte is a line break
+        copy = shutil.copytree(source, tmp_path / "copy")
+        damage(copy / name)
+        with pytest.raises(CorpusError, match=name.name):
+            RetrievalService.open(copy)
+        shutil.rmtree(copy)
+
+
+def test_every_swapped_file_is_refused_by_name(directories, tmp_path):
+    """A file of another index of the same shape is accepted: passages then answer other passages' queries."""
+    write_corpus(tmp_path / "other.jsonl", reversed(people()))
+    corpus = MemoryMappedCorpus(tmp_path / "other.jsonl")
+    build_index(tmp_path / "other", corpus, HashingEncoder(256).fit(people()[:300]))
+    for name in ("corpus.jsonl", "corpus.offsets.npy", "vectors.npy", "encoder_weights.npy"):
+        copy = shutil.copytree(directories["exact"], tmp_path / "copy")
+        shutil.copyfile(tmp_path / "other" / name, copy / name)
+        with pytest.raises(CorpusError, match=name):
+            RetrievalService.open(copy)
+        shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "word"),
+    [
+        ("rows", 319, "manifest.json"),
+        ("rows", "320", "manifest.json"),
+        ("dimensions", 128, "manifest.json"),
+        ("metric", "cosine", "manifest.json"),
+        ("format", 1, "manifest.json"),
+        ("kind", "other", "manifest.json"),
+        ("tree", {"branches": 3}, "manifest.json"),
+        ("files", {}, "manifest.json"),
+        ("files", [], "manifest.json"),
+        ("encoder", {"name": "other"}, "manifest.json"),
+        ("encoder", {"name": "hashing", "dimensions": 256, "seed": 1}, "encoder_weights.npy"),
+    ],
+)
+def test_manifest_fields_are_checked(directories, tmp_path, field, value, word):
+    """An edited manifest, or one of an encoder this program does not have, is believed."""
+    copy = shutil.copytree(directories["exact"], tmp_path / "copy")
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps(manifest | {field: value}))
+    with pytest.raises(CorpusError, match=word) as error:
+        RetrievalService.open(copy)
+    assert "\n" not in str(error.value)
+
+
+def test_a_planted_pickle_is_never_loaded(directories, tmp_path):
+    """ScaNN unpickles scann_docids.pkl when there is one: opening a foreign index would run foreign code."""
+    copy = shutil.copytree(directories["tree"], tmp_path / "copy")
+    (copy / "scann" / "scann_docids.pkl").write_bytes(b"cos\nsystem\n(S'touch " + bytes(tmp_path) + b"/ran'\ntR.")
+    with pytest.raises(CorpusError, match="scann_docids.pkl"):
+        RetrievalService.open(copy)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["files"]["scann/scann_docids.pkl"] = {"bytes": 0, "sha256": ""}
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CorpusError, match="scann_docids.pkl"):
+        RetrievalService.open(copy)
+    assert not (tmp_path / "ran").exists()

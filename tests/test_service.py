@@ -1,0 +1,117 @@
+"""The in-process retriever: deduplication, cache, and what it finds."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from helpers import people
+
+from retrieval.corpus import MemoryMappedCorpus
+from retrieval.directory import encode_corpus
+from retrieval.hashing import HashingEncoder
+from retrieval.index import DenseRanker, ScannIndex
+from retrieval.protocol import CorpusError, Passage
+from retrieval.service import RetrievalService
+
+
+def test_service_finds_the_passage_among_look_alikes():
+    """Shared name words or the question's own words outweigh the title, so the right passage is missing."""
+    service = RetrievalService.from_corpus(people())
+    for template in ("{} born", "When was {} born?", "birthplace of {}"):
+        found = service.search([template.format(p.title) for p in people()], 3)
+        assert [row[0].id for row in found] == [p.id for p in people()]
+        assert all(len(row) == 3 for row in found)
+
+
+def test_title_outweighs_a_mention():
+    """A query for a name returns whoever mentions it before the passage that is about it."""
+    passages = [
+        Passage("mention", "Red Harbor", "Baro Quill directed it."),
+        Passage("subject", "Baro Quill", "A painter of the far north who lived in Veldt until the great fire."),
+    ]
+    (found,) = RetrievalService.from_corpus(passages + people()[1:]).search(["Baro Quill"], 1)
+    assert found[0].id == "subject"
+
+
+def test_service_searches_once_per_batch():
+    """Repeated sub-queries are searched again, or the batch is cut into several ScaNN calls."""
+    service = RetrievalService.from_corpus(people())
+    batch = ["Baro Quill born", " Baro  Quill\tborn ", "", "  ", "Lena Wend", "Baro Quill born"]
+    found = service.search(batch, 2)
+    assert [len(row) for row in found] == [2, 2, 0, 0, 2, 2]
+    assert found[0] == found[1] == found[5] and found[4][0].title == "Lena Wend"
+    assert service.counters == {"queries": 6, "unique": 2, "hits": 0, "searches": 1}
+    assert service.search(batch, 2) == found
+    assert service.counters == {"queries": 12, "unique": 4, "hits": 2, "searches": 1}
+    assert service.search(["", " "], 2) == [[], []] and service.search([], 2) == []
+    assert service.counters["searches"] == 1
+
+
+def test_cache_hit_equals_miss():
+    """A cached answer differs from a searched one in a score's last bit, its order, or its k."""
+    cached, uncached = RetrievalService.from_corpus(people()), RetrievalService.from_corpus(people(), cache_size=0)
+    queries = [f"{p.title} born" for p in people()[:50]]
+    cached.search(queries[::2], 3)
+    mixed = cached.search(queries, 3)
+    assert mixed == [uncached.search([query], 3)[0] for query in queries]
+    assert cached.search(queries, 2) == [row[:2] for row in mixed]
+    assert cached.counters["hits"] == 25 and uncached.counters["hits"] == 0
+
+
+def test_cached_answers_are_not_shared():
+    """A caller that cuts its list of passages changes what later callers get."""
+    service = RetrievalService.from_corpus(people())
+    service.search(["Baro Quill"], 3)[0].clear()
+    assert len(service.search(["Baro Quill"], 3)[0]) == 3
+
+
+def test_cache_keeps_the_most_recently_used():
+    """The cache grows without bound, or throws out what is in use."""
+    service = RetrievalService.from_corpus(people(), cache_size=2)
+    for query in ("Baro Quill", "Lena Wend", "Baro Quill", "Zora Crane", "Baro Quill", "Lena Wend"):
+        service.search([query], 3)
+    assert service.counters["hits"] == 2 and service.counters["searches"] == 4
+
+
+def test_queries_of_any_kind():
+    """Model output (control characters, half surrogates, huge texts, unknown words) raises inside a rollout."""
+    service = RetrievalService.from_corpus(people())
+    found = service.search(["\x00", "\ud800 Baro Quill", "word " * 20_000, "## ##", "zzyzx", "東京"], 3)
+    assert [bool(row) for row in found] == [False, True, False, False, False, False]
+    assert found[1][0].id == "p0"
+    with pytest.raises(ValueError, match="k is 0"):
+        service.search(["Baro Quill"], 0)
+
+
+def test_scores_are_rounded_and_ordered():
+    """Scores carry float noise that breaks equal replays, or the worst passage comes first."""
+    (row,) = RetrievalService.from_corpus(people()).search(["Baro Quill born"], 8)
+    scores = [p.score for p in row]
+    assert scores == sorted(scores, reverse=True) and all(s == round(s, 4) for s in scores)
+
+
+def test_mismatched_parts_are_refused():
+    """An index is served with another corpus or encoder: every answer is then a wrong passage."""
+    encoder = HashingEncoder(256)
+    index = ScannIndex.from_vectors(encode_corpus(people(), encoder))
+    with pytest.raises(CorpusError, match="320 rows"):
+        RetrievalService(DenseRanker(index, encoder), people()[:-1])
+    with pytest.raises(CorpusError, match="256 dimensions"):
+        DenseRanker(index, HashingEncoder(128))
+    with pytest.raises(CorpusError, match="no passages"):
+        RetrievalService.from_corpus([])
+
+
+def test_real_questions_and_passages(shared_data, tmp_path):
+    """Real text (accents, brackets, long passages) is not found by its title, or hardly by real questions."""
+    path = shutil.copyfile(shared_data / "hotpotqa100" / "corpus.jsonl", tmp_path / "corpus.jsonl")
+    service, corpus = RetrievalService.from_corpus(path), MemoryMappedCorpus(path)
+    queries = [" ".join([p.title, *p.text.split()[:6]]) for p in corpus]
+    found = service.search(queries, 3)
+    assert np.mean([p.id in [f.id for f in row] for p, row in zip(corpus, found, strict=True)]) >= 0.99
+    lines = (shared_data / "hotpotqa100" / "questions.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    wanted = [set(row["metadata"]["supporting_titles"]) for row in rows]
+    titles = [{p.title for p in row} for row in service.search([row["question"] for row in rows], 3)]
+    assert np.mean([bool(w & t) for w, t in zip(wanted, titles, strict=True)]) >= 0.85
