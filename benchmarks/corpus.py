@@ -33,7 +33,7 @@ TEXT = "The keeper of the northern harbor wrote down every ship that came and ev
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench corpus", description=__doc__)
     parser.add_argument("--rows", type=int, default=2_000_000)
-    parser.add_argument("--folder", help="where the synthetic corpus is written and removed again (default: temporary)")
+    parser.add_argument("--folder", help="where the synthetic corpus is written and removed again")
     parser.add_argument("--json", help="file to write the figures to")
     flags = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
@@ -42,7 +42,9 @@ def main(argv: Sequence[str]) -> None:
             for row in range(flags.rows):
                 file.write(json.dumps({"id": str(row), "contents": f'"Harbor {row}"\n{TEXT}'}) + "\n")
         size = path.stat().st_size
-        done = subprocess.run([sys.executable, "-c", MEASURE, str(path)], stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURE, str(path)], stdout=subprocess.PIPE, text=True, check=True
+        )
     figures = {"bytes": size} | json.loads(done.stdout)
     print(json.dumps(figures))
     if flags.json:

@@ -72,7 +72,13 @@ def random_minilm(folder: Path) -> Path:
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *pairs, *(f"##{p}" for p in letters + pairs)]
     (folder / "vocab.txt").write_text("\n".join(vocabulary), encoding="utf-8")
     torch.manual_seed(0)
-    config = BertConfig(len(vocabulary), 384, 6, 12, 1536)
+    config = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=384,
+        num_hidden_layers=6,
+        num_attention_heads=12,
+        intermediate_size=1536,
+    )
     BertModel(config).save_pretrained(folder)
     BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
     return folder

@@ -83,11 +83,9 @@ def over_http(rows: int) -> list[dict[str, Any]]:
         ends = np.cumsum(groups)
         parts = [queries[end - size : end] for size, end in zip(groups, ends, strict=True)]
         command = [sys.executable, str(ROOT / "launch" / "serve_retriever.py"), f"--index={folder}/index"]
-        with subprocess.Popen(
-            [*command, "--port=0", "--cache_queries=0"], stdout=subprocess.PIPE, text=True
-        ) as server:
-            url = server.stdout.readline().split()[-1]
-            client = HttpRetriever(url)
+        server = subprocess.Popen([*command, "--port=0", "--cache_queries=0"], stdout=subprocess.PIPE, text=True)
+        try:
+            client = HttpRetriever(server.stdout.readline().split()[-1], patience_s=0)
             with ThreadPoolExecutor(CONCURRENT_CLIENTS) as pool:
                 ways: dict[str, Callable[[], Any]] = {
                     "one batch": lambda: client.search(queries, K),
@@ -98,7 +96,9 @@ def over_http(rows: int) -> list[dict[str, Any]]:
                     ),
                 }
                 lines = _compare_ways(f"over HTTP, {rows} rows", ways)
+        finally:
             server.terminate()
+            server.communicate()
     return lines
 
 
@@ -158,8 +158,8 @@ def _flags(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dimensions", type=int, default=384)
     parser.add_argument("--queries", type=int, default=1024)
     parser.add_argument("--methods", nargs="+", default=list(BUILDERS), choices=list(BUILDERS))
-    parser.add_argument("--batching_rows", type=int, default=1_000_000)
-    parser.add_argument("--http_rows", type=int, default=20_000)
+    parser.add_argument("--batching_rows", type=int, default=100_000)
+    parser.add_argument("--http_rows", type=int, default=6_000)
     parser.add_argument("--model", help="directory of a BERT encoder (default: MiniLM's shape, random weights)")
-    parser.add_argument("--sentences", type=int, default=512)
+    parser.add_argument("--sentences", type=int, default=1024)
     return parser.parse_args(argv)

@@ -35,6 +35,7 @@ SAMPLES = flags.DEFINE_integer("samples", 1, "Trajectories per question.", lower
 COUNT = flags.DEFINE_integer("count", 0, "Questions per benchmark; 0: a whole file, 400 per closed-world kind.")
 INDEX = flags.DEFINE_string("index", None, "Index directory made by launch/build_index.py.")
 CORPUS = flags.DEFINE_string("corpus", None, "A jsonl corpus in place of an index (small ones only).")
+URL = flags.DEFINE_string("retriever_url", None, "Server that speaks /retrieve, in place of an index; also several.")
 flags.mark_flags_as_required(["model", "out"])
 
 CLOSED_WORLD_COUNT = 400
@@ -84,8 +85,9 @@ def with_flags(config: Config) -> Config:
     for name, flag in OVERRIDES.items():
         if flag.value is not None:
             sections.setdefault(FIELDS[name][0], {})[name] = flag.value
-    if INDEX.value or CORPUS.value:
-        sections.setdefault("retrieval", {}).update(index=INDEX.value or "", corpus=CORPUS.value or "", url="")
+    given = {"index": INDEX.value, "corpus": CORPUS.value, "url": URL.value}
+    if any(given.values()):
+        sections.setdefault("retrieval", {}).update({name: value or "" for name, value in given.items()})
     changed = {name: {**dataclasses.asdict(getattr(config, name)), **values} for name, values in sections.items()}
     return from_mapping({**dataclasses.asdict(config), **changed})
 
@@ -114,8 +116,10 @@ def with_source(config: Config, names: list[str]) -> Config:
     closed = [name.startswith("closed_world:") for name in names]
     retrieval = config.retrieval
     if all(closed):
-        if INDEX.value or CORPUS.value:
-            raise UserError("--index, --corpus: found with closed-world benchmarks, which bring their own passages")
+        if INDEX.value or CORPUS.value or URL.value:
+            raise UserError(
+                "--index, --corpus, --retriever_url: found with the closed world, which brings its own passages"
+            )
         retrieval = dataclasses.replace(retrieval, index="", corpus="", url="")
     elif any(closed):
         raise UserError("--benchmark: the closed world and files found together, accepted: one of them per call")

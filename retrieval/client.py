@@ -6,7 +6,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +17,9 @@ from retrieval.protocol import Passage, RetrievalError, Retriever
 
 log = logging.getLogger("retrieval")
 RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
-QUERIES_PER_REQUEST = 1024
+# Half of what the server takes in one request.
+QUERIES_PER_REQUEST, BYTES_PER_REQUEST = 2048, 2 * 2**20
+QUERY_CHARS = 8192  # what the server takes; a policy may write anything, and a longer query must not end its run
 CONNECT_S = 10.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 15.0
 
@@ -26,7 +28,7 @@ class HttpRetriever:
     """Implements `Retriever` over HTTP. Any number of threads may use one."""
 
     def __init__(
-        self, urls: Sequence[str], timeout_s: float = 60.0, patience_s: float = 300.0, token: str | None = None
+        self, urls: str | Sequence[str], timeout_s: float = 60.0, patience_s: float = 300.0, token: str | None = None
     ):
         """Name the servers; nothing is sent yet.
 
@@ -36,7 +38,7 @@ class HttpRetriever:
           patience_s: how long one search may go on failing, with longer and longer waits, before it is given up.
           token: sent as a bearer token.
         """
-        self._urls = list(urls)
+        self._urls = [urls] if isinstance(urls, str) else list(urls)
         self._current = 0  # the replica that answered last
         self._patience_s = patience_s
         self._headers = {"Content-Type": "application/json"}
@@ -51,11 +53,10 @@ class HttpRetriever:
         Raises:
           RetrievalError: refused, or no server answered in time and in form for `patience_s`.
         """
-        cleaned = [" ".join(query.split()) for query in queries]
+        cleaned = [" ".join(query.split())[:QUERY_CHARS] for query in queries]
         sent = list(dict.fromkeys(filter(None, cleaned)))
         found: dict[str, list[Passage]] = {}
-        for start in range(0, len(sent), QUERIES_PER_REQUEST):
-            part = sent[start : start + QUERIES_PER_REQUEST]
+        for part in _requests(sent):
             found |= zip(part, self._ask(part, k), strict=True)
         return [list(found.get(query, ())) for query in cleaned]
 
@@ -118,6 +119,21 @@ def connect(addresses: str, timeout_s: float = 60.0, patience_s: float = 300.0, 
         for part in addresses.split("|")
     ]
     return parts[0] if len(parts) == 1 else ShardedRetriever(parts)
+
+
+def _requests(queries: Sequence[str]) -> Iterator[list[str]]:
+    """Cut into requests that a server accepts."""
+    part: list[str] = []
+    size = 0
+    for query in queries:
+        needed = len(json.dumps(query))
+        if part and (len(part) == QUERIES_PER_REQUEST or size + needed > BYTES_PER_REQUEST):
+            yield part
+            part, size = [], 0
+        part.append(query)
+        size += needed
+    if part:
+        yield part
 
 
 def _read(data: bytes, expected: int, k: int) -> list[list[Passage]]:

@@ -1,7 +1,7 @@
 """A BERT-family sentence encoder (E5, BGE, MiniLM) as an `Encoder`: mean or first-token pooling, unit length.
 
 Texts are grouped into buckets of like length, and every batch of a bucket has the same number of rows, so that few
-programs are compiled and a text gets the same vector in any company.
+programs are compiled and a text gets the same vector in any company. The rows are spread over this process's devices.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from retrieval.manifest import copy_or_link
 from retrieval.protocol import CorpusError, Passage
 
 VERSION = 1  # raise it with any change that makes other vectors: older indexes are then refused
-# Tokens per text, special ones included: steps of at most a half, so that little is padding.
-LENGTHS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+# Tokens per text, special ones included: fine steps where texts are, so that little is padding.
+LENGTHS = (8, 12, 16, 24, 32, 40, 48, 56, *range(64, 256, 16), *range(256, 513, 64))
 CPU_ROWS, ACCELERATOR_ROWS = 16, 128  # texts per batch; on a CPU larger ones are slower
 FOLDER = "encoder_model"  # in an index directory
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
@@ -39,7 +39,7 @@ class BertEncoder:
 
     name = "bert"
 
-    def __init__(self, directory: Path, settings: dict[str, Any], mesh: Mesh | None = None):
+    def __init__(self, directory: Path, settings: dict[str, Any]):
         """`settings`: the identity without `dimensions` and `weights`; see `from_model` for what they mean."""
         from transformers import AutoTokenizer
 
@@ -56,16 +56,13 @@ class BertEncoder:
                 f"{self._model.config.vocab_rows} embedding rows"
             )
         self._lengths = [n for n in LENGTHS if n < settings["max_tokens"]] + [settings["max_tokens"]]
-        self._place_rows = self._place_weights = None
-        self.batch_rows = CPU_ROWS if jax.default_backend() == "cpu" else ACCELERATOR_ROWS
+        devices = jax.local_devices()
+        mesh = Mesh(np.array(devices), ("data",))
+        rows = CPU_ROWS if devices[0].platform == "cpu" else ACCELERATOR_ROWS
+        self.batch_rows = -(-rows // len(devices)) * len(devices)
+        self._place_rows = NamedSharding(mesh, PartitionSpec("data"))
         graphdef, state = nnx.split(self._model)
-        if mesh is not None:
-            mesh = Mesh(mesh.devices, mesh.axis_names)  # with axes that the compiler handles, whatever the given ones
-            devices = mesh.shape["data"]
-            self.batch_rows = -(-self.batch_rows // devices) * devices
-            self._place_rows = NamedSharding(mesh, PartitionSpec("data"))
-            state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
-        self._state = state
+        self._state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
         self.compiled = 0  # programs so far
 
         def encode(state: nnx.State, ids: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -83,7 +80,6 @@ class BertEncoder:
         passage_prefix: str | None = None,
         max_tokens: int | None = None,
         dtype: str = "float32",
-        mesh: Mesh | None = None,
     ) -> BertEncoder:
         """Open a sentence encoder's directory.
 
@@ -92,7 +88,6 @@ class BertEncoder:
             anything.
           max_tokens: where texts are cut; None: the directory's own setting, at most the model's positions.
           dtype: float32, or bfloat16 for the layers; pooling and norms stay float32.
-          mesh: the rows of a batch are spread over its `data` axis.
 
         Raises:
           CorpusError: the directory holds no BERT encoder, or one that pools in another way.
@@ -114,7 +109,7 @@ class BertEncoder:
             "max_tokens": min(max_tokens or own, positions),
             "dtype": dtype,
         }
-        return cls(directory, settings, mesh)
+        return cls(directory, settings)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -144,12 +139,12 @@ class BertEncoder:
                 copy_or_link(path, target / path.name)
 
     @classmethod
-    def load(cls, directory: Path, identity: dict[str, Any], mesh: Mesh | None = None) -> BertEncoder:
+    def load(cls, directory: Path, identity: dict[str, Any]) -> BertEncoder:
         """Read an encoder saved in `directory`. Raises `CorpusError` when it is not the one of `identity`."""
         folder = Path(directory) / FOLDER
         settings = {key: value for key, value in identity.items() if key not in ("dimensions", "weights")}
         try:
-            encoder = cls(folder, settings, mesh)
+            encoder = cls(folder, settings)
         except (KeyError, TypeError) as error:
             raise CorpusError(f"{folder}: the index's encoder lacks {error}; build the index again") from None
         if encoder.identity != identity or settings.get("version") != VERSION:
@@ -181,8 +176,7 @@ class BertEncoder:
         for row, known in enumerate(ids):
             padded[row, : len(known)] = known
             lengths[row] = len(known)
-        if self._place_rows is not None:
-            padded, lengths = jax.device_put((padded, lengths), self._place_rows)
+        padded, lengths = jax.device_put((padded, lengths), self._place_rows)
         with jax.default_matmul_precision("highest" if self._settings["dtype"] == "float32" else "default"):
             return self._encode(self._state, padded, lengths)
 

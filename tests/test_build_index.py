@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import people
+from test_encoder import write_model
 
 from retrieval.corpus import write_corpus
 from retrieval.protocol import Passage
@@ -83,6 +85,46 @@ def test_bad_input_is_one_line(corpus, tmp_path):
     write_corpus(corpus, PASSAGES)
     assert "cannot be written" in refused(f"--corpus={corpus}", f"--out={corpus}/index")
     assert [p.name for p in tmp_path.iterdir()] == ["corpus.jsonl"]
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("many") / "people.jsonl"
+    write_corpus(path, people())
+    return path
+
+
+def first_found(index: str) -> list[str]:
+    found = RetrievalService.open(index).search([f"{p.title} born" for p in people()], 1)
+    return [ranking[0].id if ranking else "" for ranking in found]
+
+
+def test_every_encoder_and_their_fusion(many, tmp_path):
+    """An index that one program makes cannot be opened by the next, or the two halves of a hybrid do not fit."""
+    model = write_model(tmp_path / "tiny-e5")
+    for name, encoder in (("words", "bm25"), ("hashed", "hashing"), ("bert", str(model))):
+        result = build_index(f"--corpus={many}", f"--encoder={encoder}", f"--out={tmp_path / name}")
+        assert result.returncode == 0 and "320 rows" in result.stdout, result
+    shutil.rmtree(model)
+    wanted = [p.id for p in people()]
+    assert first_found(str(tmp_path / "words")) == wanted
+    assert first_found(f"{tmp_path / 'words'},{tmp_path / 'hashed'}") == wanted
+    assert all(first_found(str(tmp_path / "bert")))
+    manifest = json.loads((tmp_path / "bert" / "manifest.json").read_text())
+    assert manifest["encoder"]["query_prefix"] == "query: " and manifest["dimensions"] == 48
+
+
+def test_a_tree_in_shards_by_flags(many, tmp_path):
+    """A flag that does not reach the tree, or a recall that nobody sees."""
+    flags = ["--exact_below_rows=100", "--target_recall=0.9", "--leaves=20", "--dimensions_per_block=4"]
+    result = build_index(f"--corpus={many}", f"--out={tmp_path / 'index'}", "--reorder=bfloat16", *flags)
+    assert "recall@3 0.9" in result.stdout or "recall@3 1.0" in result.stdout, result
+    assert "of 20 leaves" in result.stdout and "building the tree over 320" in result.stderr
+    tree = json.loads((tmp_path / "index" / "manifest.json").read_text())["tree"]
+    assert (tree["leaves"], tree["dimensions_per_block"], tree["reorder"]) == (20, 4, "bfloat16")
+    result = build_index(f"--corpus={many}", f"--out={tmp_path / 'parts'}", "--shards=3")
+    assert "3 shards" in result.stdout, result
+    assert first_found(str(tmp_path / "parts")) == [p.id for p in people()]
 
 
 def test_real_corpus(shared_data, tmp_path):

@@ -49,6 +49,7 @@ class Server:
                 pass
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.handle_error = lambda *_: None  # clients that hang up are part of the tests
         self.url = f"http://127.0.0.1:{self.http.server_port}/retrieve"
 
     def __enter__(self) -> Server:
@@ -84,9 +85,13 @@ def test_large_batches_are_cut_and_put_together():
         return {"result": [[row] for row in rows]}
 
     with Server(answers=[answer]) as server:
-        found = HttpRetriever([server.url]).search([str(n) for n in range(2500)], 1)
-    assert [len(request["queries"]) for request in server.requests] == [1024, 1024, 452]
-    assert [ranking[0].id for ranking in found] == [str(n) for n in range(2500)]
+        found = HttpRetriever([server.url]).search([str(n) for n in range(5000)], 1)
+        assert [len(request["queries"]) for request in server.requests] == [2048, 2048, 904]
+        assert [ranking[0].id for ranking in found] == [str(n) for n in range(5000)]
+        server.requests.clear()
+        long = [f"{n} {'東' * 8000}" for n in range(100)]  # 48 kB each on the way
+        assert [ranking[0].id for ranking in HttpRetriever(server.url).search(long, 1)] == long
+        assert [len(request["queries"]) for request in server.requests] == [43, 43, 14]
 
 
 def test_a_stumbling_server_is_tried_again(caplog):

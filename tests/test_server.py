@@ -160,7 +160,7 @@ def test_oversized_bodies_are_cut_off(service):
 
 def test_queries_of_any_kind_over_http(running):
     """What a model writes (half surrogates, control characters) ends in a 500, which is tried again for minutes."""
-    odd = ["\ud800 Baro Quill", "\x00", "東京 born", "## ##"]
+    odd = ["\ud800 Baro Quill", "\x00", "東京 born", "## ##", "word " * 20_000]
     found = HttpRetriever([running.url + "/retrieve"], patience_s=1).search(odd, 3)
     assert found[0][0].id == "p0" and found[1] == []
 
