@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks import encoder as encoder_benchmark
-from benchmarks.vectors import BUILDERS, K, clustered, compare
+from benchmarks.vectors import BUILDERS, TARGETS, K, clustered, compare
 from retrieval.client import HttpRetriever
 from retrieval.corpus import MemoryMappedCorpus, write_corpus
 from retrieval.directory import build_index
 from retrieval.hashing import HashingEncoder
-from retrieval.index import EXACT_BELOW_ROWS, ScannIndex, tree_settings
+from retrieval.index import EXACT_BELOW_ROWS, ScannIndex, exact_search, tree_settings, tune
 from retrieval.protocol import Passage
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,8 +60,13 @@ def in_process(rows: int, dimensions: int) -> list[dict[str, Any]]:
     """Search alone, without encoding: the sub-queries of all rollouts in one call, and in many."""
     groups = _rollouts()
     vectors, queries = clustered(rows, sum(groups), dimensions)
-    tree = tree_settings(*vectors.shape) if rows >= EXACT_BELOW_ROWS else None
-    index = ScannIndex.from_vectors(vectors, tree)
+    where = f"in process, {rows} rows"
+    if rows < EXACT_BELOW_ROWS:
+        index = ScannIndex.from_vectors(vectors)
+    else:
+        index = ScannIndex.from_vectors(vectors, tree_settings(*vectors.shape))
+        index = tune(index, queries, exact_search(vectors, queries, K), TARGETS[0])
+        where += f", recall {TARGETS[0]}"
     ends = np.cumsum(groups)
     parts = [queries[end - size : end] for size, end in zip(groups, ends, strict=True)]
     ways = {
@@ -69,7 +74,7 @@ def in_process(rows: int, dimensions: int) -> list[dict[str, Any]]:
         "one call per rollout": lambda: [index.search(part, K) for part in parts],
         "one call per sub-query": lambda: [index.search(query[None], K) for query in queries],
     }
-    return _compare_ways(f"in process, {rows} rows", ways)
+    return _compare_ways(where, ways)
 
 
 def over_http(rows: int) -> list[dict[str, Any]]:

@@ -42,26 +42,26 @@ def clustered(rows: int, queries: int, dimensions: int, seed: int = 0) -> tuple[
 
 
 def compare(rows: int, queries: int, dimensions: int, methods: tuple[str, ...], log: Callable[[str], None]) -> list:
-    """One line per method and target: recall, seconds per batch, ratio to exact NumPy, build seconds, bytes."""
+    """One line per method and target: recall, seconds per batch, ratio to exact NumPy, build seconds, size."""
     vectors, asked = clustered(rows, queries, dimensions)
     start = time.perf_counter()
     truth = exact_search(vectors, asked, K)
     exact_s = time.perf_counter() - start
-    lines = [_line(rows, "numpy exact", None, 1.0, exact_s, exact_s, 0.0, vectors.nbytes, {})]
+    lines = [_line(rows, "numpy exact", None, 1.0, exact_s, exact_s, 0.0, vectors.nbytes, vectors.nbytes, {})]
     log(str(lines[-1]))
     for name in methods:
         start = time.perf_counter()
-        index, size = BUILDERS[name](vectors)
+        index, disk, memory = BUILDERS[name](vectors)
         build_s = time.perf_counter() - start
         for target in (None,) if index.exact else TARGETS:
             measured, seconds, setting = index.cheapest(asked, truth, target)
-            lines.append(_line(rows, name, target, measured, seconds, exact_s, build_s, size, setting))
+            lines.append(_line(rows, name, target, measured, seconds, exact_s, build_s, disk, memory, setting))
             log(str(lines[-1]))
         del index
     return lines
 
 
-def _line(rows, name, target, measured, seconds, exact_s, build_s, size, setting) -> dict[str, Any]:
+def _line(rows, name, target, measured, seconds, exact_s, build_s, disk, memory, setting) -> dict[str, Any]:
     return {
         "rows": rows,
         "method": name,
@@ -70,7 +70,8 @@ def _line(rows, name, target, measured, seconds, exact_s, build_s, size, setting
         "batch_s": round(seconds, 4),
         "times_exact": round(exact_s / seconds, 1),
         "build_s": round(build_s, 1),
-        "bytes": size,
+        "disk_mb": round(disk / 2**20),
+        "memory_mb": round(memory / 2**20),
         "setting": setting,
     }
 
@@ -116,27 +117,28 @@ class _Faiss:
             yield [setting for setting in self.ladder if setting.get("k_factor", 0) == factor]
 
 
-def _scann(vectors: np.ndarray) -> tuple[_Scann, int]:
+def _scann(vectors: np.ndarray) -> tuple[_Scann, int, int]:
     tree = tree_settings(*vectors.shape) if len(vectors) >= EXACT_BELOW_ROWS else None
     index = ScannIndex.from_vectors(vectors, tree)
     with tempfile.TemporaryDirectory() as folder:
         index.save(Path(folder) / "scann")
         size = sum(p.stat().st_size for p in Path(folder).rglob("*") if p.is_file())
-    return _Scann(index), size + vectors.nbytes  # the vectors stay mapped, for the exact scores
+    # With a tree the vectors stay on disk, mapped, for the exact scores of what it finds.
+    return _Scann(index), size + vectors.nbytes, size if tree else vectors.nbytes
 
 
-def _flat(vectors: np.ndarray) -> tuple[_Faiss, int]:
+def _flat(vectors: np.ndarray) -> tuple[_Faiss, int, int]:
     faiss = _faiss()
     index = faiss.IndexFlatIP(vectors.shape[1])
     index.add(vectors)
-    return _Faiss(lambda q: index.search(q, K)[1]), vectors.nbytes
+    return _Faiss(lambda q: index.search(q, K)[1]), vectors.nbytes, vectors.nbytes
 
 
 def _probes(leaves: int) -> list[int]:
     return sorted({min(leaves, math.ceil(1.3**step)) for step in range(4, 40)})
 
 
-def _ivf(vectors: np.ndarray, factor: int = 2) -> tuple[_Faiss, int]:
+def _ivf(vectors: np.ndarray, factor: int = 2) -> tuple[_Faiss, int, int]:
     faiss = _faiss()
     rows, dimensions = vectors.shape
     leaves = factor * math.isqrt(rows)
@@ -148,10 +150,10 @@ def _ivf(vectors: np.ndarray, factor: int = 2) -> tuple[_Faiss, int]:
     def apply(nprobe: int) -> None:
         index.nprobe = nprobe
 
-    return _Faiss(lambda q: index.search(q, K)[1], apply, [{"nprobe": n} for n in _probes(leaves)]), _size(index)
+    return _Faiss(lambda q: index.search(q, K)[1], apply, [{"nprobe": n} for n in _probes(leaves)]), *_size(index)
 
 
-def _ivf_pq(vectors: np.ndarray) -> tuple[_Faiss, int]:
+def _ivf_pq(vectors: np.ndarray) -> tuple[_Faiss, int, int]:
     faiss = _faiss()
     rows, dimensions = vectors.shape
     leaves = 2 * math.isqrt(rows)
@@ -167,10 +169,10 @@ def _ivf_pq(vectors: np.ndarray) -> tuple[_Faiss, int]:
         base.nprobe, index.k_factor = nprobe, k_factor
 
     ladder = [{"nprobe": n, "k_factor": f} for f in (4, 16, 64) for n in _probes(leaves)]
-    return _Faiss(lambda q: index.search(q, K)[1], apply, ladder), _size(index)
+    return _Faiss(lambda q: index.search(q, K)[1], apply, ladder), *_size(index)
 
 
-def _hnsw(vectors: np.ndarray) -> tuple[_Faiss, int]:
+def _hnsw(vectors: np.ndarray) -> tuple[_Faiss, int, int]:
     faiss = _faiss()
     index = faiss.IndexHNSWFlat(vectors.shape[1], 32, faiss.METRIC_INNER_PRODUCT)
     index.hnsw.efConstruction = 64
@@ -180,7 +182,7 @@ def _hnsw(vectors: np.ndarray) -> tuple[_Faiss, int]:
         index.hnsw.efSearch = efSearch
 
     ladder = [{"efSearch": math.ceil(8 * 1.4**step)} for step in range(16)]
-    return _Faiss(lambda q: index.search(q, K)[1], apply, ladder), _size(index)
+    return _Faiss(lambda q: index.search(q, K)[1], apply, ladder), *_size(index)
 
 
 BUILDERS = {
@@ -200,10 +202,12 @@ def _faiss() -> Any:
     return faiss
 
 
-def _size(index: Any) -> int:
+def _size(index: Any) -> tuple[int, int]:
+    """Bytes on disk, and in memory, where FAISS holds the same."""
     with tempfile.TemporaryDirectory() as folder:
         _faiss().write_index(index, f"{folder}/index")
-        return os.path.getsize(f"{folder}/index")
+        size = os.path.getsize(f"{folder}/index")
+    return size, size
 
 
 def _seconds(call: Callable[[], Any]) -> float:

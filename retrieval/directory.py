@@ -96,7 +96,7 @@ def build_index(
     partial = directory.with_name(f".{directory.name}.partial")
     replaced = directory.with_name(f".{directory.name}.{os.getpid()}.replaced")
     try:
-        with _workplace(partial, _plan(corpus, encoder, options)):
+        with _workplace(partial, _plan(corpus, encoder, options, vectors is not None)):
             _fill(partial, corpus, encoder, options, vectors)
             if directory.exists():
                 os.replace(directory, replaced)
@@ -190,11 +190,12 @@ def _load_encoder(directory: Path, identity: dict[str, Any]) -> Encoder:
     )
 
 
-def _plan(corpus: MemoryMappedCorpus, encoder: Encoder | None, options: BuildOptions) -> dict[str, Any]:
+def _plan(corpus: MemoryMappedCorpus, encoder: Encoder | None, options: BuildOptions, given: bool) -> dict[str, Any]:
     """What must be equal for a half-made index to be gone on with, as JSON values."""
     stat = corpus.path.stat()
     source = [str(corpus.path.absolute()), stat.st_size, stat.st_mtime_ns, len(corpus)]
-    return {"corpus": source, "encoder": encoder.identity if encoder else "bm25", "options": asdict(options)}
+    identity = encoder.identity if encoder else Bm25Ranker.name
+    return {"corpus": source, "encoder": identity, "vectors_given": given, "options": asdict(options)}
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from retrieval.bert import load_bert, weight_files
+from retrieval.bert import load_bert, read_config, weight_files
 from retrieval.manifest import copy_or_link
 from retrieval.protocol import CorpusError, Passage
 
@@ -97,8 +97,10 @@ class BertEncoder:
             raise CorpusError(f"{directory}: no such directory; accepted: hashing, bm25 or a BERT encoder's directory")
         name = _model_name(directory)
         query, passage = next((v for part, v in PREFIXES.items() if part in name.lower()), ("", ""))
-        positions = _read_json(directory / "config.json").get("max_position_embeddings", 512)
+        positions = read_config(directory / "config.json").positions
         own = _read_json(directory / LENGTH_FILE).get("max_seq_length") or LENGTHS[-1]
+        if not isinstance(own, int) or own < 3:
+            raise CorpusError(f"{directory / LENGTH_FILE}: max_seq_length is {own!r}, accepted: a number from 3 on")
         settings = {
             "name": cls.name,
             "version": VERSION,

@@ -27,7 +27,9 @@ def write_manifest(directory: Path, fields: dict[str, Any], files: Iterable[Path
     """Write manifest.json: `fields` and a fingerprint of each of `files` (paths inside `directory`)."""
     fingerprints = {p.relative_to(directory).as_posix(): _fingerprint(p) for p in sorted(files)}
     manifest = {"format": FORMAT, **fields, "files": fingerprints}
-    (directory / NAME).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    beside = directory / f"{NAME}.tmp"
+    beside.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    beside.replace(directory / NAME)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
