@@ -12,7 +12,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -69,12 +69,18 @@ def train(run: Run, workdir: str | Path) -> dict[str, Any]:
       RetrievalError: the retriever is gone for good, once the last whole step is on disk.
       UserError: too many updates in a row were not finite.
     """
-    config, workdir = run.config, Path(workdir)
+    with ExitStack() as closers:
+        return _train(run, Path(workdir), closers)
+
+
+def _train(run: Run, workdir: Path, closers: ExitStack) -> dict[str, Any]:
+    config = run.config
     workdir.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
 
     # ---- resume ----
     checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints)
+    closers.enter_context(closing(checkpoints))
     step, found = 0, checkpoints.restore(run.state)
     if found:
         run.state, loop = found
@@ -86,7 +92,7 @@ def train(run: Run, workdir: str | Path) -> dict[str, Any]:
     for file in (workdir / "trajectories").glob("*.jsonl"):
         if int(file.stem) >= step:
             file.unlink()
-    writer = MetricsWriter(workdir)
+    writer = closers.enter_context(closing(MetricsWriter(workdir)))
     signal.signal(signal.SIGTERM, lambda *_: setattr(run, "stop_requested", True))
 
     # ---- evaluate before ----
@@ -114,7 +120,7 @@ def train(run: Run, workdir: str | Path) -> dict[str, Any]:
             # Nothing of this step was learned: what is kept is the end of the last one, with its batch still to come.
             if step and checkpoints.latest() != step:
                 save(step, loaded)
-            checkpoints.close()
+            checkpoints.wait()
             log.error("the retriever is gone; saved behind step %d, the same command goes on from there", step)
             raise
         run.state = state
@@ -128,7 +134,6 @@ def train(run: Run, workdir: str | Path) -> dict[str, Any]:
         _write_trajectories(workdir, step, trajectories, rewards, config.train.trajectories_per_step)
         _report(bar, step, metrics)
         if metrics["bad_in_a_row"] >= config.learning.max_bad_steps:
-            checkpoints.close()
             raise UserError(
                 f"step {step}: loss or gradient was not finite in {int(metrics['bad_in_a_row'])} updates in a row "
                 f"(loss {metrics['loss']}, first in the gradient of {run.learner.culprit(metrics)}); lower "
@@ -141,14 +146,12 @@ def train(run: Run, workdir: str | Path) -> dict[str, Any]:
         if step % config.train.checkpoint_every_steps == 0 or step == config.train.steps or stopped:
             save(step, run.loader.state())
         if stopped:
-            checkpoints.close()
             raise Interrupted(f"saved behind step {step}") if isinstance(stopped, Interrupted) else stopped
     bar.close()
 
     # ---- evaluate after ----
     after = _evaluate_once(run, workdir / "after.json", fresh=True)
-    checkpoints.close()
-    writer.close()
+    checkpoints.wait()
     run.wall_s["total"] = time.monotonic() - started
     summary = {
         "seed": config.seed,
