@@ -46,6 +46,7 @@ setup(
         "safetensors>=0.5",
         "jinja2>=3.1",
         "tensorflow-datasets>=4.9.9",
+        "importlib-resources>=6",  # tensorflow-datasets imports it and does not ask for it
         "scann>=1.4.2",
         "bm25s>=0.2.6",
         "starlette>=0.40",

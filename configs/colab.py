@@ -1,6 +1,6 @@
 """A smoke run of the 0.5B shape on one 16 GB GPU without bfloat16 (a Colab T4): float32 training, float16 sampling.
 
-    python launch/train.py --config=configs/colab.py --config.data.questions=TRAIN.jsonl \\
+    python launch/train.py --config=configs/colab.py --config.data.source=TRAIN.jsonl \\
         --config.retrieval.corpus=CORPUS.jsonl --workdir=DIR
 
 Short contexts and few rollouts: a test of the set-up, not a recipe.

@@ -2,7 +2,7 @@
 
 Nothing is learned; the whole path is exercised. `initial_search` puts passages into every context.
 
-    python launch/train.py --config=configs/hotpot_sample.py --config.data.questions=FILE.jsonl \\
+    python launch/train.py --config=configs/hotpot_sample.py --config.data.source=FILE.jsonl \\
         --config.retrieval.corpus=FILE.jsonl --config.model.tokenizer=DIR --config.train.steps=2 --workdir=DIR
 """
 

@@ -1,6 +1,6 @@
 """Qwen2.5-0.5B-Instruct with the published reward, for one GPU or a small TPU slice.
 
-    python launch/train.py --config=configs/qwen0p5b.py --config.data.questions=TRAIN.jsonl \\
+    python launch/train.py --config=configs/qwen0p5b.py --config.data.source=TRAIN.jsonl \\
         --config.retrieval.index=DIR --workdir=DIR
 """
 

@@ -1,6 +1,6 @@
 """The published recipe for Qwen2.5-7B-Instruct (ParallelSearch, arXiv 2508.09303; GRPO settings of Search-R1 v0.3).
 
-    python launch/train.py --config=configs/qwen7b.py --config.data.questions=TRAIN.parquet \\
+    python launch/train.py --config=configs/qwen7b.py --config.data.source=TRAIN.parquet \\
         --config.retrieval.index=DIR --workdir=DIR
 
 Float32 master weights and AdamW take 16 bytes per parameter, about 122 GB over all chips.

@@ -125,7 +125,7 @@ def with_source(config: Config, names: list[str]) -> Config:
         raise UserError("--benchmark: the closed world and files found together, accepted: one of them per call")
     elif not (retrieval.index or retrieval.corpus or retrieval.url):
         raise UserError("--index: none given, accepted for question files: a directory of launch/build_index.py")
-    data = dataclasses.replace(config.data, source="closed_world" if all(closed) else "file")
+    data = dataclasses.replace(config.data, source="closed_world" if all(closed) else "")
     return dataclasses.replace(config, data=data, retrieval=retrieval)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.config import PRESETS, Config, Qwen2Config, validate
+from psearch_jax.config import PRESETS, Config, Qwen2Config, validate, with_method
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.data.loader import QuestionLoader
-from psearch_jax.data.sources import read_questions
-from psearch_jax.eval.benchmarks import closed_world_benchmark
+from psearch_jax.data.prepared import open_questions
+from psearch_jax.eval.benchmarks import CLOSED_WORLD, closed_world_benchmark
 from psearch_jax.launching import CACHE_HOME, read_token
 from psearch_jax.models import hf, qwen2
 from psearch_jax.rl.compat import compat_reward
@@ -76,19 +76,20 @@ def missing_inputs(config: Config, training: bool = True) -> list[str]:
         lines.append(
             "config.model.tokenizer: a tokenizer directory is needed with random weights (model.path is empty)"
         )
-    if config.data.source == "file":
-        if training and not config.data.questions:
-            lines.append(
-                "config.data.questions: a jsonl or parquet file of questions; for instance FlashRAG's, with "
-                "`hf download RUC-NLPIR/FlashRAG_datasets hotpotqa/train.jsonl --repo-type=dataset --local-dir=DIR`"
-            )
-        if not (config.retrieval.index or config.retrieval.corpus or config.retrieval.url):
-            lines.append(
-                "config.retrieval.index (or .corpus, .url): an index made with `python launch/build_index.py "
-                "--corpus=FILE.jsonl --encoder=hashing --out=DIR`"
-            )
+    if training and not config.data.source:
+        lines.append(
+            "config.data.source: a jsonl or parquet file of questions, or a directory of launch/prepare_data.py; "
+            "for instance FlashRAG's, with `hf download RUC-NLPIR/FlashRAG_datasets hotpotqa/train.jsonl "
+            "--repo-type=dataset --local-dir=DIR`"
+        )
+    closed_world, retrieval = config.data.source == CLOSED_WORLD, config.retrieval
+    if _searches(config) and not (closed_world or retrieval.index or retrieval.corpus or retrieval.url):
+        lines.append(
+            "config.retrieval.index (or .corpus, .url): an index made with `python launch/build_index.py "
+            "--corpus=FILE.jsonl --encoder=hashing --out=DIR`"
+        )
     named = (
-        ("data.questions", config.data.questions),
+        ("data.source", config.data.source if training and not closed_world else ""),
         ("retrieval.index", config.retrieval.index),
         ("retrieval.corpus", config.retrieval.corpus),
         ("model.tokenizer", config.model.tokenizer),
@@ -117,6 +118,7 @@ def engine(
     Raises:
       UserError: everything that is missing in one message, or parts that do not match.
     """
+    config = with_method(config)
     validate(config, training)
     missing = missing_inputs(config, training)
     if missing:
@@ -153,8 +155,9 @@ def engine(
         config.rollout.max_tokens_after_answer,
         config.rollout.park_fraction,
     )
-    world = ClosedWorld.make(config.data.world_seed) if config.data.source == "closed_world" else None
-    retriever = retriever or _retriever(config, world)
+    world = ClosedWorld.make(config.data.world_seed) if config.data.source == CLOSED_WORLD else None
+    if retriever is None and _searches(config):
+        retriever = _retriever(config, world)
     collector = Collector(
         sampler, tokenizer, retriever, _renderer(config, tokenizer), config.rollout, config.retrieval
     )
@@ -165,6 +168,7 @@ def engine(
 
 def training_run(config: Config) -> Run:
     """Builds everything that train/trainer.py needs."""
+    given, config = config, with_method(config)
     parts = engine(config, training=True)
     log.info(parts.describe())
     questions, evaluation = _questions(config, parts.world)
@@ -186,12 +190,15 @@ def training_run(config: Config) -> Run:
         config=config,
         collector=parts.collector,
         learner=learner,
-        loader=QuestionLoader(questions, config.train.prompts, config.seed),
+        loader=QuestionLoader(
+            questions, config.train.prompts, config.seed, fingerprint=getattr(questions, "fingerprint", None)
+        ),
         evaluation=evaluation,
         reward=_reward(config, parts.tokenizer),
         state=init_state(parts.params, optimizer, parts.mesh),
         model=parts.model,
         tokenizer_path=parts.tokenizer_path,
+        given=given,
         reference=reference,
     )
 
@@ -241,6 +248,11 @@ def _match(tokenizer: Tokenizer, model: Qwen2Config, path: str) -> None:
             )
 
 
+def _searches(config: Config) -> bool:
+    """Whether a rollout of this config can ask a retriever at all."""
+    return config.rollout.search_turns > 0 or config.rollout.initial_search
+
+
 def _retriever(config: Config, world: ClosedWorld | None) -> Retriever:
     section = config.retrieval
     if section.url:
@@ -284,11 +296,11 @@ def _reward(config: Config, tokenizer: Tokenizer) -> Callable[[Trajectory], Rewa
     return compat
 
 
-def _questions(config: Config, world: ClosedWorld | None) -> tuple[list[Question], list[Question]]:
+def _questions(config: Config, world: ClosedWorld | None) -> tuple[Sequence[Question], list[Question]]:
     """Training questions, and those of the evaluation before and after (none for questions from a file)."""
     data = config.data
     if world is None:
-        return read_questions(data.questions), []
+        return open_questions(data.source), []
     counts = {
         "parallel": round(data.world_questions * data.parallel_share),
         "sequential": round(data.world_questions * data.sequential_share),

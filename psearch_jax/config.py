@@ -80,8 +80,7 @@ class MeshSection:
 
 @dataclass(frozen=True)
 class DataSection:
-    source: Literal["closed_world", "file"] = "file"
-    questions: str = ""  # FlashRAG jsonl or Search-R1 parquet, read when source is "file"
+    source: str = ""  # a question file, a directory of launch/prepare_data.py, or "closed_world"
     prompt: Literal["template", "row"] = "template"  # row: the chat messages that come with the question
     template: str = "parallel"  # a packaged template's name or a user's file
     world_seed: int = 0  # of the closed world; the run's own seed changes neither world nor evaluation
@@ -172,11 +171,15 @@ class EvalSection:
     seed: int = 1
 
 
+Method = Literal["parallelsearch", "search_r1", "parallel_prompt", "r1"]
+
+
 @dataclass(frozen=True)
 class Config:
     """A whole run. `launch/train.py` writes it to config.json in the run directory."""
 
     seed: int = 0
+    method: Method = "parallelsearch"  # or one of the baselines, see `with_method`
     model: ModelSection = field(default_factory=ModelSection)
     mesh: MeshSection = field(default_factory=MeshSection)
     data: DataSection = field(default_factory=DataSection)
@@ -234,6 +237,35 @@ def config_dict(**sections: Any) -> ConfigDict:
       UserError: as `from_mapping`.
     """
     return ConfigDict(to_mapping(from_mapping(sections)))
+
+
+# What a baseline changes. A template of the user's own, and the toy policy's, stay as they are.
+_OUTCOME_ONLY = {"decomposition": 0.0, "search_count": 0.0}
+_METHODS: dict[Method, dict[str, dict[str, Any]]] = {
+    "parallelsearch": {},
+    "parallel_prompt": {"reward": _OUTCOME_ONLY},
+    "search_r1": {"data": {"template": "sequential"}, "retrieval": {"max_sub_queries": 1}, "reward": _OUTCOME_ONLY},
+    "r1": {
+        "data": {"template": "direct"},
+        "rollout": {"search_turns": 0, "initial_search": False},
+        "reward": _OUTCOME_ONLY,
+    },
+}
+
+
+def with_method(config: Config) -> Config:
+    """The config as its `method` has it; the methods differ in nothing else (arXiv 2508.09303, section 4).
+
+    - parallelsearch: nothing changes;
+    - parallel_prompt: told how to split, rewarded for answer and format alone;
+    - search_r1: one query per search (what follows a `##` is not run), rewarded for answer and format alone;
+    - r1: no search, rewarded for answer and format alone.
+    """
+    sections = dict(_METHODS[config.method])
+    if config.data.template != DataSection.template:
+        sections.pop("data", None)
+    changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
+    return dataclasses.replace(config, **changed)
 
 
 def to_mapping(config: Config) -> dict[str, Any]:

@@ -28,8 +28,8 @@ def test_defaults_and_the_round_trip_through_json():
 
 def test_a_config_dict_is_accepted_as_it_comes_from_the_flag():
     """ml_collections hands nested ConfigDicts, which are no dicts."""
-    config = from_mapping(ConfigDict({"rollout": {"slots": 2, "temperature": 1}, "data": {"questions": "q.jsonl"}}))
-    assert config.rollout.slots == 2 and config.data.questions == "q.jsonl"
+    config = from_mapping(ConfigDict({"rollout": {"slots": 2, "temperature": 1}, "data": {"source": "q.jsonl"}}))
+    assert config.rollout.slots == 2 and config.data.source == "q.jsonl"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from psearch_jax.data.sources import KIND_OF_LABEL, read_questions
+from psearch_jax.data.kinds import KIND_OF_LABEL, MUSIQUE_GRAPHS, Graph, musique_graph
+from psearch_jax.data.sources import read_questions
 from psearch_jax.text.prompts import render_messages
 from psearch_jax.types import KINDS, UserError
 
@@ -65,6 +66,8 @@ def test_every_label_of_the_sets(tmp_path):
         "compositional": "sequential",
         "inference_query": "sequential",
         "bridge_comparison": "mixed",
+        "temporal_query": "mixed",
+        "null_query": "single",
         "na": "single",
         None: "single",
         "": "single",
@@ -141,7 +144,109 @@ def test_parquet_with_the_original_columns(tmp_path):
     assert [(q.text, q.id, q.kind) for q in questions] == [("q0?", "0", "sequential"), ("q1?", "1", "sequential")]
 
 
-# ---- what is refused ----
+def test_array_of_hotpotqa_and_2wiki(tmp_path):
+    """The sets' own files, which name their fields otherwise, refused or read with every question unlabelled."""
+    rows = [
+        {"_id": "5a8b", "question": "Who?", "answer": "Ada", "type": "comparison", "level": "hard", "context": [[1]]},
+        {"_id": "5a8c", "question": "Where?", "answer": "Rome", "type": "bridge_comparison", "evidences": [["a"]]},
+    ]
+    file = tmp_path / "dev.json"
+    file.write_text("\ufeff" + json.dumps(rows, indent=1), encoding="utf-8")
+    questions = read_questions(file, "2wikimultihopqa")
+    assert [(q.id, q.text, q.answers, q.kind) for q in questions] == [
+        ("5a8b", "Who?", ("Ada",), "parallel"),
+        ("5a8c", "Where?", ("Rome",), "mixed"),
+    ]
+    assert questions[0].metadata == {"type": "comparison"}
+
+
+def test_array_of_multihop_rag(tmp_path):
+    """Its rows have no ids; a place that moves when a bad row is skipped would make them other questions."""
+    kinds = ("comparison_query", "inference_query", "temporal_query", "null_query")
+    rows = [
+        {"query": f"q{i}?", "answer": "Yes", "question_type": kind, "evidence_list": []}
+        for i, kind in enumerate(kinds)
+    ]
+    rows.insert(1, {"query": "no answer?", "question_type": "null_query"})
+    file = tmp_path / "MultiHopRAG.json"
+    file.write_text(json.dumps(rows))
+    with pytest.raises(UserError, match=r"MultiHopRAG\.json: element 2: field golden_answers: nothing found"):
+        read_questions(file)
+    skipped = []
+    questions = read_questions(file, "multihoprag", skipped)
+    assert [(q.id, q.kind) for q in questions] == [
+        ("0", "parallel"),
+        ("2", "sequential"),
+        ("3", "mixed"),
+        ("4", "single"),
+    ]
+    assert len(skipped) == 1 and "element 2" in skipped[0]
+
+
+def test_rows_of_musique(tmp_path):
+    """The graph lost on the way, in MuSiQue's own rows or in FlashRAG's: branching questions counted as chains."""
+    own = {
+        "id": "3hop2__132929_684936_160088",
+        "question": "Who?",
+        "answer": "Ada",
+        "answer_aliases": ["Ada L."],
+        "question_decomposition": [{"id": 1, "question": "#1"}],
+        "answerable": True,
+    }
+    flash = row(id="dev_3", metadata={"id": "4hop1__1_2_3_4"})
+    questions = read_questions(write(tmp_path / "musique.jsonl", [own, flash, row(id="5hop__1_2")]))
+    assert [(q.id, q.kind, q.metadata.get("graph")) for q in questions] == [
+        ("3hop2__132929_684936_160088", "mixed", "3hop2"),
+        ("dev_3", "sequential", "4hop1"),
+        ("5hop__1_2", "parallel", None),
+    ]
+    assert questions[0].answers == ("Ada", "Ada L.")
+
+
+def test_graphs_of_musique():
+    """A table that says a chain can be split, or that a branch cannot."""
+    found = {
+        name: (len(graph.needs), graph.width, len(graph.rounds), graph.kind) for name, graph in MUSIQUE_GRAPHS.items()
+    }
+    assert found == {
+        "2hop": (2, 1, 2, "sequential"),
+        "3hop1": (3, 1, 3, "sequential"),
+        "3hop2": (3, 2, 2, "mixed"),
+        "4hop1": (4, 1, 4, "sequential"),
+        "4hop2": (4, 2, 3, "mixed"),
+        "4hop3": (4, 2, 3, "mixed"),
+    }
+    assert MUSIQUE_GRAPHS["4hop3"].rounds == ((0, 2), (1,), (3,))
+    assert Graph(((), (), ())).kind == "parallel" and Graph(((),)).kind == "single"
+    assert musique_graph("2hop__482757_12019") == "2hop"
+    assert [musique_graph(other) for other in ("2hop", "12hop__1_2", "2hop__x", 7, None)] == [None] * 5
+
+
+# ---- what is skipped or refused ----
+
+
+def test_bad_rows_are_skipped_when_asked(tmp_path):
+    """One broken line in 90,000 that costs the whole file, or that is left out without a word."""
+    file = tmp_path / "x.jsonl"
+    lines = [
+        json.dumps(row(0)),
+        "{broken",
+        json.dumps(row(0)),
+        json.dumps(row(1, golden_answers=[])),
+        json.dumps(row(2)),
+    ]
+    file.write_bytes("\n".join(lines).encode() + b'\n{"id": "\xe9"}\n')
+    skipped = []
+    assert [q.id for q in read_questions(file, skipped=skipped)] == ["q0", "q2"]
+    places = ("x.jsonl:2: not JSON", "x.jsonl:3: field id", "x.jsonl:4: field golden_answers", "x.jsonl:6: not UTF-8")
+    assert len(skipped) == 4 and all(place in line for place, line in zip(places, skipped, strict=True))
+
+
+def test_a_file_of_bad_rows_is_no_file(tmp_path):
+    """Nothing left after skipping, and a run that starts on nothing."""
+    with pytest.raises(UserError, match="no questions found"):
+        read_questions(write(tmp_path / "x.jsonl", [row(question="")]), skipped=[])
+
 
 BAD_ROWS = {
     "no question": (row(question=None), "field question: nothing"),
@@ -154,8 +259,8 @@ BAD_ROWS = {
     "no id": (row(id=None), "field id: nothing"),
     "id of another type": (row(id=1.5), "field id: 1.5"),
     "unknown label": (
-        row(label="temporal_query"),
-        "field metadata.type: 'temporal_query' found, accepted: comparison, ",
+        row(label="hybrid_query"),
+        "field metadata.type: 'hybrid_query' found, accepted: comparison, ",
     ),
     "label of another type": (row(label=3), "field metadata.type: 3"),
     "metadata of another type": (row(metadata="bridge"), "field metadata: 'bridge'"),
@@ -181,7 +286,11 @@ def test_bad_row_names_file_line_and_field(tmp_path, name):
         (b"", "no questions found"),
         (b"\n \n", "no questions found"),
         (b'{"id": "a", "ques', r":1: not JSON"),
-        (b'{"id": "\xff"}\n', r":1: not JSON"),
+        (b'{"id": "\xff"}\n', r":1: not UTF-8 text \(byte 0xff at 8\)"),
+        (b"[1, 2", "not a JSON array"),
+        (b'["\xff"]', "not UTF-8 text"),
+        (b"[]", "no questions found"),
+        ('{"id": 1}'.encode("utf-16"), r":1: not UTF-8 text"),
     ],
 )
 def test_bad_file(tmp_path, content, message):

@@ -192,7 +192,7 @@ def test_everything_missing_is_listed_at_once(tmp_path):
     assert len(lines) == 1
     for part in (
         "config.model.path=/nowhere/qwen",
-        "config.data.questions",
+        "config.data.source",
         "config.retrieval.index",
         "build_index.py",
     ):
@@ -272,7 +272,7 @@ def test_the_export_of_a_run_loads_in_transformers(tiny_policy, tmp_path):
 def test_real_questions_and_passages_run_through(shared_data, tmp_path):
     """The closed world hides what real text does: long passages, foreign scripts, a vocabulary of 151,646 ids."""
     done = [sys.executable, "launch/train.py", "--config=configs/hotpot_sample.py", f"--workdir={tmp_path}"]
-    done += [f"--config.data.questions={shared_data / 'hotpotqa100' / 'questions.jsonl'}"]
+    done += [f"--config.data.source={shared_data / 'hotpotqa100' / 'questions.jsonl'}"]
     done += [f"--config.retrieval.corpus={shared_data / 'hotpotqa100' / 'corpus.jsonl'}"]
     done += [f"--config.model.tokenizer={shared_data / 'qwen2_tokenizer'}", "--config.train.steps=2"]
     run(done)

@@ -25,6 +25,7 @@ class QuestionLoader:
       seed: of the shuffles.
       epochs: how often the questions are gone through; None: without end.
       process_index, process_count: which part of the data is this process's.
+      fingerprint: of sources and ids in order, where it is known; by default it is taken from the questions.
 
     Raises:
       UserError: there are fewer questions than one step of all processes takes.
@@ -38,6 +39,7 @@ class QuestionLoader:
         epochs: int | None = None,
         process_index: int = 0,
         process_count: int = 1,
+        fingerprint: str | None = None,
     ):
         step = batch * process_count
         if batch < 1 or len(questions) < step:
@@ -54,7 +56,7 @@ class QuestionLoader:
         # The questions are in memory: there is nothing to read ahead.
         self._iterator = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
         self._fingerprint = {
-            "data": _digest(questions),
+            "data": fingerprint or _digest(questions),
             "seed": seed,
             "batch": batch,
             "process_count": process_count,

@@ -1,88 +1,143 @@
-"""Question files: FlashRAG's jsonl, and the parquet files of Search-R1 and ParallelSearch.
+"""Question files: FlashRAG's jsonl, the sets' own JSON, and the parquet files of Search-R1 and ParallelSearch.
 
-A jsonl row is `{"id", "question", "golden_answers": [..], "metadata": {"type": ..}}`. A parquet row has the columns
-`data_source`, `prompt` (chat messages), `reward_model.ground_truth.target` and `extra_info` with `index` and `type`.
+jsonl        {"id", "question", "golden_answers": [..], "metadata": {"type": ..}}, or MuSiQue's own rows with `answer`
+             and `answer_aliases`
+JSON array   HotpotQA's and 2WikiMultiHopQA's own {"_id", "question", "answer", "type"}, and MultiHop-RAG's
+             {"query", "answer", "question_type"}, which has no ids: a question's place in the array is its id
+parquet      columns `data_source`, `prompt` (chat messages), `reward_model.ground_truth.target` and `extra_info` with
+             `index` and `type`
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from psearch_jax.types import KINDS, Kind, Question, UserError
-
-# The label a set gives its questions -> our kind. HotpotQA: comparison, bridge. 2WikiMultiHopQA: also inference,
-# compositional, bridge_comparison. MultihopRAG: *_query. ParallelSearch writes `na` where a set has no labels.
-KIND_OF_LABEL: dict[str, Kind] = {
-    "comparison": "parallel",
-    "comparison_query": "parallel",
-    "bridge": "sequential",
-    "inference": "sequential",
-    "compositional": "sequential",
-    "inference_query": "sequential",
-    "bridge_comparison": "mixed",
-    "na": "single",
-    **{kind: kind for kind in KINDS},
-}
-UNLABELLED: Kind = "single"
+from psearch_jax.data.kinds import KIND_OF_LABEL, MUSIQUE_GRAPHS, UNLABELLED, musique_graph
+from psearch_jax.types import Kind, Question, UserError
 
 # Where a prompt made by Search-R1's scripts puts the question.
 _QUESTION_MARK = "Question:"
 _PARQUET_COLUMNS = ("id", "question", "data_source", "prompt", "reward_model", "extra_info", "metadata")
+_ACCEPTED = "FlashRAG jsonl, a JSON array of questions, or Search-R1 parquet"
+
+Seen = dict[tuple[str, str], str]  # (source, id) -> where it was read
+Converter = Callable[[Any, str | None, str, str], Question]  # (row, source, file's stem, where)
 
 
-def read_questions(path: str | Path, source: str | None = None) -> list[Question]:
-    """All questions of a file, in its order.
-
-    Args:
-      path: `.parquet`, or jsonl under any other name.
-      source: what the questions are named after, by default the file's stem; a parquet row's own `data_source` goes
-        first, because the indices of a merged file start anew with each set.
-
-    Returns:
-      Questions whose metadata holds the row's own (numbers, strings and lists of strings; nested records such as
-      whole paragraphs are left out), and under `prompt` the row's chat messages when it has them.
+def read_questions(path: str | Path, source: str | None = None, skipped: list[str] | None = None) -> list[Question]:
+    """All questions of a file, in its order; see `iter_questions`.
 
     Raises:
-      UserError: one line with the file, the line and the field: a file that is missing, empty or unreadable, a row
-        without question or answers, an unknown label, an id that came before.
+      UserError: also when there is no question.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path}: no such file, accepted: FlashRAG jsonl or Search-R1 parquet")
-    read, convert = (_parquet_rows, _from_parquet) if path.suffix == ".parquet" else (_jsonl_rows, _from_jsonl)
-    questions: list[Question] = []
-    seen: dict[tuple[str, str], str] = {}
-    for where, row in read(path):
-        question = convert(row, source, path.stem, where)
-        key = (question.source, question.id)
-        if key in seen:
-            raise UserError(f"{where}: field id: {question.id!r} was already used in {seen[key]}")
-        seen[key] = where
-        questions.append(question)
+    questions = list(iter_questions(path, source, skipped))
     if not questions:
         raise UserError(f"{path}: no questions found, at least one row is needed")
     return questions
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of every line that is not blank."""
+def iter_questions(
+    path: str | Path, source: str | None = None, skipped: list[str] | None = None, seen: Seen | None = None
+) -> Iterator[Question]:
+    """The questions of a file one by one, so that a large file is never in memory (a JSON array is).
+
+    Args:
+      path: `.parquet`, else a JSON array or jsonl, told apart by the first character.
+      source: what the questions are named after, by default the file's stem; a parquet row's own `data_source` goes
+        first, because the indices of a merged file start anew with each set.
+      skipped: gets one line per bad row; without it the first bad row is an error.
+      seen: the ids read so far, for files that are read as one.
+
+    Yields:
+      Questions whose metadata holds the row's own (numbers, strings and lists of strings; nested records such as
+      whole paragraphs are left out), under `prompt` the row's chat messages when it has them, and under `graph` the
+      name of a MuSiQue question's graph.
+
+    Raises:
+      UserError: one line with the file, the line and the field: a file that is missing or unreadable, a row without
+        question or answers, an unknown label, an id that came before.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file, accepted: {_ACCEPTED}")
+    rows: Iterator[tuple[str, Any]]
+    convert: Converter
+    if path.suffix == ".parquet":
+        rows, convert = _parquet_rows(path), _from_parquet
+    elif _is_array(path):
+        rows, convert = _array_rows(path), from_json
+    else:
+        rows, convert = _lines(path), _from_line
+    yield from collect_questions(rows, convert, source, path.stem, skipped, {} if seen is None else seen)
+
+
+def collect_questions(
+    rows: Iterator[tuple[str, Any]],
+    convert: Converter,
+    source: str | None,
+    stem: str,
+    skipped: list[str] | None,
+    seen: Seen,
+) -> Iterator[Question]:
+    """Converts (where, row) pairs, refusing or skipping bad rows and ids that came before."""
+    for where, row in rows:
+        try:
+            question = convert(row, source, stem, where)
+            key = (question.source, question.id)
+            if key in seen:
+                raise UserError(f"{where}: field id: {question.id!r} was already used in {seen[key]}")
+        except UserError as error:
+            if skipped is None:
+                raise
+            skipped.append(str(error))
+            continue
+        seen[key] = where
+        yield question
+
+
+def _is_array(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """(place, line) of every line that is not blank."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                row = json.loads(line)
-                if b"\\ud" in line.lower():  # an escaped half of a pair is text that nobody can write again
-                    row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
-            except ValueError as error:  # bad JSON or bad UTF-8
-                raise UserError(f"{where}: not JSON ({error}), accepted: one object per line") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{where}: {type(row).__name__} found, accepted: one object per line")
-            yield where, row
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if line.strip():
+                yield f"{path}:{number}", line
+
+
+def _from_line(line: bytes, source: str | None, stem: str, where: str) -> Question:
+    try:
+        row = json.loads(line.decode("utf-8"))
+        if b"\\ud" in line.lower():  # an escaped half of a pair is text that nobody can write again
+            row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{where}: not UTF-8 text (byte 0x{line[error.start]:02x} at {error.start}), accepted: UTF-8"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON ({error}), accepted: one object per line") from None
+    return from_json(row, source, stem, where)
+
+
+def _array_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """(place, element) of a JSON array, numbered from 1; an element without an id takes its place, from 0, as one."""
+    try:
+        elements = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (at byte {error.start}), accepted: UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not a JSON array ({error}), accepted: {_ACCEPTED}") from None
+    for number, element in enumerate(elements, 1):
+        if isinstance(element, dict) and "query" in element and not {"id", "_id"} & set(element):
+            element = {**element, "id": number - 1}
+        yield f"{path}: element {number}", element
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -104,15 +159,32 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
 
 
-def _from_jsonl(row: dict[str, Any], source: str | None, stem: str, where: str) -> Question:
+def from_json(row: Any, source: str | None, stem: str, where: str) -> Question:
+    """A row of jsonl or of an array, in FlashRAG's words or in a set's own."""
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: {type(row).__name__} found, accepted: an object")
     metadata = _record(row, "metadata", where)
+    label_field = next((name for name in ("type", "question_type") if row.get(name)), "metadata.type")
+    label = metadata.get("type") if label_field == "metadata.type" else row[label_field]
+    text_field = "query" if "query" in row and "question" not in row else "question"
+    answer_field = "answer" if "answer" in row and "golden_answers" not in row else "golden_answers"
+    answers = _answers(row.get(answer_field), answer_field, where)
+    if answer_field == "answer" and row.get("answer_aliases"):
+        answers += _answers(row["answer_aliases"], "answer_aliases", where)
+    id_field = "_id" if "_id" in row and "id" not in row else "id"
+    graph = next(filter(None, map(musique_graph, (row.get("id"), metadata.get("id")))), None)
+    kept = _metadata(metadata, row.get("prompt"), where)
+    if label_field != "metadata.type":
+        kept["type"] = label
+    if graph:
+        kept["graph"] = graph
     return Question(
         source=source or stem,
-        id=_identifier(row.get("id"), "id", where),
-        text=_text(row.get("question"), "question", where),
-        answers=_answers(row.get("golden_answers"), "golden_answers", where),
-        kind=_kind(metadata.get("type"), "metadata.type", where),
-        metadata=_metadata(metadata, row.get("prompt"), where),
+        id=_identifier(row.get(id_field), id_field, where),
+        text=_text(row.get(text_field), text_field, where),
+        answers=answers,
+        kind=MUSIQUE_GRAPHS[graph].kind if graph and not label else _kind(label, label_field, where),
+        metadata=kept,
     )
 
 

@@ -54,7 +54,7 @@ class Collector:
     Args:
       sampler: the device programs.
       tokenizer: of the policy.
-      retriever: answers one batch of sub-queries per yield.
+      retriever: answers one batch of sub-queries per yield; None when the budgets allow no search.
       render: the prompt's ids of a question.
       rollout, retrieval: budgets and options.
     """
@@ -63,7 +63,7 @@ class Collector:
         self,
         sampler: Sampler,
         tokenizer: Tokenizer,
-        retriever: Retriever,
+        retriever: Retriever | None,
         render: Callable[[Question], list[int]],
         rollout: RolloutSection,
         retrieval: RetrievalSection,

@@ -43,7 +43,7 @@ EVAL_STEP = 2**31 - 1  # the step in the keys of every evaluation: before and af
 class Run:
     """The live parts of a training run, made by build.py."""
 
-    config: Config
+    config: Config  # as the method has it
     collector: Collector
     learner: Learner
     loader: QuestionLoader
@@ -52,6 +52,7 @@ class Run:
     state: TrainState
     model: Any  # Qwen2Config
     tokenizer_path: str
+    given: Config  # as the user has it: what config.json records
     reference: nnx.State | None = None  # None when the KL coefficient is 0
     wall_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     stop_requested: bool = False  # SIGTERM has arrived
@@ -87,7 +88,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack) -> dict[str, Any]:
         step = int(loop["step"])
         run.loader.restore(loop["loader"])
         log.info("resuming behind step %d", step)
-    _write_json(workdir / "config.json", to_mapping(config))
+    _write_json(workdir / "config.json", to_mapping(run.given))
     cut_jsonl(workdir / "metrics.jsonl", step)
     for file in (workdir / "trajectories").glob("*.jsonl"):
         if int(file.stem) >= step:

@@ -1,0 +1,190 @@
+"""Questions from anywhere: a file, a directory of launch/prepare_data.py, or a set that TFDS has.
+
+A prepared directory is a TFDS dataset, `psearch_qa`, whose rows are read when they are asked for: a million questions
+cost neither memory nor time at the start.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from psearch_jax.data.sources import Seen, collect_questions, from_json, iter_questions, read_questions
+from psearch_jax.text.answers import normalise
+from psearch_jax.types import Question, UserError
+
+log = logging.getLogger("psearch_jax")
+TFDS_PREFIX = "tfds:"
+QUESTIONS_PER_LOG_LINE = 100_000
+_DATASET = "psearch_qa"
+
+
+class PreparedQuestions(Sequence[Question]):
+    """The questions of a prepared directory, in the order in which they were written."""
+
+    def __init__(self, directory: str | Path):
+        """Raises `UserError` when `directory` is none, or when its dataset cannot be read."""
+        import tensorflow_datasets as tfds  # no TensorFlow behind it, but seconds to import
+
+        versions = sorted((Path(directory) / _DATASET).glob("[0-9]*.[0-9]*.[0-9]*"))
+        if not versions:
+            raise UserError(f"{directory}: holds no {_DATASET}, accepted: a directory of launch/prepare_data.py")
+        try:
+            builder = tfds.builder_from_directory(versions[-1])
+            (self.split,) = builder.info.splits
+            self._rows = builder.as_data_source(split=self.split)
+            self.fingerprint: str = builder.info.metadata["fingerprint"]
+            self.counts: list[tuple[str, str, int]] = [tuple(row) for row in builder.info.metadata["counts"]]
+            for end in np.cumsum(builder.info.splits[self.split].shard_lengths):
+                self._rows[int(end) - 1]  # a file that is cut off has no place to read from
+        except Exception as error:  # whatever a damaged file makes the readers raise
+            raise UserError(f"{versions[-1]}: cannot be read ({_first_line(error)}); prepare it again") from None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, place: Any) -> Any:
+        from psearch_jax.data.psearch_qa import to_question
+
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        if not -len(self) <= place < len(self):
+            raise IndexError(place)
+        return to_question(self._rows[int(place) % len(self)])
+
+
+def prepare(
+    sources: Sequence[tuple[str, str]], split: str, out: str | Path, skipped: list[str] | None = None
+) -> PreparedQuestions:
+    """Writes the questions of `sources`, (name, location) pairs, as one dataset into `out`, whole or not at all.
+
+    Args:
+      split: the name under which TFDS gives them.
+      skipped: gets one line per bad row; without it the first bad row is an error.
+
+    Raises:
+      UserError: as `iter_questions`, for ids that two sources share, when no question is left, and when `out` already
+        holds a dataset.
+    """
+    import tensorflow_datasets as tfds
+
+    from psearch_jax.data.psearch_qa import PsearchQa
+
+    out = Path(out)
+    folder = out / _DATASET
+    if list(folder.glob("[0-9]*")):
+        raise UserError(f"--out={out}: already holds a prepared dataset, accepted: a new directory")
+    shutil.rmtree(folder, ignore_errors=True)  # what a killed run had begun
+    stopped: list[UserError] = []
+
+    def questions() -> Iterator[Question]:
+        seen: Seen = {}
+        try:
+            with tqdm(unit="question", disable=not sys.stderr.isatty()) as bar:
+                for name, location in sources:
+                    for question in _iter(location, name, skipped, seen):
+                        yield question
+                        bar.update()
+                        if bar.disable and len(seen) % QUESTIONS_PER_LOG_LINE == 0:
+                            log.info("%d questions", len(seen))
+            if not seen:
+                raise UserError(
+                    f"{', '.join(place for _, place in sources)}: no questions found, at least one is needed"
+                )
+        except UserError as error:  # TFDS would put its own words around it
+            stopped.append(error)
+            raise
+
+    fresh = not out.exists()
+    tfds.disable_progress_bar()
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    try:
+        with redirect_stdout(io.StringIO()):  # TFDS prints of downloads
+            PsearchQa(questions, split, data_dir=out).download_and_prepare()
+    except Exception:
+        shutil.rmtree(out if fresh else folder, ignore_errors=True)
+        if stopped:
+            raise stopped[0] from None
+        raise
+    return PreparedQuestions(out)
+
+
+def open_questions(
+    location: str | Path, source: str | None = None, skipped: list[str] | None = None
+) -> Sequence[Question]:
+    """The questions at a location: a file, a prepared directory (which keeps its own names), or tfds:BUILDER:SPLIT.
+
+    Raises:
+      UserError: as `read_questions` and `PreparedQuestions`.
+    """
+    if str(location).startswith(TFDS_PREFIX):
+        return list(_iter(str(location), source, skipped, {}))
+    if Path(location).is_dir():
+        return PreparedQuestions(location)
+    return read_questions(location, source, skipped)
+
+
+def overlap(questions: Iterable[Question], training: Iterable[Question]) -> list[Question]:
+    """Those of `questions` whose normalised text is also a training question's: they leak into the result."""
+    questions = list(questions)
+    texts = {normalise(question.text) for question in questions}
+    known = {text for text in (normalise(question.text) for question in training) if text in texts}
+    return [question for question in questions if normalise(question.text) in known]
+
+
+def _iter(location: str, source: str | None, skipped: list[str] | None, seen: Seen) -> Iterator[Question]:
+    if location.startswith(TFDS_PREFIX):
+        name = location.removeprefix(TFDS_PREFIX)
+        yield from collect_questions(_tfds_rows(location), from_json, source, name, skipped, seen)
+    else:
+        yield from iter_questions(location, source, skipped, seen)
+
+
+def _tfds_rows(location: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, row) of a set such as tfds:natural_questions_open:train, or of a directory that TFDS has prepared.
+
+    Known forms: `question` with `answer` or `answers`, a list of strings or TriviaQA's record of value and aliases.
+    """
+    import tensorflow_datasets as tfds
+
+    name, colon, split = location.removeprefix(TFDS_PREFIX).rpartition(":")
+    if not colon or not name or not split:
+        raise UserError(f"{location}: accepted: tfds:BUILDER:SPLIT, or tfds:DIRECTORY:SPLIT")
+    try:
+        if Path(name).is_dir():
+            rows = tfds.builder_from_directory(name).as_data_source(split=split)
+        else:
+            rows = tfds.data_source(name, split=split)
+    except Exception as error:  # unknown names, missing splits, no network, files of another format
+        raise UserError(f"{location}: cannot be opened ({_first_line(error)})") from None
+    for place in range(len(rows)):
+        row = _decoded(rows[place])
+        answer = row.get("answers", row.get("answer"))
+        if isinstance(answer, dict):
+            answer = list(dict.fromkeys([answer.get("value"), *answer.get("aliases", [])]))
+        identifier = row.get("question_id", row.get("id", place))
+        yield f"{location}: row {place + 1}", {**row, "id": identifier, "golden_answers": answer}
+
+
+def _decoded(value: Any) -> Any:
+    """Texts come from TFDS as bytes, lists as arrays."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, dict):
+        return {name: _decoded(item) for name, item in value.items()}
+    if isinstance(value, np.ndarray | list | tuple):
+        return [_decoded(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

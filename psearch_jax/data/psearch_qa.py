@@ -1,0 +1,87 @@
+"""The TensorFlow Datasets builder `psearch_qa`: questions of any sources in one format. Needs no TensorFlow."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow_datasets as tfds
+
+from psearch_jax.types import KINDS, Question
+
+
+class PsearchQa(tfds.core.GeneratorBasedBuilder):
+    """Questions with answers, kind and metadata, in array_record files.
+
+    The metadata of the dataset hold the digest of sources and ids in order, and the counts by source and kind.
+    """
+
+    name = "psearch_qa"
+    VERSION = tfds.core.Version("1.0.0")
+
+    def __init__(self, questions: Callable[[], Iterator[Question]] | None = None, split: str = "train", **kwargs: Any):
+        """`questions` and `split` are what `download_and_prepare` writes; reading needs neither."""
+        self._questions, self._split = questions, split
+        super().__init__(file_format="array_record", **kwargs)
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        features = {
+            "source": tfds.features.Text(),
+            "id": tfds.features.Text(),
+            "question": tfds.features.Text(),
+            "answers": tfds.features.Sequence(tfds.features.Text()),
+            "kind": tfds.features.ClassLabel(names=KINDS),
+            "metadata": tfds.features.Text(doc="A JSON object."),
+        }
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description="Questions to search for, with the answers and what kind of splitting they allow.",
+            features=tfds.features.FeaturesDict(features),
+            metadata=tfds.core.MetadataDict(),
+            disable_shuffling=True,  # the loader shuffles; the order of the files stays
+        )
+
+    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
+        return {self._split: self._generate_examples()}
+
+    def _generate_examples(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        assert self._questions is not None
+        digest, counts = hashlib.sha256(), Counter()
+        for place, question in enumerate(self._questions()):
+            digest.update(identity(question))
+            counts[question.source, question.kind] += 1
+            yield place, to_example(question)
+        self.info.metadata["fingerprint"] = digest.hexdigest()
+        self.info.metadata["counts"] = [[source, kind, count] for (source, kind), count in counts.items()]
+
+
+def identity(question: Question) -> bytes:
+    """What a question adds to the fingerprint of a list of questions."""
+    return json.dumps([question.source, question.id]).encode()
+
+
+def to_example(question: Question) -> dict[str, Any]:
+    """A question as the builder's features hold it."""
+    return {
+        "source": question.source,
+        "id": question.id,
+        "question": question.text,
+        "answers": list(question.answers),
+        "kind": question.kind,
+        "metadata": json.dumps(question.metadata, ensure_ascii=False),
+    }
+
+
+def to_question(example: dict[str, Any]) -> Question:
+    """The inverse of `to_example`, from what `as_data_source` gives."""
+    return Question(
+        source=example["source"].decode(),
+        id=example["id"].decode(),
+        text=example["question"].decode(),
+        answers=tuple(answer.decode() for answer in example["answers"]),
+        kind=KINDS[int(example["kind"])],
+        metadata=json.loads(example["metadata"].decode()),
+    )
