@@ -3,6 +3,7 @@
     python launch/bench.py retrieval --json=FILE      vector search, batching, encoder; options: --help
     python launch/bench.py recall --questions=FILE --corpus=FILE --json=FILE
     python launch/bench.py corpus --json=FILE
+    python launch/bench.py baselines --out=DIR         every method trained and evaluated alike in the closed world
 
 Times on a shared machine mean little by themselves: compare what one run prints.
 """
@@ -12,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SUBJECTS = ("retrieval", "recall", "corpus")
+SUBJECTS = ("retrieval", "recall", "corpus", "baselines")
 
 
 def main() -> int:

@@ -1,19 +1,20 @@
-"""Evaluates a policy on question files and on the closed world.
+"""Evaluates a policy on question files and on the closed world, and prints the published figures beside it.
 
     python launch/eval.py --model=HF_DIR|CHECKPOINT_DIR --benchmark=NAME:FILE ... --index=DIR --out=DIR
     python launch/eval.py --model=toy --config=configs/smoke.py --benchmark=closed_world --out=DIR
 
-`--benchmark` may be repeated; `closed_world:KIND` is built in, `closed_world` is all of its kinds,
-`closed_world:parallel4` compares four entities, more than any training question does. Budgets and prompt
-are those of --config, else of the run that a checkpoint belongs to, else the defaults. OUT holds results.json,
-results.md and one file of trajectories per benchmark.
+`--benchmark` may be repeated. FILE is a question file, a directory of launch/prepare_data.py, or tfds:BUILDER:SPLIT;
+`closed_world:SET` is built in, `closed_world` is all kinds of questions, `NAME:closed_world:SET+SET` draws such
+questions for another name. Budgets, prompt and method are those of --config, else of the run that a checkpoint belongs
+to, else the defaults. OUT holds results.json, results.md and one file of rows per benchmark. The same command goes on
+where a killed one stopped. `launch/report.py OUT OUT` compares two evaluations.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,23 +23,28 @@ from absl import flags
 from ml_collections import config_flags
 
 from psearch_jax import launching
-from psearch_jax.config import Config, from_mapping
+from psearch_jax.config import Config, from_mapping, with_method
 from psearch_jax.types import Question, UserError
 
+log = logging.getLogger("psearch_jax")
+
 MODEL = flags.DEFINE_string("model", None, "HF directory or hub id, run directory, checkpoint, or toy.")
-BENCHMARK = flags.DEFINE_multi_string("benchmark", [], "NAME:FILE, closed_world or closed_world:KIND; repeatable.")
+BENCHMARK = flags.DEFINE_multi_string("benchmark", [], "NAME:FILE, closed_world or closed_world:SET; repeatable.")
 OUT = flags.DEFINE_string("out", None, "The directory to write to.")
 CONFIG = config_flags.DEFINE_config_file("config", None, "Budgets, prompt and retrieval of a file in configs/.")
+METHOD = flags.DEFINE_string("method", None, "parallelsearch, search_r1, parallel_prompt or r1.")
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", lower_bound=0.0)
 SEED = flags.DEFINE_integer("seed", 1, "Of the sampling; without effect at temperature 0.")
 SAMPLES = flags.DEFINE_integer("samples", 1, "Trajectories per question.", lower_bound=1)
-COUNT = flags.DEFINE_integer("count", 0, "Questions per benchmark; 0: a whole file, 400 per closed-world kind.")
+K = flags.DEFINE_multi_integer("k", [], "Report pass@k and maj@k, k at most --samples; repeatable.", lower_bound=1)
+COUNT = flags.DEFINE_integer("count", 0, "Questions per benchmark; 0: a whole file, 400 per closed-world set.")
 INDEX = flags.DEFINE_string("index", None, "Index directory made by launch/build_index.py.")
 CORPUS = flags.DEFINE_string("corpus", None, "A jsonl corpus in place of an index (small ones only).")
 URL = flags.DEFINE_string("retriever_url", None, "Server that speaks /retrieve, in place of an index; also several.")
+SKIP = flags.DEFINE_bool("skip_bad_rows", False, "Leave bad rows of a file out, and list them in OUT/skipped.txt.")
+TRAINING = flags.DEFINE_string("training_data", None, "Questions trained on, to find leaks; default: the run's own.")
 flags.mark_flags_as_required(["model", "out"])
 
-CLOSED_WORLD_COUNT = 400
 # Flags that set one field of the config: flag -> section, type, help.
 FIELDS = {
     "slots": ("rollout", int, "rows decoded together"),
@@ -51,6 +57,8 @@ FIELDS = {
     "topk": ("retrieval", int, "passages per sub-query"),
     "template": ("data", str, "packaged prompt template or a file"),
     "prompt": ("data", str, "template, or row: the prompt that comes with each question"),
+    "world_seed": ("data", int, "which closed world"),
+    "world_theme": ("data", str, "encyclopedia, or with other names renamed, or register, where all is other"),
     "sampling_dtype": ("model", str, "float32, bfloat16 or float16"),
     "tokenizer": ("model", str, "tokenizer directory, when the model has none beside it"),
 }
@@ -81,76 +89,99 @@ def base_config(model: str) -> Config:
 
 def with_flags(config: Config) -> Config:
     """The config with every field that a flag names."""
-    sections: dict[str, dict[str, Any]] = {}
+    values = dataclasses.asdict(config)
     for name, flag in OVERRIDES.items():
         if flag.value is not None:
-            sections.setdefault(FIELDS[name][0], {})[name] = flag.value
+            values[FIELDS[name][0]][name] = flag.value
+    if METHOD.value is not None:
+        values["method"] = METHOD.value
     given = {"index": INDEX.value, "corpus": CORPUS.value, "url": URL.value}
     if any(given.values()):
-        sections.setdefault("retrieval", {}).update({name: value or "" for name, value in given.items()})
-    changed = {name: {**dataclasses.asdict(getattr(config, name)), **values} for name, values in sections.items()}
-    return from_mapping({**dataclasses.asdict(config), **changed})
+        values["retrieval"] |= {name: value or "" for name, value in given.items()}
+    return from_mapping(values)
 
 
-def benchmarks(world_seed: int) -> dict[str, list[Question]]:
-    """The questions of every benchmark asked for, by name."""
-    from psearch_jax.data.closed_world import ClosedWorld
-    from psearch_jax.eval.benchmarks import CLOSED_WORLD, closed_world_benchmark, closed_world_sets, load_benchmark
-
-    found: list[tuple[str, list[Question]]] = []
-    for argument in BENCHMARK.value:
-        sets = closed_world_sets(argument)
-        if sets is None:
-            found.append(load_benchmark(argument, COUNT.value))
-            continue
-        world, count = ClosedWorld.make(world_seed), COUNT.value or CLOSED_WORLD_COUNT
-        found += [(f"{CLOSED_WORLD}:{name}", closed_world_benchmark(world, name, count)) for name in sets]
-    names = [name for name, _ in found]
-    if not found or len(set(names)) < len(names):
-        raise UserError(f"--benchmark: {', '.join(names) or 'none'} found, accepted: one or more, each name once")
-    return dict(found)
-
-
-def with_source(config: Config, names: list[str]) -> Config:
+def with_passages(config: Config, closed_world: list[bool]) -> Config:
     """The config with the passages that the benchmarks need: the closed world's own, or those of a named index."""
-    closed = [name.startswith("closed_world:") for name in names]
-    retrieval = config.retrieval
-    if all(closed):
+    retrieval, source = config.retrieval, ""
+    if all(closed_world):
         if INDEX.value or CORPUS.value or URL.value:
             raise UserError(
                 "--index, --corpus, --retriever_url: found with the closed world, which brings its own passages"
             )
-        retrieval = dataclasses.replace(retrieval, index="", corpus="", url="")
-    elif any(closed):
+        retrieval, source = dataclasses.replace(retrieval, index="", corpus="", url=""), "closed_world"
+    elif any(closed_world):
         raise UserError("--benchmark: the closed world and files found together, accepted: one of them per call")
-    elif not (retrieval.index or retrieval.corpus or retrieval.url):
+    elif not (retrieval.index or retrieval.corpus or retrieval.url) and with_method(config).rollout.search_turns:
         raise UserError("--index: none given, accepted for question files: a directory of launch/build_index.py")
-    data = dataclasses.replace(config.data, source="closed_world" if all(closed) else "")
-    return dataclasses.replace(config, data=data, retrieval=retrieval)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, source=source), retrieval=retrieval)
+
+
+def leaks(benchmarks: dict[str, list[Question]], trained_on: str) -> dict[str, list[str]]:
+    """The ids of benchmark questions that were trained on; empty when it is not known what was."""
+    from psearch_jax.data.prepared import open_questions, overlap
+
+    if not TRAINING.value and (not trained_on or trained_on == "closed_world" or not Path(trained_on).exists()):
+        return {}
+    training = open_questions(TRAINING.value or trained_on)
+    found = overlap([q for questions in benchmarks.values() for q in questions], training)
+    places = {id(q) for q in found}
+    return {name: [q.id for q in questions if id(q) in places] for name, questions in benchmarks.items()}
 
 
 def main(_: list[str]) -> None:
-    config = with_flags(base_config(MODEL.value))
-    questions = benchmarks(config.data.world_seed)
-    config = with_source(config, list(questions))
+    launching.configure_jax()
+    given = with_flags(base_config(MODEL.value))
+    if any(k > SAMPLES.value for k in K.value):
+        raise UserError(f"--k={max(K.value)}: accepted: at most --samples={SAMPLES.value}")
+
+    from psearch_jax.data.closed_world import ClosedWorld
+    from psearch_jax.eval.benchmarks import load_benchmarks
+
+    skipped: list[str] | None = [] if SKIP.value else None
+    data = given.data
+    loaded = load_benchmarks(
+        BENCHMARK.value,
+        lambda: ClosedWorld.make(data.world_seed, theme=data.world_theme),
+        COUNT.value,
+        skipped,
+    )
+    questions = {benchmark.name: benchmark.questions for benchmark in loaded}
+    config = with_passages(given, [benchmark.closed_world for benchmark in loaded])
+    leaked = leaks(questions, given.data.source)
 
     from tqdm import tqdm
 
     from psearch_jax import build  # slow to import: bad input is refused before
-    from psearch_jax.eval.evaluate import evaluate, figures, results_table, trajectory_row
+    from psearch_jax.eval import tables
+    from psearch_jax.eval.evaluate import FILLS, Evaluation, evaluate, weights_digest
+    from psearch_jax.eval.scores import figures
     from psearch_jax.metrics import write_whole
     from psearch_jax.train.trainer import EVAL_STEP
 
-    launching.configure_jax()
     parts = build.from_path(config, MODEL.value)
+    sampling = {"temperature": TEMPERATURE.value, "seed": SEED.value, "samples": SAMPLES.value}
+    sections = dataclasses.asdict(with_method(config))
+    settings = {"weights": weights_digest(parts.params), "method": config.method, **sampling} | {
+        name: sections[name] for name in ("data", "retrieval", "rollout")
+    }
+    settings["sampling_dtype"] = config.model.sampling_dtype
+    evaluation = Evaluation(OUT.value, questions, settings)
     params = parts.sampling_copy()
 
-    out = Path(OUT.value)
-    out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {}
-    for name, asked in questions.items():
-        bar = tqdm(total=len(asked) * SAMPLES.value, desc=name, leave=False, disable=not sys.stderr.isatty())
-        trajectories = evaluate(
+    total = sum(map(len, questions.values()))
+    bar = tqdm(total=total, unit="question", leave=False, disable=not sys.stderr.isatty())
+    logged = 0
+
+    def progress(done: int, of: int) -> None:
+        nonlocal logged
+        bar.update(done - bar.n)
+        if bar.disable and done * 10 // of > logged:
+            logged = done * 10 // of
+            log.info("%d of %d questions", done, of)
+
+    def roll_out(asked: Any, tell: Any) -> Any:
+        return evaluate(
             parts.collector,
             params,
             asked,
@@ -158,18 +189,28 @@ def main(_: list[str]) -> None:
             step=EVAL_STEP,  # a checkpoint sampled here draws what its own run drew
             temperature=TEMPERATURE.value,
             samples=SAMPLES.value,
-            progress=lambda done, _, bar=bar: bar.update(done - bar.n),
+            progress=tell,
         )
-        bar.close()
-        results[name] = figures(trajectories)
-        rows = (json.dumps(trajectory_row(t, None, 0), ensure_ascii=False) for t in trajectories)
-        write_whole(out / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name)}.jsonl", "".join(f"{row}\n" for row in rows))
-    settings = {"temperature": TEMPERATURE.value, "seed": SEED.value, "samples": SAMPLES.value}
-    record = {"model": MODEL.value, **settings, "config": dataclasses.asdict(config), "benchmarks": results}
-    table = results_table(results)
-    write_whole(out / "results.json", json.dumps(record, indent=2) + "\n")
-    write_whole(out / "results.md", table + "\n\nPublished figures (arXiv 2508.09303) are those of the whole sets.\n")
-    print(table)
+
+    per_part = max(1, FILLS * config.rollout.slots // SAMPLES.value)
+    scores = evaluation.run(roll_out, per_part, progress)
+    bar.close()
+
+    results = {name: figures(found, sorted(set(K.value))) for name, found in scores.items()}
+    text = tables.results(results, config.method)
+    if any(benchmark.closed_world for benchmark in loaded):
+        notes = ["Published figures (arXiv 2508.09303) are those of the real sets; these questions are fictional."]
+    else:
+        notes = ["Published figures (arXiv 2508.09303) are those of the whole sets."]
+    for name, ids in leaked.items():
+        if ids:
+            notes.append(f"LEAK: {len(ids)} of the {len(questions[name])} questions of {name} were trained on.")
+    if skipped:
+        notes.append(f"{len(skipped)} bad rows were left out, see skipped.txt; the first: {skipped[0]}")
+        write_whole(Path(OUT.value) / "skipped.txt", "".join(f"{line}\n" for line in skipped))
+    text = "\n\n".join([text, *notes]) + "\n"
+    evaluation.finish({"model": MODEL.value, "benchmarks": results, "leaked": leaked}, text)
+    print(text, end="")
 
 
 if __name__ == "__main__":

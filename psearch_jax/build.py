@@ -155,7 +155,9 @@ def engine(
         config.rollout.max_tokens_after_answer,
         config.rollout.park_fraction,
     )
-    world = ClosedWorld.make(config.data.world_seed) if config.data.source == CLOSED_WORLD else None
+    world = None
+    if config.data.source == CLOSED_WORLD:
+        world = ClosedWorld.make(config.data.world_seed, theme=config.data.world_theme)
     if retriever is None and _searches(config):
         retriever = _retriever(config, world)
     collector = Collector(

@@ -83,6 +83,7 @@ class DataSection:
     source: str = ""  # a question file, a directory of launch/prepare_data.py, or "closed_world"
     prompt: Literal["template", "row"] = "template"  # row: the chat messages that come with the question
     template: str = "parallel"  # a packaged template's name or a user's file
+    world_theme: Literal["encyclopedia", "renamed", "register"] = "encyclopedia"  # see data/themes.py
     world_seed: int = 0  # of the closed world; the run's own seed changes neither world nor evaluation
     world_questions: int = 6000  # training questions drawn from the closed world
     parallel_share: float = 0.5  # of them; the shares of sequential questions and, last, single ones follow

@@ -11,6 +11,7 @@ import pytest
 from psearch_jax.config import PRESETS
 from psearch_jax.data.closed_world import ClosedWorld, train_tokenizer
 from psearch_jax.data.scripted import Mixture, plan, scripted_trajectories, scripted_trajectory
+from psearch_jax.data.themes import THEMES
 from psearch_jax.text.tags import parse_turn
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.sft import SFTConfig, Stage, batches, make_rows, train
@@ -68,6 +69,40 @@ def test_world_does_not_drift(world):
         world.questions("eval", "parallel", 1, seed=0)[0].text
         == "Which of Fallen Island and Blue Memory came out first?"
     )
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_answers_of_every_theme_follow_from_its_passages(theme):
+    """Fails if a world of other names or relations asks what its documents do not say: no policy could answer."""
+    other = ClosedWorld.make(0, makers=200, works=200, places=100, theme=theme)
+    text = {p.title: p.text for p in other.passages}
+    assert len(text) == 500 and all(p.text.startswith(p.title) for p in other.passages)
+    for question in other.questions("eval", "parallel", 40, seed=0) + other.questions("eval", "mixed", 20, seed=0):
+        asked = question.metadata.get("links", question.metadata["queries"])
+        years = [int(re.findall(r"\d{4}", text[" ".join(query.split()[:2])])[0]) for query in asked]
+        assert years == question.metadata["years"]
+        assert question.answers == (question.metadata["names"][int(np.argmin(years))],)
+    for question in other.questions("eval", "sequential", 40, seed=0) + other.questions("train", "single", 40, seed=0):
+        for query, found in question.metadata["hops"]:
+            assert found in text[" ".join(query.split()[:2])]
+        assert question.answers == (question.metadata["hops"][-1][1],)
+
+
+def test_themes_share_what_they_say_they_share(world):
+    """Fails if `renamed` keeps a name or changes a question, or `register` keeps a relation or a form of document."""
+    renamed, register = (ClosedWorld.make(0, theme=name) for name in ("renamed", "register"))
+    known = {word for e in world.entities for word in e.name.split()}
+    for other in (renamed, register):
+        assert not known & {word for e in other.entities for word in e.name.split()}
+
+    def patterns(one):
+        texts = [p.text for p in one.passages] + [q.text for k in KINDS for q in one.questions("eval", k, 100, seed=0)]
+        return {re.sub(r"[A-Z][a-z]+ [A-Z][a-z]+", "NAME", re.sub(r"\d+", "YEAR", text)) for text in texts}
+
+    assert patterns(renamed) == patterns(world)
+    assert not patterns(register) & patterns(world)
+    with pytest.raises(UserError, match="theme 'opera' found, accepted: encyclopedia, renamed, register"):
+        ClosedWorld.make(0, theme="opera")
 
 
 def test_passages_are_short_and_named(world):

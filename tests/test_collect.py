@@ -118,6 +118,18 @@ def test_a_two_query_search_then_an_answer(tiny_tokenizer, sampler, params, serv
     assert "Ada Lovelace was born in 1815." in between and "Alan Turing" in between
 
 
+def test_one_query_per_search(tiny_tokenizer, sampler, params, service):
+    """The baseline without splitting runs what stands behind a `##` all the same, or counts it as a split."""
+    im_end = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
+    counting, asked = Counting(service), question(0)
+    script = say(tiny_tokenizer, SEARCH, ANSWER, im_end)
+    sampler.give(0, 0, [(asked, 0)], [script])
+    collector = make_collector(tiny_tokenizer, sampler, rollout_section(samples=1), counting, max_sub_queries=1)
+    (t,) = collector.collect(params, [asked], 1, seed=0, step=0, temperature=1.0)
+    assert t.status == "answered" and not t.decomposed
+    assert t.turns[0].queries == ("Ada Lovelace born",) and counting.calls == [["Ada Lovelace born"]]
+
+
 def test_every_end_has_its_name(tiny_tokenizer, sampler, params, service):
     """A wrong status trains a cut rollout as a finished one, or pays for a search that never ran."""
     encode = tiny_tokenizer.encode_foreign

@@ -6,7 +6,7 @@ import json
 import pytest
 from ml_collections import ConfigDict
 
-from psearch_jax.config import PRESETS, Config, Qwen2Config, from_mapping, to_mapping, validate
+from psearch_jax.config import PRESETS, Config, Qwen2Config, from_mapping, to_mapping, validate, with_method
 from psearch_jax.types import UserError
 
 
@@ -115,3 +115,41 @@ def test_presets_hold_published_shapes():
     """Grouped heads times head size must give the published width."""
     for name, config in PRESETS.items():
         assert dataclasses.is_dataclass(config) and config.heads * config.head_dim == config.width, name
+
+
+def changed(method, **sections):
+    """The fields that a method changes, as {section.field: value}."""
+    config = from_mapping({"method": method, **sections})
+    before, after = to_mapping(config), to_mapping(with_method(config))
+    return {
+        f"{section}.{name}": value
+        for section, values in after.items()
+        if isinstance(values, dict)
+        for name, value in values.items()
+        if value != before[section][name]
+    }
+
+
+def test_a_baseline_differs_in_what_makes_it_one():
+    """A baseline that also learns at another rate, or that keeps a bonus, says nothing about the method."""
+    outcome_only = {"reward.decomposition": 0.0, "reward.search_count": 0.0}
+    assert changed("parallelsearch") == {}
+    assert changed("parallel_prompt") == outcome_only
+    assert changed("search_r1") == outcome_only | {"data.template": "sequential", "retrieval.max_sub_queries": 1}
+    assert changed("r1", rollout={"initial_search": True}) == outcome_only | {
+        "data.template": "direct",
+        "rollout.search_turns": 0,
+        "rollout.initial_search": False,
+    }
+
+
+def test_a_template_of_the_users_own_stays():
+    """The toy policy, which knows one prompt, asked in the words of another."""
+    assert "data.template" not in changed("search_r1", data={"template": "toy"})
+    once = with_method(from_mapping({"method": "search_r1"}))
+    assert with_method(once) == once, "engine and trainer both apply it"
+
+
+def test_an_unknown_method_is_refused():
+    """A misspelt baseline that trains the full method."""
+    refused({"method": "search-r1"}, "config.method", "'search-r1'", "search_r1", "parallel_prompt", "r1")

@@ -3,8 +3,11 @@
 import json
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,20 +28,12 @@ from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.eval.benchmarks import (
     PUBLISHED,
     closed_world_benchmark,
-    closed_world_sets,
-    load_benchmark,
+    dependency_labels,
+    load_benchmarks,
     published,
 )
-from psearch_jax.eval.evaluate import (
-    by_kind,
-    em_interval,
-    evaluate,
-    figures,
-    finished_by_turn,
-    results_table,
-    summarise,
-    trajectory_row,
-)
+from psearch_jax.eval.evaluate import Evaluation, evaluate, read_scores, trajectory_row, weights_digest
+from psearch_jax.eval.scores import by_kind, score, summarise
 from psearch_jax.models.hf import save_hf
 from psearch_jax.rollout.sampling import id_words, row_keys
 from psearch_jax.train.checkpoint import Checkpoints, model_record
@@ -52,90 +47,16 @@ def search(*queries, n=5):
     return Turn("<search>", "search", True, queries, tuple((PASSAGES[0],) for _ in queries), None, n)
 
 
-def answer(text, well_formed=True):
-    return Turn("<answer>", "answer", well_formed, answer=text, n_sampled=4)
-
-
-def trajectory(*turns, kind="parallel", status="answered", id=0, sample=0):
-    asked = Question("test", str(id), "Who is older?", ("Ada Lovelace",), kind)
-    empty = np.zeros(3)
-    return Trajectory(asked, sample, status, turns, empty.astype(np.int32), empty.astype(bool), empty, 3)
-
-
-# Four hand-worked trajectories: (em, f1, split, searches, sub-queries, turns, valid).
-SPLIT = trajectory(search("a", "b"), answer("Ada Lovelace"), id=0)  # 1, 1, yes, 1, 2, 2, yes
-SLOW = trajectory(search("a"), search("b", "c"), answer("Ada", False), id=1)  # 0, 2/3, no, 2, 3, 3, no
-LOST = trajectory(search("a", "b", "c"), Turn("", "search", True, n_sampled=5), status="out_of_turns", id=2)  # 1, 3, 2
-DIRECT = trajectory(answer("the ada  lovelace!"), kind="single", id=3)  # 1, 1, no, 0, 0, 1, yes
-FOUR = [SPLIT, SLOW, LOST, DIRECT]
-
-
-# ---- figures ----
-
-
-def test_summary_by_hand():
-    """A ratio over the wrong denominator, a search that never ran counted, or a missing answer taken for right."""
-    assert summarise(FOUR) == {
-        "em": 0.5,
-        "f1": round((1 + 2 / 3 + 0 + 1) / 4, 6),
-        "decomposition_ratio": 0.5,
-        "searches": 1.0,
-        "sub_queries": 2.0,
-        "turns": 2.0,
-        "valid_format": 0.5,
-        "questions": 4,
-    }
-    assert summarise([]) == {"questions": 0}
-
-
-def test_initial_search_is_not_the_models():
-    """With rollout.initial_search a policy that never searches would look as if it searched and split."""
-    found = summarise([trajectory(search("a", "b", n=0), answer("Ada Lovelace"))])
-    assert (found["searches"], found["sub_queries"], found["decomposition_ratio"], found["turns"]) == (0, 0, 0, 1)
-
-
-def test_only_the_first_search_decomposes():
-    """The published rule reads the first executed search; a later split must not count."""
-    assert summarise([SLOW])["decomposition_ratio"] == 0
-    assert summarise([LOST])["decomposition_ratio"] == 1
-
-
-def test_by_kind_keeps_kinds_apart():
-    """Single-hop questions averaged into the figures of parallel ones."""
-    found = by_kind(FOUR)
-    assert list(found) == ["parallel", "single"]
-    assert found["parallel"]["questions"] == 3 and found["single"]["em"] == 1
-    assert found["parallel"]["em"] == pytest.approx(1 / 3, abs=1e-6)
-
-
-def test_several_samples_are_one_question():
-    """Counting samples as questions would make a small benchmark look large."""
-    found = summarise([SPLIT, trajectory(answer("Alan"), id=0, sample=1)])
-    assert found["questions"] == 1 and found["em"] == 0.5
-
-
-def test_finished_by_turn_is_cumulative():
-    """The share must grow with the turns, and a trajectory that gave no answer never finishes."""
-    assert finished_by_turn(FOUR) == [0.25, 0.5, 0.75, 0.75, 0.75, 0.75]
-    assert finished_by_turn([]) == []
-
-
-def test_interval_of_em():
-    """An interval that changes between runs, is wrong in width, or treats samples of a question as independent."""
-    rng = np.random.default_rng(0)
-    right = rng.random(400) < 0.6
-    many = [trajectory(answer("Ada Lovelace" if r else "no"), id=i) for i, r in enumerate(right)]
-    low, high = em_interval(many)
-    assert (low, high) == em_interval(many)
-    half_width = 1.96 * np.sqrt(right.mean() * (1 - right.mean()) / 400)
-    assert low == pytest.approx(right.mean() - half_width, abs=0.012)
-    assert high == pytest.approx(right.mean() + half_width, abs=0.012)
-    assert em_interval([SPLIT, SPLIT]) == (1, 1)
-    copies = [trajectory(answer(t.answer), id=t.question.id, sample=s) for t in many for s in range(4)]
-    low4, high4 = em_interval(copies)
-    assert high4 - low4 == pytest.approx(high - low, abs=0.012), "copies of an answer are no new evidence"
-    with pytest.raises(ValueError, match="no trajectories"):
-        em_interval([])
+SPLIT = Trajectory(
+    Question("test", "0", "Who is older?", ("Ada Lovelace",), "parallel"),
+    0,
+    "answered",
+    (search("a", "b"), Turn("<answer>", "answer", True, answer="Ada Lovelace", n_sampled=4)),
+    np.zeros(3, np.int32),
+    np.zeros(3, bool),
+    np.zeros(3, np.float32),
+    3,
+)
 
 
 # ---- rows ----
@@ -185,15 +106,18 @@ def test_evaluation_runs_the_training_engine(tiny_tokenizer):
         collector, params, asked, seed=3, step=5, temperature=1.0, progress=lambda done, of: seen.append((done, of))
     )
     assert [t.question.id for t in found] == ["0", "1", "2"] and seen[-1] == (3, 3)
-    kinds = by_kind(found)
-    assert kinds["parallel"] | {"turns": 0} == {
+    kinds = {kind: summarise(group) for kind, group in by_kind(map(score, found)).items()}
+    assert kinds["parallel"] | {"turns": 0, "tokens": 0, "context": 0} == {
         "em": 1.0,
         "f1": 1.0,
         "decomposition_ratio": 0.5,
         "searches": 0.5,
         "sub_queries": 1.0,
         "turns": 0,
+        "tokens": 0,
+        "context": 0,
         "valid_format": 1.0,
+        "llm_calls": 3,
         "questions": 2,
     }
     assert kinds["parallel"]["turns"] == 1.5 and kinds["sequential"]["turns"] == 1
@@ -208,7 +132,7 @@ def test_evaluation_runs_the_training_engine(tiny_tokenizer):
 
 def test_closed_world_benchmarks_are_fixed_and_held_out():
     """A benchmark that changes from call to call, or asks about entities seen in training."""
-    world = ClosedWorld.make(0, people=60, films=60, cities=30)
+    world = ClosedWorld.make(0, makers=60, works=60, places=30)
     held_out = world.held_out_names
     for kind in KINDS:
         asked = closed_world_benchmark(world, kind, 10)
@@ -217,27 +141,51 @@ def test_closed_world_benchmarks_are_fixed_and_held_out():
         assert all(any(name in q.text for name in held_out) for q in asked)
     asked = closed_world_benchmark(world, "parallel4", 5)
     assert all(q.kind == "parallel" and len(q.metadata["names"]) == 4 for q in asked)
-    assert closed_world_sets("closed_world") == KINDS
-    assert closed_world_sets("closed_world:parallel4") == ("parallel4",)
-    assert closed_world_sets("closed_world:mixed") == ("mixed",)
-    assert closed_world_sets("nq:file.jsonl") is None
+
+
+def small_world():
+    return ClosedWorld.make(0, makers=60, works=60, places=30)
+
+
+def test_closed_world_arguments():
+    """A set that is evaluated under another's name, or the same questions for two names of one kind."""
+    found = load_benchmarks(["closed_world", "closed_world:parallel4"], small_world, 5)
+    assert [b.name for b in found] == [f"closed_world:{kind}" for kind in (*KINDS, "parallel4")]
+    assert all(b.closed_world and len(b.questions) == 5 for b in found)
+    assert found[0].questions == closed_world_benchmark(small_world(), "parallel", 5)
+    nq, popqa, hotpot = load_benchmarks(
+        ["nq:closed_world:single", "popqa:closed_world:single", "hotpotqa:closed_world:parallel+sequential"],
+        small_world,
+        6,
+    )
+    assert {q.source for q in nq.questions} == {"nq"} and {q.kind for q in nq.questions} == {"single"}
+    assert {q.id for q in nq.questions} != {q.id for q in popqa.questions}
+    assert [q.kind for q in hotpot.questions] == ["parallel"] * 6 + ["sequential"] * 6
+    (dependency,) = load_benchmarks(["closed_world:dependency"], small_world, 3)
+    assert len(dependency.questions) == 15 and len({q.id for q in dependency.questions}) == 15
     with pytest.raises(UserError, match="set 'double' found, accepted: parallel"):
-        closed_world_sets("closed_world:double")
+        load_benchmarks(["closed_world:double"], small_world)
+    with pytest.raises(UserError, match="each name once"):
+        load_benchmarks(["closed_world:mixed", "closed_world:mixed"], small_world, 3)
 
 
 def test_benchmark_from_a_file(shared_data):
     """A colon in the path cut off, or a benchmark that is not named after what the user called it."""
     file = shared_data / "hotpotqa100" / "questions.jsonl"
-    name, asked = load_benchmark(f"hotpotqa:{file}")
-    assert name == "hotpotqa" and len(asked) == 100 and asked[0].source == "hotpotqa"
-    assert len(load_benchmark(f"hotpotqa:{file}", count=7)[1]) == 7
+    (found,) = load_benchmarks([f"hotpotqa:{file}"], small_world)
+    assert found.name == "hotpotqa" and len(found.questions) == 100 and found.questions[0].source == "hotpotqa"
+    assert [sum(q.kind == kind for q in found.questions) for kind in ("parallel", "sequential")] == [22, 78]
+    assert len(load_benchmarks([f"hotpotqa:{file}"], small_world, count=7)[0].questions) == 7
+    ids = {q.id for q in found.questions}
+    assert set(dependency_labels()) <= ids
+    assert {q.id for q in found.questions if "dependency" in q.metadata} == set(dependency_labels())
 
 
 @pytest.mark.parametrize("argument", ["nq", "nq:", ":file.jsonl", ""])
 def test_benchmark_of_another_form(argument):
     """A forgotten name would evaluate nothing, or a file called by its path."""
     with pytest.raises(UserError, match="accepted: NAME:FILE"):
-        load_benchmark(argument)
+        load_benchmarks([argument], small_world)
 
 
 def test_published_figures():
@@ -264,18 +212,53 @@ def test_published_figures():
     assert published("hotpotqa100") == (), "a sample of a set is not the set"
 
 
-def test_results_table():
-    """A table whose rows do not fit its head, or that sets the whole set's figure beside one kind of it."""
-    mixed = [trajectory(answer("Ada Lovelace"), id=i, kind=kind) for i, kind in enumerate(("parallel", "sequential"))]
-    table = results_table({"HotpotQA": figures(mixed), "mine": figures([DIRECT])})
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    assert {len(row) for row in rows} == {11}
-    ours = [row[:2] for row in rows if row[2] == "this policy"]
-    assert ours == [["HotpotQA", "all"], ["HotpotQA", "parallel"], ["HotpotQA", "sequential"], ["mine", "single"]]
-    theirs = [row for row in rows if "published" in row[2]]
-    assert len([r for r in theirs if r[1] == "all"]) == 7 and len([r for r in theirs if r[1] == "parallel"]) == 4
-    only_parallel = results_table({"HotpotQA": figures(mixed[:1])})
-    assert "| all |" not in only_parallel and "0.656" in only_parallel and "0.429" not in only_parallel
+# ---- resuming ----
+
+
+def test_parts_are_not_done_twice(tmp_path):
+    """An evaluation that is cut inside a part must repeat that part alone, and end with every question once."""
+    asked = [Question("set", str(i), f"{i}?", ("x",), "single") for i in range(7)]
+    sets = {"a": asked[:4], "b": asked[4:]}
+    seen, told = [], []
+
+    def roll_out(questions, tell):
+        seen.append([q.id for q in questions])
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        tell(1, 2 * len(questions))
+        return [replace(SPLIT, question=q, sample=s) for q in questions for s in range(2)]
+
+    with pytest.raises(KeyboardInterrupt):
+        Evaluation(tmp_path / "out", sets, {"seed": 1}).run(roll_out, 3, lambda done, of: told.append((done, of)))
+    with pytest.raises(UserError, match="holds an evaluation with seed 1, found 2"):
+        Evaluation(tmp_path / "out", sets, {"seed": 2})
+    with pytest.raises(UserError, match="questions.b '3 .*, found None"):
+        Evaluation(tmp_path / "out", {"a": asked[:4]}, {"seed": 1})
+    evaluation = Evaluation(tmp_path / "out", sets, {"seed": 1})
+    scores = evaluation.run(roll_out, 3, lambda done, of: told.append((done, of)))
+    assert seen == [["0", "1", "2"], ["3", "4", "5"], ["6"], ["6"]] and told[-1] == (7, 7)
+    assert {name: [(s.id, s.sample) for s in found] for name, found in scores.items()} == {
+        "a": [(str(i), s) for i in range(4) for s in range(2)],
+        "b": [(str(i), s) for i in range(4, 7) for s in range(2)],
+    }
+    evaluation.finish({"benchmarks": {name: {} for name in sets}}, "table")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["a.jsonl", "b.jsonl", "results.json", "results.md"]
+    assert (
+        Evaluation(tmp_path / "out", sets, {"seed": 1}).run(None, 3, None) == scores == read_scores(tmp_path / "out")
+    )
+
+
+def test_digest_of_weights(tiny_tokenizer):
+    """Two checkpoints taken for one, or one for two because it is stored or sharded otherwise."""
+    config = tiny_config(tiny_tokenizer.size + 6)
+    params = random_params(config)
+    changed = jax.tree.map(lambda x: x, params)
+    leaves, tree = jax.tree.flatten(changed)
+    leaves[0] = leaves[0].at[(0,) * leaves[0].ndim].multiply(1 + 1e-6)
+    assert weights_digest(params) == weights_digest(random_params(config))
+    assert weights_digest(jax.tree.unflatten(tree, leaves)) != weights_digest(params)
+    leaves = [x[::-1] for x in jax.tree.leaves(params)]
+    assert weights_digest(jax.tree.unflatten(tree, leaves)) != weights_digest(params), "the same bits elsewhere"
 
 
 # ---- the program ----
@@ -338,10 +321,22 @@ def test_program_evaluates_a_run(evaluated):
     results = json.loads((out / "results.json").read_text())
     rows = [json.loads(line) for line in (out / "nq.jsonl").read_text().splitlines()]
     assert results["benchmarks"]["nq"]["all"]["questions"] == 3
-    assert [(r["question_id"], r["sample"]) for r in rows] == [(f"q{i}", s) for i in range(3) for s in range(2)]
-    assert all(sum(turn["n_sampled"] for turn in row["turns"]) == sum(row["mask"]) > 0 for row in rows)
-    assert all(len(row["turns"]) <= 2 and len(row["ids"]) <= 160 for row in rows), "the run's own budgets"
-    assert done.stdout.strip() in (out / "results.md").read_text()
+    assert [(r["id"], r["sample"]) for r in rows] == [(f"q{i}", s) for i in range(3) for s in range(2)]
+    assert all(sum(turn["n_sampled"] for turn in row["actions"]) == row["tokens"] > 0 for row in rows)
+    assert all(row["turns"] <= 2 and row["context"] <= 160 for row in rows), "the run's own budgets"
+    assert done.stdout == (out / "results.md").read_text()
+    assert not any(word in row for row in rows for word in ("seconds", "time")), "rows must compare byte for byte"
+    assert len(read_scores(out)["nq"]) == 6
+
+
+def test_program_is_asked_again(evaluated):
+    """A second call that rolls out again, or that mixes rows of two settings in one directory."""
+    directory, first, common = evaluated
+    again = run_eval(f"--model={directory / 'run'}", f"--out={directory / 'a'}", *common, "--k=2")
+    assert again.returncode == 0 and "| nq | .000 | .000 |" in again.stdout, again.stderr
+    other = run_eval(f"--model={directory / 'run'}", f"--out={directory / 'a'}", *common, "--seed=5")
+    assert other.returncode == 2 and "holds an evaluation with seed 1, found 5" in other.stderr
+    assert len(other.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.slow
@@ -356,6 +351,94 @@ def test_program_evaluates_an_export_alike(evaluated, tmp_path, files):
     done = run_eval(f"--model={directory / 'hf'}", f"--out={tmp_path / 'b'}", f"--config={config}", *common)
     assert done.returncode == 0, done.stderr
     assert (directory / "a" / "nq.jsonl").read_bytes() == (tmp_path / "b" / "nq.jsonl").read_bytes()
+    settings = [
+        json.loads((out / "results.json").read_text())["settings"] for out in (directory / "a", tmp_path / "b")
+    ]
+    assert settings[0] == settings[1], "the weights are told apart by their bits alone"
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_equals_uninterrupted(evaluated, tmp_path, files):
+    """A killed evaluation that begins anew, loses or repeats questions, or samples others than it would have."""
+    directory, _, _ = evaluated
+    rows = [json.loads(files[0].read_text().splitlines()[0]) | {"id": f"q{i}"} for i in range(200)]
+    many = tmp_path / "many.jsonl"
+    many.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    sets = [f"--benchmark={name}:{many}" for name in ("nq", "popqa")]
+    common = [f"--model={directory / 'run'}", *sets, "--temperature=1", f"--corpus={files[1]}", "--slots=4"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run_eval(*common, f"--out={whole}").returncode == 0
+    command = [sys.executable, str(ROOT / "launch" / "eval.py"), *common, f"--out={cut}"]
+    for parts in (2, 5):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+        deadline = time.monotonic() + 120
+        while len(list((cut / "parts").glob("*.jsonl"))) < parts and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+        assert (cut / "parts").is_dir() and not (cut / "results.json").exists()
+    (cut / "parts" / "000001.jsonl").rename(cut / "kept")  # a part that is there is not done again
+    (cut / "parts" / "000001.jsonl").write_bytes((cut / "kept").read_bytes())
+    (cut / "kept").unlink()
+    done = run_eval(*common, f"--out={cut}")
+    assert done.returncode == 0, done.stderr
+    assert {p.name for p in cut.iterdir()} == {p.name for p in whole.iterdir()}
+    for file in whole.iterdir():
+        assert file.read_bytes() == (cut / file.name).read_bytes(), file.name
+
+
+@pytest.mark.slow
+def test_program_evaluates_without_a_search(evaluated, tmp_path, files):
+    """The baseline without search asked for an index, or given one to search."""
+    directory, _, _ = evaluated
+    config = tmp_path / "config.py"
+    values = small_run_config("")
+    config.write_text(
+        f"from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({values!r})\n"
+    )
+    common = (f"--model={directory / 'hf'}", f"--config={config}", f"--benchmark=nq:{files[0]}")
+    done = run_eval(*common, f"--out={tmp_path / 'r1'}", "--method=r1")
+    assert done.returncode == 0, done.stderr
+    (scores,) = read_scores(tmp_path / "r1").values()
+    assert {s.searches for s in scores} == {0} and {s.turns for s in scores} == {1} and "| r1 |" in done.stdout
+    assert "--index: none given" in run_eval(*common, f"--out={tmp_path / 'x'}", "--method=search_r1").stderr
+    assert (
+        "config.method: found 'r2', accepted: parallelsearch"
+        in run_eval(*common, f"--out={tmp_path / 'x'}", "--method=r2").stderr
+    )
+
+
+@pytest.mark.slow
+def test_leaks_are_reported(evaluated, tmp_path, files):
+    """A benchmark that was trained on, whose figures look like a success."""
+    directory, _, common = evaluated
+    train = tmp_path / "train.jsonl"
+    train.write_text(json.dumps({"id": "t", "question": "who is the OLDER", "golden_answers": ["Ada"]}) + "\n")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(files[0].read_text() + "{broken\n")
+    arguments = [f"--benchmark=popqa:{bad}", f"--corpus={files[1]}", "--skip_bad_rows", f"--training_data={train}"]
+    done = run_eval(f"--model={directory / 'run'}", f"--out={tmp_path / 'out'}", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "LEAK: 3 of the 3 questions of popqa were trained on." in done.stdout
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["leaked"] == {"popqa": ["q0", "q1", "q2"]}
+    assert (
+        "1 bad rows were left out" in done.stdout and "bad.jsonl:4" in (tmp_path / "out" / "skipped.txt").read_text()
+    )
+
+
+@pytest.mark.slow
+def test_two_evaluations_are_compared(evaluated, tmp_path):
+    """The paired table of the documentation, from the files alone."""
+    directory, _, common = evaluated
+    done = run_eval(f"--model={directory / 'run'}", f"--out={tmp_path / 'b'}", *common, "--seed=2")
+    assert done.returncode == 0, done.stderr
+    report = [sys.executable, str(ROOT / "launch" / "report.py"), str(directory / "a"), str(tmp_path / "b")]
+    shown = subprocess.run(report, capture_output=True, text=True, timeout=120)
+    assert shown.returncode == 0 and "| nq | EM | 0.000 | 0.000 |" in shown.stdout, shown.stderr
+    alone = subprocess.run(report[:3], capture_output=True, text=True, timeout=120)
+    assert alone.stdout == (directory / "a" / "results.md").read_text()
+    wrong = subprocess.run([*report, str(directory / "hf")], capture_output=True, text=True, timeout=120)
+    assert wrong.returncode == 2 and len(wrong.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(

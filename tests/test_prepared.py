@@ -169,7 +169,7 @@ def test_the_command(tmp_path):
     done = command(f"--source=nq:{file}", f"--out={out}", "--skip_bad_rows")
     assert "| nq | 3 | 3 | 0 | 0 | 0 |" in done.stdout and "1 bad rows left out" in done.stdout
     assert "a.jsonl:4: field" in (out / "skipped.txt").read_text()
-    assert len(PreparedQuestions(out)) == 3
+    assert len(PreparedQuestions(out)) == 3 and sorted(p.name for p in out.iterdir()) == ["psearch_qa", "skipped.txt"]
     assert "already holds a prepared dataset" in command(f"--source=nq:{file}", f"--out={out}", expect=2).stderr
     for flag in ("--source=nq", "--source=:x", f"--source=nq:{tmp_path / 'nope'}"):
         assert len(command(flag, f"--out={tmp_path / 'new'}", expect=2).stderr.strip().splitlines()) == 1

@@ -12,7 +12,6 @@ import json
 import os
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -20,92 +19,33 @@ import numpy as np
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
+from psearch_jax.data.themes import ENCYCLOPEDIA, THEMES, Pools, Theme
 from psearch_jax.types import KINDS, Kind, Question, UserError
 from retrieval.protocol import Passage
 
 SOURCE = "closed_world"
 Split = Literal["train", "eval"]
-EntityKind = Literal["person", "film", "city"]
 
 HELD_OUT_SHARE = 0.2
 # The share of comparisons between two entities; the others compare three.
 TWO_ENTITIES_SHARE = 0.7
 
-# First year of each kind of entity; years are drawn from a hundred on, so that they share ten leading `194` tokens.
-FIRST_YEAR = {"person": 1880, "film": 1920, "city": 1500}
-
-_FILM_FIRST = (
-    "Red Blue Green Golden Silver Crimson Amber Violet Ivory Scarlet Pale Dark Bright Silent Hidden Broken Frozen "
-    "Burning Wandering Sleeping Lonely Gentle Savage Hollow Distant Ancient Secret Sacred Wild Quiet Restless Endless "
-    "Fallen Rising Shattered Velvet Iron Copper Marble Paper Glass Wooden Stone Crystal Winter Summer Autumn Midnight "
-    "Morning Evening Northern Southern Eastern Western Royal Common Final Crooked Narrow Bitter Rusty Tender Tall"
-).split()
-_FILM_SECOND = (
-    "Harbor River Mountain Garden Forest Island Desert Valley Ocean Meadow Bridge Tower Castle Window Mirror Lantern "
-    "Candle Shadow Whisper Promise Letter Journey Voyage Return Escape Reunion Dream Memory Song Dance Heart Crown "
-    "Sword Arrow Feather Sparrow Raven Falcon Tiger Wolf Horse Serpent Rose Orchard Lily Thorn Storm Thunder Rain "
-    "Snow Flame Ember Star Moon Sun Comet Road Train Carriage Market Station Palace Cabin Cathedral"
-).split()
-_CITY_SECOND = "Bay Falls Ford Hill Cross Gate Haven Mill Point Wells".split()
-
-
-_RUDE = ("Porn", "Fuck", "Dick", "Suck", "Piss", "Puss", "Lick")
-
-
-def _syllable_words(stream: int, parts: tuple[str, ...], count: int) -> tuple[str, ...]:
-    """`count` different capitalised words, one letter group of each part in turn, in a fixed pseudo-random order."""
-    words = ["".join(letters).capitalize() for letters in product(*(part.split() for part in parts))]
-    words = [word for word in words if word not in _RUDE]
-    order = np.random.default_rng([stream, 0x77]).permutation(len(words))
-    return tuple(words[i] for i in order[:count])
-
-
-_CONSONANTS, _VOWELS = "b d f g h j k l m n p r s t v z", "a e i o u"
-# The shapes (Baro, Vond, Koren) keep the pools apart. `_NAME_POOLS[kind]` = first words, second words.
-_NAME_POOLS: dict[EntityKind, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "person": (
-        _syllable_words(1, (_CONSONANTS, _VOWELS, "r l n t s v", "a e i o"), 120),
-        _syllable_words(2, (_CONSONANTS, _VOWELS, "nd rk lt ss mp rn ck th"), 120),
-    ),
-    "film": (tuple(_FILM_FIRST), tuple(_FILM_SECOND)),
-    "city": (_syllable_words(3, (_CONSONANTS, _VOWELS, "r l n d", "e i o", "n m l r x"), 100), tuple(_CITY_SECOND)),
-}
-
 
 @dataclass(frozen=True)
 class Entity:
-    """One subject of the encyclopedia. `link` is a person's birthplace or a film's director (an entity's id)."""
+    """One subject of the world. `link` is a maker's place or a work's maker (an entity's id)."""
 
     id: str
-    kind: EntityKind
+    kind: str  # one of the theme's three
     name: str
     year: int
     held_out: bool
     link: str | None = None
 
 
-# Two wordings never help a tiny model, so each form of question has one.
-_COMPARISONS: dict[str, tuple[EntityKind, str, str]] = {  # form -> kind, predicate, what a search asks for
-    "born-first": ("person", "was born first", "born"),
-    "released-first": ("film", "came out first", "film"),
-    "founded-first": ("city", "was founded first", "founded"),
-}
-_BRIDGES: dict[str, tuple[EntityKind, str]] = {
-    "director-birthplace": ("film", "Where was the director of {} born?"),
-    "director-birth-year": ("film", "In what year was the director of {} born?"),
-    "birthplace-founded": ("person", "In what year was the birthplace of {} founded?"),
-}
-_SINGLES: dict[str, tuple[EntityKind, str]] = {
-    "birthplace": ("person", "Where was {} born?"),
-    "birth-year": ("person", "In what year was {} born?"),
-    "director": ("film", "By whom was {} directed?"),
-    "release-year": ("film", "In what year was {} released?"),
-    "founding-year": ("city", "In what year was {} founded?"),
-}
 ROLES = ("first", "second", "third", "fourth")
 # What a scripted teacher writes in its thoughts, beside roles and years.
 SCRIPT_WORDS = ("split", "look", "up", "next", "again", "found", "guess", "vs", "so")
-_MIXED = "Which of {} has the director born first?"
 
 
 @dataclass(frozen=True)
@@ -114,24 +54,32 @@ class ClosedWorld:
 
     seed: int
     entities: tuple[Entity, ...]
+    theme: Theme = ENCYCLOPEDIA
 
     @classmethod
     def make(
         cls,
         seed: int = 0,
-        people: int = 1600,
-        films: int = 1200,
-        cities: int = 500,
+        makers: int = 1600,
+        works: int = 1200,
+        places: int = 500,
         reserved_names: frozenset[str] = frozenset(),
+        theme: str = ENCYCLOPEDIA.name,
     ) -> ClosedWorld:
-        """Draw a world. Equal arguments give an equal world on every machine; `reserved_names` are not used."""
+        """Draw a world. Equal arguments give an equal world on every machine; `reserved_names` are not used.
+
+        Raises UserError when there is no such theme, or when its names do not suffice.
+        """
+        if theme not in THEMES:
+            raise UserError(f"closed world: theme {theme!r} found, accepted: {', '.join(THEMES)}")
+        t = THEMES[theme]
         rng = np.random.default_rng([seed, 0x01])
-        counts: dict[EntityKind, int] = {"city": cities, "person": people, "film": films}
-        links: dict[EntityKind, EntityKind] = {"person": "city", "film": "person"}
-        made: dict[EntityKind, list[Entity]] = {}
+        counts = {t.place: places, t.maker: makers, t.work: works}
+        links = {t.maker: t.place, t.work: t.maker}
+        made: dict[str, list[Entity]] = {}
         for kind, count in counts.items():
-            names = _draw_names(kind, count, reserved_names, rng)
-            years = FIRST_YEAR[kind] + rng.integers(0, 100, count)
+            names = _draw_names(t.pools[kind], kind, count, reserved_names, rng)
+            years = t.first_year[kind] + rng.integers(0, 100, count)
             held_out = np.arange(count) >= round((1 - HELD_OUT_SHARE) * count)
             # A held-out entity leads to held-out ones only, and the others to the others.
             targets = {side: [e.id for e in made.get(links.get(kind), ()) if e.held_out == side] for side in (0, 1)}
@@ -141,7 +89,7 @@ class ClosedWorld:
                 link = side[rng.integers(len(side))] if side else None
                 entity = Entity(f"{kind}-{i}", kind, names[i], int(years[i]), bool(held_out[i]), link)
                 made[kind].append(entity)
-        return cls(seed, tuple(entity for group in made.values() for entity in group))
+        return cls(seed, tuple(entity for group in made.values() for entity in group), t)
 
     @cached_property
     def by_id(self) -> dict[str, Entity]:
@@ -159,13 +107,10 @@ class ClosedWorld:
         return frozenset(entity.name for entity in self.entities if entity.held_out)
 
     def _sentence(self, entity: Entity) -> str:
-        if entity.kind == "person":
-            return f"{entity.name} was born in {self.by_id[entity.link].name} in {entity.year}."
-        if entity.kind == "film":
-            return f"{entity.name} was directed by {self.by_id[entity.link].name} in {entity.year}."
-        return f"{entity.name} was founded in {entity.year}."
+        link = self.by_id[entity.link].name if entity.link else ""
+        return self.theme.sentences[entity.kind].format(name=entity.name, link=link, year=entity.year)
 
-    def _members(self, split: Split, kind: EntityKind) -> list[Entity]:
+    def _members(self, split: Split, kind: str) -> list[Entity]:
         return [e for e in self.entities if e.kind == kind and e.held_out == (split == "eval")]
 
     def questions(
@@ -190,25 +135,22 @@ class ClosedWorld:
         rng = np.random.default_rng([self.seed, seed, 0x02, KINDS.index(kind), split == "eval"])
         if kind in ("parallel", "mixed"):
             return self._compare(split, kind, count, entities, rng)
-        forms = _BRIDGES if kind == "sequential" else _SINGLES
-        choices = [(form, e) for form, (subject, _) in forms.items() for e in self._members(split, subject)]
+        forms = self.theme.bridges if kind == "sequential" else self.theme.singles
+        choices = [(form, e) for form, (subject, *_) in forms.items() for e in self._members(split, subject)]
         if count > len(choices):
             raise UserError(f"closed world: {count} {split} questions of kind {kind!r} asked, {len(choices)} exist")
         return [self._chain(split, kind, *choices[i]) for i in rng.permutation(len(choices))[:count]]
 
     def _chain(self, split: Split, kind: Kind, form: str, subject: Entity) -> Question:
         """A question answered by following links: one hop (single) or two (sequential)."""
-        template = (_BRIDGES if kind == "sequential" else _SINGLES)[form][1]
         linked = self.by_id[subject.link] if subject.link else None
-        if form.startswith("director-"):
-            last = self.by_id[linked.link].name if form.endswith("birthplace") else str(linked.year)
-            hops = [[f"{subject.name} director", linked.name], [f"{linked.name} born", last]]
-        elif form == "birthplace-founded":
-            hops = [[f"{subject.name} born", linked.name], [f"{linked.name} founded", str(linked.year)]]
+        if kind == "sequential":
+            _, template, first, second, asked = self.theme.bridges[form]
+            last = self.by_id[linked.link].name if asked == "link" else str(linked.year)
+            hops = [[f"{subject.name} {first}", linked.name], [f"{linked.name} {second}", last]]
         else:
-            wanted = {"person": "born", "film": "director" if form == "director" else "film", "city": "founded"}
-            found = linked.name if form in ("birthplace", "director") else str(subject.year)
-            hops = [[f"{subject.name} {wanted[subject.kind]}", found]]
+            _, template, wanted, asked = self.theme.singles[form]
+            hops = [[f"{subject.name} {wanted}", linked.name if asked == "link" else str(subject.year)]]
         text = template.format(subject.name)
         identifier = f"{split}-{form}-{subject.id}"
         return Question(SOURCE, identifier, text, (hops[-1][1],), kind, {"form": form, "hops": hops})
@@ -216,9 +158,10 @@ class ClosedWorld:
     def _compare(
         self, split: Split, kind: Kind, count: int, entities: int | None, rng: np.random.Generator
     ) -> list[Question]:
-        """Comparisons of entities, or of the directors of films (mixed), whose years all differ."""
-        forms = ["director-born-first"] if kind == "mixed" else list(_COMPARISONS)
-        pools = {form: self._members(split, _COMPARISONS.get(form, ("film",))[0]) for form in forms}
+        """Comparisons of entities, or of the makers of works (mixed), whose years all differ."""
+        comparisons = {self.theme.mixed[0]: (self.theme.work,)} if kind == "mixed" else self.theme.comparisons
+        forms = list(comparisons)
+        pools = {form: self._members(split, comparisons[form][0]) for form in forms}
         made: dict[str, Question] = {}
         for _ in range(100 * count + 100):
             if len(made) >= count:
@@ -243,10 +186,11 @@ class ClosedWorld:
         names = [e.name for e in chosen]
         years = [e.year for e in judged]
         if kind == "mixed":
-            text = _MIXED.format(" and ".join(names))
-            extra = {"queries": [f"{name} director" for name in names], "links": [f"{e.name} born" for e in judged]}
+            _, template, first, second = self.theme.mixed
+            text = template.format(" and ".join(names))
+            extra = {"queries": [f"{name} {first}" for name in names], "links": [f"{e.name} {second}" for e in judged]}
         else:
-            _, predicate, wanted = _COMPARISONS[form]
+            _, predicate, wanted = self.theme.comparisons[form]
             text = f"Which of {' and '.join(names)} {predicate}?"
             extra = {"queries": [f"{name} {wanted}" for name in names]}
         answer = names[int(np.argmin(years))]
@@ -255,9 +199,9 @@ class ClosedWorld:
         )
 
 
-def _draw_names(kind: EntityKind, count: int, reserved: frozenset[str], rng: np.random.Generator) -> list[str]:
+def _draw_names(pools: Pools, kind: str, count: int, reserved: frozenset[str], rng: np.random.Generator) -> list[str]:
     """`count` different two-word names of one kind, none of them reserved."""
-    first, second = _NAME_POOLS[kind]
+    first, second = pools
     order = rng.permutation(len(first) * len(second))
     names = (f"{first[i // len(second)]} {second[i % len(second)]}" for i in order.tolist())
     drawn = [name for name in names if name not in reserved][:count]
@@ -320,7 +264,12 @@ def _tokenizer_texts(world: ClosedWorld) -> list[str]:
     spaced = ["<think> ", "</think> ", "<search> ", "<answer> ", "\n<information>\n", "</information>\n"]
     script = [" ".join((*SCRIPT_WORDS, *ROLES, "born director film founded ## user\n assistant\n :\n"))]
     samples = [q.text for kind in KINDS for q in world.questions("eval", kind, 50, seed=0)]
-    words = [f"{word} " for pools in _NAME_POOLS.values() for pool in pools for word in pool]
-    years = [f"{first + year}{end}" for first in FIRST_YEAR.values() for year in range(100) for end in (" ", ".\n")]
+    words = [f"{word} " for pools in world.theme.pools.values() for pool in pools for word in pool]
+    years = [
+        f"{first + year}{end}"
+        for first in world.theme.first_year.values()
+        for year in range(100)
+        for end in (" ", ".\n")
+    ]
     passages = [p.text + "\n" for p in world.passages[:: len(world.passages) // 100]]
     return 200 * (tags + spaced + script) + 20 * (samples + passages) + 40 * words + 4 * years

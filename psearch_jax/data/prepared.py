@@ -10,6 +10,7 @@ import io
 import logging
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -108,8 +109,9 @@ def prepare(
     tfds.disable_progress_bar()
     logging.getLogger("absl").setLevel(logging.WARNING)
     try:
-        with redirect_stdout(io.StringIO()):  # TFDS prints of downloads
-            PsearchQa(questions, split, data_dir=out).download_and_prepare()
+        # TFDS prints of downloads, and makes a folder for them; there are none.
+        with redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as nothing:
+            PsearchQa(questions, split, data_dir=out).download_and_prepare(download_dir=nothing)
     except Exception:
         shutil.rmtree(out if fresh else folder, ignore_errors=True)
         if stopped:

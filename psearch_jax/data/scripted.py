@@ -13,7 +13,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from psearch_jax.data.closed_world import FIRST_YEAR, ROLES
+from psearch_jax.data.closed_world import ROLES
+from psearch_jax.data.themes import ENCYCLOPEDIA
 from psearch_jax.text.prompts import load_template, render_prompt
 from psearch_jax.text.tags import render_observation
 from psearch_jax.text.tokenizer import Tokenizer
@@ -146,7 +147,8 @@ def ordering_exercise(
     """
     ids, mask = [], []
     for _ in range(verdicts):
-        first_year = list(FIRST_YEAR.values())[rng.integers(len(FIRST_YEAR))]
+        first_years = list(ENCYCLOPEDIA.first_year.values())
+        first_year = first_years[rng.integers(len(first_years))]
         years = first_year + rng.choice(100, size=2 if rng.random() < 0.6 else 3, replace=False)
         pieces = (f"<think> {_weighed(years)}", f"{ROLES[int(np.argmin(years))]} ", "</think> ")
         for piece, taught in zip(pieces, (False, True, False), strict=True):

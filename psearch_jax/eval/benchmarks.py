@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from psearch_jax.data.closed_world import ClosedWorld
-from psearch_jax.data.sources import read_questions
+from psearch_jax.data.prepared import open_questions
 from psearch_jax.types import KINDS, Kind, Question, UserError
 
 CLOSED_WORLD = "closed_world"
+CLOSED_WORLD_COUNT = 400  # questions of a set
 FOUR_ENTITIES = "parallel4"  # comparisons of four entities: more than any training question holds
+DEPENDENCY = "dependency"  # every kind and comparisons of four, for the decision to split
+SETS = (*KINDS, FOUR_ENTITIES, DEPENDENCY)
+DEPENDENCY_LABELS = Path(__file__).parent.parent / "assets" / "hotpotqa100_dependency.tsv"
 # Of the draw of closed-world evaluation questions: one fixed set, whatever the seed of a run.
 QUESTION_SEED = 1
 
@@ -25,45 +33,98 @@ class Published:
     decomposition_ratio: float | None = None
 
 
-def closed_world_benchmark(world: ClosedWorld, name: str, count: int) -> list[Question]:
-    """`count` held-out questions of a closed-world set, a kind or `FOUR_ENTITIES`; equal for equal worlds.
+@dataclass(frozen=True)
+class Benchmark:
+    """Questions under a name; `closed_world`: their passages are the closed world's own."""
+
+    name: str
+    questions: list[Question]
+    closed_world: bool
+
+
+def closed_world_benchmark(world: ClosedWorld, name: str, count: int, seed: int = QUESTION_SEED) -> list[Question]:
+    """`count` held-out questions of a closed-world set (`DEPENDENCY`: of each of its sets); equal for equal worlds.
 
     Raises:
       UserError: the world has fewer.
     """
+    if name == DEPENDENCY:
+        return [q for part in (*KINDS, FOUR_ENTITIES) for q in closed_world_benchmark(world, part, count, seed)]
     if name == FOUR_ENTITIES:
-        return world.questions("eval", "parallel", count, QUESTION_SEED, entities=4)
-    return world.questions("eval", name, count, QUESTION_SEED)
+        return world.questions("eval", "parallel", count, seed, entities=4)
+    return world.questions("eval", name, count, seed)
 
 
-def closed_world_sets(argument: str) -> tuple[str, ...] | None:
-    """The sets that `closed_world` (all kinds) or `closed_world:SET` stands for; None for any other benchmark.
+def load_benchmarks(
+    arguments: Sequence[str],
+    world: Callable[[], ClosedWorld],
+    count: int = 0,
+    skipped: list[str] | None = None,
+) -> list[Benchmark]:
+    """The benchmarks that the arguments name.
 
-    Raises:
-      UserError: SET is none of ours.
-    """
-    first, _, name = argument.partition(":")
-    if first != CLOSED_WORLD:
-        return None
-    if not name:
-        return KINDS
-    if name not in (*KINDS, FOUR_ENTITIES):
-        raise UserError(f"--benchmark={argument}: set {name!r} found, accepted: {', '.join((*KINDS, FOUR_ENTITIES))}")
-    return (name,)
+    - NAME:LOCATION: the first `count` questions (0: all) of a file, a prepared directory or tfds:BUILDER:SPLIT;
+    - closed_world: a benchmark per kind of question; closed_world:SET: one set;
+    - NAME:closed_world:SET+SET: closed-world questions under another name, drawn anew for that name.
 
-
-def load_benchmark(argument: str, count: int = 0) -> tuple[str, list[Question]]:
-    """Name and questions of a benchmark given as NAME:FILE: the file's first `count` questions (0: all).
+    Args:
+      world: makes the closed world; called when it is needed.
+      count: questions per benchmark, for the closed world per set (0: `CLOSED_WORLD_COUNT`).
+      skipped: gets one line per bad row of a file; without it the first is an error.
 
     Raises:
-      UserError: the argument has another form, or the file is not a question file.
+      UserError: an argument of another form, no argument, a name that comes twice, or bad rows.
     """
-    name, colon, file = argument.partition(":")
-    if not colon or not name or not file:
-        accepted = f"NAME:FILE, {CLOSED_WORLD}, or {CLOSED_WORLD}:KIND with KIND one of {', '.join(KINDS)}"
-        raise UserError(f"--benchmark={argument}: accepted: {accepted}")
-    questions = read_questions(file, source=name)
-    return name, questions[:count] if count else questions
+    found: list[Benchmark] = []
+    for argument in arguments:
+        name, _, location = argument.partition(":")
+        if name == CLOSED_WORLD:
+            for part in (location,) if location else KINDS:
+                found.append(_closed(f"{name}:{part}", part, argument, world, count, QUESTION_SEED))
+        elif location.partition(":")[0] == CLOSED_WORLD:
+            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
+            parts = location.partition(":")[2] or "+".join(KINDS)
+            benchmark = _closed(name, parts, argument, world, count, seed)
+            found.append(replace(benchmark, questions=[replace(q, source=name) for q in benchmark.questions]))
+        elif name and location:
+            questions = open_questions(location, name, skipped)
+            found.append(Benchmark(name, _with_labels(questions[:count] if count else questions), False))
+        else:
+            forms = f"NAME:FILE, {CLOSED_WORLD}, or {CLOSED_WORLD}:SET with SET one of {', '.join(SETS)}"
+            raise UserError(f"--benchmark={argument}: accepted: {forms}")
+    names = [benchmark.name for benchmark in found]
+    if not found or len({file_name(name) for name in names}) < len(names):
+        raise UserError(f"--benchmark: {', '.join(names) or 'none'} found, accepted: one or more, each name once")
+    return found
+
+
+def _closed(name: str, sets: str, argument: str, world: Callable[[], ClosedWorld], count: int, seed: int) -> Benchmark:
+    questions: list[Question] = []
+    for part in sets.split("+"):
+        if part not in SETS:
+            raise UserError(f"--benchmark={argument}: set {part!r} found, accepted: {', '.join(SETS)}")
+        questions += closed_world_benchmark(world(), part, count or CLOSED_WORLD_COUNT, seed)
+    return Benchmark(name, questions, True)
+
+
+def file_name(benchmark: str) -> str:
+    """A benchmark's name with every character replaced that a file's should not have."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", benchmark)
+
+
+def _with_labels(questions: Sequence[Question]) -> list[Question]:
+    labels = dependency_labels()
+    return [
+        replace(q, metadata={**q.metadata, "dependency": labels[q.id]}) if q.id in labels else q for q in questions
+    ]
+
+
+@functools.cache
+def dependency_labels() -> dict[str, Kind]:
+    """How the facts of 100 HotpotQA questions depend on one another, by question id, where two readings agreed."""
+    lines = DEPENDENCY_LABELS.read_text(encoding="utf-8").splitlines()[1:]
+    readings = [line.split("\t") for line in lines]
+    return {identifier: first for identifier, first, second in readings if first == second}
 
 
 # ---------------------------------------------------------------------------------------------- published figures
@@ -90,6 +151,19 @@ _SUBSETS: tuple[tuple[str, Kind, str, float, float, float | None], ...] = (
     ("2wikimultihopqa", "sequential", _INSTRUCT, 0.212, 0.225, None),
     ("multihoprag", "sequential", _INSTRUCT, 0.773, 0.862, None),
 )
+# Averages over the seven sets, as the paper prints them.
+_AVERAGES = tuple(
+    Published(method, model, em)
+    for method, model, em in (
+        ("R1 (no search)", _INSTRUCT, 0.271),
+        ("Search-R1", _INSTRUCT, 0.370),
+        ("ZeroSearch", _INSTRUCT, 0.391),
+        ("ParallelSearch", _INSTRUCT, 0.425),
+        ("R1 (no search)", _BASE, 0.276),
+        ("Search-R1", _BASE, 0.434),
+        ("ParallelSearch", _BASE, 0.458),
+    )
+)
 _ALIASES = {"naturalquestions": "nq", "hotpot": "hotpotqa", "2wiki": "2wikimultihopqa"}
 
 
@@ -109,5 +183,14 @@ PUBLISHED = published_table()
 
 def published(name: str, kind: Kind | None = None) -> tuple[Published, ...]:
     """The published rows of a benchmark by its name, in any spelling (`HotpotQA`, `hotpot_qa`); () when unknown."""
+    return PUBLISHED.get((_bare(name), kind), ())
+
+
+def published_average(names: Sequence[str]) -> tuple[Published, ...]:
+    """The published averages, when `names` are the seven sets they are of; () for any others."""
+    return _AVERAGES if sorted(map(_bare, names)) == sorted(_SETS) else ()
+
+
+def _bare(name: str) -> str:
     bare = re.sub(r"[^a-z0-9]", "", name.lower())
-    return PUBLISHED.get((_ALIASES.get(bare, bare), kind), ())
+    return _ALIASES.get(bare, bare)

@@ -1,29 +1,31 @@
-"""Evaluation: the training engine with one sample per question, and what is counted about its trajectories.
+"""Evaluation: the training engine at its own temperature, its rows on disk, and how a killed evaluation goes on.
 
 Letters: Q questions, R samples per question.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from psearch_jax.eval.benchmarks import Published, published
-from psearch_jax.metrics import mean
+from psearch_jax.eval.benchmarks import file_name
+from psearch_jax.eval.scores import DIGITS, Score, from_row, score, to_row
+from psearch_jax.metrics import write_whole
 from psearch_jax.rollout.collect import Collector, Progress
-from psearch_jax.text.answers import exact_match, f1
-from psearch_jax.types import KINDS, Kind, Question, RewardParts, Trajectory, Turn
+from psearch_jax.types import Question, RewardParts, Trajectory, Turn, UserError
 
-Summary = dict[str, float]
-DIGITS = 6  # decimals kept of every figure
-LAST_TURN = 6  # of the cumulative share of finished questions
-RESAMPLES = 1000
-BOOTSTRAP_SEED = 0
+FILLS = 8  # a part of an evaluation is this many times the slots: at its end some stay empty
+_PARTS, _SETTINGS = "parts", "settings.json"
 
 
 def evaluate(
@@ -51,118 +53,123 @@ def evaluate(
     )
 
 
-def summarise(trajectories: Sequence[Trajectory]) -> Summary:
-    """Means over trajectories, and `questions`, the number of different ones.
+class Evaluation:
+    """Benchmarks evaluated into a directory, part by part.
 
-    - em, f1: of the answer (none scores 0);
-    - decomposition_ratio: share whose first executed search held two or more sub-queries;
-    - searches, sub_queries: run per question; turns: model calls per question (one search and an answer are 2);
-    - valid_format: share that kept the grammar.
-
-    Without trajectories only `questions` is there.
+    All questions of all benchmarks are one queue, so that no slot waits for a small benchmark's end. The queue is cut
+    into fixed parts and each is written when it is done: a killed evaluation goes on behind the last one, and since
+    the parts are the same, with the very rows of an uninterrupted one.
     """
-    if not trajectories:
-        return {"questions": 0}
-    figures = {
-        "em": mean(_em(t) for t in trajectories),
-        "f1": mean(f1(t.answer, t.question.answers) for t in trajectories),
-        "decomposition_ratio": mean(t.decomposed for t in trajectories),
-        "searches": mean(len(t.executed) for t in trajectories),
-        "sub_queries": mean(sum(len(turn.queries) for turn in t.executed) for t in trajectories),
-        "turns": mean(t.model_calls for t in trajectories),
-        "valid_format": mean(t.well_formed for t in trajectories),
-    }
-    rounded = {name: round(value, DIGITS) for name, value in figures.items()}
-    return rounded | {"questions": len({(t.question.source, t.question.id) for t in trajectories})}
+
+    def __init__(self, out: str | Path, benchmarks: Mapping[str, Sequence[Question]], settings: Mapping[str, Any]):
+        """Takes `out`, or goes on in it.
+
+        Args:
+          benchmarks: questions by name.
+          settings: whatever decides the rows, JSON-ready.
+
+        Raises:
+          UserError: `out` holds an evaluation with other settings.
+        """
+        self.out = Path(out)
+        self._tasks = [(name, question) for name, questions in benchmarks.items() for question in questions]
+        self.benchmarks = tuple(benchmarks)
+        digests = {name: _digest(questions) for name, questions in benchmarks.items()}
+        self.settings = json.loads(json.dumps({**settings, "questions": digests}))
+        parts = self.out / _PARTS
+        found = _read_settings(self.out / "results.json") or _read_settings(parts / _SETTINGS)
+        if found is not None and found != self.settings:
+            raise UserError(
+                f"--out={self.out}: holds an evaluation with {_difference(found, self.settings)}; "
+                "accepted: the same settings, or another directory"
+            )
+        self.finished = (self.out / "results.json").is_file() and not parts.is_dir()
+        if not self.finished:
+            parts.mkdir(parents=True, exist_ok=True)
+            write_whole(parts / _SETTINGS, json.dumps({"settings": self.settings}) + "\n")
+
+    def run(
+        self,
+        roll_out: Callable[[Sequence[Question], Progress], Sequence[Trajectory]],
+        questions_per_part: int,
+        progress: Progress,
+    ) -> dict[str, list[Score]]:
+        """Evaluates what is not done yet, and returns the scores of every benchmark.
+
+        Args:
+          roll_out: R trajectories per question, all samples of a question together.
+          progress: called with (questions done, questions in all).
+        """
+        if self.finished:
+            return {name: [from_row(row) for row in _rows(self._file(name))] for name in self.benchmarks}
+        files = []
+        for part, start in enumerate(range(0, len(self._tasks), questions_per_part)):
+            tasks = self._tasks[start : start + questions_per_part]
+            files.append(self.out / _PARTS / f"{part:06d}.jsonl")
+            if not files[-1].is_file():
+                # All samples of a question end together, more or less: trajectories count as their share of it.
+                def tell(done: int, of: int, start: int = start, size: int = len(tasks)) -> None:  # noqa: B008
+                    progress(start + done * size // of, len(self._tasks))
+
+                trajectories = roll_out([question for _, question in tasks], tell)
+                samples = len(trajectories) // len(tasks)
+                rows = [evaluation_row(tasks[i // samples][0], t) for i, t in enumerate(trajectories)]
+                write_whole(files[-1], "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            progress(start + len(tasks), len(self._tasks))
+        return self._merge(files)
+
+    def finish(self, results: Mapping[str, Any], table: str) -> None:
+        """Writes results.json and results.md, and removes the parts."""
+        record = {"settings": self.settings, **results}
+        write_whole(self.out / "results.md", table)
+        write_whole(self.out / "results.json", json.dumps(record, indent=2) + "\n")
+        shutil.rmtree(self.out / _PARTS, ignore_errors=True)
+
+    def _merge(self, files: Sequence[Path]) -> dict[str, list[Score]]:
+        """One file per benchmark out of the parts, whose rows are in the benchmarks' order."""
+        scores: dict[str, list[Score]] = {name: [] for name in self.benchmarks}
+        for name in self.benchmarks:
+            lines = []
+            for file in files:
+                for row in _rows(file):
+                    if row["benchmark"] == name:
+                        scores[name].append(from_row(row))
+                        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+            write_whole(self._file(name), "".join(lines))
+        return scores
+
+    def _file(self, benchmark: str) -> Path:
+        return self.out / f"{file_name(benchmark)}.jsonl"
 
 
-def by_kind(trajectories: Sequence[Trajectory]) -> dict[Kind, Summary]:
-    """A summary per kind of question, in the order of `KINDS`; kinds without a trajectory are left out."""
-    return {kind: summarise(group) for kind, group in _kinds(trajectories).items()}
-
-
-def finished_by_turn(trajectories: Sequence[Trajectory], last: int = LAST_TURN) -> list[float]:
-    """Share of trajectories that had answered by model call 1, 2, .. last (the paper's cumulative figure)."""
-    calls = [t.model_calls if t.status == "answered" else last + 1 for t in trajectories]
-    return [round(mean(c <= turn for c in calls), DIGITS) for turn in range(1, last + 1)] if calls else []
-
-
-def em_interval(
-    trajectories: Sequence[Trajectory], resamples: int = RESAMPLES, seed: int = BOOTSTRAP_SEED
-) -> tuple[float, float]:
-    """Bootstrap 95% interval of EM. Questions are drawn with replacement, each with all its samples.
+def read_scores(out: str | Path) -> dict[str, list[Score]]:
+    """The scores of a finished evaluation by benchmark.
 
     Raises:
-      ValueError: there is no trajectory.
+      UserError: there is none, or a row cannot be read.
     """
-    if not trajectories:
-        raise ValueError("em_interval: no trajectories")
-    scores: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for t in trajectories:
-        scores[t.question.source, t.question.id].append(_em(t))
-    right = np.array([sum(s) for s in scores.values()])  # [Q]
-    asked = np.array([len(s) for s in scores.values()])  # [Q]
-    rng = np.random.default_rng(seed)
-    means = np.empty(resamples)
-    for i in range(resamples):
-        drawn = rng.integers(0, len(right), len(right))
-        means[i] = right[drawn].sum() / asked[drawn].sum()
-    low, high = np.quantile(means, (0.025, 0.975))
-    return round(float(low), DIGITS), round(float(high), DIGITS)
+    file = Path(out) / "results.json"
+    if not file.is_file():
+        raise UserError(f"{file}: not found, accepted: the --out of a finished launch/eval.py")
+    try:
+        names = list(json.loads(file.read_text(encoding="utf-8"))["benchmarks"])
+        return {name: [from_row(row) for row in _rows(Path(out) / f"{file_name(name)}.jsonl")] for name in names}
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{out}: cannot be read as an evaluation ({type(error).__name__}: {error})") from None
 
 
-def figures(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """All that is reported of one benchmark, JSON-ready: `all` and `kinds`, {kind: ...}.
+@jax.jit
+def _bit_sums(params: Any) -> jax.Array:
+    def one(x: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
+        return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 
-    Each is a summary with `em_interval`, [low, high], and `finished_by_turn`.
-
-    Raises:
-      ValueError: there is no trajectory.
-    """
-    kinds = {kind: _detailed(group) for kind, group in _kinds(trajectories).items()}
-    return {"all": _detailed(trajectories), "kinds": kinds}
+    return jnp.stack([one(x) for x in jax.tree.leaves(params)])
 
 
-def _detailed(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    more = {"em_interval": list(em_interval(trajectories)), "finished_by_turn": finished_by_turn(trajectories)}
-    return summarise(trajectories) | more
-
-
-def results_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
-    """A Markdown table of `figures` by benchmark name, with the published rows of the same benchmark below."""
-    titles = ("benchmark", "questions", "policy", "EM", "95%", "F1", "split", "searches", "turns", "valid", "n")
-    lines = [" | ".join(titles), "|".join(["---"] * len(titles))]
-    for name, found in benchmarks.items():
-        kinds = found["kinds"]
-        only = next(iter(kinds)) if len(kinds) == 1 else None
-        subset = only is not None and bool(published(name, only))
-        if not only:
-            lines.append(_our_line(name, "all", found["all"]))
-        if not subset:
-            lines += _published_lines(name, "all", published(name))
-        for kind, values in kinds.items():
-            lines.append(_our_line(name, kind, values))
-            lines += _published_lines(name, kind, published(name, kind))
-    return "\n".join(f"| {line} |" if " | " in line else f"|{line}|" for line in lines)
-
-
-def _our_line(name: str, kind: str, values: Mapping[str, Any]) -> str:
-    low, high = values["em_interval"]
-    keys = ("f1", "decomposition_ratio", "searches", "turns", "valid_format")
-    cells = [f"{values['em']:.3f}", f"{low:.3f}-{high:.3f}", *(f"{values[key]:.3f}" for key in keys)]
-    return " | ".join([name, kind, "this policy", *cells, str(values["questions"])])
-
-
-def _published_lines(name: str, kind: str, rows: Sequence[Published]) -> list[str]:
-    def split(row: Published) -> str:
-        return "" if row.decomposition_ratio is None else f"{row.decomposition_ratio:.3f}"
-
-    return [
-        " | ".join(
-            [name, kind, f"{row.method}, {row.model} (published)", f"{row.em:.3f}", "", "", split(row)] + [""] * 4
-        )
-        for row in rows
-    ]
+def weights_digest(params: nnx.State) -> str:
+    """A short name of parameters by their bits, equal wherever and however they are stored (float32)."""
+    return hashlib.sha256(np.asarray(_bit_sums(nnx.to_pure_dict(params))).tobytes()).hexdigest()[:16]
 
 
 def trajectory_row(trajectory: Trajectory, reward: RewardParts | None, step: int) -> dict[str, Any]:
@@ -198,11 +205,42 @@ def _turn_row(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _kinds(trajectories: Sequence[Trajectory]) -> dict[Kind, list[Trajectory]]:
-    """The trajectories of every kind that has some, in the order of `KINDS`."""
-    groups = {kind: [t for t in trajectories if t.question.kind == kind] for kind in KINDS}
-    return {kind: group for kind, group in groups.items() if group}
+def evaluation_row(benchmark: str, trajectory: Trajectory) -> dict[str, Any]:
+    """One evaluated trajectory as it is written to disk: its score, and what was written and found."""
+    question = trajectory.question
+    return {
+        "benchmark": benchmark,
+        **to_row(score(trajectory)),
+        "question": question.text,
+        "golden_answers": list(question.answers),
+        "actions": [_turn_row(turn) for turn in trajectory.turns],
+    }
 
 
-def _em(trajectory: Trajectory) -> float:
-    return float(exact_match(trajectory.answer, trajectory.question.answers))
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            yield json.loads(line)
+
+
+def _digest(questions: Sequence[Question]) -> str:
+    digest = hashlib.sha256()
+    for q in questions:
+        digest.update(json.dumps([q.source, q.id, q.text, q.answers, q.kind]).encode())
+    return f"{len(questions)} {digest.hexdigest()[:16]}"
+
+
+def _read_settings(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))["settings"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _difference(found: Any, wanted: Any, name: str = "") -> str:
+    """The first difference of two settings, in words."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for key in {**found, **wanted}:
+            if found.get(key) != wanted.get(key):
+                return _difference(found.get(key), wanted.get(key), f"{name}.{key}" if name else key)
+    return f"{name} {found!r}, found {wanted!r}"

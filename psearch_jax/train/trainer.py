@@ -23,7 +23,8 @@ from tqdm import tqdm
 
 from psearch_jax.config import Config, to_mapping
 from psearch_jax.data.loader import QuestionLoader
-from psearch_jax.eval.evaluate import by_kind, evaluate, trajectory_row
+from psearch_jax.eval.evaluate import evaluate, trajectory_row
+from psearch_jax.eval.scores import by_kind, score, summarise
 from psearch_jax.metrics import MetricsWriter, cut_jsonl, mean, write_whole
 from psearch_jax.rl.advantages import group_advantages
 from psearch_jax.rl.batch import make_batch, mini_batches
@@ -291,7 +292,7 @@ def _evaluate(run: Run, temperature: float) -> dict[str, dict[str, float]]:
         progress=progress,
     )
     bar.close()
-    return by_kind(trajectories)
+    return {kind: summarise(group) for kind, group in by_kind(map(score, trajectories)).items()}
 
 
 def _evaluate_once(run: Run, file: Path, fresh: bool) -> dict[str, Any]:

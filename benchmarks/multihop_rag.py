@@ -1,0 +1,35 @@
+"""Closed-world questions and passages in the files of MultiHop-RAG: a JSON array each, as its authors publish them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from psearch_jax.data.closed_world import ClosedWorld
+from psearch_jax.metrics import write_whole
+
+TYPES = {"parallel": "comparison_query", "sequential": "inference_query"}  # the two of the paper's subsets
+
+
+def write_multihop_rag(world: ClosedWorld, folder: Path, count: int) -> tuple[Path, Path]:
+    """Writes `count` held-out questions of each type, and all articles; returns the two paths."""
+    asked = [
+        {"query": q.text, "answer": q.answers[0], "question_type": label, "evidence_list": []}
+        for kind, label in TYPES.items()
+        for q in world.questions("eval", kind, count, seed=1)
+    ]
+    articles = [
+        {
+            "title": p.title,
+            "body": p.text,
+            "author": None,
+            "source": "",
+            "published_at": "",
+            "category": "closed world",
+        }
+        for p in world.passages
+    ]
+    questions, corpus = folder / "MultiHopRAG.json", folder / "corpus.json"
+    write_whole(questions, json.dumps(asked, indent=1) + "\n")
+    write_whole(corpus, json.dumps(articles, indent=1) + "\n")
+    return questions, corpus

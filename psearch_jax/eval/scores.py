@@ -1,0 +1,328 @@
+"""What is counted about trajectories: figures with intervals, pass@k, the decision to split, paired differences.
+
+Everything is computed from `Score`s, one per trajectory, which are what evaluations write to disk and read back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from psearch_jax.data.kinds import MUSIQUE_GRAPHS
+from psearch_jax.metrics import mean
+from psearch_jax.text.answers import exact_match, f1, normalise
+from psearch_jax.types import KINDS, EndStatus, Kind, Trajectory, UserError
+
+DIGITS = 6  # decimals kept of every figure
+LAST_TURN = 6  # of the cumulative share of finished questions
+RESAMPLES = 10_000
+BOOTSTRAP_SEED = 0
+
+
+@dataclass(frozen=True)
+class Score:
+    """One trajectory in numbers; free of clock times."""
+
+    source: str
+    id: str
+    sample: int
+    kind: Kind
+    status: EndStatus
+    answer: str | None  # normalised
+    em: float
+    f1: float
+    searches: int  # run
+    sub_queries: int  # run, over all searches
+    first_sub_queries: int  # of the first search; 0: there was none
+    turns: int  # model calls: one search and an answer are 2
+    tokens: int  # sampled
+    context: int  # ids in all: prompt, sampled, observations
+    valid_format: bool
+    graph: str | None = None  # of a MuSiQue question, a key of MUSIQUE_GRAPHS
+    label: str | None = None  # how the question's facts depend on one another, read by hand
+
+    @property
+    def split(self) -> bool:
+        """Whether the first search held two or more sub-queries."""
+        return self.first_sub_queries >= 2
+
+    @property
+    def question(self) -> tuple[str, str]:
+        """(source, id)."""
+        return self.source, self.id
+
+
+def score(t: Trajectory) -> Score:
+    """The numbers of one trajectory."""
+    question = t.question
+    return Score(
+        source=question.source,
+        id=question.id,
+        sample=t.sample,
+        kind=question.kind,
+        status=t.status,
+        answer=None if t.answer is None else normalise(t.answer),
+        em=float(exact_match(t.answer, question.answers)),
+        f1=round(f1(t.answer, question.answers), DIGITS),
+        searches=len(t.executed),
+        sub_queries=sum(len(turn.queries) for turn in t.executed),
+        first_sub_queries=len(t.executed[0].queries) if t.executed else 0,
+        turns=t.model_calls,
+        tokens=sum(turn.n_sampled for turn in t.turns),
+        context=len(t.ids),
+        valid_format=t.well_formed,
+        graph=question.metadata.get("graph"),
+        label=question.metadata.get("dependency"),
+    )
+
+
+# ---- figures of one set ----
+
+
+def summarise(scores: Sequence[Score]) -> dict[str, float]:
+    """Means over trajectories; `llm_calls` is the sum of all turns, `questions` the number of different ones.
+
+    `decomposition_ratio` is the share whose first search held two or more sub-queries. Without scores only
+    `questions` is there.
+    """
+    if not scores:
+        return {"questions": 0}
+    figures = {
+        "em": mean(s.em for s in scores),
+        "f1": mean(s.f1 for s in scores),
+        "decomposition_ratio": mean(s.split for s in scores),
+        "searches": mean(s.searches for s in scores),
+        "sub_queries": mean(s.sub_queries for s in scores),
+        "turns": mean(s.turns for s in scores),
+        "tokens": mean(s.tokens for s in scores),
+        "context": mean(s.context for s in scores),
+        "valid_format": mean(s.valid_format for s in scores),
+    }
+    rounded = {name: round(value, DIGITS) for name, value in figures.items()}
+    return rounded | {"llm_calls": sum(s.turns for s in scores), "questions": len({s.question for s in scores})}
+
+
+def by_kind(scores: Iterable[Score]) -> dict[Kind, list[Score]]:
+    """The scores of every kind that has some, in the order of `KINDS`."""
+    scores = list(scores)
+    groups = {kind: [s for s in scores if s.kind == kind] for kind in KINDS}
+    return {kind: group for kind, group in groups.items() if group}
+
+
+def figures(scores: Sequence[Score], ks: Sequence[int] = ()) -> dict[str, Any]:
+    """All that is reported of one benchmark, JSON-ready.
+
+    Keys: `all` and `kinds` ({kind: ...}), each a summary with `em_interval` [low, high], `finished_by_turn`, and for
+    every k of `ks` `pass_at` and `maj_at`; `splitting`, see there; `graphs` and `labels` where questions have them.
+
+    Raises:
+      ValueError: there is no score.
+    """
+    report = {
+        "all": _detailed(scores, ks),
+        "kinds": {kind: _detailed(group, ks) for kind, group in by_kind(scores).items()},
+        "splitting": splitting(scores),
+    }
+    graphs = by_graph(scores)
+    labelled = [s for s in scores if s.label]
+    if graphs:
+        report["graphs"] = graphs
+    if labelled:
+        report["labels"] = splitting(labelled, by_hand=True)
+    return report
+
+
+def _detailed(scores: Sequence[Score], ks: Sequence[int]) -> dict[str, Any]:
+    more: dict[str, Any] = {"em_interval": em_interval(scores), "finished_by_turn": finished_by_turn(scores)}
+    if ks:
+        more["pass_at"] = {str(k): pass_at(scores, k) for k in ks}
+        more["maj_at"] = {str(k): majority_at(scores, k) for k in ks}
+    return summarise(scores) | more
+
+
+def finished_by_turn(scores: Sequence[Score], last: int = LAST_TURN) -> list[float]:
+    """Share of trajectories that had answered by model call 1, 2, .. last (the paper's cumulative figure)."""
+    calls = [s.turns if s.status == "answered" else last + 1 for s in scores]
+    return [round(mean(c <= turn for c in calls), DIGITS) for turn in range(1, last + 1)] if calls else []
+
+
+def em_interval(scores: Sequence[Score]) -> list[float]:
+    """Bootstrap 95% interval of EM. Questions are drawn with replacement, each with all its samples.
+
+    Raises:
+      ValueError: there is no score.
+    """
+    if not scores:
+        raise ValueError("em_interval: no scores")
+    return _interval(np.array([mean(s.em for s in group) for group in _questions(scores).values()]))
+
+
+def pass_at(scores: Sequence[Score], k: int) -> float:
+    """The chance that k samples hold a right one, unbiased: 1 - C(n - right, k) / C(n, k) (2107.03374, eq. 1)."""
+
+    def one(group: Sequence[Score]) -> float:
+        right = sum(s.em > 0 for s in group)
+        return 1 - math.comb(len(group) - right, k) / math.comb(len(group), k)
+
+    return round(mean(one(group) for group in _questions(scores).values()), DIGITS)
+
+
+def majority_at(scores: Sequence[Score], k: int) -> float:
+    """EM of the commonest normalised answer among the first k samples; of equals, the one that came first."""
+
+    def one(group: Sequence[Score]) -> float:
+        first = [s for s in sorted(group, key=lambda s: s.sample)[:k] if s.answer is not None]
+        if not first:
+            return 0.0
+        ((winner, _),) = Counter(s.answer for s in first).most_common(1)
+        return next(s.em for s in first if s.answer == winner)
+
+    return round(mean(one(group) for group in _questions(scores).values()), DIGITS)
+
+
+# ---- the decision to split ----
+
+
+def splitting(scores: Sequence[Score], by_hand: bool = False) -> dict[str, Any]:
+    """Whether the first search was split where it should be, whatever was answered; JSON-ready.
+
+    `confusion` counts per kind: `split`, `whole` (one query), `none` (no search). A decision is right when parallel
+    questions are split and sequential and single ones are not; `accuracy`, `precision` and `recall` of splitting are
+    over those three, None where nothing is counted. Mixed questions, of which a part can be split, stay apart.
+
+    Args:
+      by_hand: by the labels read by hand, not by the set's kinds.
+    """
+    confusion: dict[str, dict[str, int]] = {}
+    for kind in KINDS:
+        group = [s for s in scores if (s.label if by_hand else s.kind) == kind]
+        if group:
+            split, none = sum(s.split for s in group), sum(s.first_sub_queries == 0 for s in group)
+            confusion[kind] = {"split": split, "whole": len(group) - split - none, "none": none}
+    parallel = confusion.get("parallel", {"split": 0, "whole": 0, "none": 0})
+    others = [confusion[kind] for kind in ("sequential", "single") if kind in confusion]
+    wrong = sum(row["split"] for row in others)
+    right = parallel["split"] + sum(row["whole"] + row["none"] for row in others)
+    counted = sum(parallel.values()) + sum(sum(row.values()) for row in others)
+    return {
+        "confusion": confusion,
+        "accuracy": _ratio(right, counted),
+        "precision": _ratio(parallel["split"], parallel["split"] + wrong),
+        "recall": _ratio(parallel["split"], sum(parallel.values())),
+    }
+
+
+def by_graph(scores: Sequence[Score]) -> dict[str, dict[str, float]]:
+    """What was done with the questions of each MuSiQue graph, beside what the graph allows."""
+    rows = {}
+    for name, graph in MUSIQUE_GRAPHS.items():
+        group = [s for s in scores if s.graph == name]
+        if group:
+            rows[name] = {
+                "hops": len(graph.needs),
+                "rounds": len(graph.rounds),
+                "width": graph.width,
+                "questions": len({s.question for s in group}),
+                "em": round(mean(s.em for s in group), DIGITS),
+                "decomposition_ratio": round(mean(s.split for s in group), DIGITS),
+                "searches": round(mean(s.searches for s in group), DIGITS),
+            }
+    return rows
+
+
+# ---- two methods over the same questions ----
+
+
+def paired(first: Sequence[Score], second: Sequence[Score], value: str = "em") -> dict[str, float]:
+    """The second's mean of a field of `Score` minus the first's, question by question.
+
+    `low`, `high`: bootstrap 95% interval of the difference, questions drawn with replacement. `p`: two-sided, by
+    flipping signs at random (a paired permutation test). `ratio`: second mean / first mean (NaN where that is 0),
+    with its own interval `ratio_low`, `ratio_high`.
+
+    Raises:
+      UserError: the two are not over the same questions.
+    """
+    means = [
+        {key: mean(getattr(s, value) for s in group) for key, group in _questions(s).items()} for s in (first, second)
+    ]
+    if means[0].keys() != means[1].keys() or not means[0]:
+        only = len(means[0].keys() ^ means[1].keys())
+        raise UserError(
+            f"comparison: {only} questions are in one evaluation only, accepted: the same questions in both"
+        )
+    a = np.array(list(means[0].values()))
+    b = np.array([means[1][key] for key in means[0]])
+    difference = b - a
+    rng = np.random.default_rng(BOOTSTRAP_SEED)
+    observed, extreme = abs(difference.mean()) - 1e-12, 0
+    for rows in _rows_per_block(len(a)):
+        flipped = np.where(rng.random((rows, len(a))) < 0.5, difference, -difference).mean(axis=1)
+        extreme += int((np.abs(flipped) >= observed).sum())
+    low, high = _interval(difference)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = b.mean() / a.mean() if a.any() else np.nan
+        ratios = np.concatenate([b[d].mean(axis=1) / a[d].mean(axis=1) for d in _draws(len(a))])
+    ratio_low, ratio_high = np.quantile(ratios, (0.025, 0.975)) if np.isfinite(ratios).all() else (np.nan, np.nan)
+    found = {
+        "first": a.mean(),
+        "second": b.mean(),
+        "difference": difference.mean(),
+        "low": low,
+        "high": high,
+        "p": (extreme + 1) / (RESAMPLES + 1),
+        "ratio": ratio,
+        "ratio_low": ratio_low,
+        "ratio_high": ratio_high,
+    }
+    return {name: round(float(number), DIGITS) for name, number in found.items()} | {"questions": len(a)}
+
+
+# ---- rows on disk ----
+
+
+def to_row(s: Score) -> dict[str, Any]:
+    """JSON-ready; `from_row` is the inverse."""
+    return asdict(s)
+
+
+def from_row(row: Mapping[str, Any]) -> Score:
+    """A score from a row that holds more."""
+    return Score(**{name: row[name] for name in Score.__dataclass_fields__})
+
+
+# ---- small parts ----
+
+
+def _questions(scores: Sequence[Score]) -> dict[tuple[str, str], list[Score]]:
+    groups: dict[tuple[str, str], list[Score]] = defaultdict(list)
+    for s in scores:
+        groups[s.question].append(s)
+    return groups
+
+
+def _rows_per_block(size: int) -> list[int]:
+    """RESAMPLES in blocks of at most 4 million numbers."""
+    rows = max(1, min(RESAMPLES, 4_000_000 // size))
+    return [min(rows, RESAMPLES - start) for start in range(0, RESAMPLES, rows)]
+
+
+def _draws(size: int) -> Iterable[np.ndarray]:
+    """Blocks of places [rows, size] drawn with replacement; the same at every call."""
+    rng = np.random.default_rng(BOOTSTRAP_SEED)
+    for rows in _rows_per_block(size):
+        yield rng.integers(0, size, (rows, size))
+
+
+def _interval(values: np.ndarray) -> list[float]:
+    means = np.concatenate([values[drawn].mean(axis=1) for drawn in _draws(len(values))])
+    return [round(float(q), DIGITS) for q in np.quantile(means, (0.025, 0.975))]
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return round(part / whole, DIGITS) if whole else None

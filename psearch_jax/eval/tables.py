@@ -1,0 +1,166 @@
+"""Evaluations as Markdown, with the published figures beside ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from psearch_jax.eval.benchmarks import Published, published, published_average
+from psearch_jax.eval.scores import LAST_TURN, Score, paired
+from psearch_jax.metrics import mean
+from psearch_jax.types import KINDS, UserError
+
+PAIRED = ("em", "turns", "tokens")  # what two evaluations are compared in
+
+
+def share(value: float | None) -> str:
+    """A share as papers print it: `.229`, `1.000`; empty for None."""
+    return "" if value is None else f"{value:.3f}".removeprefix("0")
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first row is its head."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def results(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:
+    """All tables of `figures` by benchmark name: results, finished by turn, pass@k, splitting, graphs."""
+    parts = [results_table(benchmarks, policy), "Share finished by turn:\n\n" + finished_table(benchmarks)]
+    if any("pass_at" in found["all"] for found in benchmarks.values()):
+        parts.append("Several samples per question:\n\n" + samples_table(benchmarks))
+    parts.append("The decision to split, whatever was answered:\n\n" + splitting_table(benchmarks))
+    if any("graphs" in found for found in benchmarks.values()):
+        parts.append("By MuSiQue's reasoning graphs:\n\n" + graphs_table(benchmarks))
+    return "\n\n".join(parts)
+
+
+def results_table(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:
+    """A row per benchmark and kind, with the published rows of the same benchmark below; averages of several."""
+    head = "benchmark questions policy EM 95% F1 split searches turns tokens valid".split()
+    rows = [[*head, "LLM calls", "n"]]
+    for name, found in benchmarks.items():
+        kinds = found["kinds"]
+        only = next(iter(kinds)) if len(kinds) == 1 else None
+        subset = only is not None and bool(published(name, only))
+        if not only:
+            rows.append(_our_row(name, "all", policy, found["all"]))
+        if not subset:
+            rows += _published_rows(name, "all", published(name))
+        for kind, values in kinds.items():
+            rows.append(_our_row(name, kind, policy, values))
+            rows += _published_rows(name, kind, published(name, kind))
+    if len(benchmarks) > 1:
+        rows.append(_average_row(policy, [found["all"] for found in benchmarks.values()]))
+        rows += _published_rows("average", "", published_average(tuple(benchmarks)))
+    return table(rows)
+
+
+def _our_row(name: str, kind: str, policy: str, values: Mapping[str, Any]) -> list[str]:
+    low, high = values["em_interval"]
+    return [name, kind, policy, share(values["em"]), f"{share(low)}-{share(high)}", *_middle(values)] + [
+        str(values["llm_calls"]),
+        str(values["questions"]),
+    ]
+
+
+def _middle(values: Mapping[str, Any]) -> list[str]:
+    counts = (f"{values[key]:.2f}" for key in ("searches", "turns"))
+    return [share(values["f1"]), share(values["decomposition_ratio"]), *counts, f"{values['tokens']:.0f}"] + [
+        share(values["valid_format"])
+    ]
+
+
+def _average_row(policy: str, found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Every benchmark with the same weight, as the paper has it."""
+    keys = ("f1", "decomposition_ratio", "searches", "turns", "tokens", "valid_format")
+    means = {key: mean(values[key] for values in found) for key in keys}
+    calls, questions = (sum(values[key] for values in found) for key in ("llm_calls", "questions"))
+    em = share(mean(values["em"] for values in found))
+    return ["average", "", policy, em, "", *_middle(means), str(calls), str(questions)]
+
+
+def _published_rows(name: str, kind: str, rows: Sequence[Published]) -> list[list[str]]:
+    return [
+        [name, kind, f"{row.method}, {row.model} (published)", share(row.em), "", "", share(row.decomposition_ratio)]
+        + [""] * 6
+        for row in rows
+    ]
+
+
+def finished_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
+    """The cumulative share of trajectories that had answered by each turn."""
+    rows = [["benchmark", "questions", *map(str, range(1, LAST_TURN + 1))]]
+    for name, found in benchmarks.items():
+        groups = found["kinds"] if len(found["kinds"]) == 1 else {"all": found["all"], **found["kinds"]}
+        rows += [[name, kind, *map(share, values["finished_by_turn"])] for kind, values in groups.items()]
+    return table(rows)
+
+
+def samples_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
+    """pass@k and maj@k."""
+    ks = list(next(iter(benchmarks.values()))["all"]["pass_at"])
+    rows = [["benchmark", *(f"{name}@{k}" for name in ("pass", "maj") for k in ks)]]
+    for name, found in benchmarks.items():
+        values = found["all"]
+        rows.append([name, *(share(values[key][k]) for key in ("pass_at", "maj_at") for k in ks)])
+    return table(rows)
+
+
+def splitting_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
+    """What the first search was, per kind; and how often that was right."""
+    rows = [["benchmark", "questions", "split", "whole", "no search", "accuracy", "precision", "recall"]]
+    for name, found in benchmarks.items():
+        rows += _splitting_rows(name, "", found["splitting"])
+        if "labels" in found:
+            rows += _splitting_rows(name, " (read by hand)", found["labels"])
+    return table(rows)
+
+
+def _splitting_rows(name: str, note: str, found: Mapping[str, Any]) -> list[list[str]]:
+    rows = [
+        [name, kind + note, *(str(counts[key]) for key in ("split", "whole", "none")), "", "", ""]
+        for kind, counts in found["confusion"].items()
+    ]
+    if sum(kind in found["confusion"] for kind in KINDS[:3]) > 1:  # one kind alone has no precision to speak of
+        quality = [share(found[key]) for key in ("accuracy", "precision", "recall")]
+        rows.append([name, f"all but mixed{note}", "", "", "", *quality])
+    return rows
+
+
+def graphs_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
+    """MuSiQue: what the graph allows, and what was done."""
+    rows = [["benchmark", "graph", "hops", "rounds", "width", "EM", "split", "searches", "n"]]
+    for name, found in benchmarks.items():
+        for graph, v in found.get("graphs", {}).items():
+            numbers = [str(v[key]) for key in ("hops", "rounds", "width")]
+            done = [share(v["em"]), share(v["decomposition_ratio"]), f"{v['searches']:.2f}", str(v["questions"])]
+            rows.append([name, graph, *numbers, *done])
+    return table(rows)
+
+
+def paired_table(
+    first: tuple[str, Mapping[str, Sequence[Score]]], second: tuple[str, Mapping[str, Sequence[Score]]]
+) -> str:
+    """Two evaluations of the same questions: means, differences with 95% intervals and p, and ratios.
+
+    Raises:
+      UserError: they share no benchmark, or a benchmark's questions differ.
+    """
+    names = [name for name in first[1] if name in second[1]]
+    if not names:
+        raise UserError(f"{first[0]} and {second[0]}: no benchmark in common, accepted: evaluations of the same")
+    rows = [["benchmark", "", first[0], second[0], "difference", "95%", "p", "ratio", "95%", "n"]]
+    for name in names:
+        for value in PAIRED:
+            d = paired(first[1][name], second[1][name], value)
+            numbers = [f"{d[key]:.3f}" for key in ("first", "second")] + [f"{d['difference']:+.3f}"]
+            spread = [f"{d['low']:+.3f} to {d['high']:+.3f}", f"{d['p']:.4f}"]
+            ratio = [f"{d['ratio']:.3f}", f"{d['ratio_low']:.3f}-{d['ratio_high']:.3f}"]
+            if math.isnan(d["ratio_low"]):  # the first one's mean is, or may by chance be, zero
+                ratio = ["", ""]
+            rows.append(
+                [name, value.upper() if value == "em" else value, *numbers, *spread, *ratio, str(d["questions"])]
+            )
+    return table(rows)

@@ -1,0 +1,81 @@
+"""Policies outside the world that they were trained in: other themes, and the files of MultiHop-RAG."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from psearch_jax.data.closed_world import ClosedWorld
+from psearch_jax.data.sources import read_questions
+from psearch_jax.eval.evaluate import read_scores
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks.multihop_rag import write_multihop_rag  # noqa: E402
+
+TOY = ("--model=toy", "--config=configs/smoke.py", "--slots=16")
+
+
+def run(program, *arguments):
+    command = [sys.executable, str(ROOT / "launch" / program), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """MultiHopRAG.json with 12 questions of each type, and the whole closed world as corpus.json."""
+    return write_multihop_rag(ClosedWorld.make(0), tmp_path_factory.mktemp("multihop"), 12)
+
+
+def test_questions_of_the_files(files):
+    """Inference queries trained or reported as comparisons."""
+    questions = read_questions(files[0], "multihoprag")
+    assert [q.kind for q in questions] == ["parallel"] * 12 + ["sequential"] * 12
+    assert questions[0].metadata["type"] == "comparison_query" and questions[23].id == "23"
+
+
+@pytest.mark.slow
+def test_files_and_memory_give_the_same_answers(files, tmp_path):
+    """A policy that is right in the closed world and wrong through corpus, index and question files."""
+    run("build_index.py", f"--corpus={files[1]}", "--encoder=hashing", f"--out={tmp_path / 'index'}")
+    asked = f"--benchmark=multihoprag:{files[0]}"
+    shown = run("eval.py", *TOY, asked, f"--index={tmp_path / 'index'}", f"--out={tmp_path / 'files'}")
+    assert "| multihoprag | parallel | ParallelSearch, Qwen2.5-7B-Instruct (published) | .641 |" in shown
+    own = [f"--benchmark=closed_world:{kind}" for kind in ("parallel", "sequential")]
+    run("eval.py", *TOY, *own, "--count=12", f"--out={tmp_path / 'memory'}")
+    (through_files,) = read_scores(tmp_path / "files").values()
+    in_memory = [s for group in read_scores(tmp_path / "memory").values() for s in group]
+    assert [(s.answer, s.turns) for s in through_files] == [(s.answer, s.turns) for s in in_memory]
+    assert sum(s.em for s in through_files) > 12
+
+
+@pytest.mark.slow
+def test_training_and_evaluation_on_the_files(files, tmp_path):
+    """A run on MultiHop-RAG that ends at the first row with a field of another name, or at the evaluation."""
+    run("prepare_data.py", f"--source=multihoprag:{files[0]}", f"--out={tmp_path / 'data'}")
+    run("build_index.py", f"--corpus={files[1]}", "--encoder=hashing", f"--out={tmp_path / 'index'}")
+    small = ["--config.train.steps=1", "--config.train.prompts=2", "--config.rollout.slots=16"]
+    small += ["--config.learning.mini_batch_rollouts=16", "--config.learning.micro_batch_rows=16"]
+    named = [f"--config.data.source={tmp_path / 'data'}", f"--config.retrieval.index={tmp_path / 'index'}"]
+    run("train.py", "--config=configs/smoke.py", *small, *named, f"--workdir={tmp_path / 'run'}")
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert row["reward"] > 0 and row["status/answered"] > 0.5
+    arguments = (f"--model={tmp_path / 'run'}", f"--benchmark=dev:{files[0]}", f"--out={tmp_path / 'out'}")
+    assert "LEAK: 24 of the 24 questions of dev were trained on." in run("eval.py", *arguments)
+
+
+@pytest.mark.slow
+def test_other_themes_are_evaluated(tmp_path):
+    """A world of other names whose prompts or passages do not fit, or that is the old one again."""
+    sets = ("--benchmark=closed_world:single", "--count=8", "--prompt_tokens=160", "--obs_tokens=512")
+    budgets = ("--context_tokens=1024", "--turn_tokens=96")
+    run("eval.py", *TOY, *sets, *budgets, "--world_theme=register", f"--out={tmp_path / 'out'}")
+    rows = [json.loads(line) for line in (tmp_path / "out" / "closed_world_single.jsonl").read_text().splitlines()]
+    assert len(rows) == 8 and {row["status"] for row in rows} <= {"answered", "out_of_turns", "eos"}
+    assert all(
+        any(word in row["question"] for word in ("train", "die", "composed", "staged", "established")) for row in rows
+    )

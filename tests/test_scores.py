@@ -1,0 +1,297 @@
+"""What is counted about trajectories: by hand, and against the definitions; the tables made of it."""
+
+import json
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+from helpers import PASSAGES
+
+from psearch_jax.eval.scores import (
+    by_graph,
+    by_kind,
+    em_interval,
+    figures,
+    finished_by_turn,
+    from_row,
+    majority_at,
+    paired,
+    pass_at,
+    score,
+    splitting,
+    summarise,
+    to_row,
+)
+from psearch_jax.eval.tables import paired_table, results, results_table
+from psearch_jax.types import Question, Trajectory, Turn, UserError
+
+
+def search(*queries, n=5):
+    return Turn("<search>", "search", True, queries, tuple((PASSAGES[0],) for _ in queries), None, n)
+
+
+def answer(text, well_formed=True):
+    return Turn("<answer>", "answer", well_formed, answer=text, n_sampled=4)
+
+
+def trajectory(*turns, kind="parallel", status="answered", id=0, sample=0, **metadata):
+    asked = Question("test", str(id), "Who is older?", ("Ada Lovelace",), kind, metadata)
+    empty = np.zeros(30)
+    return Trajectory(asked, sample, status, turns, empty.astype(np.int32), empty.astype(bool), empty, 3)
+
+
+def scored(*turns, **facts):
+    return score(trajectory(*turns, **facts))
+
+
+# Four hand-worked trajectories: (em, f1, split, searches, sub-queries, turns, valid).
+SPLIT = scored(search("a", "b"), answer("Ada Lovelace"), id=0)  # 1, 1, yes, 1, 2, 2, yes
+SLOW = scored(search("a"), search("b", "c"), answer("Ada", False), id=1)  # 0, 2/3, no, 2, 3, 3, no
+LOST = scored(search("a", "b", "c"), Turn("", "search", True, n_sampled=5), status="out_of_turns", id=2)  # 1, 3, 2
+DIRECT = scored(answer("the ada  lovelace!"), kind="single", id=3)  # 1, 1, no, 0, 0, 1, yes
+FOUR = [SPLIT, SLOW, LOST, DIRECT]
+
+
+# ---- figures ----
+
+
+def test_summary_by_hand():
+    """A ratio over the wrong denominator, a search that never ran counted, or a missing answer taken for right."""
+    assert summarise(FOUR) == {
+        "em": 0.5,
+        "f1": round((1 + 2 / 3 + 0 + 1) / 4, 6),
+        "decomposition_ratio": 0.5,
+        "searches": 1.0,
+        "sub_queries": 2.0,
+        "turns": 2.0,
+        "tokens": (9 + 14 + 10 + 4) / 4,
+        "context": 30.0,
+        "valid_format": 0.5,
+        "llm_calls": 8,
+        "questions": 4,
+    }
+    assert summarise([]) == {"questions": 0}
+
+
+def test_initial_search_is_not_the_models():
+    """With rollout.initial_search a policy that never searches would look as if it searched and split."""
+    found = summarise([scored(search("a", "b", n=0), answer("Ada Lovelace"))])
+    assert (found["searches"], found["sub_queries"], found["decomposition_ratio"], found["turns"]) == (0, 0, 0, 1)
+
+
+def test_only_the_first_search_decomposes():
+    """The published rule reads the first executed search; a later split must not count."""
+    assert summarise([SLOW])["decomposition_ratio"] == 0
+    assert summarise([LOST])["decomposition_ratio"] == 1
+
+
+def test_by_kind_keeps_kinds_apart():
+    """Single-hop questions averaged into the figures of parallel ones."""
+    found = by_kind(FOUR)
+    assert list(found) == ["parallel", "single"]
+    assert len(found["parallel"]) == 3 and summarise(found["single"])["em"] == 1
+    assert summarise(found["parallel"])["em"] == pytest.approx(1 / 3, abs=1e-6)
+
+
+def test_several_samples_are_one_question():
+    """Counting samples as questions would make a small benchmark look large."""
+    found = summarise([SPLIT, scored(answer("Alan"), id=0, sample=1)])
+    assert found["questions"] == 1 and found["em"] == 0.5
+
+
+def test_finished_by_turn_is_cumulative():
+    """The share must grow with the turns, and a trajectory that gave no answer never finishes."""
+    assert finished_by_turn(FOUR) == [0.25, 0.5, 0.75, 0.75, 0.75, 0.75]
+    assert finished_by_turn([]) == []
+
+
+def test_interval_of_em():
+    """An interval that changes between runs, is wrong in width, or treats samples of a question as independent."""
+    rng = np.random.default_rng(0)
+    right = rng.random(400) < 0.6
+    many = [scored(answer("Ada Lovelace" if r else "no"), id=i) for i, r in enumerate(right)]
+    low, high = em_interval(many)
+    assert [low, high] == em_interval(many)
+    half_width = 1.96 * np.sqrt(right.mean() * (1 - right.mean()) / 400)
+    assert low == pytest.approx(right.mean() - half_width, abs=0.012)
+    assert high == pytest.approx(right.mean() + half_width, abs=0.012)
+    assert em_interval([SPLIT, SPLIT]) == [1, 1]
+    copies = [scored(answer(s0.answer), id=s0.id, sample=s) for s0 in many for s in range(4)]
+    low4, high4 = em_interval(copies)
+    assert high4 - low4 == pytest.approx(high - low, abs=0.012), "copies of an answer are no new evidence"
+    with pytest.raises(ValueError, match="no scores"):
+        em_interval([])
+
+
+# ---- several samples ----
+
+
+def samples(right, wrong="no", id=0):
+    """One question's samples: right where the list says so."""
+    return [scored(answer("Ada Lovelace" if r else wrong), id=id, sample=i) for i, r in enumerate(right)]
+
+
+def test_pass_at_k_is_the_share_of_drawn_sets():
+    """The biased 1 - (1 - p)^k, or the first k samples only: drawn sets are counted one by one instead."""
+    right = [True, False, False, True, False]
+    for k in (1, 2, 3, 5):
+        drawn = list(combinations(right, k))
+        assert pass_at(samples(right), k) == pytest.approx(sum(map(any, drawn)) / len(drawn), abs=1e-6)
+    two = samples(right) + samples([False] * 5, id=1)
+    assert pass_at(two, 1) == pytest.approx(0.2, abs=1e-6), "the mean over questions"
+
+
+def test_majority_at_k():
+    """A vote that counts spellings apart, counts missing answers, or lets a later answer win a tie."""
+    votes = ["Alan", "the Ada Lovelace", "ada lovelace", "Alan", None]
+    group = [
+        scored(answer(v) if v else Turn("", "none", False, n_sampled=1), id=0, sample=i) for i, v in enumerate(votes)
+    ]
+    assert [majority_at(group[::-1], k) for k in (1, 2, 3, 4, 5)] == [0, 0, 1, 0, 0]
+    assert majority_at(group[-1:], 1) == 0
+
+
+# ---- the decision to split ----
+
+
+def test_splitting_by_hand():
+    """Mixed questions counted as errors, no search counted as a split, or recall taken for precision."""
+    made = [
+        *[scored(search("a", "b"), answer("x"), id=i) for i in range(3)],  # parallel, split
+        scored(search("a"), answer("Ada Lovelace"), id=3),  # parallel, whole
+        scored(search("a", "b"), answer("x"), kind="sequential", id=4),  # wrongly split
+        scored(answer("x"), kind="sequential", id=5),
+        scored(search("a"), search("b", "c"), answer("x"), kind="single", id=6),  # the second search does not count
+        scored(search("a", "b"), answer("x"), kind="mixed", id=7),
+    ]
+    found = splitting(made)
+    assert found["confusion"] == {
+        "parallel": {"split": 3, "whole": 1, "none": 0},
+        "sequential": {"split": 1, "whole": 0, "none": 1},
+        "single": {"split": 0, "whole": 1, "none": 0},
+        "mixed": {"split": 1, "whole": 0, "none": 0},
+    }
+    assert (found["accuracy"], found["precision"], found["recall"]) == (round(5 / 7, 6), 0.75, 0.75)
+    alone = splitting(made[-1:])
+    assert (alone["accuracy"], alone["precision"], alone["recall"]) == (None, None, None)
+
+
+def test_splitting_by_labels_read_by_hand():
+    """A comparison whose facts are in one place marked by its set's type although a reader said otherwise."""
+    made = [
+        scored(search("a"), answer("x"), id=0, dependency="single"),
+        scored(search("a", "b"), answer("x"), id=1, dependency="parallel"),
+        scored(search("a"), answer("x"), id=2),  # nobody read it
+    ]
+    report = figures(made)
+    assert report["splitting"]["recall"] == round(1 / 3, 6)
+    assert report["labels"]["recall"] == 1 and sum(map(len, report["labels"]["confusion"].values())) == 6
+    assert "read by hand" in results({"hotpotqa": report}, "us")
+
+
+def test_graphs_of_musique():
+    """Questions of a branching graph lost among the chains."""
+    made = [
+        scored(search("a", "b"), answer("Ada Lovelace"), kind="mixed", id=0, graph="3hop2"),
+        scored(search("a"), answer("x"), kind="sequential", id=1, graph="2hop"),
+    ]
+    rows = by_graph(made)
+    assert list(rows) == ["2hop", "3hop2"] and by_graph([SPLIT]) == {}
+    assert rows["3hop2"] == {
+        "hops": 3,
+        "rounds": 2,
+        "width": 2,
+        "questions": 1,
+        "em": 1.0,
+        "decomposition_ratio": 1.0,
+        "searches": 1.0,
+    }
+    assert "3hop2" in results({"musique": figures(made)}, "us")
+
+
+# ---- two methods ----
+
+
+def test_paired_difference_against_the_exact_test():
+    """An interval that ignores the pairing, or a p that is off: sign flips of few questions can be counted out."""
+    first = [scored(answer("no"), id=i) for i in range(8)]
+    second = [scored(answer("Ada Lovelace" if i < 6 else "no"), id=i) for i in range(8)]
+    found = paired(first, second[::-1])
+    assert (found["first"], found["second"], found["difference"], found["questions"]) == (0, 0.75, 0.75, 8)
+    assert found["p"] == pytest.approx(2 / 2**6, abs=0.005), "six signs must agree"
+    assert 0.37 <= found["low"] <= 0.5 and found["high"] == 1
+    assert math.isnan(found["ratio"]) and paired(first, second) == pytest.approx(found, nan_ok=True)
+    assert paired(first, first)["p"] == 1
+
+
+def test_paired_interval_has_the_textbook_width():
+    """An unpaired bootstrap is wider: two methods that agree on most questions would never differ."""
+    rng = np.random.default_rng(1)
+    base = rng.random(500) < 0.5
+    flip = rng.random(500) < 0.1
+    pairs = list(zip(base, flip, strict=True))
+    first = [scored(answer("Ada Lovelace" if r else "no"), id=i) for i, r in enumerate(base)]
+    second = [scored(answer("Ada Lovelace" if r or f else "no"), id=i) for i, (r, f) in enumerate(pairs)]
+    found, difference = paired(first, second), (base | flip).astype(float) - base
+    half_width = 1.96 * difference.std() / np.sqrt(500)
+    assert found["difference"] == pytest.approx(difference.mean(), abs=1e-6)
+    assert found["high"] - found["low"] == pytest.approx(2 * half_width, rel=0.1)
+    assert found["low"] > 0 and found["p"] < 0.001
+
+
+def test_ratio_of_turns():
+    """The paper's saving is a ratio of means, not a mean of ratios."""
+    first = [scored(search("a"), search("b"), answer("x"), id=0), scored(answer("x"), id=1)]
+    second = [scored(search("a", "b"), answer("x"), id=0), scored(answer("x"), id=1)]
+    assert paired(first, second, "turns")["ratio"] == 0.75
+
+
+def test_other_questions_cannot_be_compared():
+    """Two evaluations of different samples of a set, compared as if paired."""
+    with pytest.raises(UserError, match="2 questions are in one evaluation only"):
+        paired([SPLIT], [SLOW])
+    with pytest.raises(UserError, match="no benchmark in common"):
+        paired_table(("a", {"nq": [SPLIT]}), ("b", {"popqa": [SPLIT]}))
+    assert "| nq | EM | 1.000 | 1.000 | +0.000 |" in paired_table(("a", {"nq": [SPLIT]}), ("b", {"nq": [SPLIT]}))
+
+
+# ---- on disk and in tables ----
+
+
+def test_scores_come_back_from_disk():
+    """A resumed evaluation whose figures differ because a field was lost or rounded on the way."""
+    for one in (*FOUR, scored(answer("x"), kind="mixed", id=9, graph="4hop2", dependency="mixed")):
+        assert from_row(json.loads(json.dumps({"question": "?", **to_row(one)}))) == one
+
+
+def test_results_table():
+    """A table whose rows do not fit its head, or that sets the whole set's figure beside one kind of it."""
+    mixed = [scored(answer("Ada Lovelace"), id=i, kind=kind) for i, kind in enumerate(("parallel", "sequential"))]
+    table = results_table({"HotpotQA": figures(mixed), "mine": figures([DIRECT])}, "this policy")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert {len(row) for row in rows} == {13}
+    ours = [row[:2] for row in rows if row[2] == "this policy"]
+    assert ours[:-1] == [["HotpotQA", "all"], ["HotpotQA", "parallel"], ["HotpotQA", "sequential"], ["mine", "single"]]
+    assert ours[-1] == ["average", ""]
+    theirs = [row for row in rows if "published" in row[2]]
+    assert len([r for r in theirs if r[1] == "all"]) == 7 and len([r for r in theirs if r[1] == "parallel"]) == 4
+    only_parallel = results_table({"HotpotQA": figures(mixed[:1])}, "this policy")
+    assert "| all |" not in only_parallel and "| .656 |" in only_parallel and ".429" not in only_parallel
+
+
+def test_averages_stand_beside_the_published_ones():
+    """The paper's average over seven sets beside an average over other sets."""
+    sets = ("nq", "TriviaQA", "popqa", "hotpotqa", "2wiki", "musique", "bamboogle")
+    every = {name: figures([DIRECT]) for name in sets}
+    table = results_table(every, "us")
+    assert "| average |  | ParallelSearch, Qwen2.5-7B (published) | .458 |" in table
+    assert "| average |  | us | 1.000 |" in table
+    del every["nq"]
+    assert ".458" not in results_table(every, "us")
+
+
+def test_pass_at_in_the_tables():
+    """Figures that were asked for and are nowhere to be read."""
+    text = results({"nq": figures(samples([True, False, False]), (1, 3))}, "us")
+    assert "| benchmark | pass@1 | pass@3 | maj@1 | maj@3 |" in text and "| nq | .333 | 1.000 | 1.000 | .000 |" in text
