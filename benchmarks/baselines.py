@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.multihop_rag import write_multihop_rag
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.data.themes import THEMES
+from psearch_jax.eval.benchmarks import CLOSED_WORLD, FOUR_ENTITIES
 from psearch_jax.eval.evaluate import read_scores
 from psearch_jax.eval.scores import Score, by_kind, em_interval, finished_by_turn, paired, splitting, summarise
 from psearch_jax.eval.tables import share, table
@@ -29,7 +30,9 @@ from psearch_jax.types import KINDS
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ("r1", "search_r1", "parallel_prompt", "parallelsearch")
 REFERENCE, OURS = "search_r1", "parallelsearch"
-SET = "closed_world:dependency"
+KINDS_AND_FOUR = (*KINDS, FOUR_ENTITIES)  # FOUR_ENTITIES: comparisons of more than any training question holds
+SETS = tuple(f"{CLOSED_WORLD}:{name}" for name in KINDS_AND_FOUR)
+Scores = Mapping[str, Sequence[Score]]  # by set, without its prefix
 # Other worlds need more ids per word than the one that the tokenizer was made for.
 ROOM = ("--prompt_tokens=160", "--obs_tokens=512", "--context_tokens=1024", "--turn_tokens=96", "--slots=64")
 
@@ -45,17 +48,17 @@ def main(argv: Sequence[str]) -> None:
     def scores(name: str, model: str | Path, *arguments: str) -> dict[str, list[Score]]:
         return _evaluate(out / "evaluations" / name, model, *arguments)
 
-    count = f"--count={flags.count}"
+    every = [*(f"--benchmark={name}" for name in SETS), f"--count={flags.count}"]
+
+    def by_set(name: str, model: str | Path, *arguments: str) -> Scores:
+        found = scores(name, model, *every, *arguments)
+        return {kind: found[full] for kind, full in zip(KINDS_AND_FOUR, SETS, strict=True)}
+
     by_method = {
-        method: {
-            seed: scores(f"{method}-{seed}", out / f"{method}-{seed}", f"--benchmark={SET}", count)[SET]
-            for seed in seeds
-        }
-        for method in METHODS
+        method: {seed: by_set(f"{method}-{seed}", out / f"{method}-{seed}") for seed in seeds} for method in METHODS
     }
-    sampled = ("--temperature=1", f"--benchmark={SET}", count)
-    before = scores("toy-sampled", "toy", *sampled)[SET]
-    after = {seed: scores(f"{OURS}-{seed}-sampled", out / f"{OURS}-{seed}", *sampled)[SET] for seed in seeds}
+    before = by_set("toy-sampled", "toy", "--temperature=1")
+    after = {seed: by_set(f"{OURS}-{seed}-sampled", out / f"{OURS}-{seed}", "--temperature=1") for seed in seeds}
 
     report: dict[str, Any] = {"arguments": vars(flags)}
     parts = ["Every method after training, mean over seeds, greedy:", methods_table(by_method)]
@@ -64,8 +67,8 @@ def main(argv: Sequence[str]) -> None:
     report["paired"] = {method: _differences(by_method, method) for method in METHODS if method != REFERENCE}
     parts += [f"Paired with {REFERENCE} over the same questions, all seeds together:", _paired_table(report["paired"])]
     report["splitting"] = {
-        "before": splitting(before),
-        "after": splitting([s for group in after.values() for s in group]),
+        "before": splitting(_all(before)),
+        "after": splitting([s for found in after.values() for s in _all(found)]),
     }
     parts += ["The decision to split, sampled at temperature 1:", _splitting_table(report["splitting"])]
     report["cross_corpus"] = _cross_corpus(out, scores, seeds, flags.count)
@@ -76,26 +79,27 @@ def main(argv: Sequence[str]) -> None:
     print(text, end="")
 
 
-def methods_table(by_method: Mapping[str, Mapping[int, Sequence[Score]]]) -> str:
-    """EM per kind and on average, as the paper's main table; turns and splitting on parallel questions."""
-    rows = [["method", *(f"EM {kind}" for kind in KINDS), "average", "turns parallel", "split parallel"]]
-    rows[0] += ["turns sequential", "split sequential", "tokens"]
+def methods_table(by_method: Mapping[str, Mapping[int, Scores]]) -> str:
+    """EM per set and on average over the kinds, as the paper's main table; turns and splitting beside it."""
+    rows = [["method", *(f"EM {name}" for name in KINDS_AND_FOUR), "average of kinds"]]
+    for kind in ("parallel", "sequential"):
+        rows[0] += [f"turns {kind}", f"split {kind}"]
     for method, by_seed in by_method.items():
-        figures = {kind: [summarise(by_kind(scores)[kind]) for scores in by_seed.values()] for kind in KINDS}
-        em = {kind: mean(f["em"] for f in found) for kind, found in figures.items()}
-        row = [method, *(share(em[kind]) for kind in KINDS), share(mean(em.values()))]
+        figures = {name: [summarise(found[name]) for found in by_seed.values()] for name in KINDS_AND_FOUR}
+        em = {name: mean(f["em"] for f in found) for name, found in figures.items()}
+        row = [method, *(share(em[name]) for name in KINDS_AND_FOUR), share(mean(em[kind] for kind in KINDS))]
         for kind in ("parallel", "sequential"):
             row.append(f"{mean(f['turns'] for f in figures[kind]):.2f}")
             row.append(share(mean(f["decomposition_ratio"] for f in figures[kind])))
-        rows.append([*row, f"{mean(summarise(s)['tokens'] for s in by_seed.values()):.0f}"])
+        rows.append(row)
     return table(rows)
 
 
-def seeds_table(by_method: Mapping[str, Mapping[int, Sequence[Score]]]) -> str:
+def seeds_table(by_method: Mapping[str, Mapping[int, Scores]]) -> str:
     rows = [["method", "seed", "EM", "95%", "split", "turns", "LLM calls"]]
     for method, by_seed in by_method.items():
-        for seed, scores in by_seed.items():
-            group = by_kind(scores)["parallel"]
+        for seed, found in by_seed.items():
+            group = found["parallel"]
             f, (low, high) = summarise(group), em_interval(group)
             spread = f"{share(low)}-{share(high)}"
             numbers = [share(f["decomposition_ratio"]), f"{f['turns']:.2f}", str(f["llm_calls"])]
@@ -103,24 +107,28 @@ def seeds_table(by_method: Mapping[str, Mapping[int, Sequence[Score]]]) -> str:
     return table(rows)
 
 
-def finished_table(by_method: Mapping[str, Mapping[int, Sequence[Score]]]) -> str:
+def finished_table(by_method: Mapping[str, Mapping[int, Scores]]) -> str:
     rows = [["method", *map(str, range(1, 7))]]
     for method, by_seed in by_method.items():
-        shares = [finished_by_turn(by_kind(scores)["parallel"]) for scores in by_seed.values()]
+        shares = [finished_by_turn(found["parallel"]) for found in by_seed.values()]
         rows.append([method, *(share(mean(column)) for column in zip(*shares, strict=True))])
     return table(rows)
 
 
-def _differences(by_method: Mapping[str, Mapping[int, Sequence[Score]]], method: str) -> dict[str, Any]:
+def _differences(by_method: Mapping[str, Mapping[int, Scores]], method: str) -> dict[str, Any]:
     """Seeds count as samples of a question: the interval is over questions."""
 
     def pooled(name: str, kind: str) -> list[Score]:
-        return [replace(s, sample=seed) for seed, scores in by_method[name].items() for s in by_kind(scores)[kind]]
+        return [replace(s, sample=seed) for seed, found in by_method[name].items() for s in found[kind]]
 
     return {
         kind: {value: paired(pooled(REFERENCE, kind), pooled(method, kind), value) for value in ("em", "turns")}
-        for kind in ("parallel", "sequential")
+        for kind in ("parallel", FOUR_ENTITIES, "sequential")
     }
+
+
+def _all(found: Scores) -> list[Score]:
+    return [s for group in found.values() for s in group]
 
 
 def _paired_table(found: Mapping[str, Any]) -> str:
