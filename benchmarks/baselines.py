@@ -181,11 +181,18 @@ def _cross_corpus(out: Path, scores: Any, seeds: Sequence[int], count: int) -> l
 
 
 def _cross_table(found: Sequence[Mapping[str, Any]]) -> str:
+    """The policy before training, and the mean of the trained ones."""
     rows = [["world", "policy", "questions", "EM", "F1", "split", "turns", "valid"]]
-    for row in found:
-        shares = [share(row[key]) for key in ("em", "f1", "decomposition_ratio")]
-        numbers = [*shares, f"{row['turns']:.2f}", share(row["valid_format"])]
-        rows.append([row["world"], row["policy"], row["kind"], *numbers])
+    keys = list(dict.fromkeys((row["world"], row["policy"] == "toy", row["kind"]) for row in found))
+    for world, toy, kind in keys:
+        group = [r for r in found if (r["world"], r["policy"] == "toy", r["kind"]) == (world, toy, kind)]
+        means = {
+            key: mean(row[key] for row in group)
+            for key in ("em", "f1", "decomposition_ratio", "turns", "valid_format")
+        }
+        shares = [share(means[key]) for key in ("em", "f1", "decomposition_ratio")]
+        policy = "before" if toy else f"after, mean of {len(group)}"
+        rows.append([world, policy, kind, *shares, f"{means['turns']:.2f}", share(means["valid_format"])])
     return table(rows)
 
 
