@@ -17,6 +17,7 @@ EXTRAS = {
         "ruff>=0.8",
         "import-linter>=2",
         "faiss-cpu>=1.9",  # writes the flat index that build_index reads
+        "jax[tpu]",  # libtpu: compiles for TPU topologies on any machine
         # The reference in the parity tests, which skip without it. Elsewhere than on 3.11 it may come with
         # gigabytes of CUDA libraries, so there it is the user's choice.
         "torch==2.13.0; python_version < '3.12'",

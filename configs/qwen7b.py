@@ -3,7 +3,8 @@
     python launch/train.py --config=configs/qwen7b.py --config.data.source=TRAIN.parquet \\
         --config.retrieval.index=DIR --workdir=DIR
 
-Float32 master weights and AdamW take 16 bytes per parameter, about 122 GB over all chips.
+Planned for v5e:4x4, v6e:4x4 and v5p:2x2x1 (docs/scale.md); on other machines run launch/plan.py first. Float32 master
+weights and AdamW take 12 bytes per parameter, about 91 GB over all chips, and the gradients another 30 in an update.
 """
 
 from ml_collections import ConfigDict
@@ -13,7 +14,13 @@ from psearch_jax.config import config_dict
 
 def get_config() -> ConfigDict:
     return config_dict(
-        model=dict(path="Qwen/Qwen2.5-7B-Instruct", dtype="bfloat16", sampling_dtype="bfloat16", remat=True),
+        model=dict(
+            path="Qwen/Qwen2.5-7B-Instruct",
+            dtype="bfloat16",
+            sampling_dtype="bfloat16",
+            remat=True,
+            shard_residual=True,
+        ),
         mesh=dict(data=1, fsdp=-1, tensor=4),
         rollout=dict(
             slots=128,

@@ -20,6 +20,7 @@ from psearch_jax.data.prepared import open_questions
 from psearch_jax.eval.benchmarks import CLOSED_WORLD, closed_world_benchmark
 from psearch_jax.launching import CACHE_HOME, read_token
 from psearch_jax.models import hf, qwen2
+from psearch_jax.models.attention import implementation_for
 from psearch_jax.rl.compat import compat_reward
 from psearch_jax.rl.rewards import RewardWeights, paper_reward
 from psearch_jax.rollout.boundary import cached_tables
@@ -143,7 +144,7 @@ def engine(
     _match(tokenizer, model, tokenizer_path)
     dtype = jnp.dtype(config.model.sampling_dtype)
     sampler = Sampler(
-        qwen2.graphdef(model, dtype),
+        qwen2.graphdef(model, dtype, attention=implementation_for(mesh, dtype)),
         model,
         cached_tables(tokenizer, CACHE_HOME / "boundary", model.vocab_rows),
         tokenizer.size,
@@ -186,6 +187,7 @@ def training_run(config: Config) -> Run:
         jnp.dtype(config.model.dtype),
         jnp.dtype(config.model.sampling_dtype),
         config.model.remat,
+        config.model.shard_residual,
     )
     reference = learner.reference_copy(parts.params) if config.learning.kl_coefficient > 0 else None
     return Run(

@@ -23,7 +23,7 @@ MeshAxes = tuple[str, ...] | str | None
 _TENSOR = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 STORAGE: Mapping[str, MeshAxes] = {**_TENSOR, "embed": "fsdp"}
 SAMPLING: Mapping[str, MeshAxes] = _TENSOR
-COMPUTE: Mapping[str, MeshAxes] = {**_TENSOR, "rows": ("data", "fsdp")}
+COMPUTE: Mapping[str, MeshAxes] = {**_TENSOR, "rows": ("data", "fsdp"), "positions": "tensor"}
 
 
 def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
@@ -83,6 +83,11 @@ def param_shardings(abstract: nnx.State, rules: Mapping[str, MeshAxes], mesh: Me
         return variable.replace(sharding)
 
     return jax.tree.map(one, abstract, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def placed(abstract: Any, shardings: Any) -> Any:
+    """ShapeDtypeStructs of a tree of arrays (or of such structs), each with its sharding: arguments to compile for."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
 
 
 def sampling_cast(abstract: nnx.State, dtype: Any, mesh: Mesh) -> Callable[[nnx.State], nnx.State]:

@@ -1,6 +1,9 @@
 """Fixtures shared by all tests."""
 
+import os
 from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed, jax looks for a TPU and says much about it
 
 import pytest
 import tokenizers

@@ -1,5 +1,6 @@
 """Rollouts, gradients and three updates on one mesh, for tests/test_learner.py: eight_devices.py D,F,T OUT.npz"""
 
+import functools
 import json
 import sys
 
@@ -11,7 +12,7 @@ from helpers import random_params, started, tiny_config
 
 from psearch_jax.config import LearningSection, MeshSection
 from psearch_jax.launching import configure_jax
-from psearch_jax.models import qwen2
+from psearch_jax.models import attention, qwen2
 from psearch_jax.rl.batch import mini_batches
 from psearch_jax.rollout.boundary import build_tables
 from psearch_jax.rollout.sampler import Sampler
@@ -39,6 +40,15 @@ def rollouts(sampler: Sampler, params: nnx.State):
     return jax.tree.map(np.asarray, jax.device_get(state))
 
 
+def check_kernel(mesh) -> None:
+    """The TPU's attention kernel, interpreted, on each device's own rows and heads, against the whole."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in ((B, 130, 4, 16), *[(B, 2, 130, 16)] * 2))
+    with jax.set_mesh(mesh):
+        ours = jax.jit(functools.partial(attention._splash, interpret=True))(q, k, v)
+    np.testing.assert_allclose(ours, attention.causal(q, k, v), atol=1e-5)
+
+
 def by_name(state: nnx.State) -> dict[str, np.ndarray]:
     flat = nnx.to_flat_state(state)
     return {"/".join(path): np.asarray(jax.device_get(v.get_value())) for path, v in flat}
@@ -50,7 +60,8 @@ def main(sizes: str, out: str) -> None:
     config = tiny_config(V, tied=False)
     optimizer = make_optimizer(LEARNING, 3)
     state = init_state(random_params(config, seed=6), optimizer, mesh)
-    learner = Learner(config, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS))
+    check_kernel(mesh)
+    learner = Learner(config, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), shard_residual=tensor > 1)
     tables = build_tables(TOKENS, V)
     sampler = Sampler(qwen2.graphdef(config, jnp.float32), config, tables, len(TOKENS), [STOP], mesh)
     rolled = rollouts(sampler, learner.sampling_copy(state.params))

@@ -219,18 +219,27 @@ def test_warm_up_compiles_every_width(tiny_tokenizer, params):
 EIGHT = Path(__file__).with_name("eight_devices.py")
 
 
+def on_mesh(mesh, file):
+    """What tests/eight_devices.py computes on a mesh of some of eight devices, in a process of its own."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    command = [sys.executable, str(EIGHT), mesh, str(file)]
+    done = subprocess.run(command, env=env, cwd=EIGHT.parents[1], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(np.load(file)), json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.fixture(scope="module")
-def one_and_eight(tmp_path_factory):
-    """What tests/eight_devices.py computes on one device and on a 2x2x2 mesh, each in its own process."""
-    out = {}
-    for name, mesh in (("one", "1,1,1"), ("eight", "2,2,2")):
-        file = tmp_path_factory.mktemp("devices") / f"{name}.npz"
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-        command = [sys.executable, str(EIGHT), mesh, str(file)]
-        done = subprocess.run(command, env=env, cwd=EIGHT.parents[1], capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr[-3000:]
-        out[name] = dict(np.load(file)), json.loads(done.stdout.splitlines()[-1])
-    return out
+def on_one(tmp_path_factory):
+    return on_mesh("1,1,1", tmp_path_factory.mktemp("devices") / "one.npz")
+
+
+MESHES = ["2,2,2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("8,1,1", "1,8,1", "1,2,4"))]
+
+
+@pytest.fixture(scope="module", params=MESHES)
+def one_and_eight(request, on_one, tmp_path_factory):
+    """The same on one device and on a mesh of eight."""
+    return {"one": on_one, "eight": on_mesh(request.param, tmp_path_factory.mktemp("devices") / "eight.npz")}
 
 
 def test_eight_devices_sample_the_same_ids(one_and_eight):

@@ -45,12 +45,15 @@ def write(cache: KVCache, k: jax.Array, v: jax.Array, start: jax.Array, count: j
     # dynamic_update_slice would overwrite live keys instead.
     target = jnp.where(offset < count[:, None], start[:, None] + offset, size)
 
-    def row(old: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:  # [K, S, H], [K, T, H], [T]
-        return old.at[:, at].set(new.astype(old.dtype), mode="drop")
+    # Every leading index is spelled out, so that what is written is whole lines of H. With L or K as slices, XLA's TPU
+    # backend lays the cache out for the write, and transposes all of it at every token.
+    L, B, K = k.shape[:3]
+    at = jnp.arange(L)[:, None, None, None], jnp.arange(B)[:, None, None], jnp.arange(K)[:, None], target[:, None]
 
-    # Layers and rows are mapped as leading dimensions: any other order transposes the whole cache at every token.
-    put = jax.vmap(jax.vmap(row), in_axes=(0, 0, None))
-    return KVCache(put(cache.k, k, target), put(cache.v, v, target))
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[at].set(new.astype(old.dtype), mode="drop")
+
+    return KVCache(put(cache.k, k), put(cache.v, v))
 
 
 def copy_rows(cache: KVCache, source: KVCache, index: jax.Array) -> KVCache:
@@ -61,10 +64,16 @@ def copy_rows(cache: KVCache, source: KVCache, index: jax.Array) -> KVCache:
       index: [B] int32.
     """
     positions = source.k.shape[3]
-    keep = (index < 0)[None, :, None, None, None]
+    keep = (index < 0)[:, None, None, None]
 
-    def one(old: jax.Array, new: jax.Array) -> jax.Array:
-        taken = jnp.take(new, jnp.maximum(index, 0), axis=1)
-        return old.at[:, :, :, :positions].set(jnp.where(keep, old[:, :, :, :positions], taken.astype(old.dtype)))
+    # Layer by layer: where rows are split over devices, taking some gathers all of the source.
+    def one(layer: jax.Array, caches: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        out = []
+        for old, new in zip(caches, (source.k, source.v), strict=True):
+            taken = jnp.take(jax.lax.dynamic_index_in_dim(new, layer, keepdims=False), jnp.maximum(index, 0), axis=0)
+            here = jax.lax.dynamic_slice_in_dim(old, layer, 1)[0]
+            here = here.at[:, :, :positions].set(jnp.where(keep, here[:, :, :positions], taken.astype(here.dtype)))
+            out.append(jax.lax.dynamic_update_index_in_dim(old, here, layer, 0))
+        return tuple(out)
 
-    return KVCache(one(cache.k, source.k), one(cache.v, source.v))
+    return KVCache(*jax.lax.fori_loop(0, cache.k.shape[0], one, (cache.k, cache.v)))

@@ -20,10 +20,9 @@ import numpy as np
 from flax import nnx
 
 from psearch_jax.config import Qwen2Config
+from psearch_jax.models.attention import NEG_INF, Implementation, cached, causal
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.sharding import constrain
-
-NEG_INF = -1e30  # a finite stand-in: a row of -inf alone would softmax to NaN
 
 
 class Layers(nnx.Module):
@@ -60,10 +59,21 @@ class Qwen2(nnx.Module):
       rngs: holds the `params` stream for initialisation (normal, std 0.02, as the published models).
       dtype: of the computation; parameters are stored in float32 and cast where they are used.
       remat: recompute each layer in the backward pass instead of storing its activations.
+      attention: how rows without a cache attend.
+      shard_residual: between layers, the positions are split over `tensor`; what remat stores shrinks by that factor.
     """
 
-    def __init__(self, config: Qwen2Config, rngs: nnx.Rngs, dtype: Any = jnp.float32, remat: bool = False):
-        self.config, self.dtype, self.remat = config, jnp.dtype(dtype), remat
+    def __init__(
+        self,
+        config: Qwen2Config,
+        rngs: nnx.Rngs,
+        dtype: Any = jnp.float32,
+        remat: bool = False,
+        attention: Implementation = "blocked",
+        shard_residual: bool = False,
+    ):
+        self.config, self.dtype, self.remat, self.attention = config, jnp.dtype(dtype), remat, attention
+        self.shard_residual = shard_residual
         self.embedding = _normal(rngs, (config.vocab_rows, config.width), ("vocab", "embed"))
         self.layers = Layers(config, rngs)
         self.final_norm = _ones((config.width,), (None,))
@@ -95,10 +105,19 @@ class Qwen2(nnx.Module):
         rotation = _rotation(positions, config.head_dim, config.rope_theta)
         table = constrain(self.embedding[...], "vocab", None)  # gathered over fsdp once, not once per row
         x = jnp.take(table, ids, axis=0).astype(self.dtype)
-        x = constrain(x, "rows", None, None)
+        split = "positions" if self.shard_residual else None
+        x = constrain(x, "rows", split, None)
         weights = nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
         step = functools.partial(
-            _layer, config=config, rotation=rotation, start=begin, cache=cache, span=span, keep=keep_kv
+            _layer,
+            config=config,
+            rotation=rotation,
+            start=begin,
+            cache=cache,
+            span=span,
+            keep=keep_kv,
+            attention=self.attention,
+            split=split,
         )
         if self.remat and not keep_kv:
             step = jax.checkpoint(step, policy=jax.checkpoint_policies.nothing_saveable)
@@ -154,6 +173,8 @@ def _layer(
     cache: KVCache | None,
     span: int | None,
     keep: bool,
+    attention: Implementation,
+    split: str | None,
 ):
     """One decoder layer; the body of the scan. Returns ([B, T, D], new (k, v) [B, K, T, H] or None)."""
     w, layer = xs
@@ -164,12 +185,12 @@ def _layer(
     k = constrain(_rotate(_dense(y, w["k_kernel"], w["k_bias"]), cos, sin), "rows", None, "kv_heads", None)
     v = constrain(_dense(y, w["v_kernel"], w["v_bias"]), "rows", None, "kv_heads", None)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H], as the cache holds them
-    out = _attend(q, k, v, old, start)
-    x = constrain(x + _dense(out, w["o_kernel"], contracted=2), "rows", None, None)
+    out = causal(q, k, v, attention) if old is None else cached(q, k, v, old, start)
+    x = constrain(x + _dense(out, w["o_kernel"], contracted=2), "rows", split, None)
     y = _rms_norm(x, w["mlp_norm"], config.rms_eps)
     inner = jax.nn.silu(_dense(y, w["gate_kernel"])) * _dense(y, w["up_kernel"])
     x = x + _dense(constrain(inner, "rows", None, "mlp"), w["down_kernel"])
-    return constrain(x, "rows", None, None), (k, v) if keep else None
+    return constrain(x, "rows", split, None), (k, v) if keep else None
 
 
 def _one_layer(cache: jax.Array, layer: jax.Array, span: int | None) -> jax.Array:
@@ -188,41 +209,6 @@ def _dense(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None, contr
     out = x.reshape(B * T, inputs) @ kernel.reshape(inputs, -1).astype(x.dtype)
     out = out.reshape(B, T, *outputs)
     return out if bias is None else out + bias.astype(x.dtype)
-
-
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, old: Any, start: jax.Array) -> jax.Array:
-    """Causal attention of a chunk over itself and, where given, the cached positions before it.
-
-    The cache is only read: one softmax runs over the scores of both, so that no layer copies the cache to append.
-
-    Args:
-      q: [B, T, N, H]. k, v: [B, K, T, H] of the chunk.
-      old: None, or cached (k, v) [B, K, S, H], of which the first start[b] positions are real.
-
-    Returns:
-      [B, T, N, H].
-    """
-    B, T, N, H = q.shape
-    K = k.shape[1]
-    G = N // K
-    # The G heads of a kv head are stacked along the query positions, which makes every product a plain batched one.
-    q = (q * (H**-0.5)).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
-    causal = jnp.tile(jnp.tril(jnp.ones((T, T), bool)), (G, 1))
-    scores = jnp.einsum("BKXH,BKSH->BKXS", q, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(causal, scores, NEG_INF)
-    if old is not None:
-        old_k, old_v = old
-        seen = jnp.arange(old_k.shape[2]) < start[:, None]  # [B, S]
-        before = jnp.einsum("BKXH,BKSH->BKXS", q, old_k.astype(q.dtype), preferred_element_type=jnp.float32)
-        scores = jnp.concatenate([jnp.where(seen[:, None, None], before, NEG_INF), scores], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    if old is None:
-        out = jnp.einsum("BKXS,BKSH->BKXH", weights, v)
-    else:
-        S = old_v.shape[2]
-        out = jnp.einsum("BKXS,BKSH->BKXH", weights[..., :S], old_v.astype(q.dtype))
-        out = out + jnp.einsum("BKXS,BKSH->BKXH", weights[..., S:], v)
-    return out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -261,9 +247,16 @@ def abstract_params(config: Qwen2Config) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(params=0))), nnx.Param)
 
 
-def graphdef(config: Qwen2Config, dtype: Any, remat: bool = False) -> nnx.GraphDef:
+def graphdef(
+    config: Qwen2Config,
+    dtype: Any,
+    remat: bool = False,
+    attention: Implementation = "blocked",
+    shard_residual: bool = False,
+) -> nnx.GraphDef:
     """The static half of a model; `nnx.merge(graphdef, params)` is the live one."""
-    return nnx.split(nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(params=0), dtype, remat)), nnx.Param)[0]
+    model = nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(params=0), dtype, remat, attention, shard_residual))
+    return nnx.split(model, nnx.Param)[0]
 
 
 def init_params(config: Qwen2Config, seed: int) -> nnx.State:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,12 +26,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from psearch_jax.config import Qwen2Config
-from psearch_jax.models import kv_cache
+from psearch_jax.models import kv_cache, qwen2
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.qwen2 import NEG_INF
 from psearch_jax.rollout import boundary, sampling
 from psearch_jax.rollout.boundary import BoundaryTables
-from psearch_jax.sharding import SAMPLING, replicated, rows_sharding, spec
+from psearch_jax.sharding import SAMPLING, param_shardings, placed, replicated, rows_sharding, spec
 
 
 class Status(enum.IntEnum):
@@ -59,6 +59,16 @@ class SamplerState:
     automaton: jax.Array  # [B] int32, state of the tag automaton; its last row means: an answer is complete
     status: jax.Array  # [B] int32, a `Status`
     key: jax.Array  # [B, 2] uint32, the rollout's own random key
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Tables:
+    """What decides where a row stops; A automaton states and one more, which stays where it is."""
+
+    next: jax.Array  # [A + 1, V] int
+    hit: jax.Array  # [A + 1, V] int
+    stop: jax.Array  # [V] bool
 
 
 class Sampler:
@@ -97,12 +107,11 @@ class Sampler:
         self._after_answer, self._park_fraction = max_tokens_after_answer, park_fraction
         states = tables.next.shape[0]
         self._answered = states  # one row more: stays there, completes nothing
-        place = functools.partial(jax.device_put, device=replicated(mesh))
-        self._next = place(np.pad(tables.next, ((0, 1), (0, 0)), constant_values=states))
-        self._hit = place(np.pad(tables.hit, ((0, 1), (0, 0))))
         stop = np.zeros(tables.next.shape[1], bool)
         stop[list(stop_ids)] = True
-        self._stop = place(stop)
+        self._host_tables = _Tables(
+            np.pad(tables.next, ((0, 1), (0, 0)), constant_values=states), np.pad(tables.hit, ((0, 1), (0, 0))), stop
+        )
         shardings = self._shardings()
         self._prefill = jax.jit(self._prefill_program, out_shardings=shardings)
         self._admit = jax.jit(self._admit_program, donate_argnames="state", out_shardings=shardings)
@@ -165,12 +174,48 @@ class Sampler:
           span: positions that no running row will outgrow in this call, at most S; the cache behind them is not read.
         """
         with jax.set_mesh(self.mesh):
-            return self._generate(params, state, np.float32(temperature), span=span or state.ids.shape[1])
+            return self._generate(
+                params, self._tables, state, np.float32(temperature), span=span or state.ids.shape[1]
+            )
+
+    @functools.cached_property
+    def _tables(self) -> _Tables:
+        return jax.device_put(self._host_tables, replicated(self.mesh))
 
     def compilations(self) -> dict[str, int]:
         """How many shapes each program was compiled for."""
         names = ("prefill", "admit", "extend", "generate")
         return {name: getattr(self, f"_{name}")._cache_size() for name in names}
+
+    def traced(
+        self, rows: int, positions: int, prompt_tokens: int, obs_tokens: int
+    ) -> tuple[SamplerState, SamplerState, dict[str, Callable[[], jax.stages.Traced]]]:
+        """State, pool and every program at its largest shape, without arrays: to be compiled where there are no
+        devices (plan.py)."""
+        mesh, shardings = self.mesh, self._shardings()
+        _, abstract = qwen2.abstract_params(self.config)
+        cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self.dtype), abstract)
+        params = placed(cast, param_shardings(abstract, SAMPLING, mesh))
+        state = placed(jax.eval_shape(lambda: self._new_program(rows, positions)), shardings)
+        pool = placed(jax.eval_shape(lambda: self._new_program(rows, prompt_tokens)), shardings)
+        tables = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), self._host_tables
+        )
+        wide, narrow, none = rows_sharding(mesh, 2), rows_sharding(mesh, 1), replicated(mesh)
+        count = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=narrow)
+        number, warmth = (jax.ShapeDtypeStruct((), kind, sharding=none) for kind in (jnp.int32, jnp.float32))
+        keys = jax.ShapeDtypeStruct((rows, 2), jnp.uint32, sharding=wide)
+
+        def ids(width: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((rows, width), jnp.int32, sharding=wide)
+
+        programs = {
+            "prefill": lambda: self._prefill.trace(params, ids(prompt_tokens), count),
+            "admit": lambda: self._admit.trace(state, pool, count, keys, number, number),
+            "extend": lambda: self._extend.trace(params, state, ids(obs_tokens), count, number),
+            "generate": lambda: self._generate.trace(params, tables, state, warmth, span=positions),
+        }
+        return state, pool, programs
 
     # ---- the programs ----
 
@@ -253,7 +298,7 @@ class Sampler:
             status=status.astype(jnp.int32),
         )
 
-    def _generate_program(self, params, state: SamplerState, temperature, span: int) -> SamplerState:
+    def _generate_program(self, params, tables: _Tables, state: SamplerState, temperature, span: int) -> SamplerState:
         model = nnx.merge(self._graph, params)
 
         def go_on(state: SamplerState) -> jax.Array:
@@ -261,9 +306,11 @@ class Sampler:
             parked = jnp.sum(state.status == Status.SEARCH)
             return (running > 0) & (parked < self._park_fraction * (running + parked))
 
-        return jax.lax.while_loop(go_on, functools.partial(self._decode, model, temperature, span), state)
+        return jax.lax.while_loop(go_on, functools.partial(self._decode, model, tables, temperature, span), state)
 
-    def _decode(self, model: Any, temperature: jax.Array, span: int, state: SamplerState) -> SamplerState:
+    def _decode(
+        self, model: Any, tables: _Tables, temperature: jax.Array, span: int, state: SamplerState
+    ) -> SamplerState:
         """One id for every running row."""
         B, S = state.ids.shape
         rows = jnp.arange(B)
@@ -282,7 +329,7 @@ class Sampler:
 
         write_at = jnp.where(running, state.length, S)
         length = state.length + running
-        hit = self._hit[state.automaton, token]
+        hit = tables.hit[state.automaton, token]
         was_answered = state.automaton == self._answered
         answered = was_answered | (hit == boundary.HIT_ANSWER)
         turn_left = state.turn_left - running
@@ -291,13 +338,13 @@ class Sampler:
         # The earliest tag wins; then a stop id; then the budgets.
         ended = [
             (hit == boundary.HIT_SEARCH, Status.SEARCH),
-            (answered & (self._stop[token] | (turn_left <= 0) | full), Status.ANSWER),
-            (~answered & self._stop[token], Status.EOS),
+            (answered & (tables.stop[token] | (turn_left <= 0) | full), Status.ANSWER),
+            (~answered & tables.stop[token], Status.EOS),
             (~answered & full, Status.CONTEXT_FULL),
             (~answered & (turn_left <= 0), Status.TURN_FULL),
         ]
         status = jnp.select([c for c, _ in ended], [jnp.int32(s) for _, s in ended], jnp.int32(Status.RUNNING))
-        automaton = jnp.where(answered, self._answered, self._next[state.automaton, token].astype(jnp.int32))
+        automaton = jnp.where(answered, self._answered, tables.next[state.automaton, token].astype(jnp.int32))
         return replace(
             state,
             ids=state.ids.at[rows, write_at].set(token, mode="drop"),

@@ -7,7 +7,7 @@ is compiled once per width, `apply` divides once and takes the optimizer step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,9 +21,10 @@ from psearch_jax.buckets import buckets
 from psearch_jax.config import LearningSection, Qwen2Config
 from psearch_jax.metrics import Ratio
 from psearch_jax.models import qwen2
+from psearch_jax.models.attention import implementation_for
 from psearch_jax.rl.batch import micro_batches
 from psearch_jax.rl.losses import METRICS, policy_loss
-from psearch_jax.sharding import constrain, replicated, sampling_cast
+from psearch_jax.sharding import constrain, placed, replicated, rows_sharding, sampling_cast
 from psearch_jax.train.state import TrainState, abstract_state, state_shardings
 from psearch_jax.types import TrainBatch
 
@@ -72,19 +73,21 @@ class Learner:
         dtype: Any = jnp.float32,
         sampling_dtype: Any = jnp.float32,
         remat: bool = True,
+        shard_residual: bool = False,
     ):
-        self._graph = qwen2.graphdef(model, dtype, remat)
+        self._graph = qwen2.graphdef(model, dtype, remat, implementation_for(mesh, dtype), shard_residual)
         self._learning, self._optimizer, self._mesh = learning, optimizer, mesh
         self._temperature, self._n_ids = temperature, n_ids
         self._context, self._widths = context_tokens, buckets(context_tokens)
         _, abstract = qwen2.abstract_params(model)
-        state_places = state_shardings(abstract_state(abstract, optimizer), mesh)
-        sums_places = (state_places.params, replicated(mesh), replicated(mesh))
+        self._abstract = abstract_state(abstract, optimizer)
+        self._places = state_shardings(self._abstract, mesh)
+        sums_places = (self._places.params, replicated(mesh), replicated(mesh))
         self._logprobs = jax.jit(self._logprobs_program, out_shardings=replicated(mesh))
         self._zero = jax.jit(self._zero_program, out_shardings=sums_places)
         self._accumulate = jax.jit(self._accumulate_program, donate_argnames="sums", out_shardings=sums_places)
         self._apply = jax.jit(
-            self._apply_program, donate_argnames="state", out_shardings=(state_places, replicated(mesh))
+            self._apply_program, donate_argnames="state", out_shardings=(self._places, replicated(mesh))
         )
         self._names = [".".join(path) for path, _ in nnx.to_flat_state(abstract)]
         self._cast = sampling_cast(abstract, sampling_dtype, mesh)
@@ -144,6 +147,24 @@ class Learner:
     def compilations(self) -> dict[str, int]:
         """How many shapes each program was compiled for."""
         return {name: getattr(self, f"_{name}")._cache_size() for name in ("logprobs", "accumulate", "apply")}
+
+    def traced(self) -> dict[str, Callable[[], jax.stages.Traced]]:
+        """Every program at its largest shape, to be compiled where there are no devices (plan.py)."""
+        rows, mesh = self._learning.micro_batch_rows, self._mesh
+        wide, narrow = rows_sharding(mesh, 2), rows_sharding(mesh, 1)
+        whole = jax.ShapeDtypeStruct((rows, self._context), jnp.float32, sharding=wide)
+        ids = jax.ShapeDtypeStruct(whole.shape, jnp.int32, sharding=wide)
+        piece = TrainBatch(ids, jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=narrow), *[whole] * 5)
+        state = placed(self._abstract, self._places)
+        sums = jax.eval_shape(self._zero_program, state.params)
+        others = jax.tree.map(lambda _: replicated(mesh), sums[1:])
+        sums = placed(sums, (self._places.params, *others))
+        return {
+            "reshard": lambda: self._cast.trace(state.params),
+            "logprobs": lambda: self._logprobs.trace(state.params, piece.ids, piece.length),
+            "accumulate": lambda: self._accumulate.trace(state.params, sums, piece),
+            "apply": lambda: self._apply.trace(state, sums),
+        }
 
     def _sums(self, params: nnx.State, batch: TrainBatch) -> Sums:
         with jax.set_mesh(self._mesh):

@@ -1,0 +1,85 @@
+"""Says whether a run fits a TPU, without one: `python launch/plan.py --config=configs/qwen7b.py --topology=v5e:4x4`.
+
+The run's own programs are compiled for the topology (libtpu is needed: `pip install 'jax[tpu]'`), and what every chip
+holds is listed: the compiler's peak of each program, and what is resident beside it. `--search` finds the largest
+slots, micro-batch and context that fit. Exit code 2, with what to change, when the run does not fit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from absl import flags
+from ml_collections import config_flags
+
+from psearch_jax import launching
+from psearch_jax.types import UserError
+
+CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/qwen7b.py.", lock_config=False)
+TOPOLOGY = flags.DEFINE_string("topology", None, "For instance v5e:4x4, v5p:2x2x1, v6e:4x4.")
+SEARCH = flags.DEFINE_bool("search", False, "Find the largest slots, micro-batch rows and context that fit.")
+JSON = flags.DEFINE_string("json", None, "A file for the plan.")
+IDS = flags.DEFINE_integer("mean_ids", 0, "Ids of a mean trajectory, for the floor; 0: half of the context.")
+SAMPLED = flags.DEFINE_integer("sampled_ids", 0, "Of them sampled; 0: a quarter.")
+flags.mark_flags_as_required(["config", "topology"])
+
+
+def main(_: list[str]) -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs on a device, and a TPU at hand stays free
+    from psearch_jax import plan as planning
+    from psearch_jax.config import from_mapping
+    from psearch_jax.eval.tables import table
+    from psearch_jax.metrics import write_whole
+
+    config = from_mapping(CONFIG.value.to_dict())
+    devices = planning.tpu_devices(TOPOLOGY.value)
+
+    def log(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    plan = planning.make_plan(config, TOPOLOGY.value, devices, log)
+
+    def gib(size: int) -> str:
+        return f"{size / planning.GIB:.2f}"
+
+    mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
+    kind = f"{plan.chips} x {devices[0].device_kind}, {gib(plan.chip.hbm_bytes)} GiB each"
+    print(f"{TOPOLOGY.value}: {kind}; {mesh}\n")
+    rows = [["resident", "GiB per chip"]]
+    print(table(rows + [[name.replace("_", " "), gib(size)] for name, size in plan.resident.items()]) + "\n")
+    rows = [["program", "peak", "beside it", "in all", "compiled in"]]
+    for name, p in plan.programs.items():
+        sizes = [gib(n) for n in (p.peak_bytes, p.resident_bytes, p.total_bytes)]
+        rows.append([name, *([p.refused, "", ""] if p.refused else sizes), f"{p.compile_s:.0f} s"])
+    print(table(rows) + "\n")
+    offloaded = max(
+        p.total_bytes - (plan.resident["optimizer"] if name != "apply" else 0) for name, p in plan.programs.items()
+    )
+    spare = gib(plan.chip.hbm_bytes - offloaded)
+    print(f"headroom {gib(plan.headroom_bytes)} GiB; {spare} with the optimizer in host memory between updates")
+    for name, shape, sharding, size, replicated in plan.large:
+        if replicated:
+            print(f"replicated: {name} {list(shape)} {sharding}, {size / 2**20:.1f} MiB on every chip")
+    ids = IDS.value or config.rollout.context_tokens // 2
+    sampled = SAMPLED.value or ids // 4
+    floor = planning.floor_seconds(plan, config, ids, sampled)
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in floor.items())
+    print(
+        f"a step takes at least {sum(floor.values()):.0f} s ({parts}) with {ids} ids a trajectory, {sampled} sampled"
+    )
+    record = plan.to_json() | {"floor_s": floor}
+    if SEARCH.value:
+        record["largest"] = planning.search(config, TOPOLOGY.value, devices, log)
+        largest = ", ".join(f"{name}={value}" for name, value in record["largest"].items())
+        print(f"largest that fit, each with the others as they are: {largest}")
+    if JSON.value:
+        write_whole(Path(JSON.value), json.dumps(record, indent=2) + "\n")
+    if not plan.fits:
+        raise UserError("does not fit: " + "; ".join(planning.advice(plan, config)))
+
+
+if __name__ == "__main__":
+    launching.run(main)

@@ -1,0 +1,400 @@
+"""Whether a run fits a machine that is not at hand: its real programs, compiled for a TPU topology without a TPU.
+
+What a chip must hold at once is counted, not guessed: the compiler's own peak of each program, and beside it whatever
+else is resident while the program runs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from psearch_jax.config import PRESETS, Config, Qwen2Config, validate, with_method
+from psearch_jax.models import hf, qwen2
+from psearch_jax.models.attention import implementation_for
+from psearch_jax.rollout.boundary import build_tables
+from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.sharding import SAMPLING, STORAGE, check_heads, make_mesh, param_shardings, placed
+from psearch_jax.train.state import abstract_state, make_optimizer, state_shardings
+from psearch_jax.train.step import Learner
+from psearch_jax.types import UserError
+
+GIB = 2**30
+LARGE = 2**20  # bytes; smaller arrays are not listed
+TOKENIZER_IDS = 151_665  # of Qwen2.5
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One accelerator: the memory that a program may use, and published peaks (bf16, dense)."""
+
+    hbm_bytes: int
+    flops: float  # per second
+    bandwidth: float  # bytes per second
+
+
+# By the `device_kind` of jax, per device (of v4 and tpu7x: one of a chip's two cores). Memory is what the compiler
+# says is available.
+CHIPS: dict[str, Chip] = {
+    "TPU v4": Chip(int(15.25 * GIB), 137.5e12, 614e9),
+    "TPU v5 lite": Chip(int(15.75 * GIB), 197e12, 819e9),
+    "TPU v5": Chip(int(95.74 * GIB), 459e12, 2765e9),
+    "TPU v6 lite": Chip(int(31.25 * GIB), 918e12, 1640e9),
+    "TPU7x": Chip(int(94.75 * GIB), 1153e12, 3690e9),
+}
+SAMPLER_PROGRAMS = ("prefill", "admit", "extend", "generate")
+LEARNER_PROGRAMS = ("reshard", "logprobs", "accumulate", "apply")
+
+
+@dataclass(frozen=True)
+class Program:
+    """One compiled program on one chip. `total_bytes` is its peak and all else that is resident meanwhile."""
+
+    peak_bytes: int  # its arguments and results included; 0 when it was refused
+    resident_bytes: int  # beside it
+    compile_s: float
+    refused: str = ""  # the compiler's reason, when the program alone does not fit
+
+    @property
+    def total_bytes(self) -> int:
+        return self.peak_bytes + self.resident_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run needs of every chip."""
+
+    topology: str
+    chips: int
+    chip: Chip
+    mesh: Mapping[str, int]
+    model: Qwen2Config
+    resident: Mapping[str, int]  # bytes per chip, by what they are
+    programs: Mapping[str, Program]
+    large: tuple[tuple[str, tuple[int, ...], str, int, bool], ...]  # name, shape, sharding, bytes per chip, replicated
+
+    @property
+    def fits(self) -> bool:
+        return all(not p.refused and p.total_bytes <= self.chip.hbm_bytes for p in self.programs.values())
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Below zero when it does not fit; of refused programs nothing is known."""
+        return self.chip.hbm_bytes - max((p.total_bytes for p in self.programs.values()), default=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole plan; `update` is the larger of its two programs."""
+        programs = {name: asdict(p) | {"total_bytes": p.total_bytes} for name, p in self.programs.items()}
+        if {"accumulate", "apply"} <= set(programs):
+            parts = [programs["accumulate"], programs["apply"]]
+            seconds = {"compile_s": sum(part["compile_s"] for part in parts)}
+            programs["update"] = max(parts, key=lambda part: part["total_bytes"]) | seconds
+        return {
+            "topology": self.topology,
+            "chips": self.chips,
+            "hbm_bytes": self.chip.hbm_bytes,
+            "mesh": dict(self.mesh),
+            "resident": dict(self.resident),
+            "programs": programs,
+            "headroom_bytes": self.headroom_bytes,
+            "fits": self.fits,
+        }
+
+
+def tpu_devices(topology: str) -> list[Any]:
+    """The devices of a TPU topology such as `v5e:4x4`; needs libtpu and no TPU.
+
+    Raises:
+      UserError: libtpu is not installed, or it knows no such topology.
+    """
+    # libtpu asks the cloud's metadata server who it is, unless it is told.
+    for name, value in (
+        ("TPU_SKIP_MDS_QUERY", "1"),
+        ("TPU_ACCELERATOR_TYPE", "v5litepod-16"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
+        ("TPU_WORKER_ID", "0"),
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+    ):
+        os.environ.setdefault(name, value)
+    from jax.experimental import topologies
+
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    except Exception as error:  # whatever the plugin raises
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"--topology={topology}: {reason}; accepted: names such as v5e:4x4, v5p:2x2x1, v6e:4x4, with libtpu "
+            "installed (pip install 'jax[tpu]')"
+        ) from None
+
+
+def model_shape(config: Config) -> Qwen2Config:
+    """The shape of the config's model, without its weights: from its directory, else by the name of its size.
+
+    Raises:
+      UserError: neither is known.
+    """
+    path = config.model.path
+    if not path:
+        return PRESETS[config.model.preset]
+    if (Path(path) / "config.json").is_file():
+        return hf.read_config(path)
+    found = re.search(r"Qwen2(?:\.5)?-(\d+(?:\.\d+)?)B", path)
+    if found and f"{found[1]}b" in PRESETS:
+        return PRESETS[f"{found[1]}b"]
+    raise UserError(f"config.model.path={path}: no config.json there, and no known size in the name")
+
+
+def make_plan(
+    config: Config,
+    topology: str,
+    devices: list[Any],
+    log: Callable[[str], None] = lambda _: None,
+    names: Sequence[str] = (*SAMPLER_PROGRAMS, *LEARNER_PROGRAMS),
+) -> Plan:
+    """Compiles the programs of a training run (or those of `names`) for `devices` and counts what each chip holds.
+
+    Raises:
+      UserError: the config is at odds with itself or with the mesh.
+    """
+    config = with_method(config)
+    validate(config)
+    mesh = make_mesh(config.mesh, devices)
+    model = model_shape(config)
+    check_heads(mesh, model.heads)
+    chip = CHIPS.get(devices[0].device_kind)
+    if chip is None:
+        raise UserError(f"--topology={topology}: {devices[0].device_kind!r} found, accepted: {', '.join(CHIPS)}")
+    rows = mesh.shape["data"] * mesh.shape["fsdp"]
+    for name, value in (
+        ("rollout.slots", config.rollout.slots),
+        ("learning.micro_batch_rows", config.learning.micro_batch_rows),
+    ):
+        if value % rows:
+            raise UserError(f"config.{name}: found {value}, accepted: a multiple of mesh data x fsdp = {rows}")
+
+    learner, sampler = _programs(config, model, mesh)
+    _, abstract = qwen2.abstract_params(model)
+    state = abstract_state(abstract, make_optimizer(config.learning, 1000))
+    state = placed(state, state_shardings(state, mesh))
+    r = config.rollout
+    slots, pool, sampling_programs = sampler.traced(r.slots, r.context_tokens, r.prompt_tokens, r.obs_tokens)
+    dtype = jnp.dtype(config.model.sampling_dtype)
+    low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), abstract)
+    copy = placed(low, param_shardings(abstract, SAMPLING, mesh))
+    reference = placed(low, param_shardings(abstract, STORAGE, mesh)) if config.learning.kl_coefficient > 0 else {}
+    arrays = {
+        "parameters": state.params,
+        "optimizer": state.optimizer,
+        "reference": reference,
+        "sampling_copy": copy,
+        "sampler_state": slots,
+        "prompt_pool": pool,
+    }
+    resident = {name: bytes_per_chip(tree) for name, tree in arrays.items()}
+
+    def beside(*names: str) -> int:
+        return sum(resident[name] for name in names)
+
+    kept = ("parameters", "optimizer", "reference")
+    others = {
+        "prefill": beside(*kept, "sampler_state"),
+        "admit": beside(*kept, "sampling_copy"),
+        "extend": beside(*kept, "prompt_pool"),
+        "generate": beside(*kept, "prompt_pool"),
+        "reshard": beside("optimizer", "reference"),
+        "logprobs": beside("optimizer", "reference"),
+        "accumulate": beside("optimizer", "reference"),
+        "apply": beside("reference"),
+    }
+    traces = {**sampling_programs, **learner.traced()}
+    compiled = {}
+    for name in names:
+        compiled[name] = _compile(traces[name], mesh, others[name])
+        p = compiled[name]
+        log(f"{name}: {p.refused or f'{p.total_bytes / GIB:.2f} GiB'} ({p.compile_s:.0f} s)")
+    large = tuple(row for name, tree in arrays.items() for row in _large(name, tree, mesh))
+    return Plan(topology, len(devices), chip, dict(mesh.shape), model, resident, compiled, large)
+
+
+def bytes_per_chip(tree: Any) -> int:
+    """What one device holds of a tree of placed arrays."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+
+
+def advice(plan: Plan, config: Config) -> list[str]:
+    """What to change, for each program that does not fit, the tightest first."""
+    rows = plan.mesh["data"] * plan.mesh["fsdp"]
+    words = {
+        "accumulate": f"config.learning.micro_batch_rows={config.learning.micro_batch_rows} (a multiple of {rows})",
+        "logprobs": f"config.learning.micro_batch_rows={config.learning.micro_batch_rows} (a multiple of {rows})",
+        "apply": "config.mesh.fsdp (more chips)",
+        "reshard": "config.mesh.tensor (a larger one splits the sampling copy further), or more chips",
+        "extend": f"config.rollout.slots={config.rollout.slots} or obs_tokens={config.rollout.obs_tokens}",
+    }
+    default = f"config.rollout.slots={config.rollout.slots} or context_tokens={config.rollout.context_tokens}"
+    lines = []
+    for name, p in plan.programs.items():
+        if p.refused:
+            lines.append(f"{name} alone is refused ({p.refused}): lower {words.get(name, default)}")
+        elif p.total_bytes > plan.chip.hbm_bytes:
+            over = (p.total_bytes - plan.chip.hbm_bytes) / GIB
+            lines.append(f"{name} is {over:.2f} GiB over: lower {words.get(name, default)}")
+    return lines
+
+
+def weight_gathers(text: str, least_bytes: int = LARGE) -> list[str]:
+    """All-gathers of at least `least_bytes` inside the loops of a compiled program's text."""
+    sizes = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "u8": 1, "pred": 1}
+    found, inside = [], False
+    for line in text.splitlines():
+        if line.startswith(("%", "ENTRY")):
+            inside = not line.startswith("ENTRY")
+        match = re.search(r"= \(?(\w+)\[([\d,]*)\].* all-gather(?:-start)?\(", line)
+        if inside and match and match[1] in sizes:
+            dims = [int(d) for d in match[2].split(",") if d]
+            if math.prod(dims) * sizes[match[1]] >= least_bytes:
+                found.append(line.strip()[:160])
+    return found
+
+
+def _programs(config: Config, model: Qwen2Config, mesh: Mesh) -> tuple[Learner, Sampler]:
+    dtype, low = jnp.dtype(config.model.dtype), jnp.dtype(config.model.sampling_dtype)
+    ids = min(TOKENIZER_IDS, model.vocab_rows)
+    learner = Learner(
+        model,
+        config.learning,
+        make_optimizer(config.learning, 1000),
+        mesh,
+        config.rollout.context_tokens,
+        config.rollout.temperature,
+        ids,
+        dtype,
+        low,
+        config.model.remat,
+        config.model.shard_residual,
+    )
+    sampler = Sampler(
+        qwen2.graphdef(model, low, attention=implementation_for(mesh, low)),
+        model,
+        build_tables([b""], model.vocab_rows),  # the tables' size is that of any vocabulary
+        ids,
+        [0],
+        mesh,
+        low,
+        config.rollout.top_k,
+        config.rollout.top_p,
+        config.rollout.max_tokens_after_answer,
+        config.rollout.park_fraction,
+    )
+    return learner, sampler
+
+
+def _compile(trace: Callable[[], Any], mesh: Mesh, resident: int) -> Program:
+    start = time.monotonic()
+    try:
+        with jax.set_mesh(mesh):
+            analysis = trace().lower().compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        needs = re.search(r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)", str(error))
+        reason = f"{needs[1]} GiB of temporaries, {needs[2]} there" if needs else "out of memory"
+        return Program(0, resident, time.monotonic() - start, reason)
+    return Program(int(analysis.peak_memory_in_bytes), resident, time.monotonic() - start)
+
+
+def _large(group: str, tree: Any, mesh: Mesh) -> list[tuple[str, tuple[int, ...], str, int, bool]]:
+    """A row per large array: name, shape, sharding, bytes per chip, and whether every chip holds all of it."""
+    rows = []
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        size = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+        if size < LARGE:
+            continue
+        here = bytes_per_chip(x)
+        name = group + jax.tree_util.keystr(path).replace("['", ".").replace("']", "")
+        rows.append((name, tuple(x.shape), str(tuple(x.sharding.spec)), here, here == size and mesh.size > 1))
+    return rows
+
+
+def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int) -> dict[str, float]:
+    """The least time of one training step by part, from FLOPs and bytes counted by hand; no program reaches it.
+
+    Forward: 2 FLOPs per weight and id, and 4 per layer, width of all heads and pair of positions in attention. An
+    update is 4 times that with recomputation, 3 without. Decoding reads the sampling copy and half of the final cache
+    per id.
+
+    Args:
+      mean_ids: of a trajectory, prompt and passages included.
+      sampled_ids: of them.
+    """
+    m, trajectories = plan.model, config.train.prompts * config.rollout.samples
+    attention = m.width * (m.heads + 2 * m.kv_heads) * m.head_dim + m.heads * m.head_dim * m.width
+    weights = m.layers * (attention + 3 * m.width * m.mlp) + m.vocab_rows * m.width
+    forward = trajectories * (2 * weights * mean_ids + 2 * m.layers * m.heads * m.head_dim * mean_ids**2)
+    rate = plan.chips * plan.chip.flops
+    rows = plan.mesh["data"] * plan.mesh["fsdp"]
+    calls = trajectories * sampled_ids / config.rollout.slots
+    item = jnp.dtype(config.model.sampling_dtype).itemsize
+    kv_heads = max(1, m.kv_heads // plan.mesh["tensor"])
+    cache = 2 * m.layers * kv_heads * m.head_dim * item * (config.rollout.slots / rows) * mean_ids / 2
+    return {
+        "prefill": forward * (1 - sampled_ids / mean_ids) / rate,
+        "decode": calls * (plan.resident["sampling_copy"] + cache) / plan.chip.bandwidth,
+        "logprobs": forward * (2 if config.learning.kl_coefficient > 0 else 1) / rate,
+        "update": forward * (4 if config.model.remat else 3) / rate,
+    }
+
+
+def search(config: Config, topology: str, devices: list[Any], log: Callable[[str], None]) -> dict[str, int]:
+    """The largest slots, rows per micro-batch and context that fit, each by bisection with the others as they are.
+
+    0 where none fits.
+    """
+
+    def fits(names: Sequence[str], changes: Mapping[str, int]) -> bool:
+        changed = config
+        for field, value in changes.items():
+            section, _, name = field.partition(".")
+            changed = replace(changed, **{section: replace(getattr(changed, section), **{name: value})})
+        done = make_plan(changed, topology, devices, names=names)
+        log(f"{changes}: {'fits' if done.fits else 'does not fit'}")
+        return done.fits
+
+    mesh = make_mesh(config.mesh, devices)
+    rows, r, le = mesh.shape["data"] * mesh.shape["fsdp"], config.rollout, config.learning
+    group = le.mini_batch_rollouts
+    micro = [n for n in range(rows, group + 1, rows) if group % n == 0]
+    contexts = list(range(-(-(r.prompt_tokens + 1) // 512) * 512, 32_768 + 1, 512))
+    return {
+        "rollout.slots": _largest(
+            [rows * n for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)],
+            lambda n: fits(SAMPLER_PROGRAMS, {"rollout.slots": n}),
+        ),
+        "learning.micro_batch_rows": _largest(
+            micro, lambda n: fits(("logprobs", "accumulate"), {"learning.micro_batch_rows": n})
+        ),
+        "rollout.context_tokens": _largest(
+            contexts,
+            lambda n: fits((*SAMPLER_PROGRAMS, "logprobs", "accumulate"), {"rollout.context_tokens": n}),
+        ),
+    }
+
+
+def _largest(values: Sequence[int], accepted: Callable[[int], bool]) -> int:
+    """The largest accepted of rising values, when all below it are accepted too; 0 when none is."""
+    low, high = 0, len(values)  # values[:low] are accepted, values[high:] are not
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if accepted(values[middle]) else (low, middle)
+    return values[low - 1] if low else 0

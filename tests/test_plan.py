@@ -1,0 +1,175 @@
+"""Plans for TPUs that are not there: what every chip holds, what is replicated, what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from psearch_jax.config import Config, ModelSection, from_mapping
+from psearch_jax.plan import (
+    GIB,
+    _largest,
+    advice,
+    floor_seconds,
+    make_plan,
+    model_shape,
+    tpu_devices,
+    weight_gathers,
+)
+from psearch_jax.types import UserError
+
+pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def config_file(name, **changes):
+    """A config of configs/ with some fields of sections changed."""
+    sys.path.insert(0, str(ROOT / "configs"))
+    values = __import__(name).get_config().to_dict()
+    for section, fields in changes.items():
+        values[section] |= fields
+    return from_mapping(values)
+
+
+@pytest.fixture(scope="module")
+def devices():
+    return tpu_devices("v5e:4x4")
+
+
+@pytest.fixture(scope="module")
+def qwen7b(devices):
+    """The plan of the sampler's and the small programs of configs/qwen7b.py."""
+    names = ("prefill", "admit", "extend", "generate", "reshard", "apply")
+    return make_plan(config_file("qwen7b"), "v5e:4x4", devices, names=names)
+
+
+def test_what_a_chip_holds(qwen7b):
+    """A count that forgets the optimizer, or takes the whole model for a chip's share."""
+    share = 7.6e9 / 16
+    assert qwen7b.resident["parameters"] == pytest.approx(4 * share, rel=0.01)
+    assert qwen7b.resident["optimizer"] == pytest.approx(8 * share, rel=0.01)
+    assert qwen7b.resident["reference"] == pytest.approx(2 * share, rel=0.01)
+    assert qwen7b.resident["sampling_copy"] == pytest.approx(2 * 7.6e9 / 4, rel=0.01), "split over tensor only"
+    cache = 2 * 28 * (128 / 4) * (4 / 4) * 6196 * 128 * 2
+    assert cache < qwen7b.resident["sampler_state"] < 1.02 * cache
+    assert qwen7b.chips == 16 and qwen7b.fits and qwen7b.headroom_bytes > 0
+
+
+def test_nothing_large_is_replicated(qwen7b):
+    """A parameter, moment or cache that every chip holds whole by accident."""
+    assert len(qwen7b.large) > 50
+    assert not [row for row in qwen7b.large if row[-1]]
+
+
+def test_the_cache_is_not_copied(qwen7b):
+    """A layout that transposes the whole cache at every token: `generate` would need it three times over."""
+    state = qwen7b.resident["sampler_state"]
+    assert qwen7b.programs["generate"].peak_bytes < qwen7b.resident["sampling_copy"] + 1.2 * state
+    assert qwen7b.programs["admit"].peak_bytes < 1.1 * (state + qwen7b.resident["prompt_pool"])
+
+
+def test_no_weight_is_gathered_while_decoding(devices):
+    """Weights left sharded over fsdp would be gathered for every layer and token."""
+    from psearch_jax import plan as planning
+    from psearch_jax.sharding import make_mesh
+
+    config = config_file("qwen7b", model={"path": "", "preset": "0.5b"}, mesh={"tensor": 2})
+    config = replace(config, rollout=replace(config.rollout, context_tokens=1024, prompt_tokens=256, slots=16))
+    mesh = make_mesh(config.mesh, devices)
+    _, sampler = planning._programs(config, model_shape(config), mesh)
+    _, _, programs = sampler.traced(16, 1024, 256, 256)
+    with jax.set_mesh(mesh):
+        text = programs["generate"]().lower().compile().as_text()
+    assert "while" in text and not weight_gathers(text)
+    loop = (
+        "%body (p: f32[2]) -> f32[2] {\n  %g = bf16[1024,1024]{1,0} all-gather(bf16[256,1024] %p), dimensions={0}\n}\n"
+    )
+    assert len(weight_gathers(loop)) == 1 and not weight_gathers(loop.replace("%body", "ENTRY %main"))
+
+
+def test_what_does_not_fit_is_said(devices):
+    """A plan that calls a run fitting which the compiler refuses, or that leaves the user without a next step."""
+    config = config_file("qwen7b", rollout={"slots": 2048})
+    plan = make_plan(config, "v5e:4x4", devices, names=("generate",))
+    assert not plan.fits
+    (line,) = advice(plan, config)
+    assert line.startswith("generate") and "lower config.rollout.slots=2048" in line
+
+
+def test_configs_at_odds_with_the_mesh(devices):
+    """A plan for a mesh that the run itself would refuse."""
+    for section, fields, message in (
+        ("mesh", {"tensor": 8, "fsdp": 2}, "config.mesh.tensor: found 8, accepted for 28 query heads"),
+        ("rollout", {"slots": 126}, "config.rollout.slots: found 126, accepted: a multiple"),
+        ("learning", {"micro_batch_rows": 2}, "config.learning.micro_batch_rows: found 2, accepted: a multiple"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make_plan(config_file("qwen7b", **{section: fields}), "v5e:4x4", devices, names=())
+    with pytest.raises(UserError, match="--topology=v5e:3x5.*accepted: names such as v5e:4x4"):
+        tpu_devices("v5e:3x5")
+
+
+def test_shapes_are_known_without_weights():
+    """A plan that needs a 15 GB download."""
+    assert model_shape(Config(model=ModelSection(path="Qwen/Qwen2.5-14B-Instruct"))).layers == 48
+    assert model_shape(Config(model=ModelSection(path="Qwen/Qwen2.5-0.5B"))).layers == 24
+    assert model_shape(Config(model=ModelSection(path=str(ROOT / "psearch_jax/assets/toy_policy")))).width == 128
+    with pytest.raises(UserError, match="no known size in the name"):
+        model_shape(Config(model=ModelSection(path="some/model")))
+
+
+def test_the_floor_by_hand(qwen7b):
+    """FLOPs counted once too often: of the whole model per chip, or of the embedding as a product."""
+    config = config_file("qwen7b")
+    seconds = floor_seconds(qwen7b, config, 2000, 500)
+    weights = 28 * (3584 * (28 + 8) * 128 + 28 * 128 * 3584 + 3 * 3584 * 18_944) + 152_064 * 3584
+    forward = 2560 * (2 * weights * 2000 + 2 * 28 * 28 * 128 * 2000**2) / (16 * 197e12)
+    assert seconds["update"] == pytest.approx(4 * forward) and seconds["logprobs"] == pytest.approx(2 * forward)
+    assert seconds["prefill"] == pytest.approx(0.75 * forward)
+    read = qwen7b.resident["sampling_copy"] + 2 * 28 * 1 * 128 * 2 * 32 * 1000
+    assert seconds["decode"] == pytest.approx(2560 * 500 / 128 * read / 819e9)
+
+
+def test_bisection():
+    """The largest value that fits missed by one."""
+    for most in range(0, 9):
+        assert _largest(list(range(1, 9)), lambda n, most=most: n <= most) == most
+
+
+@pytest.mark.slow
+def test_the_program(tmp_path):
+    """The README's command: its table, its JSON, and exit code 2 with one line where the run does not fit."""
+    small = ["--config.model.path=", "--config.model.preset=0.5b", "--config.mesh.tensor=2"]
+    small += ["--config.rollout.context_tokens=1024", "--config.rollout.prompt_tokens=256"]
+    command = [sys.executable, "launch/plan.py", "--config=configs/qwen7b.py", *small, f"--json={tmp_path / 'p.json'}"]
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+
+    def run(*arguments):
+        return subprocess.run(
+            [*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment
+        )
+
+    done = run("--topology=v5e:2x4")
+    assert done.returncode == 0, done.stderr[-2000:]
+    plan = json.loads((tmp_path / "p.json").read_text())
+    assert plan["fits"] is True and plan["chips"] == 8 and plan["topology"] == "v5e:2x4"
+    for name in ("update", "extend", "generate", "logprobs", "reshard"):
+        assert {"peak_bytes", "resident_bytes", "compile_s"} <= set(plan["programs"][name])
+        assert plan["programs"][name]["total_bytes"] < plan["hbm_bytes"]
+    assert "| accumulate |" in done.stdout and "headroom" in done.stdout and "a step takes at least" in done.stdout
+    done = run("--topology=v5e:2x4", "--config.rollout.slots=65536")
+    assert done.returncode == 2 and "plan: does not fit: " in done.stderr.splitlines()[-1], done.stderr[-2000:]
+    assert "lower config.rollout.slots=65536" in done.stderr.splitlines()[-1]
+    assert run("--topology=v9x:1").returncode == 2
+
+
+@pytest.mark.slow
+def test_the_largest_training_program(devices):
+    """Long rows whose scores are kept for the backward pass: no micro-batch of the published length would fit."""
+    plan = make_plan(config_file("qwen7b"), "v5e:4x4", devices, names=("accumulate",))
+    assert plan.fits and plan.programs["accumulate"].peak_bytes < 12 * GIB
