@@ -162,9 +162,10 @@ def main(_: list[str]) -> None:
     parts = build.from_path(config, MODEL.value)
     sampling = {"temperature": TEMPERATURE.value, "seed": SEED.value, "samples": SAMPLES.value}
     sections = dataclasses.asdict(with_method(config))
-    settings = {"weights": weights_digest(parts.params), "method": config.method, **sampling} | {
-        name: sections[name] for name in ("data", "retrieval", "rollout")
-    }
+    settings = {"weights": weights_digest(parts.params), "method": config.method, **sampling}
+    settings |= {name: sections[name] for name in ("data", "rollout")}
+    # Not the addresses: a server may have moved.
+    settings["retrieval"] = {name: sections["retrieval"][name] for name in ("index", "corpus", "topk")}
     settings["sampling_dtype"] = config.model.sampling_dtype
     evaluation = Evaluation(OUT.value, questions, settings)
     params = parts.sampling_copy()
