@@ -1,9 +1,10 @@
 """Measure a part of the system beside its peers, all in one run.
 
-    python launch/bench.py retrieval --json=FILE      vector search, batching, encoder; options: --help
+    python launch/bench.py retrieval --json=FILE  vector search, batching, encoder; options: --help
     python launch/bench.py recall --questions=FILE --corpus=FILE --json=FILE
-    python launch/bench.py corpus --json=FILE
-    python launch/bench.py baselines --out=DIR         every method trained and evaluated alike in the closed world
+    python launch/bench.py corpus --json=FILE     a large corpus opened and read
+    python launch/bench.py questions --json=FILE  a large question set prepared and opened
+    python launch/bench.py baselines --out=DIR    every method trained and evaluated alike in the closed world
 
 Times on a shared machine mean little by themselves: compare what one run prints.
 """
@@ -13,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SUBJECTS = ("retrieval", "recall", "corpus", "baselines")
+SUBJECTS = ("retrieval", "recall", "corpus", "questions", "baselines")
 
 
 def main() -> int:

@@ -66,3 +66,10 @@ def test_other_subjects_are_refused():
     """A misspelt subject ends in a traceback."""
     done = subprocess.run([sys.executable, str(PROGRAM), "retreival"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "accepted: retrieval, recall, corpus" in done.stderr
+
+
+def test_questions(tmp_path):
+    """The figures of docs/data.md that nobody can measure again."""
+    bench("questions", "--rows", "2000", f"--json={tmp_path / 'out.json'}")
+    figures = json.loads((tmp_path / "out.json").read_text())
+    assert figures["rows"] == 2000 and all(figures[key]["peak_mb"] > 10 for key in list(figures)[1:])
