@@ -314,4 +314,5 @@ def test_learning_to_split_in_a_few_steps(tmp_path):
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3])
     assert set(summary["before"]) == {"parallel", "sequential", "single", "mixed"}
     figures = {"em", "f1", "decomposition_ratio", "searches", "sub_queries", "turns", "valid_format", "questions"}
+    figures |= {"tokens", "context", "llm_calls"}
     assert set(summary["after"]["mixed"]) == figures
