@@ -23,7 +23,7 @@ from psearch_jax.data.themes import THEMES
 from psearch_jax.eval.benchmarks import CLOSED_WORLD, FOUR_ENTITIES
 from psearch_jax.eval.evaluate import read_scores
 from psearch_jax.eval.scores import Score, by_kind, em_interval, finished_by_turn, paired, splitting, summarise
-from psearch_jax.eval.tables import share, table
+from psearch_jax.eval.tables import share, splitting_table, table
 from psearch_jax.metrics import mean, write_whole
 from psearch_jax.types import KINDS
 
@@ -70,7 +70,10 @@ def main(argv: Sequence[str]) -> None:
         "before": splitting(_all(before)),
         "after": splitting([s for found in after.values() for s in _all(found)]),
     }
-    parts += ["The decision to split, sampled at temperature 1:", _splitting_table(report["splitting"])]
+    parts += [
+        "The decision to split, sampled at temperature 1:",
+        splitting_table({moment: {"splitting": found} for moment, found in report["splitting"].items()}),
+    ]
     report["cross_corpus"] = _cross_corpus(out, scores, seeds, flags.count)
     parts += ["In other worlds, greedy:", _cross_table(report["cross_corpus"])]
     text = "\n\n".join(parts) + "\n"
@@ -139,16 +142,6 @@ def _paired_table(found: Mapping[str, Any]) -> str:
             spread = f"{em['low']:+.3f} to {em['high']:+.3f}"
             ratio = [f"{turns['ratio']:.3f}", f"{turns['ratio_low']:.3f}-{turns['ratio_high']:.3f}"]
             rows.append([method, kind, f"{em['difference']:+.3f}", spread, f"{em['p']:.4f}", *ratio])
-    return table(rows)
-
-
-def _splitting_table(found: Mapping[str, Any]) -> str:
-    rows = [["", "questions", "split", "whole", "no search", "accuracy", "precision", "recall"]]
-    for moment, values in found.items():
-        for kind, counts in values["confusion"].items():
-            rows.append([moment, kind, *(str(counts[key]) for key in ("split", "whole", "none")), "", "", ""])
-        quality = [share(values[key]) for key in ("accuracy", "precision", "recall")]
-        rows.append([moment, "all but mixed", "", "", "", *quality])
     return table(rows)
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from benchmarks import encoder as encoder_benchmark
 from benchmarks.vectors import BUILDERS, TARGETS, K, clustered, compare
+from psearch_jax.eval.tables import table
 from retrieval.client import HttpRetriever
 from retrieval.corpus import MemoryMappedCorpus, write_corpus
 from retrieval.directory import build_index
@@ -147,8 +148,7 @@ def _machine() -> dict[str, Any]:
 def _table(lines: list[dict[str, Any]]) -> str:
     """A Markdown table of the lines' common columns."""
     columns = list(lines[0])
-    rows = [["" if line[c] is None else str(line[c]) for c in columns] for line in lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *rows])
+    return table([columns, *(["" if line[c] is None else str(line[c]) for c in columns] for line in lines)])
 
 
 def _log(line: str) -> None:

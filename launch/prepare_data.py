@@ -28,6 +28,7 @@ flags.mark_flags_as_required(["source", "out"])
 def main(_: list[str]) -> None:
     launching.configure_jax()  # and our log lines
     from psearch_jax.data.prepared import prepare  # slow to import: --help needs none of it
+    from psearch_jax.eval.tables import table
 
     sources = [argument.partition(":")[::2] for argument in SOURCE.value]
     for argument, (name, location) in zip(SOURCE.value, sources, strict=True):
@@ -38,12 +39,11 @@ def main(_: list[str]) -> None:
     skipped: list[str] | None = [] if SKIP.value else None
     questions = prepare(sources, SPLIT.value, OUT.value, skipped)
 
-    table: dict[str, Counter[str]] = {}
+    by_source: dict[str, Counter[str]] = {}
     for source, kind, count in questions.counts:
-        table.setdefault(source, Counter())[kind] += count
-    print(f"| source | questions | {' | '.join(KINDS)} |\n{'|---' * (len(KINDS) + 2)}|")
-    for source, counts in table.items():
-        print(f"| {source} | {counts.total()} | {' | '.join(str(counts[kind]) for kind in KINDS)} |")
+        by_source.setdefault(source, Counter())[kind] += count
+    rows = [[source, str(c.total()), *(str(c[kind]) for kind in KINDS)] for source, c in by_source.items()]
+    print(table([["source", "questions", *KINDS], *rows]))
     if skipped:
         write_whole(Path(OUT.value) / "skipped.txt", "".join(f"{line}\n" for line in skipped))
         print(f"{len(skipped)} bad rows left out, see {OUT.value}/skipped.txt; the first: {skipped[0]}")

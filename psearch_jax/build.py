@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -23,10 +24,10 @@ from psearch_jax.models import hf, qwen2
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.rl.compat import compat_reward
 from psearch_jax.rl.rewards import RewardWeights, paper_reward
-from psearch_jax.rollout.boundary import cached_tables
+from psearch_jax.rollout.boundary import BoundaryTables, cached_tables
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler import Sampler
-from psearch_jax.sharding import STORAGE, check_heads, make_mesh, param_shardings, sampling_cast
+from psearch_jax.sharding import STORAGE, check_heads, check_rows, make_mesh, param_shardings, sampling_cast
 from psearch_jax.text.prompts import load_template, render_messages, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train import checkpoint
@@ -132,30 +133,14 @@ def engine(
             f"config.rollout.context_tokens: found {config.rollout.context_tokens}, accepted: at most the model's "
             f"{model.max_positions} positions"
         )
-    rows = mesh.shape["data"] * mesh.shape["fsdp"]
-    split = [("rollout.slots", config.rollout.slots)]
+    check_rows(mesh, rollout__slots=config.rollout.slots)
     if training:
-        split.append(("learning.micro_batch_rows", config.learning.micro_batch_rows))
-    for name, value in split:
-        if value % rows:
-            raise UserError(f"config.{name}: found {value}, accepted: a multiple of mesh data x fsdp = {rows}")
+        check_rows(mesh, learning__micro_batch_rows=config.learning.micro_batch_rows)
     tokenizer_path = config.model.tokenizer or path
     tokenizer = Tokenizer.load(tokenizer_path, model.eos_ids)
     _match(tokenizer, model, tokenizer_path)
-    dtype = jnp.dtype(config.model.sampling_dtype)
-    sampler = Sampler(
-        qwen2.graphdef(model, dtype, attention=implementation_for(mesh, dtype)),
-        model,
-        cached_tables(tokenizer, CACHE_HOME / "boundary", model.vocab_rows),
-        tokenizer.size,
-        sorted(tokenizer.stop_ids),
-        mesh,
-        dtype,
-        config.rollout.top_k,
-        config.rollout.top_p,
-        config.rollout.max_tokens_after_answer,
-        config.rollout.park_fraction,
-    )
+    tables = cached_tables(tokenizer, CACHE_HOME / "boundary", model.vocab_rows)
+    sampler = make_sampler(config, model, mesh, tables, tokenizer.size, sorted(tokenizer.stop_ids))
     world = None
     if config.data.source == CLOSED_WORLD:
         world = ClosedWorld.make(config.data.world_seed, theme=config.data.world_theme)
@@ -171,24 +156,12 @@ def engine(
 
 def training_run(config: Config) -> Run:
     """Builds everything that train/trainer.py needs."""
-    given, config = config, with_method(config)
     parts = engine(config, training=True)
+    given, config = config, parts.config
     log.info(parts.describe())
     questions, evaluation = _questions(config, parts.world)
     optimizer = make_optimizer(config.learning, updates_per_step(config) * config.train.steps)
-    learner = Learner(
-        parts.model,
-        config.learning,
-        optimizer,
-        parts.mesh,
-        config.rollout.context_tokens,
-        config.rollout.temperature,
-        parts.tokenizer.size,
-        jnp.dtype(config.model.dtype),
-        jnp.dtype(config.model.sampling_dtype),
-        config.model.remat,
-        config.model.shard_residual,
-    )
+    learner = make_learner(config, parts.model, parts.mesh, optimizer, parts.tokenizer.size)
     reference = learner.reference_copy(parts.params) if config.learning.kl_coefficient > 0 else None
     return Run(
         config=config,
@@ -204,6 +177,45 @@ def training_run(config: Config) -> Run:
         tokenizer_path=parts.tokenizer_path,
         given=given,
         reference=reference,
+    )
+
+
+def make_sampler(
+    config: Config, model: Qwen2Config, mesh: Mesh, tables: BoundaryTables, n_ids: int, stop_ids: Sequence[int]
+) -> Sampler:
+    """The sampler of a config; touches no device, so that plan.py can compile it for absent ones."""
+    dtype = jnp.dtype(config.model.sampling_dtype)
+    return Sampler(
+        qwen2.graphdef(model, dtype, attention=implementation_for(mesh, dtype)),
+        model,
+        tables,
+        n_ids,
+        stop_ids,
+        mesh,
+        dtype,
+        config.rollout.top_k,
+        config.rollout.top_p,
+        config.rollout.max_tokens_after_answer,
+        config.rollout.park_fraction,
+    )
+
+
+def make_learner(
+    config: Config, model: Qwen2Config, mesh: Mesh, optimizer: optax.GradientTransformation, n_ids: int
+) -> Learner:
+    """The learner of a config; touches no device either."""
+    return Learner(
+        model,
+        config.learning,
+        optimizer,
+        mesh,
+        config.rollout.context_tokens,
+        config.rollout.temperature,
+        n_ids,
+        jnp.dtype(config.model.dtype),
+        jnp.dtype(config.model.sampling_dtype),
+        config.model.remat,
+        config.model.shard_residual,
     )
 
 

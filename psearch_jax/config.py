@@ -68,9 +68,7 @@ class ModelSection:
     tokenizer: str = ""  # HF tokenizer directory; empty: the one at `path`
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # compute; the master weights are float32
     sampling_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # sampling copy and KV cache
-    shard_residual: bool = (
-        False  # in training, split positions over `tensor` between layers: less memory, more traffic
-    )
+    shard_residual: bool = False  # training splits positions over `tensor` between layers: less memory, more traffic
     remat: bool = True  # recompute each layer's activations in the backward pass
 
 

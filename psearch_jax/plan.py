@@ -19,14 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from psearch_jax.build import make_learner, make_sampler
 from psearch_jax.config import PRESETS, Config, Qwen2Config, validate, with_method
 from psearch_jax.models import hf, qwen2
-from psearch_jax.models.attention import implementation_for
 from psearch_jax.rollout.boundary import build_tables
 from psearch_jax.rollout.sampler import Sampler
-from psearch_jax.sharding import SAMPLING, STORAGE, check_heads, make_mesh, param_shardings, placed
+from psearch_jax.sharding import SAMPLING, STORAGE, check_heads, check_rows, make_mesh, param_shardings, placed
 from psearch_jax.train.state import abstract_state, make_optimizer, state_shardings
-from psearch_jax.train.step import Learner
 from psearch_jax.types import UserError
 
 GIB = 2**30
@@ -175,17 +174,12 @@ def make_plan(
     chip = CHIPS.get(devices[0].device_kind)
     if chip is None:
         raise UserError(f"--topology={topology}: {devices[0].device_kind!r} found, accepted: {', '.join(CHIPS)}")
-    rows = mesh.shape["data"] * mesh.shape["fsdp"]
-    for name, value in (
-        ("rollout.slots", config.rollout.slots),
-        ("learning.micro_batch_rows", config.learning.micro_batch_rows),
-    ):
-        if value % rows:
-            raise UserError(f"config.{name}: found {value}, accepted: a multiple of mesh data x fsdp = {rows}")
-
-    learner, sampler = _programs(config, model, mesh)
+    check_rows(mesh, rollout__slots=config.rollout.slots, learning__micro_batch_rows=config.learning.micro_batch_rows)
+    optimizer = make_optimizer(config.learning, 1000)
+    learner = make_learner(config, model, mesh, optimizer, min(TOKENIZER_IDS, model.vocab_rows))
+    sampler = bare_sampler(config, model, mesh)
     _, abstract = qwen2.abstract_params(model)
-    state = abstract_state(abstract, make_optimizer(config.learning, 1000))
+    state = abstract_state(abstract, optimizer)
     state = placed(state, state_shardings(state, mesh))
     r = config.rollout
     slots, pool, sampling_programs = sampler.traced(r.slots, r.context_tokens, r.prompt_tokens, r.obs_tokens)
@@ -253,51 +247,10 @@ def advice(plan: Plan, config: Config) -> list[str]:
     return lines
 
 
-def weight_gathers(text: str, least_bytes: int = LARGE) -> list[str]:
-    """All-gathers of at least `least_bytes` inside the loops of a compiled program's text."""
-    sizes = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "u8": 1, "pred": 1}
-    found, inside = [], False
-    for line in text.splitlines():
-        if line.startswith(("%", "ENTRY")):
-            inside = not line.startswith("ENTRY")
-        match = re.search(r"= \(?(\w+)\[([\d,]*)\].* all-gather(?:-start)?\(", line)
-        if inside and match and match[1] in sizes:
-            dims = [int(d) for d in match[2].split(",") if d]
-            if math.prod(dims) * sizes[match[1]] >= least_bytes:
-                found.append(line.strip()[:160])
-    return found
-
-
-def _programs(config: Config, model: Qwen2Config, mesh: Mesh) -> tuple[Learner, Sampler]:
-    dtype, low = jnp.dtype(config.model.dtype), jnp.dtype(config.model.sampling_dtype)
-    ids = min(TOKENIZER_IDS, model.vocab_rows)
-    learner = Learner(
-        model,
-        config.learning,
-        make_optimizer(config.learning, 1000),
-        mesh,
-        config.rollout.context_tokens,
-        config.rollout.temperature,
-        ids,
-        dtype,
-        low,
-        config.model.remat,
-        config.model.shard_residual,
-    )
-    sampler = Sampler(
-        qwen2.graphdef(model, low, attention=implementation_for(mesh, low)),
-        model,
-        build_tables([b""], model.vocab_rows),  # the tables' size is that of any vocabulary
-        ids,
-        [0],
-        mesh,
-        low,
-        config.rollout.top_k,
-        config.rollout.top_p,
-        config.rollout.max_tokens_after_answer,
-        config.rollout.park_fraction,
-    )
-    return learner, sampler
+def bare_sampler(config: Config, model: Qwen2Config, mesh: Mesh) -> Sampler:
+    """The config's sampler without a tokenizer: its tables' size is that of any vocabulary."""
+    tables = build_tables([b""], model.vocab_rows)
+    return make_sampler(config, model, mesh, tables, min(TOKENIZER_IDS, model.vocab_rows), [0])
 
 
 def _compile(trace: Callable[[], Any], mesh: Mesh, resident: int) -> Program:

@@ -119,6 +119,19 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def check_rows(mesh: Mesh, **counts: int) -> None:
+    """Refuses numbers of rows that the mesh does not divide; `counts` by the config's field, `section__name`.
+
+    Raises:
+      UserError: naming the field and what is accepted.
+    """
+    rows = mesh.shape["data"] * mesh.shape["fsdp"]
+    for field, value in counts.items():
+        if value % rows:
+            name = field.replace("__", ".")
+            raise UserError(f"config.{name}: found {value}, accepted: a multiple of mesh data x fsdp = {rows}")
+
+
 def check_heads(mesh: Mesh, heads: int) -> None:
     """Refuses a `tensor` axis that does not divide the query heads.
 

@@ -5,6 +5,7 @@ S is the number of ids of one trajectory, B rows of a batch (see docs/architectu
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -37,6 +38,11 @@ class Question:
     answers: tuple[str, ...]
     kind: Kind
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> bytes:
+        """What the question adds to the fingerprint of a list of questions."""
+        return json.dumps([self.source, self.id]).encode()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """Plans for TPUs that are not there: what every chip holds, what is replicated, what is refused."""
 
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,14 +15,16 @@ import pytest
 from psearch_jax.config import Config, ModelSection, from_mapping
 from psearch_jax.plan import (
     GIB,
+    LARGE,
     _largest,
     advice,
+    bare_sampler,
     floor_seconds,
     make_plan,
     model_shape,
     tpu_devices,
-    weight_gathers,
 )
+from psearch_jax.sharding import make_mesh
 from psearch_jax.types import UserError
 
 pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
@@ -73,15 +77,27 @@ def test_the_cache_is_not_copied(qwen7b):
     assert qwen7b.programs["admit"].peak_bytes < 1.1 * (state + qwen7b.resident["prompt_pool"])
 
 
+def weight_gathers(text: str, least_bytes: int = LARGE) -> list[str]:
+    """All-gathers of at least `least_bytes` inside the loops of a compiled program's text."""
+    sizes = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "u8": 1, "pred": 1}
+    found, inside = [], False
+    for line in text.splitlines():
+        if line.startswith(("%", "ENTRY")):
+            inside = not line.startswith("ENTRY")
+        match = re.search(r"= \(?(\w+)\[([\d,]*)\].* all-gather(?:-start)?\(", line)
+        if inside and match and match[1] in sizes:
+            dims = [int(d) for d in match[2].split(",") if d]
+            if math.prod(dims) * sizes[match[1]] >= least_bytes:
+                found.append(line.strip()[:160])
+    return found
+
+
 def test_no_weight_is_gathered_while_decoding(devices):
     """Weights left sharded over fsdp would be gathered for every layer and token."""
-    from psearch_jax import plan as planning
-    from psearch_jax.sharding import make_mesh
-
     config = config_file("qwen7b", model={"path": "", "preset": "0.5b"}, mesh={"tensor": 2})
     config = replace(config, rollout=replace(config.rollout, context_tokens=1024, prompt_tokens=256, slots=16))
     mesh = make_mesh(config.mesh, devices)
-    _, sampler = planning._programs(config, model_shape(config), mesh)
+    sampler = bare_sampler(config, model_shape(config), mesh)
     _, _, programs = sampler.traced(16, 1024, 256, 256)
     with jax.set_mesh(mesh):
         text = programs["generate"]().lower().compile().as_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -98,5 +97,5 @@ def _digest(questions: Sequence[Question]) -> str:
     """SHA-256 of sources and ids, in order."""
     digest = hashlib.sha256()
     for question in questions:
-        digest.update(json.dumps([question.source, question.id]).encode())
+        digest.update(question.identity)
     return digest.hexdigest()

@@ -51,16 +51,11 @@ class PsearchQa(tfds.core.GeneratorBasedBuilder):
         assert self._questions is not None
         digest, counts = hashlib.sha256(), Counter()
         for place, question in enumerate(self._questions()):
-            digest.update(identity(question))
+            digest.update(question.identity)
             counts[question.source, question.kind] += 1
             yield place, to_example(question)
         self.info.metadata["fingerprint"] = digest.hexdigest()
         self.info.metadata["counts"] = [[source, kind, count] for (source, kind), count in counts.items()]
-
-
-def identity(question: Question) -> bytes:
-    """What a question adds to the fingerprint of a list of questions."""
-    return json.dumps([question.source, question.id]).encode()
 
 
 def to_example(question: Question) -> dict[str, Any]:
