@@ -44,7 +44,8 @@ setup(
         "orbax-checkpoint>=0.11.30",
         "transformers>=4.56",
         "tokenizers>=0.21",
-        "safetensors>=0.5",
+        "safetensors>=0.6",  # bfloat16 as NumPy arrays
+        "ml-dtypes>=0.5",
         "jinja2>=3.1",
         "tensorflow-datasets>=4.9.9",
         "importlib-resources>=6",  # tensorflow-datasets imports it and does not ask for it

@@ -15,15 +15,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import flags
 from ml_collections import config_flags
 
-from psearch_jax import launching
-from psearch_jax.config import Config, from_mapping, with_method
+from psearch_jax import launching, processes
+from psearch_jax.config import Config, MeshSection, from_mapping, with_method
 from psearch_jax.types import Question, UserError
 
 log = logging.getLogger("psearch_jax")
@@ -43,6 +45,7 @@ CORPUS = flags.DEFINE_string("corpus", None, "A jsonl corpus in place of an inde
 URL = flags.DEFINE_string("retriever_url", None, "Server that speaks /retrieve, in place of an index; also several.")
 SKIP = flags.DEFINE_bool("skip_bad_rows", False, "Leave bad rows of a file out, and list them in OUT/skipped.txt.")
 TRAINING = flags.DEFINE_string("training_data", None, "Questions trained on, to find leaks; default: the run's own.")
+launching.process_flags()
 flags.mark_flags_as_required(["model", "out"])
 
 # Flags that set one field of the config: flag -> section, type, help.
@@ -82,9 +85,14 @@ def base_config(model: str) -> Config:
     if not file.is_file():
         return Config()
     try:
-        return from_mapping(json.loads(file.read_text(encoding="utf-8")))
+        config = from_mapping(json.loads(file.read_text(encoding="utf-8")))
     except json.JSONDecodeError as error:
         raise UserError(f"{file}: not JSON ({error}), accepted: the config.json of a run") from None
+    sizes = dataclasses.astuple(config.mesh)
+    known = math.prod(size for size in sizes if size > 0)
+    if jax.device_count() % known or (-1 not in sizes and known != jax.device_count()):  # a run of another machine
+        config = dataclasses.replace(config, mesh=MeshSection())
+    return config
 
 
 def with_flags(config: Config) -> Config:
@@ -171,7 +179,7 @@ def main(_: list[str]) -> None:
     params = parts.sampling_copy()
 
     total = sum(map(len, questions.values()))
-    bar = tqdm(total=total, unit="question", leave=False, disable=not sys.stderr.isatty())
+    bar = tqdm(total=total, unit="question", leave=False, disable=not (sys.stderr.isatty() and processes.first()))
     logged = 0
 
     def progress(done: int, of: int) -> None:
@@ -196,6 +204,8 @@ def main(_: list[str]) -> None:
     per_part = max(1, FILLS * config.rollout.slots // SAMPLES.value)
     scores = evaluation.run(roll_out, per_part, progress)
     bar.close()
+    if not processes.first():
+        return
 
     results = {name: figures(found, sorted(set(K.value))) for name, found in scores.items()}
     text = tables.results(results, config.method)

@@ -17,9 +17,9 @@ def main(_: list[str]) -> None:
     from psearch_jax.models.hf import save_hf
     from psearch_jax.train.checkpoint import find_checkpoint, load_params
 
-    checkpoint = find_checkpoint(CHECKPOINT.value)
-    config, params, loop = load_params(checkpoint)
-    save_hf(params, config, TOKENIZER.value or loop["tokenizer"], OUT.value, jnp.dtype(DTYPE.value))
+    checkpoint, dtype = find_checkpoint(CHECKPOINT.value), jnp.dtype(DTYPE.value)
+    config, params, loop = load_params(checkpoint, dtype=dtype)
+    save_hf(params, config, TOKENIZER.value or loop["tokenizer"], OUT.value, dtype)
     print(f"{checkpoint} -> {OUT.value} ({DTYPE.value})")
 
 

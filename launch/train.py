@@ -10,11 +10,12 @@ from psearch_jax import launching
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/smoke.py.", lock_config=False)
 WORKDIR = flags.DEFINE_string("workdir", None, "The run directory; made if absent, resumed if not.")
+launching.process_flags()
 flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main(_: list[str]) -> None:
-    from psearch_jax import build, report
+    from psearch_jax import build, processes, report
     from psearch_jax.config import from_mapping
     from psearch_jax.train import trainer
 
@@ -25,6 +26,8 @@ def main(_: list[str]) -> None:
         summary = trainer.train(run, WORKDIR.value)
     except trainer.Interrupted as stop:
         print(f"interrupted: {stop}; the same command resumes")
+        return
+    if not processes.first():
         return
     print(report.before_and_after(summary))
     print(f"{summary['wall_s']['total']:.0f} s in all; summary, metrics and trajectories are in {WORKDIR.value}")

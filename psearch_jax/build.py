@@ -20,7 +20,7 @@ from psearch_jax.data.loader import QuestionLoader
 from psearch_jax.data.prepared import open_questions
 from psearch_jax.eval.benchmarks import CLOSED_WORLD, closed_world_benchmark
 from psearch_jax.launching import CACHE_HOME, read_token
-from psearch_jax.models import hf, qwen2
+from psearch_jax.models import hf, lora, qwen2
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.rl.compat import compat_reward
 from psearch_jax.rl.rewards import RewardWeights, paper_reward
@@ -49,8 +49,9 @@ class Engine:
     model: Qwen2Config
     tokenizer: Tokenizer
     tokenizer_path: str
+    path: str  # the directory of the weights; empty when they are random or a checkpoint's
     mesh: Mesh
-    params: nnx.State  # float32, storage-sharded
+    params: nnx.State  # float32, storage-sharded; in training with adapters the base, in the sampling dtype
     collector: Collector
     world: ClosedWorld | None  # when data.source is closed_world
 
@@ -126,7 +127,9 @@ def engine(
     if missing:
         raise UserError("this run needs: " + "; ".join(missing))
     mesh = make_mesh(config.mesh)
-    model, params, path = _weights(config, mesh, model, params)
+    frozen = training and config.model.lora_rank > 0
+    dtype = config.model.sampling_dtype if frozen else "float32"
+    model, params, path = _weights(config, mesh, model, params, jnp.dtype(dtype))
     check_heads(mesh, model.heads)
     if config.rollout.context_tokens > model.max_positions:
         raise UserError(
@@ -134,6 +137,7 @@ def engine(
             f"{model.max_positions} positions"
         )
     check_rows(mesh, rollout__slots=config.rollout.slots)
+    _check_shares(config, training)
     if training:
         check_rows(mesh, learning__micro_batch_rows=config.learning.micro_batch_rows)
     tokenizer_path = config.model.tokenizer or path
@@ -151,7 +155,7 @@ def engine(
     )
     if Path(tokenizer_path).is_dir():  # a checkpoint names it, and may be read from elsewhere
         tokenizer_path = str(Path(tokenizer_path).resolve())
-    return Engine(config, model, tokenizer, str(tokenizer_path), mesh, params, collector, world)
+    return Engine(config, model, tokenizer, str(tokenizer_path), path, mesh, params, collector, world)
 
 
 def training_run(config: Config) -> Run:
@@ -162,21 +166,34 @@ def training_run(config: Config) -> Run:
     questions, evaluation = _questions(config, parts.world)
     optimizer = make_optimizer(config.learning, updates_per_step(config) * config.train.steps)
     learner = make_learner(config, parts.model, parts.mesh, optimizer, parts.tokenizer.size)
+    trained, adapters = parts.params, config.model.lora
+    if adapters:
+        learner.base = parts.params
+        places = param_shardings(lora.abstract_adapters(parts.model, adapters), STORAGE, parts.mesh)
+        trained = jax.jit(lambda: lora.init_adapters(parts.model, adapters, config.seed), out_shardings=places)()
+        count = sum(x.size for x in jax.tree.leaves(trained))
+        log.info("%.1fM of them in adapters are trained", count / 1e6)
     reference = learner.reference_copy(parts.params) if config.learning.kl_coefficient > 0 else None
     return Run(
         config=config,
         collector=parts.collector,
         learner=learner,
         loader=QuestionLoader(
-            questions, config.train.prompts, config.seed, fingerprint=getattr(questions, "fingerprint", None)
+            questions,
+            config.train.prompts // jax.process_count(),
+            config.seed,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+            fingerprint=getattr(questions, "fingerprint", None),
         ),
         evaluation=evaluation,
         reward=_reward(config, parts.tokenizer),
-        state=init_state(parts.params, optimizer, parts.mesh),
+        state=init_state(trained, optimizer, parts.mesh),
         model=parts.model,
         tokenizer_path=parts.tokenizer_path,
         given=given,
         reference=reference,
+        lora=checkpoint.lora_record(config.model, config.seed, parts.path),
     )
 
 
@@ -216,6 +233,7 @@ def make_learner(
         jnp.dtype(config.model.sampling_dtype),
         config.model.remat,
         config.model.shard_residual,
+        config.model.lora,
     )
 
 
@@ -225,7 +243,10 @@ def from_path(config: Config, path: str) -> Engine:
         return engine(replace(config, model=replace(config.model, path=path)))
     if not Path(path).is_dir():
         return engine(replace(config, model=replace(config.model, path=path)))
-    model, params, loop = checkpoint.load_params(checkpoint.find_checkpoint(path))
+    mesh = make_mesh(config.mesh)
+    model, params, loop = checkpoint.load_params(
+        checkpoint.find_checkpoint(path), lambda abstract: param_shardings(abstract, STORAGE, mesh)
+    )
     tokenizer = config.model.tokenizer or loop["tokenizer"]
     return engine(
         replace(config, model=replace(config.model, path="", tokenizer=tokenizer)), params=params, model=model
@@ -233,7 +254,7 @@ def from_path(config: Config, path: str) -> Engine:
 
 
 def _weights(
-    config: Config, mesh: Mesh, model: Qwen2Config | None, params: nnx.State | None
+    config: Config, mesh: Mesh, model: Qwen2Config | None, params: nnx.State | None, dtype: jnp.dtype
 ) -> tuple[Qwen2Config, nnx.State, str]:
     def place(abstract: nnx.State) -> nnx.State:
         return param_shardings(abstract, STORAGE, mesh)
@@ -242,12 +263,18 @@ def _weights(
         return model, jax.device_put(params, place(params)), ""
     if config.model.path:
         path = str(TOY_POLICY) if config.model.path == "toy" else hf.resolve(config.model.path)
-        model, params = hf.load_hf(path, place)
+        model, params = hf.load_hf(path, place, dtype)
         return model, params, path
     model = PRESETS[config.model.preset]
-    _, abstract = qwen2.abstract_params(model)
-    init = jax.jit(lambda: qwen2.init_params(model, config.seed), out_shardings=place(abstract))
-    return model, init(), ""
+    return model, qwen2.random_params(model, config.seed, dtype, place), ""
+
+
+def _check_shares(config: Config, training: bool) -> None:
+    count = jax.process_count()
+    shared = {"rollout.slots": config.rollout.slots} | ({"train.prompts": config.train.prompts} if training else {})
+    for field, value in shared.items():
+        if value % count:
+            raise UserError(f"config.{field}: found {value}, accepted: a multiple of the {count} processes")
 
 
 def _match(tokenizer: Tokenizer, model: Qwen2Config, path: str) -> None:

@@ -43,6 +43,18 @@ class Qwen2Config:
             raise UserError(f"model: head_dim={self.head_dim} must be even (rotary embedding turns pairs)")
 
 
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters: W + scale a b in place of W."""
+
+    rank: int
+    alpha: float
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
 def _qwen(width: int, layers: int, heads: int, kv_heads: int, mlp: int, tied: bool, vocab_rows: int) -> Qwen2Config:
     return Qwen2Config(vocab_rows, width, layers, heads, kv_heads, width // heads, mlp, tied)
 
@@ -70,6 +82,14 @@ class ModelSection:
     sampling_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # sampling copy and KV cache
     shard_residual: bool = False  # training splits positions over `tensor` between layers: less memory, more traffic
     remat: bool = True  # recompute each layer's activations in the backward pass
+    # Above 0: only adapters of this rank are trained; the weights stay as they are, in sampling_dtype, and are the
+    # reference.
+    lora_rank: int = 0
+    lora_alpha: float = 32.0  # the adapters count alpha / rank
+
+    @property
+    def lora(self) -> Lora | None:
+        return Lora(self.lora_rank, self.lora_alpha) if self.lora_rank else None
 
 
 @dataclass(frozen=True)

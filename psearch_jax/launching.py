@@ -12,10 +12,12 @@ from pathlib import Path
 import jax
 from absl import app, flags
 
+from psearch_jax import processes
 from psearch_jax.types import UserError
 from retrieval.protocol import CorpusError, RetrievalError
 
 BAD_INPUT = 2  # exit code
+LOST = 3  # exit code of a process whose run has lost another
 # Without PyTorch, which nothing here needs, transformers says so on stderr at every start.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
@@ -38,28 +40,56 @@ def run(main: Callable[[list[str]], None], positional: bool = False) -> None:
             return _refuse(str(error))
         except (FileExistsError, NotADirectoryError, PermissionError) as error:  # of a directory the user named
             return _refuse(str(error))
+        except jax.errors.JaxRuntimeError as error:
+            if not jax.distributed.is_initialized():
+                raise
+            reason = str(error).splitlines()[0][:200]
+            return _refuse(f"the processes of this run lost each other ({reason}); the same commands resume", LOST)
         return 0
 
-    app.run(guarded, flags_parser=lambda argv: _parse(argv, positional))
+    def ended(argv: list[str]) -> int:
+        code = guarded(argv)
+        if code and jax.distributed.is_initialized():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)  # an orderly exit waits for the other processes, which wait for this one
+        return code
+
+    app.run(ended, flags_parser=lambda argv: _parse(argv, positional))
+
+
+def process_flags() -> None:
+    """Defines the flags of a program that can run in several processes; `configure_jax` joins those that they name."""
+    flags.DEFINE_string("coordinator", "", "Of several processes: HOST:PORT of the first.")
+    flags.DEFINE_integer("processes", 0, "Of several processes: how many there are.")
+    flags.DEFINE_integer("process", -1, "Of several processes: which one this is, from 0.")
+    flags.DEFINE_bool("distributed", False, "Several processes, as a TPU pod, Slurm or Kubernetes names them.")
 
 
 def configure_jax() -> None:
     """Turns the persistent compilation cache on, for every program however small; our log lines go to stderr, plain.
+    Joins the other processes, where `process_flags` names any.
 
     The cache is in $JAX_COMPILATION_CACHE_DIR, by default in ~/.cache/psearch_jax/xla.
     """
     jax.config.update("jax_compilation_cache_dir", os.environ.get(CACHE_VARIABLE) or str(DEFAULT_CACHE))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    for name in ("absl", "jax", "orbax", "transformers"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    if "coordinator" in flags.FLAGS and flags.FLAGS.is_parsed():
+        values = flags.FLAGS
+        processes.start(values.coordinator, values.processes, values.process, values.distributed)
     own = logging.getLogger("psearch_jax")
     if not own.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        several = jax.distributed.is_initialized()
+        handler.setFormatter(
+            logging.Formatter(f"process {jax.process_index()}: %(message)s" if several else "%(message)s")
+        )
         own.addHandler(handler)
-        own.setLevel(logging.INFO)
+        own.setLevel(logging.WARNING if several and not processes.first() else logging.INFO)
         own.propagate = False
-    for name in ("absl", "jax", "orbax", "transformers"):
-        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def read_token(path: str, name: str) -> str:
@@ -102,6 +132,6 @@ def _unquoted(text: str) -> str:
         return text
 
 
-def _refuse(message: str) -> int:
+def _refuse(message: str, code: int = BAD_INPUT) -> int:
     print(f"{Path(sys.argv[0]).stem}: {' '.join(message.split())}", file=sys.stderr)
-    return BAD_INPUT
+    return code

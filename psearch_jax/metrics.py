@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from psearch_jax import processes
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class MetricsWriter:
     """
 
     def __init__(self, directory: str | Path, active: bool | None = None):
-        self._active = jax.process_index() == 0 if active is None else active
+        self._active = processes.first() if active is None else active
         self._path = Path(directory) / "metrics.jsonl"
         self._board = None
         if self._active:

@@ -22,7 +22,9 @@ from jax.sharding import Mesh
 from psearch_jax.build import make_learner, make_sampler
 from psearch_jax.config import PRESETS, Config, Qwen2Config, validate, with_method
 from psearch_jax.models import hf, qwen2
+from psearch_jax.models.lora import abstract_adapters
 from psearch_jax.rollout.boundary import build_tables
+from psearch_jax.rollout.collect import pool_rows
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.sharding import SAMPLING, STORAGE, check_heads, check_rows, make_mesh, param_shardings, placed
 from psearch_jax.train.state import abstract_state, make_optimizer, state_shardings
@@ -179,18 +181,21 @@ def make_plan(
     learner = make_learner(config, model, mesh, optimizer, min(TOKENIZER_IDS, model.vocab_rows))
     sampler = bare_sampler(config, model, mesh)
     _, abstract = qwen2.abstract_params(model)
-    state = abstract_state(abstract, optimizer)
+    lora = config.model.lora
+    state = abstract_state(abstract_adapters(model, lora) if lora else abstract, optimizer)
     state = placed(state, state_shardings(state, mesh))
     r = config.rollout
-    slots, pool, sampling_programs = sampler.traced(r.slots, r.context_tokens, r.prompt_tokens, r.obs_tokens)
+    prompts = pool_rows(r, mesh)
+    slots, pool, sampling_programs = sampler.traced(r.slots, r.context_tokens, prompts, r.prompt_tokens, r.obs_tokens)
     dtype = jnp.dtype(config.model.sampling_dtype)
     low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), abstract)
     copy = placed(low, param_shardings(abstract, SAMPLING, mesh))
-    reference = placed(low, param_shardings(abstract, STORAGE, mesh)) if config.learning.kl_coefficient > 0 else {}
+    stored = placed(low, param_shardings(abstract, STORAGE, mesh))
     arrays = {
         "parameters": state.params,
         "optimizer": state.optimizer,
-        "reference": reference,
+        "frozen_base": stored if lora else {},
+        "reference": stored if config.learning.kl_coefficient > 0 and not lora else {},
         "sampling_copy": copy,
         "sampler_state": slots,
         "prompt_pool": pool,
@@ -200,7 +205,7 @@ def make_plan(
     def beside(*names: str) -> int:
         return sum(resident[name] for name in names)
 
-    kept = ("parameters", "optimizer", "reference")
+    kept = ("parameters", "optimizer", "frozen_base", "reference")
     others = {
         "prefill": beside(*kept, "sampler_state"),
         "admit": beside(*kept, "sampling_copy"),
@@ -209,7 +214,7 @@ def make_plan(
         "reshard": beside("optimizer", "reference"),
         "logprobs": beside("optimizer", "reference"),
         "accumulate": beside("optimizer", "reference"),
-        "apply": beside("reference"),
+        "apply": beside("frozen_base", "reference"),
     }
     traces = {**sampling_programs, **learner.traced()}
     compiled = {}
@@ -284,8 +289,8 @@ def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int) -
     """The least time of one training step by part, from FLOPs and bytes counted by hand; no program reaches it.
 
     Forward: 2 FLOPs per weight and id, and 4 per layer, width of all heads and pair of positions in attention. An
-    update is 4 times that with recomputation, 3 without. Decoding reads the sampling copy and half of the final cache
-    per id.
+    update is 4 times that with recomputation, 3 without; one less with adapters, as weights need no gradient. Decoding
+    reads the sampling copy and half of the final cache per id.
 
     Args:
       mean_ids: of a trajectory, prompt and passages included.
@@ -298,6 +303,7 @@ def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int) -
     rate = plan.chips * plan.chip.flops
     rows = plan.mesh["data"] * plan.mesh["fsdp"]
     calls = trajectories * sampled_ids / config.rollout.slots
+    passes = 3 + config.model.remat - (config.model.lora_rank > 0)
     item = jnp.dtype(config.model.sampling_dtype).itemsize
     kv_heads = max(1, m.kv_heads // plan.mesh["tensor"])
     cache = 2 * m.layers * kv_heads * m.head_dim * item * (config.rollout.slots / rows) * mean_ids / 2
@@ -305,7 +311,7 @@ def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int) -
         "prefill": forward * (1 - sampled_ids / mean_ids) / rate,
         "decode": calls * (plan.resident["sampling_copy"] + cache) / plan.chip.bandwidth,
         "logprobs": forward * (2 if config.learning.kl_coefficient > 0 else 1) / rate,
-        "update": forward * (4 if config.model.remat else 3) / rate,
+        "update": forward * passes / rate,
     }
 
 

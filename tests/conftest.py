@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed, jax looks for a TPU and says much about it
@@ -10,6 +11,9 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from psearch_jax import launching
+from psearch_jax.config import PRESETS
+from psearch_jax.data.closed_world import ClosedWorld, train_tokenizer
+from psearch_jax.models import hf, qwen2
 from psearch_jax.text.tokenizer import Tokenizer
 
 launching.configure_jax()  # tests and the programs they start share one compilation cache
@@ -65,3 +69,23 @@ def tiny_tokenizer(tmp_path_factory) -> Tokenizer:
 def real_tokenizer(shared_data) -> Tokenizer:
     """The tokenizer of Qwen2 and Qwen2.5, from vocab.json and merges.txt."""
     return Tokenizer.load(shared_data / "qwen2_tokenizer")
+
+
+@pytest.fixture(scope="session")
+def tiny_policy(tmp_path_factory) -> Path:
+    """A random policy of two narrow layers with the closed world's tokenizer, as a Hugging Face directory."""
+    folder = tmp_path_factory.mktemp("policy")
+    (folder / "tokenizer").mkdir()
+    train_tokenizer(ClosedWorld.make(0), folder / "tokenizer")
+    tokenizer = Tokenizer.load(folder / "tokenizer")
+    shape = replace(
+        PRESETS["toy"],
+        vocab_rows=tokenizer.size + 10,
+        width=32,
+        layers=2,
+        head_dim=8,
+        mlp=64,
+        eos_ids=tuple(sorted(tokenizer.stop_ids)),
+    )
+    hf.save_hf(qwen2.init_params(shape, 0), shape, folder / "tokenizer", folder / "hf")
+    return folder / "hf"

@@ -209,7 +209,7 @@ def test_warm_up_compiles_every_width(tiny_tokenizer, params):
     state = init_state(params, optimizer, one_device_mesh())
     learner.warm_up(state.params)
     warm = learner.compilations()
-    assert warm == {"logprobs": 2, "accumulate": 2, "apply": 0}
+    assert warm == {"logprobs": 2, "reference_logprobs": 0, "accumulate": 2, "apply": 0}
     for seed in (0, 1):
         batch = some_batch(8, seed, positions=32)
         state, _ = learner.update(state, on_policy(learner, state.params, batch))

@@ -91,8 +91,7 @@ def test_state_is_a_snapshot():
 OTHERS = {
     "data": QuestionLoader(questions(10)[::-1], 2, seed=0),
     "seed": QuestionLoader(questions(10), 2, seed=1),
-    "batch": QuestionLoader(questions(10), 3, seed=0),
-    "process_count": QuestionLoader(questions(10), 2, 0, None, 0, 2),
+    "questions_per_step": QuestionLoader(questions(10), 3, seed=0),
 }
 
 
@@ -102,6 +101,18 @@ def test_a_position_in_other_data_is_refused(name):
     state = QuestionLoader(questions(10), 2, seed=0).state()
     with pytest.raises(UserError, match=f"accepted: the same {name} as before"):
         OTHERS[name].restore(state)
+
+
+def test_a_position_goes_on_with_another_number_of_processes():
+    """A run that comes back on fewer hosts would repeat or skip questions, or could not go on at all."""
+    whole = QuestionLoader(questions(13), 4, seed=0)
+    take(whole, 2)
+    halves = [QuestionLoader(questions(13), 2, 0, None, process, 2) for process in (0, 1)]
+    for half in halves:
+        half.restore(whole.state())
+    for batch in take(whole, 5):
+        parts = [next(half) for half in halves]
+        assert batch == [q.id for pair in zip(*parts, strict=True) for q in pair]
 
 
 def test_other_sources_with_the_same_ids_are_other_data():

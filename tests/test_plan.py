@@ -98,7 +98,7 @@ def test_no_weight_is_gathered_while_decoding(devices):
     config = replace(config, rollout=replace(config.rollout, context_tokens=1024, prompt_tokens=256, slots=16))
     mesh = make_mesh(config.mesh, devices)
     sampler = bare_sampler(config, model_shape(config), mesh)
-    _, _, programs = sampler.traced(16, 1024, 256, 256)
+    _, _, programs = sampler.traced(16, 1024, 16, 256, 256)
     with jax.set_mesh(mesh):
         text = programs["generate"]().lower().compile().as_text()
     assert "while" in text and not weight_gathers(text)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from test_trainer import ROOT, command, final_params, metrics_without_clocks, run, tiny_policy, wait_for  # noqa: F401
+from runs import ROOT, command, final_params, metrics_without_clocks, run, wait_for
 
 from psearch_jax.data.closed_world import ClosedWorld
 from retrieval.corpus import MemoryMappedCorpus, write_corpus

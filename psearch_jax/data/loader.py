@@ -57,8 +57,7 @@ class QuestionLoader:
         self._fingerprint = {
             "data": fingerprint or _digest(questions),
             "seed": seed,
-            "batch": batch,
-            "process_count": process_count,
+            "questions_per_step": step,  # of all processes: their number may be another after a resume
         }
 
     def __iter__(self) -> Iterator[list[Question]]:
@@ -78,7 +77,7 @@ class QuestionLoader:
         Grain itself takes a position in other data for its own, so the fingerprints are compared first.
 
         Raises:
-          UserError: the state was made from other questions, or with another seed, batch or process count.
+          UserError: the state was made from other questions, or with another seed or number of questions per step.
         """
         saved = state.get("fingerprint")
         if not isinstance(saved, Mapping) or "grain" not in state:

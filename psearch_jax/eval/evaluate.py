@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from psearch_jax import processes
 from psearch_jax.eval.benchmarks import file_name
 from psearch_jax.eval.scores import DIGITS, Score, from_row, score, to_row
 from psearch_jax.metrics import write_whole
@@ -39,7 +41,7 @@ def evaluate(
     samples: int = 1,
     progress: Progress | None = None,
 ) -> list[Trajectory]:
-    """Q x R trajectories of the policy, all samples of a question together.
+    """Q x R trajectories of the policy, all samples of a question together. Several processes share the work.
 
     Args:
       collector: also used in training.
@@ -48,9 +50,9 @@ def evaluate(
       temperature: 0 is greedy.
       samples: R.
     """
-    return collector.collect(
-        params, questions, samples, seed=seed, step=step, temperature=temperature, progress=progress
-    )
+    own = processes.share(questions)
+    found = collector.collect(params, own, samples, seed=seed, step=step, temperature=temperature, progress=progress)
+    return processes.in_order(found, samples)
 
 
 class Evaluation:
@@ -77,14 +79,14 @@ class Evaluation:
         digests = {name: _digest(questions) for name, questions in benchmarks.items()}
         self.settings = json.loads(json.dumps({**settings, "questions": digests}))
         parts = self.out / _PARTS
-        found = _read_settings(self.out / "results.json") or _read_settings(parts / _SETTINGS)
+        found = processes.agreed(_read_settings(self.out / "results.json") or _read_settings(parts / _SETTINGS))
         if found is not None and found != self.settings:
             raise UserError(
                 f"--out={self.out}: holds an evaluation with {_difference(found, self.settings)}; "
                 "accepted: the same settings, or another directory"
             )
-        self.finished = (self.out / "results.json").is_file() and not parts.is_dir()
-        if not self.finished:
+        self.finished = processes.agreed((self.out / "results.json").is_file() and not parts.is_dir())
+        if not self.finished and processes.first():
             parts.mkdir(parents=True, exist_ok=True)
             write_whole(parts / _SETTINGS, json.dumps({"settings": self.settings}) + "\n")
 
@@ -94,10 +96,10 @@ class Evaluation:
         questions_per_part: int,
         progress: Progress,
     ) -> dict[str, list[Score]]:
-        """Evaluates what is not done yet, and returns the scores of every benchmark.
+        """Evaluates what is not done yet, and returns the scores of every benchmark. The first process writes.
 
         Args:
-          roll_out: R trajectories per question, all samples of a question together.
+          roll_out: R trajectories per question, all samples of a question together; of all processes in each.
           progress: called with (questions done, questions in all).
         """
         if self.finished:
@@ -106,7 +108,7 @@ class Evaluation:
         for part, start in enumerate(range(0, len(self._tasks), questions_per_part)):
             tasks = self._tasks[start : start + questions_per_part]
             files.append(self.out / _PARTS / f"{part:06d}.jsonl")
-            if not files[-1].is_file():
+            if not processes.agreed(files[-1].is_file()):
                 # All samples of a question end together, more or less: trajectories count as their share of it.
                 def tell(done: int, of: int, start: int = start, size: int = len(tasks)) -> None:  # noqa: B008
                     progress(start + done * size // of, len(self._tasks))
@@ -114,9 +116,10 @@ class Evaluation:
                 trajectories = roll_out([question for _, question in tasks], tell)
                 samples = len(trajectories) // len(tasks)
                 rows = [evaluation_row(tasks[i // samples][0], t) for i, t in enumerate(trajectories)]
-                write_whole(files[-1], "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+                if processes.first():
+                    write_whole(files[-1], "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             progress(start + len(tasks), len(self._tasks))
-        return self._merge(files)
+        return self._merge(files) if processes.first() else {}
 
     def finish(self, results: Mapping[str, Any], table: str) -> None:
         """Writes results.json and results.md, and removes the parts."""
@@ -161,15 +164,19 @@ def read_scores(out: str | Path) -> dict[str, list[Score]]:
 @jax.jit
 def _bit_sums(params: Any) -> jax.Array:
     def one(x: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
-        return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+        place = jnp.zeros(x.shape, jnp.uint32)  # in row-major order; without a reshape, which would gather the array
+        for axis in range(x.ndim):
+            stride = math.prod(x.shape[axis + 1 :]) % 2**32
+            place += np.uint32(stride) * jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
 
     return jnp.stack([one(x) for x in jax.tree.leaves(params)])
 
 
 def weights_digest(params: nnx.State) -> str:
     """A short name of parameters by their bits, equal wherever and however they are stored (float32)."""
-    return hashlib.sha256(np.asarray(_bit_sums(nnx.to_pure_dict(params))).tobytes()).hexdigest()[:16]
+    return hashlib.sha256(processes.fetch(_bit_sums(nnx.to_pure_dict(params))).tobytes()).hexdigest()[:16]
 
 
 def trajectory_row(trajectory: Trajectory, reward: RewardParts | None, step: int) -> dict[str, Any]:

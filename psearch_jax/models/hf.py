@@ -5,7 +5,9 @@ A Qwen-2 checkpoint is config.json, generation_config.json, tokenizer files and 
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -17,9 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from psearch_jax.config import Qwen2Config
 from psearch_jax.models import qwen2
+from psearch_jax.models.tensors import Tensor, TensorReader, read_json, write_tensors
 from psearch_jax.types import UserError
 
 # (path in our parameters, HF name, HF axes, our axes). A dot in the HF axes separates array dimensions; letters that
@@ -42,6 +46,7 @@ TABLE: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("layers", "down_kernel"), "model.layers.{i}.mlp.down_proj.weight", "D.F", "FD"),
 )
 _SHARD_BYTES = 4_500_000_000
+_PIECE_BYTES = 2**26  # of float32, that the host holds of a tensor while it is written
 _NUMBERS = (
     "vocab_size",
     "hidden_size",
@@ -64,7 +69,7 @@ def read_config(directory: str | Path) -> Qwen2Config:
       UserError: a missing file or field, or another architecture.
     """
     path = Path(directory) / "config.json"
-    raw = _read_json(path)
+    raw = read_json(path)
     if raw.get("model_type") != "qwen2":
         raise UserError(f"{path}: model_type is {raw.get('model_type')!r}, accepted: 'qwen2'")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
@@ -77,7 +82,7 @@ def read_config(directory: str | Path) -> Qwen2Config:
     eos = raw.get("eos_token_id")
     generation = Path(directory) / "generation_config.json"
     if generation.is_file():
-        eos = _read_json(generation).get("eos_token_id", eos)
+        eos = read_json(generation).get("eos_token_id", eos)
     try:
         heads = int(raw["num_attention_heads"])
         return Qwen2Config(
@@ -138,36 +143,72 @@ def resolve(path: str) -> str:
 
 
 def load_hf(
-    directory: str | Path, shardings: Callable[[nnx.State], nnx.State] | None = None
+    directory: str | Path,
+    shardings: Callable[[nnx.State], nnx.State] | None = None,
+    dtype: Any = np.float32,
 ) -> tuple[Qwen2Config, nnx.State]:
-    """Loads float32 parameters from a directory.
+    """Loads parameters from a directory, straight to their devices: the host holds one layer's tensor at a time.
 
     Args:
       shardings: from the abstract parameters to the NamedSharding of each; default: one device.
+      dtype: of the loaded arrays.
 
     Raises:
       UserError: a missing, unknown or wrongly shaped tensor, named with its file.
     """
     config = read_config(directory)
     _, abstract = qwen2.abstract_params(config)
-    placement = shardings(abstract) if shardings else None
-    reader = _Reader(Path(directory), config)
-    wanted = dict(nnx.to_flat_state(abstract))
-    places = dict(nnx.to_flat_state(placement)) if placement is not None else {}
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    placement = shardings(abstract) if shardings else jax.tree.map(lambda _: here, abstract)
+    reader = TensorReader(Path(directory))
+    wanted, places = dict(nnx.to_flat_state(abstract)), dict(nnx.to_flat_state(placement))
     loaded = {}
     for path, hf_name, hf_axes, our_axes in TABLE:
         if path not in wanted:
             continue
+        shape, place = wanted[path].shape, places[path].get_value()
+
+        def read(name: str, shape: tuple[int, ...], sharding: Any, axes=(hf_axes, our_axes)) -> jax.Array:
+            known: dict[Any, np.ndarray] = {}  # devices that hold the same part read it once
+
+            def part(index: tuple[slice, ...]) -> np.ndarray:
+                key = tuple((s.start, s.stop) for s in index)
+                if key not in known:
+                    known[key] = _part(reader, name, *axes, index, config).astype(dtype)
+                return known[key]
+
+            return jax.make_array_from_callback(shape, sharding, part)
+
         if "{i}" in hf_name:
-            array = np.empty(wanted[path].shape, np.float32)
+            value = jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=place)()
+            put = jax.jit(jax.lax.dynamic_update_index_in_dim, static_argnums=3, donate_argnums=0, out_shardings=place)
+            one = jax.sharding.NamedSharding(place.mesh, P(*place.spec[1:])) if shardings else place
             for i in range(config.layers):
-                array[i] = reader.take(hf_name.format(i=i), hf_axes, our_axes)
+                value = jax.block_until_ready(put(value, read(hf_name.format(i=i), shape[1:], one), i, 0))
         else:
-            array = reader.take(hf_name, hf_axes, our_axes)
-        value = jax.device_put(array, places[path].get_value() if path in places else None)
+            value = read(hf_name, shape, place)
         loaded[path] = wanted[path].replace(value)
     reader.refuse_unread(ignore=("lm_head.weight",) if config.tied else ())
     return config, nnx.from_flat_state(loaded)
+
+
+def _part(
+    reader: TensorReader, name: str, hf_axes: str, our_axes: str, index: tuple[slice, ...], config: Qwen2Config
+) -> np.ndarray:
+    """The part of a tensor that `index` over our axes asks for, with our axes."""
+    sizes = _sizes(config)
+    groups = hf_axes.split(".")
+    reader.check(name, tuple(math.prod(sizes[c] for c in group) for group in groups))
+    wanted = dict(zip(our_axes, index, strict=True))
+    slices = []
+    for group in groups:  # of merged axes only the first is ever split
+        first, inner = group[0], math.prod(sizes[c] for c in group[1:])
+        start, stop, _ = wanted[first].indices(sizes[first])
+        slices.append(slice(start * inner, stop * inner))
+        sizes[first] = stop - start
+    letters = hf_axes.replace(".", "")
+    array = reader.take(name, tuple(slices)).reshape([sizes[c] for c in letters])
+    return array.transpose([letters.index(c) for c in our_axes])
 
 
 def save_hf(
@@ -180,13 +221,12 @@ def save_hf(
 ) -> None:
     """Writes a directory that transformers loads: weights, config, generation config and the tokenizer's files.
 
-    Written beside and renamed, so that `out` is whole or absent.
+    Written beside and renamed, so that `out` is whole or absent. The host holds one layer's tensor at a time.
 
     Raises:
-      UserError: `out` exists, or there is no tokenizer in `tokenizer_directory`.
+      UserError: `out` exists, there is no tokenizer in `tokenizer_directory`, or the parameters are not those of
+        `config`.
     """
-    from safetensors.numpy import save_file
-
     out, tokenizer_directory = Path(out), Path(tokenizer_directory)
     if not any((tokenizer_directory / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         raise UserError(
@@ -194,31 +234,24 @@ def save_hf(
         )
     if out.exists():
         raise UserError(f"{out}: exists already, accepted: a directory that is not there yet")
+    files: list[list[Tensor]] = [[]]
+    for tensor in _exported(params, config):
+        if files[-1] and sum(t.size for t in files[-1]) * np.dtype(dtype).itemsize + tensor.size > shard_bytes:
+            files.append([])
+        files[-1].append(tensor)
     out.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        shards: list[dict[str, np.ndarray]] = [{}]
-        sizes, where = [0], {}
-        numbers: list[tuple[str, int]] = []
-        for name, array in _exported(params, config):
-            array = np.ascontiguousarray(array.astype(dtype))
-            if sizes[-1] and sizes[-1] + array.nbytes > shard_bytes:
-                save_file(shards[-1], beside / f"part-{len(shards)}", metadata={"format": "pt"})
-                shards[-1] = {}  # written: its memory is free again
-                shards.append({})
-                sizes.append(0)
-            shards[-1][name] = array
-            sizes[-1] += array.nbytes
-            numbers.append((name, len(shards)))
-        save_file(shards[-1], beside / f"part-{len(shards)}", metadata={"format": "pt"})
-        total = len(shards)
-        for number in range(1, total + 1):
-            final = "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
-            os.replace(beside / f"part-{number}", beside / final)
-            where.update({name: final for name, n in numbers if n == number})
+        where, total = {}, len(files)
+        for number, tensors in enumerate(files, 1):
+            name = "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+            write_tensors(beside / name, tensors, dtype)
+            where |= {tensor.name: name for tensor in tensors}
         if total > 1:
-            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
-            _write_json(beside / "model.safetensors.index.json", index)
+            size = sum(t.size for tensors in files for t in tensors) * np.dtype(dtype).itemsize
+            _write_json(
+                beside / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where}
+            )
         for name in _TOKENIZER_FILES:
             if (tokenizer_directory / name).is_file():
                 shutil.copy(tokenizer_directory / name, beside / name)
@@ -278,76 +311,40 @@ def _sizes(config: Qwen2Config) -> dict[str, int]:
     }
 
 
-def _exported(params: nnx.State, config: Qwen2Config) -> Iterator[tuple[str, np.ndarray]]:
-    flat = {path: variable.get_value() for path, variable in nnx.to_flat_state(params)}
-    for path, hf_name, hf_axes, our_axes in TABLE:
-        if path not in flat:
-            continue
-        order = [our_axes.index(letter) for letter in hf_axes.replace(".", "")]
-        shape = [int(np.prod([_sizes(config)[c] for c in group])) for group in hf_axes.split(".")]
-        count = config.layers if "{i}" in hf_name else 1
-        for i in range(count):
-            array = flat[path][i] if "{i}" in hf_name else flat[path]
-            yield hf_name.format(i=i), np.asarray(jax.device_get(array)).transpose(order).reshape(shape)
+def _exported(params: nnx.State, config: Qwen2Config) -> Iterator[Tensor]:
+    sizes = _sizes(config)
+    for path, variable in nnx.to_flat_state(params):
+        _, hf_name, hf_axes, our_axes = next(row for row in TABLE if row[0] == path)
+        value, stacked = variable.get_value(), "{i}" in hf_name
+        expected = ((config.layers,) if stacked else ()) + tuple(sizes[c] for c in our_axes)
+        if value.shape != expected:
+            raise UserError(f"{'.'.join(path)}: found shape {value.shape}, the config asks for {expected}")
+        shape = tuple(math.prod(sizes[c] for c in group) for group in hf_axes.split("."))
+        for i in range(config.layers) if stacked else (None,):
+            pieces = functools.partial(_pieces, value, i, hf_axes, our_axes)
+            yield Tensor(hf_name.format(i=i), shape, pieces)
 
 
-class _Reader:
-    """Tensors of a directory by name, one at a time, each checked against the shape that the config implies."""
-
-    def __init__(self, directory: Path, config: Qwen2Config):
-        from safetensors import SafetensorError, safe_open
-
-        self._sizes = _sizes(config)
-        index = directory / "model.safetensors.index.json"
-        if index.is_file():
-            weight_map = _read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map:
-                raise UserError(f"{index}: found weight_map {weight_map!r}, accepted: tensor names and their files")
-            files = sorted({directory / name for name in weight_map.values()})
-        else:
-            files = [directory / "model.safetensors"]
-        self._where = {}
-        for file in files:
-            if not file.is_file():
-                raise UserError(f"{file}: not found, accepted: safetensors weights")
-            try:
-                handle = safe_open(file, framework="flax")
-            except SafetensorError as error:
-                raise UserError(f"{file}: not a whole safetensors file ({error})") from None
-            for name in handle.keys():
-                self._where[name] = (file, handle)
-        self._files, self._unread = files, set(self._where)
-
-    def take(self, name: str, hf_axes: str, our_axes: str) -> np.ndarray:
-        if name not in self._where:
-            raise UserError(f"{self._files[0]}: tensor {name!r} is missing; it holds another architecture")
-        file, handle = self._where[name]
-        self._unread.discard(name)
-        groups = hf_axes.split(".")
-        expected = tuple(int(np.prod([self._sizes[c] for c in group])) for group in groups)
-        found = tuple(handle.get_slice(name).get_shape())
-        if found != expected:
-            raise UserError(f"{file}: tensor {name!r} has shape {found}, config.json asks for {expected}")
-        letters = hf_axes.replace(".", "")
-        array = np.asarray(jnp.asarray(handle.get_tensor(name), jnp.float32))
-        return array.reshape([self._sizes[c] for c in letters]).transpose([letters.index(c) for c in our_axes])
-
-    def refuse_unread(self, ignore: tuple[str, ...]) -> None:
-        rest = sorted(n for n in self._unread - set(ignore) if not n.endswith("rotary_emb.inv_freq"))
-        if rest:
-            raise UserError(f"{self._where[rest[0]][0]}: unknown tensor {rest[0]!r} ({len(rest)} in all)")
+def _pieces(array: jax.Array, layer: int | None, hf_axes: str, our_axes: str) -> Iterator[np.ndarray]:
+    """One tensor with Hugging Face's axes, in runs of its first axis that the host can hold."""
+    letters = hf_axes.replace(".", "")
+    axis = our_axes.index(letters[0])
+    shape = array.shape if layer is None else array.shape[1:]
+    rows = max(1, _PIECE_BYTES * shape[axis] // (4 * math.prod(shape)))
+    for start in range(0, shape[axis], rows):
+        size = min(rows, shape[axis] - start)
+        piece = jax.device_get(_run(array, layer, start, size, axis))
+        yield piece.transpose([our_axes.index(c) for c in letters])
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: not found") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not JSON (line {error.lineno}: {error.msg})") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: found a {type(value).__name__}, accepted: a JSON object")
-    return value
+@functools.partial(jax.jit, static_argnames=("size", "axis"))
+def _run(array: jax.Array, layer: int | None, start: int, size: int, axis: int) -> jax.Array:
+    """`size` entries along `axis` from `start` on, of one layer where there are several."""
+    if layer is None:
+        return jax.lax.dynamic_slice_in_dim(array, start, size, axis)
+    starts, sizes = [layer] + [0] * (array.ndim - 1), [1, *array.shape[1:]]
+    starts[axis + 1], sizes[axis + 1] = start, size
+    return jax.lax.dynamic_slice(array, starts, sizes)[0]
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from psearch_jax.config import Qwen2Config
+from psearch_jax.config import Lora, Qwen2Config
 from psearch_jax.models.attention import NEG_INF, Implementation, cached, causal
 from psearch_jax.models.kv_cache import KVCache
+from psearch_jax.models.lora import Adapters
 from psearch_jax.sharding import constrain
 
 
@@ -61,6 +62,7 @@ class Qwen2(nnx.Module):
       remat: recompute each layer in the backward pass instead of storing its activations.
       attention: how rows without a cache attend.
       shard_residual: between layers, the positions are split over `tensor`; what remat stores shrinks by that factor.
+      lora: adapters beside every kernel of the layers.
     """
 
     def __init__(
@@ -71,13 +73,15 @@ class Qwen2(nnx.Module):
         remat: bool = False,
         attention: Implementation = "blocked",
         shard_residual: bool = False,
+        lora: Lora | None = None,
     ):
         self.config, self.dtype, self.remat, self.attention = config, jnp.dtype(dtype), remat, attention
-        self.shard_residual = shard_residual
+        self.shard_residual, self.lora_scale = shard_residual, lora.scale if lora else 0.0
         self.embedding = _normal(rngs, (config.vocab_rows, config.width), ("vocab", "embed"))
         self.layers = Layers(config, rngs)
         self.final_norm = _ones((config.width,), (None,))
         self.lm_head = None if config.tied else _normal(rngs, (config.width, config.vocab_rows), ("embed", "vocab"))
+        self.adapters = Adapters(config, lora.rank, rngs) if lora else None
 
     def hidden(
         self,
@@ -108,6 +112,8 @@ class Qwen2(nnx.Module):
         split = "positions" if self.shard_residual else None
         x = constrain(x, "rows", split, None)
         weights = nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
+        if self.adapters is not None:
+            weights |= nnx.to_pure_dict(nnx.state(self.adapters, nnx.Param))
         step = functools.partial(
             _layer,
             config=config,
@@ -118,6 +124,7 @@ class Qwen2(nnx.Module):
             keep=keep_kv,
             attention=self.attention,
             split=split,
+            lora_scale=self.lora_scale,
         )
         if self.remat and not keep_kv:
             step = jax.checkpoint(step, policy=jax.checkpoint_policies.nothing_saveable)
@@ -175,21 +182,31 @@ def _layer(
     keep: bool,
     attention: Implementation,
     split: str | None,
+    lora_scale: float,
 ):
     """One decoder layer; the body of the scan. Returns ([B, T, D], new (k, v) [B, K, T, H] or None)."""
     w, layer = xs
+
+    def dense(x: jax.Array, name: str, contracted: int = 1) -> jax.Array:
+        """The kernel `name`, with its bias and its adapter where there are any."""
+        out = _dense(x, w[f"{name}_kernel"], w.get(f"{name}_bias"), contracted)
+        if f"{name}_kernel_a" in w:
+            low = lora_scale * _dense(x, w[f"{name}_kernel_a"], contracted=contracted)
+            out += _dense(low, w[f"{name}_kernel_b"])
+        return out
+
     old = None if cache is None else tuple(_one_layer(a, layer, span) for a in (cache.k, cache.v))
     y = _rms_norm(x, w["attention_norm"], config.rms_eps)
     cos, sin = (a[:, :, None] for a in rotation)  # [B, T, 1, H/2]
-    q = constrain(_rotate(_dense(y, w["q_kernel"], w["q_bias"]), cos, sin), "rows", None, "heads", None)
-    k = constrain(_rotate(_dense(y, w["k_kernel"], w["k_bias"]), cos, sin), "rows", None, "kv_heads", None)
-    v = constrain(_dense(y, w["v_kernel"], w["v_bias"]), "rows", None, "kv_heads", None)
+    q = constrain(_rotate(dense(y, "q"), cos, sin), "rows", None, "heads", None)
+    k = constrain(_rotate(dense(y, "k"), cos, sin), "rows", None, "kv_heads", None)
+    v = constrain(dense(y, "v"), "rows", None, "kv_heads", None)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H], as the cache holds them
     out = causal(q, k, v, attention) if old is None else cached(q, k, v, old, start)
-    x = constrain(x + _dense(out, w["o_kernel"], contracted=2), "rows", split, None)
+    x = constrain(x + dense(out, "o", contracted=2), "rows", split, None)
     y = _rms_norm(x, w["mlp_norm"], config.rms_eps)
-    inner = jax.nn.silu(_dense(y, w["gate_kernel"])) * _dense(y, w["up_kernel"])
-    x = x + _dense(constrain(inner, "rows", None, "mlp"), w["down_kernel"])
+    inner = jax.nn.silu(dense(y, "gate")) * dense(y, "up")
+    x = x + dense(constrain(inner, "rows", None, "mlp"), "down")
     return constrain(x, "rows", split, None), (k, v) if keep else None
 
 
@@ -253,15 +270,27 @@ def graphdef(
     remat: bool = False,
     attention: Implementation = "blocked",
     shard_residual: bool = False,
+    lora: Lora | None = None,
 ) -> nnx.GraphDef:
-    """The static half of a model; `nnx.merge(graphdef, params)` is the live one."""
-    model = nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(params=0), dtype, remat, attention, shard_residual))
+    """The static half of a model; `nnx.merge(graphdef, params)` is the live one, with `lora` it takes adapters too."""
+    model = nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(params=0), dtype, remat, attention, shard_residual, lora))
     return nnx.split(model, nnx.Param)[0]
 
 
 def init_params(config: Qwen2Config, seed: int) -> nnx.State:
     """Random parameters, float32, from the `params` stream of `seed`."""
     return nnx.split(Qwen2(config, nnx.Rngs(params=seed)), nnx.Param)[1]
+
+
+def random_params(
+    config: Qwen2Config, seed: int, dtype: Any, shardings: Callable[[nnx.State], nnx.State]
+) -> nnx.State:
+    """`init_params` in `dtype`, made where they are to lie: `shardings` of the abstract parameters."""
+
+    def made() -> nnx.State:
+        return jax.tree.map(lambda x: x.astype(dtype), init_params(config, seed))
+
+    return jax.jit(made, out_shardings=shardings(abstract_params(config)[1]))()
 
 
 def with_values(params: nnx.State, values: Mapping[str, Any]) -> nnx.State:

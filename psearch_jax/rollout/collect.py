@@ -1,6 +1,6 @@
 """The host's half of a rollout: turns, searches and observations. It knows words and no model.
 
-    while a question waits or a slot is live:
+    while a question waits or a slot is live, in any process:
         refill free slots      admit (and prefill the next prompts)
         generate               until rows are parked or done
         read what was sampled  parse each turn; ended rows become trajectories
@@ -8,18 +8,23 @@
         extend                 the passages, as forced ids
 
 Groups are admitted in order and no rollout outlives the call. Sampled ids are the record: nothing is re-tokenised.
+
+With several processes each owns an equal run of the slots and does the host's work for them; before every device
+program they tell each other what is to go into it, so that all make the same call.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
 from flax import nnx
 
+from psearch_jax import processes
 from psearch_jax.buckets import buckets, pick
 from psearch_jax.config import RetrievalSection, RolloutSection
 from psearch_jax.rollout import sampling
@@ -29,7 +34,7 @@ from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import EndStatus, Question, Trajectory, Turn
 from retrieval.protocol import Passage, Retriever
 
-Progress = Callable[[int, int], None]  # (trajectories done, trajectories in all)
+Progress = Callable[[int, int], None]  # (trajectories done, trajectories in all), of this process
 
 
 @dataclass
@@ -76,6 +81,7 @@ class Collector:
         self._obs_widths = buckets(rollout.obs_tokens)
         self._spans = buckets(rollout.context_tokens)
         self._corrective = tokenizer.encode_foreign(tags.CORRECTIVE_MESSAGE)[: rollout.obs_tokens]
+        self.pool_rows = pool_rows(rollout, sampler.mesh)
 
     def warm_up(self, params: nnx.State) -> None:
         """Compiles every shape that `collect` can ask for, so that no later step stops to compile."""
@@ -85,7 +91,8 @@ class Collector:
         for width in self._obs_widths:
             state = self.sampler.extend(params, state, np.zeros((rows, width), np.int32), nothing, 1)
         for width in self._prompt_widths:
-            pool = self.sampler.prefill(params, np.zeros((rows, width), np.int32), nothing)
+            empty = np.zeros((self.pool_rows, width), np.int32)
+            pool = self.sampler.prefill(params, empty, np.zeros(self.pool_rows, np.int32))
             state = self.sampler.admit(state, pool, nothing - 1, np.zeros((rows, 2), np.uint32), 1, 1)
         for span in self._spans:
             state = self.sampler.generate(params, state, 1.0, span)
@@ -102,7 +109,9 @@ class Collector:
         temperature: float,
         progress: Progress | None = None,
     ) -> list[Trajectory]:
-        """Rolls out `samples` trajectories for every question.
+        """Rolls out `samples` trajectories for every question of this process.
+
+        Every process calls this with questions of its own, whose number may differ.
 
         Args:
           params: the sampling copy of the policy.
@@ -110,15 +119,39 @@ class Collector:
 
         Returns:
           Q x R trajectories, all samples of a question together, in the order of `questions`.
+
+        Raises:
+          RetrievalError, or what `progress` raises: in every process when it is raised in one.
         """
         call = _Call(self, params, questions, samples, seed, step)
-        while call.waiting or call.live:
-            call.refill()
+        while call.refill(progress):
             call.state = self.sampler.generate(params, call.state, temperature, call.span())
             call.read()
-            if progress:
-                progress(call.done, len(call.results))
         return [t for t in call.results if t is not None]
+
+
+def pool_rows(rollout: RolloutSection, mesh: jax.sharding.Mesh) -> int:
+    """Prompts that are prefilled at once: those that fill all slots, and a multiple of what shares them."""
+    unit = math.lcm(mesh.shape["data"] * mesh.shape["fsdp"], jax.process_count())
+    return -(-math.ceil(rollout.slots / rollout.samples) // unit) * unit
+
+
+@dataclass(frozen=True)
+class _Admissions:
+    """What one process asks of the next `admit`; slots and rows are those of all processes."""
+
+    source: dict[int, int]  # slot -> row of the pool, or -2 to empty it
+    keys: dict[int, np.ndarray]  # by slot
+    starts: dict[int, int]  # by slot: the prompt's length
+    lacking: bool  # a slot stays free because the pool does not hold the next prompt
+
+
+@dataclass(frozen=True)
+class _Continuations:
+    """What one process found in its stopped rows."""
+
+    chunks: dict[int, list[int]]  # slot -> the ids to append
+    ended: list[int]  # slots whose rollout is over
 
 
 class _Call:
@@ -152,132 +185,155 @@ class _Call:
         words = [sampling.id_words(question.source, question.id) for _, question, _ in self.waiting]
         drawn = sampling.row_keys(seed, step, words, [s for _, _, s in self.waiting]) if words else []
         self._keys = {order: key for (order, _, _), key in zip(self.waiting, drawn, strict=True)}
+        share, me = self.rows // jax.process_count(), jax.process_index()
+        self.own = range(me * share, (me + 1) * share)
+        self.starts: dict[int, int] = {}  # of every process's live slots: where the current turn begins
         self._pool: SamplerState | None = None
         self._pool_rows: dict[int, int] = {}  # question's place -> row of the pool
-        self.ended: set[int] = set()  # slots whose rollout is over but whose row still looks parked
+        self.parked: set[int] = set()  # own slots whose rollout is over but whose row still looks parked
         self.state = self.sampler.new_state(self.rows, self.rollout.context_tokens)
 
     # ---- refill ----
 
-    def refill(self) -> None:
-        """Admits waiting rollouts to free slots, prefilling each prompt once for its whole group."""
-        free = [b for b in range(self.rows) if b not in self.live]
+    def refill(self, progress: Progress | None) -> bool:
+        """Admits waiting rollouts to free slots, prefilling each prompt once for its whole group.
+
+        Returns:
+          Whether any process has a live row.
+        """
         admitted: list[int] = []
-        while free and self.waiting:
-            if self.waiting[0][0] // self.samples not in self._pool_rows:
-                self._prefill()
-            source = np.full(self.rows, -1, np.int32)
-            source[list(self.ended)] = -2
-            self.ended.clear()
-            keys = np.zeros((self.rows, 2), np.uint32)
-            while free and self.waiting and self.waiting[0][0] // self.samples in self._pool_rows:
-                order, question, sample = self.waiting.popleft()
-                slot, place = free.pop(0), order // self.samples
-                source[slot], keys[slot] = self._pool_rows[place], self._keys[order]
-                length = len(self._prompts[place])
-                self.live[slot] = _Rollout(order, question, sample, length, length)
-                admitted.append(slot)
-            self._admit(source, keys)
-        if self.ended:  # nothing left to admit there: a row that still waits would hold up `generate`
-            source = np.full(self.rows, -1, np.int32)
-            source[list(self.ended)] = -2
-            self.ended.clear()
-            self._admit(source, np.zeros((self.rows, 2), np.uint32))
+        while True:
+            asked = processes.together(lambda: self._next_admissions(progress))
+            source = {slot: row for a in asked for slot, row in a.source.items()}
+            if source:
+                self._admit(source, {slot: key for a in asked for slot, key in a.keys.items()})
+            for a in asked:
+                self.starts |= a.starts
+            admitted += [slot for a in asked for slot in a.starts]
+            if not any(a.lacking for a in asked):
+                break
+            self._prefill()
         if admitted and self.rollout.initial_search:
-            self._initial_search(admitted)
+            self._initial_search([slot for slot in admitted if slot in self.live])
+        return bool(self.starts)
+
+    def _next_admissions(self, progress: Progress | None) -> _Admissions:
+        """Fills own free slots from the pool, as far as it goes."""
+        if progress:
+            progress(self.done, len(self.results))
+        # A parked row that is over would hold up `generate`: it is emptied even when nothing is left to admit there.
+        found = _Admissions(dict.fromkeys(self.parked, -2), {}, {}, False)
+        self.parked.clear()
+        free = [b for b in self.own if b not in self.live]
+        while free and self.waiting and self.waiting[0][0] // self.samples in self._pool_rows:
+            order, question, sample = self.waiting.popleft()
+            slot, place = free.pop(0), order // self.samples
+            length = len(self._prompts[place])
+            found.source[slot], found.keys[slot] = self._pool_rows[place], self._keys[order]
+            found.starts[slot] = length
+            self.live[slot] = _Rollout(order, question, sample, length, length)
+        return replace(found, lacking=bool(free and self.waiting))
 
     def _prefill(self) -> None:
-        places = list(dict.fromkeys(order // self.samples for order, _, _ in self.waiting))[: self.rows]
-        width = pick(self.owner._prompt_widths, max(len(self._prompts[p]) for p in places))
-        ids, n = np.zeros((self.rows, width), np.int32), np.zeros(self.rows, np.int32)
-        for row, place in enumerate(places):
-            n[row] = len(self._prompts[place])
-            ids[row, : n[row]] = self._prompts[place]
+        """Fills every process's part of the pool with its next prompts."""
+        rows = self.owner.pool_rows
+        share = rows // jax.process_count()
+        places = list(dict.fromkeys(order // self.samples for order, _, _ in self.waiting))[:share]
+        prompts = processes.together(lambda: [self._prompts[place] for place in places])
+        width = pick(self.owner._prompt_widths, max(len(prompt) for part in prompts for prompt in part))
+        ids, n = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
+        for process, part in enumerate(prompts):
+            for row, prompt in enumerate(part, process * share):
+                n[row] = len(prompt)
+                ids[row, : n[row]] = prompt
         self._pool = self.sampler.prefill(self.params, ids, n)
-        self._pool_rows = {place: row for row, place in enumerate(places)}
+        self._pool_rows = {place: row for row, place in enumerate(places, jax.process_index() * share)}
 
-    def _admit(self, source: np.ndarray, keys: np.ndarray) -> None:
+    def _admit(self, source: dict[int, int], keys: dict[int, np.ndarray]) -> None:
         if self._pool is None:
             raise AssertionError("a slot can only end after a prompt was admitted")
+        rows, all_keys = np.full(self.rows, -1, np.int32), np.zeros((self.rows, 2), np.uint32)
+        rows[list(source)] = list(source.values())
+        for slot, key in keys.items():
+            all_keys[slot] = key
         self.state = self.sampler.admit(
-            self.state, self._pool, source, keys, self.rollout.turn_tokens, self.rollout.context_tokens
+            self.state, self._pool, rows, all_keys, self.rollout.turn_tokens, self.rollout.context_tokens
         )
 
     def _initial_search(self, slots: list[int]) -> None:
         """The classic baseline: the question itself is searched before the first sampled id."""
-        queries = {b: (" ".join(self.live[b].question.text.split()),) for b in slots}
-        found = self._search(queries)
-        for b in slots:
-            turn = Turn("", "search", True, queries[b], found[b])
-            self.live[b].turns.append(turn)
-        lengths = {b: self.live[b].prompt_length for b in slots}
-        self._extend({b: self._observation(queries[b], found[b], lengths[b]) for b in slots}, lengths)
+
+        def look_up() -> _Continuations:
+            queries = {b: (" ".join(self.live[b].question.text.split()),) for b in slots}
+            chunks = {}
+            for b, passages in self._search(queries).items():
+                live = self.live[b]
+                live.turns.append(Turn("", "search", True, queries[b], passages))
+                chunks[b] = self._observation(queries[b], passages, live.prompt_length)
+            return _Continuations(chunks, [])
+
+        self._go_on(processes.together(look_up), self.starts)
 
     # ---- read ----
 
     def span(self) -> int:
         """The positions that no live row will outgrow in its current turn, rounded up to a bucket."""
         turn = self.rollout.turn_tokens + self.rollout.max_tokens_after_answer
-        need = max(live.turn_start for live in self.live.values()) + turn if self.live else 1
-        return pick(self.owner._spans, min(need, self.rollout.context_tokens))
+        return pick(self.owner._spans, min(max(self.starts.values()) + turn, self.rollout.context_tokens))
 
     def read(self) -> None:
         """Parses what each stopped row sampled; ends it, or searches and extends it."""
-        status, length = jax.device_get((self.state.status, self.state.length))
-        stopped = [b for b in self.live if status[b] != Status.RUNNING]
-        if not stopped:
+        status, length = processes.fetch((self.state.status, self.state.length))
+        if all(status[b] == Status.RUNNING for b in self.starts):
             return
-        ids = np.asarray(jax.device_get(self.state.ids))
-        record: tuple[np.ndarray, np.ndarray] | None = None
-        queries: dict[int, tuple[str, ...]] = {}
-        corrected: list[int] = []
-        for b in stopped:
-            live = self.live[b]
-            turn = self._turn(live, ids[b, live.turn_start : length[b]], Status(status[b]))
-            last = live.model_calls == self.rollout.search_turns
-            end: EndStatus | None = None
-            if status[b] == Status.ANSWER and turn.action == "answer":
-                end = "answered"
-            elif status[b] in (Status.ANSWER, Status.EOS):  # an answer that was never opened is none
-                end = "eos"
-            elif status[b] == Status.CONTEXT_FULL:
-                end = "truncated"
-            elif last:
-                end = "out_of_turns"
-            elif turn.action == "search":
-                queries[b] = turn.queries
-            else:
-                corrected.append(b)
-            if end is None:
-                live.turns.append(turn)
-                continue
-            # A search that never ran is not an executed one.
-            live.turns.append(Turn(turn.text, turn.action, turn.well_formed, (), (), turn.answer, turn.n_sampled))
-            if record is None:
-                record = jax.device_get((self.state.mask, self.state.logprobs))
-            n = length[b]
-            del self.live[b]
-            if status[b] == Status.SEARCH:
-                self.ended.add(b)
-            self._finish(live, end, ids[b, :n].copy(), record[0][b, :n].copy(), record[1][b, :n].copy())
-        found = self._search(queries)
-        chunks = {b: list(self.owner._corrective) for b in corrected}
-        for b, passages in found.items():
-            live = self.live[b]
-            turn = live.turns[-1]
-            live.turns[-1] = Turn(
-                turn.text, turn.action, turn.well_formed, turn.queries, passages, None, turn.n_sampled
-            )
-            chunks[b] = self._observation(queries[b], passages, int(length[b]))
-        for b in [b for b, chunk in chunks.items() if length[b] + len(chunk) >= self.rollout.context_tokens]:
-            if record is None:
-                record = jax.device_get((self.state.mask, self.state.logprobs))
+        ids, mask, logprobs = processes.fetch((self.state.ids, self.state.mask, self.state.logprobs))
+
+        def end(b: int, how: EndStatus) -> None:
             n, live = length[b], self.live.pop(b)
-            del chunks[b]
             if status[b] == Status.SEARCH:
-                self.ended.add(b)
-            self._finish(live, "truncated", ids[b, :n].copy(), record[0][b, :n].copy(), record[1][b, :n].copy())
-        self._extend(chunks, {b: int(length[b]) for b in chunks})
+                self.parked.add(b)
+            self._finish(live, how, ids[b, :n].copy(), mask[b, :n].copy(), logprobs[b, :n].copy())
+
+        def look() -> _Continuations:
+            stopped = [b for b in self.live if status[b] != Status.RUNNING]
+            queries: dict[int, tuple[str, ...]] = {}
+            chunks: dict[int, list[int]] = {}
+            for b in stopped:
+                live = self.live[b]
+                turn = self._turn(live, ids[b, live.turn_start : length[b]], Status(status[b]))
+                how = self._end(live, turn, Status(status[b]))
+                if how is not None:  # a search that never ran is not an executed one
+                    live.turns.append(replace(turn, queries=(), passages=()))
+                    end(b, how)
+                    continue
+                live.turns.append(turn)
+                if turn.action == "search":
+                    queries[b] = turn.queries
+                else:
+                    chunks[b] = list(self.owner._corrective)
+            for b, passages in self._search(queries).items():
+                live = self.live[b]
+                live.turns[-1] = replace(live.turns[-1], passages=passages)
+                chunks[b] = self._observation(queries[b], passages, int(length[b]))
+            for b in [b for b, chunk in chunks.items() if length[b] + len(chunk) >= self.rollout.context_tokens]:
+                del chunks[b]
+                end(b, "truncated")
+            return _Continuations(chunks, [b for b in stopped if b not in self.live])
+
+        found = processes.together(look)
+        for b in [b for f in found for b in f.ended]:
+            del self.starts[b]
+        self._go_on(found, length)
+
+    def _end(self, live: _Rollout, turn: Turn, status: Status) -> EndStatus | None:
+        """How the rollout is over with this turn; None when it goes on."""
+        if status == Status.ANSWER and turn.action == "answer":
+            return "answered"
+        if status in (Status.ANSWER, Status.EOS):  # an answer that was never opened is none
+            return "eos"
+        if status == Status.CONTEXT_FULL:
+            return "truncated"
+        return "out_of_turns" if live.model_calls == self.rollout.search_turns else None
 
     def _turn(self, live: _Rollout, sampled: np.ndarray, status: Status) -> Turn:
         tokenizer, spoken = self.owner.tokenizer, sampled
@@ -308,7 +364,9 @@ class _Call:
         encode, label = self.owner.tokenizer.encode_foreign, self.rollout.label_subqueries
         return tags.render_observation(queries, passages, encode, budget, label)
 
-    def _extend(self, chunks: dict[int, list[int]], lengths: dict[int, int]) -> None:
+    def _go_on(self, found: Sequence[_Continuations], lengths: Mapping[int, int] | np.ndarray) -> None:
+        """Appends what every process found to the rows, `lengths` ids long, and starts their next turns."""
+        chunks = {b: chunk for f in found for b, chunk in f.chunks.items()}
         if not chunks:
             return
         width = pick(self.owner._obs_widths, max(len(c) for c in chunks.values()))
@@ -316,7 +374,9 @@ class _Call:
         for b, chunk in chunks.items():
             n[b] = len(chunk)
             ids[b, : n[b]] = chunk
-            self.live[b].turn_start = lengths[b] + len(chunk)
+            self.starts[b] = int(lengths[b]) + len(chunk)
+            if b in self.live:
+                self.live[b].turn_start = self.starts[b]
         self.state = self.sampler.extend(self.params, self.state, ids, n, self.rollout.turn_tokens)
 
     def _finish(self, live: _Rollout, status: EndStatus, ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray):

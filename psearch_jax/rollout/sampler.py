@@ -188,7 +188,7 @@ class Sampler:
         return {name: getattr(self, f"_{name}")._cache_size() for name in names}
 
     def traced(
-        self, rows: int, positions: int, prompt_tokens: int, obs_tokens: int
+        self, rows: int, positions: int, pool_rows: int, prompt_tokens: int, obs_tokens: int
     ) -> tuple[SamplerState, SamplerState, dict[str, Callable[[], jax.stages.Traced]]]:
         """State, pool and every program at its largest shape, without arrays: to be compiled where there are no
         devices (plan.py)."""
@@ -197,22 +197,22 @@ class Sampler:
         cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self.dtype), abstract)
         params = placed(cast, param_shardings(abstract, SAMPLING, mesh))
         state = placed(jax.eval_shape(lambda: self._new_program(rows, positions)), shardings)
-        pool = placed(jax.eval_shape(lambda: self._new_program(rows, prompt_tokens)), shardings)
+        pool = placed(jax.eval_shape(lambda: self._new_program(pool_rows, prompt_tokens)), shardings)
         tables = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), self._host_tables
         )
         wide, narrow, none = rows_sharding(mesh, 2), rows_sharding(mesh, 1), replicated(mesh)
-        count = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=narrow)
+        count, prompts = (jax.ShapeDtypeStruct((n,), jnp.int32, sharding=narrow) for n in (rows, pool_rows))
         number, warmth = (jax.ShapeDtypeStruct((), kind, sharding=none) for kind in (jnp.int32, jnp.float32))
         keys = jax.ShapeDtypeStruct((rows, 2), jnp.uint32, sharding=wide)
 
-        def ids(width: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((rows, width), jnp.int32, sharding=wide)
+        def ids(n: int, width: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((n, width), jnp.int32, sharding=wide)
 
         programs = {
-            "prefill": lambda: self._prefill.trace(params, ids(prompt_tokens), count),
+            "prefill": lambda: self._prefill.trace(params, ids(pool_rows, prompt_tokens), prompts),
             "admit": lambda: self._admit.trace(state, pool, count, keys, number, number),
-            "extend": lambda: self._extend.trace(params, state, ids(obs_tokens), count, number),
+            "extend": lambda: self._extend.trace(params, state, ids(rows, obs_tokens), count, number),
             "generate": lambda: self._generate.trace(params, tables, state, warmth, span=positions),
         }
         return state, pool, programs

@@ -1,8 +1,9 @@
 """Checkpoints with Orbax, and the order in which a run resumes.
 
-A checkpoint directory `checkpoints/STEP` holds three items: `params` (nested dict of float32 arrays; all that export
-and evaluation read), `optimizer` (arrays by position), `loop` (JSON: counters, the loader's state, the model's shape,
-where the tokenizer is).
+A checkpoint directory `checkpoints/STEP` holds three items: `params` (nested dict of the trained float32 arrays, with
+LoRA those of the adapters; all that export and evaluation read), `optimizer` (arrays by position), `loop` (JSON:
+counters, the loader's state, the model's shape, where the tokenizer is, and of adapters where the weights beside them
+are).
 
 A run with a workdir resumes in this order:
   1. the newest checkpoint that can be read whole; a damaged one is passed over with a warning;
@@ -14,17 +15,20 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from psearch_jax.config import Qwen2Config
-from psearch_jax.models import qwen2
+from psearch_jax import processes
+from psearch_jax.config import Lora, ModelSection, Qwen2Config
+from psearch_jax.models import hf, lora, qwen2
+from psearch_jax.sharding import placed
 from psearch_jax.train.state import TrainState
 from psearch_jax.types import UserError
 
@@ -62,6 +66,7 @@ class Checkpoints:
         steps = sorted(self._manager.all_steps(), reverse=True)
         damaged = []
         for step in steps:
+            found, problem = None, ""
             try:
                 loop = self._manager.restore(step, args=ocp.args.Composite(loop=ocp.args.JsonRestore()))["loop"]
                 _same_shapes(self._directory / str(step), loop, state.params)
@@ -75,7 +80,10 @@ class Checkpoints:
             except UserError:
                 raise
             except Exception as error:  # whatever a damaged file makes the readers raise
-                log.warning("checkpoint %s cannot be read (%s); trying the one before", step, _first_line(error))
+                problem = _first_line(error)
+            problems = [found for found in processes.together(lambda: problem) if found]  # noqa: B023
+            if problems:
+                log.warning("checkpoint %s cannot be read (%s); trying the one before", step, problems[0])
                 damaged.append(step)
                 continue
             for bad in damaged:  # they would be in the way when the run comes to their step again
@@ -111,13 +119,21 @@ def _first_line(error: Exception) -> str:
 
 
 def _same_shapes(directory: Path, loop: Mapping[str, Any], params: nnx.State) -> None:
-    _, abstract = qwen2.abstract_params(_shape(loop["model"]))
+    abstract = _abstract(loop)
     theirs = {path: v.shape for path, v in nnx.to_flat_state(abstract)}
     for path, variable in nnx.to_flat_state(params):
         if theirs.pop(path, None) != variable.shape:
             raise UserError(f"{directory}: the checkpoint is of another architecture ({'.'.join(path)} differs)")
     if theirs:
         raise UserError(f"{directory}: the checkpoint is of another architecture (it also holds {next(iter(theirs))})")
+
+
+def _abstract(loop: Mapping[str, Any]) -> nnx.State:
+    """The trained parameters of a checkpoint, as ShapeDtypeStructs."""
+    config, record = _shape(loop["model"]), loop.get("lora")
+    if record:
+        return lora.abstract_adapters(config, Lora(record["rank"], record["alpha"]))
+    return qwen2.abstract_params(config)[1]
 
 
 def _shape(raw: Mapping[str, Any]) -> Qwen2Config:
@@ -149,20 +165,63 @@ def read_loop(checkpoint: str | Path) -> dict[str, Any]:
         raise UserError(f"{file}: cannot be read ({_first_line(error)})") from None
 
 
-def load_params(checkpoint: str | Path) -> tuple[Qwen2Config, nnx.State, dict[str, Any]]:
-    """Shape, parameters and loop record of one checkpoint, on the default device; for export and evaluation."""
+def load_params(
+    checkpoint: str | Path, place: Callable[[nnx.State], nnx.State] | None = None, dtype: Any = jnp.float32
+) -> tuple[Qwen2Config, nnx.State, dict[str, Any]]:
+    """Shape, parameters and loop record of one checkpoint, for export and evaluation; adapters are merged.
+
+    Args:
+      place: from the abstract parameters to the sharding of each; default: the first device.
+      dtype: of merged parameters; those of full fine-tuning are float32.
+
+    Raises:
+      UserError: it cannot be read, or the weights that its adapters belong to are not where they were.
+    """
     checkpoint = Path(checkpoint).resolve()
     loop = read_loop(checkpoint)
-    config = _shape(loop["model"])
-    _, abstract = qwen2.abstract_params(config)
+    config, abstract = _shape(loop["model"]), _abstract(loop)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), nnx.to_pure_dict(abstract))
+    place = place or (lambda tree: jax.tree.map(lambda _: here, tree))
+    target = nnx.to_pure_dict(placed(abstract, place(abstract)))
     try:
         with ocp.StandardCheckpointer() as reader:
             values = reader.restore(checkpoint / "params", target)
     except Exception as error:  # whatever a damaged file makes the readers raise
         raise UserError(f"{checkpoint}: params cannot be read ({_first_line(error)})") from error
-    return config, qwen2.with_values(abstract, values), loop
+    params = qwen2.with_values(abstract, values)
+    record = loop.get("lora")
+    if record:
+        base = _base(config, record, place, checkpoint)
+        adapters = Lora(record["rank"], record["alpha"])
+        merge = jax.jit(
+            lambda base, params: lora.merged(base, params, adapters, dtype),
+            out_shardings=place(qwen2.abstract_params(config)[1]),
+        )
+        params = merge(base, params)
+    return config, params, loop
+
+
+def lora_record(model: ModelSection, seed: int, path: str) -> dict[str, Any] | None:
+    """What a checkpoint of adapters says about the weights beside them: `path`, or random ones of `seed`."""
+    if not model.lora_rank:
+        return None
+    where = str(Path(path).resolve()) if path else ""
+    adapters = {"rank": model.lora_rank, "alpha": model.lora_alpha}
+    return {**adapters, "path": where, "seed": seed, "dtype": model.sampling_dtype}
+
+
+def _base(
+    config: Qwen2Config, record: Mapping[str, Any], place: Callable[[nnx.State], nnx.State], checkpoint: Path
+) -> nnx.State:
+    dtype = jnp.dtype(record["dtype"])
+    if not record["path"]:
+        return qwen2.random_params(config, record["seed"], dtype, place)
+    if not Path(record["path"]).is_dir():
+        raise UserError(f"{checkpoint}: its adapters belong to the weights in {record['path']}, which is not there")
+    found, base = hf.load_hf(record["path"], place, dtype)
+    if found != config:
+        raise UserError(f"{checkpoint}: its adapters belong to another model than the one in {record['path']}")
+    return base
 
 
 def model_record(config: Qwen2Config) -> dict[str, Any]:

@@ -18,17 +18,27 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from psearch_jax.buckets import buckets
-from psearch_jax.config import LearningSection, Qwen2Config
+from psearch_jax.config import LearningSection, Lora, Qwen2Config
 from psearch_jax.metrics import Ratio
+from psearch_jax.models import lora as adapters
 from psearch_jax.models import qwen2
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.rl.batch import micro_batches
 from psearch_jax.rl.losses import METRICS, policy_loss
-from psearch_jax.sharding import constrain, placed, replicated, rows_sharding, sampling_cast
+from psearch_jax.sharding import (
+    SAMPLING,
+    STORAGE,
+    constrain,
+    param_shardings,
+    placed,
+    replicated,
+    rows_sharding,
+)
 from psearch_jax.train.state import TrainState, abstract_state, state_shardings
 from psearch_jax.types import TrainBatch
 
 jax.tree_util.register_dataclass(TrainBatch)  # here, because types.py needs no jax
+_COUNTED = ("logprobs", "reference_logprobs", "accumulate", "apply")
 Sums = tuple[nnx.State, Ratio, dict[str, Ratio]]  # of gradients, loss and metrics, not divided yet
 
 
@@ -47,6 +57,10 @@ def token_logprobs(model: qwen2.Qwen2, ids: jax.Array, temperature: float, n_ids
     return jnp.pad(chosen, first), jnp.pad(entropy, first)
 
 
+def _live(graph: nnx.GraphDef, params: nnx.State, base: nnx.State | None) -> qwen2.Qwen2:
+    return nnx.merge(graph, params) if base is None else nnx.merge(graph, base, params)
+
+
 class Learner:
     """Device programs of learning.
 
@@ -59,7 +73,13 @@ class Learner:
       temperature, n_ids: of the sampler, so that all log-probs speak of one distribution.
       dtype: of the computation.
       sampling_dtype: of the sampling copy and the reference.
+      lora: only adapters are trained: `params` below are theirs, and `base` holds the weights beside them.
+
+    Attributes:
+      base: with `lora`, the frozen weights in the sampling dtype, sharded as stored; whoever loads them sets it.
     """
+
+    base: nnx.State | None = None
 
     def __init__(
         self,
@@ -74,39 +94,62 @@ class Learner:
         sampling_dtype: Any = jnp.float32,
         remat: bool = True,
         shard_residual: bool = False,
+        lora: Lora | None = None,
     ):
-        self._graph = qwen2.graphdef(model, dtype, remat, implementation_for(mesh, dtype), shard_residual)
+        self._plain = qwen2.graphdef(model, dtype, remat, implementation_for(mesh, dtype), shard_residual)
+        self._graph = qwen2.graphdef(model, dtype, remat, implementation_for(mesh, dtype), shard_residual, lora)
         self._learning, self._optimizer, self._mesh = learning, optimizer, mesh
         self._temperature, self._n_ids = temperature, n_ids
         self._context, self._widths = context_tokens, buckets(context_tokens)
-        _, abstract = qwen2.abstract_params(model)
-        self._abstract = abstract_state(abstract, optimizer)
+        _, weights = qwen2.abstract_params(model)
+        trained = adapters.abstract_adapters(model, lora) if lora else weights
+        self._abstract = abstract_state(trained, optimizer)
+        low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, sampling_dtype), weights)
+        self._frozen = placed(low, param_shardings(weights, STORAGE, mesh)) if lora else None
         self._places = state_shardings(self._abstract, mesh)
         sums_places = (self._places.params, replicated(mesh), replicated(mesh))
-        self._logprobs = jax.jit(self._logprobs_program, out_shardings=replicated(mesh))
+        self._logprobs = jax.jit(
+            functools.partial(self._logprobs_program, self._graph), out_shardings=replicated(mesh)
+        )
+        self._reference_logprobs = jax.jit(
+            functools.partial(self._logprobs_program, self._plain), out_shardings=replicated(mesh)
+        )
         self._zero = jax.jit(self._zero_program, out_shardings=sums_places)
         self._accumulate = jax.jit(self._accumulate_program, donate_argnames="sums", out_shardings=sums_places)
         self._apply = jax.jit(
             self._apply_program, donate_argnames="state", out_shardings=(self._places, replicated(mesh))
         )
-        self._names = [".".join(path) for path, _ in nnx.to_flat_state(abstract)]
-        self._cast = sampling_cast(abstract, sampling_dtype, mesh)
+        self._names = [".".join(path) for path, _ in nnx.to_flat_state(trained)]
+
+        def sampled(params: nnx.State, base: nnx.State | None) -> nnx.State:
+            if base is None:
+                return jax.tree.map(lambda x: x.astype(sampling_dtype), params)
+            return adapters.merged(base, params, lora, sampling_dtype)
+
+        self._cast = jax.jit(sampled, out_shardings=param_shardings(weights, SAMPLING, mesh))
         self._reference = jax.jit(functools.partial(jax.tree.map, lambda x: x.astype(sampling_dtype)))
 
     def sampling_copy(self, params: nnx.State) -> nnx.State:
-        """The parameters as the sampler reads them: cast once, split over `tensor` only."""
-        return self._cast(params)
+        """The parameters as the sampler reads them: adapters merged, cast once, split over `tensor` only."""
+        return self._cast(params, self.base)
 
     def reference_copy(self, params: nnx.State) -> nnx.State:
-        """A frozen copy in the sampling dtype, sharded as stored."""
-        return self._reference(params)
+        """A frozen copy in the sampling dtype, sharded as stored; with adapters the base itself."""
+        return self._reference(params) if self.base is None else self.base
 
     def logprobs(self, params: nnx.State, batch: TrainBatch) -> np.ndarray:
         """Log-prob of every id of a batch by the trainer's computation; 0 past a row's end. [N, S] float32."""
+        return self._score(lambda piece: self._logprobs(params, self.base, piece.ids, piece.length), batch)
+
+    def reference_logprobs(self, reference: nnx.State, batch: TrainBatch) -> np.ndarray:
+        """The same by the reference, adapters off. [N, S] float32."""
+        return self._score(lambda piece: self._reference_logprobs(reference, None, piece.ids, piece.length), batch)
+
+    def _score(self, program: Callable[[TrainBatch], jax.Array], batch: TrainBatch) -> np.ndarray:
         out = np.zeros(batch.ids.shape, np.float32)
         with jax.set_mesh(self._mesh):
             pieces = micro_batches(batch, self._learning.micro_batch_rows, self._widths)
-            found = [self._logprobs(params, piece.ids, piece.length) for _, piece in pieces]  # all queued, then read
+            found = [program(piece) for _, piece in pieces]  # all queued, then read
         for (places, piece), values in zip(pieces, found, strict=True):
             out[places, : piece.ids.shape[1]] = np.asarray(jax.device_get(values))[: len(places)]
         return out
@@ -138,15 +181,14 @@ class Learner:
             length = np.zeros(len(empty), np.int32)
             piece = TrainBatch(empty.astype(np.int32), length, *[empty] * 5)
             with jax.set_mesh(self._mesh):
-                sums = self._accumulate(params, self._zero(params), piece)
-                for weights in (params, reference):
-                    if weights is not None:
-                        jax.block_until_ready(self._logprobs(weights, piece.ids, length))
-                jax.block_until_ready(sums)
+                jax.block_until_ready(self._accumulate(params, self.base, self._zero(params), piece))
+                jax.block_until_ready(self._logprobs(params, self.base, piece.ids, length))
+                if reference is not None:
+                    jax.block_until_ready(self._reference_logprobs(reference, None, piece.ids, length))
 
     def compilations(self) -> dict[str, int]:
         """How many shapes each program was compiled for."""
-        return {name: getattr(self, f"_{name}")._cache_size() for name in ("logprobs", "accumulate", "apply")}
+        return {name: getattr(self, f"_{name}")._cache_size() for name in _COUNTED}
 
     def traced(self) -> dict[str, Callable[[], jax.stages.Traced]]:
         """Every program at its largest shape, to be compiled where there are no devices (plan.py)."""
@@ -160,9 +202,9 @@ class Learner:
         others = jax.tree.map(lambda _: replicated(mesh), sums[1:])
         sums = placed(sums, (self._places.params, *others))
         return {
-            "reshard": lambda: self._cast.trace(state.params),
-            "logprobs": lambda: self._logprobs.trace(state.params, piece.ids, piece.length),
-            "accumulate": lambda: self._accumulate.trace(state.params, sums, piece),
+            "reshard": lambda: self._cast.trace(state.params, self._frozen),
+            "logprobs": lambda: self._logprobs.trace(state.params, self._frozen, piece.ids, piece.length),
+            "accumulate": lambda: self._accumulate.trace(state.params, self._frozen, sums, piece),
             "apply": lambda: self._apply.trace(state, sums),
         }
 
@@ -170,18 +212,22 @@ class Learner:
         with jax.set_mesh(self._mesh):
             sums = self._zero(params)
             for _, piece in micro_batches(batch, self._learning.micro_batch_rows, self._widths):
-                sums = self._accumulate(params, sums, piece)
+                sums = self._accumulate(params, self.base, sums, piece)
         return sums
 
     # ---- the programs ----
 
-    def _logprobs_program(self, params: nnx.State, ids: jax.Array, length: jax.Array) -> jax.Array:
-        model = nnx.merge(self._graph, params)
+    def _logprobs_program(
+        self, graph: nnx.GraphDef, params: nnx.State, base: nnx.State | None, ids: jax.Array, length: jax.Array
+    ) -> jax.Array:
+        model = _live(graph, params, base)
         out = token_logprobs(model, constrain(ids, "rows", None), self._temperature, self._n_ids)[0]
         return jnp.where(jnp.arange(ids.shape[1]) < length[:, None], out, 0.0)
 
-    def _loss(self, params: nnx.State, batch: TrainBatch) -> tuple[jax.Array, tuple[Ratio, dict[str, Ratio]]]:
-        model = nnx.merge(self._graph, params)
+    def _loss(
+        self, params: nnx.State, base: nnx.State | None, batch: TrainBatch
+    ) -> tuple[jax.Array, tuple[Ratio, dict[str, Ratio]]]:
+        model = _live(self._graph, params, base)
         logp, entropy = token_logprobs(model, constrain(batch.ids, "rows", None), self._temperature, self._n_ids)
         loss, metrics = policy_loss(
             logp,
@@ -200,8 +246,8 @@ class Learner:
         zero = Ratio(jnp.float32(0), jnp.float32(0))
         return jax.tree.map(jnp.zeros_like, params), zero, dict.fromkeys(METRICS, zero)
 
-    def _accumulate_program(self, params: nnx.State, sums: Sums, piece: TrainBatch) -> Sums:
-        (_, (loss, metrics)), grads = jax.value_and_grad(self._loss, has_aux=True)(params, piece)
+    def _accumulate_program(self, params: nnx.State, base: nnx.State | None, sums: Sums, piece: TrainBatch) -> Sums:
+        (_, (loss, metrics)), grads = jax.value_and_grad(self._loss, has_aux=True)(params, base, piece)
         return jax.tree.map(jnp.add, sums, (grads, loss, metrics))
 
     def _apply_program(self, state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:

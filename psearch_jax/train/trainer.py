@@ -1,6 +1,7 @@
 """The main loop: collect, reward, update, log, save; with an evaluation before the first step and after the last.
 
-A run directory holds config.json, metrics.jsonl, tensorboard/, trajectories/, checkpoints/, summary.json.
+A run directory holds config.json, metrics.jsonl, tensorboard/, trajectories/, checkpoints/, summary.json. Several
+processes share one: all save and restore the checkpoints, the first one writes the rest.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
+from psearch_jax import processes
 from psearch_jax.config import Config, to_mapping
 from psearch_jax.data.loader import QuestionLoader
 from psearch_jax.eval.evaluate import evaluate, trajectory_row
@@ -55,6 +57,7 @@ class Run:
     tokenizer_path: str
     given: Config  # as the user has it: what config.json records
     reference: nnx.State | None = None  # None when the KL coefficient is 0
+    lora: dict[str, Any] | None = None  # what a checkpoint of adapters says about the weights beside them
     wall_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     stop_requested: bool = False  # SIGTERM has arrived
 
@@ -89,11 +92,12 @@ def _train(run: Run, workdir: Path, closers: ExitStack) -> dict[str, Any]:
         step = int(loop["step"])
         run.loader.restore(loop["loader"])
         log.info("resuming behind step %d", step)
-    _write_json(workdir / "config.json", to_mapping(run.given))
-    cut_jsonl(workdir / "metrics.jsonl", step)
-    for file in (workdir / "trajectories").glob("*.jsonl"):
-        if int(file.stem) >= step:
-            file.unlink()
+    if processes.first():
+        _write_json(workdir / "config.json", to_mapping(run.given))
+        cut_jsonl(workdir / "metrics.jsonl", step)
+        for file in (workdir / "trajectories").glob("*.jsonl"):
+            if int(file.stem) >= step:
+                file.unlink()
     writer = closers.enter_context(closing(MetricsWriter(workdir)))
     signal.signal(signal.SIGTERM, lambda *_: setattr(run, "stop_requested", True))
 
@@ -109,20 +113,23 @@ def _train(run: Run, workdir: Path, closers: ExitStack) -> dict[str, Any]:
     def save(step: int, loader: dict[str, Any]) -> None:
         with _phase(run, "checkpoint"):
             record = {"loader": loader, "model": model_record(run.model), "tokenizer": run.tokenizer_path}
+            record |= {"lora": run.lora} if run.lora else {}
             checkpoints.save(step, run.state, record)
 
     stopped: Exception | None = None
-    bar = tqdm(total=config.train.steps, initial=step, unit="step", disable=not sys.stderr.isatty())
+    bar = tqdm(total=config.train.steps, initial=step, unit="step", disable=not _terminal())
     while step < config.train.steps:
         loaded = run.loader.state()
         questions = next(run.loader)
         try:
             state, metrics, trajectories, rewards = train_step(run, questions, step)
-        except RetrievalError:
+        except (Interrupted, RetrievalError) as stop:
             # Nothing of this step was learned: what is kept is the end of the last one, with its batch still to come.
             if step and checkpoints.latest() != step:
                 save(step, loaded)
             checkpoints.wait()
+            if isinstance(stop, Interrupted):
+                raise Interrupted(f"saved behind step {step}") from None
             log.error("the retriever is gone; saved behind step %d, the same command goes on from there", step)
             raise
         run.state = state
@@ -143,7 +150,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack) -> dict[str, Any]:
             )
         step += 1
         bar.update()
-        if run.stop_requested and step < config.train.steps:
+        if any(processes.together(lambda: run.stop_requested)) and step < config.train.steps:
             stopped = stopped or Interrupted()
         if step % config.train.checkpoint_every_steps == 0 or step == config.train.steps or stopped:
             save(step, run.loader.state())
@@ -165,27 +172,38 @@ def _train(run: Run, workdir: Path, closers: ExitStack) -> dict[str, Any]:
         **{f"before{suffix}": values for suffix, values in before.items()},
         **{f"after{suffix}": values for suffix, values in after.items()},
     }
-    _write_json(workdir / "summary.json", summary)
+    if processes.first():
+        _write_json(workdir / "summary.json", summary)
     return summary
 
 
 def train_step(
     run: Run, questions: Sequence[Question], step: int
 ) -> tuple[TrainState, dict[str, float], list[Trajectory], list[RewardParts]]:
-    """One step of GRPO: rollouts, rewards, advantages, log-probs, one optimizer step per mini-batch."""
+    """One step of GRPO: rollouts, rewards, advantages, log-probs, one optimizer step per mini-batch.
+
+    Args:
+      questions: this process's.
+
+    Returns:
+      State, metrics, trajectories and rewards of all processes, the same in each.
+    """
     config = run.config
     times: dict[str, float] = {}
     with _phase(run, "rollout", times):
         sampling = run.learner.sampling_copy(run.state.params)
-        trajectories = run.collector.collect(
+        own = run.collector.collect(
             sampling,
             questions,
             config.rollout.samples,
             seed=config.seed,
             step=step,
             temperature=config.rollout.temperature,
+            progress=lambda *_: _stop_if_asked(run),
         )
         del sampling
+        # From here on every process holds all rollouts and does the same with them.
+        trajectories = processes.in_order(own, config.rollout.samples)
     with _phase(run, "reward", times):
         rewards = [run.reward(t) for t in trajectories]
         totals = [r.total - _penalty(config, t) for r, t in zip(rewards, trajectories, strict=True)]
@@ -195,7 +213,7 @@ def train_step(
         batch = make_batch(trajectories, advantages, config.rollout.context_tokens, train_all)
     with _phase(run, "logprobs", times):
         old = run.learner.logprobs(run.state.params, batch)
-        ref = old if run.reference is None else run.learner.logprobs(run.reference, batch)
+        ref = old if run.reference is None else run.learner.reference_logprobs(run.reference, batch)
         batch = replace(batch, old_logprobs=old, ref_logprobs=ref)
     with _phase(run, "update", times):
         state, updates = run.state, []
@@ -275,12 +293,11 @@ def _penalty(config: Config, trajectory: Trajectory) -> float:
 def _evaluate(run: Run, temperature: float) -> dict[str, dict[str, float]]:
     """Summary per kind over the held-out questions, with keys that no seed of training touches."""
     sampling = run.learner.sampling_copy(run.state.params)
-    bar = tqdm(total=len(run.evaluation), unit="question", leave=False, disable=not sys.stderr.isatty())
+    bar = tqdm(total=len(run.evaluation), unit="question", leave=False, disable=not _terminal())
 
-    def progress(done: int, _: int) -> None:
-        bar.update(done - bar.n)
-        if run.stop_requested:
-            raise Interrupted("stopped in an evaluation")
+    def progress(done: int, own: int) -> None:
+        bar.update(done * len(run.evaluation) // max(own, 1) - bar.n)
+        _stop_if_asked(run)
 
     trajectories = evaluate(
         run.collector,
@@ -299,17 +316,30 @@ def _evaluate_once(run: Run, file: Path, fresh: bool) -> dict[str, Any]:
     """Evaluates now, or reads what an earlier part of the same run has found. Keys: "" and "_greedy"."""
     if not run.evaluation:
         return {}
-    if file.is_file() and not fresh:
-        return json.loads(file.read_text(encoding="utf-8"))
+    if not fresh:
+        known = processes.agreed(json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None)
+        if known is not None:
+            return known
     with _phase(run, "evaluate"):
         out = {"": _evaluate(run, run.config.eval.temperature)}
         if run.config.eval.also_greedy:
             out["_greedy"] = _evaluate(run, 0.0)
-    _write_json(file, out)
+    if processes.first():
+        _write_json(file, out)
     return out
 
 
 # ---- small parts of the loop ----
+
+
+def _stop_if_asked(run: Run) -> None:
+    if run.stop_requested:
+        raise Interrupted("SIGTERM arrived")
+
+
+def _terminal() -> bool:
+    """Whether progress is drawn; else it is logged."""
+    return sys.stderr.isatty() and processes.first()
 
 
 @contextmanager
@@ -348,6 +378,8 @@ def _write_trajectories(
     workdir: Path, step: int, trajectories: Sequence[Trajectory], rewards: Sequence[RewardParts], count: int
 ) -> None:
     """One file per step, whole groups from the front, written beside and renamed."""
+    if not processes.first():
+        return
     directory = workdir / "trajectories"
     directory.mkdir(exist_ok=True)
     rows = [trajectory_row(t, r, step) for t, r in zip(trajectories[:count], rewards[:count], strict=True)]

@@ -1,0 +1,116 @@
+"""Safetensors directories: parts of tensors in, streams of tensors out, never a whole file in memory.
+
+A file is the length of its header (8 bytes, little endian), the header (JSON: dtype, shape and place of every tensor),
+and the tensors' bytes one behind the other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from psearch_jax.types import UserError
+
+_NAMES = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(ml_dtypes.bfloat16): "BF16"}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that is still to be computed."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[np.ndarray]]  # its runs along the first axis, in order
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def write_tensors(path: Path, tensors: Sequence[Tensor], dtype: Any) -> None:
+    """Writes one file, piece by piece."""
+    dtype = np.dtype(dtype)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.size * dtype.itemsize
+        header[tensor.name] = {"dtype": _NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors:
+            for piece in tensor.pieces():
+                file.write(np.ascontiguousarray(piece, dtype).view(np.uint8).data)
+
+
+class TensorReader:
+    """The tensors of a directory by name, from one file or from several with an index.
+
+    Raises:
+      UserError: a file that is missing or not whole.
+    """
+
+    def __init__(self, directory: Path):
+        from safetensors import SafetensorError, safe_open
+
+        index = directory / "model.safetensors.index.json"
+        if index.is_file():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise UserError(f"{index}: found weight_map {weight_map!r}, accepted: tensor names and their files")
+            files = sorted({directory / name for name in weight_map.values()})
+        else:
+            files = [directory / "model.safetensors"]
+        self._where = {}
+        for file in files:
+            if not file.is_file():
+                raise UserError(f"{file}: not found, accepted: safetensors weights")
+            try:
+                handle = safe_open(file, framework="np")
+            except SafetensorError as error:
+                raise UserError(f"{file}: not a whole safetensors file ({error})") from None
+            for name in handle.keys():
+                self._where[name] = (file, handle)
+        self._files, self._unread = files, set(self._where)
+
+    def check(self, name: str, expected: tuple[int, ...]) -> None:
+        """Raises UserError when there is no such tensor, or when it has another shape."""
+        if name not in self._where:
+            raise UserError(f"{self._files[0]}: tensor {name!r} is missing; it holds another architecture")
+        file, handle = self._where[name]
+        found = tuple(handle.get_slice(name).get_shape())
+        if found != expected:
+            raise UserError(f"{file}: tensor {name!r} has shape {found}, config.json asks for {expected}")
+
+    def take(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """The part of a tensor at `index`; only that part is read."""
+        self._unread.discard(name)
+        return self._where[name][1].get_slice(name)[index]
+
+    def refuse_unread(self, ignore: tuple[str, ...]) -> None:
+        """Raises UserError when a tensor was never taken and is none of `ignore`."""
+        rest = sorted(n for n in self._unread - set(ignore) if not n.endswith("rotary_emb.inv_freq"))
+        if rest:
+            raise UserError(f"{self._where[rest[0]][0]}: unknown tensor {rest[0]!r} ({len(rest)} in all)")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises UserError when there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: not found") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: not JSON (line {error.lineno}: {error.msg})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: found a {type(value).__name__}, accepted: a JSON object")
+    return value

@@ -1,0 +1,151 @@
+"""Low-rank adapters: what they compute, what is trained, and that a run with them ends as an ordinary model."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import make_sampler, one_device_mesh, random_params, tiny_config
+from jax.sharding import AbstractMesh, AxisType
+from runs import command, final_params, metrics_without_clocks, run, small_config
+
+from psearch_jax import build
+from psearch_jax.config import Lora
+from psearch_jax.models import hf, lora, qwen2
+from psearch_jax.sharding import AXES, STORAGE, param_shardings
+from psearch_jax.train import checkpoint, trainer
+from psearch_jax.types import UserError
+
+CONFIG = tiny_config(tied=False)
+ADAPTERS = Lora(rank=3, alpha=6.0)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[nnx.State, nnx.State]:
+    """Base parameters, and adapters whose b is no longer 0."""
+    rng = np.random.default_rng(1)
+    fresh = lora.init_adapters(CONFIG, ADAPTERS, 0)
+    noise = jax.tree.map(lambda x: x + jnp.asarray(rng.normal(0, 0.2, x.shape), jnp.float32), fresh)
+    return random_params(CONFIG), noise
+
+
+def test_a_merged_kernel_is_w_plus_scale_a_b(pair):
+    """A scale forgotten or axes mixed up in the merge gives the sampler another policy than the learner trains."""
+    base, adapters = pair
+    merged = nnx.to_pure_dict(lora.merged(base, adapters, ADAPTERS, jnp.float32))
+    before, low = nnx.to_pure_dict(base), nnx.to_pure_dict(adapters)["adapters"]
+    for name, (inner, _) in lora.KERNELS.items():
+        a, b = np.asarray(low[f"{name}_a"], np.float64), np.asarray(low[f"{name}_b"], np.float64)
+        rows = int(np.prod(a.shape[1:-1]))
+        assert a.ndim == 2 + len(inner)
+        delta = np.stack([x.reshape(rows, 3) @ y.reshape(3, -1) for x, y in zip(a, b, strict=True)])
+        expected = before["layers"][name] + 2.0 * delta.reshape(before["layers"][name].shape)
+        np.testing.assert_allclose(merged["layers"][name], expected, atol=1e-5)
+    for name in ("q_bias", "attention_norm"):
+        np.testing.assert_array_equal(merged["layers"][name], before["layers"][name])
+    np.testing.assert_array_equal(merged["embedding"], before["embedding"])
+
+
+def test_the_live_model_is_the_merged_one(pair):
+    """What is learned about W + scale a b must hold for the weights that sample and are exported."""
+    base, adapters = pair
+    ids = np.random.default_rng(0).integers(0, 400, (2, 40)).astype(np.int32)
+    live = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32, lora=ADAPTERS), base, adapters)
+    plain = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), lora.merged(base, adapters, ADAPTERS, jnp.float32))
+    off = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), base)
+    with jax.default_matmul_precision("highest"):
+        ours, merged, without = (m.logits(m.hidden(ids)[0], 1.0, CONFIG.vocab_rows) for m in (live, plain, off))
+    assert np.abs(ours - merged).max() <= 2e-5 * np.abs(merged).max()
+    assert np.abs(ours - without).max() > 0.1 * np.abs(merged).max()
+
+
+def test_fresh_adapters_change_nothing():
+    """Adapters that start elsewhere than at the base throw the policy away before the first step."""
+    base = random_params(CONFIG)
+    same = lora.merged(base, lora.init_adapters(CONFIG, ADAPTERS, 0), ADAPTERS, jnp.float32)
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), base, same)))
+
+
+def test_adapters_lie_where_their_kernels_lie():
+    """Replicated adapters of a large model would waste what they are there to save."""
+    mesh = AbstractMesh((1, 4, 2), AXES, axis_types=(AxisType.Auto,) * 3)
+    places = param_shardings(lora.abstract_adapters(CONFIG, ADAPTERS), STORAGE, mesh)
+    specs = {path[-1]: tuple(v.get_value().spec) for path, v in nnx.to_flat_state(places)}
+    assert specs["q_kernel_a"][:2] == (None, "fsdp") and specs["q_kernel_b"][2] == "tensor"
+    assert specs["down_kernel_a"][1] == "tensor" and specs["down_kernel_b"][2] == "fsdp"
+
+
+def fields(**changes) -> dict:
+    return {"model.lora_rank": 4, "eval.questions_per_kind": 0, "rollout.search_turns": 2, **changes}
+
+
+def test_only_adapters_are_trained(tiny_policy):
+    """An optimizer over the frozen weights, or a base that moves, makes LoRA neither small nor a reference."""
+    parts = build.training_run(small_config(tiny_policy, **fields(**{"learning.learning_rate": 1e-2})))
+    shapes = [x.shape for x in jax.tree.leaves(parts.state.params)]
+    assert len(shapes) == 14 and all(4 in (shape[1], shape[-1]) for shape in shapes)
+    assert parts.reference is parts.learner.base
+    before = jax.tree.map(np.asarray, parts.learner.base)
+    copy = jax.tree.map(np.asarray, parts.learner.sampling_copy(parts.state.params))
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, before, copy)))
+    first = {}
+    for step in range(2):
+        parts.state, metrics, *_ = trainer.train_step(parts, next(parts.loader), step)
+        first = first or metrics
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and metrics["gradient_norm"] > 0
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, before, jax.tree.map(np.asarray, parts.learner.base))))
+    moved = jax.tree.map(np.asarray, parts.learner.sampling_copy(parts.state.params))
+    changed = {
+        path[-1]
+        for (path, a), (_, b) in zip(nnx.to_flat_state(copy), nnx.to_flat_state(moved), strict=True)
+        if not np.array_equal(a.get_value(), b.get_value())
+    }
+    assert changed == set(lora.KERNELS)
+
+
+@pytest.mark.slow
+def test_a_run_with_adapters_resumes_and_is_exported_whole(tiny_policy, tmp_path):
+    """A checkpoint that holds adapters alone must find its base again; users want one ordinary model in the end."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(command(whole, tiny_policy, 4, **fields()))
+    run(command(parts, tiny_policy, 2, **fields()))
+    run(command(parts, tiny_policy, 4, **fields()))
+    # The warm-up of the learning rate depends on `train.steps`: both runs are compared where it does not matter.
+    assert [row["step"] for row in metrics_without_clocks(parts)] == [0, 1, 2, 3]
+    assert sum(f.stat().st_size for f in (whole / "checkpoints" / "4" / "params").rglob("*") if f.is_file()) < 200_000
+
+    run([sys.executable, "launch/export_hf.py", f"--checkpoint={whole}", f"--out={tmp_path / 'hf'}"])
+    config, exported = hf.load_hf(tmp_path / "hf")
+    flat = {".".join(path): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(exported)}
+    ours = final_params(whole)
+    base = {".".join(path): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(hf.load_hf(tiny_policy)[1])}
+    assert all(np.array_equal(flat[name], ours[name]) for name in ours)
+    assert any(not np.array_equal(flat[name], base[name]) for name in ours)
+    assert np.array_equal(flat["embedding"], base["embedding"])
+
+    flags = [f"--model={whole}", "--benchmark=closed_world:single", "--count=4", f"--out={tmp_path / 'e'}"]
+    run([sys.executable, "launch/eval.py", *flags])
+    assert "closed_world:single" in json.loads((tmp_path / "e" / "results.json").read_text())["benchmarks"]
+
+    done = run(command(whole, tiny_policy, 6, **fields(**{"model.lora_rank": 0})), expect=2)
+    assert "another architecture" in done.stderr
+    record = checkpoint.read_loop(whole / "checkpoints" / "4")
+    (whole / "checkpoints" / "4" / "loop" / "metadata").write_text(
+        json.dumps(record | {"lora": record["lora"] | {"path": "/nowhere/base"}})
+    )
+    with pytest.raises(UserError, match="/nowhere/base, which is not there"):
+        checkpoint.load_params(whole / "checkpoints" / "4")
+
+
+def test_a_sampler_reads_the_merged_copy(tiny_tokenizer, pair):
+    """The sampling copy has the plain model's structure, or every decoded token would pay for the adapters."""
+    base, adapters = pair
+    sampler = make_sampler(tiny_tokenizer, CONFIG, one_device_mesh())
+    merged = lora.merged(base, adapters, ADAPTERS, jnp.float32)
+    pool = sampler.prefill(merged, np.ones((2, 4), np.int32), np.full(2, 4, np.int32))
+    assert np.isfinite(np.asarray(pool.cache.k)).all()

@@ -1,0 +1,154 @@
+"""Runs of several processes, on gloo, with real processes that are really killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import ROOT, command, final_params, metrics_without_clocks, wait_for
+
+from psearch_jax import launching, processes
+from psearch_jax.train import checkpoint
+from psearch_jax.types import UserError
+
+FIELDS = {"rollout.search_turns": 2, "eval.questions_per_kind": 0, "learning.mini_batch_rollouts": 8}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(arguments: list[str], index: int, devices: int = 1) -> subprocess.Popen:
+    """One process with so many devices."""
+    environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    environment["PYTHONPATH"] = str(ROOT)
+    return subprocess.Popen(
+        arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def start_run(count: int, devices: int, workdir: Path, policy: Path, steps: int, **fields) -> list[subprocess.Popen]:
+    """The processes of one training run over count x devices devices."""
+    address = f"127.0.0.1:{free_port()}"
+    arguments = command(workdir, policy, steps, **{**FIELDS, "train.prompts": 8, **fields})
+    several = [f"--coordinator={address}", f"--processes={count}"] if count > 1 else []
+    return [start([*arguments, *several, *([f"--process={i}"] if several else [])], i, devices) for i in range(count)]
+
+
+def ended(started: list[subprocess.Popen], seconds: float = 600) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each."""
+    deadline = time.monotonic() + seconds
+    found = []
+    try:
+        for process in started:
+            out, err = process.communicate(timeout=max(1, deadline - time.monotonic()))
+            found.append((process.returncode, out, err))
+    finally:
+        for process in started:
+            process.kill()
+    return found
+
+
+def finish(started: list[subprocess.Popen]) -> list[str]:
+    """What each printed, all of them well."""
+    found = ended(started)
+    assert [code for code, _, _ in found] == [0] * len(started), [err[-2000:] for _, _, err in found]
+    return [out for _, out, _ in found]
+
+
+def test_what_one_process_knows_reaches_all():
+    """A row lost or out of order trains on the wrong question; an error kept to one process hangs the others."""
+    count, address = 2, f"127.0.0.1:{free_port()}"
+    program = [sys.executable, "tests/several_processes.py", address, str(count)]
+    outs = finish([start([*program, str(i)], i) for i in range(count)])
+    found = [json.loads(out.split("FOUND ")[1].splitlines()[0]) for out in outs]
+    for here, one in enumerate(found):
+        assert one["first"] == (here == 0) and one["agreed"] == "of 0"
+        assert one["order"] == list(range(11))
+        assert one["groups"] == ["a1", "a2", "b1", "b2", "c1", "c2", "d1", "d2", "e1", "e2"]
+        assert (
+            one["long"] == [[0, 3], [1, 20_000_003]] and one["none"] == [None, None] and one["array"] == [0, 1, 2, 3]
+        )
+        where = "" if here == 1 else "process 1 of 2: "
+        assert one["search"] == f"RetrievalError: {where}the server is gone"
+        assert one["input"] == ("UserError: found 3" if here == 0 else "UserError: process 0 of 2: found 3")
+        assert "Odd" in one["odd"] and "1 2" in one["odd"]
+
+
+@pytest.mark.parametrize("values", [("", 2, 0), ("127.0.0.1:1", 0, 0), ("127.0.0.1:1", 2, -1), ("127.0.0.1:1", 2, 2)])
+def test_half_an_address_is_refused(values):
+    """A process that runs alone where it was to be one of several writes over the others' results."""
+    with pytest.raises(UserError, match="--coordinator"):
+        processes.start(*values)
+
+
+@pytest.mark.slow
+def test_one_two_and_four_processes_agree(tmp_path):
+    """The same run on more hosts must be the same run: rollouts, searches, metrics and parameters."""
+    policy = Path("toy")
+    for count in (1, 2, 4):
+        finish(start_run(count, 4 // count, tmp_path / str(count), policy, 2))
+    whole = metrics_without_clocks(tmp_path / "1")
+    assert any(row["reward"] != 0 and row["gradient_norm"] > 0 for row in whole)
+    params = final_params(tmp_path / "1")
+    for count in (2, 4):
+        directory = tmp_path / str(count)
+        for name in ("000000", "000001"):
+            ours, theirs = (
+                [json.loads(line) for line in (d / "trajectories" / f"{name}.jsonl").open()]
+                for d in (directory, tmp_path / "1")
+            )
+            assert len(ours) == 16
+            for a, b in zip(ours, theirs, strict=True):
+                assert a["ids"] == b["ids"] and a["turns"] == b["turns"] and a["reward"] == b["reward"]
+        for row, expected in zip(metrics_without_clocks(directory), whole, strict=True):
+            assert row.keys() == expected.keys()
+            for key, value in expected.items():
+                assert row[key] == (value if value is None else pytest.approx(value, rel=1e-4, abs=1e-6)), key
+        for name, value in final_params(directory).items():
+            np.testing.assert_allclose(value, params[name], rtol=0, atol=1e-5 * np.abs(params[name]).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_dead_process_ends_the_others(tiny_policy, tmp_path, victim):
+    """Hosts that wait for ever for one that is gone burn a pod's hours, and nobody is told."""
+    started = start_run(2, 1, tmp_path, tiny_policy, 1000, **{"train.checkpoint_every_steps": 1})
+    wait_for(lambda: (tmp_path / "trajectories" / "000002.jsonl").is_file(), started[1 - victim])
+    started[victim].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    code, _, err = ended(started)[1 - victim]
+    assert time.monotonic() - killed < 60
+    assert code in (launching.LOST, -signal.SIGABRT)  # as the error reaches our thread first, or jax's own
+    assert "the processes of this run lost each other" in err or "another task died" in err
+    assert checkpoint.read_loop(checkpoint.find_checkpoint(tmp_path))["step"] >= 1
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_processes(tiny_policy, tmp_path):
+    """SIGTERM of one process must save them all; what comes back may be fewer hosts."""
+    several, whole = tmp_path / "several", tmp_path / "whole"
+    started = start_run(2, 2, several, tiny_policy, 1000, **{"train.checkpoint_every_steps": 1000})
+    wait_for(lambda: (several / "trajectories" / "000001.jsonl").is_file(), started[0])
+    started[1].send_signal(signal.SIGTERM)
+    for out in finish(started):
+        assert "interrupted: saved behind step" in out
+    step = checkpoint.read_loop(checkpoint.find_checkpoint(several))["step"]
+    assert step == len(metrics_without_clocks(several)) >= 2
+    finish(start_run(1, 1, several, tiny_policy, step + 2))
+    finish(start_run(1, 4, whole, tiny_policy, step + 2))
+    for row, expected in zip(metrics_without_clocks(several), metrics_without_clocks(whole), strict=True):
+        assert row["reward"] == pytest.approx(expected["reward"], abs=1e-6)
+    theirs = final_params(whole)
+    for name, value in final_params(several).items():
+        np.testing.assert_allclose(value, theirs[name], rtol=0, atol=1e-5 * np.abs(theirs[name]).max())
