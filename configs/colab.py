@@ -1,4 +1,5 @@
-"""A smoke run of the 0.5B shape on one 16 GB GPU without bfloat16 (a Colab T4): float32 training, float16 sampling.
+"""A smoke run of the 0.5B shape on one 16 GB GPU without bfloat16 (a Colab T4): adapters trained in float32 beside
+weights in float16.
 
     python launch/train.py --config=configs/colab.py --config.data.source=TRAIN.jsonl \\
         --config.retrieval.corpus=CORPUS.jsonl --workdir=DIR
@@ -13,7 +14,9 @@ from psearch_jax.config import config_dict
 
 def get_config() -> ConfigDict:
     return config_dict(
-        model=dict(path="Qwen/Qwen2.5-0.5B-Instruct", dtype="float32", sampling_dtype="float16", remat=True),
+        model=dict(
+            path="Qwen/Qwen2.5-0.5B-Instruct", dtype="float32", sampling_dtype="float16", remat=True, lora_rank=16
+        ),
         rollout=dict(
             slots=8,
             samples=4,
@@ -23,7 +26,6 @@ def get_config() -> ConfigDict:
             obs_tokens=400,
             search_turns=2,
         ),
-        # The reference alone would take another gigabyte; a smoke run has no time to drift.
-        learning=dict(mini_batch_rollouts=16, micro_batch_rows=1, kl_coefficient=0.0),
+        learning=dict(mini_batch_rollouts=16, micro_batch_rows=1, learning_rate=1e-4),
         train=dict(steps=10, prompts=4, checkpoint_every_steps=10),
     )

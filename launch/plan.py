@@ -19,7 +19,8 @@ from psearch_jax import launching
 from psearch_jax.types import UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/qwen7b.py.", lock_config=False)
-TOPOLOGY = flags.DEFINE_string("topology", None, "For instance v5e:4x4, v5p:2x2x1, v6e:4x4.")
+PLATFORM = flags.DEFINE_enum("platform", "tpu", ["tpu", "cuda"], "What the topology is of.")
+TOPOLOGY = flags.DEFINE_string("topology", None, "v5e:4x4, v5p:2x2x1, v6e:4x4; with cuda h200, a100-80:8.")
 SEARCH = flags.DEFINE_bool("search", False, "Find the largest slots, micro-batch rows and context that fit.")
 JSON = flags.DEFINE_string("json", None, "A file for the plan.")
 IDS = flags.DEFINE_integer("mean_ids", 0, "Ids of a mean trajectory, for the floor; 0: half of the context.")
@@ -28,25 +29,26 @@ flags.mark_flags_as_required(["config", "topology"])
 
 
 def main(_: list[str]) -> None:
-    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs on a device, and a TPU at hand stays free
+    if PLATFORM.value == "tpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs on a device, and a TPU at hand stays free
     from psearch_jax import plan as planning
     from psearch_jax.config import from_mapping
     from psearch_jax.eval.tables import table
     from psearch_jax.metrics import write_whole
 
     config = from_mapping(CONFIG.value.to_dict())
-    devices = planning.tpu_devices(TOPOLOGY.value)
+    target = (planning.cuda_target if PLATFORM.value == "cuda" else planning.tpu_target)(TOPOLOGY.value)
 
     def log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    plan = planning.make_plan(config, TOPOLOGY.value, devices, log)
+    plan = planning.make_plan(config, target, log)
 
     def gib(size: int) -> str:
         return f"{size / planning.GIB:.2f}"
 
     mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
-    kind = f"{plan.chips} x {devices[0].device_kind}, {gib(plan.chip.hbm_bytes)} GiB each"
+    kind = f"{plan.chips} x {target.kind}, {gib(plan.chip.hbm_bytes)} GiB each"
     print(f"{TOPOLOGY.value}: {kind}; {mesh}\n")
     rows = [["resident", "GiB per chip"]]
     print(table(rows + [[name.replace("_", " "), gib(size)] for name, size in plan.resident.items()]) + "\n")
@@ -55,10 +57,7 @@ def main(_: list[str]) -> None:
         sizes = [gib(n) for n in (p.peak_bytes, p.resident_bytes, p.total_bytes)]
         rows.append([name, *([p.refused, "", ""] if p.refused else sizes), f"{p.compile_s:.0f} s"])
     print(table(rows) + "\n")
-    offloaded = max(
-        p.total_bytes - (plan.resident["optimizer"] if name != "apply" else 0) for name, p in plan.programs.items()
-    )
-    spare = gib(plan.chip.hbm_bytes - offloaded)
+    spare = gib(plan.headroom_offloaded_bytes)
     print(f"headroom {gib(plan.headroom_bytes)} GiB; {spare} with the optimizer in host memory between updates")
     for name, shape, sharding, size, replicated in plan.large:
         if replicated:
@@ -72,7 +71,7 @@ def main(_: list[str]) -> None:
     )
     record = plan.to_json() | {"floor_s": floor}
     if SEARCH.value:
-        record["largest"] = planning.search(config, TOPOLOGY.value, devices, log)
+        record["largest"] = planning.search(config, target, log)
         largest = ", ".join(f"{name}={value}" for name, value in record["largest"].items())
         print(f"largest that fit, each with the others as they are: {largest}")
     if JSON.value:

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,29 @@ CHIPS: dict[str, Chip] = {
     "TPU v6 lite": Chip(int(31.25 * GIB), 918e12, 1640e9),
     "TPU7x": Chip(int(94.75 * GIB), 1153e12, 3690e9),
 }
+# By the name that --topology takes, on one host "h200:8". Of the memory, the share that a process may take of a card
+# (XLA_PYTHON_CLIENT_MEM_FRACTION=.92).
+GPUS: dict[str, Chip] = {
+    "h200": Chip(int(0.92 * 143_771 * 2**20), 989e12, 4.8e12),
+    "h100": Chip(int(0.92 * 81_559 * 2**20), 989e12, 3.35e12),
+    "a100-80": Chip(int(0.92 * 81_920 * 2**20), 312e12, 2.04e12),
+    "a100-40": Chip(int(0.92 * 40_960 * 2**20), 312e12, 1.56e12),
+    "l4": Chip(int(0.92 * 23_034 * 2**20), 121e12, 300e9),
+    "t4": Chip(int(0.92 * 15_360 * 2**20), 65e12, 320e9),
+}
 SAMPLER_PROGRAMS = ("prefill", "admit", "extend", "generate")
 LEARNER_PROGRAMS = ("reshard", "logprobs", "accumulate", "apply")
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machine that a plan is for, and the devices to compile for."""
+
+    topology: str
+    devices: list[Any]
+    chip: Chip
+    kind: str
+    absent: bool = False  # the devices are a CPU's, in place of GPUs
 
 
 @dataclass(frozen=True)
@@ -93,6 +115,13 @@ class Plan:
         """Below zero when it does not fit; of refused programs nothing is known."""
         return self.chip.hbm_bytes - max((p.total_bytes for p in self.programs.values()), default=0)
 
+    @property
+    def headroom_offloaded_bytes(self) -> int:
+        """The same if the optimizer state lay in host memory, except while it is applied."""
+        optimizer = self.resident["optimizer"]
+        needs = (p.total_bytes - (optimizer if name != "apply" else 0) for name, p in self.programs.items())
+        return self.chip.hbm_bytes - max(needs, default=0)
+
     def to_json(self) -> dict[str, Any]:
         """The whole plan; `update` is the larger of its two programs."""
         programs = {name: asdict(p) | {"total_bytes": p.total_bytes} for name, p in self.programs.items()}
@@ -108,12 +137,13 @@ class Plan:
             "resident": dict(self.resident),
             "programs": programs,
             "headroom_bytes": self.headroom_bytes,
+            "headroom_offloaded_bytes": self.headroom_offloaded_bytes,
             "fits": self.fits,
         }
 
 
-def tpu_devices(topology: str) -> list[Any]:
-    """The devices of a TPU topology such as `v5e:4x4`; needs libtpu and no TPU.
+def tpu_target(topology: str) -> Target:
+    """A TPU topology such as `v5e:4x4`; needs libtpu and no TPU.
 
     Raises:
       UserError: libtpu is not installed, or it knows no such topology.
@@ -130,13 +160,43 @@ def tpu_devices(topology: str) -> list[Any]:
     from jax.experimental import topologies
 
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+        devices = list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     except Exception as error:  # whatever the plugin raises
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise UserError(
             f"--topology={topology}: {reason}; accepted: names such as v5e:4x4, v5p:2x2x1, v6e:4x4, with libtpu "
             "installed (pip install 'jax[tpu]')"
         ) from None
+    kind = devices[0].device_kind
+    if kind not in CHIPS:
+        raise UserError(f"--topology={topology}: {kind!r} found, accepted: {', '.join(CHIPS)}")
+    return Target(topology, devices, CHIPS[kind], kind)
+
+
+def cuda_target(topology: str) -> Target:
+    """GPUs of one host, `h200` or `h200:8`: those at hand, else as many CPU devices to compile for.
+
+    A CPU's compiler keeps whole copies of 16-bit weights in float32, which a GPU's does not. So temporary arrays are
+    counted in the same program with float32 throughout, which is an upper estimate; arguments and results are exact.
+    Call it before anything else touches a device.
+
+    Raises:
+      UserError: no such GPU is known.
+    """
+    name, _, count = topology.partition(":")
+    if name not in GPUS or not (count or "1").isdigit() or count == "0":
+        raise UserError(
+            f"--topology={topology}: accepted with --platform=cuda: {', '.join(GPUS)}, with :N for several"
+        )
+    number = int(count or 1)
+    there = Path("/dev/nvidia0").exists() and any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    if not there:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", number)
+    devices = jax.devices()
+    if len(devices) < number:
+        raise UserError(f"--topology={topology}: {len(devices)} devices found, accepted: at most as many")
+    return Target(topology, devices[:number], GPUS[name], name if there else f"{name} (estimated)", absent=not there)
 
 
 def model_shape(config: Config) -> Qwen2Config:
@@ -158,35 +218,37 @@ def model_shape(config: Config) -> Qwen2Config:
 
 def make_plan(
     config: Config,
-    topology: str,
-    devices: list[Any],
+    target: Target,
     log: Callable[[str], None] = lambda _: None,
     names: Sequence[str] = (*SAMPLER_PROGRAMS, *LEARNER_PROGRAMS),
 ) -> Plan:
-    """Compiles the programs of a training run (or those of `names`) for `devices` and counts what each chip holds.
+    """Compiles the programs of a training run (or those of `names`) for a machine and counts what each chip holds.
 
     Raises:
       UserError: the config is at odds with itself or with the mesh.
     """
     config = with_method(config)
     validate(config)
-    mesh = make_mesh(config.mesh, devices)
+    mesh = make_mesh(config.mesh, target.devices)
     model = model_shape(config)
     check_heads(mesh, model.heads)
-    chip = CHIPS.get(devices[0].device_kind)
-    if chip is None:
-        raise UserError(f"--topology={topology}: {devices[0].device_kind!r} found, accepted: {', '.join(CHIPS)}")
     check_rows(mesh, rollout__slots=config.rollout.slots, learning__micro_batch_rows=config.learning.micro_batch_rows)
     optimizer = make_optimizer(config.learning, 1000)
-    learner = make_learner(config, model, mesh, optimizer, min(TOKENIZER_IDS, model.vocab_rows))
-    sampler = bare_sampler(config, model, mesh)
+    prompts = pool_rows(config.rollout, mesh)
+
+    def programs(config: Config) -> tuple[Any, Any, dict[str, Callable[[], jax.stages.Traced]]]:
+        r = config.rollout
+        learner = make_learner(config, model, mesh, optimizer, min(TOKENIZER_IDS, model.vocab_rows))
+        sampler = bare_sampler(config, model, mesh)
+        slots, pool, traces = sampler.traced(r.slots, r.context_tokens, prompts, r.prompt_tokens, r.obs_tokens)
+        return slots, pool, {**traces, **learner.traced()}
+
     _, abstract = qwen2.abstract_params(model)
     lora = config.model.lora
     state = abstract_state(abstract_adapters(model, lora) if lora else abstract, optimizer)
     state = placed(state, state_shardings(state, mesh))
-    r = config.rollout
-    prompts = pool_rows(r, mesh)
-    slots, pool, sampling_programs = sampler.traced(r.slots, r.context_tokens, prompts, r.prompt_tokens, r.obs_tokens)
+    slots, pool, traces = programs(config)
+    wide = programs(_in_float32(config))[2] if target.absent else {}
     dtype = jnp.dtype(config.model.sampling_dtype)
     low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), abstract)
     copy = placed(low, param_shardings(abstract, SAMPLING, mesh))
@@ -216,14 +278,14 @@ def make_plan(
         "accumulate": beside("optimizer", "reference"),
         "apply": beside("frozen_base", "reference"),
     }
-    traces = {**sampling_programs, **learner.traced()}
     compiled = {}
     for name in names:
-        compiled[name] = _compile(traces[name], mesh, others[name])
+        compiled[name] = _compile(traces[name], mesh, others[name], wide.get(name))
         p = compiled[name]
         log(f"{name}: {p.refused or f'{p.total_bytes / GIB:.2f} GiB'} ({p.compile_s:.0f} s)")
     large = tuple(row for name, tree in arrays.items() for row in _large(name, tree, mesh))
-    return Plan(topology, len(devices), chip, dict(mesh.shape), model, resident, compiled, large)
+    chips = len(target.devices)
+    return Plan(target.topology, chips, target.chip, dict(mesh.shape), model, resident, compiled, large)
 
 
 def bytes_per_chip(tree: Any) -> int:
@@ -258,18 +320,29 @@ def bare_sampler(config: Config, model: Qwen2Config, mesh: Mesh) -> Sampler:
     return make_sampler(config, model, mesh, tables, min(TOKENIZER_IDS, model.vocab_rows), [0])
 
 
-def _compile(trace: Callable[[], Any], mesh: Mesh, resident: int) -> Program:
+def _in_float32(config: Config) -> Config:
+    return replace(config, model=replace(config.model, dtype="float32", sampling_dtype="float32"))
+
+
+def _compile(trace: Callable[[], Any], mesh: Mesh, resident: int, wide: Callable[[], Any] | None = None) -> Program:
+    """Compiles one program; `wide` is the one to count temporary arrays in, if it is another (`cuda_target`)."""
     start = time.monotonic()
     try:
         with jax.set_mesh(mesh):
             analysis = trace().lower().compile().memory_analysis()
+            temporary = wide().lower().compile().memory_analysis() if wide else analysis
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         needs = re.search(r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)", str(error))
         reason = f"{needs[1]} GiB of temporaries, {needs[2]} there" if needs else "out of memory"
         return Program(0, resident, time.monotonic() - start, reason)
-    return Program(int(analysis.peak_memory_in_bytes), resident, time.monotonic() - start)
+    if mesh.devices.flat[0].platform == "tpu":
+        peak = analysis.peak_memory_in_bytes
+    else:  # whose compilers do not count temporary arrays into it
+        held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        peak = held + temporary.temp_size_in_bytes
+    return Program(int(peak), resident, time.monotonic() - start)
 
 
 def _large(group: str, tree: Any, mesh: Mesh) -> list[tuple[str, tuple[int, ...], str, int, bool]]:
@@ -315,7 +388,7 @@ def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int) -
     }
 
 
-def search(config: Config, topology: str, devices: list[Any], log: Callable[[str], None]) -> dict[str, int]:
+def search(config: Config, target: Target, log: Callable[[str], None]) -> dict[str, int]:
     """The largest slots, rows per micro-batch and context that fit, each by bisection with the others as they are.
 
     0 where none fits.
@@ -326,11 +399,11 @@ def search(config: Config, topology: str, devices: list[Any], log: Callable[[str
         for field, value in changes.items():
             section, _, name = field.partition(".")
             changed = replace(changed, **{section: replace(getattr(changed, section), **{name: value})})
-        done = make_plan(changed, topology, devices, names=names)
+        done = make_plan(changed, target, names=names)
         log(f"{changes}: {'fits' if done.fits else 'does not fit'}")
         return done.fits
 
-    mesh = make_mesh(config.mesh, devices)
+    mesh = make_mesh(config.mesh, target.devices)
     rows, r, le = mesh.shape["data"] * mesh.shape["fsdp"], config.rollout, config.learning
     group = le.mini_batch_rollouts
     micro = [n for n in range(rows, group + 1, rows) if group % n == 0]

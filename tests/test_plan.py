@@ -22,7 +22,7 @@ from psearch_jax.plan import (
     floor_seconds,
     make_plan,
     model_shape,
-    tpu_devices,
+    tpu_target,
 )
 from psearch_jax.sharding import make_mesh
 from psearch_jax.types import UserError
@@ -41,15 +41,15 @@ def config_file(name, **changes):
 
 
 @pytest.fixture(scope="module")
-def devices():
-    return tpu_devices("v5e:4x4")
+def target():
+    return tpu_target("v5e:4x4")
 
 
 @pytest.fixture(scope="module")
-def qwen7b(devices):
+def qwen7b(target):
     """The plan of the sampler's and the small programs of configs/qwen7b.py."""
     names = ("prefill", "admit", "extend", "generate", "reshard", "apply")
-    return make_plan(config_file("qwen7b"), "v5e:4x4", devices, names=names)
+    return make_plan(config_file("qwen7b"), target, names=names)
 
 
 def test_what_a_chip_holds(qwen7b):
@@ -92,11 +92,11 @@ def weight_gathers(text: str, least_bytes: int = LARGE) -> list[str]:
     return found
 
 
-def test_no_weight_is_gathered_while_decoding(devices):
+def test_no_weight_is_gathered_while_decoding(target):
     """Weights left sharded over fsdp would be gathered for every layer and token."""
     config = config_file("qwen7b", model={"path": "", "preset": "0.5b"}, mesh={"tensor": 2})
     config = replace(config, rollout=replace(config.rollout, context_tokens=1024, prompt_tokens=256, slots=16))
-    mesh = make_mesh(config.mesh, devices)
+    mesh = make_mesh(config.mesh, target.devices)
     sampler = bare_sampler(config, model_shape(config), mesh)
     _, _, programs = sampler.traced(16, 1024, 16, 256, 256)
     with jax.set_mesh(mesh):
@@ -108,16 +108,16 @@ def test_no_weight_is_gathered_while_decoding(devices):
     assert len(weight_gathers(loop)) == 1 and not weight_gathers(loop.replace("%body", "ENTRY %main"))
 
 
-def test_what_does_not_fit_is_said(devices):
+def test_what_does_not_fit_is_said(target):
     """A plan that calls a run fitting which the compiler refuses, or that leaves the user without a next step."""
     config = config_file("qwen7b", rollout={"slots": 2048})
-    plan = make_plan(config, "v5e:4x4", devices, names=("generate",))
+    plan = make_plan(config, target, names=("generate",))
     assert not plan.fits
     (line,) = advice(plan, config)
     assert line.startswith("generate") and "lower config.rollout.slots=2048" in line
 
 
-def test_configs_at_odds_with_the_mesh(devices):
+def test_configs_at_odds_with_the_mesh(target):
     """A plan for a mesh that the run itself would refuse."""
     for section, fields, message in (
         ("mesh", {"tensor": 8, "fsdp": 2}, "config.mesh.tensor: found 8, accepted for 28 query heads"),
@@ -125,9 +125,9 @@ def test_configs_at_odds_with_the_mesh(devices):
         ("learning", {"micro_batch_rows": 2}, "config.learning.micro_batch_rows: found 2, accepted: a multiple"),
     ):
         with pytest.raises(UserError, match=message):
-            make_plan(config_file("qwen7b", **{section: fields}), "v5e:4x4", devices, names=())
+            make_plan(config_file("qwen7b", **{section: fields}), target, names=())
     with pytest.raises(UserError, match="--topology=v5e:3x5.*accepted: names such as v5e:4x4"):
-        tpu_devices("v5e:3x5")
+        tpu_target("v5e:3x5")
 
 
 def test_shapes_are_known_without_weights():
@@ -185,7 +185,7 @@ def test_the_program(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_largest_training_program(devices):
+def test_the_largest_training_program(target):
     """Long rows whose scores are kept for the backward pass: no micro-batch of the published length would fit."""
-    plan = make_plan(config_file("qwen7b"), "v5e:4x4", devices, names=("accumulate",))
+    plan = make_plan(config_file("qwen7b"), target, names=("accumulate",))
     assert plan.fits and plan.programs["accumulate"].peak_bytes < 12 * GIB
