@@ -15,12 +15,12 @@ def main(_: list[str]) -> None:
     import jax.numpy as jnp
 
     from psearch_jax.models.hf import save_hf
-    from psearch_jax.train.checkpoint import find_checkpoint, load_params
+    from psearch_jax.train.checkpoint import load_params
 
-    checkpoint, dtype = find_checkpoint(CHECKPOINT.value), jnp.dtype(DTYPE.value)
-    config, params, loop = load_params(checkpoint, dtype=dtype)
+    dtype = jnp.dtype(DTYPE.value)
+    config, params, loop = load_params(CHECKPOINT.value, dtype=dtype)
     save_hf(params, config, TOKENIZER.value or loop["tokenizer"], OUT.value, dtype)
-    print(f"{checkpoint} -> {OUT.value} ({DTYPE.value})")
+    print(f"{CHECKPOINT.value}, step {loop['step']} -> {OUT.value} ({DTYPE.value})")
 
 
 if __name__ == "__main__":

@@ -244,9 +244,7 @@ def from_path(config: Config, path: str) -> Engine:
     if not Path(path).is_dir():
         return engine(replace(config, model=replace(config.model, path=path)))
     mesh = make_mesh(config.mesh)
-    model, params, loop = checkpoint.load_params(
-        checkpoint.find_checkpoint(path), lambda abstract: param_shardings(abstract, STORAGE, mesh)
-    )
+    model, params, loop = checkpoint.load_params(path, lambda abstract: param_shardings(abstract, STORAGE, mesh))
     tokenizer = config.model.tokenizer or loop["tokenizer"]
     return engine(
         replace(config, model=replace(config.model, path="", tokenizer=tokenizer)), params=params, model=model

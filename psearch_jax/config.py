@@ -180,7 +180,8 @@ class TrainSection:
     steps: int = 1005
     prompts: int = 512  # questions per step
     checkpoint_every_steps: int = 50
-    keep_checkpoints: int = 3
+    keep_checkpoints: int = 3  # the newest ones
+    keep_every_steps: int = 0  # checkpoints at its multiples are kept besides; 0: none
     trajectories_per_step: int = 64  # rows written to trajectories/ at each step
 
 
@@ -305,7 +306,8 @@ _AT_LEAST = {
     0: (
         "seed eval.seed eval.temperature eval.questions_per_kind eval.every_steps train.trajectories_per_step "
         "rollout.search_turns rollout.max_tokens_after_answer rollout.top_k retrieval.cache_queries "
-        "retrieval.patience_s data.parallel_share data.sequential_share data.world_seed learning.kl_coefficient"
+        "retrieval.patience_s data.parallel_share data.sequential_share data.world_seed learning.kl_coefficient "
+        "train.keep_every_steps model.lora_rank"
     ).split(),
 }
 

@@ -75,8 +75,9 @@ def configure_jax() -> None:
     jax.config.update("jax_compilation_cache_dir", os.environ.get(CACHE_VARIABLE) or str(DEFAULT_CACHE))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    for name in ("absl", "jax", "orbax", "transformers"):
+    for name in ("jax", "transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's: it logs every error that it also raises
     if "coordinator" in flags.FLAGS and flags.FLAGS.is_parsed():
         values = flags.FLAGS
         processes.start(values.coordinator, values.processes, values.process, values.distributed)

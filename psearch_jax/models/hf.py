@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from psearch_jax.config import Qwen2Config
@@ -182,7 +183,7 @@ def load_hf(
         if "{i}" in hf_name:
             value = jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=place)()
             put = jax.jit(jax.lax.dynamic_update_index_in_dim, static_argnums=3, donate_argnums=0, out_shardings=place)
-            one = jax.sharding.NamedSharding(place.mesh, P(*place.spec[1:])) if shardings else place
+            one = NamedSharding(place.mesh, P(*place.spec[1:])) if isinstance(place, NamedSharding) else place
             for i in range(config.layers):
                 value = jax.block_until_ready(put(value, read(hf_name.format(i=i), shape[1:], one), i, 0))
         else:

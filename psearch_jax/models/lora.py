@@ -52,18 +52,22 @@ class Adapters(nnx.Module):
 
 def abstract_adapters(config: Qwen2Config, lora: Lora) -> nnx.State:
     """The adapters as ShapeDtypeStructs, in the tree in which the model holds them."""
-    made = nnx.eval_shape(lambda: Adapters(config, lora.rank, nnx.Rngs(params=0)))
-    return nnx.State({"adapters": nnx.state(made, nnx.LoRAParam)})
+    return _in_model(nnx.eval_shape(lambda: Adapters(config, lora.rank, nnx.Rngs(params=0))))
 
 
 def init_adapters(config: Qwen2Config, lora: Lora, seed: int) -> nnx.State:
     """Fresh adapters, float32, from the `params` stream of `seed`: a normal with std 1/sqrt(inputs), b 0."""
-    return nnx.State({"adapters": nnx.state(Adapters(config, lora.rank, nnx.Rngs(params=seed)), nnx.LoRAParam)})
+    return _in_model(Adapters(config, lora.rank, nnx.Rngs(params=seed)))
+
+
+def _in_model(adapters: Adapters) -> nnx.State:
+    flat = nnx.to_flat_state(nnx.state(adapters, nnx.LoRAParam))
+    return nnx.from_flat_state({("adapters", *path): variable for path, variable in flat})
 
 
 def merged(base: nnx.State, adapters: nnx.State, lora: Lora, dtype: Any) -> nnx.State:
     """The parameters that compute the same without adapters, in `dtype`; one layer's product exists at a time."""
-    low = adapters["adapters"]
+    low = {path[-1]: variable.get_value() for path, variable in nnx.to_flat_state(adapters)}
 
     def add(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         def one(wab: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
@@ -76,7 +80,7 @@ def merged(base: nnx.State, adapters: nnx.State, lora: Lora, dtype: Any) -> nnx.
     def value(path: tuple[str, ...], variable: nnx.Variable) -> nnx.Variable:
         if path[-1] not in KERNELS:
             return variable.replace(variable.get_value().astype(dtype))
-        a, b = (low[f"{path[-1]}_{side}"].get_value() for side in "ab")
+        a, b = (low[f"{path[-1]}_{side}"] for side in "ab")
         return variable.replace(add(variable.get_value(), a, b))
 
     return nnx.from_flat_state({path: value(path, v) for path, v in nnx.to_flat_state(base)})

@@ -13,9 +13,12 @@ Then metrics and trajectories are cut back to that step, and the loader goes on 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,21 +44,32 @@ class Checkpoints:
     Args:
       directory: `WORKDIR/checkpoints`.
       keep: how many are kept.
+      keep_every: those at its multiples are kept as well; 0: none.
     """
 
-    def __init__(self, directory: str | Path, keep: int = 3):
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
+    def __init__(self, directory: str | Path, keep: int = 3, keep_every: int = 0):
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, keep_period=keep_every or None, create=True, cleanup_tmp_directories=True
+        )
         self._directory = Path(directory).resolve()
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def save(self, step: int, state: TrainState, loop: Mapping[str, Any]) -> None:
-        """Starts to save the state behind `step` completed steps. `loop` must be JSON-ready."""
+        """Starts to save the state behind `step` completed steps. `loop` must be JSON-ready.
+
+        Raises:
+          UserError: this one, or the one before, cannot be written.
+        """
         arguments = ocp.args.Composite(
             params=ocp.args.StandardSave(nnx.to_pure_dict(state.params)),
             optimizer=ocp.args.StandardSave(_by_position(_rest(state))),
             loop=ocp.args.JsonSave({**loop, "step": step}),
         )
-        self._manager.save(step, args=arguments, force=True)
+        with self._writing():
+            # A disk that fills up while Orbax's threads write to it ends in pages of tracebacks; so it is asked first.
+            size = sum(x.nbytes for x in jax.tree.leaves(state))
+            processes.together(lambda: _check_room(self._directory, size))
+            self._manager.save(step, args=arguments, force=True)
 
     def restore(self, state: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
         """The newest whole checkpoint laid out like `state` (any mesh), or None when there is none.
@@ -99,11 +113,31 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def wait(self) -> None:
-        """Returns when everything saved is on disk."""
-        self._manager.wait_until_finished()
+        """Returns when everything saved is on disk. Raises UserError when it cannot be."""
+        with self._writing():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        self._manager.close()
+        with self._writing():
+            self._manager.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever a full or vanished disk makes the writers raise
+            if isinstance(error, jax.errors.JaxRuntimeError):  # not the disk: another process is gone
+                raise
+            raise UserError(
+                f"{self._directory}: a checkpoint cannot be written ({_first_line(error)}); those before are whole, "
+                "and the same command goes on from the newest"
+            ) from error
+
+
+def _check_room(directory: Path, size: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < size:
+        raise OSError(errno.ENOSPC, f"it takes {size / 1e6:.1f} MB, {free / 1e6:.1f} MB are free")
 
 
 def _rest(state: TrainState) -> tuple[Any, ...]:
@@ -141,7 +175,12 @@ def _shape(raw: Mapping[str, Any]) -> Qwen2Config:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The directory of one checkpoint: `path` itself, or the newest below a run directory or its checkpoints/.
+    """The first of `find_checkpoints`."""
+    return find_checkpoints(path)[0]
+
+
+def find_checkpoints(path: str | Path) -> list[Path]:
+    """One checkpoint, `path` itself, or all below a run directory or its checkpoints/, the newest first.
 
     Raises:
       UserError: there is none.
@@ -150,9 +189,9 @@ def find_checkpoint(path: str | Path) -> Path:
     for parent in (path / "checkpoints", path):
         steps = [p for p in parent.glob("*") if p.name.isdigit() and (p / "loop").is_dir()] if parent.is_dir() else []
         if steps:
-            return max(steps, key=lambda p: int(p.name))
+            return sorted(steps, key=lambda p: int(p.name), reverse=True)
     if (path / "loop").is_dir() and (path / "params").is_dir():
-        return path
+        return [path]
     raise UserError(f"{path}: holds no checkpoint, accepted: a run directory, its checkpoints/ or one step below it")
 
 
@@ -162,22 +201,40 @@ def read_loop(checkpoint: str | Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"{file}: cannot be read ({_first_line(error)})") from None
+        raise _Damaged(f"{file}: cannot be read ({_first_line(error)})") from None
+
+
+class _Damaged(UserError):
+    pass
 
 
 def load_params(
-    checkpoint: str | Path, place: Callable[[nnx.State], nnx.State] | None = None, dtype: Any = jnp.float32
+    path: str | Path, place: Callable[[nnx.State], nnx.State] | None = None, dtype: Any = jnp.float32
 ) -> tuple[Qwen2Config, nnx.State, dict[str, Any]]:
-    """Shape, parameters and loop record of one checkpoint, for export and evaluation; adapters are merged.
+    """Shape, parameters and loop record of a checkpoint, for export and evaluation; adapters are merged.
 
     Args:
+      path: one checkpoint, or a run directory: its newest that can be read.
       place: from the abstract parameters to the sharding of each; default: the first device.
       dtype: of merged parameters; those of full fine-tuning are float32.
 
     Raises:
-      UserError: it cannot be read, or the weights that its adapters belong to are not where they were.
+      UserError: none can be read, or the weights that its adapters belong to are not where they were.
     """
-    checkpoint = Path(checkpoint).resolve()
+    found = find_checkpoints(path)
+    for checkpoint in found:
+        try:
+            return _load_params(checkpoint.resolve(), place, dtype)
+        except _Damaged as error:
+            if checkpoint == found[-1]:
+                raise
+            log.warning("%s; trying the one before", error)
+    raise AssertionError("find_checkpoints returns at least one")
+
+
+def _load_params(
+    checkpoint: Path, place: Callable[[nnx.State], nnx.State] | None, dtype: Any
+) -> tuple[Qwen2Config, nnx.State, dict[str, Any]]:
     loop = read_loop(checkpoint)
     config, abstract = _shape(loop["model"]), _abstract(loop)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -187,7 +244,7 @@ def load_params(
         with ocp.StandardCheckpointer() as reader:
             values = reader.restore(checkpoint / "params", target)
     except Exception as error:  # whatever a damaged file makes the readers raise
-        raise UserError(f"{checkpoint}: params cannot be read ({_first_line(error)})") from error
+        raise _Damaged(f"{checkpoint}: params cannot be read ({_first_line(error)})") from error
     params = qwen2.with_values(abstract, values)
     record = loop.get("lora")
     if record:

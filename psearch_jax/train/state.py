@@ -35,7 +35,7 @@ def make_optimizer(learning: LearningSection, total_updates: int) -> optax.Gradi
     if warmup > 0:
         rate = optax.linear_schedule(learning.learning_rate / warmup, learning.learning_rate, warmup)
     else:
-        rate = learning.learning_rate
+        rate = optax.constant_schedule(learning.learning_rate)  # a schedule too: the state has one structure
     return optax.chain(
         optax.clip_by_global_norm(learning.gradient_clip),
         optax.adamw(rate, b1=learning.beta1, b2=learning.beta2, weight_decay=learning.weight_decay),

@@ -10,6 +10,7 @@ import json
 import logging
 import signal
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -72,19 +73,26 @@ def train(run: Run, workdir: str | Path) -> dict[str, Any]:
     Raises:
       Interrupted: after SIGTERM, once the checkpoint is on disk.
       RetrievalError: the retriever is gone for good, once the last whole step is on disk.
-      UserError: too many updates in a row were not finite.
+      UserError: too many updates in a row were not finite, or the run directory cannot be written.
     """
-    with ExitStack() as closers:
-        return _train(run, Path(workdir), closers)
+    try:
+        with ExitStack() as closers:
+            return _train(run, Path(workdir), closers)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or workdir}: cannot be written ({error.strerror or error}); the checkpoints of "
+            f"{workdir} are whole, and the same command goes on from the newest"
+        ) from error
 
 
 def _train(run: Run, workdir: Path, closers: ExitStack) -> dict[str, Any]:
     config = run.config
     workdir.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=workdir).close()  # a directory that takes no files is met here, not at the first save
     started = time.monotonic()
 
     # ---- resume ----
-    checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints)
+    checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints, config.train.keep_every_steps)
     closers.enter_context(closing(checkpoints))
     step, found = 0, checkpoints.restore(run.state)
     if found:
