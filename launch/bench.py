@@ -5,6 +5,7 @@
     python launch/bench.py corpus --json=FILE     a large corpus opened and read
     python launch/bench.py questions --json=FILE  a large question set prepared and opened
     python launch/bench.py baselines --out=DIR    every method trained and evaluated alike in the closed world
+    python launch/bench.py weights --json=FILE    what the host holds while a checkpoint of 7B comes and goes
     python launch/bench.py scale --out=DIR        which machine each size needs, planned without one
 
 Times on a shared machine mean little by themselves: compare what one run prints.
@@ -15,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SUBJECTS = ("retrieval", "recall", "corpus", "questions", "baselines", "scale")
+SUBJECTS = ("retrieval", "recall", "corpus", "questions", "baselines", "scale", "weights")
 
 
 def main() -> int:

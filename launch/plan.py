@@ -22,6 +22,7 @@ CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like c
 PLATFORM = flags.DEFINE_enum("platform", "tpu", ["tpu", "cuda"], "What the topology is of.")
 TOPOLOGY = flags.DEFINE_string("topology", None, "v5e:4x4, v5p:2x2x1, v6e:4x4; with cuda h200, a100-80:8.")
 SEARCH = flags.DEFINE_bool("search", False, "Find the largest slots, micro-batch rows and context that fit.")
+ARRAYS = flags.DEFINE_bool("arrays", False, "List every array over 1 MB, not only those that every chip holds whole.")
 JSON = flags.DEFINE_string("json", None, "A file for the plan.")
 IDS = flags.DEFINE_integer("mean_ids", 0, "Ids of a mean trajectory, for the floor; 0: half of the context.")
 SAMPLED = flags.DEFINE_integer("sampled_ids", 0, "Of them sampled; 0: a quarter.")
@@ -60,8 +61,9 @@ def main(_: list[str]) -> None:
     spare = gib(plan.headroom_offloaded_bytes)
     print(f"headroom {gib(plan.headroom_bytes)} GiB; {spare} with the optimizer in host memory between updates")
     for name, shape, sharding, size, replicated in plan.large:
-        if replicated:
-            print(f"replicated: {name} {list(shape)} {sharding}, {size / 2**20:.1f} MiB on every chip")
+        if replicated or ARRAYS.value:
+            where = "replicated" if replicated else "split"
+            print(f"{where}: {name} {list(shape)} {sharding}, {size / 2**20:.1f} MiB on every chip")
     ids = IDS.value or config.rollout.context_tokens // 2
     sampled = SAMPLED.value or ids // 4
     floor = planning.floor_seconds(plan, config, ids, sampled)

@@ -33,6 +33,7 @@ from psearch_jax.types import UserError
 
 GIB = 2**30
 LARGE = 2**20  # bytes; smaller arrays are not listed
+ARRAY = ("name", "shape", "sharding", "bytes_per_chip", "replicated")  # what is listed of a large one
 TOKENIZER_IDS = 151_665  # of Qwen2.5
 
 
@@ -104,7 +105,7 @@ class Plan:
     model: Qwen2Config
     resident: Mapping[str, int]  # bytes per chip, by what they are
     programs: Mapping[str, Program]
-    large: tuple[tuple[str, tuple[int, ...], str, int, bool], ...]  # name, shape, sharding, bytes per chip, replicated
+    large: tuple[tuple[str, tuple[int, ...], str, int, bool], ...]  # fields as in ARRAY
 
     @property
     def fits(self) -> bool:
@@ -139,6 +140,7 @@ class Plan:
             "headroom_bytes": self.headroom_bytes,
             "headroom_offloaded_bytes": self.headroom_offloaded_bytes,
             "fits": self.fits,
+            "arrays": [dict(zip(ARRAY, row, strict=True)) for row in self.large],
         }
 
 

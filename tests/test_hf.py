@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,8 @@ from psearch_jax.models import qwen2
 from psearch_jax.models.hf import load_hf, read_config, resolve, save_hf
 from psearch_jax.sharding import STORAGE, param_shardings
 from psearch_jax.types import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def assert_equal_params(a, b) -> None:
@@ -94,9 +99,13 @@ def test_an_existing_directory_is_never_overwritten(exported, tmp_path):
 def test_a_failed_export_leaves_nothing(exported, tmp_path):
     """A half-written directory looks like a model; a failure on the way must leave no trace."""
     config = tiny_config()
-    wrong = random_params(tiny_config(mlp=32))  # its tensors do not have the config's shapes
-    with pytest.raises(ValueError):
+    wrong = random_params(tiny_config(mlp=32))
+    with pytest.raises(UserError, match="down_kernel: found shape"):
         save_hf(wrong, config, exported, tmp_path / "out")
+    gone = random_params(config)
+    dict(nnx.to_flat_state(gone))["layers", "up_kernel"].get_value().delete()  # met in the middle of the file
+    with pytest.raises(RuntimeError):
+        save_hf(gone, config, exported, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -211,3 +220,15 @@ def test_both_spellings_of_the_rotary_base_are_read(exported, tmp_path):
         kept |= {"rope_theta": 5e5} if drop == "rope_parameters" else {"rope_parameters": {"rope_theta": 5e5}}
         (out / "config.json").write_text(json.dumps(kept))
         assert read_config(out).rope_theta == 5e5
+
+
+@pytest.mark.slow
+def test_the_host_holds_one_tensor_at_a_time(tmp_path):
+    """A host of 16 GB that assembles every layer of a 7B model before it hands one out is killed by the system."""
+    out = tmp_path / "figures.json"
+    command = [sys.executable, "launch/bench.py", "weights", "--layers=2", "--vocab-rows=8192", f"--dir={tmp_path}"]
+    done = subprocess.run([*command, f"--json={out}"], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]  # it also compares what went in with what came out
+    figures = json.loads(out.read_text())
+    assert figures["arrays_gb"] == pytest.approx(1.05, abs=0.01)
+    assert figures["load_over_arrays_gb"] < 0.7 and figures["export_over_arrays_gb"] < 0.3

@@ -256,9 +256,7 @@ def save_hf(
         for name in _TOKENIZER_FILES:
             if (tokenizer_directory / name).is_file():
                 shutil.copy(tokenizer_directory / name, beside / name)
-        _write_json(beside / "config.json", _hf_config(config, np.dtype(dtype).name))
-        eos = list(config.eos_ids)
-        _write_json(beside / "generation_config.json", {"do_sample": True} | ({"eos_token_id": eos} if eos else {}))
+        write_config(beside, config, dtype)
         beside.chmod(0o755)
         os.replace(beside, out)
     except BaseException:
@@ -275,6 +273,13 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+
+
+def write_config(directory: Path, config: Qwen2Config, dtype: Any) -> None:
+    """Writes config.json and generation_config.json."""
+    _write_json(directory / "config.json", _hf_config(config, np.dtype(dtype).name))
+    eos = list(config.eos_ids)
+    _write_json(directory / "generation_config.json", {"do_sample": True} | ({"eos_token_id": eos} if eos else {}))
 
 
 def _hf_config(config: Qwen2Config, dtype: str) -> dict[str, Any]:
@@ -312,29 +317,49 @@ def _sizes(config: Qwen2Config) -> dict[str, int]:
     }
 
 
-def _exported(params: nnx.State, config: Qwen2Config) -> Iterator[Tensor]:
+def tensors(config: Qwen2Config, pieces: Callable[..., Any]) -> Iterator[Tensor]:
+    """The tensors of a checkpoint; `pieces(path, layer or None, shape)` gives the runs of one along its first axis."""
     sizes = _sizes(config)
-    for path, variable in nnx.to_flat_state(params):
-        _, hf_name, hf_axes, our_axes = next(row for row in TABLE if row[0] == path)
-        value, stacked = variable.get_value(), "{i}" in hf_name
-        expected = ((config.layers,) if stacked else ()) + tuple(sizes[c] for c in our_axes)
+    for path, hf_name, hf_axes, _ in TABLE:
+        if path == ("lm_head",) and config.tied:
+            continue
+        shape = tuple(math.prod(sizes[c] for c in group) for group in hf_axes.split("."))
+        for i in range(config.layers) if "{i}" in hf_name else (None,):
+            yield Tensor(hf_name.format(i=i), shape, functools.partial(pieces, path, i, shape))
+
+
+def _exported(params: nnx.State, config: Qwen2Config) -> Iterator[Tensor]:
+    sizes, rows = _sizes(config), {path: (hf_axes, our_axes) for path, _, hf_axes, our_axes in TABLE}
+    values = {path: variable.get_value() for path, variable in nnx.to_flat_state(params)}
+    for path, value in values.items():
+        expected = ((config.layers,) if path[0] == "layers" else ()) + tuple(sizes[c] for c in rows[path][1])
         if value.shape != expected:
             raise UserError(f"{'.'.join(path)}: found shape {value.shape}, the config asks for {expected}")
-        shape = tuple(math.prod(sizes[c] for c in group) for group in hf_axes.split("."))
-        for i in range(config.layers) if stacked else (None,):
-            pieces = functools.partial(_pieces, value, i, hf_axes, our_axes)
-            yield Tensor(hf_name.format(i=i), shape, pieces)
+    return tensors(config, lambda path, layer, _: _pieces(values[path], layer, *rows[path]))
 
 
 def _pieces(array: jax.Array, layer: int | None, hf_axes: str, our_axes: str) -> Iterator[np.ndarray]:
-    """One tensor with Hugging Face's axes, in runs of its first axis that the host can hold."""
+    """One tensor with Hugging Face's axes, in runs of its first axis that the host can hold.
+
+    Each is put together from the devices' own parts: a slice of the whole array would gather it on every device.
+    """
     letters = hf_axes.replace(".", "")
     axis = our_axes.index(letters[0])
-    shape = array.shape if layer is None else array.shape[1:]
+    lead = 0 if layer is None else 1
+    shape = array.shape[lead:]
     rows = max(1, _PIECE_BYTES * shape[axis] // (4 * math.prod(shape)))
     for start in range(0, shape[axis], rows):
-        size = min(rows, shape[axis] - start)
-        piece = jax.device_get(_run(array, layer, start, size, axis))
+        stop = min(start + rows, shape[axis])
+        piece = np.empty([stop - start if i == axis else n for i, n in enumerate(shape)], array.dtype)
+        for shard in array.addressable_shards:
+            index = [s.indices(n)[:2] for s, n in zip(shard.index[lead:], shape, strict=True)]
+            first, last = max(start, index[axis][0]), min(stop, index[axis][1])
+            if shard.replica_id or first >= last:
+                continue
+            data = _run(shard.data, layer, first - index[axis][0], last - first, axis)
+            place = [slice(*bounds) for bounds in index]
+            place[axis] = slice(first - start, last - start)
+            piece[tuple(place)] = jax.device_get(data)
         yield piece.transpose([our_axes.index(c) for c in letters])
 
 

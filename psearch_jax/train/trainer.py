@@ -137,7 +137,8 @@ def _train(run: Run, workdir: Path, closers: ExitStack) -> dict[str, Any]:
                 save(step, loaded)
             checkpoints.wait()
             if isinstance(stop, Interrupted):
-                raise Interrupted(f"saved behind step {step}") from None
+                done = f"saved behind step {step}" if step else "nothing was learned yet"
+                raise Interrupted(done) from None
             log.error("the retriever is gone; saved behind step %d, the same command goes on from there", step)
             raise
         run.state = state

@@ -1,0 +1,159 @@
+"""`launch/bench.py weights`: what the host holds while a large checkpoint comes and goes.
+
+Writes a Hugging Face directory of random bfloat16 weights, loads it over eight CPU devices (fsdp 4 x tensor 2), and
+exports it again; every tensor must come out as it went in. What is measured is anonymous memory at its peak, over what
+the arrays themselves take: on a TPU or GPU they lie elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from psearch_jax.config import PRESETS, MeshSection, Qwen2Config
+from psearch_jax.metrics import write_whole
+from psearch_jax.models import hf
+from psearch_jax.models.tensors import TensorReader, write_tensors
+
+ROOT = Path(__file__).resolve().parent.parent
+DTYPE = np.dtype(ml_dtypes.bfloat16)
+FILE_BYTES, BLOCK = 4_000_000_000, 2**24
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="bench weights", description=__doc__)
+    parser.add_argument("--preset", default="7b", choices=list(PRESETS))
+    parser.add_argument("--layers", type=int, default=0, help="fewer layers than the preset has")
+    parser.add_argument("--vocab-rows", type=int, default=0, help="fewer rows of the embedding")
+    parser.add_argument("--dir", type=Path, help="where the checkpoints are written; twice their size is needed")
+    parser.add_argument("--json", help="file to write the figures to")
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # the process that is measured
+    flags = parser.parse_args(argv)
+    if flags.measure:
+        print(json.dumps(_measure(flags.measure)))
+        return
+    config = PRESETS[flags.preset]
+    config = replace(config, layers=flags.layers or config.layers, vocab_rows=flags.vocab_rows or config.vocab_rows)
+    with tempfile.TemporaryDirectory(dir=flags.dir) as folder:
+        start = time.perf_counter()
+        write_random(config, Path(folder) / "random")
+        written = time.perf_counter() - start
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        }
+        command = [sys.executable, "launch/bench.py", "weights", f"--measure={folder}"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    figures = {"preset": flags.preset, "layers": config.layers, "write_s": round(written, 1)}
+    figures |= json.loads(done.stdout.splitlines()[-1])
+    print(json.dumps(figures))
+    if flags.json:
+        write_whole(Path(flags.json), json.dumps(figures, indent=2) + "\n")
+
+
+def write_random(config: Qwen2Config, out: Path) -> None:
+    """A directory of random weights, file by file, and a tokenizer file that nobody reads."""
+    block = np.random.default_rng(0).normal(0, 0.02, BLOCK).astype(DTYPE)
+
+    def pieces(path: tuple[str, ...], layer: int | None, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+        left, turn = int(np.prod(shape)), zlib.crc32(repr((path, layer)).encode()) % 1009  # no two tensors are alike
+        while left:
+            piece = np.roll(block[: min(left, BLOCK)], turn)
+            left -= piece.size
+            yield piece
+
+    out.mkdir(parents=True)
+    files: list[list[Any]] = [[]]
+    for tensor in hf.tensors(config, pieces):
+        if sum(t.size for t in files[-1]) * DTYPE.itemsize > FILE_BYTES:
+            files.append([])
+        files[-1].append(tensor)
+    where = {}
+    for number, tensors in enumerate(files):
+        write_tensors(out / f"part-{number}.safetensors", tensors, DTYPE)
+        where |= {tensor.name: f"part-{number}.safetensors" for tensor in tensors}
+    index = json.dumps({"weight_map": where})
+    write_whole(out / "model.safetensors.index.json", index)
+    write_whole(out / "tokenizer.json", "{}")
+    hf.write_config(out, config, DTYPE)
+
+
+def _measure(folder: Path) -> dict[str, Any]:
+    import jax
+
+    from psearch_jax.sharding import STORAGE, make_mesh, param_shardings
+
+    mesh = make_mesh(MeshSection(1, 4, 2))
+    float(jax.numpy.ones(8).sum())  # the backend is up: what it takes is not counted
+    with _peak() as load:
+        config, params = hf.load_hf(folder / "random", lambda a: param_shardings(a, STORAGE, mesh), DTYPE)
+    arrays = sum(x.nbytes for x in jax.tree.leaves(params))
+    with _peak() as export:
+        hf.save_hf(params, config, folder / "random", folder / "exported", DTYPE)
+    before, after = (_digests(config, folder / name) for name in ("random", "exported"))
+    if before != after:
+        raise SystemExit("a tensor came out another than it went in")
+    return {
+        "arrays_gb": round(arrays / 1e9, 2),
+        "load_s": round(load["seconds"], 1),
+        "load_over_arrays_gb": round((load["peak"] - arrays) / 1e9, 2),
+        "export_s": round(export["seconds"], 1),
+        "export_over_arrays_gb": round(export["peak"] / 1e9, 2),
+    }
+
+
+@contextmanager
+def _peak() -> Iterator[dict[str, float]]:
+    """Seconds, and the most anonymous memory over that at the start."""
+    found: dict[str, float] = {"peak": 0.0}
+    start, first, over = time.perf_counter(), _anonymous(), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.01):
+            found["peak"] = max(found["peak"], _anonymous() - first)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        watcher.join()
+        found["seconds"] = time.perf_counter() - start
+
+
+def _anonymous() -> int:
+    """Bytes of this process's memory that are no file's."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return 1024 * int(line.split()[1])
+    raise SystemExit("bench weights: /proc/self/status has no RssAnon, accepted: Linux")
+
+
+def _digests(config: Qwen2Config, directory: Path) -> dict[str, str]:
+    reader = TensorReader(directory)
+    found = {}
+    for tensor in hf.tensors(config, lambda *_: ()):
+        digest = hashlib.blake2b()
+        for start in range(0, tensor.shape[0], 4096):
+            stop = min(start + 4096, tensor.shape[0])
+            part = reader.take(tensor.name, (slice(start, stop), *[slice(None)] * (len(tensor.shape) - 1)))
+            digest.update(np.ascontiguousarray(part).view(np.uint8).data)
+        found[tensor.name] = digest.hexdigest()
+    return found
