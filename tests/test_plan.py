@@ -15,13 +15,19 @@ import pytest
 from psearch_jax.config import Config, ModelSection, from_mapping
 from psearch_jax.plan import (
     GIB,
+    GPUS,
     LARGE,
+    SAMPLER_PROGRAMS,
+    Chip,
+    Target,
     _largest,
     advice,
     bare_sampler,
+    cuda_target,
     floor_seconds,
     make_plan,
     model_shape,
+    search,
     tpu_target,
 )
 from psearch_jax.sharding import make_mesh
@@ -155,6 +161,59 @@ def test_bisection():
     """The largest value that fits missed by one."""
     for most in range(0, 9):
         assert _largest(list(range(1, 9)), lambda n, most=most: n <= most) == most
+
+
+@pytest.mark.slow
+def test_the_search_ends_at_what_fits():
+    """Rows and context named as the largest that do not fit, or that leave half of the memory unused."""
+    budgets = {"slots": 2, "context_tokens": 1024, "prompt_tokens": 512, "obs_tokens": 128}
+    batches = {"mini_batch_rollouts": 192, "micro_batch_rows": 1}
+    config = config_file("smoke", model={"path": "", "preset": "toy"}, rollout=budgets, learning=batches)
+    target = Target("here", jax.devices()[:1], Chip(100_000_000, 1e12, 1e12), "cpu")
+    found = search(config, target, lambda _: None)
+    learning = ("logprobs", "accumulate")
+    for field, more, programs in (
+        ("rollout.slots", lambda n: 2 * n, SAMPLER_PROGRAMS),
+        ("learning.micro_batch_rows", lambda n: 2 * n, learning),
+        ("rollout.context_tokens", lambda n: n + 512, (*SAMPLER_PROGRAMS, *learning)),
+    ):
+        section, _, name = field.partition(".")
+        assert found[field] > 0, field
+        for value, fits in ((found[field], True), (more(found[field]), False)):
+            changed = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+            assert make_plan(changed, target, names=programs).fits == fits, (field, value)
+
+
+def test_what_a_gpu_holds():
+    """Adapters whose base, or whose merged copy, is forgotten: the plan would promise 7B on a card of 24 GB."""
+    config = config_file("qwen7b_lora")
+    target = Target("h200", jax.devices()[:1], GPUS["h200"], "h200", absent=True)
+    plan = make_plan(config, target, names=("reshard", "apply"))
+    assert plan.resident["frozen_base"] == pytest.approx(2 * 7.6e9, rel=0.01)
+    assert plan.resident["sampling_copy"] == plan.resident["frozen_base"] and plan.resident["reference"] == 0
+    assert plan.resident["parameters"] == pytest.approx(4 * 81e6, rel=0.01)
+    assert plan.resident["optimizer"] == pytest.approx(2 * plan.resident["parameters"], rel=0.01)
+    merging = 2 * plan.resident["frozen_base"]
+    assert merging < plan.programs["reshard"].peak_bytes < 1.5 * merging
+    assert plan.programs["apply"].resident_bytes == plan.resident["frozen_base"]
+    with pytest.raises(UserError, match="--topology=h2000: accepted with --platform=cuda: h200"):
+        cuda_target("h2000")
+
+
+@pytest.mark.slow
+def test_the_program_for_gpus(tmp_path):
+    """A user of one GPU is told that all of 7B does not fit there, and that its adapters do."""
+
+    def run(config, topology):
+        command = [sys.executable, "launch/plan.py", f"--config=configs/{config}.py", "--platform=cuda"]
+        command += [f"--topology={topology}", f"--json={tmp_path / config}.json"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+    done = run("qwen7b_lora", "a100-80")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads((tmp_path / "qwen7b_lora.json").read_text())["fits"] is True
+    done = run("qwen0p5b", "t4")
+    assert done.returncode == 2 and "does not fit" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow
