@@ -96,8 +96,9 @@ def test_half_an_address_is_refused(values):
 def test_one_two_and_four_processes_agree(tmp_path):
     """The same run on more hosts must be the same run: rollouts, searches, metrics and parameters."""
     policy = Path("toy")
+    over = {"mesh.fsdp": 2, "mesh.tensor": 2}  # of four processes two share every row
     for count in (1, 2, 4):
-        finish(start_run(count, 4 // count, tmp_path / str(count), policy, 2))
+        finish(start_run(count, 4 // count, tmp_path / str(count), policy, 2, **over))
     whole = metrics_without_clocks(tmp_path / "1")
     assert any(row["reward"] != 0 and row["gradient_norm"] > 0 for row in whole)
     params = final_params(tmp_path / "1")
@@ -117,6 +118,36 @@ def test_one_two_and_four_processes_agree(tmp_path):
                 assert row[key] == (value if value is None else pytest.approx(value, rel=1e-4, abs=1e-6)), key
         for name, value in final_params(directory).items():
             np.testing.assert_allclose(value, params[name], rtol=0, atol=1e-5 * np.abs(params[name]).max())
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_as_one(tmp_path):
+    """Rows of an evaluation lost between hosts, or written by two at once, would be figures of nothing."""
+    flags = ["--model=toy", "--config=configs/smoke.py", "--benchmark=closed_world:mixed", "--count=9", "--slots=8"]
+    for count in (1, 2):
+        program = [sys.executable, "launch/eval.py", *flags, f"--out={tmp_path / str(count)}"]
+        address = f"127.0.0.1:{free_port()}"
+        several = [f"--coordinator={address}", f"--processes={count}"] if count > 1 else []
+        outs = finish(
+            [
+                start([*program, *several, *([f"--process={i}"] if several else [])], i, 2 // count)
+                for i in range(count)
+            ]
+        )
+        assert "closed_world:mixed" in outs[0] and all("closed_world" not in out for out in outs[1:])
+    one, two = (sorted(p.name for p in (tmp_path / name).iterdir()) for name in "12")
+    assert one == two
+    for name in one:
+        ours, theirs = ((tmp_path / count / name).read_text() for count in "12")
+        assert ours == theirs, name
+
+
+@pytest.mark.slow
+def test_what_processes_cannot_share_is_refused(tiny_policy, tmp_path):
+    """Slots that two hosts cannot halve: one line from each, and nobody left waiting."""
+    over = {"mesh.tensor": 2, "rollout.slots": 3}
+    for code, _, err in ended(start_run(2, 1, tmp_path, tiny_policy, 1, **over), 120):
+        assert code == 2 and "config.rollout.slots: found 3, accepted: a multiple of the 2 processes" in err
 
 
 @pytest.mark.slow

@@ -363,6 +363,8 @@ def _phase(run: Run, name: str, times: dict[str, float] | None = None):
 
 
 def _report(bar: tqdm, step: int, metrics: Mapping[str, float]) -> None:
+    if not processes.first():
+        return
     kinds = " ".join(
         f"{kind} em {metrics[f'em/{kind}']:.2f} split {metrics[f'decomposition/{kind}']:.2f}"
         for kind in KINDS
