@@ -3,7 +3,8 @@
     python launch/train.py --config=configs/qwen14b.py --config.data.source=TRAIN.parquet \\
         --config.retrieval.index=DIR --workdir=DIR
 
-PLAN
+Planned for v5e:8x8, whose chips of 15.8 GiB hold at most 11.7; v5e:4x8 is too small (docs/scale.md). On more chips
+`learning.micro_batch_rows` must be a multiple of mesh data x fsdp.
 """
 
 from ml_collections import ConfigDict

@@ -3,7 +3,7 @@
     python launch/train.py --config=configs/qwen1p5b.py --config.data.source=TRAIN.parquet \\
         --config.retrieval.index=DIR --workdir=DIR
 
-PLAN
+Planned for v5e:2x2, whose chips of 15.8 GiB hold at most 13.8 (docs/scale.md).
 """
 
 from ml_collections import ConfigDict

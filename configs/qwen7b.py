@@ -3,8 +3,9 @@
     python launch/train.py --config=configs/qwen7b.py --config.data.source=TRAIN.parquet \\
         --config.retrieval.index=DIR --workdir=DIR
 
-Planned for v5e:4x4, v6e:4x4 and v5p:2x2x1 (docs/scale.md); on other machines run launch/plan.py first. Float32 master
-weights and AdamW take 12 bytes per parameter, about 91 GB over all chips, and the gradients another 30 in an update.
+Planned for v5e:4x4, whose chips of 15.8 GiB hold at most 14.3, for v6e:4x4 and v5p:2x2x1 (docs/scale.md); on other
+machines run launch/plan.py first. Float32 master weights and AdamW take 12 bytes per parameter, about 91 GB over all
+chips, and the gradients another 30 in an update.
 """
 
 from ml_collections import ConfigDict

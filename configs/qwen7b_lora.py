@@ -3,7 +3,8 @@
     python launch/train.py --config=configs/qwen7b_lora.py --config.data.source=TRAIN.jsonl \\
         --config.retrieval.index=DIR --workdir=DIR
 
-PLAN
+Planned for one GPU of 80 GB, which holds at most 55 GiB (an upper estimate, docs/scale.md); one of 40 GB takes
+`--config.rollout.slots=8`. All of 7B trained in one place would need more than 120 GB.
 """
 
 from ml_collections import ConfigDict

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from psearch_jax.config import MeshSection
@@ -44,7 +45,12 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
             f"config.mesh: data={sizes[0]} x fsdp={sizes[1]} x tensor={sizes[2]} is not the number of devices, "
             f"{len(devices)}"
         )
-    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    types = (AxisType.Auto,) * 3
+    try:
+        return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=devices)
+    except NotImplementedError:  # an axis of ours is no product of the slice's own axes, as 8 in 4x4
+        grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        return Mesh(grid, AXES, axis_types=types)
 
 
 def spec(axes: tuple[str | None, ...], rules: Mapping[str, MeshAxes], mesh: Any, shape: tuple[int, ...] | None = None):

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from psearch_jax.config import Config, ModelSection, from_mapping
+from psearch_jax.config import Config, MeshSection, ModelSection, from_mapping
 from psearch_jax.plan import (
     GIB,
     GPUS,
@@ -134,6 +134,12 @@ def test_configs_at_odds_with_the_mesh(target):
             make_plan(config_file("qwen7b", **{section: fields}), target, names=())
     with pytest.raises(UserError, match="--topology=v5e:3x5.*accepted: names such as v5e:4x4"):
         tpu_target("v5e:3x5")
+
+
+def test_a_mesh_that_splits_the_slices_axes(target):
+    """An axis of 8 on a slice of 4x4 would end in a traceback on the pod."""
+    mesh = make_mesh(MeshSection(1, 2, 8), target.devices)
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "tensor": 8} and len(set(mesh.devices.flat)) == 16
 
 
 def test_shapes_are_known_without_weights():

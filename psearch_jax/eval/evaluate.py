@@ -111,7 +111,7 @@ class Evaluation:
             if not processes.agreed(files[-1].is_file()):
                 # All samples of a question end together, more or less: trajectories count as their share of it.
                 def tell(done: int, of: int, start: int = start, size: int = len(tasks)) -> None:  # noqa: B008
-                    progress(start + done * size // of, len(self._tasks))
+                    progress(start + done * size // max(of, 1), len(self._tasks))
 
                 trajectories = roll_out([question for _, question in tasks], tell)
                 samples = len(trajectories) // len(tasks)

@@ -123,7 +123,9 @@ class Collector:
         Raises:
           RetrievalError, or what `progress` raises: in every process when it is raised in one.
         """
-        call = _Call(self, params, questions, samples, seed, step)
+        prompts: list[list[int]] = []
+        processes.together(lambda: prompts.extend(map(self._render, questions)))  # a row without a prompt ends all
+        call = _Call(self, params, questions, prompts, samples, seed, step)
         while call.refill(progress):
             call.state = self.sampler.generate(params, call.state, temperature, call.span())
             call.read()
@@ -158,7 +160,14 @@ class _Call:
     """The state of one `collect`."""
 
     def __init__(
-        self, owner: Collector, params: nnx.State, questions: Sequence[Question], samples: int, seed: int, step: int
+        self,
+        owner: Collector,
+        params: nnx.State,
+        questions: Sequence[Question],
+        prompts: Sequence[list[int]],
+        samples: int,
+        seed: int,
+        step: int,
     ):
         self.owner, self.params = owner, params
         self.rollout, self.sampler = owner._rollout, owner.sampler
@@ -168,8 +177,7 @@ class _Call:
         self.done = 0
         self.waiting: deque[tuple[int, Question, int]] = deque()  # order, question, sample
         self._prompts: dict[int, list[int]] = {}  # by the question's place
-        for q, question in enumerate(questions):
-            prompt = owner._render(question)
+        for q, (question, prompt) in enumerate(zip(questions, prompts, strict=True)):
             fits = len(prompt) <= self.rollout.prompt_tokens
             for sample in range(samples):
                 order = q * samples + sample
