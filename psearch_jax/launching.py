@@ -6,6 +6,7 @@ import ast
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -48,7 +49,13 @@ def run(main: Callable[[list[str]], None], positional: bool = False) -> None:
         return 0
 
     def ended(argv: list[str]) -> int:
-        code = guarded(argv)
+        try:
+            code = guarded(argv)
+        except Exception:
+            if not jax.distributed.is_initialized():
+                raise
+            traceback.print_exc()
+            code = 1
         if code and jax.distributed.is_initialized():
             sys.stdout.flush()
             sys.stderr.flush()

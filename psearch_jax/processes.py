@@ -50,7 +50,6 @@ def start(coordinator: str = "", count: int = 0, index: int = -1, cluster: bool 
             **arguments,
             initialization_timeout=_START_S,
             heartbeat_timeout_seconds=HEARTBEAT_S,
-            shutdown_timeout_seconds=HEARTBEAT_S,
         )
     except (RuntimeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -80,3 +83,50 @@ def small_config(policy: Path, **fields) -> Config:
         sections.setdefault(section, {})[key] = value
     sections["model"] |= {"dtype": "float32", "sampling_dtype": "float32"}
     return from_mapping(sections)
+
+
+# ---- several processes ----
+
+SEVERAL = {"rollout.search_turns": 2, "eval.questions_per_kind": 0, "learning.mini_batch_rollouts": 8}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(arguments: list[str], devices: int = 1) -> subprocess.Popen:
+    """One process with so many devices."""
+    environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    environment["PYTHONPATH"] = str(ROOT)
+    return subprocess.Popen(
+        arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def start_run(
+    count: int, devices: int, workdir: Path, policy: Path, steps: int, each: Sequence[dict] = (), **fields
+) -> list[subprocess.Popen]:
+    """The processes of one training run over count x devices devices; `each` holds what only one of them is told."""
+    several = [f"--coordinator=127.0.0.1:{free_port()}", f"--processes={count}"] if count > 1 else []
+    started = []
+    for i in range(count):
+        own = {**SEVERAL, "train.prompts": 8, **fields, **(each[i] if each else {})}
+        number = [f"--process={i}"] if several else []
+        started.append(start([*command(workdir, policy, steps, **own), *several, *number], devices))
+    return started
+
+
+def ended(started: list[subprocess.Popen], seconds: float = 600) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each."""
+    deadline = time.monotonic() + seconds
+    found = []
+    try:
+        for process in started:
+            out, err = process.communicate(timeout=max(1, deadline - time.monotonic()))
+            found.append((process.returncode, out, err))
+    finally:
+        for process in started:
+            process.kill()
+    return found

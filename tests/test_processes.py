@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,50 +11,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import ROOT, assert_same_params, command, final_params, metrics_without_clocks, wait_for
+from runs import (
+    assert_same_params,
+    ended,
+    final_params,
+    free_port,
+    metrics_without_clocks,
+    start,
+    start_run,
+    wait_for,
+)
 
 from psearch_jax import launching, processes
 from psearch_jax.train import checkpoint
 from psearch_jax.types import UserError
-
-FIELDS = {"rollout.search_turns": 2, "eval.questions_per_kind": 0, "learning.mini_batch_rollouts": 8}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def start(arguments: list[str], index: int, devices: int = 1) -> subprocess.Popen:
-    """One process with so many devices."""
-    environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    environment["PYTHONPATH"] = str(ROOT)
-    return subprocess.Popen(
-        arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def start_run(count: int, devices: int, workdir: Path, policy: Path, steps: int, **fields) -> list[subprocess.Popen]:
-    """The processes of one training run over count x devices devices."""
-    address = f"127.0.0.1:{free_port()}"
-    arguments = command(workdir, policy, steps, **{**FIELDS, "train.prompts": 8, **fields})
-    several = [f"--coordinator={address}", f"--processes={count}"] if count > 1 else []
-    return [start([*arguments, *several, *([f"--process={i}"] if several else [])], i, devices) for i in range(count)]
-
-
-def ended(started: list[subprocess.Popen], seconds: float = 600) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each."""
-    deadline = time.monotonic() + seconds
-    found = []
-    try:
-        for process in started:
-            out, err = process.communicate(timeout=max(1, deadline - time.monotonic()))
-            found.append((process.returncode, out, err))
-    finally:
-        for process in started:
-            process.kill()
-    return found
 
 
 def finish(started: list[subprocess.Popen]) -> list[str]:
@@ -70,7 +38,7 @@ def test_what_one_process_knows_reaches_all():
     """A row lost or out of order trains on the wrong question; an error kept to one process hangs the others."""
     count, address = 2, f"127.0.0.1:{free_port()}"
     program = [sys.executable, "tests/several_processes.py", address, str(count)]
-    outs = finish([start([*program, str(i)], i) for i in range(count)])
+    outs = finish([start([*program, str(i)]) for i in range(count)])
     found = [json.loads(out.split("FOUND ")[1].splitlines()[0]) for out in outs]
     for here, one in enumerate(found):
         assert one["first"] == (here == 0) and one["agreed"] == "of 0"

@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from runs import ROOT, command, final_params, metrics_without_clocks, run, wait_for
+from runs import ROOT, command, ended, final_params, metrics_without_clocks, run, start_run, wait_for
 
 from psearch_jax.data.closed_world import ClosedWorld
+from psearch_jax.train.checkpoint import find_checkpoint
 from retrieval.corpus import MemoryMappedCorpus, write_corpus
 from retrieval.directory import build_index
 from retrieval.hashing import HashingEncoder
@@ -49,7 +50,7 @@ def rows(workdir: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_run_outlives_its_retriever(tiny_policy, index, tmp_path):  # noqa: F811
+def test_a_run_outlives_its_retriever(tiny_policy, index, tmp_path):
     """kill -9 of the server ends the run, feeds it empty results, or changes what it learns."""
     server, url = serve(index)
     try:
@@ -89,7 +90,7 @@ def test_a_run_outlives_its_retriever(tiny_policy, index, tmp_path):  # noqa: F8
         stop(server)
 
 
-def test_an_absent_retriever_stops_the_start(tiny_policy, tmp_path):  # noqa: F811
+def test_an_absent_retriever_stops_the_start(tiny_policy, tmp_path):
     """A run without any retriever trains on empty results, or ends in a traceback."""
     fields = {
         "retrieval.url": "http://127.0.0.1:9/retrieve",
@@ -103,3 +104,23 @@ def test_an_absent_retriever_stops_the_start(tiny_policy, tmp_path):  # noqa: F8
         done = run(command(tmp_path / "v", tiny_policy, 1, **{"retrieval.url": url}), expect=2)
         assert "config.retrieval.url" in done.stderr and len(done.stderr.strip().splitlines()) == 1
     assert json.loads((tmp_path / "w" / "config.json").read_text())["retrieval"]["patience_s"] == 0.5
+
+
+@pytest.mark.slow
+def test_a_retriever_lost_by_one_process_stops_them_all(tiny_policy, index, tmp_path):
+    """One host without its server would leave the others waiting in a device call, with nothing saved."""
+    servers = [serve(index) for _ in range(2)]
+    try:
+        each = [{"retrieval.url": url} for _, url in servers]
+        fields = {**SEARCHING, "retrieval.patience_s": 1.0, "train.checkpoint_every_steps": 1000}
+        started = start_run(2, 1, tmp_path, tiny_policy, 1000, each, **fields)
+        wait_for(lambda: rows(tmp_path) >= 2, started[0])
+        stop(servers[1][0])
+        found = ended(started, 120)
+    finally:
+        for server, _ in servers:
+            if server.poll() is None:
+                stop(server)
+    assert [code for code, _, _ in found] == [2, 2], [err[-2000:] for _, _, err in found]
+    assert "process 1 of 2: " in found[0][2] and "saved behind step" in found[0][2]
+    assert find_checkpoint(tmp_path).name == str(rows(tmp_path))

@@ -95,7 +95,7 @@ class Checkpoints:
                 raise
             except Exception as error:  # whatever a damaged file makes the readers raise
                 problem = _first_line(error)
-            problems = [found for found in processes.together(lambda: problem) if found]  # noqa: B023
+            problems = [p for p in processes.together(lambda: problem) if p]  # noqa: B023
             if problems:
                 log.warning("checkpoint %s cannot be read (%s); trying the one before", step, problems[0])
                 damaged.append(step)
