@@ -55,6 +55,9 @@ def main(argv: Sequence[str]) -> None:
             rows.append(_on_gpu(flags.out, size) if family == "h200" else _smallest(flags.out, size, family))
             write_whole(flags.out / "scale.json", json.dumps(rows, indent=2) + "\n")
             write_whole(flags.out / "scale.md", _table(rows) + "\n")
+    if "v5e" in flags.families:
+        fields = ["--config.mesh.tensor=4", "--config.learning.micro_batch_rows=2"]
+        rows.append({"model": "7b, LoRA"} | _plan(flags.out, "7b-lora-v5e-2x4", "qwen7b_lora", "v5e:2x4", fields))
     if "h200" in flags.families:
         rows.append({"model": "7b, LoRA"} | _plan(flags.out, "7b-lora-h200", "qwen7b_lora", "h200", [], cuda=True))
     write_whole(flags.out / "scale.json", json.dumps(rows, indent=2) + "\n")
