@@ -41,21 +41,21 @@ def run(main: Callable[[list[str]], None], positional: bool = False) -> None:
             return _refuse(str(error))
         except (FileExistsError, NotADirectoryError, PermissionError) as error:  # of a directory the user named
             return _refuse(str(error))
-        except jax.errors.JaxRuntimeError as error:
-            if not jax.distributed.is_initialized():
-                raise
-            reason = str(error).splitlines()[0][:200]
-            return _refuse(f"the processes of this run lost each other ({reason}); the same commands resume", LOST)
         return 0
 
     def ended(argv: list[str]) -> int:
         try:
             code = guarded(argv)
-        except Exception:
+        except Exception as error:
             if not jax.distributed.is_initialized():
                 raise
-            traceback.print_exc()
-            code = 1
+            if processes.lost(error):
+                reason = str(error).splitlines()[0][:200]
+                message = f"the processes of this run lost each other ({reason}); the same commands resume"
+                code = _refuse(message, LOST)
+            else:
+                traceback.print_exc()
+                code = 1
         if code and jax.distributed.is_initialized():
             sys.stdout.flush()
             sys.stderr.flush()

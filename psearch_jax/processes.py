@@ -68,6 +68,15 @@ def first() -> bool:
     return jax.process_index() == 0
 
 
+def lost(error: BaseException) -> bool:
+    """Whether an error is that of a collective or a barrier to which another process did not come.
+
+    jax, its collectives and Orbax raise half a dozen types for it; what they name in common is the place.
+    """
+    words = ("Gloo", "oordination service", "CoordinationService", "arrier", "heartbeat")
+    return jax.process_count() > 1 and (isinstance(error, TimeoutError) or any(word in str(error) for word in words))
+
+
 def together(work: Callable[[], T]) -> list[T]:
     """Does `work` in every process and returns what each of them found, in their order.
 

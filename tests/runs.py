@@ -65,7 +65,7 @@ def assert_same_params(workdir: Path, other: Path) -> None:
     theirs = final_params(other)
     for name, value in final_params(workdir).items():
         far = np.abs(value - theirs[name]) > 1e-5 * np.abs(theirs[name]).max() + 1e-7
-        assert far.mean() <= 0.01 or name.endswith("k_bias"), (name, far.mean())
+        assert far.mean() <= 0.05 or name.endswith("k_bias"), (name, far.mean())
 
 
 def wait_for(condition, process: subprocess.Popen, seconds: float = 300) -> None:

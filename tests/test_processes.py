@@ -97,10 +97,7 @@ def test_two_processes_evaluate_as_one(tmp_path):
         address = f"127.0.0.1:{free_port()}"
         several = [f"--coordinator={address}", f"--processes={count}"] if count > 1 else []
         outs = finish(
-            [
-                start([*program, *several, *([f"--process={i}"] if several else [])], i, 2 // count)
-                for i in range(count)
-            ]
+            [start([*program, *several, *([f"--process={i}"] if several else [])], 2 // count) for i in range(count)]
         )
         assert "closed_world:mixed" in outs[0] and all("closed_world" not in out for out in outs[1:])
     one, two = (sorted(p.name for p in (tmp_path / name).iterdir()) for name in "12")
@@ -128,7 +125,7 @@ def test_a_dead_process_ends_the_others(tiny_policy, tmp_path, victim):
     killed = time.monotonic()
     code, _, err = ended(started)[1 - victim]
     assert time.monotonic() - killed < 60
-    assert code in (launching.LOST, -signal.SIGABRT)  # as the error reaches our thread first, or jax's own
+    assert code in (launching.LOST, -signal.SIGABRT), err[-2000:]  # our thread may hear of it first, or jax's own
     assert "the processes of this run lost each other" in err or "another task died" in err
     assert checkpoint.read_loop(checkpoint.find_checkpoint(tmp_path))["step"] >= 1
 

@@ -126,8 +126,8 @@ class Checkpoints:
         try:
             yield
         except Exception as error:  # whatever a full or vanished disk makes the writers raise
-            if isinstance(error, jax.errors.JaxRuntimeError):  # not the disk: another process is gone
-                raise
+            if processes.lost(error):  # not the disk
+                raise RuntimeError(f"barrier of a checkpoint: {error}") from error
             raise UserError(
                 f"{self._directory}: a checkpoint cannot be written ({_first_line(error)}); those before are whole, "
                 "and the same command goes on from the newest"

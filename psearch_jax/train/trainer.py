@@ -79,6 +79,8 @@ def train(run: Run, workdir: str | Path) -> dict[str, Any]:
         with ExitStack() as closers:
             return _train(run, Path(workdir), closers)
     except OSError as error:
+        if processes.lost(error):
+            raise
         raise UserError(
             f"{error.filename or workdir}: cannot be written ({error.strerror or error}); the checkpoints of "
             f"{workdir} are whole, and the same command goes on from the newest"
