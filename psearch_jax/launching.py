@@ -6,6 +6,7 @@ import ast
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -59,6 +60,8 @@ def run(main: Callable[[list[str]], None], positional: bool = False) -> None:
         if code and jax.distributed.is_initialized():
             sys.stdout.flush()
             sys.stderr.flush()
+            if processes.first():  # the others are aborted when it is gone: they get to say their own line
+                time.sleep(2)
             os._exit(code)  # an orderly exit waits for the other processes, which wait for this one
         return code
 

@@ -116,7 +116,7 @@ def test_a_disk_that_takes_no_more(namespaces, tiny_policy, tmp_path, trouble):
     short = " ".join(map(str, command(disk / "run", tiny_policy, 2, **fields)))
     # A full disk fills by itself; a read-only one is met when the run comes back.
     first = "true" if trouble == "full" else f"{short} && mount -o remount,ro {disk}"
-    script = f"mount -t tmpfs -o size=8m none {disk}; {first} && {endless}; code=$?; "
+    script = f"mount -t tmpfs -o size=24m none {disk}; {first} && {endless}; code=$?; "
     done = in_namespace(script + f"cp -r {disk}/run {saved}; exit $code")
     assert done.returncode == 2, done.stderr[-3000:]
     line = one_line(done.stderr)

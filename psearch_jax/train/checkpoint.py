@@ -36,6 +36,7 @@ from psearch_jax.train.state import TrainState
 from psearch_jax.types import UserError
 
 log = logging.getLogger("psearch_jax")
+_OVERHEAD = 8 * 2**20  # bytes that a checkpoint takes beside its arrays: many small files
 
 
 class Checkpoints:
@@ -67,7 +68,7 @@ class Checkpoints:
         )
         with self._writing():
             # A disk that fills up while Orbax's threads write to it ends in pages of tracebacks; so it is asked first.
-            size = sum(x.nbytes for x in jax.tree.leaves(state))
+            size = int(1.1 * sum(x.nbytes for x in jax.tree.leaves(state))) + _OVERHEAD
             processes.together(lambda: _check_room(self._directory, size))
             self._manager.save(step, args=arguments, force=True)
 
