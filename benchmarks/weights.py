@@ -29,7 +29,7 @@ import numpy as np
 from psearch_jax.config import PRESETS, MeshSection, Qwen2Config
 from psearch_jax.metrics import write_whole
 from psearch_jax.models import hf
-from psearch_jax.models.tensors import TensorReader, write_tensors
+from psearch_jax.models.tensors import TensorReader, write_files
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPE = np.dtype(ml_dtypes.bfloat16)
@@ -79,17 +79,7 @@ def write_random(config: Qwen2Config, out: Path) -> None:
             yield piece
 
     out.mkdir(parents=True)
-    files: list[list[Any]] = [[]]
-    for tensor in hf.tensors(config, pieces):
-        if sum(t.size for t in files[-1]) * DTYPE.itemsize > FILE_BYTES:
-            files.append([])
-        files[-1].append(tensor)
-    where = {}
-    for number, tensors in enumerate(files):
-        write_tensors(out / f"part-{number}.safetensors", tensors, DTYPE)
-        where |= {tensor.name: f"part-{number}.safetensors" for tensor in tensors}
-    index = json.dumps({"weight_map": where})
-    write_whole(out / "model.safetensors.index.json", index)
+    write_files(out, hf.tensors_of(config, pieces), DTYPE, FILE_BYTES)
     write_whole(out / "tokenizer.json", "{}")
     hf.write_config(out, config, DTYPE)
 
@@ -149,7 +139,7 @@ def _anonymous() -> int:
 def _digests(config: Qwen2Config, directory: Path) -> dict[str, str]:
     reader = TensorReader(directory)
     found = {}
-    for tensor in hf.tensors(config, lambda *_: ()):
+    for tensor in hf.tensors_of(config, lambda *_: ()):
         digest = hashlib.blake2b()
         for start in range(0, tensor.shape[0], 4096):
             stop = min(start + 4096, tensor.shape[0])

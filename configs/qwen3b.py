@@ -15,15 +15,6 @@ def get_config() -> ConfigDict:
     return config_dict(
         model=dict(path="Qwen/Qwen2.5-3B-Instruct", shard_residual=True),
         mesh=dict(data=1, fsdp=-1, tensor=2),
-        rollout=dict(
-            slots=128,
-            samples=5,
-            context_tokens=6196,
-            prompt_tokens=2048,
-            turn_tokens=500,
-            obs_tokens=1000,
-            search_turns=4,
-        ),
-        learning=dict(mini_batch_rollouts=320, micro_batch_rows=16),
-        train=dict(steps=1005, prompts=512, checkpoint_every_steps=50),
+        rollout=dict(slots=128),  # all else of the recipe are the defaults
+        learning=dict(micro_batch_rows=16),
     )

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from psearch_jax.config import Qwen2Config
 from psearch_jax.models import qwen2
-from psearch_jax.models.tensors import Tensor, TensorReader, read_json, write_tensors
+from psearch_jax.models.tensors import Tensor, TensorReader, read_json, write_files
 from psearch_jax.types import UserError
 
 # (path in our parameters, HF name, HF axes, our axes). A dot in the HF axes separates array dimensions; letters that
@@ -235,24 +235,11 @@ def save_hf(
         )
     if out.exists():
         raise UserError(f"{out}: exists already, accepted: a directory that is not there yet")
-    files: list[list[Tensor]] = [[]]
-    for tensor in _exported(params, config):
-        if files[-1] and sum(t.size for t in files[-1]) * np.dtype(dtype).itemsize + tensor.size > shard_bytes:
-            files.append([])
-        files[-1].append(tensor)
+    tensors = list(_exported(params, config))  # parameters of another shape are refused here
     out.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        where, total = {}, len(files)
-        for number, tensors in enumerate(files, 1):
-            name = "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
-            write_tensors(beside / name, tensors, dtype)
-            where |= {tensor.name: name for tensor in tensors}
-        if total > 1:
-            size = sum(t.size for tensors in files for t in tensors) * np.dtype(dtype).itemsize
-            _write_json(
-                beside / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where}
-            )
+        write_files(beside, tensors, dtype, shard_bytes)
         for name in _TOKENIZER_FILES:
             if (tokenizer_directory / name).is_file():
                 shutil.copy(tokenizer_directory / name, beside / name)
@@ -317,7 +304,7 @@ def _sizes(config: Qwen2Config) -> dict[str, int]:
     }
 
 
-def tensors(config: Qwen2Config, pieces: Callable[..., Any]) -> Iterator[Tensor]:
+def tensors_of(config: Qwen2Config, pieces: Callable[..., Any]) -> Iterator[Tensor]:
     """The tensors of a checkpoint; `pieces(path, layer or None, shape)` gives the runs of one along its first axis."""
     sizes = _sizes(config)
     for path, hf_name, hf_axes, _ in TABLE:
@@ -335,7 +322,7 @@ def _exported(params: nnx.State, config: Qwen2Config) -> Iterator[Tensor]:
         expected = ((config.layers,) if path[0] == "layers" else ()) + tuple(sizes[c] for c in rows[path][1])
         if value.shape != expected:
             raise UserError(f"{'.'.join(path)}: found shape {value.shape}, the config asks for {expected}")
-    return tensors(config, lambda path, layer, _: _pieces(values[path], layer, *rows[path]))
+    return tensors_of(config, lambda path, layer, _: _pieces(values[path], layer, *rows[path]))
 
 
 def _pieces(array: jax.Array, layer: int | None, hf_axes: str, our_axes: str) -> Iterator[np.ndarray]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from psearch_jax.types import UserError
 
+INDEX = "model.safetensors.index.json"
 _NAMES = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(ml_dtypes.bfloat16): "BF16"}
 
 
@@ -52,6 +53,28 @@ def write_tensors(path: Path, tensors: Sequence[Tensor], dtype: Any) -> None:
                 file.write(np.ascontiguousarray(piece, dtype).view(np.uint8).data)
 
 
+def write_files(directory: Path, tensors: Iterable[Tensor], dtype: Any, file_bytes: int) -> None:
+    """Writes tensors as one file, or, where that would be larger than `file_bytes`, as several with their index."""
+    itemsize = np.dtype(dtype).itemsize
+    files: list[list[Tensor]] = [[]]
+    held = 0  # bytes of the last file
+    for tensor in tensors:
+        if held and held + tensor.size * itemsize > file_bytes:
+            files.append([])
+            held = 0
+        files[-1].append(tensor)
+        held += tensor.size * itemsize
+    where, total = {}, len(files)
+    for number, part in enumerate(files, 1):
+        name = "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+        write_tensors(directory / name, part, dtype)
+        where |= {tensor.name: name for tensor in part}
+    if total > 1:
+        size = itemsize * sum(tensor.size for part in files for tensor in part)
+        index = {"metadata": {"total_size": size}, "weight_map": where}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
 class TensorReader:
     """The tensors of a directory by name, from one file or from several with an index.
 
@@ -62,7 +85,7 @@ class TensorReader:
     def __init__(self, directory: Path):
         from safetensors import SafetensorError, safe_open
 
-        index = directory / "model.safetensors.index.json"
+        index = directory / INDEX
         if index.is_file():
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
