@@ -96,13 +96,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(arguments: list[str], devices: int = 1) -> subprocess.Popen:
-    """One process with so many devices."""
+def start(arguments: list[str], devices: int = 1, **streams) -> subprocess.Popen:
+    """One process with so many devices; its stdout and stderr are pipes unless `streams` names others."""
     environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     environment["PYTHONPATH"] = str(ROOT)
-    return subprocess.Popen(
-        arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(arguments, cwd=ROOT, env=environment, text=True, **(pipes | streams))
 
 
 def start_run(

@@ -13,7 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import ROOT, assert_same_params, command, final_params, metrics_without_clocks, run, small_config, wait_for
+from runs import (
+    ROOT,
+    assert_same_params,
+    command,
+    final_params,
+    metrics_without_clocks,
+    run,
+    small_config,
+    start,
+    wait_for,
+)
 
 from psearch_jax import build
 from psearch_jax.train import checkpoint
@@ -21,12 +31,7 @@ from psearch_jax.types import UserError
 
 QUICK = {"eval.questions_per_kind": 0, "rollout.context_tokens": 192, "rollout.obs_tokens": 96}
 KILLS, STEPS = 20, 60
-
-
-def start(arguments: list[str], devices: int = 1, **streams) -> subprocess.Popen:
-    environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen(arguments, cwd=ROOT, env=environment, **(silent | streams))
+QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # nobody reads what a killed process says
 
 
 def steps_on_disk(workdir: Path) -> int:
@@ -41,7 +46,7 @@ def test_twenty_kills_change_nothing(tiny_policy, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(command(whole, tiny_policy, STEPS, **fields))
     for _ in range(KILLS):
-        process = start(command(killed, tiny_policy, STEPS, **fields))
+        process = start(command(killed, tiny_policy, STEPS, **fields), **QUIET)
         written = {f: f.stat().st_mtime_ns for f in (killed / "trajectories").glob("*.jsonl")}
 
         def new_steps(before: dict = written) -> int:
@@ -73,12 +78,12 @@ def test_a_run_goes_on_over_another_mesh(tiny_policy, tmp_path):
     """A slice that comes back smaller or larger would end the run if a checkpoint knew the old one."""
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     run(command(whole, tiny_policy, 4, **QUICK))
-    process = start(command(moved, tiny_policy, 4, **QUICK))
+    process = start(command(moved, tiny_policy, 4, **QUICK), **QUIET)
     wait_for(lambda: (moved / "trajectories" / "000002.jsonl").is_file(), process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     over = {"mesh.fsdp": 2, "mesh.tensor": 2}
-    process = start(command(moved, tiny_policy, 4, **QUICK, **over), devices=4, stderr=subprocess.PIPE, text=True)
+    process = start(command(moved, tiny_policy, 4, **QUICK, **over), devices=4)
     assert process.wait(600) == 0, process.stderr.read()[-2000:]
     assert_same_params(moved, whole)
     for a, b in zip(metrics_without_clocks(moved), metrics_without_clocks(whole), strict=True):
@@ -131,7 +136,7 @@ def test_a_disk_that_takes_no_more(namespaces, tiny_policy, tmp_path, trouble):
 def test_a_directory_that_vanishes(tiny_policy, tmp_path):
     """A directory removed under a run: hours of steps that end nowhere."""
     fields = {**QUICK, "train.checkpoint_every_steps": 3}
-    process = start(command(tmp_path / "run", tiny_policy, 1000, **fields), stderr=subprocess.PIPE, text=True)
+    process = start(command(tmp_path / "run", tiny_policy, 1000, **fields))
     wait_for(lambda: steps_on_disk(tmp_path / "run") >= 2, process)
     os.rename(tmp_path / "run", tmp_path / "elsewhere")
     _, err = process.communicate(timeout=120)
