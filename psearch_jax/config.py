@@ -352,10 +352,11 @@ def _validate_learning(config: Config) -> None:
     r, le, t = config.rollout, config.learning, config.train
     if r.temperature <= 0:
         raise UserError(f"config.rollout.temperature: found {r.temperature}, accepted: above 0 (training samples)")
-    if (r.top_p < 1 or r.top_k > 0) and le.importance_cap <= 0:
+    if r.top_p < 1 or r.top_k > 0:
+        # learning.importance_cap cannot make up for it: recorded log-probs are those before the filter.
         raise UserError(
             f"config.rollout: top_p={r.top_p}, top_k={r.top_k} samples another distribution than the loss scores; "
-            "set top_p=1 and top_k=0, or learning.importance_cap above 0"
+            "accepted in training: top_p=1 and top_k=0 (launch/eval.py takes both)"
         )
     if r.samples == 1:
         raise UserError("config.rollout.samples=1 gives every group a zero advantage; set it to 2 or more")

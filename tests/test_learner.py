@@ -109,7 +109,8 @@ def test_the_gradient_is_that_of_the_whole_loss(tiny_tokenizer, params, learner)
     def whole(params):
         model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), params)
         logp, entropy = token_logprobs(model, jnp.asarray(batch.ids), 1.0, tiny_tokenizer.size)
-        arrays = (batch.old_logprobs, batch.ref_logprobs, batch.sampler_logprobs, batch.advantage, batch.mask)
+        arrays = (batch.old_logprobs, batch.ref_logprobs, batch.sampler_logprobs, batch.advantage)
+        arrays += (batch.mask, batch.length)
         loss, _ = policy_loss(logp, entropy, *map(jnp.asarray, arrays), LearningSection(kl_coefficient=0.1), S)
         return loss.total / loss.count
 

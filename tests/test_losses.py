@@ -15,6 +15,7 @@ from psearch_jax.rl.losses import k3, policy_loss
 JUNK = 99.0
 CONTEXT = 16
 MASK = np.array([[0, 1, 1, 0], [0, 0, 1, 0]], np.float32)
+LENGTH = np.array([4, 3], np.int32)
 ADVANTAGE = np.array([[2.0, 2.0, 2.0, 2.0], [-1.0, -1.0, -1.0, -1.0]], np.float32)
 SETTINGS = LearningSection(clip_low=0.2, clip_high=0.3, kl_coefficient=0.0)
 
@@ -35,7 +36,8 @@ TOKENS = (-2.6, -1.0, 1.1)
 
 def loss(logp=LOGP, old=OLD, ref=REF, sampler=OLD, mask=MASK, advantage=ADVANTAGE, **changes):
     settings = dataclasses.replace(SETTINGS, **changes)
-    return policy_loss(*map(jnp.asarray, (logp, ENTROPY, old, ref, sampler, advantage, mask)), settings, CONTEXT)
+    arrays = (logp, ENTROPY, old, ref, sampler, advantage, mask, LENGTH)
+    return policy_loss(*map(jnp.asarray, arrays), settings, CONTEXT)
 
 
 @pytest.mark.parametrize(
@@ -67,18 +69,16 @@ def test_aggregations_by_hand(aggregation, total, count):
 def test_the_clip_is_asymmetric_and_pessimistic(ratio, advantage, expected, cut):
     """A swapped pair of clips, or max for min, lets the policy run away from the old one."""
     one = np.array([[1.0]], np.float32)
-    value, metrics = policy_loss(
-        jnp.log(ratio) * one, 0 * one, 0 * one, 0 * one, 0 * one, advantage * one, jnp.asarray(one), SETTINGS, CONTEXT
-    )
+
+    def measured(logp):
+        zero = jnp.asarray(0 * one)
+        arrays = (zero, zero, zero, zero, jnp.asarray(advantage * one), jnp.asarray(one), jnp.ones(1, jnp.int32))
+        return policy_loss(logp, *arrays, SETTINGS, CONTEXT)
+
+    value, metrics = measured(jnp.log(ratio) * one)
     np.testing.assert_allclose(value.total, expected, rtol=1e-6)
     assert bool(metrics["clip_fraction"].total) is cut
-
-    def total(logp):
-        return policy_loss(
-            logp, 0 * one, 0 * one, 0 * one, 0 * one, advantage * one, jnp.asarray(one), SETTINGS, CONTEXT
-        )[0].total
-
-    slope = jax.grad(total)(jnp.log(ratio) * one)[0, 0]
+    slope = jax.grad(lambda logp: measured(logp)[0].total)(jnp.log(ratio) * one)[0, 0]
     np.testing.assert_allclose(slope, 0.0 if cut else -advantage * ratio, rtol=1e-6)
 
 
@@ -121,14 +121,26 @@ def test_positions_that_were_not_sampled_and_empty_rows_count_nothing(aggregatio
         pad = np.zeros((rows - 2, 4), np.float32)
         mask, old, ref, advantage = (np.concatenate([a, pad]) for a in (MASK, OLD, REF, ADVANTAGE * MASK))
         entropy = np.concatenate([ENTROPY, pad])
+        length = np.concatenate([LENGTH, np.zeros(rows - 2, np.int32)])
         settings = dataclasses.replace(SETTINGS, aggregation=aggregation, kl_coefficient=0.1)
-        out, _ = policy_loss(logp, *map(jnp.asarray, (entropy, old, ref, old, advantage, mask)), settings, CONTEXT)
+        arrays = (entropy, old, ref, old, advantage, mask, length)
+        out, _ = policy_loss(logp, *map(jnp.asarray, arrays), settings, CONTEXT)
         return out.total / out.count
 
     padded = np.concatenate([LOGP, np.full((2, 4), 7.0, np.float32)])
     np.testing.assert_allclose(value(jnp.asarray(padded), rows=4), value(jnp.asarray(LOGP)), rtol=1e-6)
     slope = np.asarray(jax.grad(lambda x: value(x, rows=4))(jnp.asarray(padded)))
     assert np.all(slope[:2][MASK == 0] == 0) and np.all(slope[2:] == 0) and np.any(slope[:2][MASK > 0] != 0)
+
+
+@pytest.mark.parametrize(("aggregation", "count"), [("sequence_mean", 1), ("constant_length", 2 * CONTEXT)])
+def test_what_a_masked_row_weighs(aggregation, count):
+    """A divisor that shrinks with the rows left out gives the rest a greater weight, in the batches with the most."""
+    only_first = MASK * np.array([[1.0], [0.0]], np.float32)  # row 1 ended without an answer and is not trained on
+    value, _ = loss(mask=only_first, advantage=ADVANTAGE * only_first, aggregation=aggregation)
+    share = TOKENS[0] + TOKENS[1]
+    np.testing.assert_allclose(value.total, share / 2 if aggregation == "sequence_mean" else share, rtol=1e-5)
+    assert float(value.count) == count
 
 
 def test_nothing_sampled_at_all_is_a_zero_over_a_zero_count():

@@ -26,16 +26,19 @@ def policy_loss(
     sampler: jax.Array,
     advantage: jax.Array,
     mask: jax.Array,
+    length: jax.Array,
     learning: LearningSection,
     context_tokens: int,
 ) -> tuple[Ratio, dict[str, Ratio]]:
     """Clipped surrogate plus KL to the reference (GRPO, arXiv 2402.03300 eq. 3; asymmetric clip of arXiv 2503.14476).
 
-    All arrays are [B, S] float32 and speak about the id at the same position; where `mask` is 0 nothing counts.
+    Arrays but `length` are [B, S] float32 and speak about the id at the same position; where `mask` is 0 nothing
+    counts. `length` is [B] int32, the real ids of a row; 0 is a row that only fills the batch.
 
     Returns:
-      The loss to minimise, and metrics. `token_mean` counts tokens, `sequence_mean` rows, `constant_length` rows x
-      context_tokens (arXiv 2503.20783).
+      The loss to minimise, and metrics. `token_mean` counts tokens; `sequence_mean` the rows with tokens that count;
+      `constant_length` all rows x context_tokens (arXiv 2503.20783), masked ones too: a divisor that falls with the
+      rows left out would raise the weight of the others.
     """
     log_ratio = jnp.clip(jnp.where(mask > 0, logp - old, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = jnp.exp(log_ratio)
@@ -50,12 +53,12 @@ def policy_loss(
     if learning.aggregation == "token_mean":
         loss = Ratio(jnp.sum(per_token), tokens)
     else:
-        length = jnp.sum(mask, axis=1)
-        rows = jnp.sum(length > 0).astype(jnp.float32)
+        counted = jnp.sum(mask, axis=1)
         if learning.aggregation == "sequence_mean":
-            loss = Ratio(jnp.sum(jnp.sum(per_token, axis=1) / jnp.maximum(length, 1.0)), rows)
+            rows = jnp.sum(counted > 0).astype(jnp.float32)
+            loss = Ratio(jnp.sum(jnp.sum(per_token, axis=1) / jnp.maximum(counted, 1.0)), rows)
         else:
-            loss = Ratio(jnp.sum(per_token), rows * context_tokens)
+            loss = Ratio(jnp.sum(per_token), jnp.sum(length > 0).astype(jnp.float32) * context_tokens)
     cut = (ratio * advantage > clipped * advantage) & (mask > 0)
     gap = jnp.abs(jnp.where(mask > 0, old - sampler, 0.0))
     metrics = {

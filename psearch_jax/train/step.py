@@ -237,6 +237,7 @@ class Learner:
             batch.sampler_logprobs,
             batch.advantage,
             batch.mask,
+            batch.length,
             self._learning,
             self._context,
         )

@@ -234,7 +234,8 @@ def train_step(
     sampled = sum(int(t.mask.sum()) for t in trajectories)
     metrics = {name: mean([u[name] for u in updates]) for name in updates[0]}
     metrics["skipped"] = sum(u["skipped"] for u in updates)
-    metrics |= {name: updates[-1][name] for name in ("bad_in_a_row", "bad_gradient")}
+    worst = max(updates, key=lambda u: u["bad_in_a_row"])  # not the last: a good one behind it starts anew at 0
+    metrics |= {name: worst[name] for name in ("bad_in_a_row", "bad_gradient")}
     metrics |= rollout_metrics(trajectories, rewards, groups, advantages, old)
     metrics["reward"] = mean(totals)
     metrics |= {f"{name}_s": value for name, value in times.items()}
