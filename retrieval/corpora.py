@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from retrieval.corpus import MemoryMappedCorpus, write_corpus
+from retrieval.corpus import MemoryMappedCorpus, make_from, write_corpus
 from retrieval.protocol import CorpusError, Passage
 
 PASSAGE_WORDS = 100  # the length of wiki-18's passages
@@ -33,13 +33,10 @@ def open_corpus(path: str | os.PathLike[str]) -> MemoryMappedCorpus:
     if not _is_array(path):
         return MemoryMappedCorpus(path)
     passages = path.with_name(path.name + ".passages.jsonl")
-    if not passages.is_file() or passages.stat().st_mtime_ns < path.stat().st_mtime_ns:
-        try:
-            write_corpus(passages, _articles(path))
-        except OSError as error:
-            raise CorpusError(
-                f"{passages}: cannot be written ({error}); copy {path.name} to a folder of yours"
-            ) from None
+    try:
+        make_from(path, passages, lambda target: write_corpus(target, _articles(path)))
+    except OSError as error:
+        raise CorpusError(f"{passages}: cannot be written ({error}); copy {path.name} to a folder of yours") from None
     return MemoryMappedCorpus(passages)
 
 

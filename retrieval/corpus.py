@@ -13,7 +13,7 @@ import os
 import shutil
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -138,22 +138,42 @@ def _found(row: dict, field: str) -> str:
 
 
 def _plain_file(path: Path) -> Path:
-    """The uncompressed file to map: `path` itself, or a .gz decompressed once beside it."""
+    """The uncompressed file to map: `path` itself, or a .gz decompressed once into a file of its own beside it."""
     if not path.is_file():
         raise CorpusError(f"{path}: no such corpus file")
     if path.suffix != ".gz":
         return path
-    plain = path.with_suffix("")
-    if not plain.is_file() or plain.stat().st_mtime_ns < path.stat().st_mtime_ns:
-        partial = _beside(plain)
-        try:
-            with gzip.open(path, "rb") as source, open(partial, "wb") as target:
-                shutil.copyfileobj(source, target, 2**20)
-            os.replace(partial, plain)
-        except (OSError, EOFError, zlib.error) as error:
-            partial.unlink(missing_ok=True)
-            raise CorpusError(f"{path}: cannot be decompressed to {plain} ({error})") from None
+    plain = path.with_name(path.name + ".unpacked")  # never `path` without .gz: that may be a file of the user's
+
+    def unpack(target: Path) -> None:
+        with gzip.open(path, "rb") as packed, open(target, "wb") as file:
+            shutil.copyfileobj(packed, file, 2**20)
+
+    try:
+        make_from(path, plain, unpack)
+    except (OSError, EOFError, zlib.error) as error:
+        raise CorpusError(f"{path}: cannot be decompressed to {plain} ({error})") from None
     return plain
+
+
+def make_from(source: Path, target: Path, make: Callable[[Path], None]) -> None:
+    """Have `target` made from `source`, unless it was made from this very file before.
+
+    What is made carries its source's time, as with gunzip: a source that is replaced, by an older file too, is known.
+
+    Args:
+      make: writes the file it is given, which is then renamed to `target`.
+    """
+    written_ns = source.stat().st_mtime_ns
+    if target.is_file() and target.stat().st_mtime_ns == written_ns:
+        return
+    partial = _beside(target)
+    try:
+        make(partial)
+        os.utime(partial, ns=(written_ns, written_ns))
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _offsets(path: Path) -> np.ndarray:

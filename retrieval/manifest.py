@@ -84,11 +84,14 @@ def sha256(path: Path) -> str:
 
 
 def copy_or_link(source: Path, target: Path) -> None:
-    """Put `source` into an index as `target`: a large file as a hard link where the disk allows it."""
+    """Put `source` into an index as `target`: a large file as a hard link where the disk allows it.
+
+    Of a symbolic link (a hub's snapshot is made of them) the file is taken: the link leads nowhere from the index.
+    """
     target.unlink(missing_ok=True)
     if source.stat().st_size >= COPY_BELOW_BYTES:
         try:
-            os.link(source, target)
+            os.link(source.resolve(), target)
             return
         except OSError:
             pass  # another file system: the copy below is the remedy

@@ -85,22 +85,37 @@ def test_empty_corpus(tmp_path, content):
 
 
 def test_gzip_corpus(tmp_path):
-    """A .gz cannot be mapped; a newer one is shadowed by the old decompressed file; a cut one passes as whole."""
+    """A .gz cannot be mapped; another one is shadowed by the old decompressed file; a cut one passes as whole."""
     write_corpus(tmp_path / "c.jsonl", people())
     packed = gzip.compress((tmp_path / "c.jsonl").read_bytes())
     os.remove(tmp_path / "c.jsonl")
     (tmp_path / "c.jsonl.gz").write_bytes(packed)
-    assert list(MemoryMappedCorpus(tmp_path / "c.jsonl.gz")) == people()
+    for _ in range(2):
+        assert list(MemoryMappedCorpus(tmp_path / "c.jsonl.gz")) == people()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.jsonl.gz", "c.jsonl.gz.unpacked"]
+    unpacked = (tmp_path / "c.jsonl.gz.unpacked").stat()
 
-    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"id": 1, "contents": "t\\nnew"}\n'))
-    newer = (tmp_path / "c.jsonl").stat().st_mtime_ns + 10**9
-    os.utime(tmp_path / "c.jsonl.gz", ns=(newer, newer))
-    assert [p.text for p in MemoryMappedCorpus(tmp_path / "c.jsonl.gz")] == ["new"]
+    for text, seconds in (("newer", 1), ("older", -1)):
+        row = f'{{"id": 1, "contents": "t\\n{text}"}}\n'
+        (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(row.encode()))
+        when = unpacked.st_mtime_ns + seconds * 10**9
+        os.utime(tmp_path / "c.jsonl.gz", ns=(when, when))
+        assert [p.text for p in MemoryMappedCorpus(tmp_path / "c.jsonl.gz")] == [text]
 
     (tmp_path / "cut.jsonl.gz").write_bytes(packed[: len(packed) // 2])
     with pytest.raises(CorpusError, match="cut.jsonl.gz"):
         MemoryMappedCorpus(tmp_path / "cut.jsonl.gz")
-    assert not (tmp_path / "cut.jsonl").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.jsonl.gz", "c.jsonl.gz.unpacked", "cut.jsonl.gz"]
+
+
+def test_gzip_corpus_beside_a_file_of_the_same_name(tmp_path):
+    """Opening c.jsonl.gz overwrites the user's own c.jsonl, or answers from it."""
+    (tmp_path / "c.jsonl").write_text('{"id": 1, "contents": "t\\nmine"}\n')
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"id": 1, "contents": "t\\npacked"}\n'))
+    for seconds in (1, 2**32):  # older than the archive, and newer
+        os.utime(tmp_path / "c.jsonl", (seconds, seconds))
+        assert [p.text for p in MemoryMappedCorpus(tmp_path / "c.jsonl.gz")] == ["packed"]
+        assert [p.text for p in MemoryMappedCorpus(tmp_path / "c.jsonl")] == ["mine"]
 
 
 def test_cached_offsets_follow_the_file(tmp_path, monkeypatch):

@@ -11,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import people
+from test_encoder import write_model
 
 import retrieval.manifest
 from retrieval.corpus import MemoryMappedCorpus, write_corpus
 from retrieval.directory import BuildOptions, build_index
+from retrieval.encoder import BertEncoder
 from retrieval.faiss_flat import read_flat
 from retrieval.hashing import HashingEncoder
 from retrieval.protocol import CorpusError
@@ -225,6 +227,24 @@ def test_linked_corpus(tmp_path, monkeypatch):
     write_corpus(path, people()[:5])
     (found,) = RetrievalService.open(tmp_path / "index").search(["Zora Crane"], 1)
     assert found[0].title == "Zora Crane"
+
+
+def test_links_of_a_snapshot(tmp_path, monkeypatch):
+    """A hub's snapshot is made of symbolic links: a large file of it is linked as such, and leads nowhere."""
+    monkeypatch.setattr(retrieval.manifest, "COPY_BELOW_BYTES", 0)
+    model, snapshot = write_model(tmp_path / "blobs" / "tiny-e5"), tmp_path / "snapshots" / "tiny-e5"
+    write_corpus(tmp_path / "blobs" / "people.jsonl", people()[:20])
+    snapshot.mkdir(parents=True)
+    for path in [*model.iterdir(), tmp_path / "blobs" / "people.jsonl"]:
+        (snapshot / path.name).symlink_to(Path("..") / ".." / path.relative_to(tmp_path))
+    encoder = BertEncoder.from_model(snapshot)
+    build_index(tmp_path / "index", MemoryMappedCorpus(snapshot / "people.jsonl"), encoder)
+    assert not [p for p in (tmp_path / "index").rglob("*") if p.is_symlink()]
+    assert os.path.samefile(tmp_path / "blobs" / "people.jsonl", tmp_path / "index" / "corpus.jsonl")
+    (tmp_path / "elsewhere").mkdir()
+    moved = shutil.move(tmp_path / "index", tmp_path / "elsewhere" / "index")
+    shutil.rmtree(tmp_path / "blobs")
+    assert RetrievalService.open(moved).search(["Baro Quill"], 1)
 
 
 def _truncate(path):
