@@ -30,7 +30,7 @@ def main(_: list[str]) -> None:
 
     launching.configure_jax()  # for a BERT encoder
     service = RetrievalService.open(_INDEX.value, cache_size=_CACHE.value)
-    app = make_app(service, service.rows, token=token, default_topk=_TOPK.value)
+    app = make_app(service, token=token, default_topk=_TOPK.value)
     serve(app, _HOST.value, _PORT.value, ready=f"serving {service.rows} passages on {{url}}")
 
 

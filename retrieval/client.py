@@ -60,6 +60,29 @@ class HttpRetriever:
             found |= zip(part, self._ask(part, k), strict=True)
         return [list(found.get(query, ())) for query in cleaned]
 
+    def describe(self) -> dict[str, Any]:
+        """See `Retriever.describe`. Raises `RetrievalError` when no replica answers, or when two differ."""
+        answers, cause = [], ""
+        for url in self._urls:
+            about = url.rsplit("/", 1)[0] + "/info"
+            try:
+                answer = self._pool.request("GET", about, headers=self._headers)
+                if answer.status in (404, 405, 501):  # another project's server
+                    answers.append(UNKNOWN)
+                elif answer.status == 200:
+                    told = json.loads(answer.data)
+                    answers.append({name: told[name] for name in UNKNOWN})
+                else:
+                    cause = f"{about}: status {answer.status} ({_line(answer.data)})"
+            except (urllib3.exceptions.HTTPError, ValueError, TypeError, KeyError, RecursionError) as error:
+                cause = f"{about}: {type(error).__name__}: {_line(str(error).encode())}"
+        if not answers:
+            raise RetrievalError(cause)
+        for other in answers[1:]:
+            if other != answers[0]:
+                raise RetrievalError(f"{', '.join(self._urls)}: replicas of different corpora: {answers[0]}, {other}")
+        return answers[0]
+
     def _ask(self, queries: list[str], k: int) -> list[list[Passage]]:
         body = json.dumps({"queries": queries, "topk": k, "return_scores": True})
         failures, deadline = 0, 0.0
@@ -94,6 +117,9 @@ class HttpRetriever:
                 time.sleep(min(left, random.random() * min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(rounds, 10))))
 
 
+UNKNOWN: dict[str, Any] = {"corpus": None, "corpus_sha256": None, "rows": None}
+
+
 class ShardedRetriever:
     """Implements `Retriever` over parts of one corpus, each behind a retriever of its own, merged by score."""
 
@@ -110,6 +136,18 @@ class ShardedRetriever:
             passages = [passage for ranking in rankings for passage in ranking]
             merged.append(sorted(passages, key=lambda passage: -passage.score)[:k])  # stable: ties keep their order
         return merged
+
+    def describe(self) -> dict[str, Any]:
+        """See `Retriever.describe`: names and digests of all parts, separated by "|", and the sum of rows."""
+        parts = [part.describe() for part in self._parts]
+
+        def joined(name: str) -> str | None:
+            values = [part[name] for part in parts]
+            return None if None in values else "|".join(values)
+
+        rows = [part["rows"] for part in parts]
+        total = None if None in rows else sum(rows)
+        return {"corpus": joined("corpus"), "corpus_sha256": joined("corpus_sha256"), "rows": total}
 
 
 def connect(addresses: str, timeout_s: float = 60.0, patience_s: float = 300.0, token: str | None = None) -> Retriever:

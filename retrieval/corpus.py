@@ -95,11 +95,15 @@ def write_corpus(path: str | os.PathLike[str], passages: Iterable[Passage]) -> N
             for passage in passages:
                 if "\n" in passage.title:
                     raise CorpusError(f"{path}: the title of passage {passage.id!r} holds a line break")
-                row = {"id": passage.id, "contents": f'"{passage.title}"\n{passage.text}'}
-                file.write(json.dumps(row) + "\n")
+                file.write(jsonl_row(passage))
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def jsonl_row(passage: Passage) -> str:
+    """The line of a corpus that `MemoryMappedCorpus` reads back as `passage` (without its score)."""
+    return json.dumps({"id": passage.id, "contents": f'"{passage.title}"\n{passage.text}'}) + "\n"
 
 
 def _parse(line: bytes, where: str) -> Passage:

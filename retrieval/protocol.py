@@ -38,6 +38,17 @@ class Retriever(Protocol):
         """
         ...
 
+    def describe(self) -> dict[str, Any]:
+        """Say what is searched, in JSON values; None stands for what a server does not tell.
+
+            corpus          its name: of an index directory or a corpus file
+            corpus_sha256   the digest of its jsonl file, the same in process and behind an address
+            rows            its passages
+
+        Raises `RetrievalError` when nobody can be asked.
+        """
+        ...
+
 
 class Ranker(Protocol):
     """Finds the rows of one corpus that answer a text: vectors with ScaNN, BM25, or several of them fused."""

@@ -2,6 +2,7 @@
 
     POST /retrieve   {"queries": [str], "topk": int or null, "return_scores": bool} -> {"result": [[...], ...]}
     GET  /health     {"status": "ok", "rows": N}
+    GET  /info       {"corpus": name or null, "corpus_sha256": digest or null, "rows": N or null}
     GET  /metrics    Prometheus text
 
 While one search runs, the requests that arrive are gathered and become the next one.
@@ -112,7 +113,6 @@ class Batcher:
 
 def make_app(
     retriever: Retriever,
-    rows: int,
     limits: Limits = Limits(),  # noqa: B008 (frozen)
     token: str | None = None,
     default_topk: int = 3,
@@ -120,10 +120,10 @@ def make_app(
     """The ASGI application.
 
     Args:
-      rows: passages, for /health.
       token: asked for as a bearer token, except by /health; None: nobody is asked.
       default_topk: for requests that name none.
     """
+    about = retriever.describe()
     metrics = Metrics()
     batcher = Batcher(retriever, metrics, limits.queries)
 
@@ -160,7 +160,11 @@ def make_app(
             metrics.seconds.observe(time.perf_counter() - started)
 
     async def health(_: Request) -> Response:
-        return JSONResponse({"status": "ok", "rows": rows})
+        return JSONResponse({"status": "ok", "rows": about["rows"]})
+
+    async def info(request: Request) -> Response:
+        authorise(request)
+        return JSONResponse(about)
 
     async def expose(request: Request) -> Response:
         authorise(request)
@@ -179,6 +183,7 @@ def make_app(
     routes = [
         Route("/retrieve", retrieve, methods=["POST"]),
         Route("/health", health),
+        Route("/info", info),
         Route("/metrics", expose),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: refuse})

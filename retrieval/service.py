@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from retrieval.corpora import open_corpus
+from retrieval.corpus import MemoryMappedCorpus, jsonl_row
 from retrieval.directory import encode_corpus, open_index
 from retrieval.hashing import HashingEncoder
 from retrieval.index import DenseRanker, ScannIndex
+from retrieval.manifest import NAME, sha256
 from retrieval.protocol import CorpusError, Encoder, Passage, Ranker
 
 CACHED_QUERIES = 65_536
@@ -35,6 +41,7 @@ class RetrievalService:
         if len(corpus) != ranker.rows:
             raise CorpusError(f"the index holds {ranker.rows} rows, the corpus {len(corpus)}")
         self._ranker, self._corpus = ranker, corpus
+        self._name = self._fingerprint = ""
         self._cache: OrderedDict[tuple[str, int], tuple[Passage, ...]] = OrderedDict()
         self._cache_size = cache_size
         self._counters = Counters()
@@ -46,7 +53,11 @@ class RetrievalService:
 
         Raises `CorpusError` when one is damaged or its encoder is another one.
         """
-        return cls(*open_index(directories), cache_size)
+        service = cls(*open_index(directories), cache_size)
+        paths = [Path(name) for name in os.fspath(directories).split(",")]
+        service._name = ",".join(path.name for path in paths)
+        service._fingerprint = json.loads((paths[0] / NAME).read_bytes())["corpus_sha256"]
+        return service
 
     @classmethod
     def from_corpus(
@@ -61,12 +72,24 @@ class RetrievalService:
             raise CorpusError("the corpus holds no passages, expected at least one")
         encoder = encoder or HashingEncoder().fit(corpus)
         index = ScannIndex.from_vectors(encode_corpus(corpus, encoder))
-        return cls(DenseRanker(index, encoder), corpus, cache_size)
+        service = cls(DenseRanker(index, encoder), corpus, cache_size)
+        if isinstance(corpus, MemoryMappedCorpus):
+            service._name, service._fingerprint = corpus.path.name, sha256(corpus.path)
+        return service
 
     @property
     def rows(self) -> int:
         """N, the number of passages."""
         return len(self._corpus)
+
+    def describe(self) -> dict[str, Any]:
+        """See `Retriever.describe`; `corpus` is the name of the index directory or corpus file."""
+        if not self._fingerprint:  # passages in memory: that of the file that would hold them
+            digest = hashlib.sha256()
+            for passage in self._corpus:
+                digest.update(jsonl_row(passage).encode())
+            self._fingerprint = digest.hexdigest()
+        return {"corpus": self._name or None, "corpus_sha256": self._fingerprint, "rows": self.rows}
 
     @property
     def counters(self) -> dict[str, int]:

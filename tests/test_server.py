@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import random
@@ -21,7 +22,7 @@ import urllib3
 import uvicorn
 from helpers import people
 
-from retrieval.client import HttpRetriever
+from retrieval.client import HttpRetriever, connect
 from retrieval.corpus import MemoryMappedCorpus, write_corpus
 from retrieval.directory import build_index
 from retrieval.hashing import HashingEncoder
@@ -71,6 +72,9 @@ class Watched:
             raise RetrievalError("the disk is\ngone")
         return self.service.search(queries, k)
 
+    def describe(self) -> dict:
+        return self.service.describe()
+
 
 @pytest.fixture(scope="module")
 def service() -> RetrievalService:
@@ -79,7 +83,7 @@ def service() -> RetrievalService:
 
 @pytest.fixture(scope="module")
 def running(service) -> Iterator[Running]:
-    with Running(make_app(service, service.rows)) as running:
+    with Running(make_app(service)) as running:
         yield running
 
 
@@ -149,7 +153,7 @@ def test_other_requests_are_refused(running):
 
 def test_oversized_bodies_are_cut_off(service):
     """A body without a length fills the memory of the server."""
-    with Running(make_app(service, 1, Limits(body_bytes=1000))) as running:
+    with Running(make_app(service, Limits(body_bytes=1000))) as running:
         assert running.post(b" " * 1001).status == 413
         connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=20)
         connection.request("POST", "/retrieve", body=iter([b" " * 600] * 4), encode_chunked=True)
@@ -167,7 +171,7 @@ def test_queries_of_any_kind_over_http(running):
 
 def test_a_token_is_asked_for(service):
     """A server on a network answers whoever asks."""
-    with Running(make_app(service, service.rows, token="s3cret")) as running:
+    with Running(make_app(service, token="s3cret")) as running:
         body = {"queries": ["Baro Quill"]}
         for headers in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "s3cret"}):
             answer = running.post(body, **headers)
@@ -181,7 +185,7 @@ def test_concurrent_requests_share_searches(service):
     """Every client waits for a search of its own, or gets the passages of another one's query."""
     watched = Watched(service, seconds=0.05)
     passages = people()
-    with Running(make_app(watched, 320)) as running, ThreadPoolExecutor(32) as pool:
+    with Running(make_app(watched)) as running, ThreadPoolExecutor(32) as pool:
         retriever = HttpRetriever([running.url + "/retrieve"])
 
         def ask(number: int) -> bool:
@@ -200,7 +204,7 @@ def test_concurrent_requests_share_searches(service):
 def test_a_failed_search_is_told_and_survived(service):
     """One failed search ends the server, or its clients get empty results."""
     watched = Watched(service)
-    with Running(make_app(watched, 320)) as running:
+    with Running(make_app(watched)) as running:
         watched.broken = True
         answer = running.post({"queries": ["Baro Quill"]})
         assert answer.status == 503 and "the disk is gone" in answer.json()["detail"]
@@ -244,10 +248,35 @@ def test_the_program_serves_and_stops(directory, tmp_path):
     assert process.returncode == 0 and errors == ""
 
 
+def test_the_corpus_behind_an_address_has_a_name(directory, tmp_path):
+    """An evaluation cannot say what it searched: results over another corpus look like those over the right one."""
+    service = RetrievalService.open(directory)
+    digest = hashlib.sha256((directory / "corpus.jsonl").read_bytes()).hexdigest()
+    named = {"corpus": "index", "corpus_sha256": digest, "rows": 320}
+    in_memory = RetrievalService.from_corpus(people())
+    from_file = RetrievalService.from_corpus(directory / "corpus.jsonl")
+    assert service.describe() == named and from_file.describe() == {**named, "corpus": "corpus.jsonl"}
+    assert in_memory.describe() == {**named, "corpus": None}
+    part = RetrievalService.from_corpus(people()[:20])
+    with Running(make_app(service, token="s3cret")) as one, Running(make_app(service)) as two:
+        assert HTTP.request("GET", one.url + "/info").status == 401
+        assert connect(one.url + "/retrieve", token="s3cret").describe() == named
+        both = f"{one.url}/retrieve,{two.url}/retrieve"
+        assert connect(both, token="s3cret").describe() == named
+        with Running(make_app(part)) as three:
+            parts = connect(f"{two.url}/retrieve|{three.url}/retrieve")
+            digests = f"{digest}|{part.describe()['corpus_sha256']}"
+            assert parts.describe() == {"corpus": None, "corpus_sha256": digests, "rows": 340}
+            with pytest.raises(RetrievalError, match="different corpora"):
+                connect(f"{two.url}/retrieve,{three.url}/retrieve").describe()
+    with pytest.raises(RetrievalError, match="/info"):
+        connect(one.url + "/retrieve").describe()
+
+
 def test_a_request_in_flight_is_finished(service):
     """A stop in the middle of a search drops the answer that a client waits for."""
     with ThreadPoolExecutor() as pool:
-        with Running(make_app(Watched(service, seconds=1.0), 320)) as running:
+        with Running(make_app(Watched(service, seconds=1.0))) as running:
             answer = pool.submit(running.post, {"queries": ["Baro Quill"]})
             time.sleep(0.4)
         assert answer.result().status == 200  # the server stopped while it was searching
