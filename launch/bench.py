@@ -1,6 +1,6 @@
 """Measure a part of the system beside its peers, all in one run.
 
-    python launch/bench.py retrieval --json=FILE  vector search, batching, encoder; options: --help
+    python launch/bench.py retrieval --json=FILE  vector search, batching, encoder
     python launch/bench.py recall --questions=FILE --corpus=FILE --json=FILE
     python launch/bench.py corpus --json=FILE     a large corpus opened and read
     python launch/bench.py questions --json=FILE  a large question set prepared and opened
@@ -8,7 +8,8 @@
     python launch/bench.py weights --json=FILE    what the host holds while a checkpoint of 7B comes and goes
     python launch/bench.py scale --out=DIR        which machine each size needs, planned without one
 
-Times on a shared machine mean little by themselves: compare what one run prints.
+`python launch/bench.py SUBJECT --help` lists the options of one. Times on a shared machine mean little by
+themselves: compare what one run prints.
 """
 
 import sys
@@ -20,6 +21,9 @@ SUBJECTS = ("retrieval", "recall", "corpus", "questions", "baselines", "scale", 
 
 
 def main() -> int:
+    if sys.argv[1:2] in (["--help"], ["-h"]):
+        print(__doc__.strip())
+        return 0
     if len(sys.argv) < 2 or sys.argv[1] not in SUBJECTS:
         found = repr(sys.argv[1]) if len(sys.argv) > 1 else "nothing"
         print(f"bench: {found} found, accepted: {', '.join(SUBJECTS)}", file=sys.stderr)

@@ -40,6 +40,7 @@ SEED = flags.DEFINE_integer("seed", 1, "Of the sampling; without effect at tempe
 SAMPLES = flags.DEFINE_integer("samples", 1, "Trajectories per question.", lower_bound=1)
 K = flags.DEFINE_multi_integer("k", [], "Report pass@k and maj@k, k at most --samples; repeatable.", lower_bound=1)
 COUNT = flags.DEFINE_integer("count", 0, "Questions per benchmark; 0: a whole file, 400 per closed-world set.")
+COUNT_SEED = flags.DEFINE_integer("count_seed", 1, "Of the draw of --count questions from a file.")
 INDEX = flags.DEFINE_string("index", None, "Index directory made by launch/build_index.py.")
 CORPUS = flags.DEFINE_string("corpus", None, "A jsonl corpus in place of an index (small ones only).")
 URL = flags.DEFINE_string("retriever_url", None, "Server that speaks /retrieve, in place of an index; also several.")
@@ -153,6 +154,7 @@ def main(_: list[str]) -> None:
         lambda: ClosedWorld.make(data.world_seed, theme=data.world_theme),
         COUNT.value,
         skipped,
+        COUNT_SEED.value,
     )
     questions = {benchmark.name: benchmark.questions for benchmark in loaded}
     config = with_passages(given, [benchmark.closed_world for benchmark in loaded])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from psearch_jax.train import checkpoint
 from psearch_jax.train.state import init_state, make_optimizer, updates_per_step
 from psearch_jax.train.step import Learner
 from psearch_jax.train.trainer import Run
-from psearch_jax.types import KINDS, Question, RewardParts, Trajectory, UserError
+from psearch_jax.types import KINDS, Question, RewardParts, Trajectory, UserError, listed
 from retrieval.protocol import Retriever
 
 log = logging.getLogger("psearch_jax")
@@ -97,10 +96,13 @@ def missing_inputs(config: Config, training: bool = True) -> list[str]:
         ("retrieval.corpus", config.retrieval.corpus),
         ("model.tokenizer", config.model.tokenizer),
     )
-    hub_id = config.model.tokenizer if re.fullmatch(r"[\w.-]+/[\w.-]+", config.model.tokenizer) else None
     for name, path in named:
-        if path and path != hub_id and not Path(path).exists():
+        if not path or Path(path).exists():
+            continue
+        if name != "model.tokenizer":
             lines.append(f"config.{name}={path}: not found")
+        elif not hf.reachable(path, "tokenizer_config.json"):
+            lines.append(f"config.{name}={path}: neither a directory nor a hub id that can be reached")
     return lines
 
 
@@ -125,7 +127,7 @@ def engine(
     validate(config, training)
     missing = missing_inputs(config, training)
     if missing:
-        raise UserError("this run needs: " + "; ".join(missing))
+        raise UserError(listed("this run needs:", missing))
     mesh = make_mesh(config.mesh)
     frozen = training and config.model.lora_rank > 0
     dtype = config.model.sampling_dtype if frozen else "float32"

@@ -15,7 +15,7 @@ import jax
 from absl import app, flags
 
 from psearch_jax import processes
-from psearch_jax.types import UserError
+from psearch_jax.types import ITEM, UserError
 from retrieval.protocol import CorpusError, RetrievalError
 
 BAD_INPUT = 2  # exit code
@@ -87,6 +87,7 @@ def configure_jax() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     for name in ("jax", "transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own: absl's would say all twice
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's: it logs every error that it also raises
     if "coordinator" in flags.FLAGS and flags.FLAGS.is_parsed():
         values = flags.FLAGS
@@ -144,5 +145,7 @@ def _unquoted(text: str) -> str:
 
 
 def _refuse(message: str, code: int = BAD_INPUT) -> int:
-    print(f"{Path(sys.argv[0]).stem}: {' '.join(message.split())}", file=sys.stderr)
+    """Prints a message in one line, and what it lists in one line each."""
+    lines = (" ".join(line.split()) for line in message.split(ITEM))
+    print(f"{Path(sys.argv[0]).stem}: {ITEM.join(lines)}", file=sys.stderr)
     return code

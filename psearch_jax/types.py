@@ -6,6 +6,7 @@ S is the number of ids of one trajectory, B rows of a batch (see docs/architectu
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,8 +25,17 @@ EndStatus = Literal["answered", "truncated", "out_of_turns", "eos"]
 class UserError(ValueError):
     """Bad input from the user: one line that names the file, field or flag, what was found and what is accepted.
 
-    The programs in launch/ print it without a traceback and exit with code 2.
+    The programs in launch/ print it without a traceback and exit with code 2. Of several things at once (`listed`)
+    each stands in a line of its own.
     """
+
+
+ITEM = "\n  - "  # begins each line of a list in the message of a UserError
+
+
+def listed(headline: str, items: Iterable[str]) -> str:
+    """The message of a `UserError` that names several things: a headline, and a line for each."""
+    return ITEM.join([headline, *items])
 
 
 @dataclass(frozen=True)

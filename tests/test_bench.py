@@ -10,6 +10,9 @@ import pytest
 PROGRAM = Path(__file__).resolve().parents[1] / "launch" / "bench.py"
 
 
+SUBJECTS = ("retrieval", "recall", "corpus", "questions", "baselines", "scale", "weights")
+
+
 def bench(*arguments: str) -> subprocess.CompletedProcess:
     done = subprocess.run([sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -60,6 +63,12 @@ def test_recall(shared_data, tmp_path):
     assert shares["hashing"] > 0.6 and shares["BM25"] > 0.65 and shares["hashing + BM25"] > 0.65
     assert all(figures["passages found by title and first eight words"] >= 0.95 for figures in found.values())
     assert "| hashing + BM25 |" in done.stdout
+
+
+def test_help_lists_every_benchmark():
+    """`--help` taken for the name of a benchmark, or one that nobody learns of."""
+    spoken = bench("--help").stdout
+    assert all(f"launch/bench.py {subject} --" in spoken for subject in SUBJECTS) and "SUBJECT --help" in spoken
 
 
 def test_other_subjects_are_refused():

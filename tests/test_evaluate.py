@@ -175,10 +175,23 @@ def test_benchmark_from_a_file(shared_data):
     (found,) = load_benchmarks([f"hotpotqa:{file}"], small_world)
     assert found.name == "hotpotqa" and len(found.questions) == 100 and found.questions[0].source == "hotpotqa"
     assert [sum(q.kind == kind for q in found.questions) for kind in ("parallel", "sequential")] == [22, 78]
-    assert len(load_benchmarks([f"hotpotqa:{file}"], small_world, count=7)[0].questions) == 7
     ids = {q.id for q in found.questions}
     assert set(dependency_labels()) <= ids and len(dependency_labels()) > 50
     assert {q.id for q in found.questions if "dependency" in q.metadata} == set(dependency_labels())
+
+
+def test_a_count_is_drawn_from_the_whole_file(tmp_path):
+    """Of a merged test file the first rows are all of one set, and another seed would show the same ones."""
+    rows = [{"id": i, "question": f"Who is {i}?", "golden_answers": ["Ada"]} for i in range(100)]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def drawn(count, seed=1):
+        (found,) = load_benchmarks([f"all:{tmp_path / 'all.jsonl'}"], small_world, count, seed=seed)
+        return [int(q.id) for q in found.questions]
+
+    assert drawn(20) == sorted(drawn(20)) and len(drawn(20)) == 20 and max(drawn(20)) > 50
+    assert drawn(20) != drawn(20, seed=2) and set(drawn(20)) < set(drawn(40))
+    assert drawn(0) == drawn(100) == drawn(500) == list(range(100))
 
 
 @pytest.mark.parametrize("argument", ["nq", "nq:", ":file.jsonl", ""])

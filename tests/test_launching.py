@@ -3,14 +3,18 @@
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = """
 from absl import flags
 from ml_collections import config_flags
 from psearch_jax import launching
-from psearch_jax.types import UserError
+from psearch_jax.types import UserError, listed
 from retrieval.protocol import CorpusError, RetrievalError
 
 flags.DEFINE_integer("n", 1, "a number")
@@ -20,6 +24,8 @@ def main(argv):
     errors = {2: UserError("questions.jsonl:3: bad row"), 3: CorpusError("corpus: bad"), 4: RetrievalError("none")}
     if flags.FLAGS.n in errors:
         raise errors[flags.FLAGS.n]
+    if flags.FLAGS.n == 6:
+        raise UserError(listed("this run  needs:", ["a model\\n of some size", "a file"]))
     if flags.FLAGS.n == 5:
         raise ZeroDivisionError("a bug")
     import jax
@@ -68,6 +74,54 @@ def test_bad_input_is_one_line(program, argument, message):
     done = program("flags_only", *argument.split())
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1 and done.stdout == ""
+
+
+def test_several_things_stand_in_lines_of_their_own(program):
+    """What a run still needs, run together into one line of a thousand characters."""
+    done = program("flags_only", "--n=6")
+    assert done.returncode == 2
+    assert done.stderr == "flags_only: this run needs:\n  - a model of some size\n  - a file\n"
+
+
+@pytest.mark.slow
+def test_a_hub_that_is_down_is_asked_once(tmp_path):
+    """Half a minute of retries, each announced twice, before lines that could be said at once.
+
+    What is in the cache is not asked for at all.
+    """
+    asked = []
+
+    class Down(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            asked.append(self.path)
+            self.send_error(503)
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_):
+            pass
+
+    snapshot = tmp_path / "hub" / "models--a--cached"
+    (snapshot / "snapshots" / "0123").mkdir(parents=True)
+    (snapshot / "snapshots" / "0123" / "tokenizer_config.json").write_text("{}")
+    (snapshot / "refs").mkdir()
+    (snapshot / "refs" / "main").write_text("0123")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Down)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": address, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "launch/train.py", "--config=configs/qwen7b.py", f"--workdir={tmp_path / 'run'}"]
+    fields = ["--config.model.tokenizer=a/cached", "--config.data.source=no.jsonl"]
+    done = subprocess.run([*command, *fields], capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
+    server.shutdown()
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    headline, *needs = done.stderr.splitlines()
+    assert headline == "train: this run needs:", done.stderr
+    wanted = ("config.model.path=", "config.retrieval.index", "config.data.source=no.jsonl: ")
+    assert len(needs) == 3 and all(n.startswith(f"  - {w}") for n, w in zip(needs, wanted, strict=True)), needs
+    assert [path for path in asked if "Qwen" in path or "cached" in path] == [
+        "/Qwen/Qwen2.5-7B-Instruct/resolve/main/config.json"
+    ]
 
 
 def test_a_bug_keeps_its_traceback(program):

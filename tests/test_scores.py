@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -289,6 +290,29 @@ def test_averages_stand_beside_the_published_ones():
     assert "| average |  | us | 1.000 |" in table
     del every["nq"]
     assert ".458" not in results_table(every, "us")
+
+
+def merged_scores():
+    """Two questions of one set and one of another in one benchmark; the first set is answered, the second is not."""
+    kinds = [("nq", "single", 1.0), ("nq", "single", 1.0), ("hotpotqa", "parallel", 0.0)]
+    return [replace(SPLIT, source=s, id=str(i), kind=kind, em=em) for i, (s, kind, em) in enumerate(kinds)]
+
+
+def test_a_merged_file_reports_by_source():
+    """Seven sets in one test file come out as one figure, beside which nothing published stands."""
+    found = figures(merged_scores())
+    assert {name: (v["all"]["em"], v["all"]["questions"]) for name, v in found["sources"].items()} == {
+        "nq": (1.0, 2),
+        "hotpotqa": (0.0, 1),
+    }
+    assert "sources" not in figures(merged_scores()[:2])
+    text = results_table({"test": found}, "ours")
+    assert "| test | all | ours | .667 |" in text and "| test: nq | single | ours | 1.000 |" in text
+    assert "| test: hotpotqa | parallel | ours | .000 |" in text
+    assert "| test: nq | all | ParallelSearch, Qwen2.5-7B (published) | .492 |" in text
+    assert "| average |  | ours | .500 |" in text  # each set counts once, not each question
+    compared = paired_table(("a", {"test": merged_scores()}), ("b", {"test": merged_scores()}))
+    assert "| test | EM | 0.667 |" in compared and "| test: nq | EM | 1.000 |" in compared
 
 
 def test_pass_at_in_the_tables():

@@ -102,6 +102,14 @@ def test_blank_lines_and_whole_number_ids(tmp_path):
         read_questions(file)
 
 
+def test_a_blank_alias_costs_only_itself(tmp_path):
+    """A question with good answers is refused, or left out of a merged set, for one empty alias among them."""
+    own = {"id": "m", "question": "Who?", "answer": "Ada", "answer_aliases": ["", None, "Ada L."]}
+    none = {**own, "id": "n", "answer_aliases": [" "]}
+    file = write(tmp_path / "x.jsonl", [row(golden_answers=["Ada", " ", ""]), own, none])
+    assert [q.answers for q in read_questions(file)] == [("Ada",), ("Ada", "Ada L."), ("Ada",)]
+
+
 def test_text_that_cannot_be_written_is_replaced(tmp_path):
     """A lone surrogate from broken JSON would end the run when the first trajectory is written."""
     file = tmp_path / "x.jsonl"
@@ -254,7 +262,7 @@ BAD_ROWS = {
     "question of another type": (row(question=["Who?"]), "field question: "),
     "no answers": (row(golden_answers=None), "field golden_answers: nothing"),
     "empty answers": (row(golden_answers=[]), r"field golden_answers: \[\]"),
-    "blank answer": (row(golden_answers=["Ada", " "]), "field golden_answers: "),
+    "blank answers": (row(golden_answers=["", " "]), r"field golden_answers: \['', ' '\] found"),
     "answer of another type": (row(golden_answers=[1815]), r"field golden_answers: \[1815\]"),
     "no id": (row(id=None), "field id: nothing"),
     "id of another type": (row(id=1.5), "field id: 1.5"),

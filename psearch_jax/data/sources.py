@@ -170,7 +170,7 @@ def from_json(row: Any, source: str | None, stem: str, where: str) -> Question:
     answer_field = "answer" if "answer" in row and "golden_answers" not in row else "golden_answers"
     answers = _answers(row.get(answer_field), answer_field, where)
     if answer_field == "answer" and row.get("answer_aliases"):
-        answers += _answers(row["answer_aliases"], "answer_aliases", where)
+        answers += _answers(row["answer_aliases"], "answer_aliases", where, needed=False)
     id_field = "_id" if "_id" in row and "id" not in row else "id"
     graph = next(filter(None, map(musique_graph, (row.get("id"), metadata.get("id")))), None)
     kept = _metadata(metadata, row.get("prompt"), where)
@@ -224,14 +224,14 @@ def _text(value: Any, field: str, where: str) -> str:
     return value.strip()
 
 
-def _answers(value: Any, field: str, where: str) -> tuple[str, ...]:
+def _answers(value: Any, field: str, where: str, needed: bool = True) -> tuple[str, ...]:
+    """The answers that are not blank; the sets themselves hold blank aliases beside good ones."""
     answers = [value] if isinstance(value, str) else value
-    usable = isinstance(answers, list) and answers and all(isinstance(a, str) and a.strip() for a in answers)
-    if not usable:
-        raise UserError(
-            f"{where}: field {field}: {_shown(value)} found, accepted: one or more strings that are not empty"
-        )
-    return tuple(answers)
+    if isinstance(answers, list) and all(a is None or isinstance(a, str) for a in answers):
+        kept = tuple(a for a in answers if a and a.strip())
+        if kept or not needed:
+            return kept
+    raise UserError(f"{where}: field {field}: {_shown(value)} found, accepted: one or more strings, not all blank")
 
 
 def _kind(label: Any, field: str, where: str) -> Kind:

@@ -60,10 +60,12 @@ def load_benchmarks(
     world: Callable[[], ClosedWorld],
     count: int = 0,
     skipped: list[str] | None = None,
+    seed: int = QUESTION_SEED,
 ) -> list[Benchmark]:
     """The benchmarks that the arguments name.
 
-    - NAME:LOCATION: the first `count` questions (0: all) of a file, a prepared directory or tfds:BUILDER:SPLIT;
+    - NAME:LOCATION: `count` questions (0: all) of a file, a prepared directory or tfds:BUILDER:SPLIT, drawn by `seed`
+      from all of it (merged files hold one set behind the other) and in its order;
     - closed_world: a benchmark per kind of question; closed_world:SET: one set;
     - NAME:closed_world:SET+SET: closed-world questions under another name, drawn anew for that name.
 
@@ -71,6 +73,7 @@ def load_benchmarks(
       world: makes the closed world; called when it is needed.
       count: questions per benchmark, for the closed world per set (0: `CLOSED_WORLD_COUNT`).
       skipped: gets one line per bad row of a file; without it the first is an error.
+      seed: of the draw of `count` questions from a file.
 
     Raises:
       UserError: an argument of another form, no argument, a name that comes twice, or bad rows.
@@ -88,7 +91,9 @@ def load_benchmarks(
             found.append(replace(benchmark, questions=[replace(q, source=name) for q in benchmark.questions]))
         elif name and location:
             questions = open_questions(location, name, skipped)
-            found.append(Benchmark(name, _with_labels(questions[:count] if count else questions), False))
+            if 0 < count < len(questions):
+                questions = [questions[place] for place in _drawn(len(questions), count, seed)]
+            found.append(Benchmark(name, _with_labels(questions), False))
         else:
             forms = f"NAME:FILE, {CLOSED_WORLD}, or {CLOSED_WORLD}:SET with SET one of {', '.join(SETS)}"
             raise UserError(f"--benchmark={argument}: accepted: {forms}")
@@ -110,6 +115,12 @@ def _closed(name: str, sets: str, argument: str, world: Callable[[], ClosedWorld
 def file_name(benchmark: str) -> str:
     """A benchmark's name with every character replaced that a file's should not have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", benchmark)
+
+
+def _drawn(rows: int, count: int, seed: int) -> list[int]:
+    """`count` of `rows` places in order, the same on every machine; a larger count holds those of a smaller one."""
+    shuffled = sorted(range(rows), key=lambda place: hashlib.sha256(f"{seed} {place}".encode()).digest())
+    return sorted(shuffled[:count])
 
 
 def _with_labels(questions: Sequence[Question]) -> list[Question]:

@@ -114,20 +114,28 @@ def by_kind(scores: Iterable[Score]) -> dict[Kind, list[Score]]:
     return {kind: group for kind, group in groups.items() if group}
 
 
+def by_source(scores: Iterable[Score]) -> dict[str, list[Score]]:
+    """The scores of every set, in the order in which the sets first come."""
+    groups: dict[str, list[Score]] = {}
+    for s in scores:
+        groups.setdefault(s.source, []).append(s)
+    return groups
+
+
 def figures(scores: Sequence[Score], ks: Sequence[int] = ()) -> dict[str, Any]:
     """All that is reported of one benchmark, JSON-ready.
 
     Keys: `all` and `kinds` ({kind: ...}), each a summary with `em_interval` [low, high], `finished_by_turn`, and for
-    every k of `ks` `pass_at` and `maj_at`; `splitting`, see there; `graphs` and `labels` where questions have them.
+    every k of `ks` `pass_at` and `maj_at`; `splitting`, see there; `graphs` and `labels` where questions have them;
+    `sources`, where the questions come from several sets: `all` and `kinds` of each.
 
     Raises:
       ValueError: there is no score.
     """
-    report = {
-        "all": _detailed(scores, ks),
-        "kinds": {kind: _detailed(group, ks) for kind, group in by_kind(scores).items()},
-        "splitting": splitting(scores),
-    }
+    report = _by_kind(scores, ks) | {"splitting": splitting(scores)}
+    sources = by_source(scores)
+    if len(sources) > 1:
+        report["sources"] = {source: _by_kind(group, ks) for source, group in sources.items()}
     graphs = by_graph(scores)
     labelled = [s for s in scores if s.label]
     if graphs:
@@ -135,6 +143,11 @@ def figures(scores: Sequence[Score], ks: Sequence[int] = ()) -> dict[str, Any]:
     if labelled:
         report["labels"] = splitting(labelled, by_hand=True)
     return report
+
+
+def _by_kind(scores: Sequence[Score], ks: Sequence[int]) -> dict[str, Any]:
+    kinds = {kind: _detailed(group, ks) for kind, group in by_kind(scores).items()}
+    return {"all": _detailed(scores, ks), "kinds": kinds}
 
 
 def _detailed(scores: Sequence[Score], ks: Sequence[int]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from psearch_jax.eval.benchmarks import Published, published, published_average
-from psearch_jax.eval.scores import LAST_TURN, Score, paired
+from psearch_jax.eval.scores import LAST_TURN, Score, by_source, paired
 from psearch_jax.metrics import mean
 from psearch_jax.types import KINDS, UserError
 
@@ -37,24 +37,37 @@ def results(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:
 
 
 def results_table(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:
-    """A row per benchmark and kind, with the published rows of the same benchmark below; averages of several."""
+    """A row per benchmark and kind, with the published rows of the same benchmark below; averages of several.
+
+    The sets of a merged benchmark follow it, each compared with its own published rows, and count one by one in the
+    average.
+    """
     head = "benchmark questions policy EM 95% F1 split searches turns tokens valid".split()
     rows = [[*head, "LLM calls", "n"]]
+    averaged: list[tuple[str, Mapping[str, Any]]] = []
     for name, found in benchmarks.items():
-        kinds = found["kinds"]
-        only = next(iter(kinds)) if len(kinds) == 1 else None
-        subset = only is not None and bool(published(name, only))
-        if not only:
-            rows.append(_our_row(name, "all", policy, found["all"]))
-        if not subset:
-            rows += _published_rows(name, "all", published(name))
-        for kind, values in kinds.items():
-            rows.append(_our_row(name, kind, policy, values))
-            rows += _published_rows(name, kind, published(name, kind))
-    if len(benchmarks) > 1:
-        rows.append(_average_row(policy, [found["all"] for found in benchmarks.values()]))
-        rows += _published_rows("average", "", published_average(tuple(benchmarks)))
+        sets = found.get("sources", {})
+        rows += _set_rows(name, name, policy, found)
+        for source, values in sets.items():
+            rows += _set_rows(f"{name}: {source}", source, policy, values)
+        averaged += sets.items() if sets else [(name, found)]
+    if len(averaged) > 1:
+        rows.append(_average_row(policy, [found["all"] for _, found in averaged]))
+        rows += _published_rows("average", "", published_average([name for name, _ in averaged]))
     return table(rows)
+
+
+def _set_rows(title: str, name: str, policy: str, found: Mapping[str, Any]) -> list[list[str]]:
+    """Our rows of one set, called `title`, with those published for a benchmark called `name`."""
+    kinds = found["kinds"]
+    only = next(iter(kinds)) if len(kinds) == 1 else None
+    rows = [] if only else [_our_row(title, "all", policy, found["all"])]
+    if only is None or not published(name, only):
+        rows += _published_rows(title, "all", published(name))
+    for kind, values in kinds.items():
+        rows.append(_our_row(title, kind, policy, values))
+        rows += _published_rows(title, kind, published(name, kind))
+    return rows
 
 
 def _our_row(name: str, kind: str, policy: str, values: Mapping[str, Any]) -> list[str]:
@@ -145,6 +158,8 @@ def paired_table(
 ) -> str:
     """Two evaluations of the same questions: means, differences with 95% intervals and p, and ratios.
 
+    The sets of a merged benchmark follow it.
+
     Raises:
       UserError: they share no benchmark, or a benchmark's questions differ.
     """
@@ -152,9 +167,15 @@ def paired_table(
     if not names:
         raise UserError(f"{first[0]} and {second[0]}: no benchmark in common, accepted: evaluations of the same")
     rows = [["benchmark", "", first[0], second[0], "difference", "95%", "p", "ratio", "95%", "n"]]
+    pairs = {}
     for name in names:
+        pairs[name] = (first[1][name], second[1][name])
+        ours, theirs = map(by_source, pairs[name])
+        if len(ours) > 1:
+            pairs |= {f"{name}: {source}": (ours[source], theirs.get(source, [])) for source in ours}
+    for name, (a, b) in pairs.items():
         for value in PAIRED:
-            d = paired(first[1][name], second[1][name], value)
+            d = paired(a, b, value)
             numbers = [f"{d[key]:.3f}" for key in ("first", "second")] + [f"{d['difference']:+.3f}"]
             spread = [f"{d['low']:+.3f} to {d['high']:+.3f}", f"{d['p']:.4f}"]
             ratio = [f"{d['ratio']:.3f}", f"{d['ratio_low']:.3f}-{d['ratio_high']:.3f}"]

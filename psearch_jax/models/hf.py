@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -46,6 +47,8 @@ TABLE: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("layers", "up_kernel"), "model.layers.{i}.mlp.up_proj.weight", "F.D", "DF"),
     (("layers", "down_kernel"), "model.layers.{i}.mlp.down_proj.weight", "D.F", "FD"),
 )
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+HUB_TIMEOUT_S = 5.0
 _SHARD_BYTES = 4_500_000_000
 _PIECE_BYTES = 2**26  # of float32, that the host holds of a tensor while it is written
 _NUMBERS = (
@@ -109,14 +112,19 @@ def read_config(directory: str | Path) -> Qwen2Config:
         raise UserError(f"{path}: found {numbers or rope}, accepted: numbers") from None
 
 
-def reachable(hub_id: str) -> bool:
-    """Whether a hub id is in the local cache or its config.json can be fetched; costs one small download."""
-    if hub_id.startswith((".", "/", "~")) or hub_id.count("/") != 1:
-        return False
-    from huggingface_hub import hf_hub_download  # a dependency of transformers
+def reachable(hub_id: str, file: str = "config.json") -> bool:
+    """Whether a file of a hub id is in the local cache, or the hub has it: one request, `HUB_TIMEOUT_S` at most.
 
+    A download would try for half a minute before it says that there is no network.
+    """
+    if not _HUB_ID.fullmatch(hub_id):
+        return False
+    import huggingface_hub as hub  # a dependency of transformers
+
+    if isinstance(hub.try_to_load_from_cache(hub_id, file), str):
+        return True
     try:
-        hf_hub_download(hub_id, "config.json", etag_timeout=5)
+        hub.get_hf_file_metadata(hub.hf_hub_url(hub_id, file), timeout=HUB_TIMEOUT_S)
     except Exception:  # the hub client raises a dozen kinds (offline, not found, no access); each means no
         return False
     return True
@@ -130,7 +138,7 @@ def resolve(path: str) -> str:
     """
     if Path(path).is_dir():
         return path
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+    if not _HUB_ID.fullmatch(path):
         raise UserError(f"config.model.path: {path!r} is not a directory, accepted: an HF directory or a hub id")
     from huggingface_hub import snapshot_download  # a dependency of transformers
 
