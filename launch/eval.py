@@ -174,8 +174,11 @@ def main(_: list[str]) -> None:
     sections = dataclasses.asdict(with_method(config))
     settings = {"weights": weights_digest(parts.params), "method": config.method, **sampling}
     settings |= {name: sections[name] for name in ("data", "rollout")}
-    # Not the addresses: a server may have moved.
+    # Not the addresses: a server may have moved; what decides is the corpus behind it.
     settings["retrieval"] = {name: sections["retrieval"][name] for name in ("index", "corpus", "topk")}
+    retriever = parts.collector.retriever
+    passages = processes.together(lambda: retriever.describe() if retriever and processes.first() else {})[0]
+    settings["retrieval"] |= {name: passages[name] for name in ("corpus_sha256", "rows") if passages}
     settings["sampling_dtype"] = config.model.sampling_dtype
     evaluation = Evaluation(OUT.value, questions, settings)
     params = parts.sampling_copy()
@@ -215,6 +218,12 @@ def main(_: list[str]) -> None:
         notes = ["Published figures (arXiv 2508.09303) are those of the real sets; these questions are fictional."]
     else:
         notes = ["Published figures (arXiv 2508.09303) are those of the whole sets."]
+    if passages:
+        rows, name, digest = (passages[key] for key in ("rows", "corpus", "corpus_sha256"))
+        told = (
+            f"{rows} passages, {name or 'made here'} (sha256 {digest})" if digest else "what its server does not tell"
+        )
+        notes.append(f"Searched: {told}.")
     for name, ids in leaked.items():
         if ids:
             notes.append(f"LEAK: {len(ids)} of the {len(questions[name])} questions of {name} were trained on.")
@@ -222,7 +231,7 @@ def main(_: list[str]) -> None:
         notes.append(f"{len(skipped)} bad rows were left out, see skipped.txt; the first: {skipped[0]}")
         write_whole(Path(OUT.value) / "skipped.txt", "".join(f"{line}\n" for line in skipped))
     text = "\n\n".join([text, *notes]) + "\n"
-    evaluation.finish({"model": MODEL.value, "benchmarks": results, "leaked": leaked}, text)
+    evaluation.finish({"model": MODEL.value, "passages": passages, "benchmarks": results, "leaked": leaked}, text)
     print(text, end="")
 
 

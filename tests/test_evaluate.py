@@ -1,9 +1,13 @@
 """Evaluation: what is counted, the rows on disk, benchmarks and published figures, and launch/eval.py itself."""
 
+import hashlib
 import json
+import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import uvicorn
 from helpers import (
     PASSAGES,
     ScriptedSampler,
@@ -39,6 +44,11 @@ from psearch_jax.rollout.sampling import id_words, row_keys
 from psearch_jax.train.checkpoint import Checkpoints, model_record
 from psearch_jax.train.state import init_state, make_optimizer
 from psearch_jax.types import KINDS, Question, RewardParts, Trajectory, Turn, UserError
+from retrieval.corpus import MemoryMappedCorpus
+from retrieval.directory import build_index
+from retrieval.hashing import HashingEncoder
+from retrieval.server import make_app
+from retrieval.service import RetrievalService
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -421,17 +431,40 @@ def test_program_evaluates_without_a_search(evaluated, tmp_path, files):
     )
 
 
+@contextmanager
+def serving(index):
+    """The address of an index directory, served by a thread of this process as launch/serve_retriever.py does."""
+    service = RetrievalService.open(index)
+    app = make_app(service)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/retrieve"
+        server.should_exit = True
+        thread.join()
+
+
 @pytest.mark.slow
-def test_leaks_are_reported(evaluated, tmp_path, files):
-    """A benchmark that was trained on, whose figures look like a success."""
+def test_leaks_and_the_corpus_behind_an_address_are_reported(evaluated, tmp_path, files):
+    """A benchmark that was trained on, whose figures look like a success; two evaluations over different corpora that
+    look alike because both came from port 8000."""
     directory, _, common = evaluated
     train = tmp_path / "train.jsonl"
     train.write_text(json.dumps({"id": "t", "question": "who is the OLDER", "golden_answers": ["Ada"]}) + "\n")
     bad = tmp_path / "bad.jsonl"
     bad.write_text(files[0].read_text() + "{broken\n")
-    arguments = [f"--benchmark=popqa:{bad}", f"--corpus={files[1]}", "--skip_bad_rows", f"--training_data={train}"]
-    done = run_eval(f"--model={directory / 'run'}", f"--out={tmp_path / 'out'}", *arguments)
+    arguments = [f"--benchmark=popqa:{bad}", "--skip_bad_rows", f"--training_data={train}"]
+    corpus = MemoryMappedCorpus(files[1])
+    build_index(tmp_path / "index", corpus, HashingEncoder().fit(corpus))
+    with serving(tmp_path / "index") as url:
+        arguments.append(f"--retriever_url={url}")
+        done = run_eval(f"--model={directory / 'run'}", f"--out={tmp_path / 'out'}", *arguments)
     assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    digest = hashlib.sha256(files[1].read_bytes()).hexdigest()
+    assert results["passages"] == {"corpus": "index", "corpus_sha256": digest, "rows": len(PASSAGES)}
+    assert results["settings"]["retrieval"]["corpus_sha256"] == digest and f"(sha256 {digest})" in done.stdout
     assert "LEAK: 3 of the 3 questions of popqa were trained on." in done.stdout
     assert json.loads((tmp_path / "out" / "results.json").read_text())["leaked"] == {"popqa": ["q0", "q1", "q2"]}
     assert (

@@ -75,7 +75,7 @@ class Collector:
     ):
         tags.check_observation_budget(rollout.obs_tokens, "config.rollout.obs_tokens")
         self.sampler, self.tokenizer = sampler, tokenizer
-        self._retriever, self._render = retriever, render
+        self.retriever, self._render = retriever, render
         self._rollout, self._retrieval = rollout, retrieval
         self._prompt_widths = buckets(rollout.prompt_tokens)
         self._obs_widths = buckets(rollout.obs_tokens)
@@ -363,7 +363,7 @@ class _Call:
         flat = [q for row in queries.values() for q in row]
         if not flat:
             return {}
-        results = iter(self.owner._retriever.search(flat, self.owner._retrieval.topk))
+        results = iter(self.owner.retriever.search(flat, self.owner._retrieval.topk))
         return {b: tuple(tuple(next(results)) for _ in row) for b, row in queries.items()}
 
     def _observation(self, queries: Sequence[str], passages: Sequence[Sequence[Passage]], length: int) -> list[int]:
