@@ -85,7 +85,7 @@ def configure_jax() -> None:
     jax.config.update("jax_compilation_cache_dir", os.environ.get(CACHE_VARIABLE) or str(DEFAULT_CACHE))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    for name in ("jax", "transformers"):
+    for name in ("jax", "transformers", "httpx", "httpx2"):  # the last two: each request of the hub's client
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own: absl's would say all twice
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's: it logs every error that it also raises
