@@ -109,15 +109,11 @@ def test_everything_missing_is_listed_at_once(tmp_path):
         + ["--config.model.path=/nowhere/qwen"],
         expect=2,
     )
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1
-    for part in (
-        "config.model.path=/nowhere/qwen",
-        "config.data.source",
-        "config.retrieval.index",
-        "build_index.py",
-    ):
-        assert part in lines[0]
+    headline, *needs = done.stderr.strip().splitlines()
+    assert headline == "train: this run needs:" and len(needs) == 3
+    parts = ("config.model.path=/nowhere/qwen", "config.data.source", "config.retrieval.index")
+    assert all(need.startswith(f"  - {part}") for need, part in zip(needs, parts, strict=True))
+    assert "build_index.py" in needs[2]
     assert not (tmp_path / "w").exists()
 
 
