@@ -4,6 +4,9 @@ SEED ?= 0
 WORKDIR ?= runs/demo
 VENV := .venv
 BIN := $(VENV)/bin
+JOBS ?= 2
+# One file of tests to one process, the longest files first (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 export JAX_PLATFORMS ?= cpu
 
@@ -30,11 +33,11 @@ controls: $(STAMP)
 
 # The fast tests, format, lint and the import contract.
 test: lint
-	$(BIN)/python -m pytest -m "not slow" tests
+	$(PYTEST) -m "not slow" tests
 
 # Everything.
 test-all: lint
-	$(BIN)/python -m pytest tests
+	$(PYTEST) --durations=25 tests
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

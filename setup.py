@@ -13,6 +13,7 @@ EXTRAS = {
     "test": [
         "pytest>=8",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",  # one file per worker; most of the time is compiling, which takes one core
         "hypothesis>=6",
         "ruff>=0.8",
         "import-linter>=2",

@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,12 @@ from psearch_jax.text.tokenizer import Tokenizer
 launching.configure_jax()  # tests and the programs they start share one compilation cache
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with the most slow tests first: a long one begun last would keep one process busy and the others idle."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])  # stable: files stay together, tests in their order
 
 
 @pytest.fixture(scope="session")

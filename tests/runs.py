@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 from flax import nnx
+from programs import Program, completed
 
 from psearch_jax.config import Config, from_mapping
 from psearch_jax.train import checkpoint
 
-ROOT = Path(__file__).resolve().parent.parent
 SMALL = {
     "rollout.slots": 8,
     "rollout.samples": 2,
@@ -41,7 +41,7 @@ def command(workdir: Path, policy: Path, steps: int, config: str = "smoke", **fi
 
 
 def run(arguments: list[str], expect: int = 0) -> subprocess.CompletedProcess:
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = completed(arguments)
     assert done.returncode == expect, done.stderr[-3000:]
     return done
 
@@ -68,7 +68,7 @@ def assert_same_params(workdir: Path, other: Path) -> None:
         assert far.mean() <= 0.05 or name.endswith("k_bias"), (name, far.mean())
 
 
-def wait_for(condition, process: subprocess.Popen, seconds: float = 300) -> None:
+def wait_for(condition, process: Program, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, "the run ended before it was interrupted"
@@ -96,17 +96,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(arguments: list[str], devices: int = 1, **streams) -> subprocess.Popen:
+def start(arguments: list[str], devices: int = 1, **streams) -> Program:
     """One process with so many devices; its stdout and stderr are pipes unless `streams` names others."""
     environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    environment["PYTHONPATH"] = str(ROOT)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(arguments, cwd=ROOT, env=environment, text=True, **(pipes | streams))
+    return Program(arguments, environment, **streams)
 
 
 def start_run(
     count: int, devices: int, workdir: Path, policy: Path, steps: int, each: Sequence[dict] = (), **fields
-) -> list[subprocess.Popen]:
+) -> list[Program]:
     """The processes of one training run over count x devices devices; `each` holds what only one of them is told."""
     several = [f"--coordinator=127.0.0.1:{free_port()}", f"--processes={count}"] if count > 1 else []
     started = []
@@ -117,7 +115,7 @@ def start_run(
     return started
 
 
-def ended(started: list[subprocess.Popen], seconds: float = 600) -> list[tuple[int, str, str]]:
+def ended(started: list[Program], seconds: float = 600) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of each."""
     deadline = time.monotonic() + seconds
     found = []

@@ -3,11 +3,11 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from helpers import people
+from programs import completed
 from test_encoder import write_model
 
 from retrieval.corpus import write_corpus
@@ -19,7 +19,7 @@ PASSAGES = [Passage(str(i), f"Title {word}", f"The {word} was seen.") for i, wor
 
 
 def build_index(*flags: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(PROGRAM), *flags], capture_output=True, text=True, timeout=120)
+    return completed([PROGRAM, *flags])
 
 
 def refused(*flags: str) -> str:

@@ -1,17 +1,15 @@
 """Policies outside the world that they were trained in: other themes, and the files of MultiHop-RAG."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from programs import ROOT, completed
 
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.data.sources import read_questions
 from psearch_jax.eval.evaluate import read_scores
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks.multihop_rag import write_multihop_rag  # noqa: E402
 
@@ -20,7 +18,7 @@ TOY = ("--model=toy", "--config=configs/smoke.py", "--slots=16")
 
 def run(program, *arguments):
     command = [sys.executable, str(ROOT / "launch" / program), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT)
+    done = completed(command)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

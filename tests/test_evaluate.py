@@ -9,7 +9,6 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from helpers import (
     tiny_config,
 )
 from helpers import question as plain_question
+from programs import ROOT, Program, completed
 
 from psearch_jax.config import Config, to_mapping
 from psearch_jax.data.closed_world import ClosedWorld
@@ -49,8 +49,6 @@ from retrieval.directory import build_index
 from retrieval.hashing import HashingEncoder
 from retrieval.server import make_app
 from retrieval.service import RetrievalService
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def search(*queries, n=5):
@@ -289,7 +287,7 @@ def test_digest_of_weights(tiny_tokenizer):
 
 def run_eval(*arguments):
     command = [sys.executable, str(ROOT / "launch" / "eval.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    return completed(command)
 
 
 @pytest.fixture(scope="module")
@@ -393,7 +391,7 @@ def test_killed_and_resumed_equals_uninterrupted(evaluated, tmp_path, files):
     assert run_eval(*common, f"--out={whole}").returncode == 0
     command = [sys.executable, str(ROOT / "launch" / "eval.py"), *common, f"--out={cut}"]
     for parts in (2, 5):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+        process = Program(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 120
         while len(list((cut / "parts").glob("*.jsonl"))) < parts and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -479,11 +477,11 @@ def test_two_evaluations_are_compared(evaluated, tmp_path):
     done = run_eval(f"--model={directory / 'run'}", f"--out={tmp_path / 'b'}", *common, "--seed=2")
     assert done.returncode == 0, done.stderr
     report = [sys.executable, str(ROOT / "launch" / "report.py"), str(directory / "a"), str(tmp_path / "b")]
-    shown = subprocess.run(report, capture_output=True, text=True, timeout=120)
+    shown = completed(report)
     assert shown.returncode == 0 and "| nq | EM | 0.000 | 0.000 |" in shown.stdout, shown.stderr
-    alone = subprocess.run(report[:3], capture_output=True, text=True, timeout=120)
+    alone = completed(report[:3])
     assert alone.stdout == (directory / "a" / "results.md").read_text()
-    wrong = subprocess.run([*report, str(directory / "hf")], capture_output=True, text=True, timeout=120)
+    wrong = completed([*report, str(directory / "hf")])
     assert wrong.returncode == 2 and len(wrong.stderr.strip().splitlines()) == 1
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import make_learner, one_device_mesh, random_params, tiny_config
+from programs import completed
 
 from psearch_jax.buckets import buckets
 from psearch_jax.config import LearningSection
@@ -224,7 +224,7 @@ def on_mesh(mesh, file):
     """What tests/eight_devices.py computes on a mesh of some of eight devices, in a process of its own."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     command = [sys.executable, str(EIGHT), mesh, str(file)]
-    done = subprocess.run(command, env=env, cwd=EIGHT.parents[1], capture_output=True, text=True, timeout=600)
+    done = completed(command, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(np.load(file)), json.loads(done.stdout.splitlines()[-1])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from programs import completed
 
 from psearch_jax.config import Config, MeshSection, ModelSection, from_mapping
 from psearch_jax.plan import (
@@ -213,7 +214,7 @@ def test_the_program_for_gpus(tmp_path):
     def run(config, topology):
         command = [sys.executable, "launch/plan.py", f"--config=configs/{config}.py", "--platform=cuda"]
         command += [f"--topology={topology}", f"--json={tmp_path / config}.json"]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+        return completed(command)
 
     done = run("qwen7b_lora", "a100-80")
     assert done.returncode == 0, done.stderr[-2000:]

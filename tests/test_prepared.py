@@ -1,13 +1,12 @@
 """Merged data sets: written whole, read lazily, equal to their sources; sets of TFDS; leaks."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
+from programs import completed
 
 from psearch_jax.data.loader import QuestionLoader
 from psearch_jax.data.prepared import PreparedQuestions, open_questions, overlap, prepare
@@ -28,9 +27,7 @@ def write(path, count, kind="comparison", answer="Ünïcode"):
 
 
 def command(*arguments, expect=0):
-    done = subprocess.run(
-        [sys.executable, "launch/prepare_data.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = completed(["launch/prepare_data.py", *arguments])
     assert done.returncode == expect, done.stderr
     return done
 

@@ -3,14 +3,14 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from runs import ROOT, command, ended, final_params, metrics_without_clocks, run, start_run, wait_for
+from programs import ROOT, Program
+from runs import command, ended, final_params, metrics_without_clocks, run, start, start_run, wait_for
 
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.train.checkpoint import find_checkpoint
@@ -33,13 +33,13 @@ def index(tmp_path_factory) -> Path:
     return root / "index"
 
 
-def serve(index: Path, port: int = 0) -> tuple[subprocess.Popen, str]:
+def serve(index: Path, port: int = 0) -> tuple[Program, str]:
     flags = [f"--index={index}", f"--port={port}", "--cache_queries=0"]
-    server = subprocess.Popen([sys.executable, str(SERVE), *flags], stdout=subprocess.PIPE, text=True)
+    server = Program([SERVE, *flags], stderr=subprocess.DEVNULL)
     return server, server.stdout.readline().split()[-1]
 
 
-def stop(server: subprocess.Popen) -> None:
+def stop(server: Program) -> None:
     server.send_signal(signal.SIGKILL)
     server.communicate()
 
@@ -57,9 +57,7 @@ def test_a_run_outlives_its_retriever(tiny_policy, index, tmp_path):
         fields = {"retrieval.url": url, "eval.questions_per_kind": 0, **SEARCHING}
         run(command(tmp_path / "whole", tiny_policy, 6, **fields))
 
-        process = subprocess.Popen(
-            command(tmp_path / "hit", tiny_policy, 6, **fields), cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
+        process = start(command(tmp_path / "hit", tiny_policy, 6, **fields))
         wait_for(lambda: rows(tmp_path / "hit") >= 2, process)
         stop(server)
         time.sleep(3)
@@ -74,7 +72,7 @@ def test_a_run_outlives_its_retriever(tiny_policy, index, tmp_path):
         # Gone for good: the run stops in order, and the same command goes on when the retriever is back.
         lost = tmp_path / "lost"
         impatient = command(lost, tiny_policy, 6, **fields, **{"retrieval.patience_s": 1.0})
-        process = subprocess.Popen(impatient, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        process = start(impatient)
         wait_for(lambda: rows(lost) >= 3, process)
         stop(server)
         _, errors = process.communicate(timeout=300)

@@ -2,12 +2,11 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import completed
 
 from psearch_jax.rl.compat import compat_reward, compat_score, parse_transcript, valid_transcript
 from psearch_jax.rl.rewards import RewardWeights, paper_reward
@@ -200,7 +199,7 @@ def test_parse_transcript():
 
 
 def run_command(*arguments):
-    return subprocess.run([sys.executable, SCORE_VECTORS, *map(str, arguments)], capture_output=True, text=True)
+    return completed([SCORE_VECTORS, *arguments])
 
 
 def test_score_vectors_command(shared_data, tmp_path):

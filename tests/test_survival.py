@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import ROOT
 from runs import (
-    ROOT,
     assert_same_params,
     command,
     final_params,

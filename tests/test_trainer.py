@@ -13,7 +13,8 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from runs import ROOT, SMALL, command, final_params, metrics_without_clocks, run, small_config, wait_for
+from programs import Program
+from runs import SMALL, command, final_params, metrics_without_clocks, run, small_config, wait_for
 
 from psearch_jax import build
 from psearch_jax.models import hf, qwen2
@@ -25,9 +26,7 @@ def test_a_killed_run_resumes_bit_for_bit(tiny_policy, tmp_path):
     """A resume that repeats a batch, a key or a metric row, or restarts the optimizer, makes results unrepeatable."""
     run(command(tmp_path / "whole", tiny_policy, 4))
     killed = tmp_path / "killed"
-    process = subprocess.Popen(
-        command(killed, tiny_policy, 4), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = Program(command(killed, tiny_policy, 4), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     # Kill behind step 3: later than the checkpoint, so that rows have to be cut back.
     wait_for(lambda: (killed / "trajectories" / "000002.jsonl").is_file(), process)
     process.send_signal(signal.SIGKILL)
@@ -46,13 +45,8 @@ def test_a_killed_run_resumes_bit_for_bit(tiny_policy, tmp_path):
 
 def test_sigterm_saves_and_exits_cleanly(tiny_policy, tmp_path):
     """A preempted machine that loses its last steps, or reports a failure, makes the scheduler start over."""
-    process = subprocess.Popen(
-        command(tmp_path, tiny_policy, 1000, **{"train.checkpoint_every_steps": 1000}),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    long = command(tmp_path, tiny_policy, 1000, **{"train.checkpoint_every_steps": 1000})
+    process = Program(long, stderr=subprocess.DEVNULL)
     wait_for(lambda: (tmp_path / "trajectories" / "000000.jsonl").is_file(), process)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=30)  # what a preempted machine is granted

@@ -1,0 +1,211 @@
+"""Programs as the tests start them: real processes, forked from one that has imported already what all of them import.
+
+Importing jax, transformers and the rest takes several times as long as most of what a test asks of a program. So the
+first program of a test session starts a server (`python tests/programs.py SOCKET`), which imports and waits; each
+program is a fork of it, with its own arguments, environment, streams and process id, and no device was touched before.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import runpy
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+_WARM = (
+    "psearch_jax.build",
+    "psearch_jax.eval.benchmarks",
+    "psearch_jax.eval.evaluate",
+    "psearch_jax.report",
+    "psearch_jax.train.trainer",
+    "retrieval.directory",
+    "retrieval.service",
+    "scann",
+    "tensorflow_datasets",
+)
+
+
+class Program:
+    """A program that runs; what it has in common with subprocess.Popen behaves alike.
+
+    Args:
+      arguments: [sys.executable,] script and flags; the script's path is relative to the repository.
+      env: the whole environment; default: this process's.
+      stdout, stderr: subprocess.PIPE or subprocess.DEVNULL.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[object],
+        env: Mapping[str, str] | None = None,
+        stdout: int = subprocess.PIPE,
+        stderr: int = subprocess.PIPE,
+    ):
+        self.args = [str(a) for a in arguments if str(a) != sys.executable]
+        self.returncode: int | None = None
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(_server())
+        request = {"argv": self.args, "env": dict(os.environ if env is None else env)}
+        opened = [_stream(kind) for kind in (stdout, stderr)]
+        self.stdout, self.stderr = (ours for ours, _ in opened)
+        fds = [theirs for _, theirs in opened]
+        message = json.dumps(request).encode()
+        socket.send_fds(self._connection, [struct.pack("<I", len(message))], fds)
+        self._connection.sendall(message)
+        for fd in fds:
+            os.close(fd)
+        (self.pid,) = struct.unpack("<i", _exactly(self._connection, 4))
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._connection.settimeout(timeout)
+            try:
+                (self.returncode,) = struct.unpack("<i", _exactly(self._connection, 4))
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0) from None
+            self._connection.close()
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
+        """All that it still writes, once it has ended."""
+        said: dict[int, str] = {}
+
+        def read(number: int, stream) -> None:
+            said[number] = stream.read()
+
+        streams = [s for s in (self.stdout, self.stderr) if s is not None and not s.closed]
+        readers = [threading.Thread(target=read, args=(id(s), s), daemon=True) for s in streams]
+        for reader in readers:
+            reader.start()
+        self.wait(timeout)
+        for reader in readers:
+            reader.join(timeout)
+        return tuple(said.get(id(s)) for s in (self.stdout, self.stderr))
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+def completed(
+    arguments: Sequence[object], timeout: float = 600, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess:
+    """Runs a program to its end, as subprocess.run with captured text does."""
+    program = Program(arguments, env)
+    try:
+        out, err = program.communicate(timeout)
+    except subprocess.TimeoutExpired:
+        program.kill()
+        raise
+    return subprocess.CompletedProcess(program.args, program.returncode, out, err)
+
+
+def _stream(kind: int):
+    """(our end or None, the file descriptor for the program)."""
+    if kind == subprocess.DEVNULL:
+        return None, os.open(os.devnull, os.O_WRONLY)
+    ours, theirs = os.pipe()
+    return os.fdopen(ours, encoding="utf-8", errors="replace"), theirs
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        part = connection.recv(count - len(found))
+        if not part:
+            raise ConnectionError("the server of tests/programs.py is gone")
+        found += part
+    return found
+
+
+@functools.cache
+def _server() -> str:
+    """Starts the server of this process, once; the path of its socket."""
+    path = os.path.join(tempfile.mkdtemp(), "socket")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    server = subprocess.Popen(
+        [sys.executable, __file__, path], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    )
+    assert server.stdout.readline() == b"ready\n"
+    atexit.register(server.kill)
+    return path
+
+
+# ---- the server ----
+
+
+def _serve(path: str) -> None:
+    for name in _WARM:
+        __import__(name)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(64)
+    listener.settimeout(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for whoever answers a request
+    print("ready", flush=True)
+    parent = os.getppid()
+    while os.getppid() == parent:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue
+        if os.fork() == 0:
+            listener.close()
+            argv = _answer(connection)
+            sys.argv = argv
+            sys.path[0] = str(Path(argv[0]).resolve().parent)
+            runpy.run_path(argv[0], run_name="__main__")
+            return
+        connection.close()
+
+
+def _answer(connection: socket.socket) -> list[str]:
+    """Returns in the program's own process, ready to run; the process that it is a child of tells how it ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    connection.setblocking(True)
+    length, fds, _, _ = socket.recv_fds(connection, 4, 2)
+    request = json.loads(_exactly(connection, struct.unpack("<I", length)[0]))
+    child = os.fork()
+    if child:
+        for fd in fds:
+            os.close(fd)
+        try:
+            connection.sendall(struct.pack("<i", child))
+            _, status = os.waitpid(child, 0)
+            connection.sendall(struct.pack("<i", os.waitstatus_to_exitcode(status)))
+        finally:
+            os._exit(0)
+    connection.close()
+    for fd, number in zip(fds, (1, 2), strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    return request["argv"]
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])
