@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -18,8 +18,9 @@ Kind = Literal["parallel", "sequential", "single", "mixed"]
 KINDS: tuple[Kind, ...] = ("parallel", "sequential", "single", "mixed")
 
 # How a trajectory ended. `truncated`: the context was full; `out_of_turns`: no answer by the last turn;
-# `eos`: the model ended its message without a search or an answer.
-EndStatus = Literal["answered", "truncated", "out_of_turns", "eos"]
+# `eos`: the model ended its message without a search or an answer; `not_finite`: a logit was a NaN or an infinity.
+EndStatus = Literal["answered", "truncated", "out_of_turns", "eos", "not_finite"]
+END_STATUSES: tuple[EndStatus, ...] = get_args(EndStatus)
 
 
 class UserError(ValueError):

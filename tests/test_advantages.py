@@ -33,6 +33,12 @@ def test_equal_rewards_carry_no_signal(method):
     np.testing.assert_allclose(out, 0.0, atol=1e-9)
 
 
+def test_a_rollout_that_is_not_valid_is_in_no_baseline():
+    """A reward of 0 for numbers that broke off would pay all other rollouts of its group."""
+    out = group_advantages([1.0, 0.0, 0.0, 1.0], list("aaaa"), "mean", [True, True, False, True])
+    np.testing.assert_allclose(out, [1 / 3, -2 / 3, 0, 1 / 3], rtol=1e-6)
+
+
 def test_questions_of_two_sources_with_one_id_never_meet():
     """Row numbers restart in every data set: keyed by id alone, unrelated questions would share a baseline."""
     out = group_advantages([1.0, 0.0, 0.0, 0.0], [("a", "7"), ("a", "7"), ("b", "7"), ("b", "7")], "mean")

@@ -1,12 +1,18 @@
 """The collector with a real tokenizer, sampler, boundary and retriever; only the drawn ids come from a script."""
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import (
     ScriptedSampler,
     make_collector,
     make_learner,
     make_sampler,
+    one_device_mesh,
     question,
     random_params,
     retriever,
@@ -15,10 +21,12 @@ from helpers import (
 )
 from jax import monitoring
 
+from psearch_jax.models import qwen2
 from psearch_jax.rl.batch import make_batch
 from psearch_jax.text import tags
+from psearch_jax.train.state import init_state
 
-CONFIG = tiny_config()
+CONFIG = tiny_config(tied=False)
 SEARCH = "<think> two people </think> <search> Ada Lovelace born ## Alan Turing born </search>"
 ANSWER = "<think> done </think> <answer> Ada Lovelace </answer>"
 
@@ -168,6 +176,38 @@ def test_a_context_that_fills_up_ends_as_truncated(tiny_tokenizer, sampler, para
     scripts = [[word] * 80, say(tiny_tokenizer, *[word] * 10, "<search> Ada Lovelace </search>", ANSWER)]
     for t in collect(sampler, tiny_tokenizer, params, scripts, rollout, service):
         assert t.status == "truncated" and t.answer is None and len(t.ids) <= 72
+
+
+def test_a_row_that_is_not_finite_is_counted_and_not_learned_from(tiny_tokenizer, sampler, params, service):
+    """A NaN that is sampled from looks like any rollout, and one such row makes a NaN of the gradient of all."""
+    bad = 77  # an id whose embedding is no number
+    broken = qwen2.with_values(params, jax.tree.map(jnp.copy, nnx.to_pure_dict(params)))
+    broken["embedding"].set_value(broken["embedding"].get_value().at[bad].set(np.nan))
+    rollout, answer = rollout_section(slots=2), say(tiny_tokenizer, ANSWER)
+    scripts = [
+        answer,
+        say(tiny_tokenizer, "<search> Ada Lovelace </search>", "<think> so", bad, *[5] * 9),
+        [bad, *[5] * 9],
+        say(tiny_tokenizer, ANSWER, bad, 5),  # in what follows an answer
+        *[say(tiny_tokenizer, SEARCH, ANSWER)] * 4,
+    ]
+    ts = collect(sampler, tiny_tokenizer, broken, scripts, rollout, service)
+    assert [t.status for t in ts] == ["answered", *["not_finite"] * 3, *["answered"] * 4]
+    assert [t.answer for t in ts[:4]] == ["Ada Lovelace", None, None, None]
+    assert [turn.action for turn in ts[1].turns] == ["search", "none"] and ts[1].ids[-1] == bad
+    assert all(np.isfinite(t.logprobs).all() for t in ts)
+    whole = collect(sampler, tiny_tokenizer, params, scripts, rollout, service)
+    for a, b in zip(ts[4:], whole[4:], strict=True):  # in the slots of those that broke off
+        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+
+    learner, optimizer = make_learner(tiny_tokenizer, CONFIG, rollout.context_tokens, mini_batch_rollouts=8)
+    batch = make_batch(ts, np.linspace(-1, 1, 8), rollout.context_tokens)
+    assert batch.length.tolist()[1:4] == [1, 1, 1] and not batch.mask[1:4].any()
+    old = learner.logprobs(broken, batch)
+    assert np.isfinite(old).all()
+    batch = dataclasses.replace(batch, old_logprobs=old, ref_logprobs=old)
+    _, metrics = learner.update(init_state(broken, optimizer, one_device_mesh()), batch)
+    assert metrics["skipped"] == 0 and np.isfinite(metrics["gradient_norm"]) and metrics["logp_gap"] < 1e-4
 
 
 def test_a_question_that_fills_the_context_is_a_truncated_trajectory(tiny_tokenizer, sampler, params, service):

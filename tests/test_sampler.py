@@ -122,15 +122,26 @@ def test_a_prompt_that_fills_the_context_never_runs(sampler, params):
 
 def rollout(sampler, params, rows, keys, chunks, temperature=1.0, positions=S, width=0):
     """Three turns: generate, extend by `chunks[turn][row]` ids, generate, ..."""
-    state = started(sampler, params, rows, keys, positions, TURN, width=width)
+    return follow(
+        sampler, params, started(sampler, params, rows, keys, positions, TURN, width=width), chunks, temperature
+    )
+
+
+def follow(sampler, params, state, chunks, temperature=1.0):
+    """The turns of `rollout` from a state whose slots are filled."""
     for chunk in chunks:
         state = sampler.generate(params, state, temperature)
-        ids, n = np.zeros((len(rows), C), np.int32), np.zeros(len(rows), np.int32)
-        for b, forced in enumerate(chunk):
-            n[b] = len(forced)
-            ids[b, : n[b]] = forced
-        state = sampler.extend(params, state, ids, n, TURN)
+        state = sampler.extend(params, state, *padded(chunk, C), TURN)
     return fetch(sampler.generate(params, state, temperature))
+
+
+def padded(lists, width=0) -> tuple[np.ndarray, np.ndarray]:
+    """Ragged lists of ids as [rows, width] and their lengths."""
+    n = np.array([len(x) for x in lists], np.int32)
+    ids = np.zeros((len(lists), max(width, *n)), np.int32)
+    for row, x in zip(ids, lists, strict=True):
+        row[: len(x)] = x
+    return ids, n
 
 
 def ragged_chunks(seed: int = 3, rows: int = B) -> list[list[list[int]]]:
@@ -254,20 +265,33 @@ def test_a_refilled_slot_is_like_a_fresh_one(sampler, params):
     rows, chunks = prompts(), ragged_chunks()
     fresh = rollout(sampler, params, rows, KEYS, chunks)
     used = jax.tree.map(jnp.asarray, rollout(sampler, params, rows[::-1], KEYS + 50, ragged_chunks(9)))
-    pool_ids = np.zeros((B, 11), np.int32)
-    n = np.array([len(p) for p in rows], np.int32)
-    for b, prompt in enumerate(rows):
-        pool_ids[b, : n[b]] = prompt
-    state = sampler.admit(used, sampler.prefill(params, pool_ids, n), np.arange(B, dtype=np.int32), KEYS, TURN, S)
-    state = sampler.generate(params, state, 1.0)
-    for chunk in chunks:
-        ids, count = np.zeros((B, C), np.int32), np.array([len(c) for c in chunk], np.int32)
-        for b, forced in enumerate(chunk):
-            ids[b, : count[b]] = forced
-        state = sampler.generate(params, sampler.extend(params, state, ids, count, TURN), 1.0)
-    state = fetch(state)
+    pool = sampler.prefill(params, *padded(rows))
+    state = sampler.admit(used, pool, np.arange(B, dtype=np.int32), KEYS, TURN, S)
+    state = follow(sampler, params, state, chunks)
     np.testing.assert_array_equal(state.ids, fresh.ids)
     np.testing.assert_array_equal(state.logprobs, fresh.logprobs)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_what_is_not_finite_ends_its_own_row_and_leaves_with_it(sampler, params, poison):
+    """A masked position counts 0 times its value: a NaN would end every later rollout of the slot, and no figure
+    would say so."""
+    rows, chunks = prompts(), ragged_chunks()
+    fresh = rollout(sampler, params, rows, KEYS, chunks)
+    state = started(sampler, params, rows, KEYS, S, TURN)
+    broken = jax.tree.map(lambda x: x.at[:, [1, 4]].set(poison), state.cache)
+    used = sampler.generate(params, dataclasses.replace(state, cache=broken), 1.0)
+    ended = fetch(used)
+    assert ended.status[[1, 4]].tolist() == [Status.NOT_FINITE] * 2 and not ended.mask[[1, 4]].any()
+    assert ended.length[[1, 4]].tolist() == [len(rows[1]), len(rows[4])] and np.isfinite(ended.logprobs).all()
+    others = np.setdiff1d(np.arange(B), [1, 4])
+    assert np.all(ended.status[others] != Status.NOT_FINITE) and ended.mask[others].any(axis=1).all()
+
+    emptied = jax.tree.map(lambda x: jnp.full_like(x, poison), used.cache)  # as if all rows had ended so
+    pool = sampler.prefill(params, *padded(rows))
+    state = sampler.admit(dataclasses.replace(used, cache=emptied), pool, np.arange(B, dtype=np.int32), KEYS, TURN, S)
+    refilled = follow(sampler, params, state, chunks)
+    check_rows(fresh, refilled, np.arange(B))
 
 
 def test_an_emptied_slot_neither_runs_nor_waits(tiny_tokenizer, scripted, params):

@@ -57,13 +57,16 @@ def write(cache: KVCache, k: jax.Array, v: jax.Array, start: jax.Array, count: j
 
 
 def copy_rows(cache: KVCache, source: KVCache, index: jax.Array) -> KVCache:
-    """Copies row `index[b]` of `source` over the first positions of row b; -1 leaves row b as it is.
+    """Makes row b a copy of row `index[b]` of `source`, with zeros behind it; -1 leaves row b as it is.
+
+    Zeros, because a masked position counts 0 times its value: a NaN or an infinity of the row's last rollout would
+    come through, and to mask the values where they are read would cost at every token.
 
     Args:
       source: a cache with at most as many positions as `cache`.
       index: [B] int32.
     """
-    positions = source.k.shape[3]
+    behind = ((0, 0), (0, 0), (0, cache.k.shape[3] - source.k.shape[3]), (0, 0))
     keep = (index < 0)[:, None, None, None]
 
     # Layer by layer: where rows are split over devices, taking some gathers all of the source.
@@ -72,7 +75,7 @@ def copy_rows(cache: KVCache, source: KVCache, index: jax.Array) -> KVCache:
         for old, new in zip(caches, (source.k, source.v), strict=True):
             taken = jnp.take(jax.lax.dynamic_index_in_dim(new, layer, keepdims=False), jnp.maximum(index, 0), axis=0)
             here = jax.lax.dynamic_slice_in_dim(old, layer, 1)[0]
-            here = here.at[:, :, :positions].set(jnp.where(keep, here[:, :, :positions], taken.astype(here.dtype)))
+            here = jnp.where(keep, here, jnp.pad(taken.astype(here.dtype), behind))
             out.append(jax.lax.dynamic_update_index_in_dim(old, here, layer, 0))
         return tuple(out)
 

@@ -11,7 +11,9 @@ EPSILON = 1e-6
 Method = Literal["std", "mean", "leave_one_out"]
 
 
-def group_advantages(rewards: Sequence[float], groups: Sequence[Hashable], method: Method = "std") -> np.ndarray:
+def group_advantages(
+    rewards: Sequence[float], groups: Sequence[Hashable], method: Method = "std", valid: Sequence[bool] | None = None
+) -> np.ndarray:
     """Advantage of each rollout within its group.
 
     `std`: (r - mean) / (std + 1e-6), std with ddof 1; `mean`: r - mean (arXiv 2503.20783); `leave_one_out`: r minus
@@ -21,6 +23,7 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[Hashable], metho
     Args:
       rewards: N scalars.
       groups: N keys, (source, id) of the question, so that equal row numbers of two data sets never meet.
+      valid: N; a rollout that is not gets 0, and its reward is no part of its group's baseline. Default: all are.
 
     Returns:
       [N] float32.
@@ -28,7 +31,8 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[Hashable], metho
     rewards = np.asarray(rewards, np.float64)
     members: dict[Hashable, list[int]] = {}
     for i, group in enumerate(groups):
-        members.setdefault(group, []).append(i)
+        if valid is None or valid[i]:
+            members.setdefault(group, []).append(i)
     out = np.zeros(len(rewards), np.float64)
     for rows in members.values():
         r = rewards[rows]

@@ -15,6 +15,9 @@ def make_batch(
 ) -> TrainBatch:
     """Pads trajectories on the right to S = context_tokens; the mask comes with them and is never guessed from ids.
 
+    Of a trajectory that ended as `not_finite` only the first id is kept, masked: what it computed is likely not finite
+    for the trainer either, and 0 times that would spoil the gradient of all. It stays a row, as rows are counted.
+
     Args:
       advantages: [N] one per trajectory, spread over its sampled ids.
       train_unfinished: False masks trajectories that did not end with an answer.
@@ -24,8 +27,10 @@ def make_batch(
     mask, logprobs = np.zeros((n, width), np.float32), np.zeros((n, width), np.float32)
     length = np.zeros(n, np.int32)
     for i, t in enumerate(trajectories):
-        s = length[i] = len(t.ids)
-        ids[i, :s] = t.ids
+        s = length[i] = len(t.ids) if t.status != "not_finite" else 1
+        ids[i, :s] = t.ids[:s]
+        if t.status == "not_finite":
+            continue
         logprobs[i, :s] = t.logprobs
         if train_unfinished or t.status == "answered":
             mask[i, :s] = t.mask

@@ -341,10 +341,14 @@ class _Call:
             return "eos"
         if status == Status.CONTEXT_FULL:
             return "truncated"
+        if status == Status.NOT_FINITE:
+            return "not_finite"
         return "out_of_turns" if live.model_calls == self.rollout.search_turns else None
 
     def _turn(self, live: _Rollout, sampled: np.ndarray, status: Status) -> Turn:
         tokenizer, spoken = self.owner.tokenizer, sampled
+        if status == Status.NOT_FINITE:  # broken off at an arbitrary id: neither a search nor an answer counts
+            return Turn(tokenizer.decode(spoken, control=True), "none", False, n_sampled=len(sampled))
         if len(spoken) and int(spoken[-1]) in tokenizer.stop_ids:
             spoken = spoken[:-1]
         # Control ids are written out: one inside a tag must break it for the parser as it did for the automaton.

@@ -44,6 +44,7 @@ class Status(enum.IntEnum):
     EOS = 4  # a stop id without an answer
     TURN_FULL = 5  # the turn's token budget is spent
     CONTEXT_FULL = 6  # no room for another id
+    NOT_FINITE = 7  # a logit of the next id was a NaN or an infinity: nothing was sampled from it
 
 
 @jax.tree_util.register_dataclass
@@ -246,7 +247,9 @@ class Sampler:
         model = nnx.merge(self._graph, params)
         _, (k, v) = model.hidden(ids, keep_kv=True)
         pool = self._new_program(*ids.shape)
-        cache = KVCache(k.astype(self.dtype), v.astype(self.dtype))
+        # What pads computed may not be finite, and is behind the prompt in every slot that it is copied to.
+        real = (jnp.arange(ids.shape[1]) < n[:, None])[:, None, :, None]
+        cache = KVCache(*(jnp.where(real, x, 0).astype(self.dtype) for x in (k, v)))
         return replace(pool, ids=ids, length=n, cache=cache)
 
     def _admit_program(self, state: SamplerState, pool: SamplerState, source, keys, turn_tokens, budget_end):
@@ -319,7 +322,10 @@ class Sampler:
         inputs = jnp.take_along_axis(state.ids, at[:, None], axis=1)
         hidden, (k, v) = model.hidden(inputs, state.cache, at, keep_kv=True, span=span)
         greedy = temperature == 0
-        logits = model.logits(hidden[:, 0], 1.0, self._n_ids) / jnp.where(greedy, 1.0, temperature)
+        logits = model.logits(hidden[:, 0], 1.0, self._n_ids)
+        finite = jnp.all(jnp.isfinite(logits), axis=-1)
+        sampled = running & finite
+        logits = logits / jnp.where(greedy, 1.0, temperature)
         logits = jnp.maximum(logits, NEG_INF)  # division may have pushed the mask to -inf
         draw = sampling.choose(
             sampling.filter_logits(logits, self._top_k, self._top_p), sampling.uniforms(state.key, state.length)
@@ -327,12 +333,12 @@ class Sampler:
         token = jnp.where(greedy, jnp.argmax(logits, axis=-1), draw).astype(jnp.int32)
         logprob = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), token[:, None], axis=1)[:, 0]
 
-        write_at = jnp.where(running, state.length, S)
-        length = state.length + running
+        write_at = jnp.where(sampled, state.length, S)
+        length = state.length + sampled
         hit = tables.hit[state.automaton, token]
         was_answered = state.automaton == self._answered
         answered = was_answered | (hit == boundary.HIT_ANSWER)
-        turn_left = state.turn_left - running
+        turn_left = state.turn_left - sampled
         turn_left = jnp.where(answered & ~was_answered, self._after_answer, turn_left)
         full = length >= state.budget_end
         # The earliest tag wins; then a stop id; then the budgets.
@@ -345,14 +351,15 @@ class Sampler:
         ]
         status = jnp.select([c for c, _ in ended], [jnp.int32(s) for _, s in ended], jnp.int32(Status.RUNNING))
         automaton = jnp.where(answered, self._answered, tables.next[state.automaton, token].astype(jnp.int32))
+        status = jnp.where(finite, status, Status.NOT_FINITE)
         return replace(
             state,
             ids=state.ids.at[rows, write_at].set(token, mode="drop"),
             mask=state.mask.at[rows, write_at].set(True, mode="drop"),
             logprobs=state.logprobs.at[rows, write_at].set(logprob, mode="drop"),
-            cache=kv_cache.write(state.cache, k, v, at, running.astype(jnp.int32)),
+            cache=kv_cache.write(state.cache, k, v, at, sampled.astype(jnp.int32)),
             length=length,
-            turn_left=jnp.where(running, turn_left, state.turn_left),
-            automaton=jnp.where(running, automaton, state.automaton),
+            turn_left=jnp.where(sampled, turn_left, state.turn_left),
+            automaton=jnp.where(sampled, automaton, state.automaton),
             status=jnp.where(running, status, state.status),
         )

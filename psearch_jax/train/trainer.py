@@ -36,7 +36,7 @@ from psearch_jax.text.answers import exact_match, normalise
 from psearch_jax.train.checkpoint import Checkpoints, model_record
 from psearch_jax.train.state import TrainState
 from psearch_jax.train.step import Learner
-from psearch_jax.types import KINDS, Question, RewardParts, Trajectory, UserError
+from psearch_jax.types import END_STATUSES, KINDS, Question, RewardParts, Trajectory, UserError
 from retrieval.protocol import RetrievalError
 
 log = logging.getLogger("psearch_jax")
@@ -219,7 +219,8 @@ def train_step(
         rewards = [run.reward(t) for t in trajectories]
         totals = [r.total - _penalty(config, t) for r, t in zip(rewards, trajectories, strict=True)]
         groups = [(t.question.source, t.question.id) for t in trajectories]
-        advantages = group_advantages(totals, groups, config.learning.advantage)
+        valid = [t.status != "not_finite" for t in trajectories]
+        advantages = group_advantages(totals, groups, config.learning.advantage, valid)
         train_all = config.rollout.unfinished != "mask"
         batch = make_batch(trajectories, advantages, config.rollout.context_tokens, train_all)
     with _phase(run, "logprobs", times):
@@ -272,7 +273,7 @@ def rollout_metrics(
             some = [i for i in rows if trajectories[i].decomposed == split]
             out |= {f"reward/{kind}/{name}/{part}": mean(getattr(rewards[i], part) for i in some) for part in parts}
     out["valid_format"] = mean(t.well_formed for t in trajectories)
-    for status in ("answered", "truncated", "out_of_turns", "eos"):
+    for status in END_STATUSES:
         out[f"status/{status}"] = mean(t.status == status for t in trajectories)
     silent: dict[Any, bool] = {}
     for group, advantage in zip(groups, advantages, strict=True):
