@@ -224,6 +224,13 @@ def main(_: list[str]) -> None:
             f"{rows} passages, {name or 'made here'} (sha256 {digest})" if digest else "what its server does not tell"
         )
         notes.append(f"Searched: {told}.")
+    for name, result in results.items():
+        broken = result["all"]["not_finite"]
+        if broken:
+            notes.append(
+                f"NOT FINITE: {broken} of the {len(scores[name])} rollouts of {name} ended in logits that are not "
+                f"finite and count as wrong; {config.model.sampling_dtype} is too narrow for this model."
+            )
     for name, ids in leaked.items():
         if ids:
             notes.append(f"LEAK: {len(ids)} of the {len(questions[name])} questions of {name} were trained on.")

@@ -125,9 +125,10 @@ def by_source(scores: Iterable[Score]) -> dict[str, list[Score]]:
 def figures(scores: Sequence[Score], ks: Sequence[int] = ()) -> dict[str, Any]:
     """All that is reported of one benchmark, JSON-ready.
 
-    Keys: `all` and `kinds` ({kind: ...}), each a summary with `em_interval` [low, high], `finished_by_turn`, and for
-    every k of `ks` `pass_at` and `maj_at`; `splitting`, see there; `graphs` and `labels` where questions have them;
-    `sources`, where the questions come from several sets: `all` and `kinds` of each.
+    Keys: `all` and `kinds` ({kind: ...}), each a summary with `em_interval` [low, high], `finished_by_turn`,
+    `not_finite` (trajectories whose logits were not finite; they count as not answered), and for every k of `ks`
+    `pass_at` and `maj_at`; `splitting`, see there; `graphs` and `labels` where questions have them; `sources`, where
+    the questions come from several sets: `all` and `kinds` of each.
 
     Raises:
       ValueError: there is no score.
@@ -152,6 +153,7 @@ def _by_kind(scores: Sequence[Score], ks: Sequence[int]) -> dict[str, Any]:
 
 def _detailed(scores: Sequence[Score], ks: Sequence[int]) -> dict[str, Any]:
     more: dict[str, Any] = {"em_interval": em_interval(scores), "finished_by_turn": finished_by_turn(scores)}
+    more["not_finite"] = sum(s.status == "not_finite" for s in scores)
     if ks:
         more["pass_at"] = {str(k): pass_at(scores, k) for k in ks}
         more["maj_at"] = {str(k): majority_at(scores, k) for k in ks}

@@ -159,6 +159,11 @@ def _train(run: Run, workdir: Path, closers: ExitStack) -> dict[str, Any]:
                 f"(loss {metrics['loss']}, first in the gradient of {run.learner.culprit(metrics)}); lower "
                 f"learning.learning_rate, or look at {workdir}/trajectories/{step:06d}.jsonl"
             )
+        if metrics["status/not_finite"] == 1:  # no update is bad then, for there is nothing to learn from
+            raise UserError(
+                f"step {step}: no rollout had finite logits; config.model.sampling_dtype="
+                f"{config.model.sampling_dtype}, accepted: one that holds the weights and activations of the model"
+            )
         step += 1
         bar.update()
         if any(processes.together(lambda: run.stop_requested)) and step < config.train.steps:
@@ -380,6 +385,12 @@ def _report(bar: tqdm, step: int, metrics: Mapping[str, float]) -> None:
         log.info(line)
     else:
         bar.set_postfix_str(line.removeprefix(f"step {step} "))
+    if metrics["status/not_finite"]:
+        log.warning(
+            "step %d: %.1f%% of the rollouts had logits that are not finite; they are not learned from",
+            step,
+            100 * metrics["status/not_finite"],
+        )
     split = metrics.get("decomposition/parallel")
     if step == 0 and split is not None and split < 0.05:
         log.warning(
