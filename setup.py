@@ -52,6 +52,8 @@ setup(
         "importlib-resources>=6",  # tensorflow-datasets imports it and does not ask for it
         "scann>=1.4.2",
         "bm25s>=0.2.6",
+        "cachetools>=5.3",
+        "orjson>=3.10",
         "starlette>=0.40",
         "uvicorn>=0.30",
         "prometheus-client>=0.20",

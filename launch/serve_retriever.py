@@ -3,10 +3,11 @@
     python launch/serve_retriever.py --index=DIR [--host=127.0.0.1 --port=8000 --token_file=FILE]
 
 DIR is made by launch/build_index.py; several over one corpus, separated by commas, are fused. The address is printed
-once the server accepts connections. SIGTERM finishes what is in flight.
+once the server accepts connections. SIGTERM finishes what is in flight, for at most --stop_seconds.
 """
 
 import logging
+import os
 import sys
 
 from absl import flags
@@ -19,6 +20,8 @@ _PORT = flags.DEFINE_integer("port", 8000, "port; 0 takes a free one", 0, 65535)
 _TOPK = flags.DEFINE_integer("topk", 3, "passages per query where a request names no number", 1, 100)
 _TOKEN = flags.DEFINE_string("token_file", None, "file with the bearer token that clients have to send")
 _CACHE = flags.DEFINE_integer("cache_queries", 65_536, "answers kept", 0)
+_CACHE_MB = flags.DEFINE_integer("cache_mb", 1024, "megabytes that kept answers take at most", 0)
+_STOP = flags.DEFINE_integer("stop_seconds", 20, "how long a stop waits for what is in flight", 0)
 flags.mark_flag_as_required("index")
 
 
@@ -29,9 +32,11 @@ def main(_: list[str]) -> None:
     from retrieval.service import RetrievalService
 
     launching.configure_jax()  # for a BERT encoder
-    service = RetrievalService.open(_INDEX.value, cache_size=_CACHE.value)
+    service = RetrievalService.open(_INDEX.value, _CACHE.value, _CACHE_MB.value * 2**20)
     app = make_app(service, token=token, default_topk=_TOPK.value)
-    serve(app, _HOST.value, _PORT.value, ready=f"serving {service.rows} passages on {{url}}")
+    ready = f"serving {service.rows} passages on {{url}}"
+    if not serve(app, _HOST.value, _PORT.value, ready, _STOP.value):
+        os._exit(0)  # an exit in order would wait for the search, and whoever asked for it has been told
 
 
 if __name__ == "__main__":

@@ -305,12 +305,13 @@ def _retriever(config: Config, world: ClosedWorld | None) -> Retriever:
         return connect(section.url, section.timeout_s, section.patience_s, token)
     from retrieval.service import RetrievalService  # loads ScaNN
 
+    cache = {"cache_size": section.cache_queries, "cache_bytes": section.cache_mb * 2**20}
     if section.index:
-        return RetrievalService.open(section.index, cache_size=section.cache_queries)
+        return RetrievalService.open(section.index, **cache)
     if section.corpus:
-        return RetrievalService.from_corpus(section.corpus, cache_size=section.cache_queries)
+        return RetrievalService.from_corpus(section.corpus, **cache)
     assert world is not None  # missing_inputs has seen to it
-    return RetrievalService.from_corpus(world.passages, cache_size=section.cache_queries)
+    return RetrievalService.from_corpus(world.passages, **cache)
 
 
 def _renderer(config: Config, tokenizer: Tokenizer) -> Callable[[Question], list[int]]:

@@ -117,11 +117,12 @@ class RetrievalSection:
     corpus: str = ""  # a jsonl corpus, encoded when the run starts (small ones only)
     # Servers that speak Search-R1's /retrieve: "," separates replicas of one index, "|" the parts of a sharded corpus.
     url: str = ""
-    timeout_s: float = 60.0  # for a server's answer
+    timeout_s: float = 60.0  # for a server's whole answer
     patience_s: float = 300.0  # how long a run waits for its servers before it saves and stops
     token_file: str = ""  # the bearer token that the servers ask for
     topk: int = 3
-    cache_queries: int = 65_536
+    cache_queries: int = 65_536  # answers kept in this process, least recently used out first; 0 keeps none
+    cache_mb: int = 1024  # what they take at most
     max_sub_queries: int = 8
 
 
@@ -306,8 +307,8 @@ _AT_LEAST = {
     0: (
         "seed eval.seed eval.temperature eval.questions_per_kind eval.every_steps train.trajectories_per_step "
         "rollout.search_turns rollout.max_tokens_after_answer rollout.top_k retrieval.cache_queries "
-        "retrieval.patience_s data.parallel_share data.sequential_share data.world_seed learning.kl_coefficient "
-        "train.keep_every_steps model.lora_rank"
+        "retrieval.cache_mb retrieval.patience_s data.parallel_share data.sequential_share data.world_seed "
+        "learning.kl_coefficient train.keep_every_steps model.lora_rank"
     ).split(),
 }
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import threading
-from collections import OrderedDict
+from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from cachetools import LRUCache
 
 from retrieval.corpora import open_corpus
 from retrieval.corpus import MemoryMappedCorpus, jsonl_row
@@ -21,6 +24,8 @@ from retrieval.manifest import NAME, sha256
 from retrieval.protocol import CorpusError, Encoder, Passage, Ranker
 
 CACHED_QUERIES = 65_536
+CACHE_BYTES = 2**30
+ENTRY_BYTES = 600  # what a cached answer takes besides its query's characters, its rows and its scores
 
 
 @dataclass
@@ -33,27 +38,52 @@ class Counters:
     searches: int = 0  # calls of the index
 
 
+@dataclass(frozen=True)
+class Ranking:
+    """The rows of the corpus that answer a query, best first, with their scores."""
+
+    query: str
+    rows: array  # of int64
+    scores: array  # of float64
+
+
 class RetrievalService:
     """Strip, deduplicate, look up, rank once, fold back. A cached answer equals a searched one exactly."""
 
-    def __init__(self, ranker: Ranker, corpus: Sequence[Passage], cache_size: int = CACHED_QUERIES):
-        """`cache_size` is the number of (query, k) answers kept, least recently used out first; 0 keeps none."""
+    def __init__(
+        self,
+        ranker: Ranker,
+        corpus: Sequence[Passage],
+        cache_size: int = CACHED_QUERIES,
+        cache_bytes: int = CACHE_BYTES,
+    ):
+        """Put a ranker and its corpus together.
+
+        Args:
+          cache_size: the number of (query, k) answers kept, least recently used out first; 0 keeps none.
+          cache_bytes: what they take at most. Rows and scores are kept, the passages stay with the corpus.
+        """
         if len(corpus) != ranker.rows:
             raise CorpusError(f"the index holds {ranker.rows} rows, the corpus {len(corpus)}")
         self._ranker, self._corpus = ranker, corpus
         self._name = self._fingerprint = ""
-        self._cache: OrderedDict[tuple[str, int], tuple[Passage, ...]] = OrderedDict()
+        self._cache: LRUCache[tuple[str, int], Ranking] = LRUCache(cache_bytes, getsizeof=_bytes)
         self._cache_size = cache_size
         self._counters = Counters()
         self._lock = threading.Lock()  # a server calls from several threads
 
     @classmethod
-    def open(cls, directories: str | os.PathLike[str], cache_size: int = CACHED_QUERIES) -> RetrievalService:
+    def open(
+        cls,
+        directories: str | os.PathLike[str],
+        cache_size: int = CACHED_QUERIES,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> RetrievalService:
         """Serve an index directory, or several over one corpus (separated by commas) fused by reciprocal rank.
 
         Raises `CorpusError` when one is damaged or its encoder is another one.
         """
-        service = cls(*open_index(directories), cache_size)
+        service = cls(*open_index(directories), cache_size, cache_bytes)
         paths = [Path(name) for name in os.fspath(directories).split(",")]
         service._name = ",".join(path.name for path in paths)
         service._fingerprint = json.loads((paths[0] / NAME).read_bytes())["corpus_sha256"]
@@ -65,6 +95,7 @@ class RetrievalService:
         corpus: str | os.PathLike[str] | Sequence[Passage],
         encoder: Encoder | None = None,
         cache_size: int = CACHED_QUERIES,
+        cache_bytes: int = CACHE_BYTES,
     ) -> RetrievalService:
         """Index a small corpus (file or passages) in memory; by default with a hashing encoder fitted to it."""
         corpus = open_corpus(corpus) if isinstance(corpus, str | os.PathLike) else list(corpus)
@@ -72,7 +103,7 @@ class RetrievalService:
             raise CorpusError("the corpus holds no passages, expected at least one")
         encoder = encoder or HashingEncoder().fit(corpus)
         index = ScannIndex.from_vectors(encode_corpus(corpus, encoder))
-        service = cls(DenseRanker(index, encoder), corpus, cache_size)
+        service = cls(DenseRanker(index, encoder), corpus, cache_size, cache_bytes)
         if isinstance(corpus, MemoryMappedCorpus):
             service._name, service._fingerprint = corpus.path.name, sha256(corpus.path)
         return service
@@ -100,12 +131,12 @@ class RetrievalService:
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """Return at most `k` passages per query, best first, in the order of `queries`.
 
-        White space is collapsed first. A query that is empty, or has no word of the corpus, gives an empty list.
-        Raises `RetrievalError` when the search fails, `ValueError` when k < 1.
+        White space is collapsed first, half surrogates become question marks. A query that is empty, or has no word of
+        the corpus, gives an empty list. Raises `RetrievalError` when the search fails, `ValueError` when k < 1.
         """
         if k < 1:
             raise ValueError(f"k is {k}, expected at least 1")
-        cleaned = [" ".join(query.split()) for query in queries]
+        cleaned = [_clean(query) for query in queries]
         unique = list(dict.fromkeys(filter(None, cleaned)))
         answers = self._look_up(unique, k)
         misses = [query for query in unique if query not in answers]
@@ -117,30 +148,48 @@ class RetrievalService:
             self._counters.unique += len(unique)
             self._counters.hits += len(unique) - len(misses)
             self._counters.searches += bool(misses)
-        return [list(answers.get(query, ())) for query in cleaned]
+        return [self._passages(answers.get(query)) for query in cleaned]
 
-    def _search(self, queries: list[str], k: int) -> dict[str, tuple[Passage, ...]]:
+    def _passages(self, ranking: Ranking | None) -> list[Passage]:
+        if ranking is None:
+            return []
+        return [
+            replace(self._corpus[row], score=score) for row, score in zip(ranking.rows, ranking.scores, strict=True)
+        ]
+
+    def _search(self, queries: list[str], k: int) -> dict[str, Ranking]:
         ids, scores = self._ranker.rank(queries, k)
+        found = ids >= 0
         return {
-            query: tuple(
-                replace(self._corpus[row], score=round(score, 6))  # what float32 holds
-                for row, score in zip(rows, values, strict=True)
-                if row >= 0
+            query: Ranking(
+                query,
+                array("q", rows[kept].tolist()),
+                array("d", (round(score, 6) for score in values[kept].tolist())),  # what float32 holds
             )
-            for query, rows, values in zip(queries, ids.tolist(), scores.tolist(), strict=True)
+            for query, rows, values, kept in zip(queries, ids, scores, found, strict=True)
         }
 
-    def _look_up(self, queries: list[str], k: int) -> dict[str, tuple[Passage, ...]]:
+    def _look_up(self, queries: list[str], k: int) -> dict[str, Ranking]:
         with self._lock:
-            found = {query: self._cache[query, k] for query in queries if (query, k) in self._cache}
-            for query in found:
-                self._cache.move_to_end((query, k))
-        return found
+            return {query: self._cache[query, k] for query in queries if (query, k) in self._cache}
 
-    def _store(self, answers: dict[str, tuple[Passage, ...]], k: int) -> None:
+    def _store(self, answers: dict[str, Ranking], k: int) -> None:
+        if not self._cache_size:
+            return
         with self._lock:
-            for query, passages in answers.items():
-                self._cache[query, k] = passages
-                self._cache.move_to_end((query, k))
+            for query, ranking in answers.items():
+                if _bytes(ranking) <= self._cache.maxsize:  # the cache raises where one answer alone is too large
+                    self._cache[query, k] = ranking
             while len(self._cache) > self._cache_size:
-                self._cache.popitem(last=False)
+                self._cache.popitem()
+
+
+def _bytes(ranking: Ranking) -> int:
+    """What a cached answer takes, nearly."""
+    values = len(ranking.rows) * ranking.rows.itemsize + len(ranking.scores) * ranking.scores.itemsize
+    return ENTRY_BYTES + sys.getsizeof(ranking.query) + values
+
+
+def _clean(query: str) -> str:
+    """White space collapsed; what UTF-8 cannot say, and a tokenizer in Rust therefore refuses, replaced."""
+    return " ".join(query.split()).encode("utf-8", "replace").decode()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,7 +42,7 @@ class Server:
                 result: Any = {"result": [[{"document": DOCUMENT, "score": 0.5}] for _ in request["queries"]]}
                 if answers:
                     result = (answers.pop(0) if len(answers) > 1 else answers[0])(request) or result
-                body = json.dumps(result).encode()
+                body = result if isinstance(result, bytes) else json.dumps(result).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -53,7 +56,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.http.server_port}/retrieve"
 
     def __enter__(self) -> Server:
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,6 +117,48 @@ def test_an_answer_out_of_form_is_tried_again_and_then_an_error(answer):
         HttpRetriever([server.url], patience_s=0.3).search(["a"], 1)
 
 
+def answer_with(contents: Any = "Ada", score: Any = 0.5, id_: Any = "7") -> dict:
+    return {"result": [[{"document": {"id": id_, "contents": contents}, "score": score}]]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (answer_with(contents=None), "field contents is of type NoneType, expected str"),
+        (answer_with(contents=7), "field contents is of type int"),
+        (answer_with(score=10**400), "expected a finite number"),
+        (answer_with(score=float("inf")), "expected a finite number"),
+        (answer_with(score=float("nan")), "expected a finite number"),
+        (answer_with(score="0.5"), "field score is of type str"),
+        (answer_with(score=None), "field score is of type NoneType"),
+        (answer_with(score=True), "field score is of type bool"),
+        (answer_with(id_=None), "field id is of type NoneType"),
+        (answer_with(id_=[7]), "field id is of type list"),
+        ({"result": [[None]]}, "a result is of type NoneType"),
+        ({"result": [[{"document": "Ada", "score": 1.0}]]}, "field document is of type str"),
+        ({"result": [None]}, "a ranking is of type NoneType"),
+        ({"result": {"a": []}}, "field result is of type dict"),
+        ({"result": "a"}, "field result is of type str"),
+        ([[]], "the answer is of type list"),
+        (b"\xff", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"result": [[{"score": ' + b"9" * 5000 + b"}]]}", "not JSON"),
+    ],
+)
+def test_what_is_wrong_with_an_answer_is_named(answer, words):
+    """A server gone wrong ends the run in a traceback, or a NaN for a score mixes up the order of passages."""
+    with Server(answers=[lambda _: answer]) as server, pytest.raises(RetrievalError) as error:
+        HttpRetriever(server.url, patience_s=0).search(["a"], 1)
+    assert words in str(error.value) and "/retrieve form" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_half_surrogates_and_whole_numbers_are_taken():
+    """An answer that other clients of /retrieve read is refused."""
+    with Server(answers=[lambda _: answer_with('"A\ud83d"\nb', 2, 7)]) as server:
+        (passage,) = HttpRetriever(server.url, patience_s=0).search(["a"], 1)[0]
+    assert (passage.id, passage.title, passage.text, passage.score) == ("7", "A\ud83d", "b", 2.0)
+
+
 @pytest.mark.parametrize("status", [401, 404, 413, 422])
 def test_a_refusal_is_not_repeated(status):
     """A wrong token or address is asked again for five minutes before the user hears of it."""
@@ -140,6 +185,94 @@ def test_a_server_that_never_answers_is_given_up():
 
     with Server(answers=[sleep]) as server, pytest.raises(RetrievalError, match="Timeout"):
         HttpRetriever([server.url], timeout_s=0.2, patience_s=0.5).search(["a"], 1)
+
+
+class Dripping:
+    """A server that sends `head`, and then `drop` every few milliseconds for ever."""
+
+    def __init__(self, head: bytes, drop: bytes, pause_s: float = 0.02):
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/retrieve"
+        self._head, self._drop, self._pause_s, self._over = head, drop, pause_s, threading.Event()
+
+    def _drip(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.sendall(self._head)
+            while not self._over.wait(self._pause_s):
+                connection.sendall(self._drop)
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=self._drip, args=self._listener.accept()[:1], daemon=True).start()
+
+    def __enter__(self) -> Dripping:
+        threading.Thread(target=self._serve, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    "head", [b"", OK + b"X-Long: ", OK + b"Content-Length: 100000\r\n\r\n", OK + b"Connection: close\r\n\r\n"]
+)
+def test_the_time_out_counts_the_whole_answer(head):
+    """A time-out between two bytes never comes for a server that sends one now and then, and the run hangs."""
+    with Dripping(head, b"x") as server, pytest.raises(RetrievalError, match=r"Timeout: no whole answer in 0\.4 s"):
+        started = time.monotonic()
+        HttpRetriever(server.url, timeout_s=0.4, patience_s=0).search(["a"], 1)
+    assert 0.3 < time.monotonic() - started < 5
+
+
+def test_an_answer_without_end_does_not_fill_the_memory(monkeypatch):
+    """A server that sends for ever ends the run by its memory before it does by its time-out."""
+    monkeypatch.setattr("retrieval.wire.ANSWER_BYTES", 2**20)
+    with Dripping(OK + b"\r\n", b"x" * 2**18, 0.0) as server, pytest.raises(RetrievalError, match="more than 1048576"):
+        HttpRetriever(server.url, timeout_s=60, patience_s=0).search(["a"], 1)
+
+
+def test_replicas_share_the_load():
+    """The second server is bought and stands idle until the first one fails."""
+
+    def answer(request):
+        time.sleep(0.2)
+        return {"result": [[{"document": DOCUMENT | {"id": query}, "score": 1.0}] for query in request["queries"]]}
+
+    with Server(answers=[answer]) as one, Server(answers=[answer]) as two:
+        retriever = HttpRetriever([one.url, two.url])
+        queries = [str(n) for n in range(200)]
+        assert [ranking[0].id for ranking in retriever.search(queries, 1)] == queries
+        assert [len(r["queries"]) for r in one.requests] == [len(r["queries"]) for r in two.requests] == [100]
+        for query in queries[:6]:
+            retriever.search([query], 1)
+        assert len(one.requests) == len(two.requests) == 4
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda query: retriever.search([query], 1), queries[:8]))
+        assert len(one.requests) == len(two.requests) == 8
+
+
+def test_a_replica_that_hangs_is_left_alone():
+    """Every second batch waits out the time-out of a replica that takes requests and never answers."""
+    with Dripping(b"", b"", 60) as hanging, Server() as server:
+        retriever, started = HttpRetriever([hanging.url, server.url], timeout_s=0.5, patience_s=5), time.monotonic()
+        for n in range(20):
+            assert retriever.search([str(n)], 1)[0][0].id == "7"
+        assert time.monotonic() - started < 3 and len(server.requests) == 20
+
+
+def test_a_refusal_of_one_share_ends_the_search():
+    """One share is refused for good, and the search waits for minutes for another share's server."""
+    with Server(statuses=[401] * 9) as server:
+        started = time.monotonic()
+        with pytest.raises(RetrievalError, match="refused with status 401"):
+            HttpRetriever([server.url, gone()], patience_s=300).search([str(n) for n in range(100)], 1)
+        assert time.monotonic() - started < 5
 
 
 def test_the_next_replica_takes_over():

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,12 +23,13 @@ import urllib3
 import uvicorn
 from helpers import people
 
+from retrieval import client
 from retrieval.client import HttpRetriever, connect
 from retrieval.corpus import MemoryMappedCorpus, write_corpus
 from retrieval.directory import build_index
 from retrieval.hashing import HashingEncoder
 from retrieval.protocol import Passage, RetrievalError
-from retrieval.server import Limits, make_app
+from retrieval.server import Limits, listen, make_app
 from retrieval.service import RetrievalService
 
 PROGRAM = Path(__file__).resolve().parents[1] / "launch" / "serve_retriever.py"
@@ -38,12 +40,10 @@ class Running:
     """An application on a free port, in a thread of this process."""
 
     def __init__(self, app):
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(128)
+        listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]})
 
     def __enter__(self) -> Running:
@@ -54,6 +54,18 @@ class Running:
         self._server.should_exit = True
         self._thread.join()
 
+    @property
+    def connections(self) -> int:
+        return len(self._server.server_state.connections)
+
+    def raw(self, body: bytes, length: int | None = None, path: str = "/retrieve", headers: str = "") -> socket.socket:
+        """A connection on which `body` was sent, announced as `length` bytes."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        length = len(body) if length is None else length
+        head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Length: {length}\r\n{headers}\r\n"
+        connection.sendall(head.encode() + body)
+        return connection
+
     def post(self, body, path: str = "/retrieve", **headers) -> urllib3.BaseHTTPResponse:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return HTTP.request("POST", self.url + path, body=data, headers=headers)
@@ -63,13 +75,14 @@ class Watched:
     """A real service whose calls are recorded, slowed down or broken on demand."""
 
     def __init__(self, service: RetrievalService, seconds: float = 0.0):
-        self.service, self.seconds, self.calls, self.broken = service, seconds, [], False
+        self.service, self.seconds, self.calls = service, seconds, []
+        self.broken: BaseException | None = None
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         self.calls.append((list(queries), k))
         time.sleep(self.seconds)
-        if self.broken:
-            raise RetrievalError("the disk is\ngone")
+        if self.broken or any("poison" in query for query in queries):
+            raise self.broken or ValueError("poison found in /secret/place")
         return self.service.search(queries, k)
 
     def describe(self) -> dict:
@@ -135,6 +148,7 @@ def test_a_client_written_for_search_r1(running):
         ({"queries": ["a"], "return_scores": 1}, "return_scores"),
         ({"queries": ["a"] * 4097}, "at most 4096"),
         ({"queries": ["a" * 8193]}, "at most 8192"),
+        ({"queries": ["a"] * 4096, "topk": 17}, "69632 passages, accepted: at most 65536"),
     ],
 )
 def test_malformed_requests_are_refused(running, body, words):
@@ -201,15 +215,201 @@ def test_concurrent_requests_share_searches(service):
     assert "retriever_in_flight 0.0" in metrics
 
 
-def test_a_failed_search_is_told_and_survived(service):
-    """One failed search ends the server, or its clients get empty results."""
+class Panic(BaseException):
+    """What a library in Rust raises when it panics is no Exception either."""
+
+
+@pytest.mark.parametrize("error", [RetrievalError("the disk is\ngone"), MemoryError("/secret"), Panic("/secret")])
+def test_a_failed_search_is_told_and_survived(service, error):
+    """One failed search ends the server, its clients get empty results or its inside, or /health calls it healthy."""
     watched = Watched(service)
     with Running(make_app(watched)) as running:
-        watched.broken = True
+
+        def health() -> tuple[int, dict]:
+            answer = HTTP.request("GET", running.url + "/health")
+            return answer.status, answer.json()
+
+        watched.broken = error
         answer = running.post({"queries": ["Baro Quill"]})
-        assert answer.status == 503 and "the disk is gone" in answer.json()["detail"]
-        watched.broken = False
+        assert answer.status == 503
+        assert answer.json() == {"detail": "the search failed; the server's log says why"}
+        assert [health() for _ in range(2)] == [(503, {"status": "searches fail", "rows": 320})] * 2
+        watched.broken = None
+        assert health() == (200, {"status": "ok", "rows": 320})
         assert running.post({"queries": ["Baro Quill"]}).status == 200
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_one_poisoned_query_spoils_one_answer(service):
+    """Whoever shares a search with a query that cannot be searched gets its error."""
+    watched = Watched(service, seconds=0.1)
+    with Running(make_app(watched)) as running, ThreadPoolExecutor(9) as pool:
+        first = pool.submit(running.post, {"queries": ["Lena Wend"]})
+        wait_until(lambda: len(watched.calls) == 1)
+        queries = ["poison" if n == 3 else people()[n].title for n in range(8)]
+        answers = list(pool.map(lambda query: running.post({"queries": [query], "topk": 1}), queries))
+        assert first.result().status == 200
+        assert HTTP.request("GET", running.url + "/health").status == 200
+    assert [answer.status for answer in answers] == [200] * 3 + [503] + [200] * 4
+    assert [a.json()["result"][0][0]["id"] for a in answers if a.status == 200] == [
+        f"p{n}" for n in range(8) if n != 3
+    ]
+
+
+def test_nobody_searches_for_clients_that_have_gone(service):
+    """A client that gives up and asks again doubles the work of a server that is too slow already."""
+    watched = Watched(service, seconds=0.4)
+    with Running(make_app(watched)) as running:
+        for n in range(8):
+            running.raw(json.dumps({"queries": [f"Baro Quill {n}"]}).encode()).close()
+            wait_until(lambda: watched.calls)
+        assert running.post({"queries": ["Lena Wend"]}).status == 200
+        assert [query for queries, _ in watched.calls for query in queries] == ["Baro Quill 0", "Lena Wend"]
+        counted = HTTP.request("GET", running.url + "/metrics").data.decode()
+    assert 'retriever_requests_total{status="499"} 8.0' in counted and "retriever_in_flight 0.0" in counted
+
+
+@pytest.mark.parametrize(
+    ("path", "size", "status"), [("/retrieve", 10 * 2**20, 413), ("/retrieve", 2**20, 401), ("/nowhere", 2**23, 404)]
+)
+def test_a_refused_client_reads_why(service, path, size, status):
+    """Closing a connection on which a body still arrives resets it: the client sees no 413, and tries for minutes."""
+    with Running(make_app(service, token="s3cret" if status == 401 else None)) as running:
+        for _ in range(3):
+            connection = running.raw(b" " * size, path=path, headers="Connection: close\r\n")
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            assert answer.status == status and "detail" in json.loads(answer.read())
+            connection.close()
+
+
+def test_a_body_without_end_is_not_heard_out(service):
+    """A server that reads on to be polite reads for ever."""
+    with Running(make_app(service, Limits(body_bytes=1000, linger_bytes=2**20))) as running:
+        connection, sent = running.raw(b"", 2**40), 0
+        with pytest.raises(OSError):
+            while sent < 2**30:
+                sent += connection.send(b" " * 2**16)
+        connection.close()
+    with Running(make_app(service, Limits(body_bytes=1000, linger_s=0.3))) as running:
+        connection, started = running.raw(b" " * 2000, 2**40), time.monotonic()
+        with suppress(OSError):
+            while time.monotonic() - started < 10:  # slowly, so that no silence ends it
+                connection.send(b" ")
+                time.sleep(0.02)
+        assert time.monotonic() - started < 5
+        connection.close()
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(service):
+    """A client that is cut off in the middle of a body holds its place for ever."""
+    with Running(make_app(service, Limits(body_s=0.3, requests=1))) as running:
+        connection = running.raw(b'{"queries": ', 100)
+        wait_until(lambda: running.post({"queries": []}).status == 503)  # its place is taken
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 408 and json.loads(answer.read()) == {"detail": "the body did not arrive in 0.3 s"}
+        connection.close()
+        assert running.post({"queries": ["Baro Quill"]}).status == 200
+
+
+def test_more_than_fits_is_refused(service):
+    """Requests pile up until the server is killed for its memory."""
+    watched = Watched(service, seconds=0.5)
+    with Running(make_app(watched, Limits(requests=3, rows_at_once=100))) as running, ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(running.post, {"queries": ["Baro Quill"], "topk": 30}) for _ in range(3)]
+        wait_until(lambda: "retriever_in_flight 3.0" in HTTP.request("GET", running.url + "/metrics").data.decode())
+        answer = running.post({"queries": ["Lena Wend"]})
+        assert (
+            answer.status == 503 and answer.headers["Retry-After"] == "1" and "3 requests" in answer.json()["detail"]
+        )
+        assert [request.result().status for request in waiting] == [200] * 3
+        answer = running.post({"queries": ["Lena Wend", "Baro Quill"], "topk": 51})
+        assert answer.status == 503 and "100 passages" in answer.json()["detail"]
+        assert running.post({"queries": ["Lena Wend"], "topk": 51}).status == 200
+
+
+def test_a_client_that_reads_nothing_is_hung_up_on(monkeypatch):
+    """Answers to clients that do not take them fill the memory, and a stop waits for them."""
+    monkeypatch.setattr("retrieval.server.STALLED_S", 1)
+    long = RetrievalService.from_corpus([Passage(str(n), f"Baro {n}", "quill " * 5000) for n in range(20)])
+    with Running(make_app(long)) as running:
+        body = {"queries": [f"Baro {n} quill" for n in range(20)], "topk": 20}
+        connection = running.raw(json.dumps(body).encode())  # 12 MB come back
+        wait_until(lambda: 'status="200"' in HTTP.request("GET", running.url + "/metrics").data.decode())
+        wait_until(lambda: running.connections <= 1)  # the other one asks for /metrics
+        connection.close()
+
+
+def test_half_a_surrogate_pair(tmp_path):
+    """Half a pair in a passage, which JSON can say and UTF-8 cannot, turns the whole answer into a 500."""
+    passages = [Passage("odd", "Baro Quill", "Baro Quill wrote \ud83d once."), *people()[1:]]
+    service = RetrievalService.from_corpus(passages)
+    with Running(make_app(service)) as running:
+        answer = running.post(b'{"queries": ["Baro Quill \\ud800", "Lena Wend"], "topk": 1}')
+        assert answer.status == 200 and answer.json()["result"][0][0]["contents"].endswith("wrote \ud83d once.")
+        found = HttpRetriever(running.url + "/retrieve", patience_s=0).search(["Baro Quill", "Lena Wend"], 2)
+    assert found == service.search(["Baro Quill", "Lena Wend"], 2)
+
+
+def test_a_large_answer_comes_in_parts(service, monkeypatch):
+    """A client asks for more passages than the server gives at once, and its run ends with a refusal."""
+    assert client.ROWS_PER_REQUEST <= Limits().rows
+    monkeypatch.setattr(client, "ROWS_PER_REQUEST", 1000)
+    queries = [passage.title for passage in people()][:45]
+    watched = Watched(service)
+    with Running(make_app(watched, Limits(rows=1000))) as running:
+        found = HttpRetriever(running.url + "/retrieve", patience_s=0).search(queries, 50)
+    assert found == service.search(queries, 50) and [len(asked) for asked, _ in watched.calls] == [20, 20, 5]
+
+
+STUCK = """
+import os, time
+from retrieval.server import Limits, make_app, serve
+
+class Stuck:
+    def search(self, queries, k):
+        time.sleep(60)
+
+    def describe(self):
+        return {"corpus": None, "corpus_sha256": None, "rows": 1}
+
+print("whole stop:", serve(make_app(Stuck()), "0.0.0.0", 0, "{url}", stop_s=1), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_stop_has_an_end():
+    """One body that never ends, or one search, keeps the server from stopping until it is killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK],
+        cwd=PROGRAM.parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    port = urlsplit(process.stdout.readline()).port
+    ask = "POST /retrieve HTTP/1.1\r\nHost: test\r\nContent-Length: {}\r\n\r\n"
+    connections = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(2)]
+    body = '{"queries": ["a"]}'
+    connections[0].sendall((ask.format(len(body)) + body).encode())
+    connections[1].sendall((ask.format(1000) + body).encode())
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    started = time.monotonic()
+    said = [connection.makefile("rb").read().decode() for connection in connections]
+    output, errors = process.communicate(timeout=30)
+    assert time.monotonic() - started < 10 and process.returncode == 0 and output == "whole stop: False\n"
+    assert all("503" in text.split("\r\n")[0] and "stopping" in text for text in said), said
+    assert "--host=0.0.0.0 without --token_file" in errors and "Traceback" not in errors
+    for connection in connections:
+        connection.close()
 
 
 @pytest.fixture(scope="module")
@@ -269,8 +469,8 @@ def test_the_corpus_behind_an_address_has_a_name(directory, tmp_path):
             assert parts.describe() == {"corpus": None, "corpus_sha256": digests, "rows": 340}
             with pytest.raises(RetrievalError, match="different corpora"):
                 connect(f"{two.url}/retrieve,{three.url}/retrieve").describe()
-    with pytest.raises(RetrievalError, match="/info"):
-        connect(one.url + "/retrieve").describe()
+    with pytest.raises(RetrievalError, match="no answer in 0 s"):
+        connect(one.url + "/retrieve", patience_s=0).describe()
 
 
 def test_a_request_in_flight_is_finished(service):

@@ -2,9 +2,11 @@
 
 import json
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
+import tokenizers
 from helpers import people
 
 from retrieval.corpus import MemoryMappedCorpus
@@ -72,6 +74,38 @@ def test_cache_keeps_the_most_recently_used():
     for query in ("Baro Quill", "Lena Wend", "Baro Quill", "Zora Crane", "Baro Quill", "Lena Wend"):
         service.search([query], 3)
     assert service.counters["hits"] == 2 and service.counters["searches"] == 4
+
+
+def test_the_cache_is_bounded_in_bytes():
+    """Answers to long queries, counted by number only, take gigabytes in a run of days."""
+    service = RetrievalService.from_corpus(people(), cache_bytes=2**20)
+    service.search(["Baro Quill"], 3)
+    tracemalloc.start()
+    for n in range(5):
+        service.search([f"Baro Quill {n} {m} {'x' * 8000}" for m in range(50)], 100)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 2**19 < taken < 1.3 * 2**20
+    assert service.search(["Baro Quill " + "x" * 2**21], 1)[0][0].id == "p0"  # larger than the whole cache
+
+
+class RustTokens:
+    """A ranker that reads queries with a tokenizer in Rust, as sentence encoders do."""
+
+    rows = 320
+
+    def __init__(self):
+        self._tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+
+    def rank(self, queries, k):
+        found = [len(encoding.ids) for encoding in self._tokenizer.encode_batch(list(queries))]
+        return np.tile(np.arange(k), (len(found), 1)), np.zeros((len(found), k), np.float32)
+
+
+def test_half_surrogates_reach_no_tokenizer():
+    """Half a surrogate pair, which a model writes and JSON carries, is refused by tokenizers: the search fails."""
+    service = RetrievalService(RustTokens(), people())
+    assert [len(row) for row in service.search(["\ud800 Baro", "Baro \udfff Quill"], 2)] == [2, 2]
 
 
 def test_queries_of_any_kind():
