@@ -8,6 +8,7 @@ from setuptools import find_packages, setup
 EXTRAS = {
     "cuda": ["jax[cuda13]"],
     "tpu": ["jax[tpu]"],
+    "gcs": ["gcsfs>=2025.2"],  # run directories, evaluations, exports and questions at gs://
     # The peer in `launch/bench.py retrieval`; the library itself needs none of it.
     "bench": ["faiss-cpu>=1.9"],
     "test": [
@@ -17,6 +18,8 @@ EXTRAS = {
         "hypothesis>=6",
         "ruff>=0.8",
         "import-linter>=2",
+        "gcsfs>=2025.2",
+        "gcp-storage-emulator>=2026",
         "faiss-cpu>=1.9",  # writes the flat index that build_index reads
         "jax[tpu]",  # libtpu: compiles for TPU topologies on any machine
         # The reference in the parity tests, which skip without it. Elsewhere than on 3.11 it may come with
@@ -48,6 +51,7 @@ setup(
         "safetensors>=0.6",  # bfloat16 as NumPy arrays
         "ml-dtypes>=0.5",
         "jinja2>=3.1",
+        "etils[epath]>=1.9",
         "tensorflow-datasets>=4.9.9",
         "importlib-resources>=6",  # tensorflow-datasets imports it and does not ask for it
         "scann>=1.4.2",

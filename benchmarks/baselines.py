@@ -24,7 +24,8 @@ from psearch_jax.eval.benchmarks import CLOSED_WORLD, FOUR_ENTITIES
 from psearch_jax.eval.evaluate import read_scores
 from psearch_jax.eval.scores import Score, by_kind, em_interval, finished_by_turn, paired, splitting, summarise
 from psearch_jax.eval.tables import share, splitting_table, table
-from psearch_jax.metrics import mean, write_whole
+from psearch_jax.metrics import mean
+from psearch_jax.paths import write_whole
 from psearch_jax.types import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent

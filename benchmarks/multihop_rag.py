@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from psearch_jax.data.closed_world import ClosedWorld
-from psearch_jax.metrics import write_whole
+from psearch_jax.paths import write_whole
 
 TYPES = {"parallel": "comparison_query", "sequential": "inference_query"}  # the two of the paper's subsets
 

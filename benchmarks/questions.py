@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from psearch_jax.metrics import write_whole
+from psearch_jax.paths import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 PREPARE = """

@@ -27,9 +27,9 @@ import ml_dtypes
 import numpy as np
 
 from psearch_jax.config import PRESETS, MeshSection, Qwen2Config
-from psearch_jax.metrics import write_whole
 from psearch_jax.models import hf
 from psearch_jax.models.tensors import TensorReader, write_files
+from psearch_jax.paths import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPE = np.dtype(ml_dtypes.bfloat16)

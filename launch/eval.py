@@ -17,7 +17,6 @@ import json
 import logging
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from ml_collections import config_flags
 
 from psearch_jax import launching, processes
 from psearch_jax.config import Config, MeshSection, from_mapping, with_method
+from psearch_jax.paths import absolute, locate, write_whole
 from psearch_jax.types import Question, UserError
 
 log = logging.getLogger("psearch_jax")
@@ -76,13 +76,13 @@ def base_config(model: str) -> Config:
     """The config that the flags start from: --config, else that of the run a checkpoint belongs to, else defaults."""
     if CONFIG.value is not None:
         return from_mapping(CONFIG.value.to_dict())
-    path = Path(model)
+    path = locate(model)
     in_hf_format = (path / "config.json").is_file() and not (path / "checkpoints").is_dir()
     if not path.is_dir() or in_hf_format:
         return Config()
     from psearch_jax.train.checkpoint import find_checkpoint
 
-    file = find_checkpoint(path).resolve().parents[1] / "config.json"
+    file = absolute(find_checkpoint(path)).parents[1] / "config.json"
     if not file.is_file():
         return Config()
     try:
@@ -128,9 +128,9 @@ def with_passages(config: Config, closed_world: list[bool]) -> Config:
 
 def leaks(benchmarks: dict[str, list[Question]], trained_on: str) -> dict[str, list[str]]:
     """The ids of benchmark questions that were trained on; empty when it is not known what was."""
-    from psearch_jax.data.prepared import open_questions, overlap
+    from psearch_jax.data.prepared import are_there, open_questions, overlap
 
-    if not TRAINING.value and (not trained_on or trained_on == "closed_world" or not Path(trained_on).exists()):
+    if not TRAINING.value and (not trained_on or trained_on == "closed_world" or not are_there(trained_on)):
         return {}
     training = open_questions(TRAINING.value or trained_on)
     found = overlap([q for questions in benchmarks.values() for q in questions], training)
@@ -166,7 +166,6 @@ def main(_: list[str]) -> None:
     from psearch_jax.eval import tables
     from psearch_jax.eval.evaluate import FILLS, Evaluation, evaluate, weights_digest
     from psearch_jax.eval.scores import figures
-    from psearch_jax.metrics import write_whole
     from psearch_jax.train.trainer import EVAL_STEP
 
     parts = build.from_path(config, MODEL.value)
@@ -236,7 +235,7 @@ def main(_: list[str]) -> None:
             notes.append(f"LEAK: {len(ids)} of the {len(questions[name])} questions of {name} were trained on.")
     if skipped:
         notes.append(f"{len(skipped)} bad rows were left out, see skipped.txt; the first: {skipped[0]}")
-        write_whole(Path(OUT.value) / "skipped.txt", "".join(f"{line}\n" for line in skipped))
+        write_whole(locate(OUT.value) / "skipped.txt", "".join(f"{line}\n" for line in skipped))
     text = "\n\n".join([text, *notes]) + "\n"
     evaluation.finish({"model": MODEL.value, "passages": passages, "benchmarks": results, "leaked": leaked}, text)
     print(text, end="")

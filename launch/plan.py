@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 
 from absl import flags
 from ml_collections import config_flags
@@ -35,7 +34,7 @@ def main(_: list[str]) -> None:
     from psearch_jax import plan as planning
     from psearch_jax.config import from_mapping
     from psearch_jax.eval.tables import table
-    from psearch_jax.metrics import write_whole
+    from psearch_jax.paths import write_whole
 
     config = from_mapping(CONFIG.value.to_dict())
     target = (planning.cuda_target if PLATFORM.value == "cuda" else planning.tpu_target)(TOPOLOGY.value)
@@ -77,7 +76,7 @@ def main(_: list[str]) -> None:
         largest = ", ".join(f"{name}={value}" for name, value in record["largest"].items())
         print(f"largest that fit, each with the others as they are: {largest}")
     if JSON.value:
-        write_whole(Path(JSON.value), json.dumps(record, indent=2) + "\n")
+        write_whole(JSON.value, json.dumps(record, indent=2) + "\n")
     if not plan.fits:
         raise UserError("does not fit: " + "; ".join(planning.advice(plan, config)))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from absl import flags
 
 from psearch_jax import launching
-from psearch_jax.metrics import write_whole
+from psearch_jax.paths import write_whole
 from psearch_jax.types import KINDS, UserError
 
 SOURCE = flags.DEFINE_multi_string("source", None, "NAME:FILE or NAME:tfds:BUILDER:SPLIT; repeatable.")

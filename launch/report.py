@@ -10,18 +10,19 @@ intervals, p by a permutation test, and ratios.
 from pathlib import Path
 
 from psearch_jax import launching
+from psearch_jax.paths import locate
 from psearch_jax.types import UserError
 
 
 def main(argv: list[str]) -> None:
     if len(argv) < 2:
         raise UserError("no directory found, accepted: one or more of launch/train.py, or of launch/eval.py")
-    if all((Path(d) / "results.json").is_file() for d in argv[1:]):
+    if all((locate(d) / "results.json").is_file() for d in argv[1:]):
         from psearch_jax.eval.evaluate import read_scores
         from psearch_jax.eval.tables import paired_table
 
         if len(argv) == 2:
-            print((Path(argv[1]) / "results.md").read_text(encoding="utf-8"), end="")
+            print((locate(argv[1]) / "results.md").read_text(encoding="utf-8"), end="")
         for other in argv[2:]:
             pair = [
                 (d if Path(argv[1]).name == Path(other).name else Path(d).name, read_scores(d))

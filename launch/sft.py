@@ -6,7 +6,6 @@ DIR/policy is the result, in Hugging Face format; DIR/config.json holds the sett
 import dataclasses
 import json
 import tempfile
-from pathlib import Path
 
 from absl import flags
 from ml_collections import config_flags
@@ -23,19 +22,20 @@ def main(_: list[str]) -> None:
     from psearch_jax.data.closed_world import ClosedWorld, train_tokenizer
     from psearch_jax.metrics import MetricsWriter
     from psearch_jax.models.hf import save_hf
+    from psearch_jax.paths import locate, make_writable, write_whole
     from psearch_jax.text.tokenizer import Tokenizer
     from psearch_jax.train import sft
     from psearch_jax.types import UserError
     from retrieval.service import RetrievalService
 
     config = from_mapping(CONFIG.value.to_dict(), sft.SFTConfig)
-    workdir = Path(WORKDIR.value)
+    workdir = locate(WORKDIR.value)
     policy = workdir / "policy"
     if policy.exists():
         raise UserError(f"{policy}: exists already, accepted: a --workdir without a policy")
     launching.configure_jax()
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n", encoding="utf-8")
+    make_writable(workdir)
+    write_whole(workdir / "config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     metrics = MetricsWriter(workdir)
 
     def log(step: int, values: dict[str, float]) -> None:

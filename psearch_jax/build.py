@@ -16,11 +16,12 @@ from jax.sharding import Mesh
 from psearch_jax.config import PRESETS, Config, Qwen2Config, validate, with_method
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.data.loader import QuestionLoader
-from psearch_jax.data.prepared import open_questions
+from psearch_jax.data.prepared import are_there, open_questions
 from psearch_jax.eval.benchmarks import CLOSED_WORLD, closed_world_benchmark
 from psearch_jax.launching import CACHE_HOME, read_token
 from psearch_jax.models import hf, lora, qwen2
 from psearch_jax.models.attention import implementation_for
+from psearch_jax.paths import is_remote, locate, on_disk
 from psearch_jax.rl.compat import compat_reward
 from psearch_jax.rl.rewards import RewardWeights, paper_reward
 from psearch_jax.rollout.boundary import BoundaryTables, cached_tables
@@ -69,7 +70,7 @@ def missing_inputs(config: Config, training: bool = True) -> list[str]:
     """What the config needs and does not name, one line each with the command that makes it."""
     lines = []
     path = config.model.path
-    if path and path != "toy" and not Path(path).is_dir() and not hf.reachable(path):
+    if path and path != "toy" and not is_remote(path) and not Path(path).is_dir() and not hf.reachable(path):
         lines.append(
             f"config.model.path={path}: neither a directory nor a hub id that can be reached; make it with "
             f"`hf download {path} --local-dir=DIR` and give --config.model.path=DIR"
@@ -91,18 +92,29 @@ def missing_inputs(config: Config, training: bool = True) -> list[str]:
             "--corpus=FILE.jsonl --encoder=hashing --out=DIR`"
         )
     named = (
+        ("model.path", path),
         ("data.source", config.data.source if training and not closed_world else ""),
-        ("retrieval.index", config.retrieval.index),
+        *(("retrieval.index", directory) for directory in config.retrieval.index.split(",")),
         ("retrieval.corpus", config.retrieval.corpus),
         ("model.tokenizer", config.model.tokenizer),
     )
     for name, path in named:
-        if not path or Path(path).exists():
+        if not path:
             continue
-        if name != "model.tokenizer":
+        if name == "data.source":
+            if not are_there(path):
+                lines.append(f"config.{name}={path}: not found")
+            continue
+        try:
+            there = on_disk(path, f"config.{name}").exists()
+        except UserError as error:
+            lines.append(str(error))
+            continue
+        if name == "model.tokenizer":
+            if not there and not hf.reachable(path, "tokenizer_config.json"):
+                lines.append(f"config.{name}={path}: neither a directory nor a hub id that can be reached")
+        elif name != "model.path" and not there:
             lines.append(f"config.{name}={path}: not found")
-        elif not hf.reachable(path, "tokenizer_config.json"):
-            lines.append(f"config.{name}={path}: neither a directory nor a hub id that can be reached")
     return lines
 
 
@@ -241,9 +253,10 @@ def make_learner(
 
 def from_path(config: Config, path: str) -> Engine:
     """An engine around an HF directory, a hub id, `toy`, or a checkpoint (a run directory or one step of it)."""
-    if path == "toy" or (Path(path) / "config.json").is_file() and not (Path(path) / "checkpoints").is_dir():
+    place = locate(path)
+    if path == "toy" or (place / "config.json").is_file() and not (place / "checkpoints").is_dir():
         return engine(replace(config, model=replace(config.model, path=path)))
-    if not Path(path).is_dir():
+    if not place.is_dir():
         return engine(replace(config, model=replace(config.model, path=path)))
     mesh = make_mesh(config.mesh)
     model, params, loop = checkpoint.load_params(path, lambda abstract: param_shardings(abstract, STORAGE, mesh))

@@ -15,6 +15,7 @@ import jax
 from absl import app, flags
 
 from psearch_jax import processes
+from psearch_jax.paths import STORE, of_store
 from psearch_jax.types import ITEM, UserError
 from retrieval.protocol import CorpusError, RetrievalError
 
@@ -42,6 +43,10 @@ def run(main: Callable[[list[str]], None], positional: bool = False) -> None:
             return _refuse(str(error))
         except (FileExistsError, NotADirectoryError, PermissionError) as error:  # of a directory the user named
             return _refuse(str(error))
+        except Exception as error:
+            if not of_store(error):
+                raise
+            return _refuse(f"{STORE}: cannot be reached, read or written ({' '.join(str(error).split())[:300]})")
         return 0
 
     def ended(argv: list[str]) -> int:

@@ -1,9 +1,15 @@
-"""Ratios that add up, and the writer of metrics.jsonl and TensorBoard events (process 0 only)."""
+"""Ratios that add up, and the writer of metrics.jsonl and TensorBoard events (process 0 only).
+
+On an object store nothing can be appended to: there both are written to a disk of this machine and put on the store as
+whole files, at most every `PUT_S` seconds and before every checkpoint: no row is lost behind which a run resumes.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +18,10 @@ from typing import Any
 import jax
 
 from psearch_jax import processes
+from psearch_jax.paths import is_remote, locate, write_whole
+
+PUT_S = 30.0
+_ROWS = "metrics.jsonl"
 
 
 @jax.tree_util.register_dataclass
@@ -46,29 +56,50 @@ class MetricsWriter:
 
     def __init__(self, directory: str | Path, active: bool | None = None):
         self._active = processes.first() if active is None else active
-        self._path = Path(directory) / "metrics.jsonl"
+        self._target = locate(directory)
+        self._here, self._spool, self._put = self._target, None, -math.inf
         self._board = None
         if self._active:
             from tensorboardX import SummaryWriter
 
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._board = SummaryWriter(str(self._path.parent / "tensorboard"))
+            if is_remote(self._target):
+                self._spool = tempfile.TemporaryDirectory(prefix="metrics-")
+                self._here = Path(self._spool.name)
+                earlier = self._target / _ROWS
+                if earlier.exists():
+                    (self._here / _ROWS).write_bytes(earlier.read_bytes())
+            self._here.mkdir(parents=True, exist_ok=True)
+            self._board = SummaryWriter(str(self._here / "tensorboard"))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One line for `step`; a value that is not finite is written as null (JSON has no NaN)."""
         if not self._active:
             return
         row = {"step": step, **{k: _json_number(v) for k, v in values.items()}}
-        with self._path.open("a", encoding="utf-8") as file:
+        with (self._here / _ROWS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         for key, value in row.items():
             if key != "step" and isinstance(value, (int, float)):
                 self._board.add_scalar(key, value, step)
         self._board.flush()
+        if time.monotonic() - self._put >= PUT_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Puts everything written so far on the object store that the directory is on; on a disk it is there."""
+        if self._spool is None:
+            return
+        for file in sorted(self._here.rglob("*")):
+            if file.is_file():
+                write_whole(self._target / file.relative_to(self._here).as_posix(), file.read_bytes())
+        self._put = time.monotonic()
 
     def close(self) -> None:
         if self._board is not None:
             self._board.close()
+        if self._spool is not None:
+            self.flush()
+            self._spool.cleanup()
 
 
 def _json_number(value: Any) -> float | int | None:
@@ -91,10 +122,3 @@ def cut_jsonl(path: Path, before_step: int) -> None:
         if row["step"] < before_step:
             kept.append(line)
     write_whole(path, "".join(f"{line}\n" for line in kept))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes beside and renames: a file that is there is whole."""
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)

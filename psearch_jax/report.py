@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from psearch_jax.paths import locate
 from psearch_jax.types import KINDS, UserError
 
 COLUMNS = (
@@ -25,7 +26,7 @@ def read_summary(workdir: str | Path) -> dict[str, Any]:
     Raises:
       UserError: the run has none.
     """
-    path = Path(workdir) / "summary.json"
+    path = locate(workdir) / "summary.json"
     if not path.is_file():
         raise UserError(f"{path}: not found; the run has not finished")
     return json.loads(path.read_text(encoding="utf-8"))

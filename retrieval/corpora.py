@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from retrieval.corpus import MemoryMappedCorpus, make_from, write_corpus
-from retrieval.protocol import CorpusError, Passage
+from retrieval.protocol import CorpusError, Passage, on_disk
 
 PASSAGE_WORDS = 100  # the length of wiki-18's passages
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+")
@@ -27,7 +27,7 @@ def open_corpus(path: str | os.PathLike[str]) -> MemoryMappedCorpus:
     Raises:
       CorpusError: the file with the line or the element, and the field, that is not as it should be.
     """
-    path = Path(path)
+    path = on_disk(path)
     if not path.is_file():
         raise CorpusError(f"{path}: no such corpus file")
     if not _is_array(path):

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from retrieval.protocol import CorpusError, Passage
+from retrieval.protocol import CorpusError, Passage, on_disk
 
 # Smaller files are read again at every start: a second or so, and nothing is written beside the user's data.
 CACHE_OFFSETS_ABOVE_BYTES = 64 * 2**20
@@ -33,7 +33,7 @@ class MemoryMappedCorpus(Sequence[Passage]):
 
     def __init__(self, path: str | os.PathLike[str], offsets: np.ndarray | None = None):
         """Open `path`; `offsets` [N] int64 (the byte where each row starts) skips the first pass over the file."""
-        self.path = _plain_file(Path(path))
+        self.path = _plain_file(on_disk(path))
         self.offsets = _offsets(self.path) if offsets is None else offsets
         with open(self.path, "rb") as file:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -87,7 +87,7 @@ class ConcatenatedCorpus(Sequence[Passage]):
 
 def write_corpus(path: str | os.PathLike[str], passages: Iterable[Passage]) -> None:
     """Write passages as a jsonl corpus that `MemoryMappedCorpus` reads back unchanged (scores are not kept)."""
-    path = Path(path)
+    path = on_disk(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _beside(path)
     try:

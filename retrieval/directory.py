@@ -44,7 +44,7 @@ from retrieval.index import (
     tune,
 )
 from retrieval.manifest import copy_or_link, load_array, read_manifest, sha256, write_manifest
-from retrieval.protocol import CorpusError, Encoder, Passage, Ranker
+from retrieval.protocol import CorpusError, Encoder, Passage, Ranker, on_disk
 
 log = logging.getLogger("retrieval")
 ENCODE_ROWS = 4096
@@ -85,7 +85,7 @@ def build_index(
       CorpusError: the directory is in the way, being built by another process or cannot be written, an encoding is
         not finite, or `vectors` are not those of the corpus and the encoder.
     """
-    directory = Path(directory).absolute()
+    directory = on_disk(directory).absolute()
     _refuse_occupied(directory, corpus.path, overwrite)
     if not 1 <= options.shards <= len(corpus):
         raise CorpusError(f"shards is {options.shards}, accepted: 1 to {len(corpus)}, the passages of the corpus")
@@ -117,7 +117,7 @@ def open_index(directories: str | os.PathLike[str]) -> tuple[Ranker, Sequence[Pa
     Raises:
       CorpusError: a file is missing, damaged or of another index, or the directories hold different corpora.
     """
-    opened = [_open(Path(name)) for name in os.fspath(directories).split(",")]
+    opened = [_open(on_disk(name)) for name in os.fspath(directories).split(",")]
     manifest, ranker, corpus = opened[0]
     if len(opened) == 1:
         return ranker, corpus

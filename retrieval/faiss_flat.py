@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import struct
-from pathlib import Path
 
 import numpy as np
 
-from retrieval.protocol import CorpusError
+from retrieval.protocol import CorpusError, on_disk
 
 HEADER = struct.Struct("<4sIqqqBiQ")
 KINDS = {b"IxFI": 0, b"IxF2": 1}  # letters -> FAISS's number of the metric
@@ -23,7 +22,7 @@ def read_flat(path: str | os.PathLike[str]) -> np.ndarray:
 
     Raises `CorpusError` when the file is no flat index of inner products, or is cut short.
     """
-    path = Path(path)
+    path = on_disk(path)
     if not path.is_file():
         raise CorpusError(f"{path}: no such FAISS index")
     with open(path, "rb") as file:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,27 @@ class RetrievalError(RuntimeError):
 
 class CorpusError(ValueError):
     """A corpus or an index is missing, damaged or does not match; one line that names the file and the field."""
+
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def is_remote(location: str | os.PathLike[str]) -> bool:
+    """Whether a location is an address such as gs://BUCKET/DIR, and no path of this machine.
+
+    pathlib writes `gs:/` for `gs://`: that is taken for an address as well, never for a directory called `gs:`.
+    """
+    return _ADDRESS.match(os.fspath(location)) is not None
+
+
+def on_disk(location: str | os.PathLike[str]) -> Path:
+    """The path of what has to lie on a disk, since it is memory-mapped. Raises `CorpusError` for an address."""
+    if is_remote(location):
+        raise CorpusError(
+            f"{location}: is no path of this machine, accepted: a copy on a disk, whose files can be memory-mapped "
+            f"(`gcloud storage cp -r {location} DIR`)"
+        )
+    return Path(location)
 
 
 @dataclass(frozen=True)

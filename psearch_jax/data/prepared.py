@@ -20,6 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from psearch_jax.data.sources import Seen, collect_questions, from_json, iter_questions, read_questions
+from psearch_jax.paths import locate, on_disk
 from psearch_jax.text.answers import normalise
 from psearch_jax.types import Question, UserError
 
@@ -36,7 +37,7 @@ class PreparedQuestions(Sequence[Question]):
         """Raises `UserError` when `directory` is none, or when its dataset cannot be read."""
         import tensorflow_datasets as tfds  # no TensorFlow behind it, but seconds to import
 
-        versions = sorted((Path(directory) / _DATASET).glob("[0-9]*.[0-9]*.[0-9]*"))
+        versions = sorted((on_disk(directory, "questions") / _DATASET).glob("[0-9]*.[0-9]*.[0-9]*"))
         if not versions:
             raise UserError(f"{directory}: holds no {_DATASET}, accepted: a directory of launch/prepare_data.py")
         try:
@@ -80,7 +81,7 @@ def prepare(
 
     from psearch_jax.data.psearch_qa import PsearchQa
 
-    out = Path(out)
+    out = on_disk(out, "--out")
     folder = out / _DATASET
     if list(folder.glob("[0-9]*")):
         raise UserError(f"--out={out}: already holds a prepared dataset, accepted: a new directory")
@@ -130,9 +131,14 @@ def open_questions(
     """
     if str(location).startswith(TFDS_PREFIX):
         return list(_iter(str(location), source, skipped, {}))
-    if Path(location).is_dir():
+    if locate(location).is_dir():
         return PreparedQuestions(location)
     return read_questions(location, source, skipped)
+
+
+def are_there(location: str) -> bool:
+    """Whether there are questions at a location; of a set of TFDS that is known when it is opened."""
+    return location.startswith(TFDS_PREFIX) or locate(location).exists()
 
 
 def overlap(questions: Iterable[Question], training: Iterable[Question]) -> list[Question]:

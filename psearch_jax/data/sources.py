@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from psearch_jax.data.kinds import KIND_OF_LABEL, MUSIQUE_GRAPHS, UNLABELLED, musique_graph
+from psearch_jax.paths import locate
 from psearch_jax.types import Kind, Question, UserError
 
 # Where a prompt made by Search-R1's scripts puts the question.
@@ -60,7 +61,7 @@ def iter_questions(
       UserError: one line with the file, the line and the field: a file that is missing or unreadable, a row without
         question or answers, an unknown label, an id that came before.
     """
-    path = Path(path)
+    path = locate(path)
     if not path.is_file():
         raise UserError(f"{path}: no such file, accepted: {_ACCEPTED}")
     rows: Iterator[tuple[str, Any]]
@@ -148,13 +149,14 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except ImportError:
         raise UserError(f"{path}: reading parquet needs pyarrow (pip install pyarrow)") from None
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-        columns = [name for name in _PARQUET_COLUMNS if name in file.schema_arrow.names]
-        number = 0
-        for batch in file.iter_batches(1024, columns=columns):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}:{number}", row
+        with path.open("rb") as opened:
+            file = pyarrow.parquet.ParquetFile(opened)
+            columns = [name for name in _PARQUET_COLUMNS if name in file.schema_arrow.names]
+            number = 0
+            for batch in file.iter_batches(1024, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}:{number}", row
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +21,7 @@ from flax import nnx
 from psearch_jax import processes
 from psearch_jax.eval.benchmarks import file_name
 from psearch_jax.eval.scores import DIGITS, Score, from_row, score, to_row
-from psearch_jax.metrics import write_whole
+from psearch_jax.paths import locate, remove_tree, write_whole
 from psearch_jax.rollout.collect import Collector, Progress
 from psearch_jax.types import Question, RewardParts, Trajectory, Turn, UserError
 
@@ -73,7 +72,7 @@ class Evaluation:
         Raises:
           UserError: `out` holds an evaluation with other settings.
         """
-        self.out = Path(out)
+        self.out = locate(out)
         self._tasks = [(name, question) for name, questions in benchmarks.items() for question in questions]
         self.benchmarks = tuple(benchmarks)
         digests = {name: _digest(questions) for name, questions in benchmarks.items()}
@@ -126,7 +125,7 @@ class Evaluation:
         record = {"settings": self.settings, **results}
         write_whole(self.out / "results.md", table)
         write_whole(self.out / "results.json", json.dumps(record, indent=2) + "\n")
-        shutil.rmtree(self.out / _PARTS, ignore_errors=True)
+        remove_tree(self.out / _PARTS)
 
     def _merge(self, files: Sequence[Path]) -> dict[str, list[Score]]:
         """One file per benchmark out of the parts, whose rows are in the benchmarks' order."""
@@ -151,12 +150,13 @@ def read_scores(out: str | Path) -> dict[str, list[Score]]:
     Raises:
       UserError: there is none, or a row cannot be read.
     """
-    file = Path(out) / "results.json"
+    out = locate(out)
+    file = out / "results.json"
     if not file.is_file():
         raise UserError(f"{file}: not found, accepted: the --out of a finished launch/eval.py")
     try:
         names = list(json.loads(file.read_text(encoding="utf-8"))["benchmarks"])
-        return {name: [from_row(row) for row in _rows(Path(out) / f"{file_name(name)}.jsonl")] for name in names}
+        return {name: [from_row(row) for row in _rows(out / f"{file_name(name)}.jsonl")] for name in names}
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{out}: cannot be read as an evaluation ({type(error).__name__}: {error})") from None
 

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from psearch_jax.config import Qwen2Config
 from psearch_jax.models import qwen2
 from psearch_jax.models.tensors import Tensor, TensorReader, read_json, write_files
+from psearch_jax.paths import is_remote, locate, remove_tree
 from psearch_jax.types import UserError
 
 # (path in our parameters, HF name, HF axes, our axes). A dot in the HF axes separates array dimensions; letters that
@@ -230,13 +230,14 @@ def save_hf(
 ) -> None:
     """Writes a directory that transformers loads: weights, config, generation config and the tokenizer's files.
 
-    Written beside and renamed, so that `out` is whole or absent. The host holds one layer's tensor at a time.
+    On a disk written beside and renamed, so that `out` is whole or absent; on an object store config.json, without
+    which it is no model, comes last. The host holds one layer's tensor at a time.
 
     Raises:
       UserError: `out` exists, there is no tokenizer in `tokenizer_directory`, or the parameters are not those of
         `config`.
     """
-    out, tokenizer_directory = Path(out), Path(tokenizer_directory)
+    out, tokenizer_directory = locate(out), Path(tokenizer_directory)
     if not any((tokenizer_directory / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         raise UserError(
             f"{tokenizer_directory}: no tokenizer.json or vocab.json found, accepted: a tokenizer directory"
@@ -244,18 +245,21 @@ def save_hf(
     if out.exists():
         raise UserError(f"{out}: exists already, accepted: a directory that is not there yet")
     tensors = list(_exported(params, config))  # parameters of another shape are refused here
-    out.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    beside = out
+    if not is_remote(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         write_files(beside, tensors, dtype, shard_bytes)
         for name in _TOKENIZER_FILES:
             if (tokenizer_directory / name).is_file():
-                shutil.copy(tokenizer_directory / name, beside / name)
+                (beside / name).write_bytes((tokenizer_directory / name).read_bytes())
         write_config(beside, config, dtype)
-        beside.chmod(0o755)
-        os.replace(beside, out)
+        if beside != out:
+            beside.chmod(0o755)
+            os.replace(beside, out)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        remove_tree(beside)
         raise
 
 
@@ -271,10 +275,10 @@ _TOKENIZER_FILES = (
 
 
 def write_config(directory: Path, config: Qwen2Config, dtype: Any) -> None:
-    """Writes config.json and generation_config.json."""
-    _write_json(directory / "config.json", _hf_config(config, np.dtype(dtype).name))
+    """Writes generation_config.json and config.json."""
     eos = list(config.eos_ids)
     _write_json(directory / "generation_config.json", {"do_sample": True} | ({"eos_token_id": eos} if eos else {}))
+    _write_json(directory / "config.json", _hf_config(config, np.dtype(dtype).name))
 
 
 def _hf_config(config: Qwen2Config, dtype: str) -> dict[str, Any]:

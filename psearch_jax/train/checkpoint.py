@@ -31,6 +31,7 @@ from flax import nnx
 from psearch_jax import processes
 from psearch_jax.config import Lora, ModelSection, Qwen2Config
 from psearch_jax.models import hf, lora, qwen2
+from psearch_jax.paths import absolute, is_remote, locate
 from psearch_jax.sharding import placed
 from psearch_jax.train.state import TrainState
 from psearch_jax.types import UserError
@@ -52,7 +53,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, keep_period=keep_every or None, create=True, cleanup_tmp_directories=True
         )
-        self._directory = Path(directory).resolve()
+        self._directory = absolute(directory)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def save(self, step: int, state: TrainState, loop: Mapping[str, Any]) -> None:
@@ -136,6 +137,8 @@ class Checkpoints:
 
 
 def _check_room(directory: Path, size: int) -> None:
+    if is_remote(directory):  # an object store has no end
+        return
     free = shutil.disk_usage(directory).free
     if free < size:
         raise OSError(errno.ENOSPC, f"it takes {size / 1e6:.1f} MB, {free / 1e6:.1f} MB are free")
@@ -186,9 +189,9 @@ def find_checkpoints(path: str | Path) -> list[Path]:
     Raises:
       UserError: there is none.
     """
-    path = Path(path)
+    path = locate(path)
     for parent in (path / "checkpoints", path):
-        steps = [p for p in parent.glob("*") if p.name.isdigit() and (p / "loop").is_dir()] if parent.is_dir() else []
+        steps = [p for p in parent.glob("*") if p.name.isdigit() and _is_whole(p)] if parent.is_dir() else []
         if steps:
             return sorted(steps, key=lambda p: int(p.name), reverse=True)
     if (path / "loop").is_dir() and (path / "params").is_dir():
@@ -196,9 +199,14 @@ def find_checkpoints(path: str | Path) -> list[Path]:
     raise UserError(f"{path}: holds no checkpoint, accepted: a run directory, its checkpoints/ or one step below it")
 
 
+def _is_whole(step: Path) -> bool:
+    """Whether a directory is a checkpoint; on an object store it is none before Orbax says that it is complete."""
+    return (step / "loop").is_dir() and (not is_remote(step) or (step / "commit_success.txt").exists())
+
+
 def read_loop(checkpoint: str | Path) -> dict[str, Any]:
     """The JSON item of one checkpoint directory."""
-    file = Path(checkpoint) / "loop" / "metadata"
+    file = locate(checkpoint) / "loop" / "metadata"
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
@@ -225,7 +233,7 @@ def load_params(
     found = find_checkpoints(path)
     for checkpoint in found:
         try:
-            return _load_params(checkpoint.resolve(), place, dtype)
+            return _load_params(absolute(checkpoint), place, dtype)
         except _Damaged as error:
             if checkpoint == found[-1]:
                 raise

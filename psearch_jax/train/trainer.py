@@ -10,7 +10,6 @@ import json
 import logging
 import signal
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,8 @@ from psearch_jax.config import Config, to_mapping
 from psearch_jax.data.loader import QuestionLoader
 from psearch_jax.eval.evaluate import evaluate, trajectory_row
 from psearch_jax.eval.scores import by_kind, score, summarise
-from psearch_jax.metrics import MetricsWriter, cut_jsonl, mean, write_whole
+from psearch_jax.metrics import MetricsWriter, cut_jsonl, mean
+from psearch_jax.paths import locate, make_writable, write_whole
 from psearch_jax.rl.advantages import group_advantages
 from psearch_jax.rl.batch import make_batch, mini_batches
 from psearch_jax.rollout.collect import Collector
@@ -77,7 +77,7 @@ def train(run: Run, workdir: str | Path) -> dict[str, Any]:
     """
     try:
         with ExitStack() as closers:
-            return _train(run, Path(workdir), closers)
+            return _train(run, locate(workdir), closers)
     except OSError as error:
         if processes.lost(error):
             raise
@@ -89,8 +89,7 @@ def train(run: Run, workdir: str | Path) -> dict[str, Any]:
 
 def _train(run: Run, workdir: Path, closers: ExitStack) -> dict[str, Any]:
     config = run.config
-    workdir.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=workdir).close()  # a directory that takes no files is met here, not at the first save
+    make_writable(workdir)  # a directory that takes no files is met here, not at the first save
     started = time.monotonic()
 
     # ---- resume ----
@@ -122,6 +121,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack) -> dict[str, Any]:
     # ---- steps ----
     def save(step: int, loader: dict[str, Any]) -> None:
         with _phase(run, "checkpoint"):
+            processes.together(writer.flush)
             record = {"loader": loader, "model": model_record(run.model), "tokenizer": run.tokenizer_path}
             record |= {"lora": run.lora} if run.lora else {}
             checkpoints.save(step, run.state, record)
@@ -403,7 +403,7 @@ def _report(bar: tqdm, step: int, metrics: Mapping[str, float]) -> None:
 def _write_trajectories(
     workdir: Path, step: int, trajectories: Sequence[Trajectory], rewards: Sequence[RewardParts], count: int
 ) -> None:
-    """One file per step, whole groups from the front, written beside and renamed."""
+    """One file per step, whole groups from the front."""
     if not processes.first():
         return
     directory = workdir / "trajectories"
