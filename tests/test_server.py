@@ -22,6 +22,7 @@ import pytest
 import urllib3
 import uvicorn
 from helpers import people
+from programs import ROOT, Program, completed
 
 from retrieval import client
 from retrieval.client import HttpRetriever, connect
@@ -32,7 +33,7 @@ from retrieval.protocol import Passage, RetrievalError
 from retrieval.server import Limits, listen, make_app
 from retrieval.service import RetrievalService
 
-PROGRAM = Path(__file__).resolve().parents[1] / "launch" / "serve_retriever.py"
+PROGRAM = ROOT / "launch" / "serve_retriever.py"
 HTTP = urllib3.PoolManager(retries=False)
 
 
@@ -421,10 +422,9 @@ def directory(tmp_path_factory) -> Path:
     return root / "index"
 
 
-def start(directory: Path, *flags: str) -> tuple[subprocess.Popen, str]:
+def start(directory: Path, *flags: str) -> tuple[Program, str]:
     """A server process, and its address."""
-    command = [sys.executable, str(PROGRAM), f"--index={directory}", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = Program([PROGRAM, f"--index={directory}", *flags])
     line = process.stdout.readline()
     assert line.startswith("serving 320 passages on http://127.0.0.1:"), line + process.stderr.read()
     return process, line.split()[-1]
@@ -516,7 +516,7 @@ def test_bad_flags_are_one_line(directory, tmp_path):
             ([f"--index={directory}", f"--token_file={tmp_path / 'absent'}"], "cannot be read"),
             ([], "--index"),
         ):
-            done = subprocess.run([sys.executable, str(PROGRAM), *flags], capture_output=True, text=True, timeout=120)
+            done = completed([PROGRAM, *flags], timeout=120)
             (line,) = done.stderr.splitlines()
             assert done.returncode == 2 and done.stdout == "" and words in line
 
