@@ -52,10 +52,11 @@ def main(_: list[str]) -> None:
     print(f"{TOPOLOGY.value}: {kind}; {mesh}\n")
     rows = [["resident", "GiB per chip"]]
     print(table(rows + [[name.replace("_", " "), gib(size)] for name, size in plan.resident.items()]) + "\n")
-    rows = [["program", "peak", "beside it", "in all", "compiled in"]]
+    rows = [["program", "widest need", "peak", "beside it", "in all", "compiled in"]]
     for name, p in plan.programs.items():
         sizes = [gib(n) for n in (p.peak_bytes, p.resident_bytes, p.total_bytes)]
-        rows.append([name, *([p.refused, "", ""] if p.refused else sizes), f"{p.compile_s:.0f} s"])
+        width = f"{p.width} of {', '.join(map(str, plan.widths[name]))}" if p.width else ""
+        rows.append([name, width, *([p.refused, "", ""] if p.refused else sizes), f"{p.compile_s:.0f} s"])
     print(table(rows) + "\n")
     spare = gib(plan.headroom_offloaded_bytes)
     print(f"headroom {gib(plan.headroom_bytes)} GiB; {spare} with the optimizer in host memory between updates")

@@ -25,7 +25,7 @@ from psearch_jax.config import PRESETS, Config, Qwen2Config, validate, with_meth
 from psearch_jax.models import hf, qwen2
 from psearch_jax.models.lora import abstract_adapters
 from psearch_jax.rollout.boundary import build_tables
-from psearch_jax.rollout.collect import pool_rows
+from psearch_jax.rollout.collect import pool_rows, widths
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.sharding import SAMPLING, STORAGE, check_heads, check_rows, make_mesh, param_shardings, placed
 from psearch_jax.train.state import abstract_state, make_optimizer, state_shardings
@@ -88,6 +88,7 @@ class Program:
     resident_bytes: int  # beside it
     compile_s: float
     refused: str = ""  # the compiler's reason, when the program alone does not fit
+    width: int = 0  # of the shape that it was compiled for; 0 where there is one shape only
 
     @property
     def total_bytes(self) -> int:
@@ -104,7 +105,8 @@ class Plan:
     mesh: Mapping[str, int]
     model: Qwen2Config
     resident: Mapping[str, int]  # bytes per chip, by what they are
-    programs: Mapping[str, Program]
+    programs: Mapping[str, Program]  # of each program the width that needs most, which need not be the largest
+    widths: Mapping[str, Mapping[int, int]]  # of each program the bytes in all by width; -1: refused
     large: tuple[tuple[str, tuple[int, ...], str, int, bool], ...]  # fields as in ARRAY
 
     @property
@@ -137,6 +139,7 @@ class Plan:
             "mesh": dict(self.mesh),
             "resident": dict(self.resident),
             "programs": programs,
+            "widths": {name: dict(found) for name, found in self.widths.items()},
             "headroom_bytes": self.headroom_bytes,
             "headroom_offloaded_bytes": self.headroom_offloaded_bytes,
             "fits": self.fits,
@@ -223,8 +226,13 @@ def make_plan(
     target: Target,
     log: Callable[[str], None] = lambda _: None,
     names: Sequence[str] = (*SAMPLER_PROGRAMS, *LEARNER_PROGRAMS),
+    largest_only: bool = False,
 ) -> Plan:
-    """Compiles the programs of a training run (or those of `names`) for a machine and counts what each chip holds.
+    """Compiles the programs of a training run for a machine, in every width, and counts what each chip holds.
+
+    Args:
+      names: of the programs; default: all.
+      largest_only: the largest width alone, which is quicker; a smaller one may need more.
 
     Raises:
       UserError: the config is at odds with itself or with the mesh.
@@ -238,11 +246,11 @@ def make_plan(
     optimizer = make_optimizer(config.learning, 1000)
     prompts = pool_rows(config.rollout, mesh)
 
-    def programs(config: Config) -> tuple[Any, Any, dict[str, Callable[[], jax.stages.Traced]]]:
+    def programs(config: Config) -> tuple[Any, Any, dict[str, dict[int, Callable[[], jax.stages.Traced]]]]:
         r = config.rollout
         learner = make_learner(config, model, mesh, optimizer, min(TOKENIZER_IDS, model.vocab_rows))
         sampler = bare_sampler(config, model, mesh)
-        slots, pool, traces = sampler.traced(r.slots, r.context_tokens, prompts, r.prompt_tokens, r.obs_tokens)
+        slots, pool, traces = sampler.traced(r.slots, r.context_tokens, prompts, widths(r))
         return slots, pool, {**traces, **learner.traced()}
 
     _, abstract = qwen2.abstract_params(model)
@@ -280,14 +288,19 @@ def make_plan(
         "accumulate": beside("optimizer", "reference"),
         "apply": beside("frozen_base", "reference"),
     }
-    compiled = {}
+    compiled, by_width = {}, {}
     for name in names:
-        compiled[name] = _compile(traces[name], mesh, others[name], wide.get(name))
-        p = compiled[name]
-        log(f"{name}: {p.refused or f'{p.total_bytes / GIB:.2f} GiB'} ({p.compile_s:.0f} s)")
+        found = []
+        for width, trace in list(traces[name].items())[-1 if largest_only else 0 :]:
+            p = _compile(trace, mesh, others[name], wide.get(name, {}).get(width))
+            found.append(replace(p, width=width))
+            log(f"{name} {width or ''}: {p.refused or f'{p.total_bytes / GIB:.2f} GiB'} ({p.compile_s:.0f} s)")
+        worst = max(found, key=lambda p: (bool(p.refused), p.total_bytes))
+        compiled[name] = replace(worst, compile_s=sum(p.compile_s for p in found))
+        by_width[name] = {p.width: -1 if p.refused else p.total_bytes for p in found}
     large = tuple(row for name, tree in arrays.items() for row in _large(name, tree, mesh))
     chips = len(target.devices)
-    return Plan(target.topology, chips, target.chip, dict(mesh.shape), model, resident, compiled, large)
+    return Plan(target.topology, chips, target.chip, dict(mesh.shape), model, resident, compiled, by_width, large)
 
 
 def bytes_per_chip(tree: Any) -> int:

@@ -12,7 +12,9 @@ from pathlib import Path
 import jax
 import pytest
 from programs import completed
+from runs import small_config
 
+from psearch_jax import build
 from psearch_jax.config import Config, MeshSection, ModelSection, from_mapping
 from psearch_jax.plan import (
     GIB,
@@ -31,6 +33,7 @@ from psearch_jax.plan import (
     search,
     tpu_target,
 )
+from psearch_jax.rollout.collect import widths
 from psearch_jax.sharding import make_mesh
 from psearch_jax.types import UserError
 
@@ -56,7 +59,7 @@ def target():
 def qwen7b(target):
     """The plan of the sampler's and the small programs of configs/qwen7b.py."""
     names = ("prefill", "admit", "extend", "generate", "reshard", "apply")
-    return make_plan(config_file("qwen7b"), target, names=names)
+    return make_plan(config_file("qwen7b"), target, names=names, largest_only=True)
 
 
 def test_what_a_chip_holds(qwen7b):
@@ -105,9 +108,9 @@ def test_no_weight_is_gathered_while_decoding(target):
     config = replace(config, rollout=replace(config.rollout, context_tokens=1024, prompt_tokens=256, slots=16))
     mesh = make_mesh(config.mesh, target.devices)
     sampler = bare_sampler(config, model_shape(config), mesh)
-    _, _, programs = sampler.traced(16, 1024, 16, 256, 256)
+    _, _, programs = sampler.traced(16, 1024, 16, widths(config.rollout))
     with jax.set_mesh(mesh):
-        text = programs["generate"]().lower().compile().as_text()
+        text = programs["generate"][1024]().lower().compile().as_text()
     assert "while" in text and not weight_gathers(text)
     loop = (
         "%body (p: f32[2]) -> f32[2] {\n  %g = bf16[1024,1024]{1,0} all-gather(bf16[256,1024] %p), dimensions={0}\n}\n"
@@ -115,10 +118,37 @@ def test_no_weight_is_gathered_while_decoding(target):
     assert len(weight_gathers(loop)) == 1 and not weight_gathers(loop.replace("%body", "ENTRY %main"))
 
 
+def test_a_narrow_program_may_need_most():
+    """Only the largest shapes planned: up to 256 ids attend with all scores at once, longer chunks do not."""
+    budgets = {"slots": 8, "context_tokens": 2048, "prompt_tokens": 64, "obs_tokens": 512}
+    config = config_file("smoke", model={"path": "", "preset": "toy"}, rollout=budgets)
+    target = Target("here", jax.devices()[:1], Chip(2**34, 1e12, 1e12), "cpu")
+    plan = make_plan(config, target, names=("extend",))
+    found = plan.widths["extend"]
+    assert tuple(found) == widths(config.rollout).observations == (128, 256, 384, 512)
+    assert plan.programs["extend"].width == 256 and plan.programs["extend"].total_bytes == found[256]
+    assert found[256] == max(found.values()) > 1.05 * found[512]
+
+
+def test_what_is_planned_is_what_a_run_compiles(tiny_policy):
+    """A shape that the first step compiles and the plan never saw."""
+    config = small_config(tiny_policy)
+    parts = build.training_run(config)
+    sampling = parts.learner.sampling_copy(parts.state.params)
+    parts.collector.warm_up(sampling)
+    parts.learner.warm_up(parts.state.params)
+    r, sampler = config.rollout, parts.collector.sampler
+    *_, programs = sampler.traced(r.slots, r.context_tokens, parts.collector.pool_rows, widths(r))
+    planned = {name: len(found) for name, found in {**programs, **parts.learner.traced()}.items()}
+    compiled = {**sampler.compilations(), **parts.learner.compilations()}
+    assert compiled.pop("reference_logprobs") == 0 and compiled.pop("apply") == 0 and planned.pop("apply") == 1
+    assert planned.pop("reshard") == 1 and planned == compiled
+
+
 def test_what_does_not_fit_is_said(target):
     """A plan that calls a run fitting which the compiler refuses, or that leaves the user without a next step."""
     config = config_file("qwen7b", rollout={"slots": 2048})
-    plan = make_plan(config, target, names=("generate",))
+    plan = make_plan(config, target, names=("generate",), largest_only=True)
     assert not plan.fits
     (line,) = advice(plan, config)
     assert line.startswith("generate") and "lower config.rollout.slots=2048" in line
@@ -253,5 +283,5 @@ def test_the_program(tmp_path):
 @pytest.mark.slow
 def test_the_largest_training_program(target):
     """Long rows whose scores are kept for the backward pass: no micro-batch of the published length would fit."""
-    plan = make_plan(config_file("qwen7b"), target, names=("accumulate",))
+    plan = make_plan(config_file("qwen7b"), target, names=("accumulate",), largest_only=True)
     assert plan.fits and plan.programs["accumulate"].peak_bytes < 12 * GIB

@@ -28,7 +28,7 @@ from psearch_jax import processes
 from psearch_jax.buckets import buckets, pick
 from psearch_jax.config import RetrievalSection, RolloutSection
 from psearch_jax.rollout import sampling
-from psearch_jax.rollout.sampler import Sampler, SamplerState, Status
+from psearch_jax.rollout.sampler import Sampler, SamplerState, Status, Widths
 from psearch_jax.text import tags
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import EndStatus, Question, Trajectory, Turn
@@ -77,9 +77,7 @@ class Collector:
         self.sampler, self.tokenizer = sampler, tokenizer
         self.retriever, self._render = retriever, render
         self._rollout, self._retrieval = rollout, retrieval
-        self._prompt_widths = buckets(rollout.prompt_tokens)
-        self._obs_widths = buckets(rollout.obs_tokens)
-        self._spans = buckets(rollout.context_tokens)
+        self._widths = widths(rollout)
         self._corrective = tokenizer.encode_foreign(tags.CORRECTIVE_MESSAGE)[: rollout.obs_tokens]
         self.pool_rows = pool_rows(rollout, sampler.mesh)
 
@@ -88,13 +86,13 @@ class Collector:
         rows = self._rollout.slots
         state = self.sampler.new_state(rows, self._rollout.context_tokens)
         nothing = np.zeros(rows, np.int32)
-        for width in self._obs_widths:
+        for width in self._widths.observations:
             state = self.sampler.extend(params, state, np.zeros((rows, width), np.int32), nothing, 1)
-        for width in self._prompt_widths:
+        for width in self._widths.prompts:
             empty = np.zeros((self.pool_rows, width), np.int32)
             pool = self.sampler.prefill(params, empty, np.zeros(self.pool_rows, np.int32))
             state = self.sampler.admit(state, pool, nothing - 1, np.zeros((rows, 2), np.uint32), 1, 1)
-        for span in self._spans:
+        for span in self._widths.spans:
             state = self.sampler.generate(params, state, 1.0, span)
         jax.block_until_ready(state)
 
@@ -130,6 +128,11 @@ class Collector:
             call.state = self.sampler.generate(params, call.state, temperature, call.span())
             call.read()
         return [t for t in call.results if t is not None]
+
+
+def widths(rollout: RolloutSection) -> Widths:
+    """The widths of every program that `collect` can ask for."""
+    return Widths(buckets(rollout.prompt_tokens), buckets(rollout.obs_tokens), buckets(rollout.context_tokens))
 
 
 def pool_rows(rollout: RolloutSection, mesh: jax.sharding.Mesh) -> int:
@@ -248,12 +251,13 @@ class _Call:
         share = rows // jax.process_count()
         places = list(dict.fromkeys(order // self.samples for order, _, _ in self.waiting))[:share]
         prompts = processes.together(lambda: [self._prompts[place] for place in places])
-        width = pick(self.owner._prompt_widths, max(len(prompt) for part in prompts for prompt in part))
+        width = pick(self.owner._widths.prompts, max(len(prompt) for part in prompts for prompt in part))
         ids, n = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
         for process, part in enumerate(prompts):
             for row, prompt in enumerate(part, process * share):
                 n[row] = len(prompt)
                 ids[row, : n[row]] = prompt
+        self._pool = None  # or two pools would be alive while the next one is computed
         self._pool = self.sampler.prefill(self.params, ids, n)
         self._pool_rows = {place: row for row, place in enumerate(places, jax.process_index() * share)}
 
@@ -287,7 +291,7 @@ class _Call:
     def span(self) -> int:
         """The positions that no live row will outgrow in its current turn, rounded up to a bucket."""
         turn = self.rollout.turn_tokens + self.rollout.max_tokens_after_answer
-        return pick(self.owner._spans, min(max(self.starts.values()) + turn, self.rollout.context_tokens))
+        return pick(self.owner._widths.spans, min(max(self.starts.values()) + turn, self.rollout.context_tokens))
 
     def read(self) -> None:
         """Parses what each stopped row sampled; ends it, or searches and extends it."""
@@ -381,7 +385,7 @@ class _Call:
         chunks = {b: chunk for f in found for b, chunk in f.chunks.items()}
         if not chunks:
             return
-        width = pick(self.owner._obs_widths, max(len(c) for c in chunks.values()))
+        width = pick(self.owner._widths.observations, max(len(c) for c in chunks.values()))
         ids, n = np.zeros((self.rows, width), np.int32), np.zeros(self.rows, np.int32)
         for b, chunk in chunks.items():
             n[b] = len(chunk)

@@ -72,6 +72,15 @@ class _Tables:
     stop: jax.Array  # [V] bool
 
 
+@dataclass(frozen=True)
+class Widths:
+    """The widths that the programs are compiled for, ascending."""
+
+    prompts: tuple[int, ...]
+    observations: tuple[int, ...]
+    spans: tuple[int, ...]
+
+
 class Sampler:
     """The device programs, compiled once per shape.
 
@@ -189,16 +198,19 @@ class Sampler:
         return {name: getattr(self, f"_{name}")._cache_size() for name in names}
 
     def traced(
-        self, rows: int, positions: int, pool_rows: int, prompt_tokens: int, obs_tokens: int
-    ) -> tuple[SamplerState, SamplerState, dict[str, Callable[[], jax.stages.Traced]]]:
-        """State, pool and every program at its largest shape, without arrays: to be compiled where there are no
+        self, rows: int, positions: int, pool_rows: int, widths: Widths
+    ) -> tuple[SamplerState, SamplerState, dict[str, dict[int, Callable[[], jax.stages.Traced]]]]:
+        """State, the largest pool, and every program by its width, without arrays: to be compiled where there are no
         devices (plan.py)."""
         mesh, shardings = self.mesh, self._shardings()
         _, abstract = qwen2.abstract_params(self.config)
         cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self.dtype), abstract)
         params = placed(cast, param_shardings(abstract, SAMPLING, mesh))
         state = placed(jax.eval_shape(lambda: self._new_program(rows, positions)), shardings)
-        pool = placed(jax.eval_shape(lambda: self._new_program(pool_rows, prompt_tokens)), shardings)
+        pools = {
+            width: placed(jax.eval_shape(functools.partial(self._new_program, pool_rows, width)), shardings)
+            for width in widths.prompts
+        }
         tables = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), self._host_tables
         )
@@ -210,13 +222,28 @@ class Sampler:
         def ids(n: int, width: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((n, width), jnp.int32, sharding=wide)
 
+        def prefill(width: int) -> jax.stages.Traced:
+            return self._prefill.trace(params, ids(pool_rows, width), prompts)
+
+        def admit(width: int) -> jax.stages.Traced:
+            return self._admit.trace(state, pools[width], count, keys, number, number)
+
+        def extend(width: int) -> jax.stages.Traced:
+            return self._extend.trace(params, state, ids(rows, width), count, number)
+
+        def generate(span: int) -> jax.stages.Traced:
+            return self._generate.trace(params, tables, state, warmth, span=span)
+
+        def by_width(program: Callable[[int], jax.stages.Traced], widths: Sequence[int]):
+            return {width: functools.partial(program, width) for width in widths}
+
         programs = {
-            "prefill": lambda: self._prefill.trace(params, ids(pool_rows, prompt_tokens), prompts),
-            "admit": lambda: self._admit.trace(state, pool, count, keys, number, number),
-            "extend": lambda: self._extend.trace(params, state, ids(rows, obs_tokens), count, number),
-            "generate": lambda: self._generate.trace(params, tables, state, warmth, span=positions),
+            "prefill": by_width(prefill, widths.prompts),
+            "admit": by_width(admit, widths.prompts),
+            "extend": by_width(extend, widths.observations),
+            "generate": by_width(generate, widths.spans),
         }
-        return state, pool, programs
+        return state, pools[widths.prompts[-1]], programs
 
     # ---- the programs ----
 

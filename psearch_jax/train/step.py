@@ -190,22 +190,32 @@ class Learner:
         """How many shapes each program was compiled for."""
         return {name: getattr(self, f"_{name}")._cache_size() for name in _COUNTED}
 
-    def traced(self) -> dict[str, Callable[[], jax.stages.Traced]]:
-        """Every program at its largest shape, to be compiled where there are no devices (plan.py)."""
+    def traced(self) -> dict[str, dict[int, Callable[[], jax.stages.Traced]]]:
+        """Every program by its width (0: it has none), to be compiled where there are no devices (plan.py)."""
         rows, mesh = self._learning.micro_batch_rows, self._mesh
         wide, narrow = rows_sharding(mesh, 2), rows_sharding(mesh, 1)
-        whole = jax.ShapeDtypeStruct((rows, self._context), jnp.float32, sharding=wide)
-        ids = jax.ShapeDtypeStruct(whole.shape, jnp.int32, sharding=wide)
-        piece = TrainBatch(ids, jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=narrow), *[whole] * 5)
+        length = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=narrow)
+
+        def row(width: int, dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((rows, width), dtype, sharding=wide)
+
         state = placed(self._abstract, self._places)
         sums = jax.eval_shape(self._zero_program, state.params)
         others = jax.tree.map(lambda _: replicated(mesh), sums[1:])
         sums = placed(sums, (self._places.params, *others))
+
+        def logprobs(width: int) -> jax.stages.Traced:
+            return self._logprobs.trace(state.params, self._frozen, row(width, jnp.int32), length)
+
+        def accumulate(width: int) -> jax.stages.Traced:
+            piece = TrainBatch(row(width, jnp.int32), length, *[row(width, jnp.float32)] * 5)
+            return self._accumulate.trace(state.params, self._frozen, sums, piece)
+
         return {
-            "reshard": lambda: self._cast.trace(state.params, self._frozen),
-            "logprobs": lambda: self._logprobs.trace(state.params, self._frozen, piece.ids, piece.length),
-            "accumulate": lambda: self._accumulate.trace(state.params, self._frozen, sums, piece),
-            "apply": lambda: self._apply.trace(state, sums),
+            "reshard": {0: lambda: self._cast.trace(state.params, self._frozen)},
+            "logprobs": {width: functools.partial(logprobs, width) for width in self._widths},
+            "accumulate": {width: functools.partial(accumulate, width) for width in self._widths},
+            "apply": {0: lambda: self._apply.trace(state, sums)},
         }
 
     def _sums(self, params: nnx.State, batch: TrainBatch) -> Sums:
