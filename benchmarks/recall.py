@@ -15,7 +15,8 @@ import numpy as np
 
 from retrieval.bm25 import Bm25Ranker
 from retrieval.corpora import open_corpus
-from retrieval.directory import encode_corpus, sample_queries
+from retrieval.directory import sample_queries
+from retrieval.encoding import encode_corpus
 from retrieval.hashing import HashingEncoder
 from retrieval.hybrid import HybridRanker
 from retrieval.index import DenseRanker, ScannIndex

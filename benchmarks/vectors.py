@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,18 @@ K = 3
 TARGETS = (0.95, 0.99)
 INTRINSIC_DIMENSIONS = 48  # sentence vectors fill far fewer directions than they have coordinates
 ROWS_PER_CLUSTER = 50
+
+WATCH = """
+import select, sys
+def anonymous():
+    with open(f"/proc/{sys.argv[1]}/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith("RssAnon"))
+peak = anonymous()
+print(peak, flush=True)
+while not select.select([sys.stdin], [], [], 0.05)[0]:
+    peak = max(peak, anonymous())
+print(peak)
+"""
 
 Search = Callable[[np.ndarray], np.ndarray]  # queries [Q, D] -> rows [Q, K]
 
@@ -47,21 +62,22 @@ def compare(rows: int, queries: int, dimensions: int, methods: tuple[str, ...], 
     start = time.perf_counter()
     truth = exact_search(vectors, asked, K)
     exact_s = time.perf_counter() - start
-    lines = [_line(rows, "numpy exact", None, 1.0, exact_s, exact_s, 0.0, vectors.nbytes, vectors.nbytes, {})]
+    lines = [_line(rows, "numpy exact", None, 1.0, exact_s, exact_s, 0.0, [0], vectors.nbytes, vectors.nbytes, {})]
     log(str(lines[-1]))
     for name in methods:
         start = time.perf_counter()
-        index, disk, memory = BUILDERS[name](vectors)
+        with growth() as grown:
+            index, disk, memory = BUILDERS[name](vectors)
         build_s = time.perf_counter() - start
         for target in (None,) if index.exact else TARGETS:
             measured, seconds, setting = index.cheapest(asked, truth, target)
-            lines.append(_line(rows, name, target, measured, seconds, exact_s, build_s, disk, memory, setting))
+            lines.append(_line(rows, name, target, measured, seconds, exact_s, build_s, grown, disk, memory, setting))
             log(str(lines[-1]))
         del index
     return lines
 
 
-def _line(rows, name, target, measured, seconds, exact_s, build_s, disk, memory, setting) -> dict[str, Any]:
+def _line(rows, name, target, measured, seconds, exact_s, build_s, grown, disk, memory, setting) -> dict[str, Any]:
     return {
         "rows": rows,
         "method": name,
@@ -70,10 +86,26 @@ def _line(rows, name, target, measured, seconds, exact_s, build_s, disk, memory,
         "batch_s": round(seconds, 4),
         "times_exact": round(exact_s / seconds, 1),
         "build_s": round(build_s, 1),
+        "build_mb": round(grown[0] / 2**20),
         "disk_mb": round(disk / 2**20),
         "memory_mb": round(memory / 2**20),
         "setting": setting,
     }
+
+
+@contextmanager
+def growth() -> Iterator[list[int]]:
+    """By how many bytes the anonymous memory of this process grew at its peak, in a list that is filled at the end."""
+    watch = [sys.executable, "-c", WATCH, str(os.getpid())]  # another process: a builder may hold the GIL
+    grown: list[int] = []
+    with subprocess.Popen(watch, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as watcher:
+        try:
+            assert watcher.stdout is not None
+            before = int(watcher.stdout.readline())
+            yield grown
+        finally:
+            peak, _ = watcher.communicate()
+    grown.append(int(peak) - before)
 
 
 class _Scann:
@@ -122,9 +154,10 @@ def _scann(vectors: np.ndarray) -> tuple[_Scann, int, int]:
     index = ScannIndex.from_vectors(vectors, tree)
     with tempfile.TemporaryDirectory() as folder:
         index.save(Path(folder) / "scann")
-        size = sum(p.stat().st_size for p in Path(folder).rglob("*") if p.is_file())
-    # With a tree the vectors stay on disk, mapped, for the exact scores of what it finds.
-    return _Scann(index), size + vectors.nbytes, size if tree else vectors.nbytes
+        sizes = {p.name: p.stat().st_size for p in Path(folder).rglob("*") if p.is_file()}
+    size, codes = sum(sizes.values()), sum(n for name, n in sizes.items() if name.startswith("hashed_dataset"))
+    # In memory two codes share a byte. The vectors count on every side, though a tree leaves them on disk, mapped.
+    return _Scann(index), size + vectors.nbytes, size - codes // 2 + vectors.nbytes
 
 
 def _flat(vectors: np.ndarray) -> tuple[_Faiss, int, int]:

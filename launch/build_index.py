@@ -7,6 +7,10 @@ JSON array of articles; each plain or .gz. MODEL_DIR is a BERT-family sentence e
 After a kill the same command goes on where it stopped. Vectors that Search-R1 published are read, not made again:
 
     python launch/build_index.py --corpus=wiki-18.jsonl --encoder=e5-base-v2/ --from_faiss=e5_Flat.index --out=DIR
+
+Opening an index compares sizes and samples with its manifest; every byte is compared by
+
+    python launch/build_index.py --verify --out=DIR
 """
 
 import logging
@@ -18,19 +22,19 @@ from absl import flags
 from psearch_jax import launching
 from psearch_jax.types import UserError
 from retrieval.corpora import open_corpus
-from retrieval.corpus import MemoryMappedCorpus
-from retrieval.directory import BuildOptions, build_index
+from retrieval.directory import BuildOptions, build_index, check_options, refuse_occupied, verify_index
 from retrieval.faiss_flat import read_flat
 from retrieval.hashing import HashingEncoder
 from retrieval.index import EXACT_BELOW_ROWS, REORDER_TYPES
-from retrieval.protocol import Encoder
+from retrieval.protocol import Encoder, on_disk
 
 _CORPUS = flags.DEFINE_string("corpus", None, "passages: jsonl, or MultiHop-RAG's json; plain or .gz")
 _ENCODER = flags.DEFINE_string("encoder", "hashing", "hashing, bm25, or the directory of a BERT sentence encoder")
 _OUT = flags.DEFINE_string("out", None, "directory to make")
+_VERIFY = flags.DEFINE_bool("verify", False, "compare every byte of the index --out with its manifest, and make none")
 _OVERWRITE = flags.DEFINE_bool("overwrite", False, "replace the index that is in the way")
 _TARGET = flags.DEFINE_float("target_recall", None, "search effort: the cheapest with this recall of the 3 best", 0, 1)
-_SHARDS = flags.DEFINE_integer("shards", 1, "cut the corpus into so many indexes, each of use by itself", 1)
+_SHARDS = flags.DEFINE_integer("shards", None, "indexes, each of use by itself (default: what the memory asks for)", 1)
 _FROM_FAISS = flags.DEFINE_string("from_faiss", None, "FAISS flat index that holds the vectors of --corpus in order")
 _EXACT_BELOW = flags.DEFINE_integer("exact_below_rows", EXACT_BELOW_ROWS, "smaller corpora are searched exactly", 0)
 _LEAVES = flags.DEFINE_integer("leaves", None, "tree: partitions (default: by size)", 1)
@@ -41,14 +45,21 @@ _REORDER = flags.DEFINE_enum("reorder", None, list(REORDER_TYPES), "tree: the co
 _DTYPE = flags.DEFINE_enum("encoder_dtype", "float32", ["float32", "bfloat16"], "MODEL_DIR: arithmetic of the layers")
 _QUERY_PREFIX = flags.DEFINE_string("query_prefix", None, "MODEL_DIR: put before queries (default: by model)")
 _PASSAGE_PREFIX = flags.DEFINE_string("passage_prefix", None, "MODEL_DIR: put before passages (default: by model)")
-flags.mark_flags_as_required(["corpus", "out"])
+flags.mark_flag_as_required("out")
 
 
 def main(_: list[str]) -> None:
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("retrieval").setLevel(logging.INFO)
     started = time.perf_counter()
-    corpus = open_corpus(_CORPUS.value)
+    if _VERIFY.value:
+        size = verify_index(_OUT.value)
+        print(f"{_OUT.value}: all {size / 1e9:.3f} GB are as they were made ({time.perf_counter() - started:.1f} s)")
+        return
+    if _CORPUS.value is None:
+        raise UserError("flag --corpus is missing: the passages to index")
+    if _FROM_FAISS.value is not None and _ENCODER.value == "bm25":
+        raise UserError("--from_faiss holds vectors, accepted: with --encoder=MODEL_DIR, which encodes the queries")
     tree = {
         "leaves": _LEAVES.value,
         "searched_leaves": _SEARCHED.value,
@@ -56,25 +67,24 @@ def main(_: list[str]) -> None:
         "dimensions_per_block": _BLOCK.value,
         "reorder": _REORDER.value,
     }
-    encoder = make_encoder(_ENCODER.value, corpus)
-    vectors = None
-    if _FROM_FAISS.value is not None:
-        if encoder is None:
-            raise UserError(
-                "--from_faiss holds vectors, accepted: with --encoder=MODEL_DIR, which encodes the queries"
-            )
-        vectors = read_flat(_FROM_FAISS.value)
     options = BuildOptions(_SHARDS.value, _EXACT_BELOW.value, _TARGET.value, tree)
+    corpus = open_corpus(_CORPUS.value)
+    refuse_occupied(on_disk(_OUT.value).absolute(), corpus.path, _OVERWRITE.value)
+    encoder = make_encoder(_ENCODER.value)
+    check_options(options, len(corpus), encoder.dimensions if encoder else None)
+    vectors = None if _FROM_FAISS.value is None else read_flat(_FROM_FAISS.value)
+    if isinstance(encoder, HashingEncoder):
+        encoder = encoder.fit(corpus)  # reads all passages, so everything above was refused before
     manifest = build_index(_OUT.value, corpus, encoder, options, vectors, _OVERWRITE.value)
     print(f"{_OUT.value}: {summary(manifest)} in {time.perf_counter() - started:.1f} s")
 
 
-def make_encoder(name: str, corpus: MemoryMappedCorpus) -> Encoder | None:
-    """The encoder that --encoder names, fitted to the corpus where it has something to learn; None for BM25."""
+def make_encoder(name: str) -> Encoder | None:
+    """The encoder that --encoder names, fitted to no corpus yet; None for BM25."""
     if name == "bm25":
         return None
     if name == HashingEncoder.name:
-        return HashingEncoder().fit(corpus)
+        return HashingEncoder()
     launching.configure_jax()
     from retrieval.encoder import BertEncoder  # loads JAX
 
@@ -91,11 +101,14 @@ def summary(manifest: dict) -> str:
     if "shards" in manifest:
         parts.append(f"{len(manifest['shards'])} shards")
     if manifest.get("recall"):
-        recall, tree = manifest["recall"], manifest["tree"]
-        parts.append(
-            f"recall@{recall['k']} {recall['recall']:.3f} on {recall['queries']} queries with "
-            f"{tree['searched_leaves']} of {tree['leaves']} leaves and {tree['reordered']} reordered"
-        )
+        recall, tree = manifest["recall"], manifest.get("tree")
+        parts.append(f"recall@{recall['k']} {recall['recall']:.3f} on {recall['queries']} queries")
+        if tree:
+            parts[-1] += (
+                f" with {tree['searched_leaves']} of {tree['leaves']} leaves and {tree['reordered']} reordered"
+            )
+        else:
+            parts[-1] += " in the worst shard"
     if "self_check" in manifest:
         check = manifest["self_check"]
         parts.append(f"{check['found']} of {check['queries']} passages found in the top 3 by title and first words")

@@ -7,6 +7,7 @@ A corpus is a jsonl file (plain or .gz) of rows `{"id": "7", "contents": "\"Titl
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import mmap
 import os
@@ -53,6 +54,12 @@ class MemoryMappedCorpus(Sequence[Passage]):
         """Yield the passages of rows start .. stop-1 in order."""
         for row in range(start, min(len(self) if stop is None else stop, len(self))):
             yield self[row]
+
+    def digest(self, start: int, stop: int) -> str:
+        """The sha256 of the bytes of rows start .. stop-1, in hexadecimal."""
+        end = int(self.offsets[stop]) if stop < len(self) else len(self._bytes)
+        with memoryview(self._bytes) as content, content[int(self.offsets[start]) : end] as rows:
+            return hashlib.sha256(rows).hexdigest()
 
     def write_slice(self, path: Path, start: int, stop: int) -> None:
         """Write rows start .. stop-1 to `path` as they stand."""

@@ -5,29 +5,30 @@ An index directory is self-contained and can be moved:
     manifest.json         kind, rows, encoder identity, settings, recall, self-check, size and sha256 of each file
     corpus.jsonl          the passages         corpus.offsets.npy   where each row starts
     vectors.npy           [N, D] float32       encoder*             what the encoder needs besides its identity
-    scann/                the search tree; absent for small corpora, whose exact search needs the vectors alone
+    scann/, scann.log     the search tree, and what ScaNN said while it was built; absent for small corpora, whose
+                          exact search needs the vectors alone
     bm25/                 instead of vectors, encoder and tree where the encoder is bm25
     shard-000/ ...        of a sharded index: index directories over consecutive slices, each of use by itself
 """
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from retrieval.bm25 import Bm25Ranker
+from retrieval.budget import SHARE, available_memory, disk_bytes, peak_bytes
 from retrieval.corpus import ConcatenatedCorpus, MemoryMappedCorpus
+from retrieval.encoding import RECORD, VECTORS, copy_to, encode_to, refuse_foreign_vectors
 from retrieval.hashing import HashingEncoder
 from retrieval.hybrid import HybridRanker
 from retrieval.index import (
@@ -39,30 +40,45 @@ from retrieval.index import (
     TreeSettings,
     exact_search,
     recall,
-    refuse_non_finite,
     tree_settings,
     tune,
 )
 from retrieval.manifest import copy_or_link, load_array, read_manifest, sha256, write_manifest
 from retrieval.protocol import CorpusError, Encoder, Passage, Ranker, on_disk
+from retrieval.workplace import Workplace, workplace
 
 log = logging.getLogger("retrieval")
-ENCODE_ROWS = 4096
-FLUSH_ROWS = 16 * ENCODE_ROWS  # what a kill can lose
 SAMPLE_ROWS = 1000  # passages that recall and self-check ask for
 SAMPLE_K = 3
-PROGRESS = ".encoded_rows"
-LEAST_AGREEMENT = 0.98  # cosine between a foreign vector and ours: 16-bit arithmetic keeps it above .999
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How a dense index is made; the tree applies from `exact_below_rows` passages on."""
+    """How a dense index is made; the tree applies from `exact_below_rows` passages of a shard on."""
 
-    shards: int = 1
+    shards: int | None = None  # None: as many as the build's memory needs
     exact_below_rows: int = EXACT_BELOW_ROWS
     target_recall: float | None = None  # of the 3 best; None: the default effort
     tree: dict[str, Any] = field(default_factory=dict)  # fields of TreeSettings to set by hand
+
+    def tree_of(self, rows: int, dimensions: int) -> TreeSettings | None:
+        """The tree over so many vectors; None: they are searched exactly. Raises `CorpusError` as `tree_settings`."""
+        if rows < max(self.exact_below_rows, LEAST_TREE_ROWS):
+            return None
+        return tree_settings(rows, dimensions, **self.tree)
+
+
+def check_options(options: BuildOptions, rows: int, dimensions: int | None) -> None:
+    """Raise `CorpusError` on options that do not fit a corpus of so many rows; `dimensions` is None for BM25."""
+    if options.shards is not None and not 1 <= options.shards <= rows:
+        raise CorpusError(f"shards is {options.shards}, accepted: 1 to {rows}, the passages of the corpus")
+    if dimensions is None and (options.shards or 1) > 1:
+        raise CorpusError("shards: BM25 weighs words over the whole corpus, accepted: 1 shard")
+    if options.target_recall is not None and not 0 < options.target_recall <= 1:
+        raise CorpusError(f"target_recall is {options.target_recall}, accepted: above 0, up to 1")
+    if dimensions is not None:
+        for size in {rows // (options.shards or 1), -(-rows // (options.shards or 1))}:
+            options.tree_of(size, dimensions)
 
 
 def build_index(
@@ -75,36 +91,40 @@ def build_index(
 ) -> dict[str, Any]:
     """Index a corpus into `directory`, which appears only when it is complete. Returns its manifest.
 
-    The work is done beside it, in `.NAME.partial`; after a kill the same call goes on where it stopped.
+    The work is done beside it, in `.NAME.partial`; after a kill or an error the same call goes on where it stopped,
+    and one with other options goes on with what does not depend on them.
 
     Args:
       encoder: of passages and queries; None: BM25.
       vectors: [N, D] float32, what `encoder` makes of the passages, when they are at hand.
 
     Raises:
-      CorpusError: the directory is in the way, being built by another process or cannot be written, an encoding is
-        not finite, or `vectors` are not those of the corpus and the encoder.
+      CorpusError: the directory is in the way, being built by another process or cannot be written, an option does not
+        fit, an encoding is not finite, or `vectors` are not those of the corpus and the encoder.
     """
     directory = on_disk(directory).absolute()
-    _refuse_occupied(directory, corpus.path, overwrite)
-    if not 1 <= options.shards <= len(corpus):
-        raise CorpusError(f"shards is {options.shards}, accepted: 1 to {len(corpus)}, the passages of the corpus")
-    if encoder is None and options.shards > 1:
-        raise CorpusError("shards: BM25 weighs words over the whole corpus, accepted: 1 shard")
-    if vectors is not None and encoder is not None:
-        _refuse_foreign_vectors(vectors, corpus, encoder)
+    refuse_occupied(directory, corpus.path, overwrite)
+    check_options(options, len(corpus), encoder.dimensions if encoder else None)
+    given = None if vectors is None or encoder is None else refuse_foreign_vectors(vectors, corpus, encoder)
     partial = directory.with_name(f".{directory.name}.partial")
     replaced = directory.with_name(f".{directory.name}.{os.getpid()}.replaced")
     try:
-        with _workplace(partial, _plan(corpus, encoder, options, vectors is not None)):
-            _fill(partial, corpus, encoder, options, vectors)
+        with workplace(partial) as work:
+            identity = encoder.identity if encoder else Bm25Ranker.name
+            base = {"corpus": sha256(corpus.path), "encoder": identity, "given": given}
+            base = json.loads(json.dumps(base))
+            begun = work.base["shards"] if work.base and work.base.items() >= base.items() else 1
+            shards = _shards(options, corpus, encoder, work.folder, begun, encodes=vectors is None)
+            work.begin(base | {"shards": shards})
+            _fill(work, corpus, encoder, options, vectors)
             if directory.exists():
                 os.replace(directory, replaced)
-            os.replace(partial / "index", directory)
+            os.replace(work.index, directory)
             shutil.rmtree(partial)
             shutil.rmtree(replaced, ignore_errors=True)
     except CorpusError:
-        shutil.rmtree(partial, ignore_errors=True)
+        if not (partial / RECORD).is_file():  # nothing that took long
+            shutil.rmtree(partial, ignore_errors=True)
         raise
     except OSError as error:
         raise CorpusError(f"{directory}: the index cannot be written ({error}); run again to go on") from None
@@ -133,12 +153,16 @@ def sample_queries(corpus: Sequence[Passage], count: int = SAMPLE_ROWS) -> tuple
     return rows, [" ".join([p.title, *p.text.split()[:8]]) for p in passages]
 
 
-def encode_corpus(passages: Sequence[Passage], encoder: Encoder) -> np.ndarray:
-    """Encode passages in memory: [N, D] float32. Raises `CorpusError` on a vector that is not finite."""
-    out = np.empty((len(passages), encoder.dimensions), np.float32)
-    for start, block in _encoded(passages, encoder, 0):
-        out[start : start + len(block)] = block
-    return out
+def verify_index(directory: str | os.PathLike[str]) -> int:
+    """Compare every byte of an index directory with its manifest; returns how many there are.
+
+    Raises `CorpusError` naming the first file that differs. (Opening compares sizes, small files, and samples of large
+    ones.)
+    """
+    directory = on_disk(directory)
+    manifest = read_manifest(directory, whole=True)
+    shards = [verify_index(directory / name) for name in manifest.get("shards", [])]
+    return sum(entry["bytes"] for entry in manifest["files"].values()) + sum(shards)
 
 
 def _open(directory: Path) -> tuple[dict[str, Any], Ranker, Sequence[Passage]]:
@@ -190,62 +214,76 @@ def _load_encoder(directory: Path, identity: dict[str, Any]) -> Encoder:
     )
 
 
-def _plan(corpus: MemoryMappedCorpus, encoder: Encoder | None, options: BuildOptions, given: bool) -> dict[str, Any]:
-    """What must be equal for a half-made index to be gone on with, as JSON values."""
-    stat = corpus.path.stat()
-    source = [str(corpus.path.absolute()), stat.st_size, stat.st_mtime_ns, len(corpus)]
-    identity = encoder.identity if encoder else Bm25Ranker.name
-    return {"corpus": source, "encoder": identity, "vectors_given": given, "options": asdict(options)}
+def _shards(
+    options: BuildOptions, corpus: MemoryMappedCorpus, encoder: Encoder | None, folder: Path, begun: int, encodes: bool
+) -> int:
+    """How many shards are built in `folder`, where `begun` may be half-made; says what a build with trees takes.
 
+    `encodes`: the vectors are made, in a file of their own, from which those of several shards are copied.
 
-@contextmanager
-def _workplace(partial: Path, plan: dict[str, Any]) -> Iterator[None]:
-    """Hold `partial` alone, emptied unless it was begun with the same plan."""
-    partial.mkdir(parents=True, exist_ok=True)
-    with open(partial / "lock", "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OSError(f"{partial} is in use by another build") from None
-        begun = partial / "plan.json"
-        if not begun.is_file() or begun.read_text(encoding="utf-8") != json.dumps(plan):
-            shutil.rmtree(partial / "index", ignore_errors=True)
-            (partial / "index").mkdir()
-            begun.write_text(json.dumps(plan), encoding="utf-8")
-        yield
+    Raises `OSError` when the disk cannot hold them.
+    """
+    if encoder is None:
+        return 1
+    rows, dimensions, memory = len(corpus), encoder.dimensions, available_memory()
+
+    def peak(shards: int) -> int:
+        tree = options.tree_of(-(-rows // shards), dimensions)
+        return peak_bytes(-(-rows // shards), dimensions, tree.leaves) if tree else 0
+
+    fitting = next(count for count in range(1, rows + 1) if peak(count) <= SHARE * memory)
+    shards = options.shards or min(max(fitting, begun), rows)  # less free memory today does not undo yesterday's work
+    tree = options.tree_of(-(-rows // shards), dimensions)
+    floats, trees = disk_bytes(rows, dimensions, None), shards * disk_bytes(-(-rows // shards), dimensions, tree)
+    needed = trees if shards == 1 else trees + encodes * floats + corpus.path.stat().st_size
+    there = sum({p.stat().st_ino: 512 * p.stat().st_blocks for p in folder.rglob("*") if p.is_file()}.values())
+    free = shutil.disk_usage(folder).free
+    if tree:
+        log.info(
+            "%d rows of %d dimensions in %d shard%s: the build is expected to take up to %.1f GB of memory "
+            "(%.1f GB available) and %.1f GB of disk (%.1f GB free)",
+            *(rows, dimensions, shards, "s" if shards > 1 else "", peak(shards) / 1e9, memory / 1e9),
+            *(needed / 1e9, free / 1e9),
+        )
+        if shards < fitting:
+            log.warning("--shards=%d takes more memory than there may be; %d would fit", shards, fitting)
+    if needed - there > free:
+        raise OSError(errno.ENOSPC, f"it takes {needed / 1e9:.1f} GB, {(there + free) / 1e9:.1f} GB are free")
+    return shards
 
 
 def _fill(
-    partial: Path,
+    work: Workplace,
     corpus: MemoryMappedCorpus,
     encoder: Encoder | None,
     options: BuildOptions,
-    vectors: np.ndarray | None,
+    given: np.ndarray | None,
 ) -> None:
-    """Write every file of the index into partial/index, the manifest last."""
-    target, digest = partial / "index", sha256(corpus.path)
-    if options.shards == 1:
-        copy_or_link(corpus.path, target / "corpus.jsonl")
-        np.save(target / "corpus.offsets.npy", np.asarray(corpus.offsets))
-        if encoder is None:
-            _fill_bm25(target, corpus, digest)
-        else:
-            _fill_dense(target, corpus, encoder, options, vectors, digest)
+    """Write every file of the index into work.index, the manifest last."""
+    assert work.base is not None
+    digest, shards = work.base["corpus"], work.base["shards"]
+    if encoder is None:
+        copy_or_link(corpus.path, work.index / "corpus.jsonl")
+        np.save(work.index / "corpus.offsets.npy", np.asarray(corpus.offsets))
+        _fill_bm25(work.index, corpus, digest)
         return
-    assert encoder is not None
-    bounds = np.linspace(0, len(corpus), options.shards + 1).astype(int)
-    names = [f"shard-{number:03d}" for number in range(options.shards)]
-    for name, start, stop in zip(names, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        shard = target / name
-        if (shard / "manifest.json").is_file():
-            continue  # finished before a kill
-        shard.mkdir(exist_ok=True)
-        corpus.write_slice(shard / "corpus.jsonl", start, stop)
-        part = MemoryMappedCorpus(shard / "corpus.jsonl")
-        np.save(shard / "corpus.offsets.npy", np.asarray(part.offsets))
+    vectors = given
+    if vectors is None:
+        done = encode_to(work.folder, corpus, encoder)
+        if done:
+            log.info("%d of %d rows had been encoded before", done, len(corpus))
+        vectors = np.load(work.folder / VECTORS, mmap_mode="r")
+    if shards == 1:
+        ready = None if given is not None else work.folder / VECTORS
+        _fill_dense(work, "", corpus, encoder, options, vectors, (0, len(corpus)), ready)
+        return
+    bounds = np.linspace(0, len(corpus), shards + 1).astype(int).tolist()
+    names = [f"shard-{number:03d}" for number in range(shards)]
+    parts = []
+    for name, start, stop in zip(names, bounds[:-1], bounds[1:], strict=True):
         log.info("%s: rows %d to %d", name, start, stop - 1)
-        given = None if vectors is None else vectors[start:stop]
-        _fill_dense(shard, part, encoder, options, given, sha256(shard / "corpus.jsonl"))
+        parts.append(_fill_dense(work, name, corpus, encoder, options, vectors, (start, stop)))
+    measured = [part["recall"] for part in parts if part["recall"]]
     fields = {
         "kind": "sharded",
         "rows": len(corpus),
@@ -253,8 +291,9 @@ def _fill(
         "encoder": encoder.identity,
         "corpus_sha256": digest,
         "shards": names,
+        "recall": min(measured, key=lambda one: one["recall"], default=None),  # the worst of the shards
     }
-    write_manifest(target, fields, [target / name / "manifest.json" for name in names])
+    write_manifest(work.index, fields, [work.index / name / "manifest.json" for name in names])
 
 
 def _fill_bm25(directory: Path, corpus: MemoryMappedCorpus, digest: str) -> None:
@@ -273,83 +312,94 @@ def _fill_bm25(directory: Path, corpus: MemoryMappedCorpus, digest: str) -> None
 
 
 def _fill_dense(
-    directory: Path,
+    work: Workplace,
+    name: str,
     corpus: MemoryMappedCorpus,
     encoder: Encoder,
     options: BuildOptions,
-    given: np.ndarray | None,
-    digest: str,
-) -> None:
-    vectors = _write_vectors(directory / "vectors.npy", corpus, encoder, given)
-    encoder.save(directory)
-    rows, queries = sample_queries(corpus)
-    measured: dict[str, Any] | None = None  # exact search finds what there is to find
-    if len(corpus) < max(options.exact_below_rows, LEAST_TREE_ROWS):
-        index = ScannIndex.from_vectors(vectors)
-    else:
-        log.info("%s: building the tree over %d vectors", directory.name, len(corpus))
-        index = ScannIndex.from_vectors(vectors, tree_settings(*vectors.shape, **options.tree))
-        encoded = encoder.encode_queries(queries)
-        encoded = encoded[encoded.any(axis=1)]
-        truth = exact_search(vectors, encoded, SAMPLE_K)
-        if options.target_recall is not None:
-            index = tune(index, encoded, truth, options.target_recall)
-        found = round(recall(index, encoded, truth), 4)
-        measured = {"k": SAMPLE_K, "queries": len(encoded), "target": options.target_recall, "recall": found}
-        shutil.rmtree(directory / "scann", ignore_errors=True)
-        index.save(directory / "scann")
+    vectors: np.ndarray,
+    span: tuple[int, int],
+    ready: Path | None = None,
+) -> dict[str, Any]:
+    """Make the index directory `name` of rows span[0] .. span[1]-1, in steps that are done once; returns its fields.
+
+    Args:
+      vectors: [N, D] of the whole corpus.
+      ready: the file that holds just these vectors, when there is one.
+    """
+    target, (start, stop) = work.index / name, span
+    tree = options.tree_of(stop - start, encoder.dimensions)
+    build, effort = _plans(tree, options)
+
+    def write_corpus() -> str:
+        target.mkdir(exist_ok=True)
+        offsets = np.asarray(corpus.offsets[start:stop])
+        if len(offsets) == len(corpus):
+            copy_or_link(corpus.path, target / "corpus.jsonl")
+        else:
+            corpus.write_slice(target / "corpus.jsonl", start, stop)
+            offsets = offsets - offsets[0]
+        np.save(target / "corpus.offsets.npy", offsets)
+        encoder.save(target)
+        return sha256(target / "corpus.jsonl")
+
+    def write_vectors() -> None:
+        if ready:
+            copy_or_link(ready, target / "vectors.npy")
+        else:
+            copy_to(target / "vectors.npy", vectors[start:stop])
+
+    def write_tree() -> None:
+        shutil.rmtree(target / "scann", ignore_errors=True)
+        said = target / "scann.log"
+        said.unlink(missing_ok=True)
+        if tree:
+            log.info("%sbuilding the tree over %d vectors", f"{name}: " if name else "", stop - start)
+            ScannIndex.from_vectors(own, tree, said).save(target / "scann", said)
+
+    def measure() -> dict[str, Any]:
+        # What was written is opened and measured, and not what is in memory.
+        index = ScannIndex.load(target / "scann", own, tree) if tree else ScannIndex.from_vectors(own)
+        rows, queries = sample_queries(part)
+        found = None  # exact search finds what there is to find
+        if index.tree:
+            encoded = encoder.encode_queries(queries)
+            encoded = encoded[encoded.any(axis=1)]
+            truth = exact_search(own, encoded, SAMPLE_K)
+            if options.target_recall is not None:
+                index = tune(index, encoded, truth, options.target_recall)
+            reached = round(recall(index, encoded, truth), 4)
+            found = {"k": SAMPLE_K, "queries": len(encoded), "target": options.target_recall, "recall": reached}
+        return {
+            "tree": asdict(index.tree) if index.tree else None,
+            "recall": found,
+            "self_check": _self_check(DenseRanker(index, encoder), rows, queries),
+        }
+
+    digest = work.once(f"{name}/corpus", None, write_corpus)
+    work.once(f"{name}/vectors", None, write_vectors)
+    own = np.load(target / "vectors.npy", mmap_mode="r")
+    part = MemoryMappedCorpus(target / "corpus.jsonl", np.load(target / "corpus.offsets.npy"))
+    work.once(f"{name}/tree", build, write_tree)
     fields = {
         "kind": "dense",
-        "rows": index.rows,
-        "dimensions": index.dimensions,
+        "rows": stop - start,
+        "dimensions": encoder.dimensions,
         "metric": "inner_product",
         "encoder": encoder.identity,
         "corpus_sha256": digest,
-        "tree": asdict(index.tree) if index.tree else None,
-        "recall": measured,
-        "self_check": _self_check(DenseRanker(index, encoder), rows, queries),
+        **work.once(f"{name}/effort", effort, measure),
     }
-    (directory / PROGRESS).unlink()
-    write_manifest(directory, fields, _files(directory))
+    work.once(f"{name}/manifest", effort, lambda: write_manifest(target, fields, _files(target)))
+    return fields
 
 
-def _write_vectors(path: Path, corpus: MemoryMappedCorpus, encoder: Encoder, given: np.ndarray | None) -> np.ndarray:
-    """Fill the memory-mapped `path` [N, D] float32, from the row where an earlier, killed call stopped."""
-    shape, progress = (len(corpus), encoder.dimensions), path.with_name(PROGRESS)
-    done = int(progress.read_text()) if progress.is_file() else 0
-    vectors = np.lib.format.open_memmap(path, "r+" if done else "w+", np.float32, None if done else shape)
-    if done:
-        log.info("%s: going on at row %d of %d", path.parent.name, done, len(corpus))
-    blocks = _encoded(corpus, encoder, done) if given is None else _copied(given, done)
-    for start, block in blocks:
-        vectors[start : start + len(block)] = block
-        done = start + len(block)
-        if done == len(corpus) or done // FLUSH_ROWS > start // FLUSH_ROWS:
-            vectors.flush()
-            beside = progress.with_name(PROGRESS + ".tmp")
-            beside.write_text(str(done))
-            beside.replace(progress)
-    return vectors
-
-
-def _encoded(passages: Sequence[Passage], encoder: Encoder, first: int) -> Iterator[tuple[int, np.ndarray]]:
-    total = len(passages)
-    with tqdm(total=total, initial=first, desc="encoding", unit=" rows", delay=2, disable=None) as bar:
-        for start in range(first, total, ENCODE_ROWS):
-            stop = min(start + ENCODE_ROWS, total)
-            block = encoder.encode_passages([passages[row] for row in range(start, stop)])
-            refuse_non_finite(block, start)
-            yield start, block
-            bar.update(stop - start)
-
-
-def _copied(vectors: np.ndarray, first: int) -> Iterator[tuple[int, np.ndarray]]:
-    with tqdm(total=len(vectors), initial=first, desc="copying", unit=" rows", delay=2, disable=None) as bar:
-        for start in range(first, len(vectors), FLUSH_ROWS):
-            block = np.array(vectors[start : start + FLUSH_ROWS], np.float32)
-            refuse_non_finite(block, start)
-            yield start, block
-            bar.update(len(block))
+def _plans(tree: TreeSettings | None, options: BuildOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a tree on disk depends on, and what the effort of searching it depends on as well."""
+    settings = asdict(tree) if tree else {}
+    search = ("searched_leaves", "reordered")
+    build = {name: value for name, value in settings.items() if name not in search}
+    return build, settings | {"target": options.target_recall}
 
 
 def _self_check(ranker: Ranker, rows: np.ndarray, queries: list[str]) -> dict[str, int]:
@@ -362,7 +412,8 @@ def _files(directory: Path) -> list[Path]:
     return [p for p in directory.rglob("*") if p.is_file() and p.name != "manifest.json"]
 
 
-def _refuse_occupied(directory: Path, corpus_file: Path, overwrite: bool) -> None:
+def refuse_occupied(directory: Path, corpus_file: Path, overwrite: bool) -> None:
+    """Raise `CorpusError` when something is in the place of an index that may not be replaced."""
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
     if not overwrite:
@@ -371,23 +422,3 @@ def _refuse_occupied(directory: Path, corpus_file: Path, overwrite: bool) -> Non
         raise CorpusError(f"{directory}: has no manifest.json, so it is not an index and is not overwritten")
     if corpus_file.absolute().is_relative_to(directory):
         raise CorpusError(f"{directory}: holds the corpus {corpus_file.name} that is to be indexed; name another one")
-
-
-def _refuse_foreign_vectors(vectors: np.ndarray, corpus: MemoryMappedCorpus, encoder: Encoder) -> None:
-    """Vectors of another model, corpus or order would be searched without a word; a few passages tell."""
-    if vectors.shape != (len(corpus), encoder.dimensions):
-        raise CorpusError(
-            f"the given vectors are {list(vectors.shape)}, the corpus and the encoder make "
-            f"{[len(corpus), encoder.dimensions]}"
-        )
-    rows = np.unique(np.linspace(0, len(corpus) - 1, 32).astype(int))
-    ours = encoder.encode_passages([corpus[int(row)] for row in rows])
-    theirs = np.array(vectors[rows], np.float32)
-    norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
-    agreement = (ours * theirs).sum(axis=1) / np.maximum(norms, 1e-12)
-    worst = int(agreement.argmin())
-    if not agreement[worst] >= LEAST_AGREEMENT:
-        raise CorpusError(
-            f"the given vector of row {rows[worst]} is not what the encoder makes of that passage (cosine "
-            f"{agreement[worst]:.2f}, expected at least {LEAST_AGREEMENT}): another model, prefix, corpus or order"
-        )

@@ -5,8 +5,14 @@ Whatever finds the candidates, the final scores are exact inner products, so tha
 
 from __future__ import annotations
 
+import errno
+import logging
 import math
 import os
+import shutil
+import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +24,8 @@ import numpy as np
 
 from retrieval.protocol import CorpusError, Encoder, RetrievalError
 
+logger = logging.getLogger("retrieval")
+_WORDS = threading.RLock()
 EXACT_BELOW_ROWS = 100_000  # up to here a tree lost recall and saved no time
 LEAST_TREE_ROWS = 16  # ScaNN's quantiser cannot be trained on fewer
 SCORE_DECIMALS = 4
@@ -61,8 +69,10 @@ class ScannIndex:
         self._searcher = searcher
 
     @classmethod
-    def from_vectors(cls, vectors: np.ndarray, tree: TreeSettings | None = None) -> ScannIndex:
-        """Index `vectors` [N, D]: exact, or with `tree`.
+    def from_vectors(
+        cls, vectors: np.ndarray, tree: TreeSettings | None = None, log: Path | None = None
+    ) -> ScannIndex:
+        """Index `vectors` [N, D]: exact, or with `tree`. ScaNN's own words go to the end of `log`.
 
         Raises `CorpusError` on a vector that is not finite (ScaNN would abort the process), or settings that do not
         fit the size.
@@ -74,22 +84,45 @@ class ScannIndex:
         refuse_non_finite(vectors)
         if tree is not None:
             _check(tree, *vectors.shape)
-        return cls(vectors, _build_searcher(vectors, tree), tree)
+        with words_to(log):
+            return cls(vectors, _build_searcher(vectors, tree), tree)
 
     @classmethod
     def load(cls, directory: Path, vectors: np.ndarray, tree: TreeSettings) -> ScannIndex:
-        """The index that `save` wrote into `directory`, over the same `vectors` [N, D]."""
-        with _quiet():
-            searcher = _scann().scann_ops_pybind.load_searcher(str(directory))
+        """The index that `save` wrote into `directory`, over the same `vectors` [N, D].
+
+        Where ScaNN ends the process over a damaged tree, its words stay in a file: beside `directory`, or, where
+        nothing may be written there, in the folder of temporary files. Raises `CorpusError` where it only refuses.
+        """
+        place = directory.parent if os.access(directory.parent, os.W_OK) else Path(tempfile.gettempdir())
+        log = place / f"scann-opening-{os.getpid()}.log"
+        try:
+            with words_to(log):
+                searcher = _scann().scann_ops_pybind.load_searcher(str(directory))
+            logger.debug("%s: ScaNN says: %s", directory, log.read_text(errors="replace"))
+        except RuntimeError as error:
+            raise CorpusError(f"{directory}: ScaNN cannot open it ({error}); build the index again") from None
+        finally:
+            log.unlink(missing_ok=True)
         return cls(vectors, searcher, tree)
 
-    def save(self, directory: Path) -> None:
-        """Write the tree into `directory` (made); an exact index is its vectors and writes nothing."""
+    def save(self, directory: Path, log: Path | None = None) -> None:
+        """Write the tree into `directory` (made); an exact index is its vectors and writes nothing.
+
+        Raises `OSError` when the disk does not take all of it. ScaNN's own words go to the end of `log`.
+        """
         if self.tree is None:
             return
         directory.mkdir()
-        with _quiet():
-            self._searcher.serialize(str(directory), relative_path=True)
+        needed = tree_bytes(self.rows, self.dimensions, self.tree)
+        free = shutil.disk_usage(directory).free
+        if free < needed:
+            raise OSError(errno.ENOSPC, f"the tree takes {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
+        try:
+            with words_to(log):
+                self._searcher.serialize(str(directory), relative_path=True)
+        except RuntimeError as error:
+            raise OSError(errno.EIO, f"ScaNN cannot write the tree ({error})") from None
 
     def with_search(self, searched_leaves: int, reordered: int) -> ScannIndex:
         """The same tree, searched with more or less effort."""
@@ -210,6 +243,21 @@ def tree_settings(rows: int, dimensions: int, **overrides: Any) -> TreeSettings:
     return settings
 
 
+def training_rows(rows: int, leaves: int) -> int:
+    """How many vectors the tree's partitions are found from."""
+    return min(rows, max(250_000, 40 * leaves))
+
+
+def tree_bytes(rows: int, dimensions: int, tree: TreeSettings) -> int:
+    """What ScaNN writes to disk for a tree: the reorder copy, a byte per code, and leaf numbers.
+
+    Every vector stands in two leaves (SOAR) with codes of its own in each. In memory two codes share a byte.
+    """
+    copy = dimensions * (1 if tree.reorder == "int8" else 2)
+    codes = 2 * math.ceil(dimensions / tree.dimensions_per_block)
+    return rows * (copy + codes + 8) + 8 * tree.leaves * dimensions
+
+
 def tune(index: ScannIndex, queries: np.ndarray, truth: np.ndarray, target: float) -> ScannIndex:
     """The index with the cheapest search effort whose `recall` reaches `target`, or with the best recall if none does.
 
@@ -298,23 +346,22 @@ def _check(tree: TreeSettings, rows: int, dimensions: int) -> None:
 
 def _build_searcher(vectors: np.ndarray, tree: TreeSettings | None) -> Any:
     """A ScaNN searcher over `vectors` [N, D]: brute force, or tree + quantised scores + reordering."""
-    with _quiet():
-        scann = _scann()
-        builder = scann.scann_ops_pybind.builder(vectors, 10, "dot_product")
-        if tree is None:
-            return builder.score_brute_force().build()
-        return (
-            builder.tree(
-                num_leaves=tree.leaves,
-                num_leaves_to_search=tree.searched_leaves,
-                training_sample_size=min(len(vectors), max(250_000, 40 * tree.leaves)),
-                spherical=True,
-                soar_lambda=tree.soar_lambda,
-            )
-            .score_ah(tree.dimensions_per_block, anisotropic_quantization_threshold=0.2)
-            .reorder(tree.reordered, quantize=getattr(scann.ReorderType, tree.reorder.upper()))
-            .build()
+    scann = _scann()
+    builder = scann.scann_ops_pybind.builder(vectors, 10, "dot_product")
+    if tree is None:
+        return builder.score_brute_force().build()
+    return (
+        builder.tree(
+            num_leaves=tree.leaves,
+            num_leaves_to_search=tree.searched_leaves,
+            training_sample_size=training_rows(len(vectors), tree.leaves),
+            spherical=True,
+            soar_lambda=tree.soar_lambda,
         )
+        .score_ah(tree.dimensions_per_block, anisotropic_quantization_threshold=0.2)
+        .reorder(tree.reordered, quantize=getattr(scann.ReorderType, tree.reorder.upper()))
+        .build()
+    )
 
 
 def _seconds(index: VectorIndex, queries: np.ndarray, k: int) -> float:
@@ -332,13 +379,19 @@ def _scann() -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep ScaNN's build log, which C++ writes to file descriptor 2, off the terminal."""
-    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(nowhere)
+def words_to(log: Path | None) -> Iterator[None]:
+    """Send what ScaNN's C++ writes to file descriptor 2 to the end of `log`; without one, nowhere: what is made
+    in memory and lost with the process has no place for a log.
+
+    One at a time: the descriptor is the process's, and whatever else writes to it meanwhile is in the log as well.
+    """
+    with _WORDS, open(log or os.devnull, "ab") as file:
+        sys.stderr.flush()
+        saved = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(saved, 2)
+            os.close(saved)

@@ -17,7 +17,8 @@ from cachetools import LRUCache
 
 from retrieval.corpora import open_corpus
 from retrieval.corpus import MemoryMappedCorpus, jsonl_row
-from retrieval.directory import encode_corpus, open_index
+from retrieval.directory import open_index
+from retrieval.encoding import encode_corpus
 from retrieval.hashing import HashingEncoder
 from retrieval.index import DenseRanker, ScannIndex
 from retrieval.manifest import NAME, sha256

@@ -60,6 +60,10 @@ def test_existing_directory(corpus, tmp_path):
 
     write_corpus(corpus, PASSAGES[:2])
     assert "2 rows" in build_index(*flags, "--overwrite").stdout
+    assert "are as they were made" in build_index("--verify", flags[1]).stdout
+    with open(tmp_path / "index" / "vectors.npy", "ab") as file:
+        file.write(b"more")
+    assert "vectors.npy: differs" in refused("--verify", flags[1])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.jsonl", "index"]
 
     own = f"--corpus={tmp_path / 'index' / 'corpus.jsonl'}"

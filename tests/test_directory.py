@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,15 @@ import pytest
 from helpers import people
 from test_encoder import write_model
 
+import retrieval.directory
+import retrieval.encoding
 import retrieval.manifest
 from retrieval.corpus import MemoryMappedCorpus, write_corpus
-from retrieval.directory import BuildOptions, build_index
+from retrieval.directory import BuildOptions, build_index, open_index, verify_index
 from retrieval.encoder import BertEncoder
 from retrieval.faiss_flat import read_flat
 from retrieval.hashing import HashingEncoder
-from retrieval.protocol import CorpusError
+from retrieval.protocol import CorpusError, Passage
 from retrieval.service import RetrievalService
 
 
@@ -63,6 +66,16 @@ def test_shards_answer_as_one_index(directories):
     assert shard.rows < whole.rows and shard.search(["Baro"], 3)
 
 
+def test_shards_of_a_corpus_with_blank_lines(tmp_path):
+    """The rows of a slice are looked for where they stood in the whole file."""
+    write_corpus(tmp_path / "people.jsonl", people())
+    text = (tmp_path / "people.jsonl").read_text()
+    (tmp_path / "people.jsonl").write_text("\n" + text.replace("\n", "\n\n"))
+    corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
+    build_index(tmp_path / "index", corpus, HashingEncoder(64).fit(corpus), BuildOptions(shards=3))
+    assert list(open_index(tmp_path / "index")[1]) == people()
+
+
 def test_indexes_of_one_corpus_are_fused(directories, tmp_path):
     """A hybrid is opened over two corpora, whose rows then stand for different passages."""
     fused = RetrievalService.open(f"{directories['exact']},{directories['bm25']}")
@@ -79,6 +92,7 @@ BUILD = """
 import sys, time
 from pathlib import Path
 import retrieval.directory as d
+import retrieval.encoding as e
 from retrieval.corpus import MemoryMappedCorpus
 from retrieval.hashing import HashingEncoder
 
@@ -92,7 +106,7 @@ class Hanging(HashingEncoder):
             time.sleep(600)
         return super().encode_passages(passages)
 
-d.ENCODE_ROWS = d.FLUSH_ROWS = 16
+e.ENCODE_ROWS = e.FLUSH_ROWS = 16
 corpus = MemoryMappedCorpus(sys.argv[1])
 idf = HashingEncoder(64).fit(corpus).idf
 d.build_index(sys.argv[2], corpus, Hanging(64, idf=idf), d.BuildOptions(shards=2, exact_below_rows=100))
@@ -133,17 +147,109 @@ def test_a_killed_build_goes_on(tmp_path):
         assert resumed == whole
 
 
-def test_another_plan_starts_over(tmp_path):
+class Counting(HashingEncoder):
+    """Counts the rows it encodes; the passage titled `ill` becomes a vector that is not finite."""
+
+    ill = ""
+    rows = 0
+
+    def encode_passages(self, passages):
+        self.rows += len(passages)
+        vectors = super().encode_passages(passages)
+        vectors[[p.title == self.ill for p in passages]] = np.nan
+        return vectors
+
+
+@pytest.fixture
+def hours(tmp_path, monkeypatch, caplog):
+    """`hours(passages, options)` builds tmp_path/index; returns the rows encoded, the trees built and the error."""
+    monkeypatch.setattr(retrieval.encoding, "ENCODE_ROWS", 16)
+    monkeypatch.setattr(retrieval.encoding, "FLUSH_ROWS", 32)
+    caplog.set_level("INFO", "retrieval")
+    idf = HashingEncoder(64).fit(people()).idf
+
+    def build(passages, options: BuildOptions, seed: int = 0, ill: str = "") -> tuple[int, int, str]:
+        caplog.clear()
+        write_corpus(tmp_path / "people.jsonl", passages)
+        encoder, error = Counting(64, seed, idf), ""
+        encoder.ill = ill
+        try:
+            build_index(tmp_path / "index", MemoryMappedCorpus(tmp_path / "people.jsonl"), encoder, options)
+        except (CorpusError, KeyboardInterrupt) as stopped:
+            error = repr(stopped)
+        return encoder.rows, caplog.text.count("building the tree"), error
+
+    return build
+
+
+def test_a_build_stopped_at_its_end_keeps_what_took_hours(hours, tmp_path, monkeypatch):
+    """A kill while the files are hashed, another effort, tree or number of shards encodes the corpus again."""
+    tree = BuildOptions(shards=1, exact_below_rows=100)
+
+    def stopped(options: BuildOptions) -> tuple[int, int]:
+        with monkeypatch.context() as patch:
+            patch.setattr(retrieval.directory, "write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            rows, trees, error = hours(people(), options)
+        assert "KeyboardInterrupt" in error
+        return rows, trees
+
+    assert stopped(tree) == (320, 1)
+    assert stopped(tree) == (0, 0)
+    assert stopped(replace(tree, target_recall=0.5)) == (0, 0)
+    assert stopped(replace(tree, tree={"searched_leaves": 7})) == (0, 0)
+    assert stopped(replace(tree, tree={"leaves": 20})) == (0, 1)
+    assert stopped(replace(tree, shards=2)) == (0, 1)  # the first of two
+    rows, trees, error = hours(people(), replace(tree, tree={"leaves": 401}))
+    assert (rows, trees) == (0, 0) and "leaves is 401" in error
+    assert hours(people(), replace(tree, target_recall=0.9)) == (0, 1, "")
+    fresh = HashingEncoder(64, idf=HashingEncoder(64).fit(people()).idf).encode_passages(people())
+    assert np.array_equal(np.load(tmp_path / "index" / "vectors.npy"), fresh)
+    manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
+    assert manifest["recall"]["recall"] >= 0.9 and manifest["tree"]["leaves"] != 20
+
+
+def test_a_late_bad_row_keeps_the_rows_before(hours, tmp_path):
+    """One passage whose vector is NaN, or that is changed, costs the encoding of all the others."""
+    exact = BuildOptions()
+    rows, _, error = hours(people(), exact, ill=people()[300].title)
+    assert rows == 320 - 16 and "row 300" in error and "first 288 rows are kept" in error
+    mended = [*people(), *(replace(p, id=f"q{p.id}") for p in people()[:20])]
+    mended[300] = Passage("p300", "Zora Quill", "born")
+    assert hours(mended, exact) == (340 - 288, 0, "")
+    fresh = HashingEncoder(64, idf=HashingEncoder(64).fit(people()).idf).encode_passages(mended)
+    assert np.array_equal(np.load(tmp_path / "index" / "vectors.npy"), fresh)
+
+
+def test_another_encoder_or_text_starts_over(hours, tmp_path):
     """A build resumed with another encoder or corpus mixes two kinds of vectors in one index."""
-    write_corpus(tmp_path / "people.jsonl", people())
-    partial = tmp_path / ".index.partial"
-    (partial / "index").mkdir(parents=True)
-    (partial / "plan.json").write_text("{}")
-    np.save(partial / "index" / "vectors.npy", np.ones((320, 64), np.float32))
-    (partial / "index" / ".encoded_rows").write_text("320")
-    corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
-    build_index(tmp_path / "index", corpus, HashingEncoder(64).fit(corpus))
-    assert np.load(tmp_path / "index" / "vectors.npy").std() > 0
+    ill = people()[300].title
+    assert hours(people(), BuildOptions(), ill=ill)[0] == 304
+    assert hours(people(), BuildOptions(), seed=1, ill=ill)[0] == 304
+    changed = people()
+    changed[40] = Passage("p40", "Another", "one")
+    assert hours(changed, BuildOptions(), seed=1) == (320 - 32, 0, "")
+    fresh = HashingEncoder(64, 1, HashingEncoder(64).fit(people()).idf).encode_passages(changed)
+    assert np.array_equal(np.load(tmp_path / "index" / "vectors.npy"), fresh)
+
+
+def test_a_published_index_is_not_written_by_the_next_build(hours, tmp_path, monkeypatch):
+    """A kill between publishing and clearing up leaves a link to the index's vectors, where the next build writes."""
+    monkeypatch.setattr(retrieval.manifest, "COPY_BELOW_BYTES", 0)
+    remove = shutil.rmtree
+
+    def killed(path, **options):
+        if Path(path).name == ".index.partial":
+            raise KeyboardInterrupt
+        remove(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        assert "KeyboardInterrupt" in hours(people(), BuildOptions())[2]
+    left = tmp_path / ".index.partial" / "vectors.npy"
+    assert os.path.samefile(left, tmp_path / "index" / "vectors.npy")
+    (tmp_path / "index").rename(tmp_path / "published")
+    assert hours(people()[:100] + people()[200:], BuildOptions())[2] == ""
+    assert verify_index(tmp_path / "published") > 0 and RetrievalService.open(tmp_path / "published").rows == 320
 
 
 def test_target_recall_is_reached_and_recorded(tmp_path):
@@ -209,6 +315,8 @@ def test_options_that_do_not_fit(tmp_path):
     for options, chosen, message in (
         (BuildOptions(shards=321), encoder, "shards is 321"),
         (BuildOptions(shards=2), None, "BM25"),
+        (BuildOptions(target_recall=1.5), encoder, "target_recall is 1.5"),
+        (BuildOptions(shards=4, exact_below_rows=0, tree={"leaves": 81}), encoder, "leaves is 81"),
         (BuildOptions(exact_below_rows=0, tree={"leaves": 400}), encoder, "leaves is 400"),
         (BuildOptions(exact_below_rows=0, tree={"reorder": "int4"}), encoder, "int8"),
     ):
@@ -280,6 +388,29 @@ def test_every_damaged_file_is_refused_by_name(damage, kind, directories, tmp_pa
         with pytest.raises(CorpusError, match=name.name):
             RetrievalService.open(copy)
         shutil.rmtree(copy)
+
+
+def test_verify_reads_every_byte(directories, tmp_path):
+    """Damage between the sampled blocks of a large file, or in a shard, is never found."""
+    for kind in KINDS:
+        files = [p for p in directories[kind].rglob("*") if p.is_file() and p.name != "manifest.json"]
+        shards = list(directories[kind].glob("shard-*/manifest.json"))
+        assert verify_index(directories[kind]) == sum(p.stat().st_size for p in [*files, *shards])
+    copy = shutil.copytree(directories["sharded"], tmp_path / "copy")
+    _flip_last_bit(copy / "shard-001" / "vectors.npy")
+    with pytest.raises(CorpusError, match="shard-001/vectors.npy"):
+        verify_index(copy)
+
+
+def test_what_scann_says_is_kept(directories, tmp_path, capfd):
+    """ScaNN's account of a build goes to nowhere, or over the terminal; or opening changes the index."""
+    said = (directories["tree"] / "scann.log").read_text()
+    assert "Size of sampled dataset" in said or len(said.splitlines()) > 3, said
+    before = sorted(directories["tree"].rglob("*"))
+    copy = shutil.copytree(directories["tree"], tmp_path / "copy")
+    RetrievalService.open(copy).search(["Baro Quill"], 1)
+    assert sorted(directories["tree"].rglob("*")) == before and len(list(copy.rglob("*"))) == len(before)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_every_swapped_file_is_refused_by_name(directories, tmp_path):

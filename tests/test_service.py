@@ -10,7 +10,7 @@ import tokenizers
 from helpers import people
 
 from retrieval.corpus import MemoryMappedCorpus
-from retrieval.directory import encode_corpus
+from retrieval.encoding import encode_corpus
 from retrieval.hashing import HashingEncoder
 from retrieval.index import DenseRanker, ScannIndex
 from retrieval.protocol import CorpusError, Passage
