@@ -14,13 +14,18 @@ flags.mark_flags_as_required(["checkpoint", "out"])
 def main(_: list[str]) -> None:
     import jax.numpy as jnp
 
+    from psearch_jax.config import Lora
     from psearch_jax.models.hf import save_hf
     from psearch_jax.train.checkpoint import load_params
 
     dtype = jnp.dtype(DTYPE.value)
-    config, params, loop = load_params(CHECKPOINT.value, dtype=dtype)
-    save_hf(params, config, TOKENIZER.value or loop["tokenizer"], OUT.value, dtype)
+    config, params, loop = load_params(CHECKPOINT.value)
+    record = loop.get("lora")
+    lora = Lora(record["rank"], record["alpha"]) if record else None
+    lost = save_hf(params, config, TOKENIZER.value or loop["tokenizer"], OUT.value, dtype, lora=lora)
     print(f"{CHECKPOINT.value}, step {loop['step']} -> {OUT.value} ({DTYPE.value})")
+    if lora:
+        print(f"of what the adapters add, {lost:.2g} is lost by rounding to {DTYPE.value} (relative error)")
 
 
 if __name__ == "__main__":

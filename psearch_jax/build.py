@@ -27,7 +27,15 @@ from psearch_jax.rl.rewards import RewardWeights, paper_reward
 from psearch_jax.rollout.boundary import BoundaryTables, cached_tables
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler import Sampler
-from psearch_jax.sharding import STORAGE, check_heads, check_rows, make_mesh, param_shardings, sampling_cast
+from psearch_jax.sharding import (
+    STORAGE,
+    check_heads,
+    check_rows,
+    make_mesh,
+    param_shardings,
+    sampled_in_place,
+    sampling_cast,
+)
 from psearch_jax.text.prompts import load_template, render_messages, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train import checkpoint
@@ -51,13 +59,19 @@ class Engine:
     tokenizer_path: str
     path: str  # the directory of the weights; empty when they are random or a checkpoint's
     mesh: Mesh
-    params: nnx.State  # float32, storage-sharded; in training with adapters the base, in the sampling dtype
+    # Storage-sharded; float32, or with adapters the base in 16 bits: alone in training, else with them beside it.
+    params: nnx.State
     collector: Collector
     world: ClosedWorld | None  # when data.source is closed_world
 
     def sampling_copy(self) -> nnx.State:
-        """The parameters as the sampler reads them."""
-        return sampling_cast(self.params, jnp.dtype(self.config.model.sampling_dtype), self.mesh)(self.params)
+        """The parameters as the sampler reads them; weights beside adapters are copied only where they have to be."""
+        dtype = jnp.dtype(self.config.model.sampling_dtype)
+        base, adapters = lora.apart(self.params)
+        kept = all(x.dtype == dtype for x in jax.tree.leaves(base)) and sampled_in_place(base, self.mesh)
+        if adapters is None or not kept:
+            return sampling_cast(self.params, dtype, self.mesh)(self.params)
+        return lora.beside(base, sampling_cast(adapters, dtype, self.mesh)(adapters))
 
     def describe(self) -> str:
         """One line about the model and the machine."""
@@ -129,7 +143,7 @@ def engine(
 
     Args:
       training: also ask for what only training needs.
-      params, model: weights at hand (a checkpoint's); default: those that the config names.
+      params, model: weights at hand (a checkpoint's, with adapters or without); default: those that the config names.
       retriever: default: the one that the config names.
 
     Raises:
@@ -144,6 +158,10 @@ def engine(
     frozen = training and config.model.lora_rank > 0
     dtype = config.model.sampling_dtype if frozen else "float32"
     model, params, path = _weights(config, mesh, model, params, jnp.dtype(dtype))
+    if (
+        not training and lora.apart(params)[1] is None
+    ):  # what is loaded decides, not what a run of the config would add
+        config = replace(config, model=replace(config.model, lora_rank=0))
     check_heads(mesh, model.heads)
     if config.rollout.context_tokens > model.max_positions:
         raise UserError(
@@ -215,9 +233,9 @@ def make_sampler(
     config: Config, model: Qwen2Config, mesh: Mesh, tables: BoundaryTables, n_ids: int, stop_ids: Sequence[int]
 ) -> Sampler:
     """The sampler of a config; touches no device, so that plan.py can compile it for absent ones."""
-    dtype = jnp.dtype(config.model.sampling_dtype)
+    dtype, adapters = jnp.dtype(config.model.sampling_dtype), config.model.lora
     return Sampler(
-        qwen2.graphdef(model, dtype, attention=implementation_for(mesh, dtype)),
+        qwen2.graphdef(model, dtype, attention=implementation_for(mesh, dtype), lora=adapters),
         model,
         tables,
         n_ids,
@@ -228,6 +246,7 @@ def make_sampler(
         config.rollout.top_p,
         config.rollout.max_tokens_after_answer,
         config.rollout.park_fraction,
+        adapters,
     )
 
 
@@ -260,10 +279,10 @@ def from_path(config: Config, path: str) -> Engine:
         return engine(replace(config, model=replace(config.model, path=path)))
     mesh = make_mesh(config.mesh)
     model, params, loop = checkpoint.load_params(path, lambda abstract: param_shardings(abstract, STORAGE, mesh))
-    tokenizer = config.model.tokenizer or loop["tokenizer"]
-    return engine(
-        replace(config, model=replace(config.model, path="", tokenizer=tokenizer)), params=params, model=model
-    )
+    given = {"path": "", "tokenizer": config.model.tokenizer or loop["tokenizer"]}
+    if loop.get("lora"):
+        given |= {"lora_rank": loop["lora"]["rank"], "lora_alpha": loop["lora"]["alpha"]}
+    return engine(replace(config, model=replace(config.model, **given)), params=params, model=model)
 
 
 def _weights(

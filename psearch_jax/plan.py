@@ -27,7 +27,7 @@ from psearch_jax.models.lora import abstract_adapters
 from psearch_jax.rollout.boundary import build_tables
 from psearch_jax.rollout.collect import pool_rows, widths
 from psearch_jax.rollout.sampler import Sampler
-from psearch_jax.sharding import SAMPLING, STORAGE, check_heads, check_rows, make_mesh, param_shardings, placed
+from psearch_jax.sharding import STORAGE, check_heads, check_rows, make_mesh, param_shardings, placed, sampled_in_place
 from psearch_jax.train.state import abstract_state, make_optimizer, state_shardings
 from psearch_jax.types import UserError
 
@@ -246,22 +246,21 @@ def make_plan(
     optimizer = make_optimizer(config.learning, 1000)
     prompts = pool_rows(config.rollout, mesh)
 
-    def programs(config: Config) -> tuple[Any, Any, dict[str, dict[int, Callable[[], jax.stages.Traced]]]]:
+    def programs(config: Config) -> tuple[Any, Any, Any, dict[str, dict[int, Any]]]:
         r = config.rollout
         learner = make_learner(config, model, mesh, optimizer, min(TOKENIZER_IDS, model.vocab_rows))
         sampler = bare_sampler(config, model, mesh)
         slots, pool, traces = sampler.traced(r.slots, r.context_tokens, prompts, widths(r))
-        return slots, pool, {**traces, **learner.traced()}
+        return sampler.abstract_params(), slots, pool, {**traces, **learner.traced()}
 
     _, abstract = qwen2.abstract_params(model)
     lora = config.model.lora
     state = abstract_state(abstract_adapters(model, lora) if lora else abstract, optimizer)
     state = placed(state, state_shardings(state, mesh))
-    slots, pool, traces = programs(config)
-    wide = programs(_in_float32(config))[2] if target.absent else {}
+    copy, slots, pool, traces = programs(config)
+    wide = programs(_in_float32(config))[-1] if target.absent else {}
     dtype = jnp.dtype(config.model.sampling_dtype)
     low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), abstract)
-    copy = placed(low, param_shardings(abstract, SAMPLING, mesh))
     stored = placed(low, param_shardings(abstract, STORAGE, mesh))
     arrays = {
         "parameters": state.params,
@@ -277,13 +276,14 @@ def make_plan(
     def beside(*names: str) -> int:
         return sum(resident[name] for name in names)
 
-    kept = ("parameters", "optimizer", "frozen_base", "reference")
+    in_place = bool(lora) and sampled_in_place(abstract, mesh)  # the sampler reads the frozen base itself
+    kept = ("parameters", "optimizer", "reference", *(() if in_place else ("frozen_base",)))
     others = {
         "prefill": beside(*kept, "sampler_state"),
         "admit": beside(*kept, "sampling_copy"),
         "extend": beside(*kept, "prompt_pool"),
         "generate": beside(*kept, "prompt_pool"),
-        "reshard": beside("optimizer", "reference"),
+        "reshard": beside("optimizer", "reference", *(("frozen_base",) if in_place else ())),
         "logprobs": beside("optimizer", "reference"),
         "accumulate": beside("optimizer", "reference"),
         "apply": beside("frozen_base", "reference"),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -97,12 +98,32 @@ def placed(abstract: Any, shardings: Any) -> Any:
 
 
 def sampling_cast(abstract: nnx.State, dtype: Any, mesh: Mesh) -> Callable[[nnx.State], nnx.State]:
-    """A compiled function from stored parameters to those the sampler reads: in `dtype`, split over `tensor` only."""
+    """A compiled function from stored parameters to copies that the sampler reads, split over `tensor` only.
+
+    They are in `dtype`; adapters stay as they are, since the model casts them where it uses them, and what is rounded
+    before and once more would not be what is trained.
+    """
+
+    def one(variable: nnx.Variable) -> nnx.Variable:
+        value = variable.get_value()
+        adapter = isinstance(variable, nnx.LoRAParam)
+        return variable.replace(jnp.copy(value) if adapter else value.astype(dtype))
 
     def cast(params: nnx.State) -> nnx.State:
-        return jax.tree.map(lambda x: x.astype(dtype), params)
+        return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
     return jax.jit(cast, out_shardings=param_shardings(abstract, SAMPLING, mesh))
+
+
+def sampled_in_place(abstract: nnx.State, mesh: Mesh) -> bool:
+    """Whether stored parameters lie where the sampler reads them: they do unless the mesh splits over fsdp."""
+    pairs = zip(
+        jax.tree.leaves(param_shardings(abstract, STORAGE, mesh)),
+        jax.tree.leaves(param_shardings(abstract, SAMPLING, mesh)),
+        jax.tree.leaves(abstract),
+        strict=True,
+    )
+    return all(stored.is_equivalent_to(read, x.ndim) for stored, read, x in pairs)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

@@ -10,9 +10,9 @@ import numpy as np
 from flax import nnx
 from helpers import random_params, started, tiny_config
 
-from psearch_jax.config import LearningSection, MeshSection
+from psearch_jax.config import LearningSection, Lora, MeshSection, Qwen2Config
 from psearch_jax.launching import configure_jax
-from psearch_jax.models import attention, qwen2
+from psearch_jax.models import attention, lora, qwen2
 from psearch_jax.rl.batch import mini_batches
 from psearch_jax.rollout.boundary import build_tables
 from psearch_jax.rollout.sampler import Sampler
@@ -49,6 +49,23 @@ def check_kernel(mesh) -> None:
     np.testing.assert_allclose(ours, attention.causal(q, k, v), atol=1e-5)
 
 
+def check_adapters(mesh, config: Qwen2Config, optimizer) -> None:
+    """With adapters the sampler reads whole weights, those of the learner themselves where they lie so, in 16 bits."""
+    adapters, half = Lora(2, 4.0), jnp.dtype("bfloat16")
+    learner = Learner(config, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), sampling_dtype=half, lora=adapters)
+    learner.base = qwen2.random_params(config, 0, half, lambda a: param_shardings(a, STORAGE, mesh))
+    fresh = lora.init_adapters(config, adapters, 0)
+    copy = learner.sampling_copy(jax.device_put(fresh, param_shardings(fresh, STORAGE, mesh)))
+    graph, tables = qwen2.graphdef(config, half, lora=adapters), build_tables(TOKENS, V)
+    sampler = Sampler(graph, config, tables, len(TOKENS), [STOP], mesh, half, adapters=adapters)
+    for x, planned in zip(jax.tree.leaves(copy), jax.tree.leaves(sampler.abstract_params()), strict=True):
+        if x.dtype != planned.dtype or not x.sharding.is_equivalent_to(planned.sharding, x.ndim):
+            raise SystemExit(f"{x.sharding}, {x.dtype}: {planned} planned")
+    shared = [any(x is y for y in jax.tree.leaves(learner.base)) for x in jax.tree.leaves(lora.apart(copy)[0])]
+    if set(shared) != {mesh.shape["fsdp"] == 1}:
+        raise SystemExit(f"of the base {sum(shared)} arrays of {len(shared)} are shared")
+
+
 def by_name(state: nnx.State) -> dict[str, np.ndarray]:
     flat = nnx.to_flat_state(state)
     return {"/".join(path): np.asarray(jax.device_get(v.get_value())) for path, v in flat}
@@ -61,6 +78,7 @@ def main(sizes: str, out: str) -> None:
     optimizer = make_optimizer(LEARNING, 3)
     state = init_state(random_params(config, seed=6), optimizer, mesh)
     check_kernel(mesh)
+    check_adapters(mesh, config, optimizer)
     learner = Learner(config, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), shard_residual=tensor > 1)
     tables = build_tables(TOKENS, V)
     sampler = Sampler(qwen2.graphdef(config, jnp.float32), config, tables, len(TOKENS), [STOP], mesh)

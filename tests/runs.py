@@ -81,7 +81,7 @@ def small_config(policy: Path, **fields) -> Config:
     for name, value in {**SMALL, "model.path": str(policy), "rollout.prompt_tokens": 64, **fields}.items():
         section, _, key = name.partition(".")
         sections.setdefault(section, {})[key] = value
-    sections["model"] |= {"dtype": "float32", "sampling_dtype": "float32"}
+    sections["model"] = {"dtype": "float32", "sampling_dtype": "float32", **sections["model"]}
     return from_mapping(sections)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from programs import Program
-from runs import SMALL, command, final_params, metrics_without_clocks, run, small_config, wait_for
+from runs import command, final_params, metrics_without_clocks, run, small_config, wait_for
 
 from psearch_jax import build
 from psearch_jax.models import hf, qwen2
@@ -196,20 +196,6 @@ def test_real_questions_and_passages_run_through(shared_data, tmp_path):
     for row in rows:
         assert len(row["ids"]) == len(row["mask"]) == len(row["logprobs"])
         assert sum(row["mask"]) == sum(turn["n_sampled"] for turn in row["turns"])
-
-
-@pytest.mark.slow
-def test_the_colab_settings_run(tiny_policy, tmp_path):
-    """Float16 sampling beside float32 training is met nowhere else: an overflow would only show on the user's GPU."""
-    closed = {"data.source": "closed_world", "data.template": "toy"}
-    closed |= {"rollout.context_tokens": 512, "rollout.prompt_tokens": 64, "rollout.obs_tokens": 96}
-    small = {**SMALL, "rollout.samples": 4, "rollout.slots": 8, "learning.micro_batch_rows": 1, **closed}
-    values = {**small, "model.path": tiny_policy, "train.steps": 2}
-    flags = [f"--config.{name}={value}" for name, value in values.items()]
-    run([sys.executable, "launch/train.py", "--config=configs/colab.py", f"--workdir={tmp_path}", *flags])
-    rows = metrics_without_clocks(tmp_path)
-    assert len(rows) == 2 and all(row["skipped"] == 0 for row in rows)
-    assert 0 < rows[0]["logp_gap"] < 0.02
 
 
 @pytest.mark.slow

@@ -25,13 +25,21 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from psearch_jax.config import Qwen2Config
-from psearch_jax.models import kv_cache, qwen2
+from psearch_jax.config import Lora, Qwen2Config
+from psearch_jax.models import kv_cache, lora, qwen2
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.qwen2 import NEG_INF
 from psearch_jax.rollout import boundary, sampling
 from psearch_jax.rollout.boundary import BoundaryTables
-from psearch_jax.sharding import SAMPLING, param_shardings, placed, replicated, rows_sharding, spec
+from psearch_jax.sharding import (
+    SAMPLING,
+    param_shardings,
+    placed,
+    replicated,
+    rows_sharding,
+    sampling_cast,
+    spec,
+)
 
 
 class Status(enum.IntEnum):
@@ -95,6 +103,7 @@ class Sampler:
       top_k, top_p: filters at sampling; the recorded log-probs are those before the filter.
       max_tokens_after_answer: ids sampled after `</answer>` while waiting for a stop id.
       park_fraction: `generate` yields when this share of the live rows is parked.
+      adapters: those of the graph, if it has some; `params` below then holds the weights and them.
     """
 
     def __init__(
@@ -110,9 +119,10 @@ class Sampler:
         top_p: float = 1.0,
         max_tokens_after_answer: int = 4,
         park_fraction: float = 1.0,
+        adapters: Lora | None = None,
     ):
         self.config, self.mesh, self.dtype = config, mesh, dtype
-        self._graph, self._n_ids = graph, n_ids
+        self._graph, self._n_ids, self._lora = graph, n_ids, adapters
         self._top_k, self._top_p = top_k, top_p
         self._after_answer, self._park_fraction = max_tokens_after_answer, park_fraction
         states = tables.next.shape[0]
@@ -197,15 +207,21 @@ class Sampler:
         names = ("prefill", "admit", "extend", "generate")
         return {name: getattr(self, f"_{name}")._cache_size() for name in names}
 
+    def abstract_params(self) -> nnx.State:
+        """What the programs read, as placed ShapeDtypeStructs: weights, and adapters where the graph has some."""
+        _, abstract = qwen2.abstract_params(self.config)
+        if self._lora:
+            abstract = lora.beside(abstract, lora.abstract_adapters(self.config, self._lora))
+        read = jax.eval_shape(sampling_cast(abstract, self.dtype, self.mesh), abstract)
+        return placed(read, param_shardings(abstract, SAMPLING, self.mesh))
+
     def traced(
         self, rows: int, positions: int, pool_rows: int, widths: Widths
     ) -> tuple[SamplerState, SamplerState, dict[str, dict[int, Callable[[], jax.stages.Traced]]]]:
         """State, the largest pool, and every program by its width, without arrays: to be compiled where there are no
         devices (plan.py)."""
         mesh, shardings = self.mesh, self._shardings()
-        _, abstract = qwen2.abstract_params(self.config)
-        cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self.dtype), abstract)
-        params = placed(cast, param_shardings(abstract, SAMPLING, mesh))
+        params = self.abstract_params()
         state = placed(jax.eval_shape(lambda: self._new_program(rows, positions)), shardings)
         pools = {
             width: placed(jax.eval_shape(functools.partial(self._new_program, pool_rows, width)), shardings)

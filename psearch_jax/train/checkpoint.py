@@ -218,14 +218,16 @@ class _Damaged(UserError):
 
 
 def load_params(
-    path: str | Path, place: Callable[[nnx.State], nnx.State] | None = None, dtype: Any = jnp.float32
+    path: str | Path, place: Callable[[nnx.State], nnx.State] | None = None
 ) -> tuple[Qwen2Config, nnx.State, dict[str, Any]]:
-    """Shape, parameters and loop record of a checkpoint, for export and evaluation; adapters are merged.
+    """Shape, parameters and loop record of a checkpoint, for export and evaluation.
+
+    Parameters are float32; with adapters they are those beside the weights they belong to (`lora.beside`), which are
+    in the dtype that the run kept them in.
 
     Args:
       path: one checkpoint, or a run directory: its newest that can be read.
       place: from the abstract parameters to the sharding of each; default: the first device.
-      dtype: of merged parameters; those of full fine-tuning are float32.
 
     Raises:
       UserError: none can be read, or the weights that its adapters belong to are not where they were.
@@ -233,7 +235,7 @@ def load_params(
     found = find_checkpoints(path)
     for checkpoint in found:
         try:
-            return _load_params(absolute(checkpoint), place, dtype)
+            return _load_params(absolute(checkpoint), place)
         except _Damaged as error:
             if checkpoint == found[-1]:
                 raise
@@ -242,7 +244,7 @@ def load_params(
 
 
 def _load_params(
-    checkpoint: Path, place: Callable[[nnx.State], nnx.State] | None, dtype: Any
+    checkpoint: Path, place: Callable[[nnx.State], nnx.State] | None
 ) -> tuple[Qwen2Config, nnx.State, dict[str, Any]]:
     loop = read_loop(checkpoint)
     config, abstract = _shape(loop["model"]), _abstract(loop)
@@ -255,15 +257,8 @@ def _load_params(
     except Exception as error:  # whatever a damaged file makes the readers raise
         raise _Damaged(f"{checkpoint}: params cannot be read ({_first_line(error)})") from error
     params = qwen2.with_values(abstract, values)
-    record = loop.get("lora")
-    if record:
-        base = _base(config, record, place, checkpoint)
-        adapters = Lora(record["rank"], record["alpha"])
-        merge = jax.jit(
-            lambda base, params: lora.merged(base, params, adapters, dtype),
-            out_shardings=place(qwen2.abstract_params(config)[1]),
-        )
-        params = merge(base, params)
+    if loop.get("lora"):
+        params = lora.beside(_base(config, loop["lora"], place, checkpoint), params)
     return config, params, loop
 
 

@@ -26,13 +26,14 @@ from psearch_jax.models.attention import implementation_for
 from psearch_jax.rl.batch import micro_batches
 from psearch_jax.rl.losses import METRICS, policy_loss
 from psearch_jax.sharding import (
-    SAMPLING,
     STORAGE,
     constrain,
     param_shardings,
     placed,
     replicated,
     rows_sharding,
+    sampled_in_place,
+    sampling_cast,
 )
 from psearch_jax.train.state import TrainState, abstract_state, state_shardings
 from psearch_jax.types import TrainBatch
@@ -120,18 +121,18 @@ class Learner:
             self._apply_program, donate_argnames="state", out_shardings=(self._places, replicated(mesh))
         )
         self._names = [".".join(path) for path, _ in nnx.to_flat_state(trained)]
-
-        def sampled(params: nnx.State, base: nnx.State | None) -> nnx.State:
-            if base is None:
-                return jax.tree.map(lambda x: x.astype(sampling_dtype), params)
-            return adapters.merged(base, params, lora, sampling_dtype)
-
-        self._cast = jax.jit(sampled, out_shardings=param_shardings(weights, SAMPLING, mesh))
+        # The base is never donated: where it lies as the sampler reads it, sampling needs no second one.
+        self._base_in_place = lora is not None and sampled_in_place(weights, mesh)
+        moved = adapters.beside(weights, trained) if lora and not self._base_in_place else trained
+        self._cast = sampling_cast(moved, sampling_dtype, mesh)
         self._reference = jax.jit(functools.partial(jax.tree.map, lambda x: x.astype(sampling_dtype)))
 
     def sampling_copy(self, params: nnx.State) -> nnx.State:
-        """The parameters as the sampler reads them: adapters merged, cast once, split over `tensor` only."""
-        return self._cast(params, self.base)
+        """The parameters as the sampler reads them: cast once, split over `tensor` only; adapters beside the base."""
+        if self.base is None or self._base_in_place:
+            copy = self._cast(params)
+            return copy if self.base is None else adapters.beside(self.base, copy)
+        return self._cast(adapters.beside(self.base, params))
 
     def reference_copy(self, params: nnx.State) -> nnx.State:
         """A frozen copy in the sampling dtype, sharded as stored; with adapters the base itself."""
@@ -203,6 +204,9 @@ class Learner:
         sums = jax.eval_shape(self._zero_program, state.params)
         others = jax.tree.map(lambda _: replicated(mesh), sums[1:])
         sums = placed(sums, (self._places.params, *others))
+        moved = state.params
+        if self._frozen is not None and not self._base_in_place:
+            moved = adapters.beside(self._frozen, state.params)
 
         def logprobs(width: int) -> jax.stages.Traced:
             return self._logprobs.trace(state.params, self._frozen, row(width, jnp.int32), length)
@@ -212,7 +216,7 @@ class Learner:
             return self._accumulate.trace(state.params, self._frozen, sums, piece)
 
         return {
-            "reshard": {0: lambda: self._cast.trace(state.params, self._frozen)},
+            "reshard": {0: lambda: self._cast.trace(moved)},
             "logprobs": {width: functools.partial(logprobs, width) for width in self._widths},
             "accumulate": {width: functools.partial(accumulate, width) for width in self._widths},
             "apply": {0: lambda: self._apply.trace(state, sums)},
