@@ -58,13 +58,14 @@ def test_a_merged_kernel_is_w_plus_scale_a_b(pair):
         rows = int(np.prod(a.shape[1:-1]))
         assert a.ndim == 2 + len(inner)
         delta = 2.0 * np.stack([x.reshape(rows, 3) @ y.reshape(3, -1) for x, y in zip(a, b, strict=True)])
-        expected = before["layers"][name] + delta.reshape(before["layers"][name].shape)
+        kernel = np.asarray(before["layers"][name], np.float64)
+        expected = kernel + delta.reshape(kernel.shape)
         np.testing.assert_allclose(whole["layers"][name], expected, atol=1e-5)
         stacks = before["layers"][name], low[f"{name}_a"], low[f"{name}_b"]
         rounded, lost, added = lora.merged(*stacks, 1, ADAPTERS, jnp.dtype("bfloat16"))
         error = np.asarray(rounded, np.float64) - expected[1]
-        assert float(lost) == pytest.approx(np.sum(error**2), rel=0.01)
-        assert float(added) == pytest.approx(np.sum(delta[1] ** 2), rel=1e-4)
+        assert float(lost) == pytest.approx(float(np.sum(error**2)), rel=0.01)
+        assert float(added) == pytest.approx(float(np.sum(delta[1] ** 2)), rel=1e-4)
 
 
 def test_the_live_model_is_the_merged_one(pair):

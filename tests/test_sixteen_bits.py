@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import one_device_mesh, random_params, started, tables_for, tiny_config
-from runs import ROOT, SMALL, metrics_without_clocks, small_config
+from programs import ROOT
+from runs import SMALL, metrics_without_clocks, small_config
 
 from psearch_jax import build
 from psearch_jax.config import Config, LearningSection, Lora, from_mapping
