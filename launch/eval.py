@@ -31,6 +31,7 @@ from psearch_jax.types import Question, UserError
 log = logging.getLogger("psearch_jax")
 
 MODEL = flags.DEFINE_string("model", None, "HF directory or hub id, run directory, checkpoint, or toy.")
+BEST = flags.DEFINE_bool("best", False, "Of a run directory: the best checkpoint by validation, not the newest.")
 BENCHMARK = flags.DEFINE_multi_string("benchmark", [], "NAME:FILE, closed_world or closed_world:SET; repeatable.")
 OUT = flags.DEFINE_string("out", None, "The directory to write to.")
 CONFIG = config_flags.DEFINE_config_file("config", None, "Budgets, prompt and retrieval of a file in configs/.")
@@ -126,13 +127,21 @@ def with_passages(config: Config, closed_world: list[bool]) -> Config:
     return dataclasses.replace(config, data=dataclasses.replace(config.data, source=source), retrieval=retrieval)
 
 
-def leaks(benchmarks: dict[str, list[Question]], trained_on: str) -> dict[str, list[str]]:
-    """The ids of benchmark questions that were trained on; empty when it is not known what was."""
+def leaks(benchmarks: dict[str, list[Question]], trained_on: str, held_out: float) -> dict[str, list[str]]:
+    """The ids of benchmark questions that were trained on; empty when it is not known what was.
+
+    Args:
+      trained_on: where the run's questions are.
+      held_out: the share of them that it did not train on.
+    """
+    from psearch_jax.data.held_out import hold_out
     from psearch_jax.data.prepared import are_there, open_questions, overlap
 
     if not TRAINING.value and (not trained_on or trained_on == "closed_world" or not are_there(trained_on)):
         return {}
     training = open_questions(TRAINING.value or trained_on)
+    if held_out and not TRAINING.value:
+        training, _ = hold_out(training, held_out)
     found = overlap([q for questions in benchmarks.values() for q in questions], training)
     places = {id(q) for q in found}
     return {name: [q.id for q in questions if id(q) in places] for name, questions in benchmarks.items()}
@@ -140,7 +149,12 @@ def leaks(benchmarks: dict[str, list[Question]], trained_on: str) -> dict[str, l
 
 def main(_: list[str]) -> None:
     launching.configure_jax()
-    given = with_flags(base_config(MODEL.value))
+    model = MODEL.value
+    if BEST.value:
+        from psearch_jax.train.best import find_best
+
+        model = str(find_best(model))
+    given = with_flags(base_config(model))
     if any(k > SAMPLES.value for k in K.value):
         raise UserError(f"--k={max(K.value)}: accepted: at most --samples={SAMPLES.value}")
 
@@ -158,7 +172,7 @@ def main(_: list[str]) -> None:
     )
     questions = {benchmark.name: benchmark.questions for benchmark in loaded}
     config = with_passages(given, [benchmark.closed_world for benchmark in loaded])
-    leaked = leaks(questions, given.data.source)
+    leaked = leaks(questions, given.data.source, given.data.validation_share)
 
     from tqdm import tqdm
 
@@ -168,7 +182,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.eval.scores import figures
     from psearch_jax.train.trainer import EVAL_STEP
 
-    parts = build.from_path(config, MODEL.value)
+    parts = build.from_path(config, model)
     sampling = {"temperature": TEMPERATURE.value, "seed": SEED.value, "samples": SAMPLES.value}
     sections = dataclasses.asdict(with_method(config))
     settings = {"weights": weights_digest(parts.params), "method": config.method, **sampling}
@@ -237,7 +251,7 @@ def main(_: list[str]) -> None:
         notes.append(f"{len(skipped)} bad rows were left out, see skipped.txt; the first: {skipped[0]}")
         write_whole(locate(OUT.value) / "skipped.txt", "".join(f"{line}\n" for line in skipped))
     text = "\n\n".join([text, *notes]) + "\n"
-    evaluation.finish({"model": MODEL.value, "passages": passages, "benchmarks": results, "leaked": leaked}, text)
+    evaluation.finish({"model": model, "passages": passages, "benchmarks": results, "leaked": leaked}, text)
     print(text, end="")
 
 

@@ -5,6 +5,7 @@ from absl import flags
 from psearch_jax import launching
 
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run directory, or one step of its checkpoints.")
+BEST = flags.DEFINE_bool("best", False, "Of a run directory: the best by validation, not the newest.")
 OUT = flags.DEFINE_string("out", None, "The directory to make; it must not be there yet.")
 TOKENIZER = flags.DEFINE_string("tokenizer", "", "Tokenizer directory; default: the one that the run used.")
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Of the written weights.")
@@ -12,18 +13,23 @@ flags.mark_flags_as_required(["checkpoint", "out"])
 
 
 def main(_: list[str]) -> None:
+    import jax
     import jax.numpy as jnp
 
     from psearch_jax.config import Lora
     from psearch_jax.models.hf import save_hf
+    from psearch_jax.train.best import find_best
     from psearch_jax.train.checkpoint import load_params
 
+    jax.config.update("jax_platforms", "cpu")  # no accelerator holds a large model whole, or need be free for this
     dtype = jnp.dtype(DTYPE.value)
-    config, params, loop = load_params(CHECKPOINT.value)
+    checkpoint = find_best(CHECKPOINT.value) if BEST.value else CHECKPOINT.value
+    config, params, loop = load_params(checkpoint, dtype=dtype)
     record = loop.get("lora")
     lora = Lora(record["rank"], record["alpha"]) if record else None
     lost = save_hf(params, config, TOKENIZER.value or loop["tokenizer"], OUT.value, dtype, lora=lora)
-    print(f"{CHECKPOINT.value}, step {loop['step']} -> {OUT.value} ({DTYPE.value})")
+    why = f", the best by {loop['best']['metric']} ({loop['best']['value']:.4f})" if "best" in loop else ""
+    print(f"{CHECKPOINT.value}, step {loop['step']}{why} -> {OUT.value} ({DTYPE.value})")
     if lora:
         print(f"of what the adapters add, {lost:.2g} is lost by rounding to {DTYPE.value} (relative error)")
 

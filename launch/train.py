@@ -30,6 +30,12 @@ def main(_: list[str]) -> None:
     if not processes.first():
         return
     print(report.before_and_after(summary))
+    if summary.get("best"):
+        print(
+            "best: step {step}, {metric} {value:.4f}; launch/eval.py and export_hf.py take it with --best".format(
+                **summary["best"]
+            )
+        )
     print(f"{summary['wall_s']['total']:.0f} s in all; summary, metrics and trajectories are in {WORKDIR.value}")
 
 

@@ -13,16 +13,17 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.config import PRESETS, Config, Qwen2Config, validate, with_method
+from psearch_jax.config import PRESETS, Config, Qwen2Config, best_metric, validate, with_method
 from psearch_jax.data.closed_world import ClosedWorld
+from psearch_jax.data.held_out import hold_out, pick
 from psearch_jax.data.loader import QuestionLoader
-from psearch_jax.data.prepared import are_there, open_questions
+from psearch_jax.data.prepared import are_there, open_questions, overlap
 from psearch_jax.eval.benchmarks import CLOSED_WORLD, closed_world_benchmark
 from psearch_jax.launching import CACHE_HOME, read_token
 from psearch_jax.models import hf, lora, qwen2
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.paths import is_remote, locate, on_disk
-from psearch_jax.rl.compat import compat_reward
+from psearch_jax.rl.compat import check_examples, compat_reward
 from psearch_jax.rl.rewards import RewardWeights, paper_reward
 from psearch_jax.rollout.boundary import BoundaryTables, cached_tables
 from psearch_jax.rollout.collect import Collector
@@ -108,6 +109,7 @@ def missing_inputs(config: Config, training: bool = True) -> list[str]:
     named = (
         ("model.path", path),
         ("data.source", config.data.source if training and not closed_world else ""),
+        ("data.validation", config.data.validation if training else ""),
         *(("retrieval.index", directory) for directory in config.retrieval.index.split(",")),
         ("retrieval.corpus", config.retrieval.corpus),
         ("model.tokenizer", config.model.tokenizer),
@@ -115,7 +117,7 @@ def missing_inputs(config: Config, training: bool = True) -> list[str]:
     for name, path in named:
         if not path:
             continue
-        if name == "data.source":
+        if name in ("data.source", "data.validation"):
             if not are_there(path):
                 lines.append(f"config.{name}={path}: not found")
             continue
@@ -192,6 +194,7 @@ def engine(
 
 def training_run(config: Config) -> Run:
     """Builds everything that train/trainer.py needs."""
+    _check_template(with_method(config))  # before the minutes that large weights take
     parts = engine(config, training=True)
     given, config = config, parts.config
     log.info(parts.describe())
@@ -359,24 +362,61 @@ def _renderer(config: Config, tokenizer: Tokenizer) -> Callable[[Question], list
     return lambda question: render_prompt(tokenizer, template, question.text)
 
 
+def _reward_weights(config: Config) -> RewardWeights:
+    r = config.reward
+    return RewardWeights(r.format, r.final_format, r.decomposition, r.search_count)
+
+
+def _check_template(config: Config) -> None:
+    """Refuses a prompt template that the reward cannot read; the prompts of rows are looked at as they come."""
+    if config.reward.profile == "compat" and config.data.prompt == "template":
+        name = config.data.template
+        check_examples(load_template(name), _reward_weights(config), f"config.data.template={name}")
+
+
 def _reward(config: Config, tokenizer: Tokenizer) -> Callable[[Trajectory], RewardParts]:
     r = config.reward
-    weights = RewardWeights(r.format, r.final_format, r.decomposition, r.search_count)
+    weights = _reward_weights(config)
     if r.profile == "paper":
         return lambda t: paper_reward(t, weights, r.mixed, r.gate_bonus_on_outcome)
 
     def compat(t: Trajectory) -> RewardParts:
         prompt = tokenizer.decode(t.ids[: t.prompt_length], control=True)
+        if config.data.prompt == "row":
+            check_examples(prompt, weights, f"the prompt of question {t.question.source} {t.question.id}")
         return compat_reward(t, prompt, tokenizer.decode(t.ids[t.prompt_length :]), weights)
 
     return compat
 
 
 def _questions(config: Config, world: ClosedWorld | None) -> tuple[Sequence[Question], list[Question]]:
-    """Training questions, and those of the evaluation before and after (none for questions from a file)."""
+    """Training questions, and those of the evaluation, at most eval.questions_per_kind of each kind.
+
+    Those of a file are evaluated where the config names or holds out some.
+    """
     data = config.data
     if world is None:
-        return open_questions(data.source), []
+        train: Sequence[Question] = open_questions(data.source)
+        held: Sequence[Question] = []
+        if data.validation_share:
+            train, held = hold_out(train, data.validation_share)
+        elif data.validation:
+            held = open_questions(data.validation)
+        asked = pick(held, config.eval.questions_per_kind)
+        if asked:
+            log.info("%d of %d validation questions are asked, %d are trained on", len(asked), len(held), len(train))
+        if data.validation and isinstance(train, list):  # a prepared directory is not read for this
+            leaked = len(overlap(asked, train))
+            if leaked:
+                log.warning("%d of the %d validation questions are also trained on", leaked, len(asked))
+        kind, _ = best_metric(config.eval.best_metric)
+        if config.eval.every_steps and kind not in ("all", *(q.kind for q in asked)):
+            found = ", ".join(dict.fromkeys(q.kind for q in asked))
+            raise UserError(
+                f"config.eval.best_metric: found {config.eval.best_metric!r}, but no validation question is of that "
+                f"kind, accepted: a figure over all, or of {found}"
+            )
+        return train, asked
     counts = {
         "parallel": round(data.world_questions * data.parallel_share),
         "sequential": round(data.world_questions * data.sequential_share),

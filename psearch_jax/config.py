@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
-from psearch_jax.types import UserError
+from psearch_jax.types import KINDS, UserError
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,8 @@ class MeshSection:
 @dataclass(frozen=True)
 class DataSection:
     source: str = ""  # a question file, a directory of launch/prepare_data.py, or "closed_world"
+    validation: str = ""  # questions that are evaluated and never trained on: a file or a prepared directory
+    validation_share: float = 0.0  # or this share of `source`, picked by a hash of (source, id), kept out of training
     prompt: Literal["template", "row"] = "template"  # row: the chat messages that come with the question
     template: str = "parallel"  # a packaged template's name or a user's file
     world_theme: Literal["encyclopedia", "renamed", "register"] = "encyclopedia"  # see data/themes.py
@@ -189,10 +191,31 @@ class TrainSection:
 @dataclass(frozen=True)
 class EvalSection:
     every_steps: int = 0  # 0: only before the first step and after the last
-    questions_per_kind: int = 400
+    questions_per_kind: int = 400  # at most so many of each kind are asked
+    # With every_steps: the parameters with the highest value are kept in WORKDIR/best. A figure of BEST_FIGURES over
+    # all validation questions, or over those of a kind: parallel/em.
+    best_metric: str = "em"
     temperature: float = 0.0
     also_greedy: bool = False
     seed: int = 1
+
+
+BEST_FIGURES = ("em", "f1", "decomposition_ratio", "valid_format")
+
+
+def best_metric(text: str) -> tuple[str, str]:
+    """(kind or "all", figure) of eval.best_metric; `eval/` in front, as in metrics.jsonl, is accepted.
+
+    Raises:
+      UserError: there is no such figure.
+    """
+    *kind, figure = text.removeprefix("eval/").split("/")
+    if figure not in BEST_FIGURES or len(kind) > 1 or (kind and kind[0] not in ("all", *KINDS)):
+        raise UserError(
+            f"config.eval.best_metric: found {text!r}, accepted: {', '.join(BEST_FIGURES)}, or one of them for a kind "
+            f"({', '.join(KINDS)}), as in {KINDS[0]}/em"
+        )
+    return (kind or ["all"])[0], figure
 
 
 Method = Literal["parallelsearch", "search_r1", "parallel_prompt", "r1"]
@@ -349,7 +372,29 @@ def validate(config: Config, training: bool = True) -> None:
         raise UserError(f"config.rollout.park_fraction: found {r.park_fraction}, accepted: above 0, at most 1")
 
 
+def _validate_validation(config: Config) -> None:
+    data, closed_world = config.data, config.data.source == "closed_world"
+    best_metric(config.eval.best_metric)
+    if not 0 <= data.validation_share < 1:
+        raise UserError(f"config.data.validation_share: found {data.validation_share}, accepted: at least 0, below 1")
+    given = [name for name in ("validation", "validation_share") if getattr(data, name)]
+    if len(given) > 1:
+        raise UserError("config.data: validation and validation_share found together, accepted: one of them")
+    if given and closed_world:
+        raise UserError(
+            f"config.data.{given[0]}: found with the closed world, which has evaluation questions of its own"
+        )
+    if given and not config.eval.questions_per_kind:
+        raise UserError(f"config.eval.questions_per_kind: found 0 with data.{given[0]}, accepted: at least 1")
+    if config.eval.every_steps and not (given or (closed_world and config.eval.questions_per_kind)):
+        raise UserError(
+            f"config.eval.every_steps: found {config.eval.every_steps} and no questions to evaluate, accepted: 0, or "
+            "with data.validation=FILE or data.validation_share above 0"
+        )
+
+
 def _validate_learning(config: Config) -> None:
+    _validate_validation(config)
     r, le, t = config.rollout, config.learning, config.train
     if r.temperature <= 0:
         raise UserError(f"config.rollout.temperature: found {r.temperature}, accepted: above 0 (training samples)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from psearch_jax.types import UserError
+from retrieval.protocol import CorpusError, RetrievalError
 
 T = TypeVar("T")
 HEARTBEAT_S = 20  # a process not heard of for so long is taken for dead, and its run ends
@@ -68,13 +70,34 @@ def first() -> bool:
     return jax.process_index() == 0
 
 
-def lost(error: BaseException) -> bool:
-    """Whether an error is that of a collective or a barrier to which another process did not come.
+class Lost(RuntimeError):
+    """Another process of the run did not come to a collective or a barrier."""
 
-    jax, its collectives and Orbax raise half a dozen types for it; what they name in common is the place.
+
+# What jaxlib's collectives and coordination service, and Orbax, write when another process is gone; their types are
+# half a dozen, and each of them is also raised for other reasons.
+_LOST = re.compile(
+    r"\bGloo [\w-]+ failed|\bgloo/transport/|NCCL .*(remote process exited|network error)"
+    r"|\bBarrier (timed out|failed)|Timed out while waiting for \w+ barrier|\. Barrier(_| )[iI]d: "
+    r"|[cC]oordination service (agent|has (stopped|been shut down)|is (shutting down|not)|encountered)"
+    r"|(disconnected from|requested after) coordination service|/xla\.coordination\.|CoordinationService/"
+    r"|heartbeat timeout|[Aa]nother task (died|failed)|Heartbeat: Incarnation"
+)
+
+
+def lost(error: BaseException) -> bool:
+    """Whether an error says that another process did not come to a collective or a barrier.
+
+    Files and inputs have errors with names in them that the user chose, so these are never asked for words.
     """
-    words = ("Gloo", "oordination service", "CoordinationService", "arrier", "heartbeat")
-    return jax.process_count() > 1 and (isinstance(error, TimeoutError) or any(word in str(error) for word in words))
+    chain: BaseException | None = error
+    while chain is not None and jax.process_count() > 1:
+        named = isinstance(chain, UserError | CorpusError | RetrievalError)
+        named = named or (isinstance(chain, OSError) and chain.errno is not None)
+        if isinstance(chain, Lost) or (not named and _LOST.search(str(chain))):
+            return True
+        chain = chain.__cause__
+    return False
 
 
 def together(work: Callable[[], T]) -> list[T]:
@@ -97,9 +120,9 @@ def together(work: Callable[[], T]) -> list[T]:
     return [value for _, value in answers]
 
 
-def agreed(value: T) -> T:
-    """What process 0 has for `value`."""
-    return together(lambda: value if first() else None)[0]
+def agreed(work: Callable[[], T]) -> T:
+    """What `work` returns in the first process, which alone does it; what it raises there is raised in all."""
+    return together(lambda: work() if first() else None)[0]
 
 
 def in_order(own: Sequence[T], group: int = 1) -> list[T]:
@@ -152,4 +175,6 @@ def _portable(error: Exception) -> Exception:
             return pickle.loads(pickle.dumps(type(error)(f"{where}: {error.args[0]}")))
         except Exception:  # a class that cannot be made again
             pass
+    if isinstance(error, OSError) and error.errno is not None:  # of a file, as is its name
+        return OSError(error.errno, f"{where}: {error.strerror}", error.filename)
     return RuntimeError(f"{where}: {type(error).__name__}: {error}")

@@ -22,13 +22,34 @@ class Odd(Exception):
         super().__init__(f"{one} {two}")
 
 
-def failing(index: int, error: Exception) -> str:
+BARRIER = "Barrier timed out. Id: orbax:9. This usually happens because a task triggered the barrier too early"
+# What jaxlib and Orbax raised in runs whose other process was killed, and what only sounds like it.
+LOST = (
+    jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {BARRIER}"),
+    jax.errors.JaxRuntimeError("INTERNAL: Gloo all-reduce failed: [gloo/transport/tcp/pair.cc:547] closed by peer"),
+    ValueError("UNKNOWN: Gloo all-gather failed: Connection reset by peer"),
+    jax.errors.JaxRuntimeError("UNAVAILABLE: The following tasks have a heartbeat timeout: task 1"),
+    TimeoutError("Timed out while waiting for async_write_complete barrier."),
+    processes.Lost("saving a checkpoint"),
+)
+NOT_LOST = (
+    OSError(28, "No space left on device", "/runs/Barrier timed out/checkpoints"),
+    FileNotFoundError(2, "No such file or directory", "/data/carrier-heartbeat timeout.jsonl"),
+    TimeoutError(110, "Connection timed out", "/nfs/index"),
+    UserError("--benchmark: Another task failed found"),
+    RetrievalError("the server said: Barrier failed because: ill"),
+    ValueError("a barrier of 3 and a carrier of 4"),
+    KeyError("Gloo"),
+)
+
+
+def failing(index: int, error: Exception, by=processes.together) -> str:
     def work() -> None:
         if here == index:
             raise error
 
     try:
-        processes.together(work)
+        by(work)
     except Exception as raised:
         return f"{type(raised).__name__}: {raised}"
     return "nothing was raised"
@@ -44,7 +65,10 @@ if __name__ == "__main__":
     long = {"process": here, "text": "x" * (20_000_000 * here + 3)}  # longer than one message may be
     found = {
         "first": processes.first(),
-        "agreed": processes.agreed(f"of {here}"),
+        "agreed": processes.agreed(lambda: f"of {here}"),
+        "unreadable": failing(0, OSError(5, "Input/output error", "before.json"), processes.agreed),
+        "lost": [processes.lost(error) for error in LOST],
+        "not lost": [processes.lost(error) for error in NOT_LOST],
         "order": processes.in_order(processes.share(rows)),
         "groups": processes.in_order([f"{q}{s}" for q in processes.share("abcde") for s in "12"], group=2),
         "long": [(m["process"], len(m["text"])) for m in processes.together(lambda: long)],

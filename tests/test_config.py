@@ -6,7 +6,16 @@ import json
 import pytest
 from ml_collections import ConfigDict
 
-from psearch_jax.config import PRESETS, Config, Qwen2Config, from_mapping, to_mapping, validate, with_method
+from psearch_jax.config import (
+    PRESETS,
+    Config,
+    Qwen2Config,
+    best_metric,
+    from_mapping,
+    to_mapping,
+    validate,
+    with_method,
+)
 from psearch_jax.types import UserError
 
 
@@ -57,6 +66,9 @@ def test_an_unknown_key_or_a_wrong_type_is_one_line(values, words):
     refused(values, *words)
 
 
+CLOSED = {"source": "closed_world"}
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -79,6 +91,18 @@ def test_an_unknown_key_or_a_wrong_type_is_one_line(values, words):
         ({"rollout": {"samples": 1}}, ["config.rollout.samples=1", "2 or more"]),
         ({"rollout": {"samples": 1}, "learning": {"advantage": "mean"}}, ["config.rollout.samples=1"]),
         ({"seed": -1}, ["config.seed", "-1"]),
+        (
+            {"data": {"source": "q.jsonl"}, "eval": {"every_steps": 5}},
+            ["eval.every_steps", "5", "data.validation=FILE"],
+        ),
+        ({"eval": {"every_steps": 5, "questions_per_kind": 0}, "data": CLOSED}, ["eval.every_steps", "no questions"]),
+        ({"data": CLOSED | {"validation": "v.jsonl"}}, ["config.data.validation", "closed world"]),
+        ({"data": CLOSED | {"validation_share": 0.1}}, ["config.data.validation_share", "closed world"]),
+        ({"data": {"validation": "v.jsonl", "validation_share": 0.1}}, ["validation and validation_share"]),
+        ({"data": {"validation_share": 1.0}}, ["config.data.validation_share", "1.0", "below 1"]),
+        ({"data": {"validation": "v.jsonl"}, "eval": {"questions_per_kind": 0}}, ["questions_per_kind", "0"]),
+        ({"eval": {"best_metric": "loss"}}, ["config.eval.best_metric", "'loss'", "parallel/em"]),
+        ({"eval": {"best_metric": "eval/hard/em"}}, ["config.eval.best_metric", "hard", "mixed"]),
     ],
 )
 def test_fields_at_odds_are_one_line(values, words):
@@ -143,6 +167,12 @@ def test_a_template_of_the_users_own_stays():
     assert "data.template" not in changed("search_r1", data={"template": "toy"})
     once = with_method(from_mapping({"method": "search_r1"}))
     assert with_method(once) == once, "engine and trainer both apply it"
+
+
+def test_the_best_metric_is_read_as_it_is_logged():
+    """A name copied from metrics.jsonl that is refused, or a kind's figure taken for that of all."""
+    assert best_metric("em") == best_metric("eval/all/em") == ("all", "em")
+    assert best_metric("eval/parallel/f1") == best_metric("parallel/f1") == ("parallel", "f1")
 
 
 def test_an_unknown_method_is_refused():

@@ -47,6 +47,9 @@ def test_what_one_process_knows_reaches_all():
         assert (
             one["long"] == [[0, 3], [1, 20_000_003]] and one["none"] == [None, None] and one["array"] == [0, 1, 2, 3]
         )
+        where = "" if here == 0 else "process 0 of 2: "
+        assert one["unreadable"] == f"OSError: [Errno 5] {where}Input/output error: 'before.json'"
+        assert all(one["lost"]) and not any(one["not lost"]), (one["lost"], one["not lost"])
         where = "" if here == 1 else "process 1 of 2: "
         assert one["search"] == f"RetrievalError: {where}the server is gone"
         assert one["input"] == ("UserError: found 3" if here == 0 else "UserError: process 0 of 2: found 3")

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from programs import completed
 
-from psearch_jax.rl.compat import compat_reward, compat_score, parse_transcript, valid_transcript
+from psearch_jax import build
+from psearch_jax.config import from_mapping
+from psearch_jax.rl.compat import check_examples, compat_reward, compat_score, parse_transcript, valid_transcript
 from psearch_jax.rl.rewards import RewardWeights, paper_reward
-from psearch_jax.types import Question, Trajectory, Turn
+from psearch_jax.text.prompts import load_template
+from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage
 
 WEIGHTS = RewardWeights()  # format 0.1, final_format 0, decomposition 0.15, search_count 0.35
@@ -176,6 +179,35 @@ def test_compat_quirks():
     assert compat_score(PROMPT, "<search> a", golds, "mixed", split) == compat_score(
         PROMPT, "", golds, "sequential", split
     )
+
+
+@pytest.mark.parametrize(
+    ("template", "outcome_only", "accepted"),
+    [
+        ("parallel", False, True),
+        ("sequential", False, False),  # one example search
+        ("sequential", True, True),  # whose number is not paid then
+        ("direct", False, False),
+        ("direct", True, True),
+        ("toy", True, False),  # no example answer: the right one would be taken for it
+    ],
+)
+def test_a_prompt_without_the_examples_is_refused(template, outcome_only, accepted):
+    """A run in which every right answer is paid 0, for hours, because the prompt has no example answer."""
+    weights = RewardWeights(decomposition=0, search_count=0) if outcome_only else WEIGHTS
+    text = load_template(template)
+    right = "<think>a</think><search>b ## c</search>" + INFO + "<think>d</think><answer>Ada</answer>"
+    paid = compat_score(text + "<|im_start|>assistant\n", right, ("Ada",), "parallel", weights).total
+    full = 1.0 if outcome_only else 1.0 + 3 * WEIGHTS.decomposition + WEIGHTS.search_count
+    assert (paid == pytest.approx(full)) is accepted
+    if accepted:
+        check_examples(text, weights, "prompt")
+        return
+    reward = {"profile": "compat"} | ({"decomposition": 0.0, "search_count": 0.0} if outcome_only else {})
+    config = from_mapping({"reward": reward, "data": {"template": template}})
+    with pytest.raises(UserError, match=f"config.data.template={template}: found .* at least one <answer>") as caught:
+        build.training_run(config)
+    assert ("exactly 2 times <search>" in str(caught.value)) is not outcome_only
 
 
 def test_parse_transcript():

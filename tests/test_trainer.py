@@ -156,6 +156,31 @@ def test_a_run_that_turns_bad_stops(tiny_policy, tmp_path):
         trainer.train(parts, tmp_path)
 
 
+def test_bad_updates_inside_a_step_stop_the_run(tiny_policy, tmp_path):
+    """Two mini-batches a step, the first always bad: every last one is good, and a run of half its data goes on."""
+    fields = {"train.steps": 3, "learning.max_bad_steps": 1, "eval.questions_per_kind": 0}
+    parts = build.training_run(small_config(tiny_policy, **fields))
+    rewards, poisoned = parts.reward, iter([np.nan] * 4 + [0.0] * 1000)  # of 8 rollouts, in mini-batches of 4
+    parts.reward = lambda t: replace(rewards(t), outcome=next(poisoned))
+    with pytest.raises(UserError, match="step 0: loss or gradient was not finite in 1 updates in a row"):
+        trainer.train(parts, tmp_path)
+    (row,) = metrics_without_clocks(tmp_path)
+    assert (row["skipped"], row["bad_in_a_row"]) == (1, 1)
+
+
+@pytest.mark.slow
+def test_what_was_not_evaluated_before_is_not_made_up(tiny_policy, tmp_path, caplog):
+    """An evaluation of the trained policy under the name of the first one hides all that was learned."""
+    fields = {"train.steps": 2, "train.checkpoint_every_steps": 1, "eval.questions_per_kind": 2}
+    config = small_config(tiny_policy, **fields)
+    first = trainer.train(build.training_run(config), tmp_path)
+    assert set(first["before"]) == set(first["after"]) != set()
+    (tmp_path / "before.json").unlink()
+    again = trainer.train(build.training_run(config), tmp_path)
+    assert again["before"] == {} and again["after"] == first["after"]
+    assert "nothing is called before" in caplog.text and not (tmp_path / "before.json").exists()
+
+
 @pytest.mark.slow
 def test_the_export_of_a_run_loads_in_transformers(tiny_policy, tmp_path):
     """A run whose result only we can read is of no use to anyone."""
@@ -209,7 +234,7 @@ def test_learning_to_split_in_a_few_steps(tmp_path):
     assert after >= before + 0.15
     rewards = [row["reward"] for row in metrics_without_clocks(tmp_path)]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3])
-    assert set(summary["before"]) == {"parallel", "sequential", "single", "mixed"}
+    assert set(summary["before"]) == {"all", "parallel", "sequential", "single", "mixed"}
     figures = {"em", "f1", "decomposition_ratio", "searches", "sub_queries", "turns", "valid_format", "questions"}
     figures |= {"tokens", "context", "llm_calls"}
     assert set(summary["after"]["mixed"]) == figures

@@ -5,6 +5,7 @@ Letters: Q questions, R samples per question.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -75,19 +76,25 @@ class Evaluation:
         self.out = locate(out)
         self._tasks = [(name, question) for name, questions in benchmarks.items() for question in questions]
         self.benchmarks = tuple(benchmarks)
-        digests = {name: _digest(questions) for name, questions in benchmarks.items()}
+        digests = {name: questions_digest(questions) for name, questions in benchmarks.items()}
         self.settings = json.loads(json.dumps({**settings, "questions": digests}))
         parts = self.out / _PARTS
-        found = processes.agreed(_read_settings(self.out / "results.json") or _read_settings(parts / _SETTINGS))
+        found = processes.agreed(
+            lambda: _read_settings(self.out / "results.json") or _read_settings(parts / _SETTINGS)
+        )
         if found is not None and found != self.settings:
             raise UserError(
                 f"--out={self.out}: holds an evaluation with {_difference(found, self.settings)}; "
                 "accepted: the same settings, or another directory"
             )
-        self.finished = processes.agreed((self.out / "results.json").is_file() and not parts.is_dir())
-        if not self.finished and processes.first():
+        self.finished = processes.agreed(lambda: (self.out / "results.json").is_file() and not parts.is_dir())
+
+        def begin() -> None:
             parts.mkdir(parents=True, exist_ok=True)
             write_whole(parts / _SETTINGS, json.dumps({"settings": self.settings}) + "\n")
+
+        if not self.finished:
+            processes.agreed(begin)
 
     def run(
         self,
@@ -107,7 +114,7 @@ class Evaluation:
         for part, start in enumerate(range(0, len(self._tasks), questions_per_part)):
             tasks = self._tasks[start : start + questions_per_part]
             files.append(self.out / _PARTS / f"{part:06d}.jsonl")
-            if not processes.agreed(files[-1].is_file()):
+            if not processes.agreed(files[-1].is_file):
                 # All samples of a question end together, more or less: trajectories count as their share of it.
                 def tell(done: int, of: int, start: int = start, size: int = len(tasks)) -> None:  # noqa: B008
                     progress(start + done * size // max(of, 1), len(self._tasks))
@@ -115,8 +122,8 @@ class Evaluation:
                 trajectories = roll_out([question for _, question in tasks], tell)
                 samples = len(trajectories) // len(tasks)
                 rows = [evaluation_row(tasks[i // samples][0], t) for i, t in enumerate(trajectories)]
-                if processes.first():
-                    write_whole(files[-1], "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+                text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                processes.agreed(functools.partial(write_whole, files[-1], text))
             progress(start + len(tasks), len(self._tasks))
         return self._merge(files) if processes.first() else {}
 
@@ -230,7 +237,8 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def _digest(questions: Sequence[Question]) -> str:
+def questions_digest(questions: Sequence[Question]) -> str:
+    """How many questions there are, and a hash of all that an evaluation asks of them."""
     digest = hashlib.sha256()
     for q in questions:
         digest.update(json.dumps([q.source, q.id, q.text, q.answers, q.kind]).encode())

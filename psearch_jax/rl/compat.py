@@ -22,7 +22,7 @@ from psearch_jax.text.tags import (
     TAG,
     parse_turn,
 )
-from psearch_jax.types import Kind, Question, RewardParts, Trajectory, Turn
+from psearch_jax.types import Kind, Question, RewardParts, Trajectory, Turn, UserError
 
 PROMPT_SEARCHES = 2  # searches the prompt's own examples are taken to hold
 _ASSISTANT = re.compile(r"<\|im_start\|>assistant\s*")
@@ -74,6 +74,29 @@ def compat_reward(trajectory: Trajectory, prompt_text: str, response_text: str, 
     """
     question = trajectory.question
     return compat_score(prompt_text, response_text, question.answers, question.kind, weights)
+
+
+def check_examples(prompt: str, weights: RewardWeights, name: str) -> None:
+    """Refuses a prompt whose examples are not those that `compat_score` takes for granted.
+
+    Args:
+      prompt: its text, or a template's.
+      weights: the searches matter only where decomposition or their number is paid.
+      name: of the prompt, for the message.
+
+    Raises:
+      UserError: a right answer, or the right number of searches, would not be paid under this prompt.
+    """
+    answers, searches = len(_ANSWER.findall(prompt)), len(_SEARCH.findall(prompt))
+    counted = weights.decomposition != 0 or weights.search_count != 0
+    off = counted and (searches != PROMPT_SEARCHES or prompt.count(SEARCH_OPEN) != PROMPT_SEARCHES)
+    if off or not answers:
+        wanted = f"exactly {PROMPT_SEARCHES} times <search> .. </search> and " if counted else ""
+        raise UserError(
+            f"{name}: found {prompt.count(SEARCH_OPEN)} times <search> (closed: {searches}) and {answers} times "
+            f"<answer> .. </answer>; accepted with config.reward.profile=compat, which counts the prompt's own "
+            f"examples: {wanted}at least one <answer> .. </answer>; or profile=paper"
+        )
 
 
 def valid_transcript(text: str) -> bool:

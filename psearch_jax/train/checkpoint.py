@@ -67,10 +67,8 @@ class Checkpoints:
             optimizer=ocp.args.StandardSave(_by_position(_rest(state))),
             loop=ocp.args.JsonSave({**loop, "step": step}),
         )
-        with self._writing():
-            # A disk that fills up while Orbax's threads write to it ends in pages of tracebacks; so it is asked first.
-            size = int(1.1 * sum(x.nbytes for x in jax.tree.leaves(state))) + _OVERHEAD
-            processes.together(lambda: _check_room(self._directory, size))
+        with writing(self._directory):
+            check_room(self._directory, state)
             self._manager.save(step, args=arguments, force=True)
 
     def restore(self, state: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
@@ -116,32 +114,43 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Returns when everything saved is on disk. Raises UserError when it cannot be."""
-        with self._writing():
+        with writing(self._directory):
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        with self._writing():
+        with writing(self._directory):
             self._manager.close()
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # whatever a full or vanished disk makes the writers raise
-            if processes.lost(error):  # not the disk
-                raise RuntimeError(f"barrier of a checkpoint: {error}") from error
-            raise UserError(
-                f"{self._directory}: a checkpoint cannot be written ({_first_line(error)}); those before are whole, "
-                "and the same command goes on from the newest"
-            ) from error
+
+@contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """What goes wrong inside is a UserError about checkpoints in `directory`, or the loss of a process."""
+    try:
+        yield
+    except Exception as error:  # whatever a full or vanished disk makes the writers raise
+        if processes.lost(error):  # not the disk
+            raise processes.Lost(f"saving a checkpoint: {_first_line(error)}") from error
+        raise UserError(
+            f"{directory}: a checkpoint cannot be written ({_first_line(error)}); those before are whole, "
+            "and the same command goes on from the newest"
+        ) from error
 
 
-def _check_room(directory: Path, size: int) -> None:
-    if is_remote(directory):  # an object store has no end
-        return
-    free = shutil.disk_usage(directory).free
-    if free < size:
-        raise OSError(errno.ENOSPC, f"it takes {size / 1e6:.1f} MB, {free / 1e6:.1f} MB are free")
+def check_room(directory: Path, tree: Any) -> None:
+    """Raises OSError, in all processes, where a checkpoint of these arrays finds no room in one.
+
+    A disk that fills up while Orbax's threads write to it ends in pages of tracebacks; so it is asked first.
+    """
+    size = int(1.1 * sum(x.nbytes for x in jax.tree.leaves(tree))) + _OVERHEAD
+
+    def ask() -> None:
+        if is_remote(directory):  # an object store has no end
+            return
+        free = shutil.disk_usage(directory).free
+        if free < size:
+            raise OSError(errno.ENOSPC, f"it takes {size / 1e6:.1f} MB, {free / 1e6:.1f} MB are free")
+
+    processes.together(ask)
 
 
 def _rest(state: TrainState) -> tuple[Any, ...]:
@@ -218,16 +227,17 @@ class _Damaged(UserError):
 
 
 def load_params(
-    path: str | Path, place: Callable[[nnx.State], nnx.State] | None = None
+    path: str | Path, place: Callable[[nnx.State], nnx.State] | None = None, dtype: Any = jnp.float32
 ) -> tuple[Qwen2Config, nnx.State, dict[str, Any]]:
     """Shape, parameters and loop record of a checkpoint, for export and evaluation.
 
-    Parameters are float32; with adapters they are those beside the weights they belong to (`lora.beside`), which are
-    in the dtype that the run kept them in.
+    With adapters the parameters are those beside the weights they belong to (`lora.beside`), in the dtypes that the
+    run kept them in.
 
     Args:
       path: one checkpoint, or a run directory: its newest that can be read.
       place: from the abstract parameters to the sharding of each; default: the first device.
+      dtype: without adapters, of the parameters: they were saved in float32, and are converted as they are read.
 
     Raises:
       UserError: none can be read, or the weights that its adapters belong to are not where they were.
@@ -235,7 +245,7 @@ def load_params(
     found = find_checkpoints(path)
     for checkpoint in found:
         try:
-            return _load_params(absolute(checkpoint), place)
+            return _load_params(absolute(checkpoint), place, dtype)
         except _Damaged as error:
             if checkpoint == found[-1]:
                 raise
@@ -244,21 +254,23 @@ def load_params(
 
 
 def _load_params(
-    checkpoint: Path, place: Callable[[nnx.State], nnx.State] | None
+    checkpoint: Path, place: Callable[[nnx.State], nnx.State] | None, dtype: Any
 ) -> tuple[Qwen2Config, nnx.State, dict[str, Any]]:
     loop = read_loop(checkpoint)
     config, abstract = _shape(loop["model"]), _abstract(loop)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     place = place or (lambda tree: jax.tree.map(lambda _: here, tree))
-    target = nnx.to_pure_dict(placed(abstract, place(abstract)))
+    record = loop.get("lora")
+    read_as = jnp.float32 if record else dtype
+    low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, read_as), abstract)
     try:
         with ocp.StandardCheckpointer() as reader:
-            values = reader.restore(checkpoint / "params", target)
+            values = reader.restore(checkpoint / "params", nnx.to_pure_dict(placed(low, place(abstract))))
     except Exception as error:  # whatever a damaged file makes the readers raise
         raise _Damaged(f"{checkpoint}: params cannot be read ({_first_line(error)})") from error
     params = qwen2.with_values(abstract, values)
-    if loop.get("lora"):
-        params = lora.beside(_base(config, loop["lora"], place, checkpoint), params)
+    if record:
+        params = lora.beside(_base(config, record, place, checkpoint), params)
     return config, params, loop
 
 

@@ -1,7 +1,7 @@
 """The main loop: collect, reward, update, log, save; with an evaluation before the first step and after the last.
 
-A run directory holds config.json, metrics.jsonl, tensorboard/, trajectories/, checkpoints/, summary.json. Several
-processes share one: all save and restore the checkpoints, the first one writes the rest.
+A run directory holds config.json, metrics.jsonl, tensorboard/, trajectories/, checkpoints/, best/, summary.json.
+Several processes share one: all save and restore the checkpoints, the first one writes the rest.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from flax import nnx
 from tqdm import tqdm
 
 from psearch_jax import processes
-from psearch_jax.config import Config, to_mapping
+from psearch_jax.config import Config, best_metric, to_mapping
 from psearch_jax.data.loader import QuestionLoader
-from psearch_jax.eval.evaluate import evaluate, trajectory_row
+from psearch_jax.eval.evaluate import evaluate, questions_digest, trajectory_row
 from psearch_jax.eval.scores import by_kind, score, summarise
 from psearch_jax.metrics import MetricsWriter, cut_jsonl, mean
 from psearch_jax.paths import locate, make_writable, write_whole
@@ -33,6 +33,7 @@ from psearch_jax.rl.advantages import group_advantages
 from psearch_jax.rl.batch import make_batch, mini_batches
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.text.answers import exact_match, normalise
+from psearch_jax.train.best import Best
 from psearch_jax.train.checkpoint import Checkpoints, model_record
 from psearch_jax.train.state import TrainState
 from psearch_jax.train.step import Learner
@@ -119,12 +120,22 @@ def _train(run: Run, workdir: Path, closers: ExitStack) -> dict[str, Any]:
     before = _evaluate_once(run, workdir / "before.json", fresh=step == 0)
 
     # ---- steps ----
+    record = {"model": model_record(run.model), "tokenizer": run.tokenizer_path}
+    record |= {"lora": run.lora} if run.lora else {}
+    best = None
+    if config.eval.every_steps:
+        best = closers.enter_context(closing(Best(workdir, config.eval.best_metric, questions_digest(run.evaluation))))
+
     def save(step: int, loader: dict[str, Any]) -> None:
         with _phase(run, "checkpoint"):
             processes.together(writer.flush)
-            record = {"loader": loader, "model": model_record(run.model), "tokenizer": run.tokenizer_path}
-            record |= {"lora": run.lora} if run.lora else {}
-            checkpoints.save(step, run.state, record)
+            checkpoints.save(step, run.state, {**record, "loader": loader})
+
+    def offer(step: int, figures: Mapping[str, Mapping[str, float]]) -> None:
+        kind, name = best_metric(config.eval.best_metric)
+        with _phase(run, "checkpoint"):
+            if best and best.offer(step, figures[kind][name], run.state.params, record):
+                log.info("step %d has the best %s so far: %.4f", step, config.eval.best_metric, figures[kind][name])
 
     stopped: Exception | None = None
     bar = tqdm(total=config.train.steps, initial=step, unit="step", disable=not _terminal())
@@ -146,8 +157,10 @@ def _train(run: Run, workdir: Path, closers: ExitStack) -> dict[str, Any]:
         run.state = state
         if config.eval.every_steps and (step + 1) % config.eval.every_steps == 0 and step + 1 < config.train.steps:
             try:
-                for kind, values in _evaluate(run, config.eval.temperature).items():
+                figures = _evaluate(run, config.eval.temperature)
+                for kind, values in figures.items():
                     metrics |= {f"eval/{kind}/{name}": value for name, value in values.items()}
+                offer(step + 1, figures)
             except (Interrupted, RetrievalError) as stop:  # the step is saved below, without this evaluation
                 stopped = stop
         writer.write(step, metrics)
@@ -177,12 +190,16 @@ def _train(run: Run, workdir: Path, closers: ExitStack) -> dict[str, Any]:
     # ---- evaluate after ----
     after = _evaluate_once(run, workdir / "after.json", fresh=True)
     checkpoints.wait()
+    if best:
+        offer(step, after[""])
+        best.wait()
     run.wall_s["total"] = time.monotonic() - started
     summary = {
         "seed": config.seed,
         "steps": config.train.steps,
         "wall_s": {k: round(v, 2) for k, v in run.wall_s.items()},
         "compilations": {**run.collector.sampler.compilations(), **run.learner.compilations()},
+        **({"best": best.record} if best else {}),
         "before": {},
         "after": {},
         **{f"before{suffix}": values for suffix, values in before.items()},
@@ -309,7 +326,7 @@ def _penalty(config: Config, trajectory: Trajectory) -> float:
 
 
 def _evaluate(run: Run, temperature: float) -> dict[str, dict[str, float]]:
-    """Summary per kind over the held-out questions, with keys that no seed of training touches."""
+    """Summary over the questions of the evaluation, `all` and per kind; no seed of training touches their keys."""
     sampling = run.learner.sampling_copy(run.state.params)
     bar = tqdm(total=len(run.evaluation), unit="question", leave=False, disable=not _terminal())
 
@@ -327,17 +344,29 @@ def _evaluate(run: Run, temperature: float) -> dict[str, dict[str, float]]:
         progress=progress,
     )
     bar.close()
-    return {kind: summarise(group) for kind, group in by_kind(map(score, trajectories)).items()}
+    scores = [score(t) for t in trajectories]
+    return {kind: summarise(group) for kind, group in {"all": scores, **by_kind(scores)}.items()}
 
 
 def _evaluate_once(run: Run, file: Path, fresh: bool) -> dict[str, Any]:
-    """Evaluates now, or reads what an earlier part of the same run has found. Keys: "" and "_greedy"."""
+    """Evaluates now, or reads what an earlier part of the same run has found. Keys: "" and "_greedy".
+
+    Args:
+      fresh: the policy is the one to evaluate; else what is not on disk is left out.
+    """
     if not run.evaluation:
         return {}
     if not fresh:
-        known = processes.agreed(json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None)
-        if known is not None:
-            return known
+
+        def read() -> dict[str, Any] | None:
+            return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+        known = processes.agreed(read)
+        if known is None:
+            log.warning(
+                "%s is not there, and the policy is a trained one by now: nothing is called %s", file, file.stem
+            )
+        return known or {}
     with _phase(run, "evaluate"):
         out = {"": _evaluate(run, run.config.eval.temperature)}
         if run.config.eval.also_greedy:

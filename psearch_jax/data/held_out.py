@@ -1,0 +1,69 @@
+"""Questions kept out of training: a share of a set, and the few of many that a validation asks.
+
+What decides is a hash of a question's (source, id) alone: not the order of the set, nor what else is in it, nor a
+seed. A question that was held out once is held out by every larger share too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from psearch_jax.types import KINDS, Question, UserError
+
+
+def place(question: Question) -> float:
+    """Where a question stands in [0, 1), by its source and id; the first `share` of the way is held out."""
+    return int.from_bytes(hashlib.sha256(b"validation" + question.identity).digest()[:7]) / 2**56
+
+
+class Selection(Sequence[Question]):
+    """Some questions of a sequence that is read lazily, in its order.
+
+    Args:
+      places: which of them.
+      fingerprint: as QuestionLoader takes it.
+    """
+
+    def __init__(self, questions: Sequence[Question], places: Sequence[int], fingerprint: str):
+        self._questions, self._places, self.fingerprint = questions, places, fingerprint
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        return self._questions[self._places[place]]
+
+
+def hold_out(questions: Sequence[Question], share: float) -> tuple[Sequence[Question], list[Question]]:
+    """(those that are trained on, those that never are). Reads every question once.
+
+    Raises:
+      UserError: nothing is held out, or nothing is left.
+    """
+    kept, held = [], []
+    for i, question in enumerate(questions):
+        if place(question) < share:
+            held.append(question)
+        else:
+            kept.append(i)
+    if not held or not kept:
+        raise UserError(
+            f"config.data.validation_share: {share} of {len(questions)} questions holds out {len(held)} and leaves "
+            f"{len(kept)}, accepted: a share that does both"
+        )
+    if isinstance(questions, list):
+        return [questions[i] for i in kept], held
+    return Selection(questions, kept, f"{getattr(questions, 'fingerprint', '')} without {share}"), held
+
+
+def pick(questions: Iterable[Question], per_kind: int) -> list[Question]:
+    """At most `per_kind` questions of every kind, the same ones whatever their order, ordered by kind."""
+    groups: dict[str, list[Question]] = defaultdict(list)
+    for question in questions:
+        groups[question.kind].append(question)
+    return [q for kind in KINDS for q in sorted(groups[kind], key=place)[:per_kind]]

@@ -1,0 +1,172 @@
+"""The best checkpoint of a run: by which figure, what removes it, and who takes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import random_params, tiny_config
+from programs import ROOT
+from runs import metrics_without_clocks, run, small_config
+
+from psearch_jax import build
+from psearch_jax.data.closed_world import ClosedWorld
+from psearch_jax.models import qwen2
+from psearch_jax.train import checkpoint, trainer
+from psearch_jax.train.best import Best, find_best
+from psearch_jax.types import UserError
+
+WON = {"step": 2, "metric": "em", "questions": "of these", "value": 0.5}
+
+
+def kept(workdir) -> list[str]:
+    return [p.name for p in checkpoint.find_checkpoints(workdir / "best")]
+
+
+def test_only_what_is_better_is_kept(tmp_path):
+    """The last that was saved instead of the best, or a best that the next start has forgotten."""
+    config = tiny_config(8)
+    loop = {"model": checkpoint.model_record(config), "tokenizer": "x"}
+
+    def offered(best, *values):
+        for step, value in values:
+            best.offer(step, value, qwen2.init_params(config, step), loop)
+        best.close()
+        return best.record
+
+    first = Best(tmp_path, "em", "of these")
+    assert first.record is None
+    assert offered(first, (1, 0.2), (2, 0.5), (3, 0.5), (4, 0.1)) == WON
+    assert kept(tmp_path) == ["2"]
+    (tmp_path / "best" / "9.orbax-checkpoint-tmp").mkdir()  # what a kill while saving leaves
+    again = Best(tmp_path, "em", "of these")
+    assert again.record == first.record and kept(tmp_path) == ["2"]
+    # A killed run comes to the step again, with what it had found there; then it goes on.
+    assert offered(again, (1, 0.2), (2, 0.5), (3, 0.5), (5, 0.6))["step"] == 5
+    assert kept(tmp_path) == ["5"]
+    _, params, read = checkpoint.load_params(find_best(tmp_path))
+    assert read["best"] == {"metric": "em", "questions": "of these", "value": 0.6} and read["step"] == 5
+    same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), params, qwen2.init_params(config, 5))
+    assert all(jax.tree.leaves(same))
+    # Another figure, or that of other questions, is no rival of this one.
+    assert offered(Best(tmp_path, "f1", "of these"), (6, 0.1))["metric"] == "f1"
+    assert offered(Best(tmp_path, "f1", "of others"), (7, 0.05), (8, 0.04))["step"] == 7 and kept(tmp_path) == ["7"]
+    with pytest.raises(UserError, match="--best: .*nothing/best holds no checkpoint"):
+        find_best(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_checkpoint_is_read_in_the_dtype_asked_for(tmp_path, dtype):
+    """Weights of 7B take 30 GB in float32; an export in 16 bits that holds them so needs twice its room, and more."""
+    config = tiny_config(8)
+    best, written = Best(tmp_path, "em"), random_params(config)
+    best.offer(1, 0.5, written, {"model": checkpoint.model_record(config), "tokenizer": "x"})
+    best.close()
+    _, params, _ = checkpoint.load_params(find_best(tmp_path), dtype=dtype)
+    for found, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(written), strict=True):
+        assert found.dtype == dtype and np.array_equal(np.asarray(found), np.asarray(wanted).astype(dtype))
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    """Training questions of the closed world, as a user's file."""
+    file = tmp_path_factory.mktemp("questions") / "train.jsonl"
+    found = ClosedWorld.make(0).questions("train", "single", 60, 0)
+    rows = [{"id": q.id, "question": q.text, "golden_answers": list(q.answers)} for q in found]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def settings(policy, file, **fields):
+    """A run on a user's file, without a corpus."""
+    values = {"data.source": str(file), "data.validation_share": 0.2, "rollout.search_turns": 0}
+    values |= {"eval.every_steps": 1, "eval.questions_per_kind": 3, "train.checkpoint_every_steps": 1}
+    return small_config(policy, **{**values, **fields})
+
+
+def test_a_file_of_questions_is_validated(tiny_policy, questions, tmp_path):
+    """A run on real questions that shows nothing but its training reward until somebody evaluates it by hand."""
+    parts = build.training_run(settings(tiny_policy, questions, **{"train.steps": 2}))
+    held = {q.id for q in parts.evaluation}
+    assert len(held) == 3
+    summary = trainer.train(parts, tmp_path)
+    first, last = metrics_without_clocks(tmp_path)
+    assert first["eval/all/questions"] == 3 and "eval/single/em" in first and "eval/all/em" not in last
+    assert summary["before"]["all"]["questions"] == summary["after"]["all"]["questions"] == 3
+    rows = [json.loads(line) for file in (tmp_path / "trajectories").glob("*") for line in file.open()]
+    assert len({row["question_id"] for row in rows}) == 8 and not held & {row["question_id"] for row in rows}
+    best = summary["best"]
+    assert (best["step"], best["metric"], best["value"]) == (1, "em", first["eval/all/em"])
+    assert best["questions"].startswith("3 ") and kept(tmp_path) == ["1"]
+
+
+@pytest.mark.slow
+def test_the_best_survives_retention_and_an_interruption(tiny_policy, questions, tmp_path, monkeypatch):
+    """A best checkpoint removed by the newest ones, or by a run that was killed before and after it."""
+    config = settings(tiny_policy, questions, **{"train.steps": 5, "train.keep_checkpoints": 1})
+    values = {0: 0.9, 1: 0.2, 2: 0.6, 3: 0.4, 4: 0.5, 5: 0.6}
+
+    def measured(run, temperature):  # a random policy is always wrong, so its figures are told
+        return {"all": {"em": values[int(run.state.updates) // 2]}}
+
+    monkeypatch.setattr(trainer, "_evaluate", measured)
+    parts = build.training_run(config)
+    rewards, left = parts.reward, iter(range(8 * 3))
+
+    def reward(trajectory):
+        next(left)  # its end stops the run in step 3
+        return rewards(trajectory)
+
+    parts.reward = reward
+    with pytest.raises(StopIteration):
+        trainer.train(parts, tmp_path)
+    best = find_best(tmp_path)
+    before = {p.relative_to(best): p.read_bytes() for p in best.rglob("*") if p.is_file()}
+    assert best.name == "2"
+    summary = trainer.train(build.training_run(config), tmp_path)
+    assert (summary["best"]["step"], summary["best"]["value"]) == (2, 0.6)
+    assert {p.relative_to(best): p.read_bytes() for p in best.rglob("*") if p.is_file()} == before
+    assert [p.name for p in checkpoint.find_checkpoints(tmp_path)] == ["5"]
+
+
+@pytest.mark.slow
+def test_export_and_evaluation_take_the_best(tiny_policy, questions, tmp_path):
+    """A user who evaluates the newest checkpoint under the name of the best."""
+    run_dir, parts = tmp_path / "run", build.training_run(settings(tiny_policy, questions))
+    record = {"model": checkpoint.model_record(parts.model), "tokenizer": parts.tokenizer_path}
+    best = Best(run_dir, "em")
+    best.offer(3, 0.25, parts.state.params, record)
+    best.close()
+    keeper = checkpoint.Checkpoints(run_dir / "checkpoints")
+    double = nnx.from_flat_state(
+        [(path, v.replace(2 * v.get_value())) for path, v in nnx.to_flat_state(parts.state.params)]
+    )
+    keeper.save(4, replace(parts.state, params=double), {**record, "loader": parts.loader.state()})
+    keeper.wait()
+    keeper.close()
+    program = [sys.executable, "launch/export_hf.py", f"--checkpoint={run_dir}"]
+    assert "step 4 ->" in run([*program, f"--out={tmp_path / 'newest'}"]).stdout
+    done = subprocess.run(  # it needs no accelerator, whatever the environment says of one
+        [*program, "--best", f"--out={tmp_path / 'best'}"],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cuda", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert "step 3, the best by em (0.2500) ->" in done.stdout, done.stderr[-2000:]
+    files = [tmp_path / name / "model.safetensors" for name in ("newest", "best")]
+    assert files[0].read_bytes() != files[1].read_bytes() == (tiny_policy / "model.safetensors").read_bytes()
+    program = [sys.executable, "launch/eval.py", f"--model={run_dir}", "--best", "--benchmark=closed_world:single"]
+    small = ["--config=configs/smoke.py", "--count=2", "--slots=8", "--search_turns=0", "--turn_tokens=8"]
+    run([*program, *small, f"--out={tmp_path / 'results'}"])
+    results = json.loads((tmp_path / "results" / "results.json").read_text())
+    assert results["model"] == str(run_dir / "best" / "3")
+    assert "holds no checkpoint" in run([*program, *small, f"--model={tiny_policy}", "--out=x"], expect=2).stderr
