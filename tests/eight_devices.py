@@ -3,6 +3,7 @@
 import functools
 import json
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +41,23 @@ def rollouts(sampler: Sampler, params: nnx.State):
     return jax.tree.map(np.asarray, jax.device_get(state))
 
 
-def check_kernel(mesh) -> None:
-    """The TPU's attention kernel, interpreted, on each device's own rows and heads, against the whole."""
+def check_kernels(mesh) -> None:
+    """The accelerators' attention on each device's own rows and heads, against the whole.
+
+    The TPU's kernel is interpreted; in place of the GPU's stands JAX's own attention, called in the same way.
+    """
     rng = np.random.default_rng(1)
+    splash = functools.partial(attention._splash, interpret=True)
+    here = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+
+    def instead(*args, implementation, **kwargs):
+        return here(*args, **kwargs)
+
     q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in ((B, 130, 4, 16), *[(B, 2, 130, 16)] * 2))
-    with jax.set_mesh(mesh):
-        ours = jax.jit(functools.partial(attention._splash, interpret=True))(q, k, v)
-    np.testing.assert_allclose(ours, attention.causal(q, k, v), atol=1e-5)
+    for kernel in (splash, attention._cudnn):
+        with jax.set_mesh(mesh), mock.patch.object(jax.nn, "dot_product_attention", instead):
+            ours = jax.jit(functools.partial(attention.on_each_device, kernel))(q, k, v)
+        np.testing.assert_allclose(ours, attention.causal(q, k, v), atol=1e-5)
 
 
 def check_adapters(mesh, config: Qwen2Config, optimizer) -> None:
@@ -77,7 +88,9 @@ def main(sizes: str, out: str) -> None:
     config = tiny_config(V, tied=False)
     optimizer = make_optimizer(LEARNING, 3)
     state = init_state(random_params(config, seed=6), optimizer, mesh)
-    check_kernel(mesh)
+    check_kernels(mesh)
+    if mesh.size == 8:  # a mesh that does not divide the kv heads
+        check_kernels(make_mesh(MeshSection(1, 2, 4)))
     check_adapters(mesh, config, optimizer)
     learner = Learner(config, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), shard_residual=tensor > 1)
     tables = build_tables(TOKENS, V)

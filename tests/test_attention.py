@@ -1,15 +1,33 @@
 """The forms of attention against the plain definition: values and gradients, with and without a cache."""
 
+import functools
+import importlib
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import one_device_mesh
+from jax.sharding import AbstractMesh, AxisType
 
-from psearch_jax.config import MeshSection
+from psearch_jax.buckets import buckets
 from psearch_jax.models import attention
-from psearch_jax.models.attention import QUERY_BLOCK, WHOLE_CHUNK, cached, causal, implementation_for
-from psearch_jax.sharding import make_mesh
+from psearch_jax.models.attention import (
+    QUERY_BLOCK,
+    WHOLE_CHUNK,
+    cached,
+    causal,
+    implementation_for,
+    splash_block,
+    splash_width,
+)
+from psearch_jax.sharding import AXES
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "configs"))
 
 
 def plain(q, k, v, old=None, start=None):
@@ -79,26 +97,124 @@ def test_gradients_of_blocked_attention():
 def test_the_tpu_kernel(length, heads, kv_heads, size):
     """Padding to the kernel's widths that leaks into values or gradients, a missing scale, or heads paired wrongly."""
     q, k, v, _ = draw(T=length, N=heads, K=kv_heads, H=size)
-
-    def splash(q, k, v):
-        return attention._splash(q, k, v, interpret=True)
-
     np.testing.assert_allclose(splash(q, k, v), plain(q, k, v), atol=1e-5)
     for ours, wanted in zip(gradients(splash, q, k, v), gradients(whole, q, k, v), strict=True):
         np.testing.assert_allclose(ours, wanted, atol=1e-4)
 
 
+SIXTEEN = 0.03  # of values drawn from N(0, 1) behind scores of std 16; a query that is rounded twice misses it by 3
+
+
+def sixteen_bits(length, dtype=jnp.bfloat16):
+    """Queries, keys and values in 16 bits at the models' head dim, with scores as large as trained heads have."""
+    rng = np.random.default_rng(3)
+    q, k = (4 * rng.normal(size=shape) for shape in ((1, length, 2, 128), (1, 1, length, 128)))
+    return [jnp.asarray(x, dtype) for x in (q, k, rng.normal(size=(1, 1, length, 128)))]
+
+
+def splash(q, k, v):
+    return attention._splash(q, k, v, interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("length", "form", "dtype"),
+    [
+        (100, causal, "bfloat16"),
+        (WHOLE_CHUNK + 128, causal, "bfloat16"),
+        (WHOLE_CHUNK + 128, causal, "float16"),
+        (WHOLE_CHUNK + 128, splash, "bfloat16"),
+    ],
+)
+def test_sixteen_bits(length, form, dtype):
+    """A scale applied to 16-bit queries, which rounds every score by 2**-9 of itself once more."""
+    q, k, v = sixteen_bits(length, jnp.dtype(dtype))
+    np.testing.assert_allclose(np.asarray(form(q, k, v), np.float64), plain(q, k, v), atol=SIXTEEN)
+
+
+def test_sixteen_bits_behind_a_cache():
+    """The same of the scores against cached keys, which are a product of their own."""
+    q, k, v = sixteen_bits(60)
+    old, start = [x[:, :, :40] for x in (k, v)], np.array([40], np.int32)
+    q, k, v = q[:, 40:], k[:, :, 40:], v[:, :, 40:]
+    got = cached(q, k, v, old, start)
+    np.testing.assert_allclose(np.asarray(got, np.float64), plain(q, k, v, old, start), atol=SIXTEEN)
+
+
+def test_gradients_of_the_tpu_kernel_in_sixteen_bits():
+    """What stands beside the rounded queries counted twice in a gradient, or left out of the keys'."""
+    low = sixteen_bits(100)
+    wide = [x.astype(jnp.float32) for x in low]
+    for ours, wanted in zip(gradients(splash, *low), gradients(whole, *wide), strict=True):
+        ours, wanted = np.asarray(ours, np.float64), np.asarray(wanted, np.float64)
+        assert np.linalg.norm(ours - wanted) < 0.01 * np.linalg.norm(wanted)
+
+
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's kernel needs a GPU")
 def test_the_gpu_kernel():
-    """Axes in another order, or keys of other heads."""
+    """Axes in another order, keys of other heads, or a scale that is not that of the other forms."""
     q, k, v, _ = draw(T=300, N=4, K=2, H=64)
     low = [x.astype(jnp.bfloat16) for x in (q, k, v)]
     np.testing.assert_allclose(causal(*low, "cudnn").astype(np.float32), plain(q, k, v), atol=3e-2)
+    q, k, v = sixteen_bits(WHOLE_CHUNK + 128)
+    np.testing.assert_allclose(np.asarray(causal(q, k, v, "cudnn"), np.float64), plain(q, k, v), atol=SIXTEEN)
 
 
-def test_the_form_follows_the_platform():
-    """A kernel asked for where there is none."""
-    platform = jax.devices()[0].platform
-    wanted = {"cpu": "blocked", "gpu": "cudnn", "tpu": "splash"}[platform]
-    assert implementation_for(one_device_mesh(), jnp.bfloat16) == wanted
-    assert implementation_for(make_mesh(MeshSection(1, 1, 1), jax.devices()[:1]), jnp.float32) in ("blocked", "splash")
+def mesh_of(*described):
+    """A mesh of devices that are not there, each described by its platform and compute capability."""
+    devices = [
+        SimpleNamespace(platform=p, compute_capability=c) if c else SimpleNamespace(platform=p) for p, c in described
+    ]
+    return SimpleNamespace(devices=np.array(devices).reshape(1, -1, 1))
+
+
+def test_the_form_follows_the_device():
+    """A kernel asked for where there is none: on a T4, the card of configs/colab.py, a run ends in its prefill."""
+    t4, a100, b200, amd, tpu = ("gpu", "7.5"), ("gpu", "8.0"), ("gpu", "10.0"), ("gpu", "gfx942"), ("tpu", None)
+    for devices, wanted in (
+        ([t4], "blocked"),
+        ([a100], "cudnn"),
+        ([b200], "cudnn"),
+        ([a100, t4], "blocked"),  # one program for all
+        ([amd], "blocked"),
+        ([tpu, tpu], "splash"),
+        ([("cpu", None)], "blocked"),
+    ):
+        for dtype in ("bfloat16", "float16"):
+            assert implementation_for(mesh_of(*devices), dtype) == wanted, devices
+        assert implementation_for(mesh_of(*devices), "float32") == "blocked"
+    section = importlib.import_module("colab").get_config().model
+    assert {implementation_for(mesh_of(t4), section[name]) for name in ("dtype", "sampling_dtype")} == {"blocked"}
+    here = {"cpu": "blocked", "gpu": "cudnn", "tpu": "splash"}[jax.devices()[0].platform]
+    assert implementation_for(one_device_mesh(), jnp.bfloat16) in (here, "blocked")
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "tensor"), [(16, 2, 4), (28, 4, 4), (28, 4, 7), (12, 2, 1), (6, 3, 2)])
+def test_every_device_has_the_keys_of_its_queries(heads, kv_heads, tensor):
+    """Kv heads that the mesh does not divide stay whole: cuDNN's partitioner refuses them beside split query heads."""
+    mesh = AbstractMesh((1, 2, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
+    q, k = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4, 16, heads, 8), (4, kv_heads, 16, 8)))
+    seen = []
+
+    def kernel(q, k, v):
+        seen.append((q.shape, k.shape, v.shape))
+        return q
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert jax.eval_shape(functools.partial(attention.on_each_device, kernel), q, k, k).shape == q.shape
+    ((local, keys, values),) = seen
+    assert local == (4 // 2, 16, heads // tensor, 8) and keys == values and local[2] % keys[1] == 0
+    # No more copies than that takes.
+    assert keys == (4 // 2, math.lcm(kv_heads, tensor) // tensor, 16, 8)
+
+
+@pytest.mark.parametrize("name", ["colab", "qwen0p5b", "qwen7b", "qwen7b_lora", "qwen14b", "hotpot_sample", "smoke"])
+def test_no_row_is_left_with_small_blocks(name):
+    """A width that only 128 divides: the kernel's small blocks leave most of the matrix unit idle."""
+    rollout = importlib.import_module(name).get_config().rollout
+    widths = {*buckets(rollout.context_tokens), *buckets(rollout.prompt_tokens)}
+    for width in widths:
+        block, padded = splash_block(width), splash_width(width)
+        assert padded % block == 0 <= padded - width < max(block, 128) and block % 128 == 0
+        assert block == 512 or block == padded, width  # one block holds a short row
+    if rollout.context_tokens >= 2048:  # the last is padded in the kernel alone
+        assert all(width % 512 == 0 for width in buckets(rollout.context_tokens)[:-1])

@@ -1,9 +1,7 @@
 """Plans for TPUs that are not there: what every chip holds, what is replicated, what is refused."""
 
 import json
-import math
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from helpers import collectives_in_loops
 from programs import completed
 from runs import small_config
 
@@ -87,21 +86,6 @@ def test_the_cache_is_not_copied(qwen7b):
     assert qwen7b.programs["admit"].peak_bytes < 1.1 * (state + qwen7b.resident["prompt_pool"])
 
 
-def weight_gathers(text: str, least_bytes: int = LARGE) -> list[str]:
-    """All-gathers of at least `least_bytes` inside the loops of a compiled program's text."""
-    sizes = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "u8": 1, "pred": 1}
-    found, inside = [], False
-    for line in text.splitlines():
-        if line.startswith(("%", "ENTRY")):
-            inside = not line.startswith("ENTRY")
-        match = re.search(r"= \(?(\w+)\[([\d,]*)\].* all-gather(?:-start)?\(", line)
-        if inside and match and match[1] in sizes:
-            dims = [int(d) for d in match[2].split(",") if d]
-            if math.prod(dims) * sizes[match[1]] >= least_bytes:
-                found.append(line.strip()[:160])
-    return found
-
-
 def test_no_weight_is_gathered_while_decoding(target):
     """Weights left sharded over fsdp would be gathered for every layer and token."""
     config = config_file("qwen7b", model={"path": "", "preset": "0.5b"}, mesh={"tensor": 2})
@@ -111,11 +95,11 @@ def test_no_weight_is_gathered_while_decoding(target):
     _, _, programs = sampler.traced(16, 1024, 16, widths(config.rollout))
     with jax.set_mesh(mesh):
         text = programs["generate"][1024]().lower().compile().as_text()
-    assert "while" in text and not weight_gathers(text)
-    loop = (
-        "%body (p: f32[2]) -> f32[2] {\n  %g = bf16[1024,1024]{1,0} all-gather(bf16[256,1024] %p), dimensions={0}\n}\n"
-    )
-    assert len(weight_gathers(loop)) == 1 and not weight_gathers(loop.replace("%body", "ENTRY %main"))
+    assert "while" in text and not collectives_in_loops(text, LARGE)
+    gather = "(p: f32[2]) -> f32[2] {\n  %g = bf16[1024,1024]{1,0} all-gather(bf16[256,1024] %p), dimensions={0}\n}\n"
+    turns = "ENTRY %main () -> f32[2] {\n  %w = f32[2] while(%p), condition=%c, body=%body\n}\n"
+    assert len(collectives_in_loops(f"%body {gather}{turns}", LARGE)) == 1
+    assert not collectives_in_loops(f"%other {gather}{turns}", LARGE)
 
 
 def test_a_narrow_program_may_need_most():

@@ -1,37 +1,65 @@
 """Attention behind two functions: `causal` for whole rows, `cached` for a chunk behind a cache.
 
-`causal` has three forms, chosen by the platform of the mesh (`implementation_for`): `splash` (a Pallas kernel, TPU),
-`cudnn` (GPU), `blocked` (anywhere). None of them holds all scores of a row at once.
+`causal` has three forms, chosen by dtype and devices (`implementation_for`): in 16 bits `splash` (a Pallas kernel, for
+TPUs) and `cudnn` (for GPUs), in float32 and where there is no kernel `blocked`. None holds all scores of a row.
+All of them scale in float32, the scores of 16-bit queries: such a query times H**-0.5 would be rounded a second time.
 Letters: B rows, T query positions, S key positions, N heads, K kv heads, G = N/K, H head dim.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from psearch_jax.buckets import BLOCK
 from psearch_jax.sharding import COMPUTE, spec
 
 Implementation = Literal["blocked", "splash", "cudnn"]
 NEG_INF = -1e30  # a finite stand-in: a row of -inf alone would softmax to NaN
 WHOLE_CHUNK = 256  # up to so many query positions, all scores exist at once
 QUERY_BLOCK = 128  # of longer chunks, those of so many
-SPLASH_BLOCK = 512  # of queries and keys in the kernel
 LANES = 128  # the width of a TPU register: what the kernel wants H and T to be a multiple of
+CUDNN_CAPABILITY = (8, 0)  # of a GPU, from which on cuDNN has the kernel: Ampere (a T4 has 7.5)
 
 
 def implementation_for(mesh: Mesh, dtype: Any) -> Implementation:
-    """The form of `causal` for the devices of a mesh. cuDNN has no kernel for float32."""
-    platform = mesh.devices.flat[0].platform
-    if platform == "tpu":
+    """The form of `causal` for the devices of a mesh and a dtype of computation.
+
+    Kernels are for 16 bits: cuDNN has none for float32, and the precision of products inside one cannot be asked for
+    in its backward pass. Nor has cuDNN one for GPUs before Ampere, as a T4.
+    """
+    devices = list(mesh.devices.flat)
+    if jnp.dtype(dtype).itemsize != 2:
+        return "blocked"
+    if devices[0].platform == "tpu":
         return "splash"
-    if platform in ("gpu", "cuda") and jnp.dtype(dtype).itemsize == 2:
-        return "cudnn"
-    return "blocked"
+    return "cudnn" if all(_capability(device) >= CUDNN_CAPABILITY for device in devices) else "blocked"
+
+
+def _capability(device: Any) -> tuple[int, ...]:
+    """The CUDA compute capability of a device, "8.0" as (8, 0); () of what has none, as a CPU or an AMD GPU."""
+    words = str(getattr(device, "compute_capability", "")).split(".")
+    return tuple(map(int, words)) if all(word.isdigit() for word in words) else ()
+
+
+def splash_block(width: int) -> int:
+    """The block of queries and keys that the splash kernel takes for rows of `width` positions.
+
+    Rows are padded to a multiple of it inside (`splash_width`), so that no width is left with small blocks: 6,196
+    positions were 6,272 in blocks of 128, and are 6,656 in blocks of 512.
+    """
+    return min(BLOCK, width + -width % LANES)
+
+
+def splash_width(width: int) -> int:
+    """What the splash kernel pads rows of `width` positions to."""
+    return width + -width % splash_block(width)
 
 
 def causal(q: jax.Array, k: jax.Array, v: jax.Array, implementation: Implementation = "blocked") -> jax.Array:
@@ -45,10 +73,9 @@ def causal(q: jax.Array, k: jax.Array, v: jax.Array, implementation: Implementat
       [B, T, N, H].
     """
     if implementation == "splash":
-        return _splash(q, k, v)
+        return on_each_device(_splash, q, k, v)
     if implementation == "cudnn":
-        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        return on_each_device(_cudnn, q, k, v)
     return cached(q, k, v, None, None)
 
 
@@ -83,15 +110,20 @@ def _block(q: jax.Array, first: jax.Array, *, k: jax.Array, v: jax.Array, old: A
     K, T = k.shape[1:3]
     G = N // K
     # The G heads of a kv head are stacked along the query positions, which makes every product a plain batched one.
-    q = (q * (H**-0.5)).reshape(B, X, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * X, H)
+    wide = q.dtype == jnp.float32  # then the queries are scaled, of which there are fewer than scores
+    q = (q * H**-0.5 if wide else q).reshape(B, X, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * X, H)
     seen = jnp.tile(jnp.arange(T) <= first + jnp.arange(X)[:, None], (G, 1))
-    scores = jnp.einsum("BKXH,BKSH->BKXS", q, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(seen, scores, NEG_INF)
+
+    def scored(k: jax.Array) -> jax.Array:
+        scores = jnp.einsum("BKXH,BKSH->BKXS", q, k, preferred_element_type=jnp.float32)
+        return scores if wide else scores * H**-0.5
+
+    scores = jnp.where(seen, scored(k), NEG_INF)
     if old is not None:
         old_k, old_v = old
         real = jnp.arange(old_k.shape[2]) < start[:, None]  # [B, S]
-        before = jnp.einsum("BKXH,BKSH->BKXS", q, old_k.astype(q.dtype), preferred_element_type=jnp.float32)
-        scores = jnp.concatenate([jnp.where(real[:, None, None], before, NEG_INF), scores], axis=-1)
+        before = jnp.where(real[:, None, None], scored(old_k.astype(q.dtype)), NEG_INF)
+        scores = jnp.concatenate([before, scores], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     if old is None:
         out = jnp.einsum("BKXS,BKSH->BKXH", weights, v)
@@ -102,33 +134,48 @@ def _block(q: jax.Array, first: jax.Array, *, k: jax.Array, v: jax.Array, old: A
     return out.reshape(B, K, G, X, H).transpose(0, 3, 1, 2, 4).reshape(B, X, N, H)
 
 
-def _splash(q: jax.Array, k: jax.Array, v: jax.Array, interpret: bool = False) -> jax.Array:
-    """JAX's block-sparse flash attention, on each device for its own rows and heads."""
-    T, N, H = q.shape[1:]
-    q = (q * (H**-0.5)).swapaxes(1, 2)
-    widths = ((0, 0), (0, 0), (0, -T % LANES), (0, -H % LANES))  # causal: no real query sees a padded key
-    q, k, v = (jnp.pad(x, widths) for x in (q, k, v))
+def on_each_device(kernel: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """`kernel(q, k, v)` on each device of the mesh for its own rows and heads; no partitioner looks inside.
+
+    Args:
+      q: [B, T, N, H].
+      k, v: [B, K, T, H].
+
+    Returns:
+      [B, T, N, H].
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    local = functools.partial(_splash_local, interpret=interpret)
-    if not mesh.empty and mesh.size > 1:
-        if k.shape[1] % mesh.shape["tensor"]:  # a device's query heads need other kv heads than its share would be
-            k, v = (jnp.repeat(x, N // x.shape[1], axis=1) for x in (k, v))
-        places = [
-            spec(("rows", heads, None, None), COMPUTE, mesh, x.shape)
-            for heads, x in (("heads", q), ("kv_heads", k), ("kv_heads", v))
-        ]
-        local = jax.shard_map(local, in_specs=tuple(places), out_specs=places[0], check_vma=False)
-    return local(q, k, v)[:, :, :T, :H].swapaxes(1, 2)
+    if mesh.empty or mesh.size == 1:
+        return kernel(q, k, v)
+    # Where a device's share of the query heads begins inside the group of a kv head, that one is there for each share.
+    copies = math.lcm(k.shape[1], mesh.shape["tensor"]) // k.shape[1]
+    if copies > 1:
+        k, v = (jnp.repeat(x, copies, axis=1) for x in (k, v))
+    place = spec(("rows", None, "heads", None), COMPUTE, mesh, q.shape)
+    kv_place = spec(("rows", "kv_heads", None, None), COMPUTE, mesh, k.shape)
+    local = jax.shard_map(kernel, in_specs=(place, kv_place, kv_place), out_specs=place, check_vma=False)
+    return local(q, k, v)
 
 
-def _splash_local(q: jax.Array, k: jax.Array, v: jax.Array, interpret: bool) -> jax.Array:
-    """[B, N, T, H], [B, K, T, H] x 2 -> [B, N, T, H]."""
+def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """cuDNN's flash attention, which takes the scale and applies it to its float32 scores."""
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=q.shape[-1] ** -0.5, implementation="cudnn")
+
+
+def _splash(q: jax.Array, k: jax.Array, v: jax.Array, interpret: bool = False) -> jax.Array:
+    """JAX's block-sparse flash attention for TPUs. q [B, T, N, H], k and v [B, K, T, H] -> [B, T, N, H]."""
     # Imported here: the kernel's module is of no use, and not always there, without a TPU.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    N, T = q.shape[1:3]
-    size = next(size for size in range(min(SPLASH_BLOCK, T), 0, -LANES) if T % size == 0)
+    T, N, H = q.shape[1:]
+    q, k = _scaled(q.swapaxes(1, 2), k)
+    width, size = splash_width(T), splash_block(T)
+
+    def padded(x: jax.Array) -> jax.Array:  # causal: no real query sees a padded key
+        return jnp.pad(x, ((0, 0), (0, 0), (0, width - T), (0, -x.shape[-1] % LANES)))
+
     sizes = kernels.BlockSizes(
         block_q=size,
         block_kv=size,
@@ -137,6 +184,23 @@ def _splash_local(q: jax.Array, k: jax.Array, v: jax.Array, interpret: bool) -> 
         block_q_dq=size,
         block_kv_dq=size,
     )
-    mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * N)
+    mask = masks.MultiHeadMask([masks.CausalMask((width, width))] * N)
     kernel = kernels.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret)
-    return jax.vmap(kernel)(q, k, v)
+    return jax.vmap(kernel)(padded(q), padded(k), padded(v))[:, :, :T, :H].swapaxes(1, 2)
+
+
+def _scaled(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys whose products are those of q and k times H**-0.5: the splash kernel itself scales nothing.
+
+    In 16 bits the scaled query would be rounded again, unless the scale is a power of two (head dim 64). What rounding
+    takes off it then stands beside it, against the same key once more, [hi, rest] . [k, k], and the kernel's float32
+    sum of both is scaled to 2**-17. A product over twice the head dim is what that costs: of a 7B step over rows of
+    2,000 positions some 2%.
+    """
+    scale = q.shape[-1] ** -0.5
+    exact = q.astype(jnp.float32) * scale
+    hi = exact.astype(q.dtype)
+    if q.dtype == jnp.float32 or math.frexp(scale)[0] == 0.5:
+        return hi, k
+    rest = jax.lax.stop_gradient(exact - hi.astype(jnp.float32)).astype(q.dtype)  # the gradient is that of `hi`
+    return jnp.concatenate([hi, rest], axis=-1), jnp.concatenate([k, k], axis=-1)

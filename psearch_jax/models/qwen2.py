@@ -9,6 +9,7 @@ Each parameter is declared once, with its logical axes; the layers are stacked o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -18,12 +19,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from psearch_jax.config import Lora, Qwen2Config
 from psearch_jax.models.attention import NEG_INF, Implementation, cached, causal
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.lora import Adapters
 from psearch_jax.sharding import constrain
+
+
+def precision(dtype: Any) -> contextlib.AbstractContextManager:
+    """What is asked of a device for the products traced inside: float32 as float32, 16 bits as it multiplies them.
+
+    Unasked, a TPU multiplies float32 as bfloat16 and a GPU from Ampere on as TF32, with 8 and 11 bits; a log-prob that
+    is right to 1e-4 on a CPU would there be right to 1e-2. A gradient's products ask for what their forward asked for.
+    """
+    return jax.default_matmul_precision("highest") if jnp.dtype(dtype) == jnp.float32 else contextlib.nullcontext()
+
+
+def _precise(method: Callable) -> Callable:
+    """A method of the model whose products are those of `precision` for its dtype."""
+
+    @functools.wraps(method)
+    def traced(self: Qwen2, *args: Any, **kwargs: Any) -> Any:
+        with precision(self.dtype):
+            return method(self, *args, **kwargs)
+
+    return traced
 
 
 class Layers(nnx.Module):
@@ -83,6 +105,7 @@ class Qwen2(nnx.Module):
         self.lm_head = None if config.tied else _normal(rngs, (config.width, config.vocab_rows), ("embed", "vocab"))
         self.adapters = Adapters(config, lora.rank, rngs) if lora else None
 
+    @_precise
     def hidden(
         self,
         ids: jax.Array,
@@ -131,19 +154,28 @@ class Qwen2(nnx.Module):
         x, new = jax.lax.scan(step, x, (weights, jnp.arange(config.layers)))
         return _rms_norm(x, self.final_norm[...], config.rms_eps), new
 
+    @_precise
     def logits(self, hidden: jax.Array, temperature: float, n_ids: int) -> jax.Array:
         """[..., D] -> [..., V] float32 logits / temperature; embedding rows without a token are -inf (as -1e30)."""
-        head = self.embedding[...].T if self.lm_head is None else self.lm_head[...]
+        return self._logits(self._head(), hidden, temperature, n_ids)
+
+    def _head(self) -> jax.Array:
+        """[D, V], as stored."""
+        return self.embedding[...].T if self.lm_head is None else self.lm_head[...]
+
+    def _logits(self, head: jax.Array, hidden: jax.Array, temperature: float, n_ids: int) -> jax.Array:
         out = jnp.matmul(hidden, head.astype(self.dtype), preferred_element_type=jnp.float32) / temperature
         return jnp.where(jnp.arange(out.shape[-1]) < n_ids, out, NEG_INF)
 
+    @_precise
     def logprobs(
         self, hidden: jax.Array, targets: jax.Array, temperature: float, n_ids: int, chunk: int = 256
     ) -> tuple[jax.Array, jax.Array]:
         """Log-probability of `targets` and entropy of the distribution at each position.
 
         The vocabulary is visited `chunk` positions at a time and recomputed in the backward pass: [B, T, V] never
-        exists.
+        exists. On a mesh, head and hidden states are gathered once, before the first chunk; every device visits its
+        own rows and sums its own gradient of the head, and these sums meet once, after the last.
 
         Args:
           hidden: [B, T, D].
@@ -152,10 +184,33 @@ class Qwen2(nnx.Module):
         Returns:
           ([B, T] float32, [B, T] float32).
         """
+        visit = functools.partial(self._visit, temperature=temperature, n_ids=n_ids, chunk=chunk)
+        head, hidden = self._head(), constrain(hidden, "rows", None, None)
+        mesh = jax.sharding.get_abstract_mesh()
+        shares = 1 if mesh.empty else mesh.shape["data"] * mesh.shape["fsdp"]
+        if shares == 1 or hidden.shape[0] % shares:
+            return visit(head, hidden, targets)
+        split = head.shape[0] % mesh.shape["fsdp"] == 0  # as sharding.spec has it
+
+        def local(head: jax.Array, hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return visit(_gathered(head, self.dtype) if split else head, hidden, targets)
+
+        # The compiler still deals the vocabulary out over `tensor`; over the other two axes each device is on its own.
+        rows = PartitionSpec(("data", "fsdp"))
+        places = (PartitionSpec("fsdp" if split else None), rows, rows)
+        mapped = jax.shard_map(
+            local, in_specs=places, out_specs=(rows, rows), axis_names={"data", "fsdp"}, check_vma=False
+        )
+        return mapped(head, hidden, targets)
+
+    def _visit(
+        self, head: jax.Array, hidden: jax.Array, targets: jax.Array, temperature: float, n_ids: int, chunk: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """`logprobs` with the head [D, V] and all positions at hand."""
         B, T, D = hidden.shape
 
         def one(h: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-            table = jax.nn.log_softmax(self.logits(h, temperature, n_ids), axis=-1)
+            table = jax.nn.log_softmax(self._logits(head, h, temperature, n_ids), axis=-1)
             chosen = jnp.take_along_axis(table, t[..., None], axis=-1)[..., 0]
             return chosen, -jnp.sum(jnp.exp(table) * jnp.where(table > NEG_INF / 2, table, 0.0), axis=-1)
 
@@ -168,6 +223,24 @@ class Qwen2(nnx.Module):
         chosen, entropy = jax.lax.map(jax.checkpoint(lambda ht: one(*ht)), (h, t))
         chosen, entropy = (a.swapaxes(0, 1).reshape(B, chunks * chunk)[:, :T] for a in (chosen, entropy))
         return chosen, entropy
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gathered(part: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """[D / fsdp, V] of each device -> [D, V], rounded to `dtype`, in which it travels; its gradient is not rounded.
+
+    Inside a shard_map over `fsdp` alone. The values are handed on in the part's own dtype, so that a loop adds up the
+    gradient in it; the compiler takes the two conversions away.
+    """
+    whole = jax.lax.all_gather(part.astype(dtype), "fsdp", axis=0, tiled=True)
+    return whole.astype(part.dtype)
+
+
+def _gathered_backward(dtype: jnp.dtype, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=0, tiled=True),)
+
+
+_gathered.defvjp(lambda part, dtype: (_gathered(part, dtype), None), _gathered_backward)
 
 
 def _layer(

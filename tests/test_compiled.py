@@ -1,0 +1,71 @@
+"""What the compiler makes of the model's programs: read in their text, for machines that are not there."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from helpers import collectives_in_loops, tiny_config
+from jax.sharding import NamedSharding, PartitionSpec
+
+from psearch_jax.config import Lora, MeshSection
+from psearch_jax.models import qwen2
+from psearch_jax.models.lora import abstract_adapters
+from psearch_jax.plan import tpu_target
+from psearch_jax.sharding import STORAGE, make_mesh, param_shardings, placed
+
+CHUNK = 8
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_vocabulary_loop_talks_once(tied):
+    """A head, or hidden states, gathered again for every chunk of positions, and the head's gradient scattered each
+    time: at 6,196 positions 24 times what is needed."""
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
+    mesh = make_mesh(MeshSection(2, 2, 2), tpu_target("v5e:2x4").devices)
+    config = tiny_config(8192, width=256, tied=tied)
+    graph, dtype = qwen2.graphdef(config, jnp.bfloat16), jnp.bfloat16
+    _, abstract = qwen2.abstract_params(config)
+    params = placed(abstract, param_shardings(abstract, STORAGE, mesh))
+    rows = ("data", "fsdp")
+    hidden = NamedSharding(mesh, PartitionSpec(rows, "tensor"))  # as layers with a split residual leave them
+    hidden = jax.ShapeDtypeStruct((8, 8 * CHUNK, config.width), dtype, sharding=hidden)
+    ids = jax.ShapeDtypeStruct(hidden.shape[:2], jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(rows)))
+
+    def loss(params, hidden, ids):
+        model = nnx.merge(graph, params)
+        return jnp.sum(model.logprobs(hidden, ids, 1.0, 8000, CHUNK)[0])
+
+    with jax.set_mesh(mesh):
+        for program in (loss, jax.grad(loss, argnums=(0, 1))):
+            text = jax.jit(program).trace(params, hidden, ids).lower().compile().as_text()
+            assert " while(" in text
+            chunk = hidden.shape[0] // 4 * CHUNK * config.width * 2  # of hidden states on one device, in bytes
+            head = config.width * config.vocab_rows // 2 * 2  # over `tensor` alone
+            # What is left are sums over `tensor`: of the softmax, and of the hidden states' gradient.
+            assert not collectives_in_loops(
+                text, chunk // 4, "all-gather|reduce-scatter|all-to-all|collective-permute"
+            )
+            assert not collectives_in_loops(text, head // 8, "all-reduce")
+
+
+@pytest.mark.parametrize(("dtype", "asked"), [("float32", True), ("bfloat16", False)])
+def test_what_precision_is_asked_for(dtype, asked):
+    """float32 that a TPU multiplies as bfloat16, a GPU as TF32: the bounds of these tests would hold on CPUs only."""
+    config, lora = tiny_config(), Lora(4, 8.0)
+    graph = qwen2.graphdef(config, jnp.dtype(dtype), remat=True, lora=lora)
+    base, adapters = qwen2.abstract_params(config)[1], abstract_adapters(config, lora)
+    ids = jax.ShapeDtypeStruct((2, 300), jnp.int32)
+
+    def loss(adapters, base, ids):
+        model = nnx.merge(graph, base, adapters)
+        hidden, _ = model.hidden(ids)
+        return jnp.sum(model.logprobs(hidden, ids, 1.0, 400)[0]) + jnp.sum(model.logits(hidden[:, -1], 1.0, 400))
+
+    for platform in ("tpu", "cuda"):
+        program = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(adapters, base, ids)
+        text = program.lower(lowering_platforms=(platform,)).as_text()
+        products = re.findall(r"dot_general.*", text)
+        highest = [line for line in products if "precision = [HIGHEST, HIGHEST]" in line]
+        assert len(products) > 60 and len(highest) == (len(products) if asked else 0)
