@@ -77,6 +77,26 @@ def check_adapters(mesh, config: Qwen2Config, optimizer) -> None:
         raise SystemExit(f"of the base {sum(shared)} arrays of {len(shared)} are shared")
 
 
+def check_vocabulary(mesh) -> None:
+    """Log-probs by chunks, and their gradients, where every device visits the vocabulary for its own rows."""
+    config = tiny_config(V, tied=False)
+    graph, params = qwen2.graphdef(config, jnp.float32), random_params(config, seed=7)
+    rng = np.random.default_rng(2)
+    hidden = rng.normal(size=(B, 40, config.width)).astype(np.float32)
+    ids = rng.integers(0, 400, (B, 40)).astype(np.int32)
+
+    def total(params, hidden):
+        chosen, entropy = nnx.merge(graph, params).logprobs(hidden, ids, 0.7, 400, chunk=16)
+        return jnp.sum(jnp.sin(chosen) + entropy)
+
+    both = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))
+    wanted = both(params, hidden)
+    with jax.set_mesh(mesh):
+        ours = both(jax.device_put(params, param_shardings(params, STORAGE, mesh)), hidden)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(x), y, rtol=1e-4, atol=1e-5 * float(jnp.max(jnp.abs(y))))
+
+
 def by_name(state: nnx.State) -> dict[str, np.ndarray]:
     flat = nnx.to_flat_state(state)
     return {"/".join(path): np.asarray(jax.device_get(v.get_value())) for path, v in flat}
@@ -89,6 +109,7 @@ def main(sizes: str, out: str) -> None:
     optimizer = make_optimizer(LEARNING, 3)
     state = init_state(random_params(config, seed=6), optimizer, mesh)
     check_kernels(mesh)
+    check_vocabulary(mesh)
     if mesh.size == 8:  # a mesh that does not divide the kv heads
         check_kernels(make_mesh(MeshSection(1, 2, 4)))
     check_adapters(mesh, config, optimizer)
