@@ -9,8 +9,8 @@ EXTRAS = {
     "cuda": ["jax[cuda13]"],
     "tpu": ["jax[tpu]"],
     "gcs": ["gcsfs>=2025.2"],  # run directories, evaluations, exports and questions at gs://
-    # The peer in `launch/bench.py retrieval`; the library itself needs none of it.
-    "bench": ["faiss-cpu>=1.9"],
+    # The peers in `launch/bench.py retrieval`; the library itself needs none of them.
+    "bench": ["faiss-cpu>=1.9", "bm25s>=0.2.6", "tantivy>=0.22"],
     "test": [
         "pytest>=8",
         "pytest-timeout>=2.3",
@@ -20,6 +20,7 @@ EXTRAS = {
         "import-linter>=2",
         "gcsfs>=2025.2",
         "gcp-storage-emulator>=2026",
+        "bm25s>=0.2.6",  # the reference for BM25
         "faiss-cpu>=1.9",  # writes the flat index that build_index reads
         "jax[tpu]",  # libtpu: compiles for TPU topologies on any machine
         # The reference in the parity tests, which skip without it. Elsewhere than on 3.11 it may come with
@@ -55,7 +56,7 @@ setup(
         "tensorflow-datasets>=4.9.9",
         "importlib-resources>=6",  # tensorflow-datasets imports it and does not ask for it
         "scann>=1.4.2",
-        "bm25s>=0.2.6",
+        "numba>=0.61",
         "cachetools>=5.3",
         "orjson>=3.10",
         "starlette>=0.40",

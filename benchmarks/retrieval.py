@@ -1,4 +1,5 @@
-"""`launch/bench.py retrieval`: search beside FAISS and NumPy, one batch beside many calls, encoder beside torch.
+"""`launch/bench.py retrieval`: search beside FAISS and NumPy, BM25 beside bm25s and tantivy, one batch beside many
+calls, encoder beside torch.
 
 Methods come after one another in one process on the same data; read the ratios.
 """
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import encoder as encoder_benchmark
+from benchmarks import lexical
 from benchmarks.vectors import BUILDERS, TARGETS, K, clustered, compare
 from psearch_jax.eval.tables import table
 from retrieval.client import HttpRetriever
@@ -32,7 +34,7 @@ from retrieval.index import EXACT_BELOW_ROWS, ScannIndex, exact_search, tree_set
 from retrieval.protocol import Passage
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("vectors", "batching", "encoder")
+PARTS = ("vectors", "bm25", "batching", "encoder")
 ROLLOUTS = 512
 CONCURRENT_CLIENTS = 64
 
@@ -44,6 +46,10 @@ def main(argv: Sequence[str]) -> None:
         report["vectors"] = []
         for rows in flags.rows:
             report["vectors"] += compare(rows, flags.queries, flags.dimensions, tuple(flags.methods), _log)
+    if "bm25" in flags.parts:
+        report["bm25"] = []
+        for rows in flags.bm25_rows:
+            report["bm25"] += lexical.compare(rows, flags.bm25_queries, flags.bm25_peers, _log)
     if "batching" in flags.parts:
         report["batching"] = in_process(flags.batching_rows, flags.dimensions) + over_http(flags.http_rows)
     if "encoder" in flags.parts:
@@ -137,7 +143,7 @@ def _passages(count: int, seed: int = 0) -> list[Passage]:
 
 def _machine() -> dict[str, Any]:
     packages = {}
-    for name in ("numpy", "scann", "faiss-cpu", "jax", "torch", "transformers"):
+    for name in ("numpy", "scann", "faiss-cpu", "numba", "bm25s", "tantivy", "jax", "torch", "transformers"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:
@@ -163,6 +169,9 @@ def _flags(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dimensions", type=int, default=384)
     parser.add_argument("--queries", type=int, default=1024)
     parser.add_argument("--methods", nargs="+", default=list(BUILDERS), choices=list(BUILDERS))
+    parser.add_argument("--bm25_rows", nargs="+", type=int, default=[1_000_000])
+    parser.add_argument("--bm25_queries", type=int, default=1279)
+    parser.add_argument("--bm25_peers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--batching_rows", type=int, default=100_000)
     parser.add_argument("--http_rows", type=int, default=6_000)
     parser.add_argument("--model", help="directory of a BERT encoder (default: MiniLM's shape, random weights)")

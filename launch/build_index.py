@@ -42,7 +42,9 @@ _SEARCHED = flags.DEFINE_integer("searched_leaves", None, "tree: partitions sear
 _REORDERED = flags.DEFINE_integer("reordered", None, "tree: candidates scored again", 1)
 _BLOCK = flags.DEFINE_integer("dimensions_per_block", None, "tree: dimensions per code of the quantiser", 1)
 _REORDER = flags.DEFINE_enum("reorder", None, list(REORDER_TYPES), "tree: the copy in memory that scores again")
-_DTYPE = flags.DEFINE_enum("encoder_dtype", "float32", ["float32", "bfloat16"], "MODEL_DIR: arithmetic of the layers")
+_DTYPE = flags.DEFINE_enum(
+    "encoder_dtype", None, ["float32", "bfloat16"], "MODEL_DIR: arithmetic of the layers (default: float32 on a CPU)"
+)
 _QUERY_PREFIX = flags.DEFINE_string("query_prefix", None, "MODEL_DIR: put before queries (default: by model)")
 _PASSAGE_PREFIX = flags.DEFINE_string("passage_prefix", None, "MODEL_DIR: put before passages (default: by model)")
 flags.mark_flag_as_required("out")

@@ -1,29 +1,64 @@
-"""BM25 over words, with the bm25s library: no weights, no training, hard to beat on names and rare words.
+"""BM25 over words: no weights, no training, hard to beat on names and rare words.
 
-Robertson and Zaragoza 2009; Lucene's form of the weights, computed when the corpus is indexed (Lu 2024, BM25S).
+Robertson and Zaragoza 2009; Lucene's form of the weights, computed when the corpus is indexed (Lu 2024, BM25S). A
+word's postings are the passages that hold it, in the order of the corpus. An index is five arrays, mapped into memory:
+
+    words.npy, word_ends.npy            the V words as UTF-8, one behind the other in the order of their bytes
+    posting_starts.npy [V+1]            where each word's postings start
+    rows.npy, weights.npy [P]           per posting the passage, and what the word adds to its score
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import tempfile
 import unicodedata
-from collections.abc import Iterator, Sequence
+from array import array
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
+from retrieval.budget import reserve
 from retrieval.protocol import CorpusError, Passage
 
-VERSION = 1  # raise it with any change that makes other scores: older indexes are then refused
+VERSION = 2  # raise it with any change that makes other scores or files: older indexes are then refused
 SCORE_DECIMALS = 4
 K1, B = 1.2, 0.75
 # A title counts as if it stood three times in its text: among 994 HotpotQA passages a question then finds each
 # supporting passage in the top 3 in 0.72 of cases (0.68 with the title counted once).
 TITLE_COUNT = 3
+# English words that stand nearly everywhere: those that Lucene leaves out.
+STOP_WORDS = frozenset(
+    "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this "
+    "to was will with".split()
+)
+SETTINGS = "settings.json"
+PART_WORDS = 2**24  # sorted at a time while building: about 1 GB
+BLOCK_ROWS = 8192  # scored at a time: their sums stay in a core's cache
+QUERIES_PER_TASK = 16
 _WORD = re.compile(r"\w+")
+
+
+class Postings(NamedTuple):
+    """The arrays of an index, as in the file's head."""
+
+    words: np.ndarray  # uint8
+    word_ends: np.ndarray  # [V] int64
+    posting_starts: np.ndarray  # [V+1] int64
+    rows: np.ndarray  # [P] int32, rising within a word
+    weights: np.ndarray  # [P] float32, above 0
+
+
+DTYPES = Postings(np.uint8, np.int64, np.int64, np.int32, np.float32)
 
 
 class Bm25Ranker:
@@ -31,84 +66,266 @@ class Bm25Ranker:
 
     name = "bm25"
 
-    def __init__(self, index: Any, rows: int):
-        """`index`: a bm25s.BM25 over `rows` passages."""
+    def __init__(self, postings: Postings, rows: int):
+        """`postings` of a corpus of `rows` passages."""
         self.rows = rows
-        self._index = index
+        self._postings = Postings(*map(_plain, postings))
+        # Reading one element of an array takes ten times as long.
+        self._words, self._word_ends = memoryview(self._postings.words), memoryview(self._postings.word_ends)
 
     @property
     def identity(self) -> dict[str, Any]:
         """What must be equal for scores to be equal, as JSON values."""
-        return {"name": self.name, "version": VERSION, "k1": K1, "b": B, "title_count": TITLE_COUNT}
+        return _identity()
 
     @classmethod
-    def build(cls, passages: Sequence[Passage]) -> Bm25Ranker:
-        """Index the titles and texts of `passages`. Raises `CorpusError` when they hold no word at all."""
-        bm25s = _bm25s()
-        tokenizer = bm25s.tokenization.Tokenizer(lower=False, splitter=words, stopwords="en")
-        ids = list(tokenizer.streaming_tokenize(_texts(passages), allow_empty=False))
-        vocabulary = tokenizer.get_vocab_dict()
-        if not vocabulary:
-            raise CorpusError("the corpus holds no words, which BM25 could look for")
-        index = bm25s.BM25(k1=K1, b=B, method="lucene")
-        index.index((ids, vocabulary), show_progress=False, create_empty_token=False)
-        return cls(index, len(passages))
+    def build(cls, passages: Sequence[Passage], directory: Path | None = None) -> Bm25Ranker:
+        """Index the titles and texts of `passages`, into the new `directory`; without one, in memory.
 
-    def save(self, directory: Path) -> None:
-        """Write NumPy arrays and JSON into `directory`."""
-        self._index.save(directory, show_progress=False)
+        Besides the vocabulary a part of the postings is held at a time, so memory grows with the words alone.
+
+        Raises:
+          CorpusError: the passages hold no word at all.
+          OSError: the disk is full or cannot be written.
+        """
+        if directory is not None:
+            directory.mkdir()
+        with tempfile.TemporaryFile(dir=directory) as parts:
+            ids, lengths, holding = _read_words(passages, parts)
+            if not ids:
+                raise CorpusError("the corpus holds no words, which BM25 could look for")
+            postings = _weigh(ids, lengths, holding, parts, _places(directory))
+        if directory is None:
+            return cls(postings, len(passages))
+        for mapped in postings:
+            mapped.flush()
+        (directory / SETTINGS).write_text(json.dumps({"rows": len(passages)}) + "\n", encoding="utf-8")
+        return cls.load(directory, _identity(), len(passages))
 
     @classmethod
     def load(cls, directory: Path, identity: dict[str, Any], rows: int) -> Bm25Ranker:
-        """Map the index that `save` wrote. Raises `CorpusError` when it is not the one of `identity` and `rows`."""
-        params = directory / "params.index.json"
+        """Map the index that `build` wrote. Raises `CorpusError` when it is not the one of `identity` and `rows`."""
+        if identity != _identity():
+            raise CorpusError(f"{directory}: made as {identity}, this program reads {_identity()}; build it again")
+        settings = directory / SETTINGS
         try:
-            found = json.loads(params.read_bytes())["num_docs"]
-            index = _bm25s().BM25.load(directory, mmap=True, allow_pickle=False, show_progress=False)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CorpusError(f"{params}: the BM25 index cannot be read ({error})") from None
-        ranker = cls(index, rows)
-        if found != rows or ranker.identity != identity:
-            raise CorpusError(
-                f"{params}: {found} passages for {ranker.identity}, the manifest says {rows} for {identity}; "
-                "build the index again"
+            found = json.loads(settings.read_bytes())["rows"]
+            postings = Postings(
+                *(np.load(directory / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in Postings._fields)
             )
-        return ranker
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+            raise CorpusError(f"{settings}: the BM25 index cannot be read ({error})") from None
+        if found != rows:
+            raise CorpusError(f"{settings}: {found} passages, the manifest says {rows}; build the index again")
+        starts, sizes = postings.posting_starts, [len(array) for array in postings]
+        whole = [array.dtype for array in postings] == [np.dtype(dtype) for dtype in DTYPES] and len(starts) > 1
+        if not whole or sizes[1:] != [sizes[1], sizes[1] + 1, starts[-1], starts[-1]]:
+            raise CorpusError(f"{settings}: the arrays beside it are not of one index; build it again")
+        return cls(postings, rows)
 
     def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
         """See `Ranker.rank`; a score is the sum of the weights of a query's words, and only scores above 0 count."""
         ids = np.full((len(queries), k), -1, np.int64)
-        scores = np.full((len(queries), k), -np.inf, np.float32)
-        for position, query in enumerate(queries):
-            known = [word for word in words(query) if word in self._index.vocab_dict]
-            if known:
-                found, values = _best(self._index.get_scores(known), k)
-                ids[position, : len(found)], scores[position, : len(found)] = found, values
-        return ids, scores
+        units = np.full((len(queries), k), -np.inf)  # scores, times 10 to the decimals
+        if not queries or not k:
+            return ids, units.astype(np.float32)
+        search, p = _compiled(), self._postings
+
+        def task(start: int) -> None:
+            part = slice(start, start + QUERIES_PER_TASK)
+            known = [self._known(query) for query in queries[part]]
+            ends = np.cumsum([len(found) for found in known])
+            words_ = np.array([word for found in known for word in found], np.int64)
+            counts = np.array([count for found in known for count in found.values()], np.float64)
+            search(
+                p.posting_starts, p.rows, p.weights, self.rows, ends, words_, counts,
+                BLOCK_ROWS, 10.0**SCORE_DECIMALS, ids[part], units[part],
+            )  # fmt: skip
+
+        starts = range(0, len(queries), QUERIES_PER_TASK)
+        if len(starts) == 1:
+            task(0)
+        else:
+            with ThreadPoolExecutor(min(len(starts), _cores())) as pool:
+                list(pool.map(task, starts))
+        return ids, (units / 10.0**SCORE_DECIMALS).astype(np.float32)
+
+    def _known(self, query: str) -> dict[int, int]:
+        """The numbers of the query's words that the corpus holds, rising, and how often each is asked for."""
+        found = {self._number(word): count for word, count in Counter(words(query)).items()}
+        return {number: found[number] for number in sorted(found) if number >= 0}
+
+    def _number(self, word: str) -> int:
+        """Where `word` stands in the vocabulary; -1: nowhere."""
+        text, ends, wanted = self._words, self._word_ends, word.encode()
+
+        def stored(number: int) -> bytes:
+            return bytes(text[ends[number - 1] if number else 0 : ends[number]])
+
+        number = bisect_left(range(len(ends)), wanted, key=stored)
+        return number if number < len(ends) and stored(number) == wanted else -1
 
 
 def words(text: str) -> list[str]:
     """Lower-case words of letters, digits and underscores, accents taken off."""
-    plain = unicodedata.normalize("NFKD", text.lower())
-    return _WORD.findall("".join(c for c in plain if not unicodedata.combining(c)))
+    lower = text.lower()
+    if not lower.isascii():
+        lower = "".join(c for c in unicodedata.normalize("NFKD", lower) if not unicodedata.combining(c))
+    return _WORD.findall(lower)
 
 
-def _best(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rows [<= k] with the largest scores above 0, and these: rounded, best first, ties to the lower row."""
-    rounded = np.round(scores.astype(np.float64), SCORE_DECIMALS)
-    least = np.partition(rounded, -k)[-k] if k < len(rounded) else -np.inf
-    rows = np.flatnonzero((rounded >= least) & (rounded > 0))
-    rows = rows[np.lexsort((rows, -rounded[rows]))][:k]
-    return rows, rounded[rows].astype(np.float32)
+def _identity() -> dict[str, Any]:
+    return {"name": Bm25Ranker.name, "version": VERSION, "k1": K1, "b": B, "title_count": TITLE_COUNT}
 
 
-def _texts(passages: Sequence[Passage]) -> Iterator[str]:
+def _read_words(passages: Sequence[Passage], parts: BinaryIO) -> tuple[dict[str, int], np.ndarray, np.ndarray]:
+    """Write what each passage holds to `parts` (see `_write_part`).
+
+    Returns a number for each word in the order of appearance [V], the words of each passage [N] int32, and how many
+    passages hold each word [V] int64.
+    """
+    ids: dict[str, int] = {}
+    lengths, holding = np.zeros(len(passages), np.int32), np.zeros(0, np.int64)
+    said, first = array("i"), 0  # the words of the passages from `first` on
     for row in tqdm(range(len(passages)), "reading words", unit=" rows", delay=2, disable=None):
         passage = passages[row]
-        yield " ".join([passage.title] * TITLE_COUNT + [passage.text])
+        text = " ".join([passage.title] * TITLE_COUNT + [passage.text])
+        before = len(said)
+        said.extend([ids.setdefault(word, len(ids)) for word in words(text) if word not in STOP_WORDS])
+        lengths[row] = len(said) - before
+        if len(said) >= PART_WORDS or row == len(passages) - 1:
+            held = _write_part(parts, np.frombuffer(said, np.int32), lengths[first : row + 1], first)
+            holding = np.pad(holding, (0, len(ids) - len(holding))) + np.bincount(held, minlength=len(ids))
+            said, first = array("i"), row + 1
+    return ids, lengths, holding
 
 
-def _bm25s() -> Any:
-    import bm25s  # imported late: other retrievers need none
+def _write_part(parts: BinaryIO, said: np.ndarray, lengths: np.ndarray, first: int) -> np.ndarray:
+    """Append a number P and three int32 arrays [P]: words, the rows that hold them, and how often; by (word, row)."""
+    rows = np.repeat(np.arange(first, first + len(lengths)), lengths)
+    pairs, counts = np.unique(said.astype(np.int64) << 32 | rows, return_counts=True)
+    held = (pairs >> 32).astype(np.int32)
+    parts.write(np.int64(len(pairs)).tobytes())
+    for values in (held, pairs & 0xFFFFFFFF, counts):
+        parts.write(values.astype(np.int32).tobytes())
+    return held
 
-    return bm25s
+
+def _weigh(
+    ids: dict[str, int], lengths: np.ndarray, holding: np.ndarray, parts: BinaryIO, place: Callable[..., np.ndarray]
+) -> Postings:
+    """Sort the parts by word into arrays that `place(name, size)` makes, with the weight of each posting.
+
+    weight = ln(1 + (N - n + .5) / (n + .5)) f / (f + k1 (1 - b + b length / mean length)), for a word that n of the N
+    passages hold, f times in this one (Robertson and Zaragoza 2009, equation 3.15, with Lucene's idf).
+    """
+    in_order = sorted(ids, key=str.encode)
+    order = np.fromiter((ids[word] for word in in_order), np.int64, len(ids))
+    text = "".join(in_order).encode()
+    sizes = (len(text), len(ids), len(ids) + 1, int(holding.sum()), int(holding.sum()))
+    out = Postings(*(place(name, size) for name, size in zip(Postings._fields, sizes, strict=True)))
+    out.words[:] = np.frombuffer(text, np.uint8)
+    out.word_ends[:] = np.cumsum([len(word.encode()) for word in in_order])
+    out.posting_starts[0], out.posting_starts[1:] = 0, np.cumsum(holding[order])
+    free = np.empty(len(ids), np.int64)  # where the next posting of a word goes
+    free[order] = out.posting_starts[:-1]
+    idf = np.log1p((len(lengths) - holding + 0.5) / (holding + 0.5))
+    drag = K1 * (1 - B + B * lengths / lengths.mean())
+    parts.seek(0)
+    while head := parts.read(8):
+        size = int(np.frombuffer(head, np.int64)[0])
+        held, rows, counts = np.frombuffer(parts.read(12 * size), np.int32).reshape(3, size)
+        present, starts, sizes_ = np.unique(held, return_index=True, return_counts=True)
+        target = np.arange(size) + np.repeat(free[present] - starts, sizes_)
+        out.rows[target] = rows
+        out.weights[target] = idf[held] * counts / (counts + drag[rows])
+        free[present] += sizes_
+    return out
+
+
+def _places(directory: Path | None) -> Callable[[str, int], np.ndarray]:
+    """Makes the arrays of an index: in memory, or as files of `directory` whose room is taken at once."""
+
+    def place(name: str, size: int) -> np.ndarray:
+        dtype = getattr(DTYPES, name)
+        if directory is None:
+            return np.empty(size, dtype)
+        made = np.lib.format.open_memmap(directory / f"{name}.npy", "w+", dtype, (size,))
+        reserve(directory / f"{name}.npy", (directory / f"{name}.npy").stat().st_size)
+        return made
+
+    return place
+
+
+def _plain(values: np.ndarray) -> np.ndarray:
+    """A read-only view that is no memory map by type: one type, one compiled program."""
+    view = np.asarray(values).view(np.ndarray)
+    view.flags.writeable = False
+    return view
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@cache
+def _compiled() -> Callable[..., None]:
+    from numba import njit  # imported late: other retrievers need none
+
+    try:
+        return njit(nogil=True, cache=True)(_search)
+    except RuntimeError:  # no folder can be written in: compiled anew in every process
+        return njit(nogil=True)(_search)
+
+
+def _search(
+    posting_starts: np.ndarray,
+    rows: np.ndarray,
+    weights: np.ndarray,
+    total_rows: int,
+    query_ends: np.ndarray,
+    query_words: np.ndarray,
+    query_counts: np.ndarray,
+    block_rows: int,
+    unit: float,
+    out_rows: np.ndarray,
+    out_scores: np.ndarray,
+) -> None:
+    """Fill `out_rows` and `out_scores` [Q, K] with the best rows of each query; scores are rounded, times `unit`.
+
+    Compiled, one thread. A query's postings are walked in step, a block of rows at a time, and only a block whose best
+    sum is above the K-th best so far is looked through. Rows rise, so one that only equals the K-th comes too late.
+    Damaged postings give wrong rows, but nothing is read or written outside of the arrays.
+    """
+    sums = np.zeros(block_rows)
+    first = 0
+    for query in range(len(query_ends)):
+        numbers, counts = query_words[first : query_ends[query]], query_counts[first : query_ends[query]]
+        first = query_ends[query]
+        at = np.minimum(np.maximum(posting_starts[numbers], 0), len(rows))
+        ends = np.minimum(posting_starts[numbers + 1], len(rows))
+        best, best_rows = out_scores[query], out_rows[query]
+        found, last = 0, len(best) - 1
+        for block in range(0, total_rows, block_rows):
+            stop, top = min(block + block_rows, total_rows), 0.0
+            for word in range(len(numbers)):
+                place, end, count = at[word], ends[word], counts[word]
+                while place < end and rows[place] < stop:
+                    here = rows[place] - block
+                    if here >= 0:
+                        sums[here] += count * weights[place]
+                        top = max(top, sums[here])
+                    place += 1
+                at[word] = place
+            if np.rint(top * unit) > max(best[last], 0.0):
+                for here in range(stop - block):
+                    score = np.rint(sums[here] * unit)
+                    if score > max(best[last], 0.0):
+                        found = min(found + 1, last + 1)
+                        spot = found - 1  # everything behind the new row moves down by one
+                        while spot > 0 and best[spot - 1] < score:
+                            best[spot], best_rows[spot] = best[spot - 1], best_rows[spot - 1]
+                            spot -= 1
+                        best[spot], best_rows[spot] = score, block + here
+            if top > 0:
+                sums[: stop - block] = 0

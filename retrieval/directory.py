@@ -298,9 +298,7 @@ def _fill(
 
 def _fill_bm25(directory: Path, corpus: MemoryMappedCorpus, digest: str) -> None:
     shutil.rmtree(directory / "bm25", ignore_errors=True)
-    ranker = Bm25Ranker.build(corpus)
-    (directory / "bm25").mkdir()
-    ranker.save(directory / "bm25")
+    ranker = Bm25Ranker.build(corpus, directory / "bm25")
     fields = {
         "kind": "bm25",
         "rows": len(corpus),

@@ -1,16 +1,19 @@
 """A BERT-family sentence encoder (E5, BGE, MiniLM) as an `Encoder`: mean or first-token pooling, unit length.
 
 Texts are grouped into buckets of like length, and every batch of a bucket has the same number of rows, so that few
-programs are compiled and a text gets the same vector in any company. The rows are spread over this process's devices.
+programs are compiled and a text gets the same vector in any company. There is one size for queries and one for
+passages: two batch sizes of one bucket differ in the last bits, so which is taken is told by what a text is, never by
+how many there are. The rows are spread over this process's devices.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +28,9 @@ from retrieval.protocol import CorpusError, Passage
 VERSION = 1  # raise it with any change that makes other vectors: older indexes are then refused
 # Tokens per text, special ones included: fine steps where texts are, so that little is padding.
 LENGTHS = (8, 12, 16, 24, 32, 40, 48, 56, *range(64, 256, 16), *range(256, 513, 64))
-CPU_ROWS, ACCELERATOR_ROWS = 16, 128  # texts per batch; on a CPU larger ones are slower
+TOKENIZED_AT_ONCE = 4096
+BATCHES_AHEAD = 64  # given to the device before the first is read back
+LEAST_CAPABILITY = 8.0  # NVIDIA's compute capability from which on 16-bit brain floats are multiplied
 FOLDER = "encoder_model"  # in an index directory
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 POOLING = Path("1_Pooling") / "config.json"
@@ -34,12 +39,36 @@ LENGTH_FILE = "sentence_bert_config.json"
 PREFIXES = {"e5": ("query: ", "passage: "), "bge": ("Represent this sentence for searching relevant passages: ", "")}
 
 
+class Pace(NamedTuple):
+    """How a kind of device is kept busy."""
+
+    query_rows: int  # queries per batch
+    passage_rows: int  # passages per batch
+    block_rows: int  # passages to sort by length at a time
+    dtype: str  # of the layers, unless said otherwise
+
+
+# On a CPU larger batches are slower. Elsewhere a batch of passages fills the device, and a few queries, which come in
+# three or four buckets, are not padded to that. Each bucket of a block ends in a batch that is half empty in the mean:
+# of 4,096 passages that is half as much again, of 65,536 nothing.
+CPU = Pace(16, 16, 4096, "float32")
+ACCELERATOR = Pace(32, 128, 65536, "bfloat16")
+
+
+def pace_of(device: Any) -> Pace:
+    """The pace of a jax.Device. GPUs without 16-bit brain floats, such as the T4, compute in float32."""
+    if device.platform == "cpu":
+        return CPU
+    capability = float(getattr(device, "compute_capability", None) or LEAST_CAPABILITY)  # a TPU has none
+    return ACCELERATOR if capability >= LEAST_CAPABILITY else ACCELERATOR._replace(dtype="float32")
+
+
 class BertEncoder:
     """Implements `Encoder` with the weights of a Hugging Face directory."""
 
     name = "bert"
 
-    def __init__(self, directory: Path, settings: dict[str, Any]):
+    def __init__(self, directory: Path, settings: dict[str, Any], pace: Pace | None = None):
         """`settings`: the identity without `dimensions` and `weights`; see `from_model` for what they mean."""
         from transformers import AutoTokenizer
 
@@ -58,8 +87,11 @@ class BertEncoder:
         self._lengths = [n for n in LENGTHS if n < settings["max_tokens"]] + [settings["max_tokens"]]
         devices = jax.local_devices()
         mesh = Mesh(np.array(devices), ("data",))
-        rows = CPU_ROWS if devices[0].platform == "cpu" else ACCELERATOR_ROWS
-        self.batch_rows = -(-rows // len(devices)) * len(devices)
+        pace = pace or pace_of(devices[0])
+        self._query_rows, self._passage_rows = (
+            -(-rows // len(devices)) * len(devices) for rows in (pace.query_rows, pace.passage_rows)
+        )
+        self.block_rows = pace.block_rows  # of passages, see `Encoder`
         self._place_rows = NamedSharding(mesh, PartitionSpec("data"))
         graphdef, state = nnx.split(self._model)
         self._state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
@@ -79,7 +111,8 @@ class BertEncoder:
         query_prefix: str | None = None,
         passage_prefix: str | None = None,
         max_tokens: int | None = None,
-        dtype: str = "float32",
+        dtype: str | None = None,
+        pace: Pace | None = None,
     ) -> BertEncoder:
         """Open a sentence encoder's directory.
 
@@ -87,7 +120,8 @@ class BertEncoder:
           query_prefix, passage_prefix: put before every text; None: what the model's name asks for (E5, BGE), if
             anything.
           max_tokens: where texts are cut; None: the directory's own setting, at most the model's positions.
-          dtype: float32, or bfloat16 for the layers; pooling and norms stay float32.
+          dtype: float32, or bfloat16 for the layers; pooling and norms stay float32. None: the pace's.
+          pace: None: that of this process's devices.
 
         Raises:
           CorpusError: the directory holds no BERT encoder, or one that pools in another way.
@@ -109,9 +143,9 @@ class BertEncoder:
             "query_prefix": query if query_prefix is None else query_prefix,
             "passage_prefix": passage if passage_prefix is None else passage_prefix,
             "max_tokens": min(max_tokens or own, positions),
-            "dtype": dtype,
+            "dtype": dtype or (pace or pace_of(jax.local_devices()[0])).dtype,
         }
-        return cls(directory, settings)
+        return cls(directory, settings, pace)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -125,12 +159,12 @@ class BertEncoder:
 
     def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
         """Return [Q, D] float32 of unit length; a zero row for a query without text."""
-        return self._encode_texts(queries, self._settings["query_prefix"])
+        return self._encode_texts(queries, self._settings["query_prefix"], self._query_rows)
 
     def encode_passages(self, passages: Sequence[Passage]) -> np.ndarray:
         """Return [N, D] float32 of unit length; a title stands in quotes on a line of its own, as in wiki-18."""
         texts = [f'"{p.title}"\n{p.text}' if p.title else p.text for p in passages]
-        return self._encode_texts(texts, self._settings["passage_prefix"])
+        return self._encode_texts(texts, self._settings["passage_prefix"], self._passage_rows)
 
     def save(self, directory: Path) -> None:
         """Copy (or link) the model's files into an index directory."""
@@ -153,34 +187,53 @@ class BertEncoder:
             raise CorpusError(f"{folder}: encoder {encoder.identity} is not the index's {identity}; build it again")
         return encoder
 
-    def _encode_texts(self, texts: Sequence[str], prefix: str) -> np.ndarray:
+    def _encode_texts(self, texts: Sequence[str], prefix: str, batch_rows: int) -> np.ndarray:
         out = np.zeros((len(texts), self.dimensions), np.float32)
-        said = [row for row, text in enumerate(texts) if text.strip()]
-        if not said:
-            return out
-        # Half a surrogate pair, which a model can write, is no text to the tokenizer.
-        clean = [(prefix + texts[row]).encode("utf-8", "replace").decode("utf-8") for row in said]
-        ids = self._tokenizer(clean, truncation=True, max_length=self._lengths[-1])["input_ids"]
-        buckets = np.searchsorted(self._lengths, [len(row) for row in ids])
-        pending = []
-        for bucket in np.unique(buckets):
-            rows = np.flatnonzero(buckets == bucket)
-            for start in range(0, len(rows), self.batch_rows):
-                batch = rows[start : start + self.batch_rows]
-                pending.append((batch, self._dispatch([ids[row] for row in batch], self._lengths[bucket])))
-        for batch, vectors in pending:  # dispatch runs ahead, so the device does not wait for the host
-            out[np.asarray(said)[batch]] = np.asarray(vectors)[: len(batch)]
+        said = np.array([row for row, text in enumerate(texts) if text.strip()], int)
+        ids = self._tokenize([prefix + texts[row] for row in said])
+        pending: deque[tuple[np.ndarray, jax.Array]] = deque()
+
+        def read_back() -> None:
+            batch, vectors = pending.popleft()
+            out[said[batch]] = np.asarray(vectors)[: len(batch)]
+
+        for batch, length in batches(np.array([len(row) for row in ids], int), self._lengths, batch_rows):
+            # Dispatch runs ahead, so the device does not wait for the host.
+            pending.append((batch, self._dispatch([ids[row] for row in batch], batch_rows, length)))
+            if len(pending) > BATCHES_AHEAD:
+                read_back()
+        while pending:
+            read_back()
         return out
 
-    def _dispatch(self, ids: list[list[int]], length: int) -> jax.Array:
-        padded = np.zeros((self.batch_rows, length), np.int32)
-        lengths = np.ones(self.batch_rows, np.int32)  # pad rows look at one token, so that nothing is NaN
+    def _tokenize(self, texts: list[str]) -> list[np.ndarray]:
+        """The ids of each text, cut to the longest bucket."""
+        ids: list[np.ndarray] = []
+        for start in range(0, len(texts), TOKENIZED_AT_ONCE):
+            # Half a surrogate pair, which a model can write, is no text to the tokenizer.
+            clean = [t.encode("utf-8", "replace").decode("utf-8") for t in texts[start : start + TOKENIZED_AT_ONCE]]
+            rows = self._tokenizer(clean, truncation=True, max_length=self._lengths[-1])["input_ids"]
+            ids += [np.array(row, np.int32) for row in rows]
+        return ids
+
+    def _dispatch(self, ids: list[np.ndarray], rows: int, length: int) -> jax.Array:
+        padded = np.zeros((rows, length), np.int32)
+        lengths = np.ones(rows, np.int32)  # pad rows look at one token, so that nothing is NaN
         for row, known in enumerate(ids):
             padded[row, : len(known)] = known
             lengths[row] = len(known)
         padded, lengths = jax.device_put((padded, lengths), self._place_rows)
         with jax.default_matmul_precision("highest" if self._settings["dtype"] == "float32" else "default"):
             return self._encode(self._state, padded, lengths)
+
+
+def batches(lengths: np.ndarray, widths: Sequence[int], rows: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Cut texts of `lengths` [N] into batches of at most `rows`: which texts, and the first of `widths` that fits."""
+    buckets = np.searchsorted(widths, lengths)
+    for bucket in np.unique(buckets):
+        members = np.flatnonzero(buckets == bucket)
+        for start in range(0, len(members), rows):
+            yield members[start : start + rows], widths[bucket]
 
 
 def _embed(model: Any, ids: jax.Array, lengths: jax.Array, pooling: str) -> jax.Array:

@@ -16,8 +16,7 @@ from retrieval.corpus import MemoryMappedCorpus
 from retrieval.index import refuse_non_finite
 from retrieval.protocol import CorpusError, Encoder, Passage
 
-ENCODE_ROWS = 4096
-FLUSH_ROWS = 16 * ENCODE_ROWS  # what a kill, or a text that is changed, can lose
+FLUSH_ROWS = 65536  # what a kill, or a text that is changed, can lose
 VECTORS, RECORD = "vectors.npy", "encoded.json"
 LEAST_AGREEMENT = 0.98  # cosine between a foreign vector and ours: 16-bit arithmetic keeps it above .999
 
@@ -133,8 +132,9 @@ def refuse_foreign_vectors(vectors: np.ndarray, corpus: MemoryMappedCorpus, enco
 
 
 def _encoded(passages: Sequence[Passage], encoder: Encoder, first: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
-    for start in range(first, stop, ENCODE_ROWS):
-        block = encoder.encode_passages([passages[row] for row in range(start, min(start + ENCODE_ROWS, stop))])
+    for start in range(first, stop, encoder.block_rows):
+        end = min(start + encoder.block_rows, stop)
+        block = encoder.encode_passages([passages[row] for row in range(start, end)])
         refuse_non_finite(block, start)
         yield start, block
 

@@ -24,7 +24,6 @@ NONZEROS_PER_FEATURE = 4
 # passage in the top 3 in 0.999 of cases (0.90 without), and a question each supporting passage in 0.66 (0.53).
 TITLE_WEIGHT = 3.0
 WEIGHTS_FILE = "encoder_weights.npy"
-CHUNK = 4096
 
 
 class HashingEncoder:
@@ -35,6 +34,7 @@ class HashingEncoder:
     """
 
     name = "hashing"
+    block_rows = 4096
 
     def __init__(self, dimensions: int = 1024, seed: int = 0, idf: np.ndarray | None = None):
         """`idf` [FEATURES] float32: the weight of each hashed feature, 0 where the corpus never has it."""
@@ -72,8 +72,8 @@ class HashingEncoder:
         Features no passage has get 0: they can match nothing and would only add noise to a query.
         """
         frequency = np.zeros(FEATURES, np.int64)
-        for start in range(0, len(passages), CHUNK):
-            chunk = [passages[row] for row in range(start, min(start + CHUNK, len(passages)))]
+        for start in range(0, len(passages), self.block_rows):
+            chunk = [passages[row] for row in range(start, min(start + self.block_rows, len(passages)))]
             frequency += np.bincount(self._passage_counts(chunk).indices, minlength=FEATURES)
         idf = np.log((1 + len(passages)) / (1 + frequency)) + 1
         return HashingEncoder(self.dimensions, self.seed, np.where(frequency > 0, idf, 0))

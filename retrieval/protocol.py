@@ -107,6 +107,11 @@ class Encoder(Protocol):
         """D, the width of a vector."""
         ...
 
+    @property
+    def block_rows(self) -> int:
+        """How many passages `encode_passages` is best given at a time."""
+        ...
+
     def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
         """Return [Q, D] float32 of unit length; a zero row where the text says nothing (it then finds nothing)."""
         ...

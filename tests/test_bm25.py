@@ -2,13 +2,16 @@
 
 import json
 import math
+import shutil
+import time
 
 import numpy as np
 import pytest
 from bm25s.stopwords import STOPWORDS_EN
 from helpers import people
 
-from retrieval.bm25 import K1, TITLE_COUNT, B, Bm25Ranker, words
+from retrieval import bm25
+from retrieval.bm25 import K1, STOP_WORDS, TITLE_COUNT, B, Bm25Ranker, Postings, words
 from retrieval.hybrid import DEPTH, RANK_OFFSET, HybridRanker
 from retrieval.protocol import CorpusError, Passage, Ranker
 
@@ -40,6 +43,97 @@ def test_scores_are_those_of_the_formula():
         assert np.allclose(found[row >= 0], expected[order], atol=2e-4)
 
 
+def made_up(count: int, vocabulary: int = 60) -> tuple[list[Passage], list[str]]:
+    """Passages of few words, so that many score alike, and queries, some of which ask for a word twice."""
+    rng = np.random.default_rng(0)
+    known = np.array([*sorted(STOP_WORDS)[:5], *(f"w{n}" for n in range(vocabulary))])
+
+    def text(least: int, most: int) -> str:
+        return " ".join(known[np.minimum(rng.zipf(1.4, rng.integers(least, most)), len(known)) - 1])
+
+    passages = [Passage(str(n), text(0, 3), text(0, 30)) for n in range(count)]
+    return passages, [text(1, 9) for _ in range(70)]
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Bm25Ranker, list[str], np.ndarray]:
+    passages, queries = made_up(150)
+    return Bm25Ranker.build(passages), queries, np.array([by_hand(passages, query) for query in queries])
+
+
+def test_the_best_are_those_of_the_formula(small):
+    """A posting that is lost or counted twice between two blocks, a tie at the cut, or a K-th best taken too high."""
+    ranker, queries, expected = small
+    for k in (1, 3, 40, 200):
+        ids, scores = ranker.rank(queries, k)
+        for row, found, wanted in zip(ids, scores, expected, strict=True):
+            count = min(k, int((wanted > 0).sum()))
+            assert (row[:count] >= 0).all() and (row[count:] == -1).all() and np.isneginf(found[count:]).all()
+            assert len(set(row[:count])) == count
+            assert np.allclose(found[:count], -np.sort(-wanted)[:count], atol=2e-4)
+            assert np.allclose(found[:count], wanted[row[:count]], atol=2e-4)
+            assert np.lexsort((row[:count], -found[:count])).tolist() == list(range(count))
+
+
+def test_cut_in_any_way(small, monkeypatch):
+    """What is counted depends on where a part of the corpus, a block of rows or a piece of the batch ends."""
+    ranker, queries, _ = small
+    whole = ranker.rank(queries, 5)
+    monkeypatch.setattr(bm25, "BLOCK_ROWS", 7)
+    monkeypatch.setattr(bm25, "QUERIES_PER_TASK", 3)
+    monkeypatch.setattr(bm25, "PART_WORDS", 100)
+    again = Bm25Ranker.build(made_up(150)[0])
+    for one, other in zip(again._postings, ranker._postings, strict=True):
+        assert np.array_equal(one, other)
+    for one, other in zip(again.rank(queries, 5), whole, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_scores_are_those_of_bm25s(small):
+    """The formula written above repeats a mistake of the code."""
+    library = pytest.importorskip("bm25s")
+    passages, queries = made_up(150)
+    texts = [words(f"{f'{p.title} ' * TITLE_COUNT}{p.text}") for p in passages]
+    peer = library.BM25(k1=K1, b=B, method="lucene")
+    peer.index([[w for w in text if w not in STOPWORDS_EN] for text in texts], show_progress=False)
+    ids, scores = small[0].rank(queries, 3)
+    for query, rows, found in zip(queries, ids, scores, strict=True):
+        known = [word for word in words(query) if word in peer.vocab_dict]
+        theirs = peer.get_scores(known) if known else np.zeros(len(passages))
+        assert np.allclose(found[rows >= 0], theirs[rows[rows >= 0]], atol=2e-4)
+
+
+def test_words_of_any_script():
+    """A word is taken for one that begins like it, or the order of bytes differs from that of letters."""
+    names = ["bar", "baro", "baros", "zebra", "東京", "東", "ω", "ωμ", "_x", "9", "ß"]
+    ranker = Bm25Ranker.build([Passage(name, name, "") for name in names])
+    ids, _ = ranker.rank(["ba", "b", "東京都", "zz", "", *names], 2)
+    assert (ids[:5] == -1).all()
+    assert ids[5:].tolist() == [[n, -1] for n in range(len(names))]
+
+
+def test_a_million_passages_are_searched_in_seconds():
+    """Adding up and sorting the scores of all passages takes a tenth of a second a query: minutes a step."""
+    rows, known, rng = 2**20, 2000, np.random.default_rng(0)
+    sizes = np.maximum(rows // (4 * np.arange(1, known + 1)), 50)  # 2 M postings in all, the longest 260,000
+    held = np.concatenate([np.sort(rng.choice(rows, size, replace=False)) for size in sizes]).astype(np.int32)
+    text = "".join(f"{n:04d}" for n in range(known)).encode()
+    arrays = Postings(
+        np.frombuffer(text, np.uint8),
+        np.arange(4, len(text) + 1, 4),
+        np.concatenate([[0], np.cumsum(sizes)]),
+        held,
+        rng.random(len(held), np.float32),
+    )
+    ranker = Bm25Ranker(arrays, rows)
+    queries = [" ".join(f"{n:04d}" for n in np.minimum(rng.zipf(1.2, 8), known) - 1) for _ in range(1279)]
+    ranker.rank(queries[:2], 3)  # compiles
+    start = time.perf_counter()
+    ids, _ = ranker.rank(queries, 3)
+    assert time.perf_counter() - start < 10
+    assert (ids >= 0).all()
+
+
 def test_every_passage_by_its_name():
     """Names are cut into pieces, lower case differs from upper case, or accents keep a word from being found."""
     ranker = Bm25Ranker.build([*people(), Passage("e", "José Čapek", "Wrote plays.")])
@@ -65,7 +159,7 @@ def test_company_makes_no_difference():
 
 
 def test_queries_without_an_answer():
-    """bm25s answers unknown and empty queries with rows 0, 1, 2, and raises when k is larger than the corpus."""
+    """Unknown and empty queries are answered with the first rows, or k may not be larger than the corpus."""
     ranker = Bm25Ranker.build(people()[:2])
     ids, scores = ranker.rank(["", "zzyzx", "the of", "\x00\ud800", "Baro", "Baro " * 5000], 5)
     assert (ids[:4] == -1).all() and np.isneginf(scores[:4]).all()
@@ -80,19 +174,62 @@ def test_queries_without_an_answer():
 def test_saved_and_loaded(tmp_path):
     """The index on disk answers otherwise than the one in memory, or holds a pickle that runs foreign code."""
     ranker = Bm25Ranker.build(people())
-    ranker.save(tmp_path / "bm25")
+    Bm25Ranker.build(people(), tmp_path / "bm25")
     assert {p.suffix for p in (tmp_path / "bm25").iterdir()} == {".npy", ".json"}
     identity = json.loads(json.dumps(ranker.identity))
     loaded = Bm25Ranker.load(tmp_path / "bm25", identity, 320)
     queries = [f"{p.title} born" for p in people()]
     for one, other in zip(loaded.rank(queries, 3), ranker.rank(queries, 3), strict=True):
         assert np.array_equal(one, other)
-    for other_identity, rows in ((identity | {"k1": 9.0}, 320), (identity, 319)):
-        with pytest.raises(CorpusError, match="params.index.json"):
-            Bm25Ranker.load(tmp_path / "bm25", other_identity, rows)
-    (tmp_path / "bm25" / "indptr.csc.index.npy").unlink()
-    with pytest.raises(CorpusError, match="params.index.json"):
+    for other_identity in (identity | {"k1": 9.0}, identity | {"version": 1}):
+        with pytest.raises(CorpusError, match="bm25: made as .*build it again"):
+            Bm25Ranker.load(tmp_path / "bm25", other_identity, 320)
+    with pytest.raises(CorpusError, match="settings.json: 320 passages, the manifest says 319"):
+        Bm25Ranker.load(tmp_path / "bm25", identity, 319)
+    damages = {
+        "rows.npy": lambda path: np.save(path, np.load(path)[:-1]),
+        "weights.npy": lambda path: np.save(path, np.load(path).astype(np.float64)),
+        "posting_starts.npy": lambda path: np.save(path, np.zeros(0, np.int64)),
+        "words.npy": lambda path: path.write_bytes(b""),
+        "word_ends.npy": lambda path: np.save(path, np.array(["", None], object)),
+        "settings.json": lambda path: path.write_text("[]"),
+    }
+    for name, damage in damages.items():
+        copy = shutil.copytree(tmp_path / "bm25", tmp_path / "copy")
+        damage(copy / name)
+        with pytest.raises(CorpusError, match="settings.json") as error:
+            Bm25Ranker.load(copy, identity, 320)
+        assert "\n" not in str(error.value)
+        shutil.rmtree(copy)
+    (tmp_path / "bm25" / "rows.npy").unlink()
+    with pytest.raises(CorpusError, match="settings.json"):
         Bm25Ranker.load(tmp_path / "bm25", identity, 320)
+
+
+def test_damaged_postings_end_nothing(small):
+    """An index is opened by a sample of its bytes, and a row far outside of the corpus ends the server."""
+    ranker, queries, _ = small
+    rng, arrays = np.random.default_rng(0), ranker._postings
+    size = len(arrays.rows)
+    wild = rng.integers(-(2**31), 2**31, size).astype(np.int32)
+    starts = rng.integers(-(2**62), 2**62, len(arrays.posting_starts))
+    for damage in ({"rows": wild}, {"posting_starts": starts}, {"rows": wild, "posting_starts": starts}):
+        ids, _ = Bm25Ranker(arrays._replace(**damage), ranker.rows).rank(queries, 5)
+        assert ids.min() >= -1 and ids.max() < ranker.rows
+
+
+def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
+    """The arrays are files with holes, and writing into one on a full disk ends the process by SIGBUS."""
+    taken = []
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        taken.append(size)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(OSError, match="words.npy takes"):
+        Bm25Ranker.build(people(), tmp_path / "bm25")
+    assert taken == [(tmp_path / "bm25" / "words.npy").stat().st_size]
 
 
 class Fixed:

@@ -97,7 +97,7 @@ from retrieval.corpus import MemoryMappedCorpus
 from retrieval.hashing import HashingEncoder
 
 class Hanging(HashingEncoder):
-    blocks = 0
+    blocks, block_rows = 0, 16
 
     def encode_passages(self, passages):
         print("encode", flush=True)
@@ -106,7 +106,7 @@ class Hanging(HashingEncoder):
             time.sleep(600)
         return super().encode_passages(passages)
 
-e.ENCODE_ROWS = e.FLUSH_ROWS = 16
+e.FLUSH_ROWS = 16
 corpus = MemoryMappedCorpus(sys.argv[1])
 idf = HashingEncoder(64).fit(corpus).idf
 d.build_index(sys.argv[2], corpus, Hanging(64, idf=idf), d.BuildOptions(shards=2, exact_below_rows=100))
@@ -163,7 +163,7 @@ class Counting(HashingEncoder):
 @pytest.fixture
 def hours(tmp_path, monkeypatch, caplog):
     """`hours(passages, options)` builds tmp_path/index; returns the rows encoded, the trees built and the error."""
-    monkeypatch.setattr(retrieval.encoding, "ENCODE_ROWS", 16)
+    monkeypatch.setattr(HashingEncoder, "block_rows", 16)
     monkeypatch.setattr(retrieval.encoding, "FLUSH_ROWS", 32)
     caplog.set_level("INFO", "retrieval")
     idf = HashingEncoder(64).fit(people()).idf

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from helpers import people
 from safetensors.numpy import load_file, save_file
 
 from retrieval.bert import BertConfig, shapes
-from retrieval.encoder import LENGTHS, BertEncoder
+from retrieval.encoder import ACCELERATOR, CPU, LENGTHS, BertEncoder, batches, pace_of
 from retrieval.protocol import CorpusError, Passage
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,6 +131,68 @@ def test_a_text_has_one_vector(encoder):
     backwards = encoder.encode_queries(texts()[::-1])[::-1]
     alone = np.concatenate([encoder.encode_queries([text]) for text in texts()])
     assert np.array_equal(together, backwards) and np.array_equal(together, alone)
+
+
+def test_a_text_has_one_vector_at_an_accelerator_s_pace(directory):
+    """Full batches for many queries and smaller ones for few differ in the last bits, so a replay alone does, too."""
+    encoder = BertEncoder.from_model(directory, pace=ACCELERATOR, dtype="float32")
+    few = [" ".join(WORDS[n : n + 4]) for n in range(20)]
+    passages = [Passage(str(n), "", text) for n, text in enumerate(few)]
+    queries, said = encoder.encode_queries(few), encoder.encode_passages(passages)
+    assert encoder.compiled == 2  # of one width: a batch of queries and one of passages
+    crowd = [f"{text} {word}" for text in few for word in "abcdefgh"]
+    assert np.array_equal(encoder.encode_queries(crowd + few)[-20:], queries)
+    assert np.array_equal(encoder.encode_queries(few[:1]), queries[:1])
+    crowded = [*(Passage("", "", text) for text in crowd), *passages]
+    assert np.array_equal(encoder.encode_passages(crowded)[-20:], said)
+    assert np.abs(queries - said).max() < 1e-6
+
+
+def test_a_read_back_runs_behind_the_dispatch(encoder, monkeypatch):
+    """A block of many batches is held on the device whole, or its vectors come back in another order."""
+    expected = encoder.encode_queries(texts())
+    monkeypatch.setattr("retrieval.encoder.BATCHES_AHEAD", 2)
+    monkeypatch.setattr("retrieval.encoder.TOKENIZED_AT_ONCE", 7)
+    assert np.array_equal(encoder.encode_queries(texts()), expected)
+
+
+def test_padding_on_an_accelerator():
+    """60 short queries become 512 rows, and half of what a device computes of a corpus is padding."""
+    rng = np.random.default_rng(0)
+    queries = np.clip(rng.normal(13, 4, 60), 6, 30).astype(int)
+    rows = [len(list(batches(queries, LENGTHS, rows))) * rows for rows in (ACCELERATOR.query_rows, 128)]
+    assert rows == [128, 512]
+    tokens = np.clip(rng.lognormal(np.log(135), 0.35, 2**17), 12, 512).astype(int)  # of passages of 100 words
+
+    def padding(block: int) -> float:
+        blocks = [tokens[start : start + block] for start in range(0, len(tokens), block)]
+        cut = [batch for part in blocks for batch in batches(part, LENGTHS, ACCELERATOR.passage_rows)]
+        assert sum(len(members) for members, _ in cut) == len(tokens)
+        return ACCELERATOR.passage_rows * sum(width for _, width in cut) / tokens.sum()
+
+    assert padding(ACCELERATOR.block_rows) < 1.1 and padding(4096) > 1.5
+
+
+@pytest.mark.parametrize(
+    ("device", "pace"),
+    [
+        ({"platform": "cpu"}, CPU),
+        ({"platform": "tpu"}, ACCELERATOR),
+        ({"platform": "gpu", "compute_capability": "9.0"}, ACCELERATOR),
+        ({"platform": "gpu", "compute_capability": "12.1"}, ACCELERATOR),
+        ({"platform": "gpu", "compute_capability": "7.5"}, ACCELERATOR._replace(dtype="float32")),
+    ],
+)
+def test_the_pace_is_the_device_s(device, pace):
+    """A GPU encodes in 32 bits and by small batches like a CPU, or a T4 in 16 bits that it cannot multiply."""
+    assert pace_of(SimpleNamespace(**device)) == pace
+
+
+def test_the_pace_s_numbers_are_what_is_recorded(directory):
+    """An index made in 16 bits on an accelerator is opened in 32 elsewhere, whose vectors it does not fit."""
+    assert BertEncoder.from_model(directory, pace=ACCELERATOR).identity["dtype"] == "bfloat16"
+    assert BertEncoder.from_model(directory).identity["dtype"] == "float32"
+    assert BertEncoder.from_model(directory, pace=ACCELERATOR, dtype="float32").identity["dtype"] == "float32"
 
 
 def test_compilations_are_bounded(directory):
