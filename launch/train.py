@@ -1,6 +1,7 @@
 """Trains a policy to search: `python launch/train.py --config=configs/smoke.py --workdir=runs/smoke`.
 
-A run with the same workdir resumes. Any field can be set: `--config.train.steps=10`.
+A run with the same workdir resumes. Any field can be set: `--config.train.steps=10`; on resume, those that decide the
+run's numbers must be as they were, or be accepted with `--allow_changes`.
 """
 
 from absl import flags
@@ -10,6 +11,7 @@ from psearch_jax import launching
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/smoke.py.", lock_config=False)
 WORKDIR = flags.DEFINE_string("workdir", None, "The run directory; made if absent, resumed if not.")
+CHANGES = flags.DEFINE_bool("allow_changes", False, "Resume although settings differ that decide the numbers.")
 launching.process_flags()
 flags.mark_flags_as_required(["config", "workdir"])
 
@@ -23,7 +25,7 @@ def main(_: list[str]) -> None:
     launching.configure_jax()
     run = build.training_run(config)
     try:
-        summary = trainer.train(run, WORKDIR.value)
+        summary = trainer.train(run, WORKDIR.value, CHANGES.value)
     except trainer.Interrupted as stop:
         print(f"interrupted: {stop}; the same command resumes")
         return

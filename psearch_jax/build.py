@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from psearch_jax.data.held_out import hold_out, pick
 from psearch_jax.data.loader import QuestionLoader
 from psearch_jax.data.prepared import are_there, open_questions, overlap
 from psearch_jax.eval.benchmarks import CLOSED_WORLD, closed_world_benchmark
+from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.launching import CACHE_HOME, read_token
 from psearch_jax.models import hf, lora, qwen2
 from psearch_jax.models.attention import implementation_for
@@ -34,13 +36,14 @@ from psearch_jax.sharding import (
     check_rows,
     make_mesh,
     param_shardings,
+    placed,
     sampled_in_place,
     sampling_cast,
 )
 from psearch_jax.text.prompts import load_template, render_messages, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.train import checkpoint
-from psearch_jax.train.state import init_state, make_optimizer, updates_per_step
+from psearch_jax.train import checkpoint, settings
+from psearch_jax.train.state import abstract_state, init_state, make_optimizer, state_shardings, updates_per_step
 from psearch_jax.train.step import Learner
 from psearch_jax.train.trainer import Run
 from psearch_jax.types import KINDS, Question, RewardParts, Trajectory, UserError, listed
@@ -209,27 +212,55 @@ def training_run(config: Config) -> Run:
         count = sum(x.size for x in jax.tree.leaves(trained))
         log.info("%.1fM of them in adapters are trained", count / 1e6)
     reference = learner.reference_copy(parts.params) if config.learning.kl_coefficient > 0 else None
+    abstract = abstract_state(trained, optimizer)
+    loader = QuestionLoader(
+        questions,
+        config.train.prompts // jax.process_count(),
+        config.seed,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        fingerprint=getattr(questions, "fingerprint", None),
+    )
     return Run(
         config=config,
         collector=parts.collector,
         learner=learner,
-        loader=QuestionLoader(
-            questions,
-            config.train.prompts // jax.process_count(),
-            config.seed,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-            fingerprint=getattr(questions, "fingerprint", None),
-        ),
+        loader=loader,
         evaluation=evaluation,
         reward=_reward(config, parts.tokenizer),
-        state=init_state(trained, optimizer, parts.mesh),
+        abstract=placed(abstract, state_shardings(abstract, parts.mesh)),
+        fresh=functools.partial(init_state, trained, optimizer, parts.mesh),
         model=parts.model,
         tokenizer_path=parts.tokenizer_path,
         given=given,
         reference=reference,
         lora=checkpoint.lora_record(config.model, config.seed, parts.path),
+        settings=settings.record(config, _contents(config, parts, loader.fingerprint, evaluation)),
     )
+
+
+def _contents(
+    config: Config, parts: Engine, questions: str, evaluation: Sequence[Question]
+) -> dict[str, tuple[str, str]]:
+    """What the fields of `config.DECIDES_BY_CONTENT` name, with a fingerprint of what is there."""
+    preset = f"random weights of {config.model.preset}"
+    weights = settings.fingerprint(parts.path, ("config.json", "*.safetensors")) if parts.path else preset
+    tokenizer = parts.tokenizer
+    probe = str(tokenizer.chat([{"role": "user", "content": "?"}]))
+    words = settings.text_fingerprint(tokenizer.fingerprint, str(sorted(tokenizer.stop_ids)), probe)
+    template = "" if config.data.prompt == "row" else load_template(config.data.template)
+    contents = {
+        "model.path": (parts.path or preset, weights),
+        "model.tokenizer": (parts.tokenizer_path, words),
+        "data.source": (config.data.source, questions),
+        "data.validation": (config.data.validation, questions_digest(evaluation) if config.data.validation else ""),
+        "data.template": (config.data.template, settings.text_fingerprint(template)),
+    }
+    index, corpus = config.retrieval.index, config.retrieval.corpus
+    indexes = [settings.fingerprint(path, ("**/manifest.json",)) for path in index.split(",") if index]
+    contents["retrieval.index"] = (index, " ".join(indexes))
+    contents["retrieval.corpus"] = (corpus, settings.fingerprint(corpus) if corpus else "")
+    return contents
 
 
 def make_sampler(

@@ -183,6 +183,7 @@ class TrainSection:
     steps: int = 1005
     prompts: int = 512  # questions per step
     checkpoint_every_steps: int = 50
+    checkpoint_every_minutes: float = 20.0  # and behind the first step that ends so long after the last one; 0: never
     keep_checkpoints: int = 3  # the newest ones
     keep_every_steps: int = 0  # checkpoints at its multiples are kept besides; 0: none
     trajectories_per_step: int = 64  # rows written to trajectories/ at each step
@@ -331,7 +332,7 @@ _AT_LEAST = {
         "seed eval.seed eval.temperature eval.questions_per_kind eval.every_steps train.trajectories_per_step "
         "rollout.search_turns rollout.max_tokens_after_answer rollout.top_k retrieval.cache_queries "
         "retrieval.cache_mb retrieval.patience_s data.parallel_share data.sequential_share data.world_seed "
-        "learning.kl_coefficient train.keep_every_steps model.lora_rank"
+        "learning.kl_coefficient train.keep_every_steps model.lora_rank train.checkpoint_every_minutes"
     ).split(),
 }
 
@@ -421,3 +422,48 @@ def _validate_learning(config: Config) -> None:
             f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must divide train.prompts x "
             f"rollout.samples = {t.prompts * r.samples}: each optimizer step weighs the same"
         )
+
+
+# ---- what a resumed run must have as before ----
+
+# Every field is in one of these three (a test sees to it). Those that decide a run's numbers: compared by value.
+DECIDES_NUMBERS = frozenset(
+    (
+        "seed method model.dtype model.sampling_dtype model.lora_rank model.lora_alpha data.prompt data.world_theme "
+        "data.world_seed data.world_questions data.parallel_share data.sequential_share retrieval.topk "
+        "retrieval.max_sub_queries rollout.samples rollout.context_tokens rollout.prompt_tokens rollout.turn_tokens "
+        "rollout.obs_tokens rollout.search_turns rollout.max_tokens_after_answer rollout.temperature rollout.top_p "
+        "rollout.top_k rollout.label_subqueries rollout.initial_search rollout.unfinished reward.profile "
+        "reward.format reward.final_format reward.decomposition reward.search_count reward.mixed "
+        "reward.gate_bonus_on_outcome reward.unfinished_penalty learning.advantage learning.clip_low "
+        "learning.clip_high learning.kl_coefficient learning.aggregation learning.importance_cap "
+        "learning.mini_batch_rollouts learning.learning_rate learning.warmup_ratio learning.weight_decay "
+        "learning.beta1 learning.beta2 learning.gradient_clip train.prompts eval.questions_per_kind "
+        "eval.temperature eval.also_greedy eval.seed eval.best_metric data.validation_share"
+    ).split()
+)
+# Those that name something: what is there decides, and it may have moved.
+DECIDES_BY_CONTENT = frozenset(
+    (
+        "model.path model.preset model.tokenizer data.source data.validation data.template retrieval.index "
+        "retrieval.corpus"
+    ).split()
+)
+# Those that change a run's length, speed, memory or company, what it writes, or its numbers by rounding alone.
+FREE_TO_CHANGE = frozenset(
+    (
+        "model.shard_residual model.remat mesh.data mesh.fsdp mesh.tensor retrieval.url retrieval.timeout_s "
+        "retrieval.patience_s retrieval.token_file retrieval.cache_queries retrieval.cache_mb "
+        "rollout.slots rollout.park_fraction learning.micro_batch_rows learning.max_bad_steps train.steps "
+        "train.checkpoint_every_steps train.checkpoint_every_minutes train.keep_checkpoints "
+        "train.keep_every_steps train.trajectories_per_step eval.every_steps"
+    ).split()
+)
+
+
+def fields(config: Config) -> dict[str, Any]:
+    """Every field by its dotted name."""
+    out: dict[str, Any] = {}
+    for name, value in to_mapping(config).items():
+        out |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+    return out

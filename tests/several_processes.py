@@ -5,12 +5,14 @@ python tests/several_processes.py HOST:PORT COUNT INDEX
 
 import json
 import sys
+import time
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from psearch_jax import processes
+from psearch_jax.train.preemption import Interrupted, StopRequest
 from psearch_jax.types import UserError
 from retrieval.protocol import RetrievalError
 
@@ -55,6 +57,22 @@ def failing(index: int, error: Exception, by=processes.together) -> str:
     return "nothing was raised"
 
 
+def stopped(index: int) -> tuple[int, int]:
+    """Looks and exchanges until all hear that process `index` was asked to stop, at its fourth look."""
+    request, together, exchanges = StopRequest(), processes.together, []
+    processes.together = lambda work: exchanges.append(1) or together(work)
+    look = request.watch()
+    for calls in range(1, 1000):
+        request.arrived = here == index and calls >= 4
+        try:
+            look()
+        except Interrupted:
+            processes.together = together
+            return calls, len(exchanges)
+        time.sleep(0.02)
+    return 1000, len(exchanges)
+
+
 if __name__ == "__main__":
     coordinator, count, here = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     processes.start(coordinator, count, here)
@@ -76,6 +94,7 @@ if __name__ == "__main__":
         "search": failing(1, RetrievalError("the server is gone")),
         "input": failing(0, UserError("found 3")),
         "odd": failing(1, Odd(1, 2)),
+        "stopped": stopped(1),
         "array": processes.fetch(spread).tolist(),
     }
     print("FOUND " + json.dumps(found), flush=True)

@@ -7,10 +7,14 @@ import pytest
 from ml_collections import ConfigDict
 
 from psearch_jax.config import (
+    DECIDES_BY_CONTENT,
+    DECIDES_NUMBERS,
+    FREE_TO_CHANGE,
     PRESETS,
     Config,
     Qwen2Config,
     best_metric,
+    fields,
     from_mapping,
     to_mapping,
     validate,
@@ -33,6 +37,13 @@ def test_defaults_and_the_round_trip_through_json():
     assert config.learning.learning_rate == 1.0 and isinstance(config.learning.learning_rate, float)
     assert from_mapping(json.loads(json.dumps(to_mapping(config)))) == config
     validate(Config())
+
+
+def test_every_field_either_decides_the_numbers_or_is_free_to_change():
+    """A new field in no list would be changed on resume, and nobody told; config.py says which list is for what."""
+    lists = (DECIDES_NUMBERS, DECIDES_BY_CONTENT, FREE_TO_CHANGE)
+    assert frozenset.union(*lists) == frozenset(fields(Config()))
+    assert sum(map(len, lists)) == len(fields(Config()))
 
 
 def test_a_config_dict_is_accepted_as_it_comes_from_the_flag():

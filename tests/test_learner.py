@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -18,7 +19,7 @@ from psearch_jax.config import LearningSection
 from psearch_jax.models import qwen2
 from psearch_jax.rl.batch import make_batch, micro_batches, mini_batches, take_rows
 from psearch_jax.rl.losses import policy_loss
-from psearch_jax.train.state import init_state, make_optimizer
+from psearch_jax.train.state import init_state, learning_rate, make_optimizer, with_warmup
 from psearch_jax.train.step import token_logprobs
 from psearch_jax.types import TrainBatch, Trajectory
 
@@ -167,6 +168,26 @@ def test_warm_up_reaches_the_rate_and_stays():
         change, state = optimizer.update({"w": jnp.full(3, 0.1)}, state, weights)
         steps.append(-float(change["w"][0]))
     np.testing.assert_allclose(steps, np.array([1, 1.75, 2.5, 3.25, 4, 4]) * 1e-3 / 4, rtol=1e-3)
+
+
+def test_no_rate_depends_on_how_long_the_run_is_to_be_now():
+    """Lengthening a run at half of its way would halve the rate of the coming update, in silence."""
+    learning = LearningSection(learning_rate=1e-3, warmup_ratio=0.5)
+    short, long = (make_optimizer(learning, total_updates=n) for n in (8, 80))
+    params = nnx.State({"w": nnx.Param(jnp.ones(3), axes=(None,))})
+    states = {"whole": init_state(params, short, one_device_mesh())}
+    states["lengthened"] = states["whole"]
+    rates = {name: [] for name in states}
+    for update in range(7):
+        for name, state in states.items():
+            optimizer = long if name == "lengthened" and update >= 2 else short
+            rates[name].append(float(learning_rate(state, learning)))
+            _, new = optimizer.update(params, state.optimizer, params)
+            states[name] = replace(state, optimizer=new)
+    assert rates["lengthened"] == rates["whole"]
+    np.testing.assert_allclose(rates["whole"], np.array([1, 1.75, 2.5, 3.25, 4, 4, 4]) * 1e-3 / 4, rtol=1e-6)
+    slower = with_warmup(states["whole"], 14)  # 7 of them are taken
+    assert float(learning_rate(slower, learning)) == pytest.approx(1e-3 * (1 / 14 + 13 / 14 / 2), rel=1e-6)
 
 
 def test_batches_keep_rows_in_lockstep():

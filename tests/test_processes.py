@@ -54,6 +54,8 @@ def test_what_one_process_knows_reaches_all():
         assert one["search"] == f"RetrievalError: {where}the server is gone"
         assert one["input"] == ("UserError: found 3" if here == 0 else "UserError: process 0 of 2: found 3")
         assert "Odd" in one["odd"] and "1 2" in one["odd"]
+        calls, exchanges = one["stopped"]  # asked at the fourth look
+        assert one["stopped"] == found[0]["stopped"] and 4 <= calls < 200 and exchanges <= 4
 
 
 @pytest.mark.parametrize("values", [("", 2, 0), ("127.0.0.1:1", 0, 0), ("127.0.0.1:1", 2, -1), ("127.0.0.1:1", 2, 2)])
@@ -137,7 +139,7 @@ def test_a_dead_process_ends_the_others(tiny_policy, tmp_path, victim):
 def test_a_run_goes_on_with_another_number_of_processes(tiny_policy, tmp_path):
     """SIGTERM of one process must save them all; what comes back may be fewer hosts."""
     several, whole = tmp_path / "several", tmp_path / "whole"
-    fixed = {"train.checkpoint_every_steps": 1000, "learning.warmup_ratio": 0.0}  # else it depends on `train.steps`
+    fixed = {"train.checkpoint_every_steps": 1000, "learning.warmup_ratio": 0.0}  # counted out of `train.steps`
     started = start_run(2, 2, several, tiny_policy, 1000, **fixed)
     wait_for(lambda: (several / "trajectories" / "000001.jsonl").is_file(), started[0])
     started[1].send_signal(signal.SIGTERM)

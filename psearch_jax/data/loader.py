@@ -60,6 +60,11 @@ class QuestionLoader:
             "questions_per_step": step,  # of all processes: their number may be another after a resume
         }
 
+    @property
+    def fingerprint(self) -> str:
+        """Of sources and ids of the questions, in order."""
+        return self._fingerprint["data"]
+
     def __iter__(self) -> Iterator[list[Question]]:
         return self
 

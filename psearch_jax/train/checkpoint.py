@@ -6,9 +6,12 @@ counters, the loader's state, the model's shape, where the tokenizer is, and of 
 are).
 
 A run with a workdir resumes in this order:
-  1. the newest checkpoint that can be read whole; a damaged one is passed over with a warning;
+  1. the newest checkpoint that can be read whole; a damaged one is set aside as `STEP.unreadable`, with a warning;
   2. else the weights of `model.path` (or random ones), step 0.
 Then metrics and trajectories are cut back to that step, and the loader goes on behind the last batch trained on.
+
+Only damage is passed over: a file that is missing, or whose contents cannot be parsed or belie their checksum. A disk
+or a memory that fails says nothing about the checkpoint; the program then ends and leaves everything as it is.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -71,42 +75,68 @@ class Checkpoints:
             check_room(self._directory, state)
             self._manager.save(step, args=arguments, force=True)
 
-    def restore(self, state: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
-        """The newest whole checkpoint laid out like `state` (any mesh), or None when there is none.
+    def restore(
+        self, state: TrainState, accept: Callable[[Mapping[str, Any]], None] = lambda loop: None
+    ) -> tuple[TrainState, dict[str, Any]] | None:
+        """The newest whole checkpoint, or None when there is none.
+
+        Args:
+          state: how it is to be laid out (any mesh): ShapeDtypeStructs with shardings are enough.
+          accept: gets the `loop` of a checkpoint before its arrays are read; raises what speaks against it.
 
         Raises:
-          UserError: a checkpoint of another architecture, or checkpoints of which none can be read.
+          UserError: a checkpoint of another architecture, checkpoints of which none can be read, or a disk or memory
+            that fails.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         damaged = []
         for step in steps:
-            found, problem = None, ""
-            try:
-                loop = self._manager.restore(step, args=ocp.args.Composite(loop=ocp.args.JsonRestore()))["loop"]
+            found, loop, problem = None, *self._read(step, loop=ocp.args.JsonRestore())
+            if not problem:
+                loop = loop["loop"]
+                accept(loop)
                 _same_shapes(self._directory / str(step), loop, state.params)
-                found = self._manager.restore(
+                found, problem = self._read(
                     step,
-                    args=ocp.args.Composite(
-                        params=ocp.args.StandardRestore(nnx.to_pure_dict(state.params)),
-                        optimizer=ocp.args.StandardRestore(_by_position(_rest(state))),
-                    ),
+                    params=ocp.args.StandardRestore(nnx.to_pure_dict(state.params)),
+                    optimizer=ocp.args.StandardRestore(_by_position(_rest(state))),
                 )
-            except UserError:
-                raise
-            except Exception as error:  # whatever a damaged file makes the readers raise
-                problem = _first_line(error)
-            problems = [p for p in processes.together(lambda: problem) if p]  # noqa: B023
-            if problems:
-                log.warning("checkpoint %s cannot be read (%s); trying the one before", step, problems[0])
+            if problem:
+                log.warning("checkpoint %s cannot be read (%s); trying the one before", step, problem)
                 damaged.append(step)
                 continue
-            for bad in damaged:  # they would be in the way when the run comes to their step again
-                self._manager.delete(bad)
+            self._set_aside(damaged)  # they would be in the way when the run comes to their step again
             rest = jax.tree.unflatten(jax.tree.structure(_rest(state)), list(found["optimizer"].values()))
             return TrainState(qwen2.with_values(state.params, found["params"]), *rest), loop
         if steps:
             raise UserError(f"{self._directory}: none of the checkpoints {steps} can be read; use another --workdir")
         return None
+
+    def _read(self, step: int, **items: Any) -> tuple[Any, str]:
+        """Some items of a checkpoint and, where any process finds them damaged, how; UserError for other failures."""
+        found, problem = None, None
+        try:
+            found = self._manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:  # whatever a damaged file makes the readers raise
+            problem = (is_damage(error), _first_line(error))
+        problems = [p for p in processes.together(lambda: problem) if p]
+        for damage, text in problems:
+            if not damage:
+                raise _not_damaged(self._directory / str(step), text)
+        return found, problems[0][1] if problems else ""
+
+    def _set_aside(self, steps: list[int]) -> None:
+        def rename() -> None:
+            for step in steps if processes.first() else []:
+                place = self._directory / f"{step}.unreadable"
+                while place.exists():
+                    place = place.with_name(f"{place.name}.again")
+                (self._directory / str(step)).rename(place)
+                log.warning("what cannot be read of checkpoint %d is kept as %s", step, place)
+
+        if steps:
+            processes.together(rename)
+            self._manager.reload()
 
     def latest(self) -> int | None:
         """The step of the newest checkpoint."""
@@ -161,8 +191,46 @@ def _by_position(tree: Any) -> dict[str, Any]:
     return {f"{i:05d}": leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+# The status codes of TensorStore that speak of what files hold, and the errors of ours and Orbax's that do.
+_DAMAGE_CODES = ("NOT_FOUND", "DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT")
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_DAMAGE = (*_ABSENT, json.JSONDecodeError, UnicodeDecodeError, KeyError, EOFError)
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether an error of reading is about the files: one is missing, cut short, or holds something else.
+
+    Anything else (an input/output error, no memory, no permission, a server that does not answer, an error that is not
+    known) may be gone the next time, and says nothing about the files.
+    """
+    damage = False
+    for one in _chain(error):
+        if isinstance(one, OSError | MemoryError | jax.errors.JaxRuntimeError) and not isinstance(one, _ABSENT):
+            return False
+        number = re.search(r"OS error (\d+)", str(one))
+        if number and int(number[1]) not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+            return False
+        damage = damage or isinstance(one, _DAMAGE) or str(one).startswith(_DAMAGE_CODES)
+    return damage
+
+
+def _not_damaged(checkpoint: Path, text: str) -> UserError:
+    return UserError(
+        f"{checkpoint}: cannot be read now ({text}), which is no damage of the checkpoint: see to the disk, the "
+        "memory or the versions of the libraries; nothing was changed, and the same command tries again"
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _first_line(error: BaseException) -> str:
+    *_, root = _chain(error)  # Orbax's own words around it name the array, and pages of its layout
+    return f"{type(root).__name__}: {(str(root).splitlines() or [''])[0][:200]}"
 
 
 def _same_shapes(directory: Path, loop: Mapping[str, Any], params: nnx.State) -> None:
@@ -218,12 +286,18 @@ def read_loop(checkpoint: str | Path) -> dict[str, Any]:
     file = locate(checkpoint) / "loop" / "metadata"
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise _Damaged(f"{file}: cannot be read ({_first_line(error)})") from None
+    except (OSError, ValueError) as error:
+        raise _unreadable(locate(checkpoint), "loop", error) from None
 
 
 class _Damaged(UserError):
     pass
+
+
+def _unreadable(checkpoint: Path, item: str, error: Exception) -> UserError:
+    if is_damage(error):
+        return _Damaged(f"{checkpoint}: {item} cannot be read ({_first_line(error)})")
+    return _not_damaged(checkpoint, _first_line(error))
 
 
 def load_params(
@@ -267,7 +341,7 @@ def _load_params(
         with ocp.StandardCheckpointer() as reader:
             values = reader.restore(checkpoint / "params", nnx.to_pure_dict(placed(low, place(abstract))))
     except Exception as error:  # whatever a damaged file makes the readers raise
-        raise _Damaged(f"{checkpoint}: params cannot be read ({_first_line(error)})") from error
+        raise _unreadable(checkpoint, "params", error) from error
     params = qwen2.with_values(abstract, values)
     if record:
         params = lora.beside(_base(config, record, place, checkpoint), params)

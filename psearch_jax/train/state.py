@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +29,65 @@ def updates_per_step(config: Config) -> int:
     return -(-config.train.prompts * config.rollout.samples // config.learning.mini_batch_rollouts)
 
 
+class Warmup(NamedTuple):
+    """State of the learning rate. It is saved with a run, so that no rate depends on how long the run is to be now."""
+
+    taken: jax.Array  # [] int32, updates taken
+    updates: jax.Array  # [] int32, updates of the warm-up, counted out at the start; 0: none
+
+
 def make_optimizer(learning: LearningSection, total_updates: int) -> optax.GradientTransformation:
-    """AdamW behind a global-norm clip; linear warm-up over `warmup_ratio` of the updates, then constant."""
-    warmup = int(learning.warmup_ratio * total_updates)
-    if warmup > 0:
-        rate = optax.linear_schedule(learning.learning_rate / warmup, learning.learning_rate, warmup)
-    else:
-        rate = optax.constant_schedule(learning.learning_rate)  # a schedule too: the state has one structure
+    """AdamW behind a global-norm clip, with a linear warm-up, then a constant rate.
+
+    A fresh state is made for a warm-up over `warmup_ratio` of `total_updates`; nothing else depends on these two.
+    """
+
+    def init(_: Any) -> Warmup:
+        return Warmup(jnp.int32(0), jnp.int32(warmup_updates(learning, total_updates)))
+
+    def scale(updates: Any, state: Warmup, _: Any = None) -> tuple[Any, Warmup]:
+        rate = _rate(state, learning)
+        return jax.tree.map(lambda u: -rate * u, updates), state._replace(taken=state.taken + 1)
+
     return optax.chain(
         optax.clip_by_global_norm(learning.gradient_clip),
-        optax.adamw(rate, b1=learning.beta1, b2=learning.beta2, weight_decay=learning.weight_decay),
+        optax.scale_by_adam(b1=learning.beta1, b2=learning.beta2),
+        optax.add_decayed_weights(learning.weight_decay),
+        optax.GradientTransformation(init, scale),
     )
+
+
+def warmup_updates(learning: LearningSection, total_updates: int) -> int:
+    """How many updates the warm-up of a run takes that is to have `total_updates`."""
+    return int(learning.warmup_ratio * total_updates)
+
+
+def learning_rate(state: TrainState, learning: LearningSection) -> jax.Array:
+    """The rate of the update that comes next. [] float32"""
+    (warmup,) = (n for n in jax.tree.leaves(state.optimizer, is_leaf=_is_warmup) if _is_warmup(n))
+    return _rate(warmup, learning)
+
+
+def with_warmup(state: TrainState, updates: int) -> TrainState:
+    """The state with a warm-up over so many updates, those taken included."""
+
+    def one(node: Any) -> Any:
+        if not _is_warmup(node):
+            return node
+        return node._replace(updates=jax.device_put(jnp.int32(updates), node.updates.sharding))
+
+    return replace(state, optimizer=jax.tree.map(one, state.optimizer, is_leaf=_is_warmup))
+
+
+def _is_warmup(node: Any) -> bool:
+    return isinstance(node, Warmup)
+
+
+def _rate(warmup: Warmup, learning: LearningSection) -> jax.Array:
+    """Linear from 1/n of the full rate at the first of n updates to all of it behind the last."""
+    full, n = learning.learning_rate, jnp.maximum(warmup.updates, 1)
+    left = jnp.where(warmup.updates > 0, jnp.clip(1 - warmup.taken / n, 0, 1), 0.0)
+    return (full / n - full) * left + full
 
 
 def state_shardings(abstract: TrainState, mesh: Mesh) -> TrainState:

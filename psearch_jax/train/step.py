@@ -35,12 +35,16 @@ from psearch_jax.sharding import (
     sampled_in_place,
     sampling_cast,
 )
-from psearch_jax.train.state import TrainState, abstract_state, state_shardings
+from psearch_jax.train.state import TrainState, abstract_state, learning_rate, state_shardings
 from psearch_jax.types import TrainBatch
 
 jax.tree_util.register_dataclass(TrainBatch)  # here, because types.py needs no jax
 _COUNTED = ("logprobs", "reference_logprobs", "accumulate", "apply")
 Sums = tuple[nnx.State, Ratio, dict[str, Ratio]]  # of gradients, loss and metrics, not divided yet
+
+
+def _go_on() -> None:
+    """Nobody asks to stop."""
 
 
 def token_logprobs(model: qwen2.Qwen2, ids: jax.Array, temperature: float, n_ids: int) -> tuple[jax.Array, jax.Array]:
@@ -138,29 +142,47 @@ class Learner:
         """A frozen copy in the sampling dtype, sharded as stored; with adapters the base itself."""
         return self._reference(params) if self.base is None else self.base
 
-    def logprobs(self, params: nnx.State, batch: TrainBatch) -> np.ndarray:
-        """Log-prob of every id of a batch by the trainer's computation; 0 past a row's end. [N, S] float32."""
-        return self._score(lambda piece: self._logprobs(params, self.base, piece.ids, piece.length), batch)
+    def logprobs(self, params: nnx.State, batch: TrainBatch, look: Callable[[], None] = _go_on) -> np.ndarray:
+        """Log-prob of every id of a batch by the trainer's computation; 0 past a row's end. [N, S] float32.
 
-    def reference_logprobs(self, reference: nnx.State, batch: TrainBatch) -> np.ndarray:
+        `look` is called before every micro-batch, with one or none under way, and may raise.
+        """
+        return self._score(lambda piece: self._logprobs(params, self.base, piece.ids, piece.length), batch, look)
+
+    def reference_logprobs(
+        self, reference: nnx.State, batch: TrainBatch, look: Callable[[], None] = _go_on
+    ) -> np.ndarray:
         """The same by the reference, adapters off. [N, S] float32."""
-        return self._score(lambda piece: self._reference_logprobs(reference, None, piece.ids, piece.length), batch)
 
-    def _score(self, program: Callable[[TrainBatch], jax.Array], batch: TrainBatch) -> np.ndarray:
+        def program(piece: TrainBatch) -> jax.Array:
+            return self._reference_logprobs(reference, None, piece.ids, piece.length)
+
+        return self._score(program, batch, look)
+
+    def _score(
+        self, program: Callable[[TrainBatch], jax.Array], batch: TrainBatch, look: Callable[[], None]
+    ) -> np.ndarray:
         out = np.zeros(batch.ids.shape, np.float32)
         with jax.set_mesh(self._mesh):
             pieces = micro_batches(batch, self._learning.micro_batch_rows, self._widths)
-            found = [program(piece) for _, piece in pieces]  # all queued, then read
+            found: list[jax.Array] = []
+            for _, piece in pieces:
+                jax.block_until_ready(found[-2:-1])  # the last one is under way meanwhile
+                look()
+                found.append(program(piece))
         for (places, piece), values in zip(pieces, found, strict=True):
             out[places, : piece.ids.shape[1]] = np.asarray(jax.device_get(values))[: len(places)]
         return out
 
-    def update(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, dict[str, float]]:
+    def update(
+        self, state: TrainState, batch: TrainBatch, look: Callable[[], None] = _go_on
+    ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on one mini-batch, in micro-batches of `micro_batch_rows`. Donates `state`.
 
-        A loss or gradient that is not finite leaves parameters and optimizer as they were; `skipped` is then 1.
+        `look` is called before every micro-batch, with none under way; when it raises, `state` is as it was. A loss or
+        gradient that is not finite leaves parameters and optimizer as they were; `skipped` is then 1.
         """
-        sums = self._sums(state.params, batch)
+        sums = self._sums(state.params, batch, look)
         with jax.set_mesh(self._mesh):
             state, metrics = self._apply(state, sums)
         return state, {k: float(v) for k, v in jax.device_get(metrics).items()}
@@ -222,10 +244,12 @@ class Learner:
             "apply": {0: lambda: self._apply.trace(state, sums)},
         }
 
-    def _sums(self, params: nnx.State, batch: TrainBatch) -> Sums:
+    def _sums(self, params: nnx.State, batch: TrainBatch, look: Callable[[], None] = _go_on) -> Sums:
         with jax.set_mesh(self._mesh):
             sums = self._zero(params)
             for _, piece in micro_batches(batch, self._learning.micro_batch_rows, self._widths):
+                jax.block_until_ready(sums[1])
+                look()
                 sums = self._accumulate(params, self.base, sums, piece)
         return sums
 
@@ -281,4 +305,5 @@ class Learner:
         first = jnp.where(jnp.any(broken), jnp.argmax(broken), -1)  # of the tensors, in the order of the tree
         new = TrainState(keep(params, state.params), keep(optimizer, state.optimizer), state.updates + fine, bad)
         means = {k: r.total / jnp.maximum(r.count, 1.0) for k, r in metrics.items()}
+        means["learning_rate"] = learning_rate(state, self._learning)
         return new, {**means, "gradient_norm": norm, "skipped": 1.0 - fine, "bad_in_a_row": bad, "bad_gradient": first}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import sys
 import time
 from collections import defaultdict
@@ -18,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
@@ -32,12 +30,14 @@ from psearch_jax.paths import locate, make_writable, write_whole
 from psearch_jax.rl.advantages import group_advantages
 from psearch_jax.rl.batch import make_batch, mini_batches
 from psearch_jax.rollout.collect import Collector
-from psearch_jax.text.answers import exact_match, normalise
+from psearch_jax.train import settings
 from psearch_jax.train.best import Best
 from psearch_jax.train.checkpoint import Checkpoints, model_record
-from psearch_jax.train.state import TrainState
+from psearch_jax.train.figures import rollout_metrics
+from psearch_jax.train.preemption import HostCopy, Interrupted, StopRequest, room_for_copy
+from psearch_jax.train.state import TrainState, updates_per_step, warmup_updates, with_warmup
 from psearch_jax.train.step import Learner
-from psearch_jax.types import END_STATUSES, KINDS, Question, RewardParts, Trajectory, UserError
+from psearch_jax.types import KINDS, Question, RewardParts, TrainBatch, Trajectory, UserError
 from retrieval.protocol import RetrievalError
 
 log = logging.getLogger("psearch_jax")
@@ -54,31 +54,53 @@ class Run:
     loader: QuestionLoader
     evaluation: Sequence[Question]
     reward: Callable[[Trajectory], RewardParts]
-    state: TrainState
+    abstract: TrainState  # the state's ShapeDtypeStructs, with the place of each
+    fresh: Callable[[], TrainState] | None  # makes the state of step 0; holds the weights that it starts from
     model: Any  # Qwen2Config
     tokenizer_path: str
     given: Config  # as the user has it: what config.json records
     reference: nnx.State | None = None  # None when the KL coefficient is 0
     lora: dict[str, Any] | None = None  # what a checkpoint of adapters says about the weights beside them
+    settings: settings.Record = field(default_factory=dict)  # what decides the run's numbers
     wall_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    stop_requested: bool = False  # SIGTERM has arrived
+    stop: StopRequest = field(default_factory=StopRequest)
+    keeps_copy: bool = False  # of the state, in host memory, while a step's updates go on
+    _state: TrainState | None = None
+
+    @property
+    def state(self) -> TrainState:
+        """The state behind the last step. It is made when first asked for: a run that resumes never holds two."""
+        if self._state is None:
+            assert self.fresh is not None, "the state was given up"
+            self.state = self.fresh()
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState | None) -> None:
+        self._state, self.fresh = state, None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is one, or can be: a step given up between its updates may have used it up."""
+        return self._state is not None or self.fresh is not None
 
 
-class Interrupted(Exception):
-    """SIGTERM arrived; everything is saved."""
-
-
-def train(run: Run, workdir: str | Path) -> dict[str, Any]:
+def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[str, Any]:
     """Runs until `train.steps`, from wherever the workdir stands, and returns the summary it wrote.
+
+    Args:
+      allow_changes: go on although settings differ that decide the run's numbers.
 
     Raises:
       Interrupted: after SIGTERM, once the checkpoint is on disk.
       RetrievalError: the retriever is gone for good, once the last whole step is on disk.
-      UserError: too many updates in a row were not finite, or the run directory cannot be written.
+      UserError: the settings are not those of the run, too many updates in a row were not finite, or the run
+        directory cannot be read or written.
     """
     try:
         with ExitStack() as closers:
-            return _train(run, locate(workdir), closers)
+            closers.enter_context(run.stop.heard())
+            return _train(run, locate(workdir), closers, allow_changes)
     except OSError as error:
         if processes.lost(error):
             raise
@@ -88,7 +110,7 @@ def train(run: Run, workdir: str | Path) -> dict[str, Any]:
         ) from error
 
 
-def _train(run: Run, workdir: Path, closers: ExitStack) -> dict[str, Any]:
+def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> dict[str, Any]:
     config = run.config
     make_writable(workdir)  # a directory that takes no files is met here, not at the first save
     started = time.monotonic()
@@ -96,31 +118,31 @@ def _train(run: Run, workdir: Path, closers: ExitStack) -> dict[str, Any]:
     # ---- resume ----
     checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints, config.train.keep_every_steps)
     closers.enter_context(closing(checkpoints))
-    step, found = 0, checkpoints.restore(run.state)
-    if found:
-        run.state, loop = found
-        step = int(loop["step"])
-        run.loader.restore(loop["loader"])
-        log.info("resuming behind step %d", step)
+    step = _resume(run, checkpoints, workdir, allow_changes) if checkpoints.latest() is not None else 0
     if processes.first():
-        _write_json(workdir / "config.json", to_mapping(run.given))
+        _write_config(workdir, run.given, step)
         cut_jsonl(workdir / "metrics.jsonl", step)
         for file in (workdir / "trajectories").glob("*.jsonl"):
             if int(file.stem) >= step:
                 file.unlink()
     writer = closers.enter_context(closing(MetricsWriter(workdir)))
-    signal.signal(signal.SIGTERM, lambda *_: setattr(run, "stop_requested", True))
+    if updates_per_step(config) > 1:
+        run.keeps_copy = room_for_copy(run.state)
+        if not run.keeps_copy:
+            log.warning("no host memory for a copy of the state: SIGTERM during updates costs what is not saved yet")
 
     # ---- evaluate before ----
+    run.stop.watch()()
     with _phase(run, "compile"):
         sampling = run.learner.sampling_copy(run.state.params)
         run.collector.warm_up(sampling)
         del sampling
         run.learner.warm_up(run.state.params, run.reference)
+    run.stop.watch()()
     before = _evaluate_once(run, workdir / "before.json", fresh=step == 0)
 
     # ---- steps ----
-    record = {"model": model_record(run.model), "tokenizer": run.tokenizer_path}
+    record = {"model": model_record(run.model), "tokenizer": run.tokenizer_path, "settings": run.settings}
     record |= {"lora": run.lora} if run.lora else {}
     best = None
     if config.eval.every_steps:
@@ -137,6 +159,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack) -> dict[str, Any]:
             if best and best.offer(step, figures[kind][name], run.state.params, record):
                 log.info("step %d has the best %s so far: %.4f", step, config.eval.best_metric, figures[kind][name])
 
+    saved, minutes = time.monotonic(), config.train.checkpoint_every_minutes
     stopped: Exception | None = None
     bar = tqdm(total=config.train.steps, initial=step, unit="step", disable=not _terminal())
     while step < config.train.steps:
@@ -146,12 +169,12 @@ def _train(run: Run, workdir: Path, closers: ExitStack) -> dict[str, Any]:
             state, metrics, trajectories, rewards = train_step(run, questions, step)
         except (Interrupted, RetrievalError) as stop:
             # Nothing of this step was learned: what is kept is the end of the last one, with its batch still to come.
-            if step and checkpoints.latest() != step:
+            if step and checkpoints.latest() != step and run.has_state:
                 save(step, loaded)
             checkpoints.wait()
             if isinstance(stop, Interrupted):
-                done = f"saved behind step {step}" if step else "nothing was learned yet"
-                raise Interrupted(done) from None
+                kept = step if run.has_state else checkpoints.latest()
+                raise Interrupted(f"saved behind step {kept}" if kept else "nothing was learned yet") from None
             log.error("the retriever is gone; saved behind step %d, the same command goes on from there", step)
             raise
         run.state = state
@@ -179,10 +202,13 @@ def _train(run: Run, workdir: Path, closers: ExitStack) -> dict[str, Any]:
             )
         step += 1
         bar.update()
-        if any(processes.together(lambda: run.stop_requested)) and step < config.train.steps:
+        heard = processes.together(lambda: (run.stop.arrived, (time.monotonic() - saved) / 60 >= minutes > 0))  # noqa: B023
+        if any(asked for asked, _ in heard) and step < config.train.steps:
             stopped = stopped or Interrupted()
-        if step % config.train.checkpoint_every_steps == 0 or step == config.train.steps or stopped:
+        late = heard[0][1]  # by the clock of the first process
+        if step % config.train.checkpoint_every_steps == 0 or step == config.train.steps or late or stopped:
             save(step, run.loader.state())
+            saved = time.monotonic()
         if stopped:
             raise Interrupted(f"saved behind step {step}") if isinstance(stopped, Interrupted) else stopped
     bar.close()
@@ -232,7 +258,7 @@ def train_step(
             seed=config.seed,
             step=step,
             temperature=config.rollout.temperature,
-            progress=lambda *_: _stop_if_asked(run),
+            progress=lambda *_: run.stop.check(),
         )
         del sampling
         # From here on every process holds all rollouts and does the same with them.
@@ -246,19 +272,18 @@ def train_step(
         train_all = config.rollout.unfinished != "mask"
         batch = make_batch(trajectories, advantages, config.rollout.context_tokens, train_all)
     with _phase(run, "logprobs", times):
-        old = run.learner.logprobs(run.state.params, batch)
-        ref = old if run.reference is None else run.learner.reference_logprobs(run.reference, batch)
+        look = run.stop.watch()
+        old = run.learner.logprobs(run.state.params, batch, look)
+        ref = old if run.reference is None else run.learner.reference_logprobs(run.reference, batch, look)
         batch = replace(batch, old_logprobs=old, ref_logprobs=ref)
     with _phase(run, "update", times):
-        state, updates = run.state, []
-        for piece in mini_batches(batch, config.learning.mini_batch_rollouts):
-            state, metrics = run.learner.update(state, piece)
-            updates.append(metrics)
+        state, updates = _update(run, mini_batches(batch, config.learning.mini_batch_rollouts))
     sampled = sum(int(t.mask.sum()) for t in trajectories)
     metrics = {name: mean([u[name] for u in updates]) for name in updates[0]}
     metrics["skipped"] = sum(u["skipped"] for u in updates)
     worst = max(updates, key=lambda u: u["bad_in_a_row"])  # not the last: a good one behind it starts anew at 0
     metrics |= {name: worst[name] for name in ("bad_in_a_row", "bad_gradient")}
+    metrics["learning_rate"] = updates[-1]["learning_rate"]
     metrics |= rollout_metrics(trajectories, rewards, groups, advantages, old)
     metrics["reward"] = mean(totals)
     metrics |= {f"{name}_s": value for name, value in times.items()}
@@ -267,54 +292,24 @@ def train_step(
     return state, metrics, trajectories, rewards
 
 
-def rollout_metrics(
-    trajectories: Sequence[Trajectory],
-    rewards: Sequence[RewardParts],
-    groups: Sequence[Any],
-    advantages: np.ndarray,
-    logprobs: np.ndarray,
-) -> dict[str, float]:
-    """What happened in one batch of rollouts: behaviour by kind, reward parts by (kind, split or whole), alarms.
+def _update(run: Run, pieces: Sequence[TrainBatch]) -> tuple[TrainState, list[dict[str, float]]]:
+    """One optimizer step per piece; the state and the metrics of each.
 
-    Args:
-      logprobs: [N, S] by the trainer.
+    The first of them uses up the arrays of `run.state`. A request to stop is followed between any two micro-batches:
+    the state from before is then put back from host memory, or is gone where that had no room for it.
     """
-    out: dict[str, float] = {}
-    n = len(trajectories)
-    parts = RewardParts.__dataclass_fields__
-    right = [exact_match(t.answer, t.question.answers) for t in trajectories]
-    for kind in KINDS:
-        rows = [i for i in range(n) if trajectories[i].question.kind == kind]
-        if not rows:
-            continue
-        out[f"em/{kind}"] = mean(right[i] for i in rows)
-        out[f"decomposition/{kind}"] = mean(trajectories[i].decomposed for i in rows)
-        out[f"searches/{kind}"] = mean(len(trajectories[i].executed) for i in rows)
-        out[f"turns/{kind}"] = mean(trajectories[i].model_calls for i in rows)
-        for name, split in (("split", True), ("whole", False)):
-            some = [i for i in rows if trajectories[i].decomposed == split]
-            out |= {f"reward/{kind}/{name}/{part}": mean(getattr(rewards[i], part) for i in some) for part in parts}
-    out["valid_format"] = mean(t.well_formed for t in trajectories)
-    for status in END_STATUSES:
-        out[f"status/{status}"] = mean(t.status == status for t in trajectories)
-    silent: dict[Any, bool] = {}
-    for group, advantage in zip(groups, advantages, strict=True):
-        silent[group] = silent.get(group, True) and advantage == 0
-    out["groups_without_signal"] = mean(silent.values())
-    out["ids_per_trajectory"] = mean(len(t.ids) for t in trajectories)
-    correct = [i for i in range(n) if right[i] and trajectories[i].mask.any()]
-    out["logprob_of_correct"] = mean(
-        logprobs[i, : len(trajectories[i].mask)][trajectories[i].mask].mean() for i in correct
-    )
-    seen = [i for i in range(n) if _saw_answer(trajectories[i])]
-    out["wrong_though_seen"] = mean(not right[i] for i in seen)
-    return out
-
-
-def _saw_answer(trajectory: Trajectory) -> bool:
-    golds = [normalise(a) for a in trajectory.question.answers]
-    texts = [normalise(p.title + " " + p.text) for t in trajectory.turns for found in t.passages for p in found]
-    return any(g and f" {g} " in f" {text} " for g in golds for text in texts)
+    state, metrics, look = run.state, [], run.stop.watch()
+    copy = HostCopy(state) if run.keeps_copy and len(pieces) > 1 else None
+    try:
+        for piece in pieces:
+            state, values = run.learner.update(state, piece, look)
+            metrics.append(values)
+    except Interrupted:
+        if metrics:
+            run.state = state = None  # first make room
+            run.state = copy.state() if copy else None
+        raise
+    return state, metrics
 
 
 def _penalty(config: Config, trajectory: Trajectory) -> float:
@@ -332,7 +327,7 @@ def _evaluate(run: Run, temperature: float) -> dict[str, dict[str, float]]:
 
     def progress(done: int, own: int) -> None:
         bar.update(done * len(run.evaluation) // max(own, 1) - bar.n)
-        _stop_if_asked(run)
+        run.stop.check()
 
     trajectories = evaluate(
         run.collector,
@@ -379,9 +374,50 @@ def _evaluate_once(run: Run, file: Path, fresh: bool) -> dict[str, Any]:
 # ---- small parts of the loop ----
 
 
-def _stop_if_asked(run: Run) -> None:
-    if run.stop_requested:
-        raise Interrupted("SIGTERM arrived")
+def _resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: bool) -> int:
+    """Puts the newest whole checkpoint and the loader's position into the run; returns its step."""
+    changes: dict[str, str] = {}
+
+    def accept(loop: Mapping[str, Any]) -> None:
+        changes.update(processes.agreed(lambda: settings.differences(loop.get("settings"), run.settings)))
+        if changes and not allow_changes:
+            raise UserError(
+                f"{workdir}: behind step {loop['step']} this run would go on with other settings than it was made "
+                f"with, {settings.described(changes)}; accepted: those it was made with, or --allow_changes"
+            )
+
+    run.fresh = None  # the weights that a new run starts from make room for those that are read
+    run.state, loop = checkpoints.restore(run.abstract, accept)
+    step, config = int(loop["step"]), run.config
+    log.info("resuming behind step %d", step)
+    if changes:
+        log.warning("going on with other settings: %s", settings.described(changes))
+    if "learning.warmup_ratio" in changes:
+        total = updates_per_step(config) * config.train.steps
+        run.state = with_warmup(run.state, warmup_updates(config.learning, total))
+    try:
+        run.loader.restore(loop["loader"])
+    except UserError as error:
+        if not changes:
+            raise
+        log.warning("the questions begin anew (%s)", error)
+    return step
+
+
+def _write_config(workdir: Path, config: Config, step: int) -> None:
+    """Writes config.json; one that says something else is kept beside it, named by the last step it was used for."""
+    file, now = workdir / "config.json", to_mapping(config)
+    try:
+        before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else now
+    except ValueError:
+        before = None
+    if before != now:
+        kept = workdir / f"config.until_{step:06d}.json"
+        while kept.exists():
+            kept = kept.with_name(f"{kept.stem}.again.json")
+        file.rename(kept)
+        log.info("config.json is written anew; the one before is kept as %s", kept)
+    _write_json(file, now)
 
 
 def _terminal() -> bool:

@@ -1,0 +1,304 @@
+"""How a run goes on: what must be as before, what may change, and SIGTERM at any moment. One set of compiled programs
+serves all runs, as if each were a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import weakref
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from runs import final_params, metrics_without_clocks, small_config
+
+from psearch_jax import build
+from psearch_jax.config import from_mapping, to_mapping
+from psearch_jax.train import checkpoint, preemption, settings, trainer
+from psearch_jax.train.state import updates_per_step, warmup_updates, with_warmup
+from psearch_jax.types import RewardParts, UserError
+
+FIELDS = {
+    "rollout.context_tokens": 192,
+    "rollout.obs_tokens": 96,
+    "learning.micro_batch_rows": 2,
+    "learning.warmup_ratio": 0.5,
+    "train.steps": 3,
+    "train.checkpoint_every_steps": 1000,
+    "eval.questions_per_kind": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def parts(tiny_policy):
+    """A run whose steps have two updates of two micro-batches each; what it starts from is kept for those to come."""
+    built = build.training_run(small_config(tiny_policy, **FIELDS))
+    built.reward = lambda t: RewardParts(int(t.ids.sum()) % 7 / 7, 0.0, 0.0, 0.0)  # a random policy earns nothing else
+    built.start = preemption.HostCopy(built.state), built.loader.state()
+    return built
+
+
+def again(parts: trainer.Run, **fields) -> trainer.Run:
+    """The run as a new process has it, with other settings."""
+    values = to_mapping(parts.config)
+    for name, value in fields.items():
+        section, _, key = name.partition(".")
+        values[section][key] = value
+    config = from_mapping(values)
+    state, loader = parts.start
+    parts.loader.restore(loader)
+    contents = {k: (v["names"], v["is"]) for k, v in parts.settings.items() if isinstance(v, dict)}
+    own = {"config": config, "given": config, "settings": settings.record(config, contents), "_state": None}
+    warmup = warmup_updates(config.learning, updates_per_step(config) * config.train.steps)
+    own |= {
+        "fresh": lambda: with_warmup(state.state(), warmup),
+        "stop": preemption.StopRequest(),
+        "wall_s": defaultdict(float),
+    }
+    return replace(parts, **own)
+
+
+def equal(a, b) -> bool:
+    return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool(np.array_equal(x, y)), a, b)))
+
+
+def listing(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def whole(parts, tmp_path_factory):
+    """The directory of a run of three steps that nothing interrupted."""
+    directory = tmp_path_factory.mktemp("whole")
+    trainer.train(again(parts), directory)
+    return directory
+
+
+# ---- what must be as before ----
+
+
+def test_every_difference_is_listed_and_nothing_changes(parts, tmp_path):
+    """A resume with another penalty or rate goes on as if nothing had been, and config.json says it always was so."""
+    trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
+    before = listing(tmp_path)
+    other = {"reward.format": 0.2, "learning.kl_coefficient": 0.5, "rollout.samples": 4, "model.lora_alpha": 8.0}
+    run = again(parts, **other)
+    run.settings["model.path"] = {"names": "/another/model", "is": "0"}
+    with pytest.raises(UserError) as caught:
+        trainer.train(run, tmp_path)
+    line = str(caught.value)
+    assert "behind step 1" in line and "--allow_changes" in line and "\n" not in line
+    for words in (
+        "reward.format: 0.1, now 0.2",
+        "learning.kl_coefficient: 0.001, now 0.5",
+        "rollout.samples: 2, now 4",
+        "model.lora_alpha: 32.0, now 8.0",
+        "now '/another/model'",
+    ):
+        assert words in line
+    assert listing(tmp_path) == before
+
+
+def test_changes_are_accepted_by_a_flag_and_recorded(parts, tmp_path, caplog):
+    """Whoever means the change must be able to make it, and to see later until when the run was another one."""
+    trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
+    old = (tmp_path / "config.json").read_text()
+    changed = {"reward.format": 0.2, "learning.warmup_ratio": 1.0, "train.steps": 2}
+    trainer.train(again(parts, **changed), tmp_path, allow_changes=True)
+    assert "reward.format: 0.1, now 0.2" in caplog.text
+    assert (tmp_path / "config.until_000001.json").read_text() == old
+    assert json.loads((tmp_path / "config.json").read_text())["reward"]["format"] == 0.2
+    rates = [row["learning_rate"] for row in metrics_without_clocks(tmp_path)]
+    full = parts.config.learning.learning_rate
+    assert rates == pytest.approx([full, full * (0.25 + 0.75 * 0.75)])  # the fourth update of now four
+    trainer.train(again(parts, **{**changed, "train.steps": 3}), tmp_path)  # what was accepted is what it now is
+    assert len(metrics_without_clocks(tmp_path)) == 3
+
+
+def test_other_questions_begin_anew_once_accepted(parts, tmp_path):
+    """A position in other data, taken for one in these, would repeat some questions and never ask others."""
+    trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
+    run = again(parts, **{"train.steps": 2})
+    run.settings["data.source"] = {"names": "other.jsonl", "is": "0"}
+    first, fingerprint = json.loads(json.dumps(run.loader.state())), run.loader._fingerprint
+    run.loader._fingerprint = {**fingerprint, "data": "0"}
+    try:
+        trainer.train(run, tmp_path, allow_changes=True)
+    finally:
+        run.loader._fingerprint = fingerprint
+    asked = [
+        [json.loads(line)["question_id"] for line in (tmp_path / "trajectories" / f"00000{step}.jsonl").open()]
+        for step in (0, 1)
+    ]
+    assert asked[0] == asked[1] and first["grain"] == parts.start[1]["grain"]
+
+
+def test_a_longer_run_keeps_its_rates(parts, whole, tmp_path):
+    """A run lengthened at step 2 would warm up anew, at half of the rate it had reached."""
+    trainer.train(again(parts, **{"train.steps": 2}), tmp_path)
+    run = again(parts, **{"train.steps": 3})  # its warm-up was counted out for 2
+    trainer.train(run, tmp_path)
+    rates = [row["learning_rate"] for row in metrics_without_clocks(tmp_path)]
+    full = parts.config.learning.learning_rate
+    assert rates == pytest.approx([full * 0.75, full, full])
+    assert [row["learning_rate"] for row in metrics_without_clocks(whole)][0] == pytest.approx(full * 5 / 9)
+
+
+def test_weights_are_known_by_what_they_are(tiny_policy, tmp_path):
+    """Another model under an old name would be taken for the old one, and a moved directory for another model."""
+    patterns = ("config.json", "*.safetensors")
+    here = settings.fingerprint(tiny_policy, patterns)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for file in tiny_policy.iterdir():
+        (moved / file.name).write_bytes(file.read_bytes())
+    (moved / "README.md").write_text("a note")
+    assert settings.fingerprint(moved, patterns) == here
+    weights = moved / "model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    for place in range(len(raw) // 2, len(raw)):  # as other training leaves them
+        raw[place] ^= 1
+    weights.write_bytes(bytes(raw))
+    assert settings.fingerprint(moved, patterns) != here
+
+
+# ---- what is alive meanwhile ----
+
+
+def test_a_resumed_run_never_holds_two_states(parts, tmp_path, monkeypatch):
+    """12 bytes per parameter of a fresh state beside those that are read: a run that fits could not be resumed."""
+    trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
+    run = again(parts, **{"train.steps": 1})
+    weights = run.fresh()  # stands for the loaded weights, which only `fresh` holds
+    held = [weakref.ref(x) for x in jax.tree.leaves(weights)]
+    run.fresh = lambda weights=weights: weights
+    del weights
+    read, alive = checkpoint.Checkpoints.restore, []
+
+    def restore(self, state, *more):
+        alive.extend(x for x in held if x() is not None)
+        assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
+        return read(self, state, *more)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "restore", restore)
+    trainer.train(run, tmp_path)
+    assert held and not alive
+
+
+# ---- checkpoints by time ----
+
+
+@pytest.mark.parametrize("minutes, expected", [(1e-9, [1, 2, 3]), (0.0, [3]), (1e9, [3])])
+def test_checkpoints_by_time(parts, tmp_path, minutes, expected):
+    """50 steps of a large model are hours, which a machine that dies takes along."""
+    trainer.train(again(parts, **{"train.checkpoint_every_minutes": minutes}), tmp_path)
+    assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == expected
+
+
+# ---- SIGTERM ----
+
+
+class AtLook(preemption.StopRequest):
+    """SIGTERM arrives just before the n-th look of a step."""
+
+    def __init__(self, n: int):
+        self.left = n
+
+    def watch(self):
+        look = super().watch()
+
+        def counted() -> None:
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            look()
+
+        return counted
+
+
+@pytest.mark.parametrize(
+    "n, copied", [(2, True), (7, True), (9, True), (10, True), (11, True), (12, True), (12, False)]
+)
+def test_a_step_is_given_up_between_any_two_micro_batches(parts, n, copied):
+    """Half of a step's updates kept, or the state lost with the step: four looks each at log-probs, at the reference's
+    and at the updates, of which the last two come behind the first update."""
+    run = again(parts)
+    run.stop, run.keeps_copy = AtLook(n), copied
+    before = jax.tree.map(np.array, run.state)
+    with run.stop.heard(), pytest.raises(preemption.Interrupted):
+        trainer.train_step(run, next(run.loader), 0)
+    assert run.stop.left == 0, "given up at once"
+    if copied or n <= 10:
+        assert equal(run.state, before)
+    else:
+        assert not run.has_state
+
+
+def test_a_request_without_a_copy_falls_back_to_the_newest_checkpoint(parts, whole, tmp_path, monkeypatch):
+    """A state that its updates have used up must not be saved, and what was saved must do."""
+    monkeypatch.setattr(trainer, "room_for_copy", lambda state: False)
+    for n in (2 + 12 + 3, 2 + 12 + 12):  # two looks before the first step: before step 1 is learned, and in step 2
+        run = again(parts)
+        run.stop = AtLook(n)
+        with pytest.raises(preemption.Interrupted, match="saved behind step 1"):
+            trainer.train(run, tmp_path)
+    trainer.train(again(parts), tmp_path)
+    assert metrics_without_clocks(tmp_path) == metrics_without_clocks(whole)
+
+
+class Alarm:
+    """A loader at whose n-th batch a clock starts that sends a real SIGTERM to this process."""
+
+    def __init__(self, loader, n: int, seconds: float):
+        self.loader, self.left = loader, n
+        self.timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+
+    def __next__(self):
+        self.left -= 1
+        if self.left == 0:
+            self.timer.start()
+        return next(self.loader)
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+
+@pytest.fixture
+def deaf():
+    """What arrives when no run listens must not end the tests."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.slow
+def test_twenty_sigterms_change_nothing(parts, deaf, tmp_path):
+    """A machine is taken away at any moment of a step; a batch, a key or an update used twice shows in the end."""
+    steps, rng = {"train.steps": 24}, np.random.default_rng(0)
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    trainer.train(again(parts, **steps), whole)
+    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["gradient_norm"] > 0 for row in rows), "something is learned"
+    phases = ("rollout_s", "reward_s", "logprobs_s", "update_s")
+    seconds = np.mean([sum(row[name] for name in phases) for row in rows[1:]])
+    found = []
+    for _ in range(20):
+        run = again(parts, **steps)
+        run.loader = Alarm(run.loader, 1 + int(rng.random() < 0.3), rng.uniform(0, seconds))
+        try:
+            trainer.train(run, stopped)
+        except preemption.Interrupted as stop:
+            found.append(str(stop))
+        run.loader.timer.cancel()
+    assert len(found) == 20
+    trainer.train(again(parts, **steps), stopped)
+    assert metrics_without_clocks(stopped) == metrics_without_clocks(whole)
+    ours, theirs = final_params(stopped), final_params(whole)
+    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[k], theirs[k]) for k in ours)
+    for file in (whole / "trajectories").iterdir():
+        assert file.read_bytes() == (stopped / "trajectories" / file.name).read_bytes()
