@@ -19,11 +19,12 @@ def bench(*arguments: str) -> subprocess.CompletedProcess:
     return done
 
 
-def test_vectors_and_batching(tmp_path):
+def test_searches_and_batching(tmp_path):
     """A benchmark that nobody can run any more measures nothing; methods at different recall are no comparison."""
     pytest.importorskip("faiss")
     sizes = ["--rows", "3000", "--queries", "64", "--dimensions", "32", "--batching_rows", "500", "--http_rows", "50"]
-    done = bench("retrieval", "--parts", "vectors", "batching", f"--json={tmp_path / 'out.json'}", *sizes)
+    sizes += ["--bm25_rows", "500", "--bm25_queries", "40"]
+    done = bench("retrieval", "--parts", "vectors", "bm25", "batching", f"--json={tmp_path / 'out.json'}", *sizes)
     report = json.loads((tmp_path / "out.json").read_text())
     lines = {(line["method"], line["target"]): line for line in report["vectors"]}
     assert lines["faiss Flat", None]["recall"] == 1
@@ -31,6 +32,7 @@ def test_vectors_and_batching(tmp_path):
     for method in ("faiss IVF-Flat", "faiss IVF-PQ", "faiss HNSW"):
         for target in (0.95, 0.99):
             assert lines[method, target]["recall"] >= target
+    assert report["bm25"][0]["method"] == "this project" and all(line["same_best"] > 0.9 for line in report["bm25"])
     assert len(report["batching"]) == 7 and all(line["seconds"] > 0 for line in report["batching"])
     assert "| 3000 | scann |" in done.stdout and "over HTTP" in done.stdout
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
