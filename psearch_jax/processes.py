@@ -120,6 +120,13 @@ def together(work: Callable[[], T]) -> list[T]:
     return [value for _, value in answers]
 
 
+def all_or_none(work: Callable[[], T]) -> T:
+    """What `work` returns in this process, once it is done in every one; for what cannot be sent to the others."""
+    done: list[T] = []
+    together(lambda: done.append(work()))
+    return done[0]
+
+
 def agreed(work: Callable[[], T]) -> T:
     """What `work` returns in the first process, which alone does it; what it raises there is raised in all."""
     return together(lambda: work() if first() else None)[0]

@@ -1,17 +1,23 @@
 """One of several processes that exchange what they know; test_processes.py starts them and reads what they print.
 
-python tests/several_processes.py HOST:PORT COUNT INDEX
+python tests/several_processes.py HOST:PORT COUNT INDEX DIRECTORY
 """
 
 import json
+import os
+import shutil
 import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
+from helpers import random_params, tiny_config
 from jax.sharding import NamedSharding, PartitionSpec
 
 from psearch_jax import processes
+from psearch_jax.train import checkpoint
+from psearch_jax.train.best import Best, find_best
 from psearch_jax.train.preemption import Interrupted, StopRequest
 from psearch_jax.types import UserError
 from retrieval.protocol import RetrievalError
@@ -73,6 +79,40 @@ def stopped(index: int) -> tuple[int, int]:
     return 1000, len(exchanges)
 
 
+def one_reads_badly(folder: Path, mesh: jax.sharding.Mesh) -> dict:
+    """A checkpoint that all have written is whole for process 0 and damaged for process 1."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    config = tiny_config(8)
+
+    def spread(x: jax.Array) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, everywhere, lambda index: np.asarray(x)[index])
+
+    def place(tree):
+        return jax.tree.map(lambda _: everywhere, tree)
+
+    best = Best(folder, "em", "these")
+    loop = {"model": checkpoint.model_record(config), "tokenizer": "x"}
+    best.offer(3, 0.5, jax.tree.map(spread, random_params(config)), loop)
+    best.close()
+    own = folder / f"of {here}" / "run"
+
+    def copy() -> None:
+        shutil.copytree(find_best(folder), own / "3")
+        if here == 1:
+            (own / "3" / "params" / "manifest.ocdbt").unlink()
+
+    processes.together(copy)
+    read = checkpoint.load_params(find_best(folder), place)[2]["best"]
+    start = time.monotonic()
+    try:
+        os.chdir(own.parent)  # one path in both, and behind it another file
+        checkpoint.load_params("run", place)
+        said = "nothing was raised"
+    except UserError as error:
+        said = str(error)
+    return {"best": read, "record": Best(folder, "em", "these").record, "said": said, "took": time.monotonic() - start}
+
+
 if __name__ == "__main__":
     coordinator, count, here = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     processes.start(coordinator, count, here)
@@ -95,6 +135,7 @@ if __name__ == "__main__":
         "input": failing(0, UserError("found 3")),
         "odd": failing(1, Odd(1, 2)),
         "stopped": stopped(1),
+        "damaged": one_reads_badly(Path(sys.argv[4]), mesh),
         "array": processes.fetch(spread).tolist(),
     }
     print("FOUND " + json.dumps(found), flush=True)

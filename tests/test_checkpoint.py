@@ -56,14 +56,14 @@ def break_disk(file: Path) -> None:
 
 def fails_with(keeper, error: Exception, item: str):
     """Lets the reading of one item fail."""
-    read = keeper._manager.restore
+    read = keeper._restore
 
     def restore(step, args):
         if item in args.keys():
             raise error
-        return read(step, args=args)
+        return read(step, args)
 
-    keeper._manager.restore = restore
+    keeper._restore = restore
 
 
 @pytest.mark.parametrize("trouble", ["input/output", "memory", "device memory", "permission"])

@@ -34,11 +34,11 @@ def finish(started: list[subprocess.Popen]) -> list[str]:
     return [out for _, out, _ in found]
 
 
-def test_what_one_process_knows_reaches_all():
+def test_what_one_process_knows_reaches_all(tmp_path):
     """A row lost or out of order trains on the wrong question; an error kept to one process hangs the others."""
     count, address = 2, f"127.0.0.1:{free_port()}"
     program = [sys.executable, "tests/several_processes.py", address, str(count)]
-    outs = finish([start([*program, str(i)]) for i in range(count)])
+    outs = finish([start([*program, str(i), str(tmp_path)]) for i in range(count)])
     found = [json.loads(out.split("FOUND ")[1].splitlines()[0]) for out in outs]
     for here, one in enumerate(found):
         assert one["first"] == (here == 0) and one["agreed"] == "of 0"
@@ -53,6 +53,10 @@ def test_what_one_process_knows_reaches_all():
         where = "" if here == 1 else "process 1 of 2: "
         assert one["search"] == f"RetrievalError: {where}the server is gone"
         assert one["input"] == ("UserError: found 3" if here == 0 else "UserError: process 0 of 2: found 3")
+        damaged = one["damaged"]
+        assert damaged["best"] == {"metric": "em", "questions": "these", "value": 0.5}
+        assert damaged["record"] == {"step": 3, **damaged["best"]}
+        assert "/of 1/run/3" in damaged["said"] and "cannot be read" in damaged["said"] and damaged["took"] < 30
         assert "Odd" in one["odd"] and "1 2" in one["odd"]
         calls, exchanges = one["stopped"]  # asked at the fourth look
         assert one["stopped"] == found[0]["stopped"] and 4 <= calls < 200 and exchanges <= 4

@@ -17,6 +17,7 @@ or a memory that fails says nothing about the checkpoint; the program then ends 
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import logging
 import re
@@ -116,7 +117,7 @@ class Checkpoints:
         """Some items of a checkpoint and, where any process finds them damaged, how; UserError for other failures."""
         found, problem = None, None
         try:
-            found = self._manager.restore(step, args=ocp.args.Composite(**items))
+            found = self._restore(step, ocp.args.Composite(**items))
         except Exception as error:  # whatever a damaged file makes the readers raise
             problem = (is_damage(error), _first_line(error))
         problems = [p for p in processes.together(lambda: problem) if p]
@@ -124,6 +125,10 @@ class Checkpoints:
             if not damage:
                 raise _not_damaged(self._directory / str(step), text)
         return found, problems[0][1] if problems else ""
+
+    def _restore(self, step: int, args: Any) -> Any:
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=_for_itself()) as reader:
+            return reader.restore(self._directory / str(step), args=args)
 
     def _set_aside(self, steps: list[int]) -> None:
         def rename() -> None:
@@ -316,10 +321,10 @@ def load_params(
     Raises:
       UserError: none can be read, or the weights that its adapters belong to are not where they were.
     """
-    found = find_checkpoints(path)
+    found = processes.agreed(lambda: find_checkpoints(path))
     for checkpoint in found:
         try:
-            return _load_params(absolute(checkpoint), place, dtype)
+            return processes.all_or_none(lambda: _load_params(absolute(checkpoint), place, dtype))  # noqa: B023
         except _Damaged as error:
             if checkpoint == found[-1]:
                 raise
@@ -338,14 +343,42 @@ def _load_params(
     read_as = jnp.float32 if record else dtype
     low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, read_as), abstract)
     try:
-        with ocp.StandardCheckpointer() as reader:
-            values = reader.restore(checkpoint / "params", nnx.to_pure_dict(placed(low, place(abstract))))
+        values = _one_by_one(checkpoint / "params", nnx.to_pure_dict(placed(low, place(abstract))))
     except Exception as error:  # whatever a damaged file makes the readers raise
         raise _unreadable(checkpoint, "params", error) from error
     params = qwen2.with_values(abstract, values)
     if record:
         params = lora.beside(_base(config, record, place, checkpoint), params)
     return config, params, loop
+
+
+def _one_by_one(directory: Path, target: Mapping[str, Any]) -> dict[str, Any]:
+    """A nested dict of arrays like `target`. Read together, all would lie in float32 beside what comes of them."""
+    found: dict[str, Any] = {}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(), multiprocessing_options=_for_itself()) as reader:
+
+        def read(wanted: Mapping[str, Any], into: dict[str, Any], path: tuple[str, ...]) -> None:
+            for name, below in wanted.items():
+                if isinstance(below, Mapping):
+                    read(below, into.setdefault(name, {}), (*path, name))
+                    continue
+                one = functools.reduce(lambda tree, key: {key: tree}, reversed((*path, name)), below)
+                arguments = ocp.checkpoint_utils.construct_restore_args(one)
+                asked = ocp.args.PyTreeRestore(one, restore_args=arguments, partial_restore=True)
+                (into[name],) = jax.tree.leaves(reader.restore(directory, args=asked))
+
+        read(target, found, ())
+    return found
+
+
+def _for_itself() -> ocp.options.MultiprocessingOptions:
+    """How a process reads without the others.
+
+    Orbax has all of them wait for one another behind a restore, and one that could not read does not come. They meet
+    in `processes.together`, where it says so.
+    """
+    here = jax.process_index()
+    return ocp.options.MultiprocessingOptions(here, {here}, f"process_{here}")
 
 
 def lora_record(model: ModelSection, seed: int, path: str) -> dict[str, Any] | None:
