@@ -67,6 +67,7 @@ GPUS: dict[str, Chip] = {
 }
 SAMPLER_PROGRAMS = ("prefill", "admit", "extend", "generate")
 LEARNER_PROGRAMS = ("reshard", "logprobs", "accumulate", "apply")
+START = "start"  # no program: the state is made of the loaded weights, which are still there
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ def make_plan(
     config: Config,
     target: Target,
     log: Callable[[str], None] = lambda _: None,
-    names: Sequence[str] = (*SAMPLER_PROGRAMS, *LEARNER_PROGRAMS),
+    names: Sequence[str] = (START, *SAMPLER_PROGRAMS, *LEARNER_PROGRAMS),
     largest_only: bool = False,
 ) -> Plan:
     """Compiles the programs of a training run for a machine, in every width, and counts what each chip holds.
@@ -289,7 +290,10 @@ def make_plan(
         "apply": beside("frozen_base", "reference"),
     }
     compiled, by_width = {}, {}
-    for name in names:
+    if START in names:  # a run that resumes holds less: it reads its checkpoint into the state's place
+        loaded_and_state = beside("parameters", "parameters", "optimizer")
+        compiled[START] = Program(loaded_and_state, beside("frozen_base", "reference"), 0.0)
+    for name in [name for name in names if name != START]:
         found = []
         for width, trace in list(traces[name].items())[-1 if largest_only else 0 :]:
             p = _compile(trace, mesh, others[name], wide.get(name, {}).get(width))
@@ -315,6 +319,7 @@ def advice(plan: Plan, config: Config) -> list[str]:
         "accumulate": f"config.learning.micro_batch_rows={config.learning.micro_batch_rows} (a multiple of {rows})",
         "logprobs": f"config.learning.micro_batch_rows={config.learning.micro_batch_rows} (a multiple of {rows})",
         "apply": "config.mesh.fsdp (more chips)",
+        START: "config.mesh.fsdp (more chips)",
         "reshard": "config.mesh.tensor (a larger one splits the sampling copy further), or more chips",
         "extend": f"config.rollout.slots={config.rollout.slots} or obs_tokens={config.rollout.obs_tokens}",
     }

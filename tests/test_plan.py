@@ -57,7 +57,7 @@ def target():
 @pytest.fixture(scope="module")
 def qwen7b(target):
     """The plan of the sampler's and the small programs of configs/qwen7b.py."""
-    names = ("prefill", "admit", "extend", "generate", "reshard", "apply")
+    names = ("start", "prefill", "admit", "extend", "generate", "reshard", "apply")
     return make_plan(config_file("qwen7b"), target, names=names, largest_only=True)
 
 
@@ -70,6 +70,8 @@ def test_what_a_chip_holds(qwen7b):
     assert qwen7b.resident["sampling_copy"] == pytest.approx(2 * 7.6e9 / 4, rel=0.01), "split over tensor only"
     cache = 2 * 28 * (128 / 4) * (4 / 4) * 6196 * 128 * 2
     assert cache < qwen7b.resident["sampler_state"] < 1.02 * cache
+    start = 2 * qwen7b.resident["parameters"] + qwen7b.resident["optimizer"] + qwen7b.resident["reference"]
+    assert qwen7b.programs["start"].total_bytes == start, "the weights are loaded before the state is made of them"
     assert qwen7b.chips == 16 and qwen7b.fits and qwen7b.headroom_bytes > 0
 
 
