@@ -32,7 +32,6 @@ def main(_: list[str]) -> None:
     if PLATFORM.value == "tpu":
         os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs on a device, and a TPU at hand stays free
     from psearch_jax import plan as planning
-    from psearch_jax.buckets import buckets
     from psearch_jax.config import from_mapping
     from psearch_jax.eval.tables import table
     from psearch_jax.models.attention import splash_block
@@ -63,7 +62,7 @@ def main(_: list[str]) -> None:
     spare = gib(plan.headroom_offloaded_bytes)
     print(f"headroom {gib(plan.headroom_bytes)} GiB; {spare} with the optimizer in host memory between updates")
     if PLATFORM.value == "tpu":
-        widths = sorted({*buckets(config.rollout.prompt_tokens), *buckets(config.rollout.context_tokens)})
+        widths = sorted({*planning.widths(config.rollout).prompts, *planning.widths(config.rollout).spans})
         blocks = ", ".join(f"{width} ({splash_block(width)})" for width in widths)
         print(f"widths of whole rows, with the blocks of their attention: {blocks}")
     for name, shape, sharding, size, replicated in plan.large:

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 BLOCK = 512  # of positions in a TPU's attention kernel, which runs slowly over rows that only smaller blocks divide
 
 
-def buckets(most: int) -> tuple[int, ...]:
-    """Quarters of `most`: four widths at the most, the last of them `most` itself.
+def buckets(most: int, count: int = 4) -> tuple[int, ...]:
+    """Parts of `most`, quarters by default: `count` widths at the most, the last of them `most` itself.
 
     Below four blocks they are rounded up to multiples of 16, from there on to the nearest multiple of `BLOCK`.
     """
     if most < 4 * BLOCK:
-        widths = (-(-most * part // 64) * 16 for part in (1, 2, 3, 4))
+        widths = (-(-most * part // (16 * count)) * 16 for part in range(1, count + 1))
     else:
-        widths = (round(most * part / (4 * BLOCK)) * BLOCK for part in (1, 2, 3))
+        widths = (max(1, round(most * part / (count * BLOCK))) * BLOCK for part in range(1, count))
     return tuple(sorted({min(most, width) for width in widths} | {most}))
 
 

@@ -301,6 +301,7 @@ def make_learner(
         config.model.remat,
         config.model.shard_residual,
         config.model.lora,
+        config.rollout.widths,
     )
 
 

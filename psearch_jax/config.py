@@ -141,6 +141,7 @@ class RolloutSection:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    widths: int = 4  # that prompts, passages and rows are padded to: fewer compile faster, more pad less
     park_fraction: float = 1.0  # yield when this share of the live rows waits at a tool boundary
     label_subqueries: bool = True
     initial_search: bool = False  # the question itself is searched before the first sampled token
@@ -324,7 +325,8 @@ def to_mapping(config: Config) -> dict[str, Any]:
 # The least value of each counting field; a negative count would end up as a slice from the end.
 _AT_LEAST = {
     1: (
-        "rollout.slots rollout.samples rollout.turn_tokens rollout.prompt_tokens train.prompts train.steps "
+        "rollout.slots rollout.samples rollout.turn_tokens rollout.prompt_tokens rollout.widths train.prompts "
+        "train.steps "
         "train.checkpoint_every_steps train.keep_checkpoints retrieval.topk retrieval.max_sub_queries "
         "learning.micro_batch_rows learning.mini_batch_rollouts learning.max_bad_steps data.world_questions"
     ).split(),
@@ -454,8 +456,8 @@ FREE_TO_CHANGE = frozenset(
     (
         "model.shard_residual model.remat mesh.data mesh.fsdp mesh.tensor retrieval.url retrieval.timeout_s "
         "retrieval.patience_s retrieval.token_file retrieval.cache_queries retrieval.cache_mb "
-        "rollout.slots rollout.park_fraction learning.micro_batch_rows learning.max_bad_steps train.steps "
-        "train.checkpoint_every_steps train.checkpoint_every_minutes train.keep_checkpoints "
+        "rollout.slots rollout.widths rollout.park_fraction learning.micro_batch_rows learning.max_bad_steps "
+        "train.steps train.checkpoint_every_steps train.checkpoint_every_minutes train.keep_checkpoints "
         "train.keep_every_steps train.trajectories_per_step eval.every_steps"
     ).split()
 )

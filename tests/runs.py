@@ -25,6 +25,7 @@ SMALL = {
     "rollout.turn_tokens": 24,
     "rollout.obs_tokens": 128,
     "rollout.search_turns": 1,
+    "rollout.widths": 1,  # of which every one is compiled
     "learning.mini_batch_rollouts": 4,
     "learning.micro_batch_rows": 4,
     "train.prompts": 4,

@@ -211,6 +211,7 @@ def test_micro_batches_lose_no_row_and_no_position():
     """Rows sorted by length must go back to their own places, and none may be cut by the width of its piece."""
     batch = some_batch(7, positions=24)
     assert buckets(64) == (16, 32, 48, 64) and buckets(50) == (16, 32, 48, 50) and buckets(16) == (16,)
+    assert buckets(256, 1) == (256,) and buckets(100, 2) == (64, 100) and buckets(4000, 2) == (2048, 4000)
     assert buckets(1000) == (256, 512, 752, 1000) and buckets(6196) == (1536, 3072, 4608, 6196)
     seen = []
     for places, piece in micro_batches(batch, 3, (16, 24)):

@@ -118,7 +118,7 @@ def test_a_narrow_program_may_need_most():
 
 def test_what_is_planned_is_what_a_run_compiles(tiny_policy):
     """A shape that the first step compiles and the plan never saw."""
-    config = small_config(tiny_policy)
+    config = small_config(tiny_policy, **{"rollout.widths": 4})
     parts = build.training_run(config)
     sampling = parts.learner.sampling_copy(parts.state.params)
     parts.collector.warm_up(sampling)

@@ -60,7 +60,7 @@ def test_sigterm_saves_and_exits_cleanly(tiny_policy, tmp_path):
 
 def test_no_step_after_the_first_compiles(tiny_policy):
     """A shape that changes from step to step would stop a run for minutes each time it first occurs."""
-    parts = build.training_run(small_config(tiny_policy))
+    parts = build.training_run(small_config(tiny_policy, **{"rollout.widths": 4}))
     sampling = parts.learner.sampling_copy(parts.state.params)
     parts.collector.warm_up(sampling)
     parts.learner.warm_up(parts.state.params, parts.reference)

@@ -132,7 +132,8 @@ class Collector:
 
 def widths(rollout: RolloutSection) -> Widths:
     """The widths of every program that `collect` can ask for."""
-    return Widths(buckets(rollout.prompt_tokens), buckets(rollout.obs_tokens), buckets(rollout.context_tokens))
+    budgets = (rollout.prompt_tokens, rollout.obs_tokens, rollout.context_tokens)
+    return Widths(*(buckets(most, rollout.widths) for most in budgets))
 
 
 def pool_rows(rollout: RolloutSection, mesh: jax.sharding.Mesh) -> int:

@@ -79,6 +79,7 @@ class Learner:
       dtype: of the computation.
       sampling_dtype: of the sampling copy and the reference.
       lora: only adapters are trained: `params` below are theirs, and `base` holds the weights beside them.
+      widths: how many there are for rows to be padded to.
 
     Attributes:
       base: with `lora`, the frozen weights in the sampling dtype, sharded as stored; whoever loads them sets it.
@@ -100,12 +101,13 @@ class Learner:
         remat: bool = True,
         shard_residual: bool = False,
         lora: Lora | None = None,
+        widths: int = 4,
     ):
         self._plain = qwen2.graphdef(model, dtype, remat, implementation_for(mesh, dtype), shard_residual)
         self._graph = qwen2.graphdef(model, dtype, remat, implementation_for(mesh, dtype), shard_residual, lora)
         self._learning, self._optimizer, self._mesh = learning, optimizer, mesh
         self._temperature, self._n_ids = temperature, n_ids
-        self._context, self._widths = context_tokens, buckets(context_tokens)
+        self._context, self._widths = context_tokens, buckets(context_tokens, widths)
         _, weights = qwen2.abstract_params(model)
         trained = adapters.abstract_adapters(model, lora) if lora else weights
         self._abstract = abstract_state(trained, optimizer)
