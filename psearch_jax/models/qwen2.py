@@ -19,13 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from psearch_jax.config import Lora, Qwen2Config
 from psearch_jax.models.attention import NEG_INF, Implementation, cached, causal
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.lora import Adapters
-from psearch_jax.sharding import constrain
+from psearch_jax.sharding import COMPUTE, STORAGE, constrain, spec
 
 
 def precision(dtype: Any) -> contextlib.AbstractContextManager:
@@ -163,9 +162,12 @@ class Qwen2(nnx.Module):
         """[D, V], as stored."""
         return self.embedding[...].T if self.lm_head is None else self.lm_head[...]
 
-    def _logits(self, head: jax.Array, hidden: jax.Array, temperature: float, n_ids: int) -> jax.Array:
+    def _logits(
+        self, head: jax.Array, hidden: jax.Array, temperature: float, n_ids: int, first: jax.Array | int = 0
+    ) -> jax.Array:
+        """`logits` by columns of the head, the first of which is id `first`."""
         out = jnp.matmul(hidden, head.astype(self.dtype), preferred_element_type=jnp.float32) / temperature
-        return jnp.where(jnp.arange(out.shape[-1]) < n_ids, out, NEG_INF)
+        return jnp.where(first + jnp.arange(out.shape[-1]) < n_ids, out, NEG_INF)
 
     @_precise
     def logprobs(
@@ -175,7 +177,8 @@ class Qwen2(nnx.Module):
 
         The vocabulary is visited `chunk` positions at a time and recomputed in the backward pass: [B, T, V] never
         exists. On a mesh, head and hidden states are gathered once, before the first chunk; every device visits its
-        own rows and sums its own gradient of the head, and these sums meet once, after the last.
+        own rows and columns, and the gradients of both are added up over the devices once, after the last: in between
+        only the softmax's sums travel.
 
         Args:
           hidden: [B, T, D].
@@ -185,34 +188,47 @@ class Qwen2(nnx.Module):
           ([B, T] float32, [B, T] float32).
         """
         visit = functools.partial(self._visit, temperature=temperature, n_ids=n_ids, chunk=chunk)
-        head, hidden = self._head(), constrain(hidden, "rows", None, None)
-        mesh = jax.sharding.get_abstract_mesh()
-        shares = 1 if mesh.empty else mesh.shape["data"] * mesh.shape["fsdp"]
-        if shares == 1 or hidden.shape[0] % shares:
+        head, mesh = self._head(), jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.size == 1:
             return visit(head, hidden, targets)
-        split = head.shape[0] % mesh.shape["fsdp"] == 0  # as sharding.spec has it
+        stored = spec(("embed", "vocab"), STORAGE, mesh, head.shape)
+        rows = spec(("rows",), COMPUTE, mesh, hidden.shape)
 
         def local(head: jax.Array, hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return visit(_gathered(head, self.dtype) if split else head, hidden, targets)
+            if stored[0]:
+                head = _gathered(head, stored[0], self.dtype)
+            return visit(head, hidden, targets, split=stored[1])
 
-        # The compiler still deals the vocabulary out over `tensor`; over the other two axes each device is on its own.
-        rows = PartitionSpec(("data", "fsdp"))
-        places = (PartitionSpec("fsdp" if split else None), rows, rows)
-        mapped = jax.shard_map(
-            local, in_specs=places, out_specs=(rows, rows), axis_names={"data", "fsdp"}, check_vma=False
-        )
+        mapped = jax.shard_map(local, in_specs=(stored, rows, rows), out_specs=(rows, rows), check_vma=False)
         return mapped(head, hidden, targets)
 
     def _visit(
-        self, head: jax.Array, hidden: jax.Array, targets: jax.Array, temperature: float, n_ids: int, chunk: int
+        self,
+        head: jax.Array,
+        hidden: jax.Array,
+        targets: jax.Array,
+        temperature: float,
+        n_ids: int,
+        chunk: int,
+        split: str | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """`logprobs` with the head [D, V] and all positions at hand."""
+        """`logprobs` of all positions with the head [D, V], or with a device's columns of it, `split` over an axis."""
         B, T, D = hidden.shape
+        columns = head.shape[1]
+        first = jax.lax.axis_index(split) * columns if split else 0
+
+        def over_all(x: jax.Array, reduce: Callable = jax.lax.psum) -> jax.Array:
+            return reduce(x, split) if split else x
 
         def one(h: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-            table = jax.nn.log_softmax(self._logits(head, h, temperature, n_ids), axis=-1)
-            chosen = jnp.take_along_axis(table, t[..., None], axis=-1)[..., 0]
-            return chosen, -jnp.sum(jnp.exp(table) * jnp.where(table > NEG_INF / 2, table, 0.0), axis=-1)
+            out = self._logits(head, h, temperature, n_ids, first)
+            out -= over_all(jax.lax.stop_gradient(jnp.max(out, axis=-1, keepdims=True)), jax.lax.pmax)
+            table = out - jnp.log(over_all(jnp.sum(jnp.exp(out), axis=-1, keepdims=True)))
+            place = t - first
+            chosen = jnp.take_along_axis(table, jnp.clip(place, 0, columns - 1)[..., None], axis=-1)[..., 0]
+            if split:
+                chosen = over_all(jnp.where((place >= 0) & (place < columns), chosen, 0.0))
+            return chosen, -over_all(jnp.sum(jnp.exp(table) * jnp.where(table > NEG_INF / 2, table, 0.0), axis=-1))
 
         if T <= chunk:
             return one(hidden, targets)
@@ -225,22 +241,25 @@ class Qwen2(nnx.Module):
         return chosen, entropy
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gathered(part: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """[D / fsdp, V] of each device -> [D, V], rounded to `dtype`, in which it travels; its gradient is not rounded.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(part: jax.Array, axis: str, dtype: jnp.dtype) -> jax.Array:
+    """A device's rows [D / n, V] -> those of all n along a mesh axis, [D, V], rounded to `dtype`, to travel in it.
 
-    Inside a shard_map over `fsdp` alone. The values are handed on in the part's own dtype, so that a loop adds up the
-    gradient in it; the compiler takes the two conversions away.
+    They are handed on in the part's own dtype, so that a loop adds up their gradient in it (the compiler takes the two
+    conversions away), and the gradient travels in it too.
     """
-    whole = jax.lax.all_gather(part.astype(dtype), "fsdp", axis=0, tiled=True)
-    return whole.astype(part.dtype)
+    return jax.lax.all_gather(part.astype(dtype), axis, axis=0, tiled=True).astype(part.dtype)
 
 
-def _gathered_backward(dtype: jnp.dtype, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=0, tiled=True),)
+def _gathered_forward(part: jax.Array, axis: str, dtype: jnp.dtype) -> tuple[jax.Array, None]:
+    return _gathered(part, axis, dtype), None
 
 
-_gathered.defvjp(lambda part, dtype: (_gathered(part, dtype), None), _gathered_backward)
+def _gathered_backward(axis: str, dtype: jnp.dtype, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.psum_scatter(gradient, axis, scatter_dimension=0, tiled=True),)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def _layer(
