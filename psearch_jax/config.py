@@ -326,8 +326,7 @@ def to_mapping(config: Config) -> dict[str, Any]:
 _AT_LEAST = {
     1: (
         "rollout.slots rollout.samples rollout.turn_tokens rollout.prompt_tokens rollout.widths train.prompts "
-        "train.steps "
-        "train.checkpoint_every_steps train.keep_checkpoints retrieval.topk retrieval.max_sub_queries "
+        "train.steps train.checkpoint_every_steps train.keep_checkpoints retrieval.topk retrieval.max_sub_queries "
         "learning.micro_batch_rows learning.mini_batch_rollouts learning.max_bad_steps data.world_questions"
     ).split(),
     0: (

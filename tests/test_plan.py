@@ -189,7 +189,7 @@ def test_bisection():
 @pytest.mark.slow
 def test_the_search_ends_at_what_fits():
     """Rows and context named as the largest that do not fit, or that leave half of the memory unused."""
-    budgets = {"slots": 2, "context_tokens": 1024, "prompt_tokens": 512, "obs_tokens": 128}
+    budgets = {"slots": 2, "context_tokens": 1024, "prompt_tokens": 512, "obs_tokens": 128, "widths": 1}
     batches = {"mini_batch_rollouts": 192, "micro_batch_rows": 1}
     config = config_file("smoke", model={"path": "", "preset": "toy"}, rollout=budgets, learning=batches)
     target = Target("here", jax.devices()[:1], Chip(100_000_000, 1e12, 1e12), "cpu")
@@ -230,7 +230,7 @@ def test_the_program_for_gpus(tmp_path):
 
     def run(config, topology):
         command = [sys.executable, "launch/plan.py", f"--config=configs/{config}.py", "--platform=cuda"]
-        command += [f"--topology={topology}", f"--json={tmp_path / config}.json"]
+        command += [f"--topology={topology}", f"--json={tmp_path / config}.json", "--config.rollout.widths=1"]
         return completed(command)
 
     done = run("qwen7b_lora", "a100-80")
@@ -244,7 +244,11 @@ def test_the_program_for_gpus(tmp_path):
 def test_the_program(tmp_path):
     """The README's command: its table, its JSON, and exit code 2 with one line where the run does not fit."""
     small = ["--config.model.path=", "--config.model.preset=0.5b", "--config.mesh.tensor=2"]
-    small += ["--config.rollout.context_tokens=1024", "--config.rollout.prompt_tokens=256"]
+    small += [
+        "--config.rollout.context_tokens=1024",
+        "--config.rollout.prompt_tokens=256",
+        "--config.rollout.widths=1",
+    ]
     command = [sys.executable, "launch/plan.py", "--config=configs/qwen7b.py", *small, f"--json={tmp_path / 'p.json'}"]
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
 

@@ -199,6 +199,7 @@ def test_real_questions_and_passages_run_through(shared_data, tmp_path):
     done += [f"--config.data.source={shared_data / 'hotpotqa100' / 'questions.jsonl'}"]
     done += [f"--config.retrieval.corpus={shared_data / 'hotpotqa100' / 'corpus.jsonl'}"]
     done += [f"--config.model.tokenizer={shared_data / 'qwen2_tokenizer'}", "--config.train.steps=2"]
+    done += ["--config.rollout.widths=1"]  # of which every one is compiled
     run(done)
     corpus = (shared_data / "hotpotqa100" / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
     known = {json.loads(line)["id"] for line in corpus}
