@@ -14,27 +14,6 @@ from retrieval.index import TreeSettings, training_rows, tree_bytes
 COPIES = 2.05
 SPARE_BYTES = 2**28  # the program itself and its blocks
 SHARE = 0.8  # of the available memory that a build plans to use: others run on the machine as well
-CGROUP = Path("/sys/fs/cgroup")
-CGROUP_LIMITS = (  # version 2, then version 1: limit, use
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-)
-
-
-def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:
-    """Bytes that this process may still take: what the machine has available, or less where a container limits it."""
-    amounts = []
-    for line in meminfo.read_text().splitlines() if meminfo.is_file() else ():
-        if line.startswith("MemAvailable:"):
-            amounts.append(1024 * int(line.split()[1]))
-    for limit, use in CGROUP_LIMITS:
-        try:
-            amounts.append(int((cgroup / limit).read_text()) - int((cgroup / use).read_text()))
-        except (OSError, ValueError):  # no such group, or "max"
-            continue
-    if not amounts:  # neither Linux nor a container: all there is
-        amounts.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return max(0, min(amounts))
 
 
 def peak_bytes(rows: int, dimensions: int, leaves: int) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from retrieval.bm25 import Bm25Ranker
-from retrieval.budget import SHARE, available_memory, disk_bytes, peak_bytes
+from retrieval.budget import SHARE, disk_bytes, peak_bytes
 from retrieval.corpus import ConcatenatedCorpus, MemoryMappedCorpus
 from retrieval.encoding import RECORD, VECTORS, copy_to, encode_to, refuse_foreign_vectors
 from retrieval.hashing import HashingEncoder
@@ -44,6 +44,7 @@ from retrieval.index import (
     tune,
 )
 from retrieval.manifest import copy_or_link, load_array, read_manifest, sha256, write_manifest
+from retrieval.memory import available_memory
 from retrieval.protocol import CorpusError, Encoder, Passage, Ranker, on_disk
 from retrieval.workplace import Workplace, workplace
 

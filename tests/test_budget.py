@@ -8,11 +8,12 @@ import pytest
 from helpers import people
 
 import retrieval.directory
-from retrieval.budget import available_memory, peak_bytes, reserve
+from retrieval.budget import peak_bytes, reserve
 from retrieval.corpus import MemoryMappedCorpus, write_corpus
 from retrieval.directory import BuildOptions, build_index
 from retrieval.hashing import HashingEncoder
 from retrieval.index import tree_bytes, tree_settings
+from retrieval.memory import available_memory
 from retrieval.protocol import CorpusError
 
 WIKI18 = (21_015_324, 768)
@@ -49,14 +50,16 @@ def test_memory_of_a_container(tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       131072000 kB\nMemAvailable:   120000000 kB\n")
     assert available_memory(meminfo, tmp_path) == 120_000_000 * 1024
-    for limit, use in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for limit, use, stat, name in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
     ):
         (tmp_path / limit).parent.mkdir(exist_ok=True)
         (tmp_path / limit).write_text("64000000000\n")
         (tmp_path / use).write_text("4000000000\n")
         assert available_memory(meminfo, tmp_path) == 60_000_000_000
+        (tmp_path / stat).write_text(f"active_file 7\n{name} 1000000000\n")
+        assert available_memory(meminfo, tmp_path) == 61_000_000_000, "cached files make room for what is asked"
         (tmp_path / limit).write_text("max\n")
         assert available_memory(meminfo, tmp_path) == 120_000_000 * 1024
     assert available_memory() > 0

@@ -6,13 +6,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import jax
 import numpy as np
 
 from psearch_jax import processes
 from psearch_jax.train.state import TrainState
+from retrieval.memory import available_memory
 
 _EVERY_S = 1.0  # how often several processes ask each other; one looks at its own request every time
 _MEMORY_SHARE = 0.5  # of the host memory that is free now, how much a copy of the state may take
@@ -91,23 +91,8 @@ class HostCopy:
 def room_for_copy(state: TrainState) -> bool:
     """Whether the host of every process has memory for a `HostCopy`. All processes must call it at the same point."""
     size = sum(s.data.nbytes for x in jax.tree.leaves(state) for s in _distinct_shards(x))
-    return all(processes.together(lambda: size <= _MEMORY_SHARE * _free_memory()))
+    return all(processes.together(lambda: size <= _MEMORY_SHARE * available_memory()))
 
 
 def _distinct_shards(x: jax.Array) -> list:
     return list({str(s.index): s for s in x.addressable_shards}.values())
-
-
-def _free_memory() -> float:
-    """Bytes of host memory that this process can still have, by Linux and by the limit of its container."""
-    free = [float("inf")]
-    try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free.append(1024 * int(lines["MemAvailable"].split()[0]))
-        group = Path("/sys/fs/cgroup")
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])  # those pages can be had
-        free.append(int((group / "memory.max").read_text()) - used)
-    except (OSError, ValueError, KeyError):  # another system, or a container without a limit ("max")
-        pass
-    return min(free)
