@@ -99,7 +99,10 @@ def collect(
     sampler.give(0, 0, pairs, scripts)
     collector = make_collector(tokenizer, sampler, rollout, service)
     if one_bucket:
-        collector._obs_widths, collector._spans = collector._obs_widths[-1:], collector._spans[-1:]
+        collector._widths.observations, collector._widths.spans = (
+            collector._widths.observations[-1:],
+            collector._widths.spans[-1:],
+        )
     out = collector.collect(params, questions, samples, seed=0, step=0, temperature=1.0)
     assert [(t.question, t.sample) for t in out] == pairs
     for trajectory, script in zip(out, scripts, strict=True):
