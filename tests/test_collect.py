@@ -1,6 +1,7 @@
 """The collector with a real tokenizer, sampler, boundary and retriever; only the drawn ids come from a script."""
 
 import dataclasses
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -99,10 +100,8 @@ def collect(
     sampler.give(0, 0, pairs, scripts)
     collector = make_collector(tokenizer, sampler, rollout, service)
     if one_bucket:
-        collector._widths.observations, collector._widths.spans = (
-            collector._widths.observations[-1:],
-            collector._widths.spans[-1:],
-        )
+        w = collector._widths
+        collector._widths = replace(w, observations=w.observations[-1:], spans=w.spans[-1:])
     out = collector.collect(params, questions, samples, seed=0, step=0, temperature=1.0)
     assert [(t.question, t.sample) for t in out] == pairs
     for trajectory, script in zip(out, scripts, strict=True):
