@@ -265,7 +265,7 @@ def test_the_program(tmp_path):
         assert {"peak_bytes", "resident_bytes", "compile_s"} <= set(plan["programs"][name])
         assert plan["programs"][name]["total_bytes"] < plan["hbm_bytes"]
     assert "| accumulate |" in done.stdout and "headroom" in done.stdout and "a step takes at least" in done.stdout
-    assert "blocks of their attention: 64 (128)" in done.stdout and "1024 (512)" in done.stdout
+    assert "blocks of their attention: 256 (256), 1024 (512)" in done.stdout
     done = run("--topology=v5e:2x4", "--config.rollout.slots=65536")
     assert done.returncode == 2 and "plan: does not fit: " in done.stderr.splitlines()[-1], done.stderr[-2000:]
     assert "lower config.rollout.slots=65536" in done.stderr.splitlines()[-1]

@@ -23,7 +23,7 @@ from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.train import checkpoint, trainer
 from psearch_jax.train.state import init_state, make_optimizer
 from psearch_jax.train.step import Learner
-from psearch_jax.types import RewardParts, TrainBatch, Trajectory
+from psearch_jax.types import KINDS, RewardParts, TrainBatch, Trajectory
 
 BRIEF = {
     "rollout.context_tokens": 128,
@@ -67,7 +67,8 @@ def check_run(workdir: Path, summary: dict, bound: float) -> None:
     assert all(0 < row["logp_gap"] < bound for row in rows), [row["logp_gap"] for row in rows]
     assert all(row["gradient_norm"] > 0 for row in rows)
     for moment in ("before", "after"):
-        assert len(summary[moment]) == 4 and all(figures["tokens"] > 0 for figures in summary[moment].values())
+        assert set(summary[moment]) == {"all", *KINDS}
+        assert all(figures["tokens"] > 0 for figures in summary[moment].values())
 
 
 @pytest.mark.slow
