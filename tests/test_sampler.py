@@ -351,6 +351,17 @@ def test_a_shorter_span_of_the_cache_changes_no_rollout(sampler, params):
     assert spans[0].length.max() > 20
 
 
+def test_turn_budgets_may_differ_by_row(scripted, params):
+    """A row that takes another row's budget samples another number of ids than it was given."""
+    rows, budgets = np.array([3, 9, 1, 14, 5, 7, 2, 11]), np.array([4, 1, 6, 2, 8, 3, 5, 7])
+    before, first = run_scripts(scripted, params, [[5] * 40] * B, turn_tokens=rows)
+    np.testing.assert_array_equal(first.length - before.length, rows)
+    n = np.where(np.arange(B) % 2, 2, 0).astype(np.int32)  # every other row goes on
+    state = scripted.extend(params, jax.tree.map(jnp.asarray, first), np.full((B, C), 6, np.int32), n, budgets)
+    second = fetch(scripted.generate(params, state, 1.0))
+    np.testing.assert_array_equal(second.length - first.length, np.where(n > 0, n + budgets, 0))
+
+
 def test_one_compilation_per_shape(tiny_tokenizer, params):
     """A program that recompiles for another count, key or temperature stops every step for a minute."""
     fresh = make_sampler(tiny_tokenizer, CONFIG)

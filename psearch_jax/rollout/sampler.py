@@ -159,7 +159,7 @@ class Sampler:
         pool: SamplerState,
         source: np.ndarray,
         keys: np.ndarray,
-        turn_tokens: int,
+        turn_tokens: int | np.ndarray,
         budget_end: int,
     ) -> SamplerState:
         """Copies prompt `source[b]` of the pool into slot b; -1 leaves the slot alone, -2 empties it.
@@ -167,12 +167,13 @@ class Sampler:
         Args:
           source: [B] int32.
           keys: [B, 2] uint32, read where a prompt is admitted.
+          turn_tokens: ids of the first turn at most; one number, or [B].
         """
         with jax.set_mesh(self.mesh):
-            return self._admit(state, pool, source, keys, np.int32(turn_tokens), np.int32(budget_end))
+            return self._admit(state, pool, source, keys, _per_row(turn_tokens, source), np.int32(budget_end))
 
     def extend(
-        self, params: nnx.State, state: SamplerState, ids: np.ndarray, n: np.ndarray, turn_tokens: int
+        self, params: nnx.State, state: SamplerState, ids: np.ndarray, n: np.ndarray, turn_tokens: int | np.ndarray
     ) -> SamplerState:
         """Appends `n[b]` forced ids to row b (mask 0) and starts its next turn; n = 0 leaves the row as it is.
 
@@ -181,9 +182,10 @@ class Sampler:
         Args:
           ids: [B, C] int32.
           n: [B] int32.
+          turn_tokens: ids of the next turn at most; one number, or [B].
         """
         with jax.set_mesh(self.mesh):
-            return self._extend(params, state, ids, n, np.int32(turn_tokens))
+            return self._extend(params, state, ids, n, _per_row(turn_tokens, n))
 
     def generate(
         self, params: nnx.State, state: SamplerState, temperature: float, span: int | None = None
@@ -242,10 +244,10 @@ class Sampler:
             return self._prefill.trace(params, ids(pool_rows, width), prompts)
 
         def admit(width: int) -> jax.stages.Traced:
-            return self._admit.trace(state, pools[width], count, keys, number, number)
+            return self._admit.trace(state, pools[width], count, keys, count, number)
 
         def extend(width: int) -> jax.stages.Traced:
-            return self._extend.trace(params, state, ids(rows, width), count, number)
+            return self._extend.trace(params, state, ids(rows, width), count, count)
 
         def generate(span: int) -> jax.stages.Traced:
             return self._generate.trace(params, tables, state, warmth, span=span)
@@ -406,3 +408,8 @@ class Sampler:
             automaton=jnp.where(sampled, automaton, state.automaton),
             status=jnp.where(running, status, state.status),
         )
+
+
+def _per_row(number: int | np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """One number, or one for each of the rows [B], as [B] int32: one shape, so that a program is compiled once."""
+    return np.full(rows.shape, number, np.int32)
