@@ -9,7 +9,8 @@ EXTRAS = {
     "cuda": ["jax[cuda13]"],
     "tpu": ["jax[tpu]"],
     "gcs": ["gcsfs>=2025.2"],  # run directories, evaluations, exports and questions at gs://
-    # The peers in `launch/bench.py retrieval`; the library itself needs none of them.
+    # The peers in `launch/bench.py retrieval`; the library itself needs none of them. Those of `rollout` and `update`
+    # are torch and trl, which may come with gigabytes of CUDA libraries: the user's choice.
     "bench": ["faiss-cpu>=1.9", "bm25s>=0.2.6", "tantivy>=0.22"],
     "test": [
         "pytest>=8",

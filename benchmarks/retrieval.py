@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ import numpy as np
 
 from benchmarks import encoder as encoder_benchmark
 from benchmarks import lexical
+from benchmarks.timing import machine
 from benchmarks.vectors import BUILDERS, TARGETS, K, clustered, compare
 from psearch_jax.eval.tables import table
 from retrieval.client import HttpRetriever
@@ -41,7 +39,7 @@ CONCURRENT_CLIENTS = 64
 
 def main(argv: Sequence[str]) -> None:
     flags = _flags(argv)
-    report: dict[str, Any] = {"machine": _machine(), "arguments": vars(flags)}
+    report: dict[str, Any] = {"machine": machine(), "arguments": vars(flags)}
     if "vectors" in flags.parts:
         report["vectors"] = []
         for rows in flags.rows:
@@ -139,16 +137,6 @@ def _passages(count: int, seed: int = 0) -> list[Passage]:
     picks = np.minimum(rng.zipf(1.3, (count, 62)), len(words)) - 1
     lines = [[words[pick] for pick in row] for row in picks]
     return [Passage(str(n), " ".join(line[:2]) + f" {n}", " ".join(line[2:])) for n, line in enumerate(lines)]
-
-
-def _machine() -> dict[str, Any]:
-    packages = {}
-    for name in ("numpy", "scann", "faiss-cpu", "numba", "bm25s", "tantivy", "jax", "torch", "transformers"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return {"cores": os.cpu_count(), "python": platform.python_version(), "packages": packages}
 
 
 def _table(lines: list[dict[str, Any]]) -> str:

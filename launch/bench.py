@@ -7,6 +7,8 @@
     python launch/bench.py baselines --out=DIR    every method trained and evaluated alike in the closed world
     python launch/bench.py weights --json=FILE    what the host holds while a checkpoint of 7B comes and goes
     python launch/bench.py scale --out=DIR        which machine each size needs, planned without one
+    python launch/bench.py rollout --json=FILE    multi-turn rollouts beside transformers on PyTorch
+    python launch/bench.py update --json=FILE     an optimizer step beside PyTorch, compiled too, and TRL
 
 `python launch/bench.py SUBJECT --help` lists the options of one. Times on a shared machine mean little by
 themselves: compare what one run prints.
@@ -17,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SUBJECTS = ("retrieval", "recall", "corpus", "questions", "baselines", "scale", "weights")
+SUBJECTS = ("retrieval", "recall", "corpus", "questions", "baselines", "scale", "weights", "rollout", "update")
 
 
 def main() -> int:
@@ -29,7 +31,13 @@ def main() -> int:
         print(f"bench: {found} found, accepted: {', '.join(SUBJECTS)}", file=sys.stderr)
         return 2
     sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed
-    import_module(f"benchmarks.{sys.argv[1]}").main(sys.argv[2:])
+    from psearch_jax.types import UserError
+
+    try:
+        import_module(f"benchmarks.{sys.argv[1]}").main(sys.argv[2:])
+    except UserError as error:
+        print(f"bench {sys.argv[1]}: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -1,6 +1,7 @@
 """The benchmarks run, at sizes that say nothing about speed."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 PROGRAM = Path(__file__).resolve().parents[1] / "launch" / "bench.py"
 
 
-SUBJECTS = ("retrieval", "recall", "corpus", "questions", "baselines", "scale", "weights")
+SUBJECTS = ("retrieval", "recall", "corpus", "questions", "baselines", "scale", "weights", "rollout", "update")
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess:
@@ -84,3 +85,55 @@ def test_questions(tmp_path):
     bench("questions", "--rows", "2000", f"--json={tmp_path / 'out.json'}")
     figures = json.loads((tmp_path / "out.json").read_text())
     assert figures["rows"] == 2000 and all(figures[key]["peak_mb"] > 10 for key in list(figures)[1:])
+
+
+def test_rollouts(tmp_path, monkeypatch, capsys):
+    """Contenders that do not do the same work, or sample from other weights; row use that counts what nobody ran."""
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(PROGRAM.parents[1])
+    from benchmarks import rollout
+    from benchmarks.scripted import ragged
+
+    out, work = tmp_path / "out.json", ragged(0.05)
+    rollout.main(["--sizes=tiny", "--works=ragged", "--scale=0.05", "--repeats=2", f"--json={out}"])
+    lines = {line["contender"]: line for line in json.loads(out.read_text())["rollout"]}
+    assert list(lines) == ["this project", "torch", "torch, re-prefilling"]
+    for line in lines.values():
+        speed = line["rollouts_per_s"]
+        assert len(line["seconds"]) == 2 and 0 < speed["min"] <= speed["median"] <= speed["max"]
+        assert line["max_difference"] < 1e-4
+    ours = lines["this project"]
+    assert ours["speed_to_ours"] == 1 and 0 < ours["row_use"] <= 1 and 0 < ours["extend_use"] <= 1
+    assert ours["decode_steps"] * work.slots * ours["row_use"] == pytest.approx(work.sampled, rel=2e-3)
+    assert ours["decode_steps"] >= work.sampled / work.slots and ours["extend_calls"] >= 3
+    table = capsys.readouterr().out
+    assert "| tiny | ragged | torch, re-prefilling |" in table and "left out" not in table
+
+
+def test_updates(tmp_path, monkeypatch, capsys):
+    """A peer that takes another step, real ids that are counted wrong, or one left out without a word."""
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(PROGRAM.parents[1])
+    from benchmarks import update
+
+    rows = [[0] * 4 + [1] * n for n in (3, 9, 20)]
+    (tmp_path / "000000.jsonl").write_text("".join(json.dumps({"mask": row}) + "\n" for row in rows))
+    monkeypatch.setattr(update, "missing", lambda *names: ", ".join({"trl"} & set(names)))
+    flags = [f"--lengths={tmp_path / '000000.jsonl'}", f"--json={tmp_path / 'out.json'}", "--peers", "torch", "trl"]
+    update.main(["--sizes=tiny", "--works=ragged", "--repeats=2", *flags])
+    report = json.loads((tmp_path / "out.json").read_text())
+    ours, torch = report["update"]
+    assert (ours["contender"], torch["contender"]) == ("this project", "torch")
+    assert torch["loss"] == pytest.approx(ours["loss"], abs=1e-5) and ours["loss"] != 0
+    assert torch["gradient_norm"] == pytest.approx(ours["gradient_norm"], rel=1e-3)
+    assert torch["ids_per_s"]["max"] == pytest.approx(sum(map(len, rows)) / min(torch["seconds"]), rel=0.2)
+    assert "trl: left out, trl is not installed" in capsys.readouterr().out.splitlines()
+
+
+def test_a_file_without_lengths_is_told_in_one_line(tmp_path, monkeypatch, capsys):
+    """Bad input ends in a traceback."""
+    monkeypatch.setattr(sys, "argv", ["bench.py", "update", "--works=ragged", f"--lengths={tmp_path / 'none.jsonl'}"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert runpy.run_path(str(PROGRAM))["main"]() == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "none.jsonl" in error and "accepted: a file of WORKDIR/trajectories" in error

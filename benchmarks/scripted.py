@@ -1,0 +1,246 @@
+"""Rollouts of scripted lengths: how long each turn and each observation is, whatever a random policy samples.
+
+Ours are sampled by the Collector itself, through its stand-ins: a turn ends by its token budget, which is given row by
+row, and counts as a search or, the last one, as an answer; a retriever hands out words to the scripted number.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from psearch_jax import build
+from psearch_jax.config import MeshSection, Qwen2Config, from_mapping
+from psearch_jax.rollout import collect, sampling
+from psearch_jax.rollout.boundary import BoundaryTables
+from psearch_jax.rollout.sampler import Sampler, SamplerState, Status
+from psearch_jax.sharding import SAMPLING, make_mesh, param_shardings
+from psearch_jax.text.tags import MIN_OBSERVATION_TOKENS
+from psearch_jax.types import Question, Trajectory, Turn
+from retrieval.protocol import Passage
+
+TAG_WORDS = 2  # of an observation, as `Words` counts them: its opening and its closing tag
+
+
+@dataclass(frozen=True)
+class Script:
+    """One rollout: ids sampled in each turn, and ids put in between."""
+
+    turns: tuple[int, ...]
+    observations: tuple[int, ...]  # one fewer
+
+
+@dataclass(frozen=True)
+class Work:
+    """Rollouts to be done; those of a group share a prompt and stand together."""
+
+    name: str
+    prompt_tokens: int
+    samples: int  # rollouts in a group
+    slots: int  # rows decoded together
+    scripts: tuple[Script, ...]
+
+    @property
+    def sampled(self) -> int:
+        return sum(sum(s.turns) for s in self.scripts)
+
+    @property
+    def forced(self) -> int:
+        return sum(sum(s.observations) for s in self.scripts)
+
+    def length(self, script: Script) -> int:
+        return self.prompt_tokens + sum(script.turns) + sum(script.observations)
+
+    @property
+    def longest(self) -> int:
+        return max(self.length(s) for s in self.scripts)
+
+    def prompts(self, n_ids: int) -> list[list[int]]:
+        rng = np.random.default_rng(1)
+        return rng.integers(0, n_ids, (len(self.scripts) // self.samples, self.prompt_tokens)).tolist()
+
+
+def equal(scale: float = 1.0) -> Work:
+    """64 rollouts in 8 groups: a prompt of 160 ids, three turns of 60, 240 forced ids in between."""
+    script = Script((_ids(60, scale),) * 3, (_ids(240, scale),) * 2)
+    return Work("equal", _ids(160, scale), 8, 64, (script,) * 64)
+
+
+def ragged(scale: float = 1.0, seed: int = 0) -> Work:
+    """256 rollouts in groups of 8 over 64 slots: 1 to 4 turns, log-normal with mean 60 and 240 at most, and 60 to 240
+    forced ids in between."""
+    rng, spread = np.random.default_rng(seed), 0.8
+    scripts = []
+    for _ in range(256):
+        n = int(rng.integers(1, 5))
+        turns = np.minimum(rng.lognormal(np.log(60) - spread**2 / 2, spread, n), 240)
+        observations = rng.integers(60, 241, n - 1)
+        scripts.append(Script(*(tuple(_ids(x, scale) for x in part) for part in (turns, observations))))
+    return Work("ragged", _ids(160, scale), 8, 64, tuple(scripts))
+
+
+WORKS: dict[str, Callable[[float], Work]] = {"equal": equal, "ragged": ragged}
+
+
+def _ids(n: float, scale: float) -> int:
+    return max(TAG_WORDS + 1, round(n * scale))
+
+
+class Words:
+    """A tokenizer for which a word is an id."""
+
+    stop_ids = frozenset()
+
+    def __init__(self, n_ids: int):
+        self._n_ids = n_ids
+
+    def encode_foreign(self, text: str) -> list[int]:
+        return [zlib.crc32(word.encode()) % self._n_ids for word in text.split()]
+
+
+class ScriptedPassages:
+    """A retriever whose passage has the length that the query asks for by number: "rollout turn"."""
+
+    def __init__(self, scripts: Sequence[Script]):
+        self._scripts = scripts
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        found = []
+        for query in queries:
+            rollout, turn = map(int, query.split())
+            words = self._scripts[rollout].observations[turn] - TAG_WORDS
+            found.append([Passage(query, "", " ".join(f"{rollout}.{turn}.{i}" for i in range(words)))])
+        return found
+
+
+class ScriptedSampler(Sampler):
+    """The sampler itself, but a turn's budget is that of the row's script, and its end is a search or an answer.
+
+    The device knows the last turn of a row by its whole length, which is put in place of half of the row's random key.
+    """
+
+    work: Work
+    given: dict[tuple[int, ...], Script]  # by a rollout's key
+
+    def begin(self, work: Work, given: dict[tuple[int, ...], Script]) -> None:
+        self.work, self.given = work, given
+        self._turns: dict[int, list[int]] = {}  # by slot: the turns to come
+        self.extend_calls = self.extended_positions = 0
+        self._steps: list[jax.Array] = []
+
+    @property
+    def decode_steps(self) -> int:
+        return sum(int(x) for x in self._steps)
+
+    def admit(self, state, pool, source, keys, turn_tokens, budget_end, rows=None) -> SamplerState:
+        slots = np.arange(len(source)) if rows is None else rows
+        keys, budgets = np.array(keys), np.ones(len(source), np.int32)
+        for at in np.flatnonzero(np.asarray(source) >= 0):
+            script = self.given[tuple(keys[at].tolist())]
+            keys[at, 1] = self.work.length(script)
+            budgets[at], *self._turns[int(slots[at])] = script.turns
+        return super().admit(state, pool, source, keys, budgets, budget_end, **_rows(rows))
+
+    def extend(self, params, state, ids, n, turn_tokens, rows=None) -> SamplerState:
+        slots, budgets = np.arange(len(n)) if rows is None else rows, np.ones(len(n), np.int32)
+        for at in np.flatnonzero(n):
+            budgets[at] = self._turns[int(slots[at])].pop(0)
+        self.extend_calls += 1
+        self.extended_positions += ids.size
+        return super().extend(params, state, ids, n, budgets, **_rows(rows))
+
+    def generate(self, params, state, *args, **kwargs) -> SamplerState:
+        before = state.length + 0  # a copy: the state is donated
+        state = super().generate(params, state, *args, **kwargs)
+        # The row that ran last ran in every step.
+        self._steps.append(jnp.max(state.length - before))
+        return state
+
+    def _decode(self, *args) -> SamplerState:
+        state = super()._decode(*args)
+        over = state.length >= state.key[:, 1].astype(jnp.int32)
+        ended = jnp.where(over, jnp.int32(Status.ANSWER), jnp.int32(Status.SEARCH))
+        return replace(state, status=jnp.where(state.status == Status.TURN_FULL, ended, state.status))
+
+
+def _rows(rows: np.ndarray | None) -> dict[str, np.ndarray]:
+    return {} if rows is None else {"rows": rows}
+
+
+class _ScriptedCall(collect._Call):
+    """A turn is what the script says of it, whatever its ids are."""
+
+    def _turn(self, live: Any, sampled: np.ndarray, *_: Any) -> Turn:
+        script, turn = self.sampler.work.scripts[live.order], len(live.turns)
+        if len(sampled) != script.turns[turn]:
+            raise AssertionError(f"rollout {live.order}: {len(sampled)} ids in turn {turn}, not {script.turns[turn]}")
+        if turn + 1 == len(script.turns):
+            return Turn("", "answer", True, answer="", n_sampled=len(sampled))
+        return Turn("", "search", True, (f"{live.order} {turn}",), n_sampled=len(sampled))
+
+
+class Ours:
+    """This project's rollouts of a work, by the parts that a run has.
+
+    Args:
+      settings: sections of a config to measure under, as {"rollout": {"slots": 32}}.
+    """
+
+    def __init__(self, work: Work, model: Qwen2Config, params: nnx.State, settings: dict[str, dict[str, Any]]):
+        observation = max([n for s in work.scripts for n in s.observations], default=0)
+        rollout = {
+            "slots": work.slots,
+            "samples": work.samples,
+            "context_tokens": work.longest + 1,  # the last id of the longest is no end of the context
+            "prompt_tokens": work.prompt_tokens,
+            "turn_tokens": max(n for s in work.scripts for n in s.turns),
+            "obs_tokens": max(MIN_OBSERVATION_TOKENS, observation),
+            "search_turns": max(len(s.turns) for s in work.scripts),
+            "max_tokens_after_answer": 0,
+        }
+        plain = {"dtype": "float32", "sampling_dtype": "float32"}
+        config = from_mapping(settings | {"rollout": rollout | settings.get("rollout", {}), "model": plain})
+        mesh, n_ids = make_mesh(MeshSection(1, 1, 1), jax.devices()[:1]), model.vocab_rows
+        nothing = np.zeros((1, n_ids), np.uint8)  # no id completes a tag
+        with mock.patch.object(build, "Sampler", ScriptedSampler):
+            self._sampler = build.make_sampler(config, model, mesh, BoundaryTables(nothing, nothing), n_ids, ())
+        prompts = work.prompts(n_ids)
+        self._questions = [Question("scripted", str(i), "", (), "single") for i in range(len(prompts))]
+        self._collector = collect.Collector(
+            self._sampler,
+            Words(n_ids),
+            ScriptedPassages(work.scripts),
+            lambda question: prompts[int(question.id)],
+            config.rollout,
+            config.retrieval,
+        )
+        self._work, self._model = work, model
+        self._params = jax.device_put(params, param_shardings(params, SAMPLING, mesh))
+
+    def run(self) -> list[Trajectory]:
+        work, seed, step = self._work, 0, 0
+        words = [sampling.id_words(q.source, q.id) for q in self._questions for _ in range(work.samples)]
+        keys = sampling.row_keys(seed, step, words, [*range(work.samples)] * len(self._questions))
+        self._sampler.begin(work, dict(zip(map(tuple, keys.tolist()), work.scripts, strict=True)))
+        with mock.patch.object(collect, "_Call", _ScriptedCall):
+            return self._collector.collect(
+                self._params, self._questions, work.samples, seed=seed, step=step, temperature=1.0
+            )
+
+    def accounting(self) -> dict[str, Any]:
+        """What the last run spent."""
+        sampler, steps = self._sampler, self._sampler.decode_steps
+        return {
+            "row_use": round(self._work.sampled / (steps * self._work.slots), 3),
+            "decode_steps": steps,
+            "extend_calls": sampler.extend_calls,
+            "extend_use": round(self._work.forced / max(sampler.extended_positions, 1), 3),
+        }
