@@ -134,3 +134,20 @@ class TrainBatch:
     old_logprobs: np.ndarray  # [B, S] float32, by the trainer's weights before the first update of the batch
     ref_logprobs: np.ndarray  # [B, S] float32, by the frozen reference (zeros when the KL term is off)
     sampler_logprobs: np.ndarray  # [B, S] float32, as recorded while sampling
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A micro-batch: rows of one width that hold one or more trajectories, one behind the other.
+
+    Fields of the same name are those of `TrainBatch`, moved to where a trajectory lies.
+    """
+
+    ids: np.ndarray  # [B, W] int32
+    segments: np.ndarray  # [B, W] int32, which trajectory of its row an id belongs to: 1, 2, ..; 0: no real id
+    positions: np.ndarray  # [B, W] int32, the id's place in its trajectory
+    mask: np.ndarray  # [B, W] float32
+    advantage: np.ndarray  # [B, W] float32
+    old_logprobs: np.ndarray  # [B, W] float32
+    ref_logprobs: np.ndarray  # [B, W] float32
+    sampler_logprobs: np.ndarray  # [B, W] float32

@@ -58,6 +58,10 @@ def check_kernels(mesh) -> None:
         with jax.set_mesh(mesh), mock.patch.object(jax.nn, "dot_product_attention", instead):
             ours = jax.jit(functools.partial(attention.on_each_device, kernel))(q, k, v)
         np.testing.assert_allclose(ours, attention.causal(q, k, v), atol=1e-5)
+    segments = np.sort(rng.integers(0, 3, (B, 130)).astype(np.int32))
+    with jax.set_mesh(mesh):
+        ours = jax.jit(functools.partial(attention.on_each_device, splash))(q, k, v, segments)
+    np.testing.assert_allclose(ours, attention.causal(q, k, v, segments=segments), atol=1e-5)
 
 
 def check_adapters(mesh, config: Qwen2Config, optimizer) -> None:

@@ -30,7 +30,7 @@ from psearch_jax.sharding import AXES
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "configs"))
 
 
-def plain(q, k, v, old=None, start=None):
+def plain(q, k, v, old=None, start=None, segments=None):
     """Softmax over all scores, head by head, in float64."""
     B, T, N, H = q.shape
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
@@ -43,6 +43,8 @@ def plain(q, k, v, old=None, start=None):
         if old is not None:
             before = np.arange(S - T) < int(start[b])
             seen = np.concatenate([np.tile(before, (T, 1)), seen], axis=1)
+        if segments is not None:
+            seen &= segments[b][:, None] == segments[b]
         for n in range(N):
             kv = n // (N // k.shape[1])
             scores = np.where(seen, q[b, :, n] @ k[b, kv].T / np.sqrt(H), -np.inf)
@@ -102,6 +104,36 @@ def test_the_tpu_kernel(length, heads, kv_heads, size):
         np.testing.assert_allclose(ours, wanted, atol=1e-4)
 
 
+def in_segments(length):
+    """Two rows of several trajectories, one of which ends with padding."""
+    place = np.arange(length)
+    return np.stack([1 + (place > 5) + (place > length // 2), np.where(place < length - 9, 1, 0)]).astype(np.int32)
+
+
+def dense(q, k, v, segments):
+    """All scores at once by the definition, differentiable."""
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[1], axis=1) for x in (k, v))
+    seen = jnp.tril(segments[:, :, None] == segments[:, None])[:, None]
+    scores = jnp.einsum("BTNH,BNSH->BNTS", q, k) / math.sqrt(q.shape[-1])
+    return jnp.einsum("BNTS,BNSH->BTNH", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
+
+
+@pytest.mark.parametrize(("form", "length"), [("blocked", 40), ("blocked", 2 * QUERY_BLOCK + 30), ("splash", 200)])
+def test_attention_within_segments(form, length):
+    """A trajectory that sees the one before it in its row, in values or in gradients."""
+    q, k, v, _ = draw(T=length)
+    segments = in_segments(length)
+    function = splash if form == "splash" else functools.partial(causal, implementation=form)
+    function = functools.partial(function, segments=segments)
+    np.testing.assert_allclose(jax.jit(function)(q, k, v), plain(q, k, v, segments=segments), atol=1e-5)
+    ours, wanted = (
+        jax.jit(functools.partial(gradients, f))(q, k, v)
+        for f in (function, functools.partial(dense, segments=segments))
+    )
+    for x, y in zip(ours, wanted, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4)
+
+
 SIXTEEN = 0.03  # of values drawn from N(0, 1) behind scores of std 16; a query that is rounded twice misses it by 3
 
 
@@ -112,8 +144,8 @@ def sixteen_bits(length, dtype=jnp.bfloat16):
     return [jnp.asarray(x, dtype) for x in (q, k, rng.normal(size=(1, 1, length, 128)))]
 
 
-def splash(q, k, v):
-    return attention._splash(q, k, v, interpret=True)
+def splash(q, k, v, segments=None):
+    return attention._splash(q, k, v, segments, interpret=True)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +161,15 @@ def test_sixteen_bits(length, form, dtype):
     """A scale applied to 16-bit queries, which rounds every score by 2**-9 of itself once more."""
     q, k, v = sixteen_bits(length, jnp.dtype(dtype))
     np.testing.assert_allclose(np.asarray(form(q, k, v), np.float64), plain(q, k, v), atol=SIXTEEN)
+
+
+@pytest.mark.parametrize("form", [causal, splash])
+def test_sixteen_bits_within_segments(form):
+    """The same of a packed row, whose later trajectories are alone with their keys."""
+    q, k, v = sixteen_bits(WHOLE_CHUNK)
+    segments = (1 + np.arange(WHOLE_CHUNK) // 100)[None].astype(np.int32)
+    got = np.asarray(form(q, k, v, segments=segments), np.float64)
+    np.testing.assert_allclose(got, plain(q, k, v, segments=segments), atol=SIXTEEN)
 
 
 def test_sixteen_bits_behind_a_cache():

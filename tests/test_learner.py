@@ -17,11 +17,11 @@ from programs import completed
 from psearch_jax.buckets import buckets
 from psearch_jax.config import LearningSection
 from psearch_jax.models import qwen2
-from psearch_jax.rl.batch import make_batch, micro_batches, mini_batches, take_rows
+from psearch_jax.rl.batch import make_batch, micro_batches, mini_batches, padding, take_rows
 from psearch_jax.rl.losses import policy_loss
 from psearch_jax.train.state import init_state, learning_rate, make_optimizer, with_warmup
-from psearch_jax.train.step import token_logprobs
-from psearch_jax.types import TrainBatch, Trajectory
+from psearch_jax.train.step import Learner, token_logprobs
+from psearch_jax.types import Packed, TrainBatch, Trajectory
 
 CONFIG = tiny_config()
 ROWS, S = 8, 16
@@ -51,7 +51,7 @@ def some_batch(rows: int = ROWS, seed: int = 0, positions: int = S) -> TrainBatc
     length[-1] = 0
     real = np.arange(positions) < length[:, None]
     mask = (real & (np.arange(positions) >= 3) & (rng.random(size) < 0.6)).astype(np.float32)
-    mask[2] = 0
+    mask[2:3] = 0
     ids = np.where(real, rng.integers(0, 390, size), 0).astype(np.int32)
     old, ref, sampler = (np.where(real, -6 + rng.normal(size=size), 0).astype(np.float32) for _ in range(3))
     advantage = (rng.normal(size=(rows, 1)) * mask).astype(np.float32)
@@ -89,16 +89,22 @@ def test_logprobs_of_padded_rows_are_those_of_each_row_alone(tiny_tokenizer, par
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
-def test_micro_batches_change_nothing(tiny_tokenizer, params, aggregation):
-    """A mean per micro-batch would weigh rows by how they happen to be cut."""
-    grads, batch = [], None
-    positions = 24 if aggregation == "sequence_mean" else S  # two widths of rows, or one
-    for rows in (8, 2):
+def test_neither_micro_batches_nor_shared_rows_change_anything(tiny_tokenizer, params, aggregation):
+    """A mean per micro-batch or per row would weigh trajectories by how they happen to be cut and packed; so would one
+    that sees its neighbour, or counts its positions on from it."""
+    batch, found = some_batch(12, seed=3, positions=48), []
+    for rows, widths in ((6, (48,)), (2, (32, 48))):
         changes = dict(aggregation=aggregation, micro_batch_rows=rows, kl_coefficient=0.1, importance_cap=2.0)
-        learner, _ = make_learner(tiny_tokenizer, CONFIG, positions, **changes)
-        batch = batch or on_policy(learner, params, some_batch(positions=positions))
-        grads.append(jax.device_get(learner.gradients(params, batch)))
-    assert worst(grads[1], grads[0]) < 1e-6
+        learner, _ = make_learner(tiny_tokenizer, CONFIG, 48, **changes)
+        learner._widths = widths
+        batch = batch if found else on_policy(learner, params, batch)
+        found.append((learner.gradients(params, batch), learner.logprobs(params, batch)))
+    learner._together = False
+    found.append((learner.gradients(params, batch), learner.logprobs(params, batch)))
+    assert [padding(micro_batches(batch, 2, (48,), x)) < 0.25 for x in (True, False)] == [True, False]
+    for gradients, logprobs in found[1:]:
+        assert worst(gradients, found[0][0]) < 2e-6
+        np.testing.assert_allclose(logprobs, found[0][1], atol=1e-5)
 
 
 def test_the_gradient_is_that_of_the_whole_loss(tiny_tokenizer, params, learner):
@@ -109,10 +115,14 @@ def test_the_gradient_is_that_of_the_whole_loss(tiny_tokenizer, params, learner)
     @jax.grad
     def whole(params):
         model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), params)
-        logp, entropy = token_logprobs(model, jnp.asarray(batch.ids), 1.0, tiny_tokenizer.size)
-        arrays = (batch.old_logprobs, batch.ref_logprobs, batch.sampler_logprobs, batch.advantage)
-        arrays += (batch.mask, batch.length)
-        loss, _ = policy_loss(logp, entropy, *map(jnp.asarray, arrays), LearningSection(kl_coefficient=0.1), S)
+        place = np.arange(S, dtype=np.int32)
+        fields = {name: getattr(batch, name) for name in Packed.__dataclass_fields__ if hasattr(batch, name)}
+        segments, positions = (place < batch.length[:, None]).astype(np.int32), np.tile(place, (ROWS, 1))
+        rows = jax.tree.map(jnp.asarray, Packed(segments=segments, positions=positions, **fields))
+        logp, entropy = token_logprobs(model, rows, 1.0, tiny_tokenizer.size)
+        arrays = (rows.old_logprobs, rows.ref_logprobs, rows.sampler_logprobs, rows.advantage)
+        arrays += (rows.mask, rows.segments)
+        loss, _ = policy_loss(logp, entropy, *arrays, LearningSection(kl_coefficient=0.1), S)
         return loss.total / loss.count
 
     assert worst(learner.gradients(params, batch), whole(params)) < 5e-6
@@ -207,24 +217,68 @@ def test_batches_keep_rows_in_lockstep():
     assert [p.length.tolist() for p in mini_batches(batch, 2)] == [[9, 7], [30]]
 
 
-def test_micro_batches_lose_no_row_and_no_position():
-    """Rows sorted by length must go back to their own places, and none may be cut by the width of its piece."""
-    batch = some_batch(7, positions=24)
+def test_widths():
+    """Widths that are no multiples of what a kernel wants, or that leave out the longest row."""
     assert buckets(64) == (16, 32, 48, 64) and buckets(50) == (16, 32, 48, 50) and buckets(16) == (16,)
     assert buckets(256, 1) == (256,) and buckets(100, 2) == (64, 100) and buckets(4000, 2) == (2048, 4000)
     assert buckets(1000) == (256, 512, 752, 1000) and buckets(6196) == (1536, 3072, 4608, 6196)
-    seen = []
-    for places, piece in micro_batches(batch, 3, (16, 24)):
-        assert piece.ids.shape in ((3, 16), (3, 24))
-        assert piece.length.max() <= piece.ids.shape[1] and not piece.length[len(places) :].any()
-        assert not piece.mask[len(places) :].any()
-        for row, place in enumerate(places):
-            n = batch.length[place]
-            for name in ("ids", "mask", "advantage", "old_logprobs", "ref_logprobs", "sampler_logprobs"):
-                np.testing.assert_array_equal(getattr(piece, name)[row, :n], getattr(batch, name)[place, :n])
-        seen += places.tolist()
-    assert sorted(seen) == list(range(7))
-    assert take_rows(batch, np.array([4, 1])).length.tolist() == batch.length[[4, 1]].tolist()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_micro_batches_lose_no_trajectory_and_no_position(together):
+    """A trajectory that is cut, laid over another one, or whose mask slips against its ids."""
+    widths = (16, 32, 48, 64)
+    for seed, (n, longest) in enumerate([(7, 64), (40, 64), (40, 20), (1, 64), (0, 64)]):
+        batch = some_batch(n + 1, seed, positions=longest)  # the last one is empty
+        seen = []
+        for places, piece in micro_batches(batch, 3, widths, together):
+            assert piece.ids.shape[0] == 3 and piece.ids.shape[1] in widths
+            real = np.zeros(piece.ids.shape, bool)
+            for i, row, start in places:
+                n = batch.length[i]
+                here = np.s_[row, start : start + n]
+                assert not real[here].any() and len(set(piece.segments[here])) == 1
+                real[here] = True
+                np.testing.assert_array_equal(piece.positions[here], np.arange(n))
+                for name in ("ids", "mask", "advantage", "old_logprobs", "ref_logprobs", "sampler_logprobs"):
+                    np.testing.assert_array_equal(getattr(piece, name)[here], getattr(batch, name)[i, :n])
+            np.testing.assert_array_equal(piece.segments > 0, real)
+            assert not piece.mask[~real].any() and not piece.ids[~real].any()
+            shared = [sum(place.row == row for place in places) for row in range(3)]
+            assert piece.segments.max(1).tolist() == shared and (together or max(shared) == 1)
+            seen += [place.trajectory for place in places]
+        assert sorted(seen) == np.flatnonzero(batch.length).tolist()
+
+
+def test_packing_pays():
+    """Rows that are shared without need, or half empty: spreads as the published budgets allow them."""
+    rng = np.random.default_rng(0)
+    length = np.clip(rng.lognormal(7.3, 0.6, 320), 300, 6196).astype(np.int32)
+    nothing = np.zeros((320, 6196), np.float32)
+    batch = TrainBatch(nothing.astype(np.int32), length, *[nothing] * 5)
+    alone, shared = (padding(micro_batches(batch, 16, buckets(6196), together)) for together in (False, True))
+    assert alone > 0.3 and shared < 0.05
+    equal = take_rows(replace(batch, length=np.full_like(length, 3000)), np.arange(64))
+    assert [piece.ids.shape for _, piece in micro_batches(equal, 16, buckets(6196))] == [(16, 3072)] * 4
+
+
+def test_shared_rows_in_sixteen_bits(tiny_tokenizer, params):
+    """Rounding that grows with the place in a row: the update would depend on how rows are packed."""
+    learning = LearningSection(micro_batch_rows=2, mini_batch_rollouts=12, kl_coefficient=0.1)
+    optimizer, n_ids = make_optimizer(learning, 10), tiny_tokenizer.size
+    learner = Learner(
+        CONFIG, learning, optimizer, one_device_mesh(), 48, 1.0, n_ids, "bfloat16", remat=False, widths=1
+    )
+    batch = on_policy(learner, params, some_batch(12, seed=3, positions=48))
+    found = []
+    for together in (True, False):
+        learner._together = together
+        found.append(jax.device_get((learner.gradients(params, batch), learner.logprobs(params, batch))))
+    (packed, logprobs), (alone, wanted) = found
+    pairs = zip(jax.tree.leaves(packed), jax.tree.leaves(alone), strict=True)
+    far = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs]
+    assert max(far) < 0.02, far
+    np.testing.assert_allclose(logprobs, wanted, atol=0.02)
 
 
 def test_warm_up_compiles_every_width(tiny_tokenizer, params):

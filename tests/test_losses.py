@@ -15,7 +15,7 @@ from psearch_jax.rl.losses import k3, policy_loss
 JUNK = 99.0
 CONTEXT = 16
 MASK = np.array([[0, 1, 1, 0], [0, 0, 1, 0]], np.float32)
-LENGTH = np.array([4, 3], np.int32)
+SEGMENTS = np.array([[1, 1, 1, 1], [1, 1, 1, 0]], np.int32)
 ADVANTAGE = np.array([[2.0, 2.0, 2.0, 2.0], [-1.0, -1.0, -1.0, -1.0]], np.float32)
 SETTINGS = LearningSection(clip_low=0.2, clip_high=0.3, kl_coefficient=0.0)
 
@@ -36,7 +36,7 @@ TOKENS = (-2.6, -1.0, 1.1)
 
 def loss(logp=LOGP, old=OLD, ref=REF, sampler=OLD, mask=MASK, advantage=ADVANTAGE, **changes):
     settings = dataclasses.replace(SETTINGS, **changes)
-    arrays = (logp, ENTROPY, old, ref, sampler, advantage, mask, LENGTH)
+    arrays = (logp, ENTROPY, old, ref, sampler, advantage, mask, SEGMENTS)
     return policy_loss(*map(jnp.asarray, arrays), settings, CONTEXT)
 
 
@@ -57,6 +57,20 @@ def test_aggregations_by_hand(aggregation, total, count):
     np.testing.assert_allclose(metrics["entropy"].value, 0.6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
+def test_trajectories_of_one_row_count_as_several(aggregation):
+    """A mean over a packed row, or a count of rows, weighs trajectories by the company they are packed with."""
+    settings = dataclasses.replace(SETTINGS, aggregation=aggregation, kl_coefficient=0.5)
+
+    def value(segments, shape):
+        arrays = (LOGP, ENTROPY, OLD, REF, OLD, ADVANTAGE, MASK)
+        out, _ = policy_loss(*(jnp.asarray(x.reshape(shape)) for x in (*arrays, segments)), settings, CONTEXT)
+        return [out.total, out.count]
+
+    together = np.array([[1, 1, 1, 1, 2, 2, 2, 0]], np.int32)
+    np.testing.assert_allclose(value(together, (1, 8)), value(SEGMENTS, (2, 4)), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("ratio", "advantage", "expected", "cut"),
     [
@@ -72,7 +86,7 @@ def test_the_clip_is_asymmetric_and_pessimistic(ratio, advantage, expected, cut)
 
     def measured(logp):
         zero = jnp.asarray(0 * one)
-        arrays = (zero, zero, zero, zero, jnp.asarray(advantage * one), jnp.asarray(one), jnp.ones(1, jnp.int32))
+        arrays = (zero, zero, zero, zero, jnp.asarray(advantage * one), jnp.asarray(one), jnp.ones((1, 1), jnp.int32))
         return policy_loss(logp, *arrays, SETTINGS, CONTEXT)
 
     value, metrics = measured(jnp.log(ratio) * one)
@@ -121,9 +135,9 @@ def test_positions_that_were_not_sampled_and_empty_rows_count_nothing(aggregatio
         pad = np.zeros((rows - 2, 4), np.float32)
         mask, old, ref, advantage = (np.concatenate([a, pad]) for a in (MASK, OLD, REF, ADVANTAGE * MASK))
         entropy = np.concatenate([ENTROPY, pad])
-        length = np.concatenate([LENGTH, np.zeros(rows - 2, np.int32)])
+        segments = np.concatenate([SEGMENTS, np.zeros((rows - 2, 4), np.int32)])
         settings = dataclasses.replace(SETTINGS, aggregation=aggregation, kl_coefficient=0.1)
-        arrays = (entropy, old, ref, old, advantage, mask, length)
+        arrays = (entropy, old, ref, old, advantage, mask, segments)
         out, _ = policy_loss(logp, *map(jnp.asarray, arrays), settings, CONTEXT)
         return out.total / out.count
 

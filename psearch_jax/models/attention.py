@@ -2,6 +2,7 @@
 
 `causal` has three forms, chosen by dtype and devices (`implementation_for`): in 16 bits `splash` (a Pallas kernel, for
 TPUs) and `cudnn` (for GPUs), in float32 and where there is no kernel `blocked`. None holds all scores of a row.
+`blocked` and `splash` also attend within the trajectories of a packed row (`takes_segments`).
 All of them scale in float32, the scores of 16-bit queries: such a query times H**-0.5 would be rounded a second time.
 Letters: B rows, T query positions, S key positions, N heads, K kv heads, G = N/K, H head dim.
 """
@@ -24,6 +25,7 @@ Implementation = Literal["blocked", "splash", "cudnn"]
 NEG_INF = -1e30  # a finite stand-in: a row of -inf alone would softmax to NaN
 WHOLE_CHUNK = 256  # up to so many query positions, all scores exist at once
 QUERY_BLOCK = 128  # of longer chunks, those of so many
+MOST_BLOCKS = 8  # of queries that whole rows are cut into, each with a program of its own
 LANES = 128  # the width of a TPU register: what the kernel wants H and T to be a multiple of
 CUDNN_CAPABILITY = (8, 0)  # of a GPU, from which on cuDNN has the kernel: Ampere (a T4 has 7.5)
 
@@ -62,21 +64,73 @@ def splash_width(width: int) -> int:
     return width + -width % splash_block(width)
 
 
-def causal(q: jax.Array, k: jax.Array, v: jax.Array, implementation: Implementation = "blocked") -> jax.Array:
-    """Causal attention of rows over themselves.
+def takes_segments(implementation: Implementation) -> bool:
+    """Whether rows may hold several trajectories each: what decides it for training.
+
+    JAX gives cuDNN no segments, only a length per row; a mask as long as the row is wide for every query would undo
+    what packing saves. Rows for cuDNN hold one trajectory each.
+    """
+    return implementation != "cudnn"
+
+
+def causal(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    implementation: Implementation = "blocked",
+    segments: jax.Array | None = None,
+) -> jax.Array:
+    """Causal attention of rows over themselves, or of each trajectory in a row over itself.
 
     Args:
       q: [B, T, N, H].
       k, v: [B, K, T, H], as the cache holds them.
+      segments: [B, T] int32, equal within a trajectory, whose positions lie side by side; None: a row is one. `cudnn`
+        does not look at it (`takes_segments`): to causal attention a row's padding behind its one trajectory is
+        nothing.
 
     Returns:
       [B, T, N, H].
     """
     if implementation == "splash":
-        return on_each_device(_splash, q, k, v)
+        return on_each_device(_splash, q, k, v, segments)
     if implementation == "cudnn":
         return on_each_device(_cudnn, q, k, v)
-    return cached(q, k, v, None, None)
+    return _blocked(q, k, v, segments)
+
+
+def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+    """`causal` block by block of queries, each against the keys up to its own end; recomputed in the backward pass."""
+    T = q.shape[1]
+    size = max(QUERY_BLOCK, -(-T // MOST_BLOCKS))
+    out = []
+    for first in range(0, T, size):
+        last = min(first + size, T)
+        pair = None if segments is None else (segments[:, first:last], segments[:, :last])
+        piece = functools.partial(_within, first=first)
+        if T > size:
+            piece = jax.checkpoint(piece)
+        out.append(piece(q[:, first:last], k[:, :, :last], v[:, :, :last], pair))
+    return out[0] if len(out) == 1 else jnp.concatenate(out, axis=1)
+
+
+def _within(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, first: int) -> jax.Array:
+    """Attention of the queries [B, X, N, H] at positions `first` .. first + X - 1 of a row over keys [B, K, S, H]."""
+    B, X, N, H = q.shape
+    K, S = k.shape[1:3]
+    G = N // K
+    wide = q.dtype == jnp.float32
+    # The G heads of a kv head are stacked along the query positions, which makes every product a plain batched one.
+    q = (q * H**-0.5 if wide else q).reshape(B, X, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * X, H)
+    scores = jnp.einsum("BKXH,BKSH->BKXS", q, k, preferred_element_type=jnp.float32)
+    seen = (jnp.arange(S) <= first + jnp.arange(X)[:, None])[None]
+    if segments is not None:
+        mine, theirs = segments
+        seen = seen & (mine[:, :, None] == theirs[:, None])
+    seen = jnp.tile(seen, (1, G, 1))[:, None]
+    scores = jnp.where(seen, scores if wide else scores * H**-0.5, NEG_INF)
+    out = jnp.einsum("BKXS,BKSH->BKXH", jax.nn.softmax(scores, axis=-1).astype(q.dtype), v)
+    return out.reshape(B, K, G, X, H).transpose(0, 3, 1, 2, 4).reshape(B, X, N, H)
 
 
 def cached(q: jax.Array, k: jax.Array, v: jax.Array, old: Any, start: jax.Array | None) -> jax.Array:
@@ -134,27 +188,30 @@ def _block(q: jax.Array, first: jax.Array, *, k: jax.Array, v: jax.Array, old: A
     return out.reshape(B, K, G, X, H).transpose(0, 3, 1, 2, 4).reshape(B, X, N, H)
 
 
-def on_each_device(kernel: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def on_each_device(
+    kernel: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None
+) -> jax.Array:
     """`kernel(q, k, v)` on each device of the mesh for its own rows and heads; no partitioner looks inside.
 
     Args:
       q: [B, T, N, H].
       k, v: [B, K, T, H].
+      segments: None, or [B, T], which the kernel then takes too.
 
     Returns:
       [B, T, N, H].
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh, more = jax.sharding.get_abstract_mesh(), () if segments is None else (segments,)
     if mesh.empty or mesh.size == 1:
-        return kernel(q, k, v)
+        return kernel(q, k, v, *more)
     # Where a device's share of the query heads begins inside the group of a kv head, that one is there for each share.
     copies = math.lcm(k.shape[1], mesh.shape["tensor"]) // k.shape[1]
     if copies > 1:
         k, v = (jnp.repeat(x, copies, axis=1) for x in (k, v))
     place = spec(("rows", None, "heads", None), COMPUTE, mesh, q.shape)
     kv_place = spec(("rows", "kv_heads", None, None), COMPUTE, mesh, k.shape)
-    local = jax.shard_map(kernel, in_specs=(place, kv_place, kv_place), out_specs=place, check_vma=False)
-    return local(q, k, v)
+    places = (place, kv_place, kv_place, *(spec(("rows", None), COMPUTE, mesh, x.shape) for x in more))
+    return jax.shard_map(kernel, in_specs=places, out_specs=place, check_vma=False)(q, k, v, *more)
 
 
 def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -163,7 +220,9 @@ def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=q.shape[-1] ** -0.5, implementation="cudnn")
 
 
-def _splash(q: jax.Array, k: jax.Array, v: jax.Array, interpret: bool = False) -> jax.Array:
+def _splash(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None, interpret: bool = False
+) -> jax.Array:
     """JAX's block-sparse flash attention for TPUs. q [B, T, N, H], k and v [B, K, T, H] -> [B, T, N, H]."""
     # Imported here: the kernel's module is of no use, and not always there, without a TPU.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
@@ -186,7 +245,12 @@ def _splash(q: jax.Array, k: jax.Array, v: jax.Array, interpret: bool = False) -
     )
     mask = masks.MultiHeadMask([masks.CausalMask((width, width))] * N)
     kernel = kernels.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret)
-    return jax.vmap(kernel)(padded(q), padded(k), padded(v))[:, :, :T, :H].swapaxes(1, 2)
+    if segments is None:
+        out = jax.vmap(kernel)(padded(q), padded(k), padded(v))
+    else:
+        own = jnp.pad(segments, ((0, 0), (0, width - T)))
+        out = jax.vmap(kernel)(padded(q), padded(k), padded(v), kernels.SegmentIds(own, own))
+    return out[:, :, :T, :H].swapaxes(1, 2)
 
 
 def _scaled(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:

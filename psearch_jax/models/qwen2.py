@@ -112,6 +112,8 @@ class Qwen2(nnx.Module):
         start: jax.Array | None = None,
         keep_kv: bool = False,
         span: int | None = None,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """Runs the trunk over a chunk of ids.
 
@@ -121,13 +123,16 @@ class Qwen2(nnx.Module):
           start: [B] int32, the position of ids[:, 0], which is also how many cached positions are real.
           span: cached positions to look at, at least max(start); default: all of the cache.
           keep_kv: also return the chunk's keys and values, for a cache.
+          positions: [B, T] int32, of each id in its text; default: from `start` on.
+          segments: [B, T] int32, equal within each of the texts that share a row (attention.causal); without a cache.
 
         Returns:
           ([B, T, D] normalised hidden states in `dtype`, None or the chunk's keys and values [L, B, K, T, H]).
         """
         config = self.config
         begin = jnp.zeros(ids.shape[0], jnp.int32) if start is None else start
-        positions = begin[:, None] + jnp.arange(ids.shape[1])
+        if positions is None:
+            positions = begin[:, None] + jnp.arange(ids.shape[1])
         rotation = _rotation(positions, config.head_dim, config.rope_theta)
         table = constrain(self.embedding[...], "vocab", None)  # gathered over fsdp once, not once per row
         x = jnp.take(table, ids, axis=0).astype(self.dtype)
@@ -145,6 +150,7 @@ class Qwen2(nnx.Module):
             span=span,
             keep=keep_kv,
             attention=self.attention,
+            segments=segments,
             split=split,
             lora_scale=self.lora_scale,
         )
@@ -273,6 +279,7 @@ def _layer(
     span: int | None,
     keep: bool,
     attention: Implementation,
+    segments: jax.Array | None,
     split: str | None,
     lora_scale: float,
 ):
@@ -294,7 +301,7 @@ def _layer(
     k = constrain(_rotate(dense(y, "k"), cos, sin), "rows", None, "kv_heads", None)
     v = constrain(dense(y, "v"), "rows", None, "kv_heads", None)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H], as the cache holds them
-    out = causal(q, k, v, attention) if old is None else cached(q, k, v, old, start)
+    out = causal(q, k, v, attention, segments) if old is None else cached(q, k, v, old, start)
     x = constrain(x + dense(out, "o", contracted=2), "rows", split, None)
     y = _rms_norm(x, w["mlp_norm"], config.rms_eps)
     inner = jax.nn.silu(dense(y, "gate")) * dense(y, "up")

@@ -26,19 +26,20 @@ def policy_loss(
     sampler: jax.Array,
     advantage: jax.Array,
     mask: jax.Array,
-    length: jax.Array,
+    segments: jax.Array,
     learning: LearningSection,
     context_tokens: int,
 ) -> tuple[Ratio, dict[str, Ratio]]:
     """Clipped surrogate plus KL to the reference (GRPO, arXiv 2402.03300 eq. 3; asymmetric clip of arXiv 2503.14476).
 
-    Arrays but `length` are [B, S] float32 and speak about the id at the same position; where `mask` is 0 nothing
-    counts. `length` is [B] int32, the real ids of a row; 0 is a row that only fills the batch.
+    Arrays are [B, S] and speak about the id at the same position, float32 but for `segments`; where `mask` is 0
+    nothing counts. `segments` is int32, the number of an id's trajectory among those of its row, from 1 without a gap;
+    0 where there is no real id.
 
     Returns:
-      The loss to minimise, and metrics. `token_mean` counts tokens; `sequence_mean` the rows with tokens that count;
-      `constant_length` all rows x context_tokens (arXiv 2503.20783), masked ones too: a divisor that falls with the
-      rows left out would raise the weight of the others.
+      The loss to minimise, and metrics. `token_mean` counts tokens; `sequence_mean` the trajectories with tokens that
+      count; `constant_length` all trajectories x context_tokens (arXiv 2503.20783), masked ones too: a divisor that
+      falls with those left out would raise the weight of the others. How trajectories share rows changes nothing.
     """
     log_ratio = jnp.clip(jnp.where(mask > 0, logp - old, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = jnp.exp(log_ratio)
@@ -53,12 +54,15 @@ def policy_loss(
     if learning.aggregation == "token_mean":
         loss = Ratio(jnp.sum(per_token), tokens)
     else:
-        counted = jnp.sum(mask, axis=1)
         if learning.aggregation == "sequence_mean":
-            rows = jnp.sum(counted > 0).astype(jnp.float32)
-            loss = Ratio(jnp.sum(jnp.sum(per_token, axis=1) / jnp.maximum(counted, 1.0)), rows)
+            empty = jnp.zeros(mask.shape[1] + 1, mask.dtype)
+            counted = jax.vmap(lambda m, s: empty.at[s].add(m))(mask, segments)  # of each trajectory of a row
+            own = jnp.take_along_axis(counted, segments, axis=1)  # of an id's trajectory
+            trajectories = jnp.sum(counted > 0).astype(jnp.float32)
+            loss = Ratio(jnp.sum(per_token / jnp.maximum(own, 1.0)), trajectories)
         else:
-            loss = Ratio(jnp.sum(per_token), jnp.sum(length > 0).astype(jnp.float32) * context_tokens)
+            trajectories = jnp.sum(jnp.max(segments, axis=1)).astype(jnp.float32)
+            loss = Ratio(jnp.sum(per_token), trajectories * context_tokens)
     cut = (ratio * advantage > clipped * advantage) & (mask > 0)
     gap = jnp.abs(jnp.where(mask > 0, old - sampler, 0.0))
     metrics = {

@@ -1,13 +1,13 @@
 """The only place where a model meets a loss: `logprobs` and `update`.
 
-A mini-batch is cut into micro-batches of rows of like length; `accumulate` adds the gradient sums of one of them and
-is compiled once per width, `apply` divides once and takes the optimizer step.
+A mini-batch is laid into micro-batches of packed rows (rl/batch.py); `accumulate` adds the gradient sums of one of
+them and is compiled once per width, `apply` divides once and takes the optimizer step.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,8 +22,8 @@ from psearch_jax.config import LearningSection, Lora, Qwen2Config
 from psearch_jax.metrics import Ratio
 from psearch_jax.models import lora as adapters
 from psearch_jax.models import qwen2
-from psearch_jax.models.attention import implementation_for
-from psearch_jax.rl.batch import micro_batches
+from psearch_jax.models.attention import implementation_for, takes_segments
+from psearch_jax.rl.batch import Place, micro_batches, padding
 from psearch_jax.rl.losses import METRICS, policy_loss
 from psearch_jax.sharding import (
     STORAGE,
@@ -36,9 +36,9 @@ from psearch_jax.sharding import (
     sampling_cast,
 )
 from psearch_jax.train.state import TrainState, abstract_state, learning_rate, state_shardings
-from psearch_jax.types import TrainBatch
+from psearch_jax.types import Packed, TrainBatch
 
-jax.tree_util.register_dataclass(TrainBatch)  # here, because types.py needs no jax
+jax.tree_util.register_dataclass(Packed)  # here, because types.py needs no jax
 _COUNTED = ("logprobs", "reference_logprobs", "accumulate", "apply")
 Sums = tuple[nnx.State, Ratio, dict[str, Ratio]]  # of gradients, loss and metrics, not divided yet
 
@@ -47,19 +47,18 @@ def _go_on() -> None:
     """Nobody asks to stop."""
 
 
-def token_logprobs(model: qwen2.Qwen2, ids: jax.Array, temperature: float, n_ids: int) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of every id given those before it, and the entropy there.
-
-    Args:
-      ids: [B, S] int32, padded on the right.
+def token_logprobs(model: qwen2.Qwen2, piece: Packed, temperature: float, n_ids: int) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of every id given those before it in its trajectory, and the entropy there.
 
     Returns:
-      ([B, S], [B, S]) float32; position 0, which nothing predicts, is 0.
+      ([B, W], [B, W]) float32; 0 at the first id of a trajectory, which nothing predicts, and where there is no id.
     """
-    hidden, _ = model.hidden(ids)
-    chosen, entropy = model.logprobs(hidden[:, :-1], ids[:, 1:], temperature, n_ids)
-    first = ((0, 0), (1, 0))
-    return jnp.pad(chosen, first), jnp.pad(entropy, first)
+    ids, segments = constrain(piece.ids, "rows", None), constrain(piece.segments, "rows", None)
+    hidden, _ = model.hidden(ids, positions=piece.positions, segments=segments)
+    found = model.logprobs(hidden[:, :-1], ids[:, 1:], temperature, n_ids)
+    predicted = (segments > 0) & (piece.positions > 0)
+    chosen, entropy = (jnp.where(predicted, jnp.pad(x, ((0, 0), (1, 0))), 0.0) for x in found)
+    return chosen, entropy
 
 
 def _live(graph: nnx.GraphDef, params: nnx.State, base: nnx.State | None) -> qwen2.Qwen2:
@@ -103,8 +102,10 @@ class Learner:
         lora: Lora | None = None,
         widths: int = 4,
     ):
-        self._plain = qwen2.graphdef(model, dtype, remat, implementation_for(mesh, dtype), shard_residual)
-        self._graph = qwen2.graphdef(model, dtype, remat, implementation_for(mesh, dtype), shard_residual, lora)
+        form = implementation_for(mesh, dtype)
+        self._plain = qwen2.graphdef(model, dtype, remat, form, shard_residual)
+        self._graph = qwen2.graphdef(model, dtype, remat, form, shard_residual, lora)
+        self._together = takes_segments(form)
         self._learning, self._optimizer, self._mesh = learning, optimizer, mesh
         self._temperature, self._n_ids = temperature, n_ids
         self._context, self._widths = context_tokens, buckets(context_tokens, widths)
@@ -149,49 +150,53 @@ class Learner:
 
         `look` is called before every micro-batch, with one or none under way, and may raise.
         """
-        return self._score(lambda piece: self._logprobs(params, self.base, piece.ids, piece.length), batch, look)
+        return self._score(lambda piece: self._logprobs(params, self.base, piece), batch, look)
 
     def reference_logprobs(
         self, reference: nnx.State, batch: TrainBatch, look: Callable[[], None] = _go_on
     ) -> np.ndarray:
         """The same by the reference, adapters off. [N, S] float32."""
-
-        def program(piece: TrainBatch) -> jax.Array:
-            return self._reference_logprobs(reference, None, piece.ids, piece.length)
-
-        return self._score(program, batch, look)
+        return self._score(lambda piece: self._reference_logprobs(reference, None, piece), batch, look)
 
     def _score(
-        self, program: Callable[[TrainBatch], jax.Array], batch: TrainBatch, look: Callable[[], None]
+        self, program: Callable[[Packed], jax.Array], batch: TrainBatch, look: Callable[[], None]
     ) -> np.ndarray:
         out = np.zeros(batch.ids.shape, np.float32)
         with jax.set_mesh(self._mesh):
-            pieces = micro_batches(batch, self._learning.micro_batch_rows, self._widths)
+            pieces = self._pieces(batch)
             found: list[jax.Array] = []
             for _, piece in pieces:
                 jax.block_until_ready(found[-2:-1])  # the last one is under way meanwhile
                 look()
                 found.append(program(piece))
-        for (places, piece), values in zip(pieces, found, strict=True):
-            out[places, : piece.ids.shape[1]] = np.asarray(jax.device_get(values))[: len(places)]
+        for (places, _), values in zip(pieces, jax.device_get(found), strict=True):
+            for i, row, start in places:
+                n = batch.length[i]
+                out[i, :n] = values[row, start : start + n]
         return out
+
+    def _pieces(self, batch: TrainBatch) -> list[tuple[list[Place], Packed]]:
+        return micro_batches(batch, self._learning.micro_batch_rows, self._widths, self._together)
 
     def update(
         self, state: TrainState, batch: TrainBatch, look: Callable[[], None] = _go_on
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on one mini-batch, in micro-batches of `micro_batch_rows`. Donates `state`.
 
+        The metrics hold `update_padding`, the share of all positions of the micro-batches without a real id.
         `look` is called before every micro-batch, with none under way; when it raises, `state` is as it was. A loss or
         gradient that is not finite leaves parameters and optimizer as they were; `skipped` is then 1.
         """
-        sums = self._sums(state.params, batch, look)
+        pieces = self._pieces(batch)
+        sums = self._sums(state.params, pieces, look)
         with jax.set_mesh(self._mesh):
             state, metrics = self._apply(state, sums)
-        return state, {k: float(v) for k, v in jax.device_get(metrics).items()}
+        found = {k: float(v) for k, v in jax.device_get(metrics).items()}
+        return state, found | {"update_padding": padding(pieces)}
 
     def gradients(self, params: nnx.State, batch: TrainBatch) -> nnx.State:
         """The gradients that `update` would apply, before clipping."""
-        grads, loss, _ = self._sums(params, batch)
+        grads, loss, _ = self._sums(params, self._pieces(batch))
         return jax.tree.map(lambda g: g / jnp.maximum(loss.count, 1.0), grads)
 
     def culprit(self, metrics: Mapping[str, float]) -> str:
@@ -203,13 +208,12 @@ class Learner:
         """Compiles every width of `logprobs` and `accumulate`, so that no later step stops to compile."""
         for width in self._widths:
             empty = np.zeros((self._learning.micro_batch_rows, width), np.float32)
-            length = np.zeros(len(empty), np.int32)
-            piece = TrainBatch(empty.astype(np.int32), length, *[empty] * 5)
+            piece = Packed(*[empty.astype(np.int32)] * 3, *[empty] * 5)
             with jax.set_mesh(self._mesh):
                 jax.block_until_ready(self._accumulate(params, self.base, self._zero(params), piece))
-                jax.block_until_ready(self._logprobs(params, self.base, piece.ids, length))
+                jax.block_until_ready(self._logprobs(params, self.base, piece))
                 if reference is not None:
-                    jax.block_until_ready(self._reference_logprobs(reference, None, piece.ids, length))
+                    jax.block_until_ready(self._reference_logprobs(reference, None, piece))
 
     def compilations(self) -> dict[str, int]:
         """How many shapes each program was compiled for."""
@@ -218,11 +222,11 @@ class Learner:
     def traced(self) -> dict[str, dict[int, Callable[[], jax.stages.Traced]]]:
         """Every program by its width (0: it has none), to be compiled where there are no devices (plan.py)."""
         rows, mesh = self._learning.micro_batch_rows, self._mesh
-        wide, narrow = rows_sharding(mesh, 2), rows_sharding(mesh, 1)
-        length = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=narrow)
 
-        def row(width: int, dtype: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((rows, width), dtype, sharding=wide)
+        def piece(width: int) -> Packed:
+            place = rows_sharding(mesh, 2)
+            ids, reals = (jax.ShapeDtypeStruct((rows, width), t, sharding=place) for t in (jnp.int32, jnp.float32))
+            return Packed(*[ids] * 3, *[reals] * 5)
 
         state = placed(self._abstract, self._places)
         sums = jax.eval_shape(self._zero_program, state.params)
@@ -233,11 +237,10 @@ class Learner:
             moved = adapters.beside(self._frozen, state.params)
 
         def logprobs(width: int) -> jax.stages.Traced:
-            return self._logprobs.trace(state.params, self._frozen, row(width, jnp.int32), length)
+            return self._logprobs.trace(state.params, self._frozen, piece(width))
 
         def accumulate(width: int) -> jax.stages.Traced:
-            piece = TrainBatch(row(width, jnp.int32), length, *[row(width, jnp.float32)] * 5)
-            return self._accumulate.trace(state.params, self._frozen, sums, piece)
+            return self._accumulate.trace(state.params, self._frozen, sums, piece(width))
 
         return {
             "reshard": {0: lambda: self._cast.trace(moved)},
@@ -246,10 +249,12 @@ class Learner:
             "apply": {0: lambda: self._apply.trace(state, sums)},
         }
 
-    def _sums(self, params: nnx.State, batch: TrainBatch, look: Callable[[], None] = _go_on) -> Sums:
+    def _sums(
+        self, params: nnx.State, pieces: Sequence[tuple[list[Place], Packed]], look: Callable[[], None] = _go_on
+    ) -> Sums:
         with jax.set_mesh(self._mesh):
             sums = self._zero(params)
-            for _, piece in micro_batches(batch, self._learning.micro_batch_rows, self._widths):
+            for _, piece in pieces:
                 jax.block_until_ready(sums[1])
                 look()
                 sums = self._accumulate(params, self.base, sums, piece)
@@ -258,17 +263,15 @@ class Learner:
     # ---- the programs ----
 
     def _logprobs_program(
-        self, graph: nnx.GraphDef, params: nnx.State, base: nnx.State | None, ids: jax.Array, length: jax.Array
+        self, graph: nnx.GraphDef, params: nnx.State, base: nnx.State | None, piece: Packed
     ) -> jax.Array:
-        model = _live(graph, params, base)
-        out = token_logprobs(model, constrain(ids, "rows", None), self._temperature, self._n_ids)[0]
-        return jnp.where(jnp.arange(ids.shape[1]) < length[:, None], out, 0.0)
+        return token_logprobs(_live(graph, params, base), piece, self._temperature, self._n_ids)[0]
 
     def _loss(
-        self, params: nnx.State, base: nnx.State | None, batch: TrainBatch
+        self, params: nnx.State, base: nnx.State | None, batch: Packed
     ) -> tuple[jax.Array, tuple[Ratio, dict[str, Ratio]]]:
         model = _live(self._graph, params, base)
-        logp, entropy = token_logprobs(model, constrain(batch.ids, "rows", None), self._temperature, self._n_ids)
+        logp, entropy = token_logprobs(model, batch, self._temperature, self._n_ids)
         loss, metrics = policy_loss(
             logp,
             jax.lax.stop_gradient(entropy),
@@ -277,7 +280,7 @@ class Learner:
             batch.sampler_logprobs,
             batch.advantage,
             batch.mask,
-            batch.length,
+            batch.segments,
             self._learning,
             self._context,
         )
@@ -287,7 +290,7 @@ class Learner:
         zero = Ratio(jnp.float32(0), jnp.float32(0))
         return jax.tree.map(jnp.zeros_like, params), zero, dict.fromkeys(METRICS, zero)
 
-    def _accumulate_program(self, params: nnx.State, base: nnx.State | None, sums: Sums, piece: TrainBatch) -> Sums:
+    def _accumulate_program(self, params: nnx.State, base: nnx.State | None, sums: Sums, piece: Packed) -> Sums:
         (_, (loss, metrics)), grads = jax.value_and_grad(self._loss, has_aux=True)(params, base, piece)
         return jax.tree.map(jnp.add, sums, (grads, loss, metrics))
 
