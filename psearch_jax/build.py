@@ -279,7 +279,7 @@ def make_sampler(
         config.rollout.top_k,
         config.rollout.top_p,
         config.rollout.max_tokens_after_answer,
-        config.rollout.park_fraction,
+        config.rollout.yield_share,
         adapters,
     )
 

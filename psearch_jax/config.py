@@ -142,7 +142,7 @@ class RolloutSection:
     top_p: float = 1.0
     top_k: int = 0
     widths: int = 4  # that prompts, passages and rows are padded to: fewer compile faster, more pad less
-    park_fraction: float = 1.0  # yield when this share of the live rows waits at a tool boundary
+    yield_share: float = 0.125  # yield when this share of the live rows waits: for passages, or for the next rollout
     label_subqueries: bool = True
     initial_search: bool = False  # the question itself is searched before the first sampled token
     unfinished: Literal["train", "mask", "penalise"] = "train"
@@ -370,8 +370,8 @@ def validate(config: Config, training: bool = True) -> None:
         raise UserError(
             f"config.rollout: prompt_tokens={r.prompt_tokens} must be below context_tokens={r.context_tokens}"
         )
-    if not 0 < r.park_fraction <= 1:
-        raise UserError(f"config.rollout.park_fraction: found {r.park_fraction}, accepted: above 0, at most 1")
+    if not 0 < r.yield_share <= 1:
+        raise UserError(f"config.rollout.yield_share: found {r.yield_share}, accepted: above 0, at most 1")
 
 
 def _validate_validation(config: Config) -> None:
@@ -455,7 +455,7 @@ FREE_TO_CHANGE = frozenset(
     (
         "model.shard_residual model.remat mesh.data mesh.fsdp mesh.tensor retrieval.url retrieval.timeout_s "
         "retrieval.patience_s retrieval.token_file retrieval.cache_queries retrieval.cache_mb "
-        "rollout.slots rollout.widths rollout.park_fraction learning.micro_batch_rows learning.max_bad_steps "
+        "rollout.slots rollout.widths rollout.yield_share learning.micro_batch_rows learning.max_bad_steps "
         "train.steps train.checkpoint_every_steps train.checkpoint_every_minutes train.keep_checkpoints "
         "train.keep_every_steps train.trajectories_per_step eval.every_steps"
     ).split()

@@ -25,7 +25,7 @@ from psearch_jax.config import PRESETS, Config, Qwen2Config, validate, with_meth
 from psearch_jax.models import hf, qwen2
 from psearch_jax.models.lora import abstract_adapters
 from psearch_jax.rollout.boundary import build_tables
-from psearch_jax.rollout.collect import pool_rows, widths
+from psearch_jax.rollout.collect import piece_rows, pool_rows, widths
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.sharding import STORAGE, check_heads, check_rows, make_mesh, param_shardings, placed, sampled_in_place
 from psearch_jax.train.state import abstract_state, make_optimizer, state_shardings
@@ -251,7 +251,7 @@ def make_plan(
         r = config.rollout
         learner = make_learner(config, model, mesh, optimizer, min(TOKENIZER_IDS, model.vocab_rows))
         sampler = bare_sampler(config, model, mesh)
-        slots, pool, traces = sampler.traced(r.slots, r.context_tokens, prompts, widths(r))
+        slots, pool, traces = sampler.traced(r.slots, r.context_tokens, prompts, piece_rows(r, mesh), widths(r))
         return sampler.abstract_params(), slots, pool, {**traces, **learner.traced()}
 
     _, abstract = qwen2.abstract_params(model)

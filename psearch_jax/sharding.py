@@ -20,12 +20,13 @@ from psearch_jax.config import MeshSection
 from psearch_jax.types import UserError
 
 AXES = ("data", "fsdp", "tensor")
+ROWS = ("data", "fsdp")  # the axes that rows are split over
 MeshAxes = tuple[str, ...] | str | None
 
 _TENSOR = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 STORAGE: Mapping[str, MeshAxes] = {**_TENSOR, "embed": "fsdp"}
 SAMPLING: Mapping[str, MeshAxes] = _TENSOR
-COMPUTE: Mapping[str, MeshAxes] = {**_TENSOR, "rows": ("data", "fsdp"), "positions": "tensor"}
+COMPUTE: Mapping[str, MeshAxes] = {**_TENSOR, "rows": ROWS, "positions": "tensor"}
 
 
 def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
@@ -134,10 +135,54 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(axes, COMPUTE, mesh, x.shape))
 
 
+def on_own_rows(f: Callable[..., jax.Array], x: jax.Array, axes: tuple[str | None, ...], *others: Any) -> jax.Array:
+    """`f(first, x, *arrays)`, where every device sees its own rows of all of them, of which x's begin at `first`.
+
+    Rows that are picked out of an array, or put into it, so never leave their device; the partitioner would gather
+    the array to find them.
+
+    Args:
+      x: an array with the logical axes `axes`, among them "rows"; what `f` returns has the same.
+      others: pairs of an array and its logical axes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    arrays = [array for array, _ in others]
+    if mesh.empty or mesh.size == 1:
+        return f(0, x, *arrays)
+    places = [spec(names, COMPUTE, mesh, array.shape) for array, names in [(x, axes), *others]]
+
+    def local(x: jax.Array, *arrays: jax.Array) -> jax.Array:
+        return f(jax.lax.axis_index(ROWS) * x.shape[axes.index("rows")], x, *arrays)
+
+    return jax.shard_map(local, in_specs=tuple(places), out_specs=places[0], check_vma=False)(x, *arrays)
+
+
+def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows of x [B, ...] at `rows` [R], of which the r-th part lies in the r-th part of x on a mesh; -1 is any row."""
+
+    def take(first: Any, x: jax.Array, rows: jax.Array) -> jax.Array:
+        return jnp.take(x, jnp.maximum(rows - first, 0), axis=0)
+
+    return on_own_rows(take, x, _by_rows(x), (rows, ("rows",)))
+
+
+def put_rows(x: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
+    """x [B, ...] with `values` [R, ...] at `rows` [R], which lie as for `take_rows`; at -1 nothing is put."""
+
+    def put(first: Any, x: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
+        return x.at[jnp.where(rows < 0, x.shape[0], rows - first)].set(values.astype(x.dtype), mode="drop")
+
+    return on_own_rows(put, x, _by_rows(x), (rows, ("rows",)), (values, _by_rows(values)))
+
+
+def _by_rows(x: jax.Array) -> tuple[str | None, ...]:
+    return ("rows", *[None] * (x.ndim - 1))
+
+
 def rows_sharding(mesh: Mesh, ndim: int, axis: int = 0) -> NamedSharding:
     """Sharding of an array whose dimension `axis` counts rows; the others are whole."""
     entries: list[MeshAxes] = [None] * ndim
-    entries[axis] = ("data", "fsdp")
+    entries[axis] = ROWS
     return NamedSharding(mesh, PartitionSpec(*entries))
 
 

@@ -48,8 +48,9 @@ def run(arguments: list[str], expect: int = 0) -> subprocess.CompletedProcess:
 
 
 def metrics_without_clocks(workdir: Path) -> list[dict]:
+    """What a run found; not how long it took, nor what that cost, which depends on mesh and processes."""
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.endswith(("_s", "_per_s"))} for row in rows]
+    return [{k: v for k, v in row.items() if not k.endswith(("_s", "_per_s")) and k[:5] != "cost/"} for row in rows]
 
 
 def final_params(workdir: Path) -> dict[str, np.ndarray]:

@@ -17,10 +17,13 @@ from jax.sharding import AbstractMesh, AxisType
 from psearch_jax.buckets import buckets
 from psearch_jax.models import attention
 from psearch_jax.models.attention import (
+    KEY_BLOCK,
     QUERY_BLOCK,
     WHOLE_CHUNK,
-    cached,
+    Keys,
+    behind,
     causal,
+    decode,
     implementation_for,
     splash_block,
     splash_width,
@@ -68,12 +71,22 @@ def test_blocked_attention(length):
     np.testing.assert_allclose(causal(q, k, v), plain(q, k, v), atol=2e-6)
 
 
-@pytest.mark.parametrize("length", [1, 40, WHOLE_CHUNK + 30])
-def test_attention_behind_a_cache(length):
-    """Rows of different lengths that see each other's stale keys, in the first or in a later block."""
-    q, k, v, old = draw(T=length, S=20)
-    start = np.array([0, 13], np.int32)
-    np.testing.assert_allclose(cached(q, k, v, old, start), plain(q, k, v, old, start), atol=2e-6)
+def keys(old, across):
+    """A cache's layer as it lies on a CPU, or elsewhere."""
+    k, v = map(jnp.asarray, old)
+    return Keys(k.swapaxes(2, 3) if across else k, v, across)
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize(("length", "S"), [(1, 20), (40, 20), (WHOLE_CHUNK + 30, 20), (9, 2 * KEY_BLOCK + 50)])
+def test_attention_behind_a_cache(length, S, across):
+    """Rows of different lengths that see each other's stale keys, in the first or in a later block of queries or keys;
+    positions that two blocks of keys share counted twice."""
+    q, k, v, old = draw(T=length, S=S, B=3)
+    start = np.array([0, 13, S - 7], np.int32)
+    wanted = plain(q, k, v, old, start)
+    for form in (behind, decode) if length == 1 else (behind,):
+        np.testing.assert_allclose(form(q, k, v, keys(old, across), start), wanted, atol=2e-6)
 
 
 def gradients(function, q, k, v):
@@ -85,7 +98,7 @@ def gradients(function, q, k, v):
 
 def whole(q, k, v):
     """All scores at once, differentiable."""
-    return attention._block(q, jnp.int32(0), k=k, v=v, old=None, start=None)
+    return attention._within(q, k, v, None, 0)
 
 
 def test_gradients_of_blocked_attention():
@@ -172,12 +185,14 @@ def test_sixteen_bits_within_segments(form):
     np.testing.assert_allclose(got, plain(q, k, v, segments=segments), atol=SIXTEEN)
 
 
-def test_sixteen_bits_behind_a_cache():
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize(("length", "form"), [(20, behind), (1, behind), (1, decode)])
+def test_sixteen_bits_behind_a_cache(length, form, across):
     """The same of the scores against cached keys, which are a product of their own."""
-    q, k, v = sixteen_bits(60)
+    q, k, v = sixteen_bits(40 + length)
     old, start = [x[:, :, :40] for x in (k, v)], np.array([40], np.int32)
     q, k, v = q[:, 40:], k[:, :, 40:], v[:, :, 40:]
-    got = cached(q, k, v, old, start)
+    got = form(q, k, v, keys(old, across), start)
     np.testing.assert_allclose(np.asarray(got, np.float64), plain(q, k, v, old, start), atol=SIXTEEN)
 
 

@@ -22,6 +22,7 @@ from helpers import (
 )
 from jax import monitoring
 
+from psearch_jax.config import RolloutSection
 from psearch_jax.models import qwen2
 from psearch_jax.rl.batch import make_batch
 from psearch_jax.text import tags
@@ -355,16 +356,40 @@ def reference_run(tiny_tokenizer, sampler, params, service):
     return collect(sampler, tiny_tokenizer, params, scripts, service=service, samples=2, one_bucket=True)
 
 
-@pytest.mark.parametrize("changes", [{"slots": 12}, {"slots": 3}, {"slots": 4, "park_fraction": 0.4}], ids=str)
+@pytest.mark.parametrize("changes", [{"slots": 12}, {"slots": 3}, {"slots": 4, "yield_share": 0.4}], ids=str)
 def test_slots_and_yields_change_no_trajectory(tiny_tokenizer, params, service, sampler, reference_run, changes):
     """Refilling is a matter of speed: it must not reorder, drop or alter a rollout."""
-    if "park_fraction" in changes:
-        sampler = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, park_fraction=changes["park_fraction"])
+    if "yield_share" in changes:
+        sampler = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=changes["yield_share"])
         sampler.after = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
     scripts = drawing_scripts(tiny_tokenizer, 12)
     ts = collect(sampler, tiny_tokenizer, params, scripts, rollout_section(**changes), service, samples=2)
     for a, b in zip(reference_run, ts, strict=True):
         same(a, b, exact=False)
+
+
+def test_what_a_call_cost(tiny_tokenizer, params, service):
+    """A default that yields as seldom as it could leaves rows idle, and no trajectory tells."""
+    turns = np.random.default_rng(0).choice([1, 40], (16, 2), p=[0.75, 0.25])
+    query, word = say(tiny_tokenizer, "<search> Ada </search>"), tiny_tokenizer.encode_foreign("a")[0]
+    answer = [*say(tiny_tokenizer, ANSWER), tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")]
+    scripts = [[word] * a + query + [word] * b + answer for a, b in turns.tolist()]
+    used = {}
+    for share in (RolloutSection().yield_share, 1.0):
+        sampler = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=share)
+        rollout = rollout_section(slots=8, turn_tokens=60, context_tokens=240, widths=1)
+        collector = make_collector(tiny_tokenizer, sampler, rollout, service)
+        rollouts = [(question(i), 0) for i in range(len(scripts))]
+        sampler.give(0, 0, rollouts, scripts)
+        out = collector.collect(params, [q for q, _ in rollouts], 1, seed=0, step=0, temperature=1.0)
+        used[share] = usage = collector.usage
+        assert [t.status for t in out] == ["answered"] * len(scripts)
+        sampled = sum(int(t.mask.sum()) for t in out)
+        assert usage.decoded == sampled == sum(map(len, scripts))
+        assert usage.row_use == sampled / (8 * usage.decode_steps) and usage.prefilled == 2 * 8 * 48
+        assert usage.forced == sum(int((~t.mask[t.prompt_length :]).sum()) for t in out) <= usage.extended
+    early, late = used.values()
+    assert early.row_use > 1.2 * late.row_use and early.yields > late.yields and early.forced == late.forced
 
 
 class Bounded(ScriptedSampler):
@@ -380,7 +405,7 @@ class Bounded(ScriptedSampler):
 
 def test_rows_that_ended_at_a_search_do_not_hold_up_the_others(tiny_tokenizer, params, service):
     """A slot whose last turn was a search still looks parked: counted as waiting, it stops `generate` for good."""
-    early = make_sampler(tiny_tokenizer, CONFIG, cls=Bounded, park_fraction=0.25)
+    early = make_sampler(tiny_tokenizer, CONFIG, cls=Bounded, yield_share=0.25)
     early.after = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
     query = say(tiny_tokenizer, "<search> Ada </search>")
     word = tiny_tokenizer.encode_foreign("a")[0]

@@ -95,7 +95,7 @@ CLOSED = {"source": "closed_world"}
         ({"rollout": {"top_p": 0.0}, "learning": {"importance_cap": 2.0}}, ["config.rollout.top_p", "0.0"]),
         ({"rollout": {"top_k": -1}, "learning": {"importance_cap": 2.0}}, ["config.rollout.top_k", "-1"]),
         ({"rollout": {"prompt_tokens": 9000}}, ["prompt_tokens=9000", "context_tokens=6196"]),
-        ({"rollout": {"park_fraction": 0.0}}, ["config.rollout.park_fraction", "0.0"]),
+        ({"rollout": {"yield_share": 0.0}}, ["config.rollout.yield_share", "0.0"]),
         ({"learning": {"mini_batch_rollouts": 258, "micro_batch_rows": 1}}, ["258", "samples=5", "group"]),
         ({"learning": {"mini_batch_rollouts": 255, "micro_batch_rows": 2}}, ["255", "micro_batch_rows=2"]),
         ({"train": {"prompts": 2}, "learning": {"mini_batch_rollouts": 20}}, ["20", "10"]),

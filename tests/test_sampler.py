@@ -244,8 +244,10 @@ def test_an_extension_past_the_end_is_dropped_and_overwrites_nothing(scripted, p
         assert again.ids[b, 12 : 12 + added].tolist() == ids[b, :added].tolist()
         assert not again.ids[b, 12 + added :].any() and not again.mask[b].any()
     assert again.status.tolist() == [Status.CONTEXT_FULL, Status.CONTEXT_FULL, Status.RUNNING]
-    np.testing.assert_array_equal(again.cache.k[:, :, :, :11], before.cache.k[:, :, :, :11])
-    assert np.abs(again.cache.k[:, 0, :, 11:15]).min() > 0 and np.all(again.cache.k[:, 0, :, 15] == 0)
+    new, old = ((c.v, c.k.swapaxes(3, 4) if c.keys_across else c.k) for c in (again.cache, before.cache))
+    for x, y in zip(new, old, strict=True):
+        np.testing.assert_array_equal(x[:, :, :, :11], y[:, :, :, :11])
+        assert np.abs(x[:, 0, :, 11:15]).min() > 0 and np.all(x[:, 0, :, 15] == 0)
 
 
 def test_empty_rows_make_no_nan(sampler, params):
@@ -316,9 +318,9 @@ def test_greedy_takes_the_likeliest_id(tiny_tokenizer, sampler, params):
 
 
 def test_yielding_early_changes_no_rollout(tiny_tokenizer, params):
-    """park_fraction is a matter of speed: rows that still run go on where they were."""
+    """yield_share is a matter of speed: rows that still run go on where they were."""
     search = spell(tiny_tokenizer, "</search>")
-    early = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, park_fraction=0.5)
+    early = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=0.5)
     scripts = [[5] * b + search for b in range(4)]
     early.scripts = {tuple(k): s for k, s in zip(KEYS.tolist(), scripts, strict=False)}
     rows = [p if i < 4 else None for i, p in enumerate(prompts())]
@@ -338,6 +340,34 @@ def test_yielding_early_changes_no_rollout(tiny_tokenizer, params):
     for b, script in enumerate(scripts):
         n = int(state.length[b])
         assert np.asarray(state.ids)[b, len(rows[b]) : n].tolist() == script
+
+
+@pytest.mark.parametrize("refill", [False, True])
+def test_a_finished_row_makes_room_only_where_others_wait(tiny_tokenizer, params, refill):
+    """Rows that ended while rollouts wait for a slot are computed for nothing; where none waits, each yield is."""
+    early = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=0.5)
+    im_end = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
+    scripts = [[5] * b + [im_end] for b in (1, 3, 8, 10)]
+    early.scripts = {tuple(k): s for k, s in zip(KEYS.tolist(), scripts, strict=False)}
+    rows = [p if i < 4 else None for i, p in enumerate(prompts())]
+    state = started(early, params, rows, KEYS, S, TURN)
+    state = fetch(early.generate(params, state, 1.0, refill=refill))
+    wanted = [Status.EOS] * 2 + [Status.RUNNING if refill else Status.EOS] * 2
+    assert state.status[:4].tolist() == wanted and state.steps == (4 if refill else 11)
+
+
+def test_rows_picked_out_of_order_are_extended_as_in_place(sampler, params):
+    """Passages appended to another row than the one that asked for them, or a filler that overwrites a row."""
+    chunk = ragged_chunks()[0]
+    state = sampler.generate(params, started(sampler, params, prompts(), KEYS, S, TURN), 1.0)
+    before = fetch(state)
+    ids, n = padded([c if b in (1, 4, 6) else [] for b, c in enumerate(chunk)], C)
+    wanted = fetch(sampler.extend(params, jax.tree.map(jnp.asarray, before), ids, n, TURN))
+    rows = np.array([6, -1, 1, 4], np.int32)
+    picked = sampler.extend(
+        params, jax.tree.map(jnp.asarray, before), ids[rows], np.where(rows < 0, 3, n[rows]), TURN, rows
+    )
+    check_rows(fetch(picked), wanted, np.arange(B))
 
 
 def test_a_shorter_span_of_the_cache_changes_no_rollout(sampler, params):
@@ -377,4 +407,4 @@ def test_state_fields_are_all_compared():
     """A field added to the state must be added to the comparisons above."""
     names = {f.name for f in dataclasses.fields(SamplerState)}
     compared = {"ids", "mask", "logprobs", "length", "turn_left", "budget_end", "automaton", "status", "key", "cache"}
-    assert names == compared
+    assert names == {*compared, "steps"}

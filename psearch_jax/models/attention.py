@@ -1,4 +1,4 @@
-"""Attention behind two functions: `causal` for whole rows, `cached` for a chunk behind a cache.
+"""Attention in three uses: `causal` for whole rows, `behind` for a chunk behind a cache, `decode` for one id there.
 
 `causal` has three forms, chosen by dtype and devices (`implementation_for`): in 16 bits `splash` (a Pallas kernel, for
 TPUs) and `cudnn` (for GPUs), in float32 and where there is no kernel `blocked`. None holds all scores of a row.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -26,8 +27,18 @@ NEG_INF = -1e30  # a finite stand-in: a row of -inf alone would softmax to NaN
 WHOLE_CHUNK = 256  # up to so many query positions, all scores exist at once
 QUERY_BLOCK = 128  # of longer chunks, those of so many
 MOST_BLOCKS = 8  # of queries that whole rows are cut into, each with a program of its own
+KEY_BLOCK = 256  # cached positions that a chunk looks at at once
 LANES = 128  # the width of a TPU register: what the kernel wants H and T to be a multiple of
 CUDNN_CAPABILITY = (8, 0)  # of a GPU, from which on cuDNN has the kernel: Ampere (a T4 has 7.5)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What one layer of a cache holds of S positions."""
+
+    k: jax.Array  # [B, K, S, H], or `across` [B, K, H, S]
+    v: jax.Array  # [B, K, S, H]
+    across: bool = False
 
 
 def implementation_for(mesh: Mesh, dtype: Any) -> Implementation:
@@ -119,73 +130,130 @@ def _within(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, first: int)
     B, X, N, H = q.shape
     K, S = k.shape[1:3]
     G = N // K
-    wide = q.dtype == jnp.float32
-    # The G heads of a kv head are stacked along the query positions, which makes every product a plain batched one.
-    q = (q * H**-0.5 if wide else q).reshape(B, X, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * X, H)
-    scores = jnp.einsum("BKXH,BKSH->BKXS", q, k, preferred_element_type=jnp.float32)
+    q, scored = _grouped(q, K)
     seen = (jnp.arange(S) <= first + jnp.arange(X)[:, None])[None]
     if segments is not None:
         mine, theirs = segments
         seen = seen & (mine[:, :, None] == theirs[:, None])
     seen = jnp.tile(seen, (1, G, 1))[:, None]
-    scores = jnp.where(seen, scores if wide else scores * H**-0.5, NEG_INF)
+    scores = jnp.where(seen, scored(k), NEG_INF)
     out = jnp.einsum("BKXS,BKSH->BKXH", jax.nn.softmax(scores, axis=-1).astype(q.dtype), v)
     return out.reshape(B, K, G, X, H).transpose(0, 3, 1, 2, 4).reshape(B, X, N, H)
 
 
-def cached(q: jax.Array, k: jax.Array, v: jax.Array, old: Any, start: jax.Array | None) -> jax.Array:
-    """Causal attention of a chunk over itself and, where given, the cached positions before it.
+def behind(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array) -> jax.Array:
+    """Causal attention of a chunk over itself and the cached positions before it.
 
-    The cache is only read: one softmax runs over the scores of both, so that no layer copies the cache to append.
-    Long chunks go block by block of queries, and a block's scores are computed anew in the backward pass.
+    The cache is only read, in blocks of `KEY_BLOCK` positions and no further than the longest row reaches; one softmax
+    runs over all of them and the chunk, kept as its running maximum and sums (arXiv 2205.14135).
 
     Args:
       q: [B, T, N, H].
       k, v: [B, K, T, H] of the chunk.
-      old: None, or cached (k, v) [B, K, S, H], of which the first start[b] positions are real.
+      old: cached keys and values of S positions, of which the first start[b] are real.
 
     Returns:
       [B, T, N, H].
     """
     T = q.shape[1]
-    block = functools.partial(_block, k=k, v=v, old=old, start=start)
+    block = functools.partial(_behind_block, k=k, v=v, old=old, start=start)
     if T <= WHOLE_CHUNK:
         return block(q, jnp.int32(0))
-    blocks = -(-T // QUERY_BLOCK)
-    padded = jnp.pad(q, ((0, 0), (0, blocks * QUERY_BLOCK - T), (0, 0), (0, 0)))
-    pieces = padded.reshape(q.shape[0], blocks, QUERY_BLOCK, *q.shape[2:]).swapaxes(0, 1)
-    out = jax.lax.map(jax.checkpoint(lambda x: block(*x)), (pieces, QUERY_BLOCK * jnp.arange(blocks)))
+    blocks = -(-T // WHOLE_CHUNK)
+    padded = jnp.pad(q, ((0, 0), (0, blocks * WHOLE_CHUNK - T), (0, 0), (0, 0)))
+    pieces = padded.reshape(q.shape[0], blocks, WHOLE_CHUNK, *q.shape[2:]).swapaxes(0, 1)
+    out = jax.lax.map(lambda x: block(*x), (pieces, WHOLE_CHUNK * jnp.arange(blocks)))
     return out.swapaxes(0, 1).reshape(padded.shape)[:, :T]
 
 
-def _block(q: jax.Array, first: jax.Array, *, k: jax.Array, v: jax.Array, old: Any, start: Any) -> jax.Array:
-    """Attention of the queries [B, X, N, H] at positions `first` .. first + X - 1 of the chunk."""
+def _behind_block(q: jax.Array, first: jax.Array, *, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array):
+    """`behind` for the queries [B, X, N, H] at positions `first` .. first + X - 1 of the chunk."""
     B, X, N, H = q.shape
     K, T = k.shape[1:3]
-    G = N // K
-    # The G heads of a kv head are stacked along the query positions, which makes every product a plain batched one.
-    wide = q.dtype == jnp.float32  # then the queries are scaled, of which there are fewer than scores
-    q = (q * H**-0.5 if wide else q).reshape(B, X, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * X, H)
-    seen = jnp.tile(jnp.arange(T) <= first + jnp.arange(X)[:, None], (G, 1))
+    q, scored = _grouped(q, K)
+    own = jnp.tile(jnp.arange(T) <= first + jnp.arange(X)[:, None], (N // K, 1))
+    scores = jnp.where(own, scored(k), NEG_INF)
+    most = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - most)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    out = _weighed(weights, v)
 
-    def scored(k: jax.Array) -> jax.Array:
-        scores = jnp.einsum("BKXH,BKSH->BKXS", q, k, preferred_element_type=jnp.float32)
+    S = old.v.shape[2]
+    width = min(KEY_BLOCK, S)
+
+    def visit(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        most, total, out = sums
+        at = jnp.minimum(i * width, S - width)  # the last block may overlap the one before
+        k = jax.lax.dynamic_slice_in_dim(old.k, at, width, 3 if old.across else 2)
+        place = at + jnp.arange(width)
+        real = (place >= i * width) & (place < start[:, None])
+        scores = jnp.where(real[:, None, None], scored(k, old.across), NEG_INF)
+        now = jnp.maximum(most, jnp.max(scores, axis=-1, keepdims=True))
+        weights, kept = jnp.exp(scores - now), jnp.exp(most - now)
+        total = total * kept + jnp.sum(weights, axis=-1, keepdims=True)
+        return now, total, out * kept + _weighed(weights, jax.lax.dynamic_slice_in_dim(old.v, at, width, 2))
+
+    _, total, out = jax.lax.fori_loop(0, -(-jnp.max(start) // width), visit, (most, total, out))
+    out = (out / total).astype(v.dtype).reshape(B, K, N // K, X, H)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, X, N, H)
+
+
+def decode(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array) -> jax.Array:
+    """Attention of one id over itself and the cached positions before it.
+
+    Args:
+      q: [B, 1, N, H].
+      k, v: [B, K, 1, H] of the id.
+      old: cached keys and values of S positions, of which the first start[b] are real.
+
+    Returns:
+      [B, 1, N, H].
+    """
+    B, _, N, H = q.shape
+    K, S = k.shape[1], old.v.shape[2]
+    q, scored = _grouped(q, K)  # [B, K, G, H]
+    own = scored(k)
+    if old.across:
+        # On a CPU sums like these, in which XLA reads the cache where it lies, beat its batched products of a matrix
+        # with so few rows, for which a slice of the cache is copied first.
+        wide = q.astype(jnp.float32) * (1.0 if q.dtype == jnp.float32 else H**-0.5)
+        scores = jnp.sum(wide[..., None] * old.k[:, :, None].astype(jnp.float32), axis=3)
+    else:
+        scores = scored(old.k)
+    scores = jnp.where((jnp.arange(S) < start[:, None])[:, None, None], scores, NEG_INF)
+    most = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), own)
+    weights, of_own = jnp.exp(scores - most), jnp.exp(own - most)
+    if old.across:
+        out = jnp.sum(weights[..., None] * old.v[:, :, None].astype(jnp.float32), axis=3)
+    else:
+        out = _weighed(weights, old.v, q.dtype)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + of_own
+    out = (out + of_own * v.astype(jnp.float32)) / total
+    return out.astype(v.dtype).reshape(B, 1, N, H)
+
+
+def _grouped(q: jax.Array, K: int) -> tuple[jax.Array, Callable[..., jax.Array]]:
+    """Queries [B, X, N, H] as [B, K, G * X, H], and the function from keys to their float32 scores [B, K, G * X, S].
+
+    The G heads of a kv head are stacked along the query positions, which makes every product a plain batched one.
+    """
+    B, X, N, H = q.shape
+    wide = q.dtype == jnp.float32  # then the queries are scaled, of which there are fewer than scores
+    q = (q * H**-0.5 if wide else q).reshape(B, X, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
+
+    def scored(k: jax.Array, across: bool = False) -> jax.Array:
+        """k [B, K, S, H], or [B, K, H, S] where it lies `across`."""
+        of_keys = "BKHS" if across else "BKSH"
+        scores = jnp.einsum(f"BKXH,{of_keys}->BKXS", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
         return scores if wide else scores * H**-0.5
 
-    scores = jnp.where(seen, scored(k), NEG_INF)
-    if old is not None:
-        old_k, old_v = old
-        real = jnp.arange(old_k.shape[2]) < start[:, None]  # [B, S]
-        before = jnp.where(real[:, None, None], scored(old_k.astype(q.dtype)), NEG_INF)
-        scores = jnp.concatenate([before, scores], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    if old is None:
-        out = jnp.einsum("BKXS,BKSH->BKXH", weights, v)
-    else:
-        S = old_v.shape[2]
-        out = jnp.einsum("BKXS,BKSH->BKXH", weights[..., :S], old_v.astype(q.dtype))
-        out = out + jnp.einsum("BKXS,BKSH->BKXH", weights[..., S:], v)
-    return out.reshape(B, K, G, X, H).transpose(0, 3, 1, 2, 4).reshape(B, X, N, H)
+    return q, scored
+
+
+def _weighed(weights: jax.Array, v: jax.Array, dtype: Any = None) -> jax.Array:
+    """Sums of values [B, K, S, H] by weights [B, K, X, S], float32; the product is one of `dtype`, or the values'."""
+    dtype = dtype or v.dtype
+    return jnp.einsum("BKXS,BKSH->BKXH", weights.astype(dtype), v.astype(dtype), preferred_element_type=jnp.float32)
 
 
 def on_each_device(

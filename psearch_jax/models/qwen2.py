@@ -21,7 +21,8 @@ import numpy as np
 from flax import nnx
 
 from psearch_jax.config import Lora, Qwen2Config
-from psearch_jax.models.attention import NEG_INF, Implementation, cached, causal
+from psearch_jax.models import kv_cache
+from psearch_jax.models.attention import NEG_INF, Implementation, Keys, behind, causal, decode
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.lora import Adapters
 from psearch_jax.sharding import COMPUTE, STORAGE, constrain, spec
@@ -114,6 +115,7 @@ class Qwen2(nnx.Module):
         span: int | None = None,
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
+        rows: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """Runs the trunk over a chunk of ids.
 
@@ -122,6 +124,7 @@ class Qwen2(nnx.Module):
           cache: keys and values of the positions before the chunk; read, never written here.
           start: [B] int32, the position of ids[:, 0], which is also how many cached positions are real.
           span: cached positions to look at, at least max(start); default: all of the cache.
+          rows: [B] int32, the cache's rows that the chunk continues, as in models/kv_cache.py; default: all in order.
           keep_kv: also return the chunk's keys and values, for a cache.
           positions: [B, T] int32, of each id in its text; default: from `start` on.
           segments: [B, T] int32, equal within each of the texts that share a row (attention.causal); without a cache.
@@ -148,6 +151,7 @@ class Qwen2(nnx.Module):
             start=begin,
             cache=cache,
             span=span,
+            rows=rows,
             keep=keep_kv,
             attention=self.attention,
             segments=segments,
@@ -277,6 +281,7 @@ def _layer(
     start: jax.Array,
     cache: KVCache | None,
     span: int | None,
+    rows: jax.Array | None,
     keep: bool,
     attention: Implementation,
     segments: jax.Array | None,
@@ -294,25 +299,22 @@ def _layer(
             out += _dense(low, w[f"{name}_kernel_b"])
         return out
 
-    old = None if cache is None else tuple(_one_layer(a, layer, span) for a in (cache.k, cache.v))
     y = _rms_norm(x, w["attention_norm"], config.rms_eps)
     cos, sin = (a[:, :, None] for a in rotation)  # [B, T, 1, H/2]
     q = constrain(_rotate(dense(y, "q"), cos, sin), "rows", None, "heads", None)
     k = constrain(_rotate(dense(y, "k"), cos, sin), "rows", None, "kv_heads", None)
     v = constrain(dense(y, "v"), "rows", None, "kv_heads", None)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H], as the cache holds them
-    out = causal(q, k, v, attention, segments) if old is None else cached(q, k, v, old, start)
+    if cache is None:
+        out = causal(q, k, v, attention, segments)
+    else:
+        old = Keys(*kv_cache.read(cache, layer, span, rows), cache.keys_across)
+        out = (decode if q.shape[1] == 1 else behind)(q, k, v, old, start)
     x = constrain(x + dense(out, "o", contracted=2), "rows", split, None)
     y = _rms_norm(x, w["mlp_norm"], config.rms_eps)
     inner = jax.nn.silu(dense(y, "gate")) * dense(y, "up")
     x = x + dense(constrain(inner, "rows", None, "mlp"), "down")
     return constrain(x, "rows", split, None), (k, v) if keep else None
-
-
-def _one_layer(cache: jax.Array, layer: jax.Array, span: int | None) -> jax.Array:
-    """[L, B, K, S, H] -> [B, K, span, H] of one layer. Reading the cache is what decoding costs; so no more of it."""
-    _, B, K, S, H = cache.shape
-    return jax.lax.dynamic_slice(cache, (layer, 0, 0, 0, 0), (1, B, K, span or S, H))[0]
 
 
 def _dense(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None, contracted: int = 1) -> jax.Array:

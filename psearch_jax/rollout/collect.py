@@ -2,7 +2,7 @@
 
     while a question waits or a slot is live, in any process:
         refill free slots      admit (and prefill the next prompts)
-        generate               until rows are parked or done
+        generate               until enough rows wait, parked or done
         read what was sampled  parse each turn; ended rows become trajectories
         search                 ONE batch with the sub-queries of every parked row
         extend                 the passages, as forced ids
@@ -16,8 +16,9 @@ program they tell each other what is to go into it, so that all make the same ca
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -79,19 +80,20 @@ class Collector:
         self._rollout, self._retrieval = rollout, retrieval
         self._widths = widths(rollout)
         self._corrective = tokenizer.encode_foreign(tags.CORRECTIVE_MESSAGE)[: rollout.obs_tokens]
-        self.pool_rows = pool_rows(rollout, sampler.mesh)
+        self.pool_rows, self.piece_rows = pool_rows(rollout, sampler.mesh), piece_rows(rollout, sampler.mesh)
+        self.usage = Usage()
 
     def warm_up(self, params: nnx.State) -> None:
         """Compiles every shape that `collect` can ask for, so that no later step stops to compile."""
-        rows = self._rollout.slots
-        state = self.sampler.new_state(rows, self._rollout.context_tokens)
+        rows = self.piece_rows
+        state = self.sampler.new_state(self._rollout.slots, self._rollout.context_tokens)
         nothing = np.zeros(rows, np.int32)
         for width in self._widths.observations:
-            state = self.sampler.extend(params, state, np.zeros((rows, width), np.int32), nothing, 1)
+            state = self.sampler.extend(params, state, np.zeros((rows, width), np.int32), nothing, 1, nothing - 1)
         for width in self._widths.prompts:
             empty = np.zeros((self.pool_rows, width), np.int32)
             pool = self.sampler.prefill(params, empty, np.zeros(self.pool_rows, np.int32))
-            state = self.sampler.admit(state, pool, nothing - 1, np.zeros((rows, 2), np.uint32), 1, 1)
+            state = self.sampler.admit(state, pool, nothing - 1, np.zeros((rows, 2), np.uint32), 1, 1, nothing - 1)
         for span in self._widths.spans:
             state = self.sampler.generate(params, state, 1.0, span)
         jax.block_until_ready(state)
@@ -116,7 +118,8 @@ class Collector:
           seed, step: named parts of every rollout's key.
 
         Returns:
-          Q x R trajectories, all samples of a question together, in the order of `questions`.
+          Q x R trajectories, all samples of a question together, in the order of `questions`. What the call cost is
+          in `usage` until the next one.
 
         Raises:
           RetrievalError, or what `progress` raises: in every process when it is raised in one.
@@ -125,8 +128,9 @@ class Collector:
         processes.together(lambda: prompts.extend(map(self._render, questions)))  # a row without a prompt ends all
         call = _Call(self, params, questions, prompts, samples, seed, step)
         while call.refill(progress):
-            call.state = self.sampler.generate(params, call.state, temperature, call.span())
+            call.state = self.sampler.generate(params, call.state, temperature, call.span(), call.more)
             call.read()
+        self.usage = replace(call.usage, decode_steps=int(processes.fetch(call.state.steps)))
         return [t for t in call.results if t is not None]
 
 
@@ -142,6 +146,44 @@ def pool_rows(rollout: RolloutSection, mesh: jax.sharding.Mesh) -> int:
     return -(-math.ceil(rollout.slots / rollout.samples) // unit) * unit
 
 
+def piece_rows(rollout: RolloutSection, mesh: jax.sharding.Mesh) -> int:
+    """R, the slots that one `admit` or `extend` is about: an eighth of them, and as many on each device."""
+    devices = mesh.shape["data"] * mesh.shape["fsdp"]
+    return devices * math.ceil(rollout.slots / devices / 8)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one `collect` cost."""
+
+    slots: int = 0  # of this process
+    decode_steps: int = 0  # each of them for all slots
+    decoded: int = 0  # ids that this process's slots sampled in them
+    yields: int = 0
+    prefilled: int = 0  # positions computed by `prefill`, pads included, for all processes
+    extended: int = 0  # the same by `extend`
+    forced: int = 0  # of these, ids that were appended
+    search_s: float = 0.0  # in this process all rows waited for passages
+    host_s: float = 0.0  # and for the rest of its work between two programs
+
+    @property
+    def row_use(self) -> float:
+        """The share of decoded rows that sampled an id."""
+        return self.decoded / max(self.decode_steps * self.slots, 1)
+
+    @property
+    def extend_use(self) -> float:
+        """The share of extended positions that hold an appended id."""
+        return self.forced / max(self.extended, 1)
+
+    def metrics(self) -> dict[str, float]:
+        """As they stand in metrics.jsonl: `cost/` hangs on slots, mesh and processes, and seconds end in `_s`."""
+        shares = {"row_use": self.row_use, "extend_use": self.extend_use}
+        counts = {name: getattr(self, name) for name in ("decode_steps", "yields", "prefilled", "extended")}
+        costs = {f"cost/{name}": float(value) for name, value in (shares | counts).items()}
+        return costs | {"search_s": self.search_s, "host_s": self.host_s}
+
+
 @dataclass(frozen=True)
 class _Admissions:
     """What one process asks of the next `admit`; slots and rows are those of all processes."""
@@ -150,6 +192,7 @@ class _Admissions:
     keys: dict[int, np.ndarray]  # by slot
     starts: dict[int, int]  # by slot: the prompt's length
     lacking: bool  # a slot stays free because the pool does not hold the next prompt
+    more: bool  # rollouts are left for which there is no slot yet
 
 
 @dataclass(frozen=True)
@@ -176,6 +219,9 @@ class _Call:
         self.owner, self.params = owner, params
         self.rollout, self.sampler = owner._rollout, owner.sampler
         self.rows = self.rollout.slots
+        share, me = self.rows // jax.process_count(), jax.process_index()
+        self.own = range(me * share, (me + 1) * share)
+        self.usage = Usage(share)
         self.live: dict[int, _Rollout] = {}
         self.results: list[Trajectory | None] = [None] * (len(questions) * samples)
         self.done = 0
@@ -197,12 +243,11 @@ class _Call:
         words = [sampling.id_words(question.source, question.id) for _, question, _ in self.waiting]
         drawn = sampling.row_keys(seed, step, words, [s for _, _, s in self.waiting]) if words else []
         self._keys = {order: key for (order, _, _), key in zip(self.waiting, drawn, strict=True)}
-        share, me = self.rows // jax.process_count(), jax.process_index()
-        self.own = range(me * share, (me + 1) * share)
         self.starts: dict[int, int] = {}  # of every process's live slots: where the current turn begins
         self._pool: SamplerState | None = None
         self._pool_rows: dict[int, int] = {}  # question's place -> row of the pool
-        self.parked: set[int] = set()  # own slots whose rollout is over but whose row still looks parked
+        self.over: set[int] = set()  # own slots whose rollout is over but whose row is not empty yet
+        self.more = False  # rollouts of some process wait for a slot
         self.state = self.sampler.new_state(self.rows, self.rollout.context_tokens)
 
     # ---- refill ----
@@ -222,6 +267,7 @@ class _Call:
             for a in asked:
                 self.starts |= a.starts
             admitted += [slot for a in asked for slot in a.starts]
+            self.more = any(a.more for a in asked)
             if not any(a.lacking for a in asked):
                 break
             self._prefill()
@@ -230,12 +276,12 @@ class _Call:
         return bool(self.starts)
 
     def _next_admissions(self, progress: Progress | None) -> _Admissions:
-        """Fills own free slots from the pool, as far as it goes."""
+        """Fills own free slots from the pool, as far as it goes, and empties the others: a row that is over would wait
+        for ever."""
         if progress:
             progress(self.done, len(self.results))
-        # A parked row that is over would hold up `generate`: it is emptied even when nothing is left to admit there.
-        found = _Admissions(dict.fromkeys(self.parked, -2), {}, {}, False)
-        self.parked.clear()
+        found = _Admissions(dict.fromkeys(self.over, -2), {}, {}, False, False)
+        self.over.clear()
         free = [b for b in self.own if b not in self.live]
         while free and self.waiting and self.waiting[0][0] // self.samples in self._pool_rows:
             order, question, sample = self.waiting.popleft()
@@ -244,7 +290,7 @@ class _Call:
             found.source[slot], found.keys[slot] = self._pool_rows[place], self._keys[order]
             found.starts[slot] = length
             self.live[slot] = _Rollout(order, question, sample, length, length)
-        return replace(found, lacking=bool(free and self.waiting))
+        return replace(found, lacking=bool(free and self.waiting), more=bool(self.waiting))
 
     def _prefill(self) -> None:
         """Fills every process's part of the pool with its next prompts."""
@@ -260,18 +306,30 @@ class _Call:
                 ids[row, : n[row]] = prompt
         self._pool = None  # or two pools would be alive while the next one is computed
         self._pool = self.sampler.prefill(self.params, ids, n)
+        self._count(prefilled=ids.size)
         self._pool_rows = {place: row for row, place in enumerate(places, jax.process_index() * share)}
 
     def _admit(self, source: dict[int, int], keys: dict[int, np.ndarray]) -> None:
         if self._pool is None:
             raise AssertionError("a slot can only end after a prompt was admitted")
-        rows, all_keys = np.full(self.rows, -1, np.int32), np.zeros((self.rows, 2), np.uint32)
-        rows[list(source)] = list(source.values())
-        for slot, key in keys.items():
-            all_keys[slot] = key
-        self.state = self.sampler.admit(
-            self.state, self._pool, rows, all_keys, self.rollout.turn_tokens, self.rollout.context_tokens
-        )
+        for rows in self._pieces(source):
+            picked = np.array([source.get(b, -1) for b in rows], np.int32)
+            drawn = np.stack([keys.get(b, np.zeros(2, np.uint32)) for b in rows])
+            turn, end = self.rollout.turn_tokens, self.rollout.context_tokens
+            self.state = self.sampler.admit(self.state, self._pool, picked, drawn, turn, end, rows)
+
+    def _pieces(self, slots: Iterable[int]) -> list[np.ndarray]:
+        """Slots, of all processes, by R in the order in which they come, each in its device's part; -1 fills up."""
+        devices = self.sampler.mesh.shape["data"] * self.sampler.mesh.shape["fsdp"]
+        share, part = self.rows // devices, self.owner.piece_rows // devices
+        queues: list[list[int]] = [[] for _ in range(devices)]
+        for slot in slots:
+            queues[slot // share].append(slot)
+        pieces = np.full((math.ceil(max(map(len, queues)) / part), devices, part), -1, np.int32)
+        for device, queue in enumerate(queues):
+            for i, slot in enumerate(queue):
+                pieces[i // part, device, i % part] = slot
+        return list(pieces.reshape(len(pieces), -1))
 
     def _initial_search(self, slots: list[int]) -> None:
         """The classic baseline: the question itself is searched before the first sampled id."""
@@ -296,15 +354,16 @@ class _Call:
 
     def read(self) -> None:
         """Parses what each stopped row sampled; ends it, or searches and extends it."""
-        status, length = processes.fetch((self.state.status, self.state.length))
+        status, length = processes.fetch((self.state.status, self.state.length))  # waits for the device
+        began, searched = time.monotonic(), self.usage.search_s
+        self._count(yields=1)
         if all(status[b] == Status.RUNNING for b in self.starts):
             return
         ids, mask, logprobs = processes.fetch((self.state.ids, self.state.mask, self.state.logprobs))
 
         def end(b: int, how: EndStatus) -> None:
             n, live = length[b], self.live.pop(b)
-            if status[b] == Status.SEARCH:
-                self.parked.add(b)
+            self.over.add(b)
             self._finish(live, how, ids[b, :n].copy(), mask[b, :n].copy(), logprobs[b, :n].copy())
 
         def look() -> _Continuations:
@@ -337,6 +396,7 @@ class _Call:
         for b in [b for f in found for b in f.ended]:
             del self.starts[b]
         self._go_on(found, length)
+        self._count(host_s=time.monotonic() - began - (self.usage.search_s - searched))
 
     def _end(self, live: _Rollout, turn: Turn, status: Status) -> EndStatus | None:
         """How the rollout is over with this turn; None when it goes on."""
@@ -372,7 +432,9 @@ class _Call:
         flat = [q for row in queries.values() for q in row]
         if not flat:
             return {}
+        began = time.monotonic()
         results = iter(self.owner.retriever.search(flat, self.owner._retrieval.topk))
+        self._count(search_s=time.monotonic() - began)
         return {b: tuple(tuple(next(results)) for _ in row) for b, row in queries.items()}
 
     def _observation(self, queries: Sequence[str], passages: Sequence[Sequence[Passage]], length: int) -> list[int]:
@@ -386,18 +448,27 @@ class _Call:
         chunks = {b: chunk for f in found for b, chunk in f.chunks.items()}
         if not chunks:
             return
-        width = pick(self.owner._widths.observations, max(len(c) for c in chunks.values()))
-        ids, n = np.zeros((self.rows, width), np.int32), np.zeros(self.rows, np.int32)
+        for rows in self._pieces(sorted(chunks, key=lambda b: len(chunks[b]))):  # of like length: less is padded
+            real = [b for b in rows.tolist() if b >= 0]
+            width = pick(self.owner._widths.observations, max(len(chunks[b]) for b in real))
+            ids, n = np.zeros((len(rows), width), np.int32), np.zeros(len(rows), np.int32)
+            for r, b in enumerate(rows.tolist()):
+                if b >= 0:
+                    n[r] = len(chunks[b])
+                    ids[r, : n[r]] = chunks[b]
+            self.state = self.sampler.extend(self.params, self.state, ids, n, self.rollout.turn_tokens, rows)
+            self._count(extended=ids.size, forced=int(n.sum()))
         for b, chunk in chunks.items():
-            n[b] = len(chunk)
-            ids[b, : n[b]] = chunk
             self.starts[b] = int(lengths[b]) + len(chunk)
             if b in self.live:
                 self.live[b].turn_start = self.starts[b]
-        self.state = self.sampler.extend(self.params, self.state, ids, n, self.rollout.turn_tokens)
+
+    def _count(self, **more: float) -> None:
+        self.usage = replace(self.usage, **{name: getattr(self.usage, name) + n for name, n in more.items()})
 
     def _finish(self, live: _Rollout, status: EndStatus, ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray):
         self.results[live.order] = Trajectory(
             live.question, live.sample, status, tuple(live.turns), ids, mask, logprobs, live.prompt_length
         )
         self.done += 1
+        self._count(decoded=int(mask.sum()))

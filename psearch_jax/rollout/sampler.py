@@ -7,8 +7,11 @@ It knows ids and no words. A row's life, in calls of the host:
 Invariant of every row: `length` ids are known and the cache holds `length - 1` of them, because the last known id is
 always the next model input. So no logits are stored, and a first, a parked and a refilled row are all alike.
 
-`generate` stops for one of two reasons: no row runs any more, or enough rows are parked at `</search>`.
-Letters: B rows, S positions, C forced ids in one call, P prompts, V vocabulary rows (others in models/qwen2.py).
+`generate` stops for one of two reasons: no row runs any more, or enough rows wait, parked at `</search>` or finished
+while others are to come. `admit` and `extend` are about a few rows each, `rows` [R] as in models/kv_cache.py: their
+cost follows the rows that they change, so that no row need wait for company.
+Letters: B rows, R of them, S positions, C forced ids in one call, P prompts, V vocabulary rows (others in
+models/qwen2.py).
 """
 
 from __future__ import annotations
@@ -32,13 +35,16 @@ from psearch_jax.models.qwen2 import NEG_INF
 from psearch_jax.rollout import boundary, sampling
 from psearch_jax.rollout.boundary import BoundaryTables
 from psearch_jax.sharding import (
+    ROWS,
     SAMPLING,
     param_shardings,
     placed,
+    put_rows,
     replicated,
     rows_sharding,
     sampling_cast,
     spec,
+    take_rows,
 )
 
 
@@ -68,6 +74,7 @@ class SamplerState:
     automaton: jax.Array  # [B] int32, state of the tag automaton; its last row means: an answer is complete
     status: jax.Array  # [B] int32, a `Status`
     key: jax.Array  # [B, 2] uint32, the rollout's own random key
+    steps: jax.Array  # [] int32, ids decoded so far for all rows at once
 
 
 @jax.tree_util.register_dataclass
@@ -102,7 +109,7 @@ class Sampler:
       dtype: of the KV cache.
       top_k, top_p: filters at sampling; the recorded log-probs are those before the filter.
       max_tokens_after_answer: ids sampled after `</answer>` while waiting for a stop id.
-      park_fraction: `generate` yields when this share of the live rows is parked.
+      yield_share: `generate` yields when this share of the live rows waits.
       adapters: those of the graph, if it has some; `params` below then holds the weights and them.
     """
 
@@ -118,13 +125,14 @@ class Sampler:
         top_k: int = 0,
         top_p: float = 1.0,
         max_tokens_after_answer: int = 4,
-        park_fraction: float = 1.0,
+        yield_share: float = 1.0,
         adapters: Lora | None = None,
     ):
         self.config, self.mesh, self.dtype = config, mesh, dtype
+        self._keys_across = mesh.devices.flat[0].platform == "cpu"
         self._graph, self._n_ids, self._lora = graph, n_ids, adapters
         self._top_k, self._top_p = top_k, top_p
-        self._after_answer, self._park_fraction = max_tokens_after_answer, park_fraction
+        self._after_answer, self._yield_share = max_tokens_after_answer, yield_share
         states = tables.next.shape[0]
         self._answered = states  # one row more: stays there, completes nothing
         stop = np.zeros(tables.next.shape[1], bool)
@@ -161,43 +169,65 @@ class Sampler:
         keys: np.ndarray,
         turn_tokens: int | np.ndarray,
         budget_end: int,
+        rows: np.ndarray | None = None,
     ) -> SamplerState:
-        """Copies prompt `source[b]` of the pool into slot b; -1 leaves the slot alone, -2 empties it.
+        """Copies prompt `source[r]` of the pool into slot `rows[r]`; -1 leaves the slot alone, -2 empties it.
 
         Args:
-          source: [B] int32.
-          keys: [B, 2] uint32, read where a prompt is admitted.
-          turn_tokens: ids of the first turn at most; one number, or [B].
+          source: [R] int32.
+          keys: [R, 2] uint32, read where a prompt is admitted.
+          turn_tokens: ids of the first turn at most; one number, or [R].
+          rows: [R] int32, -1 where there is none; default: all slots in order.
         """
+        rows = np.arange(len(source), dtype=np.int32) if rows is None else rows
         with jax.set_mesh(self.mesh):
-            return self._admit(state, pool, source, keys, _per_row(turn_tokens, source), np.int32(budget_end))
+            return self._admit(state, pool, rows, source, keys, _per_row(turn_tokens, source), np.int32(budget_end))
 
     def extend(
-        self, params: nnx.State, state: SamplerState, ids: np.ndarray, n: np.ndarray, turn_tokens: int | np.ndarray
+        self,
+        params: nnx.State,
+        state: SamplerState,
+        ids: np.ndarray,
+        n: np.ndarray,
+        turn_tokens: int | np.ndarray,
+        rows: np.ndarray | None = None,
     ) -> SamplerState:
-        """Appends `n[b]` forced ids to row b (mask 0) and starts its next turn; n = 0 leaves the row as it is.
+        """Appends `n[r]` forced ids to row `rows[r]` (mask 0) and starts its next turn; n = 0 leaves the row as it is.
 
         What does not fit into S is dropped, and the row ends with CONTEXT_FULL.
 
         Args:
-          ids: [B, C] int32.
-          n: [B] int32.
-          turn_tokens: ids of the next turn at most; one number, or [B].
+          ids: [R, C] int32.
+          n: [R] int32.
+          turn_tokens: ids of the next turn at most; one number, or [R].
+          rows: [R] int32, -1 where there is none; default: all slots in order.
         """
+        rows = np.arange(len(n), dtype=np.int32) if rows is None else rows
         with jax.set_mesh(self.mesh):
-            return self._extend(params, state, ids, n, _per_row(turn_tokens, n))
+            return self._extend(params, state, rows, ids, n, _per_row(turn_tokens, n))
 
     def generate(
-        self, params: nnx.State, state: SamplerState, temperature: float, span: int | None = None
+        self,
+        params: nnx.State,
+        state: SamplerState,
+        temperature: float,
+        span: int | None = None,
+        refill: bool = False,
     ) -> SamplerState:
-        """Samples until no row runs or enough rows are parked. Temperature 0 is greedy (log-probs at 1).
+        """Samples until no row runs or enough rows wait. Temperature 0 is greedy (log-probs at 1).
 
         Args:
           span: positions that no running row will outgrow in this call, at most S; the cache behind them is not read.
+          refill: rollouts wait for a slot, so a finished row is worth a yield as a parked one is.
         """
         with jax.set_mesh(self.mesh):
             return self._generate(
-                params, self._tables, state, np.float32(temperature), span=span or state.ids.shape[1]
+                params,
+                self._tables,
+                state,
+                np.float32(temperature),
+                np.bool_(refill),
+                span=span or state.ids.shape[1],
             )
 
     @functools.cached_property
@@ -218,10 +248,10 @@ class Sampler:
         return placed(read, param_shardings(abstract, SAMPLING, self.mesh))
 
     def traced(
-        self, rows: int, positions: int, pool_rows: int, widths: Widths
+        self, rows: int, positions: int, pool_rows: int, piece_rows: int, widths: Widths
     ) -> tuple[SamplerState, SamplerState, dict[str, dict[int, Callable[[], jax.stages.Traced]]]]:
         """State, the largest pool, and every program by its width, without arrays: to be compiled where there are no
-        devices (plan.py)."""
+        devices (plan.py). `piece_rows` is R of `admit` and `extend`."""
         mesh, shardings = self.mesh, self._shardings()
         params = self.abstract_params()
         state = placed(jax.eval_shape(lambda: self._new_program(rows, positions)), shardings)
@@ -233,9 +263,11 @@ class Sampler:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), self._host_tables
         )
         wide, narrow, none = rows_sharding(mesh, 2), rows_sharding(mesh, 1), replicated(mesh)
-        count, prompts = (jax.ShapeDtypeStruct((n,), jnp.int32, sharding=narrow) for n in (rows, pool_rows))
-        number, warmth = (jax.ShapeDtypeStruct((), kind, sharding=none) for kind in (jnp.int32, jnp.float32))
-        keys = jax.ShapeDtypeStruct((rows, 2), jnp.uint32, sharding=wide)
+        count, prompts = (jax.ShapeDtypeStruct((n,), jnp.int32, sharding=narrow) for n in (piece_rows, pool_rows))
+        number, warmth, flag = (
+            jax.ShapeDtypeStruct((), kind, sharding=none) for kind in (jnp.int32, jnp.float32, jnp.bool_)
+        )
+        keys = jax.ShapeDtypeStruct((piece_rows, 2), jnp.uint32, sharding=wide)
 
         def ids(n: int, width: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((n, width), jnp.int32, sharding=wide)
@@ -244,13 +276,13 @@ class Sampler:
             return self._prefill.trace(params, ids(pool_rows, width), prompts)
 
         def admit(width: int) -> jax.stages.Traced:
-            return self._admit.trace(state, pools[width], count, keys, count, number)
+            return self._admit.trace(state, pools[width], count, count, keys, count, number)
 
         def extend(width: int) -> jax.stages.Traced:
-            return self._extend.trace(params, state, ids(rows, width), count, count)
+            return self._extend.trace(params, state, count, ids(piece_rows, width), count, count)
 
         def generate(span: int) -> jax.stages.Traced:
-            return self._generate.trace(params, tables, state, warmth, span=span)
+            return self._generate.trace(params, tables, state, warmth, flag, span=span)
 
         def by_width(program: Callable[[int], jax.stages.Traced], widths: Sequence[int]):
             return {width: functools.partial(program, width) for width in widths}
@@ -270,8 +302,9 @@ class Sampler:
         row1, row2 = rows_sharding(mesh, 1), rows_sharding(mesh, 2)
         # Divisibility of the heads is known here; that of the rows is the caller's (slots are a multiple).
         heads = spec(("kv_heads",), SAMPLING, mesh, (self.config.kv_heads,))[0]
-        cache = NamedSharding(mesh, jax.sharding.PartitionSpec(None, ("data", "fsdp"), heads, None, None))
-        return SamplerState(row2, row2, row2, KVCache(cache, cache), row1, row1, row1, row1, row1, row2)
+        place = NamedSharding(mesh, jax.sharding.PartitionSpec(None, ROWS, heads, None, None))
+        cache = KVCache(place, place, self._keys_across)
+        return SamplerState(row2, row2, row2, cache, row1, row1, row1, row1, row1, row2, replicated(mesh))
 
     def _new_program(self, rows: int, positions: int) -> SamplerState:
         zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
@@ -279,13 +312,14 @@ class Sampler:
             ids=zeros((rows, positions)),
             mask=jnp.zeros((rows, positions), bool),
             logprobs=jnp.zeros((rows, positions), jnp.float32),
-            cache=KVCache.zeros(self.config, rows, positions, self.dtype),
+            cache=KVCache.zeros(self.config, rows, positions, self.dtype, self._keys_across),
             length=zeros(rows),
             turn_left=zeros(rows),
             budget_end=jnp.full(rows, positions, jnp.int32),
             automaton=zeros(rows),
             status=zeros(rows),
             key=jnp.zeros((rows, 2), jnp.uint32),
+            steps=jnp.int32(0),
         )
 
     def _prefill_program(self, params, ids, n) -> SamplerState:
@@ -294,65 +328,75 @@ class Sampler:
         pool = self._new_program(*ids.shape)
         # What pads computed may not be finite, and is behind the prompt in every slot that it is copied to.
         real = (jnp.arange(ids.shape[1]) < n[:, None])[:, None, :, None]
-        cache = KVCache(*(jnp.where(real, x, 0).astype(self.dtype) for x in (k, v)))
+        cache = KVCache.of(*(jnp.where(real, x, 0).astype(self.dtype) for x in (k, v)), self._keys_across)
         return replace(pool, ids=ids, length=n, cache=cache)
 
-    def _admit_program(self, state: SamplerState, pool: SamplerState, source, keys, turn_tokens, budget_end):
-        taken = source >= 0
+    def _admit_program(
+        self, state: SamplerState, pool: SamplerState, rows, source, keys, turn_tokens, budget_end
+    ) -> SamplerState:
+        S, width = state.ids.shape[1], pool.ids.shape[1]
         index = jnp.maximum(source, 0)
-        column = taken[:, None]
-        width = pool.ids.shape[1]
-        prompt = jnp.pad(jnp.take(pool.ids, index, axis=0), ((0, 0), (0, state.ids.shape[1] - width)))
-        length = jnp.where(taken, jnp.take(pool.length, index), state.length)
-        fresh = jnp.where(length < budget_end, Status.RUNNING, Status.CONTEXT_FULL)
-        status = jnp.where(source == -2, Status.EMPTY, jnp.where(taken, fresh, state.status))
+        taken = jnp.where(source >= 0, rows, -1)
+        prompt = jnp.pad(jnp.take(pool.ids, index, axis=0), ((0, 0), (0, S - width)))
+        length = jnp.take(pool.length, index)
+        status = jnp.where(length < budget_end, Status.RUNNING, Status.CONTEXT_FULL)
+        status = jnp.where(source == -2, Status.EMPTY, status)
+
+        def put(name: str, values: Any) -> jax.Array:
+            old = getattr(state, name)
+            return put_rows(old, taken, jnp.broadcast_to(values, (rows.shape[0], *old.shape[1:])))
+
         return SamplerState(
-            ids=jnp.where(column, prompt, state.ids),
-            mask=jnp.where(column, False, state.mask),
-            logprobs=jnp.where(column, 0.0, state.logprobs),
-            cache=kv_cache.copy_rows(state.cache, pool.cache, jnp.where(taken, source, -1)),
-            length=length,
-            turn_left=jnp.where(taken, turn_tokens, state.turn_left),
-            budget_end=jnp.where(taken, budget_end, state.budget_end),
-            automaton=jnp.where(taken, boundary.ROOT, state.automaton),
-            status=status.astype(jnp.int32),
-            key=jnp.where(column, keys, state.key),
+            ids=put("ids", prompt),
+            mask=put("mask", False),
+            logprobs=put("logprobs", 0.0),
+            cache=kv_cache.copy_rows(state.cache, pool.cache, index, taken),
+            length=put("length", length),
+            turn_left=put("turn_left", turn_tokens),
+            budget_end=put("budget_end", budget_end),
+            automaton=put("automaton", boundary.ROOT),
+            status=put_rows(state.status, jnp.where(source == -1, -1, rows), status),
+            key=put("key", keys),
+            steps=state.steps,
         )
 
-    def _extend_program(self, params, state: SamplerState, ids, n, turn_tokens) -> SamplerState:
+    def _extend_program(self, params, state: SamplerState, rows, ids, n, turn_tokens) -> SamplerState:
         model = nnx.merge(self._graph, params)
-        B, S = state.ids.shape
-        C = ids.shape[1]
-        rows, offset = jnp.arange(B)[:, None], jnp.arange(C)
-        room = jnp.clip(n, 0, S - state.length)
-        target = jnp.where(offset < room[:, None], state.length[:, None] + offset, S)
-        known = state.ids.at[rows, target].set(ids, mode="drop")
+        S = state.ids.shape[1]
+        R, C = ids.shape
+        offset = jnp.arange(C)
+        n = jnp.where(rows < 0, 0, n)
+        known, length, end = (take_rows(x, rows) for x in (state.ids, state.length, state.budget_end))
+        room = jnp.clip(n, 0, S - length)
+        target = jnp.where(offset < room[:, None], length[:, None] + offset, S)
+        known = known.at[jnp.arange(R)[:, None], target].set(ids, mode="drop")
         # The model reads from the last known id up to the last but one of the new ones.
-        start = jnp.maximum(state.length - 1, 0)
-        count = jnp.where(room > 0, state.length + room - 1 - start, 0)
+        start = jnp.where(room > 0, jnp.maximum(length - 1, 0), 0)
+        count = jnp.where(room > 0, length + room - 1 - start, 0)
         inputs = jnp.take_along_axis(known, jnp.minimum(start[:, None] + offset, S - 1), axis=1)
-        _, (k, v) = model.hidden(inputs, state.cache, start, keep_kv=True)
-        length = state.length + room
-        touched = n > 0
-        full = length >= state.budget_end
-        status = jnp.where(touched, jnp.where(full, Status.CONTEXT_FULL, Status.RUNNING), state.status)
+        _, (k, v) = model.hidden(inputs, state.cache, start, keep_kv=True, rows=rows)
+        length = length + room
+        touched = jnp.where(n > 0, rows, -1)
+        status = jnp.where(length >= end, Status.CONTEXT_FULL, Status.RUNNING)
         return replace(
             state,
-            ids=known,
-            cache=kv_cache.write(state.cache, k, v, start, count),
-            length=length,
-            turn_left=jnp.where(touched, turn_tokens, state.turn_left),
-            automaton=jnp.where(touched, boundary.ROOT, state.automaton),
-            status=status.astype(jnp.int32),
+            ids=put_rows(state.ids, touched, known),
+            cache=kv_cache.write(state.cache, k, v, start, count, touched),
+            length=put_rows(state.length, touched, length),
+            turn_left=put_rows(state.turn_left, touched, turn_tokens),
+            automaton=put_rows(state.automaton, touched, jnp.full_like(n, boundary.ROOT)),
+            status=put_rows(state.status, touched, status),
         )
 
-    def _generate_program(self, params, tables: _Tables, state: SamplerState, temperature, span: int) -> SamplerState:
+    def _generate_program(
+        self, params, tables: _Tables, state: SamplerState, temperature, refill, span: int
+    ) -> SamplerState:
         model = nnx.merge(self._graph, params)
 
         def go_on(state: SamplerState) -> jax.Array:
             running = jnp.sum(state.status == Status.RUNNING)
-            parked = jnp.sum(state.status == Status.SEARCH)
-            return (running > 0) & (parked < self._park_fraction * (running + parked))
+            waiting = jnp.sum(state.status == Status.SEARCH) + refill * jnp.sum(state.status > Status.SEARCH)
+            return (running > 0) & (waiting < self._yield_share * (running + waiting))
 
         return jax.lax.while_loop(go_on, functools.partial(self._decode, model, tables, temperature, span), state)
 
@@ -407,9 +451,10 @@ class Sampler:
             turn_left=jnp.where(sampled, turn_left, state.turn_left),
             automaton=jnp.where(sampled, automaton, state.automaton),
             status=jnp.where(running, status, state.status),
+            steps=state.steps + 1,
         )
 
 
 def _per_row(number: int | np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """One number, or one for each of the rows [B], as [B] int32: one shape, so that a program is compiled once."""
+    """One number, or one for each of the rows [R], as [R] int32: one shape, so that a program is compiled once."""
     return np.full(rows.shape, number, np.int32)

@@ -261,6 +261,7 @@ def train_step(
             progress=lambda *_: run.stop.check(),
         )
         del sampling
+        usage = run.collector.usage
         # From here on every process holds all rollouts and does the same with them.
         trajectories = processes.in_order(own, config.rollout.samples)
     with _phase(run, "reward", times):
@@ -287,6 +288,7 @@ def train_step(
     metrics |= rollout_metrics(trajectories, rewards, groups, advantages, old)
     metrics["reward"] = mean(totals)
     metrics |= {f"{name}_s": value for name, value in times.items()}
+    metrics |= usage.metrics()
     metrics["sampled_tokens_per_s"] = sampled / times["rollout"]
     metrics["trained_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
     return state, metrics, trajectories, rewards
