@@ -25,6 +25,9 @@ from psearch_jax.config import Qwen2Config
 from psearch_jax.sharding import on_own_rows
 
 AXES = (None, "rows", "kv_heads", None, None)  # of keys and of values
+# Positions are a multiple of it: of others XLA for TPU lays the rows where positions would be, to pad less, and a
+# program that changes one row then copies the whole cache into another layout and back.
+LINES = 32
 
 
 @jax.tree_util.register_dataclass
@@ -38,14 +41,16 @@ class KVCache:
 
     @classmethod
     def zeros(cls, config: Qwen2Config, rows: int, positions: int, dtype: Any, keys_across: bool = False) -> KVCache:
-        """An empty cache. Zeros, not garbage: masked keys must not turn into NaN."""
-        shape = (config.layers, rows, config.kv_heads, positions, config.head_dim)
+        """An empty cache of at least `positions`. Zeros, not garbage: masked keys must not turn into NaN."""
+        shape = (config.layers, rows, config.kv_heads, positions + -positions % LINES, config.head_dim)
         k, v = (jnp.zeros(shape, dtype) for _ in range(2))
         return cls(k.swapaxes(3, 4) if keys_across else k, v, keys_across)
 
     @classmethod
     def of(cls, k: jax.Array, v: jax.Array, keys_across: bool = False) -> KVCache:
-        """The cache of what a model returned, k and v [L, B, K, S, H]."""
+        """The cache of what a model returned, k and v [L, B, K, T, H], with zeros behind it."""
+        behind = ((0, 0), (0, 0), (0, 0), (0, -k.shape[3] % LINES), (0, 0))
+        k, v = jnp.pad(k, behind), jnp.pad(v, behind)
         return cls(k.swapaxes(3, 4) if keys_across else k, v, keys_across)
 
     @property
@@ -140,12 +145,23 @@ def copy_rows(cache: KVCache, source: KVCache, index: jax.Array, rows: jax.Array
             pads = [(0, 0)] * 4
             pads[3 if across else 2] = (0, behind)
 
-            def put(first: Any, old: jax.Array, values: jax.Array, rows: jax.Array, layer: jax.Array) -> jax.Array:
-                place = jnp.where(rows < 0, old.shape[1], rows - first)
-                return old.at[layer, place].set(values.astype(old.dtype), mode="drop")
-
-            out.append(on_own_rows(put, old, AXES, (jnp.pad(taken, pads), AXES[1:]), (rows, ("rows",)), (layer, ())))
+            out.append(
+                on_own_rows(_replaced, old, AXES, (jnp.pad(taken, pads), AXES[1:]), (rows, ("rows",)), (layer, ()))
+            )
         return tuple(out)
 
     k, v = jax.lax.fori_loop(0, cache.k.shape[0], one, (cache.k, cache.v))
     return KVCache(k, v, cache.keys_across)
+
+
+def _replaced(first: Any, old: jax.Array, values: jax.Array, rows: jax.Array, layer: jax.Array) -> jax.Array:
+    """`values` [R, ...] at the rows [R] of one layer of `old`."""
+
+    # Row by row: for a scatter of whole rows XLA's TPU backend copies the cache.
+    def one(r: jax.Array, old: jax.Array) -> jax.Array:
+        at = (layer, jnp.maximum(rows[r] - first, 0), 0, 0, 0)
+        here = jax.lax.dynamic_slice(old, at, (1, 1, *old.shape[2:]))
+        new = jnp.where(rows[r] < 0, here, values[r].astype(old.dtype))
+        return jax.lax.dynamic_update_slice(old, new, at)
+
+    return jax.lax.fori_loop(0, rows.shape[0], one, old)
