@@ -356,6 +356,18 @@ def test_a_finished_row_makes_room_only_where_others_wait(tiny_tokenizer, params
     assert state.status[:4].tolist() == wanted and state.steps == (4 if refill else 11)
 
 
+def test_a_full_turn_waits_as_a_search_does(tiny_tokenizer, params):
+    """The host has something to say to it, too: a row that nobody counts idles until all others have stopped."""
+    early = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=0.5)
+    early.scripts = {tuple(k): [5] * 40 for k in KEYS[:4].tolist()}
+    rows = [p if i < 4 else None for i, p in enumerate(prompts())]
+    pool = early.prefill(params, *padded([p or [] for p in rows]))
+    source, turns = np.array([0, 1, 2, 3, -1, -1, -1, -1], np.int32), np.array([2, 4, 9, 12, 1, 1, 1, 1])
+    state = early.admit(early.new_state(B, S), pool, source, KEYS, turns, S)
+    state = fetch(early.generate(params, state, 1.0))
+    assert state.status[:4].tolist() == [Status.TURN_FULL] * 2 + [Status.RUNNING] * 2 and state.steps == 4
+
+
 def test_rows_picked_out_of_order_are_extended_as_in_place(sampler, params):
     """Passages appended to another row than the one that asked for them, or a filler that overwrites a row."""
     chunk = ragged_chunks()[0]

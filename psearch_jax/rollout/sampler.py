@@ -7,9 +7,9 @@ It knows ids and no words. A row's life, in calls of the host:
 Invariant of every row: `length` ids are known and the cache holds `length - 1` of them, because the last known id is
 always the next model input. So no logits are stored, and a first, a parked and a refilled row are all alike.
 
-`generate` stops for one of two reasons: no row runs any more, or enough rows wait, parked at `</search>` or finished
-while others are to come. `admit` and `extend` are about a few rows each, `rows` [R] as in models/kv_cache.py: their
-cost follows the rows that they change, so that no row need wait for company.
+`generate` stops for one of two reasons: no row runs any more, or enough rows wait: parked at `</search>` or at the end
+of a full turn, or finished while others are to come. `admit` and `extend` are about a few rows each, `rows` [R] as in
+models/kv_cache.py: their cost follows the rows that they change, so that no row need wait for company.
 Letters: B rows, R of them, S positions, C forced ids in one call, P prompts, V vocabulary rows (others in
 models/qwen2.py).
 """
@@ -395,7 +395,8 @@ class Sampler:
 
         def go_on(state: SamplerState) -> jax.Array:
             running = jnp.sum(state.status == Status.RUNNING)
-            waiting = jnp.sum(state.status == Status.SEARCH) + refill * jnp.sum(state.status > Status.SEARCH)
+            parked = (state.status == Status.SEARCH) | (state.status == Status.TURN_FULL)
+            waiting = jnp.sum(parked) + refill * jnp.sum((state.status > Status.SEARCH) & ~parked)
             return (running > 0) & (waiting < self._yield_share * (running + waiting))
 
         return jax.lax.while_loop(go_on, functools.partial(self._decode, model, tables, temperature, span), state)
