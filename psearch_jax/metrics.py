@@ -69,7 +69,8 @@ class MetricsWriter:
                 if earlier.exists():
                     (self._here / _ROWS).write_bytes(earlier.read_bytes())
             self._here.mkdir(parents=True, exist_ok=True)
-            self._board = SummaryWriter(str(self._here / "tensorboard"))
+            # Two starts within a second would else put files of one name, on a store the second in place of the first.
+            self._board = SummaryWriter(str(self._here / "tensorboard"), filename_suffix=f".{time.time_ns()}")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One line for `step`; a value that is not finite is written as null (JSON has no NaN)."""

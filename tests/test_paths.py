@@ -1,5 +1,7 @@
 """Run directories, evaluations, exports and questions on an object store: the real clients, before an emulated one."""
 
+import contextlib
+import functools
 import json
 import os
 import sys
@@ -15,6 +17,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from flax import nnx
+from gcp_storage_emulator.exceptions import NotFound
+from gcp_storage_emulator.handlers import objects
 from gcp_storage_emulator.server import create_server
 from programs import completed
 from runs import free_port, small_config
@@ -33,6 +37,14 @@ from retrieval.directory import build_index, open_index
 from retrieval.protocol import CorpusError
 
 
+def with_generation(download, request, response, storage, *args, **kwargs):
+    """What is read comes with its generation, as from the store itself: TensorStore needs it to write a file again."""
+    name = request.params["bucket_name"], request.params["object_id"]
+    with contextlib.suppress(NotFound):
+        response["x-goog-generation"] = storage.get_file_obj(*name)["generation"]
+    return download(request, response, storage, *args, **kwargs)
+
+
 @pytest.fixture(scope="module")
 def bucket():
     """The address of an empty bucket, as gcsfs and TensorStore find it."""
@@ -40,6 +52,7 @@ def bucket():
     server = create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
     server.start()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objects, "download", functools.partial(with_generation, objects.download))
         for name in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"):
             patch.setenv(name, f"http://127.0.0.1:{port}")
         yield "gs://bucket"
