@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.scripted import WORKS, Ours, Work
-from benchmarks.timing import SIZES, by_turns, log, machine, missing, rates, tabled, written
+from benchmarks.timing import SIZES, by_turns, log, machine, missing, parser, rates, tabled, written
 from benchmarks.yields import table_of_rules
 from psearch_jax.launching import configure_jax
 from psearch_jax.models import qwen2
@@ -105,15 +105,9 @@ def compare(
 
 
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench rollout", description=__doc__)
-    parser.add_argument("--json", help="file to write the figures to")
-    parser.add_argument("--sizes", nargs="+", default=["toy", "small"], choices=SIZES)
-    parser.add_argument("--works", nargs="+", default=list(WORKS), choices=WORKS)
-    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
-    parser.add_argument("--simulate", action="store_true", help="only count, on the host, what rules of yielding cost")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths: below 1 for a quick look")
-    parser.add_argument(
+    flags = parser("bench rollout", __doc__, WORKS, PEERS)
+    flags.add_argument("--simulate", action="store_true", help="only count, on the host, what rules of yielding cost")
+    flags.add_argument(
         "--settings", default={}, type=json.loads, help="of ours, as config.py has them: JSON, sections of fields"
     )
-    return parser.parse_args(argv)
+    return flags.parse_args(argv)

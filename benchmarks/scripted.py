@@ -133,12 +133,7 @@ class ScriptedSampler(Sampler):
     def begin(self, work: Work, given: dict[tuple[int, ...], Script]) -> None:
         self.work, self.given = work, given
         self._turns: dict[int, list[int]] = {}  # by slot: the turns to come
-        self.extend_calls = self.extended_positions = 0
-        self._steps: list[jax.Array] = []
-
-    @property
-    def decode_steps(self) -> int:
-        return sum(int(x) for x in self._steps)
+        self.extend_calls = 0
 
     def admit(self, state, pool, source, keys, turn_tokens, budget_end, rows=None) -> SamplerState:
         slots = np.arange(len(source)) if rows is None else rows
@@ -147,32 +142,20 @@ class ScriptedSampler(Sampler):
             script = self.given[tuple(keys[at].tolist())]
             keys[at, 1] = self.work.length(script)
             budgets[at], *self._turns[int(slots[at])] = script.turns
-        return super().admit(state, pool, source, keys, budgets, budget_end, **_rows(rows))
+        return super().admit(state, pool, source, keys, budgets, budget_end, rows)
 
     def extend(self, params, state, ids, n, turn_tokens, rows=None) -> SamplerState:
         slots, budgets = np.arange(len(n)) if rows is None else rows, np.ones(len(n), np.int32)
         for at in np.flatnonzero(n):
             budgets[at] = self._turns[int(slots[at])].pop(0)
         self.extend_calls += 1
-        self.extended_positions += ids.size
-        return super().extend(params, state, ids, n, budgets, **_rows(rows))
-
-    def generate(self, params, state, *args, **kwargs) -> SamplerState:
-        before = state.length + 0  # a copy: the state is donated
-        state = super().generate(params, state, *args, **kwargs)
-        # The row that ran last ran in every step.
-        self._steps.append(jnp.max(state.length - before))
-        return state
+        return super().extend(params, state, ids, n, budgets, rows)
 
     def _decode(self, *args) -> SamplerState:
         state = super()._decode(*args)
         over = state.length >= state.key[:, 1].astype(jnp.int32)
         ended = jnp.where(over, jnp.int32(Status.ANSWER), jnp.int32(Status.SEARCH))
         return replace(state, status=jnp.where(state.status == Status.TURN_FULL, ended, state.status))
-
-
-def _rows(rows: np.ndarray | None) -> dict[str, np.ndarray]:
-    return {} if rows is None else {"rows": rows}
 
 
 class _ScriptedCall(collect._Call):
@@ -237,10 +220,10 @@ class Ours:
 
     def accounting(self) -> dict[str, Any]:
         """What the last run spent."""
-        sampler, steps = self._sampler, self._sampler.decode_steps
+        usage = self._collector.usage
         return {
-            "row_use": round(self._work.sampled / (steps * self._work.slots), 3),
-            "decode_steps": steps,
-            "extend_calls": sampler.extend_calls,
-            "extend_use": round(self._work.forced / max(sampler.extended_positions, 1), 3),
+            "row_use": round(usage.row_use, 3),
+            "decode_steps": usage.decode_steps,
+            "extend_calls": self._sampler.extend_calls,
+            "extend_use": round(usage.extend_use, 3),
         }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -23,6 +24,18 @@ SIZES: dict[str, Qwen2Config] = {
     "toy": Qwen2Config(512, 128, 3, 4, 2, 32, 384, tied=True, rope_theta=10_000.0),
     "small": Qwen2Config(8192, 512, 8, 8, 4, 64, 1536, tied=True, rope_theta=10_000.0),
 }
+
+
+def parser(prog: str, description: str, works: Collection[str], peers: Collection[str]) -> argparse.ArgumentParser:
+    """The flags of every benchmark that lets peers take turns."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("--json", help="file to write the figures to")
+    parser.add_argument("--sizes", nargs="+", default=["toy", "small"], choices=SIZES)
+    parser.add_argument("--works", nargs="+", default=list(works), choices=works)
+    parser.add_argument("--peers", nargs="*", default=list(peers), choices=peers)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths: below 1 for a quick look")
+    return parser
 
 
 def by_turns(

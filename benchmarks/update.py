@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from benchmarks.scripted import Script, ragged
-from benchmarks.timing import SIZES, by_turns, log, machine, missing, rates, tabled, written
+from benchmarks.timing import SIZES, by_turns, log, machine, missing, parser, rates, tabled, written
 from psearch_jax import build
 from psearch_jax.buckets import buckets
 from psearch_jax.config import Config, MeshSection, Qwen2Config, from_mapping
@@ -164,12 +164,6 @@ def _recorded(path: Path) -> list[np.ndarray]:
 
 
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench update", description=__doc__)
-    parser.add_argument("--json", help="file to write the figures to")
-    parser.add_argument("--sizes", nargs="+", default=["toy", "small"], choices=SIZES)
-    parser.add_argument("--works", nargs="+", default=list(WORKS), choices=WORKS)
-    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths: below 1 for a quick look")
-    parser.add_argument("--lengths", type=Path, help="jsonl file of trajectories, whose lengths the ragged work takes")
-    return parser.parse_args(argv)
+    flags = parser("bench update", __doc__, WORKS, PEERS)
+    flags.add_argument("--lengths", type=Path, help="jsonl file of trajectories, whose lengths the ragged work takes")
+    return flags.parse_args(argv)

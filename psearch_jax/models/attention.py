@@ -127,18 +127,17 @@ def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | Non
 
 def _within(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, first: int) -> jax.Array:
     """Attention of the queries [B, X, N, H] at positions `first` .. first + X - 1 of a row over keys [B, K, S, H]."""
-    B, X, N, H = q.shape
+    X, N = q.shape[1:3]
     K, S = k.shape[1:3]
-    G = N // K
     q, scored = _grouped(q, K)
     seen = (jnp.arange(S) <= first + jnp.arange(X)[:, None])[None]
     if segments is not None:
         mine, theirs = segments
         seen = seen & (mine[:, :, None] == theirs[:, None])
-    seen = jnp.tile(seen, (1, G, 1))[:, None]
+    seen = jnp.tile(seen, (1, N // K, 1))[:, None]
     scores = jnp.where(seen, scored(k), NEG_INF)
     out = jnp.einsum("BKXS,BKSH->BKXH", jax.nn.softmax(scores, axis=-1).astype(q.dtype), v)
-    return out.reshape(B, K, G, X, H).transpose(0, 3, 1, 2, 4).reshape(B, X, N, H)
+    return _apart(out, X)
 
 
 def behind(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array) -> jax.Array:
@@ -168,7 +167,7 @@ def behind(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array
 
 def _behind_block(q: jax.Array, first: jax.Array, *, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array):
     """`behind` for the queries [B, X, N, H] at positions `first` .. first + X - 1 of the chunk."""
-    B, X, N, H = q.shape
+    X, N = q.shape[1:3]
     K, T = k.shape[1:3]
     q, scored = _grouped(q, K)
     own = jnp.tile(jnp.arange(T) <= first + jnp.arange(X)[:, None], (N // K, 1))
@@ -194,8 +193,7 @@ def _behind_block(q: jax.Array, first: jax.Array, *, k: jax.Array, v: jax.Array,
         return now, total, out * kept + _weighed(weights, jax.lax.dynamic_slice_in_dim(old.v, at, width, 2))
 
     _, total, out = jax.lax.fori_loop(0, -(-jnp.max(start) // width), visit, (most, total, out))
-    out = (out / total).astype(v.dtype).reshape(B, K, N // K, X, H)
-    return out.transpose(0, 3, 1, 2, 4).reshape(B, X, N, H)
+    return _apart((out / total).astype(v.dtype), X)
 
 
 def decode(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array) -> jax.Array:
@@ -209,9 +207,8 @@ def decode(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array
     Returns:
       [B, 1, N, H].
     """
-    B, _, N, H = q.shape
-    K, S = k.shape[1], old.v.shape[2]
-    q, scored = _grouped(q, K)  # [B, K, G, H]
+    H, S = q.shape[3], old.v.shape[2]
+    q, scored = _grouped(q, k.shape[1])  # [B, K, G, H]
     own = scored(k)
     if old.across:
         # On a CPU sums like these, in which XLA reads the cache where it lies, beat its batched products of a matrix
@@ -229,7 +226,7 @@ def decode(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array
         out = _weighed(weights, old.v, q.dtype)
     total = jnp.sum(weights, axis=-1, keepdims=True) + of_own
     out = (out + of_own * v.astype(jnp.float32)) / total
-    return out.astype(v.dtype).reshape(B, 1, N, H)
+    return _apart(out.astype(v.dtype), 1)
 
 
 def _grouped(q: jax.Array, K: int) -> tuple[jax.Array, Callable[..., jax.Array]]:
@@ -248,6 +245,12 @@ def _grouped(q: jax.Array, K: int) -> tuple[jax.Array, Callable[..., jax.Array]]
         return scores if wide else scores * H**-0.5
 
     return q, scored
+
+
+def _apart(out: jax.Array, X: int) -> jax.Array:
+    """[B, K, G * X, H], stacked as the queries of `_grouped`, as [B, X, N, H]."""
+    B, K, GX, H = out.shape
+    return out.reshape(B, K, GX // X, X, H).transpose(0, 3, 1, 2, 4).reshape(B, X, -1, H)
 
 
 def _weighed(weights: jax.Array, v: jax.Array, dtype: Any = None) -> jax.Array:

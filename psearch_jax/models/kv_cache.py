@@ -96,25 +96,24 @@ def write(
     # An index of `size` is out of bounds, and mode="drop" leaves the cache as it is there. A clamped
     # dynamic_update_slice would overwrite live keys instead.
     target = jnp.where(offset < count[:, None], start[:, None] + offset, size)
+    across = cache.keys_across
     if rows is None:
-        put = functools.partial(_put, 0, place=jnp.arange(k.shape[1]))
-        return KVCache(put(cache.k, k, target, across=cache.keys_across), put(cache.v, v, target), cache.keys_across)
+        place = jnp.arange(k.shape[1])
+        return KVCache(_put(cache.k, k, target, place, across), _put(cache.v, v, target, place), across)
     target = jnp.where(rows[:, None] < 0, size, target)
 
     def local(first: Any, old: jax.Array, new: jax.Array, target: jax.Array, rows: jax.Array, across: bool = False):
-        return _put(first, old, new, target, place=jnp.maximum(rows - first, 0), across=across)
+        return _put(old, new, target, jnp.maximum(rows - first, 0), across)
 
     places = ((target, ("rows", None)), (rows, ("rows",)))
     return KVCache(
-        on_own_rows(functools.partial(local, across=cache.keys_across), cache.k, AXES, (k, AXES), *places),
+        on_own_rows(functools.partial(local, across=across), cache.k, AXES, (k, AXES), *places),
         on_own_rows(local, cache.v, AXES, (v, AXES), *places),
-        cache.keys_across,
+        across,
     )
 
 
-def _put(
-    _: Any, old: jax.Array, new: jax.Array, target: jax.Array, place: jax.Array, across: bool = False
-) -> jax.Array:
+def _put(old: jax.Array, new: jax.Array, target: jax.Array, place: jax.Array, across: bool = False) -> jax.Array:
     """`new` [L, R, K, T, H] at the rows `place` [R] and positions `target` [R, T] of `old`."""
     # Every leading index is spelled out, so that what is written is whole lines of H. With L or K as slices, XLA's TPU
     # backend lays the cache out for the write, and transposes all of it at every token.
