@@ -52,10 +52,6 @@ class Work:
     def sampled(self) -> int:
         return sum(sum(s.turns) for s in self.scripts)
 
-    @property
-    def forced(self) -> int:
-        return sum(sum(s.observations) for s in self.scripts)
-
     def length(self, script: Script) -> int:
         return self.prompt_tokens + sum(script.turns) + sum(script.observations)
 
