@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from psearch_jax.chips import CHIPS, GIB, GPUS
 from psearch_jax.config import PRESETS
 from psearch_jax.eval.tables import table
 from psearch_jax.models import qwen2
 from psearch_jax.paths import write_whole
-from psearch_jax.plan import CHIPS, GIB, GPUS
 
 ROOT = Path(__file__).resolve().parent.parent
 # size -> (config file, tensor axis, slots)

@@ -16,7 +16,7 @@ from psearch_jax.config import config_dict
 def get_config() -> ConfigDict:
     return config_dict(
         model=dict(
-            path="Qwen/Qwen2.5-0.5B-Instruct", dtype="float32", sampling_dtype="float16", remat=True, lora_rank=16
+            path="Qwen/Qwen2.5-0.5B-Instruct", dtype="float32", sampling_dtype="float16", remat="full", lora_rank=16
         ),
         rollout=dict(
             slots=8,

@@ -19,7 +19,7 @@ def get_config() -> ConfigDict:
             path="Qwen/Qwen2.5-7B-Instruct",
             dtype="bfloat16",
             sampling_dtype="bfloat16",
-            remat=True,
+            remat="full",
             shard_residual=True,
         ),
         mesh=dict(data=1, fsdp=-1, tensor=4),

@@ -32,6 +32,7 @@ def main(_: list[str]) -> None:
     if PLATFORM.value == "tpu":
         os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs on a device, and a TPU at hand stays free
     from psearch_jax import plan as planning
+    from psearch_jax.chips import GIB
     from psearch_jax.config import from_mapping
     from psearch_jax.eval.tables import table
     from psearch_jax.models.attention import splash_block
@@ -46,7 +47,7 @@ def main(_: list[str]) -> None:
     plan = planning.make_plan(config, target, log)
 
     def gib(size: int) -> str:
-        return f"{size / planning.GIB:.2f}"
+        return f"{size / GIB:.2f}"
 
     mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
     kind = f"{plan.chips} x {target.kind}, {gib(plan.chip.hbm_bytes)} GiB each"

@@ -302,6 +302,7 @@ def make_learner(
         config.model.shard_residual,
         config.model.lora,
         config.rollout.widths,
+        on_policy=updates_per_step(config) == 1,
     )
 
 

@@ -73,6 +73,9 @@ PRESETS: dict[str, Qwen2Config] = {
 }
 
 
+Remat = Literal["none", "dots", "full"]
+
+
 @dataclass(frozen=True)
 class ModelSection:
     path: str = ""  # HF directory or hub id; empty: random weights of `preset`; "toy": the policy that ships
@@ -81,7 +84,9 @@ class ModelSection:
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # compute; the master weights are float32
     sampling_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # sampling copy and KV cache
     shard_residual: bool = False  # training splits positions over `tensor` between layers: less memory, more traffic
-    remat: bool = True  # recompute each layer's activations in the backward pass
+    # What the backward pass computes anew of each layer: nothing, all but the products with weights, or everything.
+    # Less is faster and takes more memory; launch/plan.py --search says what fits.
+    remat: Remat = "full"
     # Above 0: only adapters of this rank are trained; the weights stay as they are, in sampling_dtype, and are the
     # reference.
     lora_rank: int = 0
@@ -167,7 +172,12 @@ class LearningSection:
     clip_high: float = 0.2
     kl_coefficient: float = 0.001
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
-    importance_cap: float = 0.0  # truncated importance weights of sampler against trainer; 0: off
+    # Where the old policy's log-probs come from: computed with the weights before the first update of a step (by the
+    # update itself, where a step has one), or taken as the sampler recorded them, which saves a pass over the batch.
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    # Truncated importance weights; 0: off. Of old policy against sampler, or, where the sampler's log-probs are the
+    # old ones, of policy against sampler (the dual clip of arXiv 1912.09729): then at least 1 + clip_high.
+    importance_cap: float = 0.0
     mini_batch_rollouts: int = 320  # rollouts per optimizer step, whole groups together (published: 256, cut groups)
     micro_batch_rows: int = 4  # rows per forward and backward pass, over all devices
     learning_rate: float = 1e-6
@@ -418,6 +428,11 @@ def _validate_learning(config: Config) -> None:
             f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must be a multiple of "
             f"micro_batch_rows={le.micro_batch_rows}"
         )
+    if le.old_logprobs == "sampler" and 0 < le.importance_cap < 1 + le.clip_high:
+        raise UserError(
+            f"config.learning.importance_cap={le.importance_cap} is below the clip at 1 + clip_high="
+            f"{1 + le.clip_high}, accepted with old_logprobs=sampler: 0, or from there on"
+        )
     if t.prompts * r.samples % le.mini_batch_rollouts:
         raise UserError(
             f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must divide train.prompts x "
@@ -438,6 +453,7 @@ DECIDES_NUMBERS = frozenset(
         "reward.format reward.final_format reward.decomposition reward.search_count reward.mixed "
         "reward.gate_bonus_on_outcome reward.unfinished_penalty learning.advantage learning.clip_low "
         "learning.clip_high learning.kl_coefficient learning.aggregation learning.importance_cap "
+        "learning.old_logprobs "
         "learning.mini_batch_rollouts learning.learning_rate learning.warmup_ratio learning.weight_decay "
         "learning.beta1 learning.beta2 learning.gradient_clip train.prompts eval.questions_per_kind "
         "eval.temperature eval.also_greedy eval.seed eval.best_metric data.validation_share"

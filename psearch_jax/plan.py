@@ -14,57 +14,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from psearch_jax.build import make_learner, make_sampler
-from psearch_jax.config import PRESETS, Config, Qwen2Config, validate, with_method
+from psearch_jax.chips import CHIPS, GIB, GPUS, Chip, forward_flops
+from psearch_jax.config import PRESETS, Config, Qwen2Config, Remat, validate, with_method
 from psearch_jax.models import hf, qwen2
 from psearch_jax.models.lora import abstract_adapters
 from psearch_jax.rollout.boundary import build_tables
 from psearch_jax.rollout.collect import piece_rows, pool_rows, widths
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.sharding import STORAGE, check_heads, check_rows, make_mesh, param_shardings, placed, sampled_in_place
-from psearch_jax.train.state import abstract_state, make_optimizer, state_shardings
+from psearch_jax.train.state import abstract_state, make_optimizer, state_shardings, updates_per_step
 from psearch_jax.types import UserError
 
-GIB = 2**30
 LARGE = 2**20  # bytes; smaller arrays are not listed
 ARRAY = ("name", "shape", "sharding", "bytes_per_chip", "replicated")  # what is listed of a large one
 TOKENIZER_IDS = 151_665  # of Qwen2.5
 
 
-@dataclass(frozen=True)
-class Chip:
-    """One accelerator: the memory that a program may use, and published peaks (bf16, dense)."""
-
-    hbm_bytes: int
-    flops: float  # per second
-    bandwidth: float  # bytes per second
-
-
-# By the `device_kind` of jax, per device (of v4 and tpu7x: one of a chip's two cores). Memory is what the compiler
-# says is available.
-CHIPS: dict[str, Chip] = {
-    "TPU v4": Chip(int(15.25 * GIB), 137.5e12, 614e9),
-    "TPU v5 lite": Chip(int(15.75 * GIB), 197e12, 819e9),
-    "TPU v5": Chip(int(95.74 * GIB), 459e12, 2765e9),
-    "TPU v6 lite": Chip(int(31.25 * GIB), 918e12, 1640e9),
-    "TPU7x": Chip(int(94.75 * GIB), 1153e12, 3690e9),
-}
-# By the name that --topology takes, on one host "h200:8". Of the memory, the share that a process may take of a card
-# (XLA_PYTHON_CLIENT_MEM_FRACTION=.92).
-GPUS: dict[str, Chip] = {
-    "h200": Chip(int(0.92 * 143_771 * 2**20), 989e12, 4.8e12),
-    "h100": Chip(int(0.92 * 81_559 * 2**20), 989e12, 3.35e12),
-    "a100-80": Chip(int(0.92 * 81_920 * 2**20), 312e12, 2.04e12),
-    "a100-40": Chip(int(0.92 * 40_960 * 2**20), 312e12, 1.56e12),
-    "l4": Chip(int(0.92 * 23_034 * 2**20), 121e12, 300e9),
-    "t4": Chip(int(0.92 * 15_360 * 2**20), 65e12, 320e9),
-}
 SAMPLER_PROGRAMS = ("prefill", "admit", "extend", "generate")
 LEARNER_PROGRAMS = ("reshard", "logprobs", "accumulate", "apply")
 START = "start"  # no program: the state is made of the loaded weights, which are still there
@@ -293,7 +265,7 @@ def make_plan(
     if START in names:  # a run that resumes holds less: it reads its checkpoint into the state's place
         loaded_and_state = beside("parameters", "parameters", "optimizer")
         compiled[START] = Program(loaded_and_state, beside("frozen_base", "reference"), 0.0)
-    for name in [name for name in names if name != START]:
+    for name in [name for name in names if name != START and traces[name]]:
         found = []
         for width, trace in list(traces[name].items())[-1 if largest_only else 0 :]:
             p = _compile(trace, mesh, others[name], wide.get(name, {}).get(width))
@@ -381,40 +353,44 @@ def _large(group: str, tree: Any, mesh: Mesh) -> list[tuple[str, tuple[int, ...]
 def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int) -> dict[str, float]:
     """The least time of one training step by part, from FLOPs and bytes counted by hand; no program reaches it.
 
-    Forward: 2 FLOPs per weight and id, and 4 per layer, width of all heads and pair of positions in attention. An
-    update is 4 times that with recomputation, 3 without; one less with adapters, as weights need no gradient. Decoding
-    reads the sampling copy and half of the final cache per id.
+    Forward as in `forward_flops`, in learning with the vocabulary where an id was sampled. An update is 4 times that
+    where all is computed anew, else 3; one less with adapters, as weights need no gradient. Log-probs are one pass for
+    the reference and one for the old policy, where the update does not give them itself. Decoding reads the sampling
+    copy and half of the final cache per id.
 
     Args:
       mean_ids: of a trajectory, prompt and passages included.
       sampled_ids: of them.
     """
     m, trajectories = plan.model, config.train.prompts * config.rollout.samples
-    attention = m.width * (m.heads + 2 * m.kv_heads) * m.head_dim + m.heads * m.head_dim * m.width
-    weights = m.layers * (attention + 3 * m.width * m.mlp) + m.vocab_rows * m.width
-    forward = trajectories * (2 * weights * mean_ids + 2 * m.layers * m.heads * m.head_dim * mean_ids**2)
+    everywhere = forward_flops(m, [mean_ids], mean_ids)
+    prefilled = trajectories * everywhere * (1 - sampled_ids / mean_ids)
+    forward = trajectories * forward_flops(m, [mean_ids], sampled_ids)
     rate = plan.chips * plan.chip.flops
     rows = plan.mesh["data"] * plan.mesh["fsdp"]
     calls = trajectories * sampled_ids / config.rollout.slots
-    passes = 3 + config.model.remat - (config.model.lora_rank > 0)
+    passes = 3 + (config.model.remat == "full") - (config.model.lora_rank > 0)
+    old = config.learning.old_logprobs == "trainer" and updates_per_step(config) > 1
+    scored = old + (config.learning.kl_coefficient > 0)
     item = jnp.dtype(config.model.sampling_dtype).itemsize
     kv_heads = max(1, m.kv_heads // plan.mesh["tensor"])
     cache = 2 * m.layers * kv_heads * m.head_dim * item * (config.rollout.slots / rows) * mean_ids / 2
     return {
-        "prefill": forward * (1 - sampled_ids / mean_ids) / rate,
+        "prefill": prefilled / rate,
         "decode": calls * (plan.resident["sampling_copy"] + cache) / plan.chip.bandwidth,
-        "logprobs": forward * (2 if config.learning.kl_coefficient > 0 else 1) / rate,
+        "logprobs": forward * scored / rate,
         "update": forward * passes / rate,
     }
 
 
-def search(config: Config, target: Target, log: Callable[[str], None]) -> dict[str, int]:
-    """The largest slots, rows per micro-batch and context that fit, each by bisection with the others as they are.
+def search(config: Config, target: Target, log: Callable[[str], None]) -> dict[str, int | str]:
+    """The largest slots, rows per micro-batch and context that fit, each by bisection with the others as they are; and
+    the `model.remat` that computes least anew.
 
-    0 where none fits.
+    0 where none fits, of remat "".
     """
 
-    def fits(names: Sequence[str], changes: Mapping[str, int]) -> bool:
+    def fits(names: Sequence[str], changes: Mapping[str, Any]) -> bool:
         changed = config
         for field, value in changes.items():
             section, _, name = field.partition(".")
@@ -440,6 +416,7 @@ def search(config: Config, target: Target, log: Callable[[str], None]) -> dict[s
             contexts,
             lambda n: fits((*SAMPLER_PROGRAMS, "logprobs", "accumulate"), {"rollout.context_tokens": n}),
         ),
+        "model.remat": next((r for r in get_args(Remat) if fits(("accumulate",), {"model.remat": r})), ""),
     }
 
 

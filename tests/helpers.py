@@ -136,7 +136,7 @@ def make_learner(tokenizer: Tokenizer, config: Qwen2Config, context_tokens: int,
     settings = LearningSection(**{"micro_batch_rows": 2, "mini_batch_rollouts": 4, "warmup_ratio": 0.0, **learning})
     optimizer = make_optimizer(settings, 10)
     mesh, n_ids = one_device_mesh(), tokenizer.size
-    return Learner(config, settings, optimizer, mesh, context_tokens, temperature, n_ids, remat=False), optimizer
+    return Learner(config, settings, optimizer, mesh, context_tokens, temperature, n_ids, remat="none"), optimizer
 
 
 def started(

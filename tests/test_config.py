@@ -92,6 +92,8 @@ CLOSED = {"source": "closed_world"}
         ({"rollout": {"top_k": 5}}, ["top_k=5", "top_k=0"]),
         ({"rollout": {"top_p": 0.9}, "learning": {"importance_cap": 2.0}}, ["top_p=0.9", "another distribution"]),
         ({"rollout": {"top_k": 50}, "learning": {"importance_cap": 2.0}}, ["top_k=50", "another distribution"]),
+        ({"learning": {"importance_cap": 1.1, "old_logprobs": "sampler"}}, ["importance_cap=1.1", "1.2", "sampler"]),
+        ({"rollout": {"top_p": 0.9}, "learning": {"old_logprobs": "sampler"}}, ["top_p=0.9", "another distribution"]),
         ({"rollout": {"top_p": 0.0}, "learning": {"importance_cap": 2.0}}, ["config.rollout.top_p", "0.0"]),
         ({"rollout": {"top_k": -1}, "learning": {"importance_cap": 2.0}}, ["config.rollout.top_k", "-1"]),
         ({"rollout": {"prompt_tokens": 9000}}, ["prompt_tokens=9000", "context_tokens=6196"]),

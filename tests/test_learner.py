@@ -80,7 +80,9 @@ def test_logprobs_of_padded_rows_are_those_of_each_row_alone(tiny_tokenizer, par
     learner, _ = make_learner(tiny_tokenizer, CONFIG, S, temperature=0.7, micro_batch_rows=3)
     batch = some_batch()
     got = learner.logprobs(params, batch)
-    assert got.shape == (ROWS, S) and not got[:, 0].any()
+    assert got.shape == (ROWS, S) and not got[batch.mask == 0].any()
+    batch = replace(batch, mask=(np.arange(S) < batch.length[:, None]) * (np.arange(S) > 0).astype(np.float32))
+    got = learner.logprobs(params, batch)
     model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), params)
     for row, n in ((0, batch.length[0]), (3, batch.length[3])):
         logits = np.asarray(model.logits(model.hidden(batch.ids[row : row + 1, :n])[0], 0.7, tiny_tokenizer.size))[0]
@@ -262,12 +264,36 @@ def test_packing_pays():
     assert [piece.ids.shape for _, piece in micro_batches(equal, 16, buckets(6196))] == [(16, 3072)] * 4
 
 
+def test_an_update_that_finds_its_old_logprobs_itself(tiny_tokenizer, params, learner):
+    """Another gradient than with those of a pass of their own, or a gap to the sampler that is lost with the pass."""
+    own = Learner(
+        CONFIG,
+        learner._learning,
+        learner._optimizer,
+        one_device_mesh(),
+        S,
+        1.0,
+        tiny_tokenizer.size,
+        remat="none",
+        on_policy=True,
+    )
+    batch = on_policy(learner, params, some_batch())
+    given = replace(batch, old_logprobs=learner.logprobs(params, batch))
+    assert worst(own.gradients(params, batch), learner.gradients(params, given)) < 2e-6
+    states = (init_state(params, learner._optimizer, one_device_mesh()) for _ in range(2))
+    (_, ours), (_, wanted) = (f.update(s, b) for f, s, b in zip((own, learner), states, (batch, given), strict=True))
+    assert wanted["logp_gap"] > 0.1 and ours["ratio"] == pytest.approx(1, abs=1e-6)
+    assert ours == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    own.warm_up(params)
+    assert not own.needs_old and learner.needs_old and own.compilations()["logprobs"] == 0
+
+
 def test_shared_rows_in_sixteen_bits(tiny_tokenizer, params):
     """Rounding that grows with the place in a row: the update would depend on how rows are packed."""
     learning = LearningSection(micro_batch_rows=2, mini_batch_rollouts=12, kl_coefficient=0.1)
     optimizer, n_ids = make_optimizer(learning, 10), tiny_tokenizer.size
     learner = Learner(
-        CONFIG, learning, optimizer, one_device_mesh(), 48, 1.0, n_ids, "bfloat16", remat=False, widths=1
+        CONFIG, learning, optimizer, one_device_mesh(), 48, 1.0, n_ids, "bfloat16", remat="none", widths=1
     )
     batch = on_policy(learner, params, some_batch(12, seed=3, positions=48))
     found = []

@@ -116,6 +116,16 @@ def test_the_importance_cap_by_hand():
     np.testing.assert_allclose(loss(sampler=sampler)[0].total, sum(TOKENS), rtol=1e-5)
 
 
+def test_the_samplers_logprobs_as_the_old_ones():
+    """A bad action that became much likelier than it was for the sampler has no clip: it would dominate the batch."""
+    logp = at_sampled(-1.0 + math.log(1.5), -2.0 + math.log(0.5), -0.5 + math.log(5.0), elsewhere=-JUNK)
+    value, metrics = loss(logp=logp, old_logprobs="sampler", importance_cap=2.0)
+    np.testing.assert_allclose(value.total, TOKENS[0] + TOKENS[1] + 2.0, rtol=1e-5)
+    gap = sum(map(abs, (math.log(1.5), math.log(0.5), math.log(5.0)))) / 3  # of the policy, as it is now
+    np.testing.assert_allclose(metrics["logp_gap"].value, gap, rtol=1e-5)
+    np.testing.assert_allclose(loss(logp=logp, old_logprobs="sampler")[0].total, TOKENS[0] + TOKENS[1] + 5, rtol=1e-5)
+
+
 def test_extreme_ratios_stay_finite_with_their_gradients():
     """One diverged token must not turn the whole update into NaN."""
     far = at_sampled(500.0, -500.0, 300.0)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -14,13 +15,11 @@ from programs import completed
 from runs import small_config
 
 from psearch_jax import build
+from psearch_jax.chips import GIB, GPUS, Chip, chip_of
 from psearch_jax.config import Config, MeshSection, ModelSection, from_mapping
 from psearch_jax.plan import (
-    GIB,
-    GPUS,
     LARGE,
     SAMPLER_PROGRAMS,
-    Chip,
     Target,
     _largest,
     advice,
@@ -174,12 +173,25 @@ def test_the_floor_by_hand(qwen7b):
     """FLOPs counted once too often: of the whole model per chip, or of the embedding as a product."""
     config = config_file("qwen7b")
     seconds = floor_seconds(qwen7b, config, 2000, 500)
-    weights = 28 * (3584 * (28 + 8) * 128 + 28 * 128 * 3584 + 3 * 3584 * 18_944) + 152_064 * 3584
-    forward = 2560 * (2 * weights * 2000 + 2 * 28 * 28 * 128 * 2000**2) / (16 * 197e12)
+    layers, head = 28 * (3584 * (28 + 8) * 128 + 28 * 128 * 3584 + 3 * 3584 * 18_944), 152_064 * 3584
+    scores = 2 * 28 * 28 * 128 * 2000**2
+    forward = 2560 * (2 * layers * 2000 + 2 * head * 500 + scores) / (16 * 197e12)
+    everywhere = 2560 * (2 * (layers + head) * 2000 + scores) / (16 * 197e12)
     assert seconds["update"] == pytest.approx(4 * forward) and seconds["logprobs"] == pytest.approx(2 * forward)
-    assert seconds["prefill"] == pytest.approx(0.75 * forward)
+    assert seconds["prefill"] == pytest.approx(0.75 * everywhere)
     read = qwen7b.resident["sampling_copy"] + 2 * 28 * 1 * 128 * 2 * 32 * 1000
     assert seconds["decode"] == pytest.approx(2560 * 500 / 128 * read / 819e9)
+
+
+def test_the_peak_of_a_device():
+    """A share of the peak by the figures of another card, or of a CPU, whose peak nobody knows."""
+
+    def of(platform, kind):
+        return chip_of(SimpleNamespace(platform=platform, device_kind=kind))
+
+    assert of("tpu", "TPU v5 lite").flops == 197e12 and of("gpu", "NVIDIA H100 80GB HBM3") == GPUS["h100"]
+    assert of("gpu", "Tesla T4") == GPUS["t4"] and of("gpu", "NVIDIA L4") == GPUS["l4"]
+    assert of("gpu", "NVIDIA L40S") is None and of("cpu", "cpu") is None
 
 
 def test_bisection():
@@ -244,22 +256,19 @@ def test_the_program_for_gpus(tmp_path):
 
 @pytest.mark.slow
 def test_the_program(tmp_path):
-    """The README's command: its table, its JSON, and exit code 2 with one line where the run does not fit."""
-    small = ["--config.model.path=", "--config.model.preset=0.5b", "--config.mesh.tensor=2"]
-    small += [
-        "--config.rollout.context_tokens=1024",
-        "--config.rollout.prompt_tokens=256",
-        "--config.rollout.widths=1",
-    ]
-    command = [sys.executable, "launch/plan.py", "--config=configs/qwen7b.py", *small, f"--json={tmp_path / 'p.json'}"]
+    """The README's command: its table and its JSON. (What it says of a run that does not fit is tested for GPUs.)"""
+    flags = {
+        "model.path": "",
+        "model.preset": "toy",
+        "mesh.tensor": 2,
+        "rollout.context_tokens": 1024,
+        "rollout.prompt_tokens": 256,
+        "rollout.widths": 1,
+    }
+    command = [sys.executable, "launch/plan.py", "--config=configs/qwen7b.py", "--topology=v5e:2x4"]
+    command += [f"--json={tmp_path / 'p.json'}", *(f"--config.{name}={value}" for name, value in flags.items())]
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-
-    def run(*arguments):
-        return subprocess.run(
-            [*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment
-        )
-
-    done = run("--topology=v5e:2x4")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     plan = json.loads((tmp_path / "p.json").read_text())
     assert plan["fits"] is True and plan["chips"] == 8 and plan["topology"] == "v5e:2x4"
@@ -268,10 +277,6 @@ def test_the_program(tmp_path):
         assert plan["programs"][name]["total_bytes"] < plan["hbm_bytes"]
     assert "| accumulate |" in done.stdout and "headroom" in done.stdout and "a step takes at least" in done.stdout
     assert "blocks of their attention: 256 (256), 1024 (512)" in done.stdout
-    done = run("--topology=v5e:2x4", "--config.rollout.slots=65536")
-    assert done.returncode == 2 and "plan: does not fit: " in done.stderr.splitlines()[-1], done.stderr[-2000:]
-    assert "lower config.rollout.slots=65536" in done.stderr.splitlines()[-1]
-    assert run("--topology=v9x:1").returncode == 2
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def relative(a, b) -> float:
     return float(np.max(np.abs(a - b)) / np.max(np.abs(b)))
 
 
-def our_logits(config: Qwen2Config, params, ids: np.ndarray, remat: bool = False) -> np.ndarray:
+def our_logits(config: Qwen2Config, params, ids: np.ndarray, remat: str = "none") -> np.ndarray:
     @jax.jit
     def run(params, ids):
         model = nnx.merge(qwen2.graphdef(config, jnp.float32, remat), params)
@@ -91,7 +91,7 @@ def test_ragged_batch_equals_each_row_alone_in_torch(pair):
     rng = np.random.default_rng(1)
     lengths = (1, 17, 40)
     ids = rng.integers(0, config.vocab_rows, (3, 40)).astype(np.int32)
-    ours = our_logits(config, params, ids, remat=True)
+    ours = our_logits(config, params, ids, remat="full")
     for row, n in enumerate(lengths):
         assert relative(ours[row, :n], torch_logits(model, ids[row : row + 1, :n])[0]) <= TOLERANCE
 
@@ -152,7 +152,13 @@ def test_logprobs_and_entropy_by_chunks_equal_the_whole_table():
     targets = rng.integers(0, 400, (2, 37)).astype(np.int32)
     model = nnx.merge(qwen2.graphdef(config, jnp.float32), params)
     hidden, _ = model.hidden(ids)
+    wanted = rng.random((2, 37)) < 0.6
     got, entropy = model.logprobs(hidden, targets, 0.7, 400, chunk=8)
+    some = model.logprobs(hidden, targets, 0.7, 400, wanted, chunk=8)
+    for all_of_them, asked in zip((got, entropy), some, strict=True):
+        np.testing.assert_allclose(asked, np.where(wanted, all_of_them, 0.0), atol=1e-6)
+    for nothing in model.logprobs(hidden, targets, 0.7, 400, np.zeros_like(wanted)):
+        assert not np.any(nothing)
     logits = np.asarray(model.logits(hidden, 1.0, 416), np.float64)[..., :400] / 0.7
     table = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
     table -= logits.max(-1, keepdims=True)
@@ -165,15 +171,28 @@ def test_recomputation_changes_no_gradient():
     """Recomputed layers and vocabulary chunks must give the gradients of stored ones."""
     config = tiny_config()
     params = random_params(config)
-    ids = np.random.default_rng(4).integers(0, 400, (2, 11)).astype(np.int32)
+    rng = np.random.default_rng(4)
+    ids, wanted = rng.integers(0, 400, (2, 11)).astype(np.int32), rng.random((2, 11)) < 0.5
 
     def loss(params, remat, chunk):
         model = nnx.merge(qwen2.graphdef(config, jnp.float32, remat), params)
-        return jnp.sum(model.logprobs(model.hidden(ids)[0], ids, 1.0, 400, chunk)[0])
+        found = model.logprobs(model.hidden(ids)[0], ids, 1.0, 400, wanted if chunk else None, chunk or 256)
+        return jnp.sum(jnp.where(wanted, jnp.sin(found[0]) + found[1], 0.0))
 
-    a, b = (jax.jit(jax.grad(functools.partial(loss, remat=r, chunk=c)))(params) for r, c in ((False, 256), (True, 4)))
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert relative(x, y) < 1e-5
+    def plain(params):  # by JAX's own differentiation of the whole table
+        model = nnx.merge(qwen2.graphdef(config, jnp.float32), params)
+        table = jax.nn.log_softmax(model.logits(model.hidden(ids)[0], 1.0, 400))
+        chosen = jnp.take_along_axis(table, ids[..., None], -1)[..., 0]
+        entropy = -jnp.sum(jnp.where(table > -1e29, jnp.exp(table) * table, 0.0), -1)
+        return jnp.sum(jnp.where(wanted, jnp.sin(chosen) + entropy, 0.0))
+
+    cases = [plain, *(functools.partial(loss, remat=r, chunk=c) for r, c in (("none", 0), ("full", 4), ("dots", 4)))]
+    wanted_gradient, stored, *others = (jax.jit(jax.grad(f))(params) for f in cases)
+    for x, y in zip(jax.tree.leaves(stored), jax.tree.leaves(wanted_gradient), strict=True):
+        assert relative(x, y) < 3e-5
+    for other in others:
+        for x, y in zip(jax.tree.leaves(other), jax.tree.leaves(stored), strict=True):
+            assert relative(x, y) < 1e-5
 
 
 def test_cache_write_past_the_end_is_dropped():

@@ -121,7 +121,9 @@ def test_adapters_sample_from_the_policy_they_train(tiny_tokenizer):
     learning = LearningSection(micro_batch_rows=rows, learning_rate=2e-5, warmup_ratio=0.0)  # configs/qwen7b_lora.py
     optimizer = make_optimizer(learning, 10)
     n_ids, stops = tiny_tokenizer.size, sorted(tiny_tokenizer.stop_ids)
-    learner = Learner(config, learning, optimizer, mesh, positions, 1.0, n_ids, half, half, remat=False, lora=adapters)
+    learner = Learner(
+        config, learning, optimizer, mesh, positions, 1.0, n_ids, half, half, remat="none", lora=adapters
+    )
     graph = qwen2.graphdef(config, half, lora=adapters)
     sampler = Sampler(graph, config, tables_for(tiny_tokenizer, config), n_ids, stops, mesh, half, adapters=adapters)
     base = jax.tree.map(lambda x: x.astype(half), random_params(config, scale=0.1))

@@ -9,6 +9,7 @@ Letters: B rows, T query positions, S key positions, N heads, K kv heads, G = N/
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -25,9 +26,8 @@ from psearch_jax.sharding import COMPUTE, spec
 Implementation = Literal["blocked", "splash", "cudnn"]
 NEG_INF = -1e30  # a finite stand-in: a row of -inf alone would softmax to NaN
 WHOLE_CHUNK = 256  # up to so many query positions, all scores exist at once
-QUERY_BLOCK = 128  # of longer chunks, those of so many
-MOST_BLOCKS = 8  # of queries that whole rows are cut into, each with a program of its own
 KEY_BLOCK = 256  # cached positions that a chunk looks at at once
+QUERY_BLOCK, MOST_BLOCKS = 64, 16  # of whole rows without a kernel: the least block, and how many there are at most
 LANES = 128  # the width of a TPU register: what the kernel wants H and T to be a multiple of
 CUDNN_CAPABILITY = (8, 0)  # of a GPU, from which on cuDNN has the kernel: Ampere (a T4 has 7.5)
 
@@ -110,34 +110,71 @@ def causal(
     return _blocked(q, k, v, segments)
 
 
+@jax.custom_vjp
 def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
-    """`causal` block by block of queries, each against the keys up to its own end; recomputed in the backward pass."""
-    T = q.shape[1]
+    """`causal` block by block of queries, each against the keys up to its own end.
+
+    What the backward pass needs of the scores is computed anew from their log-sum-exp (arXiv 2205.14135, section 3.1):
+    kept, or differentiated through the softmax, they would be read and written several times more.
+    """
+    return _blocked_forward(q, k, v, segments)[0]
+
+
+def _blocks(T: int) -> list[tuple[int, int]]:
+    """First and last of the query positions of each block."""
     size = max(QUERY_BLOCK, -(-T // MOST_BLOCKS))
-    out = []
-    for first in range(0, T, size):
-        last = min(first + size, T)
-        pair = None if segments is None else (segments[:, first:last], segments[:, :last])
-        piece = functools.partial(_within, first=first)
-        if T > size:
-            piece = jax.checkpoint(piece)
-        out.append(piece(q[:, first:last], k[:, :, :last], v[:, :, :last], pair))
-    return out[0] if len(out) == 1 else jnp.concatenate(out, axis=1)
+    return [(first, min(first + size, T)) for first in range(0, T, size)]
 
 
-def _within(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, first: int) -> jax.Array:
-    """Attention of the queries [B, X, N, H] at positions `first` .. first + X - 1 of a row over keys [B, K, S, H]."""
-    X, N = q.shape[1:3]
-    K, S = k.shape[1:3]
-    q, scored = _grouped(q, K)
-    seen = (jnp.arange(S) <= first + jnp.arange(X)[:, None])[None]
+def _scores(scored: Callable[..., jax.Array], k: jax.Array, segments: Any, block: tuple[int, int], G: int):
+    """Scores [B, K, G * X, S] of a block's queries by `_grouped`, float32, NEG_INF where one may not look."""
+    first, last = block
+    seen = (jnp.arange(last) <= jnp.arange(first, last)[:, None])[None]
     if segments is not None:
-        mine, theirs = segments
-        seen = seen & (mine[:, :, None] == theirs[:, None])
-    seen = jnp.tile(seen, (1, N // K, 1))[:, None]
-    scores = jnp.where(seen, scored(k), NEG_INF)
-    out = jnp.einsum("BKXS,BKSH->BKXH", jax.nn.softmax(scores, axis=-1).astype(q.dtype), v)
-    return _apart(out, X)
+        seen = seen & (segments[:, first:last, None] == segments[:, None, :last])
+    return jnp.where(jnp.tile(seen, (1, G, 1))[:, None], scored(k[:, :, :last]), NEG_INF)
+
+
+def _blocked_forward(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> tuple[jax.Array, Any]:
+    K = k.shape[1]
+    G, found, log_sums = q.shape[2] // K, [], []
+    for first, last in _blocks(q.shape[1]):
+        _, scored = _grouped(q[:, first:last], K)
+        scores = _scores(scored, k, segments, (first, last), G)
+        most = jnp.max(scores, axis=-1, keepdims=True)
+        weights = jnp.exp(scores - most)
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        values = jnp.einsum("BKXS,BKSH->BKXH", weights.astype(q.dtype), v[:, :, :last])
+        found.append(_apart((values / total).astype(q.dtype), last - first))
+        log_sums.append(most + jnp.log(total))
+    out = jnp.concatenate(found, axis=1)
+    return out, (q, k, v, segments, out, log_sums)
+
+
+def _blocked_backward(kept: Any, gradient: jax.Array) -> tuple:
+    q, k, v, segments, out, log_sums = kept
+    K, H, dtype = k.shape[1], q.shape[-1], q.dtype
+    G, wide = q.shape[2] // K, dtype == jnp.float32
+    of_q, of_k, of_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    # A backward pass is traced outside of `qwen2.precision`, which asks for the same.
+    with jax.default_matmul_precision("highest") if wide else contextlib.nullcontext():
+        for (first, last), log_sum in zip(_blocks(q.shape[1]), log_sums, strict=True):
+            mine, scored = _grouped(q[:, first:last], K)
+            of_out, own = (_stacked(x[:, first:last], K) for x in (gradient, out))
+            weights = jnp.exp(_scores(scored, k, segments, (first, last), G) - log_sum)
+            change = product("BKXH,BKSH->BKXS", of_out, v[:, :, :last])
+            mean = jnp.sum(of_out.astype(jnp.float32) * own.astype(jnp.float32), axis=-1, keepdims=True)
+            of_scores = (weights * (change - mean)).astype(dtype)
+            of_q.append(_apart(product("BKXS,BKSH->BKXH", of_scores, k[:, :, :last]), last - first))
+            of_k = of_k.at[:, :, :last].add(product("BKXS,BKXH->BKSH", of_scores, mine))
+            of_v = of_v.at[:, :, :last].add(product("BKXS,BKXH->BKSH", weights.astype(dtype), of_out))
+    # `mine` is scaled already where the queries are, and not the scores.
+    of_q, of_k = jnp.concatenate(of_q, axis=1) * H**-0.5, of_k if wide else of_k * H**-0.5
+    return *(x.astype(like.dtype) for x, like in zip((of_q, of_k, of_v), (q, k, v), strict=True)), None
+
+
+_blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
 def behind(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array) -> jax.Array:
@@ -234,9 +271,9 @@ def _grouped(q: jax.Array, K: int) -> tuple[jax.Array, Callable[..., jax.Array]]
 
     The G heads of a kv head are stacked along the query positions, which makes every product a plain batched one.
     """
-    B, X, N, H = q.shape
+    H = q.shape[-1]
     wide = q.dtype == jnp.float32  # then the queries are scaled, of which there are fewer than scores
-    q = (q * H**-0.5 if wide else q).reshape(B, X, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
+    q = _stacked(q * H**-0.5 if wide else q, K)
 
     def scored(k: jax.Array, across: bool = False) -> jax.Array:
         """k [B, K, S, H], or [B, K, H, S] where it lies `across`."""
@@ -247,8 +284,14 @@ def _grouped(q: jax.Array, K: int) -> tuple[jax.Array, Callable[..., jax.Array]]
     return q, scored
 
 
+def _stacked(x: jax.Array, K: int) -> jax.Array:
+    """[B, X, N, H] as [B, K, G * X, H]: the G heads of a kv head along the query positions."""
+    B, X, N, H = x.shape
+    return x.reshape(B, X, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
+
+
 def _apart(out: jax.Array, X: int) -> jax.Array:
-    """[B, K, G * X, H], stacked as the queries of `_grouped`, as [B, X, N, H]."""
+    """The inverse of `_stacked`."""
     B, K, GX, H = out.shape
     return out.reshape(B, K, GX // X, X, H).transpose(0, 3, 1, 2, 4).reshape(B, X, -1, H)
 

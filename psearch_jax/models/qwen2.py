@@ -20,12 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from psearch_jax.config import Lora, Qwen2Config
+from psearch_jax.config import Lora, Qwen2Config, Remat
 from psearch_jax.models import kv_cache
 from psearch_jax.models.attention import NEG_INF, Implementation, Keys, behind, causal, decode
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.lora import Adapters
+from psearch_jax.models.vocabulary import by_chunks, gathered
 from psearch_jax.sharding import COMPUTE, STORAGE, constrain, spec
+
+VISITED = 1024  # positions that meet the vocabulary at a time
 
 
 def precision(dtype: Any) -> contextlib.AbstractContextManager:
@@ -81,7 +84,8 @@ class Qwen2(nnx.Module):
       config: the shape.
       rngs: holds the `params` stream for initialisation (normal, std 0.02, as the published models).
       dtype: of the computation; parameters are stored in float32 and cast where they are used.
-      remat: recompute each layer in the backward pass instead of storing its activations.
+      remat: what the backward pass computes anew of each layer: `none`, all but the products with weights (`dots`), or
+        all of it (`full`); the rest is stored.
       attention: how rows without a cache attend.
       shard_residual: between layers, the positions are split over `tensor`; what remat stores shrinks by that factor.
       lora: adapters beside every kernel of the layers.
@@ -92,7 +96,7 @@ class Qwen2(nnx.Module):
         config: Qwen2Config,
         rngs: nnx.Rngs,
         dtype: Any = jnp.float32,
-        remat: bool = False,
+        remat: Remat = "none",
         attention: Implementation = "blocked",
         shard_residual: bool = False,
         lora: Lora | None = None,
@@ -158,8 +162,9 @@ class Qwen2(nnx.Module):
             split=split,
             lora_scale=self.lora_scale,
         )
-        if self.remat and not keep_kv:
-            step = jax.checkpoint(step, policy=jax.checkpoint_policies.nothing_saveable)
+        if self.remat != "none" and not keep_kv:
+            stored = {"dots": "dots_with_no_batch_dims_saveable", "full": "nothing_saveable"}[self.remat]
+            step = jax.checkpoint(step, policy=getattr(jax.checkpoint_policies, stored))
         x, new = jax.lax.scan(step, x, (weights, jnp.arange(config.layers)))
         return _rms_norm(x, self.final_norm[...], config.rms_eps), new
 
@@ -181,57 +186,68 @@ class Qwen2(nnx.Module):
 
     @_precise
     def logprobs(
-        self, hidden: jax.Array, targets: jax.Array, temperature: float, n_ids: int, chunk: int = 256
+        self,
+        hidden: jax.Array,
+        targets: jax.Array,
+        temperature: float,
+        n_ids: int,
+        wanted: jax.Array | None = None,
+        chunk: int = VISITED,
     ) -> tuple[jax.Array, jax.Array]:
-        """Log-probability of `targets` and entropy of the distribution at each position.
+        """Log-probability of `targets` and entropy of the distribution at each position where they are wanted.
 
-        The vocabulary is visited `chunk` positions at a time and recomputed in the backward pass: [B, T, V] never
-        exists. On a mesh, head and hidden states are gathered once, before the first chunk; every device visits its
-        own rows and columns, and the gradients of both are added up over the devices once, after the last: in between
-        only the softmax's sums travel.
+        The vocabulary is visited by `chunk` wanted positions at a time and once more in the backward pass: [B, T, V]
+        never exists, and positions that nobody asks for cost nothing. On a mesh, head and hidden states are gathered
+        once, before the first visit; every device visits its own rows and columns, and the gradients of both are added
+        up over the devices once, after the last: in between only the softmax's sums travel.
 
         Args:
           hidden: [B, T, D].
           targets: [B, T] int32, the id that each position predicts.
+          wanted: [B, T] bool; default: everywhere.
 
         Returns:
-          ([B, T] float32, [B, T] float32).
+          ([B, T] float32, [B, T] float32), 0 where it is not wanted.
         """
         visit = functools.partial(self._visit, temperature=temperature, n_ids=n_ids, chunk=chunk)
+        wanted = jnp.ones(targets.shape, bool) if wanted is None else wanted
         head, mesh = self._head(), jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
-            return visit(head, hidden, targets)
+            return visit(head, hidden, targets, wanted)
         stored = spec(("embed", "vocab"), STORAGE, mesh, head.shape)
         rows = spec(("rows",), COMPUTE, mesh, hidden.shape)
 
-        def local(head: jax.Array, hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def local(head: jax.Array, *of_rows: jax.Array) -> tuple[jax.Array, jax.Array]:
             if stored[0]:
-                head = _gathered(head, stored[0], self.dtype)
-            return visit(head, hidden, targets, split=stored[1])
+                head = gathered(head, stored[0], self.dtype)
+            return visit(head, *of_rows, split=stored[1])
 
-        mapped = jax.shard_map(local, in_specs=(stored, rows, rows), out_specs=(rows, rows), check_vma=False)
-        return mapped(head, hidden, targets)
+        mapped = jax.shard_map(local, in_specs=(stored, rows, rows, rows), out_specs=(rows, rows), check_vma=False)
+        return mapped(head, hidden, targets, wanted)
 
     def _visit(
         self,
         head: jax.Array,
         hidden: jax.Array,
         targets: jax.Array,
+        wanted: jax.Array,
         temperature: float,
         n_ids: int,
         chunk: int,
         split: str | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """`logprobs` of all positions with the head [D, V], or with a device's columns of it, `split` over an axis."""
+        """`logprobs` of a device's rows with the head [D, V], or with its columns of it, `split` over an axis."""
         B, T, D = hidden.shape
         columns = head.shape[1]
-        first = jax.lax.axis_index(split) * columns if split else 0
+        chunk = min(chunk, B * T)
 
         def over_all(x: jax.Array, reduce: Callable = jax.lax.psum) -> jax.Array:
             return reduce(x, split) if split else x
 
-        def one(h: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-            out = self._logits(head, h, temperature, n_ids, first)
+        def one(head: jax.Array, h: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+            first = jax.lax.axis_index(split) * columns if split else 0
+            with precision(self.dtype):  # the backward pass is traced later
+                out = self._logits(head, h, temperature, n_ids, first)
             out -= over_all(jax.lax.stop_gradient(jnp.max(out, axis=-1, keepdims=True)), jax.lax.pmax)
             table = out - jnp.log(over_all(jnp.sum(jnp.exp(out), axis=-1, keepdims=True)))
             place = t - first
@@ -240,36 +256,15 @@ class Qwen2(nnx.Module):
                 chosen = over_all(jnp.where((place >= 0) & (place < columns), chosen, 0.0))
             return chosen, -over_all(jnp.sum(jnp.exp(table) * jnp.where(table > NEG_INF / 2, table, 0.0), axis=-1))
 
-        if T <= chunk:
-            return one(hidden, targets)
-        chunks = -(-T // chunk)
-        pad = chunks * chunk - T
-        h = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(B, chunks, chunk, D).swapaxes(0, 1)
-        t = jnp.pad(targets, ((0, 0), (0, pad))).reshape(B, chunks, chunk).swapaxes(0, 1)
-        chosen, entropy = jax.lax.map(jax.checkpoint(lambda ht: one(*ht)), (h, t))
-        chosen, entropy = (a.swapaxes(0, 1).reshape(B, chunks * chunk)[:, :T] for a in (chosen, entropy))
-        return chosen, entropy
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered(part: jax.Array, axis: str, dtype: jnp.dtype) -> jax.Array:
-    """A device's rows [D / n, V] -> those of all n along a mesh axis, [D, V], rounded to `dtype`, to travel in it.
-
-    They are handed on in the part's own dtype, so that a loop adds up their gradient in it (the compiler takes the two
-    conversions away), and the gradient travels in it too.
-    """
-    return jax.lax.all_gather(part.astype(dtype), axis, axis=0, tiled=True).astype(part.dtype)
-
-
-def _gathered_forward(part: jax.Array, axis: str, dtype: jnp.dtype) -> tuple[jax.Array, None]:
-    return _gathered(part, axis, dtype), None
-
-
-def _gathered_backward(axis: str, dtype: jnp.dtype, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (jax.lax.psum_scatter(gradient, axis, scatter_dimension=0, tiled=True),)
-
-
-_gathered.defvjp(_gathered_forward, _gathered_backward)
+        # The wanted positions of all rows side by side, in front of the others.
+        order = jnp.argsort(~wanted.reshape(-1), stable=True)
+        order = jnp.concatenate([order, B * T + jnp.arange(-(B * T) % chunk, dtype=order.dtype)])
+        unique = {"unique_indices": True}  # those past the end, which fill the last chunk up, included
+        flat = (jnp.asarray(x).reshape(B * T, *x.shape[2:]) for x in (hidden, targets))
+        h, t = (x.at[order].get(mode="fill", fill_value=0, **unique) for x in flat)
+        found = by_chunks(one, chunk, head, h, t, jnp.sum(wanted))
+        chosen, entropy = (jnp.zeros(B * T).at[order].set(x, mode="drop", **unique).reshape(B, T) for x in found)
+        return jnp.where(wanted, chosen, 0.0), jnp.where(wanted, entropy, 0.0)
 
 
 def _layer(
@@ -368,7 +363,7 @@ def abstract_params(config: Qwen2Config) -> tuple[nnx.GraphDef, nnx.State]:
 def graphdef(
     config: Qwen2Config,
     dtype: Any,
-    remat: bool = False,
+    remat: Remat = "none",
     attention: Implementation = "blocked",
     shard_residual: bool = False,
     lora: Lora | None = None,

@@ -34,18 +34,23 @@ def policy_loss(
 
     Arrays are [B, S] and speak about the id at the same position, float32 but for `segments`; where `mask` is 0
     nothing counts. `segments` is int32, the number of an id's trajectory among those of its row, from 1 without a gap;
-    0 where there is no real id.
+    0 where there is no real id. `old` may be `logp` itself, its gradient stopped: the ratio is then 1 everywhere.
 
     Returns:
       The loss to minimise, and metrics. `token_mean` counts tokens; `sequence_mean` the trajectories with tokens that
       count; `constant_length` all trajectories x context_tokens (arXiv 2503.20783), masked ones too: a divisor that
       falls with those left out would raise the weight of the others. How trajectories share rows changes nothing.
+      `logp_gap` is the mean of |old - sampler|, or of |logp - sampler| where the sampler's log-probs are the old ones.
     """
     log_ratio = jnp.clip(jnp.where(mask > 0, logp - old, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = jnp.exp(log_ratio)
+    by_sampler = learning.old_logprobs == "sampler"
+    if by_sampler and learning.importance_cap > 0:  # where the clip does not bind: a bad action that became likelier
+        ratio = jnp.minimum(ratio, learning.importance_cap)
     clipped = jnp.clip(ratio, 1.0 - learning.clip_low, 1.0 + learning.clip_high)
     surrogate = jnp.minimum(ratio * advantage, clipped * advantage)
-    if learning.importance_cap > 0:  # corrects for what the sampler drew from (truncated importance sampling)
+    if learning.importance_cap > 0 and not by_sampler:
+        # What the sampler drew from was not quite the old policy (truncated importance sampling).
         gap = jnp.clip(jnp.where(mask > 0, old - sampler, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
         surrogate = surrogate * jax.lax.stop_gradient(jnp.minimum(jnp.exp(gap), learning.importance_cap))
     kl = jnp.where(mask > 0, k3(logp, ref), 0.0)
@@ -64,7 +69,7 @@ def policy_loss(
             trajectories = jnp.sum(jnp.max(segments, axis=1)).astype(jnp.float32)
             loss = Ratio(jnp.sum(per_token), trajectories * context_tokens)
     cut = (ratio * advantage > clipped * advantage) & (mask > 0)
-    gap = jnp.abs(jnp.where(mask > 0, old - sampler, 0.0))
+    gap = jnp.abs(jnp.where(mask > 0, (logp if by_sampler else old) - sampler, 0.0))
     metrics = {
         "loss": loss,
         "kl": Ratio(jnp.sum(kl), tokens),

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
+from psearch_jax.chips import chip_of, forward_flops
+from psearch_jax.config import Config, Qwen2Config
 from psearch_jax.metrics import mean
 from psearch_jax.text.answers import exact_match, normalise
-from psearch_jax.types import END_STATUSES, KINDS, RewardParts, Trajectory
+from psearch_jax.types import END_STATUSES, KINDS, RewardParts, TrainBatch, Trajectory
 
 
 def rollout_metrics(
@@ -17,13 +20,8 @@ def rollout_metrics(
     rewards: Sequence[RewardParts],
     groups: Sequence[Any],
     advantages: np.ndarray,
-    logprobs: np.ndarray,
 ) -> dict[str, float]:
-    """What happened in one batch of rollouts: behaviour by kind, reward parts by (kind, split or whole), alarms.
-
-    Args:
-      logprobs: [N, S] by the trainer.
-    """
+    """What happened in one batch of rollouts: behaviour by kind, reward parts by (kind, split or whole), alarms."""
     out: dict[str, float] = {}
     n = len(trajectories)
     parts = RewardParts.__dataclass_fields__
@@ -48,12 +46,24 @@ def rollout_metrics(
     out["groups_without_signal"] = mean(silent.values())
     out["ids_per_trajectory"] = mean(len(t.ids) for t in trajectories)
     correct = [i for i in range(n) if right[i] and trajectories[i].mask.any()]
-    out["logprob_of_correct"] = mean(
-        logprobs[i, : len(trajectories[i].mask)][trajectories[i].mask].mean() for i in correct
-    )
+    out["logprob_of_correct"] = mean(trajectories[i].logprobs[trajectories[i].mask].mean() for i in correct)
     seen = [i for i in range(n) if _saw_answer(trajectories[i])]
     out["wrong_though_seen"] = mean(not right[i] for i in seen)
     return out
+
+
+def update_peak_share(config: Config, model: Qwen2Config, batch: TrainBatch, seconds: float) -> float | None:
+    """The share of the devices' published FLOPs that the updates of a step used; None where the peak is not known.
+
+    Only what has to be computed counts: forward and twice that backward (once with adapters), of the real ids, and of
+    the vocabulary where an id counts. Padding and what is computed anew are no use.
+    """
+    chip = chip_of(jax.devices()[0])
+    if chip is None:
+        return None
+    passes = 2 if config.model.lora_rank else 3
+    flops = passes * forward_flops(model, batch.length, int(np.count_nonzero(batch.mask)))
+    return flops / (seconds * chip.flops * jax.device_count())
 
 
 def _saw_answer(trajectory: Trajectory) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from psearch_jax.config import PRESETS, Qwen2Config
+from psearch_jax.config import PRESETS, Qwen2Config, Remat
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.data.scripted import Mixture, ordering_exercise, scripted_trajectories
 from psearch_jax.models import qwen2
@@ -47,7 +47,7 @@ class SFTConfig:
     sequential_share: float = 0.3  # the rest are single
     tokens_per_batch: int = 2048  # padding included; small batches learn to copy sooner
     buckets: tuple[int, ...] = (48, 96, 128, 192, 256)  # row lengths in ids; longer rows are left out
-    remat: bool = True  # on a CPU recomputing is faster than storing
+    remat: Remat = "full"  # on a CPU recomputing is faster than storing
     learning_rate: float = 2e-3
     warmup_steps: int = 100
     final_learning_rate_share: float = 0.05

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from psearch_jax.buckets import buckets
-from psearch_jax.config import LearningSection, Lora, Qwen2Config
+from psearch_jax.config import LearningSection, Lora, Qwen2Config, Remat
 from psearch_jax.metrics import Ratio
 from psearch_jax.models import lora as adapters
 from psearch_jax.models import qwen2
@@ -48,16 +48,16 @@ def _go_on() -> None:
 
 
 def token_logprobs(model: qwen2.Qwen2, piece: Packed, temperature: float, n_ids: int) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of every id given those before it in its trajectory, and the entropy there.
+    """Log-probability of every id that counts, given those before it in its trajectory, and the entropy there.
 
     Returns:
-      ([B, W], [B, W]) float32; 0 at the first id of a trajectory, which nothing predicts, and where there is no id.
+      ([B, W], [B, W]) float32; 0 where the mask is.
     """
     ids, segments = constrain(piece.ids, "rows", None), constrain(piece.segments, "rows", None)
     hidden, _ = model.hidden(ids, positions=piece.positions, segments=segments)
-    found = model.logprobs(hidden[:, :-1], ids[:, 1:], temperature, n_ids)
-    predicted = (segments > 0) & (piece.positions > 0)
-    chosen, entropy = (jnp.where(predicted, jnp.pad(x, ((0, 0), (1, 0))), 0.0) for x in found)
+    wanted = constrain(piece.mask, "rows", None) > 0
+    found = model.logprobs(hidden[:, :-1], ids[:, 1:], temperature, n_ids, wanted[:, 1:])
+    chosen, entropy = (jnp.pad(x, ((0, 0), (1, 0))) for x in found)
     return chosen, entropy
 
 
@@ -79,8 +79,11 @@ class Learner:
       sampling_dtype: of the sampling copy and the reference.
       lora: only adapters are trained: `params` below are theirs, and `base` holds the weights beside them.
       widths: how many there are for rows to be padded to.
+      on_policy: every update starts from the policy that is the old one, so its own forward pass gives the old
+        log-probs; those of the batch are not looked at.
 
     Attributes:
+      needs_old: whether the old log-probs must be put into a batch (`logprobs`).
       base: with `lora`, the frozen weights in the sampling dtype, sharded as stored; whoever loads them sets it.
     """
 
@@ -97,16 +100,19 @@ class Learner:
         n_ids: int,
         dtype: Any = jnp.float32,
         sampling_dtype: Any = jnp.float32,
-        remat: bool = True,
+        remat: Remat = "full",
         shard_residual: bool = False,
         lora: Lora | None = None,
         widths: int = 4,
+        on_policy: bool = False,
     ):
         form = implementation_for(mesh, dtype)
         self._plain = qwen2.graphdef(model, dtype, remat, form, shard_residual)
         self._graph = qwen2.graphdef(model, dtype, remat, form, shard_residual, lora)
         self._together = takes_segments(form)
         self._learning, self._optimizer, self._mesh = learning, optimizer, mesh
+        self._on_policy = on_policy
+        self.needs_old = learning.old_logprobs == "trainer" and not on_policy
         self._temperature, self._n_ids = temperature, n_ids
         self._context, self._widths = context_tokens, buckets(context_tokens, widths)
         _, weights = qwen2.abstract_params(model)
@@ -146,7 +152,7 @@ class Learner:
         return self._reference(params) if self.base is None else self.base
 
     def logprobs(self, params: nnx.State, batch: TrainBatch, look: Callable[[], None] = _go_on) -> np.ndarray:
-        """Log-prob of every id of a batch by the trainer's computation; 0 past a row's end. [N, S] float32.
+        """Log-prob of every id of a batch that counts by the trainer's computation; 0 elsewhere. [N, S] float32.
 
         `look` is called before every micro-batch, with one or none under way, and may raise.
         """
@@ -211,7 +217,8 @@ class Learner:
             piece = Packed(*[empty.astype(np.int32)] * 3, *[empty] * 5)
             with jax.set_mesh(self._mesh):
                 jax.block_until_ready(self._accumulate(params, self.base, self._zero(params), piece))
-                jax.block_until_ready(self._logprobs(params, self.base, piece))
+                if self.needs_old:
+                    jax.block_until_ready(self._logprobs(params, self.base, piece))
                 if reference is not None:
                     jax.block_until_ready(self._reference_logprobs(reference, None, piece))
 
@@ -242,9 +249,10 @@ class Learner:
         def accumulate(width: int) -> jax.stages.Traced:
             return self._accumulate.trace(state.params, self._frozen, sums, piece(width))
 
+        scored = self._widths if self.needs_old or self._learning.kl_coefficient > 0 else ()
         return {
             "reshard": {0: lambda: self._cast.trace(moved)},
-            "logprobs": {width: functools.partial(logprobs, width) for width in self._widths},
+            "logprobs": {width: functools.partial(logprobs, width) for width in scored},
             "accumulate": {width: functools.partial(accumulate, width) for width in self._widths},
             "apply": {0: lambda: self._apply.trace(state, sums)},
         }
@@ -272,11 +280,14 @@ class Learner:
     ) -> tuple[jax.Array, tuple[Ratio, dict[str, Ratio]]]:
         model = _live(self._graph, params, base)
         logp, entropy = token_logprobs(model, batch, self._temperature, self._n_ids)
+        old = batch.sampler_logprobs if self._learning.old_logprobs == "sampler" else batch.old_logprobs
+        if self._on_policy and self._learning.old_logprobs == "trainer":
+            old = jax.lax.stop_gradient(logp)
         loss, metrics = policy_loss(
             logp,
             jax.lax.stop_gradient(entropy),
-            batch.old_logprobs,
-            batch.ref_logprobs,
+            old,
+            batch.ref_logprobs if self._learning.kl_coefficient > 0 else old,
             batch.sampler_logprobs,
             batch.advantage,
             batch.mask,

@@ -33,7 +33,7 @@ from psearch_jax.rollout.collect import Collector
 from psearch_jax.train import settings
 from psearch_jax.train.best import Best
 from psearch_jax.train.checkpoint import Checkpoints, model_record
-from psearch_jax.train.figures import rollout_metrics
+from psearch_jax.train.figures import rollout_metrics, update_peak_share
 from psearch_jax.train.preemption import HostCopy, Interrupted, StopRequest, room_for_copy
 from psearch_jax.train.state import TrainState, updates_per_step, warmup_updates, with_warmup
 from psearch_jax.train.step import Learner
@@ -274,9 +274,10 @@ def train_step(
         batch = make_batch(trajectories, advantages, config.rollout.context_tokens, train_all)
     with _phase(run, "logprobs", times):
         look = run.stop.watch()
-        old = run.learner.logprobs(run.state.params, batch, look)
-        ref = old if run.reference is None else run.learner.reference_logprobs(run.reference, batch, look)
-        batch = replace(batch, old_logprobs=old, ref_logprobs=ref)
+        if run.learner.needs_old:
+            batch = replace(batch, old_logprobs=run.learner.logprobs(run.state.params, batch, look))
+        if run.reference is not None:
+            batch = replace(batch, ref_logprobs=run.learner.reference_logprobs(run.reference, batch, look))
     with _phase(run, "update", times):
         state, updates = _update(run, mini_batches(batch, config.learning.mini_batch_rollouts))
     sampled = sum(int(t.mask.sum()) for t in trajectories)
@@ -285,12 +286,14 @@ def train_step(
     worst = max(updates, key=lambda u: u["bad_in_a_row"])  # not the last: a good one behind it starts anew at 0
     metrics |= {name: worst[name] for name in ("bad_in_a_row", "bad_gradient")}
     metrics["learning_rate"] = updates[-1]["learning_rate"]
-    metrics |= rollout_metrics(trajectories, rewards, groups, advantages, old)
+    metrics |= rollout_metrics(trajectories, rewards, groups, advantages)
     metrics["reward"] = mean(totals)
     metrics |= {f"{name}_s": value for name, value in times.items()}
     metrics |= usage.metrics()
     metrics["sampled_tokens_per_s"] = sampled / times["rollout"]
     metrics["trained_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
+    share = update_peak_share(config, run.model, batch, times["update"])
+    metrics |= {"update_peak_share": share} if share else {}
     return state, metrics, trajectories, rewards
 
 

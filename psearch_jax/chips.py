@@ -1,0 +1,69 @@
+"""Accelerators by name, with their peaks, and what a forward pass asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from psearch_jax.config import Qwen2Config
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One accelerator: the memory that a program may use, and published peaks (bf16, dense)."""
+
+    hbm_bytes: int
+    flops: float  # per second
+    bandwidth: float  # bytes per second
+
+
+# By the `device_kind` of jax, per device (of v4 and tpu7x: one of a chip's two cores). Memory is what the compiler
+# says is available.
+CHIPS: dict[str, Chip] = {
+    "TPU v4": Chip(int(15.25 * GIB), 137.5e12, 614e9),
+    "TPU v5 lite": Chip(int(15.75 * GIB), 197e12, 819e9),
+    "TPU v5": Chip(int(95.74 * GIB), 459e12, 2765e9),
+    "TPU v6 lite": Chip(int(31.25 * GIB), 918e12, 1640e9),
+    "TPU7x": Chip(int(94.75 * GIB), 1153e12, 3690e9),
+}
+# By the name that --topology takes, on one host "h200:8". Of the memory, the share that a process may take of a card
+# (XLA_PYTHON_CLIENT_MEM_FRACTION=.92).
+GPUS: dict[str, Chip] = {
+    "h200": Chip(int(0.92 * 143_771 * 2**20), 989e12, 4.8e12),
+    "h100": Chip(int(0.92 * 81_559 * 2**20), 989e12, 3.35e12),
+    "a100-80": Chip(int(0.92 * 81_920 * 2**20), 312e12, 2.04e12),
+    "a100-40": Chip(int(0.92 * 40_960 * 2**20), 312e12, 1.56e12),
+    "l4": Chip(int(0.92 * 23_034 * 2**20), 121e12, 300e9),
+    "t4": Chip(int(0.92 * 15_360 * 2**20), 65e12, 320e9),
+}
+# What a GPU's name has to hold, as the driver tells it, in the order in which it is asked.
+_NAMES = (("H200", "h200"), ("H100", "h100"), ("A100", "a100-80"), ("L4", "l4"), ("T4", "t4"))
+
+
+def chip_of(device: Any) -> Chip | None:
+    """The accelerator that a device of jax is; None for one that is not listed, as a CPU.
+
+    Of a GPU's two sizes of memory it does not tell which: the peaks are the same.
+    """
+    kind = device.device_kind
+    if device.platform == "gpu":
+        return next((GPUS[chip] for name, chip in _NAMES if name in kind.replace("L40", "")), None)
+    return CHIPS.get(kind)
+
+
+def forward_flops(model: Qwen2Config, lengths: Sequence[int], wanted: int) -> float:
+    """The least FLOPs of a forward pass over trajectories: 2 per weight and id, 4 per pair of positions in attention.
+
+    Args:
+      lengths: ids of each trajectory.
+      wanted: ids whose log-probs are asked for, which alone meet the vocabulary.
+    """
+    m = model
+    attention = m.width * (m.heads + 2 * m.kv_heads) * m.head_dim + m.heads * m.head_dim * m.width
+    layers = m.layers * (attention + 3 * m.width * m.mlp)
+    pairs = sum(float(n) ** 2 for n in lengths) / 2  # causal
+    products = layers * float(sum(map(int, lengths))) + m.vocab_rows * m.width * float(wanted)
+    return 2 * products + 4 * m.layers * m.heads * m.head_dim * pairs
