@@ -223,7 +223,9 @@ def make_plan(
         r = config.rollout
         learner = make_learner(config, model, mesh, optimizer, min(TOKENIZER_IDS, model.vocab_rows))
         sampler = bare_sampler(config, model, mesh)
-        slots, pool, traces = sampler.traced(r.slots, r.context_tokens, prompts, piece_rows(r, mesh), widths(r))
+        slots, pool, traces = sampler.traced(
+            r.slots, r.context_tokens, prompts, piece_rows(r, mesh), widths(r, sampler.by_length)
+        )
         return sampler.abstract_params(), slots, pool, {**traces, **learner.traced()}
 
     _, abstract = qwen2.abstract_params(model)

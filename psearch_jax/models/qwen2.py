@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from psearch_jax.config import Lora, Qwen2Config, Remat
-from psearch_jax.models import kv_cache
+from psearch_jax.models import kv_cache, ragged
 from psearch_jax.models.attention import NEG_INF, Implementation, Keys, behind, causal, decode
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.lora import Adapters
@@ -127,7 +127,8 @@ class Qwen2(nnx.Module):
           ids: [B, T] int32. Rows are padded on the right; causal attention keeps pads from real positions.
           cache: keys and values of the positions before the chunk; read, never written here.
           start: [B] int32, the position of ids[:, 0], which is also how many cached positions are real.
-          span: cached positions to look at, at least max(start); default: all of the cache.
+          span: cached positions to look at, at least max(start); default: all of the cache. models/ragged.py looks at
+            those before `start` alone, whatever it is.
           rows: [B] int32, the cache's rows that the chunk continues, as in models/kv_cache.py; default: all in order.
           keep_kv: also return the chunk's keys and values, for a cache.
           positions: [B, T] int32, of each id in its text; default: from `start` on.
@@ -302,6 +303,8 @@ def _layer(
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H], as the cache holds them
     if cache is None:
         out = causal(q, k, v, attention, segments)
+    elif q.shape[1] == 1 and ragged.applies(attention, config, jax.sharding.get_abstract_mesh()):
+        out = ragged.decode(q, k, v, cache, layer, start)
     else:
         old = Keys(*kv_cache.read(cache, layer, span, rows), cache.keys_across)
         out = (decode if q.shape[1] == 1 else behind)(q, k, v, old, start)

@@ -78,7 +78,7 @@ class Collector:
         self.sampler, self.tokenizer = sampler, tokenizer
         self.retriever, self._render = retriever, render
         self._rollout, self._retrieval = rollout, retrieval
-        self._widths = widths(rollout)
+        self._widths = widths(rollout, sampler.by_length)
         self._corrective = tokenizer.encode_foreign(tags.CORRECTIVE_MESSAGE)[: rollout.obs_tokens]
         self.pool_rows, self.piece_rows = pool_rows(rollout, sampler.mesh), piece_rows(rollout, sampler.mesh)
         self.usage = Usage()
@@ -134,10 +134,10 @@ class Collector:
         return [t for t in call.results if t is not None]
 
 
-def widths(rollout: RolloutSection) -> Widths:
-    """The widths of every program that `collect` can ask for."""
-    budgets = (rollout.prompt_tokens, rollout.obs_tokens, rollout.context_tokens)
-    return Widths(*(buckets(most, rollout.widths) for most in budgets))
+def widths(rollout: RolloutSection, by_length: bool = False) -> Widths:
+    """The widths of every program that `collect` can ask for; of a sampler that reads `by_length`, one span."""
+    found = (buckets(most, rollout.widths) for most in (rollout.prompt_tokens, rollout.obs_tokens))
+    return Widths(*found, buckets(rollout.context_tokens, 1 if by_length else rollout.widths))
 
 
 def pool_rows(rollout: RolloutSection, mesh: jax.sharding.Mesh) -> int:

@@ -29,7 +29,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from psearch_jax.config import Lora, Qwen2Config
-from psearch_jax.models import kv_cache, lora, qwen2
+from psearch_jax.models import kv_cache, lora, qwen2, ragged
+from psearch_jax.models.attention import implementation_for
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.qwen2 import NEG_INF
 from psearch_jax.rollout import boundary, sampling
@@ -111,6 +112,9 @@ class Sampler:
       max_tokens_after_answer: ids sampled after `</answer>` while waiting for a stop id.
       yield_share: `generate` yields when this share of the live rows waits.
       adapters: those of the graph, if it has some; `params` below then holds the weights and them.
+
+    Attributes:
+      by_length: decoding reads each row as far as it reaches: a `span` saves nothing.
     """
 
     def __init__(
@@ -129,6 +133,7 @@ class Sampler:
         adapters: Lora | None = None,
     ):
         self.config, self.mesh, self.dtype = config, mesh, dtype
+        self.by_length = ragged.applies(implementation_for(mesh, dtype), config, mesh)
         self._keys_across = mesh.devices.flat[0].platform == "cpu"
         self._graph, self._n_ids, self._lora = graph, n_ids, adapters
         self._top_k, self._top_p = top_k, top_p

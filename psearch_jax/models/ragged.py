@@ -1,0 +1,163 @@
+"""Decoding attention for TPUs that reads of the cache what is there: each row's own length, block by block.
+
+A Pallas kernel over a list of work, one entry for each block of each row: a row of 200 positions has one, a row of
+6,000 twelve. The cache is read where it lies. Letters as in models/attention.py; L layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from psearch_jax.config import Qwen2Config
+from psearch_jax.models.attention import LANES, NEG_INF, Implementation
+from psearch_jax.models.kv_cache import AXES, KVCache
+from psearch_jax.sharding import on_own_rows
+
+# Bytes of keys that an entry should move, so that starting it is little beside it; and the least positions of a block,
+# below which a row's last block, half empty, is no longer worth the saving.
+ENTRY_BYTES, LEAST = 128 * 1024, 128
+
+
+def applies(form: Implementation, config: Qwen2Config, mesh: Any) -> bool:
+    """Whether a model that attends in `form` decodes with the kernel on a mesh.
+
+    On a TPU and in 16 bits, as splash; where a line of H fills registers and a device has the keys of its queries.
+    """
+    parts = 1 if mesh.empty else mesh.shape["tensor"]
+    whole = config.heads % parts == 0 and config.kv_heads % parts == 0
+    return form == "splash" and config.head_dim % LANES == 0 and whole
+
+
+def block_positions(kv_heads: int, head_dim: int, itemsize: int, positions: int) -> int:
+    """Positions of one entry of the list: a power of two, or all of a short cache."""
+    wanted = ENTRY_BYTES // (kv_heads * head_dim * itemsize)
+    return min(positions, max(LEAST, 2 ** int(math.log2(max(wanted, 1)))))
+
+
+def decode(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: KVCache,
+    layer: jax.Array,
+    start: jax.Array,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of one id over itself and the cached positions before it, as `attention.decode`.
+
+    Args:
+      q: [B, 1, N, H].
+      k, v: [B, K, 1, H] of the id.
+      cache: of which the first start[b] positions of row b are real.
+      layer: [] int32.
+      start: [B] int32.
+
+    Returns:
+      [B, 1, N, H].
+    """
+    own = ("rows", "kv_heads", None, None)
+    return on_own_rows(
+        lambda first, *arrays: _on_one(*arrays, interpret),
+        q,
+        ("rows", None, "heads", None),
+        *((k, own), (v, own), (cache.k, AXES), (cache.v, AXES), (layer, ()), (start, ("rows",))),
+    )
+
+
+def work(start: jax.Array, block: int, entries: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The row and the block of each entry, [entries] int32, and how many of them there are.
+
+    A row without a cached position has one entry all the same: its id attends to itself.
+    """
+    blocks = jnp.maximum(1, -(-start // block))
+    ends = jnp.cumsum(blocks)
+    entry = jnp.arange(entries)
+    row = jnp.minimum(jnp.searchsorted(ends, entry, side="right"), start.shape[0] - 1)
+    return row.astype(jnp.int32), (entry - (ends - blocks)[row]).astype(jnp.int32), ends[-1].astype(jnp.int32)
+
+
+def _on_one(q, k, v, cached_k, cached_v, layer, start, interpret: bool) -> jax.Array:
+    """`decode` on one device, for its rows and heads."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    B, _, N, H = q.shape
+    K, S = cached_v.shape[2:4]
+    G = N // K
+    size = block_positions(K, H, cached_v.dtype.itemsize, S)
+    row, block, entries = work(start, size, B * -(-S // size))
+    scalars = (jnp.reshape(layer, 1).astype(jnp.int32), row, block, start.astype(jnp.int32))
+
+    def of_row(i, layer, row, block, start):
+        return row[i], 0, 0, 0
+
+    def of_block(i, layer, row, block, start):
+        return layer[0], row[i], 0, block[i], 0
+
+    queries, own = pl.BlockSpec((1, K, G, H), of_row), pl.BlockSpec((1, K, 1, H), of_row)
+    cached = pl.BlockSpec((1, 1, K, size, H), of_block)
+    out = pl.pallas_call(
+        functools.partial(_kernel, size=size),
+        out_shape=jax.ShapeDtypeStruct((B, K, G, H), q.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(entries,),
+            in_specs=[queries, own, own, cached, cached],
+            out_specs=queries,
+            scratch_shapes=[pltpu.VMEM((K, G, width), jnp.float32) for width in (1, 1, H)],
+        ),
+        cost_estimate=_cost(B, N, K, S, H, cached_v.dtype.itemsize),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        name="ragged_decode",
+        interpret=interpret,
+    )(*scalars, q.reshape(B, K, G, H), k, v, cached_k, cached_v)
+    return out.reshape(B, 1, N, H)
+
+
+def _cost(B: int, N: int, K: int, S: int, H: int, itemsize: int) -> Any:
+    """What the compiler is told of the kernel, into which it does not look: the cost with rows half full."""
+    from jax.experimental import pallas as pl
+
+    return pl.CostEstimate(
+        flops=2 * B * N * S * H, bytes_accessed=B * K * S * H * itemsize, transcendentals=B * N * S // 2
+    )
+
+
+def _kernel(layer, row, block, start, q, own_k, own_v, k, v, out, most, total, values, *, size: int) -> None:
+    """One entry; `most`, `total` and `values` hold a row's running maximum and sums from its first to its last."""
+    from jax.experimental import pallas as pl
+
+    i = pl.program_id(0)
+    first, length = block[i] * size, start[row[i]]
+    scale = q.shape[-1] ** -0.5
+    exact = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+    @pl.when(block[i] == 0)
+    def _():
+        wide = q[0].astype(jnp.float32) * own_k[0].astype(jnp.float32)
+        most[...] = scale * jnp.sum(wide, axis=-1, keepdims=True)
+        total[...] = jnp.ones(total.shape, jnp.float32)
+        values[...] = jnp.broadcast_to(own_v[0].astype(jnp.float32), values.shape)
+
+    for head in range(q.shape[1]):
+        # What the last block reads behind the cache's end may be anything; 0 times it, as of a NaN, need not be 0.
+        real = first + jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) < length
+        here = jnp.where(real, v[0, 0, head], 0).astype(q.dtype)
+        product = functools.partial(jax.lax.dot_general, precision=exact, preferred_element_type=jnp.float32)
+        scores = scale * product(q[0, head], k[0, 0, head].astype(q.dtype), (((1,), (1,)), ((), ())))
+        seen = first + jax.lax.broadcasted_iota(jnp.int32, (1, size), 1) < length
+        scores = jnp.where(seen, scores, NEG_INF)
+        now = jnp.maximum(most[head], jnp.max(scores, axis=-1, keepdims=True))
+        weights, kept = jnp.exp(scores - now), jnp.exp(most[head] - now)
+        most[head] = now
+        total[head] = total[head] * kept + jnp.sum(weights, axis=-1, keepdims=True)
+        values[head] = values[head] * kept + product(weights.astype(q.dtype), here, (((1,), (0,)), ((), ())))
+
+    @pl.when(first + size >= length)
+    def _():
+        out[0] = (values[...] / total[...]).astype(out.dtype)

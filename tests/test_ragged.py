@@ -1,0 +1,135 @@
+"""Decoding that reads each row's own length: the kernel interpreted, and compiled for TPUs that are not there."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import one_device_mesh, random_params, tiny_config
+from jax.sharding import NamedSharding, PartitionSpec
+
+from psearch_jax.config import PRESETS, MeshSection, RolloutSection
+from psearch_jax.models import qwen2, ragged
+from psearch_jax.models.kv_cache import KVCache
+from psearch_jax.rollout.collect import widths
+from psearch_jax.sharding import make_mesh
+
+LAYERS, LAYER, H = 3, 1, 128
+
+
+def drawn(B, K, G, S, dtype, seed=0):
+    """Queries, keys and values of an id, and a cache."""
+    rng = np.random.default_rng(seed)
+    shapes = (B, 1, K * G, H), (B, K, 1, H), (B, K, 1, H), (LAYERS, B, K, S, H), (LAYERS, B, K, S, H)
+    q, k, v, *old = (jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
+    return 4 * q, k, v, KVCache(*old)
+
+
+def by_definition(q, k, v, cache, start):
+    """Row by row and head by head in float64."""
+    q, k, v, ks, vs = (np.asarray(x, np.float64) for x in (q, k, v, cache.k[LAYER], cache.v[LAYER]))
+    out, group = np.zeros_like(q), q.shape[2] // k.shape[1]
+    for b, n in np.ndindex(q.shape[0], q.shape[2]):
+        keys, values = (
+            np.concatenate([x[b, n // group, : start[b]], y[b, n // group]]) for x, y in ((ks, k), (vs, v))
+        )
+        scores = keys @ q[b, 0, n] / np.sqrt(H)
+        weights = np.exp(scores - scores.max())
+        out[b, 0, n] = weights @ values / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("K", "G", "S", "dtype"),
+    [(1, 7, 1120, "bfloat16"), (2, 6, 608, "float16"), (4, 1, 96, "bfloat16"), (2, 3, 416, "float32")],
+)
+def test_every_row_to_its_own_length(K, G, S, dtype):
+    """A block left out at a row's end, or one of its neighbour's read; another layer's; heads paired wrongly; a NaN
+    behind a row's end, or behind the cache's, that comes through."""
+    size = ragged.block_positions(K, H, jnp.dtype(dtype).itemsize, S)
+    start = np.array(sorted({0, 1, size - 1, size, min(size + 1, S), S // 2, S - 1, S}), np.int32)
+    q, k, v, cache = drawn(len(start), K, G, S, dtype)
+    wanted = by_definition(q, k, v, cache, start)
+    behind = (np.arange(S) >= start[:, None])[None, :, None, :, None]
+    cache = KVCache(*(jnp.where(behind, jnp.nan, x) for x in (cache.k, cache.v)))
+    got = jax.jit(functools.partial(ragged.decode, interpret=True))(q, k, v, cache, jnp.int32(LAYER), start)
+    bound = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2}[dtype]
+    np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=bound)
+
+
+def test_the_work_is_what_the_rows_hold():
+    """An entry for every block of every row, one for an empty row, and none besides: what is listed is read."""
+    start = np.array([0, 1, 512, 513, 6208, 0, 1024], np.int32)
+    row, block, count = jax.jit(functools.partial(ragged.work, block=512, entries=7 * 13))(start)
+    listed = list(zip(row[:count].tolist(), block[:count].tolist(), strict=True))
+    assert listed == [(r, b) for r, n in enumerate(start) for b in range(max(1, -(-n // 512)))]
+    assert [ragged.block_positions(K, 128, 2, 6208) for K in (1, 2, 4, 8)] == [512, 256, 128, 128]
+    assert ragged.block_positions(1, 128, 2, 96) == 96
+
+
+def test_where_it_is_asked_for(tiny_tokenizer):
+    """A kernel asked for where its lines do not fill registers, or where a device lacks the keys of its heads."""
+    one, split = one_device_mesh(), jax.sharding.AbstractMesh((1, 2, 4), ("data", "fsdp", "tensor"))
+    asked = {size: ragged.applies("splash", shape, one) for size, shape in PRESETS.items()}
+    assert asked == {size: shape.head_dim == 128 for size, shape in PRESETS.items()} and asked["7b"]
+    assert ragged.applies("splash", PRESETS["7b"], split) and not ragged.applies("splash", PRESETS["1.5b"], split)
+    assert not ragged.applies("cudnn", PRESETS["7b"], one) and not ragged.applies("blocked", PRESETS["7b"], one)
+    rollout = RolloutSection()
+    assert widths(rollout, by_length=True).spans == (rollout.context_tokens,) and len(widths(rollout).spans) == 4
+
+
+def test_a_model_that_decodes_with_it(monkeypatch):
+    """Another position, layer or rotation than in the form that stands everywhere else."""
+    config = tiny_config(head_dim=H)
+    params, rng = random_params(config, scale=0.1), np.random.default_rng(0)
+    shape = (config.layers, 4, config.kv_heads, 64, H)
+    cache = KVCache(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2)))
+    ids, start = rng.integers(0, 400, (4, 1)).astype(np.int32), np.array([0, 5, 33, 64], np.int32)
+    asked = []
+
+    def interpreted(*arguments):
+        asked.append(arguments)
+        return ragged_decode(*arguments, interpret=True)
+
+    ragged_decode = ragged.decode
+    monkeypatch.setattr(ragged, "decode", interpreted)
+
+    def hidden(form):
+        model = nnx.merge(qwen2.graphdef(config, jnp.float32, attention=form), params)
+        return jax.jit(functools.partial(model.hidden, keep_kv=True))(ids, cache, start)
+
+    (ours, new), (wanted, wanted_new) = hidden("splash"), hidden("blocked")
+    assert len(asked) == 1
+    np.testing.assert_allclose(ours, wanted, atol=1e-5)
+    for x, y in zip(new, wanted_new, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_it_compiles_for_tpus(topology):
+    """What an interpreter allows and the TPU's compiler refuses, or a cache that is copied to another layout first."""
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
+    from psearch_jax.plan import tpu_target
+
+    devices, B, S = tpu_target(topology).devices, 32, 6208
+    for size, tensor in (("7b", 4), ("1.5b", 1), ("14b", 2)):
+        shape, mesh = PRESETS[size], make_mesh(MeshSection(1, -1, tensor), devices)
+
+        def placed(sizes, *axes, dtype=jnp.bfloat16, mesh=mesh):
+            return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+        rows, K = ("data", "fsdp"), shape.kv_heads
+        q = placed((B, 1, shape.heads, H), rows, None, "tensor")
+        own = placed((B, K, 1, H), rows, "tensor")
+        cache = placed((LAYERS, B, K, S, H), None, rows, "tensor")
+        layer, start = placed((), dtype=jnp.int32), placed((B,), rows, dtype=jnp.int32)
+
+        def decode(q, k, v, keys, values, layer, start):
+            return ragged.decode(q, k, v, KVCache(keys, values), layer, start)
+
+        with jax.set_mesh(mesh):
+            compiled = jax.jit(decode).lower(q, own, own, cache, cache, layer, start).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 2**22, size
+        assert "all-gather" not in compiled.as_text()
