@@ -1,7 +1,8 @@
 """How many decode steps a rule of yielding takes, counted on the host: `launch/bench.py rollout --simulate` prints it.
 
 The rows are those of a run of the published recipe: 2,560 rollouts over 128 slots, 1 to 5 turns of 115 ids on average
-and 500 at most. At a yield, parked rows get their passages and go on, and the slots of finished rows are filled again.
+and 500 at most. At a yield, parked rows get their passages and go on, and the slots of finished rows are filled again;
+with `overlap` they are searched for while the others decode, and go on at the next yield.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ RULES = ("parked", "parked or finished")  # the rows that are counted as waiting
 PIECE = 16  # rows of one extension, where it is about the parked rows alone
 
 
-def simulate(rule: str, share: float, seed: int = 0) -> dict[str, Any]:
+def simulate(rule: str, share: float, overlap: bool = False, seed: int = 0) -> dict[str, Any]:
     """Yields when the waiting rows are `share` of the waiting and running ones.
 
     Returns:
@@ -30,7 +31,7 @@ def simulate(rule: str, share: float, seed: int = 0) -> dict[str, Any]:
     lengths = np.minimum(np.maximum(1, draws), 500).round().astype(int)
     waiting = deque(range(ROLLOUTS))
     rollout, turn, left = (np.zeros(SLOTS, int) for _ in range(3))
-    live = np.zeros(SLOTS, bool)  # holds a rollout that is not over
+    live, away = np.zeros(SLOTS, bool), np.zeros(SLOTS, bool)  # holds a rollout that is not over; is searched for
     steps = sampled = calls = whole = pieces = 0
     while True:
         for b in np.flatnonzero(~live):
@@ -40,19 +41,24 @@ def simulate(rule: str, share: float, seed: int = 0) -> dict[str, Any]:
         if not live.any():
             break
         # Rows stop in the order of what is left of their turns; the first at which enough wait ends this call.
-        order = np.flatnonzero(live)[np.argsort(left[live], kind="stable")]
+        there = live & ~away
+        order = np.flatnonzero(there)[np.argsort(left[there], kind="stable")]
         ends = turn[order] + 1 == turns[rollout[order]]
         counted = ~ends if rule == "parked" or not waiting else np.ones(len(order), bool)
         stopped = np.cumsum(counted)
         running = len(order) - 1 - np.arange(len(order))
         enough = (running == 0) | (stopped >= share * (running + stopped))
-        taken = left[order[np.argmax(enough)]]
+        taken = left[order[np.argmax(enough)]] if len(order) else 0
         steps += taken
         sampled += int(np.minimum(left[order], taken).sum())
         left[order] -= np.minimum(left[order], taken)
         over = order[(left[order] == 0) & ends]
         parked = order[(left[order] == 0) & ~ends]
         live[over] = False
+        if overlap:
+            back, away[:] = np.flatnonzero(away), False
+            away[parked] = True
+            parked = back
         turn[parked] += 1
         left[parked] = lengths[rollout[parked], turn[parked]]
         calls += bool(len(parked))
@@ -62,6 +68,7 @@ def simulate(rule: str, share: float, seed: int = 0) -> dict[str, Any]:
     return {
         "rule": rule,
         "share": share,
+        "overlap": overlap,
         "row_use": round(sampled / int(steps * SLOTS), 3),
         "decode_steps": int(steps),
         "extend_calls": calls,
@@ -71,4 +78,5 @@ def simulate(rule: str, share: float, seed: int = 0) -> dict[str, Any]:
 
 
 def table_of_rules() -> list[dict[str, Any]]:
-    return [simulate(rule, share) for rule in RULES for share in SHARES]
+    rules = [(rule, share, False) for rule in RULES for share in SHARES]
+    return [simulate(*rule) for rule in (*rules, *((RULES[1], share, True) for share in SHARES[2:]))]

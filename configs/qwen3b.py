@@ -15,6 +15,6 @@ def get_config() -> ConfigDict:
     return config_dict(
         model=dict(path="Qwen/Qwen2.5-3B-Instruct", shard_residual=True),
         mesh=dict(data=1, fsdp=-1, tensor=2),
-        rollout=dict(slots=128),  # all else of the recipe are the defaults
+        rollout=dict(slots=128, overlap_search=True),  # all else of the recipe are the defaults
         learning=dict(micro_batch_rows=16),
     )

@@ -31,6 +31,7 @@ def get_config() -> ConfigDict:
             turn_tokens=500,
             obs_tokens=1000,
             search_turns=4,
+            overlap_search=True,  # in 21 million passages
         ),
         reward=dict(format=0.1, decomposition=0.15, search_count=0.35),
         learning=dict(

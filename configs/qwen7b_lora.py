@@ -15,7 +15,7 @@ from psearch_jax.config import config_dict
 def get_config() -> ConfigDict:
     return config_dict(
         model=dict(path="Qwen/Qwen2.5-7B-Instruct", lora_rank=32, lora_alpha=64.0),
-        rollout=dict(slots=32),  # all else of the rollouts are the defaults: the published budgets
+        rollout=dict(slots=32, overlap_search=True),  # all else of them are the defaults: the published budgets
         # Adapters are few and start at nothing: they take a rate that would wreck whole weights.
         learning=dict(mini_batch_rollouts=80, micro_batch_rows=1, learning_rate=2e-5, warmup_ratio=0.05),
         train=dict(steps=500, prompts=64, checkpoint_every_steps=25),

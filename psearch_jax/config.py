@@ -148,6 +148,9 @@ class RolloutSection:
     top_k: int = 0
     widths: int = 4  # that prompts, passages and rows are padded to: fewer compile faster, more pad less
     yield_share: float = 0.125  # yield when this share of the live rows waits: for passages, or for the next rollout
+    # A yield's searches run while the other rows decode, and are answered at the next yield. Worth it where a search
+    # takes longer than the rows that wait for it are missed: over HTTP, or in a large index.
+    overlap_search: bool = False
     label_subqueries: bool = True
     initial_search: bool = False  # the question itself is searched before the first sampled token
     unfinished: Literal["train", "mask", "penalise"] = "train"
@@ -471,8 +474,9 @@ FREE_TO_CHANGE = frozenset(
     (
         "model.shard_residual model.remat mesh.data mesh.fsdp mesh.tensor retrieval.url retrieval.timeout_s "
         "retrieval.patience_s retrieval.token_file retrieval.cache_queries retrieval.cache_mb "
-        "rollout.slots rollout.widths rollout.yield_share learning.micro_batch_rows learning.max_bad_steps "
-        "train.steps train.checkpoint_every_steps train.checkpoint_every_minutes train.keep_checkpoints "
+        "rollout.slots rollout.widths rollout.yield_share rollout.overlap_search "
+        "learning.micro_batch_rows learning.max_bad_steps train.steps "
+        "train.checkpoint_every_steps train.checkpoint_every_minutes train.keep_checkpoints "
         "train.keep_every_steps train.trajectories_per_step eval.every_steps"
     ).split()
 )

@@ -73,7 +73,8 @@ def test_half_an_address_is_refused(values):
 def test_one_two_and_four_processes_agree(tmp_path):
     """The same run on more hosts must be the same run: rollouts, searches, metrics and parameters."""
     policy = Path("toy")
-    over = {"mesh.fsdp": 2, "mesh.tensor": 2}  # of four processes two share every row
+    # Of four processes two share every row; searches are under way in each while all decode.
+    over = {"mesh.fsdp": 2, "mesh.tensor": 2, "rollout.overlap_search": True}
     for count in (1, 2, 4):
         finish(start_run(count, 4 // count, tmp_path / str(count), policy, 2, **over))
     whole = metrics_without_clocks(tmp_path / "1")

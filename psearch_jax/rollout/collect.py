@@ -15,11 +15,15 @@ program they tell each other what is to go into it, so that all make the same ca
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,12 +34,14 @@ from psearch_jax.buckets import buckets, pick
 from psearch_jax.config import RetrievalSection, RolloutSection
 from psearch_jax.rollout import sampling
 from psearch_jax.rollout.sampler import Sampler, SamplerState, Status, Widths
+from psearch_jax.rollout.usage import Usage
 from psearch_jax.text import tags
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import EndStatus, Question, Trajectory, Turn
 from retrieval.protocol import Passage, Retriever
 
 Progress = Callable[[int, int], None]  # (trajectories done, trajectories in all), of this process
+_Passages = dict[int, tuple[tuple[Passage, ...], ...]]  # by slot, for each of its sub-queries
 
 
 @dataclass
@@ -128,7 +134,7 @@ class Collector:
         processes.together(lambda: prompts.extend(map(self._render, questions)))  # a row without a prompt ends all
         call = _Call(self, params, questions, prompts, samples, seed, step)
         while call.refill(progress):
-            call.state = self.sampler.generate(params, call.state, temperature, call.span(), call.more)
+            call.state = self.sampler.generate(params, call.state, temperature, call.span(), call.more, call.away)
             call.read()
         self.usage = replace(call.usage, decode_steps=int(processes.fetch(call.state.steps)))
         return [t for t in call.results if t is not None]
@@ -152,36 +158,18 @@ def piece_rows(rollout: RolloutSection, mesh: jax.sharding.Mesh) -> int:
     return devices * math.ceil(rollout.slots / devices / 8)
 
 
-@dataclass(frozen=True)
-class Usage:
-    """What one `collect` cost."""
+def in_background(f: Callable[[], Any]) -> Future:
+    """`f` in a thread of its own, which no end of the program waits for."""
+    future: Future = Future()
 
-    slots: int = 0  # of this process
-    decode_steps: int = 0  # each of them for all slots
-    decoded: int = 0  # ids that this process's slots sampled in them
-    yields: int = 0
-    prefilled: int = 0  # positions computed by `prefill`, pads included, for all processes
-    extended: int = 0  # the same by `extend`
-    forced: int = 0  # of these, ids that were appended
-    search_s: float = 0.0  # in this process all rows waited for passages
-    host_s: float = 0.0  # and for the rest of its work between two programs
+    def work() -> None:
+        try:
+            future.set_result(f())
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
 
-    @property
-    def row_use(self) -> float:
-        """The share of decoded rows that sampled an id."""
-        return self.decoded / max(self.decode_steps * self.slots, 1)
-
-    @property
-    def extend_use(self) -> float:
-        """The share of extended positions that hold an appended id."""
-        return self.forced / max(self.extended, 1)
-
-    def metrics(self) -> dict[str, float]:
-        """As they stand in metrics.jsonl: `cost/` hangs on slots, mesh and processes, and seconds end in `_s`."""
-        shares = {"row_use": self.row_use, "extend_use": self.extend_use}
-        counts = {name: getattr(self, name) for name in ("decode_steps", "yields", "prefilled", "extended")}
-        costs = {f"cost/{name}": float(value) for name, value in (shares | counts).items()}
-        return costs | {"search_s": self.search_s, "host_s": self.host_s}
+    threading.Thread(target=work, daemon=True).start()
+    return future
 
 
 @dataclass(frozen=True)
@@ -200,7 +188,8 @@ class _Continuations:
     """What one process found in its stopped rows."""
 
     chunks: dict[int, list[int]]  # slot -> the ids to append
-    ended: list[int]  # slots whose rollout is over
+    ended: set[int]  # slots whose rollout is over
+    away: int = 0  # slots that are being searched for until the next yield
 
 
 class _Call:
@@ -248,6 +237,9 @@ class _Call:
         self._pool_rows: dict[int, int] = {}  # question's place -> row of the pool
         self.over: set[int] = set()  # own slots whose rollout is over but whose row is not empty yet
         self.more = False  # rollouts of some process wait for a slot
+        self.away = 0  # rows of all processes that are searched for while others decode
+        self._asked: dict[int, tuple[str, ...]] = {}  # own ones' queries
+        self._search_ahead: Future | None = None  # what will hold their passages
         self.state = self.sampler.new_state(self.rows, self.rollout.context_tokens)
 
     # ---- refill ----
@@ -341,7 +333,7 @@ class _Call:
                 live = self.live[b]
                 live.turns.append(Turn("", "search", True, queries[b], passages))
                 chunks[b] = self._observation(queries[b], passages, live.prompt_length)
-            return _Continuations(chunks, [])
+            return _Continuations(chunks, set())
 
         self._go_on(processes.together(look_up), self.starts)
 
@@ -367,10 +359,10 @@ class _Call:
             self._finish(live, how, ids[b, :n].copy(), mask[b, :n].copy(), logprobs[b, :n].copy())
 
         def look() -> _Continuations:
-            stopped = [b for b in self.live if status[b] != Status.RUNNING]
+            before = set(self.live)
             queries: dict[int, tuple[str, ...]] = {}
             chunks: dict[int, list[int]] = {}
-            for b in stopped:
+            for b in [b for b in self.live if status[b] != Status.RUNNING and b not in self._asked]:
                 live = self.live[b]
                 turn = self._turn(live, ids[b, live.turn_start : length[b]], Status(status[b]))
                 how = self._end(live, turn, Status(status[b]))
@@ -383,16 +375,17 @@ class _Call:
                     queries[b] = turn.queries
                 else:
                     chunks[b] = list(self.owner._corrective)
-            for b, passages in self._search(queries).items():
+            for b, passages in (self._exchange if self.rollout.overlap_search else self._search)(queries).items():
                 live = self.live[b]
                 live.turns[-1] = replace(live.turns[-1], passages=passages)
-                chunks[b] = self._observation(queries[b], passages, int(length[b]))
+                chunks[b] = self._observation(live.turns[-1].queries, passages, int(length[b]))
             for b in [b for b, chunk in chunks.items() if length[b] + len(chunk) >= self.rollout.context_tokens]:
                 del chunks[b]
                 end(b, "truncated")
-            return _Continuations(chunks, [b for b in stopped if b not in self.live])
+            return _Continuations(chunks, before - set(self.live), len(self._asked))
 
         found = processes.together(look)
+        self.away = sum(f.away for f in found)
         for b in [b for f in found for b in f.ended]:
             del self.starts[b]
         self._go_on(found, length)
@@ -427,14 +420,30 @@ class _Call:
         kind = action.kind
         return Turn(text, kind, action.well_formed, action.queries, (), action.answer, len(sampled))
 
-    def _search(self, queries: dict[int, tuple[str, ...]]) -> dict[int, tuple[tuple[Passage, ...], ...]]:
+    def _search(self, queries: dict[int, tuple[str, ...]]) -> _Passages:
         """One retrieval batch for all rows, folded back row by row."""
-        flat = [q for row in queries.values() for q in row]
-        if not flat:
-            return {}
         began = time.monotonic()
-        results = iter(self.owner.retriever.search(flat, self.owner._retrieval.topk))
+        if self._search_ahead:
+            self._search_ahead.exception()  # one batch at a time
+        found = self._look_up(queries)
         self._count(search_s=time.monotonic() - began)
+        return found
+
+    def _exchange(self, queries: dict[int, tuple[str, ...]]) -> _Passages:
+        """Begins the search for these rows, and returns what was found for those of the last yield.
+
+        Which rows that is hangs on the yields alone: on no clock, so that a run repeats itself.
+        """
+        began = time.monotonic()
+        found = self._search_ahead.result() if self._search_ahead else {}
+        self._count(search_s=time.monotonic() - began)
+        self._asked = queries
+        self._search_ahead = in_background(functools.partial(self._look_up, queries)) if queries else None
+        return found
+
+    def _look_up(self, queries: dict[int, tuple[str, ...]]) -> _Passages:
+        flat = [q for row in queries.values() for q in row]
+        results = iter(self.owner.retriever.search(flat, self.owner._retrieval.topk) if flat else ())
         return {b: tuple(tuple(next(results)) for _ in row) for b, row in queries.items()}
 
     def _observation(self, queries: Sequence[str], passages: Sequence[Sequence[Passage]], length: int) -> list[int]:

@@ -218,12 +218,14 @@ class Sampler:
         temperature: float,
         span: int | None = None,
         refill: bool = False,
+        away: int = 0,
     ) -> SamplerState:
         """Samples until no row runs or enough rows wait. Temperature 0 is greedy (log-probs at 1).
 
         Args:
           span: positions that no running row will outgrow in this call, at most S; the cache behind them is not read.
           refill: rollouts wait for a slot, so a finished row is worth a yield as a parked one is.
+          away: of the parked rows, those for which a yield could do nothing: they are not counted.
         """
         with jax.set_mesh(self.mesh):
             return self._generate(
@@ -232,6 +234,7 @@ class Sampler:
                 state,
                 np.float32(temperature),
                 np.bool_(refill),
+                np.int32(away),
                 span=span or state.ids.shape[1],
             )
 
@@ -287,7 +290,7 @@ class Sampler:
             return self._extend.trace(params, state, count, ids(piece_rows, width), count, count)
 
         def generate(span: int) -> jax.stages.Traced:
-            return self._generate.trace(params, tables, state, warmth, flag, span=span)
+            return self._generate.trace(params, tables, state, warmth, flag, number, span=span)
 
         def by_width(program: Callable[[int], jax.stages.Traced], widths: Sequence[int]):
             return {width: functools.partial(program, width) for width in widths}
@@ -394,14 +397,14 @@ class Sampler:
         )
 
     def _generate_program(
-        self, params, tables: _Tables, state: SamplerState, temperature, refill, span: int
+        self, params, tables: _Tables, state: SamplerState, temperature, refill, away, span: int
     ) -> SamplerState:
         model = nnx.merge(self._graph, params)
 
         def go_on(state: SamplerState) -> jax.Array:
             running = jnp.sum(state.status == Status.RUNNING)
             parked = (state.status == Status.SEARCH) | (state.status == Status.TURN_FULL)
-            waiting = jnp.sum(parked) + refill * jnp.sum((state.status > Status.SEARCH) & ~parked)
+            waiting = jnp.sum(parked) - away + refill * jnp.sum((state.status > Status.SEARCH) & ~parked)
             return (running > 0) & (waiting < self._yield_share * (running + waiting))
 
         return jax.lax.while_loop(go_on, functools.partial(self._decode, model, tables, temperature, span), state)
