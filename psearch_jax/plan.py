@@ -397,26 +397,27 @@ def search(config: Config, target: Target, log: Callable[[str], None]) -> dict[s
         for field, value in changes.items():
             section, _, name = field.partition(".")
             changed = replace(changed, **{section: replace(getattr(changed, section), **{name: value})})
-        done = make_plan(changed, target, names=names)
-        log(f"{changes}: {'fits' if done.fits else 'does not fit'}")
-        return done.fits
+        fit = all(make_plan(changed, target, names=[name]).fits for name in names)  # the first that does not is enough
+        log(f"{changes}: {'fits' if fit else 'does not fit'}")
+        return fit
 
     mesh = make_mesh(config.mesh, target.devices)
     rows, r, le = mesh.shape["data"] * mesh.shape["fsdp"], config.rollout, config.learning
     group = le.mini_batch_rollouts
     micro = [n for n in range(rows, group + 1, rows) if group % n == 0]
-    contexts = list(range(-(-(r.prompt_tokens + 1) // 512) * 512, 32_768 + 1, 512))
+    contexts = [*range(512, 4096, 512), *range(4096, 8192, 1024), *range(8192, 32_768 + 1, 2048)]
+    contexts = [n for n in contexts if n > r.prompt_tokens]
     return {
         "rollout.slots": _largest(
             [rows * n for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)],
             lambda n: fits(SAMPLER_PROGRAMS, {"rollout.slots": n}),
         ),
         "learning.micro_batch_rows": _largest(
-            micro, lambda n: fits(("logprobs", "accumulate"), {"learning.micro_batch_rows": n})
+            micro, lambda n: fits(("accumulate", "logprobs"), {"learning.micro_batch_rows": n})
         ),
         "rollout.context_tokens": _largest(
             contexts,
-            lambda n: fits((*SAMPLER_PROGRAMS, "logprobs", "accumulate"), {"rollout.context_tokens": n}),
+            lambda n: fits(("accumulate", "logprobs", *SAMPLER_PROGRAMS), {"rollout.context_tokens": n}),
         ),
         "model.remat": next((r for r in get_args(Remat) if fits(("accumulate",), {"model.remat": r})), ""),
     }
