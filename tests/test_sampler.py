@@ -393,6 +393,27 @@ def test_a_shorter_span_of_the_cache_changes_no_rollout(sampler, params):
     assert spans[0].length.max() > 20
 
 
+def test_a_row_that_waits_reads_no_cache(tiny_tokenizer, params, monkeypatch):
+    """Where each row is read to its own length, one that waits would be read as far as one that samples."""
+    looked, hidden = [], qwen2.Qwen2.hidden
+
+    def noted(model, ids, cache=None, start=None, *arguments, **options):
+        if start is not None:
+            jax.debug.callback(lambda start: looked.append(start), start, ordered=True)
+        return hidden(model, ids, cache, start, *arguments, **options)
+
+    monkeypatch.setattr(qwen2.Qwen2, "hidden", noted)
+    word = tiny_tokenizer.encode_foreign("a")[0]
+    fresh = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler)
+    search = spell(tiny_tokenizer, "</search>")
+    _, state = run_scripts(fresh, params, [search, [word] * 40], TURN)
+    jax.effects_barrier()
+    far = np.stack(looked)
+    assert state.status[:2].tolist() == [Status.SEARCH, Status.TURN_FULL] and len(far) == TURN
+    assert np.all(far[: len(search), 0] > 0) and not far[len(search) :, 0].any() and not far[:, 2:].any()
+    assert far[:, 1].tolist() == list(range(state.length[1] - TURN - 1, state.length[1] - 1))
+
+
 def test_turn_budgets_may_differ_by_row(scripted, params):
     """A row that takes another row's budget samples another number of ids than it was given."""
     rows, budgets = np.array([3, 9, 1, 14, 5, 7, 2, 11]), np.array([4, 1, 6, 2, 8, 3, 5, 7])

@@ -416,7 +416,8 @@ class Sampler:
         B, S = state.ids.shape
         rows = jnp.arange(B)
         running = state.status == Status.RUNNING
-        at = jnp.maximum(state.length - 1, 0)
+        # A row that waits looks at nothing behind it: where rows are read by length, its cache is not read.
+        at = jnp.maximum(jnp.where(running, state.length, 0) - 1, 0)
         inputs = jnp.take_along_axis(state.ids, at[:, None], axis=1)
         hidden, (k, v) = model.hidden(inputs, state.cache, at, keep_kv=True, span=span)
         greedy = temperature == 0
