@@ -1,10 +1,10 @@
-"""Qwen2.5-7B-Instruct with adapters of rank 32, for one GPU of 80 GB.
+"""Qwen2.5-7B-Instruct with adapters of rank 32, for one GPU of 40 GB or more.
 
     python launch/train.py --config=configs/qwen7b_lora.py --config.data.source=TRAIN.jsonl \\
         --config.retrieval.index=DIR --workdir=DIR
 
-Planned for one GPU of 80 GB, which holds at most 55 GiB (an upper estimate, docs/scale.md); one of 40 GB takes
-`--config.rollout.slots=8`. All of 7B trained in one place would need more than 120 GB.
+Planned for one GPU, which holds at most 31.3 GiB (an upper estimate, docs/scale.md); a card of 40 GB gives 36.8. All
+of 7B trained in one place would need more than 120 GB.
 """
 
 from ml_collections import ConfigDict
