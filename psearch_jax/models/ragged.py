@@ -77,7 +77,9 @@ def work(start: jax.Array, block: int, entries: int) -> tuple[jax.Array, jax.Arr
     blocks = jnp.maximum(1, -(-start // block))
     ends = jnp.cumsum(blocks)
     entry = jnp.arange(entries)
-    row = jnp.minimum(jnp.searchsorted(ends, entry, side="right"), start.shape[0] - 1)
+    # Every entry against every row: a binary search is a loop, which XLA would run again in every layer.
+    row = jnp.searchsorted(ends, entry, side="right", method="compare_all")
+    row = jnp.minimum(row, start.shape[0] - 1)
     return row.astype(jnp.int32), (entry - (ends - blocks)[row]).astype(jnp.int32), ends[-1].astype(jnp.int32)
 
 
@@ -144,13 +146,13 @@ def _kernel(layer, row, block, start, q, own_k, own_v, k, v, out, most, total, v
         total[...] = jnp.ones(total.shape, jnp.float32)
         values[...] = jnp.broadcast_to(own_v[0].astype(jnp.float32), values.shape)
 
+    real = first + jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) < length
+    seen = first + jax.lax.broadcasted_iota(jnp.int32, (1, size), 1) < length
+    product = functools.partial(jax.lax.dot_general, precision=exact, preferred_element_type=jnp.float32)
     for head in range(q.shape[1]):
         # What the last block reads behind the cache's end may be anything; 0 times it, as of a NaN, need not be 0.
-        real = first + jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) < length
         here = jnp.where(real, v[0, 0, head], 0).astype(q.dtype)
-        product = functools.partial(jax.lax.dot_general, precision=exact, preferred_element_type=jnp.float32)
         scores = scale * product(q[0, head], k[0, 0, head].astype(q.dtype), (((1,), (1,)), ((), ())))
-        seen = first + jax.lax.broadcasted_iota(jnp.int32, (1, size), 1) < length
         scores = jnp.where(seen, scores, NEG_INF)
         now = jnp.maximum(most[head], jnp.max(scores, axis=-1, keepdims=True))
         weights, kept = jnp.exp(scores - now), jnp.exp(most[head] - now)
