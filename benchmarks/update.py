@@ -115,7 +115,7 @@ class Ours:
 def _config(rows: int, longest: int) -> Config:
     return from_mapping(
         {
-            "model": {"dtype": "float32", "sampling_dtype": "float32", "remat": "none"},
+            "model": {"dtype": "float32", "sampling_dtype": "float32", "remat": "dots"},
             "rollout": {"context_tokens": longest},
             "learning": {"micro_batch_rows": MICRO_ROWS, "mini_batch_rollouts": rows, "warmup_ratio": 0.0},
         }

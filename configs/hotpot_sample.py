@@ -13,7 +13,7 @@ from psearch_jax.config import config_dict
 
 def get_config() -> ConfigDict:
     return config_dict(
-        model=dict(path="", preset="tiny", dtype="float32", sampling_dtype="float32", remat="none"),
+        model=dict(path="", preset="tiny", dtype="float32", sampling_dtype="float32", remat="dots"),
         rollout=dict(
             slots=8,
             samples=2,

@@ -62,16 +62,21 @@ def check_kernels(mesh) -> None:
     segments = np.sort(rng.integers(0, 3, (B, 130)).astype(np.int32))
     with jax.set_mesh(mesh):
         ours = jax.jit(functools.partial(attention.on_each_device, splash))(q, k, v, segments)
-    np.testing.assert_allclose(ours, attention.causal(q, k, v, segments=segments), atol=1e-5)
+    wanted = attention.causal(q, k, v, segments=segments)
+    np.testing.assert_allclose(ours, wanted, atol=1e-5)
+    with jax.set_mesh(mesh):
+        ours = jax.jit(functools.partial(attention.causal, implementation="rowwise"))(q, k, v, segments=segments)
+    np.testing.assert_allclose(ours, wanted, atol=1e-5)
     if mesh.shape["tensor"] > 2:  # not asked for where kv heads are not divided (models/ragged.py)
         return
     q, k, v = q[:, :1], k[:, :, :1], v[:, :, :1]
     cache = KVCache(*(rng.normal(size=(2, B, 2, 64, 16)).astype(np.float32) for _ in range(2)))
     start = rng.integers(0, 65, B).astype(np.int32)
-    with jax.set_mesh(mesh):
-        ours = jax.jit(functools.partial(ragged.decode, interpret=True))(q, k, v, cache, np.int32(1), start)
-    there = attention.Keys(cache.k[1], cache.v[1])
-    np.testing.assert_allclose(ours, attention.decode(q, k, v, there, start), atol=1e-5)
+    wanted = attention.decode(q, k, v, attention.Keys(cache.k[1], cache.v[1]), start)
+    for one in (cache, KVCache(cache.k.swapaxes(3, 4), cache.v, True)):  # as on a TPU, and as on a CPU
+        with jax.set_mesh(mesh):
+            ours = jax.jit(functools.partial(ragged.decode, interpret=True))(q, k, v, one, np.int32(1), start)
+        np.testing.assert_allclose(ours, wanted, atol=1e-5)
 
 
 def check_adapters(mesh, config: Qwen2Config, optimizer) -> None:

@@ -64,11 +64,12 @@ def draw(B=2, T=40, N=4, K=2, H=8, S=0, seed=0):
     return q, *kv, old
 
 
+@pytest.mark.parametrize("form", ["blocked", "rowwise"])
 @pytest.mark.parametrize("length", [1, 40, WHOLE_CHUNK, WHOLE_CHUNK + 1, 2 * QUERY_BLOCK + 130])
-def test_blocked_attention(length):
+def test_blocked_attention(length, form):
     """A block whose queries see the wrong keys, or padding that is returned as an answer."""
     q, k, v, _ = draw(T=length)
-    np.testing.assert_allclose(causal(q, k, v), plain(q, k, v), atol=2e-6)
+    np.testing.assert_allclose(causal(q, k, v, form), plain(q, k, v), atol=2e-6)
 
 
 def keys(old, across):
@@ -101,10 +102,12 @@ def whole(q, k, v):
     return dense(q, k, v, np.zeros(q.shape[:2], np.int32))
 
 
-def test_gradients_of_blocked_attention():
+@pytest.mark.parametrize("form", ["blocked", "rowwise"])
+def test_gradients_of_blocked_attention(form):
     """A block's recomputation in the backward pass that differs from its forward pass."""
     q, k, v, _ = draw(T=WHOLE_CHUNK + 70)
-    for ours, wanted in zip(gradients(causal, q, k, v), gradients(whole, q, k, v), strict=True):
+    found = gradients(functools.partial(causal, implementation=form), q, k, v)
+    for ours, wanted in zip(found, gradients(whole, q, k, v), strict=True):
         np.testing.assert_allclose(ours, wanted, atol=1e-5)
 
 
@@ -131,7 +134,10 @@ def dense(q, k, v, segments):
     return jnp.einsum("BNTS,BNSH->BTNH", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
 
 
-@pytest.mark.parametrize(("form", "length"), [("blocked", 40), ("blocked", 2 * QUERY_BLOCK + 30), ("splash", 200)])
+@pytest.mark.parametrize(
+    ("form", "length"),
+    [("blocked", 40), ("blocked", 2 * QUERY_BLOCK + 30), ("rowwise", 2 * QUERY_BLOCK + 30), ("splash", 200)],
+)
 def test_attention_within_segments(form, length):
     """A trajectory that sees the one before it in its row, in values or in gradients."""
     q, k, v, _ = draw(T=length)
@@ -233,14 +239,14 @@ def test_the_form_follows_the_device():
         ([a100, t4], "blocked"),  # one program for all
         ([amd], "blocked"),
         ([tpu, tpu], "splash"),
-        ([("cpu", None)], "blocked"),
+        ([("cpu", None)], "rowwise"),
     ):
         for dtype in ("bfloat16", "float16"):
             assert implementation_for(mesh_of(*devices), dtype) == wanted, devices
-        assert implementation_for(mesh_of(*devices), "float32") == "blocked"
+        assert implementation_for(mesh_of(*devices), "float32") == ("rowwise" if wanted == "rowwise" else "blocked")
     section = importlib.import_module("colab").get_config().model
     assert {implementation_for(mesh_of(t4), section[name]) for name in ("dtype", "sampling_dtype")} == {"blocked"}
-    here = {"cpu": "blocked", "gpu": "cudnn", "tpu": "splash"}[jax.devices()[0].platform]
+    here = {"cpu": "rowwise", "gpu": "cudnn", "tpu": "splash"}[jax.devices()[0].platform]
     assert implementation_for(one_device_mesh(), jnp.bfloat16) in (here, "blocked")
 
 

@@ -49,6 +49,26 @@ def test_the_vocabulary_loop_talks_once(tied):
             assert not re.search(whole, text)
 
 
+def test_the_kernel_runs_again_where_all_is_computed_anew():
+    """Attention run forward a second time for the backward pass, where remat=dots should have kept what it gave."""
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
+    mesh, config = make_mesh(MeshSection(1, 1, 1), tpu_target("v5e:2x2").devices[:1]), tiny_config()
+    abstract = qwen2.abstract_params(config)[1]
+    params = placed(abstract, param_shardings(abstract, STORAGE, mesh))
+    ids = jax.ShapeDtypeStruct((2, 200), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def kernels(remat):
+        def loss(params, ids):
+            model = nnx.merge(qwen2.graphdef(config, jnp.bfloat16, remat, "splash"), params)
+            return jnp.sum(model.hidden(ids)[0].astype(jnp.float32))
+
+        with jax.set_mesh(mesh):
+            return jax.jit(jax.grad(loss)).lower(params, ids).compile().as_text().count('"tpu_custom_call"')
+
+    # Forward, and the gradients of queries and of keys and values.
+    assert [kernels(remat) for remat in ("none", "dots", "full")] == [3, 3, 4]
+
+
 @pytest.mark.parametrize(("dtype", "asked"), [("float32", True), ("bfloat16", False)])
 def test_what_precision_is_asked_for(dtype, asked):
     """float32 that a TPU multiplies as bfloat16, a GPU as TF32: the bounds of these tests would hold on CPUs only."""

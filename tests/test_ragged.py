@@ -1,4 +1,4 @@
-"""Decoding that reads each row's own length: the kernel interpreted, and compiled for TPUs that are not there."""
+"""Decoding that reads each row's own length: on a CPU, and for TPUs interpreted and compiled ahead of time."""
 
 import functools
 
@@ -59,6 +59,29 @@ def test_every_row_to_its_own_length(K, G, S, dtype):
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=bound)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("K", "G", "S", "B"), [(1, 7, 1120, 6), (2, 2, 832, 24), (4, 1, 96, 3), (2, 3, 288, 1)])
+def test_rows_in_groups(K, G, S, B, dtype):
+    """A group that ends with its first row, or a block that two visits count; what lies behind a row's end."""
+    start = np.random.default_rng(1).integers(0, S + 1, B).astype(np.int32)
+    start[: min(B, 3)] = [S, 0, 257][: min(B, 3)]
+    start = np.minimum(start, S)
+    q, k, v, cache = drawn(B, K, G, S, dtype)
+    wanted = by_definition(q, k, v, cache, start)
+    behind = (np.arange(S) >= start[:, None])[None, :, None, :, None]
+    keys, values = (jnp.where(behind, 3e4, x) for x in (cache.k, cache.v))
+    cache = KVCache(keys.swapaxes(3, 4), values, True)
+    got = jax.jit(ragged.decode)(q, k, v, cache, jnp.int32(LAYER), start)
+    bound = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2}[dtype]
+    np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=bound)
+
+
+def test_groups_fill_what_they_may():
+    """Groups that leave rows over, or whose blocks are more than a processor keeps."""
+    for rows, line, wanted in ((64, 2**16, 16), (48, 2**16, 16), (7, 2**16, 7), (34, 2**16, 2), (8, 2**21, 1)):
+        assert ragged.group_rows(rows, line) == wanted
+
+
 def test_the_work_is_what_the_rows_hold():
     """An entry for every block of every row, one for an empty row, and none besides: what is listed is read."""
     start = np.array([0, 1, 512, 513, 6208, 0, 1024], np.int32)
@@ -72,10 +95,13 @@ def test_the_work_is_what_the_rows_hold():
 def test_where_it_is_asked_for(tiny_tokenizer):
     """A kernel asked for where its lines do not fill registers, or where a device lacks the keys of its heads."""
     one, split = one_device_mesh(), jax.sharding.AbstractMesh((1, 2, 4), ("data", "fsdp", "tensor"))
-    asked = {size: ragged.applies("splash", shape, one) for size, shape in PRESETS.items()}
+    asked = {size: ragged.applies("splash", False, shape, one) for size, shape in PRESETS.items()}
     assert asked == {size: shape.head_dim == 128 for size, shape in PRESETS.items()} and asked["7b"]
-    assert ragged.applies("splash", PRESETS["7b"], split) and not ragged.applies("splash", PRESETS["1.5b"], split)
-    assert not ragged.applies("cudnn", PRESETS["7b"], one) and not ragged.applies("blocked", PRESETS["7b"], one)
+    for form, across in (("splash", False), ("rowwise", True)):
+        assert ragged.applies(form, across, PRESETS["7b"], split)
+        assert not ragged.applies(form, across, PRESETS["1.5b"], split)
+    assert all(ragged.applies("rowwise", True, shape, one) for shape in PRESETS.values())
+    assert not any(ragged.applies(form, False, PRESETS["7b"], one) for form in ("cudnn", "blocked"))
     rollout = RolloutSection()
     assert widths(rollout, by_length=True).spans == (rollout.context_tokens,) and len(widths(rollout).spans) == 4
 

@@ -1,8 +1,9 @@
 """Attention in three uses: `causal` for whole rows, `behind` for a chunk behind a cache, `decode` for one id there.
 
-`causal` has three forms, chosen by dtype and devices (`implementation_for`): in 16 bits `splash` (a Pallas kernel, for
-TPUs) and `cudnn` (for GPUs), in float32 and where there is no kernel `blocked`. None holds all scores of a row.
-`blocked` and `splash` also attend within the trajectories of a packed row (`takes_segments`).
+`causal` has four forms, chosen by dtype and devices (`implementation_for`): in 16 bits `splash` (a Pallas kernel, for
+TPUs) and `cudnn` (for GPUs), in float32 and where there is no kernel `blocked`, and on a CPU `rowwise`, which is
+`blocked` row by row. None holds all scores of a row. All but `cudnn` also attend within the trajectories of a packed
+row (`takes_segments`).
 All of them scale in float32, the scores of 16-bit queries: such a query times H**-0.5 would be rounded a second time.
 Letters: B rows, T query positions, S key positions, N heads, K kv heads, G = N/K, H head dim.
 """
@@ -18,12 +19,14 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from psearch_jax.buckets import BLOCK
 from psearch_jax.sharding import COMPUTE, spec
 
-Implementation = Literal["blocked", "splash", "cudnn"]
+Implementation = Literal["blocked", "rowwise", "splash", "cudnn"]
+ATTENDED = "attended"  # the name of what a backward pass keeps of attention, to remat's policies (not in `cudnn`)
 NEG_INF = -1e30  # a finite stand-in: a row of -inf alone would softmax to NaN
 WHOLE_CHUNK = 256  # up to so many query positions, all scores exist at once
 KEY_BLOCK = 256  # cached positions that a chunk looks at at once
@@ -48,6 +51,8 @@ def implementation_for(mesh: Mesh, dtype: Any) -> Implementation:
     in its backward pass. Nor has cuDNN one for GPUs before Ampere, as a T4.
     """
     devices = list(mesh.devices.flat)
+    if devices[0].platform == "cpu":
+        return "rowwise"
     if jnp.dtype(dtype).itemsize != 2:
         return "blocked"
     if devices[0].platform == "tpu":
@@ -107,17 +112,42 @@ def causal(
         return on_each_device(_splash, q, k, v, segments)
     if implementation == "cudnn":
         return on_each_device(_cudnn, q, k, v)
-    return _blocked(q, k, v, segments)
+    begin = None if segments is None else _begins(segments)
+    if implementation == "rowwise":
+        return on_each_device(_rowwise, q, k, v, begin)
+    return _blocked(q, k, v, begin)
 
 
-@jax.custom_vjp
-def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
-    """`causal` block by block of queries, each against the keys up to its own end.
+def _begins(segments: jax.Array) -> jax.Array:
+    """Where the segment of each position begins, [B, T]: a mask by it costs less than one by equal segments."""
+    T = segments.shape[1]
+    changes = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+    return jax.lax.cummax(jnp.where(changes, jnp.arange(T, dtype=jnp.int32), 0), axis=1)
+
+
+def _rowwise(q: jax.Array, k: jax.Array, v: jax.Array, begin: jax.Array | None = None) -> jax.Array:
+    return _blocked(q, k, v, begin, True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, begin: jax.Array | None, rowwise: bool = False) -> jax.Array:
+    """`causal` block by block of queries, each against the keys up to its own end; all rows at once, or `rowwise`.
 
     What the backward pass needs of the scores is computed anew from their log-sum-exp (arXiv 2205.14135, section 3.1):
     kept, or differentiated through the softmax, they would be read and written several times more.
     """
-    return _blocked_forward(q, k, v, segments)[0]
+    return _blocked_forward(q, k, v, begin, rowwise)[0]
+
+
+def _each_row(rowwise: bool, of_rows: Callable[..., Any], *arrays: Any) -> Any:
+    """`of_rows(*arrays)`, with `rowwise` one row at a time: its scores then stay in a processor's own memory."""
+    if not rowwise:
+        return of_rows(*arrays)
+
+    def one(row: Any) -> Any:
+        return jax.tree.map(lambda x: x[0], of_rows(*jax.tree.map(lambda x: x[None], row)))
+
+    return jax.lax.map(one, arrays)
 
 
 def _blocks(T: int) -> list[tuple[int, int]]:
@@ -126,52 +156,63 @@ def _blocks(T: int) -> list[tuple[int, int]]:
     return [(first, min(first + size, T)) for first in range(0, T, size)]
 
 
-def _scores(scored: Callable[..., jax.Array], k: jax.Array, segments: Any, block: tuple[int, int], G: int):
-    """Scores [B, K, G * X, S] of a block's queries by `_grouped`, float32, NEG_INF where one may not look."""
+def _scores(scored: Callable[..., jax.Array], k: jax.Array, begin: Any, block: tuple[int, int]) -> jax.Array:
+    """Scores [B, K, G, X, S] of a block's queries by `grouped`, float32, NEG_INF where one may not look."""
     first, last = block
-    seen = (jnp.arange(last) <= jnp.arange(first, last)[:, None])[None]
-    if segments is not None:
-        seen = seen & (segments[:, first:last, None] == segments[:, None, :last])
-    return jnp.where(jnp.tile(seen, (1, G, 1))[:, None], scored(k[:, :, :last]), NEG_INF)
+    place = jnp.arange(last)
+    seen = (place <= jnp.arange(first, last)[:, None])[None]
+    if begin is not None:
+        seen = seen & (place >= begin[:, first:last, None])
+    return jnp.where(seen[:, None, None], scored(k[:, :, :last]), NEG_INF)
 
 
-def _blocked_forward(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> tuple[jax.Array, Any]:
-    K = k.shape[1]
-    G, found, log_sums = q.shape[2] // K, [], []
+def _blocked_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, begin: jax.Array | None, rowwise: bool
+) -> tuple[jax.Array, Any]:
+    out, log_sums = checkpoint_name(_each_row(rowwise, _attended, q, k, v, begin), ATTENDED)
+    return out, (q, k, v, begin, out, log_sums)
+
+
+def _attended(q: jax.Array, k: jax.Array, v: jax.Array, begin: jax.Array | None) -> tuple[jax.Array, Any]:
+    """`causal`, and the log-sum-exp of each block's scores."""
+    K, found, log_sums = k.shape[1], [], []
     for first, last in _blocks(q.shape[1]):
-        _, scored = _grouped(q[:, first:last], K)
-        scores = _scores(scored, k, segments, (first, last), G)
+        _, scored = grouped(q[:, first:last], K)
+        scores = _scores(scored, k, begin, (first, last))
         most = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - most)
         total = jnp.sum(weights, axis=-1, keepdims=True)
-        values = jnp.einsum("BKXS,BKSH->BKXH", weights.astype(q.dtype), v[:, :, :last])
-        found.append(_apart((values / total).astype(q.dtype), last - first))
+        values = jnp.einsum("BKGXS,BKSH->BKGXH", weights.astype(q.dtype), v[:, :, :last])
+        found.append(apart((values / total).astype(q.dtype)))
         log_sums.append(most + jnp.log(total))
-    out = jnp.concatenate(found, axis=1)
-    return out, (q, k, v, segments, out, log_sums)
+    return jnp.concatenate(found, axis=1), log_sums
 
 
-def _blocked_backward(kept: Any, gradient: jax.Array) -> tuple:
-    q, k, v, segments, out, log_sums = kept
+def _blocked_backward(rowwise: bool, kept: Any, gradient: jax.Array) -> tuple:
+    return *_each_row(rowwise, _pulled_back, *kept, gradient), None
+
+
+def _pulled_back(q, k, v, begin, out, log_sums, gradient) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of q, k and v."""
     K, H, dtype = k.shape[1], q.shape[-1], q.dtype
-    G, wide = q.shape[2] // K, dtype == jnp.float32
+    wide = dtype == jnp.float32
     of_q, of_k, of_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     # A backward pass is traced outside of `qwen2.precision`, which asks for the same.
     with jax.default_matmul_precision("highest") if wide else contextlib.nullcontext():
         for (first, last), log_sum in zip(_blocks(q.shape[1]), log_sums, strict=True):
-            mine, scored = _grouped(q[:, first:last], K)
+            mine, scored = grouped(q[:, first:last], K)
             of_out, own = (_stacked(x[:, first:last], K) for x in (gradient, out))
-            weights = jnp.exp(_scores(scored, k, segments, (first, last), G) - log_sum)
-            change = product("BKXH,BKSH->BKXS", of_out, v[:, :, :last])
+            weights = jnp.exp(_scores(scored, k, begin, (first, last)) - log_sum)
+            change = product("BKGXH,BKSH->BKGXS", of_out, v[:, :, :last])
             mean = jnp.sum(of_out.astype(jnp.float32) * own.astype(jnp.float32), axis=-1, keepdims=True)
             of_scores = (weights * (change - mean)).astype(dtype)
-            of_q.append(_apart(product("BKXS,BKSH->BKXH", of_scores, k[:, :, :last]), last - first))
-            of_k = of_k.at[:, :, :last].add(product("BKXS,BKXH->BKSH", of_scores, mine))
-            of_v = of_v.at[:, :, :last].add(product("BKXS,BKXH->BKSH", weights.astype(dtype), of_out))
+            of_q.append(apart(product("BKGXS,BKSH->BKGXH", of_scores, k[:, :, :last])))
+            of_k = of_k.at[:, :, :last].add(product("BKGXS,BKGXH->BKSH", of_scores, mine))
+            of_v = of_v.at[:, :, :last].add(product("BKGXS,BKGXH->BKSH", weights.astype(dtype), of_out))
     # `mine` is scaled already where the queries are, and not the scores.
     of_q, of_k = jnp.concatenate(of_q, axis=1) * H**-0.5, of_k if wide else of_k * H**-0.5
-    return *(x.astype(like.dtype) for x, like in zip((of_q, of_k, of_v), (q, k, v), strict=True)), None
+    return tuple(x.astype(like.dtype) for x, like in zip((of_q, of_k, of_v), (q, k, v), strict=True))
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
@@ -204,10 +245,9 @@ def behind(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array
 
 def _behind_block(q: jax.Array, first: jax.Array, *, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array):
     """`behind` for the queries [B, X, N, H] at positions `first` .. first + X - 1 of the chunk."""
-    X, N = q.shape[1:3]
-    K, T = k.shape[1:3]
-    q, scored = _grouped(q, K)
-    own = jnp.tile(jnp.arange(T) <= first + jnp.arange(X)[:, None], (N // K, 1))
+    X, T = q.shape[1], k.shape[2]
+    q, scored = grouped(q, k.shape[1])
+    own = jnp.arange(T) <= first + jnp.arange(X)[:, None]
     scores = jnp.where(own, scored(k), NEG_INF)
     most = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - most)
@@ -218,19 +258,33 @@ def _behind_block(q: jax.Array, first: jax.Array, *, k: jax.Array, v: jax.Array,
     width = min(KEY_BLOCK, S)
 
     def visit(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        most, total, out = sums
         at = jnp.minimum(i * width, S - width)  # the last block may overlap the one before
         k = jax.lax.dynamic_slice_in_dim(old.k, at, width, 3 if old.across else 2)
         place = at + jnp.arange(width)
         real = (place >= i * width) & (place < start[:, None])
-        scores = jnp.where(real[:, None, None], scored(k, old.across), NEG_INF)
-        now = jnp.maximum(most, jnp.max(scores, axis=-1, keepdims=True))
-        weights, kept = jnp.exp(scores - now), jnp.exp(most - now)
-        total = total * kept + jnp.sum(weights, axis=-1, keepdims=True)
-        return now, total, out * kept + _weighed(weights, jax.lax.dynamic_slice_in_dim(old.v, at, width, 2))
+        values = jax.lax.dynamic_slice_in_dim(old.v, at, width, 2)
+        return visited(sums, scored(k, old.across), real[:, None, None, None], values)
 
     _, total, out = jax.lax.fori_loop(0, -(-jnp.max(start) // width), visit, (most, total, out))
-    return _apart((out / total).astype(v.dtype), X)
+    return apart((out / total).astype(v.dtype))
+
+
+def visited(
+    sums: tuple[jax.Array, ...], scores: jax.Array, real: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One softmax over blocks of keys, one block on (arXiv 2205.14135, section 3.1).
+
+    Args:
+      sums: of the blocks before, float32: maximum and sum of exponentials [B, K, G, X, 1], weighed values [..., H].
+      scores: [B, K, G, X, S] of this one.
+      real: which of them count; the shape may be broadcast.
+      v: [B, K, S, H].
+    """
+    most, total, out = sums
+    scores = jnp.where(real, scores, NEG_INF)
+    now = jnp.maximum(most, jnp.max(scores, axis=-1, keepdims=True))
+    weights, kept = jnp.exp(scores - now), jnp.exp(most - now)
+    return now, total * kept + jnp.sum(weights, axis=-1, keepdims=True), out * kept + _weighed(weights, v)
 
 
 def decode(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array) -> jax.Array:
@@ -244,33 +298,19 @@ def decode(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array
     Returns:
       [B, 1, N, H].
     """
-    H, S = q.shape[3], old.v.shape[2]
-    q, scored = _grouped(q, k.shape[1])  # [B, K, G, H]
+    S = old.v.shape[2]
+    q, scored = grouped(q, k.shape[1])
     own = scored(k)
-    if old.across:
-        # On a CPU sums like these, in which XLA reads the cache where it lies, beat its batched products of a matrix
-        # with so few rows, for which a slice of the cache is copied first.
-        wide = q.astype(jnp.float32) * (1.0 if q.dtype == jnp.float32 else H**-0.5)
-        scores = jnp.sum(wide[..., None] * old.k[:, :, None].astype(jnp.float32), axis=3)
-    else:
-        scores = scored(old.k)
-    scores = jnp.where((jnp.arange(S) < start[:, None])[:, None, None], scores, NEG_INF)
+    scores = jnp.where((jnp.arange(S) < start[:, None])[:, None, None, None], scored(old.k, old.across), NEG_INF)
     most = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), own)
     weights, of_own = jnp.exp(scores - most), jnp.exp(own - most)
-    if old.across:
-        out = jnp.sum(weights[..., None] * old.v[:, :, None].astype(jnp.float32), axis=3)
-    else:
-        out = _weighed(weights, old.v, q.dtype)
     total = jnp.sum(weights, axis=-1, keepdims=True) + of_own
-    out = (out + of_own * v.astype(jnp.float32)) / total
-    return _apart(out.astype(v.dtype), 1)
+    out = (_weighed(weights, old.v, q.dtype) + of_own * v[:, :, None].astype(jnp.float32)) / total
+    return apart(out.astype(v.dtype))
 
 
-def _grouped(q: jax.Array, K: int) -> tuple[jax.Array, Callable[..., jax.Array]]:
-    """Queries [B, X, N, H] as [B, K, G * X, H], and the function from keys to their float32 scores [B, K, G * X, S].
-
-    The G heads of a kv head are stacked along the query positions, which makes every product a plain batched one.
-    """
+def grouped(q: jax.Array, K: int) -> tuple[jax.Array, Callable[..., jax.Array]]:
+    """Queries [B, X, N, H] as [B, K, G, X, H], and the function from keys to their float32 scores [B, K, G, X, S]."""
     H = q.shape[-1]
     wide = q.dtype == jnp.float32  # then the queries are scaled, of which there are fewer than scores
     q = _stacked(q * H**-0.5 if wide else q, K)
@@ -278,28 +318,29 @@ def _grouped(q: jax.Array, K: int) -> tuple[jax.Array, Callable[..., jax.Array]]
     def scored(k: jax.Array, across: bool = False) -> jax.Array:
         """k [B, K, S, H], or [B, K, H, S] where it lies `across`."""
         of_keys = "BKHS" if across else "BKSH"
-        scores = jnp.einsum(f"BKXH,{of_keys}->BKXS", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
+        scores = jnp.einsum(f"BKGXH,{of_keys}->BKGXS", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
         return scores if wide else scores * H**-0.5
 
     return q, scored
 
 
 def _stacked(x: jax.Array, K: int) -> jax.Array:
-    """[B, X, N, H] as [B, K, G * X, H]: the G heads of a kv head along the query positions."""
+    """[B, X, N, H] as [B, K, G, X, H]."""
     B, X, N, H = x.shape
-    return x.reshape(B, X, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
+    return x.reshape(B, X, K, N // K, H).transpose(0, 2, 3, 1, 4)
 
 
-def _apart(out: jax.Array, X: int) -> jax.Array:
-    """The inverse of `_stacked`."""
-    B, K, GX, H = out.shape
-    return out.reshape(B, K, GX // X, X, H).transpose(0, 3, 1, 2, 4).reshape(B, X, -1, H)
+def apart(out: jax.Array) -> jax.Array:
+    """[B, K, G, X, H] as [B, X, N, H]."""
+    B, K, G, X, H = out.shape
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, X, K * G, H)
 
 
 def _weighed(weights: jax.Array, v: jax.Array, dtype: Any = None) -> jax.Array:
-    """Sums of values [B, K, S, H] by weights [B, K, X, S], float32; the product is one of `dtype`, or the values'."""
+    """Sums of values [B, K, S, H] by weights [B, K, G, X, S], float32, in products of `dtype` or of the values'."""
     dtype = dtype or v.dtype
-    return jnp.einsum("BKXS,BKSH->BKXH", weights.astype(dtype), v.astype(dtype), preferred_element_type=jnp.float32)
+    product = functools.partial(jnp.einsum, "BKGXS,BKSH->BKGXH", preferred_element_type=jnp.float32)
+    return product(weights.astype(dtype), v.astype(dtype))
 
 
 def on_each_device(
@@ -358,7 +399,14 @@ def _splash(
         block_kv_dq=size,
     )
     mask = masks.MultiHeadMask([masks.CausalMask((width, width))] * N)
-    kernel = kernels.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret)
+    kernel = kernels.make_splash_mha(
+        mask,
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        residual_checkpoint_name=ATTENDED,
+        interpret=interpret,
+    )
     if segments is None:
         out = jax.vmap(kernel)(padded(q), padded(k), padded(v))
     else:

@@ -22,7 +22,7 @@ from flax import nnx
 
 from psearch_jax.config import Lora, Qwen2Config, Remat
 from psearch_jax.models import kv_cache, ragged
-from psearch_jax.models.attention import NEG_INF, Implementation, Keys, behind, causal, decode
+from psearch_jax.models.attention import ATTENDED, NEG_INF, Implementation, Keys, behind, causal, decode
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.lora import Adapters
 from psearch_jax.models.vocabulary import by_chunks, gathered
@@ -84,8 +84,8 @@ class Qwen2(nnx.Module):
       config: the shape.
       rngs: holds the `params` stream for initialisation (normal, std 0.02, as the published models).
       dtype: of the computation; parameters are stored in float32 and cast where they are used.
-      remat: what the backward pass computes anew of each layer: `none`, all but the products with weights (`dots`), or
-        all of it (`full`); the rest is stored.
+      remat: what the backward pass computes anew of each layer: `none`, all but the attention and the products with
+        weights (`dots`), or all of it (`full`); the rest is stored.
       attention: how rows without a cache attend.
       shard_residual: between layers, the positions are split over `tensor`; what remat stores shrinks by that factor.
       lora: adapters beside every kernel of the layers.
@@ -164,8 +164,7 @@ class Qwen2(nnx.Module):
             lora_scale=self.lora_scale,
         )
         if self.remat != "none" and not keep_kv:
-            stored = {"dots": "dots_with_no_batch_dims_saveable", "full": "nothing_saveable"}[self.remat]
-            step = jax.checkpoint(step, policy=getattr(jax.checkpoint_policies, stored))
+            step = jax.checkpoint(step, policy=_stored(self.remat))
         x, new = jax.lax.scan(step, x, (weights, jnp.arange(config.layers)))
         return _rms_norm(x, self.final_norm[...], config.rms_eps), new
 
@@ -268,6 +267,14 @@ class Qwen2(nnx.Module):
         return jnp.where(wanted, chosen, 0.0), jnp.where(wanted, entropy, 0.0)
 
 
+def _stored(remat: Remat) -> Callable[..., bool]:
+    """What of a layer is kept for its backward pass."""
+    rules = jax.checkpoint_policies
+    if remat == "full":
+        return rules.nothing_saveable
+    return rules.save_from_both_policies(rules.dots_with_no_batch_dims_saveable, rules.save_only_these_names(ATTENDED))
+
+
 def _layer(
     x: jax.Array,
     xs: Any,
@@ -303,7 +310,7 @@ def _layer(
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H], as the cache holds them
     if cache is None:
         out = causal(q, k, v, attention, segments)
-    elif q.shape[1] == 1 and ragged.applies(attention, config, jax.sharding.get_abstract_mesh()):
+    elif q.shape[1] == 1 and ragged.applies(attention, cache.keys_across, config, jax.sharding.get_abstract_mesh()):
         out = ragged.decode(q, k, v, cache, layer, start)
     else:
         old = Keys(*kv_cache.read(cache, layer, span, rows), cache.keys_across)

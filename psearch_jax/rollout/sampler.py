@@ -133,8 +133,8 @@ class Sampler:
         adapters: Lora | None = None,
     ):
         self.config, self.mesh, self.dtype = config, mesh, dtype
-        self.by_length = ragged.applies(implementation_for(mesh, dtype), config, mesh)
         self._keys_across = mesh.devices.flat[0].platform == "cpu"
+        self.by_length = ragged.applies(implementation_for(mesh, dtype), self._keys_across, config, mesh)
         self._graph, self._n_ids, self._lora = graph, n_ids, adapters
         self._top_k, self._top_p = top_k, top_p
         self._after_answer, self._yield_share = max_tokens_after_answer, yield_share

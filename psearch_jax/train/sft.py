@@ -47,7 +47,7 @@ class SFTConfig:
     sequential_share: float = 0.3  # the rest are single
     tokens_per_batch: int = 2048  # padding included; small batches learn to copy sooner
     buckets: tuple[int, ...] = (48, 96, 128, 192, 256)  # row lengths in ids; longer rows are left out
-    remat: Remat = "full"  # on a CPU recomputing is faster than storing
+    remat: Remat = "dots"  # on a CPU computing the rest anew is faster than storing it
     learning_rate: float = 2e-3
     warmup_steps: int = 100
     final_learning_rate_share: float = 0.05
