@@ -33,6 +33,8 @@ COLUMNS = (
     "decode_steps",
     "extend_calls",
     "extend_use",
+    "search_share",
+    "host_share",
     "max_difference",
 )
 
@@ -52,7 +54,8 @@ def main(argv: Sequence[str]) -> None:
         peers = {}
     for size in flags.sizes:
         for name in flags.works:
-            report["rollout"] += compare(size, WORKS[name](flags.scale), list(peers), flags.repeats, flags.settings)
+            work = WORKS[name](flags.scale)
+            report["rollout"] += compare(size, work, list(peers), flags.repeats, flags.settings, flags.search_s)
     print(tabled(report["rollout"], COLUMNS))
     for line in report["skipped"]:
         print(line)
@@ -60,12 +63,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def compare(
-    size: str, work: Work, peers: Sequence[str], repeats: int, settings: dict[str, dict[str, Any]]
+    size: str, work: Work, peers: Sequence[str], repeats: int, settings: dict[str, dict[str, Any]], search_s: float
 ) -> list[dict[str, Any]]:
     """A line for each contender; `speed_to_ours` is its speed over that of the first."""
     model = SIZES[size]
     params = qwen2.init_params(model, 0)
-    ours = Ours(work, model, params, settings)
+    ours = Ours(work, model, params, settings, search_s)
     last: dict[str, Any] = {}
 
     def run() -> None:
@@ -109,5 +112,8 @@ def _flags(argv: Sequence[str]) -> argparse.Namespace:
     flags.add_argument("--simulate", action="store_true", help="only count, on the host, what rules of yielding cost")
     flags.add_argument(
         "--settings", default={}, type=json.loads, help="of ours, as config.py has them: JSON, sections of fields"
+    )
+    flags.add_argument(
+        "--search_s", type=float, default=0.0, help="seconds that each search of ours takes; the peers search nothing"
     )
     return flags.parse_args(argv)

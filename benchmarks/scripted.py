@@ -6,6 +6,7 @@ row, and counts as a search or, the last one, as an answer; a retriever hands ou
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -103,12 +104,17 @@ class Words:
 
 
 class ScriptedPassages:
-    """A retriever whose passage has the length that the query asks for by number: "rollout turn"."""
+    """A retriever whose passage has the length that the query asks for by number: "rollout turn".
 
-    def __init__(self, scripts: Sequence[Script]):
-        self._scripts = scripts
+    Args:
+      search_s: seconds that each call takes, as one over a network does.
+    """
+
+    def __init__(self, scripts: Sequence[Script], search_s: float = 0.0):
+        self._scripts, self._search_s = scripts, search_s
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        time.sleep(self._search_s)
         found = []
         for query in queries:
             rollout, turn = map(int, query.split())
@@ -171,9 +177,17 @@ class Ours:
 
     Args:
       settings: sections of a config to measure under, as {"rollout": {"slots": 32}}.
+      search_s: seconds that each search takes.
     """
 
-    def __init__(self, work: Work, model: Qwen2Config, params: nnx.State, settings: dict[str, dict[str, Any]]):
+    def __init__(
+        self,
+        work: Work,
+        model: Qwen2Config,
+        params: nnx.State,
+        settings: dict[str, dict[str, Any]],
+        search_s: float = 0.0,
+    ):
         observation = max([n for s in work.scripts for n in s.observations], default=0)
         rollout = {
             "slots": work.slots,
@@ -196,7 +210,7 @@ class Ours:
         self._collector = collect.Collector(
             self._sampler,
             Words(n_ids),
-            ScriptedPassages(work.scripts),
+            ScriptedPassages(work.scripts, search_s),
             lambda question: prompts[int(question.id)],
             config.rollout,
             config.retrieval,
@@ -209,10 +223,13 @@ class Ours:
         words = [sampling.id_words(q.source, q.id) for q in self._questions for _ in range(work.samples)]
         keys = sampling.row_keys(seed, step, words, [*range(work.samples)] * len(self._questions))
         self._sampler.begin(work, dict(zip(map(tuple, keys.tolist()), work.scripts, strict=True)))
+        began = time.perf_counter()
         with mock.patch.object(collect, "_Call", _ScriptedCall):
-            return self._collector.collect(
+            found = self._collector.collect(
                 self._params, self._questions, work.samples, seed=seed, step=step, temperature=1.0
             )
+        self._seconds = time.perf_counter() - began
+        return found
 
     def accounting(self) -> dict[str, Any]:
         """What the last run spent."""
@@ -222,4 +239,6 @@ class Ours:
             "decode_steps": usage.decode_steps,
             "extend_calls": self._sampler.extend_calls,
             "extend_use": round(usage.extend_use, 3),
+            "search_share": round(usage.search_s / self._seconds, 4),
+            "host_share": round(usage.host_s / self._seconds, 4),
         }

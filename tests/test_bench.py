@@ -88,14 +88,15 @@ def test_questions(tmp_path):
 
 
 def test_rollouts(tmp_path, monkeypatch, capsys):
-    """Contenders that do not do the same work, or sample from other weights; row use that counts what nobody ran."""
+    """Contenders that do not do the same work, or sample from other weights; row use that counts what nobody ran; a
+    wait for passages that is not seen."""
     pytest.importorskip("torch")
     monkeypatch.syspath_prepend(PROGRAM.parents[1])
     from benchmarks import rollout
     from benchmarks.scripted import ragged
 
     out, work = tmp_path / "out.json", ragged(0.05)
-    rollout.main(["--sizes=tiny", "--works=ragged", "--scale=0.05", "--repeats=2", f"--json={out}"])
+    rollout.main(["--sizes=tiny", "--works=ragged", "--scale=0.05", "--repeats=2", "--search_s=0.05", f"--json={out}"])
     lines = {line["contender"]: line for line in json.loads(out.read_text())["rollout"]}
     assert list(lines) == ["this project", "torch", "torch, re-prefilling"]
     for line in lines.values():
@@ -106,6 +107,7 @@ def test_rollouts(tmp_path, monkeypatch, capsys):
     assert ours["speed_to_ours"] == 1 and 0 < ours["row_use"] <= 1 and 0 < ours["extend_use"] <= 1
     assert ours["decode_steps"] * work.slots * ours["row_use"] == pytest.approx(work.sampled, rel=2e-3)
     assert ours["decode_steps"] >= work.sampled / work.slots and ours["extend_calls"] >= 3
+    assert 0.1 / max(ours["seconds"]) < ours["search_share"] < 1 and ours["host_share"] > 0
     table = capsys.readouterr().out
     assert "| tiny | ragged | torch, re-prefilling |" in table and "left out" not in table
 

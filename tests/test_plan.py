@@ -126,7 +126,7 @@ def test_what_is_planned_is_what_a_run_compiles(tiny_policy):
     r, sampler = config.rollout, parts.collector.sampler
     collector = parts.collector
     rows = (r.slots, r.context_tokens, collector.pool_rows, collector.piece_rows)
-    *_, programs = sampler.traced(*rows, widths(r))
+    *_, programs = sampler.traced(*rows, widths(r, sampler.by_length))
     planned = {name: len(found) for name, found in {**programs, **parts.learner.traced()}.items()}
     compiled = {**sampler.compilations(), **parts.learner.compilations()}
     assert compiled.pop("reference_logprobs") == 0 and compiled.pop("apply") == 0 and planned.pop("apply") == 1
