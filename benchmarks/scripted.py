@@ -110,7 +110,7 @@ class ScriptedPassages:
       search_s: seconds that each call takes, as one over a network does.
     """
 
-    def __init__(self, scripts: Sequence[Script], search_s: float = 0.0):
+    def __init__(self, scripts: Sequence[Script], search_s: float):
         self._scripts, self._search_s = scripts, search_s
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
@@ -186,7 +186,7 @@ class Ours:
         model: Qwen2Config,
         params: nnx.State,
         settings: dict[str, dict[str, Any]],
-        search_s: float = 0.0,
+        search_s: float,
     ):
         observation = max([n for s in work.scripts for n in s.observations], default=0)
         rollout = {

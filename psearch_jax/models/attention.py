@@ -29,7 +29,7 @@ Implementation = Literal["blocked", "rowwise", "splash", "cudnn"]
 ATTENDED = "attended"  # the name of what a backward pass keeps of attention, to remat's policies (not in `cudnn`)
 NEG_INF = -1e30  # a finite stand-in: a row of -inf alone would softmax to NaN
 WHOLE_CHUNK = 256  # up to so many query positions, all scores exist at once
-KEY_BLOCK = 256  # cached positions that a chunk looks at at once
+KEY_BLOCK = 256  # cached positions that are looked at at once
 QUERY_BLOCK, MOST_BLOCKS = 64, 16  # of whole rows without a kernel: the least block, and how many there are at most
 LANES = 128  # the width of a TPU register: what the kernel wants H and T to be a multiple of
 CUDNN_CAPABILITY = (8, 0)  # of a GPU, from which on cuDNN has the kernel: Ampere (a T4 has 7.5)
@@ -133,6 +133,7 @@ def _rowwise(q: jax.Array, k: jax.Array, v: jax.Array, begin: jax.Array | None =
 def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, begin: jax.Array | None, rowwise: bool = False) -> jax.Array:
     """`causal` block by block of queries, each against the keys up to its own end; all rows at once, or `rowwise`.
 
+    `begin` [B, T] is where each position's segment begins; None: a row is one.
     What the backward pass needs of the scores is computed anew from their log-sum-exp (arXiv 2205.14135, section 3.1):
     kept, or differentiated through the softmax, they would be read and written several times more.
     """
@@ -254,37 +255,47 @@ def _behind_block(q: jax.Array, first: jax.Array, *, k: jax.Array, v: jax.Array,
     total = jnp.sum(weights, axis=-1, keepdims=True)
     out = _weighed(weights, v)
 
-    S = old.v.shape[2]
+    def look(at: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+        keys = jax.lax.dynamic_slice_in_dim(old.k, at, width, 3 if old.across else 2)
+        return scored(keys, old.across), jax.lax.dynamic_slice_in_dim(old.v, at, width, 2)
+
+    out = over_cache((most, total, out), look, start, old.v.shape[2])
+    return apart(out.astype(v.dtype))
+
+
+def over_cache(
+    sums: tuple[jax.Array, ...],
+    look: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]],
+    start: jax.Array,
+    S: int,
+) -> jax.Array:
+    """One softmax on, over the cached positions in blocks of `KEY_BLOCK` (arXiv 2205.14135, section 3.1).
+
+    Args:
+      sums: of the keys looked at before, float32: maximum and sum of exponentials [B, K, G, X, 1], and weighed values
+        [B, K, G, X, H].
+      look: from the first position of a block and its width to scores [B, K, G, X, width] and values [B, K, width, H].
+      start: [B] int32, how many positions of each row are real; no block behind the longest row's is looked at.
+      S: positions of the cache.
+
+    Returns:
+      [B, K, G, X, H] float32.
+    """
     width = min(KEY_BLOCK, S)
 
     def visit(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        most, total, out = sums
         at = jnp.minimum(i * width, S - width)  # the last block may overlap the one before
-        k = jax.lax.dynamic_slice_in_dim(old.k, at, width, 3 if old.across else 2)
         place = at + jnp.arange(width)
         real = (place >= i * width) & (place < start[:, None])
-        values = jax.lax.dynamic_slice_in_dim(old.v, at, width, 2)
-        return visited(sums, scored(k, old.across), real[:, None, None, None], values)
+        scores, values = look(at, width)
+        scores = jnp.where(real[:, None, None, None], scores, NEG_INF)
+        now = jnp.maximum(most, jnp.max(scores, axis=-1, keepdims=True))
+        weights, kept = jnp.exp(scores - now), jnp.exp(most - now)
+        return now, total * kept + jnp.sum(weights, axis=-1, keepdims=True), out * kept + _weighed(weights, values)
 
-    _, total, out = jax.lax.fori_loop(0, -(-jnp.max(start) // width), visit, (most, total, out))
-    return apart((out / total).astype(v.dtype))
-
-
-def visited(
-    sums: tuple[jax.Array, ...], scores: jax.Array, real: jax.Array, v: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One softmax over blocks of keys, one block on (arXiv 2205.14135, section 3.1).
-
-    Args:
-      sums: of the blocks before, float32: maximum and sum of exponentials [B, K, G, X, 1], weighed values [..., H].
-      scores: [B, K, G, X, S] of this one.
-      real: which of them count; the shape may be broadcast.
-      v: [B, K, S, H].
-    """
-    most, total, out = sums
-    scores = jnp.where(real, scores, NEG_INF)
-    now = jnp.maximum(most, jnp.max(scores, axis=-1, keepdims=True))
-    weights, kept = jnp.exp(scores - now), jnp.exp(most - now)
-    return now, total * kept + jnp.sum(weights, axis=-1, keepdims=True), out * kept + _weighed(weights, v)
+    _, total, out = jax.lax.fori_loop(0, -(-jnp.max(start) // width), visit, sums)
+    return out / total
 
 
 def decode(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array) -> jax.Array:

@@ -1,8 +1,9 @@
-"""Decoding attention that reads of the cache what is there, block by block, where it lies.
+"""Decoding attention that reads of the cache what is there, block by block.
 
-On a TPU a Pallas kernel goes over a list of work, one entry for each block of each row: a row of 200 positions has
-one, a row of 6,000 twelve. On a CPU a loop goes over groups of rows, and over the blocks of each as far as its longest
-row reaches, so that a block is used while it is in the processor's own memory. Letters as in models/attention.py.
+On a TPU a Pallas kernel reads the cache where it lies, by a list of work, one entry for each block of each row: a row
+of 200 positions has one, a row of 6,000 twelve. On a CPU a loop goes over groups of rows, and over the blocks of each
+as far as its longest row reaches, so that a block is used while it is in the processor's own memory. Letters as in
+models/attention.py.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import jax
 import jax.numpy as jnp
 
 from psearch_jax.config import Qwen2Config
-from psearch_jax.models.attention import LANES, NEG_INF, Implementation, apart, grouped, visited
+from psearch_jax.models.attention import KEY_BLOCK, LANES, NEG_INF, Implementation, apart, grouped, over_cache
 from psearch_jax.models.kv_cache import AXES, KVCache
 from psearch_jax.sharding import on_own_rows
 
 # Bytes of keys that an entry should move, so that starting it is little beside it; and the least positions of a block,
 # below which a row's last block, half empty, is no longer worth the saving.
 ENTRY_BYTES, LEAST = 128 * 1024, 128
-# Positions of a block on a CPU, and bytes of its keys at most: more of them leave the processor's memory before they
-# are used, fewer are not worth a turn of the loop.
-CPU_BLOCK, CPU_BYTES = 256, 2**20
+# Bytes of keys that a CPU looks at at once, at most: more of them leave the processor's memory before they are used,
+# fewer are not worth a turn of the loop.
+CPU_BYTES = 2**20
 
 
 def applies(form: Implementation, keys_across: bool, config: Qwen2Config, mesh: Any) -> bool:
@@ -82,25 +83,21 @@ def group_rows(rows: int, line_bytes: int) -> int:
 def _by_groups(q, k, v, cached_k, cached_v, layer, start) -> jax.Array:
     """`decode` on a CPU, for a device's rows and heads; cached_k [L, B, K, H, S], cached_v [L, B, K, S, H]."""
     B, K, S, H = cached_v.shape[1:]
-    width = min(CPU_BLOCK, S)
-    R = group_rows(B, K * width * H * cached_v.dtype.itemsize)
+    R = group_rows(B, K * min(KEY_BLOCK, S) * H * cached_v.dtype.itemsize)
 
     def group(g: jax.Array, out: jax.Array) -> jax.Array:
         mine, own_k, own_v, length = (jax.lax.dynamic_slice_in_dim(x, g * R, R) for x in (q, k, v, start))
         _, scored = grouped(mine, K)
 
-        def block(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            at = jnp.minimum(i * width, S - width)  # the last block may overlap the one before
-            place = at + jnp.arange(width)
-            real = (place >= i * width) & (place < length[:, None])
+        def look(at: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
             keys = jax.lax.dynamic_slice(cached_k, (layer, g * R, 0, 0, at), (1, R, K, H, width))[0]
             values = jax.lax.dynamic_slice(cached_v, (layer, g * R, 0, at, 0), (1, R, K, width, H))[0]
-            return visited(sums, scored(keys, True), real[:, None, None, None], values)
+            return scored(keys, True), values
 
         own = scored(own_k)  # [R, K, G, 1, 1]
         sums = own, jnp.ones_like(own), jnp.broadcast_to(own_v[:, :, None].astype(jnp.float32), (*own.shape[:4], H))
-        _, total, values = jax.lax.fori_loop(0, -(-jnp.max(length) // width), block, sums)
-        return jax.lax.dynamic_update_slice_in_dim(out, apart((values / total).astype(out.dtype)), g * R, 0)
+        found = apart(over_cache(sums, look, length, S).astype(out.dtype))
+        return jax.lax.dynamic_update_slice_in_dim(out, found, g * R, 0)
 
     return jax.lax.fori_loop(0, B // R, group, jnp.zeros_like(q))
 
