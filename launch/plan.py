@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
@@ -77,7 +78,7 @@ def main(_: list[str]) -> None:
     print(
         f"a step takes at least {sum(floor.values()):.0f} s ({parts}) with {ids} ids a trajectory, {sampled} sampled"
     )
-    record = plan.to_json() | {"floor_s": floor}
+    record = plan.to_json() | {"floor_s": floor} | _beside_floors(plan, config)
     if SEARCH.value:
         record["largest"] = planning.search(config, target, log)
         largest = ", ".join(f"{name}={value}" for name, value in record["largest"].items())
@@ -86,6 +87,25 @@ def main(_: list[str]) -> None:
         write_whole(JSON.value, json.dumps(record, indent=2) + "\n")
     if not plan.fits:
         raise UserError("does not fit: " + "; ".join(planning.advice(plan, config)))
+
+
+def _beside_floors(plan: Any, config: Any) -> dict[str, Any]:
+    """What the compiled programs move and do beside the least, printed and for the plan's JSON."""
+    from psearch_jax.plan import decode_floor_bytes, update_floor_flops
+
+    found = {}
+    decoding, update = (plan.programs.get(name) for name in ("generate", "accumulate"))
+    if decoding and decoding.cost:
+        half = config.rollout.context_tokens / 2
+        found["decode_bytes"] = moved = decoding.cost.turn_bytes
+        found["decode_floor_bytes"] = least = decode_floor_bytes(plan, config, half)
+        print(f"a decode step moves {moved / 1e9:.2f} GB a chip, {moved / least:.2f} x the least (rows half full)")
+    if update and update.cost:
+        found["update_flops"] = done = update.cost.flops
+        found["update_floor_flops"] = least = update_floor_flops(plan, config)
+        times = f"{done / least:.2f} x the least (full rows, the vocabulary left out)"
+        print(f"an update's micro-batch takes {done / 1e12:.1f} TFLOP a chip, {times}")
+    return found
 
 
 if __name__ == "__main__":

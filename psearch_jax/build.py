@@ -22,7 +22,7 @@ from psearch_jax.data.prepared import are_there, open_questions, overlap
 from psearch_jax.eval.benchmarks import CLOSED_WORLD, closed_world_benchmark
 from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.launching import CACHE_HOME, read_token
-from psearch_jax.models import hf, lora, qwen2
+from psearch_jax.models import hf, int8, lora, qwen2
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.paths import is_remote, locate, on_disk
 from psearch_jax.rl.compat import check_examples, compat_reward
@@ -72,9 +72,10 @@ class Engine:
         """The parameters as the sampler reads them; weights beside adapters are copied only where they have to be."""
         dtype = jnp.dtype(self.config.model.sampling_dtype)
         base, adapters = lora.apart(self.params)
-        kept = all(x.dtype == dtype for x in jax.tree.leaves(base)) and sampled_in_place(base, self.mesh)
-        if adapters is None or not kept:
-            return sampling_cast(self.params, dtype, self.mesh)(self.params)
+        rounding = int8.with_kernels if self.config.model.int8_weights else None
+        same = rounding is None and all(x.dtype == dtype for x in jax.tree.leaves(base))
+        if adapters is None or not (same and sampled_in_place(base, self.mesh)):
+            return sampling_cast(self.params, dtype, self.mesh, rounding)(self.params)
         return lora.beside(base, sampling_cast(adapters, dtype, self.mesh)(adapters))
 
     def describe(self) -> str:
@@ -267,9 +268,10 @@ def make_sampler(
     config: Config, model: Qwen2Config, mesh: Mesh, tables: BoundaryTables, n_ids: int, stop_ids: Sequence[int]
 ) -> Sampler:
     """The sampler of a config; touches no device, so that plan.py can compile it for absent ones."""
-    dtype, adapters = jnp.dtype(config.model.sampling_dtype), config.model.lora
+    m = config.model
+    dtype, adapters = jnp.dtype(m.sampling_dtype), m.lora
     return Sampler(
-        qwen2.graphdef(model, dtype, attention=implementation_for(mesh, dtype), lora=adapters),
+        qwen2.graphdef(model, dtype, attention=implementation_for(mesh, dtype), lora=adapters, int8=m.int8_weights),
         model,
         tables,
         n_ids,
@@ -281,6 +283,8 @@ def make_sampler(
         config.rollout.max_tokens_after_answer,
         config.rollout.yield_share,
         adapters,
+        m.int8_weights,
+        m.int8_cache,
     )
 
 
@@ -303,6 +307,7 @@ def make_learner(
         config.model.lora,
         config.rollout.widths,
         on_policy=updates_per_step(config) == 1,
+        int8_sampling=config.model.int8_weights,
     )
 
 

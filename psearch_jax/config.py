@@ -83,6 +83,10 @@ class ModelSection:
     tokenizer: str = ""  # HF tokenizer directory; empty: the one at `path`
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # compute; the master weights are float32
     sampling_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # sampling copy and KV cache
+    # Sampling reads the layers' kernels, or the cache, as whole numbers of 8 bits (models/int8.py): half the bytes of
+    # 16 bits, and further from what is trained, by `logp_gap`; learning.importance_cap weighs for it.
+    int8_weights: bool = False
+    int8_cache: bool = False
     shard_residual: bool = False  # training splits positions over `tensor` between layers: less memory, more traffic
     # What the backward pass computes anew of each layer: nothing, all but the products with weights, or everything.
     # Less is faster and takes more memory; launch/plan.py --search says what fits.
@@ -448,18 +452,18 @@ def _validate_learning(config: Config) -> None:
 # Every field is in one of these three (a test sees to it). Those that decide a run's numbers: compared by value.
 DECIDES_NUMBERS = frozenset(
     (
-        "seed method model.dtype model.sampling_dtype model.lora_rank model.lora_alpha data.prompt data.world_theme "
-        "data.world_seed data.world_questions data.parallel_share data.sequential_share retrieval.topk "
-        "retrieval.max_sub_queries rollout.samples rollout.context_tokens rollout.prompt_tokens rollout.turn_tokens "
-        "rollout.obs_tokens rollout.search_turns rollout.max_tokens_after_answer rollout.temperature rollout.top_p "
-        "rollout.top_k rollout.label_subqueries rollout.initial_search rollout.unfinished reward.profile "
-        "reward.format reward.final_format reward.decomposition reward.search_count reward.mixed "
-        "reward.gate_bonus_on_outcome reward.unfinished_penalty learning.advantage learning.clip_low "
-        "learning.clip_high learning.kl_coefficient learning.aggregation learning.importance_cap "
-        "learning.old_logprobs "
-        "learning.mini_batch_rollouts learning.learning_rate learning.warmup_ratio learning.weight_decay "
-        "learning.beta1 learning.beta2 learning.gradient_clip train.prompts eval.questions_per_kind "
-        "eval.temperature eval.also_greedy eval.seed eval.best_metric data.validation_share"
+        "seed method model.dtype model.sampling_dtype model.int8_weights model.int8_cache model.lora_rank "
+        "model.lora_alpha data.prompt data.world_theme data.world_seed data.world_questions data.parallel_share "
+        "data.sequential_share retrieval.topk retrieval.max_sub_queries rollout.samples rollout.context_tokens "
+        "rollout.prompt_tokens rollout.turn_tokens rollout.obs_tokens rollout.search_turns "
+        "rollout.max_tokens_after_answer rollout.temperature rollout.top_p rollout.top_k rollout.label_subqueries "
+        "rollout.initial_search rollout.unfinished reward.profile reward.format reward.final_format "
+        "reward.decomposition reward.search_count reward.mixed reward.gate_bonus_on_outcome "
+        "reward.unfinished_penalty learning.advantage learning.clip_low learning.clip_high learning.kl_coefficient "
+        "learning.aggregation learning.importance_cap learning.old_logprobs learning.mini_batch_rollouts "
+        "learning.learning_rate learning.warmup_ratio learning.weight_decay learning.beta1 learning.beta2 "
+        "learning.gradient_clip train.prompts eval.questions_per_kind eval.temperature eval.also_greedy eval.seed "
+        "eval.best_metric data.validation_share"
     ).split()
 )
 # Those that name something: what is there decides, and it may have moved.

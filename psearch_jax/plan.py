@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from psearch_jax.build import make_learner, make_sampler
 from psearch_jax.chips import CHIPS, GIB, GPUS, Chip, forward_flops
 from psearch_jax.config import PRESETS, Config, Qwen2Config, Remat, validate, with_method
+from psearch_jax.hlo import Cost, cost
 from psearch_jax.models import hf, qwen2
 from psearch_jax.models.lora import abstract_adapters
 from psearch_jax.rollout.boundary import build_tables
@@ -62,6 +63,9 @@ class Program:
     compile_s: float
     refused: str = ""  # the compiler's reason, when the program alone does not fit
     width: int = 0  # of the shape that it was compiled for; 0 where there is one shape only
+    # Of the largest width; of a sampler's call apart from its decode steps, one of which is a turn, and of learning
+    # apart from the vocabulary. None where it was not compiled for the accelerator itself.
+    cost: Cost | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -251,7 +255,8 @@ def make_plan(
     def beside(*names: str) -> int:
         return sum(resident[name] for name in names)
 
-    in_place = bool(lora) and sampled_in_place(abstract, mesh)  # the sampler reads the frozen base itself
+    # Whether the sampler reads the frozen base itself.
+    in_place = bool(lora) and not config.model.int8_weights and sampled_in_place(abstract, mesh)
     kept = ("parameters", "optimizer", "reference", *(() if in_place else ("frozen_base",)))
     others = {
         "prefill": beside(*kept, "sampler_state"),
@@ -274,7 +279,7 @@ def make_plan(
             found.append(replace(p, width=width))
             log(f"{name} {width or ''}: {p.refused or f'{p.total_bytes / GIB:.2f} GiB'} ({p.compile_s:.0f} s)")
         worst = max(found, key=lambda p: (bool(p.refused), p.total_bytes))
-        compiled[name] = replace(worst, compile_s=sum(p.compile_s for p in found))
+        compiled[name] = replace(worst, compile_s=sum(p.compile_s for p in found), cost=found[-1].cost)
         by_width[name] = {p.width: -1 if p.refused else p.total_bytes for p in found}
     large = tuple(row for name, tree in arrays.items() for row in _large(name, tree, mesh))
     chips = len(target.devices)
@@ -323,7 +328,8 @@ def _compile(trace: Callable[[], Any], mesh: Mesh, resident: int, wide: Callable
     start = time.monotonic()
     try:
         with jax.set_mesh(mesh):
-            analysis = trace().lower().compile().memory_analysis()
+            program = trace().lower().compile()
+            analysis = program.memory_analysis()
             temporary = wide().lower().compile().memory_analysis() if wide else analysis
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -331,12 +337,14 @@ def _compile(trace: Callable[[], Any], mesh: Mesh, resident: int, wide: Callable
         needs = re.search(r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)", str(error))
         reason = f"{needs[1]} GiB of temporaries, {needs[2]} there" if needs else "out of memory"
         return Program(0, resident, time.monotonic() - start, reason)
-    if mesh.devices.flat[0].platform == "tpu":
+    platform = mesh.devices.flat[0].platform
+    if platform == "tpu":
         peak = analysis.peak_memory_in_bytes
     else:  # whose compilers do not count temporary arrays into it
         held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         peak = held + temporary.temp_size_in_bytes
-    return Program(int(peak), resident, time.monotonic() - start)
+    seconds = time.monotonic() - start
+    return Program(int(peak), resident, seconds, cost=None if platform == "cpu" else cost(program.as_text()))
 
 
 def _large(group: str, tree: Any, mesh: Mesh) -> list[tuple[str, tuple[int, ...], str, int, bool]]:
@@ -357,8 +365,8 @@ def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int) -
 
     Forward as in `forward_flops`, in learning with the vocabulary where an id was sampled. An update is 4 times that
     where all is computed anew, else 3; one less with adapters, as weights need no gradient. Log-probs are one pass for
-    the reference and one for the old policy, where the update does not give them itself. Decoding reads the sampling
-    copy and half of the final cache per id.
+    the reference and one for the old policy, where the update does not give them itself. Decoding reads the weights
+    and half of the final cache per id.
 
     Args:
       mean_ids: of a trajectory, prompt and passages included.
@@ -369,20 +377,38 @@ def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int) -
     prefilled = trajectories * everywhere * (1 - sampled_ids / mean_ids)
     forward = trajectories * forward_flops(m, [mean_ids], sampled_ids)
     rate = plan.chips * plan.chip.flops
-    rows = plan.mesh["data"] * plan.mesh["fsdp"]
     calls = trajectories * sampled_ids / config.rollout.slots
-    passes = 3 + (config.model.remat == "full") - (config.model.lora_rank > 0)
     old = config.learning.old_logprobs == "trainer" and updates_per_step(config) > 1
     scored = old + (config.learning.kl_coefficient > 0)
-    item = jnp.dtype(config.model.sampling_dtype).itemsize
-    kv_heads = max(1, m.kv_heads // plan.mesh["tensor"])
-    cache = 2 * m.layers * kv_heads * m.head_dim * item * (config.rollout.slots / rows) * mean_ids / 2
     return {
         "prefill": prefilled / rate,
-        "decode": calls * (plan.resident["sampling_copy"] + cache) / plan.chip.bandwidth,
+        "decode": calls * decode_floor_bytes(plan, config, mean_ids / 2) / plan.chip.bandwidth,
         "logprobs": forward * scored / rate,
-        "update": forward * passes / rate,
+        "update": forward * _passes(config) / rate,
     }
+
+
+def decode_floor_bytes(plan: Plan, config: Config, mean_length: float) -> float:
+    """The least that one decode step reads on a chip: weights, without a table that only ids are looked up in, and the
+    cache of rows of `mean_length`."""
+    m, mesh = plan.model, plan.mesh
+    item = jnp.dtype(config.model.sampling_dtype).itemsize
+    looked_up = 0 if m.tied else m.vocab_rows * m.width * item / mesh["tensor"]
+    line = m.head_dim + 4 if config.model.int8_cache else m.head_dim * item  # bytes, in int8 with its scale
+    kv_heads = max(1, m.kv_heads // mesh["tensor"])
+    rows = config.rollout.slots / (mesh["data"] * mesh["fsdp"])
+    return plan.resident["sampling_copy"] - looked_up + 2 * m.layers * kv_heads * line * rows * mean_length
+
+
+def update_floor_flops(plan: Plan, config: Config) -> float:
+    """The least that a chip does for one micro-batch of full rows, apart from the vocabulary."""
+    rows = [config.rollout.context_tokens] * config.learning.micro_batch_rows
+    return _passes(config) * forward_flops(plan.model, rows, 0) / plan.chips
+
+
+def _passes(config: Config) -> int:
+    """How many times a forward pass's FLOPs an update takes."""
+    return 3 + (config.model.remat == "full") - (config.model.lora_rank > 0)
 
 
 def search(config: Config, target: Target, log: Callable[[str], None]) -> dict[str, int | str]:

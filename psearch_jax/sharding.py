@@ -98,11 +98,13 @@ def placed(abstract: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
 
 
-def sampling_cast(abstract: nnx.State, dtype: Any, mesh: Mesh) -> Callable[[nnx.State], nnx.State]:
+def sampling_cast(
+    abstract: nnx.State, dtype: Any, mesh: Mesh, rounding: Callable[..., nnx.State] | None = None
+) -> Callable[[nnx.State], nnx.State]:
     """A compiled function from stored parameters to copies that the sampler reads, split over `tensor` only.
 
-    They are in `dtype`; adapters stay as they are, since the model casts them where it uses them, and what is rounded
-    before and once more would not be what is trained.
+    They are in `dtype`, but for what `rounding(copy, params)` puts in place of some. Adapters stay as they are, since
+    the model casts them where it uses them, and what is rounded before and once more would not be what is trained.
     """
 
     def one(variable: nnx.Variable) -> nnx.Variable:
@@ -111,9 +113,10 @@ def sampling_cast(abstract: nnx.State, dtype: Any, mesh: Mesh) -> Callable[[nnx.
         return variable.replace(jnp.copy(value) if adapter else value.astype(dtype))
 
     def cast(params: nnx.State) -> nnx.State:
-        return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        copy = jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        return rounding(copy, params) if rounding else copy
 
-    return jax.jit(cast, out_shardings=param_shardings(abstract, SAMPLING, mesh))
+    return jax.jit(cast, out_shardings=param_shardings(jax.eval_shape(cast, abstract), SAMPLING, mesh))
 
 
 def sampled_in_place(abstract: nnx.State, mesh: Mesh) -> bool:

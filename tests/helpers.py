@@ -56,7 +56,7 @@ def tables_for(tokenizer: Tokenizer, config: Qwen2Config) -> BoundaryTables:
 
 def make_sampler(tokenizer: Tokenizer, config: Qwen2Config, mesh: Mesh | None = None, cls=Sampler, **options):
     """A float32 sampler of `cls` with the tokenizer's real boundary tables and stop ids."""
-    graph = qwen2.graphdef(config, jnp.float32)
+    graph = qwen2.graphdef(config, jnp.float32, int8=options.get("int8_weights", False))
     stops = sorted(tokenizer.stop_ids)
     tables = tables_for(tokenizer, config)
     return cls(graph, config, tables, tokenizer.size, stops, mesh or one_device_mesh(), **options)

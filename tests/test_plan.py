@@ -26,6 +26,7 @@ from psearch_jax.plan import (
     advice,
     bare_sampler,
     cuda_target,
+    decode_floor_bytes,
     floor_seconds,
     make_plan,
     model_shape,
@@ -180,8 +181,23 @@ def test_the_floor_by_hand(qwen7b):
     everywhere = 2560 * (2 * (layers + head) * 2000 + scores) / (16 * 197e12)
     assert seconds["update"] == pytest.approx(4 * forward) and seconds["logprobs"] == pytest.approx(2 * forward)
     assert seconds["prefill"] == pytest.approx(0.75 * everywhere)
-    read = qwen7b.resident["sampling_copy"] + 2 * 28 * 1 * 128 * 2 * 32 * 1000
+    weights = qwen7b.resident["sampling_copy"] - 152_064 * 3584 * 2 / 4  # but for the table of the input ids
+    read = weights + 2 * 28 * 1 * 128 * 2 * 32 * 1000
     assert seconds["decode"] == pytest.approx(2560 * 500 / 128 * read / 819e9)
+
+
+def test_a_decode_step_beside_the_least(qwen7b, target):
+    """A count that sees one layer of 28, or every position of the cache; eight bits that are widened in memory."""
+    config = config_file("qwen7b")
+    half = config.rollout.context_tokens / 2
+    least = decode_floor_bytes(qwen7b, config, half)
+    assert least <= qwen7b.programs["generate"].cost.turn_bytes < 1.03 * least
+    narrow = config_file("qwen7b", model={"int8_weights": True, "int8_cache": True})
+    plan = make_plan(narrow, target, names=("generate",))
+    least_narrow = decode_floor_bytes(plan, narrow, half)
+    assert least_narrow < 0.55 * least
+    assert least_narrow <= plan.programs["generate"].cost.turn_bytes < 1.03 * least_narrow
+    assert plan.resident["sampler_state"] < 0.53 * qwen7b.resident["sampler_state"]
 
 
 def test_the_peak_of_a_device():

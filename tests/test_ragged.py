@@ -1,6 +1,7 @@
 """Decoding that reads each row's own length: on a CPU, and for TPUs interpreted and compiled ahead of time."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +21,19 @@ LAYERS, LAYER, H = 3, 1, 128
 BOUNDS = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2}
 
 
-def drawn(B, K, G, S, dtype, seed=0):
+def drawn(B, K, G, S, dtype, cached, seed=0):
     """Queries, keys and values of an id, and a cache."""
     rng = np.random.default_rng(seed)
     shapes = (B, 1, K * G, H), (B, K, 1, H), (B, K, 1, H), (LAYERS, B, K, S, H), (LAYERS, B, K, S, H)
     q, k, v, *old = (jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
-    return 4 * q, k, v, KVCache(*old)
+    return 4 * q, k, v, KVCache.of(*old, jnp.dtype(cached))
 
 
 def by_definition(q, k, v, cache, start):
     """Row by row and head by head in float64."""
     q, k, v, ks, vs = (np.asarray(x, np.float64) for x in (q, k, v, cache.k[LAYER], cache.v[LAYER]))
+    if cache.k_scale is not None:
+        ks, vs = ks * cache.k_scale[LAYER][..., None], vs * cache.v_scale[LAYER][..., None]
     out, group = np.zeros_like(q), q.shape[2] // k.shape[1]
     for b, n in np.ndindex(q.shape[0], q.shape[2]):
         keys, values = (
@@ -42,34 +45,53 @@ def by_definition(q, k, v, cache, start):
     return out
 
 
+def with_behind(cache, start, value):
+    """The cache with `value` behind the rows' ends, in int8 in the scales and the largest number in the lines."""
+
+    def put(x):
+        behind = (np.arange(S) >= start[:, None]).reshape(1, len(start), 1, S, *[1] * (x.ndim - 4))
+        return jnp.where(behind, jnp.asarray(127 if x.dtype == jnp.int8 else value, x.dtype), x)
+
+    S = cache.positions
+    return jax.tree.map(put, cache)
+
+
 @pytest.mark.parametrize(
-    ("K", "G", "S", "dtype"),
-    [(1, 7, 1120, "bfloat16"), (2, 6, 608, "float16"), (4, 1, 96, "bfloat16"), (2, 3, 416, "float32")],
+    ("K", "G", "S", "dtype", "cached"),
+    [
+        (1, 7, 1120, "bfloat16", "bfloat16"),
+        (2, 6, 608, "float16", "float16"),
+        (4, 1, 96, "bfloat16", "bfloat16"),
+        (2, 3, 416, "float32", "float32"),
+        (1, 7, 2080, "bfloat16", "int8"),
+        (4, 2, 608, "float32", "int8"),
+    ],
 )
-def test_every_row_to_its_own_length(K, G, S, dtype):
+def test_every_row_to_its_own_length(K, G, S, dtype, cached):
     """A block left out at a row's end, or one of its neighbour's read; another layer's; heads paired wrongly; a NaN
     behind a row's end, or behind the cache's, that comes through."""
-    size = ragged.block_positions(K, H, jnp.dtype(dtype).itemsize, S)
+    size = ragged.block_positions(K, H, jnp.dtype(cached).itemsize, S)
     start = np.array(sorted({0, 1, size - 1, size, min(size + 1, S), S // 2, S - 1, S}), np.int32)
-    q, k, v, cache = drawn(len(start), K, G, S, dtype)
+    q, k, v, cache = drawn(len(start), K, G, S, dtype, cached)
     wanted = by_definition(q, k, v, cache, start)
-    behind = (np.arange(S) >= start[:, None])[None, :, None, :, None]
-    cache = KVCache(*(jnp.where(behind, jnp.nan, x) for x in (cache.k, cache.v)))
+    cache = with_behind(cache, start, jnp.nan)
     got = jax.jit(functools.partial(ragged.decode, interpret=True))(q, k, v, cache, jnp.int32(LAYER), start)
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=BOUNDS[dtype])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "cached"),
+    [*((name, name) for name in BOUNDS), ("float32", "int8"), ("bfloat16", "int8")],
+)
 @pytest.mark.parametrize(("K", "G", "S", "B"), [(1, 7, 1120, 6), (2, 2, 832, 24), (4, 1, 96, 3), (2, 3, 288, 1)])
-def test_rows_in_groups(K, G, S, B, dtype):
+def test_rows_in_groups(K, G, S, B, dtype, cached):
     """A group that ends with its first row, or a block that two visits count; what lies behind a row's end."""
     start = np.random.default_rng(1).integers(0, S + 1, B).astype(np.int32)
     start[:3] = [S, 0, min(257, S)][:B]
-    q, k, v, cache = drawn(B, K, G, S, dtype)
+    q, k, v, cache = drawn(B, K, G, S, dtype, cached)
     wanted = by_definition(q, k, v, cache, start)
-    behind = (np.arange(S) >= start[:, None])[None, :, None, :, None]
-    keys, values = (jnp.where(behind, 3e4, x) for x in (cache.k, cache.v))
-    cache = KVCache(keys.swapaxes(3, 4), values, True)
+    cache = with_behind(cache, start, 3e4)
+    cache = replace(cache, k=cache.k.swapaxes(3, 4), keys_across=True)
     got = jax.jit(ragged.decode)(q, k, v, cache, jnp.int32(LAYER), start)
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=BOUNDS[dtype])
 
@@ -150,10 +172,10 @@ def test_it_compiles_for_tpus(topology):
         cache = placed((LAYERS, B, K, S, H), None, rows, "tensor")
         layer, start = placed((), dtype=jnp.int32), placed((B,), rows, dtype=jnp.int32)
 
-        def decode(q, k, v, keys, values, layer, start):
-            return ragged.decode(q, k, v, KVCache(keys, values), layer, start)
-
-        with jax.set_mesh(mesh):
-            compiled = jax.jit(decode).lower(q, own, own, cache, cache, layer, start).compile()
-        assert compiled.memory_analysis().temp_size_in_bytes < 2**22, size
-        assert "all-gather" not in compiled.as_text()
+        number = placed(cache.shape, None, rows, "tensor", dtype=jnp.int8)
+        scale = placed(cache.shape[:-1], None, rows, "tensor", dtype=jnp.float32)
+        for one in (KVCache(cache, cache), KVCache(number, number, False, scale, scale)):
+            with jax.set_mesh(mesh):
+                compiled = jax.jit(ragged.decode).lower(q, own, own, one, layer, start).compile()
+            assert compiled.memory_analysis().temp_size_in_bytes < 2**22, (size, one.v.dtype)
+            assert "all-gather" not in compiled.as_text()

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from helpers import ScriptedSampler, make_learner, make_sampler, random_params, started, tiny_config
 
-from psearch_jax.models import qwen2
+from psearch_jax.models import int8, qwen2
 from psearch_jax.rollout.sampler import SamplerState, Status
 from psearch_jax.types import TrainBatch
 
@@ -32,6 +32,15 @@ def scripted(tiny_tokenizer):
 @pytest.fixture(scope="module")
 def sampler(tiny_tokenizer):
     return make_sampler(tiny_tokenizer, CONFIG)
+
+
+@pytest.fixture(scope="module", params=["float32", "int8"])
+def either(request, tiny_tokenizer, sampler, params):
+    """A sampler and the weights that it reads: as they are trained, or eight bits of them and of the cache."""
+    if request.param == "float32":
+        return sampler, params
+    whole = make_sampler(tiny_tokenizer, CONFIG, int8_weights=True, int8_cache=True)
+    return whole, int8.with_kernels(params, params)
 
 
 def fetch(state):
@@ -165,8 +174,9 @@ def test_sampled_logprobs_are_the_trainers(tiny_tokenizer, sampler, params, temp
     assert np.all(state.logprobs[~state.mask] == 0)
 
 
-def test_a_rollout_alone_is_bit_equal(sampler, params):
+def test_a_rollout_alone_is_bit_equal(either):
     """A result that depends on its neighbours cannot be replayed or debugged."""
+    sampler, params = either
     rows, chunks = prompts(), ragged_chunks()
     together = rollout(sampler, params, rows, KEYS, chunks)
     for b, slot in ((2, 2), (5, 0)):
@@ -262,8 +272,9 @@ def test_empty_rows_make_no_nan(sampler, params):
     assert not state.mask[empty].any() and not state.ids[empty].any()
 
 
-def test_a_refilled_slot_is_like_a_fresh_one(sampler, params):
+def test_a_refilled_slot_is_like_a_fresh_one(either):
     """Keys left by the slot's last rollout must never be read by the next one."""
+    sampler, params = either
     rows, chunks = prompts(), ragged_chunks()
     fresh = rollout(sampler, params, rows, KEYS, chunks)
     used = jax.tree.map(jnp.asarray, rollout(sampler, params, rows[::-1], KEYS + 50, ragged_chunks(9)))
@@ -275,13 +286,18 @@ def test_a_refilled_slot_is_like_a_fresh_one(sampler, params):
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_what_is_not_finite_ends_its_own_row_and_leaves_with_it(sampler, params, poison):
+def test_what_is_not_finite_ends_its_own_row_and_leaves_with_it(either, poison):
     """A masked position counts 0 times its value: a NaN would end every later rollout of the slot, and no figure
     would say so."""
+    sampler, params = either
+
+    def of(x):  # a whole number is always finite: its scale is what tells
+        return jnp.asarray(poison if jnp.issubdtype(x.dtype, jnp.floating) else 1, x.dtype)
+
     rows, chunks = prompts(), ragged_chunks()
     fresh = rollout(sampler, params, rows, KEYS, chunks)
     state = started(sampler, params, rows, KEYS, S, TURN)
-    broken = jax.tree.map(lambda x: x.at[:, [1, 4]].set(poison), state.cache)
+    broken = jax.tree.map(lambda x: x.at[:, [1, 4]].set(of(x)), state.cache)
     used = sampler.generate(params, dataclasses.replace(state, cache=broken), 1.0)
     ended = fetch(used)
     assert ended.status[[1, 4]].tolist() == [Status.NOT_FINITE] * 2 and not ended.mask[[1, 4]].any()
@@ -289,7 +305,7 @@ def test_what_is_not_finite_ends_its_own_row_and_leaves_with_it(sampler, params,
     others = np.setdiff1d(np.arange(B), [1, 4])
     assert np.all(ended.status[others] != Status.NOT_FINITE) and ended.mask[others].any(axis=1).all()
 
-    emptied = jax.tree.map(lambda x: jnp.full_like(x, poison), used.cache)  # as if all rows had ended so
+    emptied = jax.tree.map(lambda x: jnp.full_like(x, of(x)), used.cache)  # as if all rows had ended so
     pool = sampler.prefill(params, *padded(rows))
     state = sampler.admit(dataclasses.replace(used, cache=emptied), pool, np.arange(B, dtype=np.int32), KEYS, TURN, S)
     refilled = follow(sampler, params, state, chunks)
@@ -368,8 +384,9 @@ def test_a_full_turn_waits_as_a_search_does(tiny_tokenizer, params):
     assert state.status[:4].tolist() == [Status.TURN_FULL] * 2 + [Status.RUNNING] * 2 and state.steps == 4
 
 
-def test_rows_picked_out_of_order_are_extended_as_in_place(sampler, params):
+def test_rows_picked_out_of_order_are_extended_as_in_place(either):
     """Passages appended to another row than the one that asked for them, or a filler that overwrites a row."""
+    sampler, params = either
     chunk = ragged_chunks()[0]
     state = sampler.generate(params, started(sampler, params, prompts(), KEYS, S, TURN), 1.0)
     before = fetch(state)

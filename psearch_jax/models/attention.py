@@ -42,6 +42,8 @@ class Keys:
     k: jax.Array  # [B, K, S, H], or `across` [B, K, H, S]
     v: jax.Array  # [B, K, S, H]
     across: bool = False
+    k_scale: jax.Array | None = None  # in int8, of each line of H (models/int8.py): [B, K, S]
+    v_scale: jax.Array | None = None
 
 
 def implementation_for(mesh: Mesh, dtype: Any) -> Implementation:
@@ -253,19 +255,23 @@ def _behind_block(q: jax.Array, first: jax.Array, *, k: jax.Array, v: jax.Array,
     most = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - most)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    out = _weighed(weights, v)
+    out = _weighed(weights, v, q.dtype)
 
-    def look(at: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-        keys = jax.lax.dynamic_slice_in_dim(old.k, at, width, 3 if old.across else 2)
-        return scored(keys, old.across), jax.lax.dynamic_slice_in_dim(old.v, at, width, 2)
+    def look(at: jax.Array, width: int) -> Keys:
+        def part(x: jax.Array | None, axis: int = 2) -> jax.Array | None:
+            return None if x is None else jax.lax.dynamic_slice_in_dim(x, at, width, axis)
 
-    out = over_cache((most, total, out), look, start, old.v.shape[2])
+        return Keys(part(old.k, 3 if old.across else 2), part(old.v), old.across, part(old.k_scale), part(old.v_scale))
+
+    out = over_cache((most, total, out), q.dtype, scored, look, start, old.v.shape[2])
     return apart(out.astype(v.dtype))
 
 
 def over_cache(
     sums: tuple[jax.Array, ...],
-    look: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]],
+    dtype: Any,
+    scored: Callable[..., jax.Array],
+    look: Callable[[jax.Array, int], Keys],
     start: jax.Array,
     S: int,
 ) -> jax.Array:
@@ -274,7 +280,9 @@ def over_cache(
     Args:
       sums: of the keys looked at before, float32: maximum and sum of exponentials [B, K, G, X, 1], and weighed values
         [B, K, G, X, H].
-      look: from the first position of a block and its width to scores [B, K, G, X, width] and values [B, K, width, H].
+      dtype: of products.
+      scored: of the queries, as `grouped` gives it.
+      look: from the first position of a block and its width to what the cache holds there.
       start: [B] int32, how many positions of each row are real; no block behind the longest row's is looked at.
       S: positions of the cache.
 
@@ -288,11 +296,13 @@ def over_cache(
         at = jnp.minimum(i * width, S - width)  # the last block may overlap the one before
         place = at + jnp.arange(width)
         real = (place >= i * width) & (place < start[:, None])
-        scores, values = look(at, width)
+        here = look(at, width)
+        scores = scored(here.k, here.across, here.k_scale)
         scores = jnp.where(real[:, None, None, None], scores, NEG_INF)
         now = jnp.maximum(most, jnp.max(scores, axis=-1, keepdims=True))
         weights, kept = jnp.exp(scores - now), jnp.exp(most - now)
-        return now, total * kept + jnp.sum(weights, axis=-1, keepdims=True), out * kept + _weighed(weights, values)
+        total = total * kept + jnp.sum(weights, axis=-1, keepdims=True)
+        return now, total, out * kept + _weighed(weights, here.v, dtype, here.v_scale)
 
     _, total, out = jax.lax.fori_loop(0, -(-jnp.max(start) // width), visit, sums)
     return out / total
@@ -312,11 +322,12 @@ def decode(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array
     S = old.v.shape[2]
     q, scored = grouped(q, k.shape[1])
     own = scored(k)
-    scores = jnp.where((jnp.arange(S) < start[:, None])[:, None, None, None], scored(old.k, old.across), NEG_INF)
+    scores = scored(old.k, old.across, old.k_scale)
+    scores = jnp.where((jnp.arange(S) < start[:, None])[:, None, None, None], scores, NEG_INF)
     most = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), own)
     weights, of_own = jnp.exp(scores - most), jnp.exp(own - most)
     total = jnp.sum(weights, axis=-1, keepdims=True) + of_own
-    out = (_weighed(weights, old.v, q.dtype) + of_own * v[:, :, None].astype(jnp.float32)) / total
+    out = (_weighed(weights, old.v, q.dtype, old.v_scale) + of_own * v[:, :, None].astype(jnp.float32)) / total
     return apart(out.astype(v.dtype))
 
 
@@ -326,11 +337,12 @@ def grouped(q: jax.Array, K: int) -> tuple[jax.Array, Callable[..., jax.Array]]:
     wide = q.dtype == jnp.float32  # then the queries are scaled, of which there are fewer than scores
     q = _stacked(q * H**-0.5 if wide else q, K)
 
-    def scored(k: jax.Array, across: bool = False) -> jax.Array:
-        """k [B, K, S, H], or [B, K, H, S] where it lies `across`."""
+    def scored(k: jax.Array, across: bool = False, scale: jax.Array | None = None) -> jax.Array:
+        """k [B, K, S, H], or [B, K, H, S] where it lies `across`; in int8 with the `scale` [B, K, S] of its lines."""
         of_keys = "BKHS" if across else "BKSH"
         scores = jnp.einsum(f"BKGXH,{of_keys}->BKGXS", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
-        return scores if wide else scores * H**-0.5
+        scores = scores if wide else scores * H**-0.5
+        return scores if scale is None else scores * scale[:, :, None, None]
 
     return q, scored
 
@@ -347,9 +359,12 @@ def apart(out: jax.Array) -> jax.Array:
     return out.transpose(0, 3, 1, 2, 4).reshape(B, X, K * G, H)
 
 
-def _weighed(weights: jax.Array, v: jax.Array, dtype: Any = None) -> jax.Array:
-    """Sums of values [B, K, S, H] by weights [B, K, G, X, S], float32, in products of `dtype` or of the values'."""
-    dtype = dtype or v.dtype
+def _weighed(weights: jax.Array, v: jax.Array, dtype: Any, scale: jax.Array | None = None) -> jax.Array:
+    """Sums of values [B, K, S, H] by weights [B, K, G, X, S], float32, in products of `dtype`.
+
+    Values in int8 have a `scale` [B, K, S].
+    """
+    weights = weights if scale is None else weights * scale[:, :, None, None]
     product = functools.partial(jnp.einsum, "BKGXS,BKSH->BKGXH", preferred_element_type=jnp.float32)
     return product(weights.astype(dtype), v.astype(dtype))
 

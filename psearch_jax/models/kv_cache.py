@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from psearch_jax.config import Qwen2Config
+from psearch_jax.models.int8 import rounded
 from psearch_jax.sharding import on_own_rows
 
-AXES = (None, "rows", "kv_heads", None, None)  # of keys and of values
+AXES = (None, "rows", "kv_heads", None, None)  # of keys and of values; of scales without the last
 # Positions are a multiple of it: of others XLA for TPU lays the rows where positions would be, to pad less, and a
 # program that changes one row then copies the whole cache into another layout and back.
 LINES = 32
@@ -38,20 +39,24 @@ class KVCache:
     # A score is a sum over H. A CPU adds many of them up at once where positions lie side by side, and is some three
     # times faster so; a matrix unit does not mind, and an accelerator writes a position faster as one line of H.
     keys_across: bool = field(default=False, metadata={"static": True})
+    # In int8, the scale of each line of H (models/int8.py): float32 [L, B, K, S].
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
 
     @classmethod
     def zeros(cls, config: Qwen2Config, rows: int, positions: int, dtype: Any, keys_across: bool = False) -> KVCache:
         """An empty cache of at least `positions`. Zeros, not garbage: masked keys must not turn into NaN."""
         shape = (config.layers, rows, config.kv_heads, positions + -positions % LINES, config.head_dim)
         k, v = (jnp.zeros(shape, dtype) for _ in range(2))
-        return cls(k.swapaxes(3, 4) if keys_across else k, v, keys_across)
+        scales = (jnp.zeros(shape[:-1], jnp.float32) for _ in range(2)) if _whole(dtype) else ()
+        return cls(k.swapaxes(3, 4) if keys_across else k, v, keys_across, *scales)
 
     @classmethod
-    def of(cls, k: jax.Array, v: jax.Array, keys_across: bool = False) -> KVCache:
-        """The cache of what a model returned, k and v [L, B, K, T, H], with zeros behind it."""
+    def of(cls, k: jax.Array, v: jax.Array, dtype: Any, keys_across: bool = False) -> KVCache:
+        """The cache in `dtype` of what a model returned, k and v [L, B, K, T, H], with zeros behind it."""
         behind = ((0, 0), (0, 0), (0, 0), (0, -k.shape[3] % LINES), (0, 0))
-        k, v = jnp.pad(k, behind), jnp.pad(v, behind)
-        return cls(k.swapaxes(3, 4) if keys_across else k, v, keys_across)
+        (k, k_scale), (v, v_scale) = (stored(jnp.pad(x, behind), dtype) for x in (k, v))
+        return cls(k.swapaxes(3, 4) if keys_across else k, v, keys_across, k_scale, v_scale)
 
     @property
     def positions(self) -> int:
@@ -59,22 +64,35 @@ class KVCache:
         return self.v.shape[3]
 
 
+def _whole(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer)
+
+
+def stored(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Lines of H as the cache holds them, and in int8 their scales."""
+    return rounded(x, (x.ndim - 1,)) if _whole(dtype) else (x.astype(dtype), None)
+
+
 def read(
     cache: KVCache, layer: jax.Array, span: int | None = None, rows: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Keys [B, K, span, H], or [B, K, H, span] with `keys_across`, and values [B, K, span, H] of one layer.
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """Keys [B, K, span, H], or [B, K, H, span] with `keys_across`, and values [B, K, span, H] of one layer; the scales
+    of both [B, K, span], or None.
 
     Reading the cache is what decoding costs; so no more of it than the first `span` positions, or than R rows.
     """
-    out = []
-    for x, axis in ((cache.k, 4 if cache.keys_across else 3), (cache.v, 3)):
+
+    def part(x: jax.Array | None, axis: int = 3) -> jax.Array | None:
+        if x is None:
+            return None
         sizes = [1, *x.shape[1:]]
         sizes[axis] = span or cache.positions
-        here = jax.lax.dynamic_slice(x, (layer, 0, 0, 0, 0), sizes)
+        here = jax.lax.dynamic_slice(x, (layer, *[0] * (x.ndim - 1)), sizes)
         if rows is not None:
-            here = on_own_rows(_taken, here, AXES, (rows, ("rows",)))
-        out.append(here[0])
-    return out[0], out[1]
+            here = on_own_rows(_taken, here, AXES[: x.ndim], (rows, ("rows",)))
+        return here[0]
+
+    return part(cache.k, 4 if cache.keys_across else 3), part(cache.v), part(cache.k_scale), part(cache.v_scale)
 
 
 def _taken(first: Any, x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -96,31 +114,35 @@ def write(
     # An index of `size` is out of bounds, and mode="drop" leaves the cache as it is there. A clamped
     # dynamic_update_slice would overwrite live keys instead.
     target = jnp.where(offset < count[:, None], start[:, None] + offset, size)
-    across = cache.keys_across
-    if rows is None:
-        place = jnp.arange(k.shape[1])
-        return KVCache(_put(cache.k, k, target, place, across), _put(cache.v, v, target, place), across)
-    target = jnp.where(rows[:, None] < 0, size, target)
+    if rows is not None:
+        target = jnp.where(rows[:, None] < 0, size, target)
 
     def local(first: Any, old: jax.Array, new: jax.Array, target: jax.Array, rows: jax.Array, across: bool = False):
         return _put(old, new, target, jnp.maximum(rows - first, 0), across)
 
-    places = ((target, ("rows", None)), (rows, ("rows",)))
-    return KVCache(
-        on_own_rows(functools.partial(local, across=across), cache.k, AXES, (k, AXES), *places),
-        on_own_rows(local, cache.v, AXES, (v, AXES), *places),
-        across,
-    )
+    def put(old: jax.Array | None, new: jax.Array | None, across: bool = False) -> jax.Array | None:
+        if old is None or new is None:
+            return None
+        if rows is None:
+            return _put(old, new, target, jnp.arange(new.shape[1]), across)
+        axes = AXES[: old.ndim]
+        places = ((new, axes), (target, ("rows", None)), (rows, ("rows",)))
+        return on_own_rows(functools.partial(local, across=across), old, axes, *places)
+
+    across = cache.keys_across
+    (k, k_scale), (v, v_scale) = (stored(x, cache.v.dtype) for x in (k, v))
+    scales = put(cache.k_scale, k_scale), put(cache.v_scale, v_scale)
+    return KVCache(put(cache.k, k, across), put(cache.v, v), across, *scales)
 
 
 def _put(old: jax.Array, new: jax.Array, target: jax.Array, place: jax.Array, across: bool = False) -> jax.Array:
-    """`new` [L, R, K, T, H] at the rows `place` [R] and positions `target` [R, T] of `old`."""
+    """`new` [L, R, K, T, H], or [L, R, K, T], at the rows `place` [R] and positions `target` [R, T] of `old`."""
     # Every leading index is spelled out, so that what is written is whole lines of H. With L or K as slices, XLA's TPU
     # backend lays the cache out for the write, and transposes all of it at every token.
     L, _, K = new.shape[:3]
     at = jnp.arange(L)[:, None, None, None], place[:, None, None], jnp.arange(K)[:, None], target[:, None]
     at = (*at[:3], slice(None), at[3]) if across else at
-    return old.at[at].set(new.astype(old.dtype), mode="drop")
+    return old.at[at].set(new, mode="drop")
 
 
 def copy_rows(cache: KVCache, source: KVCache, index: jax.Array, rows: jax.Array) -> KVCache:
@@ -134,23 +156,19 @@ def copy_rows(cache: KVCache, source: KVCache, index: jax.Array, rows: jax.Array
       index: [R] int32.
       rows: [R] int32; where it is -1 nothing is copied.
     """
-    behind = cache.positions - source.positions
 
     # Layer by layer: where rows are split over devices, taking some gathers all of the source.
-    def one(layer: jax.Array, caches: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        out = []
-        for old, new, across in zip(caches, (source.k, source.v), (source.keys_across, False), strict=True):
+    def one(layer: jax.Array, cache: KVCache) -> KVCache:
+        def copied(old: jax.Array, new: jax.Array) -> jax.Array:
             taken = jnp.take(jax.lax.dynamic_index_in_dim(new, layer, keepdims=False), index, axis=0)
-            pads = [(0, 0)] * 4
-            pads[3 if across else 2] = (0, behind)
+            pads = [(0, a - b) for a, b in zip(old.shape[2:], new.shape[2:], strict=True)]  # of positions alone
+            axes = AXES[: old.ndim]
+            taken = jnp.pad(taken, [(0, 0), *pads])
+            return on_own_rows(_replaced, old, axes, (taken, axes[1:]), (rows, ("rows",)), (layer, ()))
 
-            out.append(
-                on_own_rows(_replaced, old, AXES, (jnp.pad(taken, pads), AXES[1:]), (rows, ("rows",)), (layer, ()))
-            )
-        return tuple(out)
+        return jax.tree.map(copied, cache, source)
 
-    k, v = jax.lax.fori_loop(0, cache.k.shape[0], one, (cache.k, cache.v))
-    return KVCache(k, v, cache.keys_across)
+    return jax.lax.fori_loop(0, cache.k.shape[0], one, cache)
 
 
 def _replaced(first: Any, old: jax.Array, values: jax.Array, rows: jax.Array, layer: jax.Array) -> jax.Array:
@@ -158,9 +176,9 @@ def _replaced(first: Any, old: jax.Array, values: jax.Array, rows: jax.Array, la
 
     # Row by row: for a scatter of whole rows XLA's TPU backend copies the cache.
     def one(r: jax.Array, old: jax.Array) -> jax.Array:
-        at = (layer, jnp.maximum(rows[r] - first, 0), 0, 0, 0)
+        at = (layer, jnp.maximum(rows[r] - first, 0), *[0] * (old.ndim - 2))
         here = jax.lax.dynamic_slice(old, at, (1, 1, *old.shape[2:]))
-        new = jnp.where(rows[r] < 0, here, values[r].astype(old.dtype))
+        new = jnp.where(rows[r] < 0, here, values[r])
         return jax.lax.dynamic_update_slice(old, new, at)
 
     return jax.lax.fori_loop(0, rows.shape[0], one, old)

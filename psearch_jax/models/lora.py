@@ -25,27 +25,26 @@ KERNELS: dict[str, tuple[str, str]] = {
     "up_kernel": ("D", "F"),
     "down_kernel": ("F", "D"),
 }
-_LOGICAL = {"D": "embed", "N": "heads", "K": "kv_heads", "H": None, "F": "mlp"}
+LOGICAL = {"D": "embed", "N": "heads", "K": "kv_heads", "H": None, "F": "mlp"}
+
+
+def axis_sizes(config: Qwen2Config) -> dict[str, int]:
+    """The sizes of a kernel's axes by their letters."""
+    return {"D": config.width, "N": config.heads, "K": config.kv_heads, "H": config.head_dim, "F": config.mlp}
 
 
 class Adapters(nnx.Module):
     """For every kernel `NAME_a` [L, *contracted, r] and `NAME_b` [L, r, *others], which starts at 0."""
 
     def __init__(self, config: Qwen2Config, rank: int, rngs: nnx.Rngs):
-        sizes = {
-            "D": config.width,
-            "N": config.heads,
-            "K": config.kv_heads,
-            "H": config.head_dim,
-            "F": config.mlp,
-        }
+        sizes = axis_sizes(config)
         for name, (inner, outer) in KERNELS.items():
             inputs, outputs = tuple(sizes[c] for c in inner), tuple(sizes[c] for c in outer)
             a = jax.random.normal(rngs.params(), (config.layers, *inputs, rank), jnp.float32)
             b = jnp.zeros((config.layers, rank, *outputs), jnp.float32)
             a_axes, b_axes = (
-                ("layers", *(_LOGICAL[c] for c in inner), None),
-                ("layers", None, *map(_LOGICAL.get, outer)),
+                ("layers", *(LOGICAL[c] for c in inner), None),
+                ("layers", None, *map(LOGICAL.get, outer)),
             )
             setattr(self, f"{name}_a", nnx.LoRAParam(a / math.sqrt(math.prod(inputs)), axes=a_axes))
             setattr(self, f"{name}_b", nnx.LoRAParam(b, axes=b_axes))

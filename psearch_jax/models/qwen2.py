@@ -23,6 +23,7 @@ from flax import nnx
 from psearch_jax.config import Lora, Qwen2Config, Remat
 from psearch_jax.models import kv_cache, ragged
 from psearch_jax.models.attention import ATTENDED, NEG_INF, Implementation, Keys, behind, causal, decode
+from psearch_jax.models.int8 import Scales
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.lora import Adapters
 from psearch_jax.models.vocabulary import by_chunks, gathered
@@ -89,6 +90,7 @@ class Qwen2(nnx.Module):
       attention: how rows without a cache attend.
       shard_residual: between layers, the positions are split over `tensor`; what remat stores shrinks by that factor.
       lora: adapters beside every kernel of the layers.
+      int8: the kernels of the layers are whole numbers, with scales beside them (models/int8.py).
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Qwen2(nnx.Module):
         attention: Implementation = "blocked",
         shard_residual: bool = False,
         lora: Lora | None = None,
+        int8: bool = False,
     ):
         self.config, self.dtype, self.remat, self.attention = config, jnp.dtype(dtype), remat, attention
         self.shard_residual, self.lora_scale = shard_residual, lora.scale if lora else 0.0
@@ -108,6 +111,7 @@ class Qwen2(nnx.Module):
         self.final_norm = _ones((config.width,), (None,))
         self.lm_head = None if config.tied else _normal(rngs, (config.width, config.vocab_rows), ("embed", "vocab"))
         self.adapters = Adapters(config, lora.rank, rngs) if lora else None
+        self.scales = Scales(config) if int8 else None
 
     @_precise
     def hidden(
@@ -147,8 +151,9 @@ class Qwen2(nnx.Module):
         split = "positions" if self.shard_residual else None
         x = constrain(x, "rows", split, None)
         weights = nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
-        if self.adapters is not None:
-            weights |= nnx.to_pure_dict(nnx.state(self.adapters, nnx.Param))
+        for beside in (self.adapters, self.scales):
+            if beside is not None:
+                weights |= nnx.to_pure_dict(nnx.state(beside, nnx.Param))
         step = functools.partial(
             _layer,
             config=config,
@@ -296,7 +301,7 @@ def _layer(
 
     def dense(x: jax.Array, name: str, contracted: int = 1) -> jax.Array:
         """The kernel `name`, with its bias and its adapter where there are any."""
-        out = _dense(x, w[f"{name}_kernel"], w.get(f"{name}_bias"), contracted)
+        out = _dense(x, w[f"{name}_kernel"], w.get(f"{name}_bias"), contracted, w.get(f"{name}_kernel_scale"))
         if f"{name}_kernel_a" in w:
             low = lora_scale * _dense(x, w[f"{name}_kernel_a"], contracted=contracted)
             out += _dense(low, w[f"{name}_kernel_b"])
@@ -313,7 +318,8 @@ def _layer(
     elif q.shape[1] == 1 and ragged.applies(attention, cache.keys_across, config, jax.sharding.get_abstract_mesh()):
         out = ragged.decode(q, k, v, cache, layer, start)
     else:
-        old = Keys(*kv_cache.read(cache, layer, span, rows), cache.keys_across)
+        k_old, v_old, *scales = kv_cache.read(cache, layer, span, rows)
+        old = Keys(k_old, v_old, cache.keys_across, *scales)
         out = (decode if q.shape[1] == 1 else behind)(q, k, v, old, start)
     x = constrain(x + dense(out, "o", contracted=2), "rows", split, None)
     y = _rms_norm(x, w["mlp_norm"], config.rms_eps)
@@ -322,14 +328,22 @@ def _layer(
     return constrain(x, "rows", split, None), (k, v) if keep else None
 
 
-def _dense(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None, contracted: int = 1) -> jax.Array:
-    """x [B, T, *in] times kernel [*in, *out], as one product of two matrices.
+def _dense(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None = None,
+    contracted: int = 1,
+    scale: jax.Array | None = None,
+) -> jax.Array:
+    """x [B, T, *in] times kernel [*in, *out], as one product of two matrices; in int8 with a `scale` [*out].
 
     XLA's CPU backend reaches its fast matrix product only in this form, not through an einsum over more dimensions.
     """
     B, T = x.shape[:2]
     inputs, outputs = math.prod(kernel.shape[:contracted]), kernel.shape[contracted:]
-    out = x.reshape(B * T, inputs) @ kernel.reshape(inputs, -1).astype(x.dtype)
+    wide = jnp.float32 if scale is not None else None
+    out = jnp.matmul(x.reshape(B * T, inputs), kernel.reshape(inputs, -1).astype(x.dtype), preferred_element_type=wide)
+    out = out if scale is None else (out * scale.reshape(-1)).astype(x.dtype)
     out = out.reshape(B, T, *outputs)
     return out if bias is None else out + bias.astype(x.dtype)
 
@@ -377,10 +391,17 @@ def graphdef(
     attention: Implementation = "blocked",
     shard_residual: bool = False,
     lora: Lora | None = None,
+    int8: bool = False,
 ) -> nnx.GraphDef:
-    """The static half of a model; `nnx.merge(graphdef, params)` is the live one, with `lora` it takes adapters too."""
-    model = nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(params=0), dtype, remat, attention, shard_residual, lora))
-    return nnx.split(model, nnx.Param)[0]
+    """The static half of a model; `nnx.merge(graphdef, params)` is the live one.
+
+    With `lora` it takes adapters too, with `int8` scales.
+    """
+
+    def made() -> Qwen2:
+        return Qwen2(config, nnx.Rngs(params=0), dtype, remat, attention, shard_residual, lora, int8)
+
+    return nnx.split(nnx.eval_shape(made), nnx.Param)[0]
 
 
 def init_params(config: Qwen2Config, seed: int) -> nnx.State:

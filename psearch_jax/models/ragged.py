@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from psearch_jax.config import Qwen2Config
-from psearch_jax.models.attention import KEY_BLOCK, LANES, NEG_INF, Implementation, apart, grouped, over_cache
+from psearch_jax.models.attention import KEY_BLOCK, LANES, NEG_INF, Implementation, Keys, apart, grouped, over_cache
 from psearch_jax.models.kv_cache import AXES, KVCache
 from psearch_jax.sharding import on_own_rows
 
@@ -66,12 +66,13 @@ def decode(
       [B, 1, N, H].
     """
     own = ("rows", "kv_heads", None, None)
+    scales = [(x, AXES[:4]) for x in (cache.k_scale, cache.v_scale) if x is not None]
     form = _by_groups if cache.keys_across else functools.partial(_on_one, interpret=interpret)
     return on_own_rows(
         lambda first, *arrays: form(*arrays),
         q,
         ("rows", None, "heads", None),
-        *((k, own), (v, own), (cache.k, AXES), (cache.v, AXES), (layer, ()), (start, ("rows",))),
+        *((k, own), (v, own), (layer, ()), (start, ("rows",)), (cache.k, AXES), (cache.v, AXES), *scales),
     )
 
 
@@ -80,8 +81,11 @@ def group_rows(rows: int, line_bytes: int) -> int:
     return max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n * line_bytes <= CPU_BYTES))
 
 
-def _by_groups(q, k, v, cached_k, cached_v, layer, start) -> jax.Array:
-    """`decode` on a CPU, for a device's rows and heads; cached_k [L, B, K, H, S], cached_v [L, B, K, S, H]."""
+def _by_groups(q, k, v, layer, start, cached_k, cached_v, *scales) -> jax.Array:
+    """`decode` on a CPU, for a device's rows and heads.
+
+    cached_k [L, B, K, H, S], cached_v [L, B, K, S, H]; in int8 the two scales [L, B, K, S] of their lines.
+    """
     B, K, S, H = cached_v.shape[1:]
     R = group_rows(B, K * min(KEY_BLOCK, S) * H * cached_v.dtype.itemsize)
 
@@ -89,14 +93,15 @@ def _by_groups(q, k, v, cached_k, cached_v, layer, start) -> jax.Array:
         mine, own_k, own_v, length = (jax.lax.dynamic_slice_in_dim(x, g * R, R) for x in (q, k, v, start))
         _, scored = grouped(mine, K)
 
-        def look(at: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+        def look(at: jax.Array, width: int) -> Keys:
             keys = jax.lax.dynamic_slice(cached_k, (layer, g * R, 0, 0, at), (1, R, K, H, width))[0]
             values = jax.lax.dynamic_slice(cached_v, (layer, g * R, 0, at, 0), (1, R, K, width, H))[0]
-            return scored(keys, True), values
+            here = (jax.lax.dynamic_slice(x, (layer, g * R, 0, at), (1, R, K, width))[0] for x in scales)
+            return Keys(keys, values, True, *here)
 
         own = scored(own_k)  # [R, K, G, 1, 1]
         sums = own, jnp.ones_like(own), jnp.broadcast_to(own_v[:, :, None].astype(jnp.float32), (*own.shape[:4], H))
-        found = apart(over_cache(sums, look, length, S).astype(out.dtype))
+        found = apart(over_cache(sums, q.dtype, scored, look, length, S).astype(out.dtype))
         return jax.lax.dynamic_update_slice_in_dim(out, found, g * R, 0)
 
     return jax.lax.fori_loop(0, B // R, group, jnp.zeros_like(q))
@@ -116,8 +121,8 @@ def work(start: jax.Array, block: int, entries: int) -> tuple[jax.Array, jax.Arr
     return row.astype(jnp.int32), (entry - (ends - blocks)[row]).astype(jnp.int32), ends[-1].astype(jnp.int32)
 
 
-def _on_one(q, k, v, cached_k, cached_v, layer, start, interpret: bool) -> jax.Array:
-    """`decode` on one device, for its rows and heads."""
+def _on_one(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool) -> jax.Array:
+    """`decode` on one device, for its rows and heads; `scales` of keys and of values in int8."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -134,6 +139,9 @@ def _on_one(q, k, v, cached_k, cached_v, layer, start, interpret: bool) -> jax.A
     def of_block(i, layer, row, block, start):
         return layer[0], row[i], 0, block[i], 0
 
+    def of_lines(i, layer, row, block, start):
+        return layer[0], row[i], 0, block[i]
+
     queries, own = pl.BlockSpec((1, K, G, H), of_row), pl.BlockSpec((1, K, 1, H), of_row)
     cached = pl.BlockSpec((1, 1, K, size, H), of_block)
     out = pl.pallas_call(
@@ -142,31 +150,32 @@ def _on_one(q, k, v, cached_k, cached_v, layer, start, interpret: bool) -> jax.A
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(entries,),
-            in_specs=[queries, own, own, cached, cached],
+            in_specs=[queries, own, own, cached, cached, *[pl.BlockSpec((1, 1, K, size), of_lines)] * len(scales)],
             out_specs=queries,
             scratch_shapes=[pltpu.VMEM((K, G, width), jnp.float32) for width in (1, 1, H)],
         ),
-        cost_estimate=_cost(B, N, K, S, H, cached_v.dtype.itemsize),
+        cost_estimate=_cost(B, N, K, S, H, H * cached_v.dtype.itemsize + (4 if scales else 0)),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         name="ragged_decode",
         interpret=interpret,
-    )(*scalars, q.reshape(B, K, G, H), k, v, cached_k, cached_v)
+    )(*scalars, q.reshape(B, K, G, H), k, v, cached_k, cached_v, *scales)
     return out.reshape(B, 1, N, H)
 
 
-def _cost(B: int, N: int, K: int, S: int, H: int, itemsize: int) -> Any:
+def _cost(B: int, N: int, K: int, S: int, H: int, line_bytes: int) -> Any:
     """What the compiler is told of the kernel, into which it does not look: the cost with rows half full."""
     from jax.experimental import pallas as pl
 
     return pl.CostEstimate(
-        flops=2 * B * N * S * H, bytes_accessed=B * K * S * H * itemsize, transcendentals=B * N * S // 2
+        flops=2 * B * N * S * H, bytes_accessed=B * K * S * line_bytes, transcendentals=B * N * S // 2
     )
 
 
-def _kernel(layer, row, block, start, q, own_k, own_v, k, v, out, most, total, values, *, size: int) -> None:
+def _kernel(layer, row, block, start, q, own_k, own_v, k, v, *others, size: int) -> None:
     """One entry; `most`, `total` and `values` hold a row's running maximum and sums from its first to its last."""
     from jax.experimental import pallas as pl
 
+    *scales, out, most, total, values = others  # scales of keys and of values, in int8
     i = pl.program_id(0)
     first, length = block[i] * size, start[row[i]]
     scale = q.shape[-1] ** -0.5
@@ -184,14 +193,16 @@ def _kernel(layer, row, block, start, q, own_k, own_v, k, v, out, most, total, v
     product = functools.partial(jax.lax.dot_general, precision=exact, preferred_element_type=jnp.float32)
     for head in range(q.shape[1]):
         # What the last block reads behind the cache's end may be anything; 0 times it, as of a NaN, need not be 0.
-        here = jnp.where(real, v[0, 0, head], 0).astype(q.dtype)
+        here = jnp.where(real, v[0, 0, head].astype(q.dtype), 0)
         scores = scale * product(q[0, head], k[0, 0, head].astype(q.dtype), (((1,), (1,)), ((), ())))
-        scores = jnp.where(seen, scores, NEG_INF)
+        of_keys, of_values = (jnp.where(seen, x[0, 0, pl.ds(head, 1)], 0) for x in scales) if scales else (1.0, 1.0)
+        scores = jnp.where(seen, scores * of_keys, NEG_INF)
         now = jnp.maximum(most[head], jnp.max(scores, axis=-1, keepdims=True))
         weights, kept = jnp.exp(scores - now), jnp.exp(most[head] - now)
         most[head] = now
         total[head] = total[head] * kept + jnp.sum(weights, axis=-1, keepdims=True)
-        values[head] = values[head] * kept + product(weights.astype(q.dtype), here, (((1,), (0,)), ((), ())))
+        weights = (weights * of_values).astype(q.dtype)
+        values[head] = values[head] * kept + product(weights, here, (((1,), (0,)), ((), ())))
 
     @pl.when(first + size >= length)
     def _():

@@ -29,7 +29,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from psearch_jax.config import Lora, Qwen2Config
-from psearch_jax.models import kv_cache, lora, qwen2, ragged
+from psearch_jax.models import int8, kv_cache, lora, qwen2, ragged
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.qwen2 import NEG_INF
@@ -107,11 +107,13 @@ class Sampler:
       n_ids: ids that the tokenizer has; columns from there on are never sampled.
       stop_ids: ids that end a message.
       mesh: rows are split over (data, fsdp), heads over tensor.
-      dtype: of the KV cache.
+      dtype: of the KV cache, and of the weights but for those in int8.
       top_k, top_p: filters at sampling; the recorded log-probs are those before the filter.
       max_tokens_after_answer: ids sampled after `</answer>` while waiting for a stop id.
       yield_share: `generate` yields when this share of the live rows waits.
       adapters: those of the graph, if it has some; `params` below then holds the weights and them.
+      int8_weights: the graph's kernels are in int8.
+      int8_cache: so are cached keys and values.
 
     Attributes:
       by_length: decoding reads each row as far as it reaches: a `span` saves nothing.
@@ -131,8 +133,11 @@ class Sampler:
         max_tokens_after_answer: int = 4,
         yield_share: float = 1.0,
         adapters: Lora | None = None,
+        int8_weights: bool = False,
+        int8_cache: bool = False,
     ):
         self.config, self.mesh, self.dtype = config, mesh, dtype
+        self._int8_weights, self._cached = int8_weights, jnp.int8 if int8_cache else dtype
         self._keys_across = mesh.devices.flat[0].platform == "cpu"
         self.by_length = ragged.applies(implementation_for(mesh, dtype), self._keys_across, config, mesh)
         self._graph, self._n_ids, self._lora = graph, n_ids, adapters
@@ -252,8 +257,9 @@ class Sampler:
         _, abstract = qwen2.abstract_params(self.config)
         if self._lora:
             abstract = lora.beside(abstract, lora.abstract_adapters(self.config, self._lora))
-        read = jax.eval_shape(sampling_cast(abstract, self.dtype, self.mesh), abstract)
-        return placed(read, param_shardings(abstract, SAMPLING, self.mesh))
+        rounding = int8.with_kernels if self._int8_weights else None
+        read = jax.eval_shape(sampling_cast(abstract, self.dtype, self.mesh, rounding), abstract)
+        return placed(read, param_shardings(read, SAMPLING, self.mesh))
 
     def traced(
         self, rows: int, positions: int, pool_rows: int, piece_rows: int, widths: Widths
@@ -310,8 +316,9 @@ class Sampler:
         row1, row2 = rows_sharding(mesh, 1), rows_sharding(mesh, 2)
         # Divisibility of the heads is known here; that of the rows is the caller's (slots are a multiple).
         heads = spec(("kv_heads",), SAMPLING, mesh, (self.config.kv_heads,))[0]
-        place = NamedSharding(mesh, jax.sharding.PartitionSpec(None, ROWS, heads, None, None))
-        cache = KVCache(place, place, self._keys_across)
+        place = NamedSharding(mesh, jax.sharding.PartitionSpec(None, ROWS, heads))
+        scales = (place, place) if self._cached == jnp.int8 else ()
+        cache = KVCache(place, place, self._keys_across, *scales)
         return SamplerState(row2, row2, row2, cache, row1, row1, row1, row1, row1, row2, replicated(mesh))
 
     def _new_program(self, rows: int, positions: int) -> SamplerState:
@@ -320,7 +327,7 @@ class Sampler:
             ids=zeros((rows, positions)),
             mask=jnp.zeros((rows, positions), bool),
             logprobs=jnp.zeros((rows, positions), jnp.float32),
-            cache=KVCache.zeros(self.config, rows, positions, self.dtype, self._keys_across),
+            cache=KVCache.zeros(self.config, rows, positions, self._cached, self._keys_across),
             length=zeros(rows),
             turn_left=zeros(rows),
             budget_end=jnp.full(rows, positions, jnp.int32),
@@ -336,7 +343,7 @@ class Sampler:
         pool = self._new_program(*ids.shape)
         # What pads computed may not be finite, and is behind the prompt in every slot that it is copied to.
         real = (jnp.arange(ids.shape[1]) < n[:, None])[:, None, :, None]
-        cache = KVCache.of(*(jnp.where(real, x, 0).astype(self.dtype) for x in (k, v)), self._keys_across)
+        cache = KVCache.of(*(jnp.where(real, x, 0) for x in (k, v)), self._cached, self._keys_across)
         return replace(pool, ids=ids, length=n, cache=cache)
 
     def _admit_program(

@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 from psearch_jax.buckets import buckets
 from psearch_jax.config import LearningSection, Lora, Qwen2Config, Remat
 from psearch_jax.metrics import Ratio
+from psearch_jax.models import int8, qwen2
 from psearch_jax.models import lora as adapters
-from psearch_jax.models import qwen2
 from psearch_jax.models.attention import implementation_for, takes_segments
 from psearch_jax.rl.batch import Place, micro_batches, padding
 from psearch_jax.rl.losses import METRICS, policy_loss
@@ -81,6 +81,7 @@ class Learner:
       widths: how many there are for rows to be padded to.
       on_policy: every update starts from the policy that is the old one, so its own forward pass gives the old
         log-probs; those of the batch are not looked at.
+      int8_sampling: the kernels of the sampling copy are in int8.
 
     Attributes:
       needs_old: whether the old log-probs must be put into a batch (`logprobs`).
@@ -105,6 +106,7 @@ class Learner:
         lora: Lora | None = None,
         widths: int = 4,
         on_policy: bool = False,
+        int8_sampling: bool = False,
     ):
         form = implementation_for(mesh, dtype)
         self._plain = qwen2.graphdef(model, dtype, remat, form, shard_residual)
@@ -135,9 +137,9 @@ class Learner:
         )
         self._names = [".".join(path) for path, _ in nnx.to_flat_state(trained)]
         # The base is never donated: where it lies as the sampler reads it, sampling needs no second one.
-        self._base_in_place = lora is not None and sampled_in_place(weights, mesh)
+        self._base_in_place = lora is not None and not int8_sampling and sampled_in_place(weights, mesh)
         moved = adapters.beside(weights, trained) if lora and not self._base_in_place else trained
-        self._cast = sampling_cast(moved, sampling_dtype, mesh)
+        self._cast = sampling_cast(moved, sampling_dtype, mesh, int8.with_kernels if int8_sampling else None)
         self._reference = jax.jit(functools.partial(jax.tree.map, lambda x: x.astype(sampling_dtype)))
 
     def sampling_copy(self, params: nnx.State) -> nnx.State:

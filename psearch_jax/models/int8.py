@@ -1,0 +1,49 @@
+"""Eight bits for what sampling reads: kernels by output, cached keys and values by position.
+
+A whole number in -127..127 for each value and a float32 scale for each line of them: symmetric, to the nearest.
+Products are of 16-bit or float32 operands all the same, as the numbers are widened where they are read; the scale is
+multiplied into what comes out, so memory and its traffic are what is saved. Embedding, head, norms and biases stay.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from psearch_jax.config import Qwen2Config
+from psearch_jax.models.lora import KERNELS, LOGICAL, axis_sizes
+
+MOST = 127
+
+
+class Scales(nnx.Module):
+    """For every kernel `NAME_scale` [L, *others], float32: one for each output (letters as in lora.py)."""
+
+    def __init__(self, config: Qwen2Config):
+        sizes = axis_sizes(config)
+        for name, (_, outer) in KERNELS.items():
+            ones = jnp.ones((config.layers, *(sizes[c] for c in outer)), jnp.float32)
+            setattr(self, f"{name}_scale", nnx.Param(ones, axes=("layers", *map(LOGICAL.get, outer))))
+
+
+def rounded(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """x as int8, and the float32 scales of its lines, which run over `axes`.
+
+    Zeros have scale 0. What is not finite makes its line's scale NaN or infinite, and so all that is read of it.
+    """
+    wide = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(wide), axis=axes, keepdims=True) / MOST
+    number = jnp.round(wide / jnp.where(scale == 0, 1, scale))
+    return jnp.clip(number, -MOST, MOST).astype(jnp.int8), jnp.squeeze(scale, axes)
+
+
+def with_kernels(copy: nnx.State, params: nnx.State) -> nnx.State:
+    """`copy` with the kernels of `params` in int8 and `Scales` beside them, as a model with `int8` reads it."""
+    flat, layers = dict(nnx.to_flat_state(copy)), params["layers"]
+    for name, (inner, outer) in KERNELS.items():
+        number, scale = rounded(layers[name].get_value(), tuple(range(1, 1 + len(inner))))
+        flat["layers", name] = flat["layers", name].replace(number)
+        axes = ("layers", *map(LOGICAL.get, outer))
+        flat["scales", f"{name}_scale"] = nnx.Param(scale, axes=axes)
+    return nnx.from_flat_state(flat)

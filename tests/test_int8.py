@@ -1,0 +1,120 @@
+"""Sampling in eight bits: what is rounded and by how much, and that all else is as it was."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import make_sampler, one_device_mesh, random_params, started, tiny_config
+
+from psearch_jax.config import LearningSection, Lora
+from psearch_jax.models import int8, lora, qwen2
+from psearch_jax.models.attention import Keys, behind, decode
+from psearch_jax.models.kv_cache import KVCache
+from psearch_jax.train.state import make_optimizer
+from psearch_jax.train.step import Learner
+
+CONFIG = tiny_config(tied=False)
+
+
+def widened(copy):
+    """A copy with int8 kernels as plain float32 parameters."""
+    flat = dict(nnx.to_flat_state(copy))
+    for name, (inner, _) in lora.KERNELS.items():
+        kernel, scale = flat["layers", name], flat.pop(("scales", f"{name}_scale")).get_value()
+        scale = jnp.expand_dims(scale, tuple(range(1, 1 + len(inner))))
+        flat["layers", name] = kernel.replace(kernel.get_value().astype(jnp.float32) * scale)
+    return nnx.from_flat_state(flat)
+
+
+def test_a_number_is_the_nearest():
+    """Values off by a step, a scale of the wrong lines, a division by 0, or a NaN that is gone."""
+    x = np.random.default_rng(0).normal(size=(3, 5, 7)).astype(np.float32)
+    x[1] *= 100
+    x[2, :, 3] = 0
+    number, scale = int8.rounded(jnp.asarray(x), (1,))
+    assert number.dtype == jnp.int8 and scale.shape == (3, 7)
+    assert np.all(np.abs(np.asarray(number) * scale[:, None] - x) <= 0.5001 * np.asarray(scale)[:, None])
+    assert np.all(np.max(np.abs(number), axis=1)[np.asarray(scale) > 0] == int8.MOST)
+    assert not np.any(number[2, :, 3]) and scale[2, 3] == 0
+    x[0, 2, 1] = np.nan
+    assert np.isnan(int8.rounded(jnp.asarray(x), (1,))[1][0, 1])
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 3e-2)])
+def test_a_model_of_whole_numbers(dtype, bound):
+    """A scale at the wrong output, twice or not at all; a bias or an adapter that is scaled too."""
+    adapters = Lora(2, 4.0)
+    low = jax.tree.map(lambda x: x + 0.05, lora.init_adapters(CONFIG, adapters, 0))  # b starts at 0
+    copy = int8.with_kernels(random_params(CONFIG), random_params(CONFIG))
+    kinds = {"/".join(path): v.get_value().dtype for path, v in nnx.to_flat_state(copy)}
+    assert {path for path, kind in kinds.items() if kind == jnp.int8} == {f"layers/{name}" for name in lora.KERNELS}
+    ids = np.random.default_rng(1).integers(0, 400, (2, 20)).astype(np.int32)
+
+    def hidden(params, **options):
+        graph = qwen2.graphdef(CONFIG, jnp.dtype(dtype), lora=adapters, **options)
+        return np.asarray(nnx.merge(graph, lora.beside(params, low)).hidden(ids)[0], np.float64)
+
+    exact, wanted = hidden(random_params(CONFIG)), hidden(widened(copy))
+    ours = hidden(copy, int8=True)
+    assert np.linalg.norm(ours - wanted) <= bound * np.linalg.norm(wanted)
+    assert 1e-3 < np.linalg.norm(ours - exact) / np.linalg.norm(exact) < 0.1
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize(("T", "S"), [(1, 64), (40, 64), (9, 576)])
+def test_attention_behind_whole_numbers(T, S, across):
+    """A scale of a neighbour's line, in the first or in a later block of keys; the chunk's own keys scaled."""
+    rng = np.random.default_rng(0)
+    B, K, N, H = 3, 2, 4, 16
+    q, *kv = (rng.normal(size=size).astype(np.float32) for size in ((B, T, N, H), (B, K, T, H), (B, K, T, H)))
+    cache = KVCache.of(*(jnp.asarray(5 * rng.normal(size=(1, B, K, S, H))) for _ in range(2)), jnp.int8, across)
+    k, v, *scales = (x[0] for x in (cache.k, cache.v, cache.k_scale, cache.v_scale))
+    k = k.swapaxes(2, 3) if across else k
+    wide = Keys(k * scales[0][..., None], v * scales[1][..., None])
+    start = np.array([0, 13, S - 7], np.int32)
+    for form in (behind, decode) if T == 1 else (behind,):
+        ours = form(q, *kv, Keys(k.swapaxes(2, 3) if across else k, v, across, *scales), start)
+        np.testing.assert_allclose(ours, form(q, *kv, wide, start), atol=1e-4)
+
+
+def test_rollouts_by_whole_numbers(tiny_tokenizer):
+    """Positions written without their scales: the next step would read others. And the gap is that of rounding."""
+    params, rng, rows = random_params(CONFIG, scale=0.1), np.random.default_rng(0), 4
+    copy = int8.with_kernels(params, params)
+    prompts = [rng.integers(3, 390, n).tolist() for n in (3, 9, 5, 12)]
+    keys = rng.integers(0, 2**32, (rows, 2), np.uint32)
+    forced, n = rng.integers(3, 390, (rows, 8)).astype(np.int32), np.array([8, 1, 0, 5], np.int32)
+
+    def rolled(params, **options):
+        sampler = make_sampler(tiny_tokenizer, CONFIG, **options)
+        state = sampler.generate(params, started(sampler, params, prompts, keys, 64, 10), 1.0)
+        return jax.device_get(sampler.generate(params, sampler.extend(params, state, forced, n, 10), 1.0))
+
+    weights = rolled(copy, int8_weights=True)
+    wanted = rolled(widened(copy))
+    np.testing.assert_array_equal(weights.ids, wanted.ids)
+    np.testing.assert_allclose(weights.logprobs, wanted.logprobs, atol=1e-5)
+
+    cached = rolled(params, int8_cache=True)
+    graph, ids = qwen2.graphdef(CONFIG, jnp.float32), cached.ids
+    model = nnx.merge(graph, params)
+    scored, _ = model.logprobs(model.hidden(ids[:, :-1])[0], ids[:, 1:], 1.0, tiny_tokenizer.size)
+    gap = np.abs(np.pad(scored, ((0, 0), (1, 0))) - cached.logprobs)[cached.mask]
+    assert cached.mask.sum() > 50 and 1e-6 < gap.mean() < 0.01 and gap.max() < 0.05, gap.mean()
+
+
+def test_adapters_beside_whole_numbers(tiny_tokenizer):
+    """With adapters the base is shared with the learner, which must keep its own; and what a plan counts is made."""
+    half, adapters, mesh = jnp.dtype("bfloat16"), Lora(2, 4.0), one_device_mesh()
+    learning = LearningSection(micro_batch_rows=2, mini_batch_rollouts=4)
+    optimizer = make_optimizer(learning, 10)
+    learner = Learner(CONFIG, learning, optimizer, mesh, 64, 1.0, 400, half, half, lora=adapters, int8_sampling=True)
+    learner.base = jax.tree.map(lambda x: x.astype(half), random_params(CONFIG))
+    copy = learner.sampling_copy(lora.init_adapters(CONFIG, adapters, 0))
+    sampler = make_sampler(tiny_tokenizer, CONFIG, dtype=half, adapters=adapters, int8_weights=True)
+    planned = nnx.to_flat_state(sampler.abstract_params())
+    made = dict(nnx.to_flat_state(copy))
+    assert {path: (v.shape, v.dtype) for path, v in planned} == {path: (v.shape, v.dtype) for path, v in made.items()}
+    assert made["layers", "q_kernel"].dtype == jnp.int8 and made["embedding",].dtype == half
+    assert {x.dtype for x in jax.tree.leaves(learner.base)} == {half}
