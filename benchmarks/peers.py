@@ -223,6 +223,7 @@ class TorchUpdate:
 
     Args:
       model: is changed.
+      batch: None where each is laid as it comes.
       widths: what micro-batches are padded to; None: each to its own longest row.
     """
 
@@ -230,11 +231,11 @@ class TorchUpdate:
         self,
         model: Qwen2ForCausalLM,
         learning: LearningSection,
-        batch: TrainBatch,
+        batch: TrainBatch | None,
         widths: tuple[int, ...] | None,
         compiled: bool,
     ):
-        self._model, self._learning = model.train(), learning
+        self._model, self._learning, self._widths = model.train(), learning, widths
         self._logprobs: Callable = torch.compile(_logprobs, dynamic=False) if compiled else _logprobs
         self._optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -243,6 +244,12 @@ class TorchUpdate:
             weight_decay=learning.weight_decay,
             fused=True,
         )
+        if batch is not None:
+            self.lay(batch)
+
+    def lay(self, batch: TrainBatch) -> None:
+        """Makes a batch that of the next `run`."""
+        learning, widths = self._learning, self._widths
         order = np.argsort(batch.length, kind="stable")
         self._pieces = []
         for i in range(0, len(order), learning.micro_batch_rows):
@@ -252,6 +259,12 @@ class TorchUpdate:
             take = {name: torch.from_numpy(getattr(batch, name)[rows, :width]) for name in _FIELDS}
             self._pieces.append(take | {"ids": take["ids"].long(), "length": torch.from_numpy(batch.length[rows])})
         self._count = float(batch.mask[:, 1:].sum())
+
+    def refer(self, reference: Qwen2ForCausalLM) -> None:
+        """Sets the reference's log-probs of the batch that was laid."""
+        with torch.no_grad():
+            for piece in self._pieces:
+                piece["ref_logprobs"][:, 1:] = self._logprobs(reference, piece["ids"])
 
     def run(self) -> dict[str, float]:
         """One update. Returns loss and norm of the gradient."""

@@ -218,7 +218,8 @@ class Ours:
         self._work, self._model = work, model
         self._params = jax.device_put(params, param_shardings(params, SAMPLING, mesh))
 
-    def run(self) -> list[Trajectory]:
+    def run(self, params: nnx.State | None = None) -> list[Trajectory]:
+        """All rollouts, by `params` as the sampler reads them; default: those that it began with."""
         work, seed, step = self._work, 0, 0
         words = [sampling.id_words(q.source, q.id) for q in self._questions for _ in range(work.samples)]
         keys = sampling.row_keys(seed, step, words, [*range(work.samples)] * len(self._questions))
@@ -226,7 +227,7 @@ class Ours:
         began = time.perf_counter()
         with mock.patch.object(collect, "_Call", _ScriptedCall):
             found = self._collector.collect(
-                self._params, self._questions, work.samples, seed=seed, step=step, temperature=1.0
+                params or self._params, self._questions, work.samples, seed=seed, step=step, temperature=1.0
             )
         self._seconds = time.perf_counter() - began
         return found

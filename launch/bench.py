@@ -9,6 +9,7 @@
     python launch/bench.py scale --out=DIR        which machine each size needs, planned without one
     python launch/bench.py rollout --json=FILE    multi-turn rollouts beside transformers on PyTorch
     python launch/bench.py update --json=FILE     an optimizer step beside PyTorch, compiled too, and TRL
+    python launch/bench.py step --json=FILE       both, and the reference's pass, step after step
 
 `python launch/bench.py SUBJECT --help` lists the options of one. Times on a shared machine mean little by
 themselves: compare what one run prints.
@@ -19,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SUBJECTS = ("retrieval", "recall", "corpus", "questions", "baselines", "scale", "weights", "rollout", "update")
+SUBJECTS = ("retrieval", "recall", "corpus", "questions", "baselines", "scale", "weights", "rollout", "update", "step")
 
 
 def main() -> int:

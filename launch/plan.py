@@ -91,7 +91,7 @@ def main(_: list[str]) -> None:
 
 def _beside_floors(plan: Any, config: Any) -> dict[str, Any]:
     """What the compiled programs move and do beside the least, printed and for the plan's JSON."""
-    from psearch_jax.plan import decode_floor_bytes, update_floor_flops
+    from psearch_jax.plan import decode_floor_bytes, update_products_flops
 
     found = {}
     decoding, update = (plan.programs.get(name) for name in ("generate", "accumulate"))
@@ -102,9 +102,11 @@ def _beside_floors(plan: Any, config: Any) -> dict[str, Any]:
         print(f"a decode step moves {moved / 1e9:.2f} GB a chip, {moved / least:.2f} x the least (rows half full)")
     if update and update.cost:
         found["update_flops"] = done = update.cost.flops
-        found["update_floor_flops"] = least = update_floor_flops(plan, config)
-        times = f"{done / least:.2f} x the least (full rows, the vocabulary left out)"
-        print(f"an update's micro-batch takes {done / 1e12:.1f} TFLOP a chip, {times}")
+        found["update_products_flops"] = known = update_products_flops(plan, config)
+        print(
+            f"an update's micro-batch takes {done / 1e12:.1f} TFLOP a chip, {done / known:.2f} x its products with "
+            "weights (full rows, without the vocabulary and attention's kernel)"
+        )
     return found
 
 

@@ -63,8 +63,8 @@ class Program:
     compile_s: float
     refused: str = ""  # the compiler's reason, when the program alone does not fit
     width: int = 0  # of the shape that it was compiled for; 0 where there is one shape only
-    # Of the largest width; of a sampler's call apart from its decode steps, one of which is a turn, and of learning
-    # apart from the vocabulary. None where it was not compiled for the accelerator itself.
+    # Of the largest width: of a sampler's call apart from its decode steps, one of which is a turn; of learning apart
+    # from the vocabulary, and without attention's kernel. None where it was not compiled for the accelerator itself.
     cost: Cost | None = None
 
     @property
@@ -400,10 +400,11 @@ def decode_floor_bytes(plan: Plan, config: Config, mean_length: float) -> float:
     return plan.resident["sampling_copy"] - looked_up + 2 * m.layers * kv_heads * line * rows * mean_length
 
 
-def update_floor_flops(plan: Plan, config: Config) -> float:
-    """The least that a chip does for one micro-batch of full rows, apart from the vocabulary."""
-    rows = [config.rollout.context_tokens] * config.learning.micro_batch_rows
-    return _passes(config) * forward_flops(plan.model, rows, 0) / plan.chips
+def update_products_flops(plan: Plan, config: Config) -> float:
+    """What the layers' products with weights take of a chip for one micro-batch of full rows: 6 per weight and id, 8
+    where all is computed anew (which may leave out a layer's last product)."""
+    ids = config.rollout.context_tokens * config.learning.micro_batch_rows
+    return _passes(config) * ids * forward_flops(plan.model, [1], 0) / plan.chips  # a row of one id has no pairs
 
 
 def _passes(config: Config) -> int:

@@ -11,7 +11,7 @@ import pytest
 PROGRAM = Path(__file__).resolve().parents[1] / "launch" / "bench.py"
 
 
-SUBJECTS = ("retrieval", "recall", "corpus", "questions", "baselines", "scale", "weights", "rollout", "update")
+SUBJECTS = ("retrieval", "recall", "corpus", "questions", "baselines", "scale", "weights", "rollout", "update", "step")
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess:
@@ -130,6 +130,24 @@ def test_updates(tmp_path, monkeypatch, capsys):
     assert torch["gradient_norm"] == pytest.approx(ours["gradient_norm"], rel=1e-3)
     assert torch["ids_per_s"]["max"] == pytest.approx(sum(map(len, rows)) / min(torch["seconds"]), rel=0.2)
     assert "trl: left out, trl is not installed" in capsys.readouterr().out.splitlines()
+
+
+def test_steps(tmp_path, monkeypatch, capsys):
+    """A contender that learns from other ids than it sampled, or whose compiling is counted."""
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(PROGRAM.parents[1])
+    from benchmarks import step
+
+    out = tmp_path / "out.json"
+    flags = ["--sizes=tiny", "--works=ragged", "--scale=0.05", "--repeats=2", "--peers", "torch", f"--json={out}"]
+    step.main(flags)
+    ours, torch = json.loads(out.read_text())["step"]
+    assert (ours["contender"], torch["contender"]) == ("this project", "torch")
+    assert ours["loss"] == pytest.approx(torch["loss"], abs=1e-3) and ours["loss"] != 0
+    for line in (ours, torch):
+        parts = sum(line[f"{phase}_s"] for phase in step.PHASES)
+        assert 0 < parts < 1.5 * max(line["seconds"])
+    assert "| tiny | ragged | torch |" in capsys.readouterr().out
 
 
 def test_a_file_without_lengths_is_told_in_one_line(tmp_path, monkeypatch, capsys):
