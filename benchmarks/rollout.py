@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.scripted import WORKS, Ours, Work
+from benchmarks.scripted import WORKS, Ours, Script, Work
 from benchmarks.timing import SIZES, by_turns, log, machine, missing, parser, rates, tabled, written
 from benchmarks.yields import table_of_rules
 from psearch_jax.launching import configure_jax
@@ -22,6 +22,7 @@ from psearch_jax.models import qwen2
 
 OURS = "this project"
 PEERS = {"torch": True, "torch, re-prefilling": False}  # whether the cache is kept
+GROWTH = {"rows": (8, 32, 128, 512), "turns": (1, 2, 3, 4), "prompt": (512, 1024, 2048, 4096, 8192)}
 COLUMNS = (
     "size",
     "work",
@@ -48,6 +49,11 @@ def main(argv: Sequence[str]) -> None:
         return
     configure_jax()
     report: dict[str, Any] = {"machine": machine(), "arguments": vars(flags), "rollout": [], "skipped": []}
+    if flags.growth:
+        lines = [line for size in flags.sizes for line in growth(size, flags.scale, flags.repeats, flags.settings)]
+        print(tabled(lines, tuple(lines[0])))
+        written(flags.json, report | {"rollout": lines})
+        return
     peers = dict.fromkeys(flags.peers)
     if peers and (lacking := missing("torch", "transformers")):
         report["skipped"] = [f"{name}: left out, {lacking} is not installed" for name in peers]
@@ -107,9 +113,36 @@ def compare(
     return lines
 
 
+def growth(size: str, scale: float, repeats: int, settings: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Seconds of ours as one of three things grows: rows, turns, and the prompt that every id looks back on.
+
+    `to_linear` is how many times longer it took than the first line of its kind would, grown in proportion: below 1
+    where something is shared, above it where work grows faster than what it is done for, as attention does.
+    """
+    model = SIZES[size]
+    params = qwen2.init_params(model, 0)
+
+    def work(rows: int = 32, turns: int = 1, prompt: int = 160) -> Work:
+        n = [max(2, round(x * scale)) for x in (60, 60, prompt)]
+        script = Script((n[0],) * turns, (max(3, n[1]),) * (turns - 1))
+        return Work("growth", n[2], 8, rows, (script,) * rows)
+
+    lines = []
+    for axis, values in GROWTH.items():
+        for value in values:
+            ours = Ours(work(**{axis: value}), model, params, settings, 0.0)
+            taken = float(np.median(by_turns({f"{axis} {value}": ours.run}, repeats, log)[f"{axis} {value}"]))
+            line = {"size": size, "grows": axis, "value": value, "seconds": round(taken, 3)}
+            first = lines[-values.index(value)] if value != values[0] else line
+            share = (taken / first["seconds"]) / (value / first["value"])
+            lines.append(line | {"to_linear": round(share, 2)})
+    return lines
+
+
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
     flags = parser("bench rollout", __doc__, WORKS, PEERS)
     flags.add_argument("--simulate", action="store_true", help="only count, on the host, what rules of yielding cost")
+    flags.add_argument("--growth", action="store_true", help="ours alone, with more rows, turns or positions")
     flags.add_argument(
         "--settings", default={}, type=json.loads, help="of ours, as config.py has them: JSON, sections of fields"
     )

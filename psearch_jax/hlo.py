@@ -1,4 +1,4 @@
-"""FLOPs and bytes of a compiled program, counted from its text with its loops' turns.
+"""FLOPs and bytes of a program compiled for a TPU, counted from its text with its loops' turns.
 
 XLA's own analysis counts a loop's body once, and a write in place as the whole array. Here a body counts as often as
 its condition says, a slice as what is sliced, a write in place as what is written, and what a TPU's compiler keeps in

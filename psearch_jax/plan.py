@@ -64,7 +64,7 @@ class Program:
     refused: str = ""  # the compiler's reason, when the program alone does not fit
     width: int = 0  # of the shape that it was compiled for; 0 where there is one shape only
     # Of the largest width: of a sampler's call apart from its decode steps, one of which is a turn; of learning apart
-    # from the vocabulary, and without attention's kernel. None where it was not compiled for the accelerator itself.
+    # from the vocabulary, and without attention's kernel. TPUs only: a GPU's products are calls that tell nothing.
     cost: Cost | None = None
 
     @property
@@ -204,12 +204,14 @@ def make_plan(
     log: Callable[[str], None] = lambda _: None,
     names: Sequence[str] = (START, *SAMPLER_PROGRAMS, *LEARNER_PROGRAMS),
     largest_only: bool = False,
+    to_the_end: bool = True,
 ) -> Plan:
     """Compiles the programs of a training run for a machine, in every width, and counts what each chip holds.
 
     Args:
       names: of the programs; default: all.
       largest_only: the largest width alone, which is quicker; a smaller one may need more.
+      to_the_end: False leaves out what comes behind the first program that does not fit.
 
     Raises:
       UserError: the config is at odds with itself or with the mesh.
@@ -281,6 +283,8 @@ def make_plan(
         worst = max(found, key=lambda p: (bool(p.refused), p.total_bytes))
         compiled[name] = replace(worst, compile_s=sum(p.compile_s for p in found), cost=found[-1].cost)
         by_width[name] = {p.width: -1 if p.refused else p.total_bytes for p in found}
+        if not to_the_end and (worst.refused or worst.total_bytes > target.chip.hbm_bytes):
+            break
     large = tuple(row for name, tree in arrays.items() for row in _large(name, tree, mesh))
     chips = len(target.devices)
     return Plan(target.topology, chips, target.chip, dict(mesh.shape), model, resident, compiled, by_width, large)
@@ -344,7 +348,7 @@ def _compile(trace: Callable[[], Any], mesh: Mesh, resident: int, wide: Callable
         held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         peak = held + temporary.temp_size_in_bytes
     seconds = time.monotonic() - start
-    return Program(int(peak), resident, seconds, cost=None if platform == "cpu" else cost(program.as_text()))
+    return Program(int(peak), resident, seconds, cost=cost(program.as_text()) if platform == "tpu" else None)
 
 
 def _large(group: str, tree: Any, mesh: Mesh) -> list[tuple[str, tuple[int, ...], str, int, bool]]:
@@ -424,7 +428,7 @@ def search(config: Config, target: Target, log: Callable[[str], None]) -> dict[s
         for field, value in changes.items():
             section, _, name = field.partition(".")
             changed = replace(changed, **{section: replace(getattr(changed, section), **{name: value})})
-        fit = all(make_plan(changed, target, names=[name]).fits for name in names)  # the first that does not is enough
+        fit = make_plan(changed, target, names=names, to_the_end=False).fits
         log(f"{changes}: {'fits' if fit else 'does not fit'}")
         return fit
 

@@ -139,6 +139,11 @@ def main(sizes: str, out: str) -> None:
     sampler = Sampler(qwen2.graphdef(config, jnp.float32), config, tables, len(TOKENS), [STOP], mesh)
     rolled = rollouts(sampler, learner.sampling_copy(state.params))
 
+    narrow = Learner(config, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), int8_sampling=True)
+    graph, options = qwen2.graphdef(config, jnp.float32, int8=True), {"int8_weights": True, "int8_cache": True}
+    whole = Sampler(graph, config, tables, len(TOKENS), [STOP], mesh, **options)
+    in_int8 = rollouts(whole, narrow.sampling_copy(state.params))
+
     mask = rolled.mask.astype(np.float32)
     advantage = mask * np.linspace(-1, 1, B, dtype=np.float32)[:, None]
     zeros = np.zeros_like(mask)
@@ -147,6 +152,7 @@ def main(sizes: str, out: str) -> None:
     batch = TrainBatch(**{**vars(batch), "old_logprobs": old, "ref_logprobs": (old - 0.2).astype(np.float32)})
     (piece,) = mini_batches(batch, B)
     result = {name: getattr(rolled, name) for name in ("ids", "mask", "length", "status", "logprobs")}
+    result |= {"int8_ids": in_int8.ids, "int8_logprobs": in_int8.logprobs}
     result |= {"trainer_logprobs": old, "learning_rate": np.float64(LEARNING.learning_rate)}
     first, seen = None, []
     for _ in range(3):

@@ -112,6 +112,26 @@ def test_rollouts(tmp_path, monkeypatch, capsys):
     assert "| tiny | ragged | torch, re-prefilling |" in table and "left out" not in table
 
 
+def test_growth(tmp_path, monkeypatch, capsys):
+    """A proportion taken to the line before, or to the first of another kind."""
+    monkeypatch.syspath_prepend(PROGRAM.parents[1])
+    from benchmarks import rollout
+
+    monkeypatch.setattr(rollout, "GROWTH", {"rows": (8, 16), "turns": (1, 2)})
+    rollout.main(["--growth", "--sizes=tiny", "--scale=0.05", "--repeats=1", f"--json={tmp_path / 'out.json'}"])
+    lines = json.loads((tmp_path / "out.json").read_text())["rollout"]
+    assert [(line["grows"], line["value"]) for line in lines] == [
+        ("rows", 8),
+        ("rows", 16),
+        ("turns", 1),
+        ("turns", 2),
+    ]
+    for first, second in (lines[:2], lines[2:]):
+        share = second["seconds"] / first["seconds"] * first["value"] / second["value"]
+        assert first["to_linear"] == 1 and second["to_linear"] == pytest.approx(share, rel=0.1)
+    assert "| tiny | turns | 2 |" in capsys.readouterr().out
+
+
 def test_updates(tmp_path, monkeypatch, capsys):
     """A peer that takes another step, real ids that are counted wrong, or one left out without a word."""
     pytest.importorskip("torch")

@@ -78,6 +78,20 @@ def test_attention_behind_whole_numbers(T, S, across):
         np.testing.assert_allclose(ours, form(q, *kv, wide, start), atol=1e-4)
 
 
+@pytest.mark.parametrize(("T", "span", "rows"), [(1, None, None), (1, 32, None), (5, None, [2, 0])])
+def test_a_model_behind_a_cache_of_whole_numbers(T, span, rows):
+    """Scales of another layer, of other rows or of positions behind the span, where a GPU reads the cache."""
+    rng, B = np.random.default_rng(0), len(rows) if rows else 3
+    shape = (CONFIG.layers, 3, CONFIG.kv_heads, 64, CONFIG.head_dim)
+    cache = KVCache.of(*(jnp.asarray(rng.normal(size=shape)) for _ in range(2)), jnp.int8)
+    wide = KVCache(cache.k * cache.k_scale[..., None], cache.v * cache.v_scale[..., None])
+    ids, start = rng.integers(0, 400, (B, T)).astype(np.int32), np.array([0, 31, 17], np.int32)[:B]
+    model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), random_params(CONFIG))
+    of_rows = None if rows is None else jnp.array(rows)
+    found = [model.hidden(ids, c, start, keep_kv=True, span=span, rows=of_rows)[0] for c in (cache, wide)]
+    np.testing.assert_allclose(*found, atol=1e-4)
+
+
 def test_rollouts_by_whole_numbers(tiny_tokenizer):
     """Positions written without their scales: the next step would read others. And the gap is that of rounding."""
     params, rng, rows = random_params(CONFIG, scale=0.1), np.random.default_rng(0), 4
