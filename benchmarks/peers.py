@@ -236,6 +236,7 @@ class TorchUpdate:
         compiled: bool,
     ):
         self._model, self._learning, self._widths = model.train(), learning, widths
+        torch.compiler.reset()  # or the widths of contenders before count among what may be compiled
         self._logprobs: Callable = torch.compile(_logprobs, dynamic=False) if compiled else _logprobs
         self._optimizer = torch.optim.AdamW(
             model.parameters(),

@@ -132,10 +132,10 @@ def growth(size: str, scale: float, repeats: int, settings: dict[str, dict[str, 
         for value in values:
             ours = Ours(work(**{axis: value}), model, params, settings, 0.0)
             taken = float(np.median(by_turns({f"{axis} {value}": ours.run}, repeats, log)[f"{axis} {value}"]))
+            if value == values[0]:
+                unit = taken / value
             line = {"size": size, "grows": axis, "value": value, "seconds": round(taken, 3)}
-            first = lines[-values.index(value)] if value != values[0] else line
-            share = (taken / first["seconds"]) / (value / first["value"])
-            lines.append(line | {"to_linear": round(share, 2)})
+            lines.append(line | {"to_linear": round(taken / value / unit, 2)})
     return lines
 
 

@@ -25,7 +25,7 @@ from psearch_jax.rollout.boundary import BoundaryTables
 from psearch_jax.rollout.sampler import Sampler, SamplerState, Status
 from psearch_jax.sharding import SAMPLING, make_mesh, param_shardings
 from psearch_jax.text.tags import MIN_OBSERVATION_TOKENS
-from psearch_jax.types import Question, Trajectory, Turn
+from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage
 
 TAG_WORDS = 2  # of an observation, as `Words` counts them: its opening and its closing tag
@@ -176,7 +176,7 @@ class Ours:
     """This project's rollouts of a work, by the parts that a run has.
 
     Args:
-      settings: sections of a config to measure under, as {"rollout": {"slots": 32}}.
+      settings: sections of a config to measure under, as {"rollout": {"slots": 32}}; not the model's.
       search_s: seconds that each search takes.
     """
 
@@ -199,6 +199,8 @@ class Ours:
             "search_turns": max(len(s.turns) for s in work.scripts),
             "max_tokens_after_answer": 0,
         }
+        if "model" in settings:
+            raise UserError("--settings: found a section model, accepted: others (weights are float32 on every side)")
         plain = {"dtype": "float32", "sampling_dtype": "float32"}
         config = from_mapping(settings | {"rollout": rollout | settings.get("rollout", {}), "model": plain})
         mesh, n_ids = make_mesh(MeshSection(1, 1, 1), jax.devices()[:1]), model.vocab_rows

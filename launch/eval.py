@@ -65,6 +65,8 @@ FIELDS = {
     "world_seed": ("data", int, "which closed world"),
     "world_theme": ("data", str, "encyclopedia, or with other names renamed, or register, where all is other"),
     "sampling_dtype": ("model", str, "float32, bfloat16 or float16"),
+    "int8_weights": ("model", bool, "sample from kernels of 8 bits, as a run may do in training"),
+    "int8_cache": ("model", bool, "with keys and values of 8 bits"),
     "tokenizer": ("model", str, "tokenizer directory, when the model has none beside it"),
 }
 DEFINE = {int: flags.DEFINE_integer, bool: flags.DEFINE_bool, str: flags.DEFINE_string}
@@ -193,6 +195,7 @@ def main(_: list[str]) -> None:
     passages = processes.together(lambda: retriever.describe() if retriever and processes.first() else {})[0]
     settings["retrieval"] |= {name: passages[name] for name in ("corpus_sha256", "rows") if passages}
     settings["sampling_dtype"] = config.model.sampling_dtype
+    settings |= {name: True for name in ("int8_weights", "int8_cache") if sections["model"][name]}
     evaluation = Evaluation(OUT.value, questions, settings)
     params = parts.sampling_copy()
 

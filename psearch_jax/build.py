@@ -202,6 +202,8 @@ def training_run(config: Config) -> Run:
     parts = engine(config, training=True)
     given, config = config, parts.config
     log.info(parts.describe())
+    if (config.model.int8_weights or config.model.int8_cache) and not config.learning.importance_cap:
+        log.warning("rollouts in eight bits are learned from as they are: learning.importance_cap=2 would weigh them")
     questions, evaluation = _questions(config, parts.world)
     optimizer = make_optimizer(config.learning, updates_per_step(config) * config.train.steps)
     learner = make_learner(config, parts.model, parts.mesh, optimizer, parts.tokenizer.size)

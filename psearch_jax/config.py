@@ -83,8 +83,8 @@ class ModelSection:
     tokenizer: str = ""  # HF tokenizer directory; empty: the one at `path`
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # compute; the master weights are float32
     sampling_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # sampling copy and KV cache
-    # Sampling reads the layers' kernels, or the cache, as whole numbers of 8 bits (models/int8.py): half the bytes of
-    # 16 bits, and further from what is trained, by `logp_gap`; learning.importance_cap weighs for it.
+    # Sampling reads the layers' kernels, or the cache, quantized to 8 bits (models/int8.py): on a TPU half the bytes
+    # of 16 bits, and further from what is trained, by `logp_gap`; learning.importance_cap weighs for it.
     int8_weights: bool = False
     int8_cache: bool = False
     shard_residual: bool = False  # training splits positions over `tensor` between layers: less memory, more traffic

@@ -1,8 +1,9 @@
 """FLOPs and bytes of a program compiled for a TPU, counted from its text with its loops' turns.
 
-XLA's own analysis counts a loop's body once, and a write in place as the whole array. Here a body counts as often as
-its condition says, a slice as what is sliced, a write in place as what is written, and what a TPU's compiler keeps in
-the chip's own memory (a layout with `S(1)`) not at all. A kernel that XLA does not look into counts as it declares.
+XLA's own analysis counts a loop's body once, and a write in place as the whole array. Here a body counts by its trip
+count, as its condition says it, a slice as what is sliced, a write in place as what is written, and what the compiler
+keeps in the chip's own memory (a layout with `S(1)`) not at all. A kernel that XLA does not look into counts as it
+declares.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import astuple, dataclass, field
 
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
 _BITS = {"pred": 8, "bf16": 16, "f16": 16, "s4": 4, "u4": 4}  # others have them in their name: f32, s8, f8e4m3fn
-_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call"}
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 _ALIKE = ("bitcast", "reshape", "copy", "convert", "transpose")  # inside a fusion: what is read of them is theirs
 
 
@@ -111,21 +112,19 @@ class _Program:
         return total
 
     def _turns(self, loop: _Instruction) -> int | None:
-        """Of a loop that counts from 0 up to a constant; None for another."""
+        """The trip count of a loop whose counter is compared with a constant; None for another.
+
+        That the counter begins at 0 is taken for granted, as that of `lax.scan` does.
+        """
         if stated := re.search(r'"?known_trip_count"?:{"?n"?:"?(\d+)', loop.rest):
             return int(stated[1])
         (name,) = loop.called("condition")
         condition = self.computations[name]
         last = condition.instructions[condition.root]
-        if last.kind == "fusion":  # of the comparison alone
-            (inside,) = last.called("calls")
-            last = self.computations[inside].instructions[self.computations[inside].root]
         if last.kind != "compare" or "direction=LT" not in last.rest:
             return None
-        whole = [
-            i for i in condition.instructions.values() if i.kind == "constant" and re.match(r"[su]32\[\]", i.type)
-        ]
-        return int(whole[0].rest.split(")")[0]) if len(whole) == 1 else None
+        end = condition.instructions[last.operands[1]]
+        return int(end.rest.split(")")[0]) if end.kind == "constant" else None
 
     # ---- FLOPs ----
 
@@ -174,9 +173,14 @@ class _Program:
     def _bytes(self, here: _Computation, i: _Instruction) -> float:
         if i.kind in _FREE or i.kind.endswith("-done"):
             return 0.0
+        if i.kind in ("slice-start", "dynamic-slice-start"):  # ((source, ...), what is sliced, ...)
+            end = _closing(i.type[1:]) + 2
+            sliced = _ARRAY.search(i.type, end)[0]
+            return _hbm(sliced) + min(_whole(sliced), _hbm(i.type[:end]))
         if i.kind.endswith("-start"):
-            arrays = [_array_bytes(*found) for found in _ARRAY.findall(i.type)]
-            return float(sum(arrays if "slice" not in i.kind else arrays[1:2]))
+            return _hbm(i.type)
+        if '"AllocateBuffer"' in i.rest:
+            return 0.0
         if i.kind == "custom-call" and (declared := _declared(i, "bytes_accessed")) is not None:
             return declared
         if i.kind == "fusion":

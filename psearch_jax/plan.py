@@ -348,7 +348,14 @@ def _compile(trace: Callable[[], Any], mesh: Mesh, resident: int, wide: Callable
         held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         peak = held + temporary.temp_size_in_bytes
     seconds = time.monotonic() - start
-    return Program(int(peak), resident, seconds, cost=cost(program.as_text()) if platform == "tpu" else None)
+    return Program(int(peak), resident, seconds, cost=_counted(program.as_text()) if platform == "tpu" else None)
+
+
+def _counted(text: str) -> Cost | None:
+    try:
+        return cost(text)
+    except (AttributeError, IndexError, KeyError, ValueError, ZeroDivisionError):
+        return None  # a form of another compiler that the count does not know; what fits is known all the same
 
 
 def _large(group: str, tree: Any, mesh: Mesh) -> list[tuple[str, tuple[int, ...], str, int, bool]]:

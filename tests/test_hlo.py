@@ -6,13 +6,13 @@ import pytest
 
 from psearch_jax.hlo import Cost, cost
 
-pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
 L, R, D = 6, 256, 1024  # loops, rows, width
 
 
 @pytest.fixture(scope="module")
 def counted():
     """The cost of a function of arrays of the given shapes, in bfloat16, on one chip of v5e."""
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
     from psearch_jax.plan import tpu_target
 
     device = jax.sharding.SingleDeviceSharding(tpu_target("v5e:2x2").devices[0])
@@ -80,6 +80,36 @@ def test_products_of_many_pairs(counted):
 
     found = counted(pairs, (7, R, 384), (7, 384, 128))
     assert found.flops == 7 * 2 * R * 384 * 128
+
+
+def test_forms_that_few_programs_have():
+    """A weight fetched ahead that counts nothing, a branch that is not taken, a loop whose end is only bounded."""
+    text = """
+%sum (a: s32[], b: s32[]) -> pred[] {
+  %a = s32[] parameter(0)
+  %five = s32[] constant(5)
+  ROOT %lt = pred[] compare(%five, %a), direction=LT
+}
+%small (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %n = f32[8]{0} negate(%x)
+}
+%large (y: f32[8]) -> f32[8] {
+  %y = f32[8]{0} parameter(0)
+  %m = f32[8]{0} negate(%y)
+  ROOT %o = f32[8]{0} negate(%m)
+}
+ENTRY %main (p: bf16[4,512], q: f32[8], i: s32[]) -> f32[8] {
+  %p = bf16[4,512]{1,0} parameter(0)
+  %q = f32[8]{0} parameter(1)
+  %i = s32[] parameter(2)
+  %s = ((bf16[4,512]{1,0}), bf16[1,512]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%p), slice={[0:1], [0:512]}
+  %d = bf16[1,512]{1,0:T(8,128)S(1)} slice-done(%s)
+  %c = f32[8]{0} conditional(%i, %q, %q), branch_computations={%small, %large}
+  ROOT %w = f32[8]{0} while(%c), condition=%sum, body=%small
+}
+"""
+    assert cost(text) == Cost(0.0, 1024 + 4 * 32, 0.0, 2 * 32 + 4 + 1 + 4)
 
 
 def test_a_kernel_counts_as_it_declares():

@@ -1,4 +1,4 @@
-"""Eight bits for what sampling reads: kernels by output, cached keys and values by position.
+"""Quantization to eight bits of what sampling reads: kernels by output channel, the cache by position and head.
 
 A whole number in -127..127 for each value and a float32 scale for each line of them: symmetric, to the nearest.
 Products are of 16-bit or float32 operands all the same, as the numbers are widened where they are read; the scale is

@@ -123,6 +123,10 @@ def write(
     def put(old: jax.Array | None, new: jax.Array | None, across: bool = False) -> jax.Array | None:
         if old is None or new is None:
             return None
+        if rows is None and old.ndim == 4 and new.shape[3] == 1:
+            # Scales of one position: XLA for TPU would lay all of them out for a write of single numbers, and back
+            # for the kernel that reads them, at every token.
+            return jnp.where(jnp.arange(size) == target[:, None], new, old)
         if rows is None:
             return _put(old, new, target, jnp.arange(new.shape[1]), across)
         axes = AXES[: old.ndim]

@@ -87,7 +87,7 @@ def _by_groups(q, k, v, layer, start, cached_k, cached_v, *scales) -> jax.Array:
     cached_k [L, B, K, H, S], cached_v [L, B, K, S, H]; in int8 the two scales [L, B, K, S] of their lines.
     """
     B, K, S, H = cached_v.shape[1:]
-    R = group_rows(B, K * min(KEY_BLOCK, S) * H * cached_v.dtype.itemsize)
+    R = group_rows(B, K * min(KEY_BLOCK, S) * H * q.dtype.itemsize)
 
     def group(g: jax.Array, out: jax.Array) -> jax.Array:
         mine, own_k, own_v, length = (jax.lax.dynamic_slice_in_dim(x, g * R, R) for x in (q, k, v, start))
