@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import make_sampler, one_device_mesh, random_params, started, tiny_config
+from runs import small_config
 
+from psearch_jax import build
 from psearch_jax.config import LearningSection, Lora
 from psearch_jax.models import int8, lora, qwen2
 from psearch_jax.models.attention import Keys, behind, decode
@@ -116,6 +118,20 @@ def test_rollouts_by_whole_numbers(tiny_tokenizer):
     scored, _ = model.logprobs(model.hidden(ids[:, :-1])[0], ids[:, 1:], 1.0, tiny_tokenizer.size)
     gap = np.abs(np.pad(scored, ((0, 0), (1, 0))) - cached.logprobs)[cached.mask]
     assert cached.mask.sum() > 50 and 1e-6 < gap.mean() < 0.01 and gap.max() < 0.05, gap.mean()
+
+
+def test_an_evaluation_reads_what_a_run_samples_from(tiny_policy):
+    """A policy that is evaluated in other bits than were asked for, or than it was trained with."""
+    config = small_config(tiny_policy, **{"model.int8_weights": True, "model.int8_cache": True})
+    parts = build.from_path(config, str(tiny_policy))
+    sampler, made = parts.collector.sampler, dict(nnx.to_flat_state(parts.sampling_copy()))
+    planned = {path: (v.shape, v.dtype) for path, v in nnx.to_flat_state(sampler.abstract_params())}
+    assert planned == {path: (v.shape, v.dtype) for path, v in made.items()}
+    wanted = dict(nnx.to_flat_state(int8.with_kernels(parts.params, parts.params)))
+    for name in lora.KERNELS:
+        for path in (("layers", name), ("scales", f"{name}_scale")):
+            np.testing.assert_array_equal(made[path].get_value(), wanted[path].get_value())
+    assert sampler.new_state(2, 32).cache.v.dtype == jnp.int8
 
 
 def test_adapters_beside_whole_numbers(tiny_tokenizer):
