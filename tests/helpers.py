@@ -172,14 +172,14 @@ def unit_rows(rows: int, dimensions: int, seed: int = 0) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-SIZES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "u8": 1, "pred": 1}
+SIZES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "u8": 1, "s8": 1, "pred": 1}
 
 
 def collectives_in_loops(text: str, least_bytes: int, kinds: str = "all-gather") -> list[str]:
     """The collectives in a compiled program's text that run at every turn of a loop and give at least `least_bytes`.
 
     Args:
-      kinds: a regular expression of names such as "all-gather|reduce-scatter".
+      kinds: a regular expression of names such as "all-gather|reduce-scatter", or of other operations.
     """
     computations: dict[str, list[str]] = {}
     for line in text.splitlines():
