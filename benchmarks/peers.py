@@ -223,7 +223,6 @@ class TorchUpdate:
 
     Args:
       model: is changed.
-      batch: None where each is laid as it comes.
       widths: what micro-batches are padded to; None: each to its own longest row.
     """
 
@@ -231,12 +230,12 @@ class TorchUpdate:
         self,
         model: Qwen2ForCausalLM,
         learning: LearningSection,
-        batch: TrainBatch | None,
         widths: tuple[int, ...] | None,
         compiled: bool,
     ):
         self._model, self._learning, self._widths = model.train(), learning, widths
-        torch.compiler.reset()  # or the widths of contenders before count among what may be compiled
+        if compiled:
+            torch.compiler.reset()  # or the widths of contenders before count among what may be compiled
         self._logprobs: Callable = torch.compile(_logprobs, dynamic=False) if compiled else _logprobs
         self._optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -245,8 +244,6 @@ class TorchUpdate:
             weight_decay=learning.weight_decay,
             fused=True,
         )
-        if batch is not None:
-            self.lay(batch)
 
     def lay(self, batch: TrainBatch) -> None:
         """Makes a batch that of the next `run`."""
@@ -295,12 +292,12 @@ class TorchUpdate:
 class TrlUpdate(TorchUpdate):
     """The same with TRL's own loss, which looks at the vocabulary behind the prompt only."""
 
-    def __init__(self, model: Qwen2ForCausalLM, learning: LearningSection, batch: TrainBatch):
+    def __init__(self, model: Qwen2ForCausalLM, learning: LearningSection):
         from datasets import Dataset
         from transformers import PreTrainedTokenizerFast
         from trl import GRPOConfig, GRPOTrainer
 
-        super().__init__(model, learning, batch, widths=None, compiled=False)
+        super().__init__(model, learning, widths=None, compiled=False)
         with tempfile.TemporaryDirectory() as folder:
             arguments = GRPOConfig(
                 output_dir=folder,

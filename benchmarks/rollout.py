@@ -123,9 +123,8 @@ def growth(size: str, scale: float, repeats: int, settings: dict[str, dict[str, 
     params = qwen2.init_params(model, 0)
 
     def work(rows: int = 32, turns: int = 1, prompt: int = 160) -> Work:
-        n = [max(2, round(x * scale)) for x in (60, 60, prompt)]
-        script = Script((n[0],) * turns, (max(3, n[1]),) * (turns - 1))
-        return Work("growth", n[2], 8, rows, (script,) * rows)
+        ids, prompt = (max(3, round(n * scale)) for n in (60, prompt))
+        return Work("growth", prompt, 8, rows, (Script((ids,) * turns, (ids,) * (turns - 1)),) * rows)
 
     lines = []
     for axis, values in GROWTH.items():

@@ -11,22 +11,19 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 
 from benchmarks.scripted import WORKS, Ours, Work
 from benchmarks.timing import SIZES, by_turns, log, machine, missing, parser, rates, tabled, written
-from benchmarks.update import MICRO_ROWS, OURS
-from psearch_jax import build
+from benchmarks.update import OURS, config_of, learner_of
 from psearch_jax.buckets import buckets
-from psearch_jax.config import Config, MeshSection, Qwen2Config, from_mapping
+from psearch_jax.config import Qwen2Config
 from psearch_jax.launching import configure_jax
 from psearch_jax.models import qwen2
 from psearch_jax.rl.batch import make_batch
-from psearch_jax.sharding import make_mesh
-from psearch_jax.train.state import init_state, make_optimizer
 from psearch_jax.types import TrainBatch
 
 PEERS = ("torch", "torch.compile")  # the second compiles what learns
@@ -83,15 +80,10 @@ class _Step:
         self.losses: list[float] = []
         rng = np.random.default_rng(0)
         self.advantages = rng.standard_normal(len(work.scripts))
-        learning = {"micro_batch_rows": MICRO_ROWS, "mini_batch_rollouts": len(work.scripts), "warmup_ratio": 0.0}
-        self.config: Config = from_mapping(
-            {
-                "model": {"dtype": "float32", "sampling_dtype": "float32", "remat": "dots"},
-                "rollout": {"context_tokens": work.longest, "samples": work.samples},
-                "train": {"prompts": len(work.scripts) // work.samples},
-                "learning": learning,
-            }
-        )
+        config = config_of(len(work.scripts), work.longest)
+        rollout = replace(config.rollout, samples=work.samples)
+        train = replace(config.train, prompts=len(work.scripts) // work.samples)  # all in one optimizer step
+        self.config = replace(config, rollout=rollout, train=train)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -105,12 +97,8 @@ class OurStep(_Step):
 
     def __init__(self, work: Work, model: Qwen2Config, params: Any):
         super().__init__(work)
-        config = self.config
-        optimizer = make_optimizer(config.learning, 10)
-        mesh = make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])
         self._rollouts = Ours(work, model, params, {}, 0.0)
-        self._learner = build.make_learner(config, model, mesh, optimizer, model.vocab_rows)
-        self._state = init_state(jax.tree.map(lambda x: x.copy(), params), optimizer, mesh)
+        self._learner, self._state = learner_of(self.config, model, params)
         self._reference = self._learner.reference_copy(self._state.params)
 
     def run(self) -> None:
@@ -119,7 +107,7 @@ class OurStep(_Step):
             batch = make_batch(found, self.advantages, self.config.rollout.context_tokens)
         with self.phase("reference"):
             reference = self._learner.reference_logprobs(self._reference, batch)
-            batch = TrainBatch(**{**vars(batch), "ref_logprobs": reference})
+            batch = replace(batch, ref_logprobs=reference)
         with self.phase("update"):
             self._state, metrics = self._learner.update(self._state, batch)
         self.losses.append(metrics["loss"])
@@ -136,7 +124,7 @@ class TorchStep(_Step):
         self._reference = copy.deepcopy(policy)
         self._rollouts = TorchRollouts(work, model, policy, keep=True)
         widths = buckets(self.config.rollout.context_tokens, self.config.rollout.widths) if compiled else None
-        self._update = TorchUpdate(policy, self.config.learning, None, widths, compiled)
+        self._update = TorchUpdate(policy, self.config.learning, widths, compiled)
 
     def run(self) -> None:
         with self.phase("rollouts"):

@@ -25,7 +25,8 @@ from psearch_jax.config import Config, MeshSection, Qwen2Config, from_mapping
 from psearch_jax.launching import configure_jax
 from psearch_jax.models import qwen2
 from psearch_jax.sharding import make_mesh
-from psearch_jax.train.state import init_state, make_optimizer
+from psearch_jax.train.state import TrainState, init_state, make_optimizer
+from psearch_jax.train.step import Learner
 from psearch_jax.types import TrainBatch, UserError
 
 OURS = "this project"
@@ -61,19 +62,21 @@ def compare(size: str, masks: Sequence[np.ndarray], peers: Sequence[str], repeat
     """
     model, longest = SIZES[size], max(map(len, masks))
     params = qwen2.init_params(model, 0)
-    config = _config(len(masks), longest)
+    config = config_of(len(masks), longest)
     ours = Ours(config, model, params, masks)
     contenders: dict[str, Callable[[], dict[str, float]]] = {OURS: ours.run}
     for name in peers:
         from benchmarks.peers import TorchUpdate, TrlUpdate, torch_model
 
-        theirs, given = torch_model(params, model), (config.learning, ours.batch)
+        theirs = torch_model(params, model)
         if name == "trl":
-            contenders[name] = TrlUpdate(theirs, *given).run
+            peer = TrlUpdate(theirs, config.learning)
         else:
             compiled = name == "torch.compile"  # a program for each width, so few of them
             widths = buckets(longest, config.rollout.widths) if compiled else None
-            contenders[name] = TorchUpdate(theirs, *given, widths, compiled).run
+            peer = TorchUpdate(theirs, config.learning, widths, compiled)
+        peer.lay(ours.batch)
+        contenders[name] = peer.run
     first: dict[str, dict[str, float]] = {}
 
     def noting(name: str) -> Callable[[], Any]:
@@ -97,10 +100,7 @@ class Ours:
     """This project's update of a batch with the given masks."""
 
     def __init__(self, config: Config, model: Qwen2Config, params: Any, masks: Sequence[np.ndarray]):
-        optimizer = make_optimizer(config.learning, 10)
-        mesh = make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])
-        self._learner = build.make_learner(config, model, mesh, optimizer, model.vocab_rows)
-        self._state = init_state(jax.tree.map(lambda x: x.copy(), params), optimizer, mesh)
+        self._learner, self._state = learner_of(config, model, params)
         batch = _batch(masks, model.vocab_rows)
         # A policy that has moved a little, from itself and from its reference.
         noise = 0.01 * np.random.default_rng(1).standard_normal(batch.mask.shape).astype(np.float32) * batch.mask
@@ -112,7 +112,16 @@ class Ours:
         return metrics
 
 
-def _config(rows: int, longest: int) -> Config:
+def learner_of(config: Config, model: Qwen2Config, params: Any) -> tuple[Learner, TrainState]:
+    """The learner of a config on one device, and a state with copies of the parameters."""
+    optimizer = make_optimizer(config.learning, 10)
+    mesh = make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])
+    learner = build.make_learner(config, model, mesh, optimizer, model.vocab_rows)
+    return learner, init_state(jax.tree.map(lambda x: x.copy(), params), optimizer, mesh)
+
+
+def config_of(rows: int, longest: int) -> Config:
+    """What learns from `rows` trajectories of at most `longest` ids, in float32 and in one optimizer step."""
     return from_mapping(
         {
             "model": {"dtype": "float32", "sampling_dtype": "float32", "remat": "dots"},

@@ -2,8 +2,8 @@
 
 The run's own programs are compiled for the topology (libtpu is needed: `pip install 'jax[tpu]'`), and what every chip
 holds is listed: the compiler's peak of each program, and what is resident beside it; and what decoding moves and an
-update computes, beside what they must. `--search` finds the largest
-slots, micro-batch and context that fit. Exit code 2, with what to change, when the run does not fit.
+update computes, beside what they must. `--search` finds the largest slots, micro-batch and context that fit. Exit code
+2, with what to change, when the run does not fit.
 """
 
 from __future__ import annotations

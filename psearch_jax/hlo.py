@@ -223,21 +223,19 @@ class _Program:
         """Bytes that a value takes when it leaves: of a write in place what is new. `outer` is where it goes."""
         i = here.instructions[name]
         if i.kind == "tuple":
-            kinds = _ARRAY.findall(outer)
-            return sum(
-                self._written(here, o, f"{t}[{s}]{{{x}}}") for o, (t, s, x) in zip(i.operands, kinds, strict=True)
-            )
+            parts = (found[0] for found in _ARRAY.finditer(outer))
+            return sum(self._written(here, o, part) for o, part in zip(i.operands, parts, strict=True))
         if not _hbm(outer):
             return 0.0
         if i.kind == "dynamic-update-slice":
-            return float(_whole(here.instructions[i.operands[1]].type))
+            return _whole(here.instructions[i.operands[1]].type)
         if i.kind == "scatter":
-            return float(_whole(here.instructions[i.operands[-1]].type))
+            return _whole(here.instructions[i.operands[-1]].type)
         if i.kind in _ALIKE and i.operands[0] in here.instructions:
             source = here.instructions[i.operands[0]]
             if source.kind in ("dynamic-update-slice", "scatter"):
                 return self._written(here, source.name, outer)
-        return float(_hbm(outer))
+        return _hbm(outer)
 
 
 def _parsed(line: str) -> _Instruction | None:
@@ -246,11 +244,11 @@ def _parsed(line: str) -> _Instruction | None:
         return None
     rest = line[opened.end() :]
     end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
-    kind, rest = rest[:end], rest[end:].strip()
-    name, _, rest = rest.partition("(")
+    type, rest = rest[:end], rest[end:].strip()
+    kind, _, rest = rest.partition("(")
     inner = rest[: _closing("(" + rest) - 1]
     operands = tuple(re.findall(r"%([\w.-]+)", inner)) if "%" in inner else ()
-    return _Instruction(opened[1], name, kind, operands, rest if not operands else rest[len(inner) :])
+    return _Instruction(opened[1], kind, type, operands, rest if not operands else rest[len(inner) :])
 
 
 def _closing(text: str) -> int:

@@ -71,6 +71,9 @@ class Program:
     def total_bytes(self) -> int:
         return self.peak_bytes + self.resident_bytes
 
+    def fits(self, chip: Chip) -> bool:
+        return not self.refused and self.total_bytes <= chip.hbm_bytes
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -88,7 +91,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return all(not p.refused and p.total_bytes <= self.chip.hbm_bytes for p in self.programs.values())
+        return all(p.fits(self.chip) for p in self.programs.values())
 
     @property
     def headroom_bytes(self) -> int:
@@ -275,15 +278,16 @@ def make_plan(
         loaded_and_state = beside("parameters", "parameters", "optimizer")
         compiled[START] = Program(loaded_and_state, beside("frozen_base", "reference"), 0.0)
     for name in [name for name in names if name != START and traces[name]]:
-        found = []
+        found, largest = [], list(traces[name])[-1]
         for width, trace in list(traces[name].items())[-1 if largest_only else 0 :]:
-            p = _compile(trace, mesh, others[name], wide.get(name, {}).get(width))
+            counted = to_the_end and width == largest
+            p = _compile(trace, mesh, others[name], wide.get(name, {}).get(width), counted)
             found.append(replace(p, width=width))
             log(f"{name} {width or ''}: {p.refused or f'{p.total_bytes / GIB:.2f} GiB'} ({p.compile_s:.0f} s)")
         worst = max(found, key=lambda p: (bool(p.refused), p.total_bytes))
         compiled[name] = replace(worst, compile_s=sum(p.compile_s for p in found), cost=found[-1].cost)
         by_width[name] = {p.width: -1 if p.refused else p.total_bytes for p in found}
-        if not to_the_end and (worst.refused or worst.total_bytes > target.chip.hbm_bytes):
+        if not (to_the_end or worst.fits(target.chip)):
             break
     large = tuple(row for name, tree in arrays.items() for row in _large(name, tree, mesh))
     chips = len(target.devices)
@@ -327,8 +331,13 @@ def _in_float32(config: Config) -> Config:
     return replace(config, model=replace(config.model, dtype="float32", sampling_dtype="float32"))
 
 
-def _compile(trace: Callable[[], Any], mesh: Mesh, resident: int, wide: Callable[[], Any] | None = None) -> Program:
-    """Compiles one program; `wide` is the one to count temporary arrays in, if it is another (`cuda_target`)."""
+def _compile(
+    trace: Callable[[], Any], mesh: Mesh, resident: int, wide: Callable[[], Any] | None, counted: bool
+) -> Program:
+    """Compiles one program; `wide` is the one to count temporary arrays in, if it is another (`cuda_target`).
+
+    Its cost is looked for where it is `counted`.
+    """
     start = time.monotonic()
     try:
         with jax.set_mesh(mesh):
@@ -348,10 +357,11 @@ def _compile(trace: Callable[[], Any], mesh: Mesh, resident: int, wide: Callable
         held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         peak = held + temporary.temp_size_in_bytes
     seconds = time.monotonic() - start
-    return Program(int(peak), resident, seconds, cost=_counted(program.as_text()) if platform == "tpu" else None)
+    counted = counted and platform == "tpu"
+    return Program(int(peak), resident, seconds, cost=_cost_if_known(program.as_text()) if counted else None)
 
 
-def _counted(text: str) -> Cost | None:
+def _cost_if_known(text: str) -> Cost | None:
     try:
         return cost(text)
     except (AttributeError, IndexError, KeyError, ValueError, ZeroDivisionError):
