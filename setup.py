@@ -11,7 +11,7 @@ EXTRAS = {
     "gcs": ["gcsfs>=2025.2"],  # run directories, evaluations, exports and questions at gs://
     # The peers in `launch/bench.py retrieval`; the library itself needs none of them. Those of `rollout` and `update`
     # are torch and trl, which may come with gigabytes of CUDA libraries: the user's choice.
-    "bench": ["faiss-cpu>=1.9", "bm25s>=0.2.6", "tantivy>=0.22"],
+    "bench": ["faiss-cpu>=1.9", "bm25s>=0.2.6", "tantivy>=0.22", "matplotlib>=3.9"],
     "test": [
         "pytest>=8",
         "pytest-timeout>=2.3",
@@ -23,6 +23,7 @@ EXTRAS = {
         "gcp-storage-emulator>=2026",
         "bm25s>=0.2.6",  # the reference for BM25
         "faiss-cpu>=1.9",  # writes the flat index that build_index reads
+        "matplotlib>=3.9",  # draws what the benchmarks measure
         "jax[tpu]",  # libtpu: compiles for TPU topologies on any machine
         # The reference in the parity tests, which skip without it. Elsewhere than on 3.11 it may come with
         # gigabytes of CUDA libraries, so there it is the user's choice.

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.scripted import WORKS, Ours, Script, Work
+from benchmarks.growth import drawn, growth
+from benchmarks.scripted import WORKS, Ours, Work
 from benchmarks.timing import SIZES, by_turns, log, machine, missing, parser, rates, tabled, written
 from benchmarks.yields import table_of_rules
 from psearch_jax.launching import configure_jax
@@ -22,7 +23,6 @@ from psearch_jax.models import qwen2
 
 OURS = "this project"
 PEERS = {"torch": True, "torch, re-prefilling": False}  # whether the cache is kept
-GROWTH = {"rows": (8, 32, 128, 512), "turns": (1, 2, 3, 4), "prompt": (512, 1024, 2048, 4096, 8192)}
 COLUMNS = (
     "size",
     "work",
@@ -49,9 +49,11 @@ def main(argv: Sequence[str]) -> None:
         return
     configure_jax()
     report: dict[str, Any] = {"machine": machine(), "arguments": vars(flags), "rollout": [], "skipped": []}
-    if flags.growth:
+    if flags.growth or flags.figure:
         lines = [line for size in flags.sizes for line in growth(size, flags.scale, flags.repeats, flags.settings)]
         print(tabled(lines, tuple(lines[0])))
+        if flags.figure:
+            drawn(lines, flags.figure)
         written(flags.json, report | {"rollout": lines})
         return
     peers = dict.fromkeys(flags.peers)
@@ -113,35 +115,11 @@ def compare(
     return lines
 
 
-def growth(size: str, scale: float, repeats: int, settings: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Seconds of ours as one of three things grows: rows, turns, and the prompt that every id looks back on.
-
-    `to_linear` is how many times longer it took than the first line of its kind would, grown in proportion: below 1
-    where something is shared, above it where work grows faster than what it is done for, as attention does.
-    """
-    model = SIZES[size]
-    params = qwen2.init_params(model, 0)
-
-    def work(rows: int = 32, turns: int = 1, prompt: int = 160) -> Work:
-        ids, prompt = (max(3, round(n * scale)) for n in (60, prompt))
-        return Work("growth", prompt, 8, rows, (Script((ids,) * turns, (ids,) * (turns - 1)),) * rows)
-
-    lines = []
-    for axis, values in GROWTH.items():
-        for value in values:
-            ours = Ours(work(**{axis: value}), model, params, settings, 0.0)
-            taken = float(np.median(by_turns({f"{axis} {value}": ours.run}, repeats, log)[f"{axis} {value}"]))
-            if value == values[0]:
-                unit = taken / value
-            line = {"size": size, "grows": axis, "value": value, "seconds": round(taken, 3)}
-            lines.append(line | {"to_linear": round(taken / value / unit, 2)})
-    return lines
-
-
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
     flags = parser("bench rollout", __doc__, WORKS, PEERS)
     flags.add_argument("--simulate", action="store_true", help="only count, on the host, what rules of yielding cost")
     flags.add_argument("--growth", action="store_true", help="ours alone, with more rows, turns or positions")
+    flags.add_argument("--figure", help="the same, drawn into this file (.svg, .png or .pdf)")
     flags.add_argument(
         "--settings", default={}, type=json.loads, help="of ours, as config.py has them: JSON, sections of fields"
     )

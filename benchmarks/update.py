@@ -2,7 +2,8 @@
 
 Equal weights (random, float32), rows, loss and optimizer; the contenders take turns on the same machine, so read the
 ratios. `equal` is 32 rows of 640 ids in two micro-batches; `ragged` 64 rows in four, of the lengths of the ragged
-rollouts (benchmarks/scripted.py), or with `--lengths` of those in a run's trajectories. Only real ids are counted.
+rollouts (benchmarks/scripted.py), or with `--lengths` of those in a run's trajectories. Only real ids are counted. The
+peer `padded` is this project again, with a row for each trajectory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from psearch_jax.types import TrainBatch, UserError
 
 OURS = "this project"
 _TORCH = ("torch", "transformers")
-PEERS = {"torch": _TORCH, "torch.compile": _TORCH, "trl": (*_TORCH, "trl")}  # and what they need
+PEERS = {"padded": (), "torch": _TORCH, "torch.compile": _TORCH, "trl": (*_TORCH, "trl")}  # and what they need
 WORKS = ("equal", "ragged")
 MICRO_ROWS = 16
 COLUMNS = ("size", "work", "contender", "ids_per_s", "speed_to_ours", "loss", "gradient_norm")
@@ -66,6 +67,9 @@ def compare(size: str, masks: Sequence[np.ndarray], peers: Sequence[str], repeat
     ours = Ours(config, model, params, masks)
     contenders: dict[str, Callable[[], dict[str, float]]] = {OURS: ours.run}
     for name in peers:
+        if name == "padded":
+            contenders[name] = Ours(config, model, params, masks, pack=False).run
+            continue
         from benchmarks.peers import TorchUpdate, TrlUpdate, torch_model
 
         theirs = torch_model(params, model)
@@ -99,8 +103,10 @@ def compare(size: str, masks: Sequence[np.ndarray], peers: Sequence[str], repeat
 class Ours:
     """This project's update of a batch with the given masks."""
 
-    def __init__(self, config: Config, model: Qwen2Config, params: Any, masks: Sequence[np.ndarray]):
-        self._learner, self._state = learner_of(config, model, params)
+    def __init__(
+        self, config: Config, model: Qwen2Config, params: Any, masks: Sequence[np.ndarray], pack: bool = True
+    ):
+        self._learner, self._state = learner_of(config, model, params, pack)
         batch = _batch(masks, model.vocab_rows)
         # A policy that has moved a little, from itself and from its reference.
         noise = 0.01 * np.random.default_rng(1).standard_normal(batch.mask.shape).astype(np.float32) * batch.mask
@@ -112,11 +118,11 @@ class Ours:
         return metrics
 
 
-def learner_of(config: Config, model: Qwen2Config, params: Any) -> tuple[Learner, TrainState]:
+def learner_of(config: Config, model: Qwen2Config, params: Any, pack: bool = True) -> tuple[Learner, TrainState]:
     """The learner of a config on one device, and a state with copies of the parameters."""
     optimizer = make_optimizer(config.learning, 10)
     mesh = make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])
-    learner = build.make_learner(config, model, mesh, optimizer, model.vocab_rows)
+    learner = build.make_learner(config, model, mesh, optimizer, model.vocab_rows, pack)
     return learner, init_state(jax.tree.map(lambda x: x.copy(), params), optimizer, mesh)
 
 

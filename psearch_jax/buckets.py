@@ -19,6 +19,15 @@ def buckets(most: int, count: int = 4) -> tuple[int, ...]:
     return tuple(sorted({min(most, width) for width in widths} | {most}))
 
 
+def row_widths(longest: int, count: int = 4) -> tuple[int, ...]:
+    """`buckets` for rows that trajectories share, as wide as the longest of them at least.
+
+    From four blocks on the widest is a whole number of blocks, too: packing fills what that adds. On a TPU a width of
+    6,196 positions moved a tenth more bytes than one of 6,656, by the compiler's count.
+    """
+    return buckets(longest + (-longest % BLOCK if longest >= 4 * BLOCK else 0), count)
+
+
 def pick(widths: Sequence[int], need: int) -> int:
     """The smallest width that holds `need`."""
     return next(w for w in widths if w >= need)

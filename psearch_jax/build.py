@@ -291,9 +291,14 @@ def make_sampler(
 
 
 def make_learner(
-    config: Config, model: Qwen2Config, mesh: Mesh, optimizer: optax.GradientTransformation, n_ids: int
+    config: Config,
+    model: Qwen2Config,
+    mesh: Mesh,
+    optimizer: optax.GradientTransformation,
+    n_ids: int,
+    pack: bool = True,
 ) -> Learner:
-    """The learner of a config; touches no device either."""
+    """The learner of a config; touches no device either. Without `pack` each trajectory has a row of its own."""
     return Learner(
         model,
         config.learning,
@@ -310,6 +315,7 @@ def make_learner(
         config.rollout.widths,
         on_policy=updates_per_step(config) == 1,
         int8_sampling=config.model.int8_weights,
+        pack=pack,
     )
 
 

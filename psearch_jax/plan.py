@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from psearch_jax.build import make_learner, make_sampler
+from psearch_jax.build import TOY_POLICY, make_learner, make_sampler
 from psearch_jax.chips import CHIPS, GIB, GPUS, Chip, forward_flops
 from psearch_jax.config import PRESETS, Config, Qwen2Config, Remat, validate, with_method
 from psearch_jax.hlo import Cost, cost
@@ -193,6 +193,8 @@ def model_shape(config: Config) -> Qwen2Config:
     path = config.model.path
     if not path:
         return PRESETS[config.model.preset]
+    if path == "toy":  # the policy that ships
+        return hf.read_config(TOY_POLICY)
     if (Path(path) / "config.json").is_file():
         return hf.read_config(path)
     found = re.search(r"Qwen2(?:\.5)?-(\d+(?:\.\d+)?)B", path)

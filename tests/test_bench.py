@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from psearch_jax.types import UserError
+
 PROGRAM = Path(__file__).resolve().parents[1] / "launch" / "bench.py"
 
 
@@ -113,12 +115,17 @@ def test_rollouts(tmp_path, monkeypatch, capsys):
 
 
 def test_growth(tmp_path, monkeypatch, capsys):
-    """A proportion taken to the line before, or to the first of another kind."""
+    """A proportion taken to the line before, or to the first of another kind; a picture without its lines."""
+    pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(PROGRAM.parents[1])
-    from benchmarks import rollout
+    from benchmarks import growth, rollout
 
-    monkeypatch.setattr(rollout, "GROWTH", {"rows": (8, 16), "turns": (1, 2)})
-    rollout.main(["--growth", "--sizes=tiny", "--scale=0.05", "--repeats=1", f"--json={tmp_path / 'out.json'}"])
+    monkeypatch.setattr(growth, "GROWTH", {"rows": (8, 16), "turns": (1, 2)})
+    flags = ["--sizes=tiny", "--scale=0.05", "--repeats=1", f"--json={tmp_path / 'out.json'}"]
+    rollout.main([*flags, f"--figure={tmp_path / 'out.svg'}"])
+    with pytest.raises(UserError, match="--figure=.*out.xyz: "):
+        growth.drawn(json.loads((tmp_path / "out.json").read_text())["rollout"], str(tmp_path / "out.xyz"))
+    assert (tmp_path / "out.svg").read_text().count('id="axes_') == 2
     lines = json.loads((tmp_path / "out.json").read_text())["rollout"]
     assert [(line["grows"], line["value"]) for line in lines] == [
         ("rows", 8),
@@ -141,13 +148,21 @@ def test_updates(tmp_path, monkeypatch, capsys):
     rows = [[0] * 4 + [1] * n for n in (3, 9, 20)]
     (tmp_path / "000000.jsonl").write_text("".join(json.dumps({"mask": row}) + "\n" for row in rows))
     monkeypatch.setattr(update, "missing", lambda *names: ", ".join({"trl"} & set(names)))
-    flags = [f"--lengths={tmp_path / '000000.jsonl'}", f"--json={tmp_path / 'out.json'}", "--peers", "torch", "trl"]
+    flags = [
+        f"--lengths={tmp_path / '000000.jsonl'}",
+        f"--json={tmp_path / 'out.json'}",
+        "--peers",
+        "padded",
+        "torch",
+        "trl",
+    ]
     update.main(["--sizes=tiny", "--works=ragged", "--repeats=2", *flags])
     report = json.loads((tmp_path / "out.json").read_text())
-    ours, torch = report["update"]
-    assert (ours["contender"], torch["contender"]) == ("this project", "torch")
-    assert torch["loss"] == pytest.approx(ours["loss"], abs=1e-5) and ours["loss"] != 0
-    assert torch["gradient_norm"] == pytest.approx(ours["gradient_norm"], rel=1e-3)
+    ours, padded, torch = report["update"]
+    assert [line["contender"] for line in (ours, padded, torch)] == ["this project", "padded", "torch"]
+    for peer in (padded, torch):
+        assert peer["loss"] == pytest.approx(ours["loss"], abs=1e-5) and ours["loss"] != 0
+        assert peer["gradient_norm"] == pytest.approx(ours["gradient_norm"], rel=1e-3)
     assert torch["ids_per_s"]["max"] == pytest.approx(sum(map(len, rows)) / min(torch["seconds"]), rel=0.2)
     assert "trl: left out, trl is not installed" in capsys.readouterr().out.splitlines()
 

@@ -14,7 +14,7 @@ from flax import nnx
 from helpers import make_learner, one_device_mesh, random_params, tiny_config
 from programs import completed
 
-from psearch_jax.buckets import buckets
+from psearch_jax.buckets import buckets, row_widths
 from psearch_jax.config import LearningSection
 from psearch_jax.models import qwen2
 from psearch_jax.rl.batch import make_batch, micro_batches, mini_batches, padding, take_rows
@@ -224,6 +224,18 @@ def test_widths():
     assert buckets(64) == (16, 32, 48, 64) and buckets(50) == (16, 32, 48, 50) and buckets(16) == (16,)
     assert buckets(256, 1) == (256,) and buckets(100, 2) == (64, 100) and buckets(4000, 2) == (2048, 4000)
     assert buckets(1000) == (256, 512, 752, 1000) and buckets(6196) == (1536, 3072, 4608, 6196)
+    assert row_widths(1000) == buckets(1000) and row_widths(4096) == buckets(4096)
+    assert row_widths(6196) == (1536, 3072, 5120, 6656) and row_widths(6196, 1) == (6656,)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_the_widths_of_a_learner(pack):
+    """Rows for several trajectories that are left at a width which moves a tenth more bytes than the next whole block;
+    or rows for one that are padded for nothing."""
+    learner = Learner(
+        CONFIG, LearningSection(), make_optimizer(LearningSection(), 10), one_device_mesh(), 6196, 1.0, 64, pack=pack
+    )
+    assert list(learner.traced()["accumulate"]) == list((row_widths if pack else buckets)(6196))
 
 
 @pytest.mark.parametrize("together", [True, False])

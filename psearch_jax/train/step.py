@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.buckets import buckets
+from psearch_jax.buckets import buckets, row_widths
 from psearch_jax.config import LearningSection, Lora, Qwen2Config, Remat
 from psearch_jax.metrics import Ratio
 from psearch_jax.models import int8, qwen2
@@ -82,6 +82,7 @@ class Learner:
       on_policy: every update starts from the policy that is the old one, so its own forward pass gives the old
         log-probs; those of the batch are not looked at.
       int8_sampling: the kernels of the sampling copy are in int8.
+      pack: trajectories share rows, where attention can tell them apart.
 
     Attributes:
       needs_old: whether the old log-probs must be put into a batch (`logprobs`).
@@ -107,16 +108,18 @@ class Learner:
         widths: int = 4,
         on_policy: bool = False,
         int8_sampling: bool = False,
+        pack: bool = True,
     ):
         form = implementation_for(mesh, dtype)
         self._plain = qwen2.graphdef(model, dtype, remat, form, shard_residual)
         self._graph = qwen2.graphdef(model, dtype, remat, form, shard_residual, lora)
-        self._together = takes_segments(form)
+        self._together = pack and takes_segments(form)
         self._learning, self._optimizer, self._mesh = learning, optimizer, mesh
         self._on_policy = on_policy
         self.needs_old = learning.old_logprobs == "trainer" and not on_policy
         self._temperature, self._n_ids = temperature, n_ids
-        self._context, self._widths = context_tokens, buckets(context_tokens, widths)
+        self._context = context_tokens
+        self._widths = (row_widths if self._together else buckets)(context_tokens, widths)
         _, weights = qwen2.abstract_params(model)
         trained = adapters.abstract_adapters(model, lora) if lora else weights
         self._abstract = abstract_state(trained, optimizer)
