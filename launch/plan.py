@@ -65,7 +65,7 @@ def main(_: list[str]) -> None:
     spare = gib(plan.headroom_offloaded_bytes)
     print(f"headroom {gib(plan.headroom_bytes)} GiB; {spare} with the optimizer in host memory between updates")
     if PLATFORM.value == "tpu":
-        widths = sorted({*planning.widths(config.rollout).prompts, *planning.widths(config.rollout).spans})
+        widths = sorted({*planning.widths(config.rollout).prompts, *plan.widths["accumulate"]})
         blocks = ", ".join(f"{width} ({splash_block(width)})" for width in widths)
         print(f"widths of whole rows, with the blocks of their attention: {blocks}")
     for name, shape, sharding, size, replicated in plan.large:

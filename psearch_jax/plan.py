@@ -424,9 +424,9 @@ def decode_floor_bytes(plan: Plan, config: Config, mean_length: float) -> float:
 
 
 def update_products_flops(plan: Plan, config: Config) -> float:
-    """What the layers' products with weights take of a chip for one micro-batch of full rows: 6 per weight and id, 8
-    where all is computed anew (which may leave out a layer's last product)."""
-    ids = config.rollout.context_tokens * config.learning.micro_batch_rows
+    """What the layers' products with weights take of a chip for one micro-batch of the widest rows: 6 per weight and
+    id, 8 where all is computed anew (which may leave out a layer's last product)."""
+    ids = max(plan.widths["accumulate"]) * config.learning.micro_batch_rows
     return _passes(config) * ids * forward_flops(plan.model, [1], 0) / plan.chips  # a row of one id has no pairs
 
 

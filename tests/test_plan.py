@@ -168,6 +168,7 @@ def test_shapes_are_known_without_weights():
     """A plan that needs a 15 GB download."""
     assert model_shape(Config(model=ModelSection(path="Qwen/Qwen2.5-14B-Instruct"))).layers == 48
     assert model_shape(Config(model=ModelSection(path="Qwen/Qwen2.5-0.5B"))).layers == 24
+    assert model_shape(Config(model=ModelSection(path="toy", preset="7b"))).width == 128
     assert model_shape(Config(model=ModelSection(path=str(ROOT / "psearch_jax/assets/toy_policy")))).width == 128
     with pytest.raises(UserError, match="no known size in the name"):
         model_shape(Config(model=ModelSection(path="some/model")))
