@@ -66,7 +66,7 @@ class _Computation:
 
     def parameters(self) -> list[str]:
         """Names in the order of the arguments."""
-        found = [(int(i.rest.split(")")[0]), i.name) for i in self.instructions.values() if i.kind == "parameter"]
+        found = [(_value(i), i.name) for i in self.instructions.values() if i.kind == "parameter"]
         return [name for _, name in sorted(found)]
 
     def users(self, name: str) -> Iterator[_Instruction]:
@@ -114,7 +114,8 @@ class _Program:
     def _turns(self, loop: _Instruction) -> int | None:
         """The trip count of a loop whose counter is compared with a constant; None for another.
 
-        That the counter begins at 0 is taken for granted, as that of `lax.scan` does.
+        That the counter begins at 0 is taken for granted, as that of `lax.scan` does. It grows by 2 where XLA has
+        unrolled a product that gathers its operand on the way.
         """
         if stated := re.search(r'"?known_trip_count"?:{"?n"?:"?(\d+)', loop.rest):
             return int(stated[1])
@@ -123,8 +124,19 @@ class _Program:
         last = condition.instructions[condition.root]
         if last.kind != "compare" or "direction=LT" not in last.rest:
             return None
-        end = condition.instructions[last.operands[1]]
-        return int(end.rest.split(")")[0]) if end.kind == "constant" else None
+        counter, end = (condition.instructions[name] for name in last.operands)
+        return -(-_value(end) // self._step(loop, counter)) if end.kind == "constant" else None
+
+    def _step(self, loop: _Instruction, counter: _Instruction) -> int:
+        """What a turn adds to the counter; 1 where that cannot be seen."""
+        (name,) = loop.called("body")
+        body = self.computations[name]
+        if counter.kind != "get-tuple-element":
+            return 1
+        place = int(re.search(r"index=(\d+)", counter.rest)[1])
+        grown = body.instructions[body.instructions[body.root].operands[place]]
+        added = [x for x in map(body.instructions.get, grown.operands) if x and x.kind == "constant"]
+        return _value(added[0]) if grown.kind == "add" and added else 1
 
     # ---- FLOPs ----
 
@@ -284,6 +296,11 @@ def _hbm(kind: str) -> float:
 def _whole(kind: str) -> float:
     """Bytes of a value wherever it lies."""
     return sum(_array_bytes(*found, everywhere=True) for found in _ARRAY.findall(kind))
+
+
+def _value(i: _Instruction) -> int:
+    """A constant's, or which parameter it is."""
+    return int(i.rest.split(")")[0])
 
 
 def _declared(i: _Instruction, name: str) -> float | None:

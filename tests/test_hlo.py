@@ -46,6 +46,16 @@ def test_a_gradient_that_computes_anew(counted):
     assert found.flops == pytest.approx(4 * L * 2 * R * D * D, rel=0.1)
 
 
+def test_a_loop_that_counts_by_twos(counted):
+    """A product that XLA unrolled, as those that gather their operand on the way, counted twice."""
+
+    def steps(x, w):
+        return jax.lax.while_loop(lambda s: s[0] < 2 * L - 1, lambda s: (s[0] + 2, s[1] @ w), (0, x))[1]
+
+    found = counted(steps, (R, D), (D, D))
+    assert found.flops == L * 2 * R * D * D and found.turn_flops == 0
+
+
 def test_a_loop_without_a_known_end_is_told_apart(counted):
     """A decode step hidden in a call whose length nobody knows."""
 

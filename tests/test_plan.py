@@ -323,3 +323,13 @@ def test_the_largest_training_program(target):
     again = 1 - 3584 * 18_944 / (3584 * (28 + 8 + 28) * 128 + 3 * 3584 * 18_944)
     wanted = update_products_flops(plan, config) * (3 + again) / 4
     assert plan.programs["accumulate"].cost.flops == pytest.approx(wanted, rel=0.01)
+
+
+@pytest.mark.slow
+def test_many_chips_share_their_work():
+    """Rows of all chips multiplied on each where a chip has one row: the partitioner did so with 16 x 4."""
+    lengths = {"context_tokens": 2048, "prompt_tokens": 512, "obs_tokens": 256, "turn_tokens": 128}
+    config = config_file("qwen7b", model={"remat": "dots"}, rollout=lengths)
+    plan = make_plan(config, tpu_target("v5p:4x4x4"), names=("accumulate",), largest_only=True)
+    assert plan.mesh["fsdp"] == config.learning.micro_batch_rows == 16
+    assert plan.programs["accumulate"].cost.flops == pytest.approx(update_products_flops(plan, config), rel=0.01)

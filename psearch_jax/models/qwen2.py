@@ -301,6 +301,9 @@ def _layer(
 ):
     """One decoder layer; the body of the scan. Returns ([B, T, D], new (k, v) [B, K, T, H] or None)."""
     w, layer = xs
+    # Gathered over fsdp here. Left to the partitioner, each of 16 x 4 chips got all rows' attention and multiplied
+    # all of it, a quarter on top of an update's products.
+    w = w | {"o_kernel": constrain(w["o_kernel"], "heads", None, None)}
 
     def dense(x: jax.Array, name: str, contracted: int = 1) -> jax.Array:
         """The kernel `name`, with its bias and its adapter where there are any."""
