@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import numpy as np
 from benchmarks.scripted import Ours, Script, Work
 from benchmarks.timing import SIZES, by_turns, log
 from psearch_jax.models import qwen2
+from psearch_jax.paths import write_whole
 from psearch_jax.types import UserError
 
 GROWTH = {"rows": (8, 32, 128, 512), "turns": (1, 2, 3, 4), "prompt": (512, 1024, 2048, 4096, 8192)}
@@ -67,7 +70,9 @@ def drawn(lines: Sequence[Mapping[str, Any]], path: str) -> None:
     axes[0][0].set_ylabel("seconds of rollouts")
     axes[0][0].legend(fontsize="small")
     try:
-        figure.savefig(path)
+        file = io.BytesIO()
+        figure.savefig(file, format=Path(path).suffix[1:] or None)
+        write_whole(path, file.getvalue())
     except (OSError, ValueError) as error:
         raise UserError(f"--figure={path}: {error}") from None
     finally:

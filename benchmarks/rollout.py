@@ -52,9 +52,9 @@ def main(argv: Sequence[str]) -> None:
     if flags.growth or flags.figure:
         lines = [line for size in flags.sizes for line in growth(size, flags.scale, flags.repeats, flags.settings)]
         print(tabled(lines, tuple(lines[0])))
+        written(flags.json, report | {"rollout": lines})
         if flags.figure:
             drawn(lines, flags.figure)
-        written(flags.json, report | {"rollout": lines})
         return
     peers = dict.fromkeys(flags.peers)
     if peers and (lacking := missing("torch", "transformers")):
