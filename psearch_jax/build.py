@@ -287,6 +287,7 @@ def make_sampler(
         adapters,
         m.int8_weights,
         m.int8_cache,
+        m.unstacked_decoding and mesh.devices.flat[0].platform == "gpu",
     )
 
 

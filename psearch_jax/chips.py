@@ -39,6 +39,16 @@ GPUS: dict[str, Chip] = {
     "l4": Chip(int(0.92 * 23_034 * 2**20), 121e12, 300e9),
     "t4": Chip(int(0.92 * 15_360 * 2**20), 65e12, 320e9),
 }
+# Of the same: the name that the driver tells, compute capability, multiprocessors, and of each of these the lanes in
+# float32, KiB of shared memory and threads; then MiB of the second cache, GHz and MiB of memory, as published.
+_PARTS = {
+    "h200": ("NVIDIA H200", 9.0, 132, 128, 228, 2048, 50, 1.98, 143_771),
+    "h100": ("NVIDIA H100 80GB HBM3", 9.0, 132, 128, 228, 2048, 50, 1.98, 81_559),
+    "a100-80": ("NVIDIA A100-SXM4-80GB", 8.0, 108, 64, 164, 2048, 40, 1.41, 81_920),
+    "a100-40": ("NVIDIA A100-SXM4-40GB", 8.0, 108, 64, 164, 2048, 40, 1.41, 40_960),
+    "l4": ("NVIDIA L4", 8.9, 58, 128, 100, 1536, 48, 2.04, 23_034),
+    "t4": ("Tesla T4", 7.5, 40, 64, 64, 1024, 4, 1.59, 15_360),
+}
 # What a GPU's name has to hold, as the driver tells it, in the order in which it is asked.
 _NAMES = (("H200", "h200"), ("H100", "h100"), ("A100", "a100-80"), ("L4", "l4"), ("T4", "t4"))
 
@@ -52,6 +62,41 @@ def chip_of(device: Any) -> Chip | None:
     if device.platform == "gpu":
         return next((GPUS[chip] for name, chip in _NAMES if name in kind.replace("L40", "")), None)
     return CHIPS.get(kind)
+
+
+def gpu_description(name: str) -> str:
+    """One of `GPUS` as XLA's compiler wants it told where there is none: the text form of its GpuTargetConfigProto."""
+    kind, capability, cores, lanes, shared, threads, cache, clock, memory = _PARTS[name]
+    major, minor = str(capability).split(".")
+    # A GPU keeps a KiB of each block's shared memory for itself, from Ampere on.
+    block = shared * 1024 - (1024 if capability >= 8 else 0)
+    features = "feature_extension: ACCELERATED_FEATURES" if capability >= 9 else ""
+    return f"""
+        gpu_device_info {{
+          threads_per_block_limit: 1024
+          threads_per_warp: 32
+          shared_memory_per_block: {48 * 1024}
+          shared_memory_per_block_optin: {block}
+          shared_memory_per_core: {shared * 1024}
+          threads_per_core_limit: {threads}
+          core_count: {cores}
+          fpus_per_core: {lanes}
+          block_dim_limit_x: {2**31 - 1}
+          block_dim_limit_y: {2**16 - 1}
+          block_dim_limit_z: {2**16 - 1}
+          memory_bandwidth: {int(GPUS[name].bandwidth)}
+          l2_cache_size: {cache * 2**20}
+          clock_rate_ghz: {clock}
+          device_memory_size: {memory * 2**20}
+          cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
+          registers_per_core_limit: {2**16}
+          registers_per_block_limit: {2**16}
+        }}
+        platform_name: "CUDA"
+        dnn_version_info {{ major: 9 minor: 8 }}
+        runtime_version {{ major: 12 minor: 9 }}
+        device_description_str: "{kind}"
+        """
 
 
 def forward_flops(model: Qwen2Config, lengths: Sequence[int], wanted: int) -> float:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from psearch_jax.build import TOY_POLICY, make_learner, make_sampler
-from psearch_jax.chips import CHIPS, GIB, GPUS, Chip, forward_flops
+from psearch_jax.chips import CHIPS, GIB, GPUS, Chip, forward_flops, gpu_description
 from psearch_jax.config import PRESETS, Config, Qwen2Config, Remat, validate, with_method
 from psearch_jax.hlo import Cost, cost
 from psearch_jax.models import hf, qwen2
@@ -159,11 +159,12 @@ def tpu_target(topology: str) -> Target:
 
 
 def cuda_target(topology: str) -> Target:
-    """GPUs of one host, `h200` or `h200:8`: those at hand, else as many CPU devices to compile for.
+    """GPUs of one host, `h200` or `h200:8`: those at hand, else a description of them for the GPUs' compiler.
 
-    A CPU's compiler keeps whole copies of 16-bit weights in float32, which a GPU's does not. So temporary arrays are
-    counted in the same program with float32 throughout, which is an upper estimate; arguments and results are exact.
-    Call it before anything else touches a device.
+    Where that one is not installed either, as many CPU devices to compile for. A CPU's compiler keeps whole copies of
+    16-bit weights in float32, which a GPU's does not. So temporary arrays are then counted in the same program with
+    float32 throughout, which is an upper estimate; arguments and results are exact. Call it before anything else
+    touches a device.
 
     Raises:
       UserError: no such GPU is known.
@@ -174,14 +175,27 @@ def cuda_target(topology: str) -> Target:
             f"--topology={topology}: accepted with --platform=cuda: {', '.join(GPUS)}, with :N for several"
         )
     number = int(count or 1)
-    there = Path("/dev/nvidia0").exists() and any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    compiler = any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    there = compiler and Path("/dev/nvidia0").exists()
     if not there:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", number)
     devices = jax.devices()
     if len(devices) < number:
         raise UserError(f"--topology={topology}: {len(devices)} devices found, accepted: at most as many")
-    return Target(topology, devices[:number], GPUS[name], name if there else f"{name} (estimated)", absent=not there)
+    if compiler and not there:
+        devices = absent_gpus(name, number)
+    kind = name if compiler else f"{name} (estimated)"
+    return Target(topology, devices[:number], GPUS[name], kind, absent=not compiler)
+
+
+def absent_gpus(name: str, number: int) -> list[Any]:
+    """Devices for the GPUs' compiler alone, which needs none of them; its package has to be installed."""
+    from jax.experimental import topologies
+
+    jax.devices()  # finds the packages of other platforms
+    described = {"target_config": gpu_description(name), "topology": f"1x1x{number}"}
+    return list(topologies.get_topology_desc("", "cuda", **described).devices)
 
 
 def model_shape(config: Config) -> Qwen2Config:
@@ -263,13 +277,16 @@ def make_plan(
         return sum(resident[name] for name in names)
 
     # Whether the sampler reads the frozen base itself.
+    # A CPU's program does not make the copy that a GPU's decodes from.
+    of_layers = [copy[part] for part in ("layers", "adapters", "scales") if part in copy]
+    apart = bytes_per_chip(of_layers) if target.absent and config.model.unstacked_decoding else 0
     in_place = bool(lora) and not config.model.int8_weights and sampled_in_place(abstract, mesh)
     kept = ("parameters", "optimizer", "reference", *(() if in_place else ("frozen_base",)))
     others = {
         "prefill": beside(*kept, "sampler_state"),
         "admit": beside(*kept, "sampling_copy"),
         "extend": beside(*kept, "prompt_pool"),
-        "generate": beside(*kept, "prompt_pool"),
+        "generate": beside(*kept, "prompt_pool") + apart,
         "reshard": beside("optimizer", "reference", *(("frozen_base",) if in_place else ())),
         "logprobs": beside("optimizer", "reference"),
         "accumulate": beside("optimizer", "reference"),
@@ -313,6 +330,8 @@ def advice(plan: Plan, config: Config) -> list[str]:
         "extend": f"config.rollout.slots={config.rollout.slots} or obs_tokens={config.rollout.obs_tokens}",
     }
     default = f"config.rollout.slots={config.rollout.slots} or context_tokens={config.rollout.context_tokens}"
+    if plan.topology.partition(":")[0] in GPUS and config.model.unstacked_decoding:
+        words["generate"] = f"{default}, or set config.model.unstacked_decoding=False"
     lines = []
     for name, p in plan.programs.items():
         if p.refused:

@@ -73,7 +73,8 @@ class ScriptedSampler(Sampler):
     after = 0  # an id
     scripts: Mapping[tuple[int, int], Sequence[int]] = {}
 
-    def _decode(self, model, tables, temperature, span, state: SamplerState) -> SamplerState:
+    def _decode(self, *args) -> SamplerState:
+        state = args[-1]
         said = jnp.sum(state.mask, axis=1)
         forced = jax.pure_callback(self._next_ids, jax.ShapeDtypeStruct(said.shape, jnp.int32), state.key, said)
         draw = sampling.choose
@@ -82,7 +83,7 @@ class ScriptedSampler(Sampler):
             return jnp.where(forced < 0, draw(logits, uniform), forced)
 
         with mock.patch.object(sampling, "choose", choose):  # while it is traced
-            return super()._decode(model, tables, temperature, span, state)
+            return super()._decode(*args)
 
     def _next_ids(self, keys, said) -> np.ndarray:
         keys, said = np.asarray(keys), np.asarray(said)

@@ -81,6 +81,16 @@ def test_the_live_model_is_the_merged_one(pair):
     assert np.abs(ours - without).max() > 0.1 * np.abs(theirs).max()
 
 
+def test_layers_apart_keep_their_adapters(pair):
+    """A GPU that decodes without them, or with another layer's, samples from another policy than is trained."""
+    model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32, lora=ADAPTERS), lora.beside(*pair))
+    ids = np.random.default_rng(0).integers(0, 400, (3, 1)).astype(np.int32)
+    wanted, kept = model.hidden(ids, keep_kv=True)
+    ours, ours_kept = model.hidden(ids, keep_kv=True, layers=model.layers_apart())
+    for x, y in zip((ours, *ours_kept), (wanted, *kept), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
 def test_fresh_adapters_change_nothing():
     """Adapters that start elsewhere than at the base throw the policy away before the first step."""
     base = random_params(CONFIG)

@@ -258,7 +258,13 @@ def test_what_a_gpu_holds():
     """Adapters whose base is forgotten: the plan would promise 7B on a card of 12 GB; counted twice, on none of 40."""
     config = config_file("qwen7b_lora")
     target = Target("h200", jax.devices()[:1], GPUS["h200"], "h200", absent=True)
-    plan = make_plan(config, target, names=("reshard", "apply"))
+    config = replace(config, rollout=replace(config.rollout, slots=2, widths=1))
+    plan = make_plan(config, target, names=("generate", "reshard", "apply"))
+    # A GPU decodes from a copy of the layers, all but the two tables of 152,064 ids.
+    stacked = replace(config, model=replace(config.model, unstacked_decoding=False))
+    less = make_plan(stacked, target, names=("generate",)).programs["generate"]
+    layers = plan.resident["sampling_copy"] - 2 * 2 * 152_064 * 3584
+    assert plan.programs["generate"].total_bytes - less.total_bytes == pytest.approx(layers, rel=0.01)
     assert plan.resident["frozen_base"] == pytest.approx(2 * 7.6e9, rel=0.01)
     assert plan.resident["sampling_copy"] == plan.resident["frozen_base"] + plan.resident["parameters"]
     assert plan.resident["reference"] == 0

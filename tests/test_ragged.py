@@ -1,4 +1,4 @@
-"""Decoding that reads each row's own length: on a CPU, and for TPUs interpreted and compiled ahead of time."""
+"""Decoding that reads each row's own length: on a CPU, for TPUs and GPUs interpreted and compiled."""
 
 import functools
 from dataclasses import replace
@@ -56,6 +56,7 @@ def with_behind(cache, start, value):
     return jax.tree.map(put, cache)
 
 
+@pytest.mark.parametrize("form", ["splash", "cudnn"])
 @pytest.mark.parametrize(
     ("K", "G", "S", "dtype", "cached"),
     [
@@ -67,15 +68,17 @@ def with_behind(cache, start, value):
         (4, 2, 608, "float32", "int8"),
     ],
 )
-def test_every_row_to_its_own_length(K, G, S, dtype, cached):
+def test_every_row_to_its_own_length(K, G, S, dtype, cached, form):
     """A block left out at a row's end, or one of its neighbour's read; another layer's; heads paired wrongly; a NaN
     behind a row's end, or behind the cache's, that comes through."""
-    size = ragged.block_positions(K, H, jnp.dtype(cached).itemsize, S)
-    start = np.array(sorted({0, 1, size - 1, size, min(size + 1, S), S // 2, S - 1, S}), np.int32)
+    size = ragged.block_positions(K, H, jnp.dtype(cached).itemsize, S) if form == "splash" else ragged.GPU_BLOCK
+    ends = [0, 1, size - 1, size, size + 1, S // 2, ragged.GPU_PART, ragged.GPU_PART + 1, S - 1, S]
+    start = np.array(sorted({min(end, S) for end in ends}), np.int32)
     q, k, v, cache = drawn(len(start), K, G, S, dtype, cached)
     wanted = by_definition(q, k, v, cache, start)
     cache = with_behind(cache, start, jnp.nan)
-    got = jax.jit(functools.partial(ragged.decode, interpret=True))(q, k, v, cache, jnp.int32(LAYER), start)
+    interpreted = functools.partial(ragged.decode, form=form, interpret=True)
+    got = jax.jit(interpreted)(q, k, v, cache, jnp.int32(LAYER), start)
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=BOUNDS[dtype])
 
 
@@ -92,7 +95,7 @@ def test_rows_in_groups(K, G, S, B, dtype, cached):
     wanted = by_definition(q, k, v, cache, start)
     cache = with_behind(cache, start, 3e4)
     cache = replace(cache, k=cache.k.swapaxes(3, 4), keys_across=True)
-    got = jax.jit(ragged.decode)(q, k, v, cache, jnp.int32(LAYER), start)
+    got = jax.jit(functools.partial(ragged.decode, form="rowwise"))(q, k, v, cache, jnp.int32(LAYER), start)
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=BOUNDS[dtype])
 
 
@@ -117,16 +120,19 @@ def test_where_it_is_asked_for(tiny_tokenizer):
     one, split = one_device_mesh(), jax.sharding.AbstractMesh((1, 2, 4), ("data", "fsdp", "tensor"))
     asked = {size: ragged.applies("splash", False, shape, one) for size, shape in PRESETS.items()}
     assert asked == {size: shape.head_dim == 128 for size, shape in PRESETS.items()} and asked["7b"]
-    for form, across in (("splash", False), ("rowwise", True)):
+    for form, across in (("splash", False), ("cudnn", False), ("rowwise", True)):
         assert ragged.applies(form, across, PRESETS["7b"], split)
         assert not ragged.applies(form, across, PRESETS["1.5b"], split)
     assert all(ragged.applies("rowwise", True, shape, one) for shape in PRESETS.values())
-    assert not any(ragged.applies(form, False, PRESETS["7b"], one) for form in ("cudnn", "blocked"))
+    assert all(ragged.applies("cudnn", False, shape, one) for shape in PRESETS.values())
+    assert not ragged.applies("cudnn", False, replace(PRESETS["7b"], head_dim=96), one)
+    assert not any(ragged.applies("blocked", False, shape, one) for shape in PRESETS.values())
     rollout = RolloutSection()
     assert widths(rollout, by_length=True).spans == (rollout.context_tokens,) and len(widths(rollout).spans) == 4
 
 
-def test_a_model_that_decodes_with_it(monkeypatch):
+@pytest.mark.parametrize("form", ["splash", "cudnn"])
+def test_a_model_that_decodes_with_it(monkeypatch, form):
     """Another position, layer or rotation than in the form that stands everywhere else."""
     config = tiny_config(head_dim=H)
     params, rng = random_params(config, scale=0.1), np.random.default_rng(0)
@@ -146,7 +152,7 @@ def test_a_model_that_decodes_with_it(monkeypatch):
         model = nnx.merge(qwen2.graphdef(config, jnp.float32, attention=form), params)
         return jax.jit(functools.partial(model.hidden, keep_kv=True))(ids, cache, start)
 
-    (ours, new), (wanted, wanted_new) = hidden("splash"), hidden("blocked")
+    (ours, new), (wanted, wanted_new) = hidden(form), hidden("blocked")
     assert len(asked) == 1
     np.testing.assert_allclose(ours, wanted, atol=1e-5)
     for x, y in zip(new, wanted_new, strict=True):
@@ -176,6 +182,65 @@ def test_it_compiles_for_tpus(topology):
         scale = placed(cache.shape[:-1], None, rows, "tensor", dtype=jnp.float32)
         for one in (KVCache(cache, cache), KVCache(number, number, False, scale, scale)):
             with jax.set_mesh(mesh):
-                compiled = jax.jit(ragged.decode).lower(q, own, own, one, layer, start).compile()
+                decode = functools.partial(ragged.decode, form="splash")
+                compiled = jax.jit(decode).lower(q, own, own, one, layer, start).compile()
             assert compiled.memory_analysis().temp_size_in_bytes < 2**22, (size, one.v.dtype)
             assert "all-gather" not in compiled.as_text()
+
+
+def described(size, B, S, cached, sharding=None):
+    """The arguments of `ragged.decode` for a published model."""
+    shape = PRESETS[size]
+
+    def of(sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+    K, H = shape.kv_heads, shape.head_dim
+    cache, scales = of((LAYERS, B, K, S, H), jnp.dtype(cached)), of((LAYERS, B, K, S), jnp.float32)
+    cache = KVCache(cache, cache, False, scales, scales) if cached == "int8" else KVCache(cache, cache)
+    own = of((B, K, 1, H))
+    return of((B, 1, shape.heads, H)), own, own, cache, of((), jnp.int32), of((B,), jnp.int32)
+
+
+@pytest.mark.parametrize("cached", ["bfloat16", "int8"])
+@pytest.mark.parametrize("size", ["1.5b", "7b"])
+def test_it_is_told_to_gpus(size, cached):
+    """What an interpreter allows and the language of the GPU's kernels has no word for."""
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="cuda")
+    mesh = jax.sharding.AbstractMesh((1, 1, 1), ("data", "fsdp", "tensor"), abstract_device=device)
+    decode = jax.jit(functools.partial(ragged.decode, form="cudnn"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        told = decode.trace(*described(size, 32, 6208, cached)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton" in told and "ragged_decode" in told
+
+
+@pytest.mark.parametrize("cached", ["bfloat16", "int8"])
+@pytest.mark.parametrize("gpu", ["h100", "a100-80", "l4"])
+def test_it_compiles_for_gpus(gpu, cached):
+    """More shared memory than a block may have, or a cache that is copied before it is read."""
+    pytest.importorskip(
+        "jax_cuda12_plugin", reason="the compiler for GPUs is not installed: pip install 'jax[cuda12]'"
+    )
+    from psearch_jax.plan import absent_gpus
+
+    mesh = make_mesh(MeshSection(), absent_gpus(gpu, 1))
+    place = NamedSharding(mesh, PartitionSpec())
+    for size in ("0.5b", "1.5b", "7b"):
+        decode = jax.jit(functools.partial(ragged.decode, form="cudnn"))
+        with jax.set_mesh(mesh):
+            compiled = decode.lower(*described(size, 32, 6208, cached, place)).compile()
+        # What the parts found, and what is made of it.
+        assert compiled.memory_analysis().temp_size_in_bytes < 2**23, size
+
+
+def test_a_cache_of_bytes_that_32_bits_do_not_count():
+    """From 2 GiB on, a place in a cache of bytes would turn negative in the kernel and read another's memory."""
+    B = 384
+    arguments = described("7b", B, 6208, "int8")
+    assert 2**31 < arguments[3].v.size <= 2**32
+    traced = str(jax.jit(functools.partial(ragged.decode, form="cudnn")).trace(*arguments).jaxpr)
+    assert f"i8[1,{B},4,6208,{H}]" in traced
+    traced = str(
+        jax.jit(functools.partial(ragged.decode, form="cudnn")).trace(*described("7b", 64, 6208, "int8")).jaxpr
+    )
+    assert "i8[1," not in traced

@@ -410,6 +410,17 @@ def test_a_shorter_span_of_the_cache_changes_no_rollout(sampler, params):
     assert spans[0].length.max() > 20
 
 
+def test_layers_apart_change_no_rollout(tiny_tokenizer, either):
+    """As a GPU decodes: a layer's weights in another's place, or those of the call before."""
+    sampler, params = either
+    whole = {"int8_weights": True, "int8_cache": True} if sampler.new_state(1, 32).cache.k_scale is not None else {}
+    apart = make_sampler(tiny_tokenizer, CONFIG, unstacked=True, **whole)
+    states = [fetch(s.generate(params, started(s, params, prompts(), KEYS, S, TURN), 1.0)) for s in (sampler, apart)]
+    np.testing.assert_array_equal(states[0].ids, states[1].ids)
+    np.testing.assert_allclose(states[0].logprobs, states[1].logprobs, atol=1e-5)
+    assert states[0].mask.sum() > 50
+
+
 def test_a_row_that_waits_reads_no_cache(tiny_tokenizer, params, monkeypatch):
     """Where each row is read to its own length, one that waits would be read as far as one that samples."""
     looked, hidden = [], qwen2.Qwen2.hidden

@@ -4,7 +4,7 @@ Letters in shapes: B rows, T query positions, S key positions, D width, N heads,
 F mlp, V vocabulary rows, L layers.
 
 Each parameter is declared once, with its logical axes; the layers are stacked on a leading axis L and run by one
-`lax.scan`, so that compile time does not grow with depth.
+`lax.scan`, so that compile time does not grow with depth (but for decoding on a GPU: `Qwen2.layers_apart`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from psearch_jax.models.vocabulary import by_chunks, gathered
 from psearch_jax.sharding import COMPUTE, STORAGE, constrain, spec
 
 VISITED = 1024  # positions that meet the vocabulary at a time
+Weights = Mapping[str, jax.Array]  # by name, as `_layer` reads them
 
 
 def precision(dtype: Any) -> contextlib.AbstractContextManager:
@@ -124,6 +125,7 @@ class Qwen2(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
         rows: jax.Array | None = None,
+        layers: Sequence[Weights] | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """Runs the trunk over a chunk of ids.
 
@@ -137,6 +139,7 @@ class Qwen2(nnx.Module):
           keep_kv: also return the chunk's keys and values, for a cache.
           positions: [B, T] int32, of each id in its text; default: from `start` on.
           segments: [B, T] int32, equal within each of the texts that share a row (attention.causal); without a cache.
+          layers: the weights as `layers_apart` gives them; default: the module's own, in a loop over the layers.
 
         Returns:
           ([B, T, D] normalised hidden states in `dtype`, None or the chunk's keys and values [L, B, K, T, H]).
@@ -150,10 +153,6 @@ class Qwen2(nnx.Module):
         x = jnp.take(table, ids, axis=0).astype(self.dtype)
         split = "positions" if self.shard_residual else None
         x = constrain(x, "rows", split, None)
-        weights = nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
-        for beside in (self.adapters, self.scales):
-            if beside is not None:
-                weights |= nnx.to_pure_dict(nnx.state(beside, nnx.Param))
         step = functools.partial(
             _layer,
             config=config,
@@ -170,8 +169,32 @@ class Qwen2(nnx.Module):
         )
         if self.remat != "none" and not keep_kv:
             step = jax.checkpoint(step, policy=_stored(self.remat))
-        x, new = jax.lax.scan(step, x, (weights, jnp.arange(config.layers)))
+        if layers is None:
+            x, new = jax.lax.scan(step, x, (self._weights(), jnp.arange(config.layers)))
+        else:
+            each = []
+            for layer, weights in enumerate(layers):
+                x, kept = step(x, (weights, jnp.int32(layer)))
+                each.append(kept)
+            new = jax.tree.map(lambda *parts: jnp.stack(parts), *each)
         return _rms_norm(x, self.final_norm[...], config.rms_eps), new
+
+    def _weights(self) -> dict[str, jax.Array]:
+        """All that the layers read, by name, each [L, ...]."""
+        weights = nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
+        for beside in (self.adapters, self.scales):
+            if beside is not None:
+                weights |= nnx.to_pure_dict(nnx.state(beside, nnx.Param))
+        return weights
+
+    def layers_apart(self) -> list[Weights]:
+        """A copy of each layer's weights, for `hidden`, to be made before a loop that calls it many times.
+
+        XLA for GPUs (of jax 0.10 and 0.12) does not multiply by a slice of an array where it lies: in the loop over
+        the layers it copies every kernel first, and a step that reads the weights once reads and writes them again.
+        """
+        weights = self._weights()
+        return [jax.tree.map(lambda x, layer=layer: x[layer], weights) for layer in range(self.config.layers)]
 
     @_precise
     def logits(self, hidden: jax.Array, temperature: float, n_ids: int) -> jax.Array:
@@ -302,11 +325,14 @@ def _layer(
     # all of it, a quarter on top of an update's products.
     w = w | {"o_kernel": constrain(w["o_kernel"], "heads", None, None)}
 
+    apart = jax.lax.optimization_barrier if x.shape[1] == 1 else lambda x: x
+
     def dense(x: jax.Array, name: str, contracted: int = 1) -> jax.Array:
         """The kernel `name`, with its bias and its adapter where there are any."""
         out = _dense(x, w[f"{name}_kernel"], w.get(f"{name}_bias"), contracted, w.get(f"{name}_kernel_scale"))
         if f"{name}_kernel_a" in w:
-            low = lora_scale * _dense(x, w[f"{name}_kernel_a"], contracted=contracted)
+            # As another array than x: XLA for GPUs would make one product of both, of kernels copied side by side.
+            low = lora_scale * _dense(apart(x), w[f"{name}_kernel_a"], contracted=contracted)
             out += _dense(low, w[f"{name}_kernel_b"])
         return out
 
@@ -319,7 +345,7 @@ def _layer(
     if cache is None:
         out = causal(q, k, v, attention, segments)
     elif q.shape[1] == 1 and ragged.applies(attention, cache.keys_across, config, jax.sharding.get_abstract_mesh()):
-        out = ragged.decode(q, k, v, cache, layer, start)
+        out = ragged.decode(q, k, v, cache, layer, start, attention)
     else:
         k_old, v_old, *scales = kv_cache.read(cache, layer, span, rows)
         old = Keys(k_old, v_old, cache.keys_across, *scales)

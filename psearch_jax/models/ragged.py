@@ -1,15 +1,17 @@
 """Decoding attention that reads of the cache what is there, block by block.
 
 On a TPU a Pallas kernel reads the cache where it lies, by a list of work, one entry for each block of each row: a row
-of 200 positions has one, a row of 6,000 twelve. On a CPU a loop goes over groups of rows, and over the blocks of each
-as far as its longest row reaches, so that a block is used while it is in the processor's own memory. Letters as in
-models/attention.py.
+of 200 positions has one, a row of 6,000 twelve. On a GPU, which runs many programs at once, a Pallas kernel has one
+for each part of each row, of which those behind a row's end return at once, and what the parts found is summed up
+after. On a CPU a loop goes over groups of rows, and over the blocks of each as far as its longest row reaches, so that
+a block is used while it is in the processor's own memory. Letters as in models/attention.py.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -26,16 +28,24 @@ ENTRY_BYTES, LEAST = 128 * 1024, 128
 # Bytes of keys that a CPU looks at at once, at most: more of them leave the processor's memory before they are used,
 # fewer are not worth a turn of the loop.
 CPU_BYTES = 2**20
+# Positions that one program of a GPU's kernel reads, and those it reads at once; and the rows of queries that its
+# products want at least.
+GPU_PART, GPU_BLOCK, GPU_QUERIES = 512, 64, 16
+TRITON = "jax.experimental.pallas.triton"
 
 
 def applies(form: Implementation, keys_across: bool, config: Qwen2Config, mesh: Any) -> bool:
     """Whether a model that attends in `form` decodes by length on a mesh; with `keys_across`, that of a CPU.
 
-    On a TPU in 16 bits, as splash, where a line of H fills registers. A device needs the keys of its queries.
+    On a TPU in 16 bits, as splash, where a line of H fills registers; on a GPU where cuDNN's form is, with lines of a
+    power of two, as long as JAX has Triton's language (0.12 says that it will go). A device needs the keys of its
+    queries.
     """
-    parts = 1 if mesh.empty else mesh.shape["tensor"]
+    parts, H = 1 if mesh.empty else mesh.shape["tensor"], config.head_dim
     whole = config.heads % parts == 0 and config.kv_heads % parts == 0
-    return whole and (keys_across or (form == "splash" and config.head_dim % LANES == 0))
+    if keys_across or form == "splash":
+        return whole and (keys_across or H % LANES == 0)
+    return whole and form == "cudnn" and H >= 16 and H & (H - 1) == 0 and find_spec(TRITON) is not None
 
 
 def block_positions(kv_heads: int, head_dim: int, itemsize: int, positions: int) -> int:
@@ -51,6 +61,7 @@ def decode(
     cache: KVCache,
     layer: jax.Array,
     start: jax.Array,
+    form: Implementation,
     interpret: bool = False,
 ) -> jax.Array:
     """Attention of one id over itself and the cached positions before it, as `attention.decode`.
@@ -61,15 +72,17 @@ def decode(
       cache: of which the first start[b] positions of row b are real.
       layer: [] int32.
       start: [B] int32.
+      form: of the model's attention, one that `applies`.
 
     Returns:
       [B, 1, N, H].
     """
     own = ("rows", "kv_heads", None, None)
     scales = [(x, AXES[:4]) for x in (cache.k_scale, cache.v_scale) if x is not None]
-    form = _by_groups if cache.keys_across else functools.partial(_on_one, interpret=interpret)
+    kernel = functools.partial(_on_gpu if form == "cudnn" else _on_tpu, interpret=interpret)
+    here = _by_groups if cache.keys_across else kernel
     return on_own_rows(
-        lambda first, *arrays: form(*arrays),
+        lambda first, *arrays: here(*arrays),
         q,
         ("rows", None, "heads", None),
         *((k, own), (v, own), (layer, ()), (start, ("rows",)), (cache.k, AXES), (cache.v, AXES), *scales),
@@ -121,8 +134,8 @@ def work(start: jax.Array, block: int, entries: int) -> tuple[jax.Array, jax.Arr
     return row.astype(jnp.int32), (entry - (ends - blocks)[row]).astype(jnp.int32), ends[-1].astype(jnp.int32)
 
 
-def _on_one(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool) -> jax.Array:
-    """`decode` on one device, for its rows and heads; `scales` of keys and of values in int8."""
+def _on_tpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool) -> jax.Array:
+    """`decode` on a TPU, for its rows and heads; `scales` of keys and of values in int8."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -145,7 +158,7 @@ def _on_one(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool)
     queries, own = pl.BlockSpec((1, K, G, H), of_row), pl.BlockSpec((1, K, 1, H), of_row)
     cached = pl.BlockSpec((1, 1, K, size, H), of_block)
     out = pl.pallas_call(
-        functools.partial(_kernel, size=size),
+        functools.partial(_tpu_kernel, size=size),
         out_shape=jax.ShapeDtypeStruct((B, K, G, H), q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -171,7 +184,7 @@ def _cost(B: int, N: int, K: int, S: int, H: int, line_bytes: int) -> Any:
     )
 
 
-def _kernel(layer, row, block, start, q, own_k, own_v, k, v, *others, size: int) -> None:
+def _tpu_kernel(layer, row, block, start, q, own_k, own_v, k, v, *others, size: int) -> None:
     """One entry; `most`, `total` and `values` hold a row's running maximum and sums from its first to its last."""
     from jax.experimental import pallas as pl
 
@@ -207,3 +220,95 @@ def _kernel(layer, row, block, start, q, own_k, own_v, k, v, *others, size: int)
     @pl.when(first + size >= length)
     def _():
         out[0] = (values[...] / total[...]).astype(out.dtype)
+
+
+def _on_gpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool) -> jax.Array:
+    """`decode` on a GPU, for its rows and heads; `scales` of keys and of values in int8."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    if cached_v.dtype.itemsize == 1 and 2**31 < cached_v.size <= 2**32:
+        # Up to 4 GiB a kernel counts its way in 32 bits with a sign, which is too few from 2 GiB of bytes on.
+        cached = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=True) for x in (cached_k, cached_v, *scales))
+        cached_k, cached_v, *scales = cached
+        layer = jnp.zeros_like(layer)
+    B, _, N, H = q.shape
+    K, S = cached_v.shape[2:4]
+    G = N // K
+    q, width = q.reshape(B, K, G, H), min(GPU_BLOCK, 2 ** int(math.log2(S)))
+    parts, queries = -(-S // GPU_PART), max(GPU_QUERIES, 2 ** math.ceil(math.log2(G)))
+
+    def whole(x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
+
+    def found(size: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, None, queries, size), lambda b, h, p: (b, h, p, 0, 0))
+
+    arrays = (cached_k, cached_v, *scales)
+    most, total, values = pl.pallas_call(
+        functools.partial(_gpu_kernel, width=width, group=G),
+        out_shape=[jax.ShapeDtypeStruct((B, K, parts, G, size), jnp.float32) for size in (1, 1, H)],
+        grid=(B, K, parts),
+        in_specs=[
+            whole(layer.reshape(1)),
+            whole(start),
+            pl.BlockSpec((None, None, queries, H), lambda b, h, p: (b, h, 0, 0)),
+            *map(whole, arrays),
+        ],
+        out_specs=[found(1), found(1), found(H)],
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        name="ragged_decode",
+        interpret=interpret,
+    )(layer.reshape(1).astype(jnp.int32), start.astype(jnp.int32), q, *arrays)
+    # The id's own key is one part more.
+    own = H**-0.5 * jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=-1, keepdims=True)
+    top = jnp.maximum(jnp.max(most, axis=2), own)
+    kept, of_own = jnp.exp(most - top[:, :, None]), jnp.exp(own - top)
+    out = jnp.sum(values * kept, axis=2) + of_own * v.astype(jnp.float32)
+    return (out / (jnp.sum(total * kept, axis=2) + of_own)).astype(q.dtype).reshape(B, 1, N, H)
+
+
+def _gpu_kernel(layer, start, q, k, v, *others, width: int, group: int) -> None:
+    """One part of a row for one kv head: the maximum of its scores, the sum of their exponentials and of values.
+
+    Of a part behind the row's end NEG_INF, 0 and 0.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    *scales, most_out, total_out, values_out = others
+    row, head, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * GPU_PART
+    last = jnp.minimum(first + GPU_PART, start[row])
+    at_layer, S, H, dtype = layer[0], k.shape[3], q.shape[-1], q.dtype
+    real = (jnp.arange(q.shape[0]) < group)[:, None]
+    queries = triton.load(q, mask=real, other=0)
+    product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+
+    def visit(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        most, total, values = sums
+        at = jnp.minimum(first + i * width, S - width)  # the cache's last block may overlap the one before
+        place = at + jnp.arange(width)
+        seen = (place >= first + i * width) & (place < last)
+
+        def lines(x: Any) -> jax.Array:
+            here = x.at[at_layer, row, head, pl.ds(at, width), :]
+            return triton.load(here, mask=seen[:, None], other=0).astype(dtype)
+
+        def of_lines(x: Any) -> jax.Array:
+            return triton.load(x.at[at_layer, row, head, pl.ds(at, width)], mask=seen, other=0)[None]
+
+        scores = H**-0.5 * product(queries, lines(k), (((1,), (1,)), ((), ())))
+        scores = jnp.where(seen[None], scores * of_lines(scales[0]) if scales else scores, NEG_INF)
+        now = jnp.maximum(most, jnp.max(scores, axis=1))
+        weights, kept = jnp.exp(scores - now[:, None]), jnp.exp(most - now)
+        total = total * kept + jnp.sum(weights, axis=1)
+        weights = (weights * of_lines(scales[1]) if scales else weights).astype(dtype)
+        return now, total, values * kept[:, None] + product(weights, lines(v), (((1,), (0,)), ((), ())))
+
+    lines = q.shape[0]
+    sums = jnp.full(lines, NEG_INF, jnp.float32), jnp.zeros(lines, jnp.float32), jnp.zeros((lines, H), jnp.float32)
+    blocks = jnp.maximum(last - first + width - 1, 0) // width
+    most, total, values = jax.lax.fori_loop(0, blocks, visit, sums)
+    triton.store(most_out, most[:, None], mask=real)
+    triton.store(total_out, total[:, None], mask=real)
+    triton.store(values_out, values, mask=real)

@@ -114,6 +114,7 @@ class Sampler:
       adapters: those of the graph, if it has some; `params` below then holds the weights and them.
       int8_weights: the graph's kernels are in int8.
       int8_cache: so are cached keys and values.
+      unstacked: `generate` copies each layer's weights into arrays of their own first (Qwen2.layers_apart).
 
     Attributes:
       by_length: decoding reads each row as far as it reaches: a `span` saves nothing.
@@ -135,11 +136,13 @@ class Sampler:
         adapters: Lora | None = None,
         int8_weights: bool = False,
         int8_cache: bool = False,
+        unstacked: bool = False,
     ):
         self.config, self.mesh, self.dtype = config, mesh, dtype
         self._int8_weights, self._cached = int8_weights, jnp.int8 if int8_cache else dtype
         self._keys_across = mesh.devices.flat[0].platform == "cpu"
         self.by_length = ragged.applies(implementation_for(mesh, dtype), self._keys_across, config, mesh)
+        self._unstacked = unstacked
         self._graph, self._n_ids, self._lora = graph, n_ids, adapters
         self._top_k, self._top_p = top_k, top_p
         self._after_answer, self._yield_share = max_tokens_after_answer, yield_share
@@ -407,6 +410,7 @@ class Sampler:
         self, params, tables: _Tables, state: SamplerState, temperature, refill, away, span: int
     ) -> SamplerState:
         model = nnx.merge(self._graph, params)
+        layers = model.layers_apart() if self._unstacked else None
 
         def go_on(state: SamplerState) -> jax.Array:
             running = jnp.sum(state.status == Status.RUNNING)
@@ -414,10 +418,17 @@ class Sampler:
             waiting = jnp.sum(parked) - away + refill * jnp.sum((state.status > Status.SEARCH) & ~parked)
             return (running > 0) & (waiting < self._yield_share * (running + waiting))
 
-        return jax.lax.while_loop(go_on, functools.partial(self._decode, model, tables, temperature, span), state)
+        decode = functools.partial(self._decode, model, layers, tables, temperature, span)
+        return jax.lax.while_loop(go_on, decode, state)
 
     def _decode(
-        self, model: Any, tables: _Tables, temperature: jax.Array, span: int, state: SamplerState
+        self,
+        model: Any,
+        layers: Sequence[qwen2.Weights] | None,
+        tables: _Tables,
+        temperature: jax.Array,
+        span: int,
+        state: SamplerState,
     ) -> SamplerState:
         """One id for every running row."""
         B, S = state.ids.shape
@@ -426,7 +437,7 @@ class Sampler:
         # A row that waits looks at nothing behind it: where rows are read by length, its cache is not read.
         at = jnp.maximum(jnp.where(running, state.length, 0) - 1, 0)
         inputs = jnp.take_along_axis(state.ids, at[:, None], axis=1)
-        hidden, (k, v) = model.hidden(inputs, state.cache, at, keep_kv=True, span=span)
+        hidden, (k, v) = model.hidden(inputs, state.cache, at, keep_kv=True, span=span, layers=layers)
         greedy = temperature == 0
         logits = model.logits(hidden[:, 0], 1.0, self._n_ids)
         finite = jnp.all(jnp.isfinite(logits), axis=-1)
