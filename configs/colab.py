@@ -4,8 +4,8 @@ weights in float16.
     python launch/train.py --config=configs/colab.py --config.data.source=TRAIN.jsonl \\
         --config.retrieval.corpus=CORPUS.jsonl --workdir=DIR
 
-Short contexts and few rollouts: a test of the set-up, not a recipe. It takes at most 2.8 of the card's 13.8 GiB (an
-upper estimate of launch/plan.py --platform=cuda --topology=t4).
+Short contexts and few rollouts: a test of the set-up, not a recipe. It takes 3.7 of the card's 13.8 GiB, as
+compiled for one (launch/plan.py --platform=cuda --topology=t4).
 """
 
 from ml_collections import ConfigDict

@@ -175,7 +175,7 @@ def cuda_target(topology: str) -> Target:
             f"--topology={topology}: accepted with --platform=cuda: {', '.join(GPUS)}, with :N for several"
         )
     number = int(count or 1)
-    compiler = any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    compiler = gpu_compiler()
     there = compiler and Path("/dev/nvidia0").exists()
     if not there:
         jax.config.update("jax_platforms", "cpu")
@@ -187,6 +187,11 @@ def cuda_target(topology: str) -> Target:
         devices = absent_gpus(name, number)
     kind = name if compiler else f"{name} (estimated)"
     return Target(topology, devices[:number], GPUS[name], kind, absent=not compiler)
+
+
+def gpu_compiler() -> bool:
+    """Whether JAX's package for GPUs is installed."""
+    return any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
 def absent_gpus(name: str, number: int) -> list[Any]:

@@ -218,11 +218,10 @@ def test_it_is_told_to_gpus(size, cached):
 @pytest.mark.parametrize("gpu", ["h100", "a100-80", "l4"])
 def test_it_compiles_for_gpus(gpu, cached):
     """More shared memory than a block may have, or a cache that is copied before it is read."""
-    pytest.importorskip(
-        "jax_cuda12_plugin", reason="the compiler for GPUs is not installed: pip install 'jax[cuda12]'"
-    )
-    from psearch_jax.plan import absent_gpus
+    from psearch_jax.plan import absent_gpus, gpu_compiler
 
+    if not gpu_compiler():
+        pytest.skip("the compiler for GPUs is not installed: pip install 'jax[cuda13]'")
     mesh = make_mesh(MeshSection(), absent_gpus(gpu, 1))
     place = NamedSharding(mesh, PartitionSpec())
     for size in ("0.5b", "1.5b", "7b"):
