@@ -479,10 +479,10 @@ DECIDES_BY_CONTENT = frozenset(
 # Those that change a run's length, speed, memory or company, what it writes, or its numbers by rounding alone.
 FREE_TO_CHANGE = frozenset(
     (
-        "model.shard_residual model.remat model.unstacked_decoding mesh.data mesh.fsdp mesh.tensor retrieval.url retrieval.timeout_s "
-        "retrieval.patience_s retrieval.token_file retrieval.cache_queries retrieval.cache_mb "
-        "rollout.slots rollout.widths rollout.yield_share rollout.overlap_search "
-        "learning.micro_batch_rows learning.max_bad_steps train.steps "
+        "model.shard_residual model.remat model.unstacked_decoding mesh.data mesh.fsdp mesh.tensor "
+        "retrieval.url retrieval.timeout_s retrieval.patience_s retrieval.token_file "
+        "retrieval.cache_queries retrieval.cache_mb rollout.slots rollout.widths rollout.yield_share "
+        "rollout.overlap_search learning.micro_batch_rows learning.max_bad_steps train.steps "
         "train.checkpoint_every_steps train.checkpoint_every_minutes train.keep_checkpoints "
         "train.keep_every_steps train.trajectories_per_step eval.every_steps"
     ).split()
