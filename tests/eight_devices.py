@@ -73,9 +73,11 @@ def check_kernels(mesh) -> None:
     cache = KVCache(*(rng.normal(size=(2, B, 2, 64, 16)).astype(np.float32) for _ in range(2)))
     start = rng.integers(0, 65, B).astype(np.int32)
     wanted = attention.decode(q, k, v, attention.Keys(cache.k[1], cache.v[1]), start)
-    for one in (cache, KVCache(cache.k.swapaxes(3, 4), cache.v, True)):  # as on a TPU, and as on a CPU
+    across = KVCache(cache.k.swapaxes(3, 4), cache.v, True)
+    for form, one in (("splash", cache), ("cudnn", cache), ("rowwise", across)):  # as on a TPU, a GPU and a CPU
+        decode = functools.partial(ragged.decode, form=form, interpret=True)
         with jax.set_mesh(mesh):
-            ours = jax.jit(functools.partial(ragged.decode, interpret=True))(q, k, v, one, np.int32(1), start)
+            ours = jax.jit(decode)(q, k, v, one, np.int32(1), start)
         np.testing.assert_allclose(ours, wanted, atol=1e-5)
 
 
@@ -141,6 +143,7 @@ def main(sizes: str, out: str) -> None:
 
     narrow = Learner(config, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), int8_sampling=True)
     graph, options = qwen2.graphdef(config, jnp.float32, int8=True), {"int8_weights": True, "int8_cache": True}
+    options["unstacked"] = mesh.size > 1  # as GPUs decode
     whole = Sampler(graph, config, tables, len(TOKENS), [STOP], mesh, **options)
     in_int8 = rollouts(whole, narrow.sampling_copy(state.params))
 
