@@ -29,25 +29,33 @@ CHIPS: dict[str, Chip] = {
     "TPU v6 lite": Chip(int(31.25 * GIB), 918e12, 1640e9),
     "TPU7x": Chip(int(94.75 * GIB), 1153e12, 3690e9),
 }
-# By the name that --topology takes, on one host "h200:8". Of the memory, the share that a process may take of a card
-# (XLA_PYTHON_CLIENT_MEM_FRACTION=.92).
+# MiB of a card, as its driver tells them.
+_MIB = {"h200": 143_771, "h100": 81_559, "a100-80": 81_920, "a100-40": 40_960, "l4": 23_034, "t4": 15_360}
+
+
+def _gpu(name: str, flops: float, bandwidth: float) -> Chip:
+    """Of the memory, the share that a process may take of a card (XLA_PYTHON_CLIENT_MEM_FRACTION=.92)."""
+    return Chip(int(0.92 * _MIB[name] * 2**20), flops, bandwidth)
+
+
+# By the name that --topology takes, on one host "h200:8".
 GPUS: dict[str, Chip] = {
-    "h200": Chip(int(0.92 * 143_771 * 2**20), 989e12, 4.8e12),
-    "h100": Chip(int(0.92 * 81_559 * 2**20), 989e12, 3.35e12),
-    "a100-80": Chip(int(0.92 * 81_920 * 2**20), 312e12, 2.04e12),
-    "a100-40": Chip(int(0.92 * 40_960 * 2**20), 312e12, 1.56e12),
-    "l4": Chip(int(0.92 * 23_034 * 2**20), 121e12, 300e9),
-    "t4": Chip(int(0.92 * 15_360 * 2**20), 65e12, 320e9),
+    "h200": _gpu("h200", 989e12, 4.8e12),
+    "h100": _gpu("h100", 989e12, 3.35e12),
+    "a100-80": _gpu("a100-80", 312e12, 2.04e12),
+    "a100-40": _gpu("a100-40", 312e12, 1.56e12),
+    "l4": _gpu("l4", 121e12, 300e9),
+    "t4": _gpu("t4", 65e12, 320e9),
 }
 # Of the same: the name that the driver tells, compute capability, multiprocessors, and of each of these the lanes in
-# float32, KiB of shared memory and threads; then MiB of the second cache, GHz and MiB of memory, as published.
+# float32, KiB of shared memory and threads; then MiB of the second cache and GHz, as published.
 _PARTS = {
-    "h200": ("NVIDIA H200", 9.0, 132, 128, 228, 2048, 50, 1.98, 143_771),
-    "h100": ("NVIDIA H100 80GB HBM3", 9.0, 132, 128, 228, 2048, 50, 1.98, 81_559),
-    "a100-80": ("NVIDIA A100-SXM4-80GB", 8.0, 108, 64, 164, 2048, 40, 1.41, 81_920),
-    "a100-40": ("NVIDIA A100-SXM4-40GB", 8.0, 108, 64, 164, 2048, 40, 1.41, 40_960),
-    "l4": ("NVIDIA L4", 8.9, 58, 128, 100, 1536, 48, 2.04, 23_034),
-    "t4": ("Tesla T4", 7.5, 40, 64, 64, 1024, 4, 1.59, 15_360),
+    "h200": ("NVIDIA H200", 9.0, 132, 128, 228, 2048, 50, 1.98),
+    "h100": ("NVIDIA H100 80GB HBM3", 9.0, 132, 128, 228, 2048, 50, 1.98),
+    "a100-80": ("NVIDIA A100-SXM4-80GB", 8.0, 108, 64, 164, 2048, 40, 1.41),
+    "a100-40": ("NVIDIA A100-SXM4-40GB", 8.0, 108, 64, 164, 2048, 40, 1.41),
+    "l4": ("NVIDIA L4", 8.9, 58, 128, 100, 1536, 48, 2.04),
+    "t4": ("Tesla T4", 7.5, 40, 64, 64, 1024, 4, 1.59),
 }
 # What a GPU's name has to hold, as the driver tells it, in the order in which it is asked.
 _NAMES = (("H200", "h200"), ("H100", "h100"), ("A100", "a100-80"), ("L4", "l4"), ("T4", "t4"))
@@ -66,7 +74,7 @@ def chip_of(device: Any) -> Chip | None:
 
 def gpu_description(name: str) -> str:
     """One of `GPUS` as XLA's compiler wants it told where there is none: the text form of its GpuTargetConfigProto."""
-    kind, capability, cores, lanes, shared, threads, cache, clock, memory = _PARTS[name]
+    kind, capability, cores, lanes, shared, threads, cache, clock = _PARTS[name]
     major, minor = str(capability).split(".")
     # A GPU keeps a KiB of each block's shared memory for itself, from Ampere on.
     block = shared * 1024 - (1024 if capability >= 8 else 0)
@@ -87,7 +95,7 @@ def gpu_description(name: str) -> str:
           memory_bandwidth: {int(GPUS[name].bandwidth)}
           l2_cache_size: {cache * 2**20}
           clock_rate_ghz: {clock}
-          device_memory_size: {memory * 2**20}
+          device_memory_size: {_MIB[name] * 2**20}
           cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
           registers_per_core_limit: {2**16}
           registers_per_block_limit: {2**16}

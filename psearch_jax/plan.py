@@ -281,10 +281,10 @@ def make_plan(
     def beside(*names: str) -> int:
         return sum(resident[name] for name in names)
 
-    # Whether the sampler reads the frozen base itself.
     # A CPU's program does not make the copy that a GPU's decodes from.
     of_layers = [copy[part] for part in ("layers", "adapters", "scales") if part in copy]
     apart = bytes_per_chip(of_layers) if target.absent and config.model.unstacked_decoding else 0
+    # Whether the sampler reads the frozen base itself.
     in_place = bool(lora) and not config.model.int8_weights and sampled_in_place(abstract, mesh)
     kept = ("parameters", "optimizer", "reference", *(() if in_place else ("frozen_base",)))
     others = {

@@ -305,8 +305,8 @@ def _gpu_kernel(layer, start, q, k, v, *others, width: int, group: int) -> None:
         weights = (weights * of_lines(scales[1]) if scales else weights).astype(dtype)
         return now, total, values * kept[:, None] + product(weights, lines(v), (((1,), (0,)), ((), ())))
 
-    lines = q.shape[0]
-    sums = jnp.full(lines, NEG_INF, jnp.float32), jnp.zeros(lines, jnp.float32), jnp.zeros((lines, H), jnp.float32)
+    R = q.shape[0]
+    sums = jnp.full(R, NEG_INF, jnp.float32), jnp.zeros(R, jnp.float32), jnp.zeros((R, H), jnp.float32)
     blocks = jnp.maximum(last - first + width - 1, 0) // width
     most, total, values = jax.lax.fori_loop(0, blocks, visit, sums)
     triton.store(most_out, most[:, None], mask=real)
