@@ -32,21 +32,17 @@ CHIPS: dict[str, Chip] = {
 # MiB of a card, as its driver tells them.
 _MIB = {"h200": 143_771, "h100": 81_559, "a100-80": 81_920, "a100-40": 40_960, "l4": 23_034, "t4": 15_360}
 
-
-def _gpu(name: str, flops: float, bandwidth: float) -> Chip:
-    """Of the memory, the share that a process may take of a card (XLA_PYTHON_CLIENT_MEM_FRACTION=.92)."""
-    return Chip(int(0.92 * _MIB[name] * 2**20), flops, bandwidth)
-
-
-# By the name that --topology takes, on one host "h200:8".
-GPUS: dict[str, Chip] = {
-    "h200": _gpu("h200", 989e12, 4.8e12),
-    "h100": _gpu("h100", 989e12, 3.35e12),
-    "a100-80": _gpu("a100-80", 312e12, 2.04e12),
-    "a100-40": _gpu("a100-40", 312e12, 1.56e12),
-    "l4": _gpu("l4", 121e12, 300e9),
-    "t4": _gpu("t4", 65e12, 320e9),
+_PEAKS = {  # FLOPs and bytes per second
+    "h200": (989e12, 4.8e12),
+    "h100": (989e12, 3.35e12),
+    "a100-80": (312e12, 2.04e12),
+    "a100-40": (312e12, 1.56e12),
+    "l4": (121e12, 300e9),
+    "t4": (65e12, 320e9),
 }
+# By the name that --topology takes, on one host "h200:8". Of the memory, the share that a process may take of a card
+# (XLA_PYTHON_CLIENT_MEM_FRACTION=.92).
+GPUS = {name: Chip(int(0.92 * _MIB[name] * 2**20), *peaks) for name, peaks in _PEAKS.items()}
 # Of the same: the name that the driver tells, compute capability, multiprocessors, and of each of these the lanes in
 # float32, KiB of shared memory and threads; then MiB of the second cache and GHz, as published.
 _PARTS = {

@@ -180,11 +180,9 @@ def cuda_target(topology: str) -> Target:
     if not there:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", number)
-    devices = jax.devices()
+    devices = absent_gpus(name, number) if compiler and not there else jax.devices()
     if len(devices) < number:
         raise UserError(f"--topology={topology}: {len(devices)} devices found, accepted: at most as many")
-    if compiler and not there:
-        devices = absent_gpus(name, number)
     kind = name if compiler else f"{name} (estimated)"
     return Target(topology, devices[:number], GPUS[name], kind, absent=not compiler)
 

@@ -43,8 +43,10 @@ def applies(form: Implementation, keys_across: bool, config: Qwen2Config, mesh: 
     """
     parts, H = 1 if mesh.empty else mesh.shape["tensor"], config.head_dim
     whole = config.heads % parts == 0 and config.kv_heads % parts == 0
-    if keys_across or form == "splash":
-        return whole and (keys_across or H % LANES == 0)
+    if keys_across:
+        return whole
+    if form == "splash":
+        return whole and H % LANES == 0
     return whole and form == "cudnn" and H >= 16 and H & (H - 1) == 0 and find_spec(TRITON) is not None
 
 
