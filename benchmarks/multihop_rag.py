@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from psearch_jax.data.asking import questions
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.paths import write_whole
 
@@ -16,11 +17,11 @@ def write_multihop_rag(world: ClosedWorld, folder: Path, count: int) -> tuple[Pa
     asked = [
         {"query": q.text, "answer": q.answers[0], "question_type": label, "evidence_list": []}
         for kind, label in TYPES.items()
-        for q in world.questions("eval", kind, count, seed=1)
+        for q in questions(world, "eval", kind, count, seed=1)
     ]
     articles = [
         {
-            "title": p.title,
+            "title": p.title or p.id,
             "body": p.text,
             "author": None,
             "source": "",
@@ -29,7 +30,7 @@ def write_multihop_rag(world: ClosedWorld, folder: Path, count: int) -> tuple[Pa
         }
         for p in world.passages
     ]
-    questions, corpus = folder / "MultiHopRAG.json", folder / "corpus.json"
-    write_whole(questions, json.dumps(asked, indent=1) + "\n")
+    asked_file, corpus = folder / "MultiHopRAG.json", folder / "corpus.json"
+    write_whole(asked_file, json.dumps(asked, indent=1) + "\n")
     write_whole(corpus, json.dumps(articles, indent=1) + "\n")
-    return questions, corpus
+    return asked_file, corpus

@@ -1,6 +1,8 @@
 """`launch/bench.py recall`: how many supporting passages each way of retrieval finds for real questions.
 
-Questions are FlashRAG jsonl rows whose metadata names `supporting_titles`; the corpus is that of `build_index`.
+Questions are FlashRAG jsonl rows whose metadata names `supporting_titles`; the corpus is that of `build_index`. A
+second table asks what splitting buys: the whole question as one search beside a search for every supporting title, the
+best sub-queries that anyone could write, at the same number of passages in all.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from retrieval.hashing import HashingEncoder
 from retrieval.hybrid import HybridRanker
 from retrieval.index import DenseRanker, ScannIndex
 from retrieval.protocol import Encoder, Passage, Ranker
+
+PASSAGES = (3, 6)  # in all, however they are searched for
 
 
 def main(argv: Sequence[str]) -> None:
@@ -48,15 +52,61 @@ def main(argv: Sequence[str]) -> None:
     print(f"| retriever | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
     for name, figures in table.items():
         print(f"| {name} | {' | '.join(f'{figures[column]:.3f}' for column in columns)} |")
+    splits = {name: split_gain(ranker, corpus, rows) for name, ranker in rankers.items()}
+    print(f"\n{split_table(splits)}")
     if flags.json:
         beside = Path(f"{flags.json}.tmp")
-        beside.write_text(json.dumps({"k": flags.k, "retrievers": table}, indent=2) + "\n", encoding="utf-8")
+        report = {"k": flags.k, "retrievers": table, "splitting": splits}
+        beside.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         beside.replace(flags.json)
 
 
 def dense(corpus: Sequence[Passage], encoder: Encoder) -> DenseRanker:
     """Exact search over the vectors of a small corpus."""
     return DenseRanker(ScannIndex.from_vectors(encode_corpus(corpus, encoder)), encoder)
+
+
+def split_gain(
+    ranker: Ranker, corpus: Sequence[Passage], questions: list[dict[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """By type of question: the share all of whose supporting titles are found, in so many passages in all.
+
+    `by titles` asks for each title and shares the passages evenly, the first ones getting what is left over.
+    """
+    out: dict[str, dict[str, float]] = {}
+    for kind in sorted({row["metadata"]["type"] for row in questions}):
+        chosen = [row for row in questions if row["metadata"]["type"] == kind]
+        found: dict[str, float] = {"questions": len(chosen)}
+        for total in PASSAGES:
+            whole, _ = ranker.rank([row["question"] for row in chosen], total)
+            found[f"question@{total}"] = float(
+                np.mean([_holds_all(row, corpus, ids) for row, ids in zip(chosen, whole, strict=True)])
+            )
+            right = []
+            for row in chosen:
+                titles = row["metadata"]["supporting_titles"]
+                shares = [total // len(titles) + (i < total % len(titles)) for i in range(len(titles))]
+                ranked, _ = ranker.rank(titles, max(shares))
+                ids = [i for line, share in zip(ranked, shares, strict=True) for i in line[:share]]
+                right.append(_holds_all(row, corpus, ids))
+            found[f"by titles@{total}"] = float(np.mean(right))
+        out[kind] = found
+    return out
+
+
+def _holds_all(row: dict[str, Any], corpus: Sequence[Passage], ids: Sequence[int]) -> bool:
+    titles = {corpus[int(i)].title for i in ids if i >= 0}
+    return set(row["metadata"]["supporting_titles"]) <= titles
+
+
+def split_table(splits: dict[str, dict[str, dict[str, float]]]) -> str:
+    columns = [f"{how}@{total}" for total in PASSAGES for how in ("question", "by titles")]
+    lines = [f"| retriever | type | questions | {' | '.join(columns)} |", f"|---|---|---|{'---|' * len(columns)}"]
+    for name, kinds in splits.items():
+        for kind, found in kinds.items():
+            cells = " | ".join(f"{found[column]:.2f}" for column in columns)
+            lines.append(f"| {name} | {kind} | {found['questions']} | {cells} |")
+    return "\n".join(lines)
 
 
 def measure(ranker: Ranker, corpus: Sequence[Passage], questions: list[dict[str, Any]], k: int) -> dict[str, float]:

@@ -13,14 +13,14 @@ def get_config() -> ConfigDict:
         seed=0,
         model=dict(path="toy", dtype="float32", sampling_dtype="float32", remat="dots"),
         data=dict(source="closed_world", template="toy"),
-        retrieval=dict(topk=3),
+        retrieval=dict(topk=2),
         rollout=dict(
             slots=192,
             samples=8,
-            context_tokens=256,
+            context_tokens=448,
             prompt_tokens=64,
-            turn_tokens=48,
-            obs_tokens=192,
+            turn_tokens=128,
+            obs_tokens=144,
             search_turns=4,
         ),
         learning=dict(
@@ -31,6 +31,6 @@ def get_config() -> ConfigDict:
             kl_coefficient=0.001,
             weight_decay=0.0,
         ),
-        train=dict(steps=40, prompts=24, checkpoint_every_steps=20, trajectories_per_step=64),
-        eval=dict(questions_per_kind=400, temperature=1.0, also_greedy=True),
+        train=dict(steps=60, prompts=24, checkpoint_every_steps=30, trajectories_per_step=64),
+        eval=dict(questions_per_kind=200, temperature=1.0, also_greedy=True),
     )

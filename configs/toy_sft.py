@@ -2,17 +2,17 @@
 
     python launch/sft.py --config=configs/toy_sft.py --workdir=runs/toy_sft
 
-writes `runs/toy_sft/policy`, a Hugging Face directory; psearch_jax/assets/toy_policy is a copy of it. It takes ten to
-fifteen minutes on two CPU cores. Fields and defaults: psearch_jax/train/sft.py.
+writes `runs/toy_sft/policy`, a Hugging Face directory; psearch_jax/assets/toy_policy is a copy of it. The same command
+goes on where it was stopped; `--config.seed=1` makes a second cold start from other rows and weights. Fields and
+defaults: psearch_jax/train/sft.py.
 """
 
 import dataclasses
 
 from ml_collections import ConfigDict
 
-from psearch_jax.data.scripted import Mixture
 from psearch_jax.train.sft import SFTConfig
 
 
 def get_config() -> ConfigDict:
-    return ConfigDict(dataclasses.asdict(SFTConfig(mixture=Mixture(split=0.25, wrong_split=0.15))))
+    return ConfigDict(dataclasses.asdict(SFTConfig()))

@@ -20,7 +20,20 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SUBJECTS = ("retrieval", "recall", "corpus", "questions", "baselines", "scale", "weights", "rollout", "update", "step")
+SUBJECTS = (
+    "retrieval",
+    "recall",
+    "corpus",
+    "questions",
+    "baselines",
+    "scale",
+    "weights",
+    "rollout",
+    "update",
+    "step",
+    "world",
+    "cold_start",
+)
 
 
 def main() -> int:

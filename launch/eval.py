@@ -63,7 +63,7 @@ FIELDS = {
     "template": ("data", str, "packaged prompt template or a file"),
     "prompt": ("data", str, "template, or row: the prompt that comes with each question"),
     "world_seed": ("data", int, "which closed world"),
-    "world_theme": ("data", str, "encyclopedia, or with other names renamed, or register, where all is other"),
+    "world_names": ("data", str, "known, or new: names that no cold start has seen"),
     "sampling_dtype": ("model", str, "float32, bfloat16 or float16"),
     "int8_weights": ("model", bool, "sample from kernels of 8 bits, as a run may do in training"),
     "int8_cache": ("model", bool, "with keys and values of 8 bits"),
@@ -167,7 +167,7 @@ def main(_: list[str]) -> None:
     data = given.data
     loaded = load_benchmarks(
         BENCHMARK.value,
-        lambda: ClosedWorld.make(data.world_seed, theme=data.world_theme),
+        lambda: ClosedWorld.make(data.world_seed, names=data.world_names),
         COUNT.value,
         skipped,
         COUNT_SEED.value,

@@ -15,11 +15,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from psearch_jax.config import PRESETS, Config, Qwen2Config, best_metric, validate, with_method
+from psearch_jax.data.asking import questions
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.data.held_out import hold_out, pick
 from psearch_jax.data.loader import QuestionLoader
 from psearch_jax.data.prepared import are_there, open_questions, overlap
-from psearch_jax.eval.benchmarks import CLOSED_WORLD, closed_world_benchmark
+from psearch_jax.eval.benchmarks import CLOSED_WORLD, PAIRS, closed_world_benchmark
 from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.launching import CACHE_HOME, read_token
 from psearch_jax.models import hf, int8, lora, qwen2
@@ -185,7 +186,7 @@ def engine(
     sampler = make_sampler(config, model, mesh, tables, tokenizer.size, sorted(tokenizer.stop_ids))
     world = None
     if config.data.source == CLOSED_WORLD:
-        world = ClosedWorld.make(config.data.world_seed, theme=config.data.world_theme)
+        world = ClosedWorld.make(config.data.world_seed, names=config.data.world_names)
     if retriever is None and _searches(config):
         retriever = _retriever(config, world)
     collector = Collector(
@@ -469,6 +470,6 @@ def _questions(config: Config, world: ClosedWorld | None) -> tuple[Sequence[Ques
         "sequential": round(data.world_questions * data.sequential_share),
     }
     counts["single"] = data.world_questions - sum(counts.values())
-    train = [q for kind, count in counts.items() for q in world.questions("train", kind, count, data.world_seed)]
+    train = [q for kind, count in counts.items() for q in questions(world, "train", kind, count, data.world_seed)]
     count = config.eval.questions_per_kind
-    return train, [q for kind in KINDS for q in closed_world_benchmark(world, kind, count)] if count else []
+    return train, [q for name in (PAIRS, *KINDS) for q in closed_world_benchmark(world, name, count)] if count else []

@@ -118,7 +118,7 @@ class DataSection:
     validation_share: float = 0.0  # or this share of `source`, picked by a hash of (source, id), kept out of training
     prompt: Literal["template", "row"] = "template"  # row: the chat messages that come with the question
     template: str = "parallel"  # a packaged template's name or a user's file
-    world_theme: Literal["encyclopedia", "renamed", "register"] = "encyclopedia"  # see data/themes.py
+    world_names: Literal["known", "new"] = "known"  # new: names that no cold start has seen (data/names.py)
     world_seed: int = 0  # of the closed world; the run's own seed changes neither world nor evaluation
     world_questions: int = 6000  # training questions drawn from the closed world
     parallel_share: float = 0.5  # of them; the shares of sequential questions and, last, single ones follow
@@ -456,7 +456,7 @@ def _validate_learning(config: Config) -> None:
 DECIDES_NUMBERS = frozenset(
     (
         "seed method model.dtype model.sampling_dtype model.int8_weights model.int8_cache model.lora_rank "
-        "model.lora_alpha data.prompt data.world_theme data.world_seed data.world_questions data.parallel_share "
+        "model.lora_alpha data.prompt data.world_names data.world_seed data.world_questions data.parallel_share "
         "data.sequential_share retrieval.topk retrieval.max_sub_queries rollout.samples rollout.context_tokens "
         "rollout.prompt_tokens rollout.turn_tokens rollout.obs_tokens rollout.search_turns "
         "rollout.max_tokens_after_answer rollout.temperature rollout.top_p rollout.top_k rollout.label_subqueries "

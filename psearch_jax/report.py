@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from psearch_jax.eval.benchmarks import PAIRS
 from psearch_jax.paths import locate
 from psearch_jax.types import KINDS, UserError
 
 COLUMNS = (
+    ("decided", "decided right"),
     ("em", "EM"),
+    ("chance", "by chance"),
     ("f1", "F1"),
     ("decomposition_ratio", "split"),
     ("searches", "searches"),
@@ -33,27 +36,32 @@ def read_summary(workdir: str | Path) -> dict[str, Any]:
 
 
 def before_and_after(summary: Mapping[str, Any]) -> str:
-    """A Markdown table of one run: a row per kind and moment, sampled and (where there is one) greedy."""
+    """A Markdown table of one run: a row per kind and moment, sampled and (where there is one) greedy.
+
+    Minimal pairs come first: there the decision to split cannot be read off single words.
+    """
     lines = ["| questions | policy | " + " | ".join(title for _, title in COLUMNS) + " |"]
     lines.append("|---" * (len(COLUMNS) + 2) + "|")
-    for kind in KINDS:
+    for kind in (PAIRS, *KINDS):
         for moment in ("before", "after", "before_greedy", "after_greedy"):
             values = summary.get(moment, {}).get(kind)
             if values:
-                cells = " | ".join(f"{values[key]:.3f}" for key, _ in COLUMNS)
+                cells = " | ".join(f"{values[key]:.3f}" if key in values else "" for key, _ in COLUMNS)
                 lines.append(f"| {kind} | {moment.replace('_', ', ')} | {cells} |")
     return "\n".join(lines)
 
 
 def side_by_side(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """A Markdown table of several runs: the change of EM, splitting and turns per kind, before -> after."""
-    shown = [c for c in COLUMNS if c[0] in ("em", "decomposition_ratio", "turns")]
+    shown = [c for c in COLUMNS if c[0] in ("decided", "em", "decomposition_ratio", "turns")]
     lines = ["| run | questions | " + " | ".join(title for _, title in shown) + " |"]
     lines.append("|---" * (len(shown) + 2) + "|")
     for name, summary in runs:
-        for kind in KINDS:
+        for kind in (PAIRS, *KINDS):
             before, after = (summary.get(moment, {}).get(kind) for moment in ("before", "after"))
             if before and after:
-                cells = " | ".join(f"{before[key]:.3f} -> {after[key]:.3f}" for key, _ in shown)
+                cells = " | ".join(
+                    f"{before[key]:.3f} -> {after[key]:.3f}" if key in before else "" for key, _ in shown
+                )
                 lines.append(f"| {name} | {kind} | {cells} |")
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from psearch_jax import launching
 from psearch_jax.config import PRESETS
-from psearch_jax.data.closed_world import ClosedWorld, train_tokenizer
+from psearch_jax.data.toy_tokenizer import write_tokenizer
 from psearch_jax.models import hf, qwen2
 from psearch_jax.text.tokenizer import Tokenizer
 
@@ -83,7 +83,7 @@ def tiny_policy(tmp_path_factory) -> Path:
     """A random policy of two narrow layers with the closed world's tokenizer, as a Hugging Face directory."""
     folder = tmp_path_factory.mktemp("policy")
     (folder / "tokenizer").mkdir()
-    train_tokenizer(ClosedWorld.make(0), folder / "tokenizer")
+    write_tokenizer(folder / "tokenizer")
     tokenizer = Tokenizer.load(folder / "tokenizer")
     shape = replace(
         PRESETS["toy"],

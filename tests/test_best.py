@@ -18,6 +18,7 @@ from programs import ROOT
 from runs import metrics_without_clocks, run, small_config
 
 from psearch_jax import build
+from psearch_jax.data import asking
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.models import qwen2
 from psearch_jax.train import checkpoint, trainer
@@ -79,7 +80,7 @@ def test_a_checkpoint_is_read_in_the_dtype_asked_for(tmp_path, dtype):
 def questions(tmp_path_factory):
     """Training questions of the closed world, as a user's file."""
     file = tmp_path_factory.mktemp("questions") / "train.jsonl"
-    found = ClosedWorld.make(0).questions("train", "single", 60, 0)
+    found = asking.questions(ClosedWorld.make(0), "train", "single", 60, 0)
     rows = [{"id": q.id, "question": q.text, "golden_answers": list(q.answers)} for q in found]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return file

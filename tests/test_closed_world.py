@@ -1,26 +1,26 @@
-"""The closed world, its tokenizer and its scripted trajectories."""
+"""The closed world: its facts, its questions, and what their words and one search give away."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
+from programs import ROOT
 
-from psearch_jax.config import PRESETS
-from psearch_jax.data.closed_world import ClosedWorld, train_tokenizer
-from psearch_jax.data.scripted import Mixture, plan, scripted_trajectories, scripted_trajectory
-from psearch_jax.data.themes import THEMES
-from psearch_jax.text.tags import parse_turn
-from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.train.sft import SFTConfig, Stage, batches, make_rows, train
+from psearch_jax.data.asking import KNOWN_ENTITIES, known_questions, questions
+from psearch_jax.data.closed_world import ATTRIBUTES, YEAR_OF, ClosedWorld
+from psearch_jax.data.names import HEADS, MIDDLES, TAILS, draw_names, head, is_new, renaming
+from psearch_jax.data.wordings import FORMS, PAIRED
 from psearch_jax.types import KINDS, UserError
-from retrieval.protocol import Passage
 from retrieval.service import RetrievalService
 
-ALWAYS_RIGHT = Mixture(split=0, hasty=0, guess=0, wrong_split=0, redundant=0, forgotten_think=0, drill=0)
-STAGES = ("copying", "reading", "whole")
+sys.path.insert(0, str(ROOT))
+from benchmarks.world import PAIRS, cue_table, facts_of, retrieval, retrieval_table, surface_cues  # noqa: E402
+
+NAME = re.compile(r"\b[A-Z][a-z]{6}\b")
 
 
 @pytest.fixture(scope="module")
@@ -28,263 +28,186 @@ def world() -> ClosedWorld:
     return ClosedWorld.make(0)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(world, tmp_path_factory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("toy_tokenizer")
-    train_tokenizer(world, directory)
-    return Tokenizer.load(directory)
-
-
-@pytest.fixture(scope="module")
-def retriever(world) -> RetrievalService:
-    return RetrievalService.from_corpus(world.passages)
-
-
-def names_in(world: ClosedWorld, text: str) -> set[str]:
-    """Names of the world's entities that stand in a text."""
-    words = re.findall(r"[A-Za-z]+", text)
-    known = {entity.name for entity in world.entities}
-    return {pair for pair in (" ".join(words[i : i + 2]) for i in range(len(words) - 1)) if pair in known}
-
-
-def mentioned(world: ClosedWorld, question) -> set[str]:
-    """Names in a question, its answers and its metadata."""
-    values = json.dumps([question.text, question.answers, question.metadata])
-    return names_in(world, values)
-
-
 def test_world_is_a_function_of_its_seed(world):
     """Fails if a draw depends on anything but the seed: a policy would then be evaluated in another world."""
     assert ClosedWorld.make(0) == world
     assert ClosedWorld.make(1).passages != world.passages
     for kind in KINDS:
-        first, again = (world.questions("eval", kind, 50, seed=3) for _ in range(2))
-        assert first == again != world.questions("eval", kind, 50, seed=4)
+        first, again = (questions(world, "eval", kind, 50, seed=3) for _ in range(2))
+        assert first == again != questions(world, "eval", kind, 50, seed=4)
 
 
 def test_world_does_not_drift(world):
     """Fails if a change of the code silently changes the world that the shipped policy and all figures belong to."""
-    assert world.passages[500].text == "Povo Kalt was born in Budim Falls in 1976."
-    assert (
-        world.questions("eval", "parallel", 1, seed=0)[0].text
-        == "Which of Fallen Island and Blue Memory came out first?"
-    )
+    assert world.passages[500].text == "The birth year of Guluron is 1976."
+    assert questions(world, "eval", "parallel", 1, seed=0)[0].text == "Is Gamudol's setting the rival of Pujazas?"
+    assert len({p.id for p in world.passages}) == len(world.passages)
 
 
-@pytest.mark.parametrize("theme", THEMES)
-def test_answers_of_every_theme_follow_from_its_passages(theme):
-    """Fails if a world of other names or relations asks what its documents do not say: no policy could answer."""
-    other = ClosedWorld.make(0, makers=200, works=200, places=100, theme=theme)
-    text = {p.title: p.text for p in other.passages}
-    assert len(text) == 500 and all(p.text.startswith(p.title) for p in other.passages)
-    for question in other.questions("eval", "parallel", 40, seed=0) + other.questions("eval", "mixed", 20, seed=0):
-        asked = question.metadata.get("links", question.metadata["queries"])
-        years = [int(re.findall(r"\d{4}", text[" ".join(query.split()[:2])])[0]) for query in asked]
-        assert years == question.metadata["years"]
-        assert question.answers == (question.metadata["names"][int(np.argmin(years))],)
-    for question in other.questions("eval", "sequential", 40, seed=0) + other.questions("train", "single", 40, seed=0):
-        for query, found in question.metadata["hops"]:
-            assert found in text[" ".join(query.split()[:2])]
-        assert question.answers == (question.metadata["hops"][-1][1],)
+def test_every_fact_has_a_passage_of_its_own(world):
+    """Fails if one passage tells two facts: a question of two would then need one search."""
+    assert len(world.passages) == sum(len(ATTRIBUTES[e.kind]) for e in world.entities)
+    texts = [p.text for p in world.passages]
+    for text in texts:
+        assert re.fullmatch(r"The [a-z ]+ of [A-Z][a-z]{6} is ([A-Z][a-z]{6}|19\d\d)\.", text), text
+    subjects = [(text.split(" is ")[0]) for text in texts]
+    shared = len(subjects) - len(set(subjects))
+    assert shared < 0.02 * len(subjects)  # homonyms are of other types, and share no attribute but `rival`
 
 
-def test_themes_share_what_they_say_they_share(world):
-    """Fails if `renamed` keeps a name or changes a question, or `register` keeps a relation or a form of document."""
-    renamed, register = (ClosedWorld.make(0, theme=name) for name in ("renamed", "register"))
-    known = {word for e in world.entities for word in e.name.split()}
-    for other in (renamed, register):
-        assert not known & {word for e in other.entities for word in e.name.split()}
-
-    def patterns(one):
-        texts = [p.text for p in one.passages] + [q.text for k in KINDS for q in one.questions("eval", k, 100, seed=0)]
-        return {re.sub(r"[A-Z][a-z]+ [A-Z][a-z]+", "NAME", re.sub(r"\d+", "YEAR", text)) for text in texts}
-
-    assert patterns(renamed) == patterns(world)
-    assert not patterns(register) & patterns(world)
-    with pytest.raises(UserError, match="theme 'opera' found, accepted: encyclopedia, renamed, register"):
-        ClosedWorld.make(0, theme="opera")
-
-
-def test_passages_are_short_and_named(world):
-    """Fails if a passage outgrows the observation budget, or its title no longer opens its text."""
-    assert len({p.id for p in world.passages}) == len({p.title for p in world.passages}) == len(world.passages)
-    for passage in world.passages:
-        assert len(passage.text.split()) <= 16
-        assert passage.text.startswith(passage.title) and passage.text.endswith(".")
+def test_some_entities_of_different_types_share_a_name(world):
+    """Fails if a name alone tells which passage is meant."""
+    kinds = {}
+    for entity in world.entities:
+        kinds.setdefault(entity.name, []).append(entity.kind)
+    shared = [found for found in kinds.values() if len(found) > 1]
+    assert len(shared) > 20 and all(len(set(found)) == len(found) for found in shared)
 
 
 def test_held_out_entities_stay_out_of_training(world):
     """Fails if an evaluation entity appears in a training question: the policy could then answer from memory."""
-    train, held_out = set(), set()
-    for kind in ("parallel", "sequential", "single"):
-        train.update(*(mentioned(world, q) for q in world.questions("train", kind, 1500, seed=0)))
-    for kind in KINDS:
-        held_out.update(*(mentioned(world, q) for q in world.questions("eval", kind, 400, seed=0)))
-    assert held_out <= world.held_out_names
-    assert not train & world.held_out_names
-    share = len(world.held_out_names) / len(world.entities)
-    assert 0.18 < share < 0.22
+
+    def named(asked) -> set[str]:
+        return {name for q in asked for name in NAME.findall(json.dumps([q.text, q.answers, q.metadata]))}
+
+    held_out = {e.name for e in world.entities if e.held_out} - {e.name for e in world.entities if not e.held_out}
+    train = named(q for kind in KINDS for q in questions(world, "train", kind, 1000, seed=0))
+    asked = named(q for kind in KINDS for q in questions(world, "eval", kind, 400, seed=0))
+    assert not train & held_out
+    assert not asked - held_out
+    assert 0.2 < len(held_out) / len({e.name for e in world.entities}) < 0.3
 
 
-def test_cold_start_worlds_share_no_held_out_name(world):
-    """Fails if a training world draws a name that evaluation asks about."""
-    other = ClosedWorld.make(7, reserved_names=world.held_out_names)
-    assert not {e.name for e in other.entities} & world.held_out_names
+def test_new_names_are_never_renamed_into(world):
+    """Fails if a cold start can meet a name that the evaluation calls never seen."""
+    rng = np.random.default_rng(0)
+    fresh = ClosedWorld.make(0, names="new")
+    assert all(is_new(e.name) for e in fresh.entities) and not any(is_new(e.name) for e in world.entities)
+    ids = [range(80), range(100, 160), range(200, 280)]
+    for which in ("known", "new"):
+        for name in draw_names(rng, 50, which):
+            places = [HEADS.index(name[:2]), MIDDLES.index(name[2:4]), TAILS.index(name[4:])]
+            moved = renaming(rng, ids, 300)[[group[at] for group, at in zip(ids, places, strict=True)]]
+            again = HEADS[moved[0]] + MIDDLES[moved[1] - 100] + TAILS[moved[2] - 200]
+            assert is_new(again) == (which == "new")
 
 
-def test_questions_are_distinct_and_proportioned(world):
-    """Fails if a call repeats a question, or the shares of two and three entities are off."""
-    questions = world.questions("train", "parallel", 2000, seed=0)
-    assert len({q.id for q in questions}) == len({q.text for q in questions}) == 2000
-    sizes = [len(q.metadata["names"]) for q in questions]
-    assert set(sizes) == {2, 3} and abs(np.mean(np.array(sizes) == 2) - 0.7) < 0.04
-    roles = [q.metadata["names"].index(q.answers[0]) for q in questions if len(q.metadata["names"]) == 2]
-    assert abs(np.mean(roles) - 0.5) < 0.05
-    for kind in KINDS:
-        assert len({q.id for q in world.questions("eval", kind, 400, seed=0)}) == 400
-    four = world.questions("eval", "parallel", 100, seed=0, entities=4)
-    assert all(len(q.metadata["names"]) == 4 for q in four)
+def test_renaming_changes_names_and_nothing_else():
+    """Fails if a renamed row loses its words, or two of its names become one."""
+    ids = [range(10, 90), range(90, 150), range(150, 230)]
+    one, other = (renaming(np.random.default_rng(seed), ids, 240) for seed in (0, 1))
+    assert sorted(one) == list(range(240)) and (one != other).sum() > 150
+    assert (one[:10] == np.arange(10)).all() and (one[230:] == np.arange(230, 240)).all()
+    for group in ids:
+        assert set(one[list(group)]) == set(group)
 
 
 def test_answers_follow_from_passages(world):
-    """Fails if a gold answer is not what the passages say."""
-    text = {p.title: p.text for p in world.passages}
-    for question in world.questions("eval", "parallel", 200, seed=0):
-        years = {name: int(re.findall(r"\d{4}", text[name])[0]) for name in question.metadata["names"]}
-        assert question.answers == (min(years, key=years.get),)
-        assert sorted(years.values())[0] < sorted(years.values())[1]
-    for question in world.questions("eval", "sequential", 200, seed=0):
-        (first, found), (second, answer) = question.metadata["hops"]
-        assert found in text[" ".join(first.split()[:2])]
-        assert second.startswith(found) and answer in text[found] and question.answers == (answer,)
-    for question in world.questions("eval", "mixed", 100, seed=0):
-        directors = [" ".join(query.split()[:2]) for query in question.metadata["links"]]
-        years = [int(re.findall(r"\d{4}", text[director])[0]) for director in directors]
-        assert question.answers == (question.metadata["names"][int(np.argmin(years))],)
+    """Fails if a gold answer is not what the passages say, or needs what no round finds."""
+    facts = {(e.name, attribute): set() for e in world.entities for attribute in e.facts}
+    for e in world.entities:
+        for attribute in e.facts:
+            facts[e.name, attribute].add(world.value(e, attribute))
+    for kind in KINDS:
+        for q in questions(world, "eval", kind, 300, seed=0):
+            m = q.metadata
+            for attribute, subject, value in facts_of(q):
+                assert value in facts[subject, attribute]
+            for before, after in zip(m["rounds"], m["rounds"][1:], strict=False):
+                assert {subject for _, subject, _ in after} <= {value for _, _, value in before}
+            values = [value for _, _, value in m["rounds"][-1]]
+            if m["form"] in ("first", "first_of"):
+                years = list(map(int, values))
+                assert q.answers == (m["options"][years.index(min(years))],) and len(set(years)) == len(years)
+            elif m["form"] in ("has", "shares"):
+                right = [name for name, value in zip(m["options"], values, strict=False) if value == m["sought"]]
+                assert q.answers == tuple(right)
+            elif m["sought"]:
+                same = values[0] == m["sought"]
+                assert q.answers == ("yes" if same else "no",)
+            else:
+                assert q.answers == (values[-1],)
+                assert not m["options"] or q.answers[0] in m["options"]
+
+
+def test_every_form_comes_in_every_wording(world):
+    """Fails if a wording has an unfilled letter, or held-out ones are trained on, or a form has fewer than four."""
+    for name, form in FORMS.items():
+        assert len(form.known) + len(form.held_out) >= 4 and form.held_out
+        assert not set(form.known) & set(form.held_out)
+        for held_out in (False, True):
+            for q in questions(world, "eval", form.kind, 60, 2, [name], held_out_wordings=held_out):
+                assert "{" not in q.text and re.fullmatch(r"[A-Za-z', ]+\?", q.text) and q.metadata["form"] == name
+    assert all(FORMS[a].kind == "parallel" and FORMS[b].kind == "sequential" for a, b in PAIRED)
+
+
+def test_yes_and_no_and_every_place_are_as_likely(world):
+    """Fails if an answer can be guessed better than chance says."""
+    for name, form in FORMS.items():
+        asked = questions(world, "eval", form.kind, 400, 3, [name])
+        if asked[0].answers[0] in ("yes", "no"):
+            assert abs(np.mean([q.answers[0] == "yes" for q in asked]) - 0.5) < 0.09, name
+        elif asked[0].metadata["options"]:
+            places = [q.metadata["options"].index(q.answers[0]) for q in asked if len(q.metadata["options"]) == 2]
+            assert abs(np.mean(places) - 0.5) < 0.12, name
+
+
+def test_no_two_names_of_a_question_begin_alike(world):
+    """Fails if a question asks to tell two names apart that differ in one syllable."""
+    for kind in KINDS:
+        for q in questions(world, "eval", kind, 200, seed=0):
+            names = set(NAME.findall(q.text)) | {v for _, s, v in facts_of(q) if not v.isdigit()}
+            assert len({head(name) for name in names}) == len(names)
+
+
+def test_known_facts_are_of_training_entities(world):
+    """Fails if a cold start states what the other sets ask about, or too little to be known."""
+    known = known_questions(world)
+    subjects = {facts_of(q)[0][1] for q in known}
+    assert len(subjects) == KNOWN_ENTITIES and len(known) > 150
+    assert not subjects & {e.name for e in world.entities if e.held_out}
+    assert not {q.text for q in known} & {q.text for q in known_questions(world, held_out_wordings=True)}
+    assert {facts_of(q)[0][0] for q in known} == set(ATTRIBUTES["person"]) >= {YEAR_OF["person"]}
 
 
 def test_bad_requests_are_refused(world):
     """Fails if a request that cannot be met returns fewer or other questions than asked."""
-    for arguments in (
-        ("train", "mixed", 1, 0),
-        ("train", "parallel", 1, 0, 4),
-        ("eval", "sequential", 1, 0, 2),
-        ("eval", "single", 10**6, 0),
-        ("test", "single", 1, 0),
-        ("eval", "bridge", 1, 0),
+    for arguments, says in (
+        (("test", "single", 1, 0), "split 'test'"),
+        (("eval", "bridge", 1, 0), "kind 'bridge'"),
+        (("eval", "single", 1, 0, ["first"]), "not of kind"),
     ):
-        with pytest.raises(UserError):
-            world.questions(*arguments)
+        with pytest.raises(UserError, match=says):
+            questions(world, *arguments)
+    with pytest.raises(UserError, match="500 eval questions of kind 'single' asked"):
+        questions(ClosedWorld.make(0, persons=30, films=30, cities=30), "eval", "single", 500, 0, ["year"])
+    with pytest.raises(UserError, match="at least 30"):
+        ClosedWorld.make(0, persons=3)
 
 
-def test_retrieval_finds_the_passage_and_distractors(world, retriever):
-    """Fails if searches as the teacher writes them miss, or if nothing but the right passage comes back."""
-    queries = [q for question in world.questions("eval", "parallel", 200, 0) for q in question.metadata["queries"]]
-    found = retriever.search(queries, 3)
-    assert (
-        np.mean([ranking[0].title == " ".join(q.split()[:2]) for q, ranking in zip(queries, found, strict=True)])
-        > 0.99
-    )
-    assert all(len(ranking) == 3 for ranking in found)
+def test_what_searches_find(world):
+    """Fails if a fact cannot be found, or if the question itself as one search finds all: then splitting buys nothing.
+
+    Prints the table of docs/demo.md.
+    """
+    found = retrieval(world, RetrievalService.from_corpus(world.passages), 200)
+    print(retrieval_table(found))
+    assert all(figures["sub-query@3"] >= 0.95 and figures["sub-query@1"] >= 0.95 for figures in found.values())
+    whole = {name: figures["question@2"] for name, figures in found.items() if figures["kind"] != "single"}
+    assert max(whole.values()) < 0.5
+    parallel = {name: form for name, form in FORMS.items() if form.kind == "parallel"}
+    assert sum(whole[name] * form.share for name, form in parallel.items()) < 0.4
 
 
-def test_names_cost_two_tokens_wherever_they_stand(world, tokenizer):
-    """Fails if a name is cut differently in a question, a passage and an answer, which a small model cannot copy."""
-    assert 1000 <= tokenizer.size <= 2000
-    for entity in world.entities[::37]:
-        ids = tokenizer.encode_foreign(f"{entity.name} ")
-        assert len(ids) == 2, entity.name
-        passage = next(p for p in world.passages if p.id == entity.id)
-        assert tokenizer.encode_foreign(passage.text)[:2] == ids
-        assert tokenizer.encode_foreign(f"<answer> {entity.name} </answer>")[1:3] == ids
-    assert [tokenizer.decode([i]) for i in tokenizer.encode_foreign("in 1943.")] == ["in ", "194", "3", "."]
+def test_what_words_give_away(world):
+    """Fails if the decision to split can be read off the first words, or off the words without their order.
 
-
-def test_tokenizer_survives_beside_a_model(world, tokenizer, tmp_path):
-    """Fails if a directory with a config.json of Qwen2 is cut by Qwen2's own rules instead of its tokenizer.json."""
-    train_tokenizer(world, tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}', encoding="utf-8")
-    text = "Red Harbor was directed by Baro Vond in 1943.\n</information>\n"
-    assert Tokenizer.load(tmp_path).encode_foreign(text) == tokenizer.encode_foreign(text)
-
-
-def test_tokenizer_is_reproducible_and_lossless(world, tokenizer, tmp_path):
-    """Fails if training it again gives other ids than the shipped policy knows, or if it drops characters."""
-    train_tokenizer(world, tmp_path)
-    assert Tokenizer.load(tmp_path).fingerprint == tokenizer.fingerprint
-    for text in ("Zoë <said>:\n\n 12345 </search>x", "<|im_end|> < a", "\t日本 ##", ""):
-        assert tokenizer.decode(tokenizer.encode_foreign(text)) == text
-    prompt = tokenizer.chat([{"role": "user", "content": "Who?"}])
-    assert tokenizer.decode(prompt, control=True) == "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_scripted_turns_parse_as_written(world, tokenizer, retriever):
-    """Fails if a scripted turn is not read back by the grammar, or the mask covers anything but the turns."""
-    rng = np.random.default_rng(0)
-    for kind in ("parallel", "sequential", "single"):
-        for question in world.questions("train", kind, 20, seed=1):
-            steps = plan(question, np.random.default_rng(1), ALWAYS_RIGHT)
-            actions = [parse_turn(step.text) for step in steps]
-            assert all(action.well_formed for action in actions)
-            assert actions[-1].answer == question.answers[0]
-            assert [a.queries for a in actions[:-1]] == [step.queries for step in steps[:-1]]
-            ids, mask = scripted_trajectory(question, retriever, tokenizer, rng, ALWAYS_RIGHT)
-            sampled = tokenizer.decode(ids[mask], control=True)
-            assert sampled == "".join(step.text for step in steps) + "<|im_end|>"
-            assert question.answers[0] in tokenizer.decode(ids[~mask])
-
-
-def test_mixture_has_the_stated_shares(world):
-    """Fails if the cold start does not hold the strategies that reinforcement learning must choose from."""
-    rng, mixture = np.random.default_rng(0), Mixture(drill=0)
-    plans = {
-        kind: [plan(q, rng, mixture) for q in world.questions("train", kind, 1500, seed=0)]
-        for kind in ("parallel", "sequential")
-    }
-
-    def split_share(kind):
-        return np.mean([len(steps[0].queries) > 1 for steps in plans[kind]])
-
-    assert abs(split_share("parallel") - mixture.split) < 0.04
-    assert abs(split_share("sequential") - mixture.wrong_split) < 0.04
-    slips = [any(step.thought is None for step in steps) for steps in plans["parallel"] + plans["sequential"]]
-    assert abs(np.mean(slips) - mixture.forgotten_think) < 0.02
-
-
-def test_scripted_trajectories_are_short_and_reproducible(world, tokenizer, retriever):
-    """Fails if the median trajectory exceeds 200 ids, which the time budget of the demo rests on."""
-    questions = [q for kind in ("parallel", "sequential", "single") for q in world.questions("train", kind, 150, 0)]
-    first, again = (
-        scripted_trajectories(questions, retriever, tokenizer, np.random.default_rng(5), Mixture()) for _ in range(2)
-    )
-    assert np.median([len(ids) for ids, _ in first]) <= 200
-    assert all(np.array_equal(a[0], b[0]) and np.array_equal(a[1], b[1]) for a, b in zip(first, again, strict=True))
-
-
-class TitleRetriever:
-    """Finds the passage whose title opens the query; enough to write trajectories of many worlds quickly."""
-
-    def __init__(self, passages: list[Passage]):
-        self._by_title = {p.title: p for p in passages}
-
-    def search(self, queries, k):
-        return [[p] if (p := self._by_title.get(" ".join(q.split()[:2]))) else [] for q in queries]
-
-
-def test_sft_learns_and_masks(tokenizer):
-    """Fails if padding or observations are trained on, or if a few steps do not lower the loss."""
-    stages = {name: Stage(topk, worlds=1, trajectories_per_world=60) for topk, name in enumerate(STAGES)}
-    config = SFTConfig(**stages, ordering_rows=10, buckets=(64, 256), tokens_per_batch=1024, log_every_steps=1)
-    rows = make_rows(config, tokenizer, TitleRetriever)
-    assert [len(r) for r in rows] == [70, 60, 60]
-    shapes = set()
-    for i in range(len(rows)):
-        for ids, mask in batches(rows[i], config, i):
-            shapes.add(ids.shape)
-            assert ids.shape == mask.shape and ids.shape[1] in config.buckets and ids.size <= config.tokens_per_batch
-            assert (ids[mask] != 0).all()
-    assert len(shapes) <= len(config.buckets)
-    losses = []
-    shape, _ = train(config, tokenizer, rows, log=lambda step, values: losses.append(values["loss"]))
-    assert losses[-1] < losses[0] - 0.5
-    assert shape.vocab_rows >= tokenizer.size and shape.layers == PRESETS["toy"].layers
+    Prints the table of docs/demo.md.
+    """
+    cues = surface_cues(world, 1600)
+    print(cue_table(cues))
+    assert cues["first three words"]["held-out wordings"] <= 0.65
+    assert cues["bag of words"]["held-out wordings"] <= 0.88
+    for reader in ("first three words", "bag of words"):
+        assert cues[reader][PAIRS] <= 0.66 and cues[reader][f"{PAIRS}, trained on them alone"] <= 0.66
+    assert cues["pairs of words"]["known wordings"] > 0.95  # the structure is there, for those who read the order

@@ -1,12 +1,14 @@
-"""Policies outside the world that they were trained in: other themes, and the files of MultiHop-RAG."""
+"""Policies outside the world that they were trained in: names never seen, and the files of MultiHop-RAG."""
 
 import json
+import re
 import sys
 
 import pytest
 from programs import ROOT, completed
 
 from psearch_jax.data.closed_world import ClosedWorld
+from psearch_jax.data.names import is_new
 from psearch_jax.data.sources import read_questions
 from psearch_jax.eval.evaluate import read_scores
 
@@ -67,13 +69,11 @@ def test_training_and_evaluation_on_the_files(files, tmp_path):
 
 
 @pytest.mark.slow
-def test_other_themes_are_evaluated(tmp_path):
-    """A world of other names whose prompts or passages do not fit, or that is the old one again."""
-    sets = ("--benchmark=closed_world:single", "--count=8", "--prompt_tokens=160", "--obs_tokens=512")
-    budgets = ("--context_tokens=1024", "--turn_tokens=96")
-    run("eval.py", *TOY, *sets, *budgets, "--world_theme=register", f"--out={tmp_path / 'out'}")
+def test_names_never_seen_are_read(tmp_path):
+    """A policy that looks words up in its weights: right on the names of its cold start, and on no other."""
+    sets = ("--benchmark=closed_world:single", "--count=40", "--world_names=new", "--world_seed=1")
+    run("eval.py", *TOY, *sets, f"--out={tmp_path / 'out'}")
     rows = [json.loads(line) for line in (tmp_path / "out" / "closed_world_single.jsonl").read_text().splitlines()]
-    assert len(rows) == 8 and {row["status"] for row in rows} <= {"answered", "out_of_turns", "eos"}
-    assert all(
-        any(word in row["question"] for word in ("train", "die", "composed", "staged", "established")) for row in rows
-    )
+    names = [name for row in rows for name in re.findall(r"\b[A-Z][a-z]{6}\b", row["question"])]
+    assert len(rows) == 40 and names and all(is_new(name) for name in names)
+    assert sum(row["em"] for row in rows) >= 28

@@ -140,25 +140,30 @@ def test_evaluation_runs_the_training_engine(tiny_tokenizer):
 
 def test_closed_world_benchmarks_are_fixed_and_held_out():
     """A benchmark that changes from call to call, or asks about entities seen in training."""
-    world = ClosedWorld.make(0, makers=60, works=60, places=30)
-    held_out = world.held_out_names
+    world = small_world()
+    held_out = {e.name for e in world.entities if e.held_out}
     for kind in KINDS:
         asked = closed_world_benchmark(world, kind, 10)
         assert asked == closed_world_benchmark(world, kind, 10) and len(asked) == 10
         assert {q.kind for q in asked} == {kind}
         assert all(any(name in q.text for name in held_out) for q in asked)
-    asked = closed_world_benchmark(world, "parallel4", 5)
-    assert all(q.kind == "parallel" and len(q.metadata["names"]) == 4 for q in asked)
+    asked = closed_world_benchmark(world, "many", 20)
+    assert {len(q.metadata["options"]) for q in asked} == {5, 6, 7, 8} and {q.kind for q in asked} == {"parallel"}
+    pairs = closed_world_benchmark(world, "pairs", 10)
+    assert [q.kind for q in pairs] == ["parallel"] * 5 + ["sequential"] * 5
+    assert {q.source for q in pairs} == {"closed_world:pairs"}
+    known = closed_world_benchmark(world, "known", 30)
+    assert len({q.text for q in known}) == 30 and not any(name in q.text for q in known for name in held_out)
 
 
 def small_world():
-    return ClosedWorld.make(0, makers=60, works=60, places=30)
+    return ClosedWorld.make(0, persons=80, films=80, cities=60)
 
 
 def test_closed_world_arguments():
     """A set that is evaluated under another's name, or the same questions for two names of one kind."""
-    found = load_benchmarks(["closed_world", "closed_world:parallel4"], small_world, 5)
-    assert [b.name for b in found] == [f"closed_world:{kind}" for kind in (*KINDS, "parallel4")]
+    found = load_benchmarks(["closed_world", "closed_world:many"], small_world, 5)
+    assert [b.name for b in found] == [f"closed_world:{kind}" for kind in (*KINDS, "many")]
     assert all(b.closed_world and len(b.questions) == 5 for b in found)
     assert found[0].questions == closed_world_benchmark(small_world(), "parallel", 5)
     nq, popqa, hotpot = load_benchmarks(
@@ -169,8 +174,6 @@ def test_closed_world_arguments():
     assert {q.source for q in nq.questions} == {"nq"} and {q.kind for q in nq.questions} == {"single"}
     assert {q.id for q in nq.questions} != {q.id for q in popqa.questions}
     assert [q.kind for q in hotpot.questions] == ["parallel"] * 6 + ["sequential"] * 6
-    (dependency,) = load_benchmarks(["closed_world:dependency"], small_world, 3)
-    assert len(dependency.questions) == 15 and len({q.id for q in dependency.questions}) == 15
     with pytest.raises(UserError, match="set 'double' found, accepted: parallel"):
         load_benchmarks(["closed_world:double"], small_world)
     with pytest.raises(UserError, match="each name once"):

@@ -69,10 +69,18 @@ def test_summary_by_hand():
         "tokens": (9 + 14 + 10 + 4) / 4,
         "context": 30.0,
         "valid_format": 0.5,
+        "decided": 0.75,
         "llm_calls": 8,
         "questions": 4,
     }
     assert summarise([]) == {"questions": 0}
+
+
+def test_chance_is_told_only_where_it_is_known_of_all():
+    """A figure of fictional questions beside real ones whose chance nobody knows."""
+    known = [scored(answer("x"), id=i, chance=c) for i, c in enumerate((0.5, 0.25))]
+    assert summarise(known)["chance"] == 0.375
+    assert "chance" not in summarise([*known, scored(answer("x"), id=9)])
 
 
 def test_initial_search_is_not_the_models():

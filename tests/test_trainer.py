@@ -223,7 +223,8 @@ def test_learning_to_split_in_a_few_steps(tmp_path):
     assert after >= before + 0.15
     rewards = [row["reward"] for row in metrics_without_clocks(tmp_path)]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3])
-    assert set(summary["before"]) == {"all", "parallel", "sequential", "single", "mixed"}
+    assert set(summary["before"]) == {"all", "pairs", "parallel", "sequential", "single", "mixed"}
     figures = {"em", "f1", "decomposition_ratio", "searches", "sub_queries", "turns", "valid_format", "questions"}
-    figures |= {"tokens", "context", "llm_calls"}
+    figures |= {"tokens", "context", "llm_calls", "chance"}
     assert set(summary["after"]["mixed"]) == figures
+    assert set(summary["after"]["pairs"]) == figures | {"decided"} and summary["after"]["all"]["questions"] == 240

@@ -1,41 +1,56 @@
 """Scripted trajectories for the cold start: right grammar, real passages, deliberately poor strategies.
 
-A teacher plans a trajectory from a question's metadata, the retriever answers its searches, and the text is written as
-token ids with a loss mask, in the very form the collector of rollouts gives it. Reinforcement learning then has
-something to choose from: the mixture holds too few parallel searches on comparisons, and some on bridges.
+The teacher reads the question and says in its first thought what is needed: `need teacher of A ; hometown of that`.
+Then it searches, all at once or one fact at a time, whatever the question's shape: that choice is left for
+reinforcement learning. What is asked at once before its subject is known goes out as it stands, `hometown of that`,
+and finds nothing of use. The last thought sets what was found side by side, so that a verdict is read off it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from psearch_jax.data.closed_world import ROLES
-from psearch_jax.data.themes import ENCYCLOPEDIA
 from psearch_jax.text.prompts import load_template, render_prompt
 from psearch_jax.text.tags import render_observation
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Question
 from retrieval.protocol import Passage, Retriever
 
-OBSERVATION_TOKENS = 256
+OBSERVATION_TOKENS = 144  # as configs/smoke.py has it
+# What the teacher writes in its thoughts, beside attributes, names and years.
+SCRIPT_WORDS = (
+    "need",
+    "of",
+    "that",
+    "split",
+    "next",
+    "again",
+    "found",
+    "guess",
+    "known",
+    "vs",
+    "least",
+    "so",
+    "yes",
+    "no",
+)
 
 
 @dataclass(frozen=True)
 class Mixture:
     """Shares of the teacher's strategies, each between 0 and 1."""
 
-    split: float = 0.25  # comparisons: all entities in one search
-    hasty: float = 0.1  # comparisons and bridges: one search, then a guess
-    guess: float = 0.5  # comparisons: all is known, but the answer is a guess instead of a comparison
-    wrong_split: float = 0.15  # bridges: the second hop is asked before its subject is known
-    recover: float = 0.6  # of the wrong splits: one more search finds the answer; the others answer wrongly
-    redundant: float = 0.2  # all but splits: one search is run twice
-    forgotten_think: float = 0.08  # one turn has no reasoning
-    drill: float = 0.3  # comparisons: a split whose first turn is given, so that only reading is taught
+    split: float = 0.3  # of all questions, whatever their kind: all that is needed is asked at once
+    recover: float = 0.6  # of the splits that could not find all: the rest is looked up; the others guess
+    hasty: float = 0.05  # one search, then a guess
+    closed: float = 0.04  # a guess without any search
+    guess: float = 0.1  # all is known, and the answer is a guess all the same
+    redundant: float = 0.06  # the last search is run twice
+    forgotten: float = 0.04  # one turn has no reasoning
 
 
 @dataclass(frozen=True)
@@ -56,147 +71,170 @@ class Step:
         return f"{thought}<answer> {self.answer} </answer>"
 
 
-def plan(question: Question, rng: np.random.Generator, mixture: Mixture) -> tuple[Step, ...]:
-    """The teacher's turns for one closed-world question of kind parallel, sequential or single."""
-    steps = (
-        _plan_comparison(question, rng, mixture) if question.kind == "parallel" else _plan_hops(question, rng, mixture)
-    )
-    if rng.random() < mixture.forgotten_think:
-        slip = rng.integers(len(steps))
-        steps[slip] = Step(None, steps[slip].queries, steps[slip].answer, steps[slip].taught)
-    return tuple(steps)
+def needs(question: Question) -> list[str]:
+    """What a question needs, as far as it can be named before anything is found: one query per fact.
+
+    A fact whose subject is itself to be found is asked of `that`, once for all subjects of its round.
+    """
+    first, *later = question.metadata["rounds"]
+    return [query(lookup) for lookup in first] + [f"{r[0][0]} of that" for r in later]
 
 
-def _plan_comparison(question: Question, rng: np.random.Generator, mixture: Mixture) -> list[Step]:
-    names, years = question.metadata["names"], question.metadata["years"]
-    queries = tuple(question.metadata["queries"])
-    first, other = int(np.argmin(years)), int(rng.integers(len(names)))
-    verdict = Step(f"{_weighed(years)}{ROLES[first]}", answer=names[first])
-    guess = Step(f"guess {ROLES[other]}", answer=names[other])
-    if rng.random() < mixture.drill:
-        return [Step("split", queries, taught=False), verdict]
-    strategy = rng.random()
+def query(lookup: Sequence[str]) -> str:
+    """The search for one fact, from (attribute, subject, value)."""
+    return f"{lookup[0]} of {lookup[1]}"
+
+
+def verdict(question: Question) -> str:
+    """The last thought of one who found everything: the facts side by side, and what follows from them."""
+    form, options, sought = (question.metadata[key] for key in ("form", "options", "sought"))
+    values = [value for _, _, value in question.metadata["rounds"][-1]]
+    answer = question.answers[0]
+    if form in ("first", "first_of"):
+        return f"found {running_least(list(zip(options, values, strict=True)))} so {answer}"
+    if form in ("has", "shares"):
+        # One option after the other, up to the one that has what is sought.
+        tried = options[: options.index(answer) + 1]
+        compared = [f"{name} {value} {compare(value, sought)}" for name, value in zip(tried, values)]  # noqa: B905
+        return f"found {' ; '.join(compared)} so {answer}"
+    if sought:
+        return f"found {values[0] if form != 'year_of' else values[-1]} {compare(values[0], sought)} so {answer}"
+    return f"found {values[-1]} so {answer}"
+
+
+def compare(value: str, sought: str) -> str:
+    """`vs SOUGHT yes` when the value is what is sought, else `vs SOUGHT no`."""
+    return f"vs {sought} {'yes' if value == sought else 'no'}"
+
+
+def running_least(dated: Sequence[tuple[str, str]]) -> str:
+    """(name, year) pairs in their order, with the earliest so far behind each but the first."""
+    best, *rest = dated
+    text = " ".join(best)
+    for other in rest:
+        best = min(best, other, key=lambda pair: pair[1])
+        text += f" ; {' '.join(other)} least {' '.join(best)}"
+    return text
+
+
+def guessed(question: Question, rng: np.random.Generator) -> Step:
+    """An answer of the right sort that nothing decides."""
+    choices = ["yes", "no"] if question.answers[0] in ("yes", "no") else question.metadata["options"]
+    choices = choices or [question.metadata["rounds"][0][0][1]]
+    answer = str(choices[rng.integers(len(choices))])
+    return Step(f"guess {answer}", answer=answer)
+
+
+def plan(question: Question, rng: np.random.Generator, mixture: Mixture, turns: int) -> list[Step]:
+    """The teacher's turns for one closed-world question, `turns` searches at most."""
+    rounds, wanted = question.metadata["rounds"], needs(question)
+    need = f"need {' ; '.join(wanted)}"
+    if rng.random() < mixture.closed:
+        return _forgetful([guessed(question, rng)], rng, mixture)
+    end = Step(verdict(question), answer=question.answers[0])
     if rng.random() < mixture.guess:
-        verdict = guess
-    if strategy < mixture.split:
-        return [Step("split", queries), verdict]
-    if strategy < mixture.split + mixture.hasty:
-        return [Step(f"look up {ROLES[0]}", queries[:1]), guess]
-    searches = [Step(f"look up {ROLES[i]}", (query,)) for i, query in enumerate(queries)]
-    return [*_repeat_one(searches, rng, mixture), verdict]
+        end = guessed(question, rng)
+    steps = [Step(need, queries) for queries in _first_searches(question, wanted, rng, mixture)]
+    split = len(steps[0].queries) > 1
+    if split and len(rounds) > 1 and rng.random() > mixture.recover:
+        return _forgetful([*steps, guessed(question, rng)], rng, mixture)
+    if not split:
+        for (_, _, found), lookup in zip(rounds[0], rounds[0][1:]):  # noqa: B905
+            steps.append(Step(f"found {found} next", (query(lookup),)))
+    for before, after in zip(rounds, rounds[1:]):  # noqa: B905
+        found = f"found {' ; '.join(value for _, _, value in before)} next"
+        if split:
+            steps.append(Step(found, tuple(map(query, after))))
+            continue
+        for i, lookup in enumerate(after):
+            steps.append(Step(found if i == 0 else f"found {after[i - 1][2]} next", (query(lookup),)))
+    if rng.random() < mixture.hasty:
+        steps, end = steps[:1], guessed(question, rng)
+    elif len(steps) < turns and rng.random() < mixture.redundant:
+        steps.append(Step("again", steps[-1].queries))
+    if len(steps) > turns:
+        steps, end = steps[:turns], guessed(question, rng)
+    return _forgetful([*steps, end], rng, mixture)
 
 
-def _weighed(years: Sequence[int]) -> str:
-    """The reasoning before a verdict."""
-    return f"{' vs '.join(map(str, years))} so "
+def _first_searches(
+    question: Question, wanted: Sequence[str], rng: np.random.Generator, mixture: Mixture
+) -> Iterable[tuple[str, ...]]:
+    """The queries of the first turn: all that is needed, or the first of it."""
+    if rng.random() < mixture.split:
+        # What needs one fact alone is split as blindly: something else of the subject is asked as well.
+        yield tuple(wanted) if len(wanted) > 1 else (wanted[0], f"rival of {question.metadata['rounds'][0][0][1]}")
+    else:
+        yield (wanted[0],)
 
 
-def _plan_hops(question: Question, rng: np.random.Generator, mixture: Mixture) -> list[Step]:
-    hops = question.metadata["hops"]
-    searches = [Step("next" if i else "look up", (query,)) for i, (query, _) in enumerate(hops)]
-    strategy = rng.random() if question.kind == "sequential" else 1.0
-    if strategy < mixture.wrong_split:
-        # The subject of the second hop is not known yet, so it is asked of the question's own subject.
-        first, second = hops[0][0], hops[1][0]
-        both = (first, f"{' '.join(first.split()[:2])} {second.split()[-1]}")
-        if rng.random() < mixture.recover:
-            return [Step("split", both), searches[1], Step("found", answer=hops[1][1])]
-        return [Step("split", both), Step("guess", answer=hops[0][1])]
-    if strategy < mixture.wrong_split + mixture.hasty:
-        return [searches[0], Step("guess", answer=hops[0][1])]
-    return [*_repeat_one(searches, rng, mixture), Step("found", answer=hops[-1][1])]
+def _forgetful(steps: list[Step], rng: np.random.Generator, mixture: Mixture) -> list[Step]:
+    if rng.random() < mixture.forgotten:
+        slip = int(rng.integers(len(steps)))
+        steps[slip] = Step(None, steps[slip].queries, steps[slip].answer)
+    return steps
 
 
-def _repeat_one(searches: list[Step], rng: np.random.Generator, mixture: Mixture) -> list[Step]:
-    """At times, the last search once more."""
-    if rng.random() < mixture.redundant:
-        return [*searches, Step("again", searches[-1].queries)]
-    return searches
+def recall(question: Question) -> list[Step]:
+    """The one turn of somebody who knows the answer."""
+    return [Step(f"known {question.answers[0]}", answer=question.answers[0])]
+
+
+def oracle(question: Question) -> list[Step]:
+    """The turns of one who splits what is independent, goes step by step otherwise, and answers right."""
+    steps, thought = [], f"need {' ; '.join(needs(question))}"
+    for r in question.metadata["rounds"]:
+        steps.append(Step(thought, tuple(map(query, r))))
+        thought = f"found {' ; '.join(value for _, _, value in r)} next"
+    return [*steps, Step(verdict(question), answer=question.answers[0])]
 
 
 def write_trajectory(
     tokenizer: Tokenizer,
     prompt: Sequence[int],
     steps: Sequence[Step],
-    passages: Sequence[Sequence[Sequence[Passage] | None]],
+    passages: Sequence[Sequence[Sequence[Passage]]],
     encode: Callable[[str], list[int]] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids [S] int32 and loss mask [S] bool of a trajectory: prompt, turns, and an observation after every search.
 
-    `passages[i]` are the rankings of the sub-queries of the i-th turn; None where nothing was searched.
+    `passages[i]` are the rankings of the sub-queries of the i-th turn. A trajectory that ends with a search has no
+    observation behind it.
     """
     encode = encode or tokenizer.encode_foreign
     ids, mask = list(prompt), [False] * len(prompt)
-    for step, rankings in zip(steps, passages, strict=True):
+    for i, (step, rankings) in enumerate(zip(steps, passages, strict=True)):
         turn = encode(step.text)
         if not step.queries:
             turn = turn + tokenizer.encode_trusted("<|im_end|>")
-        searched = bool(step.queries) and None not in rankings
-        observation = render_observation(step.queries, rankings, encode, OBSERVATION_TOKENS) if searched else []
+        last = i == len(steps) - 1
+        observation = (
+            render_observation(step.queries, rankings, encode, OBSERVATION_TOKENS) if step.queries and not last else []
+        )
         ids += turn + observation
         mask += [step.taught] * len(turn) + [False] * len(observation)
     return np.asarray(ids, np.int32), np.asarray(mask, bool)
 
 
-def ordering_exercise(
-    tokenizer: Tokenizer, rng: np.random.Generator, verdicts: int = 4
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ids [S] int32 and loss mask [S] bool of a few comparisons of years in a row; only the verdicts are taught.
-
-    Whole trajectories hold one comparison in a hundred ids: too few to learn which year comes first.
-    """
-    ids, mask = [], []
-    for _ in range(verdicts):
-        first_years = list(ENCYCLOPEDIA.first_year.values())
-        first_year = first_years[rng.integers(len(first_years))]
-        years = first_year + rng.choice(100, size=2 if rng.random() < 0.6 else 3, replace=False)
-        pieces = (f"<think> {_weighed(years)}", f"{ROLES[int(np.argmin(years))]} ", "</think> ")
-        for piece, taught in zip(pieces, (False, True, False), strict=True):
-            piece_ids = tokenizer.encode_foreign(piece)
-            ids += piece_ids
-            mask += [taught] * len(piece_ids)
-    return np.asarray(ids, np.int32), np.asarray(mask, bool)
-
-
-def scripted_trajectories(
+def write_all(
     questions: Sequence[Question],
-    retriever: Retriever,
+    plans: Sequence[Sequence[Step]],
+    retriever: Retriever | None,
     tokenizer: Tokenizer,
-    rng: np.random.Generator,
-    mixture: Mixture,
-    topk: int = 3,
+    topk: int,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """One (ids, mask) per question, as `write_trajectory` gives them, with the retriever's own passages.
-
-    All searches go out in one batch. Plans depend on `rng` alone, so equal arguments give equal ids. With `topk` 0
-    nothing is searched and a trajectory ends with its first search: the cheapest exercise in copying names.
-    """
+    """`write_trajectory` of each question's plan, with the retriever's own passages; all searches in one batch."""
     encode = lru_cache(maxsize=1 << 16)(tokenizer.encode_foreign)
     template = load_template("toy")
-    if topk == 0:
-        mixture = replace(mixture, drill=0.0)  # a drill teaches nothing before the passages
-    plans = [plan(question, rng, mixture)[: None if topk else 1] for question in questions]
-    queries = list(dict.fromkeys(query for steps in plans for step in steps for query in step.queries))
-    found = dict(zip(queries, retriever.search(queries, topk), strict=True)) if topk else dict.fromkeys(queries)
+    queries = list(dict.fromkeys(text for steps in plans for step in steps[:-1] for text in step.queries))
+    found = dict(zip(queries, retriever.search(queries, topk), strict=True)) if retriever and queries else {}
     return [
         write_trajectory(
             tokenizer,
             render_prompt(tokenizer, template, question.text),
             steps,
-            [[found[query] for query in step.queries] for step in steps],
+            [[found.get(text, []) for text in step.queries] for step in steps],
             encode,
         )
         for question, steps in zip(questions, plans, strict=True)
     ]
-
-
-def scripted_trajectory(
-    question: Question,
-    retriever: Retriever,
-    tokenizer: Tokenizer,
-    rng: np.random.Generator,
-    mixture: Mixture,
-    topk: int = 3,
-) -> tuple[np.ndarray, np.ndarray]:
-    """`scripted_trajectories` of one question."""
-    return scripted_trajectories([question], retriever, tokenizer, rng, mixture, topk)[0]

@@ -9,15 +9,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from psearch_jax.data.asking import LARGEST, SIZES, known_questions, questions
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.data.prepared import open_questions
+from psearch_jax.data.wordings import PAIRED
 from psearch_jax.types import KINDS, Kind, Question, UserError
 
 CLOSED_WORLD = "closed_world"
 CLOSED_WORLD_COUNT = 400  # questions of a set
-FOUR_ENTITIES = "parallel4"  # comparisons of four entities: more than any training question holds
-DEPENDENCY = "dependency"  # every kind and comparisons of four, for the decision to split
-SETS = (*KINDS, FOUR_ENTITIES, DEPENDENCY)
+PAIRS = "pairs"  # parallel and sequential questions of the same words, in wordings that no training question has
+MANY = "many"  # comparisons of more entities than any training question has
+KNOWN = "known"  # facts that every cold start states, in other words: what can be answered without a search
+SETS = (*KINDS, PAIRS, MANY, KNOWN)
+PAIRS_SOURCE = f"{CLOSED_WORLD}:{PAIRS}"
 DEPENDENCY_LABELS = Path(__file__).parent.parent / "assets" / "hotpotqa100_dependency.tsv"
 # Of the draw of closed-world evaluation questions: one fixed set, whatever the seed of a run.
 QUESTION_SEED = 1
@@ -43,16 +47,31 @@ class Benchmark:
 
 
 def closed_world_benchmark(world: ClosedWorld, name: str, count: int, seed: int = QUESTION_SEED) -> list[Question]:
-    """`count` held-out questions of a closed-world set (`DEPENDENCY`: of each of its sets); equal for equal worlds.
+    """`count` questions of a closed-world set, held-out ones but for `KNOWN`; equal for equal worlds.
+
+    Of `PAIRS` half are parallel, half sequential, and their source is `closed_world:pairs`.
 
     Raises:
       UserError: the world has fewer.
     """
-    if name == DEPENDENCY:
-        return [q for part in (*KINDS, FOUR_ENTITIES) for q in closed_world_benchmark(world, part, count, seed)]
-    if name == FOUR_ENTITIES:
-        return world.questions("eval", "parallel", count, seed, entities=4)
-    return world.questions("eval", name, count, seed)
+    if name == PAIRS:
+        found = []
+        for i, kind in enumerate(("parallel", "sequential")):
+            forms = [pair[i] for pair in PAIRED]
+            found += questions(world, "eval", kind, (count + 1 - i) // 2, seed, forms, held_out_wordings=True)
+        return [replace(q, source=PAIRS_SOURCE) for q in found]
+    if name == MANY:
+        sizes = dict.fromkeys(range(max(SIZES) + 1, LARGEST + 1), 1.0)
+        return questions(world, "eval", "parallel", count, seed, ["first", "has"], sizes)
+    if name == KNOWN:
+        found = known_questions(world, held_out_wordings=True)
+        return [found[place] for place in _drawn(len(found), min(count, len(found)), seed)]
+    return questions(world, "eval", name, count, seed)
+
+
+def is_paired(source: str) -> bool:
+    """Whether a question's source is the set `PAIRS`."""
+    return source == PAIRS_SOURCE
 
 
 def load_benchmarks(
@@ -90,10 +109,10 @@ def load_benchmarks(
             benchmark = _closed(name, parts, argument, world, count, seed)
             found.append(replace(benchmark, questions=[replace(q, source=name) for q in benchmark.questions]))
         elif name and location:
-            questions = open_questions(location, name, skipped)
-            if 0 < count < len(questions):
-                questions = [questions[place] for place in _drawn(len(questions), count, seed)]
-            found.append(Benchmark(name, _with_labels(questions), False))
+            asked = open_questions(location, name, skipped)
+            if 0 < count < len(asked):
+                asked = [asked[place] for place in _drawn(len(asked), count, seed)]
+            found.append(Benchmark(name, _with_labels(asked), False))
         else:
             forms = f"NAME:FILE, {CLOSED_WORLD}, or {CLOSED_WORLD}:SET with SET one of {', '.join(SETS)}"
             raise UserError(f"--benchmark={argument}: accepted: {forms}")
@@ -104,12 +123,12 @@ def load_benchmarks(
 
 
 def _closed(name: str, sets: str, argument: str, world: Callable[[], ClosedWorld], count: int, seed: int) -> Benchmark:
-    questions: list[Question] = []
+    asked: list[Question] = []
     for part in sets.split("+"):
         if part not in SETS:
             raise UserError(f"--benchmark={argument}: set {part!r} found, accepted: {', '.join(SETS)}")
-        questions += closed_world_benchmark(world(), part, count or CLOSED_WORLD_COUNT, seed)
-    return Benchmark(name, questions, True)
+        asked += closed_world_benchmark(world(), part, count or CLOSED_WORLD_COUNT, seed)
+    return Benchmark(name, asked, True)
 
 
 def file_name(benchmark: str) -> str:

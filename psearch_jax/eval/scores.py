@@ -45,6 +45,7 @@ class Score:
     valid_format: bool
     graph: str | None = None  # of a MuSiQue question, a key of MUSIQUE_GRAPHS
     label: str | None = None  # how the question's facts depend on one another, read by hand
+    chance: float | None = None  # the EM of a guess among the answers that the question leaves open, where known
 
     @property
     def split(self) -> bool:
@@ -78,6 +79,7 @@ def score(t: Trajectory) -> Score:
         valid_format=t.well_formed,
         graph=question.metadata.get("graph"),
         label=question.metadata.get("dependency"),
+        chance=question.metadata.get("chance"),
     )
 
 
@@ -87,8 +89,9 @@ def score(t: Trajectory) -> Score:
 def summarise(scores: Sequence[Score]) -> dict[str, float]:
     """Means over trajectories; `llm_calls` is the sum of all turns, `questions` the number of different ones.
 
-    `decomposition_ratio` is the share whose first search held two or more sub-queries. Without scores only
-    `questions` is there.
+    `decomposition_ratio` is the share whose first search held two or more sub-queries; `decided` the share of right
+    decisions to split (`splitting`), where any counts; `chance` the EM of guesses, where it is known of all. Without
+    scores only `questions` is there.
     """
     if not scores:
         return {"questions": 0}
@@ -103,6 +106,11 @@ def summarise(scores: Sequence[Score]) -> dict[str, float]:
         "context": mean(s.context for s in scores),
         "valid_format": mean(s.valid_format for s in scores),
     }
+    decided = splitting(scores)["accuracy"]
+    if decided is not None:
+        figures["decided"] = decided
+    if all(s.chance is not None for s in scores):
+        figures["chance"] = mean(s.chance for s in scores)
     rounded = {name: round(value, DIGITS) for name, value in figures.items()}
     return rounded | {"llm_calls": sum(s.turns for s in scores), "questions": len({s.question for s in scores})}
 

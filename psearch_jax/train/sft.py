@@ -1,11 +1,18 @@
-"""Supervised fine-tuning on scripted trajectories: the cold start of the toy policy."""
+"""Supervised fine-tuning on exercises and scripted trajectories: the cold start of the toy policy.
+
+Every batch is of one skill. Exercises come first and most, trajectories later, and none ever stops: skills that are
+left behind are forgotten. Each row of a batch is renamed as it is drawn (names.py), so no name comes twice, and what a
+row teaches about its names is to read them.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,40 +21,66 @@ import optax
 from flax import nnx
 
 from psearch_jax.config import PRESETS, Qwen2Config, Remat
+from psearch_jax.data import exercises
+from psearch_jax.data.asking import known_questions, questions
 from psearch_jax.data.closed_world import ClosedWorld
-from psearch_jax.data.scripted import Mixture, ordering_exercise, scripted_trajectories
+from psearch_jax.data.exercises import Row
+from psearch_jax.data.names import SYLLABLES, renaming
+from psearch_jax.data.scripted import Mixture, plan, recall, write_all
 from psearch_jax.models import qwen2
 from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.types import UserError
+from psearch_jax.train.checkpoint import Checkpoints, model_record
+from psearch_jax.train.state import TrainState
+from psearch_jax.types import KINDS, UserError
 from retrieval.protocol import Passage, Retriever
 
-Row = tuple[np.ndarray, np.ndarray]  # ids [S] int32, loss mask [S] bool
+log = logging.getLogger("psearch_jax")
+
+SKILLS = ("copying", "looking_up", "judging", "recalling", "reading", "trajectories")
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A part of the curriculum: from names alone to whole trajectories with distractors."""
+class Phase:
+    """A part of the curriculum: its share of the steps, and how often each of SKILLS is drawn in it."""
 
-    topk: int  # passages per search; 0: the trajectory ends with its first search
-    worlds: int
-    trajectories_per_world: int = 5000
+    share: float
+    weights: tuple[float, ...]
+
+
+PHASES = (
+    Phase(0.03, (0.60, 0.40, 0.00, 0.00, 0.00, 0.00)),
+    Phase(0.20, (0.08, 0.22, 0.30, 0.01, 0.19, 0.20)),
+    Phase(0.77, (0.03, 0.06, 0.20, 0.01, 0.15, 0.55)),
+)
+# How many ids back the first heads of the first layer look at the start; as sharply as their biases are long.
+LOOKING_BACK = (1, 2, 3)
+SHARPNESS = 5.0
+MATCHING = 8.0  # how strongly equal ids attract each other at the start
+COPYING = 2.0  # how strongly what is attended to is repeated
+QUIET = 0.2  # of the other layers' outputs at the start
+_FAST_PAIRS = 6  # of rotary dimensions, whose angles tell one id from the next
 
 
 @dataclass(frozen=True)
 class SFTConfig:
-    """A cold-start run. World 0 is the one that policies are evaluated in; worlds 1, 2, .. are trained on."""
+    """A cold-start run."""
 
     seed: int = 0
     preset: str = "toy"
-    ordering_rows: int = 24_000  # exercises in comparing years, trained on together with the first stage
-    copying: Stage = Stage(topk=0, worlds=5)
-    reading: Stage = Stage(topk=1, worlds=4)
-    whole: Stage = Stage(topk=3, worlds=9)
-    parallel_share: float = 0.6
-    sequential_share: float = 0.3  # the rest are single
+    steps: int = 7000
+    first_world: int = 1000  # the worlds that trajectories are about: this one and those behind it
+    worlds: int = 4
+    trajectories_per_world: int = 4000
+    exercise_rows: int = 6000  # of each exercise, before renaming
+    parallel_share: float = 0.42
+    sequential_share: float = 0.32
+    mixed_share: float = 0.06  # the rest are single
+    sizes: tuple[float, ...] = (0.4, 0.25, 0.15, 0.06, 0.05, 0.05, 0.04)  # of comparisons of 2 to 8 entities
+    topk: int = 2
+    turns: int = 4
     tokens_per_batch: int = 2048  # padding included; small batches learn to copy sooner
-    buckets: tuple[int, ...] = (48, 96, 128, 192, 256)  # row lengths in ids; longer rows are left out
-    remat: Remat = "dots"  # on a CPU computing the rest anew is faster than storing it
+    buckets: tuple[int, ...] = (48, 80, 128, 192, 256, 416)  # row lengths in ids; longer rows are left out
+    remat: Remat = "none"
     learning_rate: float = 2e-3
     warmup_steps: int = 100
     final_learning_rate_share: float = 0.05
@@ -55,68 +88,113 @@ class SFTConfig:
     beta2: float = 0.98
     gradient_clip: float = 1.0
     log_every_steps: int = 100
+    checkpoint_every_steps: int = 500
     mixture: Mixture = field(default_factory=Mixture)
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """In the order of training."""
-        return (self.copying, self.reading, self.whole)
 
 
 def make_rows(
     config: SFTConfig, tokenizer: Tokenizer, make_retriever: Callable[[Sequence[Passage]], Retriever]
-) -> list[list[Row]]:
-    """The rows of every stage; no name of a held-out entity of world 0 occurs in them."""
-    reserved = ClosedWorld.make(0).held_out_names
-    seed, out = 0, []
-    for stage in config.stages:
-        n = stage.trajectories_per_world
-        counts = {"parallel": round(n * config.parallel_share), "sequential": round(n * config.sequential_share)}
-        counts["single"] = n - sum(counts.values())
-        rows: list[Row] = []
-        for _ in range(stage.worlds):
-            seed += 1
-            world = ClosedWorld.make(seed, reserved_names=reserved)
-            retriever = make_retriever(world.passages)
-            rng = np.random.default_rng([config.seed, seed, 0x0A])
-            questions = [q for kind, m in counts.items() for q in world.questions("train", kind, m, config.seed)]
-            rows += scripted_trajectories(questions, retriever, tokenizer, rng, config.mixture, stage.topk)
-        out.append(rows)
+) -> dict[str, list[Row]]:
+    """The rows of every skill, before renaming; equal for equal arguments."""
+    encode = lru_cache(maxsize=1 << 16)(tokenizer.encode_foreign)
     rng = np.random.default_rng([config.seed, 0x0C])
-    out[0] += [ordering_exercise(tokenizer, rng) for _ in range(config.ordering_rows)]
+    rows: dict[str, list[Row]] = {
+        name: [make(rng, encode) for _ in range(config.exercise_rows)]
+        for name, make in (
+            ("copying", exercises.copying),
+            ("looking_up", exercises.looking_up),
+            ("judging", exercises.judging),
+        )
+    }
+    stated = known_questions(ClosedWorld.make(0))
+    rows["recalling"] = write_all(stated, [recall(q) for q in stated], None, tokenizer, config.topk)
+    rows["reading"], rows["trajectories"] = [], []
+    n = config.trajectories_per_world
+    counts = {"parallel": round(n * config.parallel_share), "sequential": round(n * config.sequential_share)}
+    counts["mixed"] = round(n * config.mixed_share)
+    counts["single"] = n - sum(counts.values())
+    sizes = dict(enumerate(config.sizes, start=2))
+    for seed in range(config.first_world, config.first_world + config.worlds):
+        world = ClosedWorld.make(seed)
+        retriever = make_retriever(world.passages)
+        rng = np.random.default_rng([config.seed, seed, 0x0A])
+        for skill, draw in (("reading", 1), ("trajectories", 2)):
+            asked = [
+                q
+                for kind in KINDS
+                for q in questions(world, "train", kind, counts[kind], draw + 2 * config.seed, sizes=sizes)
+            ]
+            plans = [plan(q, rng, config.mixture, config.turns) for q in asked]
+            if skill == "reading":
+                plans = [steps[:1] for steps in plans]
+            rows[skill] += write_all(asked, plans, retriever, tokenizer, config.topk)
+    return rows
+
+
+class Batches:
+    """The batch of every step: which skill, which rows, and how each is renamed follow from the seed and the step."""
+
+    def __init__(self, config: SFTConfig, tokenizer: Tokenizer, rows: Mapping[str, Sequence[Row]]):
+        self.config, self.size = config, tokenizer.size
+        self.syllables = syllable_ids(tokenizer)
+        # By skill and bucket: ids [n, bucket] int32 and masks [n, bucket] bool.
+        self.pools: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+        for skill, members in rows.items():
+            pools = []
+            for low, bucket in zip((0, *config.buckets), config.buckets):  # noqa: B905
+                chosen = [row for row in members if low < len(row[0]) <= bucket]
+                if not chosen:
+                    continue
+                ids = np.zeros((len(chosen), bucket), np.int32)
+                mask = np.zeros((len(chosen), bucket), bool)
+                for i, (row, taught) in enumerate(chosen):
+                    ids[i, : len(row)], mask[i, : len(row)] = row, taught
+                pools.append((ids, mask))
+            if not pools:
+                raise UserError(
+                    f"config.buckets={config.buckets}: no row of skill {skill!r} is as short as the widest"
+                )
+            self.pools[skill] = pools
+
+    def __getitem__(self, step: int) -> tuple[str, np.ndarray, np.ndarray]:
+        """The skill of a step and its batch: ids [B, T] int32, mask [B, T] bool, B * T about tokens_per_batch."""
+        rng = np.random.default_rng([self.config.seed, step, 0x0B])
+        skill = SKILLS[rng.choice(len(SKILLS), p=self._weights(step))]
+        pools = self.pools[skill]
+        taken = np.asarray([ids.size for ids, _ in pools])
+        ids, mask = pools[rng.choice(len(pools), p=taken / taken.sum())]
+        rows = rng.integers(len(ids), size=max(1, self.config.tokens_per_batch // ids.shape[1]))
+        chosen = ids[rows]
+        if skill != "recalling":  # those facts are of those names
+            chosen = np.stack([renaming(rng, self.syllables, self.size)[row] for row in chosen])
+        return skill, chosen, mask[rows]
+
+    def _weights(self, step: int) -> np.ndarray:
+        at = step / self.config.steps
+        for phase in PHASES:
+            if at < phase.share:
+                break
+            at -= phase.share
+        return np.asarray(phase.weights) / sum(phase.weights)
+
+
+def syllable_ids(tokenizer: Tokenizer) -> list[list[int]]:
+    """The ids of HEADS, MIDDLES and TAILS, each in its order."""
+    out = []
+    for place, group in enumerate(SYLLABLES):
+        first = [syllables[0] for syllables in SYLLABLES]
+        names = ["".join([*first[:place], syllable, *first[place + 1 :]]) for syllable in group]
+        out.append([tokenizer.encode_foreign(f" {name}")[place] for name in names])
     return out
 
 
-def batches(rows: Sequence[Row], config: SFTConfig, stage: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Batches (ids [B, T] int32, mask [B, T] bool) of one stage, each row padded to its bucket, in a seeded order.
-
-    Every batch holds about `tokens_per_batch` positions. The last rows of a bucket that fill no batch are left out,
-    so that each bucket has one shape.
-    """
-    rng = np.random.default_rng([config.seed, stage, 0x0B])
-    groups: dict[int, list[int]] = {bucket: [] for bucket in config.buckets}
-    for i in rng.permutation(len(rows)):
-        bucket = next((b for b in config.buckets if len(rows[i][0]) <= b), None)
-        if bucket is not None:
-            groups[bucket].append(i)
-    chunks = []
-    for bucket, members in groups.items():
-        size = max(1, config.tokens_per_batch // bucket)
-        chunks += [(bucket, members[k : k + size]) for k in range(0, len(members) - size + 1, size)]
-    for k in rng.permutation(len(chunks)):
-        bucket, members = chunks[k]
-        ids, mask = np.zeros((len(members), bucket), np.int32), np.zeros((len(members), bucket), bool)
-        for row, i in enumerate(members):
-            length = len(rows[i][0])
-            ids[row, :length], mask[row, :length] = rows[i]
-        yield ids, mask
-
-
-def optimizer(config: SFTConfig, steps: int) -> optax.GradientTransformation:
+def optimizer(config: SFTConfig) -> optax.GradientTransformation:
     """AdamW with warm-up, cosine decay and clipping by the global norm; vectors (norms, biases) do not decay."""
     peak = config.learning_rate
-    warmup = min(config.warmup_steps, max(1, steps // 10))
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, peak * config.final_learning_rate_share)
+    warmup = min(config.warmup_steps, max(1, config.steps // 10))
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, peak, warmup, config.steps, peak * config.final_learning_rate_share
+    )
     decays = partial(jax.tree.map, lambda x: x.ndim > 2)
     adamw = optax.adamw(schedule, b2=config.beta2, weight_decay=config.weight_decay, mask=decays)
     return optax.chain(optax.clip_by_global_norm(config.gradient_clip), adamw)
@@ -139,39 +217,65 @@ def loss_fn(
 def train(
     config: SFTConfig,
     tokenizer: Tokenizer,
-    stages: Sequence[Sequence[Row]],
-    log: Callable[[int, dict[str, float]], None],
+    rows: Mapping[str, Sequence[Row]],
+    log_figures: Callable[[int, dict[str, float]], None],
+    directory: Path | None = None,
+    tokenizer_path: str = "",
 ) -> tuple[Qwen2Config, nnx.State]:
     """Train a policy of the preset's shape, with as many embedding rows as the tokenizer has ids (rounded up to 64).
 
-    `log(step, values)` is called every `log_every_steps` and at the end. Returns the policy's config and its float32
-    parameters. Raises UserError when the rows fill no batch or the preset is unknown.
+    Args:
+      log_figures: called with the steps taken and what they gave, every `log_every_steps` and at the end.
+      directory: where checkpoints are kept and gone on from; None: nowhere.
+
+    Returns:
+      The policy's config and its float32 parameters.
+
+    Raises:
+      UserError: the preset is unknown, or a skill has no row that fits a bucket.
     """
     shape = policy_shape(config, tokenizer)
-    steps = sum(1 for i, rows in enumerate(stages) for _ in batches(rows, config, i))
-    if steps == 0:
-        raise UserError(f"config.tokens_per_batch={config.tokens_per_batch}: the trajectories fill no batch")
-    graph, tx = qwen2.graphdef(shape, jnp.float32, config.remat), optimizer(config, steps)
+    batches = Batches(config, tokenizer, rows)
+    graph, tx = qwen2.graphdef(shape, jnp.float32, config.remat), optimizer(config)
     params = starting_params(shape, config.seed)
-    opt_state = tx.init(params)
+    state = TrainState(params, tx.init(params), jnp.int32(0), jnp.int32(0))
+    checkpoints = Checkpoints(directory, keep=1) if directory else None
+    found = checkpoints.restore(state) if checkpoints else None
+    if found:
+        state = found[0]
+        log.info("going on behind step %d", int(state.updates))
 
-    @partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, opt_state, ids, mask):
-        (loss, accuracy), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, graph, ids, mask, tokenizer.size)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, jnp.stack([loss, accuracy])
+    @partial(jax.jit, donate_argnums=0)
+    def update(state, ids, mask):
+        (loss, accuracy), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+            state.params, graph, ids, mask, tokenizer.size
+        )
+        updates, moments = tx.update(grads, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(params, moments, state.updates + 1, state.bad_in_a_row), (loss, accuracy)
 
-    start, done, tokens, window = time.monotonic(), 0, 0, []
-    for ids, mask in (batch for i, rows in enumerate(stages) for batch in batches(rows, config, i)):
-        params, opt_state, figures = step(params, opt_state, ids, mask)
-        window.append(figures)
-        done, tokens = done + 1, tokens + ids.size
-        if done % config.log_every_steps == 0 or done == steps:
-            loss, accuracy = np.mean(jax.device_get(window), axis=0)
-            values = {"share": done / steps, "loss": loss, "accuracy": accuracy, "tokens": tokens}
-            log(done, {name: float(value) for name, value in values.items()} | {"train_s": time.monotonic() - start})
-            window = []
-    return shape, params
+    start, first, tokens = time.monotonic(), int(state.updates), 0
+    window: dict[str, list[tuple[jax.Array, jax.Array]]] = {}
+    for step in range(first, config.steps):
+        skill, ids, mask = batches[step]
+        state, figures = update(state, ids, mask)
+        window.setdefault(skill, []).append(figures)
+        tokens += ids.size
+        done = step + 1
+        if done % config.log_every_steps == 0 or done == config.steps:
+            values = {"share": done / config.steps}
+            for name in SKILLS:
+                if name in window:
+                    loss, accuracy = np.mean(jax.device_get(window[name]), axis=0)
+                    values |= {f"{name}/loss": float(loss), f"{name}/accuracy": float(accuracy)}
+            seconds = time.monotonic() - start
+            log_figures(done, values | {"ids_per_s": tokens / seconds, "steps_per_s": (done - first) / seconds})
+            window = {}
+        if checkpoints and (done % config.checkpoint_every_steps == 0 or done == config.steps):
+            checkpoints.save(done, state, {"model": model_record(shape), "tokenizer": tokenizer_path})
+    if checkpoints:
+        checkpoints.close()
+    return shape, state.params
 
 
 def policy_shape(config: SFTConfig, tokenizer: Tokenizer) -> Qwen2Config:
@@ -188,10 +292,33 @@ def starting_params(shape: Qwen2Config, seed: int) -> nnx.State:
     The published std of 0.02 suits widths in the thousands: at a width of 128 it leaves attention nearly uniform, and
     copying is found much later. What reads the residual stream starts at 1 / sqrt(width) instead, and the embedding
     above the outputs of the layers, which keep 0.02.
+
+    Copying takes two layers (induction heads, arXiv 2209.11895): one that tells every id what stood before it, and one
+    that looks for where the present id stood before and repeats what followed. From random weights it is found at
+    once or, with some seeds, not in this time; so it is there at the start. The first heads of layer 0 look back by
+    biases alone: rotated positions turn a constant query and key into a score that is highest some ids back. The
+    first head of layer 1 asks, by the present id, for what the first of them wrote, and adds what it finds.
     """
     readers = {"q_kernel", "k_kernel", "v_kernel", "gate_kernel", "up_kernel", "embedding"}
     factor = shape.width**-0.5 / 0.02
-    flat = nnx.to_flat_state(qwen2.init_params(shape, seed))
-    return nnx.from_flat_state(
-        [(path, v.replace(v.get_value() * factor) if path[-1] in readers else v) for path, v in flat]
-    )
+    flat = dict(nnx.to_flat_state(qwen2.init_params(shape, seed)))
+    values = {path[-1]: v.get_value() * (factor if path[-1] in readers else 1.0) for path, v in flat.items()}
+    told, shown = values["v_kernel"][0, :, 0], values["o_kernel"][0, 0]  # [D, H], [H, D] of the head one id back
+    for name in ("o_kernel", "down_kernel"):  # quiet, so that what is told of the id before is heard
+        values[name] = QUIET * values[name]
+    values["o_kernel"] = values["o_kernel"].at[0, 0].set(shown)
+    values["k_bias"] = values["k_bias"].at[0].set(_turned(shape, 0))
+    for head, back in enumerate(LOOKING_BACK[: shape.heads]):
+        values["q_bias"] = values["q_bias"].at[0, head].set(_turned(shape, -back))
+    values["q_kernel"] = values["q_kernel"].at[1, :, 0].set(told)
+    values["k_kernel"] = values["k_kernel"].at[1, :, 0].set(MATCHING * shown.T)
+    values["o_kernel"] = values["o_kernel"].at[1, 0].set(COPYING * values["v_kernel"][1, :, 0].T)
+    return nnx.from_flat_state([(path, v.replace(values[path[-1]])) for path, v in flat.items()])
+
+
+def _turned(shape: Qwen2Config, positions: int) -> np.ndarray:
+    """[H] a vector of SHARPNESS in the fast pairs of rotary dimensions, turned by so many positions."""
+    half = shape.head_dim // 2
+    angles = positions / shape.rope_theta ** (np.arange(half) / half)
+    length = SHARPNESS * (np.arange(half) < _FAST_PAIRS)
+    return np.concatenate([length * np.cos(angles), length * np.sin(angles)])

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from psearch_jax import processes
 from psearch_jax.config import Config, best_metric, to_mapping
 from psearch_jax.data.loader import QuestionLoader
+from psearch_jax.eval.benchmarks import PAIRS, is_paired
 from psearch_jax.eval.evaluate import evaluate, questions_digest, trajectory_row
 from psearch_jax.eval.scores import by_kind, score, summarise
 from psearch_jax.metrics import MetricsWriter, cut_jsonl, mean
@@ -326,7 +327,10 @@ def _penalty(config: Config, trajectory: Trajectory) -> float:
 
 
 def _evaluate(run: Run, temperature: float) -> dict[str, dict[str, float]]:
-    """Summary over the questions of the evaluation, `all` and per kind; no seed of training touches their keys."""
+    """Summary over the questions of the evaluation, `all` and per kind; the closed world's minimal pairs stay apart.
+
+    No seed of training touches their keys.
+    """
     sampling = run.learner.sampling_copy(run.state.params)
     bar = tqdm(total=len(run.evaluation), unit="question", leave=False, disable=not _terminal())
 
@@ -345,7 +349,10 @@ def _evaluate(run: Run, temperature: float) -> dict[str, dict[str, float]]:
     )
     bar.close()
     scores = [score(t) for t in trajectories]
-    return {kind: summarise(group) for kind, group in {"all": scores, **by_kind(scores)}.items()}
+    pairs = [s for s in scores if is_paired(s.source)]
+    others = [s for s in scores if not is_paired(s.source)]
+    groups = {"all": others, **by_kind(others)} | ({PAIRS: pairs} if pairs else {})
+    return {name: summarise(group) for name, group in groups.items()}
 
 
 def _evaluate_once(run: Run, file: Path, fresh: bool) -> dict[str, Any]:

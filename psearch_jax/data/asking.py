@@ -1,0 +1,356 @@
+"""Questions about a closed world: a draw of facts whose graph is the form's (wordings.py), and the words for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from psearch_jax.data.closed_world import ATTRIBUTES, HAPPENED, YEAR_OF, ClosedWorld, Entity, Split
+from psearch_jax.data.names import head
+from psearch_jax.data.wordings import FORMS, listed, worded
+from psearch_jax.types import KINDS, Kind, Question, UserError
+
+SOURCE = "closed_world"
+# How many entities a question compares, and how often: in training and in the sets of each kind.
+SIZES = {2: 0.5, 3: 0.3, 4: 0.2}
+LARGEST = 8
+KNOWN_ENTITIES = 20
+
+Lookup = tuple[str, str, str]  # attribute, subject, value
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The facts of one question.
+
+    `rounds`: what is looked up, all of a round at once; `fills`: the letters of the wordings; `options`: the names to
+    choose from, in the question's order; `sought`: the value that the form compares what it found with.
+    """
+
+    rounds: list[list[Lookup]]
+    fills: dict[str, str]
+    answer: str
+    options: list[str]
+    sought: str = ""
+
+
+class Asker:
+    """Draws the questions of one split of a world, form by form, from one stream of randomness."""
+
+    def __init__(self, world: ClosedWorld, split: Split, rng: np.random.Generator, sizes: dict[int, float]):
+        self.world, self.rng, self.sizes = world, rng, sizes
+        self.held_out = split == "eval"
+        self.pools = {kind: world.members(split, kind) for kind in ATTRIBUTES}
+
+    def draw(self, form: str) -> Draw:
+        """The facts of a question of the form; graphs that do not come out are drawn again."""
+        while True:
+            drawn = _DRAWS[form](self)
+            if drawn is not None and self._tellable(drawn):
+                return drawn
+
+    def _tellable(self, drawn: Draw) -> bool:
+        """No two different names of the question and of what it finds begin alike, and none is asked twice."""
+        named = {name for r in drawn.rounds for _, *pair in r for name in pair if not name.isdigit()}
+        named |= {name for name in (*drawn.options, drawn.sought) if name and not name.isdigit()}
+        asked = [lookup for r in drawn.rounds for lookup in r]
+        return len({head(name) for name in named}) == len(named) and len(set(asked)) == len(asked)
+
+    def pick(self, items: Sequence) -> Any:
+        """One of the items, each as likely."""
+        return items[self.rng.integers(len(items))]
+
+    def kind(self) -> str:
+        """A type of entity."""
+        return self.pick(list(ATTRIBUTES))
+
+    def one(self, kind: str | None = None) -> Entity:
+        """An entity of a type, or of any."""
+        return self.pick(self.pools[kind or self.kind()])
+
+    def some(self, kind: str, count: int) -> list[Entity]:
+        """Different entities of a type."""
+        pool = self.pools[kind]
+        return [pool[i] for i in self.rng.choice(len(pool), count, replace=False)]
+
+    def size(self, most: int = LARGEST) -> int:
+        """How many entities a question compares, `most` at most."""
+        sizes = {n: share for n, share in self.sizes.items() if n <= most}
+        return int(self.rng.choice(list(sizes), p=np.divide(list(sizes.values()), sum(sizes.values()))))
+
+    def relation(self, kind: str, value: str | None = None) -> str:
+        """An attribute of a type whose value is an entity (of a type)."""
+        return self.pick([a for a, v in ATTRIBUTES[kind].items() if v != "year" and value in (None, v)])
+
+    def to(self, entity: Entity, attribute: str) -> Entity:
+        """The entity that a relation leads to."""
+        return self.world.entities[entity.facts[attribute]]
+
+    def sharing(self, attribute: str, value: int) -> list[Entity]:
+        """The entities of this split with an attribute of some value."""
+        return [e for e in self.world.owners.get((attribute, value), ()) if e.held_out == self.held_out]
+
+
+def _year(entity: Entity) -> int:
+    return entity.facts[YEAR_OF[entity.kind]]
+
+
+def _year_lookup(entity: Entity) -> Lookup:
+    return YEAR_OF[entity.kind], entity.name, str(_year(entity))
+
+
+def _earliest(asker: Asker, compared: list[Entity], dated: list[Entity]) -> str | None:
+    """The name of the entity that comes first, or that leads to what does; None when years are equal."""
+    years = [_year(e) for e in dated]
+    return compared[int(np.argmin(years))].name if len(set(years)) == len(years) else None
+
+
+def _first(asker: Asker) -> Draw | None:
+    kind = asker.kind()
+    chosen = asker.some(kind, asker.size())
+    answer = _earliest(asker, chosen, chosen)
+    names = [e.name for e in chosen]
+    return answer and Draw([[_year_lookup(e) for e in chosen]], {"v": HAPPENED[kind]}, answer, names)
+
+
+def _has(asker: Asker, most: int = LARGEST) -> Draw | None:
+    kind = asker.kind()
+    attribute = asker.relation(kind)
+    chosen = asker.some(kind, asker.size(most))
+    values = [asker.world.value(e, attribute) for e in chosen]
+    if len(set(values)) < len(values):
+        return None
+    right = int(asker.rng.integers(len(chosen)))
+    names = [e.name for e in chosen]
+    lookups = [(attribute, name, value) for name, value in zip(names, values, strict=True)]
+    return Draw([lookups], {"a": attribute, "X": values[right]}, names[right], names, values[right])
+
+
+def _shares(asker: Asker) -> Draw | None:
+    drawn = _has(asker, most=3)
+    if drawn is None:
+        return None
+    (attribute, _, _), right = drawn.rounds[0][0], drawn.options.index(drawn.answer)
+    owner = next(e for e in asker.pools[_kind_with(attribute)] if e.name == drawn.answer)
+    target = owner.facts[attribute]
+    what = ATTRIBUTES[owner.kind][attribute]
+    other = asker.relation(asker.pick([k for k in ATTRIBUTES if what in ATTRIBUTES[k].values()]), what)
+    found = asker.sharing(other, target)
+    if not found or found == [owner]:
+        return None
+    subject = asker.pick(found)
+    if subject.name in drawn.options:
+        return None
+    lookup = (other, subject.name, drawn.sought)
+    fills = {"a": attribute, "b": other, "B": subject.name}
+    return Draw([[*drawn.rounds[0], lookup]], fills, drawn.options[right], drawn.options, drawn.sought)
+
+
+def _kind_with(attribute: str) -> str:
+    return next(kind for kind, attributes in ATTRIBUTES.items() if attribute in attributes)
+
+
+def _same(asker: Asker) -> Draw | None:
+    what = asker.pick(list(ATTRIBUTES))
+    relations = [a for attributes in ATTRIBUTES.values() for a, value in attributes.items() if value == what]
+    a, b = asker.pick(relations), asker.pick(relations)
+    if a == b and asker.rng.random() < 0.5:  # one search often finds both
+        return None
+    one = asker.one(_kind_with(a))
+    if asker.rng.random() < 0.5:
+        found = [e for e in asker.sharing(b, one.facts[a]) if e.id != one.id]
+        if not found:
+            return None
+        other = asker.pick(found)
+    else:
+        other = asker.one(_kind_with(b))
+    values = asker.world.value(one, a), asker.world.value(other, b)
+    lookups = [(a, one.name, values[0]), (b, other.name, values[1])]
+    fills = {"a": a, "b": b, "A": one.name, "B": other.name}
+    return Draw([lookups], fills, "yes" if values[0] == values[1] else "no", [], values[1])
+
+
+def _dated_as(asker: Asker, entity: Entity) -> Entity | None:
+    """Another entity, in one draw of two of the same year."""
+    if asker.rng.random() < 0.5:
+        return asker.one()
+    kind = asker.kind()
+    found = [e for e in asker.sharing(YEAR_OF[kind], _year(entity)) if e.id != entity.id]
+    return asker.pick(found) if found else None
+
+
+def _same_year(asker: Asker) -> Draw | None:
+    one = asker.one()
+    other = _dated_as(asker, one)
+    if other is None:
+        return None
+    fills = {"A": one.name, "B": other.name, "v": HAPPENED[one.kind], "w": HAPPENED[other.kind]}
+    answer = "yes" if _year(one) == _year(other) else "no"
+    return Draw([[_year_lookup(one), _year_lookup(other)]], fills, answer, [], str(_year(other)))
+
+
+def _walk(asker: Asker, hops: int) -> tuple[list[list[Lookup]], Entity, dict[str, str]]:
+    """Rounds of one look-up each that follow relations, where they end, and the letters of subject and attributes."""
+    at = asker.one()
+    rounds, fills = [], {"A": at.name}
+    for letter in "abc"[:hops]:
+        attribute = asker.relation(at.kind)
+        fills[letter] = attribute
+        reached = asker.to(at, attribute)
+        rounds.append([(attribute, at.name, reached.name)])
+        at = reached
+    return rounds, at, fills | {"k": at.kind}
+
+
+def _named(hops: int) -> Callable[[Asker], Draw]:
+    def draw(asker: Asker) -> Draw:
+        rounds, end, fills = _walk(asker, hops)
+        return Draw(rounds, fills, end.name, [])
+
+    return draw
+
+
+def _dated(hops: int) -> Callable[[Asker], Draw]:
+    def draw(asker: Asker) -> Draw:
+        rounds, end, fills = _walk(asker, hops)
+        return Draw([*rounds, [_year_lookup(end)]], fills | {"v": HAPPENED[end.kind]}, str(_year(end)), [])
+
+    return draw
+
+
+def _chosen(hops: int) -> Callable[[Asker], Draw]:
+    def draw(asker: Asker) -> Draw:
+        rounds, end, fills = _walk(asker, hops)
+        names = [end.name, *(asker.one(end.kind).name for _ in range(asker.size(most=3) - 1))]
+        return Draw(rounds, fills, end.name, [names[i] for i in asker.rng.permutation(len(names))])
+
+    return draw
+
+
+def _confirmed(hops: int) -> Callable[[Asker], Draw]:
+    def draw(asker: Asker) -> Draw:
+        rounds, end, fills = _walk(asker, hops)
+        asked = end.name if asker.rng.random() < 0.5 else asker.one(end.kind).name
+        return Draw(rounds, fills | {"X": asked}, "yes" if asked == end.name else "no", [], asked)
+
+    return draw
+
+
+def _first_of(asker: Asker) -> Draw | None:
+    kind = asker.kind()
+    attribute = asker.relation(kind)
+    chosen = asker.some(kind, 2)
+    reached = [asker.to(e, attribute) for e in chosen]
+    answer = _earliest(asker, chosen, reached)
+    links = [(attribute, e.name, r.name) for e, r in zip(chosen, reached, strict=True)]
+    fills = {"a": attribute, "v": HAPPENED[reached[0].kind]}
+    return answer and Draw([links, [_year_lookup(e) for e in reached]], fills, answer, [e.name for e in chosen])
+
+
+def _year_of(asker: Asker) -> Draw | None:
+    rounds, end, fills = _walk(asker, 1)
+    other = _dated_as(asker, end)
+    if other is None:
+        return None
+    fills |= {"B": other.name, "v": HAPPENED[end.kind], "w": HAPPENED[other.kind]}
+    answer = "yes" if _year(end) == _year(other) else "no"
+    return Draw([[rounds[0][0], _year_lookup(other)], [_year_lookup(end)]], fills, answer, [], str(_year(other)))
+
+
+_DRAWS: dict[str, Callable[[Asker], Draw | None]] = {
+    "first": _first,
+    "has": _has,
+    "shares": _shares,
+    "same": _same,
+    "same_year": _same_year,
+    "bridge_name": _named(2),
+    "bridge_year": _dated(1),
+    "bridge_which": _chosen(2),
+    "bridge_is": _confirmed(2),
+    "chain": _named(3),
+    "name": _named(1),
+    "year": _dated(0),
+    "which": _chosen(1),
+    "is": _confirmed(1),
+    "first_of": _first_of,
+    "year_of": _year_of,
+}
+
+
+def questions(
+    world: ClosedWorld,
+    split: Split,
+    kind: Kind,
+    count: int,
+    seed: int,
+    forms: Sequence[str] = (),
+    sizes: dict[int, float] | None = None,
+    held_out_wordings: bool = False,
+) -> list[Question]:
+    """`count` different questions of a kind, equal for equal arguments.
+
+    `metadata` holds what a scripted teacher needs: `form`; `rounds`, lists of [attribute, subject, value] of which
+    each needs the one before; `options`, the names to choose from; `sought`, what the values are compared with;
+    `chance`, the EM of a guess among the answers that the question leaves open.
+
+    Args:
+      forms: of `wordings.FORMS`; default: all of the kind (`train`: that are trained), by their shares.
+      sizes: how many entities a question compares, to how often; default `SIZES`.
+      held_out_wordings: word them as no training question is.
+
+    Raises:
+      UserError: arguments that are not accepted, or fewer such questions than asked.
+    """
+    if split not in ("train", "eval") or kind not in KINDS:
+        raise UserError(f"closed world: no questions of split {split!r}, kind {kind!r} (train|eval; {KINDS})")
+    chosen = [name for name, form in FORMS.items() if form.kind == kind and (split == "eval" or form.trained)]
+    chosen = list(forms) or chosen
+    if any(FORMS[name].kind != kind for name in chosen):
+        raise UserError(f"closed world: forms {', '.join(chosen)} are not of kind {kind!r}")
+    rng = np.random.default_rng([world.seed, seed, 0x02, KINDS.index(kind), split == "eval", held_out_wordings])
+    asker = Asker(world, split, rng, sizes or SIZES)
+    shares = np.asarray([FORMS[name].share for name in chosen])
+    made: dict[str, Question] = {}
+    for _ in range(20 * count + 100):
+        if len(made) == count:
+            break
+        name = chosen[rng.choice(len(chosen), p=shares / shares.sum())]
+        form, drawn = FORMS[name], asker.draw(name)
+        asked = _question(split, name, drawn, asker.pick(form.held_out if held_out_wordings else form.known))
+        made.setdefault(asked.text, asked)
+    if len(made) < count:
+        raise UserError(f"closed world: {count} {split} questions of kind {kind!r} asked, {len(made)} exist")
+    return list(made.values())
+
+
+def known_questions(world: ClosedWorld, held_out_wordings: bool = False) -> list[Question]:
+    """Every wording of every fact of the world's first people.
+
+    Of world 0 a cold start states these facts outright, so that a policy can know them without a search.
+    """
+    made = []
+    for entity in world.members("train", "person")[:KNOWN_ENTITIES]:
+        for attribute in entity.facts:
+            value = world.value(entity, attribute)
+            form, fills = "year", {"A": entity.name, "v": HAPPENED[entity.kind]}
+            if attribute != YEAR_OF[entity.kind]:
+                form, fills = "name", {"A": entity.name, "a": attribute, "k": ATTRIBUTES[entity.kind][attribute]}
+            drawn = Draw([[(attribute, entity.name, value)]], fills, value, [])
+            wordings = FORMS[form].held_out if held_out_wordings else FORMS[form].known
+            made += [_question("train", form, drawn, wording) for wording in wordings]
+    return made
+
+
+def _question(split: Split, form: str, drawn: Draw, wording: str) -> Question:
+    text = worded(wording, drawn.fills | ({"l": listed(drawn.options)} if drawn.options else {}))
+    facts = {
+        "form": form,
+        "rounds": [[list(lookup) for lookup in r] for r in drawn.rounds],
+        "options": drawn.options,
+        "sought": drawn.sought,
+        "chance": 0.5 if drawn.answer in ("yes", "no") else 1 / len(drawn.options) if drawn.options else 0.0,
+    }
+    return Question(SOURCE, f"{split}-{form}-{text}", text, (drawn.answer,), FORMS[form].kind, facts)

@@ -1,0 +1,79 @@
+"""Names of three syllables, one id each, and the renamings under which a cold start sees every row.
+
+A name is a head, a middle and a tail: `Ba` `ka` `san`. A quarter of all names is new: it never stands in a row of any
+cold start, so a policy that spells one right has copied it. Which quarter follows from the places of the three
+syllables, and a renaming leaves it where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+import numpy as np
+
+Names = Literal["known", "new"]
+
+_VOWELS, _CONSONANTS, _ENDINGS = "aeiou", "bdfghjklmnprstvz", "nrlsm"
+_OPEN = [consonant + vowel for consonant in _CONSONANTS for vowel in _VOWELS]
+_CLOSED = [syllable + ending for syllable in _OPEN for ending in _ENDINGS]
+
+
+def _some(syllables: Sequence[str], count: int, key: int) -> tuple[str, ...]:
+    return tuple(syllables[i] for i in np.random.default_rng([key, 0x15]).permutation(len(syllables))[:count])
+
+
+HEADS = tuple(syllable.capitalize() for syllable in _OPEN)
+MIDDLES = _some(_OPEN, 60, 1)
+TAILS = _some(_CLOSED, 80, 2)
+SYLLABLES = (HEADS, MIDDLES, TAILS)
+# Names are of four classes by the sum of their syllables' places; the last class is new.
+_CLASSES = 4
+_AVOIDED = ("Nige", "Niga", "Fago", "Kike", "Puta", "Vagi", "Rape", "Hitle")
+
+
+def is_new(name: str) -> bool:
+    """Whether a name is kept from every cold start. `name`: a name that `draw_names` gave."""
+    return sum(group.index(part) for group, part in zip(SYLLABLES, _parts(name), strict=True)) % _CLASSES == (
+        _CLASSES - 1
+    )
+
+
+def head(name: str) -> str:
+    """The first syllable: names that share it are hard to tell apart, so no question holds two of them."""
+    return name[:2]
+
+
+def draw_names(rng: np.random.Generator, count: int, which: Names, taken: Collection[str] = ()) -> list[str]:
+    """`count` different names, all known or all new, none of them `taken`."""
+    drawn: dict[str, None] = {}
+    while len(drawn) < count:
+        h, m, t = (int(rng.integers(len(group))) for group in SYLLABLES)
+        name = HEADS[h] + MIDDLES[m] + TAILS[t]
+        new = (h + m + t) % _CLASSES == _CLASSES - 1
+        if new == (which == "new") and name not in taken and not name.startswith(_AVOIDED):
+            drawn[name] = None
+    return list(drawn)
+
+
+def renaming(rng: np.random.Generator, ids: Sequence[Sequence[int]], size: int) -> np.ndarray:
+    """A map [size] int32 from id to id that gives every name another one and leaves all else as it is.
+
+    The syllables of each place are permuted among themselves, so names that share a syllable still do. Each place's
+    classes are moved by a shift, and the three shifts add up to none: a known name stays known, a new one new.
+
+    Args:
+      ids: the ids of HEADS, MIDDLES and TAILS, each in its order.
+      size: number of ids.
+    """
+    moved = np.arange(size, dtype=np.int32)
+    first, second = rng.integers(_CLASSES, size=2)
+    for group, shift in zip(ids, (first, second, -first - second), strict=True):
+        group = np.asarray(group, np.int32)
+        for place in range(_CLASSES):
+            moved[group[place::_CLASSES]] = rng.permutation(group[(place + shift) % _CLASSES :: _CLASSES])
+    return moved
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    return name[:2], name[2:4], name[4:]

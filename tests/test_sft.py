@@ -1,0 +1,168 @@
+"""The cold start: its batches, how it begins, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import ROOT, Program, completed
+
+from psearch_jax.config import PRESETS
+from psearch_jax.data import exercises
+from psearch_jax.data.names import is_new
+from psearch_jax.data.toy_tokenizer import write_tokenizer
+from psearch_jax.models import qwen2
+from psearch_jax.text.tokenizer import Tokenizer
+from psearch_jax.train import sft
+from psearch_jax.train.sft import SKILLS, Batches, SFTConfig, make_rows, train
+from psearch_jax.types import UserError
+from retrieval.service import RetrievalService
+
+SMALL = SFTConfig(
+    steps=24,
+    worlds=1,
+    trajectories_per_world=60,
+    exercise_rows=40,
+    tokens_per_batch=512,
+    log_every_steps=1,
+    warmup_steps=2,
+    checkpoint_every_steps=4,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("toy_tokenizer")
+    write_tokenizer(directory)
+    return Tokenizer.load(directory)
+
+
+@pytest.fixture(scope="module")
+def rows(tokenizer):
+    return make_rows(SMALL, tokenizer, RetrievalService.from_corpus)
+
+
+def test_rows_of_every_skill(tokenizer, rows):
+    """A skill without rows, a row without anything taught, or rows that change from call to call."""
+    assert tuple(sorted(rows)) == tuple(sorted(SKILLS))
+    assert all(len(ids) == len(mask) and mask.any() for members in rows.values() for ids, mask in members)
+    again = make_rows(SMALL, tokenizer, RetrievalService.from_corpus)
+    for skill, members in rows.items():
+        for (ids, mask), (others, theirs) in zip(members, again[skill], strict=True):
+            assert np.array_equal(ids, others) and np.array_equal(mask, theirs)
+
+
+def test_batches_follow_from_seed_and_step(tokenizer, rows):
+    """A run that goes on would train on other batches; a shape per row would compile for ever."""
+    batches, again = (Batches(SMALL, tokenizer, rows) for _ in range(2))
+    shapes, skills = set(), set()
+    for step in range(SMALL.steps):
+        skill, ids, mask = batches[step]
+        other, same, covered = again[step]
+        assert skill == other and np.array_equal(ids, same) and np.array_equal(mask, covered)
+        assert ids.shape == mask.shape and ids.shape[1] in SMALL.buckets and mask.any()
+        assert ids.size <= max(SMALL.tokens_per_batch, ids.shape[1])
+        shapes.add(ids.shape)
+        skills.add(skill)
+    assert len(shapes) <= len(SMALL.buckets) and len(skills) > 3
+
+
+def test_no_name_comes_twice_and_no_new_one_at_all(tokenizer, rows):
+    """A policy that learns names by heart, or one that was taught what it is later said never to have seen."""
+    config = replace(SMALL, steps=400)
+    batches = Batches(config, tokenizer, rows)
+    first, later = set(), set()
+    for step in range(150, 250):
+        skill, ids, _ = batches[step]
+        if skill == "recalling":
+            continue
+        text = "\n".join(tokenizer.decode(row) for row in ids)
+        found = {word for word in text.replace("'s", " ").replace("?", " ").split() if _is_name(word)}
+        assert found and not any(is_new(name) for name in found)
+        (first if step < 200 else later).update(found)
+    assert len(first & later) < 0.02 * len(first)
+
+
+def _is_name(word: str) -> bool:
+    return len(word) == 7 and word.isalpha() and word[0].isupper() and word[1:].islower()
+
+
+def test_the_first_heads_look_back(tokenizer):
+    """Copying found late or never: with some seeds the exercises then teach nothing in the time there is."""
+    shape = sft.policy_shape(SMALL, tokenizer)
+    graph = qwen2.graphdef(shape, jnp.float32, "none")
+    rng = np.random.default_rng(0)
+    made = [exercises.copying(rng, tokenizer.encode_foreign) for _ in range(32)]
+    ids, mask = np.zeros((32, 160), np.int32), np.zeros((32, 160), bool)
+    for i, (row, taught) in enumerate(made):
+        ids[i, : len(row)], mask[i, : len(row)] = row, taught
+    for seed in range(3):
+        _, right = sft.loss_fn(sft.starting_params(shape, seed), graph, ids, mask, tokenizer.size)
+        assert right > 20 / tokenizer.size  # before any training; a guess is right once in so many ids
+
+
+def test_sft_learns(tokenizer, rows):
+    """A few steps that do not lower the loss, or a shape that the tokenizer does not fit."""
+    losses = []
+    config = replace(SMALL, steps=60)
+    only = {skill: rows["copying"] for skill in SKILLS}
+    shape, _ = train(config, tokenizer, only, lambda step, values: losses.append(next(_losses(values))))
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1
+    assert shape.vocab_rows >= tokenizer.size and shape.layers == PRESETS["toy"].layers
+
+
+def _losses(values):
+    return (value for name, value in values.items() if name.endswith("/loss"))
+
+
+def test_rows_that_fit_no_bucket_are_refused(tokenizer, rows):
+    """A cold start that silently leaves a skill out."""
+    with pytest.raises(UserError, match="no row of skill"):
+        Batches(replace(SMALL, buckets=(48,)), tokenizer, rows)
+
+
+FLAGS = {
+    "steps": 40,
+    "worlds": 1,
+    "trajectories_per_world": 60,
+    "exercise_rows": 40,
+    "tokens_per_batch": 512,
+    "checkpoint_every_steps": 4,
+    "log_every_steps": 1,
+}
+
+
+def command(workdir, **fields) -> list[str]:
+    settings = [f"--config.{name}={value}" for name, value in {**FLAGS, **fields}.items()]
+    return [str(ROOT / "launch" / "sft.py"), "--config=configs/toy_sft.py", f"--workdir={workdir}", *settings]
+
+
+@pytest.mark.slow
+def test_a_killed_cold_start_goes_on(tmp_path):
+    """Ninety minutes of work lost with the machine, or another policy than without the kill."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    done = completed([sys.executable, *command(whole)])
+    assert done.returncode == 0, done.stderr[-2000:]
+    process = Program(command(killed))
+    deadline = time.monotonic() + 300
+    while not list((killed / "checkpoints").glob("[0-9]*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (killed / "policy").exists()
+    again = completed([sys.executable, *command(killed)])
+    assert again.returncode == 0 and "going on behind step" in again.stderr, again.stderr[-2000:]
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (whole / "policy" / name).read_bytes() == (killed / "policy" / name).read_bytes()
+    steps = [json.loads(line)["step"] for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, FLAGS["steps"] + 1))
+    refused = completed([sys.executable, *command(killed)])
+    assert refused.returncode == 2 and "exists already" in refused.stderr
+    other = completed([sys.executable, *command(tmp_path / "whole", steps=41)])
+    assert other.returncode == 2
