@@ -4,6 +4,8 @@
     python launch/bench.py recall --questions=FILE --corpus=FILE --json=FILE
     python launch/bench.py corpus --json=FILE     a large corpus opened and read
     python launch/bench.py questions --json=FILE  a large question set prepared and opened
+    python launch/bench.py world --json=FILE      what the closed world's questions give away without a policy
+    python launch/bench.py cold_start --json=FILE what a toy policy can before any reinforcement
     python launch/bench.py baselines --out=DIR    every method trained and evaluated alike in the closed world
     python launch/bench.py weights --json=FILE    what the host holds while a checkpoint of 7B comes and goes
     python launch/bench.py scale --out=DIR        which machine each size needs, planned without one

@@ -81,6 +81,10 @@ def test_chance_is_told_only_where_it_is_known_of_all():
     known = [scored(answer("x"), id=i, chance=c) for i, c in enumerate((0.5, 0.25))]
     assert summarise(known)["chance"] == 0.375
     assert "chance" not in summarise([*known, scored(answer("x"), id=9)])
+    lines = results_table({"mine": figures(known)}, "ours").splitlines()
+    assert any(line.startswith("| mine | parallel | by chance | .375 |") for line in lines)
+    assert len({line.count("|") for line in lines}) == 1
+    assert "by chance" not in results_table({"mine": figures([SPLIT])}, "ours")
 
 
 def test_initial_search_is_not_the_models():

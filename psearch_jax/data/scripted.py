@@ -223,7 +223,10 @@ def write_all(
     tokenizer: Tokenizer,
     topk: int,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """`write_trajectory` of each question's plan, with the retriever's own passages; all searches in one batch."""
+    """`write_trajectory` of each question's plan, with the retriever's own passages; all searches in one batch.
+
+    Without a retriever nothing is found: for plans that do not search.
+    """
     encode = lru_cache(maxsize=1 << 16)(tokenizer.encode_foreign)
     template = load_template("toy")
     queries = list(dict.fromkeys(text for steps in plans for step in steps[:-1] for text in step.queries))

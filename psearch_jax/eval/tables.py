@@ -37,7 +37,7 @@ def results(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:
 
 
 def results_table(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:
-    """A row per benchmark and kind, with the published rows of the same benchmark below; averages of several.
+    """A row per benchmark and kind, with chance and the published rows of the benchmark below; averages of several.
 
     The sets of a merged benchmark follow it, each compared with its own published rows, and count one by one in the
     average.
@@ -61,11 +61,11 @@ def _set_rows(title: str, name: str, policy: str, found: Mapping[str, Any]) -> l
     """Our rows of one set, called `title`, with those published for a benchmark called `name`."""
     kinds = found["kinds"]
     only = next(iter(kinds)) if len(kinds) == 1 else None
-    rows = [] if only else [_our_row(title, "all", policy, found["all"])]
+    rows = [] if only else [_our_row(title, "all", policy, found["all"]), *_chance_rows(title, "all", found["all"])]
     if only is None or not published(name, only):
         rows += _published_rows(title, "all", published(name))
     for kind, values in kinds.items():
-        rows.append(_our_row(title, kind, policy, values))
+        rows += [_our_row(title, kind, policy, values), *_chance_rows(title, kind, values)]
         rows += _published_rows(title, kind, published(name, kind))
     return rows
 
@@ -76,6 +76,11 @@ def _our_row(name: str, kind: str, policy: str, values: Mapping[str, Any]) -> li
         str(values["llm_calls"]),
         str(values["questions"]),
     ]
+
+
+def _chance_rows(name: str, kind: str, values: Mapping[str, Any]) -> list[list[str]]:
+    """What guesses are worth, where it is known of all questions."""
+    return [[name, kind, "by chance", share(values["chance"]), *[""] * 9]] if "chance" in values else []
 
 
 def _middle(values: Mapping[str, Any]) -> list[str]:
