@@ -21,7 +21,7 @@ def write_multihop_rag(world: ClosedWorld, folder: Path, count: int) -> tuple[Pa
     ]
     articles = [
         {
-            "title": p.title or p.id,
+            "title": p.text.split(" is ")[0],  # an article has one; here the words that its text begins with
             "body": p.text,
             "author": None,
             "source": "",

@@ -17,6 +17,7 @@ from runs import SMALL, metrics_without_clocks, small_config
 
 from psearch_jax import build
 from psearch_jax.config import Config, LearningSection, Lora, from_mapping
+from psearch_jax.eval.benchmarks import PAIRS
 from psearch_jax.models import hf, lora, qwen2
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler import Sampler
@@ -67,7 +68,7 @@ def check_run(workdir: Path, summary: dict, bound: float) -> None:
     assert all(0 < row["logp_gap"] < bound for row in rows), [row["logp_gap"] for row in rows]
     assert all(row["gradient_norm"] > 0 for row in rows)
     for moment in ("before", "after"):
-        assert set(summary[moment]) == {"all", *KINDS}
+        assert set(summary[moment]) == {"all", PAIRS, *KINDS}
         assert all(figures["tokens"] > 0 for figures in summary[moment].values())
 
 
