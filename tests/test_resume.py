@@ -24,7 +24,7 @@ from psearch_jax.train.state import updates_per_step, warmup_updates, with_warmu
 from psearch_jax.types import RewardParts, UserError
 
 FIELDS = {
-    "rollout.context_tokens": 192,
+    "rollout.context_tokens": 72,
     "rollout.obs_tokens": 96,
     "learning.micro_batch_rows": 2,
     "learning.warmup_ratio": 0.5,
