@@ -220,11 +220,18 @@ def test_rows_with_nothing_to_add_are_untouched_bit_for_bit(tiny_tokenizer, scri
     check_rows(before, after, still)
 
 
-def check_rows(a, b, rows) -> None:
-    for name in ("ids", "mask", "logprobs", "length", "turn_left", "budget_end", "automaton", "status", "key"):
+def check_rows(a, b, rows, rounding: float = 0.0) -> None:
+    """Equal rows; keys, values and log-probs up to `rounding`."""
+    for name in ("ids", "mask", "length", "turn_left", "budget_end", "automaton", "status", "key"):
         np.testing.assert_array_equal(getattr(a, name)[rows], getattr(b, name)[rows], err_msg=name)
-    np.testing.assert_array_equal(a.cache.k[:, rows], b.cache.k[:, rows])
-    np.testing.assert_array_equal(a.cache.v[:, rows], b.cache.v[:, rows])
+    np.testing.assert_allclose(a.logprobs[rows], b.logprobs[rows], rtol=0, atol=rounding)
+    for mine, theirs in ((a.cache.k, b.cache.k), (a.cache.v, b.cache.v)):
+        if mine.dtype == np.int8:  # a value on the edge of two falls to either
+            np.testing.assert_allclose(
+                mine[:, rows].astype(int), theirs[:, rows].astype(int), rtol=0, atol=rounding > 0
+            )
+        else:
+            np.testing.assert_allclose(mine[:, rows], theirs[:, rows], rtol=0, atol=rounding)
 
 
 def test_an_extension_forgets_half_a_tag(tiny_tokenizer, scripted, params):
@@ -396,7 +403,8 @@ def test_rows_picked_out_of_order_are_extended_as_in_place(either):
     picked = sampler.extend(
         params, jax.tree.map(jnp.asarray, before), ids[rows], np.where(rows < 0, 3, n[rows]), TURN, rows
     )
-    check_rows(fetch(picked), wanted, np.arange(B))
+    # Another number of rows adds up in another order on some processors.
+    check_rows(fetch(picked), wanted, np.arange(B), rounding=1e-5)
 
 
 def test_a_shorter_span_of_the_cache_changes_no_rollout(sampler, params):
