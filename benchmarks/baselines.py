@@ -1,7 +1,7 @@
 """`launch/bench.py baselines`: the paper's comparison in the closed world, every method trained with the same budget.
 
 Trains each cold start by each method and seed (as `make demo` does), evaluates greedily on held-out questions, and
-prints: the paper's table with chance, an oracle's limit and classic retrieval beside it, differences from search_r1 by
+prints: the paper's table with chance and classic retrieval beside it, differences from search_r1 by
 run, the decision to split before and after, and what the trained policies do with facts and names never seen.
 Intervals are over runs, each a cold start and a seed. It goes on where it stopped.
 """

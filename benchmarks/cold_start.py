@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.world import finds_all
+from benchmarks.world import facts_of, finds_all
 from configs.smoke import get_config
 from psearch_jax import build, launching
 from psearch_jax.config import Config, from_mapping
@@ -114,8 +114,7 @@ def oracle_right(asked: Sequence[Question], retriever: Any, config: Config) -> l
             for r in (retriever.search(list(s.queries), config.retrieval.topk) if s.queries else [])
             for p in r
         ]
-        facts = [fact for r in question.metadata["rounds"] for fact in r]
-        right.append(finds_all(found, facts) and len(steps) - 1 <= config.rollout.search_turns)
+        right.append(finds_all(found, facts_of(question)) and len(steps) - 1 <= config.rollout.search_turns)
     return right
 
 

@@ -20,6 +20,7 @@ from sklearn.pipeline import make_pipeline
 
 from psearch_jax.data.asking import questions
 from psearch_jax.data.closed_world import ClosedWorld, fact_sentence
+from psearch_jax.data.scripted import query
 from psearch_jax.data.wordings import FORMS, PAIRED, words_of_wordings
 from psearch_jax.eval.tables import table
 from psearch_jax.paths import write_whole
@@ -62,7 +63,7 @@ def retrieval(world: ClosedWorld, retriever: Retriever, count: int) -> dict[str,
     for name, form in FORMS.items():
         asked = questions(world, "eval", form.kind, count, 1, forms=[name])
         facts = [fact for q in asked for fact in facts_of(q)]
-        own = retriever.search([f"{attribute} of {subject}" for attribute, subject, _ in facts], max(TOPK))
+        own = retriever.search(list(map(query, facts)), max(TOPK))
         whole = retriever.search([q.text for q in asked], max(TOPK))
         figures: dict[str, Any] = {"kind": form.kind, "chance": float(np.mean([q.metadata["chance"] for q in asked]))}
         figures["look-ups"] = len(facts) / len(asked)

@@ -79,12 +79,17 @@ def real_tokenizer(shared_data) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def tiny_policy(tmp_path_factory) -> Path:
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    """The toy policy's tokenizer, made anew."""
+    directory = tmp_path_factory.mktemp("toy_tokenizer")
+    write_tokenizer(directory)
+    return Tokenizer.load(directory)
+
+
+@pytest.fixture(scope="session")
+def tiny_policy(tmp_path_factory, tokenizer) -> Path:
     """A random policy of two narrow layers with the closed world's tokenizer, as a Hugging Face directory."""
     folder = tmp_path_factory.mktemp("policy")
-    (folder / "tokenizer").mkdir()
-    write_tokenizer(folder / "tokenizer")
-    tokenizer = Tokenizer.load(folder / "tokenizer")
     shape = replace(
         PRESETS["toy"],
         vocab_rows=tokenizer.size + 10,
@@ -94,5 +99,5 @@ def tiny_policy(tmp_path_factory) -> Path:
         mlp=64,
         eos_ids=tuple(sorted(tokenizer.stop_ids)),
     )
-    hf.save_hf(qwen2.init_params(shape, 0), shape, folder / "tokenizer", folder / "hf")
+    hf.save_hf(qwen2.init_params(shape, 0), shape, tokenizer.name, folder / "hf")
     return folder / "hf"

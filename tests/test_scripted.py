@@ -37,13 +37,6 @@ def world() -> ClosedWorld:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("toy_tokenizer")
-    write_tokenizer(directory)
-    return Tokenizer.load(directory)
-
-
-@pytest.fixture(scope="module")
 def retriever(world) -> RetrievalService:
     return RetrievalService.from_corpus(world.passages)
 

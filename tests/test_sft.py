@@ -16,9 +16,7 @@ from programs import ROOT, Program, completed
 from psearch_jax.config import PRESETS
 from psearch_jax.data import exercises
 from psearch_jax.data.names import is_new
-from psearch_jax.data.toy_tokenizer import write_tokenizer
 from psearch_jax.models import qwen2
-from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train import sft
 from psearch_jax.train.sft import SKILLS, Batches, SFTConfig, make_rows, train
 from psearch_jax.types import UserError
@@ -34,13 +32,6 @@ SMALL = SFTConfig(
     warmup_steps=2,
     checkpoint_every_steps=4,
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("toy_tokenizer")
-    write_tokenizer(directory)
-    return Tokenizer.load(directory)
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,7 @@ def _year_lookup(entity: Entity) -> Lookup:
     return YEAR_OF[entity.kind], entity.name, str(_year(entity))
 
 
-def _earliest(asker: Asker, compared: list[Entity], dated: list[Entity]) -> str | None:
+def _earliest(compared: list[Entity], dated: list[Entity]) -> str | None:
     """The name of the entity that comes first, or that leads to what does; None when years are equal."""
     years = [_year(e) for e in dated]
     return compared[int(np.argmin(years))].name if len(set(years)) == len(years) else None
@@ -111,7 +111,7 @@ def _earliest(asker: Asker, compared: list[Entity], dated: list[Entity]) -> str 
 def _first(asker: Asker) -> Draw | None:
     kind = asker.kind()
     chosen = asker.some(kind, asker.size())
-    answer = _earliest(asker, chosen, chosen)
+    answer = _earliest(chosen, chosen)
     names = [e.name for e in chosen]
     return answer and Draw([[_year_lookup(e) for e in chosen]], {"v": HAPPENED[kind]}, answer, names)
 
@@ -133,7 +133,7 @@ def _shares(asker: Asker) -> Draw | None:
     drawn = _has(asker, most=3)
     if drawn is None:
         return None
-    (attribute, _, _), right = drawn.rounds[0][0], drawn.options.index(drawn.answer)
+    attribute, _, _ = drawn.rounds[0][0]
     owner = next(e for e in asker.pools[_kind_with(attribute)] if e.name == drawn.answer)
     target = owner.facts[attribute]
     what = ATTRIBUTES[owner.kind][attribute]
@@ -146,7 +146,7 @@ def _shares(asker: Asker) -> Draw | None:
         return None
     lookup = (other, subject.name, drawn.sought)
     fills = {"a": attribute, "b": other, "B": subject.name}
-    return Draw([[*drawn.rounds[0], lookup]], fills, drawn.options[right], drawn.options, drawn.sought)
+    return Draw([[*drawn.rounds[0], lookup]], fills, drawn.answer, drawn.options, drawn.sought)
 
 
 def _kind_with(attribute: str) -> str:
@@ -244,7 +244,7 @@ def _first_of(asker: Asker) -> Draw | None:
     attribute = asker.relation(kind)
     chosen = asker.some(kind, 2)
     reached = [asker.to(e, attribute) for e in chosen]
-    answer = _earliest(asker, chosen, reached)
+    answer = _earliest(chosen, reached)
     links = [(attribute, e.name, r.name) for e, r in zip(chosen, reached, strict=True)]
     fills = {"a": attribute, "v": HAPPENED[reached[0].kind]}
     return answer and Draw([links, [_year_lookup(e) for e in reached]], fills, answer, [e.name for e in chosen])

@@ -34,9 +34,12 @@ _AVOIDED = ("Nige", "Niga", "Fago", "Kike", "Puta", "Vagi", "Rape", "Hitle")
 
 def is_new(name: str) -> bool:
     """Whether a name is kept from every cold start. `name`: a name that `draw_names` gave."""
-    return sum(group.index(part) for group, part in zip(SYLLABLES, _parts(name), strict=True)) % _CLASSES == (
-        _CLASSES - 1
-    )
+    parts = (name[:2], name[2:4], name[4:])
+    return _last_class([group.index(part) for group, part in zip(SYLLABLES, parts, strict=True)])
+
+
+def _last_class(places: Sequence[int]) -> bool:
+    return sum(places) % _CLASSES == _CLASSES - 1
 
 
 def head(name: str) -> str:
@@ -50,8 +53,7 @@ def draw_names(rng: np.random.Generator, count: int, which: Names, taken: Collec
     while len(drawn) < count:
         h, m, t = (int(rng.integers(len(group))) for group in SYLLABLES)
         name = HEADS[h] + MIDDLES[m] + TAILS[t]
-        new = (h + m + t) % _CLASSES == _CLASSES - 1
-        if new == (which == "new") and name not in taken and not name.startswith(_AVOIDED):
+        if _last_class((h, m, t)) == (which == "new") and name not in taken and not name.startswith(_AVOIDED):
             drawn[name] = None
     return list(drawn)
 
@@ -73,7 +75,3 @@ def renaming(rng: np.random.Generator, ids: Sequence[Sequence[int]], size: int) 
         for place in range(_CLASSES):
             moved[group[place::_CLASSES]] = rng.permutation(group[(place + shift) % _CLASSES :: _CLASSES])
     return moved
-
-
-def _parts(name: str) -> tuple[str, str, str]:
-    return name[:2], name[2:4], name[4:]

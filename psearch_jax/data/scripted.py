@@ -8,7 +8,7 @@ and finds nothing of use. The last thought sets what was found side by side, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -134,7 +134,7 @@ def plan(question: Question, rng: np.random.Generator, mixture: Mixture, turns: 
     end = Step(verdict(question), answer=question.answers[0])
     if rng.random() < mixture.guess:
         end = guessed(question, rng)
-    steps = [Step(need, queries) for queries in _first_searches(question, wanted, rng, mixture)]
+    steps = [Step(need, _first_search(question, wanted, rng, mixture))]
     split = len(steps[0].queries) > 1
     if split and len(rounds) > 1 and rng.random() > mixture.recover:
         return _forgetful([*steps, guessed(question, rng)], rng, mixture)
@@ -157,15 +157,14 @@ def plan(question: Question, rng: np.random.Generator, mixture: Mixture, turns: 
     return _forgetful([*steps, end], rng, mixture)
 
 
-def _first_searches(
+def _first_search(
     question: Question, wanted: Sequence[str], rng: np.random.Generator, mixture: Mixture
-) -> Iterable[tuple[str, ...]]:
+) -> tuple[str, ...]:
     """The queries of the first turn: all that is needed, or the first of it."""
     if rng.random() < mixture.split:
         # What needs one fact alone is split as blindly: something else of the subject is asked as well.
-        yield tuple(wanted) if len(wanted) > 1 else (wanted[0], f"rival of {question.metadata['rounds'][0][0][1]}")
-    else:
-        yield (wanted[0],)
+        return tuple(wanted) if len(wanted) > 1 else (wanted[0], f"rival of {question.metadata['rounds'][0][0][1]}")
+    return (wanted[0],)
 
 
 def _forgetful(steps: list[Step], rng: np.random.Generator, mixture: Mixture) -> list[Step]:
