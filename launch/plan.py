@@ -34,6 +34,7 @@ def main(_: list[str]) -> None:
     if PLATFORM.value == "tpu":
         os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs on a device, and a TPU at hand stays free
     from psearch_jax import plan as planning
+    from psearch_jax import targets
     from psearch_jax.chips import GIB
     from psearch_jax.config import from_mapping
     from psearch_jax.eval.tables import table
@@ -41,7 +42,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.paths import write_whole
 
     config = from_mapping(CONFIG.value.to_dict())
-    target = (planning.cuda_target if PLATFORM.value == "cuda" else planning.tpu_target)(TOPOLOGY.value)
+    target = (targets.cuda_target if PLATFORM.value == "cuda" else targets.tpu_target)(TOPOLOGY.value)
 
     def log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)

@@ -7,12 +7,10 @@ else is resident while the program runs.
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from psearch_jax.build import TOY_POLICY, make_learner, make_sampler
-from psearch_jax.chips import CHIPS, GIB, GPUS, Chip, forward_flops, gpu_description
+from psearch_jax.chips import GIB, GPUS, Chip, forward_flops
 from psearch_jax.config import PRESETS, Config, Qwen2Config, Remat, validate, with_method
 from psearch_jax.hlo import Cost, cost
 from psearch_jax.models import hf, qwen2
@@ -30,6 +28,7 @@ from psearch_jax.rollout.boundary import build_tables
 from psearch_jax.rollout.collect import piece_rows, pool_rows, widths
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.sharding import STORAGE, check_heads, check_rows, make_mesh, param_shardings, placed, sampled_in_place
+from psearch_jax.targets import Target
 from psearch_jax.train.state import abstract_state, make_optimizer, state_shardings, updates_per_step
 from psearch_jax.types import UserError
 
@@ -41,17 +40,6 @@ TOKENIZER_IDS = 151_665  # of Qwen2.5
 SAMPLER_PROGRAMS = ("prefill", "admit", "extend", "generate")
 LEARNER_PROGRAMS = ("reshard", "logprobs", "accumulate", "apply")
 START = "start"  # no program: the state is made of the loaded weights, which are still there
-
-
-@dataclass(frozen=True)
-class Target:
-    """The machine that a plan is for, and the devices to compile for."""
-
-    topology: str
-    devices: list[Any]
-    chip: Chip
-    kind: str
-    absent: bool = False  # the devices are a CPU's, in place of GPUs
 
 
 @dataclass(frozen=True)
@@ -125,80 +113,6 @@ class Plan:
             "fits": self.fits,
             "arrays": [dict(zip(ARRAY, row, strict=True)) for row in self.large],
         }
-
-
-def tpu_target(topology: str) -> Target:
-    """A TPU topology such as `v5e:4x4`; needs libtpu and no TPU.
-
-    Raises:
-      UserError: libtpu is not installed, or it knows no such topology.
-    """
-    # libtpu asks the cloud's metadata server who it is, unless it is told.
-    for name, value in (
-        ("TPU_SKIP_MDS_QUERY", "1"),
-        ("TPU_ACCELERATOR_TYPE", "v5litepod-16"),
-        ("TPU_WORKER_HOSTNAMES", "localhost"),
-        ("TPU_WORKER_ID", "0"),
-        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
-    ):
-        os.environ.setdefault(name, value)
-    from jax.experimental import topologies
-
-    try:
-        devices = list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
-    except Exception as error:  # whatever the plugin raises
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"--topology={topology}: {reason}; accepted: names such as v5e:4x4, v5p:2x2x1, v6e:4x4, with libtpu "
-            "installed (pip install 'jax[tpu]')"
-        ) from None
-    kind = devices[0].device_kind
-    if kind not in CHIPS:
-        raise UserError(f"--topology={topology}: {kind!r} found, accepted: {', '.join(CHIPS)}")
-    return Target(topology, devices, CHIPS[kind], kind)
-
-
-def cuda_target(topology: str) -> Target:
-    """GPUs of one host, `h200` or `h200:8`: those at hand, else a description of them for the GPUs' compiler.
-
-    Where that one is not installed either, as many CPU devices to compile for. A CPU's compiler keeps whole copies of
-    16-bit weights in float32, which a GPU's does not. So temporary arrays are then counted in the same program with
-    float32 throughout, which is an upper estimate; arguments and results are exact. Call it before anything else
-    touches a device.
-
-    Raises:
-      UserError: no such GPU is known.
-    """
-    name, _, count = topology.partition(":")
-    if name not in GPUS or not (count or "1").isdigit() or count == "0":
-        raise UserError(
-            f"--topology={topology}: accepted with --platform=cuda: {', '.join(GPUS)}, with :N for several"
-        )
-    number = int(count or 1)
-    compiler = gpu_compiler()
-    there = compiler and Path("/dev/nvidia0").exists()
-    if not there:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", number)
-    devices = absent_gpus(name, number) if compiler and not there else jax.devices()
-    if len(devices) < number:
-        raise UserError(f"--topology={topology}: {len(devices)} devices found, accepted: at most as many")
-    kind = name if compiler else f"{name} (estimated)"
-    return Target(topology, devices[:number], GPUS[name], kind, absent=not compiler)
-
-
-def gpu_compiler() -> bool:
-    """Whether JAX's package for GPUs is installed."""
-    return any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-
-
-def absent_gpus(name: str, number: int) -> list[Any]:
-    """Devices for the GPUs' compiler alone, which needs none of them; its package has to be installed."""
-    from jax.experimental import topologies
-
-    jax.devices()  # finds the packages of other platforms
-    described = {"target_config": gpu_description(name), "topology": f"1x1x{number}"}
-    return list(topologies.get_topology_desc("", "cuda", **described).devices)
 
 
 def model_shape(config: Config) -> Qwen2Config:

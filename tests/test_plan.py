@@ -22,21 +22,19 @@ from psearch_jax.hlo import cost
 from psearch_jax.plan import (
     LARGE,
     SAMPLER_PROGRAMS,
-    Target,
     _largest,
     advice,
     bare_sampler,
-    cuda_target,
     decode_floor_bytes,
     floor_seconds,
     make_plan,
     model_shape,
     search,
-    tpu_target,
     update_products_flops,
 )
 from psearch_jax.rollout.collect import piece_rows, pool_rows, widths
 from psearch_jax.sharding import make_mesh
+from psearch_jax.targets import Target, cuda_target, tpu_target
 from psearch_jax.types import UserError
 
 pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")

@@ -1,0 +1,145 @@
+"""Machines that are not at hand, to compile for: TPU topologies, and GPUs by their description."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from psearch_jax.chips import CHIPS, GPUS, MIB, Chip
+from psearch_jax.types import UserError
+
+# Of chips.GPUS: the name that the driver tells, compute capability, multiprocessors, and of each of these the lanes in
+# float32, KiB of shared memory and threads; then MiB of the second cache and GHz, as published.
+_PARTS = {
+    "h200": ("NVIDIA H200", 9.0, 132, 128, 228, 2048, 50, 1.98),
+    "h100": ("NVIDIA H100 80GB HBM3", 9.0, 132, 128, 228, 2048, 50, 1.98),
+    "a100-80": ("NVIDIA A100-SXM4-80GB", 8.0, 108, 64, 164, 2048, 40, 1.41),
+    "a100-40": ("NVIDIA A100-SXM4-40GB", 8.0, 108, 64, 164, 2048, 40, 1.41),
+    "l4": ("NVIDIA L4", 8.9, 58, 128, 100, 1536, 48, 2.04),
+    "t4": ("Tesla T4", 7.5, 40, 64, 64, 1024, 4, 1.59),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machine that a plan is for, and the devices to compile for."""
+
+    topology: str
+    devices: list[Any]
+    chip: Chip
+    kind: str
+    absent: bool = False  # the devices are a CPU's, in place of GPUs
+
+
+def tpu_target(topology: str) -> Target:
+    """A TPU topology such as `v5e:4x4`; needs libtpu and no TPU.
+
+    Raises:
+      UserError: libtpu is not installed, or it knows no such topology.
+    """
+    # libtpu asks the cloud's metadata server who it is, unless it is told.
+    for name, value in (
+        ("TPU_SKIP_MDS_QUERY", "1"),
+        ("TPU_ACCELERATOR_TYPE", "v5litepod-16"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
+        ("TPU_WORKER_ID", "0"),
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+    ):
+        os.environ.setdefault(name, value)
+    from jax.experimental import topologies
+
+    try:
+        devices = list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    except Exception as error:  # whatever the plugin raises
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"--topology={topology}: {reason}; accepted: names such as v5e:4x4, v5p:2x2x1, v6e:4x4, with libtpu "
+            "installed (pip install 'jax[tpu]')"
+        ) from None
+    kind = devices[0].device_kind
+    if kind not in CHIPS:
+        raise UserError(f"--topology={topology}: {kind!r} found, accepted: {', '.join(CHIPS)}")
+    return Target(topology, devices, CHIPS[kind], kind)
+
+
+def cuda_target(topology: str) -> Target:
+    """GPUs of one host, `h200` or `h200:8`: those at hand, else a description of them for the GPUs' compiler.
+
+    Where that one is not installed either, as many CPU devices to compile for. A CPU's compiler keeps whole copies of
+    16-bit weights in float32, which a GPU's does not. So temporary arrays are then counted in the same program with
+    float32 throughout, which is an upper estimate; arguments and results are exact. Call it before anything else
+    touches a device.
+
+    Raises:
+      UserError: no such GPU is known.
+    """
+    name, _, count = topology.partition(":")
+    if name not in GPUS or not (count or "1").isdigit() or count == "0":
+        raise UserError(
+            f"--topology={topology}: accepted with --platform=cuda: {', '.join(GPUS)}, with :N for several"
+        )
+    number = int(count or 1)
+    compiler = gpu_compiler()
+    there = compiler and Path("/dev/nvidia0").exists()
+    if not there:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", number)
+    devices = absent_gpus(name, number) if compiler and not there else jax.devices()
+    if len(devices) < number:
+        raise UserError(f"--topology={topology}: {len(devices)} devices found, accepted: at most as many")
+    kind = name if compiler else f"{name} (estimated)"
+    return Target(topology, devices[:number], GPUS[name], kind, absent=not compiler)
+
+
+def gpu_compiler() -> bool:
+    """Whether JAX's package for GPUs is installed."""
+    return any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+
+
+def absent_gpus(name: str, number: int) -> list[Any]:
+    """Devices for the GPUs' compiler alone, which needs none of them; its package has to be installed."""
+    from jax.experimental import topologies
+
+    jax.devices()  # finds the packages of other platforms
+    described = {"target_config": gpu_description(name), "topology": f"1x1x{number}"}
+    return list(topologies.get_topology_desc("", "cuda", **described).devices)
+
+
+def gpu_description(name: str) -> str:
+    """One of `GPUS` as XLA's compiler wants it told where there is none: the text form of its GpuTargetConfigProto."""
+    kind, capability, cores, lanes, shared, threads, cache, clock = _PARTS[name]
+    major, minor = str(capability).split(".")
+    # A GPU keeps a KiB of each block's shared memory for itself, from Ampere on.
+    block = shared * 1024 - (1024 if capability >= 8 else 0)
+    features = "feature_extension: ACCELERATED_FEATURES" if capability >= 9 else ""
+    return f"""
+        gpu_device_info {{
+          threads_per_block_limit: 1024
+          threads_per_warp: 32
+          shared_memory_per_block: {48 * 1024}
+          shared_memory_per_block_optin: {block}
+          shared_memory_per_core: {shared * 1024}
+          threads_per_core_limit: {threads}
+          core_count: {cores}
+          fpus_per_core: {lanes}
+          block_dim_limit_x: {2**31 - 1}
+          block_dim_limit_y: {2**16 - 1}
+          block_dim_limit_z: {2**16 - 1}
+          memory_bandwidth: {int(GPUS[name].bandwidth)}
+          l2_cache_size: {cache * 2**20}
+          clock_rate_ghz: {clock}
+          device_memory_size: {MIB[name] * 2**20}
+          cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
+          registers_per_core_limit: {2**16}
+          registers_per_block_limit: {2**16}
+        }}
+        platform_name: "CUDA"
+        dnn_version_info {{ major: 9 minor: 8 }}
+        runtime_version {{ major: 12 minor: 9 }}
+        device_description_str: "{kind}"
+        """
