@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     runs = {f"{i}-{seed}": (policy, seed) for i, policy in enumerate(flags.policies) for seed in flags.seeds}
     for run, (policy, seed) in runs.items():
-        for method in METHODS:
+        for method in flags.methods:
             _train(out / f"{method}-{run}", method, policy, seed, flags.steps)
 
     def scores(name: str, model: str | Path, *arguments: str) -> dict[str, list[Score]]:
@@ -54,13 +54,16 @@ def main(argv: Sequence[str]) -> None:
         found = scores(name, model, *every, *arguments)
         return {kind: found[full] for kind, full in zip(NAMES, SETS, strict=True)}
 
+    def after(method: str) -> Runs:
+        return {run: by_set(f"{method}-{run}", out / f"{method}-{run}") for run in runs}
+
     by_method = {
         "before": {str(i): by_set(f"before-{i}", policy) for i, policy in enumerate(flags.policies)},
         "classic retrieval": {
             str(i): by_set(f"classic-{i}", policy, "--initial_search=true", "--search_turns=0")
             for i, policy in enumerate(flags.policies)
         },
-        **{method: {run: by_set(f"{method}-{run}", out / f"{method}-{run}") for run in runs} for method in METHODS},
+        **{method: after(method) for method in flags.methods},
     }
     sampled = {
         "before": {str(i): by_set(f"before-{i}-t1", p, "--temperature=1") for i, p in enumerate(flags.policies)},
@@ -71,7 +74,7 @@ def main(argv: Sequence[str]) -> None:
     parts = ["EM, greedy: mean and 95% interval over runs:", em_table(by_method)]
     parts += ["What it takes, greedy, mean over runs:", cost_table(by_method)]
     parts += ["Share of parallel questions finished by turn:", finished_table(by_method)]
-    report["differences"] = {method: _differences(by_method, method) for method in METHODS if method != REFERENCE}
+    report["differences"] = {m: _differences(by_method, m) for m in flags.methods if m != REFERENCE}
     parts += [f"Differences from {REFERENCE}, run by run:", _differences_table(report["differences"])]
     for moment, found in sampled.items():
         report[f"splitting {moment}"] = {
@@ -243,7 +246,12 @@ def _flags(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench baselines", description=__doc__)
     parser.add_argument("--out", required=True, help="directory for the runs, their evaluations and the tables")
     parser.add_argument("--policies", nargs="+", default=["toy"], help="cold starts: toy, or what launch/sft.py made")
+    asked = f"{REFERENCE} and {OURS} at least"
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help=asked)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--count", type=int, default=200, help="questions per set")
-    return parser.parse_args(argv)
+    flags = parser.parse_args(argv)
+    if not {REFERENCE, OURS} <= set(flags.methods):
+        parser.error(f"--methods: found {' '.join(flags.methods)}, accepted: {asked}")
+    return flags

@@ -80,7 +80,7 @@ def split_gain(
         for total in PASSAGES:
             whole, _ = ranker.rank([row["question"] for row in chosen], total)
             found[f"question@{total}"] = float(
-                np.mean([_holds_all(row, corpus, ids) for row, ids in zip(chosen, whole, strict=True)])
+                np.mean([_found(row, corpus, ids) == 1 for row, ids in zip(chosen, whole, strict=True)])
             )
             right = []
             for row in chosen:
@@ -88,15 +88,16 @@ def split_gain(
                 shares = [total // len(titles) + (i < total % len(titles)) for i in range(len(titles))]
                 ranked, _ = ranker.rank(titles, max(shares))
                 ids = [i for line, share in zip(ranked, shares, strict=True) for i in line[:share]]
-                right.append(_holds_all(row, corpus, ids))
+                right.append(_found(row, corpus, ids) == 1)
             found[f"by titles@{total}"] = float(np.mean(right))
         out[kind] = found
     return out
 
 
-def _holds_all(row: dict[str, Any], corpus: Sequence[Passage], ids: Sequence[int]) -> bool:
-    titles = {corpus[int(i)].title for i in ids if i >= 0}
-    return set(row["metadata"]["supporting_titles"]) <= titles
+def _found(row: dict[str, Any], corpus: Sequence[Passage], ids: Sequence[int]) -> float:
+    """The share of a question's supporting titles among the passages of these ids."""
+    wanted = set(row["metadata"]["supporting_titles"])
+    return len(wanted & {corpus[int(i)].title for i in ids if i >= 0}) / len(wanted)
 
 
 def split_table(splits: dict[str, dict[str, dict[str, float]]]) -> str:
@@ -112,11 +113,7 @@ def split_table(splits: dict[str, dict[str, dict[str, float]]]) -> str:
 def measure(ranker: Ranker, corpus: Sequence[Passage], questions: list[dict[str, Any]], k: int) -> dict[str, float]:
     """Recall@k of supporting titles, in the mean over questions; share of questions with all; own-title lookups."""
     found, _ = ranker.rank([row["question"] for row in questions], k)
-    shares = []
-    for row, ids in zip(questions, found, strict=True):
-        wanted = set(row["metadata"]["supporting_titles"])
-        titles = {corpus[int(i)].title for i in ids if i >= 0}
-        shares.append(len(wanted & titles) / len(wanted))
+    shares = [_found(row, corpus, ids) for row, ids in zip(questions, found, strict=True)]
     rows, lookups = sample_queries(corpus, len(corpus))
     own, _ = ranker.rank(lookups, k)
     return {

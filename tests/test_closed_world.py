@@ -40,7 +40,8 @@ def test_world_is_a_function_of_its_seed(world):
 def test_world_does_not_drift(world):
     """Fails if a change of the code silently changes the world that the shipped policy and all figures belong to."""
     assert world.passages[500].text == "The birth year of Guluron is 1976."
-    assert questions(world, "eval", "parallel", 1, seed=0)[0].text == "Is Gamudol's setting the rival of Pujazas?"
+    first = questions(world, "eval", "parallel", 1, seed=0)[0]
+    assert first.text == "Are the setting of Gamudol and the rival of Pujazas the same?"
     assert len({p.id for p in world.passages}) == len(world.passages)
 
 
@@ -131,14 +132,29 @@ def test_answers_follow_from_passages(world):
 
 
 def test_every_form_comes_in_every_wording(world):
-    """Fails if a wording has an unfilled letter, or held-out ones are trained on, or a form has fewer than four."""
+    """Fails if a wording has an unfilled letter, or begins with a name: its ids are others there."""
     for name, form in FORMS.items():
-        assert len(form.known) + len(form.held_out) >= 4 and form.held_out
-        assert not set(form.known) & set(form.held_out)
+        assert set(form.held_out) < set(form.wordings) and len(form.known) >= 3 and len(form.wordings) >= 4
         for held_out in (False, True):
             for q in questions(world, "eval", form.kind, 60, 2, [name], held_out_wordings=held_out):
                 assert "{" not in q.text and re.fullmatch(r"[A-Za-z', ]+\?", q.text) and q.metadata["form"] == name
+                assert not NAME.match(q.text)
     assert all(FORMS[a].kind == "parallel" and FORMS[b].kind == "sequential" for a, b in PAIRED)
+
+
+def test_held_out_wordings_hold_no_unknown_word(world):
+    """Fails if a training question has a held-out wording, or a held-out one a word that training never shows."""
+
+    def shapes(split: str, trained: bool, held_out: bool) -> set[str]:
+        forms = [(name, form.kind) for name, form in FORMS.items() if form.trained or not trained]
+        asked = [q for name, kind in forms for q in questions(world, split, kind, 300, 7, [name], None, held_out)]
+        return {re.sub(NAME, "Name", q.text) for q in asked}
+
+    trained, kept = shapes("train", True, False), shapes("eval", False, True)
+    assert not trained & kept
+    assert {w for text in kept for w in re.findall(r"\w+", text)} <= {
+        w for text in trained for w in re.findall(r"\w+", text)
+    }
 
 
 def test_yes_and_no_and_every_place_are_as_likely(world):
@@ -210,4 +226,4 @@ def test_what_words_give_away(world):
     assert cues["bag of words"]["held-out wordings"] <= 0.88
     for reader in ("first three words", "bag of words"):
         assert cues[reader][PAIRS] <= 0.66 and cues[reader][f"{PAIRS}, trained on them alone"] <= 0.66
-    assert cues["pairs of words"]["known wordings"] > 0.95  # the structure is there, for those who read the order
+    assert cues["pairs of words"]["known wordings"] > 0.9  # the structure is there, for those who read the order

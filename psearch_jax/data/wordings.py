@@ -4,15 +4,17 @@ Forms whose graphs differ share their openings and their words: `Is the teacher 
 look up at once, `Is A the mayor of the hometown of B?` one after the other. Which is which stands in the order of the
 words alone, so a policy has to read the whole question.
 
-A wording is a frame around noun phrases. `{a:A}` stands for `the teacher of A` and `{A:a}` for `A's teacher`; the
-wordings kept for evaluation join frames and phrases that training questions hold, but never together.
+A wording is a frame (`Which of {l} is <p>?`) around phrases: `{a:A}` stands for `the teacher of A`, `{A:a}` for
+`A's teacher`. Every phrase goes into every frame of a form. A few of the wordings that come of it are kept for
+evaluation: all their words are known, and have never stood together like that.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from psearch_jax.types import Kind
 
@@ -23,13 +25,64 @@ class Form:
 
     kind: Kind
     share: float
-    known: tuple[str, ...]
-    held_out: tuple[str, ...]
+    wordings: tuple[str, ...]
+    held_out: tuple[str, ...]  # those of `wordings` that no training question has
     trained: bool = True  # whether cold starts and training ask it
 
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The wordings of training questions."""
+        return tuple(text for text in self.wordings if text not in self.held_out)
 
-# Letters: A, B subjects; X, Y names that are given; a, b, c attributes; l a list of names; k the kind of the answer;
-# v, w what happened to A and B in their years.
+
+def joined(frames: Sequence[str], **phrases: Sequence[str]) -> tuple[str, ...]:
+    """Every frame with every choice of phrases for its `<p>`, `<q>`; none that would begin with a name."""
+    found = []
+    for frame, *chosen in product(frames, *phrases.values()):
+        for place, phrase in zip(phrases, chosen, strict=True):
+            frame = frame.replace(f"<{place}>", phrase)
+        found.append(frame)
+    return tuple(text for text in dict.fromkeys(found) if not re.match(r"\{[A-Z]", text))
+
+
+# Letters: A, B subjects; X a name that is given; a, b, c attributes; l a list of names; k the kind of the answer; v, w
+# what happened to A and B in their years.
+ONE = ("{a:A}", "{A:a}")
+TWO = ("{b:a:A}", "the {b} of {A:a}", "{A:a:b}")
+THREE = ("{c:b:a:A}", "the {c} of the {b} of {A:a}", "the {c} of {A:a:b}", "{A:a:b:c}")
+NAMED = ("Which is <p>?", "<p> is which?", "Which {k} is <p>?")
+DATED = (
+    "In which year was <p> {v}?",
+    "Which is the year <p> was {v}?",
+    "Which was the year <p> was {v}?",
+    "The year <p> was {v} is which?",
+    "The year <p> was {v} was which?",
+)
+CHOSEN = (
+    "Which of {l} is <p>?",
+    "Of {l}, which is <p>?",
+    "Of {l}, <p> is which?",
+    "<p> is which of {l}?",
+    "Which is <p>, of {l}?",
+)
+OWNED = (
+    "Which of {l} has <p> as the {a}?",
+    "Of {l}, which has <p> as the {a}?",
+    "Of {l}, the {a} of which is <p>?",
+    "The {a} of which of {l} is <p>?",
+    "Of {l}, <p> is the {a} of which?",
+    "<p> is the {a} of which of {l}?",
+    "As the {a}, which of {l} has <p>?",
+)
+EQUAL = ("Is <p> <q>?", "Is <p> also <q>?", "Are <p> and <q> the same?", "Is <p> the same as <q>?")
+EQUAL_YEARS = (
+    "Was <p> {v} in the year {B} was {w}?",
+    "Was <p> {v} the year {B} was {w}?",
+    "Is the year <p> was {v} the year {B} was {w}?",
+    "Is the year <p> was {v} the same as the year {B} was {w}?",
+    "In the year <p> was {v}, was {B} {w}?",
+)
+
 FORMS: dict[str, Form] = {
     # ------------------------------------------------------------------ all facts at once
     "first": Form(
@@ -37,121 +90,72 @@ FORMS: dict[str, Form] = {
         0.2,
         (
             "Which of {l} was {v} first?",
+            "Which of {l} was the first {v}?",
             "Which is the first {v} of {l}?",
+            "Which was {v} first of {l}?",
             "Of {l}, which was {v} first?",
+            "Of {l}, which is the first {v}?",
+            "Of {l}, the first {v} is which?",
+            "The first {v} of {l} is which?",
         ),
-        ("Which was {v} first of {l}?",),
+        held_out=("Which is the first {v} of {l}?",),
     ),
-    "has": Form(
-        "parallel",
-        0.2,
-        (
-            "Which of {l} has {X} as the {a}?",
-            "Of {l}, the {a} of which is {X}?",
-            "Of {l}, which has {X} as the {a}?",
-        ),
-        ("The {a} of which of {l} is {X}?",),
-    ),
+    "has": Form("parallel", 0.2, joined(OWNED, p=("{X}",)), held_out=("Of {l}, {X} is the {a} of which?",)),
     "shares": Form(
         "parallel",
         0.2,
-        (
-            "Of {l}, the {a} of which is {b:B}?",
-            "The {a} of which of {l} is {B:b}?",
-            "Which of {l} has {b:B} as the {a}?",
-            "Of {l}, which has {B:b} as the {a}?",
-        ),
-        ("The {a} of which of {l} is {b:B}?", "Of {l}, the {a} of which is {B:b}?"),
+        joined(OWNED, p=("{b:B}", "{B:b}")),
+        held_out=("The {a} of which of {l} is {b:B}?", "Of {l}, the {a} of which is {B:b}?"),
     ),
     "same": Form(
         "parallel",
         0.3,
-        ("Is {a:A} {b:B}?", "Is {A:a} {b:B}?", "Are {a:A} and {B:b} the same?"),
-        ("Is {A:a} {B:b}?", "Is {a:A} {B:b}?"),
+        joined(EQUAL, p=ONE, q=("{b:B}", "{B:b}")),
+        held_out=("Is {A:a} {B:b}?", "Are {a:A} and {B:b} the same?"),
     ),
     "same_year": Form(
-        "parallel",
-        0.1,
-        (
-            "Was {A} {v} in the year {B} was {w}?",
-            "Is the year {A} was {v} the year {B} was {w}?",
-            "In the year {A} was {v}, was {B} {w}?",
-        ),
-        ("Was {A} {v} the year {B} was {w}?",),
+        "parallel", 0.1, joined(EQUAL_YEARS, p=("{A}",)), held_out=("Was {A} {v} the year {B} was {w}?",)
     ),
     # ------------------------------------------------------------------ one fact after another
     "bridge_name": Form(
         "sequential",
         0.15,
-        (
-            "Which is {b:a:A}?",
-            "The {b} of {A:a} is which?",
-            "Which {k} is {A:a:b}?",
-            "Which {k} does {a:A} have as the {b}?",
-        ),
-        ("The {b} of {a:A} is which?", "Which {k} is {b:a:A}?"),
+        (*joined(NAMED, p=TWO), *joined(("Which {k} does <p> have as the {b}?",), p=ONE)),
+        held_out=("{b:a:A} is which?", "Which {k} is {b:a:A}?"),
     ),
     "bridge_year": Form(
         "sequential",
         0.1,
-        (
-            "In which year was {a:A} {v}?",
-            "Which is the year {A:a} was {v}?",
-            "The year {a:A} was {v} is which?",
-        ),
-        ("Which is the year {a:A} was {v}?", "The year {A:a} was {v} is which?"),
+        joined(DATED, p=ONE),
+        held_out=("Which is the year {a:A} was {v}?", "The year {A:a} was {v} is which?"),
     ),
     "bridge_which": Form(
         "sequential",
         0.35,
-        (
-            "Which of {l} is {b:a:A}?",
-            "Of {l}, which is {b:a:A}?",
-            "Of {l}, {b:a:A} is which?",
-            "The {b} of {A:a} is which of {l}?",
-        ),
-        ("Of {l}, which is the {b} of {A:a}?", "The {b} of {a:A} is which of {l}?"),
+        joined(CHOSEN, p=TWO),
+        held_out=("Of {l}, which is the {b} of {A:a}?", "{b:a:A} is which of {l}?"),
     ),
     "bridge_is": Form(
         "sequential",
         0.3,
-        ("Is {X} {b:a:A}?", "Is {b:a:A} {X}?", "Is {A:a:b} {X}?", "Are {b:a:A} and {X} the same?"),
-        ("Is the {b} of {A:a} {X}?", "Is {X} {A:a:b}?"),
+        (*joined(EQUAL, p=TWO, q=("{X}",)), *joined(EQUAL, p=("{X}",), q=TWO)),
+        held_out=("Is {A:a:b} {X}?", "Are the {b} of {A:a} and {X} the same?"),
     ),
-    "chain": Form(
-        "sequential",
-        0.1,
-        (
-            "Which is the {c} of {b:a:A}?",
-            "Which {k} is the {c} of {b:a:A}?",
-            "The {c} of {A:a:b} is which?",
-        ),
-        ("The {c} of the {b} of {A:a} is which?",),
-    ),
+    "chain": Form("sequential", 0.1, joined(NAMED, p=THREE), held_out=("the {c} of the {b} of {A:a} is which?",)),
     # ------------------------------------------------------------------ one fact
     "name": Form(
         "single",
         0.3,
-        ("Which is {a:A}?", "The {a} of {A} is which?", "Which {k} is {A:a}?", "Which {k} does {A} have as the {a}?"),
-        ("Which {k} is {a:A}?", "Which is {A:a}?"),
+        (*joined(NAMED, p=ONE), "Which {k} does {A} have as the {a}?"),
+        held_out=("Which {k} is {a:A}?", "Which is {A:a}?"),
     ),
-    "year": Form(
-        "single",
-        0.2,
-        ("In which year was {A} {v}?", "Which is the year {A} was {v}?", "The year {A} was {v} is which?"),
-        ("Which was the year {A} was {v}?",),
-    ),
-    "which": Form(
-        "single",
-        0.3,
-        ("Which of {l} is {a:A}?", "Of {l}, which is {A:a}?", "Of {l}, {a:A} is which?"),
-        ("Of {l}, which is {a:A}?",),
-    ),
+    "year": Form("single", 0.2, joined(DATED, p=("{A}",)), held_out=("Which was the year {A} was {v}?",)),
+    "which": Form("single", 0.3, joined(CHOSEN, p=ONE), held_out=("Of {l}, which is {A:a}?",)),
     "is": Form(
         "single",
         0.2,
-        ("Is {X} {a:A}?", "Is {X} {A:a}?", "Is {a:A} {X}?", "Are {a:A} and {X} the same?"),
-        ("Is {A:a} {X}?",),
+        (*joined(EQUAL, p=ONE, q=("{X}",)), *joined(EQUAL, p=("{X}",), q=ONE)),
+        held_out=("Is {A:a} {X}?",),
     ),
     # ------------------------------------------------------------------ both shapes in one question
     "first_of": Form(
@@ -161,18 +165,15 @@ FORMS: dict[str, Form] = {
             "Which of {l} has the {a} {v} first?",
             "Of {l}, which has the {a} {v} first?",
             "Of {l}, the {a} of which was {v} first?",
+            "The {a} of which of {l} was {v} first?",
         ),
-        ("The {a} of which of {l} was {v} first?",),
+        held_out=("The {a} of which of {l} was {v} first?",),
     ),
     "year_of": Form(
         "mixed",
         0.5,
-        (
-            "Was {a:A} {v} in the year {B} was {w}?",
-            "Was {A:a} {v} in the year {B} was {w}?",
-            "In the year {a:A} was {v}, was {B} {w}?",
-        ),
-        ("Is the year {a:A} was {v} the year {B} was {w}?",),
+        joined(EQUAL_YEARS, p=ONE),
+        held_out=("Is the year {a:A} was {v} the year {B} was {w}?",),
         trained=False,
     ),
 }
@@ -198,10 +199,12 @@ def worded(wording: str, values: Mapping[str, str]) -> str:
             return values[letters[0]] + "".join(f"'s {values[letter]}" for letter in letters[1:])
         return "".join(f"the {values[letter]} of " for letter in letters[:-1]) + values[letters[-1]]
 
-    return re.sub(r"\{([A-Za-z:]+)\}", phrase, wording)
+    text = re.sub(r"\{([A-Za-z:]+)\}", phrase, wording)
+    return text[0].upper() + text[1:]
 
 
 def words_of_wordings() -> set[str]:
     """Every word that stands in a wording itself."""
-    texts = [text for form in FORMS.values() for text in (*form.known, *form.held_out)]
-    return {word for text in texts for word in re.findall(r"[A-Za-z]+", re.sub(r"\{[^}]*\}", " ", text))} | {"the"}
+    texts = [text for form in FORMS.values() for text in form.wordings]
+    words = {word for text in texts for word in re.findall(r"[A-Za-z]+", re.sub(r"\{[^}]*\}", " ", text))}
+    return words | {"the", "The"}

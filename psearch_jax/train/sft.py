@@ -49,8 +49,8 @@ class Phase:
 
 PHASES = (
     Phase(0.03, (0.60, 0.40, 0.00, 0.00, 0.00, 0.00)),
-    Phase(0.20, (0.08, 0.22, 0.30, 0.01, 0.19, 0.20)),
-    Phase(0.77, (0.03, 0.06, 0.20, 0.01, 0.15, 0.55)),
+    Phase(0.20, (0.08, 0.22, 0.28, 0.005, 0.215, 0.20)),
+    Phase(0.77, (0.03, 0.06, 0.15, 0.005, 0.205, 0.55)),
 )
 # How many ids back the first heads of the first layer look at the start; as sharply as their biases are long.
 LOOKING_BACK = (1, 2, 3)
@@ -67,7 +67,7 @@ class SFTConfig:
 
     seed: int = 0
     preset: str = "toy"
-    steps: int = 7000
+    steps: int = 8000
     first_world: int = 1000  # the worlds that trajectories are about: this one and those behind it
     worlds: int = 4
     trajectories_per_world: int = 4000
@@ -75,7 +75,7 @@ class SFTConfig:
     parallel_share: float = 0.42
     sequential_share: float = 0.32
     mixed_share: float = 0.06  # the rest are single
-    sizes: tuple[float, ...] = (0.4, 0.25, 0.15, 0.06, 0.05, 0.05, 0.04)  # of comparisons of 2 to 8 entities
+    sizes: tuple[float, ...] = (0.36, 0.22, 0.14, 0.08, 0.07, 0.07, 0.06)  # of comparisons of 2 to 8 entities
     topk: int = 2
     turns: int = 4
     tokens_per_batch: int = 2048  # padding included; small batches learn to copy sooner
@@ -84,7 +84,7 @@ class SFTConfig:
     learning_rate: float = 2e-3
     warmup_steps: int = 100
     final_learning_rate_share: float = 0.05
-    weight_decay: float = 0.01
+    weight_decay: float = 0.1
     beta2: float = 0.98
     gradient_clip: float = 1.0
     log_every_steps: int = 100
