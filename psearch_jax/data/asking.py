@@ -182,16 +182,6 @@ def _dated_as(asker: Asker, entity: Entity) -> Entity | None:
     return asker.pick(found) if found else None
 
 
-def _same_year(asker: Asker) -> Draw | None:
-    one = asker.one()
-    other = _dated_as(asker, one)
-    if other is None:
-        return None
-    fills = {"A": one.name, "B": other.name, "v": HAPPENED[one.kind], "w": HAPPENED[other.kind]}
-    answer = "yes" if _year(one) == _year(other) else "no"
-    return Draw([[_year_lookup(one), _year_lookup(other)]], fills, answer, [], str(_year(other)))
-
-
 def _walk(asker: Asker, hops: int) -> tuple[list[list[Lookup]], Entity, dict[str, str]]:
     """Rounds of one look-up each that follow relations, where they end, and the letters of subject and attributes."""
     at = asker.one()
@@ -250,14 +240,18 @@ def _first_of(asker: Asker) -> Draw | None:
     return answer and Draw([links, [_year_lookup(e) for e in reached]], fills, answer, [e.name for e in chosen])
 
 
-def _year_of(asker: Asker) -> Draw | None:
-    rounds, end, fills = _walk(asker, 1)
-    other = _dated_as(asker, end)
-    if other is None:
-        return None
-    fills |= {"B": other.name, "v": HAPPENED[end.kind], "w": HAPPENED[other.kind]}
-    answer = "yes" if _year(end) == _year(other) else "no"
-    return Draw([[rounds[0][0], _year_lookup(other)], [_year_lookup(end)]], fills, answer, [], str(_year(other)))
+def _same_year(hops: int) -> Callable[[Asker], Draw | None]:
+    def draw(asker: Asker) -> Draw | None:
+        rounds, end, fills = _walk(asker, hops)
+        other = _dated_as(asker, end)
+        if other is None:
+            return None
+        first, *later = [*rounds, [_year_lookup(end)]]
+        fills |= {"B": other.name, "v": HAPPENED[end.kind], "w": HAPPENED[other.kind]}
+        answer = "yes" if _year(end) == _year(other) else "no"
+        return Draw([[*first, _year_lookup(other)], *later], fills, answer, [], str(_year(other)))
+
+    return draw
 
 
 _DRAWS: dict[str, Callable[[Asker], Draw | None]] = {
@@ -265,7 +259,7 @@ _DRAWS: dict[str, Callable[[Asker], Draw | None]] = {
     "has": _has,
     "shares": _shares,
     "same": _same,
-    "same_year": _same_year,
+    "same_year": _same_year(0),
     "bridge_name": _named(2),
     "bridge_year": _dated(1),
     "bridge_which": _chosen(2),
@@ -276,7 +270,7 @@ _DRAWS: dict[str, Callable[[Asker], Draw | None]] = {
     "which": _chosen(1),
     "is": _confirmed(1),
     "first_of": _first_of,
-    "year_of": _year_of,
+    "year_of": _same_year(1),
 }
 
 
