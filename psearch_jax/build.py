@@ -203,7 +203,9 @@ def training_run(config: Config) -> Run:
     parts = engine(config, training=True)
     given, config = config, parts.config
     log.info(parts.describe())
-    if (config.model.int8_weights or config.model.int8_cache) and not config.learning.importance_cap:
+    learning = config.learning
+    weighed = learning.importance_cap or learning.old_logprobs == "sampler"
+    if (config.model.int8_weights or config.model.int8_cache) and not weighed:
         log.warning("rollouts in eight bits are learned from as they are: learning.importance_cap=2 would weigh them")
     questions, evaluation = _questions(config, parts.world)
     optimizer = make_optimizer(config.learning, updates_per_step(config) * config.train.steps)
@@ -246,7 +248,7 @@ def training_run(config: Config) -> Run:
 def _contents(
     config: Config, parts: Engine, questions: str, evaluation: Sequence[Question]
 ) -> dict[str, tuple[str, str]]:
-    """What the fields of `config.DECIDES_BY_CONTENT` name, with a fingerprint of what is there."""
+    """What the fields of `settings.DECIDES_BY_CONTENT` name, with a fingerprint of what is there."""
     preset = f"random weights of {config.model.preset}"
     weights = settings.fingerprint(parts.path, ("config.json", "*.safetensors")) if parts.path else preset
     tokenizer = parts.tokenizer
@@ -412,7 +414,7 @@ def _renderer(config: Config, tokenizer: Tokenizer) -> Callable[[Question], list
 
 def _reward_weights(config: Config) -> RewardWeights:
     r = config.reward
-    return RewardWeights(r.format, r.final_format, r.decomposition, r.search_count)
+    return RewardWeights(r.format, r.final_format, r.decomposition, r.search_count, r.search_price)
 
 
 def _check_template(config: Config) -> None:
@@ -426,7 +428,7 @@ def _reward(config: Config, tokenizer: Tokenizer) -> Callable[[Trajectory], Rewa
     r = config.reward
     weights = _reward_weights(config)
     if r.profile == "paper":
-        return lambda t: paper_reward(t, weights, r.mixed, r.gate_bonus_on_outcome)
+        return lambda t: paper_reward(t, weights, r.mixed, r.gate_bonus_on_outcome, r.outcome)
 
     def compat(t: Trajectory) -> RewardParts:
         prompt = tokenizer.decode(t.ids[: t.prompt_length], control=True)

@@ -166,13 +166,16 @@ class RolloutSection:
 @dataclass(frozen=True)
 class RewardSection:
     profile: Literal["paper", "compat"] = "paper"
+    outcome: Literal["em", "f1"] = "em"  # what the answer is worth
     format: float = 0.1
     final_format: float = 0.0
     decomposition: float = 0.15
     search_count: float = 0.35
     mixed: Literal["sequential", "parallel"] = "sequential"  # which rule pays a bridge inside a comparison
     gate_bonus_on_outcome: bool = False
+    search_price: float = 0.0  # subtracted for every search that was run
     unfinished_penalty: float = 0.5  # subtracted when rollout.unfinished is "penalise"
+    overlong_tokens: int = 0  # the last ids of the context cost up to that penalty too (arXiv 2503.14476 eq. 13)
 
 
 @dataclass(frozen=True)
@@ -185,9 +188,9 @@ class LearningSection:
     # Where the old policy's log-probs come from: computed with the weights before the first update of a step (by the
     # update itself, where a step has one), or taken as the sampler recorded them, which saves a pass over the batch.
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    # Truncated importance weights; 0: off. Of old policy against sampler, or, where the sampler's log-probs are the
-    # old ones, of policy against sampler (the dual clip of arXiv 1912.09729): then at least 1 + clip_high.
-    importance_cap: float = 0.0
+    ratio: Literal["token", "sequence"] = "token"  # of policy to old policy, by id or by trajectory (GSPO)
+    dual_clip: float = 0.0  # a bad action weighs at most so often its advantage (arXiv 1912.09729); 0: off
+    importance_cap: float = 0.0  # truncated importance weights of old policy against sampler; 0: off
     mini_batch_rollouts: int = 320  # rollouts per optimizer step, whole groups together (published: 256, cut groups)
     micro_batch_rows: int = 4  # rows per forward and backward pass, over all devices
     learning_rate: float = 1e-6
@@ -353,7 +356,8 @@ _AT_LEAST = {
         "seed eval.seed eval.temperature eval.questions_per_kind eval.every_steps train.trajectories_per_step "
         "rollout.search_turns rollout.max_tokens_after_answer rollout.top_k retrieval.cache_queries "
         "retrieval.cache_mb retrieval.patience_s data.parallel_share data.sequential_share data.world_seed "
-        "learning.kl_coefficient train.keep_every_steps model.lora_rank train.checkpoint_every_minutes"
+        "learning.kl_coefficient learning.dual_clip reward.search_price reward.overlong_tokens "
+        "train.keep_every_steps model.lora_rank train.checkpoint_every_minutes"
     ).split(),
 }
 
@@ -417,7 +421,9 @@ def _validate_validation(config: Config) -> None:
 
 def _validate_learning(config: Config) -> None:
     _validate_validation(config)
-    r, le, t = config.rollout, config.learning, config.train
+    r, le, t, w = config.rollout, config.learning, config.train, config.reward
+    if w.profile == "compat" and (w.outcome != "em" or w.search_price):
+        raise UserError("config.reward: outcome=em and search_price=0 are accepted with profile=compat")
     if r.temperature <= 0:
         raise UserError(f"config.rollout.temperature: found {r.temperature}, accepted: above 0 (training samples)")
     if r.top_p < 1 or r.top_k > 0:
@@ -438,60 +444,18 @@ def _validate_learning(config: Config) -> None:
             f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must be a multiple of "
             f"micro_batch_rows={le.micro_batch_rows}"
         )
-    if le.old_logprobs == "sampler" and 0 < le.importance_cap < 1 + le.clip_high:
+    if le.old_logprobs == "sampler" and le.importance_cap:
         raise UserError(
-            f"config.learning.importance_cap={le.importance_cap} is below the clip at 1 + clip_high="
-            f"{1 + le.clip_high}, accepted with old_logprobs=sampler: 0, or from there on"
+            f"config.learning.importance_cap={le.importance_cap} weighs old policy against sampler, which "
+            "old_logprobs=sampler takes for the same; accepted: 0, and learning.dual_clip for a bound"
+        )
+    if 0 < le.dual_clip < 1 + le.clip_high:
+        raise UserError(
+            f"config.learning.dual_clip={le.dual_clip} is below the clip at 1 + clip_high={1 + le.clip_high}, "
+            "accepted: 0, or from there on"
         )
     if t.prompts * r.samples % le.mini_batch_rollouts:
         raise UserError(
             f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must divide train.prompts x "
             f"rollout.samples = {t.prompts * r.samples}: each optimizer step weighs the same"
         )
-
-
-# ---- what a resumed run must have as before ----
-
-# Every field is in one of these three (a test sees to it). Those that decide a run's numbers: compared by value.
-DECIDES_NUMBERS = frozenset(
-    (
-        "seed method model.dtype model.sampling_dtype model.int8_weights model.int8_cache model.lora_rank "
-        "model.lora_alpha data.prompt data.world_names data.world_seed data.world_questions data.parallel_share "
-        "data.sequential_share retrieval.topk retrieval.max_sub_queries rollout.samples rollout.context_tokens "
-        "rollout.prompt_tokens rollout.turn_tokens rollout.obs_tokens rollout.search_turns "
-        "rollout.max_tokens_after_answer rollout.temperature rollout.top_p rollout.top_k rollout.label_subqueries "
-        "rollout.initial_search rollout.unfinished reward.profile reward.format reward.final_format "
-        "reward.decomposition reward.search_count reward.mixed reward.gate_bonus_on_outcome "
-        "reward.unfinished_penalty learning.advantage learning.clip_low learning.clip_high learning.kl_coefficient "
-        "learning.aggregation learning.importance_cap learning.old_logprobs learning.mini_batch_rollouts "
-        "learning.learning_rate learning.warmup_ratio learning.weight_decay learning.beta1 learning.beta2 "
-        "learning.gradient_clip train.prompts eval.questions_per_kind eval.temperature eval.also_greedy eval.seed "
-        "eval.best_metric data.validation_share"
-    ).split()
-)
-# Those that name something: what is there decides, and it may have moved.
-DECIDES_BY_CONTENT = frozenset(
-    (
-        "model.path model.preset model.tokenizer data.source data.validation data.template retrieval.index "
-        "retrieval.corpus"
-    ).split()
-)
-# Those that change a run's length, speed, memory or company, what it writes, or its numbers by rounding alone.
-FREE_TO_CHANGE = frozenset(
-    (
-        "model.shard_residual model.remat model.unstacked_decoding mesh.data mesh.fsdp mesh.tensor "
-        "retrieval.url retrieval.timeout_s retrieval.patience_s retrieval.token_file "
-        "retrieval.cache_queries retrieval.cache_mb rollout.slots rollout.widths rollout.yield_share "
-        "rollout.overlap_search learning.micro_batch_rows learning.max_bad_steps train.steps "
-        "train.checkpoint_every_steps train.checkpoint_every_minutes train.keep_checkpoints "
-        "train.keep_every_steps train.trajectories_per_step eval.every_steps"
-    ).split()
-)
-
-
-def fields(config: Config) -> dict[str, Any]:
-    """Every field by its dotted name."""
-    out: dict[str, Any] = {}
-    for name, value in to_mapping(config).items():
-        out |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
-    return out

@@ -7,19 +7,16 @@ import pytest
 from ml_collections import ConfigDict
 
 from psearch_jax.config import (
-    DECIDES_BY_CONTENT,
-    DECIDES_NUMBERS,
-    FREE_TO_CHANGE,
     PRESETS,
     Config,
     Qwen2Config,
     best_metric,
-    fields,
     from_mapping,
     to_mapping,
     validate,
     with_method,
 )
+from psearch_jax.train.settings import DECIDES_BY_CONTENT, DECIDES_NUMBERS, FREE_TO_CHANGE, fields
 from psearch_jax.types import UserError
 
 
@@ -92,7 +89,12 @@ CLOSED = {"source": "closed_world"}
         ({"rollout": {"top_k": 5}}, ["top_k=5", "top_k=0"]),
         ({"rollout": {"top_p": 0.9}, "learning": {"importance_cap": 2.0}}, ["top_p=0.9", "another distribution"]),
         ({"rollout": {"top_k": 50}, "learning": {"importance_cap": 2.0}}, ["top_k=50", "another distribution"]),
-        ({"learning": {"importance_cap": 1.1, "old_logprobs": "sampler"}}, ["importance_cap=1.1", "1.2", "sampler"]),
+        (
+            {"learning": {"importance_cap": 1.1, "old_logprobs": "sampler"}},
+            ["importance_cap=1.1", "old_logprobs=sampler"],
+        ),
+        ({"learning": {"dual_clip": 1.1}}, ["dual_clip=1.1", "1.2"]),
+        ({"reward": {"profile": "compat", "outcome": "f1"}}, ["outcome=em", "profile=compat"]),
         ({"rollout": {"top_p": 0.9}, "learning": {"old_logprobs": "sampler"}}, ["top_p=0.9", "another distribution"]),
         ({"rollout": {"top_p": 0.0}, "learning": {"importance_cap": 2.0}}, ["config.rollout.top_p", "0.0"]),
         ({"rollout": {"top_k": -1}, "learning": {"importance_cap": 2.0}}, ["config.rollout.top_k", "-1"]),

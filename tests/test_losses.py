@@ -57,10 +57,11 @@ def test_aggregations_by_hand(aggregation, total, count):
     np.testing.assert_allclose(metrics["entropy"].value, 0.6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
-def test_trajectories_of_one_row_count_as_several(aggregation):
+def test_trajectories_of_one_row_count_as_several(aggregation, ratio):
     """A mean over a packed row, or a count of rows, weighs trajectories by the company they are packed with."""
-    settings = dataclasses.replace(SETTINGS, aggregation=aggregation, kl_coefficient=0.5)
+    settings = dataclasses.replace(SETTINGS, aggregation=aggregation, ratio=ratio, kl_coefficient=0.5)
 
     def value(segments, shape):
         arrays = (LOGP, ENTROPY, OLD, REF, OLD, ADVANTAGE, MASK)
@@ -119,22 +120,68 @@ def test_the_importance_cap_by_hand():
 def test_the_samplers_logprobs_as_the_old_ones():
     """A bad action that became much likelier than it was for the sampler has no clip: it would dominate the batch."""
     logp = at_sampled(-1.0 + math.log(1.5), -2.0 + math.log(0.5), -0.5 + math.log(5.0), elsewhere=-JUNK)
-    value, metrics = loss(logp=logp, old_logprobs="sampler", importance_cap=2.0)
+    value, metrics = loss(logp=logp, old_logprobs="sampler", dual_clip=2.0)
     np.testing.assert_allclose(value.total, TOKENS[0] + TOKENS[1] + 2.0, rtol=1e-5)
     gap = sum(map(abs, (math.log(1.5), math.log(0.5), math.log(5.0)))) / 3  # of the policy, as it is now
     np.testing.assert_allclose(metrics["logp_gap"].value, gap, rtol=1e-5)
     np.testing.assert_allclose(loss(logp=logp, old_logprobs="sampler")[0].total, TOKENS[0] + TOKENS[1] + 5, rtol=1e-5)
 
 
+def test_the_dual_clip_by_hand():
+    """It must bound bad actions alone, and where the ratio is below it must change nothing."""
+    logp = at_sampled(-1.0 + math.log(9.0), -2.0 + math.log(0.5), -0.5 + math.log(5.0), elsewhere=-JUNK)
+    value, _ = loss(logp=logp, dual_clip=3.0)
+    np.testing.assert_allclose(value.total, TOKENS[0] + TOKENS[1] + 3.0, rtol=1e-5)
+    np.testing.assert_allclose(loss(dual_clip=3.0)[0].total, sum(TOKENS), rtol=1e-6)
+    slope = jax.grad(lambda x: loss(logp=x, dual_clip=3.0)[0].total)(jnp.asarray(logp))
+    assert float(slope[1, 2]) == 0.0 and float(slope[0, 2]) != 0.0
+
+
+def test_sequence_ratios_against_the_paper():
+    """A ratio of ids where that of trajectories is asked for, or one of a packed row, is another objective.
+
+    GSPO (arXiv 2507.18071 eq. 5 and 7) written out: a ratio to each trajectory, clipped once, the mean over them.
+    """
+    rng = np.random.default_rng(0)
+    segments = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 2, 2, 3, 3, 3, 3]], np.int32)
+    mask = (rng.random(segments.shape) < 0.7).astype(np.float32) * (segments > 0)
+    logp, old = (rng.normal(-1, 0.4, segments.shape).astype(np.float32) for _ in range(2))
+    worth = rng.normal(size=(3, 4)).astype(np.float32)
+    advantage = np.take_along_axis(worth, segments, axis=1) * mask
+    terms = []
+    for row in range(3):
+        for segment in range(1, segments[row].max() + 1):
+            own = (segments[row] == segment) & (mask[row] > 0)
+            if own.any():
+                s = np.exp((logp[row, own] - old[row, own]).mean())
+                terms.append(min(s * worth[row, segment], np.clip(s, 0.8, 1.3) * worth[row, segment]))
+    settings = dataclasses.replace(SETTINGS, ratio="sequence", aggregation="sequence_mean")
+
+    def value(logp):
+        arrays = (np.zeros_like(old), old, old, old, advantage, mask, segments)
+        return policy_loss(logp, *map(jnp.asarray, arrays), settings, CONTEXT)[0]
+
+    out = value(jnp.asarray(logp))
+    np.testing.assert_allclose([out.total, out.count], [-sum(terms), len(terms)], rtol=1e-5)
+    slope = np.asarray(jax.grad(lambda x: value(x).total)(jnp.asarray(logp)))
+    assert np.all(np.isfinite(slope)) and np.all(slope[mask == 0] == 0)
+    for row in range(3):  # every id of a trajectory is pulled alike
+        for segment in range(1, segments[row].max() + 1):
+            own = slope[row][(segments[row] == segment) & (mask[row] > 0)]
+            np.testing.assert_allclose(own, own[:1].repeat(len(own)), rtol=1e-5)
+
+
 def test_extreme_ratios_stay_finite_with_their_gradients():
     """One diverged token must not turn the whole update into NaN."""
     far = at_sampled(500.0, -500.0, 300.0)
 
-    def total(logp):
-        return loss(logp=logp, ref=-far, sampler=-far, kl_coefficient=0.1, importance_cap=2.0)[0].total
+    for ratio in ("token", "sequence"):
 
-    assert np.isfinite(total(jnp.asarray(far)))
-    assert np.all(np.isfinite(jax.grad(total)(jnp.asarray(far))))
+        def total(logp, ratio=ratio):
+            return loss(logp, ref=-far, sampler=-far, kl_coefficient=0.1, importance_cap=2.0, ratio=ratio)[0].total
+
+        assert np.isfinite(total(jnp.asarray(far)))
+        assert np.all(np.isfinite(jax.grad(total)(jnp.asarray(far))))
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,9 @@ import pytest
 from programs import completed
 
 from psearch_jax import build
-from psearch_jax.config import from_mapping
+from psearch_jax.config import RewardSection, from_mapping
 from psearch_jax.rl.compat import check_examples, compat_reward, compat_score, parse_transcript, valid_transcript
-from psearch_jax.rl.rewards import RewardWeights, paper_reward
+from psearch_jax.rl.rewards import RewardWeights, length_penalty, paper_reward
 from psearch_jax.text.prompts import load_template
 from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage
@@ -93,6 +94,49 @@ def test_paper_reward_options():
     mixed = trajectory("mixed", [2], "Ada")
     assert paper_reward(mixed, WEIGHTS, mixed="parallel") == paper_reward(right, WEIGHTS)
     assert paper_reward(mixed, RewardWeights(search_count=0, decomposition=0)).total == 1
+
+
+def test_f1_as_the_outcome_lies_between_wrong_and_right():
+    """A half right answer that pays more than a right one is learned instead of it."""
+    totals = []
+    for answer in ("Alan", "Lovelace Byron King", "Ada Byron", "Ada Lovelace"):
+        for well_formed in (False, True):
+            t = trajectory("parallel", [2], answer, well_formed)
+            parts = paper_reward(t, WEIGHTS, outcome="f1")
+            totals.append((parts.outcome, well_formed, parts.total))
+            if answer in ("Alan", "Ada Lovelace"):
+                assert parts == paper_reward(t, WEIGHTS)
+    outcomes = [outcome for outcome, _, _ in totals[::2]]
+    assert outcomes == pytest.approx([0, 0.4, 2 / 3, 1])
+    for well_formed in (False, True):
+        paid = [total for _, formed, total in totals if formed == well_formed]
+        assert paid == sorted(paid) and len(set(paid)) == 4
+    half = paper_reward(trajectory("parallel", [2], "Ada Byron"), WEIGHTS, outcome="f1")
+    assert half.format == pytest.approx(0.1 / 3)
+
+
+def test_every_search_has_its_price():
+    """A price that is paid once, or by those alone who answer, does not make searching dearer."""
+    priced = RewardWeights(search_price=0.2)
+    for searches, answer in (([], None), ([2], "Ada"), ([1, 1, 2], "Alan")):
+        t = trajectory("sequential", searches, answer)
+        assert paper_reward(t, priced).total == pytest.approx(paper_reward(t, WEIGHTS).total - 0.2 * len(searches))
+    wrong = trajectory("sequential", [1, 1], "Alan")
+    assert paper_reward(wrong, priced, gate_bonus_on_outcome=True).total == pytest.approx(0.1 - 0.4)
+
+
+def test_what_fills_the_context_is_charged_by_the_end():
+    """A penalty off by its window teaches short answers, or none."""
+    reward = RewardSection(unfinished_penalty=0.5, overlong_tokens=100)
+
+    def charged(length, status="answered", penalise=False):
+        t = replace(trajectory("single", [1], "Ada"), ids=np.zeros(length, np.int32), status=status)
+        return length_penalty(t, reward, penalise, 1000)
+
+    assert [charged(n) for n in (10, 900, 950, 1000)] == pytest.approx([0, 0, 0.25, 0.5])
+    assert charged(10, "out_of_turns") == 0 and charged(10, "out_of_turns", penalise=True) == 0.5
+    t = trajectory("single", [1], None)
+    assert length_penalty(t, RewardSection(), False, 1000) == 0
 
 
 def test_initial_search_is_not_counted():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -32,6 +34,11 @@ def policy_loss(
 ) -> tuple[Ratio, dict[str, Ratio]]:
     """Clipped surrogate plus KL to the reference (GRPO, arXiv 2402.03300 eq. 3; asymmetric clip of arXiv 2503.14476).
 
+    With `ratio=sequence` every id has the ratio of its trajectory, exp of the mean of its log-ratios; with
+    `sequence_mean` that is GSPO (arXiv 2507.18071 eq. 5). `dual_clip` bounds what a bad action that became much
+    likelier adds, at `dual_clip` times its advantage (arXiv 1912.09729 eq. 5). `importance_cap` weighs each id by the
+    truncated ratio of old policy to sampler.
+
     Arrays are [B, S] and speak about the id at the same position, float32 but for `segments`; where `mask` is 0
     nothing counts. `segments` is int32, the number of an id's trajectory among those of its row, from 1 without a gap;
     0 where there is no real id. `old` may be `logp` itself, its gradient stopped: the ratio is then 1 everywhere.
@@ -42,34 +49,33 @@ def policy_loss(
       falls with those left out would raise the weight of the others. How trajectories share rows changes nothing.
       `logp_gap` is the mean of |old - sampler|, or of |logp - sampler| where the sampler's log-probs are the old ones.
     """
-    log_ratio = jnp.clip(jnp.where(mask > 0, logp - old, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = jnp.exp(log_ratio)
-    by_sampler = learning.old_logprobs == "sampler"
-    if by_sampler and learning.importance_cap > 0:  # where the clip does not bind: a bad action that became likelier
-        ratio = jnp.minimum(ratio, learning.importance_cap)
+    counts = mask > 0
+    log_ratio = jnp.where(counts, logp - old, 0.0)
+    if learning.ratio == "sequence":
+        log_ratio = jnp.where(counts, _of_own(log_ratio, segments) / jnp.maximum(_of_own(mask, segments), 1.0), 0.0)
+    ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     clipped = jnp.clip(ratio, 1.0 - learning.clip_low, 1.0 + learning.clip_high)
     surrogate = jnp.minimum(ratio * advantage, clipped * advantage)
-    if learning.importance_cap > 0 and not by_sampler:
+    if learning.dual_clip > 0:
+        surrogate = jnp.maximum(surrogate, learning.dual_clip * jnp.minimum(advantage, 0.0))
+    if learning.importance_cap > 0:
         # What the sampler drew from was not quite the old policy (truncated importance sampling).
-        gap = jnp.clip(jnp.where(mask > 0, old - sampler, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        gap = jnp.clip(jnp.where(counts, old - sampler, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
         surrogate = surrogate * jax.lax.stop_gradient(jnp.minimum(jnp.exp(gap), learning.importance_cap))
-    kl = jnp.where(mask > 0, k3(logp, ref), 0.0)
+    kl = jnp.where(counts, k3(logp, ref), 0.0)
     per_token = (-surrogate + learning.kl_coefficient * kl) * mask
     tokens = jnp.sum(mask)
     if learning.aggregation == "token_mean":
         loss = Ratio(jnp.sum(per_token), tokens)
+    elif learning.aggregation == "sequence_mean":
+        trajectories = jnp.sum(_by_trajectory(mask, segments) > 0).astype(jnp.float32)
+        loss = Ratio(jnp.sum(per_token / jnp.maximum(_of_own(mask, segments), 1.0)), trajectories)
     else:
-        if learning.aggregation == "sequence_mean":
-            empty = jnp.zeros(mask.shape[1] + 1, mask.dtype)
-            counted = jax.vmap(lambda m, s: empty.at[s].add(m))(mask, segments)  # of each trajectory of a row
-            own = jnp.take_along_axis(counted, segments, axis=1)  # of an id's trajectory
-            trajectories = jnp.sum(counted > 0).astype(jnp.float32)
-            loss = Ratio(jnp.sum(per_token / jnp.maximum(own, 1.0)), trajectories)
-        else:
-            trajectories = jnp.sum(jnp.max(segments, axis=1)).astype(jnp.float32)
-            loss = Ratio(jnp.sum(per_token), trajectories * context_tokens)
-    cut = (ratio * advantage > clipped * advantage) & (mask > 0)
-    gap = jnp.abs(jnp.where(mask > 0, (logp if by_sampler else old) - sampler, 0.0))
+        trajectories = jnp.sum(jnp.max(segments, axis=1)).astype(jnp.float32)
+        loss = Ratio(jnp.sum(per_token), trajectories * context_tokens)
+    cut = (ratio * advantage > clipped * advantage) & counts
+    current = logp if learning.old_logprobs == "sampler" else old
+    gap = jnp.abs(jnp.where(counts, current - sampler, 0.0))
     metrics = {
         "loss": loss,
         "kl": Ratio(jnp.sum(kl), tokens),
@@ -79,3 +85,13 @@ def policy_loss(
         "logp_gap": Ratio(jnp.sum(gap), tokens),
     }
     return loss, metrics
+
+
+def _by_trajectory(x: jax.Array, segments: jax.Array) -> jax.Array:
+    """[B, S + 1] the sums of x [B, S] over each trajectory of a row; of what is no real id in column 0."""
+    return jax.vmap(partial(jax.ops.segment_sum, num_segments=x.shape[1] + 1))(x, segments)
+
+
+def _of_own(x: jax.Array, segments: jax.Array) -> jax.Array:
+    """[B, S] at every id the sum of x over its trajectory."""
+    return jnp.take_along_axis(_by_trajectory(x, segments), segments, axis=1)

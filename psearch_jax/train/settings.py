@@ -1,6 +1,6 @@
 """What decides a run's numbers, as a checkpoint records it, and what differs when the run goes on.
 
-A record holds the fields of `config.DECIDES_NUMBERS` by value. Of those in `config.DECIDES_BY_CONTENT` it holds what
+A record holds the fields of `DECIDES_NUMBERS` by value. Of those in `DECIDES_BY_CONTENT` it holds what
 they name and a fingerprint of what is there: a directory may move, and another one may take its place.
 """
 
@@ -11,10 +11,55 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from psearch_jax.config import DECIDES_NUMBERS, Config, fields
+from psearch_jax.config import Config, to_mapping
 
 Record = dict[str, Any]
 _BLOCK, _BLOCKS = 4096, 64  # bytes and number of the samples that a large file is known by
+
+# Every field is in one of these three (a test sees to it). Those that decide a run's numbers: compared by value.
+DECIDES_NUMBERS = frozenset(
+    (
+        "seed method model.dtype model.sampling_dtype model.int8_weights model.int8_cache model.lora_rank "
+        "model.lora_alpha data.prompt data.world_names data.world_seed data.world_questions data.parallel_share "
+        "data.sequential_share retrieval.topk retrieval.max_sub_queries rollout.samples rollout.context_tokens "
+        "rollout.prompt_tokens rollout.turn_tokens rollout.obs_tokens rollout.search_turns "
+        "rollout.max_tokens_after_answer rollout.temperature rollout.top_p rollout.top_k rollout.label_subqueries "
+        "rollout.initial_search rollout.unfinished reward.profile reward.format reward.final_format "
+        "reward.decomposition reward.search_count reward.mixed reward.gate_bonus_on_outcome "
+        "reward.unfinished_penalty reward.outcome reward.search_price reward.overlong_tokens learning.advantage "
+        "learning.clip_low learning.clip_high learning.kl_coefficient learning.aggregation learning.ratio "
+        "learning.dual_clip learning.importance_cap learning.old_logprobs learning.mini_batch_rollouts "
+        "learning.learning_rate learning.warmup_ratio learning.weight_decay learning.beta1 learning.beta2 "
+        "learning.gradient_clip train.prompts eval.questions_per_kind eval.temperature eval.also_greedy eval.seed "
+        "eval.best_metric data.validation_share"
+    ).split()
+)
+# Those that name something: what is there decides, and it may have moved.
+DECIDES_BY_CONTENT = frozenset(
+    (
+        "model.path model.preset model.tokenizer data.source data.validation data.template retrieval.index "
+        "retrieval.corpus"
+    ).split()
+)
+# Those that change a run's length, speed, memory or company, what it writes, or its numbers by rounding alone.
+FREE_TO_CHANGE = frozenset(
+    (
+        "model.shard_residual model.remat model.unstacked_decoding mesh.data mesh.fsdp mesh.tensor "
+        "retrieval.url retrieval.timeout_s retrieval.patience_s retrieval.token_file "
+        "retrieval.cache_queries retrieval.cache_mb rollout.slots rollout.widths rollout.yield_share "
+        "rollout.overlap_search learning.micro_batch_rows learning.max_bad_steps train.steps "
+        "train.checkpoint_every_steps train.checkpoint_every_minutes train.keep_checkpoints "
+        "train.keep_every_steps train.trajectories_per_step eval.every_steps"
+    ).split()
+)
+
+
+def fields(config: Config) -> dict[str, Any]:
+    """Every field by its dotted name."""
+    out: dict[str, Any] = {}
+    for name, value in to_mapping(config).items():
+        out |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+    return out
 
 
 def record(config: Config, contents: Mapping[str, tuple[str, str]]) -> Record:

@@ -30,6 +30,7 @@ from psearch_jax.metrics import MetricsWriter, cut_jsonl, mean
 from psearch_jax.paths import locate, make_writable, write_whole
 from psearch_jax.rl.advantages import group_advantages
 from psearch_jax.rl.batch import make_batch, mini_batches
+from psearch_jax.rl.rewards import length_penalty
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.train import settings
 from psearch_jax.train.best import Best
@@ -267,7 +268,9 @@ def train_step(
         trajectories = processes.in_order(own, config.rollout.samples)
     with _phase(run, "reward", times):
         rewards = [run.reward(t) for t in trajectories]
-        totals = [r.total - _penalty(config, t) for r, t in zip(rewards, trajectories, strict=True)]
+        charged, context = config.rollout.unfinished == "penalise", config.rollout.context_tokens
+        penalties = [length_penalty(t, config.reward, charged, context) for t in trajectories]
+        totals = [r.total - penalty for r, penalty in zip(rewards, penalties, strict=True)]
         groups = [(t.question.source, t.question.id) for t in trajectories]
         valid = [t.status != "not_finite" for t in trajectories]
         advantages = group_advantages(totals, groups, config.learning.advantage, valid)
@@ -316,11 +319,6 @@ def _update(run: Run, pieces: Sequence[TrainBatch]) -> tuple[TrainState, list[di
             run.state = copy.state() if copy else None
         raise
     return state, metrics
-
-
-def _penalty(config: Config, trajectory: Trajectory) -> float:
-    unfinished = config.rollout.unfinished == "penalise" and trajectory.status != "answered"
-    return config.reward.unfinished_penalty if unfinished else 0.0
 
 
 # ---- evaluation ----
