@@ -28,7 +28,7 @@ from psearch_jax.eval.scores import score
 from psearch_jax.eval.tables import share, table
 from psearch_jax.metrics import mean
 from psearch_jax.paths import write_whole
-from psearch_jax.train.trainer import EVAL_STEP
+from psearch_jax.train.validation import EVAL_STEP
 from psearch_jax.types import KINDS, Question, Trajectory
 
 NAME = re.compile(r"\b[A-Z][a-z]{6}\b")

@@ -182,7 +182,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.eval import tables
     from psearch_jax.eval.evaluate import FILLS, Evaluation, evaluate, weights_digest
     from psearch_jax.eval.scores import figures
-    from psearch_jax.train.trainer import EVAL_STEP
+    from psearch_jax.train.validation import EVAL_STEP
 
     parts = build.from_path(config, model)
     sampling = {"temperature": TEMPERATURE.value, "seed": SEED.value, "samples": SAMPLES.value}

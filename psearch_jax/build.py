@@ -44,9 +44,9 @@ from psearch_jax.sharding import (
 from psearch_jax.text.prompts import load_template, render_messages, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train import checkpoint, settings
+from psearch_jax.train.run import Run
 from psearch_jax.train.state import abstract_state, init_state, make_optimizer, state_shardings, updates_per_step
 from psearch_jax.train.step import Learner
-from psearch_jax.train.trainer import Run
 from psearch_jax.types import KINDS, Question, RewardParts, Trajectory, UserError, listed
 from retrieval.protocol import Retriever
 

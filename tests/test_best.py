@@ -21,7 +21,7 @@ from psearch_jax import build
 from psearch_jax.data import asking
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.models import qwen2
-from psearch_jax.train import checkpoint, trainer
+from psearch_jax.train import checkpoint, trainer, validation
 from psearch_jax.train.best import Best, find_best
 from psearch_jax.types import UserError
 
@@ -118,7 +118,7 @@ def test_the_best_survives_retention_and_an_interruption(tiny_policy, questions,
     def measured(run, temperature):  # a random policy is always wrong, so its figures are told
         return {"all": {"em": values[int(run.state.updates) // 2]}}
 
-    monkeypatch.setattr(trainer, "_evaluate", measured)
+    monkeypatch.setattr(validation, "measured", measured)
     parts = build.training_run(config)
     rewards, left = parts.reward, iter(range(8 * 3))
 

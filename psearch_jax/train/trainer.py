@@ -6,85 +6,36 @@ Several processes share one: all save and restore the checkpoints, the first one
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flax import nnx
 from tqdm import tqdm
 
 from psearch_jax import processes
-from psearch_jax.config import Config, best_metric, to_mapping
-from psearch_jax.data.loader import QuestionLoader
-from psearch_jax.eval.benchmarks import PAIRS, is_paired
-from psearch_jax.eval.evaluate import evaluate, questions_digest, trajectory_row
-from psearch_jax.eval.scores import by_kind, score, summarise
+from psearch_jax.config import best_metric
+from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.metrics import MetricsWriter, cut_jsonl, mean
-from psearch_jax.paths import locate, make_writable, write_whole
+from psearch_jax.paths import locate, make_writable
 from psearch_jax.rl.advantages import group_advantages
 from psearch_jax.rl.batch import make_batch, mini_batches
 from psearch_jax.rl.rewards import length_penalty
-from psearch_jax.rollout.collect import Collector
-from psearch_jax.train import settings
+from psearch_jax.train import settings, validation
 from psearch_jax.train.best import Best
 from psearch_jax.train.checkpoint import Checkpoints, model_record
 from psearch_jax.train.figures import rollout_metrics, update_peak_share
-from psearch_jax.train.preemption import HostCopy, Interrupted, StopRequest, room_for_copy
+from psearch_jax.train.preemption import HostCopy, Interrupted, room_for_copy
+from psearch_jax.train.records import on_terminal, report, write_config, write_json, write_trajectories
+from psearch_jax.train.run import Run
 from psearch_jax.train.state import TrainState, updates_per_step, warmup_updates, with_warmup
-from psearch_jax.train.step import Learner
-from psearch_jax.types import KINDS, Question, RewardParts, TrainBatch, Trajectory, UserError
+from psearch_jax.types import Question, RewardParts, TrainBatch, Trajectory, UserError
 from retrieval.protocol import RetrievalError
 
 log = logging.getLogger("psearch_jax")
-EVAL_STEP = 2**31 - 1  # the step in the keys of every evaluation: before and after draw the same numbers
-
-
-@dataclass
-class Run:
-    """The live parts of a training run, made by build.py."""
-
-    config: Config  # as the method has it
-    collector: Collector
-    learner: Learner
-    loader: QuestionLoader
-    evaluation: Sequence[Question]
-    reward: Callable[[Trajectory], RewardParts]
-    abstract: TrainState  # the state's ShapeDtypeStructs, with the place of each
-    fresh: Callable[[], TrainState] | None  # makes the state of step 0; holds the weights that it starts from
-    model: Any  # Qwen2Config
-    tokenizer_path: str
-    given: Config  # as the user has it: what config.json records
-    reference: nnx.State | None = None  # None when the KL coefficient is 0
-    lora: dict[str, Any] | None = None  # what a checkpoint of adapters says about the weights beside them
-    settings: settings.Record = field(default_factory=dict)  # what decides the run's numbers
-    wall_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    stop: StopRequest = field(default_factory=StopRequest)
-    keeps_copy: bool = False  # of the state, in host memory, while a step's updates go on
-    _state: TrainState | None = None
-
-    @property
-    def state(self) -> TrainState:
-        """The state behind the last step. It is made when first asked for: a run that resumes never holds two."""
-        if self._state is None:
-            assert self.fresh is not None, "the state was given up"
-            self.state = self.fresh()
-        return self._state
-
-    @state.setter
-    def state(self, state: TrainState | None) -> None:
-        self._state, self.fresh = state, None
-
-    @property
-    def has_state(self) -> bool:
-        """Whether there is one, or can be: a step given up between its updates may have used it up."""
-        return self._state is not None or self.fresh is not None
 
 
 def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[str, Any]:
@@ -122,7 +73,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
     closers.enter_context(closing(checkpoints))
     step = _resume(run, checkpoints, workdir, allow_changes) if checkpoints.latest() is not None else 0
     if processes.first():
-        _write_config(workdir, run.given, step)
+        write_config(workdir, run.given, step)
         cut_jsonl(workdir / "metrics.jsonl", step)
         for file in (workdir / "trajectories").glob("*.jsonl"):
             if int(file.stem) >= step:
@@ -135,13 +86,13 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
 
     # ---- evaluate before ----
     run.stop.watch()()
-    with _phase(run, "compile"):
+    with run.phase("compile"):
         sampling = run.learner.sampling_copy(run.state.params)
         run.collector.warm_up(sampling)
         del sampling
         run.learner.warm_up(run.state.params, run.reference)
     run.stop.watch()()
-    before = _evaluate_once(run, workdir / "before.json", fresh=step == 0)
+    before = validation.measured_once(run, workdir / "before.json", fresh=step == 0)
 
     # ---- steps ----
     record = {"model": model_record(run.model), "tokenizer": run.tokenizer_path, "settings": run.settings}
@@ -151,19 +102,19 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         best = closers.enter_context(closing(Best(workdir, config.eval.best_metric, questions_digest(run.evaluation))))
 
     def save(step: int, loader: dict[str, Any]) -> None:
-        with _phase(run, "checkpoint"):
+        with run.phase("checkpoint"):
             processes.together(writer.flush)
             checkpoints.save(step, run.state, {**record, "loader": loader})
 
     def offer(step: int, figures: Mapping[str, Mapping[str, float]]) -> None:
         kind, name = best_metric(config.eval.best_metric)
-        with _phase(run, "checkpoint"):
+        with run.phase("checkpoint"):
             if best and best.offer(step, figures[kind][name], run.state.params, record):
                 log.info("step %d has the best %s so far: %.4f", step, config.eval.best_metric, figures[kind][name])
 
     saved, minutes = time.monotonic(), config.train.checkpoint_every_minutes
     stopped: Exception | None = None
-    bar = tqdm(total=config.train.steps, initial=step, unit="step", disable=not _terminal())
+    bar = tqdm(total=config.train.steps, initial=step, unit="step", disable=not on_terminal())
     while step < config.train.steps:
         loaded = run.loader.state()
         questions = next(run.loader)
@@ -182,15 +133,15 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         run.state = state
         if config.eval.every_steps and (step + 1) % config.eval.every_steps == 0 and step + 1 < config.train.steps:
             try:
-                figures = _evaluate(run, config.eval.temperature)
+                figures = validation.measured(run, config.eval.temperature)
                 for kind, values in figures.items():
                     metrics |= {f"eval/{kind}/{name}": value for name, value in values.items()}
                 offer(step + 1, figures)
             except (Interrupted, RetrievalError) as stop:  # the step is saved below, without this evaluation
                 stopped = stop
         writer.write(step, metrics)
-        _write_trajectories(workdir, step, trajectories, rewards, config.train.trajectories_per_step)
-        _report(bar, step, metrics)
+        write_trajectories(workdir, step, trajectories, rewards, config.train.trajectories_per_step)
+        report(bar, step, metrics)
         if metrics["bad_in_a_row"] >= config.learning.max_bad_steps:
             raise UserError(
                 f"step {step}: loss or gradient was not finite in {int(metrics['bad_in_a_row'])} updates in a row "
@@ -216,7 +167,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
     bar.close()
 
     # ---- evaluate after ----
-    after = _evaluate_once(run, workdir / "after.json", fresh=True)
+    after = validation.measured_once(run, workdir / "after.json", fresh=True)
     checkpoints.wait()
     if best:
         offer(step, after[""])
@@ -234,7 +185,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         **{f"after{suffix}": values for suffix, values in after.items()},
     }
     if processes.first():
-        _write_json(workdir / "summary.json", summary)
+        write_json(workdir / "summary.json", summary)
     return summary
 
 
@@ -251,7 +202,7 @@ def train_step(
     """
     config = run.config
     times: dict[str, float] = {}
-    with _phase(run, "rollout", times):
+    with run.phase("rollout", times):
         sampling = run.learner.sampling_copy(run.state.params)
         own = run.collector.collect(
             sampling,
@@ -266,7 +217,7 @@ def train_step(
         usage = run.collector.usage
         # From here on every process holds all rollouts and does the same with them.
         trajectories = processes.in_order(own, config.rollout.samples)
-    with _phase(run, "reward", times):
+    with run.phase("reward", times):
         rewards = [run.reward(t) for t in trajectories]
         charged, context = config.rollout.unfinished == "penalise", config.rollout.context_tokens
         penalties = [length_penalty(t, config.reward, charged, context) for t in trajectories]
@@ -276,13 +227,13 @@ def train_step(
         advantages = group_advantages(totals, groups, config.learning.advantage, valid)
         train_all = config.rollout.unfinished != "mask"
         batch = make_batch(trajectories, advantages, config.rollout.context_tokens, train_all)
-    with _phase(run, "logprobs", times):
+    with run.phase("logprobs", times):
         look = run.stop.watch()
         if run.learner.needs_old:
             batch = replace(batch, old_logprobs=run.learner.logprobs(run.state.params, batch, look))
         if run.reference is not None:
             batch = replace(batch, ref_logprobs=run.learner.reference_logprobs(run.reference, batch, look))
-    with _phase(run, "update", times):
+    with run.phase("update", times):
         state, updates = _update(run, mini_batches(batch, config.learning.mini_batch_rollouts))
     sampled = sum(int(t.mask.sum()) for t in trajectories)
     metrics = {name: mean([u[name] for u in updates]) for name in updates[0]}
@@ -321,69 +272,6 @@ def _update(run: Run, pieces: Sequence[TrainBatch]) -> tuple[TrainState, list[di
     return state, metrics
 
 
-# ---- evaluation ----
-
-
-def _evaluate(run: Run, temperature: float) -> dict[str, dict[str, float]]:
-    """Summary over the questions of the evaluation, `all` and per kind; the closed world's minimal pairs stay apart.
-
-    No seed of training touches their keys.
-    """
-    sampling = run.learner.sampling_copy(run.state.params)
-    bar = tqdm(total=len(run.evaluation), unit="question", leave=False, disable=not _terminal())
-
-    def progress(done: int, own: int) -> None:
-        bar.update(done * len(run.evaluation) // max(own, 1) - bar.n)
-        run.stop.check()
-
-    trajectories = evaluate(
-        run.collector,
-        sampling,
-        run.evaluation,
-        seed=run.config.eval.seed,
-        step=EVAL_STEP,
-        temperature=temperature,
-        progress=progress,
-    )
-    bar.close()
-    scores = [score(t) for t in trajectories]
-    pairs = [s for s in scores if is_paired(s.source)]
-    others = [s for s in scores if not is_paired(s.source)]
-    groups = {"all": others, **by_kind(others)} | ({PAIRS: pairs} if pairs else {})
-    return {name: summarise(group) for name, group in groups.items()}
-
-
-def _evaluate_once(run: Run, file: Path, fresh: bool) -> dict[str, Any]:
-    """Evaluates now, or reads what an earlier part of the same run has found. Keys: "" and "_greedy".
-
-    Args:
-      fresh: the policy is the one to evaluate; else what is not on disk is left out.
-    """
-    if not run.evaluation:
-        return {}
-    if not fresh:
-
-        def read() -> dict[str, Any] | None:
-            return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-
-        known = processes.agreed(read)
-        if known is None:
-            log.warning(
-                "%s is not there, and the policy is a trained one by now: nothing is called %s", file, file.stem
-            )
-        return known or {}
-    with _phase(run, "evaluate"):
-        out = {"": _evaluate(run, run.config.eval.temperature)}
-        if run.config.eval.also_greedy:
-            out["_greedy"] = _evaluate(run, 0.0)
-    if processes.first():
-        _write_json(file, out)
-    return out
-
-
-# ---- small parts of the loop ----
-
-
 def _resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: bool) -> int:
     """Puts the newest whole checkpoint and the loader's position into the run; returns its step."""
     changes: dict[str, str] = {}
@@ -412,81 +300,3 @@ def _resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: bo
             raise
         log.warning("the questions begin anew (%s)", error)
     return step
-
-
-def _write_config(workdir: Path, config: Config, step: int) -> None:
-    """Writes config.json; one that says something else is kept beside it, named by the last step it was used for."""
-    file, now = workdir / "config.json", to_mapping(config)
-    try:
-        before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else now
-    except ValueError:
-        before = None
-    if before != now:
-        kept = workdir / f"config.until_{step:06d}.json"
-        while kept.exists():
-            kept = kept.with_name(f"{kept.stem}.again.json")
-        file.rename(kept)
-        log.info("config.json is written anew; the one before is kept as %s", kept)
-    _write_json(file, now)
-
-
-def _terminal() -> bool:
-    """Whether progress is drawn; else it is logged."""
-    return sys.stderr.isatty() and processes.first()
-
-
-@contextmanager
-def _phase(run: Run, name: str, times: dict[str, float] | None = None):
-    """Adds the wall time of a block to the run's total of that phase, and to this step's."""
-    start = time.monotonic()
-    yield
-    seconds = time.monotonic() - start
-    run.wall_s[name] += seconds
-    if times is not None:
-        times[name] = seconds
-
-
-def _report(bar: tqdm, step: int, metrics: Mapping[str, float]) -> None:
-    if not processes.first():
-        return
-    kinds = " ".join(
-        f"{kind} em {metrics[f'em/{kind}']:.2f} split {metrics[f'decomposition/{kind}']:.2f}"
-        for kind in KINDS
-        if f"em/{kind}" in metrics
-    )
-    seconds = sum(metrics[f"{phase}_s"] for phase in ("rollout", "reward", "logprobs", "update"))
-    line = f"step {step} reward {metrics['reward']:.3f} {kinds} {seconds:.1f}s"
-    if bar.disable:
-        log.info(line)
-    else:
-        bar.set_postfix_str(line.removeprefix(f"step {step} "))
-    if metrics["status/not_finite"]:
-        log.warning(
-            "step %d: %.1f%% of the rollouts had logits that are not finite; they are not learned from",
-            step,
-            100 * metrics["status/not_finite"],
-        )
-    split = metrics.get("decomposition/parallel")
-    if step == 0 and split is not None and split < 0.05:
-        log.warning(
-            "only %.1f%% of the rollouts on parallel questions split them: groups without a single split carry no "
-            "signal for it, so the behaviour may die out",
-            100 * split,
-        )
-
-
-def _write_trajectories(
-    workdir: Path, step: int, trajectories: Sequence[Trajectory], rewards: Sequence[RewardParts], count: int
-) -> None:
-    """One file per step, whole groups from the front."""
-    if not processes.first():
-        return
-    directory = workdir / "trajectories"
-    directory.mkdir(exist_ok=True)
-    rows = [trajectory_row(t, r, step) for t, r in zip(trajectories[:count], rewards[:count], strict=True)]
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_whole(directory / f"{step:06d}.jsonl", text)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    write_whole(path, json.dumps(value, indent=2) + "\n")
