@@ -206,6 +206,7 @@ class LearningSection:
 class TrainSection:
     steps: int = 1005
     prompts: int = 512  # questions per step
+    redraws: int = 0  # how often as many more are drawn, in place of groups whose rewards are all equal (DAPO)
     checkpoint_every_steps: int = 50
     checkpoint_every_minutes: float = 20.0  # and behind the first step that ends so long after the last one; 0: never
     keep_checkpoints: int = 3  # the newest ones
@@ -356,7 +357,7 @@ _AT_LEAST = {
         "seed eval.seed eval.temperature eval.questions_per_kind eval.every_steps train.trajectories_per_step "
         "rollout.search_turns rollout.max_tokens_after_answer rollout.top_k retrieval.cache_queries "
         "retrieval.cache_mb retrieval.patience_s data.parallel_share data.sequential_share data.world_seed "
-        "learning.kl_coefficient learning.dual_clip reward.search_price reward.overlong_tokens "
+        "learning.kl_coefficient learning.dual_clip reward.search_price reward.overlong_tokens train.redraws "
         "train.keep_every_steps model.lora_rank train.checkpoint_every_minutes"
     ).split(),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,11 @@ class Usage:
     forced: int = 0  # of these, ids that were appended
     search_s: float = 0.0  # in this process all rows waited for passages
     host_s: float = 0.0  # and for the rest of its work between two programs
+
+    def __add__(self, other: Usage) -> Usage:
+        """What both cost, over the same slots."""
+        total = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        return Usage(**total | {"slots": max(self.slots, other.slots)})
 
     @property
     def row_use(self) -> float:

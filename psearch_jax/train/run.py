@@ -69,4 +69,4 @@ class Run:
         seconds = time.monotonic() - start
         self.wall_s[name] += seconds
         if times is not None:
-            times[name] = seconds
+            times[name] = times.get(name, 0.0) + seconds

@@ -30,8 +30,8 @@ DECIDES_NUMBERS = frozenset(
         "learning.clip_low learning.clip_high learning.kl_coefficient learning.aggregation learning.ratio "
         "learning.dual_clip learning.importance_cap learning.old_logprobs learning.mini_batch_rollouts "
         "learning.learning_rate learning.warmup_ratio learning.weight_decay learning.beta1 learning.beta2 "
-        "learning.gradient_clip train.prompts eval.questions_per_kind eval.temperature eval.also_greedy eval.seed "
-        "eval.best_metric data.validation_share"
+        "learning.gradient_clip train.prompts train.redraws eval.questions_per_kind eval.temperature "
+        "eval.also_greedy eval.seed eval.best_metric data.validation_share"
     ).split()
 )
 # Those that name something: what is there decides, and it may have moved.

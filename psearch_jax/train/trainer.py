@@ -21,15 +21,14 @@ from psearch_jax.config import best_metric
 from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.metrics import MetricsWriter, cut_jsonl, mean
 from psearch_jax.paths import locate, make_writable
-from psearch_jax.rl.advantages import group_advantages
 from psearch_jax.rl.batch import make_batch, mini_batches
-from psearch_jax.rl.rewards import length_penalty
 from psearch_jax.train import settings, validation
 from psearch_jax.train.best import Best
 from psearch_jax.train.checkpoint import Checkpoints, model_record
 from psearch_jax.train.figures import rollout_metrics, update_peak_share
 from psearch_jax.train.preemption import HostCopy, Interrupted, room_for_copy
 from psearch_jax.train.records import on_terminal, report, write_config, write_json, write_trajectories
+from psearch_jax.train.rollouts import draw, learned_rows
 from psearch_jax.train.run import Run
 from psearch_jax.train.state import TrainState, updates_per_step, warmup_updates, with_warmup
 from psearch_jax.types import Question, RewardParts, TrainBatch, Trajectory, UserError
@@ -202,31 +201,12 @@ def train_step(
     """
     config = run.config
     times: dict[str, float] = {}
-    with run.phase("rollout", times):
-        sampling = run.learner.sampling_copy(run.state.params)
-        own = run.collector.collect(
-            sampling,
-            questions,
-            config.rollout.samples,
-            seed=config.seed,
-            step=step,
-            temperature=config.rollout.temperature,
-            progress=lambda *_: run.stop.check(),
-        )
-        del sampling
-        usage = run.collector.usage
-        # From here on every process holds all rollouts and does the same with them.
-        trajectories = processes.in_order(own, config.rollout.samples)
+    drawn = draw(run, questions, step, times)
     with run.phase("reward", times):
-        rewards = [run.reward(t) for t in trajectories]
-        charged, context = config.rollout.unfinished == "penalise", config.rollout.context_tokens
-        penalties = [length_penalty(t, config.reward, charged, context) for t in trajectories]
-        totals = [r.total - penalty for r, penalty in zip(rewards, penalties, strict=True)]
-        groups = [(t.question.source, t.question.id) for t in trajectories]
-        valid = [t.status != "not_finite" for t in trajectories]
-        advantages = group_advantages(totals, groups, config.learning.advantage, valid)
+        rows = learned_rows(drawn.advantages, config.rollout.samples, config.train.prompts)
+        learned = [drawn.trajectories[i] for i in rows]
         train_all = config.rollout.unfinished != "mask"
-        batch = make_batch(trajectories, advantages, config.rollout.context_tokens, train_all)
+        batch = make_batch(learned, drawn.advantages[rows], config.rollout.context_tokens, train_all)
     with run.phase("logprobs", times):
         look = run.stop.watch()
         if run.learner.needs_old:
@@ -235,21 +215,21 @@ def train_step(
             batch = replace(batch, ref_logprobs=run.learner.reference_logprobs(run.reference, batch, look))
     with run.phase("update", times):
         state, updates = _update(run, mini_batches(batch, config.learning.mini_batch_rollouts))
-    sampled = sum(int(t.mask.sum()) for t in trajectories)
+    sampled = sum(int(t.mask.sum()) for t in drawn.trajectories)
     metrics = {name: mean([u[name] for u in updates]) for name in updates[0]}
     metrics["skipped"] = sum(u["skipped"] for u in updates)
     worst = max(updates, key=lambda u: u["bad_in_a_row"])  # not the last: a good one behind it starts anew at 0
     metrics |= {name: worst[name] for name in ("bad_in_a_row", "bad_gradient")}
     metrics["learning_rate"] = updates[-1]["learning_rate"]
-    metrics |= rollout_metrics(trajectories, rewards, groups, advantages)
-    metrics["reward"] = mean(totals)
+    metrics |= rollout_metrics(drawn.trajectories, drawn.rewards, drawn.groups, drawn.advantages)
+    metrics |= {"reward": mean(drawn.totals), "draws": drawn.draws}
     metrics |= {f"{name}_s": value for name, value in times.items()}
-    metrics |= usage.metrics()
+    metrics |= drawn.usage.metrics()
     metrics["sampled_tokens_per_s"] = sampled / times["rollout"]
     metrics["trained_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
     share = update_peak_share(config, run.model, batch, times["update"])
     metrics |= {"update_peak_share": share} if share else {}
-    return state, metrics, trajectories, rewards
+    return state, metrics, drawn.trajectories, drawn.rewards
 
 
 def _update(run: Run, pieces: Sequence[TrainBatch]) -> tuple[TrainState, list[dict[str, float]]]:

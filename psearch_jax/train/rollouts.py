@@ -1,0 +1,97 @@
+"""The rollouts of one step with their rewards and advantages, and which of them are learned from."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from psearch_jax import processes
+from psearch_jax.rl.advantages import group_advantages
+from psearch_jax.rl.rewards import length_penalty
+from psearch_jax.rollout.usage import Usage
+from psearch_jax.train.run import Run
+from psearch_jax.types import Question, RewardParts, Trajectory
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Everything that a step drew, in all processes the same; the rollouts of a group stand together."""
+
+    trajectories: list[Trajectory]
+    rewards: list[RewardParts]
+    totals: list[float]  # of each its reward less what its length costs
+    groups: list[Hashable]  # of each its question
+    advantages: np.ndarray  # [N] float32
+    usage: Usage
+    draws: int = 1
+
+
+def draw(run: Run, questions: Sequence[Question], step: int, times: dict[str, float]) -> Rollouts:
+    """Rollouts of a step's questions, and of further ones in place of groups whose rewards are all equal.
+
+    Those teach nothing. Up to `train.redraws` times as many questions again are taken from the loader, until
+    `train.prompts` groups carry a signal (dynamic sampling, arXiv 2503.14476 section 3.2).
+
+    Args:
+      questions: this process's.
+      times: the seconds of the phases rollout and reward are added to it.
+
+    Raises:
+      Interrupted, RetrievalError: as `Collector.collect`.
+    """
+    config = run.config
+    charged, context = config.rollout.unfinished == "penalise", config.rollout.context_tokens
+    trajectories: list[Trajectory] = []
+    usage, seen = Usage(), set()
+    with run.phase("rollout", times):
+        sampling = run.learner.sampling_copy(run.state.params)
+    for draws in range(1, config.train.redraws + 2):
+        with run.phase("rollout", times):
+            own = run.collector.collect(
+                sampling,
+                questions,
+                config.rollout.samples,
+                seed=config.seed,
+                step=step,
+                temperature=config.rollout.temperature,
+                progress=lambda *_: run.stop.check(),
+            )
+            usage += run.collector.usage
+            # From here on every process holds all rollouts and does the same with them.
+            found = processes.in_order(own, config.rollout.samples)
+            # A draw that goes on into the next epoch may meet a question again, and would draw the same rollouts.
+            trajectories += [t for t in found if _group(t) not in seen]
+            seen |= set(map(_group, found))
+        with run.phase("reward", times):
+            rewards = [run.reward(t) for t in trajectories]
+            penalties = [length_penalty(t, config.reward, charged, context) for t in trajectories]
+            totals = [r.total - penalty for r, penalty in zip(rewards, penalties, strict=True)]
+            groups = list(map(_group, trajectories))
+            valid = [t.status != "not_finite" for t in trajectories]
+            advantages = group_advantages(totals, groups, config.learning.advantage, valid)
+        if draws > config.train.redraws or _signal(advantages, config.rollout.samples).sum() >= config.train.prompts:
+            break
+        questions = next(run.loader)
+    return Rollouts(trajectories, rewards, totals, groups, advantages, usage, draws)
+
+
+def learned_rows(advantages: np.ndarray, samples: int, count: int) -> np.ndarray:
+    """The rows of `count` whole groups, in order: the first that carry a signal, then the first that do not.
+
+    Args:
+      advantages: [N], those of a group one behind the other.
+      samples: the size of a group.
+    """
+    chosen = np.sort(np.argsort(~_signal(advantages, samples), kind="stable")[:count])
+    return (chosen[:, None] * samples + np.arange(samples)).ravel()
+
+
+def _signal(advantages: np.ndarray, samples: int) -> np.ndarray:
+    """[groups] bool, whether a group's rewards differ."""
+    return (advantages.reshape(-1, samples) != 0).any(axis=1)
+
+
+def _group(trajectory: Trajectory) -> Hashable:
+    return trajectory.question.source, trajectory.question.id
