@@ -16,7 +16,6 @@ import dataclasses
 import json
 import logging
 import math
-import sys
 from typing import Any
 
 import jax
@@ -200,7 +199,7 @@ def main(_: list[str]) -> None:
     params = parts.sampling_copy()
 
     total = sum(map(len, questions.values()))
-    bar = tqdm(total=total, unit="question", leave=False, disable=not (sys.stderr.isatty() and processes.first()))
+    bar = tqdm(total=total, unit="question", leave=False, disable=not processes.on_terminal())
     logged = 0
 
     def progress(done: int, of: int) -> None:

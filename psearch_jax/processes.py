@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -68,6 +69,11 @@ def _tpu_workers() -> int:
 def first() -> bool:
     """Whether this process is the one that logs and writes."""
     return jax.process_index() == 0
+
+
+def on_terminal() -> bool:
+    """Whether this process draws its progress on a terminal; else it is logged."""
+    return sys.stderr.isatty() and first()
 
 
 class Lost(RuntimeError):

@@ -46,3 +46,13 @@ def group_advantages(
         else:
             out[rows] = centred
     return out.astype(np.float32)
+
+
+def carry_signal(advantages: np.ndarray, samples: int) -> np.ndarray:
+    """[groups] bool, whether anything is learned from a group: its rewards were not all equal.
+
+    Args:
+      advantages: [N], those of a group one behind the other.
+      samples: the size of a group.
+    """
+    return (advantages.reshape(-1, samples) != 0).any(axis=1)

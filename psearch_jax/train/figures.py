@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from psearch_jax.chips import chip_of, forward_flops
 from psearch_jax.config import Config, Qwen2Config
 from psearch_jax.metrics import mean
+from psearch_jax.rl.advantages import carry_signal
 from psearch_jax.text.answers import exact_match, normalise
 from psearch_jax.types import END_STATUSES, KINDS, RewardParts, TrainBatch, Trajectory
 
@@ -18,10 +18,14 @@ from psearch_jax.types import END_STATUSES, KINDS, RewardParts, TrainBatch, Traj
 def rollout_metrics(
     trajectories: Sequence[Trajectory],
     rewards: Sequence[RewardParts],
-    groups: Sequence[Any],
     advantages: np.ndarray,
+    samples: int,
 ) -> dict[str, float]:
-    """What happened in one batch of rollouts: behaviour by kind, reward parts by (kind, split or whole), alarms."""
+    """What happened in one batch of rollouts: behaviour by kind, reward parts by (kind, split or whole), alarms.
+
+    Args:
+      samples: the size of a group; those of one stand together.
+    """
     out: dict[str, float] = {}
     n = len(trajectories)
     parts = RewardParts.__dataclass_fields__
@@ -40,10 +44,7 @@ def rollout_metrics(
     out["valid_format"] = mean(t.well_formed for t in trajectories)
     for status in END_STATUSES:
         out[f"status/{status}"] = mean(t.status == status for t in trajectories)
-    silent: dict[Any, bool] = {}
-    for group, advantage in zip(groups, advantages, strict=True):
-        silent[group] = silent.get(group, True) and advantage == 0
-    out["groups_without_signal"] = mean(silent.values())
+    out["groups_without_signal"] = mean(~carry_signal(advantages, samples))
     out["ids_per_trajectory"] = mean(len(t.ids) for t in trajectories)
     correct = [i for i in range(n) if right[i] and trajectories[i].mask.any()]
     out["logprob_of_correct"] = mean(trajectories[i].logprobs[trajectories[i].mask].mean() for i in correct)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,11 +76,6 @@ def report(bar: tqdm, step: int, metrics: Mapping[str, float]) -> None:
             "signal for it, so the behaviour may die out",
             100 * split,
         )
-
-
-def on_terminal() -> bool:
-    """Whether progress is drawn; else it is logged."""
-    return sys.stderr.isatty() and processes.first()
 
 
 def write_json(path: Path, value: Any) -> None:

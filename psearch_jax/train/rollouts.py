@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from psearch_jax import processes
-from psearch_jax.rl.advantages import group_advantages
+from psearch_jax.rl.advantages import carry_signal, group_advantages
 from psearch_jax.rl.rewards import length_penalty
 from psearch_jax.rollout.usage import Usage
 from psearch_jax.train.run import Run
@@ -22,7 +22,6 @@ class Rollouts:
     trajectories: list[Trajectory]
     rewards: list[RewardParts]
     totals: list[float]  # of each its reward less what its length costs
-    groups: list[Hashable]  # of each its question
     advantages: np.ndarray  # [N] float32
     usage: Usage
     draws: int = 1
@@ -44,7 +43,9 @@ def draw(run: Run, questions: Sequence[Question], step: int, times: dict[str, fl
     config = run.config
     charged, context = config.rollout.unfinished == "penalise", config.rollout.context_tokens
     trajectories: list[Trajectory] = []
-    usage, seen = Usage(), set()
+    rewards: list[RewardParts] = []
+    totals: list[float] = []
+    usage = Usage()
     with run.phase("rollout", times):
         sampling = run.learner.sampling_copy(run.state.params)
     for draws in range(1, config.train.redraws + 2):
@@ -62,19 +63,23 @@ def draw(run: Run, questions: Sequence[Question], step: int, times: dict[str, fl
             # From here on every process holds all rollouts and does the same with them.
             found = processes.in_order(own, config.rollout.samples)
             # A draw that goes on into the next epoch may meet a question again, and would draw the same rollouts.
-            trajectories += [t for t in found if _group(t) not in seen]
-            seen |= set(map(_group, found))
+            seen = set(map(_group, trajectories))
+            fresh = [t for t in found if _group(t) not in seen]
         with run.phase("reward", times):
-            rewards = [run.reward(t) for t in trajectories]
-            penalties = [length_penalty(t, config.reward, charged, context) for t in trajectories]
-            totals = [r.total - penalty for r, penalty in zip(rewards, penalties, strict=True)]
+            trajectories += fresh
+            parts = [run.reward(t) for t in fresh]
+            rewards += parts
+            totals += [
+                r.total - length_penalty(t, config.reward, charged, context) for r, t in zip(parts, fresh, strict=True)
+            ]
             groups = list(map(_group, trajectories))
             valid = [t.status != "not_finite" for t in trajectories]
             advantages = group_advantages(totals, groups, config.learning.advantage, valid)
-        if draws > config.train.redraws or _signal(advantages, config.rollout.samples).sum() >= config.train.prompts:
+        enough = carry_signal(advantages, config.rollout.samples).sum() >= config.train.prompts
+        if enough or draws > config.train.redraws:
             break
         questions = next(run.loader)
-    return Rollouts(trajectories, rewards, totals, groups, advantages, usage, draws)
+    return Rollouts(trajectories, rewards, totals, advantages, usage, draws)
 
 
 def learned_rows(advantages: np.ndarray, samples: int, count: int) -> np.ndarray:
@@ -84,13 +89,8 @@ def learned_rows(advantages: np.ndarray, samples: int, count: int) -> np.ndarray
       advantages: [N], those of a group one behind the other.
       samples: the size of a group.
     """
-    chosen = np.sort(np.argsort(~_signal(advantages, samples), kind="stable")[:count])
+    chosen = np.sort(np.argsort(~carry_signal(advantages, samples), kind="stable")[:count])
     return (chosen[:, None] * samples + np.arange(samples)).ravel()
-
-
-def _signal(advantages: np.ndarray, samples: int) -> np.ndarray:
-    """[groups] bool, whether a group's rewards differ."""
-    return (advantages.reshape(-1, samples) != 0).any(axis=1)
 
 
 def _group(trajectory: Trajectory) -> Hashable:

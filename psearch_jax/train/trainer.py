@@ -27,7 +27,7 @@ from psearch_jax.train.best import Best
 from psearch_jax.train.checkpoint import Checkpoints, model_record
 from psearch_jax.train.figures import rollout_metrics, update_peak_share
 from psearch_jax.train.preemption import HostCopy, Interrupted, room_for_copy
-from psearch_jax.train.records import on_terminal, report, write_config, write_json, write_trajectories
+from psearch_jax.train.records import report, write_config, write_json, write_trajectories
 from psearch_jax.train.rollouts import draw, learned_rows
 from psearch_jax.train.run import Run
 from psearch_jax.train.state import TrainState, updates_per_step, warmup_updates, with_warmup
@@ -113,7 +113,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
 
     saved, minutes = time.monotonic(), config.train.checkpoint_every_minutes
     stopped: Exception | None = None
-    bar = tqdm(total=config.train.steps, initial=step, unit="step", disable=not on_terminal())
+    bar = tqdm(total=config.train.steps, initial=step, unit="step", disable=not processes.on_terminal())
     while step < config.train.steps:
         loaded = run.loader.state()
         questions = next(run.loader)
@@ -221,7 +221,7 @@ def train_step(
     worst = max(updates, key=lambda u: u["bad_in_a_row"])  # not the last: a good one behind it starts anew at 0
     metrics |= {name: worst[name] for name in ("bad_in_a_row", "bad_gradient")}
     metrics["learning_rate"] = updates[-1]["learning_rate"]
-    metrics |= rollout_metrics(drawn.trajectories, drawn.rewards, drawn.groups, drawn.advantages)
+    metrics |= rollout_metrics(drawn.trajectories, drawn.rewards, drawn.advantages, config.rollout.samples)
     metrics |= {"reward": mean(drawn.totals), "draws": drawn.draws}
     metrics |= {f"{name}_s": value for name, value in times.items()}
     metrics |= drawn.usage.metrics()

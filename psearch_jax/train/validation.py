@@ -13,7 +13,7 @@ from psearch_jax import processes
 from psearch_jax.eval.benchmarks import PAIRS, is_paired
 from psearch_jax.eval.evaluate import evaluate
 from psearch_jax.eval.scores import by_kind, score, summarise
-from psearch_jax.train.records import on_terminal, write_json
+from psearch_jax.train.records import write_json
 from psearch_jax.train.run import Run
 
 log = logging.getLogger("psearch_jax")
@@ -26,7 +26,7 @@ def measured(run: Run, temperature: float) -> dict[str, dict[str, float]]:
     No seed of training touches their keys.
     """
     sampling = run.learner.sampling_copy(run.state.params)
-    bar = tqdm(total=len(run.evaluation), unit="question", leave=False, disable=not on_terminal())
+    bar = tqdm(total=len(run.evaluation), unit="question", leave=False, disable=not processes.on_terminal())
 
     def progress(done: int, own: int) -> None:
         bar.update(done * len(run.evaluation) // max(own, 1) - bar.n)
