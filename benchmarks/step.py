@@ -106,7 +106,7 @@ class OurStep(_Step):
             found = self._rollouts.run(self._learner.sampling_copy(self._state.params))
             batch = make_batch(found, self.advantages, self.config.rollout.context_tokens)
         with self.phase("reference"):
-            reference = self._learner.reference_logprobs(self._reference, batch)
+            reference = self._learner.reference_score(self._reference, batch)
             batch = replace(batch, ref_logprobs=reference)
         with self.phase("update"):
             self._state, metrics = self._learner.update(self._state, batch)
@@ -144,4 +144,5 @@ class TorchStep(_Step):
         mask = (logprobs != 0).astype(np.float32)
         length = np.array([work.length(script) for script in work.scripts], np.int32)
         advantage = mask * self.advantages[:, None].astype(np.float32)
-        return TrainBatch(ids, length, mask, advantage, logprobs, np.zeros(shape, np.float32), logprobs)
+        zeros = np.zeros(shape, np.float32)
+        return TrainBatch(ids, length, mask, advantage, logprobs, zeros, logprobs, zeros, zeros)

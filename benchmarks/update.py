@@ -26,8 +26,8 @@ from psearch_jax.config import Config, MeshSection, Qwen2Config, from_mapping
 from psearch_jax.launching import configure_jax
 from psearch_jax.models import qwen2
 from psearch_jax.sharding import make_mesh
+from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import TrainState, init_state, make_optimizer
-from psearch_jax.train.step import Learner
 from psearch_jax.types import TrainBatch, UserError
 
 OURS = "this project"
@@ -110,7 +110,7 @@ class Ours:
         batch = _batch(masks, model.vocab_rows)
         # A policy that has moved a little, from itself and from its reference.
         noise = 0.01 * np.random.default_rng(1).standard_normal(batch.mask.shape).astype(np.float32) * batch.mask
-        old = self._learner.logprobs(self._state.params, batch)
+        old = self._learner.score(self._state.params, batch)
         self.batch = replace(batch, old_logprobs=old + noise, ref_logprobs=old - noise, sampler_logprobs=old)
 
     def run(self) -> dict[str, float]:
@@ -145,7 +145,7 @@ def _batch(masks: Sequence[np.ndarray], n_ids: int) -> TrainBatch:
         ids[row, : len(values)] = rng.integers(0, n_ids, len(values))
     length = np.array(list(map(len, masks)), np.int32)
     advantage = mask * rng.standard_normal((len(masks), 1)).astype(np.float32)
-    return TrainBatch(ids, length, mask, advantage, *[np.zeros(shape, np.float32)] * 3)
+    return TrainBatch(ids, length, mask, advantage, *[np.zeros(shape, np.float32)] * 5)
 
 
 def _masks(work: str, scale: float, lengths: Path | None) -> list[np.ndarray]:

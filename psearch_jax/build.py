@@ -44,9 +44,17 @@ from psearch_jax.sharding import (
 from psearch_jax.text.prompts import load_template, render_messages, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train import checkpoint, settings
+from psearch_jax.train.critic import Critic, critic_learning, first_params, without_lm_head
+from psearch_jax.train.learner import Learner
 from psearch_jax.train.run import Run
-from psearch_jax.train.state import abstract_state, init_state, make_optimizer, state_shardings, updates_per_step
-from psearch_jax.train.step import Learner
+from psearch_jax.train.state import (
+    TrainState,
+    abstract_state,
+    init_state,
+    make_optimizer,
+    state_shardings,
+    updates_per_step,
+)
 from psearch_jax.types import KINDS, Question, RewardParts, Trajectory, UserError, listed
 from retrieval.protocol import Retriever
 
@@ -218,7 +226,13 @@ def training_run(config: Config) -> Run:
         count = sum(x.size for x in jax.tree.leaves(trained))
         log.info("%.1fM of them in adapters are trained", count / 1e6)
     reference = learner.reference_copy(parts.params) if config.learning.kl_coefficient > 0 else None
-    abstract = abstract_state(trained, optimizer)
+    abstract, fresh = abstract_state(trained, optimizer), functools.partial(init_state, trained, optimizer, parts.mesh)
+    critic = None
+    if learning.algorithm == "ppo":
+        critic, first, critic_optimizer = _critic_of(config, parts)
+        abstract = replace(abstract, critic=abstract_state(first, critic_optimizer))
+        fresh_critic = functools.partial(init_state, first, critic_optimizer, parts.mesh)
+        fresh = functools.partial(_both, fresh, fresh_critic)
     loader = QuestionLoader(
         questions,
         config.train.prompts // jax.process_count(),
@@ -235,11 +249,12 @@ def training_run(config: Config) -> Run:
         evaluation=evaluation,
         reward=_reward(config, parts.tokenizer),
         abstract=placed(abstract, state_shardings(abstract, parts.mesh)),
-        fresh=functools.partial(init_state, trained, optimizer, parts.mesh),
+        fresh=fresh,
         model=parts.model,
         tokenizer_path=parts.tokenizer_path,
         given=given,
         reference=reference,
+        critic=critic,
         lora=checkpoint.lora_record(config.model, config.seed, parts.path),
         settings=settings.record(config, _contents(config, parts, loader.fingerprint, evaluation)),
     )
@@ -320,6 +335,38 @@ def make_learner(
         on_policy=updates_per_step(config) == 1,
         int8_sampling=config.model.int8_weights,
         pack=pack,
+    )
+
+
+def _critic_of(config: Config, parts: Engine) -> tuple[Critic, nnx.State, optax.GradientTransformation]:
+    """The critic of a run, the parameters that it starts from, and its optimizer."""
+    optimizer = make_optimizer(critic_learning(config), updates_per_step(config) * config.train.steps)
+    critic, adapters = make_critic(config, parts.model, parts.mesh, optimizer), config.model.lora
+    critic.base = without_lm_head(parts.params) if adapters else None
+    return critic, first_params(parts.params, parts.model, adapters, config.seed, parts.mesh), optimizer
+
+
+def _both(policy: Callable[[], TrainState], critic: Callable[[], TrainState]) -> TrainState:
+    return replace(policy(), critic=critic())
+
+
+def make_critic(
+    config: Config, model: Qwen2Config, mesh: Mesh, optimizer: optax.GradientTransformation, pack: bool = True
+) -> Critic:
+    """The critic of a config; touches no device either."""
+    return Critic(
+        model,
+        critic_learning(config),
+        optimizer,
+        mesh,
+        config.rollout.context_tokens,
+        config.critic.value_clip,
+        jnp.dtype(config.model.dtype),
+        config.model.remat,
+        config.model.shard_residual,
+        config.model.lora,
+        config.rollout.widths,
+        pack,
     )
 
 

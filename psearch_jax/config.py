@@ -180,10 +180,16 @@ class RewardSection:
 
 @dataclass(frozen=True)
 class LearningSection:
-    advantage: Literal["std", "mean", "leave_one_out"] = "std"
+    # Where an id's advantage comes from: its trajectory's reward within a group, or a critic (section `critic`).
+    algorithm: Literal["grpo", "ppo"] = "grpo"
+    advantage: Literal["std", "mean", "leave_one_out"] = "std"  # of GRPO
+    gamma: float = 1.0  # of PPO: what a reward loses by every sampled id that it is away
+    gae_lambda: float = 1.0  # of PPO: 1 trusts rewards alone, 0 the critic's next value alone
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_coefficient: float = 0.001
+    kl_in: Literal["loss", "reward"] = "loss"  # reward: every id pays for it, with PPO alone
+    entropy_coefficient: float = 0.0  # of the entropy, subtracted from the loss
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
     # Where the old policy's log-probs come from: computed with the weights before the first update of a step (by the
     # update itself, where a step has one), or taken as the sampler recorded them, which saves a pass over the batch.
@@ -212,6 +218,16 @@ class TrainSection:
     keep_checkpoints: int = 3  # the newest ones
     keep_every_steps: int = 0  # checkpoints at its multiples are kept besides; 0: none
     trajectories_per_step: int = 64  # rows written to trajectories/ at each step
+
+
+@dataclass(frozen=True)
+class CriticSection:
+    """Of learning.algorithm=ppo; what is not here is that of the policy."""
+
+    learning_rate: float = 1e-5
+    warmup_ratio: float = 0.015
+    value_clip: float = 0.5  # a value earns nothing by moving further in one step; 0: no clip
+    alone_steps: int = 0  # in so many first steps of a run the critic learns and the policy does not
 
 
 @dataclass(frozen=True)
@@ -260,6 +276,7 @@ class Config:
     rollout: RolloutSection = field(default_factory=RolloutSection)
     reward: RewardSection = field(default_factory=RewardSection)
     learning: LearningSection = field(default_factory=LearningSection)
+    critic: CriticSection = field(default_factory=CriticSection)
     train: TrainSection = field(default_factory=TrainSection)
     eval: EvalSection = field(default_factory=EvalSection)
 
@@ -358,7 +375,8 @@ _AT_LEAST = {
         "rollout.search_turns rollout.max_tokens_after_answer rollout.top_k retrieval.cache_queries "
         "retrieval.cache_mb retrieval.patience_s data.parallel_share data.sequential_share data.world_seed "
         "learning.kl_coefficient learning.dual_clip reward.search_price reward.overlong_tokens train.redraws "
-        "train.keep_every_steps model.lora_rank train.checkpoint_every_minutes"
+        "train.keep_every_steps model.lora_rank train.checkpoint_every_minutes learning.entropy_coefficient "
+        "critic.value_clip critic.alone_steps"
     ).split(),
 }
 
@@ -433,8 +451,7 @@ def _validate_learning(config: Config) -> None:
             f"config.rollout: top_p={r.top_p}, top_k={r.top_k} samples another distribution than the loss scores; "
             "accepted in training: top_p=1 and top_k=0 (launch/eval.py takes both)"
         )
-    if r.samples == 1:
-        raise UserError("config.rollout.samples=1 gives every group a zero advantage; set it to 2 or more")
+    _validate_algorithm(config)
     if le.mini_batch_rollouts % r.samples:
         raise UserError(
             f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must be a multiple of "
@@ -459,4 +476,30 @@ def _validate_learning(config: Config) -> None:
         raise UserError(
             f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must divide train.prompts x "
             f"rollout.samples = {t.prompts * r.samples}: each optimizer step weighs the same"
+        )
+
+
+def _validate_algorithm(config: Config) -> None:
+    le = config.learning
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(le, name) <= 1:
+            raise UserError(f"config.learning.{name}: found {getattr(le, name)}, accepted: from 0 to 1")
+    if le.algorithm == "grpo":
+        if config.rollout.samples == 1:
+            raise UserError(
+                "config.rollout.samples=1 gives every group a zero advantage; set it to 2 or more, or "
+                "learning.algorithm=ppo"
+            )
+        if le.kl_in == "reward":
+            raise UserError("config.learning.kl_in=reward: accepted with learning.algorithm=ppo")
+        return
+    if config.train.redraws:
+        raise UserError(
+            f"config.train.redraws={config.train.redraws} replaces groups without a signal, of which "
+            "learning.algorithm=ppo knows none; accepted: 0"
+        )
+    if config.critic.alone_steps >= config.train.steps:
+        raise UserError(
+            f"config.critic.alone_steps={config.critic.alone_steps} leaves the policy nothing of train.steps="
+            f"{config.train.steps}; accepted: fewer"
         )

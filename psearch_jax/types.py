@@ -134,6 +134,8 @@ class TrainBatch:
     old_logprobs: np.ndarray  # [B, S] float32, by the trainer's weights before the first update of the batch
     ref_logprobs: np.ndarray  # [B, S] float32, by the frozen reference (zeros when the KL term is off)
     sampler_logprobs: np.ndarray  # [B, S] float32, as recorded while sampling
+    values: np.ndarray  # [B, S] float32, by the critic before its first update of the batch (zeros without one)
+    returns: np.ndarray  # [B, S] float32, what the critic is to learn
 
 
 @dataclass(frozen=True)
@@ -151,3 +153,5 @@ class Packed:
     old_logprobs: np.ndarray  # [B, W] float32
     ref_logprobs: np.ndarray  # [B, W] float32
     sampler_logprobs: np.ndarray  # [B, W] float32
+    values: np.ndarray  # [B, W] float32
+    returns: np.ndarray  # [B, W] float32

@@ -19,8 +19,8 @@ from psearch_jax.rl.batch import mini_batches
 from psearch_jax.rollout.boundary import build_tables
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.sharding import STORAGE, make_mesh, param_shardings
+from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import init_state, make_optimizer
-from psearch_jax.train.step import Learner
 from psearch_jax.types import TrainBatch
 
 B, S, V = 8, 48, 416
@@ -150,8 +150,8 @@ def main(sizes: str, out: str) -> None:
     mask = rolled.mask.astype(np.float32)
     advantage = mask * np.linspace(-1, 1, B, dtype=np.float32)[:, None]
     zeros = np.zeros_like(mask)
-    batch = TrainBatch(rolled.ids, rolled.length, mask, advantage, zeros, zeros, rolled.logprobs)
-    old = learner.logprobs(state.params, batch)
+    batch = TrainBatch(rolled.ids, rolled.length, mask, advantage, zeros, zeros, rolled.logprobs, zeros, zeros)
+    old = learner.score(state.params, batch)
     batch = TrainBatch(**{**vars(batch), "old_logprobs": old, "ref_logprobs": (old - 0.2).astype(np.float32)})
     (piece,) = mini_batches(batch, B)
     result = {name: getattr(rolled, name) for name in ("ids", "mask", "length", "status", "logprobs")}

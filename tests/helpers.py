@@ -21,8 +21,8 @@ from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler import Sampler, SamplerState
 from psearch_jax.sharding import make_mesh
 from psearch_jax.text.tokenizer import Tokenizer
+from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import make_optimizer
-from psearch_jax.train.step import Learner
 from psearch_jax.types import Question
 from retrieval.protocol import Passage
 from retrieval.service import RetrievalService

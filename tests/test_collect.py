@@ -207,7 +207,7 @@ def test_a_row_that_is_not_finite_is_counted_and_not_learned_from(tiny_tokenizer
     learner, optimizer = make_learner(tiny_tokenizer, CONFIG, rollout.context_tokens, micro_batch_rows=8)
     batch = make_batch(ts, np.linspace(-1, 1, 8), rollout.context_tokens)
     assert batch.length.tolist()[1:4] == [1, 1, 1] and not batch.mask[1:4].any()
-    old = learner.logprobs(broken, batch)
+    old = learner.score(broken, batch)
     assert np.isfinite(old).all()
     batch = dataclasses.replace(batch, old_logprobs=old, ref_logprobs=old)
     _, metrics = learner.update(init_state(broken, optimizer, one_device_mesh()), batch)
@@ -329,7 +329,7 @@ def test_logprobs_of_multi_turn_trajectories_are_the_trainers(tiny_tokenizer, sa
     assert sum(len(t.executed) for t in ts) >= 15
     learner, _ = make_learner(tiny_tokenizer, CONFIG, 256)
     batch = make_batch(ts, np.ones(len(ts), np.float32), 256)
-    trainer = learner.logprobs(params, batch)
+    trainer = learner.score(params, batch)
     for i, t in enumerate(ts):
         assert np.abs(trainer[i, : len(t.ids)] - t.logprobs)[t.mask].max() <= 1e-4
         np.testing.assert_array_equal(batch.sampler_logprobs[i, : len(t.ids)], t.logprobs)

@@ -13,8 +13,8 @@ from psearch_jax.config import LearningSection, Lora
 from psearch_jax.models import int8, lora, qwen2
 from psearch_jax.models.attention import Keys, behind, decode
 from psearch_jax.models.kv_cache import KVCache
+from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import make_optimizer
-from psearch_jax.train.step import Learner
 
 CONFIG = tiny_config(tied=False)
 

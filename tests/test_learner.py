@@ -19,8 +19,8 @@ from psearch_jax.config import LearningSection
 from psearch_jax.models import qwen2
 from psearch_jax.rl.batch import make_batch, micro_batches, mini_batches, padding, take_rows
 from psearch_jax.rl.losses import policy_loss
+from psearch_jax.train.learner import Learner, token_logprobs
 from psearch_jax.train.state import init_state, learning_rate, make_optimizer, with_warmup
-from psearch_jax.train.step import Learner, token_logprobs
 from psearch_jax.types import Packed, TrainBatch, Trajectory
 
 CONFIG = tiny_config()
@@ -55,12 +55,13 @@ def some_batch(rows: int = ROWS, seed: int = 0, positions: int = S) -> TrainBatc
     ids = np.where(real, rng.integers(0, 390, size), 0).astype(np.int32)
     old, ref, sampler = (np.where(real, -6 + rng.normal(size=size), 0).astype(np.float32) for _ in range(3))
     advantage = (rng.normal(size=(rows, 1)) * mask).astype(np.float32)
-    return TrainBatch(ids, length, mask, advantage, old, ref, sampler)
+    values, returns = (np.where(mask > 0, rng.normal(size=size), 0).astype(np.float32) for _ in range(2))
+    return TrainBatch(ids, length, mask, advantage, old, ref, sampler, values, returns)
 
 
 def on_policy(learner, params, batch: TrainBatch) -> TrainBatch:
     """The batch with old log-probs near the policy's own, so that no ratio is far outside the clip."""
-    old = learner.logprobs(params, batch) + 0.05 * np.sign(batch.old_logprobs + 6)
+    old = learner.score(params, batch) + 0.05 * np.sign(batch.old_logprobs + 6)
     return TrainBatch(**{**vars(batch), "old_logprobs": old.astype(np.float32), "ref_logprobs": old - 0.1})
 
 
@@ -79,10 +80,10 @@ def test_logprobs_of_padded_rows_are_those_of_each_row_alone(tiny_tokenizer, par
     """Padding, odd row counts and micro-batches must not move a log-prob to another id."""
     learner, _ = make_learner(tiny_tokenizer, CONFIG, S, temperature=0.7, micro_batch_rows=3)
     batch = some_batch()
-    got = learner.logprobs(params, batch)
+    got = learner.score(params, batch)
     assert got.shape == (ROWS, S) and not got[batch.mask == 0].any()
     batch = replace(batch, mask=(np.arange(S) < batch.length[:, None]) * (np.arange(S) > 0).astype(np.float32))
-    got = learner.logprobs(params, batch)
+    got = learner.score(params, batch)
     model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), params)
     for row, n in ((0, batch.length[0]), (3, batch.length[3])):
         logits = np.asarray(model.logits(model.hidden(batch.ids[row : row + 1, :n])[0], 0.7, tiny_tokenizer.size))[0]
@@ -100,9 +101,9 @@ def test_neither_micro_batches_nor_shared_rows_change_anything(tiny_tokenizer, p
         learner, _ = make_learner(tiny_tokenizer, CONFIG, 48, **changes)
         learner._widths = widths
         batch = batch if found else on_policy(learner, params, batch)
-        found.append((learner.gradients(params, batch), learner.logprobs(params, batch)))
+        found.append((learner.gradients(params, batch), learner.score(params, batch)))
     learner._together = False
-    found.append((learner.gradients(params, batch), learner.logprobs(params, batch)))
+    found.append((learner.gradients(params, batch), learner.score(params, batch)))
     assert [padding(micro_batches(batch, 2, (48,), x)) < 0.25 for x in (True, False)] == [True, False]
     for gradients, logprobs in found[1:]:
         assert worst(gradients, found[0][0]) < 2e-6
@@ -163,9 +164,9 @@ def test_copies_outlive_the_update(params, learner, fresh_state):
 def test_an_update_raises_what_was_good(params, learner, fresh_state):
     """A sign error trains the policy away from its rewards."""
     batch = on_policy(learner, params, some_batch())
-    before = learner.logprobs(params, batch)
+    before = learner.score(params, batch)
     state, _ = learner.update(fresh_state, batch)
-    moved = learner.logprobs(state.params, batch) - before
+    moved = learner.score(state.params, batch) - before
     assert np.sum(moved * batch.advantage) > 0.1
 
 
@@ -269,7 +270,7 @@ def test_packing_pays():
     rng = np.random.default_rng(0)
     length = np.clip(rng.lognormal(7.3, 0.6, 320), 300, 6196).astype(np.int32)
     nothing = np.zeros((320, 6196), np.float32)
-    batch = TrainBatch(nothing.astype(np.int32), length, *[nothing] * 5)
+    batch = TrainBatch(nothing.astype(np.int32), length, *[nothing] * 7)
     alone, shared = (padding(micro_batches(batch, 16, buckets(6196), together)) for together in (False, True))
     assert alone > 0.3 and shared < 0.05
     equal = take_rows(replace(batch, length=np.full_like(length, 3000)), np.arange(64))
@@ -290,14 +291,14 @@ def test_an_update_that_finds_its_old_logprobs_itself(tiny_tokenizer, params, le
         on_policy=True,
     )
     batch = on_policy(learner, params, some_batch())
-    given = replace(batch, old_logprobs=learner.logprobs(params, batch))
+    given = replace(batch, old_logprobs=learner.score(params, batch))
     assert worst(own.gradients(params, batch), learner.gradients(params, given)) < 2e-6
     states = (init_state(params, learner._optimizer, one_device_mesh()) for _ in range(2))
     (_, ours), (_, wanted) = (f.update(s, b) for f, s, b in zip((own, learner), states, (batch, given), strict=True))
     assert wanted["logp_gap"] > 0.1 and ours["ratio"] == pytest.approx(1, abs=1e-6)
     assert ours == pytest.approx(wanted, rel=1e-4, abs=1e-6)
     own.warm_up(params)
-    assert not own.needs_old and learner.needs_old and own.compilations()["logprobs"] == 0
+    assert not own.needs_score and learner.needs_score and own.compilations()["logprobs"] == 0
 
 
 def test_shared_rows_in_sixteen_bits(tiny_tokenizer, params):
@@ -311,7 +312,7 @@ def test_shared_rows_in_sixteen_bits(tiny_tokenizer, params):
     found = []
     for together in (True, False):
         learner._together = together
-        found.append(jax.device_get((learner.gradients(params, batch), learner.logprobs(params, batch))))
+        found.append(jax.device_get((learner.gradients(params, batch), learner.score(params, batch))))
     (packed, logprobs), (alone, wanted) = found
     pairs = zip(jax.tree.leaves(packed), jax.tree.leaves(alone), strict=True)
     far = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs]

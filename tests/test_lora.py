@@ -18,7 +18,8 @@ from psearch_jax import build
 from psearch_jax.config import Lora
 from psearch_jax.models import hf, lora, qwen2
 from psearch_jax.sharding import AXES, STORAGE, param_shardings
-from psearch_jax.train import checkpoint, trainer
+from psearch_jax.train import checkpoint
+from psearch_jax.train.step import train_step
 from psearch_jax.types import UserError
 
 CONFIG = tiny_config(tied=False)
@@ -121,7 +122,7 @@ def test_only_adapters_are_trained(tiny_policy):
     start = jax.tree.map(np.asarray, parts.state.params)
     first = {}
     for step in range(2):
-        parts.state, metrics, *_ = trainer.train_step(parts, next(parts.loader), step)
+        parts.state, metrics, *_ = train_step(parts, next(parts.loader), step)
         first = first or metrics
     assert first["kl"] == pytest.approx(0, abs=1e-6) and metrics["gradient_norm"] > 0
     base, moved = lora.apart(jax.tree.map(np.asarray, parts.learner.sampling_copy(parts.state.params)))

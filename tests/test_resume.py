@@ -21,6 +21,7 @@ from psearch_jax import build
 from psearch_jax.config import from_mapping, to_mapping
 from psearch_jax.train import checkpoint, preemption, settings, trainer
 from psearch_jax.train.state import updates_per_step, warmup_updates, with_warmup
+from psearch_jax.train.step import train_step
 from psearch_jax.types import RewardParts, UserError
 
 FIELDS = {
@@ -231,7 +232,7 @@ def test_a_step_is_given_up_between_any_two_micro_batches(parts, n, copied):
     run.stop, run.keeps_copy = AtLook(n), copied
     before = jax.tree.map(np.array, run.state)
     with run.stop.heard(), pytest.raises(preemption.Interrupted):
-        trainer.train_step(run, next(run.loader), 0)
+        train_step(run, next(run.loader), 0)
     assert run.stop.left == 0, "given up at once"
     if copied or n <= 10:
         assert equal(run.state, before)

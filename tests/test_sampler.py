@@ -166,9 +166,9 @@ def test_sampled_logprobs_are_the_trainers(tiny_tokenizer, sampler, params, temp
     state = rollout(sampler, params, rows, KEYS, ragged_chunks(), temperature)
     assert state.mask.sum() > 60 and np.all(state.mask.sum(1)[[0, 1, 2, 4]] > 10)
     zeros = np.zeros((B, S), np.float32)
-    batch = TrainBatch(state.ids, state.length, state.mask.astype(np.float32), zeros, zeros, zeros, state.logprobs)
+    batch = TrainBatch(state.ids, state.length, state.mask.astype(np.float32), zeros, zeros, zeros, state.logprobs, zeros, zeros)
     learner, _ = make_learner(tiny_tokenizer, CONFIG, S, temperature=temperature)
-    trainer = learner.logprobs(params, batch)
+    trainer = learner.score(params, batch)
     gap = np.abs(trainer - state.logprobs)[state.mask]
     assert gap.max() <= 1e-4
     assert np.all(state.logprobs[~state.mask] == 0)

@@ -22,8 +22,8 @@ from psearch_jax.models import hf, lora, qwen2
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.train import checkpoint, trainer
+from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import init_state, make_optimizer
-from psearch_jax.train.step import Learner
 from psearch_jax.types import KINDS, RewardParts, TrainBatch, Trajectory
 
 BRIEF = {
@@ -157,8 +157,8 @@ def test_adapters_sample_from_the_policy_they_train(tiny_tokenizer):
         mask = rolled.mask.astype(np.float32)
         advantage = mask * rng.normal(size=(rows, 1)).astype(np.float32)
         zeros = np.zeros_like(mask)
-        batch = TrainBatch(rolled.ids, rolled.length, mask, advantage, zeros, zeros, rolled.logprobs)
-        old = learner.logprobs(state.params, batch)
+        batch = TrainBatch(rolled.ids, rolled.length, mask, advantage, zeros, zeros, rolled.logprobs, zeros, zeros)
+        old = learner.score(state.params, batch)
         gaps.append(float(np.abs(old - rolled.logprobs)[rolled.mask].mean()))
         state, metrics = learner.update(state, replace(batch, old_logprobs=old, ref_logprobs=old))
         moved, wanted = by_sampler() - first[0], as_array(*trained(state.params)) - first[1]

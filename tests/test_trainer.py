@@ -18,6 +18,7 @@ from runs import command, final_params, metrics_without_clocks, run, small_confi
 from psearch_jax import build
 from psearch_jax.models import hf, qwen2
 from psearch_jax.train import checkpoint, trainer
+from psearch_jax.train.step import train_step
 from psearch_jax.types import UserError
 
 
@@ -64,10 +65,10 @@ def test_no_step_after_the_first_compiles(tiny_policy):
     sampling = parts.learner.sampling_copy(parts.state.params)
     parts.collector.warm_up(sampling)
     parts.learner.warm_up(parts.state.params, parts.reference)
-    parts.state, *_ = trainer.train_step(parts, next(parts.loader), 0)
+    parts.state, *_ = train_step(parts, next(parts.loader), 0)
     once = {**parts.collector.sampler.compilations(), **parts.learner.compilations()}
     for step in range(1, 4):
-        parts.state, *_ = trainer.train_step(parts, next(parts.loader), step)
+        parts.state, *_ = train_step(parts, next(parts.loader), step)
     assert {**parts.collector.sampler.compilations(), **parts.learner.compilations()} == once
 
 

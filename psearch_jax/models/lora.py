@@ -60,6 +60,18 @@ def init_adapters(config: Qwen2Config, lora: Lora, seed: int) -> nnx.State:
     return _in_model(Adapters(config, lora.rank, nnx.Rngs(params=seed)))
 
 
+def abstract_trained(weights: nnx.State, config: Qwen2Config, lora: Lora | None) -> nnx.State:
+    """What of a model is trained, as ShapeDtypeStructs: all weights, or the adapters and a value head."""
+    if lora is None:
+        return weights
+    return beside(abstract_adapters(config, lora), value_head(weights))
+
+
+def value_head(weights: nnx.State) -> nnx.State:
+    """The value head alone; nothing, where the model has none."""
+    return nnx.from_flat_state([item for item in nnx.to_flat_state(weights) if item[0] == ("value_head",)])
+
+
 def _in_model(adapters: Adapters) -> nnx.State:
     flat = nnx.to_flat_state(nnx.state(adapters, nnx.LoRAParam))
     return nnx.from_flat_state({("adapters", *path): variable for path, variable in flat})

@@ -80,7 +80,7 @@ class Layers(nnx.Module):
 
 
 class Qwen2(nnx.Module):
-    """The decoder. `hidden` runs the trunk; `logits` and `logprobs` apply the lm head.
+    """The decoder. `hidden` runs the trunk; `logits` and `logprobs` apply the lm head, `values` the value head.
 
     Args:
       config: the shape.
@@ -92,6 +92,7 @@ class Qwen2(nnx.Module):
       shard_residual: between layers, the positions are split over `tensor`; what remat stores shrinks by that factor.
       lora: adapters beside every kernel of the layers.
       int8: the kernels of the layers are whole numbers, with scales beside them (models/int8.py).
+      values: it has a value head [D, 1] in place of the lm head, which starts at 0.
     """
 
     def __init__(
@@ -104,13 +105,16 @@ class Qwen2(nnx.Module):
         shard_residual: bool = False,
         lora: Lora | None = None,
         int8: bool = False,
+        values: bool = False,
     ):
         self.config, self.dtype, self.remat, self.attention = config, jnp.dtype(dtype), remat, attention
         self.shard_residual, self.lora_scale = shard_residual, lora.scale if lora else 0.0
         self.embedding = _normal(rngs, (config.vocab_rows, config.width), ("vocab", "embed"))
         self.layers = Layers(config, rngs)
         self.final_norm = _ones((config.width,), (None,))
-        self.lm_head = None if config.tied else _normal(rngs, (config.width, config.vocab_rows), ("embed", "vocab"))
+        headless = config.tied or values
+        self.lm_head = None if headless else _normal(rngs, (config.width, config.vocab_rows), ("embed", "vocab"))
+        self.value_head = _zeros((config.width, 1), ("embed", None)) if values else None
         self.adapters = Adapters(config, lora.rank, rngs) if lora else None
         self.scales = Scales(config) if int8 else None
 
@@ -211,6 +215,11 @@ class Qwen2(nnx.Module):
         """`logits` by columns of the head, the first of which is id `first`."""
         out = jnp.matmul(hidden, head.astype(self.dtype), preferred_element_type=jnp.float32) / temperature
         return jnp.where(first + jnp.arange(out.shape[-1]) < n_ids, out, NEG_INF)
+
+    @_precise
+    def values(self, hidden: jax.Array) -> jax.Array:
+        """[..., D] -> [...] float32, by a model with a value head."""
+        return jnp.matmul(hidden.astype(jnp.float32), self.value_head[...])[..., 0]
 
     @_precise
     def logprobs(
@@ -408,9 +417,9 @@ def _ones(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
     return nnx.Param(jnp.ones(shape, jnp.float32), axes=axes)
 
 
-def abstract_params(config: Qwen2Config) -> tuple[nnx.GraphDef, nnx.State]:
-    """Graph definition and parameters as ShapeDtypeStructs: any size, no memory."""
-    return nnx.split(nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(params=0))), nnx.Param)
+def abstract_params(config: Qwen2Config, values: bool = False) -> tuple[nnx.GraphDef, nnx.State]:
+    """Graph definition and parameters as ShapeDtypeStructs: any size, no memory. With `values` of a critic."""
+    return nnx.split(nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(params=0), values=values)), nnx.Param)
 
 
 def graphdef(
@@ -421,14 +430,15 @@ def graphdef(
     shard_residual: bool = False,
     lora: Lora | None = None,
     int8: bool = False,
+    values: bool = False,
 ) -> nnx.GraphDef:
     """The static half of a model; `nnx.merge(graphdef, params)` is the live one.
 
-    With `lora` it takes adapters too, with `int8` scales.
+    With `lora` it takes adapters too, with `int8` scales, with `values` a value head in place of the lm head.
     """
 
     def made() -> Qwen2:
-        return Qwen2(config, nnx.Rngs(params=0), dtype, remat, attention, shard_residual, lora, int8)
+        return Qwen2(config, nnx.Rngs(params=0), dtype, remat, attention, shard_residual, lora, int8, values)
 
     return nnx.split(nnx.eval_shape(made), nnx.Param)[0]
 

@@ -37,7 +37,8 @@ def make_batch(
         if train_unfinished or t.status == "answered":
             mask[i, :s] = t.mask
     zeros = np.zeros((n, width), np.float32)
-    return TrainBatch(ids, length, mask, mask * advantages[:, None].astype(np.float32), zeros, zeros, logprobs)
+    spread = mask * advantages[:, None].astype(np.float32)
+    return TrainBatch(ids, length, mask, spread, zeros, zeros, logprobs, values=zeros, returns=zeros)
 
 
 def mini_batches(batch: TrainBatch, rollouts: int) -> list[TrainBatch]:
@@ -147,7 +148,7 @@ def _shrunk(taken: list[int], n: Sequence[int], widths: Sequence[int], rows: int
 
 
 def _packed(batch: TrainBatch, places: Sequence[Place], rows: int, width: int) -> Packed:
-    moved = ("ids", "mask", "advantage", "old_logprobs", "ref_logprobs", "sampler_logprobs")
+    moved = [name for name in TrainBatch.__dataclass_fields__ if name != "length"]
     out = {name: np.zeros((rows, width), getattr(batch, name).dtype) for name in moved}
     segments, positions = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.int32)
     for i, row, start in places:

@@ -1,4 +1,4 @@
-"""The policy loss of GRPO as sums and counts; the caller divides once, after micro-batches and devices."""
+"""The losses of policy and critic as sums and counts; the caller divides once, after micro-batches and devices."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from psearch_jax.config import LearningSection
 from psearch_jax.metrics import Ratio
 
 METRICS = ("loss", "kl", "entropy", "clip_fraction", "ratio", "logp_gap")
+VALUE_METRICS = ("loss", "value", "clip_fraction")
 MAX_LOG_RATIO = 20.0  # exp(20) is finite in float32; a diverged ratio must not turn the update into NaN
 
 
@@ -37,7 +38,8 @@ def policy_loss(
     With `ratio=sequence` every id has the ratio of its trajectory, exp of the mean of its log-ratios; with
     `sequence_mean` that is GSPO (arXiv 2507.18071 eq. 5). `dual_clip` bounds what a bad action that became much
     likelier adds, at `dual_clip` times its advantage (arXiv 1912.09729 eq. 5). `importance_cap` weighs each id by the
-    truncated ratio of old policy to sampler.
+    truncated ratio of old policy to sampler. With `kl_in=reward` the KL is in the advantages and not here;
+    `entropy_coefficient` times the entropy is subtracted (arXiv 1707.06347 eq. 9).
 
     Arrays are [B, S] and speak about the id at the same position, float32 but for `segments`; where `mask` is 0
     nothing counts. `segments` is int32, the number of an id's trajectory among those of its row, from 1 without a gap;
@@ -63,7 +65,8 @@ def policy_loss(
         gap = jnp.clip(jnp.where(counts, old - sampler, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
         surrogate = surrogate * jax.lax.stop_gradient(jnp.minimum(jnp.exp(gap), learning.importance_cap))
     kl = jnp.where(counts, k3(logp, ref), 0.0)
-    per_token = (-surrogate + learning.kl_coefficient * kl) * mask
+    price = learning.kl_coefficient if learning.kl_in == "loss" else 0.0
+    per_token = (-surrogate + price * kl - learning.entropy_coefficient * entropy) * mask
     tokens = jnp.sum(mask)
     if learning.aggregation == "token_mean":
         loss = Ratio(jnp.sum(per_token), tokens)
@@ -85,6 +88,22 @@ def policy_loss(
         "logp_gap": Ratio(jnp.sum(gap), tokens),
     }
     return loss, metrics
+
+
+def value_loss(
+    values: jax.Array, old: jax.Array, returns: jax.Array, mask: jax.Array, clip: float
+) -> tuple[Ratio, dict[str, Ratio]]:
+    """Half the squared error of the critic, the larger of a value's and that of the value kept within `clip` of `old`.
+
+    So a value earns nothing by moving further than that in one step (as PPO's reference code has it; 0: no clip).
+    Arrays are [B, S] float32 and speak about the id at the same position; all sampled ids weigh the same.
+    """
+    near = jnp.clip(values, old - clip, old + clip) if clip else values
+    plain, clipped = (values - returns) ** 2, (near - returns) ** 2
+    tokens = jnp.sum(mask)
+    loss = Ratio(0.5 * jnp.sum(jnp.maximum(plain, clipped) * mask), tokens)
+    cut = jnp.sum((clipped > plain) * mask)
+    return loss, {"loss": loss, "value": Ratio(jnp.sum(values * mask), tokens), "clip_fraction": Ratio(cut, tokens)}
 
 
 def _by_trajectory(x: jax.Array, segments: jax.Array) -> jax.Array:

@@ -189,7 +189,7 @@ def check_room(directory: Path, tree: Any) -> None:
 
 
 def _rest(state: TrainState) -> tuple[Any, ...]:
-    return state.optimizer, state.updates, state.bad_in_a_row
+    return state.optimizer, state.updates, state.bad_in_a_row, state.critic
 
 
 def _by_position(tree: Any) -> dict[str, Any]:

@@ -44,7 +44,8 @@ def rollout_metrics(
     out["valid_format"] = mean(t.well_formed for t in trajectories)
     for status in END_STATUSES:
         out[f"status/{status}"] = mean(t.status == status for t in trajectories)
-    out["groups_without_signal"] = mean(~carry_signal(advantages, samples))
+    if samples > 1:
+        out["groups_without_signal"] = mean(~carry_signal(advantages, samples))
     out["ids_per_trajectory"] = mean(len(t.ids) for t in trajectories)
     correct = [i for i in range(n) if right[i] and trajectories[i].mask.any()]
     out["logprob_of_correct"] = mean(trajectories[i].logprobs[trajectories[i].mask].mean() for i in correct)

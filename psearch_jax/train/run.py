@@ -15,9 +15,10 @@ from psearch_jax.config import Config
 from psearch_jax.data.loader import QuestionLoader
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.train import settings
+from psearch_jax.train.critic import Critic
+from psearch_jax.train.learner import Learner
 from psearch_jax.train.preemption import StopRequest
 from psearch_jax.train.state import TrainState
-from psearch_jax.train.step import Learner
 from psearch_jax.types import Question, RewardParts, Trajectory
 
 
@@ -37,6 +38,7 @@ class Run:
     tokenizer_path: str
     given: Config  # as the user has it: what config.json records
     reference: nnx.State | None = None  # None when the KL coefficient is 0
+    critic: Critic | None = None  # of PPO
     lora: dict[str, Any] | None = None  # what a checkpoint of adapters says about the weights beside them
     settings: settings.Record = field(default_factory=dict)  # what decides the run's numbers
     wall_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))

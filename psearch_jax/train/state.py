@@ -22,6 +22,7 @@ class TrainState:
     optimizer: Any  # optax state, sharded as the parameters
     updates: jax.Array  # [] int32, optimizer steps taken
     bad_in_a_row: jax.Array  # [] int32, updates skipped in a row because something was not finite
+    critic: TrainState | None = None  # of PPO, the same four of the critic
 
 
 def updates_per_step(config: Config) -> int:
@@ -94,7 +95,8 @@ def state_shardings(abstract: TrainState, mesh: Mesh) -> TrainState:
     """Storage sharding of every array of the state; optimizer moments lie where their parameter lies."""
     params = param_shardings(abstract.params, STORAGE, mesh)
     optimizer = _like_params(abstract.optimizer, abstract.params, params, mesh)
-    return TrainState(params, optimizer, replicated(mesh), replicated(mesh))
+    critic = state_shardings(abstract.critic, mesh) if abstract.critic else None
+    return TrainState(params, optimizer, replicated(mesh), replicated(mesh), critic)
 
 
 def _like_params(optimizer: Any, params: nnx.State, shardings: nnx.State, mesh: Mesh) -> Any:

@@ -1,330 +1,129 @@
-"""The only place where a model meets a loss: `logprobs` and `update`.
-
-A mini-batch is laid into micro-batches of packed rows (rl/batch.py); `accumulate` adds the gradient sums of one of
-them and is compiled once per width, `apply` divides once and takes the optimizer step.
-"""
+"""One step of learning: rollouts, rewards, advantages, log-probs, one optimizer step per mini-batch."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
-from jax.sharding import Mesh
 
-from psearch_jax.buckets import buckets, row_widths
-from psearch_jax.config import LearningSection, Lora, Qwen2Config, Remat
-from psearch_jax.metrics import Ratio
-from psearch_jax.models import int8, qwen2
-from psearch_jax.models import lora as adapters
-from psearch_jax.models.attention import implementation_for, takes_segments
-from psearch_jax.rl.batch import Place, micro_batches, padding
-from psearch_jax.rl.losses import METRICS, policy_loss
-from psearch_jax.sharding import (
-    STORAGE,
-    constrain,
-    param_shardings,
-    placed,
-    replicated,
-    rows_sharding,
-    sampled_in_place,
-    sampling_cast,
-)
-from psearch_jax.train.state import TrainState, abstract_state, learning_rate, state_shardings
-from psearch_jax.types import Packed, TrainBatch
+from psearch_jax.metrics import mean
+from psearch_jax.rl import gae
+from psearch_jax.rl.batch import make_batch, mini_batches
+from psearch_jax.train.figures import rollout_metrics, update_peak_share
+from psearch_jax.train.preemption import HostCopy, Interrupted
+from psearch_jax.train.rollouts import draw, learned_rows
+from psearch_jax.train.run import Run
+from psearch_jax.train.state import TrainState
+from psearch_jax.types import Question, RewardParts, TrainBatch, Trajectory
 
-jax.tree_util.register_dataclass(Packed)  # here, because types.py needs no jax
-_COUNTED = ("logprobs", "reference_logprobs", "accumulate", "apply")
-Sums = tuple[nnx.State, Ratio, dict[str, Ratio]]  # of gradients, loss and metrics, not divided yet
+CRITIC = "critic/"  # in front of the critic's metrics
 
 
-def _go_on() -> None:
-    """Nobody asks to stop."""
-
-
-def token_logprobs(model: qwen2.Qwen2, piece: Packed, temperature: float, n_ids: int) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of every id that counts, given those before it in its trajectory, and the entropy there.
-
-    Returns:
-      ([B, W], [B, W]) float32; 0 where the mask is.
-    """
-    ids, segments = constrain(piece.ids, "rows", None), constrain(piece.segments, "rows", None)
-    hidden, _ = model.hidden(ids, positions=piece.positions, segments=segments)
-    wanted = constrain(piece.mask, "rows", None) > 0
-    found = model.logprobs(hidden[:, :-1], ids[:, 1:], temperature, n_ids, wanted[:, 1:])
-    chosen, entropy = (jnp.pad(x, ((0, 0), (1, 0))) for x in found)
-    return chosen, entropy
-
-
-def _live(graph: nnx.GraphDef, params: nnx.State, base: nnx.State | None) -> qwen2.Qwen2:
-    return nnx.merge(graph, params) if base is None else nnx.merge(graph, base, params)
-
-
-class Learner:
-    """Device programs of learning.
+def train_step(
+    run: Run, questions: Sequence[Question], step: int
+) -> tuple[TrainState, dict[str, float], list[Trajectory], list[RewardParts]]:
+    """One step of GRPO or PPO.
 
     Args:
-      model: the shape.
-      learning: loss and batch settings.
-      optimizer: an optax transformation.
-      mesh: of parameters and rows.
-      context_tokens: S, the longest row.
-      temperature, n_ids: of the sampler, so that all log-probs speak of one distribution.
-      dtype: of the computation.
-      sampling_dtype: of the sampling copy and the reference.
-      lora: only adapters are trained: `params` below are theirs, and `base` holds the weights beside them.
-      widths: how many there are for rows to be padded to.
-      on_policy: every update starts from the policy that is the old one, so its own forward pass gives the old
-        log-probs; those of the batch are not looked at.
-      int8_sampling: the kernels of the sampling copy are in int8.
-      pack: trajectories share rows, where attention can tell them apart.
+      questions: this process's.
 
-    Attributes:
-      needs_old: whether the old log-probs must be put into a batch (`logprobs`).
-      base: with `lora`, the frozen weights in the sampling dtype, sharded as stored; whoever loads them sets it.
+    Returns:
+      State, metrics, trajectories and rewards of all processes, the same in each.
     """
+    config = run.config
+    times: dict[str, float] = {}
+    drawn = draw(run, questions, step, times)
+    with run.phase("reward", times):
+        rows = learned_rows(drawn.advantages, config.rollout.samples, config.train.prompts)
+        learned = [drawn.trajectories[i] for i in rows]
+        train_all = config.rollout.unfinished != "mask"
+        batch = make_batch(learned, drawn.advantages[rows], config.rollout.context_tokens, train_all)
+    with run.phase("logprobs", times):
+        batch, metrics = _scored(run, batch, np.asarray(drawn.totals)[rows])
+    with run.phase("update", times):
+        state, updates = _update(run, mini_batches(batch, config.learning.mini_batch_rollouts), step)
+    sampled = sum(int(t.mask.sum()) for t in drawn.trajectories)
+    metrics = _over_updates(updates) | metrics
+    metrics |= rollout_metrics(drawn.trajectories, drawn.rewards, drawn.advantages, config.rollout.samples)
+    metrics |= {"reward": mean(drawn.totals), "draws": drawn.draws}
+    metrics |= {f"{name}_s": value for name, value in times.items()}
+    metrics |= drawn.usage.metrics()
+    metrics["sampled_tokens_per_s"] = sampled / times["rollout"]
+    metrics["trained_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
+    share = update_peak_share(config, run.model, batch, times["update"])
+    metrics |= {"update_peak_share": share} if share else {}
+    return state, metrics, drawn.trajectories, drawn.rewards
 
-    base: nnx.State | None = None
 
-    def __init__(
-        self,
-        model: Qwen2Config,
-        learning: LearningSection,
-        optimizer: optax.GradientTransformation,
-        mesh: Mesh,
-        context_tokens: int,
-        temperature: float,
-        n_ids: int,
-        dtype: Any = jnp.float32,
-        sampling_dtype: Any = jnp.float32,
-        remat: Remat = "full",
-        shard_residual: bool = False,
-        lora: Lora | None = None,
-        widths: int = 4,
-        on_policy: bool = False,
-        int8_sampling: bool = False,
-        pack: bool = True,
-    ):
-        form = implementation_for(mesh, dtype)
-        self._plain = qwen2.graphdef(model, dtype, remat, form, shard_residual)
-        self._graph = qwen2.graphdef(model, dtype, remat, form, shard_residual, lora)
-        self._together = pack and takes_segments(form)
-        self._learning, self._optimizer, self._mesh = learning, optimizer, mesh
-        self._on_policy = on_policy
-        self.needs_old = learning.old_logprobs == "trainer" and not on_policy
-        self._temperature, self._n_ids = temperature, n_ids
-        self._context = context_tokens
-        self._widths = (row_widths if self._together else buckets)(context_tokens, widths)
-        _, weights = qwen2.abstract_params(model)
-        trained = adapters.abstract_adapters(model, lora) if lora else weights
-        self._abstract = abstract_state(trained, optimizer)
-        low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, sampling_dtype), weights)
-        self._frozen = placed(low, param_shardings(weights, STORAGE, mesh)) if lora else None
-        self._places = state_shardings(self._abstract, mesh)
-        sums_places = (self._places.params, replicated(mesh), replicated(mesh))
-        self._logprobs = jax.jit(
-            functools.partial(self._logprobs_program, self._graph), out_shardings=replicated(mesh)
-        )
-        self._reference_logprobs = jax.jit(
-            functools.partial(self._logprobs_program, self._plain), out_shardings=replicated(mesh)
-        )
-        self._zero = jax.jit(self._zero_program, out_shardings=sums_places)
-        self._accumulate = jax.jit(self._accumulate_program, donate_argnames="sums", out_shardings=sums_places)
-        self._apply = jax.jit(
-            self._apply_program, donate_argnames="state", out_shardings=(self._places, replicated(mesh))
-        )
-        self._names = [".".join(path) for path, _ in nnx.to_flat_state(trained)]
-        # The base is never donated: where it lies as the sampler reads it, sampling needs no second one.
-        self._base_in_place = lora is not None and not int8_sampling and sampled_in_place(weights, mesh)
-        moved = adapters.beside(weights, trained) if lora and not self._base_in_place else trained
-        self._cast = sampling_cast(moved, sampling_dtype, mesh, int8.with_kernels if int8_sampling else None)
-        self._reference = jax.jit(functools.partial(jax.tree.map, lambda x: x.astype(sampling_dtype)))
+def bad_in_a_row(metrics: Mapping[str, float]) -> int:
+    """How many updates in a row were not finite, of the policy or of the critic."""
+    return int(max(metrics.get(f"{who}bad_in_a_row", 0) for who in ("", CRITIC)))
 
-    def sampling_copy(self, params: nnx.State) -> nnx.State:
-        """The parameters as the sampler reads them: cast once, split over `tensor` only; adapters beside the base."""
-        if self.base is None or self._base_in_place:
-            copy = self._cast(params)
-            return copy if self.base is None else adapters.beside(self.base, copy)
-        return self._cast(adapters.beside(self.base, params))
 
-    def reference_copy(self, params: nnx.State) -> nnx.State:
-        """A frozen copy in the sampling dtype, sharded as stored; with adapters the base itself."""
-        return self._reference(params) if self.base is None else self.base
+def culprit(run: Run, metrics: Mapping[str, float]) -> str:
+    """The first parameter whose gradient was not finite in the updates that gave `metrics`."""
+    if run.critic is None or metrics.get("bad_in_a_row", 0) >= metrics[f"{CRITIC}bad_in_a_row"]:
+        return run.learner.culprit(metrics)
+    return CRITIC + run.critic.culprit({"bad_gradient": metrics[f"{CRITIC}bad_gradient"]})
 
-    def logprobs(self, params: nnx.State, batch: TrainBatch, look: Callable[[], None] = _go_on) -> np.ndarray:
-        """Log-prob of every id of a batch that counts by the trainer's computation; 0 elsewhere. [N, S] float32.
 
-        `look` is called before every micro-batch, with one or none under way, and may raise.
-        """
-        return self._score(lambda piece: self._logprobs(params, self.base, piece), batch, look)
+def _scored(run: Run, batch: TrainBatch, totals: np.ndarray) -> tuple[TrainBatch, dict[str, float]]:
+    """The batch with the log-probs that its loss reads, and with a critic its values, returns and advantages."""
+    learning, look = run.config.learning, run.stop.watch()
+    if run.learner.needs_score:
+        batch = replace(batch, old_logprobs=run.learner.score(run.state.params, batch, look))
+    if run.reference is not None:
+        batch = replace(batch, ref_logprobs=run.learner.reference_score(run.reference, batch, look))
+    if run.critic is None:
+        return batch, {}
+    values = run.critic.score(run.state.critic.params, batch, look)
+    old = batch.sampler_logprobs if learning.old_logprobs == "sampler" else batch.old_logprobs
+    price = learning.kl_coefficient if learning.kl_in == "reward" else 0.0
+    rewards = gae.token_rewards(totals, batch.mask, old, batch.ref_logprobs, price)
+    found, returns = gae.advantages(rewards, values, batch.mask, learning.gamma, learning.gae_lambda)
+    advantage = gae.whitened(found, batch.mask)
+    told = gae.explained_variance(values, returns, batch.mask)
+    return replace(batch, advantage=advantage, values=values, returns=returns), {f"{CRITIC}explained_variance": told}
 
-    def reference_logprobs(
-        self, reference: nnx.State, batch: TrainBatch, look: Callable[[], None] = _go_on
-    ) -> np.ndarray:
-        """The same by the reference, adapters off. [N, S] float32."""
-        return self._score(lambda piece: self._reference_logprobs(reference, None, piece), batch, look)
 
-    def _score(
-        self, program: Callable[[Packed], jax.Array], batch: TrainBatch, look: Callable[[], None]
-    ) -> np.ndarray:
-        out = np.zeros(batch.ids.shape, np.float32)
-        with jax.set_mesh(self._mesh):
-            pieces = self._pieces(batch)
-            found: list[jax.Array] = []
-            for _, piece in pieces:
-                jax.block_until_ready(found[-2:-1])  # the last one is under way meanwhile
-                look()
-                found.append(program(piece))
-        for (places, _), values in zip(pieces, jax.device_get(found), strict=True):
-            for i, row, start in places:
-                n = batch.length[i]
-                out[i, :n] = values[row, start : start + n]
-        return out
+def _update(run: Run, pieces: Sequence[TrainBatch], step: int) -> tuple[TrainState, list[dict[str, float]]]:
+    """One optimizer step per piece, of the critic first; the state and the metrics of each.
 
-    def _pieces(self, batch: TrainBatch) -> list[tuple[list[Place], Packed]]:
-        return micro_batches(batch, self._learning.micro_batch_rows, self._widths, self._together)
+    The first of them uses up the arrays of `run.state`. A request to stop is followed between any two micro-batches:
+    the state from before is then put back from host memory, or is gone where that had no room for it.
+    """
+    state, metrics, look = run.state, [], run.stop.watch()
+    copy = HostCopy(state) if run.keeps_copy and (len(pieces) > 1 or run.critic) else None
+    begun = False
+    try:
+        for piece in pieces:
+            values: dict[str, float] = {}
+            if run.critic is not None:
+                critic, found = run.critic.update(state.critic, piece, look)
+                state, begun = replace(state, critic=critic), True
+                values |= {CRITIC + name: value for name, value in found.items()}
+            if run.critic is None or step >= run.config.critic.alone_steps:
+                policy, found = run.learner.update(replace(state, critic=None), piece, look)
+                state, begun = replace(policy, critic=state.critic), True
+                values |= found
+            metrics.append(values)
+    except Interrupted:
+        if begun:
+            run.state = state = None  # first make room
+            run.state = copy.state() if copy else None
+        raise
+    return state, metrics
 
-    def update(
-        self, state: TrainState, batch: TrainBatch, look: Callable[[], None] = _go_on
-    ) -> tuple[TrainState, dict[str, float]]:
-        """One optimizer step on one mini-batch, in micro-batches of `micro_batch_rows`. Donates `state`.
 
-        The metrics hold `update_padding`, the share of all positions of the micro-batches without a real id.
-        `look` is called before every micro-batch, with none under way; when it raises, `state` is as it was. A loss or
-        gradient that is not finite leaves parameters and optimizer as they were; `skipped` is then 1.
-        """
-        pieces = self._pieces(batch)
-        sums = self._sums(state.params, pieces, look)
-        with jax.set_mesh(self._mesh):
-            state, metrics = self._apply(state, sums)
-        found = {k: float(v) for k, v in jax.device_get(metrics).items()}
-        return state, found | {"update_padding": padding(pieces)}
-
-    def gradients(self, params: nnx.State, batch: TrainBatch) -> nnx.State:
-        """The gradients that `update` would apply, before clipping."""
-        grads, loss, _ = self._sums(params, self._pieces(batch))
-        return jax.tree.map(lambda g: g / jnp.maximum(loss.count, 1.0), grads)
-
-    def culprit(self, metrics: Mapping[str, float]) -> str:
-        """The name of the first parameter whose gradient was not finite in the update that gave `metrics`."""
-        index = int(metrics["bad_gradient"])
-        return "no parameter" if index < 0 else self._names[index]
-
-    def warm_up(self, params: nnx.State, reference: nnx.State | None = None) -> None:
-        """Compiles every width of `logprobs` and `accumulate`, so that no later step stops to compile."""
-        for width in self._widths:
-            empty = np.zeros((self._learning.micro_batch_rows, width), np.float32)
-            piece = Packed(*[empty.astype(np.int32)] * 3, *[empty] * 5)
-            with jax.set_mesh(self._mesh):
-                jax.block_until_ready(self._accumulate(params, self.base, self._zero(params), piece))
-                if self.needs_old:
-                    jax.block_until_ready(self._logprobs(params, self.base, piece))
-                if reference is not None:
-                    jax.block_until_ready(self._reference_logprobs(reference, None, piece))
-
-    def compilations(self) -> dict[str, int]:
-        """How many shapes each program was compiled for."""
-        return {name: getattr(self, f"_{name}")._cache_size() for name in _COUNTED}
-
-    def traced(self) -> dict[str, dict[int, Callable[[], jax.stages.Traced]]]:
-        """Every program by its width (0: it has none), to be compiled where there are no devices (plan.py)."""
-        rows, mesh = self._learning.micro_batch_rows, self._mesh
-
-        def piece(width: int) -> Packed:
-            place = rows_sharding(mesh, 2)
-            ids, reals = (jax.ShapeDtypeStruct((rows, width), t, sharding=place) for t in (jnp.int32, jnp.float32))
-            return Packed(*[ids] * 3, *[reals] * 5)
-
-        state = placed(self._abstract, self._places)
-        sums = jax.eval_shape(self._zero_program, state.params)
-        others = jax.tree.map(lambda _: replicated(mesh), sums[1:])
-        sums = placed(sums, (self._places.params, *others))
-        moved = state.params
-        if self._frozen is not None and not self._base_in_place:
-            moved = adapters.beside(self._frozen, state.params)
-
-        def logprobs(width: int) -> jax.stages.Traced:
-            return self._logprobs.trace(state.params, self._frozen, piece(width))
-
-        def accumulate(width: int) -> jax.stages.Traced:
-            return self._accumulate.trace(state.params, self._frozen, sums, piece(width))
-
-        scored = self._widths if self.needs_old or self._learning.kl_coefficient > 0 else ()
-        return {
-            "reshard": {0: lambda: self._cast.trace(moved)},
-            "logprobs": {width: functools.partial(logprobs, width) for width in scored},
-            "accumulate": {width: functools.partial(accumulate, width) for width in self._widths},
-            "apply": {0: lambda: self._apply.trace(state, sums)},
-        }
-
-    def _sums(
-        self, params: nnx.State, pieces: Sequence[tuple[list[Place], Packed]], look: Callable[[], None] = _go_on
-    ) -> Sums:
-        with jax.set_mesh(self._mesh):
-            sums = self._zero(params)
-            for _, piece in pieces:
-                jax.block_until_ready(sums[1])
-                look()
-                sums = self._accumulate(params, self.base, sums, piece)
-        return sums
-
-    # ---- the programs ----
-
-    def _logprobs_program(
-        self, graph: nnx.GraphDef, params: nnx.State, base: nnx.State | None, piece: Packed
-    ) -> jax.Array:
-        return token_logprobs(_live(graph, params, base), piece, self._temperature, self._n_ids)[0]
-
-    def _loss(
-        self, params: nnx.State, base: nnx.State | None, batch: Packed
-    ) -> tuple[jax.Array, tuple[Ratio, dict[str, Ratio]]]:
-        model = _live(self._graph, params, base)
-        logp, entropy = token_logprobs(model, batch, self._temperature, self._n_ids)
-        old = batch.sampler_logprobs if self._learning.old_logprobs == "sampler" else batch.old_logprobs
-        if self._on_policy and self._learning.old_logprobs == "trainer":
-            old = jax.lax.stop_gradient(logp)
-        loss, metrics = policy_loss(
-            logp,
-            jax.lax.stop_gradient(entropy),
-            old,
-            batch.ref_logprobs if self._learning.kl_coefficient > 0 else old,
-            batch.sampler_logprobs,
-            batch.advantage,
-            batch.mask,
-            batch.segments,
-            self._learning,
-            self._context,
-        )
-        return loss.total, (loss, metrics)
-
-    def _zero_program(self, params: nnx.State) -> Sums:
-        zero = Ratio(jnp.float32(0), jnp.float32(0))
-        return jax.tree.map(jnp.zeros_like, params), zero, dict.fromkeys(METRICS, zero)
-
-    def _accumulate_program(self, params: nnx.State, base: nnx.State | None, sums: Sums, piece: Packed) -> Sums:
-        (_, (loss, metrics)), grads = jax.value_and_grad(self._loss, has_aux=True)(params, base, piece)
-        return jax.tree.map(jnp.add, sums, (grads, loss, metrics))
-
-    def _apply_program(self, state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
-        grads, loss, metrics = sums
-        grads = jax.tree.map(lambda g: g / jnp.maximum(loss.count, 1.0), grads)
-        norm = optax.global_norm(grads)
-        fine = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].total)
-        updates, optimizer = self._optimizer.update(grads, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
-
-        def keep(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, old)
-
-        bad = jnp.where(fine, 0, state.bad_in_a_row + 1)
-        broken = jnp.stack([~jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
-        first = jnp.where(jnp.any(broken), jnp.argmax(broken), -1)  # of the tensors, in the order of the tree
-        new = TrainState(keep(params, state.params), keep(optimizer, state.optimizer), state.updates + fine, bad)
-        means = {k: r.total / jnp.maximum(r.count, 1.0) for k, r in metrics.items()}
-        means["learning_rate"] = learning_rate(state, self._learning)
-        return new, {**means, "gradient_norm": norm, "skipped": 1.0 - fine, "bad_in_a_row": bad, "bad_gradient": first}
+def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a step's updates in one: means, but for what says that something went wrong."""
+    metrics = {name: mean([u[name] for u in updates]) for name in updates[0]}
+    for who in ("", CRITIC):
+        if f"{who}loss" not in metrics:
+            continue
+        metrics[f"{who}skipped"] = sum(u[f"{who}skipped"] for u in updates)
+        worst = max(updates, key=lambda u: u[f"{who}bad_in_a_row"])  # noqa: B023  not the last: a good one starts anew
+        metrics |= {f"{who}{name}": worst[f"{who}{name}"] for name in ("bad_in_a_row", "bad_gradient")}
+        metrics[f"{who}learning_rate"] = updates[-1][f"{who}learning_rate"]
+    return metrics

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,19 +19,18 @@ from tqdm import tqdm
 from psearch_jax import processes
 from psearch_jax.config import best_metric
 from psearch_jax.eval.evaluate import questions_digest
-from psearch_jax.metrics import MetricsWriter, cut_jsonl, mean
+from psearch_jax.metrics import MetricsWriter, cut_jsonl
 from psearch_jax.paths import locate, make_writable
-from psearch_jax.rl.batch import make_batch, mini_batches
 from psearch_jax.train import settings, validation
 from psearch_jax.train.best import Best
 from psearch_jax.train.checkpoint import Checkpoints, model_record
-from psearch_jax.train.figures import rollout_metrics, update_peak_share
-from psearch_jax.train.preemption import HostCopy, Interrupted, room_for_copy
+from psearch_jax.train.critic import critic_learning
+from psearch_jax.train.preemption import Interrupted, room_for_copy
 from psearch_jax.train.records import report, write_config, write_json, write_trajectories
-from psearch_jax.train.rollouts import draw, learned_rows
 from psearch_jax.train.run import Run
-from psearch_jax.train.state import TrainState, updates_per_step, warmup_updates, with_warmup
-from psearch_jax.types import Question, RewardParts, TrainBatch, Trajectory, UserError
+from psearch_jax.train.state import updates_per_step, warmup_updates, with_warmup
+from psearch_jax.train.step import CRITIC, bad_in_a_row, culprit, train_step
+from psearch_jax.types import UserError
 from retrieval.protocol import RetrievalError
 
 log = logging.getLogger("psearch_jax")
@@ -78,7 +77,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
             if int(file.stem) >= step:
                 file.unlink()
     writer = closers.enter_context(closing(MetricsWriter(workdir)))
-    if updates_per_step(config) > 1:
+    if updates_per_step(config) > 1 or run.critic is not None:
         run.keeps_copy = room_for_copy(run.state)
         if not run.keeps_copy:
             log.warning("no host memory for a copy of the state: SIGTERM during updates costs what is not saved yet")
@@ -90,6 +89,8 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         run.collector.warm_up(sampling)
         del sampling
         run.learner.warm_up(run.state.params, run.reference)
+        if run.critic is not None:
+            run.critic.warm_up(run.state.critic.params)
     run.stop.watch()()
     before = validation.measured_once(run, workdir / "before.json", fresh=step == 0)
 
@@ -141,10 +142,10 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         writer.write(step, metrics)
         write_trajectories(workdir, step, trajectories, rewards, config.train.trajectories_per_step)
         report(bar, step, metrics)
-        if metrics["bad_in_a_row"] >= config.learning.max_bad_steps:
+        if (bad := bad_in_a_row(metrics)) >= config.learning.max_bad_steps:
             raise UserError(
-                f"step {step}: loss or gradient was not finite in {int(metrics['bad_in_a_row'])} updates in a row "
-                f"(loss {metrics['loss']}, first in the gradient of {run.learner.culprit(metrics)}); lower "
+                f"step {step}: loss or gradient was not finite in {bad} updates in a row "
+                f"(loss {metrics.get('loss')}, first in the gradient of {culprit(run, metrics)}); lower "
                 f"learning.learning_rate, or look at {workdir}/trajectories/{step:06d}.jsonl"
             )
         if metrics["status/not_finite"] == 1:  # no update is bad then, for there is nothing to learn from
@@ -172,11 +173,12 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         offer(step, after[""])
         best.wait()
     run.wall_s["total"] = time.monotonic() - started
+    of_critic = {CRITIC + k: n for k, n in run.critic.compilations().items()} if run.critic is not None else {}
     summary = {
         "seed": config.seed,
         "steps": config.train.steps,
         "wall_s": {k: round(v, 2) for k, v in run.wall_s.items()},
-        "compilations": {**run.collector.sampler.compilations(), **run.learner.compilations()},
+        "compilations": {**run.collector.sampler.compilations(), **run.learner.compilations(), **of_critic},
         **({"best": best.record} if best else {}),
         "before": {},
         "after": {},
@@ -188,76 +190,17 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
     return summary
 
 
-def train_step(
-    run: Run, questions: Sequence[Question], step: int
-) -> tuple[TrainState, dict[str, float], list[Trajectory], list[RewardParts]]:
-    """One step of GRPO: rollouts, rewards, advantages, log-probs, one optimizer step per mini-batch.
-
-    Args:
-      questions: this process's.
-
-    Returns:
-      State, metrics, trajectories and rewards of all processes, the same in each.
-    """
-    config = run.config
-    times: dict[str, float] = {}
-    drawn = draw(run, questions, step, times)
-    with run.phase("reward", times):
-        rows = learned_rows(drawn.advantages, config.rollout.samples, config.train.prompts)
-        learned = [drawn.trajectories[i] for i in rows]
-        train_all = config.rollout.unfinished != "mask"
-        batch = make_batch(learned, drawn.advantages[rows], config.rollout.context_tokens, train_all)
-    with run.phase("logprobs", times):
-        look = run.stop.watch()
-        if run.learner.needs_old:
-            batch = replace(batch, old_logprobs=run.learner.logprobs(run.state.params, batch, look))
-        if run.reference is not None:
-            batch = replace(batch, ref_logprobs=run.learner.reference_logprobs(run.reference, batch, look))
-    with run.phase("update", times):
-        state, updates = _update(run, mini_batches(batch, config.learning.mini_batch_rollouts))
-    sampled = sum(int(t.mask.sum()) for t in drawn.trajectories)
-    metrics = {name: mean([u[name] for u in updates]) for name in updates[0]}
-    metrics["skipped"] = sum(u["skipped"] for u in updates)
-    worst = max(updates, key=lambda u: u["bad_in_a_row"])  # not the last: a good one behind it starts anew at 0
-    metrics |= {name: worst[name] for name in ("bad_in_a_row", "bad_gradient")}
-    metrics["learning_rate"] = updates[-1]["learning_rate"]
-    metrics |= rollout_metrics(drawn.trajectories, drawn.rewards, drawn.advantages, config.rollout.samples)
-    metrics |= {"reward": mean(drawn.totals), "draws": drawn.draws}
-    metrics |= {f"{name}_s": value for name, value in times.items()}
-    metrics |= drawn.usage.metrics()
-    metrics["sampled_tokens_per_s"] = sampled / times["rollout"]
-    metrics["trained_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
-    share = update_peak_share(config, run.model, batch, times["update"])
-    metrics |= {"update_peak_share": share} if share else {}
-    return state, metrics, drawn.trajectories, drawn.rewards
-
-
-def _update(run: Run, pieces: Sequence[TrainBatch]) -> tuple[TrainState, list[dict[str, float]]]:
-    """One optimizer step per piece; the state and the metrics of each.
-
-    The first of them uses up the arrays of `run.state`. A request to stop is followed between any two micro-batches:
-    the state from before is then put back from host memory, or is gone where that had no room for it.
-    """
-    state, metrics, look = run.state, [], run.stop.watch()
-    copy = HostCopy(state) if run.keeps_copy and len(pieces) > 1 else None
-    try:
-        for piece in pieces:
-            state, values = run.learner.update(state, piece, look)
-            metrics.append(values)
-    except Interrupted:
-        if metrics:
-            run.state = state = None  # first make room
-            run.state = copy.state() if copy else None
-        raise
-    return state, metrics
-
-
 def _resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: bool) -> int:
     """Puts the newest whole checkpoint and the loader's position into the run; returns its step."""
     changes: dict[str, str] = {}
 
     def accept(loop: Mapping[str, Any]) -> None:
         changes.update(processes.agreed(lambda: settings.differences(loop.get("settings"), run.settings)))
+        if "learning.algorithm" in changes:  # a critic comes with a run's first step
+            raise UserError(
+                f"{workdir}: learning.algorithm was {changes['learning.algorithm']}; accepted: the one that the run "
+                "began with, or another --workdir"
+            )
         if changes and not allow_changes:
             raise UserError(
                 f"{workdir}: behind step {loop['step']} this run would go on with other settings than it was made "
@@ -270,9 +213,12 @@ def _resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: bo
     log.info("resuming behind step %d", step)
     if changes:
         log.warning("going on with other settings: %s", settings.described(changes))
+    total = updates_per_step(config) * config.train.steps
     if "learning.warmup_ratio" in changes:
-        total = updates_per_step(config) * config.train.steps
         run.state = with_warmup(run.state, warmup_updates(config.learning, total))
+    if "critic.warmup_ratio" in changes and run.state.critic is not None:
+        critic = with_warmup(run.state.critic, warmup_updates(critic_learning(config), total))
+        run.state = replace(run.state, critic=critic)
     try:
         run.loader.restore(loop["loader"])
     except UserError as error:

@@ -1,0 +1,155 @@
+"""The policy as it is trained: its log-probs, its loss, its copies for the sampler and for the KL term."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from psearch_jax.config import LearningSection, Lora, Qwen2Config, Remat
+from psearch_jax.metrics import Ratio
+from psearch_jax.models import int8, qwen2
+from psearch_jax.models import lora as adapters
+from psearch_jax.models.attention import implementation_for
+from psearch_jax.rl.losses import METRICS, policy_loss
+from psearch_jax.sharding import STORAGE, constrain, param_shardings, placed, sampled_in_place, sampling_cast
+from psearch_jax.train.trainable import Trainable, empty_piece, go_on
+from psearch_jax.types import Packed, TrainBatch
+
+
+def token_logprobs(model: qwen2.Qwen2, piece: Packed, temperature: float, n_ids: int) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of every id that counts, given those before it in its trajectory, and the entropy there.
+
+    Returns:
+      ([B, W], [B, W]) float32; 0 where the mask is.
+    """
+    ids, segments = constrain(piece.ids, "rows", None), constrain(piece.segments, "rows", None)
+    hidden, _ = model.hidden(ids, positions=piece.positions, segments=segments)
+    wanted = constrain(piece.mask, "rows", None) > 0
+    found = model.logprobs(hidden[:, :-1], ids[:, 1:], temperature, n_ids, wanted[:, 1:])
+    chosen, entropy = (jnp.pad(x, ((0, 0), (1, 0))) for x in found)
+    return chosen, entropy
+
+
+class Learner(Trainable):
+    """Device programs of the policy; its score is the log-prob of every sampled id.
+
+    Args (those that are not `Trainable`'s):
+      learning: of the loss as well.
+      temperature, n_ids: of the sampler, so that all log-probs speak of one distribution.
+      sampling_dtype: of the sampling copy, the reference and the base.
+      on_policy: every update starts from the policy that is the old one, so its own forward pass gives the old
+        log-probs; those of the batch are not looked at.
+      int8_sampling: the kernels of the sampling copy are in int8.
+    """
+
+    metrics, scored = METRICS, "logprobs"
+
+    def __init__(
+        self,
+        model: Qwen2Config,
+        learning: LearningSection,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        context_tokens: int,
+        temperature: float,
+        n_ids: int,
+        dtype: Any = jnp.float32,
+        sampling_dtype: Any = jnp.float32,
+        remat: Remat = "full",
+        shard_residual: bool = False,
+        lora: Lora | None = None,
+        widths: int = 4,
+        on_policy: bool = False,
+        int8_sampling: bool = False,
+        pack: bool = True,
+    ):
+        self._temperature, self._n_ids = temperature, n_ids
+        self._context, self._on_policy = context_tokens, on_policy
+        super().__init__(
+            model, learning, optimizer, mesh, context_tokens, dtype, remat, shard_residual, lora, widths, pack
+        )
+        form = implementation_for(mesh, dtype)
+        self._reference_score = self._scoring(qwen2.graphdef(model, dtype, remat, form, shard_residual))
+        _, weights = qwen2.abstract_params(model)
+        low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, sampling_dtype), weights)
+        self._frozen = placed(low, param_shardings(weights, STORAGE, mesh)) if lora else None
+        # The base is never donated: where it lies as the sampler reads it, sampling needs no second one.
+        self._base_in_place = lora is not None and not int8_sampling and sampled_in_place(weights, mesh)
+        trained = self._abstract.params
+        moved = adapters.beside(weights, trained) if lora and not self._base_in_place else trained
+        self._cast = sampling_cast(moved, sampling_dtype, mesh, int8.with_kernels if int8_sampling else None)
+        self._reference = jax.jit(functools.partial(jax.tree.map, lambda x: x.astype(sampling_dtype)))
+
+    @property
+    def needs_score(self) -> bool:
+        """Whether the old log-probs must be put into a batch: for the loss, or for the KL as a part of the reward."""
+        by_trainer = self._learning.old_logprobs == "trainer"
+        return by_trainer and (not self._on_policy or self._learning.kl_in == "reward")
+
+    def sampling_copy(self, params: nnx.State) -> nnx.State:
+        """The parameters as the sampler reads them: cast once, split over `tensor` only; adapters beside the base."""
+        if self.base is None or self._base_in_place:
+            copy = self._cast(params)
+            return copy if self.base is None else adapters.beside(self.base, copy)
+        return self._cast(adapters.beside(self.base, params))
+
+    def reference_copy(self, params: nnx.State) -> nnx.State:
+        """A frozen copy in the sampling dtype, sharded as stored; with adapters the base itself."""
+        return self._reference(params) if self.base is None else self.base
+
+    def reference_score(self, reference: nnx.State, batch: TrainBatch, look: Callable[[], None] = go_on) -> np.ndarray:
+        """`score` by the reference, adapters off. [N, S] float32."""
+        return self._over_batch(lambda piece: self._reference_score(reference, None, piece), batch, look)
+
+    def warm_up(self, params: nnx.State, reference: nnx.State | None = None) -> None:
+        """Compiles every width of every program, so that no later step stops to compile."""
+        super().warm_up(params)
+        for width in self._widths if reference is not None else ():
+            piece = empty_piece(self._learning.micro_batch_rows, width, np.zeros)
+            with jax.set_mesh(self._mesh):
+                jax.block_until_ready(self._reference_score(reference, None, piece))
+
+    def compilations(self) -> dict[str, int]:
+        """How many shapes each program was compiled for."""
+        return super().compilations() | {"reference_logprobs": self._reference_score._cache_size()}
+
+    def traced(self, frozen: nnx.State | None = None) -> dict[str, dict[int, Callable[[], jax.stages.Traced]]]:
+        """As `Trainable.traced`, with the copy that the sampler reads (`reshard`)."""
+        frozen = self._frozen if frozen is None else frozen
+        moved = self._state().params
+        if frozen is not None and not self._base_in_place:
+            moved = adapters.beside(frozen, moved)
+        programs = super().traced(frozen)
+        if not self.needs_score and self._learning.kl_coefficient == 0:
+            programs["logprobs"] = {}
+        return {"reshard": {0: lambda: self._cast.trace(moved)}, **programs}
+
+    def _scores(self, model: qwen2.Qwen2, piece: Packed) -> jax.Array:
+        return token_logprobs(model, piece, self._temperature, self._n_ids)[0]
+
+    def _loss(self, model: qwen2.Qwen2, piece: Packed) -> tuple[Ratio, dict[str, Ratio]]:
+        learning = self._learning
+        logp, entropy = token_logprobs(model, piece, self._temperature, self._n_ids)
+        old = piece.sampler_logprobs if learning.old_logprobs == "sampler" else piece.old_logprobs
+        if self._on_policy and learning.old_logprobs == "trainer":
+            old = jax.lax.stop_gradient(logp)
+        return policy_loss(
+            logp,
+            entropy,
+            old,
+            piece.ref_logprobs if learning.kl_coefficient > 0 else old,
+            piece.sampler_logprobs,
+            piece.advantage,
+            piece.mask,
+            piece.segments,
+            learning,
+            self._context,
+        )

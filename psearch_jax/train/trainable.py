@@ -1,0 +1,273 @@
+"""What learning does with one set of parameters on the devices: score a batch, update on a mini-batch.
+
+Policy (learner.py) and critic (critic.py) differ in what they score and in their loss, and in nothing here. A
+mini-batch is laid into micro-batches of packed rows (rl/batch.py); `accumulate` adds the gradient sums of one of them
+and is compiled once per width, `apply` divides once and takes the optimizer step.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from psearch_jax.buckets import buckets, row_widths
+from psearch_jax.config import LearningSection, Lora, Qwen2Config, Remat
+from psearch_jax.metrics import Ratio
+from psearch_jax.models import lora as adapters
+from psearch_jax.models import qwen2
+from psearch_jax.models.attention import implementation_for, takes_segments
+from psearch_jax.rl.batch import Place, micro_batches, padding
+from psearch_jax.sharding import placed, replicated, rows_sharding
+from psearch_jax.train.state import TrainState, abstract_state, learning_rate, state_shardings
+from psearch_jax.types import Packed, TrainBatch
+
+jax.tree_util.register_dataclass(Packed)  # here, because types.py needs no jax
+Sums = tuple[nnx.State, Ratio, dict[str, Ratio]]  # of gradients, loss and metrics, not divided yet
+_INTEGERS = ("ids", "segments", "positions")  # of a micro-batch; all else is float32
+
+
+def go_on() -> None:
+    """Nobody asks to stop."""
+
+
+def empty_piece(rows: int, width: int, like: Callable[[tuple[int, int], Any], Any]) -> Packed:
+    """A micro-batch of `rows` rows with nothing in them; `like` makes an array of a shape and a dtype."""
+    kinds = {name: jnp.int32 if name in _INTEGERS else jnp.float32 for name in Packed.__dataclass_fields__}
+    return Packed(**{name: like((rows, width), kind) for name, kind in kinds.items()})
+
+
+def live(graph: nnx.GraphDef, params: nnx.State, base: nnx.State | None) -> qwen2.Qwen2:
+    """The model; `base` holds what is beside `params`."""
+    return nnx.merge(graph, params) if base is None else nnx.merge(graph, base, params)
+
+
+class Trainable(abc.ABC):
+    """Device programs around one set of parameters.
+
+    Args:
+      model: the shape.
+      learning: batch and optimizer settings.
+      optimizer: an optax transformation.
+      mesh: of parameters and rows.
+      context_tokens: S, the longest row.
+      dtype: of the computation.
+      lora: only adapters are trained (and a value head): `params` below are theirs, and `base` holds the weights
+        beside them.
+      widths: how many there are for rows to be padded to.
+      pack: trajectories share rows, where attention can tell them apart.
+      values: the model has a value head in place of the lm head.
+
+    Attributes:
+      base: with `lora`, the frozen weights, sharded as stored; whoever loads them sets it.
+    """
+
+    base: nnx.State | None = None
+    metrics: tuple[str, ...]  # the names of what `_loss` measures
+    scored: str  # what `score` is called where programs are counted
+
+    def __init__(
+        self,
+        model: Qwen2Config,
+        learning: LearningSection,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        context_tokens: int,
+        dtype: Any,
+        remat: Remat,
+        shard_residual: bool,
+        lora: Lora | None,
+        widths: int,
+        pack: bool,
+        values: bool = False,
+    ):
+        form = implementation_for(mesh, dtype)
+        self._graph = qwen2.graphdef(model, dtype, remat, form, shard_residual, lora, values=values)
+        self._together = pack and takes_segments(form)
+        self._widths = (row_widths if self._together else buckets)(context_tokens, widths)
+        self._learning, self._optimizer, self._mesh = learning, optimizer, mesh
+        trained = adapters.abstract_trained(qwen2.abstract_params(model, values)[1], model, lora)
+        self._abstract = abstract_state(trained, optimizer)
+        self._places = state_shardings(self._abstract, mesh)
+        sums_places = (self._places.params, replicated(mesh), replicated(mesh))
+        self._score = self._scoring(self._graph)
+        self._zero = jax.jit(self._zero_program, out_shardings=sums_places)
+        self._accumulate = jax.jit(self._accumulate_program, donate_argnames="sums", out_shardings=sums_places)
+        self._apply = jax.jit(
+            self._apply_program, donate_argnames="state", out_shardings=(self._places, replicated(mesh))
+        )
+        self._names = [".".join(path) for path, _ in nnx.to_flat_state(trained)]
+
+    # ---- what a policy and a critic do in their own way ----
+
+    @abc.abstractmethod
+    def _scores(self, model: qwen2.Qwen2, piece: Packed) -> jax.Array:
+        """[B, W] float32, what `score` gives for every id that counts; 0 elsewhere."""
+
+    @abc.abstractmethod
+    def _loss(self, model: qwen2.Qwen2, piece: Packed) -> tuple[Ratio, dict[str, Ratio]]:
+        """The loss of a micro-batch, and its metrics."""
+
+    # ---- what both do alike ----
+
+    def score(self, params: nnx.State, batch: TrainBatch, look: Callable[[], None] = go_on) -> np.ndarray:
+        """The score of every id of a batch that counts; 0 elsewhere. [N, S] float32.
+
+        `look` is called before every micro-batch, with one or none under way, and may raise.
+        """
+        return self._over_batch(lambda piece: self._score(params, self.base, piece), batch, look)
+
+    def update(
+        self, state: TrainState, batch: TrainBatch, look: Callable[[], None] = go_on
+    ) -> tuple[TrainState, dict[str, float]]:
+        """One optimizer step on one mini-batch, in micro-batches of `micro_batch_rows`. Donates `state`.
+
+        The metrics hold `update_padding`, the share of all positions of the micro-batches without a real id.
+        `look` is called before every micro-batch, with none under way; when it raises, `state` is as it was. A loss or
+        gradient that is not finite leaves parameters and optimizer as they were; `skipped` is then 1.
+        """
+        pieces = self._pieces(batch)
+        sums = self._sums(state.params, pieces, look)
+        with jax.set_mesh(self._mesh):
+            state, metrics = self._apply(state, sums)
+        found = {k: float(v) for k, v in jax.device_get(metrics).items()}
+        return state, found | {"update_padding": padding(pieces)}
+
+    def gradients(self, params: nnx.State, batch: TrainBatch) -> nnx.State:
+        """The gradients that `update` would apply, before clipping."""
+        grads, loss, _ = self._sums(params, self._pieces(batch), go_on)
+        return jax.tree.map(lambda g: g / jnp.maximum(loss.count, 1.0), grads)
+
+    def culprit(self, metrics: Mapping[str, float]) -> str:
+        """The name of the first parameter whose gradient was not finite in the update that gave `metrics`."""
+        index = int(metrics["bad_gradient"])
+        return "no parameter" if index < 0 else self._names[index]
+
+    def warm_up(self, params: nnx.State) -> None:
+        """Compiles every width of every program, so that no later step stops to compile."""
+        for width in self._widths:
+            piece = empty_piece(self._learning.micro_batch_rows, width, np.zeros)
+            with jax.set_mesh(self._mesh):
+                jax.block_until_ready(self._accumulate(params, self.base, self._zero(params), piece))
+                if self.needs_score:
+                    jax.block_until_ready(self._score(params, self.base, piece))
+
+    @property
+    def needs_score(self) -> bool:
+        """Whether a batch is scored before the updates on it."""
+        return True
+
+    def compilations(self) -> dict[str, int]:
+        """How many shapes each program was compiled for."""
+        programs = {self.scored: self._score, "accumulate": self._accumulate, "apply": self._apply}
+        return {name: program._cache_size() for name, program in programs.items()}
+
+    def traced(self, frozen: nnx.State | None = None) -> dict[str, dict[int, Callable[[], jax.stages.Traced]]]:
+        """Every program by its width (0: it has none), to be compiled where there are no devices (plan.py).
+
+        Args:
+          frozen: `base` as ShapeDtypeStructs.
+        """
+        rows, mesh = self._learning.micro_batch_rows, self._mesh
+        state = self._state()
+        sums = jax.eval_shape(self._zero_program, state.params)
+        others = jax.tree.map(lambda _: replicated(mesh), sums[1:])
+        sums = placed(sums, (self._places.params, *others))
+
+        def piece(width: int) -> Packed:
+            place = rows_sharding(mesh, 2)
+            return empty_piece(rows, width, lambda shape, kind: jax.ShapeDtypeStruct(shape, kind, sharding=place))
+
+        def score(width: int) -> jax.stages.Traced:
+            return self._score.trace(state.params, frozen, piece(width))
+
+        def accumulate(width: int) -> jax.stages.Traced:
+            return self._accumulate.trace(state.params, frozen, sums, piece(width))
+
+        return {
+            self.scored: {width: functools.partial(score, width) for width in self._widths},
+            "accumulate": {width: functools.partial(accumulate, width) for width in self._widths},
+            "apply": {0: lambda: self._apply.trace(state, sums)},
+        }
+
+    def _state(self) -> TrainState:
+        """The state's ShapeDtypeStructs, with the place of each."""
+        return placed(self._abstract, self._places)
+
+    def _over_batch(
+        self, program: Callable[[Packed], jax.Array], batch: TrainBatch, look: Callable[[], None]
+    ) -> np.ndarray:
+        out = np.zeros(batch.ids.shape, np.float32)
+        with jax.set_mesh(self._mesh):
+            pieces = self._pieces(batch)
+            found: list[jax.Array] = []
+            for _, piece in pieces:
+                jax.block_until_ready(found[-2:-1])  # the last one is under way meanwhile
+                look()
+                found.append(program(piece))
+        for (places, _), values in zip(pieces, jax.device_get(found), strict=True):
+            for i, row, start in places:
+                n = batch.length[i]
+                out[i, :n] = values[row, start : start + n]
+        return out
+
+    def _pieces(self, batch: TrainBatch) -> list[tuple[list[Place], Packed]]:
+        return micro_batches(batch, self._learning.micro_batch_rows, self._widths, self._together)
+
+    def _sums(self, params: nnx.State, pieces: Sequence[tuple[list[Place], Packed]], look: Callable[[], None]) -> Sums:
+        with jax.set_mesh(self._mesh):
+            sums = self._zero(params)
+            for _, piece in pieces:
+                jax.block_until_ready(sums[1])
+                look()
+                sums = self._accumulate(params, self.base, sums, piece)
+        return sums
+
+    # ---- the programs ----
+
+    def _scoring(self, graph: nnx.GraphDef) -> Callable[..., jax.Array]:
+        """The compiled program (params, base, piece) -> scores of the model of a graph."""
+
+        def program(params: nnx.State, base: nnx.State | None, piece: Packed) -> jax.Array:
+            return self._scores(live(graph, params, base), piece)
+
+        return jax.jit(program, out_shardings=replicated(self._mesh))
+
+    def _zero_program(self, params: nnx.State) -> Sums:
+        zero = Ratio(jnp.float32(0), jnp.float32(0))
+        return jax.tree.map(jnp.zeros_like, params), zero, dict.fromkeys(self.metrics, zero)
+
+    def _accumulate_program(self, params: nnx.State, base: nnx.State | None, sums: Sums, piece: Packed) -> Sums:
+        def total(params: nnx.State) -> tuple[jax.Array, tuple[Ratio, dict[str, Ratio]]]:
+            loss, metrics = self._loss(live(self._graph, params, base), piece)
+            return loss.total, (loss, metrics)
+
+        (_, (loss, metrics)), grads = jax.value_and_grad(total, has_aux=True)(params)
+        return jax.tree.map(jnp.add, sums, (grads, loss, metrics))
+
+    def _apply_program(self, state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
+        grads, loss, metrics = sums
+        grads = jax.tree.map(lambda g: g / jnp.maximum(loss.count, 1.0), grads)
+        norm = optax.global_norm(grads)
+        fine = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].total)
+        updates, optimizer = self._optimizer.update(grads, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+
+        def keep(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, old)
+
+        bad = jnp.where(fine, 0, state.bad_in_a_row + 1)
+        broken = jnp.stack([~jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
+        first = jnp.where(jnp.any(broken), jnp.argmax(broken), -1)  # of the tensors, in the order of the tree
+        new = TrainState(keep(params, state.params), keep(optimizer, state.optimizer), state.updates + fine, bad)
+        means = {k: r.total / jnp.maximum(r.count, 1.0) for k, r in metrics.items()}
+        means["learning_rate"] = learning_rate(state, self._learning)
+        return new, {**means, "gradient_norm": norm, "skipped": 1.0 - fine, "bad_in_a_row": bad, "bad_gradient": first}
