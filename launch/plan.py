@@ -33,13 +33,16 @@ flags.mark_flags_as_required(["config", "topology"])
 def main(_: list[str]) -> None:
     if PLATFORM.value == "tpu":
         os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs on a device, and a TPU at hand stays free
-    from psearch_jax import plan as planning
-    from psearch_jax import targets
     from psearch_jax.chips import GIB
     from psearch_jax.config import from_mapping
     from psearch_jax.eval.tables import table
     from psearch_jax.models.attention import splash_block
     from psearch_jax.paths import write_whole
+    from psearch_jax.planning import targets
+    from psearch_jax.planning.floor import floor_seconds
+    from psearch_jax.planning.plan import advice, make_plan
+    from psearch_jax.planning.search import search
+    from psearch_jax.rollout.collect import widths as widths_of
 
     config = from_mapping(CONFIG.value.to_dict())
     target = (targets.cuda_target if PLATFORM.value == "cuda" else targets.tpu_target)(TOPOLOGY.value)
@@ -47,7 +50,7 @@ def main(_: list[str]) -> None:
     def log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    plan = planning.make_plan(config, target, log)
+    plan = make_plan(config, target, log)
 
     def gib(size: int) -> str:
         return f"{size / GIB:.2f}"
@@ -66,7 +69,7 @@ def main(_: list[str]) -> None:
     spare = gib(plan.headroom_offloaded_bytes)
     print(f"headroom {gib(plan.headroom_bytes)} GiB; {spare} with the optimizer in host memory between updates")
     if PLATFORM.value == "tpu":
-        widths = sorted({*planning.widths(config.rollout).prompts, *plan.widths["accumulate"]})
+        widths = sorted({*widths_of(config.rollout).prompts, *plan.widths["accumulate"]})
         blocks = ", ".join(f"{width} ({splash_block(width)})" for width in widths)
         print(f"widths of whole rows, with the blocks of their attention: {blocks}")
     for name, shape, sharding, size, replicated in plan.large:
@@ -75,25 +78,25 @@ def main(_: list[str]) -> None:
             print(f"{where}: {name} {list(shape)} {sharding}, {size / 2**20:.1f} MiB on every chip")
     ids = IDS.value or config.rollout.context_tokens // 2
     sampled = SAMPLED.value or ids // 4
-    floor = planning.floor_seconds(plan, config, ids, sampled)
+    floor = floor_seconds(plan, config, ids, sampled)
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in floor.items())
     print(
         f"a step takes at least {sum(floor.values()):.0f} s ({parts}) with {ids} ids a trajectory, {sampled} sampled"
     )
     record = plan.to_json() | {"floor_s": floor} | _beside_floors(plan, config)
     if SEARCH.value:
-        record["largest"] = planning.search(config, target, log)
+        record["largest"] = search(config, target, log)
         largest = ", ".join(f"{name}={value}" for name, value in record["largest"].items())
         print(f"largest that fit, each with the others as they are: {largest}")
     if JSON.value:
         write_whole(JSON.value, json.dumps(record, indent=2) + "\n")
     if not plan.fits:
-        raise UserError("does not fit: " + "; ".join(planning.advice(plan, config)))
+        raise UserError("does not fit: " + "; ".join(advice(plan, config)))
 
 
 def _beside_floors(plan: Any, config: Any) -> dict[str, Any]:
     """What the compiled programs move and do beside the least, printed and for the plan's JSON."""
-    from psearch_jax.plan import decode_floor_bytes, update_products_flops
+    from psearch_jax.planning.floor import decode_floor_bytes, update_products_flops
 
     found = {}
     decoding, update = (plan.programs.get(name) for name in ("generate", "accumulate"))

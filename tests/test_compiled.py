@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from psearch_jax.config import Lora, MeshSection
 from psearch_jax.models import qwen2
 from psearch_jax.models.lora import abstract_adapters
+from psearch_jax.planning.targets import tpu_target
 from psearch_jax.sharding import STORAGE, make_mesh, param_shardings, placed
-from psearch_jax.targets import tpu_target
 
 CHUNK = 8
 

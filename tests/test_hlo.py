@@ -13,7 +13,7 @@ L, R, D = 6, 256, 1024  # loops, rows, width
 def counted():
     """The cost of a function of arrays of the given shapes, in bfloat16, on one chip of v5e."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
-    from psearch_jax.targets import tpu_target
+    from psearch_jax.planning.targets import tpu_target
 
     device = jax.sharding.SingleDeviceSharding(tpu_target("v5e:2x2").devices[0])
 

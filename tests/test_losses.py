@@ -1,4 +1,4 @@
-"""The policy loss against hand-worked numbers, for every aggregation, clip and correction."""
+"""The losses against hand-worked numbers, for every aggregation, clip and correction."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from psearch_jax.config import LearningSection
-from psearch_jax.rl.losses import k3, policy_loss
+from psearch_jax.rl.losses import k3, policy_loss, value_loss
 
 # Two rows of four positions; row 0 has two sampled ids, row 1 one. All log-probs elsewhere are junk on purpose.
 JUNK = 99.0
@@ -219,3 +219,34 @@ def test_nothing_sampled_at_all_is_a_zero_over_a_zero_count():
     value, metrics = loss(mask=np.zeros_like(MASK), advantage=np.zeros_like(MASK))
     assert float(value.total) == 0.0 and float(value.count) == 0.0
     assert math.isnan(metrics["kl"].value)
+
+
+def test_a_kl_that_is_paid_in_the_reward_is_not_paid_again():
+    """Fails if kl_in=reward leaves the term in the loss: the coefficient would count twice."""
+    plain, twice = loss(kl_coefficient=0.0)[0], loss(kl_coefficient=0.5, kl_in="reward")
+    assert float(plain.total) == float(twice[0].total) and twice[1]["kl"].value > 0
+
+
+def test_the_entropy_bonus_by_hand_and_in_the_gradient():
+    """A bonus that is only logged, or whose gradient is cut off, keeps no policy from narrowing."""
+    plain, more = loss()[0], loss(entropy_coefficient=0.1)[0]
+    np.testing.assert_allclose(plain.total - more.total, 0.1 * (0.3 + 0.6 + 0.9), rtol=1e-5)
+    settings = dataclasses.replace(SETTINGS, entropy_coefficient=0.1)
+    rest = tuple(map(jnp.asarray, (OLD, REF, OLD, ADVANTAGE, MASK, SEGMENTS)))
+    gradient = jax.grad(lambda e: policy_loss(jnp.asarray(LOGP), e, *rest, settings, CONTEXT)[0].total)(ENTROPY)
+    np.testing.assert_allclose(gradient, -0.1 * MASK, rtol=1e-6)
+
+
+def test_the_value_loss_by_hand():
+    """Fails if a clip lets a value earn by moving too far, hides an error, or reads what was not sampled."""
+    returns, old = at_sampled(1.0, 1.0, 0.0), at_sampled(0.0, 0.0, 0.4)
+    values = at_sampled(0.9, 0.3, 0.5, elsewhere=-JUNK)
+    found, metrics = value_loss(*map(jnp.asarray, (values, old, returns, MASK)), 0.5)
+    # .9 counts as .5, error .25, not .01; .3 is within the clip, error .49; .5 within it, error .25
+    np.testing.assert_allclose([found.total, found.count], [(0.25 + 0.49 + 0.25) / 2, 3], rtol=1e-6)
+    np.testing.assert_allclose(metrics["clip_fraction"].value, 1 / 3, rtol=1e-6)
+    np.testing.assert_allclose(metrics["value"].value, 1.7 / 3, rtol=1e-6)
+    free, _ = value_loss(*map(jnp.asarray, (values, old, returns, MASK)), 0.0)
+    np.testing.assert_allclose(free.total, (0.01 + 0.49 + 0.25) / 2, rtol=1e-6)
+    gradient = jax.grad(lambda v: value_loss(v, *map(jnp.asarray, (old, returns, MASK)), 0.5)[0].total)(values)
+    np.testing.assert_allclose(gradient, at_sampled(0.0, -0.7, 0.5, elsewhere=0.0), atol=1e-6)

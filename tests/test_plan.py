@@ -19,22 +19,19 @@ from psearch_jax import build
 from psearch_jax.chips import GIB, GPUS, Chip, chip_of
 from psearch_jax.config import Config, MeshSection, ModelSection, from_mapping
 from psearch_jax.hlo import cost
-from psearch_jax.plan import (
+from psearch_jax.planning.floor import decode_floor_bytes, floor_seconds, update_products_flops
+from psearch_jax.planning.plan import (
     LARGE,
     SAMPLER_PROGRAMS,
-    _largest,
     advice,
     bare_sampler,
-    decode_floor_bytes,
-    floor_seconds,
     make_plan,
     model_shape,
-    search,
-    update_products_flops,
 )
+from psearch_jax.planning.search import _largest, search
+from psearch_jax.planning.targets import Target, cuda_target, tpu_target
 from psearch_jax.rollout.collect import piece_rows, pool_rows, widths
 from psearch_jax.sharding import make_mesh
-from psearch_jax.targets import Target, cuda_target, tpu_target
 from psearch_jax.types import UserError
 
 pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")

@@ -163,7 +163,7 @@ def test_a_model_that_decodes_with_it(monkeypatch, form):
 def test_it_compiles_for_tpus(topology):
     """What an interpreter allows and the TPU's compiler refuses, or a cache that is copied to another layout first."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
-    from psearch_jax.targets import tpu_target
+    from psearch_jax.planning.targets import tpu_target
 
     devices, B, S = tpu_target(topology).devices, 32, 6208
     for size, tensor in (("7b", 4), ("1.5b", 1), ("14b", 2)):
@@ -218,7 +218,7 @@ def test_it_is_told_to_gpus(size, cached):
 @pytest.mark.parametrize("gpu", ["h100", "a100-80", "l4"])
 def test_it_compiles_for_gpus(gpu, cached):
     """More shared memory than a block may have, or a cache that is copied before it is read."""
-    from psearch_jax.targets import absent_gpus, gpu_compiler
+    from psearch_jax.planning.targets import absent_gpus, gpu_compiler
 
     if not gpu_compiler():
         pytest.skip("the compiler for GPUs is not installed: pip install 'jax[cuda13]'")

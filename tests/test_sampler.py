@@ -166,7 +166,8 @@ def test_sampled_logprobs_are_the_trainers(tiny_tokenizer, sampler, params, temp
     state = rollout(sampler, params, rows, KEYS, ragged_chunks(), temperature)
     assert state.mask.sum() > 60 and np.all(state.mask.sum(1)[[0, 1, 2, 4]] > 10)
     zeros = np.zeros((B, S), np.float32)
-    batch = TrainBatch(state.ids, state.length, state.mask.astype(np.float32), zeros, zeros, zeros, state.logprobs, zeros, zeros)
+    mask = state.mask.astype(np.float32)
+    batch = TrainBatch(state.ids, state.length, mask, zeros, zeros, zeros, state.logprobs, zeros, zeros)
     learner, _ = make_learner(tiny_tokenizer, CONFIG, S, temperature=temperature)
     trainer = learner.score(params, batch)
     gap = np.abs(trainer - state.logprobs)[state.mask]

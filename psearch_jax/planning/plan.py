@@ -12,24 +12,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from psearch_jax.build import TOY_POLICY, make_learner, make_sampler
-from psearch_jax.chips import GIB, GPUS, Chip, forward_flops
-from psearch_jax.config import PRESETS, Config, Qwen2Config, Remat, validate, with_method
+from psearch_jax.build import TOY_POLICY, make_critic, make_learner, make_sampler
+from psearch_jax.chips import GIB, GPUS, Chip
+from psearch_jax.config import PRESETS, Config, Qwen2Config, validate, with_method
 from psearch_jax.hlo import Cost, cost
 from psearch_jax.models import hf, qwen2
-from psearch_jax.models.lora import abstract_adapters
+from psearch_jax.models.lora import abstract_trained
+from psearch_jax.planning.targets import Target
 from psearch_jax.rollout.boundary import build_tables
 from psearch_jax.rollout.collect import piece_rows, pool_rows, widths
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.sharding import STORAGE, check_heads, check_rows, make_mesh, param_shardings, placed, sampled_in_place
-from psearch_jax.targets import Target
-from psearch_jax.train.state import abstract_state, make_optimizer, state_shardings, updates_per_step
+from psearch_jax.train.critic import critic_learning, without_lm_head
+from psearch_jax.train.state import abstract_state, make_optimizer, state_shardings
 from psearch_jax.types import UserError
 
 LARGE = 2**20  # bytes; smaller arrays are not listed
@@ -39,6 +40,7 @@ TOKENIZER_IDS = 151_665  # of Qwen2.5
 
 SAMPLER_PROGRAMS = ("prefill", "admit", "extend", "generate")
 LEARNER_PROGRAMS = ("reshard", "logprobs", "accumulate", "apply")
+CRITIC_PROGRAMS = ("critic_values", "critic_accumulate", "critic_apply")  # of learning.algorithm=ppo
 START = "start"  # no program: the state is made of the loaded weights, which are still there
 
 
@@ -138,7 +140,7 @@ def make_plan(
     config: Config,
     target: Target,
     log: Callable[[str], None] = lambda _: None,
-    names: Sequence[str] = (START, *SAMPLER_PROGRAMS, *LEARNER_PROGRAMS),
+    names: Sequence[str] = (START, *SAMPLER_PROGRAMS, *LEARNER_PROGRAMS, *CRITIC_PROGRAMS),
     largest_only: bool = False,
     to_the_end: bool = True,
 ) -> Plan:
@@ -158,7 +160,8 @@ def make_plan(
     model = model_shape(config)
     check_heads(mesh, model.heads)
     check_rows(mesh, rollout__slots=config.rollout.slots, learning__micro_batch_rows=config.learning.micro_batch_rows)
-    optimizer = make_optimizer(config.learning, 1000)
+    optimizer, ppo = make_optimizer(config.learning, 1000), config.learning.algorithm == "ppo"
+    critic_optimizer = make_optimizer(critic_learning(config), 1000)
     prompts = pool_rows(config.rollout, mesh)
 
     def programs(config: Config) -> tuple[Any, Any, Any, dict[str, dict[int, Any]]]:
@@ -168,20 +171,33 @@ def make_plan(
         slots, pool, traces = sampler.traced(
             r.slots, r.context_tokens, prompts, piece_rows(r, mesh), widths(r, sampler.by_length)
         )
-        return sampler.abstract_params(), slots, pool, {**traces, **learner.traced()}
+        traces |= learner.traced()
+        if ppo:
+            critic = make_critic(config, model, mesh, critic_optimizer)
+            traces |= {f"critic_{name}": found for name, found in critic.traced(base_of_critic).items()}
+        return sampler.abstract_params(), slots, pool, traces
 
     _, abstract = qwen2.abstract_params(model)
+    _, with_values = qwen2.abstract_params(model, values=True)
     lora = config.model.lora
-    state = abstract_state(abstract_adapters(model, lora) if lora else abstract, optimizer)
-    state = placed(state, state_shardings(state, mesh))
-    copy, slots, pool, traces = programs(config)
-    wide = programs(_in_float32(config))[-1] if target.absent else {}
     dtype = jnp.dtype(config.model.sampling_dtype)
     low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), abstract)
     stored = placed(low, param_shardings(abstract, STORAGE, mesh))
+    base_of_critic = without_lm_head(stored) if lora else None
+    policy, critic = (
+        placed(state, state_shardings(state, mesh))
+        for state in (
+            abstract_state(abstract_trained(weights, model, lora), made)
+            for weights, made in ((abstract, optimizer), (with_values, critic_optimizer))
+        )
+    )
+    copy, slots, pool, traces = programs(config)
+    wide = programs(_in_float32(config))[-1] if target.absent else {}
     arrays = {
-        "parameters": state.params,
-        "optimizer": state.optimizer,
+        "parameters": policy.params,
+        "optimizer": policy.optimizer,
+        "critic": critic.params if ppo else {},
+        "critic_optimizer": critic.optimizer if ppo else {},
         "frozen_base": stored if lora else {},
         "reference": stored if config.learning.kl_coefficient > 0 and not lora else {},
         "sampling_copy": copy,
@@ -198,22 +214,29 @@ def make_plan(
     apart = bytes_per_chip(of_layers) if target.absent and config.model.unstacked_decoding else 0
     # Whether the sampler reads the frozen base itself.
     in_place = bool(lora) and not config.model.int8_weights and sampled_in_place(abstract, mesh)
-    kept = ("parameters", "optimizer", "reference", *(() if in_place else ("frozen_base",)))
+    both = ("critic", "critic_optimizer")
+    kept = ("parameters", "optimizer", *both, "reference", *(() if in_place else ("frozen_base",)))
+    # Beside the critic's programs, which take the frozen base without the policy's lm head.
+    of_critic = beside("parameters", "optimizer", "reference")
+    head = bytes_per_chip(stored) - bytes_per_chip(base_of_critic) if lora else 0
     others = {
         "prefill": beside(*kept, "sampler_state"),
         "admit": beside(*kept, "sampling_copy"),
         "extend": beside(*kept, "prompt_pool"),
         "generate": beside(*kept, "prompt_pool") + apart,
-        "reshard": beside("optimizer", "reference", *(("frozen_base",) if in_place else ())),
-        "logprobs": beside("optimizer", "reference"),
-        "accumulate": beside("optimizer", "reference"),
-        "apply": beside("frozen_base", "reference"),
+        "reshard": beside("optimizer", *both, "reference", *(("frozen_base",) if in_place else ())),
+        "logprobs": beside("optimizer", *both, "reference"),
+        "accumulate": beside("optimizer", *both, "reference"),
+        "apply": beside("frozen_base", *both, "reference"),
+        "critic_values": of_critic + beside("critic_optimizer") + head,
+        "critic_accumulate": of_critic + beside("critic_optimizer") + head,
+        "critic_apply": of_critic + beside("frozen_base"),
     }
     compiled, by_width = {}, {}
     if START in names:  # a run that resumes holds less: it reads its checkpoint into the state's place
-        loaded_and_state = beside("parameters", "parameters", "optimizer")
+        loaded_and_state = beside("parameters", "parameters", "optimizer", *both)
         compiled[START] = Program(loaded_and_state, beside("frozen_base", "reference"), 0.0)
-    for name in [name for name in names if name != START and traces[name]]:
+    for name in [name for name in names if name != START and traces.get(name)]:
         found, largest = [], list(traces[name])[-1]
         for width, trace in list(traces[name].items())[-1 if largest_only else 0 :]:
             counted = to_the_end and width == largest
@@ -238,10 +261,11 @@ def bytes_per_chip(tree: Any) -> int:
 def advice(plan: Plan, config: Config) -> list[str]:
     """What to change, for each program that does not fit, the tightest first."""
     rows = plan.mesh["data"] * plan.mesh["fsdp"]
+    micro = f"config.learning.micro_batch_rows={config.learning.micro_batch_rows} (a multiple of {rows})"
     words = {
-        "accumulate": f"config.learning.micro_batch_rows={config.learning.micro_batch_rows} (a multiple of {rows})",
-        "logprobs": f"config.learning.micro_batch_rows={config.learning.micro_batch_rows} (a multiple of {rows})",
+        **dict.fromkeys(("accumulate", "logprobs", "critic_accumulate", "critic_values"), micro),
         "apply": "config.mesh.fsdp (more chips)",
+        "critic_apply": "config.mesh.fsdp (more chips)",
         START: "config.mesh.fsdp (more chips)",
         "reshard": "config.mesh.tensor (a larger one splits the sampling copy further), or more chips",
         "extend": f"config.rollout.slots={config.rollout.slots} or obs_tokens={config.rollout.obs_tokens}",
@@ -317,102 +341,3 @@ def _large(group: str, tree: Any, mesh: Mesh) -> list[tuple[str, tuple[int, ...]
         name = group + jax.tree_util.keystr(path).replace("['", ".").replace("']", "")
         rows.append((name, tuple(x.shape), str(tuple(x.sharding.spec)), here, here == size and mesh.size > 1))
     return rows
-
-
-def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int) -> dict[str, float]:
-    """The least time of one training step by part, from FLOPs and bytes counted by hand; no program reaches it.
-
-    Forward as in `forward_flops`, in learning with the vocabulary where an id was sampled. An update is 4 times that
-    where all is computed anew, else 3; one less with adapters, as weights need no gradient. Log-probs are one pass for
-    the reference and one for the old policy, where the update does not give them itself. Decoding reads the weights
-    and half of the final cache per id.
-
-    Args:
-      mean_ids: of a trajectory, prompt and passages included.
-      sampled_ids: of them.
-    """
-    m, trajectories = plan.model, config.train.prompts * config.rollout.samples
-    everywhere = forward_flops(m, [mean_ids], mean_ids)
-    prefilled = trajectories * everywhere * (1 - sampled_ids / mean_ids)
-    forward = trajectories * forward_flops(m, [mean_ids], sampled_ids)
-    rate = plan.chips * plan.chip.flops
-    calls = trajectories * sampled_ids / config.rollout.slots
-    old = config.learning.old_logprobs == "trainer" and updates_per_step(config) > 1
-    scored = old + (config.learning.kl_coefficient > 0)
-    return {
-        "prefill": prefilled / rate,
-        "decode": calls * decode_floor_bytes(plan, config, mean_ids / 2) / plan.chip.bandwidth,
-        "logprobs": forward * scored / rate,
-        "update": forward * _passes(config) / rate,
-    }
-
-
-def decode_floor_bytes(plan: Plan, config: Config, mean_length: float) -> float:
-    """The least that one decode step reads on a chip: weights, without a table that only ids are looked up in, and the
-    cache of rows of `mean_length`."""
-    m, mesh = plan.model, plan.mesh
-    item = jnp.dtype(config.model.sampling_dtype).itemsize
-    looked_up = 0 if m.tied else m.vocab_rows * m.width * item / mesh["tensor"]
-    line = m.head_dim + 4 if config.model.int8_cache else m.head_dim * item  # bytes, in int8 with its scale
-    kv_heads = max(1, m.kv_heads // mesh["tensor"])
-    rows = config.rollout.slots / (mesh["data"] * mesh["fsdp"])
-    return plan.resident["sampling_copy"] - looked_up + 2 * m.layers * kv_heads * line * rows * mean_length
-
-
-def update_products_flops(plan: Plan, config: Config) -> float:
-    """What the layers' products with weights take of a chip for one micro-batch of the widest rows: 6 per weight and
-    id, 8 where all is computed anew (which may leave out a layer's last product)."""
-    ids = max(plan.widths["accumulate"]) * config.learning.micro_batch_rows
-    return _passes(config) * ids * forward_flops(plan.model, [1], 0) / plan.chips  # a row of one id has no pairs
-
-
-def _passes(config: Config) -> int:
-    """How many times a forward pass's FLOPs an update takes."""
-    return 3 + (config.model.remat == "full") - (config.model.lora_rank > 0)
-
-
-def search(config: Config, target: Target, log: Callable[[str], None]) -> dict[str, int | str]:
-    """The largest slots, rows per micro-batch and context that fit, each by bisection with the others as they are; and
-    the `model.remat` that computes least anew.
-
-    0 where none fits, of remat "".
-    """
-
-    def fits(names: Sequence[str], changes: Mapping[str, Any]) -> bool:
-        changed = config
-        for field, value in changes.items():
-            section, _, name = field.partition(".")
-            changed = replace(changed, **{section: replace(getattr(changed, section), **{name: value})})
-        fit = make_plan(changed, target, names=names, to_the_end=False).fits
-        log(f"{changes}: {'fits' if fit else 'does not fit'}")
-        return fit
-
-    mesh = make_mesh(config.mesh, target.devices)
-    rows, r, le = mesh.shape["data"] * mesh.shape["fsdp"], config.rollout, config.learning
-    group = le.mini_batch_rollouts
-    micro = [n for n in range(rows, group + 1, rows) if group % n == 0]
-    contexts = [*range(512, 4096, 512), *range(4096, 8192, 1024), *range(8192, 32_768 + 1, 2048)]
-    contexts = [n for n in contexts if n > r.prompt_tokens]
-    return {
-        "rollout.slots": _largest(
-            [rows * n for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)],
-            lambda n: fits(SAMPLER_PROGRAMS, {"rollout.slots": n}),
-        ),
-        "learning.micro_batch_rows": _largest(
-            micro, lambda n: fits(("accumulate", "logprobs"), {"learning.micro_batch_rows": n})
-        ),
-        "rollout.context_tokens": _largest(
-            contexts,
-            lambda n: fits(("accumulate", "logprobs", *SAMPLER_PROGRAMS), {"rollout.context_tokens": n}),
-        ),
-        "model.remat": next((r for r in get_args(Remat) if fits(("accumulate",), {"model.remat": r})), ""),
-    }
-
-
-def _largest(values: Sequence[int], accepted: Callable[[int], bool]) -> int:
-    """The largest accepted of rising values, when all below it are accepted too; 0 when none is."""
-    low, high = 0, len(values)  # values[:low] are accepted, values[high:] are not
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if accepted(values[middle]) else (low, middle)
-    return values[low - 1] if low else 0
