@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.config import PRESETS, Config, Qwen2Config, best_metric, validate, with_method
+from psearch_jax.config import PRESETS, Config, Qwen2Config, best_metric, with_method
 from psearch_jax.data.asking import questions
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.data.held_out import hold_out, pick
@@ -23,6 +23,7 @@ from psearch_jax.data.prepared import are_there, open_questions, overlap
 from psearch_jax.eval.benchmarks import CLOSED_WORLD, PAIRS, closed_world_benchmark
 from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.launching import CACHE_HOME, read_token
+from psearch_jax.limits import validate
 from psearch_jax.models import hf, int8, lora, qwen2
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.paths import is_remote, locate, on_disk

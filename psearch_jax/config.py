@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -196,6 +194,7 @@ class LearningSection:
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     ratio: Literal["token", "sequence"] = "token"  # of policy to old policy, by id or by trajectory (GSPO)
     dual_clip: float = 0.0  # a bad action weighs at most so often its advantage (arXiv 1912.09729); 0: off
+    guard: float = 0.0  # weight of what keeps good actions from growing less likely (arXiv 2512.04220); 0: off
     importance_cap: float = 0.0  # truncated importance weights of old policy against sampler; 0: off
     mini_batch_rollouts: int = 320  # rollouts per optimizer step, whole groups together (published: 256, cut groups)
     micro_batch_rows: int = 4  # rows per forward and backward pass, over all devices
@@ -228,6 +227,21 @@ class CriticSection:
     warmup_ratio: float = 0.015
     value_clip: float = 0.5  # a value earns nothing by moving further in one step; 0: no clip
     alone_steps: int = 0  # in so many first steps of a run the critic learns and the policy does not
+
+
+@dataclass(frozen=True)
+class AlarmSection:
+    """From where on a run is warned of (train/alarms.py); all figures are means over `window` steps."""
+
+    window: int = 10
+    over_splitting: float = 0.5  # the share of sequential questions that are split
+    no_search: float = 0.3  # the share of rollouts without a search
+    wrong_though_seen: float = 0.5  # the share of wrong ones among those that had the answer in a passage
+    likelihood_fall: float = 0.3  # nats an id that right rollouts lost, while the reward did not rise
+    entropy_rise: float = 0.5  # nats an id above its lowest
+    gap: float = 0.1  # nats an id between sampler and trainer
+    probe_every_steps: int = 25  # a rollout of each question with the passages of others; 0: never
+    probe_gain: float = 0.05  # the EM that right passages bring at least
 
 
 @dataclass(frozen=True)
@@ -278,6 +292,7 @@ class Config:
     learning: LearningSection = field(default_factory=LearningSection)
     critic: CriticSection = field(default_factory=CriticSection)
     train: TrainSection = field(default_factory=TrainSection)
+    alarms: AlarmSection = field(default_factory=AlarmSection)
     eval: EvalSection = field(default_factory=EvalSection)
 
 
@@ -361,145 +376,3 @@ def with_method(config: Config) -> Config:
 def to_mapping(config: Config) -> dict[str, Any]:
     """The inverse of `from_mapping`, ready for json."""
     return dataclasses.asdict(config)
-
-
-# The least value of each counting field; a negative count would end up as a slice from the end.
-_AT_LEAST = {
-    1: (
-        "rollout.slots rollout.samples rollout.turn_tokens rollout.prompt_tokens rollout.widths train.prompts "
-        "train.steps train.checkpoint_every_steps train.keep_checkpoints retrieval.topk retrieval.max_sub_queries "
-        "learning.micro_batch_rows learning.mini_batch_rollouts learning.max_bad_steps data.world_questions"
-    ).split(),
-    0: (
-        "seed eval.seed eval.temperature eval.questions_per_kind eval.every_steps train.trajectories_per_step "
-        "rollout.search_turns rollout.max_tokens_after_answer rollout.top_k retrieval.cache_queries "
-        "retrieval.cache_mb retrieval.patience_s data.parallel_share data.sequential_share data.world_seed "
-        "learning.kl_coefficient learning.dual_clip reward.search_price reward.overlong_tokens train.redraws "
-        "train.keep_every_steps model.lora_rank train.checkpoint_every_minutes learning.entropy_coefficient "
-        "critic.value_clip critic.alone_steps"
-    ).split(),
-}
-
-
-def validate(config: Config, training: bool = True) -> None:
-    """Checks that the fields are in range and agree with each other; those of learning only for a training run.
-
-    Raises:
-      UserError: one line with the field, or the two fields at odds.
-    """
-    r = config.rollout
-    for least, names in _AT_LEAST.items():
-        for name in names:
-            value = functools.reduce(getattr, name.split("."), config)
-            if value < least:
-                raise UserError(f"config.{name}: found {value}, accepted: at least {least}")
-    for name, value in (("seed", config.seed), ("eval.seed", config.eval.seed)):
-        if value >= 2**32:
-            raise UserError(f"config.{name}: found {value}, accepted: below 2**32")
-    if config.data.parallel_share + config.data.sequential_share > 1:
-        raise UserError("config.data: parallel_share + sequential_share is above 1, accepted: shares of a whole")
-    if not 0 < r.top_p <= 1:
-        raise UserError(f"config.rollout.top_p: found {r.top_p}, accepted: above 0, at most 1")
-    if config.retrieval.timeout_s <= 0:
-        raise UserError(f"config.retrieval.timeout_s: found {config.retrieval.timeout_s}, accepted: above 0")
-    for url in filter(None, re.split(r"[,|]", config.retrieval.url)):
-        if not re.fullmatch(r"https?://[^/\s]+/\S*", url.strip()):
-            raise UserError(f"config.retrieval.url: found {url.strip()!r}, accepted: http://host:port/retrieve")
-    if config.model.preset not in PRESETS:
-        raise UserError(f"config.model.preset: found {config.model.preset!r}, accepted: {', '.join(PRESETS)}")
-    if training:
-        _validate_learning(config)
-    if r.prompt_tokens >= r.context_tokens:
-        raise UserError(
-            f"config.rollout: prompt_tokens={r.prompt_tokens} must be below context_tokens={r.context_tokens}"
-        )
-    if not 0 < r.yield_share <= 1:
-        raise UserError(f"config.rollout.yield_share: found {r.yield_share}, accepted: above 0, at most 1")
-
-
-def _validate_validation(config: Config) -> None:
-    data, closed_world = config.data, config.data.source == "closed_world"
-    best_metric(config.eval.best_metric)
-    if not 0 <= data.validation_share < 1:
-        raise UserError(f"config.data.validation_share: found {data.validation_share}, accepted: at least 0, below 1")
-    given = [name for name in ("validation", "validation_share") if getattr(data, name)]
-    if len(given) > 1:
-        raise UserError("config.data: validation and validation_share found together, accepted: one of them")
-    if given and closed_world:
-        raise UserError(
-            f"config.data.{given[0]}: found with the closed world, which has evaluation questions of its own"
-        )
-    if given and not config.eval.questions_per_kind:
-        raise UserError(f"config.eval.questions_per_kind: found 0 with data.{given[0]}, accepted: at least 1")
-    if config.eval.every_steps and not (given or (closed_world and config.eval.questions_per_kind)):
-        raise UserError(
-            f"config.eval.every_steps: found {config.eval.every_steps} and no questions to evaluate, accepted: 0, or "
-            "with data.validation=FILE or data.validation_share above 0"
-        )
-
-
-def _validate_learning(config: Config) -> None:
-    _validate_validation(config)
-    r, le, t, w = config.rollout, config.learning, config.train, config.reward
-    if w.profile == "compat" and (w.outcome != "em" or w.search_price):
-        raise UserError("config.reward: outcome=em and search_price=0 are accepted with profile=compat")
-    if r.temperature <= 0:
-        raise UserError(f"config.rollout.temperature: found {r.temperature}, accepted: above 0 (training samples)")
-    if r.top_p < 1 or r.top_k > 0:
-        # learning.importance_cap cannot make up for it: recorded log-probs are those before the filter.
-        raise UserError(
-            f"config.rollout: top_p={r.top_p}, top_k={r.top_k} samples another distribution than the loss scores; "
-            "accepted in training: top_p=1 and top_k=0 (launch/eval.py takes both)"
-        )
-    _validate_algorithm(config)
-    if le.mini_batch_rollouts % r.samples:
-        raise UserError(
-            f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must be a multiple of "
-            f"rollout.samples={r.samples}: a group is never cut"
-        )
-    if le.mini_batch_rollouts % le.micro_batch_rows:
-        raise UserError(
-            f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must be a multiple of "
-            f"micro_batch_rows={le.micro_batch_rows}"
-        )
-    if le.old_logprobs == "sampler" and le.importance_cap:
-        raise UserError(
-            f"config.learning.importance_cap={le.importance_cap} weighs old policy against sampler, which "
-            "old_logprobs=sampler takes for the same; accepted: 0, and learning.dual_clip for a bound"
-        )
-    if 0 < le.dual_clip < 1 + le.clip_high:
-        raise UserError(
-            f"config.learning.dual_clip={le.dual_clip} is below the clip at 1 + clip_high={1 + le.clip_high}, "
-            "accepted: 0, or from there on"
-        )
-    if t.prompts * r.samples % le.mini_batch_rollouts:
-        raise UserError(
-            f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must divide train.prompts x "
-            f"rollout.samples = {t.prompts * r.samples}: each optimizer step weighs the same"
-        )
-
-
-def _validate_algorithm(config: Config) -> None:
-    le = config.learning
-    for name in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(le, name) <= 1:
-            raise UserError(f"config.learning.{name}: found {getattr(le, name)}, accepted: from 0 to 1")
-    if le.algorithm == "grpo":
-        if config.rollout.samples == 1:
-            raise UserError(
-                "config.rollout.samples=1 gives every group a zero advantage; set it to 2 or more, or "
-                "learning.algorithm=ppo"
-            )
-        if le.kl_in == "reward":
-            raise UserError("config.learning.kl_in=reward: accepted with learning.algorithm=ppo")
-        return
-    if config.train.redraws:
-        raise UserError(
-            f"config.train.redraws={config.train.redraws} replaces groups without a signal, of which "
-            "learning.algorithm=ppo knows none; accepted: 0"
-        )
-    if config.critic.alone_steps >= config.train.steps:
-        raise UserError(
-            f"config.critic.alone_steps={config.critic.alone_steps} leaves the policy nothing of train.steps="
-            f"{config.train.steps}; accepted: fewer"
-        )

@@ -13,9 +13,9 @@ from psearch_jax.config import (
     best_metric,
     from_mapping,
     to_mapping,
-    validate,
     with_method,
 )
+from psearch_jax.limits import validate
 from psearch_jax.train.settings import DECIDES_BY_CONTENT, DECIDES_NUMBERS, FREE_TO_CHANGE, fields
 from psearch_jax.types import UserError
 

@@ -13,7 +13,8 @@ from runs import small_config
 from test_learner import CONFIG, ROWS, S, same_bits, some_batch, worst
 
 from psearch_jax import build
-from psearch_jax.config import LearningSection, Lora, from_mapping, to_mapping, validate
+from psearch_jax.config import LearningSection, Lora, from_mapping, to_mapping
+from psearch_jax.limits import validate
 from psearch_jax.models import lora as adapters
 from psearch_jax.models import qwen2
 from psearch_jax.train.checkpoint import Checkpoints, model_record

@@ -250,3 +250,31 @@ def test_the_value_loss_by_hand():
     np.testing.assert_allclose(free.total, (0.01 + 0.49 + 0.25) / 2, rtol=1e-6)
     gradient = jax.grad(lambda v: value_loss(v, *map(jnp.asarray, (old, returns, MASK)), 0.5)[0].total)(values)
     np.testing.assert_allclose(gradient, at_sampled(0.0, -0.7, 0.5, elsewhere=0.0), atol=1e-6)
+
+
+def test_the_guard_by_hand():
+    """Fails if it holds what may fall: a bad action, an action that grew likelier as a whole, an id that rose."""
+    mask = np.array([[0, 1, 1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 0, 0, 0, 0]], np.float32)
+    segments = np.array([[1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0, 0]], np.int32)
+    # Row 0, of advantage 1: an action that fell (-.5, +.2), one that rose (-.1, +.4), one that fell (-.3).
+    # Row 1, of advantage -1: an action that fell.
+    change = np.array([[9, -0.5, 0.2, -9, -0.1, 0.4, 9, -0.3], [0, -1, -1, 0, 0, 0, 0, 0]], np.float32)
+    advantage = np.array([[1.0] * 8, [-1.0] * 8], np.float32)
+    old = np.full((2, 8), -2.0, np.float32)
+
+    def found(logp, **changes):
+        settings = dataclasses.replace(SETTINGS, **changes)
+        zeros = jnp.zeros((2, 8))
+        arrays = (old, old, old, advantage, mask, segments)
+        return policy_loss(logp, zeros, *map(jnp.asarray, arrays), settings, CONTEXT)
+
+    logp = jnp.asarray(old + change)
+    plain, (guarded, metrics) = found(logp)[0], found(logp, guard=0.1)
+    np.testing.assert_allclose(guarded.total - plain.total, 0.1 * (0.5 + 0.3), rtol=1e-5)
+    np.testing.assert_allclose(metrics["displaced"].value, 3 / 5, rtol=1e-6)
+    pull = jax.grad(lambda x: found(x, guard=0.1)[0].total - found(x)[0].total)(logp)
+    expected = np.zeros((2, 8), np.float32)
+    expected[0, [1, 7]] = -0.1
+    np.testing.assert_allclose(pull, expected, atol=1e-6)
+    # Where the policy is the old one, as in the only update of a step, nothing has fallen yet.
+    assert not np.any(jax.grad(lambda x: found(x, guard=0.1)[0].total - found(x)[0].total)(jnp.asarray(old)))

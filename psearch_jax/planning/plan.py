@@ -20,8 +20,9 @@ from jax.sharding import Mesh
 
 from psearch_jax.build import TOY_POLICY, make_critic, make_learner, make_sampler
 from psearch_jax.chips import GIB, GPUS, Chip
-from psearch_jax.config import PRESETS, Config, Qwen2Config, validate, with_method
+from psearch_jax.config import PRESETS, Config, Qwen2Config, with_method
 from psearch_jax.hlo import Cost, cost
+from psearch_jax.limits import validate
 from psearch_jax.models import hf, qwen2
 from psearch_jax.models.lora import abstract_trained
 from psearch_jax.planning.targets import Target

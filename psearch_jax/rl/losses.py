@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from psearch_jax.config import LearningSection
 from psearch_jax.metrics import Ratio
 
-METRICS = ("loss", "kl", "entropy", "clip_fraction", "ratio", "logp_gap")
+METRICS = ("loss", "kl", "entropy", "clip_fraction", "ratio", "logp_gap", "displaced")
 VALUE_METRICS = ("loss", "value", "clip_fraction")
 MAX_LOG_RATIO = 20.0  # exp(20) is finite in float32; a diverged ratio must not turn the update into NaN
 
@@ -39,7 +39,9 @@ def policy_loss(
     `sequence_mean` that is GSPO (arXiv 2507.18071 eq. 5). `dual_clip` bounds what a bad action that became much
     likelier adds, at `dual_clip` times its advantage (arXiv 1912.09729 eq. 5). `importance_cap` weighs each id by the
     truncated ratio of old policy to sampler. With `kl_in=reward` the KL is in the advantages and not here;
-    `entropy_coefficient` times the entropy is subtracted (arXiv 1707.06347 eq. 9).
+    `entropy_coefficient` times the entropy is subtracted (arXiv 1707.06347 eq. 9). `guard` weighs the likelihood that
+    good actions lost (LLDS, arXiv 2512.04220): where an action, the ids of one turn, has no negative advantage and
+    grew less likely as a whole, each of its ids that did costs its fall in log-prob.
 
     Arrays are [B, S] and speak about the id at the same position, float32 but for `segments`; where `mask` is 0
     nothing counts. `segments` is int32, the number of an id's trajectory among those of its row, from 1 without a gap;
@@ -49,10 +51,11 @@ def policy_loss(
       The loss to minimise, and metrics. `token_mean` counts tokens; `sequence_mean` the trajectories with tokens that
       count; `constant_length` all trajectories x context_tokens (arXiv 2503.20783), masked ones too: a divisor that
       falls with those left out would raise the weight of the others. How trajectories share rows changes nothing.
+      `displaced` is the share of ids in good actions that grew less likely as a whole.
       `logp_gap` is the mean of |old - sampler|, or of |logp - sampler| where the sampler's log-probs are the old ones.
     """
     counts = mask > 0
-    log_ratio = jnp.where(counts, logp - old, 0.0)
+    change = log_ratio = jnp.where(counts, logp - old, 0.0)
     if learning.ratio == "sequence":
         log_ratio = jnp.where(counts, _of_own(log_ratio, segments) / jnp.maximum(_of_own(mask, segments), 1.0), 0.0)
     ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
@@ -67,6 +70,10 @@ def policy_loss(
     kl = jnp.where(counts, k3(logp, ref), 0.0)
     price = learning.kl_coefficient if learning.kl_in == "loss" else 0.0
     per_token = (-surrogate + price * kl - learning.entropy_coefficient * entropy) * mask
+    good = counts & (advantage >= 0)
+    displaced = good & (_of_own(change, _actions(counts)) < 0)
+    if learning.guard > 0:
+        per_token += learning.guard * jnp.where(displaced, jnp.maximum(-change, 0.0), 0.0)
     tokens = jnp.sum(mask)
     if learning.aggregation == "token_mean":
         loss = Ratio(jnp.sum(per_token), tokens)
@@ -86,6 +93,7 @@ def policy_loss(
         "clip_fraction": Ratio(jnp.sum(cut), tokens),
         "ratio": Ratio(jnp.sum(ratio * mask), tokens),
         "logp_gap": Ratio(jnp.sum(gap), tokens),
+        "displaced": Ratio(jnp.sum(displaced), jnp.sum(good)),
     }
     return loss, metrics
 
@@ -104,6 +112,15 @@ def value_loss(
     loss = Ratio(0.5 * jnp.sum(jnp.maximum(plain, clipped) * mask), tokens)
     cut = jnp.sum((clipped > plain) * mask)
     return loss, {"loss": loss, "value": Ratio(jnp.sum(values * mask), tokens), "clip_fraction": Ratio(cut, tokens)}
+
+
+def _actions(sampled: jax.Array) -> jax.Array:
+    """[B, S] int32, the number of an id's action among those of its row, from 1; 0 where nothing was sampled.
+
+    An action is a run of sampled ids; whatever follows one, a passage or the next trajectory's prompt, ends it.
+    """
+    begins = sampled & ~jnp.pad(sampled, ((0, 0), (1, 0)))[:, :-1]
+    return jnp.where(sampled, jnp.cumsum(begins, axis=1), 0)
 
 
 def _by_trajectory(x: jax.Array, segments: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ program they tell each other what is to go into it, so that all make the same ca
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import threading
@@ -88,6 +89,12 @@ class Collector:
         self._corrective = tokenizer.encode_foreign(tags.CORRECTIVE_MESSAGE)[: rollout.obs_tokens]
         self.pool_rows, self.piece_rows = pool_rows(rollout, sampler.mesh), piece_rows(rollout, sampler.mesh)
         self.usage = Usage()
+
+    def with_retriever(self, retriever: Retriever) -> Collector:
+        """The same around another retriever."""
+        other = copy.copy(self)
+        other.retriever, other.usage = retriever, Usage()
+        return other
 
     def warm_up(self, params: nnx.State) -> None:
         """Compiles every shape that `collect` can ask for, so that no later step stops to compile."""

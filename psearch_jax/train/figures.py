@@ -41,6 +41,9 @@ def rollout_metrics(
         for name, split in (("split", True), ("whole", False)):
             some = [i for i in rows if trajectories[i].decomposed == split]
             out |= {f"reward/{kind}/{name}/{part}": mean(getattr(rewards[i], part) for i in some) for part in parts}
+    counts = [len(t.executed) for t in trajectories]
+    out |= {f"searched_{n}": mean(count == n for count in counts) for n in range(4)}
+    out["searched_4_or_more"] = mean(count >= 4 for count in counts)
     out["valid_format"] = mean(t.well_formed for t in trajectories)
     for status in END_STATUSES:
         out[f"status/{status}"] = mean(t.status == status for t in trajectories)

@@ -28,7 +28,7 @@ DECIDES_NUMBERS = frozenset(
         "reward.decomposition reward.search_count reward.mixed reward.gate_bonus_on_outcome "
         "reward.unfinished_penalty reward.outcome reward.search_price reward.overlong_tokens learning.advantage "
         "learning.clip_low learning.clip_high learning.kl_coefficient learning.aggregation learning.ratio "
-        "learning.dual_clip learning.algorithm learning.gamma learning.gae_lambda learning.kl_in "
+        "learning.dual_clip learning.guard learning.algorithm learning.gamma learning.gae_lambda learning.kl_in "
         "learning.entropy_coefficient critic.learning_rate critic.warmup_ratio critic.value_clip critic.alone_steps "
         "learning.importance_cap learning.old_logprobs learning.mini_batch_rollouts "
         "learning.learning_rate learning.warmup_ratio learning.weight_decay learning.beta1 learning.beta2 "
@@ -51,7 +51,9 @@ FREE_TO_CHANGE = frozenset(
         "retrieval.cache_queries retrieval.cache_mb rollout.slots rollout.widths rollout.yield_share "
         "rollout.overlap_search learning.micro_batch_rows learning.max_bad_steps train.steps "
         "train.checkpoint_every_steps train.checkpoint_every_minutes train.keep_checkpoints "
-        "train.keep_every_steps train.trajectories_per_step eval.every_steps"
+        "train.keep_every_steps train.trajectories_per_step eval.every_steps alarms.window alarms.over_splitting "
+        "alarms.no_search alarms.wrong_though_seen alarms.likelihood_fall alarms.entropy_rise alarms.gap "
+        "alarms.probe_every_steps alarms.probe_gain"
     ).split()
 )
 

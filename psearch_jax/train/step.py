@@ -10,6 +10,7 @@ import numpy as np
 from psearch_jax.metrics import mean
 from psearch_jax.rl import gae
 from psearch_jax.rl.batch import make_batch, mini_batches
+from psearch_jax.train.alarms import probe
 from psearch_jax.train.figures import rollout_metrics, update_peak_share
 from psearch_jax.train.preemption import HostCopy, Interrupted
 from psearch_jax.train.rollouts import draw, learned_rows
@@ -34,6 +35,10 @@ def train_step(
     config = run.config
     times: dict[str, float] = {}
     drawn = draw(run, questions, step, times)
+    found = {}
+    if _is_probed(run, step):
+        with run.phase("probe", times):
+            found = probe(run, questions, step, drawn.trajectories)
     with run.phase("reward", times):
         rows = learned_rows(drawn.advantages, config.rollout.samples, config.train.prompts)
         learned = [drawn.trajectories[i] for i in rows]
@@ -44,7 +49,7 @@ def train_step(
     with run.phase("update", times):
         state, updates = _update(run, mini_batches(batch, config.learning.mini_batch_rollouts), step)
     sampled = sum(int(t.mask.sum()) for t in drawn.trajectories)
-    metrics = _over_updates(updates) | metrics
+    metrics = _over_updates(updates) | metrics | found
     metrics |= rollout_metrics(drawn.trajectories, drawn.rewards, drawn.advantages, config.rollout.samples)
     metrics |= {"reward": mean(drawn.totals), "draws": drawn.draws}
     metrics |= {f"{name}_s": value for name, value in times.items()}
@@ -66,6 +71,11 @@ def culprit(run: Run, metrics: Mapping[str, float]) -> str:
     if run.critic is None or metrics.get("bad_in_a_row", 0) >= metrics[f"{CRITIC}bad_in_a_row"]:
         return run.learner.culprit(metrics)
     return CRITIC + run.critic.culprit({"bad_gradient": metrics[f"{CRITIC}bad_gradient"]})
+
+
+def _is_probed(run: Run, step: int) -> bool:
+    every = run.config.alarms.probe_every_steps
+    return every > 0 and (step + 1) % every == 0 and run.collector.retriever is not None
 
 
 def _scored(run: Run, batch: TrainBatch, totals: np.ndarray) -> tuple[TrainBatch, dict[str, float]]:

@@ -22,6 +22,7 @@ from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.metrics import MetricsWriter, cut_jsonl
 from psearch_jax.paths import locate, make_writable
 from psearch_jax.train import settings, validation
+from psearch_jax.train.alarms import Alarms, read_rows
 from psearch_jax.train.best import Best
 from psearch_jax.train.checkpoint import Checkpoints, model_record
 from psearch_jax.train.critic import critic_learning
@@ -76,6 +77,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         for file in (workdir / "trajectories").glob("*.jsonl"):
             if int(file.stem) >= step:
                 file.unlink()
+    alarms = Alarms(config.alarms, run.collector.retriever is not None, read_rows(workdir / "metrics.jsonl"))
     writer = closers.enter_context(closing(MetricsWriter(workdir)))
     if updates_per_step(config) > 1 or run.critic is not None:
         run.keeps_copy = room_for_copy(run.state)
@@ -131,6 +133,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
             log.error("the retriever is gone; saved behind step %d, the same command goes on from there", step)
             raise
         run.state = state
+        metrics |= alarms.look(step, metrics)
         if config.eval.every_steps and (step + 1) % config.eval.every_steps == 0 and step + 1 < config.train.steps:
             try:
                 figures = validation.measured(run, config.eval.temperature)

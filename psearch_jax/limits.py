@@ -1,0 +1,151 @@
+"""What a config's fields accept, and which of them must agree."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+from psearch_jax.config import PRESETS, Config, best_metric
+from psearch_jax.types import UserError
+
+# The least value of each counting field; a negative count would end up as a slice from the end.
+_AT_LEAST = {
+    1: (
+        "rollout.slots rollout.samples rollout.turn_tokens rollout.prompt_tokens rollout.widths train.prompts "
+        "train.steps train.checkpoint_every_steps train.keep_checkpoints retrieval.topk retrieval.max_sub_queries "
+        "learning.micro_batch_rows learning.mini_batch_rollouts learning.max_bad_steps data.world_questions "
+        "alarms.window"
+    ).split(),
+    0: (
+        "seed eval.seed eval.temperature eval.questions_per_kind eval.every_steps train.trajectories_per_step "
+        "rollout.search_turns rollout.max_tokens_after_answer rollout.top_k retrieval.cache_queries "
+        "retrieval.cache_mb retrieval.patience_s data.parallel_share data.sequential_share data.world_seed "
+        "learning.kl_coefficient learning.entropy_coefficient learning.dual_clip learning.guard reward.search_price "
+        "reward.overlong_tokens train.redraws train.keep_every_steps train.checkpoint_every_minutes model.lora_rank "
+        "critic.value_clip critic.alone_steps alarms.probe_every_steps"
+    ).split(),
+}
+
+
+def validate(config: Config, training: bool = True) -> None:
+    """Checks that the fields are in range and agree with each other; those of learning only for a training run.
+
+    Raises:
+      UserError: one line with the field, or the two fields at odds.
+    """
+    r = config.rollout
+    for least, names in _AT_LEAST.items():
+        for name in names:
+            value = functools.reduce(getattr, name.split("."), config)
+            if value < least:
+                raise UserError(f"config.{name}: found {value}, accepted: at least {least}")
+    for name, value in (("seed", config.seed), ("eval.seed", config.eval.seed)):
+        if value >= 2**32:
+            raise UserError(f"config.{name}: found {value}, accepted: below 2**32")
+    if config.data.parallel_share + config.data.sequential_share > 1:
+        raise UserError("config.data: parallel_share + sequential_share is above 1, accepted: shares of a whole")
+    if not 0 < r.top_p <= 1:
+        raise UserError(f"config.rollout.top_p: found {r.top_p}, accepted: above 0, at most 1")
+    if config.retrieval.timeout_s <= 0:
+        raise UserError(f"config.retrieval.timeout_s: found {config.retrieval.timeout_s}, accepted: above 0")
+    for url in filter(None, re.split(r"[,|]", config.retrieval.url)):
+        if not re.fullmatch(r"https?://[^/\s]+/\S*", url.strip()):
+            raise UserError(f"config.retrieval.url: found {url.strip()!r}, accepted: http://host:port/retrieve")
+    if config.model.preset not in PRESETS:
+        raise UserError(f"config.model.preset: found {config.model.preset!r}, accepted: {', '.join(PRESETS)}")
+    if training:
+        _validate_learning(config)
+    if r.prompt_tokens >= r.context_tokens:
+        raise UserError(
+            f"config.rollout: prompt_tokens={r.prompt_tokens} must be below context_tokens={r.context_tokens}"
+        )
+    if not 0 < r.yield_share <= 1:
+        raise UserError(f"config.rollout.yield_share: found {r.yield_share}, accepted: above 0, at most 1")
+
+
+def _validate_validation(config: Config) -> None:
+    data, closed_world = config.data, config.data.source == "closed_world"
+    best_metric(config.eval.best_metric)
+    if not 0 <= data.validation_share < 1:
+        raise UserError(f"config.data.validation_share: found {data.validation_share}, accepted: at least 0, below 1")
+    given = [name for name in ("validation", "validation_share") if getattr(data, name)]
+    if len(given) > 1:
+        raise UserError("config.data: validation and validation_share found together, accepted: one of them")
+    if given and closed_world:
+        raise UserError(
+            f"config.data.{given[0]}: found with the closed world, which has evaluation questions of its own"
+        )
+    if given and not config.eval.questions_per_kind:
+        raise UserError(f"config.eval.questions_per_kind: found 0 with data.{given[0]}, accepted: at least 1")
+    if config.eval.every_steps and not (given or (closed_world and config.eval.questions_per_kind)):
+        raise UserError(
+            f"config.eval.every_steps: found {config.eval.every_steps} and no questions to evaluate, accepted: 0, or "
+            "with data.validation=FILE or data.validation_share above 0"
+        )
+
+
+def _validate_learning(config: Config) -> None:
+    _validate_validation(config)
+    r, le, t, w = config.rollout, config.learning, config.train, config.reward
+    if w.profile == "compat" and (w.outcome != "em" or w.search_price):
+        raise UserError("config.reward: outcome=em and search_price=0 are accepted with profile=compat")
+    if r.temperature <= 0:
+        raise UserError(f"config.rollout.temperature: found {r.temperature}, accepted: above 0 (training samples)")
+    if r.top_p < 1 or r.top_k > 0:
+        # learning.importance_cap cannot make up for it: recorded log-probs are those before the filter.
+        raise UserError(
+            f"config.rollout: top_p={r.top_p}, top_k={r.top_k} samples another distribution than the loss scores; "
+            "accepted in training: top_p=1 and top_k=0 (launch/eval.py takes both)"
+        )
+    _validate_algorithm(config)
+    if le.mini_batch_rollouts % r.samples:
+        raise UserError(
+            f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must be a multiple of "
+            f"rollout.samples={r.samples}: a group is never cut"
+        )
+    if le.mini_batch_rollouts % le.micro_batch_rows:
+        raise UserError(
+            f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must be a multiple of "
+            f"micro_batch_rows={le.micro_batch_rows}"
+        )
+    if le.old_logprobs == "sampler" and le.importance_cap:
+        raise UserError(
+            f"config.learning.importance_cap={le.importance_cap} weighs old policy against sampler, which "
+            "old_logprobs=sampler takes for the same; accepted: 0, and learning.dual_clip for a bound"
+        )
+    if 0 < le.dual_clip < 1 + le.clip_high:
+        raise UserError(
+            f"config.learning.dual_clip={le.dual_clip} is below the clip at 1 + clip_high={1 + le.clip_high}, "
+            "accepted: 0, or from there on"
+        )
+    if t.prompts * r.samples % le.mini_batch_rollouts:
+        raise UserError(
+            f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must divide train.prompts x "
+            f"rollout.samples = {t.prompts * r.samples}: each optimizer step weighs the same"
+        )
+
+
+def _validate_algorithm(config: Config) -> None:
+    le = config.learning
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(le, name) <= 1:
+            raise UserError(f"config.learning.{name}: found {getattr(le, name)}, accepted: from 0 to 1")
+    if le.algorithm == "grpo":
+        if config.rollout.samples == 1:
+            raise UserError(
+                "config.rollout.samples=1 gives every group a zero advantage; set it to 2 or more, or "
+                "learning.algorithm=ppo"
+            )
+        if le.kl_in == "reward":
+            raise UserError("config.learning.kl_in=reward: accepted with learning.algorithm=ppo")
+        return
+    if config.train.redraws:
+        raise UserError(
+            f"config.train.redraws={config.train.redraws} replaces groups without a signal, of which "
+            "learning.algorithm=ppo knows none; accepted: 0"
+        )
+    if config.critic.alone_steps >= config.train.steps:
+        raise UserError(
+            f"config.critic.alone_steps={config.critic.alone_steps} leaves the policy nothing of train.steps="
+            f"{config.train.steps}; accepted: fewer"
+        )

@@ -1,0 +1,151 @@
+"""Alarms: what goes wrong in a run before its reward shows it, told by the figures of the last steps.
+
+A reward is a sum of parts and moves late: a policy may stop reading what it searches for, or forget how to write what
+was right, and still be paid for its form. Each alarm looks at one figure that moves first.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import zlib
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from psearch_jax import processes
+from psearch_jax.config import AlarmSection
+from psearch_jax.metrics import mean
+from psearch_jax.text.answers import exact_match
+from psearch_jax.train.run import Run
+from psearch_jax.types import Question, Trajectory
+from retrieval.protocol import Passage, Retriever
+
+log = logging.getLogger("psearch_jax")
+ALARM = "alarm/"  # in front of the names of alarms in metrics.jsonl: 1 where one rings
+NAMES = ("over_splitting", "no_search", "wrong_though_seen", "likelihood", "entropy", "gap", "retriever")
+_READ = ("reward", "decomposition/sequential", "searched_0", "wrong_though_seen", "logprob_of_correct", "entropy")
+_READ += ("logp_gap", "probe/em", "probe/em_misled")
+
+
+class Alarms:
+    """Which alarms ring, from step to step; figures are means over the last `window` steps.
+
+    Args:
+      thresholds: of the config.
+      searches: whether rollouts can search at all.
+      rows: the metrics of the steps so far, of a run that goes on.
+    """
+
+    def __init__(self, thresholds: AlarmSection, searches: bool = True, rows: Iterable[Mapping[str, Any]] = ()):
+        self._at, self._searches = thresholds, searches
+        self._recent: dict[str, deque[float]] = {
+            name: deque(maxlen=1 if name.startswith("probe/") else thresholds.window) for name in _READ
+        }
+        self._steps, self._ringing = 0, set()
+        self._likeliest, self._reward_then = -math.inf, math.inf  # the highest mean log-prob, and the reward with it
+        self._calmest = math.inf  # the lowest mean entropy
+        for row in rows:
+            self._look(row)
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The alarms of a step as metrics, 1 or 0 each; one that begins to ring is logged."""
+        found = self._look(metrics)
+        for name in sorted(found.keys() - self._ringing):
+            log.warning("step %d: alarm %s: %s", step, name, found[name])
+        self._ringing = set(found)
+        return {ALARM + name: float(name in found) for name in NAMES}
+
+    def _look(self, metrics: Mapping[str, Any]) -> dict[str, str]:
+        for name, values in self._recent.items():
+            value = metrics.get(name)
+            if value is not None and math.isfinite(value):
+                values.append(float(value))
+        self._steps += 1
+        if self._steps < self._at.window:
+            return {}
+        now = {name: mean(values) for name, values in self._recent.items()}
+        at, found = self._at, {}
+        if now["decomposition/sequential"] > at.over_splitting:
+            found["over_splitting"] = f"{now['decomposition/sequential']:.2f} of the sequential questions are split"
+        if self._searches and now["searched_0"] > at.no_search:
+            found["no_search"] = f"{now['searched_0']:.2f} of the rollouts do not search"
+        if now["wrong_though_seen"] > at.wrong_though_seen:
+            found["wrong_though_seen"] = f"{now['wrong_though_seen']:.2f} are wrong though the answer was in a passage"
+        if now["logprob_of_correct"] > self._likeliest:
+            self._likeliest, self._reward_then = now["logprob_of_correct"], now["reward"]
+        fall = self._likeliest - now["logprob_of_correct"]
+        if fall > at.likelihood_fall and now["reward"] <= self._reward_then:
+            found["likelihood"] = f"right rollouts lost {fall:.2f} nats an id, and the reward is no higher"
+        if now["entropy"] < self._calmest:
+            self._calmest = now["entropy"]
+        if now["entropy"] - self._calmest > at.entropy_rise:
+            found["entropy"] = f"{now['entropy']:.2f} nats an id, up from {self._calmest:.2f}"
+        if now["logp_gap"] > at.gap:
+            found["gap"] = f"sampler and trainer differ by {now['logp_gap']:.3f} nats an id"
+        gain = now["probe/em"] - now["probe/em_misled"]
+        if now["probe/em"] > at.probe_gain and gain < at.probe_gain:
+            found["retriever"] = (
+                f"EM {now['probe/em']:.2f}, and {now['probe/em_misled']:.2f} with what others find: searching "
+                "makes no difference"
+            )
+        return found
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl; none where it has no such file."""
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+class Misled:
+    """A retriever that answers each query with what another text finds, the same for the same query.
+
+    Args:
+      texts: the other texts.
+    """
+
+    def __init__(self, retriever: Retriever, texts: Sequence[str]):
+        self._retriever, self._texts = retriever, list(texts)
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        """As `Retriever.search`."""
+        count = len(self._texts)
+        return self._retriever.search([q and self._texts[zlib.crc32(q.encode()) % count] for q in queries], k)
+
+    def describe(self) -> dict[str, Any]:
+        """As `Retriever.describe`."""
+        return self._retriever.describe()
+
+
+def probe(run: Run, questions: Sequence[Question], step: int, rolled: Sequence[Trajectory]) -> dict[str, float]:
+    """EM of the first rollout of each question, and of the same drawn with passages that belong to other questions.
+
+    The random numbers are those of the step, so that what differs is what was read. Every process calls this.
+
+    Args:
+      questions: this process's.
+      rolled: the rollouts of the step, of all processes.
+    """
+    config = run.config
+    retriever = Misled(run.collector.retriever, [q.text for q in questions])
+    own = run.collector.with_retriever(retriever).collect(
+        run.learner.sampling_copy(run.state.params),
+        questions,
+        1,
+        seed=config.seed,
+        step=step,
+        temperature=config.rollout.temperature,
+        progress=lambda *_: run.stop.check(),
+    )
+    misled = processes.in_order(own, 1)
+    first = {(t.question.source, t.question.id): t for t in reversed(rolled)}
+    as_asked = [first[t.question.source, t.question.id] for t in misled]
+    return {"probe/em": _em(as_asked), "probe/em_misled": _em(misled)}
+
+
+def _em(trajectories: Sequence[Trajectory]) -> float:
+    return mean(exact_match(t.answer, t.question.answers) for t in trajectories)
