@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from psearch_jax.eval.benchmarks import PAIRS
@@ -18,7 +18,7 @@ from psearch_jax.report.runs import RunFiles
 from psearch_jax.types import END_STATUSES, KINDS, RewardParts
 
 POOLED = "all"  # the group of lines that are over all kinds
-INTERVALS = 40  # at most so many intervals of EM along the steps: one step has too few questions for one
+INTERVALS = 12  # at most so many intervals of EM along the steps: one step has too few questions for one
 ENDS = 5  # the first and the last fifth of the steps are compared
 PHASES = ("rollout", "reward", "logprobs", "update")
 DIGITS = 6  # significant ones
@@ -140,13 +140,13 @@ def _reward_part(runs: Sequence[RunFiles], part: str) -> Chart:
     for kind in KINDS:
         for name in ("split", "whole"):
             lines += _lines(runs, f"reward/{kind}/{name}/{part}", kind, name, faint=name == "whole")
-    note = f"{_PARTS.get(part, '')} Mean of the rollouts that split; faint and dotted: of those that did not."
+    note = f"{_PARTS.get(part, '')} Mean of the rollouts that split; faint: of those that did not."
     return Chart(f"reward_{part}", "Reward", f"Reward: {part.replace('_', ' ')}", note.strip(), lines)
 
 
 def _answers(runs: Sequence[RunFiles], scores: Sequence[Steps]) -> Chart:
     """EM of every step; and of the recorded rollouts of several steps together, with intervals."""
-    lines = [line for kind in KINDS for line in _lines(runs, f"em/{kind}", kind)]
+    lines = [replace(line, faint=True) for kind in KINDS for line in _lines(runs, f"em/{kind}", kind)]
     widths = []
     for i, steps in enumerate(scores):
         places = sorted(steps)
@@ -162,7 +162,7 @@ def _answers(runs: Sequence[RunFiles], scores: Sequence[Steps]) -> Chart:
             if found:
                 x, y, low, high = (list(map(_short, column)) for column in zip(*found, strict=True))
                 lines.append(Line(i, y, x, kind, "recorded", low=low, high=high))
-    note = "Exact match of a step's rollouts; dots and bars: of the recorded ones"
+    note = "Exact match. Faint: of a step's rollouts; with bars: of the recorded ones"
     together = max(widths, default=1)
     note += f" of {together} steps together" if together > 1 else ""
     note += ", with a bootstrap 95% interval over questions."
@@ -297,7 +297,7 @@ def _costs(runs: Sequence[RunFiles]) -> list[Chart]:
     return [
         seconds,
         Chart("phases", "Cost", "Seconds by phase", f"Mean over all steps. {told}", means, "category", "bars"),
-        Chart("row_use", "Cost", "Row use", "Shares at work; dotted: of the update's positions, padding.", use),
+        Chart("row_use", "Cost", "Row use", "Shares at work; faint: the share of padding in an update.", use),
         Chart("speed", "Cost", "Ids per second", "Sampled in rollouts, and computed in updates.", speed),
     ]
 

@@ -200,7 +200,7 @@ def _body(row: Mapping[str, Any], spelling: Spelling | None) -> dict[str, Any]:
     and passages [title, id, text] each (text: None where it is not known); and `forced`, what the host wrote where it
     is not passages.
     """
-    turns = row["turns"] if "turns" in row else row["actions"]
+    turns = row["actions"] if "actions" in row else row["turns"]  # in an evaluation `turns` is their number
     cuts = _cuts(row, turns, spelling) if spelling and "ids" in row else None
     shown = {"gold": row["golden_answers"], "reward": row.get("reward") or {}, "turns": []}
     if cuts:

@@ -138,7 +138,7 @@ class Browser {
     if (mine !== this.asked[side]) return;
     const facts = [this.where(row), this.columns.kind[row], this.columns.status[row].replaceAll("_", " ")];
     const head = [
-      element("h4", {}, this.questions[this.columns.question[row]].text),
+      element("h3", {}, this.questions[this.columns.question[row]].text),
       element("p", { class: "facts" }, this.outcome(row), ` ${facts.join(", ")}`),
     ];
     if (side === "left") head.push(...this.companions(row));

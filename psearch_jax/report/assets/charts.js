@@ -37,11 +37,13 @@ class Charts {
     return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   }
 
-  /** The line's place in what colours stand for in its chart. */
-  place(chart, line) {
-    if (this.several) return line.run;
-    if (line.group && line.group !== "all") return this.data.groups.indexOf(line.group);
-    return line.group ? 0 : this.names(chart).indexOf(line.name);
+  /** The colour of a line: that of its run, kind or name; ink where it stands for everything. */
+  colorOf(chart, line) {
+    const ofGroup = line.group && line.group !== "all";
+    const place = this.several ? line.run
+      : ofGroup ? this.data.groups.indexOf(line.group)
+      : line.name && !line.group ? this.names(chart).indexOf(line.name) : -1;
+    return this.color(place < 0 ? "ink" : `c${place % 8}`);
   }
 
   names(chart) {
@@ -73,7 +75,7 @@ class Charts {
     const lines = this.chosen(chart);
     const named = !this.several && lines.some((line) => line.name && !line.group);
     const found = lines.map((line) => {
-      const color = this.color(`c${Math.max(this.place(chart, line), 0) % 8}`);
+      const color = this.colorOf(chart, line);
       const x = line.x || this.data.runs[line.run].steps;
       const dots = line.low !== undefined || x.length === 1;
       const trace = { x, y: dots ? line.y : smoothed(line.y, size), name: this.label(line), showlegend: false };
@@ -82,9 +84,10 @@ class Charts {
         Object.assign(trace, { type: "bar", marker: { color, opacity: line.faint ? 0.4 : 1 } });
       } else {
         const width = chart.axis === "turn" ? 2.5 : 1.75;
-        Object.assign(trace, { type: "scatter", mode: "lines", connectgaps: true, opacity: line.faint ? 0.65 : 1 });
+        Object.assign(trace, { type: "scatter", mode: "lines", opacity: line.faint ? 0.55 : 1 });
         trace.line = { color, dash: this.dash(chart, line), width };
-        if (chart.axis === "turn") trace.mode = "lines+markers";
+        // A value between two gaps has no line: it needs a dot to be seen.
+        if (chart.axis === "turn" || line.y.includes(null)) Object.assign(trace, { mode: "lines+markers", marker: { color, size: 4 } });
         if (chart.form === "stacked") Object.assign(trace, { stackgroup: "one", line: { color, width: 1 } });
         if (named) trace.showlegend = true;
       }
@@ -92,13 +95,21 @@ class Charts {
         const up = line.high.map((high, at) => high - line.y[at]);
         const down = line.low.map((low, at) => line.y[at] - low);
         const bar = { color, thickness: 1, width: 2, type: "data", symmetric: false, array: up, arrayminus: down };
-        trace.error_y = chart.form === "bars" ? { ...bar, color: this.color("ink"), thickness: 1.5, width: 4 } : bar;
+        // The intervals of several runs and kinds in one chart would hide one another.
+        if (chart.form === "bars") trace.error_y = { ...bar, color: this.color("ink"), thickness: 1.5, width: 4 };
+        else if (!this.several || this.group.value || this.data.groups.length < 2) trace.error_y = bar;
         if (chart.form !== "bars") {
-          Object.assign(trace, { mode: line.name ? "markers" : "lines+markers", marker: { color, size: 5 } });
+          Object.assign(trace, { mode: "lines+markers", marker: { color, size: 5 } });
         }
       }
       return trace;
     });
+    const names = this.several && chart.form === "lines" ? this.names(chart).filter(Boolean) : [];
+    const color = this.color("faint");
+    found.push(...names.map((name, at) => ({ // what the dashes of this chart mean
+      x: [null], y: [null], type: "scatter", mode: "lines", name: plain(name), showlegend: true, hoverinfo: "skip",
+      line: { color, width: 2, dash: DASHES[this.names(chart).indexOf(name) % DASHES.length] },
+    })));
     return chart.axis === "step" ? [...found, ...this.alarmTraces()] : found;
   }
 
@@ -121,14 +132,15 @@ class Charts {
 
   layout(chart, traces) {
     const ink = this.color("faint");
-    const axis = { gridcolor: this.color("line"), zerolinecolor: this.color("line"), linecolor: this.color("line") };
+    const axis = { gridcolor: this.color("line"), zerolinecolor: this.color("line"), linecolor: this.color("line"),
+      exponentformat: "e" };
     const x = { step: { title: { text: "step", standoff: 4 } }, turn: { dtick: 1 }, category: { type: "category" } };
     const shown = traces.some((trace) => trace.showlegend);
     return {
       font: { color: ink, size: 12, family: "system-ui, sans-serif" },
       paper_bgcolor: "transparent",
       plot_bgcolor: "transparent",
-      margin: { l: 44, r: 8, t: shown ? 26 : 8, b: 36 },
+      margin: { l: 44, r: 8, t: shown ? 26 : 8, b: 10 },
       hovermode: "x unified",
       hoverlabel: { bgcolor: this.color("raised"), bordercolor: this.color("line"), font: { color: this.color("ink") } },
       // A drag would hold a finger that wants to scroll the page.
