@@ -52,6 +52,7 @@ class Chart:
     axis: str = "step"
     form: str = "lines"
     pooled: bool = False  # drawn for all questions together, until the page is narrowed to a group
+    apart: bool = False  # bars of one run never stand at the same place, and need not make way for one another
 
     def as_json(self) -> dict[str, Any]:
         out = asdict(self)
@@ -324,18 +325,9 @@ def evaluation_charts(runs: Sequence[RunFiles], scores: Sequence[Mapping[str, Se
         one = _distributions(i, by_benchmark, "")
         searches += one[0]
         finished += one[1]
+    told = "With the bootstrap 95% interval over questions."
     return [
-        Chart(
-            "em", "Answers", "EM", "With the bootstrap 95% interval over questions.", em, axis="category", form="bars"
-        ),
-        Chart(
-            "split",
-            "Searching",
-            "Questions split",
-            _SPLIT,
-            split,
-            axis="category",
-            form="bars",
-        ),
+        Chart("em", "Answers", "EM", told, em, "category", "bars", apart=True),
+        Chart("split", "Searching", "Questions split", _SPLIT, split, "category", "bars", apart=True),
         *_distribution_charts(searches, finished, "", pooled=False),
     ]

@@ -85,7 +85,7 @@ def read_runs(directories: Sequence[str | Path]) -> list[RunFiles]:
         if run.trained != runs[0].trained:
             kinds = {True: "a training run", False: "an evaluation"}
             raise UserError(
-                f"{run.directory}: {kinds[run.trained]} beside {kinds[not run.trained]}, accepted: all of one kind"
+                f"{run.directory}: {kinds[run.trained]} found beside {kinds[not run.trained]}, accepted: one kind"
             )
     return runs
 

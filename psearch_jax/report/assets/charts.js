@@ -81,6 +81,8 @@ class Charts {
       const trace = { x, y: dots ? line.y : smoothed(line.y, size), name: this.label(line), showlegend: false };
       trace.hovertemplate = "%{y:.4~g}";
       if (chart.form === "bars") {
+        trace.x = x.map((label) => plain(label).replace(/[: ]/g, "$&<br>"));
+        if (chart.apart) trace.offsetgroup = String(line.run);
         Object.assign(trace, { type: "bar", marker: { color, opacity: line.faint ? 0.4 : 1 } });
       } else {
         const width = chart.axis === "turn" ? 2.5 : 1.75;
