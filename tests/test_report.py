@@ -99,6 +99,10 @@ def write_evaluation(directory: Path, tokenizer, right: float) -> Path:
     return directory
 
 
+def write(directories: list[Path], file: Path | None = None) -> Path:
+    return page.write_report(read_runs(directories), file)
+
+
 def unpacked(html: str, name: str):
     letters = re.search(rf'id="{name}">([^<]*)</script>', html).group(1)
     return json.loads(gzip.decompress(base64.b64decode(letters)))
@@ -111,7 +115,7 @@ def run(tmp_path_factory, tiny_tokenizer) -> Path:
 
 @pytest.fixture(scope="module")
 def html(run) -> str:
-    return page.write_report([run]).read_text(encoding="utf-8")
+    return write([run]).read_text(encoding="utf-8")
 
 
 # ---- numbers ----
@@ -243,21 +247,21 @@ def test_a_broken_line_is_named(tmp_path, run):
     with (copy / "metrics.jsonl").open("a") as file:
         file.write("\n")
     with pytest.raises(UserError, match=r"metrics.jsonl:13: cannot be read .* accepted: a JSON object"):
-        page.write_report([copy])
+        write([copy])
     shutil.copy(run / "metrics.jsonl", copy)
     with (copy / "trajectories" / "000003.jsonl").open("a") as file:
         file.write('{"turns": []}\n')
     with pytest.raises(UserError, match=r"000003.jsonl:7: field 'golden_answers' not found"):
-        page.write_report([copy])
+        write([copy])
     assert not list(copy.glob("*.tmp"))
 
 
 def test_directories_that_make_no_page(tmp_path, run, tiny_tokenizer):
     """An empty page of a mistyped directory, or of things that cannot be laid over one another."""
     with pytest.raises(UserError, match="neither metrics.jsonl nor results.json found"):
-        page.write_report([tmp_path])
+        write([tmp_path])
     with pytest.raises(UserError, match="an evaluation found beside a training run"):
-        page.write_report([run, write_evaluation(tmp_path / "e", tiny_tokenizer, 0.5)])
+        write([run, write_evaluation(tmp_path / "e", tiny_tokenizer, 0.5)])
 
 
 def test_a_run_is_not_lost_with_its_report(tmp_path, caplog):
@@ -444,7 +448,7 @@ def test_narrow_and_dark(browser, run, html, scheme):
 def test_runs_and_their_alarms_laid_over_one_another(browser, run, tmp_path, tiny_tokenizer):
     """A run that is missing from a chart, or an alarm that nobody sees."""
     other = write_run(tmp_path / "two", tiny_tokenizer, steps=6, alarm=4)
-    show(browser, page.write_report([run, other], tmp_path / "both.html"))
+    show(browser, write([run, other], tmp_path / "both.html"))
     assert "two: kl_high, 1 step, first at step 4." in " ".join(text(browser, "#alarms").split())
     names = browser.execute_script("return document.getElementById('chart-reward').data.map(t => [t.name, t.x])")
     assert names == [["one", list(range(12))], ["two", list(range(6))], ["two: kl_high", [4]]]
@@ -455,7 +459,7 @@ def test_runs_and_their_alarms_laid_over_one_another(browser, run, tmp_path, tin
 def test_evaluations_in_a_browser(browser, tmp_path, tiny_tokenizer):
     """An evaluation whose page has no charts, no intervals or no rollouts."""
     outs = [write_evaluation(tmp_path / name, tiny_tokenizer, right) for name, right in (("a", 0.3), ("b", 0.9))]
-    show(browser, page.write_report(outs))
+    show(browser, write(outs))
     found = json.loads((outs[1] / "results.json").read_text())["benchmarks"]["popqa"]["all"]
     bars = browser.execute_script("return document.getElementById('chart-em').data.map(t => [t.y, t.error_y.array])")
     assert bars[3][0][0] == found["em"] and bars[3][1][0] == pytest.approx(found["em_interval"][1] - found["em"])
@@ -475,7 +479,7 @@ def test_a_thousand_steps_and_ten_thousand_rollouts(browser, tmp_path, tiny_toke
     for s in range(1000):
         lines = (texts[s % 4] * 2)[:10]
         (run / "trajectories" / f"{s:06d}.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    file = page.write_report([run])
+    file = write([run])
     assert file.stat().st_size < 10e6
     show(browser, file)
     assert text(browser, "#count").startswith("10000 of 10000 ")

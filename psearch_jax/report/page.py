@@ -10,11 +10,12 @@ from typing import Any
 
 import jinja2
 
+from psearch_jax.eval.benchmarks import PAIRS
 from psearch_jax.eval.evaluate import read_scores
 from psearch_jax.eval.scores import Score
 from psearch_jax.eval.tables import paired_table
 from psearch_jax.paths import locate, of_store, write_whole
-from psearch_jax.report import charts, tables
+from psearch_jax.report import charts, tables, training
 from psearch_jax.report.rollouts import Shown, packed, packed_bytes, spelling_of, spread_out
 from psearch_jax.report.runs import RunFiles, read_runs
 from psearch_jax.types import END_STATUSES, KINDS, UserError
@@ -23,26 +24,25 @@ log = logging.getLogger("psearch_jax")
 FILE = "report.html"
 
 
-def write_report(directories: Sequence[str | Path], file: str | Path | None = None) -> Path:
-    """Writes the page of these directories, laid over one another, and returns where it is.
+def write_report(runs: Sequence[RunFiles], file: str | Path | None = None) -> Path:
+    """Writes the page of these runs, laid over one another, and returns where it is.
 
     Args:
-      directories: of training runs, finished or not, or of finished evaluations; several of one sort.
-      file: default: report.html in the first of them.
+      file: default: report.html in the directory of the first.
 
     Raises:
-      UserError: a directory or one of its files cannot be read, or plotly is not installed.
+      UserError: one of their files cannot be read, or plotly is not installed.
       OSError: the page cannot be written.
     """
-    path = locate(file) if file else locate(directories[0]) / FILE
-    write_whole(path, render(read_runs(directories)))
+    path = locate(file) if file else runs[0].directory / FILE
+    write_whole(path, render(runs))
     return path
 
 
 def offer_report(directory: str | Path) -> None:
     """Writes the page of a run that has just ended, and says where; what hinders it is a warning: the run is safe."""
     try:
-        log.info("report: %s", write_report([directory]))
+        log.info("report: %s", write_report(read_runs([directory])))
     except (UserError, OSError) as error:
         log.warning("no report was written: %s", error)
     except Exception as error:
@@ -58,9 +58,9 @@ def render(runs: Sequence[RunFiles]) -> str:
     trained = runs[0].trained
     scores = [_take(i, run, shown) for i, run in enumerate(runs)]
     if trained:
-        drawn = charts.training_charts(runs, scores)
-        groups = [kind for kind in KINDS if any(line.group == kind for chart in drawn for line in chart.lines)]
-        groups += [charts.PAIRS] if any(line.group == charts.PAIRS for c in drawn for line in c.lines) else []
+        drawn = training.training_charts(runs, scores)
+        there = {line.group for chart in drawn for line in chart.lines}
+        groups = [group for group in (*KINDS, PAIRS) if group in there]
     else:
         drawn = charts.evaluation_charts(runs, scores)
         groups = list(dict.fromkeys(name for by in scores for name in by))
@@ -68,7 +68,7 @@ def render(runs: Sequence[RunFiles]) -> str:
         "runs": [{"name": run.name, "steps": [row["step"] for row in run.rows]} for run in runs],
         "groups": groups,
         "charts": [chart.as_json() for chart in drawn],
-        "alarms": charts.alarms(runs),
+        "alarms": training.alarms(runs),
     }
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string(_asset("page.html.j2"))
