@@ -61,6 +61,11 @@ def write_run(directory: Path, tokenizer, steps: int = 12, questions: int = 3, a
     config = {"seed": 0, "method": "parallelsearch", "model": {"path": "", "tokenizer": tokenizer.name}}
     (directory / "config.json").write_text(json.dumps(config | {"train": {"steps": steps}}))
     (directory / "trajectories").mkdir()
+    moments = {
+        name: {"parallel": {"em": em, "questions": 10, "turns": 2.0}} for name, em in (("before", 0.5), ("after", 0.9))
+    }
+    (directory / "before.json").write_text(json.dumps({"": moments["before"]}))
+    (directory / "summary.json").write_text(json.dumps({"steps": steps, "wall_s": {"total": 36.0}} | moments))
     rng, writer = np.random.default_rng(0), MetricsWriter(directory)
     names = ["reward", "kl", "entropy", "logp_gap", "gradient_norm", "groups_without_signal", "cost/row_use"]
     names += [f"{phase}_s" for phase in ("rollout", "reward", "logprobs", "update")] + ["status/eos", "valid_format"]
@@ -69,6 +74,8 @@ def write_run(directory: Path, tokenizer, steps: int = 12, questions: int = 3, a
     for step in range(steps):
         values = {name: float(rng.random()) for name in names}
         values["reward/single/split/outcome"] = float("nan")
+        if step == 7:
+            values |= {"eval/parallel/em": 0.7, "eval/parallel/questions": 10.0}
         if alarm is not None:
             values["alarm/kl_high"] = float(step == alarm)
         writer.write(step, values)
@@ -169,6 +176,18 @@ def test_intervals_and_shares_come_from_the_recorded_rollouts(run, html):
     assert finished["y"] == finished_by_turn(last)
 
 
+def test_evaluations_of_a_run_stand_where_they_were_made(run, html, tmp_path):
+    """The figure after training at its beginning, an interval of another number of questions, tables left out."""
+    charts = {chart["id"]: chart["lines"] for chart in unpacked(html, "data")["charts"]}
+    (line,) = charts["validation"]
+    assert (line["x"], line["y"]) == ([0, 8, 12], [0.5, 0.7, 0.9])
+    assert (line["low"][0], line["high"][0]) == pytest.approx((0.2366, 0.7634), abs=1e-4)  # Wilson, 5 of 10
+    assert "<td>0.500</td>" in html and "<td>before</td>" in html and "<td>0.01</td>" in html
+    going_on = Path(shutil.copytree(run, tmp_path / "run"))
+    (going_on / "summary.json").unlink()
+    assert "not finished" in write([going_on]).read_text()
+
+
 # ---- ids and passages ----
 
 
@@ -208,6 +227,20 @@ def test_every_id_has_its_text_and_log_prob(run, html, tiny_tokenizer):
     assert "".join(body["turns"][0]["pieces"]) == row["turns"][0]["text"]
     assert body["turns"][0]["searches"][0][1][0][2].startswith("(Ada Lovelace) </script>")
     assert body["prompt"].startswith("Question: Who is older")
+
+
+def test_an_initial_search_stands_before_the_first_turn(tiny_tokenizer):
+    """The passages of a search that the model never asked for, shown as a part of the prompt."""
+    made = rollout(tiny_tokenizer, 1, 0, True, False)
+    start, n = made.prompt_length, made.turns[0].n_sampled
+    keep = np.r_[0:start, start + n : len(made.ids)]  # what the host wrote comes right behind the prompt
+    searched = replace(made.turns[0], text="", n_sampled=0)
+    made = replace(made, ids=made.ids[keep], mask=made.mask[keep], logprobs=made.logprobs[keep])
+    row = trajectory_row(replace(made, turns=(searched, made.turns[1])), None, 0)
+    body = rollouts._body(row, Spelling(tiny_tokenizer))
+    assert "information" not in body["prompt"] and body["prompt"].startswith("Question: ")
+    assert body["turns"][0]["searches"][0][1][1] == ["", "p1", PASSAGES[1].text]
+    assert "".join(body["turns"][1]["pieces"]).startswith("<think> é so")
 
 
 def test_ids_of_another_tokenizer_are_not_shown(tiny_tokenizer, tokenizer):

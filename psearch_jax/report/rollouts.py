@@ -237,9 +237,9 @@ def _cuts(
     ids, mask = row["ids"], row["mask"]
     cuts, place = [], mask.index(1) if 1 in mask else len(mask)
     if turns and not turns[0]["n_sampled"]:  # an initial search lies between prompt and first sampled id
-        ends = list(accumulate(map(len, spelling.pieces(ids[:place]))))
-        begin = "".join(spelling.pieces(ids[:place])).rfind(tags.INFORMATION_OPEN)
-        first = bisect_right(ends, max(begin, 0))
+        pieces = spelling.pieces(ids[:place])
+        begin = "".join(pieces).rfind(tags.INFORMATION_OPEN)
+        first = bisect_right(list(accumulate(map(len, pieces))), begin) if begin >= 0 else place
         cuts.append((first, first, place))
     for turn in turns[len(cuts) :]:
         middle = place + turn["n_sampled"]

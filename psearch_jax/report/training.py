@@ -20,6 +20,8 @@ INTERVALS = 12  # at most so many intervals of EM along the steps: one step has 
 ENDS = 5  # the first and the last fifth of the steps are compared
 PHASES = ("rollout", "reward", "logprobs", "update")
 
+_HIDDEN = " Of several runs, intervals are drawn once a kind is chosen."
+
 Steps = Mapping[int, Sequence[Score]]  # recorded rollouts by step
 
 # id, section, title, note, key in metrics.jsonl ({} stands for a kind).
@@ -29,7 +31,7 @@ _SERIES = (
         "no_signal",
         "Reward",
         "Groups without a signal",
-        "Share of groups whose rewards are all equal.",
+        "Groups whose rewards are all equal.",
         "groups_without_signal",
     ),
     ("split", "Searching", "Questions split", SPLIT, "decomposition/{}"),
@@ -124,7 +126,7 @@ def _answers(runs: Sequence[RunFiles], scores: Sequence[Steps]) -> Chart:
     note = "Exact match. Faint: of a step's rollouts; with bars: of the recorded ones"
     together = max(widths, default=1)
     note += f" of {together} steps together" if together > 1 else ""
-    note += ", with a bootstrap 95% interval over questions."
+    note += ", with a bootstrap 95% interval over questions." + _HIDDEN * (len(runs) > 1)
     return Chart("em", "Answers", "EM", note, lines)
 
 
@@ -154,7 +156,9 @@ def _validation(runs: Sequence[RunFiles]) -> Chart:
                 low, high = (list(map(short, side)) for side in zip(*bounds, strict=True))
                 x, y = [step for step, _, _ in found], [short(em) for _, em, _ in found]
                 lines.append(Line(i, y, x, kind, low=low, high=high))
-    note = "Of the run's own evaluations, one sample per question, with Wilson's 95% interval."
+    note = "Of the run's own evaluations, one sample per question, with Wilson's 95% interval." + _HIDDEN * (
+        len(runs) > 1
+    )
     return Chart("validation", "Answers", "EM, evaluated", note, lines)
 
 
