@@ -268,6 +268,17 @@ def test_rollouts_that_have_no_room_are_told(run, monkeypatch):
     assert set(unpacked(html, "index")["columns"]["step"]) == {0, 11, 5}
 
 
+def test_a_run_without_rollouts_or_steps(run, tmp_path):
+    """A division by zero where nothing was recorded, or nothing has happened yet."""
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    for file in (copy / "trajectories").iterdir():
+        file.write_text("")  # as train.trajectories_per_step=0 leaves them
+    html = write([copy]).read_text()
+    assert "None was recorded." in html and 'id="chart-reward"' in html and 'id="chart-finished"' not in html
+    (copy / "metrics.jsonl").write_text("")
+    assert 'id="chart-reward"' not in write([copy]).read_text()
+
+
 # ---- bad input ----
 
 

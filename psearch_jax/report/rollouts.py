@@ -27,6 +27,7 @@ log = logging.getLogger("psearch_jax")
 MOST_ROLLOUTS = 10_000  # in one page, of all runs together
 MOST_BYTES = 5_000_000  # of their compressed texts: with the charts a page stays below 10 MB
 LOGPROB_DIGITS = 4
+_COLUMNS = "run step benchmark kind right status split question sample reward block place".split()
 _TOY_POLICY = Path(psearch_jax.__file__).parent / "assets" / "toy_policy"
 
 
@@ -102,22 +103,6 @@ class Shown:
         if number == len(self._question_rows):
             self._question_rows.append({"text": text, "id": score.id})
         return number
-
-
-_COLUMNS = (
-    "run",
-    "step",
-    "benchmark",
-    "kind",
-    "right",
-    "status",
-    "split",
-    "question",
-    "sample",
-    "reward",
-    "block",
-    "place",
-)
 
 
 def spread_out(count: int) -> list[int]:

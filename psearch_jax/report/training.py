@@ -179,7 +179,7 @@ def _behaviour(scores: Sequence[Steps]) -> list[Chart]:
     """Distribution of searches and share finished by turn, early and late."""
     searches, finished, spans = [], [], []
     for i, steps in enumerate(scores):
-        places = sorted(steps)
+        places = sorted(step for step, own in steps.items() if own)  # none are recorded at trajectories_per_step=0
         if not places:
             continue
         part = max(1, len(places) // ENDS)
