@@ -24,6 +24,7 @@ EXTRAS = {
         "bm25s>=0.2.6",  # the reference for BM25
         "faiss-cpu>=1.9",  # writes the flat index that build_index reads
         "matplotlib>=3.9",  # draws what the benchmarks measure
+        "selenium>=4.20",  # opens reports in a Chromium, where the machine has one
         "jax[tpu]",  # libtpu: compiles for TPU topologies on any machine
         # The reference in the parity tests, which skip without it. Elsewhere than on 3.11 it may come with
         # gigabytes of CUDA libraries, so there it is the user's choice.
@@ -42,7 +43,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["psearch_jax", "psearch_jax.*", "retrieval", "retrieval.*"]),
-    package_data={"psearch_jax": ["assets/toy_policy/*", "assets/prompts/*", "assets/*.tsv"]},
+    package_data={"psearch_jax": ["assets/toy_policy/*", "assets/prompts/*", "assets/*.tsv", "report/assets/*"]},
     install_requires=[
         "absl-py>=2",
         "jax>=0.10",
@@ -73,6 +74,7 @@ setup(
         "pyarrow>=16",
         "tensorboardX>=2.6",
         "tqdm>=4.66",
+        "plotly>=6",  # the charts of a report: its JavaScript goes into the page
         "urllib3>=2",
     ],
     extras_require=EXTRAS,

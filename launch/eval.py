@@ -6,8 +6,8 @@
 `--benchmark` may be repeated. FILE is a question file, a directory of launch/prepare_data.py, or tfds:BUILDER:SPLIT;
 `closed_world:SET` is built in, `closed_world` is all kinds of questions, `NAME:closed_world:SET+SET` draws such
 questions for another name. Budgets, prompt and method are those of --config, else of the run that a checkpoint belongs
-to, else the defaults. OUT holds results.json, results.md and one file of rows per benchmark. The same command goes on
-where a killed one stopped. `launch/report.py OUT OUT` compares two evaluations.
+to, else the defaults. OUT holds results.json, results.md, report.html and one file of rows per benchmark.
+The same command goes on where a killed one stopped. `launch/report.py OUT OUT` compares two evaluations.
 """
 
 from __future__ import annotations
@@ -181,6 +181,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.eval import tables
     from psearch_jax.eval.evaluate import FILLS, Evaluation, evaluate, weights_digest
     from psearch_jax.eval.scores import figures
+    from psearch_jax.report import page
     from psearch_jax.train.validation import EVAL_STEP
 
     parts = build.from_path(config, model)
@@ -255,6 +256,7 @@ def main(_: list[str]) -> None:
     text = "\n\n".join([text, *notes]) + "\n"
     evaluation.finish({"model": model, "passages": passages, "benchmarks": results, "leaked": leaked}, text)
     print(text, end="")
+    page.offer_report(OUT.value)
 
 
 if __name__ == "__main__":

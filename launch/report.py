@@ -1,39 +1,42 @@
-"""Prints finished runs side by side, or compares evaluations of the same questions.
+"""Prints finished runs side by side, or compares evaluations of the same questions, and draws both in one HTML page.
 
-    python launch/report.py WORKDIR [WORKDIR ...]
-    python launch/report.py OUT [OUT ...]
+    python launch/report.py WORKDIR [WORKDIR ...] [--html=FILE]
+    python launch/report.py OUT [OUT ...] [--html=FILE]
 
 An OUT of launch/eval.py is compared with the first one: differences of EM, turns and tokens, with paired bootstrap
-intervals, p by a permutation test, and ratios.
+intervals, p by a permutation test, and ratios. The page is report.html in the first directory, or FILE; it holds
+charts and rollouts and needs no network. It is also drawn of a run that has not finished.
 """
 
-from pathlib import Path
+import sys
+
+from absl import flags
 
 from psearch_jax import launching
-from psearch_jax.paths import locate
-from psearch_jax.types import UserError
+
+HTML = flags.DEFINE_string("html", None, "Where to write the page; default: report.html in the first directory.")
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) < 2:
-        raise UserError("no directory found, accepted: one or more of launch/train.py, or of launch/eval.py")
-    if all((locate(d) / "results.json").is_file() for d in argv[1:]):
-        from psearch_jax.eval.evaluate import read_scores
-        from psearch_jax.eval.tables import paired_table
+    from psearch_jax.eval.evaluate import read_scores
+    from psearch_jax.eval.tables import paired_table
+    from psearch_jax.report import page, tables
+    from psearch_jax.report.runs import read_runs
 
-        if len(argv) == 2:
-            print((locate(argv[1]) / "results.md").read_text(encoding="utf-8"), end="")
-        for other in argv[2:]:
-            pair = [
-                (d if Path(argv[1]).name == Path(other).name else Path(d).name, read_scores(d))
-                for d in (argv[1], other)
-            ]
-            print(paired_table(*pair), end="\n\n" if other != argv[-1] else "\n")
-        return
-    from psearch_jax import report
-
-    runs = [(Path(d).name, report.read_summary(d)) for d in argv[1:]]
-    print(report.before_and_after(runs[0][1]) if len(runs) == 1 else report.side_by_side(runs))
+    runs = read_runs(argv[1:])
+    if runs[0].trained:
+        for run in runs:
+            if not run.summary:
+                print(f"{run.directory}: has not finished; it is in the page, not in the tables", file=sys.stderr)
+        finished = [(run.name, run.summary) for run in runs if run.summary]
+        if finished:
+            print(tables.before_and_after(finished[0][1]) if len(runs) == 1 else tables.side_by_side(finished))
+    elif len(runs) == 1:
+        print((runs[0].directory / "results.md").read_text(encoding="utf-8"), end="")
+    else:
+        first, *others = ((run.name, read_scores(run.directory)) for run in runs)
+        print("\n\n".join(paired_table(first, other) for other in others))
+    print(f"report: {page.write_report(runs, HTML.value)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main(_: list[str]) -> None:
-    from psearch_jax import build, processes, report
+    from psearch_jax import build, processes
     from psearch_jax.config import from_mapping
+    from psearch_jax.report import page, tables
     from psearch_jax.train import trainer
 
     config = from_mapping(CONFIG.value.to_dict())
@@ -31,7 +32,7 @@ def main(_: list[str]) -> None:
         return
     if not processes.first():
         return
-    print(report.before_and_after(summary))
+    print(tables.before_and_after(summary))
     if summary.get("best"):
         print(
             "best: step {step}, {metric} {value:.4f}; launch/eval.py and export_hf.py take it with --best".format(
@@ -39,6 +40,7 @@ def main(_: list[str]) -> None:
             )
         )
     print(f"{summary['wall_s']['total']:.0f} s in all; summary, metrics and trajectories are in {WORKDIR.value}")
+    page.offer_report(WORKDIR.value)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ _WARM = (
     "psearch_jax.build",
     "psearch_jax.eval.benchmarks",
     "psearch_jax.eval.evaluate",
-    "psearch_jax.report",
+    "psearch_jax.report.page",
     "psearch_jax.train.trainer",
     "retrieval.directory",
     "retrieval.service",

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from psearch_jax.eval.benchmarks import PAIRS
-from psearch_jax.paths import locate
-from psearch_jax.types import KINDS, UserError
+from psearch_jax.types import KINDS
 
 COLUMNS = (
     ("decided", "decided right"),
@@ -21,18 +18,6 @@ COLUMNS = (
     ("turns", "turns"),
     ("valid_format", "valid"),
 )
-
-
-def read_summary(workdir: str | Path) -> dict[str, Any]:
-    """The summary.json of a finished run.
-
-    Raises:
-      UserError: the run has none.
-    """
-    path = locate(workdir) / "summary.json"
-    if not path.is_file():
-        raise UserError(f"{path}: not found; the run has not finished")
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def before_and_after(summary: Mapping[str, Any]) -> str:

@@ -1,0 +1,127 @@
+"use strict";
+// One rollout as a reader wants it: what was said with its tags in colour and a log-prob for every id, sub-queries
+// beside their passages, and the parts of the reward.
+
+const REGION = /<(think|search|information|answer)>[\s\S]*?(?:<\/\1>|$)/g;
+const SURE = -0.1; // nats: a likelihood of .90; what is below is underlined
+const UNSURE = -0.7; // .50
+
+/** [start, end, tag] of every stretch of a text; tag is "" outside of tags. */
+function regions(text) {
+  const found = [];
+  let at = 0;
+  for (const match of text.matchAll(REGION)) {
+    if (match.index > at) found.push([at, match.index, ""]);
+    at = match.index + match[0].length;
+    found.push([match.index, at, match[1]]);
+  }
+  if (at < text.length) found.push([at, text.length, ""]);
+  return found;
+}
+
+function likelihood(logprob) {
+  if (logprob === null) return "log-prob not finite";
+  const share = Math.exp(logprob);
+  return `log-prob ${logprob.toFixed(4)}, likelihood ${share >= 0.9995 ? "1.000" : share.toPrecision(3)}`;
+}
+
+/** What was sampled in a turn. With ids each is a span that tells its log-prob; arrow keys go from id to id. */
+function said(turn) {
+  const text = turn.pieces ? turn.pieces.join("") : turn.text;
+  const box = element("div", { class: "said" });
+  let id = 0;
+  let begin = 0; // where the id's text begins
+  for (const [start, end, tag] of regions(text)) {
+    const region = tag ? element("span", { class: `tag ${tag}` }) : box;
+    if (tag) box.append(region);
+    if (!turn.pieces) {
+      region.append(text.slice(start, end));
+      continue;
+    }
+    while (id < turn.pieces.length) {
+      const stop = begin + turn.pieces[id].length;
+      const part = text.slice(Math.max(start, begin), Math.min(end, stop));
+      if (part) {
+        const logprob = turn.logprobs[id];
+        const sure = logprob === null || logprob < UNSURE ? "sure-low" : logprob < SURE ? "sure-mid" : null;
+        region.append(element("span", { "data-at": id, class: sure }, part));
+      }
+      if (stop > end) break; // the rest of this id belongs to the next stretch
+      begin = stop;
+      id += 1;
+    }
+  }
+  if (turn.pieces) hoverable(box, turn);
+  return box;
+}
+
+function hoverable(box, turn) {
+  const tip = document.getElementById("tip");
+  let now = null;
+  const show = (span) => {
+    if (now) now.classList.remove("here");
+    now = span;
+    tip.hidden = !span;
+    if (!span) return;
+    const at = Number(span.dataset.at);
+    tip.textContent = `${JSON.stringify(turn.pieces[at])} (id ${turn.ids[at]}): ${likelihood(turn.logprobs[at])}`;
+    const place = span.getBoundingClientRect();
+    tip.style.left = `${Math.max(4, Math.min(place.left, innerWidth - tip.offsetWidth - 4))}px`;
+    tip.style.top = `${place.top > 40 ? place.top - tip.offsetHeight - 4 : place.bottom + 4}px`;
+  };
+  box.tabIndex = 0;
+  box.setAttribute("role", "group");
+  box.setAttribute("aria-label", "What was sampled: arrow keys go from id to id and tell the log-prob of each");
+  box.addEventListener("pointerover", (event) => show(event.target.closest("[data-at]")));
+  box.addEventListener("pointerleave", () => show(null));
+  box.addEventListener("blur", () => show(null));
+  box.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (event.key === "Escape") show(null);
+    if (!step) return;
+    event.preventDefault();
+    const spans = [...box.querySelectorAll("[data-at]")];
+    const next = spans[now ? Math.max(0, Math.min(spans.indexOf(now) + step, spans.length - 1)) : 0];
+    show(next);
+    if (next) next.classList.add("here");
+  });
+}
+
+function passages(found) {
+  const box = element("div", { class: "passages" });
+  for (const [title, id, text] of found) {
+    const shown = text === null ? title || "" : text;
+    box.append(element("p", {}, shown, " ", element("span", { class: "id" }, text === null && title ? id : `[${id}]`)));
+  }
+  if (!found.length) box.append(element("p", {}, "nothing found"));
+  return box;
+}
+
+function rewardTable(parts) {
+  const head = element("tr");
+  const row = element("tr");
+  for (const [name, value] of Object.entries(parts)) {
+    head.append(element("th", { scope: "col" }, name.replace("_", " ")));
+    row.append(element("td", {}, value.toFixed(3)));
+  }
+  return element("div", { class: "scroll" }, element("table", {}, element("thead", {}, head), element("tbody", {}, row)));
+}
+
+/** Everything of a rollout below its heading. */
+function rolloutBody(body) {
+  const parts = [element("p", { class: "facts" }, `Golden: ${body.gold.join(" | ")}`)];
+  if (Object.keys(body.reward).length) parts.push(rewardTable(body.reward));
+  if (body.prompt) {
+    parts.push(element("details", {}, element("summary", {}, "Prompt"), element("pre", {}, body.prompt)));
+  }
+  body.turns.forEach((turn, number) => {
+    const box = element("div", { class: "turn", "aria-label": `Turn ${number + 1}`, role: "group" });
+    if (turn.text || turn.pieces) box.append(said(turn));
+    for (const [query, found] of turn.searches || []) {
+      box.append(element("div", { class: "found" }, element("div", { class: "query" }, query), passages(found)));
+    }
+    if (turn.forced) box.append(element("pre", {}, turn.forced));
+    parts.push(box);
+  });
+  return parts;
+}

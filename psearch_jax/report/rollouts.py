@@ -1,0 +1,271 @@
+"""Rollouts as the page shows them: what they can be filtered by, and their texts id by id in compressed blocks."""
+
+from __future__ import annotations
+
+import base64
+import codecs
+import gzip
+import logging
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import orjson
+
+import psearch_jax
+from psearch_jax.eval.scores import Score
+from psearch_jax.report.runs import Block, RunFiles
+from psearch_jax.text import tags
+from psearch_jax.text.tokenizer import Tokenizer
+from psearch_jax.types import UserError
+
+log = logging.getLogger("psearch_jax")
+
+MOST_ROLLOUTS = 10_000  # in one page, of all runs together
+MOST_BYTES = 5_000_000  # of their compressed texts: with the charts a page stays below 10 MB
+LOGPROB_DIGITS = 4
+_COLUMNS = "run step benchmark kind right status split question sample reward block place".split()
+_TOY_POLICY = Path(psearch_jax.__file__).parent / "assets" / "toy_policy"
+
+
+def packed(value: Any) -> str:
+    """JSON, compressed, in letters that no HTML parser minds; the same for the same value."""
+    return packed_bytes(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))
+
+
+def packed_bytes(data: bytes) -> str:
+    return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()
+
+
+class Shown:
+    """The rollouts in the page: columns of what they are filtered by, and blocks of their texts.
+
+    Blocks are offered one by one, and kept for as long as there is room.
+    """
+
+    def __init__(self, runs: int):
+        self._room = [(MOST_ROLLOUTS // runs, MOST_BYTES // runs)] * runs  # (rollouts, bytes) left of each run
+        self._questions: dict[tuple[str, str], int] = {}
+        self._question_rows: list[dict[str, Any]] = []
+        self.columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        self.blocks: list[str] = []
+        self.left_out = 0  # rollouts that were recorded and are not in the page
+
+    def offer(
+        self,
+        run: int,
+        block: Block,
+        rows: Sequence[Mapping[str, Any]],
+        scores: Sequence[Score],
+        spelling: Spelling | None,
+    ) -> None:
+        """Takes a block if the run has room for it.
+
+        Args:
+          run: its number.
+          scores: of the rows, in their order.
+          spelling: ids to text; None where the run's tokenizer is not at hand.
+        """
+        rollouts, room = self._room[run]
+        text = packed([_body(row, spelling) for row in rows]) if 0 < len(rows) <= rollouts and room > 0 else ""
+        if not text or len(text) > room * 4 / 3:  # base64 writes 3 bytes in 4 letters
+            self.left_out += len(rows)
+            return
+        self._room[run] = rollouts - len(rows), room - len(text) * 3 // 4
+        for place, (row, score) in enumerate(zip(rows, scores, strict=True)):
+            values = {
+                "run": run,
+                "step": block.step,
+                "benchmark": block.benchmark,
+                "kind": score.kind,
+                "right": int(score.em > 0),
+                "status": score.status,
+                "split": "none" if not score.first_sub_queries else "split" if score.split else "whole",
+                "question": self._question(score, row["question"]),
+                "sample": score.sample,
+                "reward": round(row["reward"]["total"], LOGPROB_DIGITS) if row.get("reward") else None,
+                "block": len(self.blocks),
+                "place": place,
+            }
+            for name in _COLUMNS:
+                self.columns[name].append(values[name])
+        self.blocks.append(text)
+
+    def index(self) -> dict[str, Any]:
+        """JSON-ready: `columns`, `questions` (text of each), and how many rollouts were left out."""
+        return {"columns": self.columns, "questions": self._question_rows, "left_out": self.left_out}
+
+    def _question(self, score: Score, text: str) -> int:
+        number = self._questions.setdefault(score.question, len(self._questions))
+        if number == len(self._question_rows):
+            self._question_rows.append({"text": text, "id": score.id})
+        return number
+
+
+def spread_out(count: int) -> list[int]:
+    """0 .. count-1 in an order of which every beginning is spread evenly: the first, the last, the middle, ..
+
+    So whatever room there is, what is shown reaches from the first step to the last.
+    """
+    if count < 3:
+        return list(range(count))
+    order, seen, parts = [0, count - 1], {0, count - 1}, 2
+    while len(order) < count:
+        for i in range(1, parts, 2):
+            place = (count - 1) * i // parts
+            if place not in seen:
+                seen.add(place)
+                order.append(place)
+        parts *= 2
+        if parts > 2 * count:
+            order += [i for i in range(count) if i not in seen]
+    return order
+
+
+# ---- ids to text ----
+
+
+class Spelling:
+    """What ids stand for, one by one and together."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each id. A character that several ids spell is with the last of them; control ids are named."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        found = []
+        for i in ids:
+            piece = self._tokenizer.token_bytes[i] if 0 <= i < self._tokenizer.size else b""
+            found.append(self._tokenizer.decode([i], control=True) if piece is None else decoder.decode(piece))
+        return found
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of ids that were not sampled; control ids are named."""
+        return self._tokenizer.decode(ids, control=True)
+
+    def spells(self, ids: Sequence[int], text: str) -> bool:
+        """Whether the ids are those of a turn's text, behind which an id that ends the message may stand."""
+        return text in (self._tokenizer.decode(part, control=True) for part in (ids, ids[:-1]))
+
+
+def spelling_of(run: RunFiles) -> Spelling | None:
+    """The run's tokenizer as its config.json names it, as far as it is on this machine; nothing is downloaded."""
+    model = run.config.get("model") or {}
+    name = model.get("tokenizer") or model.get("path") or ""
+    path: str | None = str(_TOY_POLICY) if name == "toy" else name
+    if not run.trained or not path:
+        return None
+    if not Path(path).is_dir():
+        try:
+            cached = huggingface_hub.try_to_load_from_cache(path, "tokenizer_config.json")
+        except ValueError:  # it has not the form of a hub id
+            cached = None
+        if not isinstance(cached, str):
+            log.info("%s: not on this machine; the rollouts of %s are shown without their log-probs", path, run.name)
+            return None
+        path = str(Path(cached).parent)
+    try:
+        return Spelling(Tokenizer.load(path))
+    except UserError as error:
+        log.warning("%s; the rollouts of %s are shown without their log-probs", error, run.name)
+        return None
+
+
+# ---- one rollout ----
+
+
+def _body(row: Mapping[str, Any], spelling: Spelling | None) -> dict[str, Any]:
+    """What is shown of a rollout when it is opened.
+
+    `turns` have `text`, or with a spelling `pieces` and `logprobs` of each sampled id; `searches`, a pair of sub-query
+    and passages [title, id, text] each (text: None where it is not known); and `forced`, what the host wrote where it
+    is not passages.
+    """
+    turns = row["actions"] if "actions" in row else row["turns"]  # in an evaluation `turns` is their number
+    cuts = _cuts(row, turns, spelling) if spelling and "ids" in row else None
+    shown = {"gold": row["golden_answers"], "reward": row.get("reward") or {}, "turns": []}
+    if cuts:
+        shown["prompt"] = spelling.text(row["ids"][: cuts[0][0]])
+    for number, turn in enumerate(turns):
+        one: dict[str, Any] = {"text": turn["text"]}
+        written = None
+        if cuts:
+            start, middle, end = cuts[number]
+            logprobs = row["logprobs"][start:middle]
+            one["pieces"] = spelling.pieces(row["ids"][start:middle])
+            one["logprobs"] = [None if x is None else round(x, LOGPROB_DIGITS) for x in logprobs]
+            one["ids"] = row["ids"][start:middle]
+            written = spelling.text(row["ids"][middle:end])
+        if turn["queries"]:
+            texts = passage_lines(written, turn["queries"], [len(found) for found in turn["passages"]])
+            one["searches"] = [
+                [query, [[p["title"], p["id"], lines[k] if k < len(lines) else None] for k, p in enumerate(found)]]
+                for query, found, lines in zip(turn["queries"], turn["passages"], texts, strict=False)
+            ]
+        elif written and written.strip():
+            one["forced"] = written
+        shown["turns"].append(one)
+    return shown
+
+
+def _cuts(
+    row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]], spelling: Spelling
+) -> list[tuple[int, int, int]] | None:
+    """(start, end of what was sampled, end of what the host wrote behind it) of every turn.
+
+    None where ids and turns do not agree: then the tokenizer is another one than that of the run.
+    """
+    ids, mask = row["ids"], row["mask"]
+    cuts, place = [], mask.index(1) if 1 in mask else len(mask)
+    if turns and not turns[0]["n_sampled"]:  # an initial search lies between prompt and first sampled id
+        pieces = spelling.pieces(ids[:place])
+        begin = "".join(pieces).rfind(tags.INFORMATION_OPEN)
+        first = bisect_right(list(accumulate(map(len, pieces))), begin) if begin >= 0 else place
+        cuts.append((first, first, place))
+    for turn in turns[len(cuts) :]:
+        middle = place + turn["n_sampled"]
+        if not all(mask[place:middle]) or not spelling.spells(ids[place:middle], turn["text"]):
+            return None
+        end = middle
+        while end < len(mask) and not mask[end]:
+            end += 1
+        cuts.append((place, middle, end))
+        place = end
+    return cuts
+
+
+def passage_lines(written: str | None, queries: Sequence[str], counts: Iterable[int]) -> list[list[str]]:
+    """The passages of each sub-query, a line each, read from the observation that `tags.render_observation` wrote.
+
+    Args:
+      written: what the host wrote; None where it is not known.
+      counts: how many passages were found for each; what was cut to the budget has no line.
+    """
+    found: list[list[str]] = [[] for _ in queries]
+    start, end = ((written or "").find(tag) for tag in (tags.INFORMATION_OPEN, tags.INFORMATION_CLOSE))
+    if start < 0:
+        return found
+    inner = written[start + len(tags.INFORMATION_OPEN) : end if end >= 0 else None]
+    lines = inner.strip("\n").split("\n")
+    headers = [tags.escape_tags(" ".join(q.split()))[: tags.HEADER_CHARACTERS] for q in queries]
+
+    def begins(line: str, number: int) -> bool:
+        head = line[:-1].rstrip()
+        return number < len(headers) and line.endswith(":") and bool(head) and headers[number].startswith(head)
+
+    if len(queries) > 1 and begins(lines[0], 0):
+        group, coming = 0, 0
+        for line in lines:
+            if begins(line, coming):
+                group, coming = coming, coming + 1
+            else:
+                found[group].append(line)
+    else:
+        rest = iter(lines)
+        for own, count in zip(found, counts, strict=False):
+            own += [line for _, line in zip(range(max(count, 1)), rest, strict=False)]
+    return found

@@ -1,0 +1,175 @@
+"""Directories of training runs and evaluations, read for a report: figures of every step, rollouts block by block."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from psearch_jax.eval.benchmarks import file_name
+from psearch_jax.eval.scores import Score, from_row
+from psearch_jax.paths import locate
+from psearch_jax.text.answers import exact_match, f1, normalise
+from psearch_jax.text.tags import parse_turn
+from psearch_jax.types import UserError
+
+BLOCK_ROWS = 64  # rollouts of an evaluation that are kept or left out together; in training a step's are
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rollouts that lie together: those of one step, or a stretch of a benchmark's."""
+
+    file: Path
+    step: int | None  # of a training run
+    benchmark: str  # of an evaluation
+    start: int = 0  # the place of the first line in the file
+    lines: Sequence[bytes] | None = None  # None: the whole file, read when it is asked for
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The rollouts as they were written. Raises `UserError`, naming file and line, for one that is no JSON."""
+        lines = self.file.read_bytes().splitlines() if self.lines is None else self.lines
+        for number, line in enumerate(lines, self.start + 1):
+            yield _object(line, f"{self.file}:{number}")
+
+    def scores(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
+        """The numbers of its rows. Raises `UserError` for a row without one of its fields."""
+        make = from_row if self.step is None else score_of
+        found = []
+        for number, row in enumerate(rows, self.start + 1):
+            try:
+                found.append(make(row))
+            except (KeyError, TypeError, AttributeError) as error:
+                raise UserError(
+                    f"{self.file}:{number}: field {error} not found or of another kind, accepted: the rows that "
+                    "launch/train.py and launch/eval.py write"
+                ) from None
+        return found
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What one directory holds. A training run has `rows`, an evaluation has `results`."""
+
+    name: str  # as it is shown
+    directory: Path
+    config: Mapping[str, Any]  # config.json, or the settings of an evaluation; {} where there is none
+    rows: Sequence[Mapping[str, Any]]  # of metrics.jsonl, a step each
+    summary: Mapping[str, Any]  # summary.json; {} of a run that has not finished
+    before: Mapping[str, Any]  # before.json; {} where there is none
+    results: Mapping[str, Any]  # results.json
+    blocks: Sequence[Block]
+
+    @property
+    def trained(self) -> bool:
+        """Whether it is a training run."""
+        return not self.results
+
+
+def read_runs(directories: Sequence[str | Path]) -> list[RunFiles]:
+    """All of them, named by their last part where that is enough to tell them apart.
+
+    Raises:
+      UserError: one is neither a training run nor a finished evaluation, both are found, or a file cannot be read.
+    """
+    if not directories:
+        raise UserError("no directory found, accepted: one or more of launch/train.py, or of launch/eval.py")
+    short = [Path(d).name for d in directories]
+    names = short if len(set(short)) == len(short) else [str(d) for d in directories]
+    runs = [_read(locate(d), name) for d, name in zip(directories, names, strict=True)]
+    for run in runs[1:]:
+        if run.trained != runs[0].trained:
+            kinds = {True: "a training run", False: "an evaluation"}
+            raise UserError(
+                f"{run.directory}: {kinds[run.trained]} found beside {kinds[not run.trained]}, accepted: one kind"
+            )
+    return runs
+
+
+def score_of(row: Mapping[str, Any]) -> Score:
+    """The numbers of a rollout that a training run wrote; `id` names question and sample as `Score` has it."""
+    turns, golds = row["turns"], row["golden_answers"]
+    parsed = [parse_turn(turn["text"]) for turn in turns if turn["n_sampled"]]
+    answer = parsed[-1].answer if parsed and row["status"] == "answered" else None
+    searches = [turn["queries"] for turn in turns if turn["queries"] and turn["n_sampled"]]
+    return Score(
+        source=row.get("source", ""),
+        id=row["question_id"],
+        sample=row["sample"],
+        kind=row["kind"],
+        status=row["status"],
+        answer=None if answer is None else normalise(answer),
+        em=float(exact_match(answer, golds)),
+        f1=f1(answer, golds),
+        searches=len(searches),
+        sub_queries=sum(map(len, searches)),
+        first_sub_queries=len(searches[0]) if searches else 0,
+        turns=len(parsed),
+        tokens=sum(turn["n_sampled"] for turn in turns),
+        context=len(row["ids"]),
+        valid_format=answer is not None and all(action.well_formed for action in parsed),
+    )
+
+
+def _read(directory: Path, name: str) -> RunFiles:
+    results = _json(directory / "results.json")
+    if results:
+        blocks = [b for benchmark in results.get("benchmarks", {}) for b in _benchmark_blocks(directory, benchmark)]
+        return RunFiles(name, directory, results.get("settings", {}), [], {}, {}, results, blocks)
+    metrics = directory / "metrics.jsonl"
+    if not metrics.is_file():
+        raise UserError(
+            f"{directory}: neither metrics.jsonl nor results.json found, accepted: the --workdir of launch/train.py, "
+            "or the --out of a finished launch/eval.py"
+        )
+    config, summary, before = (_json(directory / f"{file}.json") for file in ("config", "summary", "before"))
+    blocks = [Block(file, _step_of(file), "") for file in sorted((directory / "trajectories").glob("*.jsonl"))]
+    return RunFiles(name, directory, config, read_metrics(metrics), summary, before, {}, blocks)
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; a last line without its end is still being written, and is left out.
+
+    Raises:
+      UserError: a line is no JSON object, or has no step.
+    """
+    *lines, _ = file.read_bytes().split(b"\n")
+    rows = [_object(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get("step"), int):
+            raise UserError(f"{file}:{number}: step {row.get('step')!r} found, accepted: a number")
+    return rows
+
+
+def _benchmark_blocks(directory: Path, benchmark: str) -> list[Block]:
+    file = directory / f"{file_name(benchmark)}.jsonl"
+    if not file.is_file():
+        raise UserError(f"{file}: not found, though results.json names its benchmark")
+    lines = file.read_bytes().splitlines()
+    starts = range(0, len(lines), BLOCK_ROWS)
+    return [Block(file, None, benchmark, start, lines[start : start + BLOCK_ROWS]) for start in starts]
+
+
+def _step_of(file: Path) -> int:
+    if not file.stem.isdigit():
+        raise UserError(f"{file}: found among the rollouts, accepted: files named by their step")
+    return int(file.stem)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """The object in a file; {} where there is no such file."""
+    return _object(file.read_bytes(), str(file), json.loads) if file.is_file() else {}
+
+
+def _object(text: bytes, place: str, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
+    try:
+        found = loads(text)
+    except ValueError as error:
+        raise UserError(f"{place}: cannot be read ({error}), accepted: a JSON object") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{place}: {type(found).__name__} found, accepted: a JSON object")
+    return found

@@ -1,0 +1,227 @@
+"""The charts of training runs: figures as they stand in metrics.jsonl (`charts.DIGITS` digits of each), and what is
+counted from recorded rollouts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from psearch_jax.eval.benchmarks import PAIRS
+from psearch_jax.eval.scores import Score, by_kind, em_interval
+from psearch_jax.metrics import mean
+from psearch_jax.report.charts import POOLED, SPLIT, Chart, Line, distribution_charts, distributions, short
+from psearch_jax.report.runs import RunFiles
+from psearch_jax.types import END_STATUSES, KINDS, RewardParts
+
+INTERVALS = 12  # at most so many intervals of EM along the steps: one step has too few questions for one
+ENDS = 5  # the first and the last fifth of the steps are compared
+PHASES = ("rollout", "reward", "logprobs", "update")
+
+_HIDDEN = " Of several runs, intervals are drawn once a kind is chosen."
+
+Steps = Mapping[int, Sequence[Score]]  # recorded rollouts by step
+
+# id, section, title, note, key in metrics.jsonl ({} stands for a kind).
+_SERIES = (
+    ("reward", "Reward", "Reward", "Mean over the rollouts of a step, all parts together.", "reward"),
+    (
+        "no_signal",
+        "Reward",
+        "Groups without a signal",
+        "Groups whose rewards are all equal.",
+        "groups_without_signal",
+    ),
+    ("split", "Searching", "Questions split", SPLIT, "decomposition/{}"),
+    ("searches", "Searching", "Searches", "Mean number of searches that were run.", "searches/{}"),
+    ("turns", "Searching", "Turns", "Mean number of model calls: a search and an answer are 2.", "turns/{}"),
+    ("kl", "Learning", "KL", "Mean divergence from the reference policy, nats per sampled id.", "kl"),
+    ("entropy", "Learning", "Entropy", "Mean entropy of the policy, nats per sampled id.", "entropy"),
+    ("logp_gap", "Learning", "Gap", "Log-prob by the trainer against the sampler's own, per sampled id.", "logp_gap"),
+    ("gradient_norm", "Learning", "Gradient norm", "Before it is clipped.", "gradient_norm"),
+    ("clip_fraction", "Learning", "Clipped", "Share of sampled ids whose ratio was clipped.", "clip_fraction"),
+    ("learning_rate", "Learning", "Learning rate", "Of the last update of a step.", "learning_rate"),
+    ("ids", "Cost", "Ids per rollout", "Prompt, sampled ids and observations.", "ids_per_trajectory"),
+)
+_PARTS = {
+    "outcome": "What the answer was worth.",
+    "format": "For the grammar of the tags.",
+    "decomposition": "For the decision to split.",
+    "search_count": "For the number of searches.",
+}
+
+
+def training_charts(runs: Sequence[RunFiles], scores: Sequence[Steps]) -> list[Chart]:
+    """All charts of training runs that have anything to draw, in the order of their sections.
+
+    Args:
+      scores: of the recorded rollouts of each run.
+    """
+    charts = [_series_chart(runs, *row) for row in _SERIES]
+    charts += [_reward_part(runs, part) for part in RewardParts.__dataclass_fields__]
+    charts += [_answers(runs, scores), _validation(runs), _ends(runs), *_behaviour(scores), *_costs(runs)]
+    order = ("Reward", "Answers", "Searching", "Learning", "Cost")
+    return sorted((c for c in charts if c.lines), key=lambda c: order.index(c.section))
+
+
+def alarms(runs: Sequence[RunFiles]) -> list[dict[str, list[int]]]:
+    """Of each run the steps at which an alarm rang (`alarm/NAME` above 0 in metrics.jsonl), by its name."""
+    found: list[dict[str, list[int]]] = []
+    for run in runs:
+        rung: dict[str, list[int]] = {}
+        for row in run.rows:
+            for key, value in row.items():
+                if key.startswith("alarm/") and value:
+                    rung.setdefault(key.removeprefix("alarm/"), []).append(row["step"])
+        found.append(rung)
+    return found
+
+
+def series(run: RunFiles, key: str) -> list[float | None]:
+    """A figure at every step of the run."""
+    return [short(row.get(key)) for row in run.rows]
+
+
+def _lines(runs: Sequence[RunFiles], key: str, group: str = "", name: str = "", faint: bool = False) -> list[Line]:
+    """A line for every run that has the figure."""
+    found = [(i, series(run, key)) for i, run in enumerate(runs)]
+    return [Line(i, y, group=group, name=name, faint=faint) for i, y in found if any(v is not None for v in y)]
+
+
+def _series_chart(runs: Sequence[RunFiles], name: str, section: str, title: str, note: str, key: str) -> Chart:
+    if "{}" not in key:
+        return Chart(name, section, title, note, _lines(runs, key))
+    return Chart(name, section, title, note, [line for kind in KINDS for line in _lines(runs, key.format(kind), kind)])
+
+
+def _reward_part(runs: Sequence[RunFiles], part: str) -> Chart:
+    lines = []
+    for kind in KINDS:
+        for name in ("split", "whole"):
+            lines += _lines(runs, f"reward/{kind}/{name}/{part}", kind, name, faint=name == "whole")
+    note = f"{_PARTS.get(part, '')} Mean of the rollouts that split; faint: of those that did not."
+    return Chart(f"reward_{part}", "Reward", f"Reward: {part.replace('_', ' ')}", note.strip(), lines)
+
+
+def _answers(runs: Sequence[RunFiles], scores: Sequence[Steps]) -> Chart:
+    """EM of every step; and of the recorded rollouts of several steps together, with intervals."""
+    lines = [replace(line, faint=True) for kind in KINDS for line in _lines(runs, f"em/{kind}", kind)]
+    widths = []
+    for i, steps in enumerate(scores):
+        places = sorted(steps)
+        width = max(1, math.ceil(len(places) / INTERVALS))
+        widths.append(width)
+        pools = [places[k : k + width] for k in range(0, len(places), width)]
+        for kind in KINDS:
+            found = []
+            for pool in pools:
+                own = by_kind([s for step in pool for s in steps[step]]).get(kind, [])
+                if own:
+                    found.append((mean(pool), mean(s.em for s in own), *em_interval(own)))
+            if found:
+                x, y, low, high = (list(map(short, column)) for column in zip(*found, strict=True))
+                lines.append(Line(i, y, x, kind, "recorded", low=low, high=high))
+    note = "Exact match. Faint: of a step's rollouts; with bars: of the recorded ones"
+    together = max(widths, default=1)
+    note += f" of {together} steps together" if together > 1 else ""
+    note += ", with a bootstrap 95% interval over questions." + _HIDDEN * (len(runs) > 1)
+    return Chart("em", "Answers", "EM", note, lines)
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a share of `count` independent trials."""
+    z = 1.959964
+    centre, half = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    return (centre - half) / (1 + z * z / count), (centre + half) / (1 + z * z / count)
+
+
+def _validation(runs: Sequence[RunFiles]) -> Chart:
+    """EM of the evaluations of a run, one sample per question: before, between steps, and after."""
+    lines = []
+    for i, run in enumerate(runs):
+        moments: list[tuple[int, Mapping[str, Any]]] = [(0, run.before.get("") or run.summary.get("before") or {})]
+        for row in run.rows:
+            between = {kind: _figures(row, kind) for kind in (*KINDS, PAIRS)}
+            moments.append((row["step"] + 1, {kind: values for kind, values in between.items() if "em" in values}))
+        if run.summary.get("after"):
+            moments = [m for m in moments if m[0] != run.summary["steps"]] + [
+                (run.summary["steps"], run.summary["after"])
+            ]
+        for kind in (*KINDS, PAIRS):
+            found = [(step, by[kind]["em"], by[kind]["questions"]) for step, by in moments if kind in by]
+            if found:
+                bounds = [wilson(em, n) for _, em, n in found]
+                low, high = (list(map(short, side)) for side in zip(*bounds, strict=True))
+                x, y = [step for step, _, _ in found], [short(em) for _, em, _ in found]
+                lines.append(Line(i, y, x, kind, low=low, high=high))
+    note = "Of the run's own evaluations, one sample per question, with Wilson's 95% interval." + _HIDDEN * (
+        len(runs) > 1
+    )
+    return Chart("validation", "Answers", "EM, evaluated", note, lines)
+
+
+def _figures(row: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    return {name: row[f"eval/{kind}/{name}"] for name in ("em", "questions") if f"eval/{kind}/{name}" in row}
+
+
+def _ends(runs: Sequence[RunFiles]) -> Chart:
+    lines = []
+    for status in END_STATUSES[1:]:
+        own = _lines(runs, f"status/{status}", name=status.replace("_", " "))
+        lines += [line for line in own if any(line.y)]
+    lines += _lines(runs, "valid_format", name="valid format")
+    return Chart("status", "Answers", "How rollouts end", "Shares; what is left to 1 was answered.", lines)
+
+
+def _behaviour(scores: Sequence[Steps]) -> list[Chart]:
+    """Distribution of searches and share finished by turn, early and late."""
+    searches, finished, spans = [], [], []
+    for i, steps in enumerate(scores):
+        places = sorted(step for step, own in steps.items() if own)  # none are recorded at trajectories_per_step=0
+        if not places:
+            continue
+        part = max(1, len(places) // ENDS)
+        ends = {"first": places[:part], "last": places[-part:]} if len(places) > 1 else {"last": places}
+        spans.append("; ".join(f"{name} steps {own[0]} to {own[-1]}" for name, own in ends.items()))
+        for name, own in ends.items():
+            pool = [s for step in own for s in steps[step]]
+            one = distributions(i, {POOLED: pool, **by_kind(pool)}, name, faint=name == "first")
+            searches += one[0]
+            finished += one[1]
+    told = f" Recorded rollouts, {' / '.join(dict.fromkeys(spans))}; the first are faint."
+    return distribution_charts(searches, finished, told, pooled=True)
+
+
+def _costs(runs: Sequence[RunFiles]) -> list[Chart]:
+    phases = [line for phase in PHASES for line in _lines(runs, f"{phase}_s", name=phase)]
+    totals = []
+    for i in range(len(runs)):
+        own = [line.y for line in phases if line.run == i]
+        if own:
+            totals.append(Line(i, [short(sum(v or 0.0 for v in column)) for column in zip(*own, strict=True)]))
+    means = []
+    for i, run in enumerate(runs):
+        own = [(p, [v for v in series(run, f"{p}_s") if v is not None]) for p in (*PHASES, "search", "host")]
+        there = [(phase, short(mean(values))) for phase, values in own if values]
+        if there:
+            means.append(Line(i, [value for _, value in there], [phase for phase, _ in there]))
+    use = []
+    for key, name in (
+        ("cost/row_use", "decoded rows"),
+        ("cost/extend_use", "appended positions"),
+        ("update_padding", "padding"),
+    ):
+        use += _lines(runs, key, name=name, faint=key == "update_padding")
+    speed = _lines(runs, "sampled_tokens_per_s", name="sampled") + _lines(runs, "trained_tokens_per_s", name="trained")
+    told = "Waits for passages (search) and for the host are parts of the rollout."
+    seconds = Chart("seconds", "Cost", "Seconds per step", "All phases together.", totals)
+    if len(runs) == 1:
+        seconds = Chart("seconds", "Cost", "Seconds per step", "By phase, one upon the other.", phases, form="stacked")
+    return [
+        seconds,
+        Chart("phases", "Cost", "Seconds by phase", f"Mean over all steps. {told}", means, "category", "bars"),
+        Chart("row_use", "Cost", "Row use", "Shares at work; faint: the share of padding in an update.", use),
+        Chart("speed", "Cost", "Ids per second", "Sampled in rollouts, and computed in updates.", speed),
+    ]
