@@ -18,7 +18,7 @@ from psearch_jax.types import END_STATUSES, KINDS, RewardParts
 
 INTERVALS = 12  # at most so many intervals of EM along the steps: one step has too few questions for one
 ENDS = 5  # the first and the last fifth of the steps are compared
-PHASES = ("rollout", "reward", "logprobs", "update")
+PHASES = ("rollout", "probe", "reward", "logprobs", "update")
 
 _HIDDEN = " Of several runs, intervals are drawn once a kind is chosen."
 
@@ -40,6 +40,21 @@ _SERIES = (
     ("kl", "Learning", "KL", "Mean divergence from the reference policy, nats per sampled id.", "kl"),
     ("entropy", "Learning", "Entropy", "Mean entropy of the policy, nats per sampled id.", "entropy"),
     ("logp_gap", "Learning", "Gap", "Log-prob by the trainer against the sampler's own, per sampled id.", "logp_gap"),
+    (
+        "likelihood",
+        "Learning",
+        "Likelihood of right rollouts",
+        "Mean log-prob of their sampled ids, as they were sampled.",
+        "logprob_of_correct",
+    ),
+    ("displaced", "Learning", "Displaced", "Share of ids of good actions that grew less likely.", "displaced"),
+    (
+        "explained",
+        "Learning",
+        "Critic",
+        "Share of the variance of the returns that its values tell.",
+        "critic/explained_variance",
+    ),
     ("gradient_norm", "Learning", "Gradient norm", "Before it is clipped.", "gradient_norm"),
     ("clip_fraction", "Learning", "Clipped", "Share of sampled ids whose ratio was clipped.", "clip_fraction"),
     ("learning_rate", "Learning", "Learning rate", "Of the last update of a step.", "learning_rate"),
@@ -132,9 +147,10 @@ def _answers(runs: Sequence[RunFiles], scores: Sequence[Steps]) -> Chart:
 
 def wilson(share: float, count: int) -> tuple[float, float]:
     """Wilson's 95% interval of a share of `count` independent trials."""
-    z = 1.959964
-    centre, half = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    return (centre - half) / (1 + z * z / count), (centre + half) / (1 + z * z / count)
+    from scipy import stats  # slow to import
+
+    found = stats.binomtest(round(share * count), count).proportion_ci(method="wilson")
+    return float(found.low), float(found.high)
 
 
 def _validation(runs: Sequence[RunFiles]) -> Chart:
