@@ -6,7 +6,6 @@
     python launch/bench.py questions --json=FILE  a large question set prepared and opened
     python launch/bench.py world --json=FILE      what the closed world's questions give away without a policy
     python launch/bench.py cold_start --json=FILE what a toy policy can before any reinforcement
-    python launch/bench.py baselines --out=DIR    every method trained and evaluated alike in the closed world
     python launch/bench.py weights --json=FILE    what the host holds while a checkpoint of 7B comes and goes
     python launch/bench.py scale --out=DIR        which machine each size needs, planned without one
     python launch/bench.py rollout --json=FILE    multi-turn rollouts beside transformers on PyTorch
@@ -27,7 +26,6 @@ SUBJECTS = (
     "recall",
     "corpus",
     "questions",
-    "baselines",
     "scale",
     "weights",
     "rollout",

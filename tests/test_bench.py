@@ -13,7 +13,7 @@ from psearch_jax.types import UserError
 PROGRAM = Path(__file__).resolve().parents[1] / "launch" / "bench.py"
 
 
-SUBJECTS = ("retrieval", "recall", "corpus", "questions", "baselines", "scale", "weights", "rollout", "update", "step")
+SUBJECTS = ("retrieval", "recall", "corpus", "questions", "scale", "weights", "rollout", "update", "step")
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess:

@@ -5,15 +5,13 @@ import re
 import sys
 
 import pytest
+from multihop_files import write_multihop_rag
 from programs import ROOT, completed
 
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.data.names import is_new
 from psearch_jax.data.sources import read_questions
 from psearch_jax.eval.evaluate import read_scores
-
-sys.path.insert(0, str(ROOT))
-from benchmarks.multihop_rag import write_multihop_rag  # noqa: E402
 
 TOY = ("--model=toy", "--config=configs/smoke.py", "--slots=16")
 

@@ -1,0 +1,36 @@
+"""GRPO, its variants and PPO at equal numbers of rollouts."""
+
+from experiments import MAIN, Arm, Experiment
+
+SEVERAL = {"learning.mini_batch_rollouts": 96}  # two updates a step, without which a ratio is 1 and nothing is clipped
+
+EXPERIMENT = Experiment(
+    claim="What is learned depends little on which policy-gradient method of the GRPO family is used, or on PPO.",
+    arms={
+        "GRPO": Arm(),
+        "Dr. GRPO": Arm({"learning.advantage": "mean", "learning.aggregation": "constant_length"}),
+        "RLOO": Arm({"learning.advantage": "leave_one_out"}),
+        "GRPO two updates": Arm(SEVERAL),
+        "clip-higher": Arm(SEVERAL | {"learning.clip_high": 0.28}),
+        "GSPO": Arm(
+            SEVERAL
+            | {
+                "learning.ratio": "sequence",
+                "learning.aggregation": "sequence_mean",
+                "learning.clip_low": 3e-4,
+                "learning.clip_high": 4e-4,
+            }
+        ),
+        "dynamic sampling": Arm({"train.redraws": 1}),
+        "guard": Arm(SEVERAL | {"learning.guard": 0.1}),
+        "PPO": Arm(config="smoke_ppo"),
+    },
+    evaluations={"held-out": MAIN},
+    reference="GRPO",
+    drawn=(
+        ("held-out/pairs", "decided"),
+        ("held-out/parallel", "em"),
+        ("held-out/sequential", "em"),
+        ("held-out/parallel", "turns"),
+    ),
+)

@@ -1,0 +1,162 @@
+"""Trains and evaluates the runs of an experiment, and keeps what was found of each in one JSON file.
+
+A run is an arm, a cold start and a seed. What the file holds already is not run again, wherever it was run: runs
+depend on their settings and their cold start alone, and the file names both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from experiments import Arm, Evaluation, Experiment
+from psearch_jax.build import TOY_POLICY
+from psearch_jax.eval.benchmarks import CLOSED_WORLD
+from psearch_jax.eval.evaluate import read_scores
+from psearch_jax.eval.scores import finished_by_turn, splitting, summarise
+from psearch_jax.paths import write_whole
+from psearch_jax.train.settings import fingerprint
+from psearch_jax.types import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+Found = dict[str, dict[str, Any]]  # figures by "evaluation/set"
+WEIGHTS = ("config.json", "*.safetensors")
+
+
+def run_all(
+    experiment: Experiment,
+    file: Path,
+    work: Path,
+    policies: Sequence[str],
+    seeds: Sequence[int],
+    steps: int,
+    arms: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Runs what is not in `file` yet, and returns all that is there then.
+
+    Args:
+      file: what was found; written anew behind every run.
+      work: directory of the runs themselves, needed only until they are in the file.
+      policies: cold starts, `toy` or directories.
+      arms: those to run; default: all.
+
+    Raises:
+      UserError: an unknown arm, or a file of other settings or of other cold starts.
+    """
+    for name in arms:
+        if name not in experiment.arms:
+            raise UserError(f"--arms={name}: not found, accepted: {', '.join(experiment.arms)}")
+    starts = [_fingerprint(policy) for policy in policies]
+    record = _begun(file, experiment, steps, starts)
+    for i, policy in enumerate(policies):
+        for seed in seeds:
+            for name in arms or experiment.arms:
+                arm = experiment.arms[name]
+                run = f"{name}/{i}/{seed if arm.trained else 0}"
+                if run not in record["runs"]:
+                    print(f"{run}: {file.name}", file=sys.stderr, flush=True)
+                    record["runs"][run] = _run(experiment, arm, work / run, policy, seed, steps)
+                    write_whole(file, json.dumps(record, indent=1) + "\n")
+    return record
+
+
+def read(file: Path) -> dict[str, Any]:
+    """What was found so far.
+
+    Raises:
+      UserError: nothing was.
+    """
+    if not file.is_file():
+        raise UserError(f"{file}: not found; accepted: a file that launch/experiment.py wrote")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _begun(file: Path, experiment: Experiment, steps: int, starts: Sequence[str]) -> dict[str, Any]:
+    arms = json.loads(json.dumps({name: asdict(arm) for name, arm in experiment.arms.items()}))
+    fresh = {"claim": experiment.claim, "steps": steps, "cold_starts": list(starts), "arms": arms, "runs": {}}
+    if not file.is_file():
+        return fresh
+    record = read(file)
+    known = record["cold_starts"]
+    shared = min(len(known), len(starts))
+    if record["steps"] != steps or known[:shared] != list(starts)[:shared]:
+        raise UserError(
+            f"{file}: was made with --steps={record['steps']} and cold starts {known}, found {steps} and "
+            f"{list(starts)}; accepted: the same, or another file"
+        )
+    for run in record["runs"]:
+        name = run.split("/")[0]
+        if record["arms"].get(name) != arms.get(name):
+            raise UserError(f"{file}: arm {name} had other settings; accepted: the same, or another file")
+    return record | {"claim": experiment.claim, "arms": arms, "cold_starts": [*starts, *known[shared:]]}
+
+
+def _run(experiment: Experiment, arm: Arm, work: Path, policy: str, seed: int, steps: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if not arm.trained:
+        return found | {"after": _evaluated(experiment.evaluations, work, policy, arm)}
+    fields = {"seed": seed, "model.path": policy, "train.steps": steps, "eval.questions_per_kind": 0, **arm.fields}
+    kept = {"train.keep_every_steps": arm.steps[0]} if arm.steps else {}
+    fields |= {"train.checkpoint_every_steps": arm.steps[0] if arm.steps else steps, **kept}
+    if not (work / "run" / "summary.json").is_file():
+        given = [f"--config.{name}={value}" for name, value in fields.items()]
+        _program("train.py", f"--config=configs/{arm.config}.py", *given, f"--workdir={work / 'run'}")
+    for step in arm.steps:
+        model = work / "run" / "checkpoints" / str(step)
+        found[f"step {step}"] = _evaluated(experiment.evaluations, work / f"step-{step}", str(model), arm)
+    found["after"] = _evaluated(experiment.evaluations, work, str(work / "run"), arm)
+    found["wall_s"] = json.loads((work / "run" / "summary.json").read_text(encoding="utf-8"))["wall_s"]
+    return found
+
+
+def _evaluated(evaluations: Mapping[str, Evaluation], work: Path, model: str, arm: Arm) -> Found:
+    found: Found = {}
+    for name, evaluation in evaluations.items():
+        out = work / f"eval-{name}"
+        if not (out / "results.json").is_file():
+            asked = [f"--benchmark={CLOSED_WORLD}:{one}" for one in evaluation.sets]
+            _program(
+                "eval.py",
+                f"--model={model}",
+                f"--config=configs/{arm.config}.py",
+                f"--count={evaluation.count}",
+                *asked,
+                *evaluation.arguments,
+                *arm.arguments,
+                f"--out={out}",
+            )
+        scores = read_scores(out)
+        for one in evaluation.sets:
+            own = scores[f"{CLOSED_WORLD}:{one}"]
+            more = {"finished_by_turn": finished_by_turn(own), "confusion": splitting(own)["confusion"]}
+            found[f"{name}/{one}"] = summarise(own) | more
+    return found
+
+
+def _fingerprint(policy: str) -> str:
+    directory = TOY_POLICY if policy == "toy" else Path(policy)
+    if not directory.is_dir():
+        raise UserError(f"--policies={policy}: not found, accepted: toy, or a directory that launch/sft.py made")
+    return fingerprint(directory, WEIGHTS)[:16]
+
+
+def _program(program: str, *arguments: str) -> None:
+    command = [sys.executable, str(ROOT / "launch" / program), *arguments]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        raise UserError(f"{' '.join([program, *arguments])}: exit code {done.returncode}: {last}")

@@ -1,0 +1,131 @@
+"""What an experiment found, as Markdown and as a picture: means over runs, and intervals over runs, not questions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments import Experiment
+from psearch_jax.eval.tables import share, table
+from psearch_jax.metrics import mean, spread
+
+TITLES = {
+    "em": "EM",
+    "decided": "decided right",
+    "decomposition_ratio": "split",
+    "turns": "turns",
+    "searches": "searches",
+    "tokens": "sampled ids",
+    "valid_format": "valid",
+}
+SHARES = ("em", "decided", "decomposition_ratio", "valid_format", "f1")
+_AFTER = "after"
+
+
+def report(experiment: Experiment, record: Mapping[str, Any]) -> str:
+    """All tables: of each set the figures of every arm, then differences from the reference, run by run."""
+    parts = [experiment.claim]
+    runs = by_arm(record)
+    moments = list(dict.fromkeys(m for found in runs.values() for one in found.values() for m in one if m != "wall_s"))
+    for moment in moments:
+        for where in _places(runs, moment):
+            title = where if moment == _AFTER else f"{where}, {moment}"
+            parts += [f"{title}:", _figures(experiment, runs, moment, where)]
+    others = [name for name in runs if name != experiment.reference]
+    if experiment.reference in runs and others:
+        parts += [f"Differences from {experiment.reference}, run by run:", _differences(experiment, runs)]
+    return "\n\n".join(parts) + "\n"
+
+
+def by_arm(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What was found of each arm by its run (cold start / seed), in the order of the arms."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in record["arms"]}
+    for run, values in record["runs"].items():
+        name, _, rest = run.partition("/")
+        found.setdefault(name, {})[rest] = values
+    return {name: values for name, values in found.items() if values}
+
+
+def _places(runs: Mapping[str, Mapping[str, Any]], moment: str) -> list[str]:
+    return list(dict.fromkeys(w for found in runs.values() for one in found.values() for w in one.get(moment, {})))
+
+
+def _values(found: Mapping[str, Any], moment: str, where: str, figure: str) -> list[float]:
+    """A figure in every run of an arm that has it."""
+    values = (one.get(moment, {}).get(where, {}).get(figure) for one in found.values())
+    return [value for value in values if value is not None]
+
+
+def _figures(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]], moment: str, where: str) -> str:
+    shown = [f for f in experiment.figures if any(_values(found, moment, where, f) for found in runs.values())]
+    rows = [["arm", "runs", *(TITLES.get(name, name) for name in shown)]]
+    chance = [v for found in runs.values() for v in _values(found, moment, where, "chance")]
+    if chance:
+        rows.append(["chance", "", *(share(mean(chance)) if name == "em" else "" for name in shown)])
+    for name, found in runs.items():
+        cells = [with_interval(_values(found, moment, where, figure), figure in SHARES) for figure in shown]
+        if any(cells):
+            rows.append([name, str(len(found)), *cells])
+    return table(rows)
+
+
+def with_interval(values: Sequence[float], is_share: bool) -> str:
+    """A mean over runs with its 95% interval by Student's t; empty without values."""
+    if not values:
+        return ""
+    centre, low, high = spread(values)
+    if not is_share:
+        return f"{centre:.2f}" + (f" ({low:.2f}-{high:.2f})" if low != high else "")
+    return share(centre) + (f" ({share(max(0.0, low))}-{share(min(1.0, high))})" if low != high else "")
+
+
+def _differences(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = [["arm", "set", "figure", "runs", "difference", "95% over runs"]]
+    reference = runs[experiment.reference]
+    for name, found in runs.items():
+        for where in _places(runs, _AFTER) if name != experiment.reference else ():
+            for figure in experiment.figures:
+                pairs = [
+                    (theirs, own)
+                    for run in found
+                    if (own := found[run].get(_AFTER, {}).get(where, {}).get(figure)) is not None
+                    and (theirs := reference.get(run, {}).get(_AFTER, {}).get(where, {}).get(figure)) is not None
+                ]
+                if pairs:
+                    centre, low, high = spread([own - theirs for theirs, own in pairs])
+                    interval = f"{low:+.3f} to {high:+.3f}" if len(pairs) > 1 else ""
+                    rows.append([name, where, TITLES.get(figure, figure), str(len(pairs)), f"{centre:+.3f}", interval])
+    return table(rows)
+
+
+def draw(experiment: Experiment, record: Mapping[str, Any], file: Path) -> None:
+    """A panel for each of `experiment.drawn`: every run a dot, every arm a mean with its interval. SVG or PNG."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    runs = by_arm(record)
+    panels = experiment.drawn
+    size = (3.6 * len(panels), 1.2 + 0.32 * len(runs))
+    figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, sharey=True, layout="constrained")
+    for axis, (where, name) in zip(axes[0], panels, strict=True):
+        for y, found in enumerate(runs.values()):
+            values = _values(found, _AFTER, where, name)
+            if not values:
+                continue
+            centre, low, high = spread(values)
+            axis.plot(values, [y] * len(values), ".", color="0.7")
+            axis.errorbar(centre, y, xerr=[[centre - low], [high - centre]], fmt="o", color="C0", capsize=3)
+        chance = [v for found in runs.values() for v in _values(found, _AFTER, where, "chance")]
+        if name == "em" and chance:
+            axis.axvline(mean(chance), color="0.5", linestyle=":")
+        axis.set_title(f"{where.partition('/')[2]}: {TITLES.get(name, name)}", fontsize=10)
+        axis.grid(axis="x", alpha=0.3)
+        if name in SHARES:
+            axis.set_xlim(-0.02, 1.02)
+    axes[0][0].set_yticks(range(len(runs)), list(runs))
+    axes[0][0].invert_yaxis()
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    plt.close(figure)

@@ -1,0 +1,135 @@
+"""Experiments: what they declare can run, what they find is counted over runs, and nothing is run twice."""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from programs import ROOT, completed
+
+from experiments import Arm, Evaluation, Experiment, running, tables
+from psearch_jax.config import from_mapping
+from psearch_jax.eval.benchmarks import KNOWN, MANY, PAIRS
+from psearch_jax.limits import validate
+from psearch_jax.train.settings import fields
+from psearch_jax.types import KINDS, UserError
+
+NAMES = sorted(p.stem for p in (ROOT / "experiments").glob("*.py"))
+DECLARED = [name for name in NAMES if name not in ("__init__", "running", "tables")]
+
+
+def config_of(arm: Arm):
+    values = importlib.import_module(f"configs.{arm.config}").get_config().to_dict()
+    known = fields(from_mapping(values))
+    for name, value in arm.fields.items():
+        assert name in known, name
+        section, _, key = name.rpartition(".")
+        (values[section] if section else values)[key] = value
+    return from_mapping(values)
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_what_is_declared_can_run(name):
+    """An arm with a field that is refused, or a set that is not there, is found out hours into an experiment."""
+    experiment = importlib.import_module(f"experiments.{name}").EXPERIMENT
+    assert experiment.reference in experiment.arms and len(experiment.claim) > 20
+    for arm_name, arm in experiment.arms.items():
+        assert not re.search("[,/]", arm_name), "names are given by commas, and are directories"
+        validate(config_of(arm))
+    sets = {f"{e}/{one}" for e, evaluation in experiment.evaluations.items() for one in evaluation.sets}
+    assert {one.partition("/")[2] for one in sets} <= {PAIRS, MANY, KNOWN, *KINDS}
+    assert {where for where, _ in experiment.drawn} <= sets
+    assert {figure for _, figure in experiment.drawn} | set(experiment.figures) <= set(tables.TITLES)
+
+
+def record(**ems) -> dict:
+    """Two runs of each arm, with the given EMs."""
+    runs = {
+        f"{arm}/{i}/0": {"after": {"held-out/parallel": {"em": em, "turns": 2 + i, "chance": 0.4}}}
+        for arm, both in ems.items()
+        for i, em in enumerate(both)
+    }
+    return {"arms": {arm: {} for arm in ems}, "runs": runs}
+
+
+EXPERIMENT = Experiment(
+    claim="b is better than a",
+    arms={"a": Arm(), "b": Arm({"learning.learning_rate": 1e-4})},
+    evaluations={"held-out": Evaluation(("parallel",), 2)},
+    reference="a",
+    figures=("em", "turns"),
+    drawn=(("held-out/parallel", "em"),),
+)
+
+
+def test_intervals_are_over_runs_and_differences_within_them(tmp_path):
+    """Two runs that differ widely must not look certain, and an arm is compared with the reference of its own run."""
+    found = record(a=(0.5, 0.9), b=(0.6, 1.0))
+    text = tables.report(EXPERIMENT, found)
+    assert "| chance |  | .400 |" in text
+    assert "| a | 2 | .700 (.000-1.000) | 2.50 (-3.85-8.85) |" in text
+    assert "| b | held-out/parallel | EM | 2 | +0.100 | +0.100 to +0.100 |" in text
+    tables.draw(EXPERIMENT, found, tmp_path / "picture.svg")
+    assert (tmp_path / "picture.svg").read_text().startswith("<?xml")
+
+
+def test_an_arm_that_has_not_run_everywhere_is_compared_where_it_has():
+    """Fails if a run that is still to come counts as nothing, or is compared with another cold start's."""
+    found = record(a=(0.5, 0.9), b=(0.6, 1.0))
+    del found["runs"]["b/0/0"]
+    assert "| b | held-out/parallel | EM | 1 | +0.100 |  |" in tables.report(EXPERIMENT, found)
+
+
+def test_results_of_other_settings_are_not_taken_for_these(tmp_path):
+    """A file that goes on with another rate, another length or another cold start mixes what cannot be compared."""
+    file = tmp_path / "x.json"
+    running.run_all(EXPERIMENT, file, tmp_path, [], [0], 3)
+    begun = running._begun(file, EXPERIMENT, 3, ["one"])
+    file.write_text(json.dumps(begun | {"runs": {"b/0/0": {}}}))
+    assert running._begun(file, EXPERIMENT, 3, ["one", "two"])["cold_starts"] == ["one", "two"]
+    assert running._begun(file, EXPERIMENT, 3, [])["cold_starts"] == ["one"]
+    with pytest.raises(UserError, match="--steps=3"):
+        running._begun(file, EXPERIMENT, 4, ["one"])
+    with pytest.raises(UserError, match="cold starts"):
+        running._begun(file, EXPERIMENT, 3, ["other"])
+    changed = replace(EXPERIMENT, arms={**EXPERIMENT.arms, "b": Arm({"learning.learning_rate": 3e-4})})
+    with pytest.raises(UserError, match="arm b had other settings"):
+        running._begun(file, changed, 3, ["one"])
+    more = replace(EXPERIMENT, arms={**EXPERIMENT.arms, "c": Arm()})
+    assert "b/0/0" in running._begun(file, more, 3, ["one"])["runs"], "a new arm costs no run that is there"
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], [], ["ablation", "--seeds=a"], ["ablation", "--policies=nowhere"]])
+def test_what_the_program_cannot_take_is_one_line(arguments, tmp_path):
+    """A wrong name must cost no run and no traceback."""
+    done = completed([sys.executable, "launch/experiment.py", *arguments, f"--out={tmp_path}", f"--work={tmp_path}"])
+    assert (
+        done.returncode == 2 and "accepted" in done.stderr.strip().splitlines()[-1] and "Traceback" not in done.stderr
+    )
+
+
+@pytest.mark.slow
+def test_an_experiment_is_run_once_and_kept(tmp_path, monkeypatch):
+    """Real runs of one step: all is in the file behind each, a second call starts no program, and a program that fails
+    says why."""
+    small = {"train.prompts": 2, "rollout.samples": 2, "rollout.slots": 4, "rollout.widths": 1}
+    small |= {"learning.mini_batch_rollouts": 4, "learning.micro_batch_rows": 4}
+    arms = {"cold start": Arm(trained=False), "a": Arm(small, steps=(1,))}
+    experiment = replace(EXPERIMENT, arms=arms)
+    found = running.run_all(experiment, tmp_path / "x.json", tmp_path / "work", ["toy"], [0], 2)
+    assert set(found["runs"]) == {"cold start/0/0", "a/0/0"} and found == running.read(tmp_path / "x.json")
+    trained = found["runs"]["a/0/0"]
+    assert {"step 1", "after", "wall_s"} == set(trained)
+    figures = trained["after"]["held-out/parallel"]
+    assert figures["questions"] == 2 and 0 <= figures["em"] <= 1 and len(figures["finished_by_turn"]) > 2
+    calls = []
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: calls.append(a))
+    assert running.run_all(experiment, tmp_path / "x.json", tmp_path / "gone", ["toy"], [0], 2) == found and not calls
+    monkeypatch.undo()
+    broken = replace(experiment, arms={**arms, "b": Arm({"learning.learning_rate": "much"})})
+    with pytest.raises(UserError, match="train.py.*exit code"):
+        running.run_all(broken, tmp_path / "x.json", Path(tmp_path) / "work", ["toy"], [0], 2, ["b"])
