@@ -12,7 +12,7 @@ from programs import ROOT
 
 from psearch_jax.data.asking import KNOWN_ENTITIES, known_questions, questions
 from psearch_jax.data.closed_world import ATTRIBUTES, YEAR_OF, ClosedWorld
-from psearch_jax.data.names import HEADS, MIDDLES, TAILS, draw_names, head, is_new, renaming
+from psearch_jax.data.names import HEADS, MIDDLES, TAILS, draw_names, head, is_new, nearly, renaming
 from psearch_jax.data.wordings import FORMS, PAIRED
 from psearch_jax.types import KINDS, UserError
 from retrieval.service import RetrievalService
@@ -91,6 +91,15 @@ def test_new_names_are_never_renamed_into(world):
             moved = renaming(rng, ids, 300)[[group[at] for group, at in zip(ids, places, strict=True)]]
             again = HEADS[moved[0]] + MIDDLES[moved[1] - 100] + TAILS[moved[2] - 200]
             assert is_new(again) == (which == "new")
+
+
+def test_nearly_the_same_name_is_another_known_one():
+    """Fails if a row that says "look it up" is about the very name that another row knows by heart."""
+    rng = np.random.default_rng(0)
+    for name in draw_names(rng, 50, "known"):
+        other = nearly(rng, name)
+        parts = [(name[a:b], other[a:b]) for a, b in ((0, 2), (2, 4), (4, 7))]
+        assert sum(one != two for one, two in parts) == 1 and not is_new(other)
 
 
 def test_renaming_changes_names_and_nothing_else():

@@ -58,6 +58,17 @@ def draw_names(rng: np.random.Generator, count: int, which: Names, taken: Collec
     return list(drawn)
 
 
+def nearly(rng: np.random.Generator, name: str) -> str:
+    """A known name that differs from `name` in one syllable."""
+    while True:
+        parts = [name[:2], name[2:4], name[4:]]
+        place = int(rng.integers(len(parts)))
+        parts[place] = SYLLABLES[place][rng.integers(len(SYLLABLES[place]))]
+        other = "".join(parts)
+        if other != name and not is_new(other) and not other.startswith(_AVOIDED):
+            return other
+
+
 def renaming(rng: np.random.Generator, ids: Sequence[Sequence[int]], size: int) -> np.ndarray:
     """A map [size] int32 from id to id that gives every name another one and leaves all else as it is.
 

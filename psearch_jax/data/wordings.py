@@ -87,7 +87,7 @@ FORMS: dict[str, Form] = {
     # ------------------------------------------------------------------ all facts at once
     "first": Form(
         "parallel",
-        0.2,
+        0.15,
         (
             "Which of {l} was {v} first?",
             "Which of {l} was the first {v}?",
@@ -103,13 +103,13 @@ FORMS: dict[str, Form] = {
     "has": Form("parallel", 0.2, joined(OWNED, p=("{X}",)), held_out=("Of {l}, {X} is the {a} of which?",)),
     "shares": Form(
         "parallel",
-        0.2,
+        0.3,
         joined(OWNED, p=("{b:B}", "{B:b}")),
         held_out=("The {a} of which of {l} is {b:B}?", "Of {l}, the {a} of which is {B:b}?"),
     ),
     "same": Form(
         "parallel",
-        0.3,
+        0.25,
         joined(EQUAL, p=ONE, q=("{b:B}", "{B:b}")),
         held_out=("Is {A:a} {B:b}?", "Are {a:A} and {B:b} the same?"),
     ),
@@ -155,7 +155,7 @@ FORMS: dict[str, Form] = {
         "single",
         0.2,
         (*joined(EQUAL, p=ONE, q=("{X}",)), *joined(EQUAL, p=("{X}",), q=ONE)),
-        held_out=("Is {A:a} {X}?",),
+        held_out=("Is {X} also {a:A}?",),
     ),
     # ------------------------------------------------------------------ both shapes in one question
     "first_of": Form(
