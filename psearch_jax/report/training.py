@@ -149,7 +149,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     """Wilson's 95% interval of a share of `count` independent trials."""
     from scipy import stats  # slow to import
 
-    found = stats.binomtest(round(share * count), count).proportion_ci(method="wilson")
+    found = stats.binomtest(round(share * count), int(count)).proportion_ci(method="wilson")
     return float(found.low), float(found.high)
 
 
