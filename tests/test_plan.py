@@ -115,8 +115,8 @@ def test_every_width_is_planned():
 
 
 def test_what_is_planned_is_what_a_run_compiles(tiny_policy):
-    """A shape that the first step compiles and the plan never saw."""
-    config = small_config(tiny_policy, **{"rollout.widths": 4})
+    """A shape that the first step compiles and the plan never saw; of a critic as well."""
+    config = small_config(tiny_policy, **{"rollout.widths": 4, "learning.algorithm": "ppo"})
     parts = build.training_run(config)
     sampling = parts.learner.sampling_copy(parts.state.params)
     parts.collector.warm_up(sampling)
@@ -129,6 +129,34 @@ def test_what_is_planned_is_what_a_run_compiles(tiny_policy):
     compiled = {**sampler.compilations(), **parts.learner.compilations()}
     assert compiled.pop("reference_logprobs") == 0 and compiled.pop("apply") == 0 and planned.pop("apply") == 1
     assert planned.pop("reshard") == 1 and planned == compiled
+    parts.critic.warm_up(parts.state.critic.params)
+    planned = {name: len(found) for name, found in parts.critic.traced().items()}
+    assert planned == parts.critic.compilations() | {"apply": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_critic_is_counted_beside_every_program(target, lora):
+    """A plan that forgets the critic calls a run of PPO fitting that holds two of everything; with adapters the two
+    share their frozen base, which is to be counted once."""
+    fields = {"model": {"path": "", "preset": "tiny", "lora_rank": lora}, "mesh": {"tensor": 2}}
+    fields["rollout"] = {"context_tokens": 512, "prompt_tokens": 128, "obs_tokens": 128, "widths": 1}
+    names = ("accumulate", "critic_accumulate")
+    grpo, ppo = (
+        make_plan(config_file("qwen7b", **fields, learning={"algorithm": a}), target, names=names, largest_only=True)
+        for a in ("grpo", "ppo")
+    )
+    assert set(grpo.programs) == {"accumulate"} and set(ppo.programs) == set(names)
+    held = {name: ppo.resident[name] for name in ("parameters", "optimizer", "critic", "critic_optimizer")}
+    assert held["critic_optimizer"] == pytest.approx(2 * held["critic"], rel=0.01)
+    assert held["critic"] == pytest.approx(held["parameters"], rel=0.05) and grpo.resident["critic"] == 0
+    more = ppo.programs["accumulate"].resident_bytes - grpo.programs["accumulate"].resident_bytes
+    assert more == held["critic"] + held["critic_optimizer"]
+    beside = held["parameters"] + held["optimizer"] + held["critic_optimizer"] + ppo.resident["reference"]
+    assert (
+        ppo.programs["critic_accumulate"].resident_bytes == beside
+    )  # of a tied model the critic reads all of the base
+    assert (ppo.resident["frozen_base"] > 0) == (lora > 0) and (ppo.resident["reference"] > 0) == (lora == 0)
 
 
 def test_what_does_not_fit_is_said(target):
