@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from psearch_jax import build
+from psearch_jax import programs
 from psearch_jax.config import MeshSection, Qwen2Config, from_mapping
 from psearch_jax.rollout import collect, sampling
 from psearch_jax.rollout.boundary import BoundaryTables
@@ -205,8 +205,8 @@ class Ours:
         config = from_mapping(settings | {"rollout": rollout | settings.get("rollout", {}), "model": plain})
         mesh, n_ids = make_mesh(MeshSection(1, 1, 1), jax.devices()[:1]), model.vocab_rows
         nothing = np.zeros((1, n_ids), np.uint8)  # no id completes a tag
-        with mock.patch.object(build, "Sampler", ScriptedSampler):
-            self._sampler = build.make_sampler(config, model, mesh, BoundaryTables(nothing, nothing), n_ids, ())
+        with mock.patch.object(programs, "Sampler", ScriptedSampler):
+            self._sampler = programs.make_sampler(config, model, mesh, BoundaryTables(nothing, nothing), n_ids, ())
         prompts = work.prompts(n_ids)
         self._questions = [Question("scripted", str(i), "", (), "single") for i in range(len(prompts))]
         self._collector = collect.Collector(

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.scripted import Script, ragged
 from benchmarks.timing import SIZES, by_turns, log, machine, missing, parser, rates, tabled, written
-from psearch_jax import build
+from psearch_jax import programs
 from psearch_jax.buckets import buckets
 from psearch_jax.config import Config, MeshSection, Qwen2Config, from_mapping
 from psearch_jax.launching import configure_jax
@@ -122,7 +122,7 @@ def learner_of(config: Config, model: Qwen2Config, params: Any, pack: bool = Tru
     """The learner of a config on one device, and a state with copies of the parameters."""
     optimizer = make_optimizer(config.learning, 10)
     mesh = make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])
-    learner = build.make_learner(config, model, mesh, optimizer, model.vocab_rows, pack)
+    learner = programs.make_learner(config, model, mesh, optimizer, model.vocab_rows, pack)
     return learner, init_state(jax.tree.map(lambda x: x.copy(), params), optimizer, mesh)
 
 

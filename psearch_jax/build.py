@@ -24,14 +24,14 @@ from psearch_jax.eval.benchmarks import CLOSED_WORLD, PAIRS, closed_world_benchm
 from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.launching import CACHE_HOME, read_token
 from psearch_jax.limits import validate
-from psearch_jax.models import hf, int8, lora, qwen2
-from psearch_jax.models.attention import implementation_for
+from psearch_jax.models import hf, lora, qwen2
 from psearch_jax.paths import is_remote, locate, on_disk
+from psearch_jax.programs import make_critic, make_learner, make_sampler
 from psearch_jax.rl.compat import check_examples, compat_reward
 from psearch_jax.rl.rewards import RewardWeights, paper_reward
-from psearch_jax.rollout.boundary import BoundaryTables, cached_tables
+from psearch_jax.rollout.boundary import cached_tables
 from psearch_jax.rollout.collect import Collector
-from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.rollout.copy import SamplingCopy
 from psearch_jax.sharding import (
     STORAGE,
     check_heads,
@@ -39,14 +39,11 @@ from psearch_jax.sharding import (
     make_mesh,
     param_shardings,
     placed,
-    sampled_in_place,
-    sampling_cast,
 )
 from psearch_jax.text.prompts import load_template, render_messages, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train import checkpoint, settings
 from psearch_jax.train.critic import Critic, critic_learning, first_params, without_lm_head
-from psearch_jax.train.learner import Learner
 from psearch_jax.train.run import Run
 from psearch_jax.train.state import (
     TrainState,
@@ -80,13 +77,8 @@ class Engine:
 
     def sampling_copy(self) -> nnx.State:
         """The parameters as the sampler reads them; weights beside adapters are copied only where they have to be."""
-        dtype = jnp.dtype(self.config.model.sampling_dtype)
-        base, adapters = lora.apart(self.params)
-        rounding = int8.with_kernels if self.config.model.int8_weights else None
-        same = rounding is None and all(x.dtype == dtype for x in jax.tree.leaves(base))
-        if adapters is None or not (same and sampled_in_place(base, self.mesh)):
-            return sampling_cast(self.params, dtype, self.mesh, rounding)(self.params)
-        return lora.beside(base, sampling_cast(adapters, dtype, self.mesh)(adapters))
+        m, parts = self.config.model, lora.apart(self.params)
+        return SamplingCopy(*parts, jnp.dtype(m.sampling_dtype), self.mesh, m.int8_weights)(*parts)
 
     def describe(self) -> str:
         """One line about the model and the machine."""
@@ -285,60 +277,6 @@ def _contents(
     return contents
 
 
-def make_sampler(
-    config: Config, model: Qwen2Config, mesh: Mesh, tables: BoundaryTables, n_ids: int, stop_ids: Sequence[int]
-) -> Sampler:
-    """The sampler of a config; touches no device, so that plan.py can compile it for absent ones."""
-    m = config.model
-    dtype, adapters = jnp.dtype(m.sampling_dtype), m.lora
-    return Sampler(
-        qwen2.graphdef(model, dtype, attention=implementation_for(mesh, dtype), lora=adapters, int8=m.int8_weights),
-        model,
-        tables,
-        n_ids,
-        stop_ids,
-        mesh,
-        dtype,
-        config.rollout.top_k,
-        config.rollout.top_p,
-        config.rollout.max_tokens_after_answer,
-        config.rollout.yield_share,
-        adapters,
-        m.int8_weights,
-        m.int8_cache,
-        m.unstacked_decoding and mesh.devices.flat[0].platform == "gpu",
-    )
-
-
-def make_learner(
-    config: Config,
-    model: Qwen2Config,
-    mesh: Mesh,
-    optimizer: optax.GradientTransformation,
-    n_ids: int,
-    pack: bool = True,
-) -> Learner:
-    """The learner of a config; touches no device either. Without `pack` each trajectory has a row of its own."""
-    return Learner(
-        model,
-        config.learning,
-        optimizer,
-        mesh,
-        config.rollout.context_tokens,
-        config.rollout.temperature,
-        n_ids,
-        jnp.dtype(config.model.dtype),
-        jnp.dtype(config.model.sampling_dtype),
-        config.model.remat,
-        config.model.shard_residual,
-        config.model.lora,
-        config.rollout.widths,
-        on_policy=updates_per_step(config) == 1,
-        int8_sampling=config.model.int8_weights,
-        pack=pack,
-    )
-
-
 def _critic_of(config: Config, parts: Engine) -> tuple[Critic, nnx.State, optax.GradientTransformation]:
     """The critic of a run, the parameters that it starts from, and its optimizer."""
     optimizer = make_optimizer(critic_learning(config), updates_per_step(config) * config.train.steps)
@@ -349,26 +287,6 @@ def _critic_of(config: Config, parts: Engine) -> tuple[Critic, nnx.State, optax.
 
 def _both(policy: Callable[[], TrainState], critic: Callable[[], TrainState]) -> TrainState:
     return replace(policy(), critic=critic())
-
-
-def make_critic(
-    config: Config, model: Qwen2Config, mesh: Mesh, optimizer: optax.GradientTransformation, pack: bool = True
-) -> Critic:
-    """The critic of a config; touches no device either."""
-    return Critic(
-        model,
-        critic_learning(config),
-        optimizer,
-        mesh,
-        config.rollout.context_tokens,
-        config.critic.value_clip,
-        jnp.dtype(config.model.dtype),
-        config.model.remat,
-        config.model.shard_residual,
-        config.model.lora,
-        config.rollout.widths,
-        pack,
-    )
 
 
 def from_path(config: Config, path: str) -> Engine:

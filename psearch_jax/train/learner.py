@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 
 from psearch_jax.config import LearningSection, Lora, Qwen2Config, Remat
 from psearch_jax.metrics import Ratio
-from psearch_jax.models import int8, qwen2
-from psearch_jax.models import lora as adapters
+from psearch_jax.models import qwen2
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.rl.losses import METRICS, policy_loss
-from psearch_jax.sharding import STORAGE, constrain, param_shardings, placed, sampled_in_place, sampling_cast
+from psearch_jax.rollout.copy import SamplingCopy
+from psearch_jax.sharding import STORAGE, constrain, param_shardings, placed
 from psearch_jax.train.trainable import Trainable, empty_piece, go_on
 from psearch_jax.types import Packed, TrainBatch
 
@@ -72,7 +72,7 @@ class Learner(Trainable):
         pack: bool = True,
     ):
         self._temperature, self._n_ids = temperature, n_ids
-        self._context, self._on_policy = context_tokens, on_policy
+        self._context, self._on_policy, self._lora = context_tokens, on_policy, lora
         super().__init__(
             model, learning, optimizer, mesh, context_tokens, dtype, remat, shard_residual, lora, widths, pack
         )
@@ -81,11 +81,7 @@ class Learner(Trainable):
         _, weights = qwen2.abstract_params(model)
         low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, sampling_dtype), weights)
         self._frozen = placed(low, param_shardings(weights, STORAGE, mesh)) if lora else None
-        # The base is never donated: where it lies as the sampler reads it, sampling needs no second one.
-        self._base_in_place = lora is not None and not int8_sampling and sampled_in_place(weights, mesh)
-        trained = self._abstract.params
-        moved = adapters.beside(weights, trained) if lora and not self._base_in_place else trained
-        self._cast = sampling_cast(moved, sampling_dtype, mesh, int8.with_kernels if int8_sampling else None)
+        self._copy = SamplingCopy(*self._beside(low, self._abstract.params), sampling_dtype, mesh, int8_sampling)
         self._reference = jax.jit(functools.partial(jax.tree.map, lambda x: x.astype(sampling_dtype)))
 
     @property
@@ -95,11 +91,8 @@ class Learner(Trainable):
         return by_trainer and (not self._on_policy or self._learning.kl_in == "reward")
 
     def sampling_copy(self, params: nnx.State) -> nnx.State:
-        """The parameters as the sampler reads them: cast once, split over `tensor` only; adapters beside the base."""
-        if self.base is None or self._base_in_place:
-            copy = self._cast(params)
-            return copy if self.base is None else adapters.beside(self.base, copy)
-        return self._cast(adapters.beside(self.base, params))
+        """The parameters as the sampler reads them. The base is never donated, so that the copy may hold it."""
+        return self._copy(*self._beside(self.base, params))
 
     def reference_copy(self, params: nnx.State) -> nnx.State:
         """A frozen copy in the sampling dtype, sharded as stored; with adapters the base itself."""
@@ -124,13 +117,15 @@ class Learner(Trainable):
     def traced(self, frozen: nnx.State | None = None) -> dict[str, dict[int, Callable[[], jax.stages.Traced]]]:
         """As `Trainable.traced`, with the copy that the sampler reads (`reshard`)."""
         frozen = self._frozen if frozen is None else frozen
-        moved = self._state().params
-        if frozen is not None and not self._base_in_place:
-            moved = adapters.beside(frozen, moved)
+        copied = self._beside(frozen, self._state().params)
         programs = super().traced(frozen)
         if not self.needs_score and self._learning.kl_coefficient == 0:
             programs["logprobs"] = {}
-        return {"reshard": {0: lambda: self._cast.trace(moved)}, **programs}
+        return {"reshard": {0: lambda: self._copy.traced(*copied)}, **programs}
+
+    def _beside(self, base: nnx.State | None, params: nnx.State) -> tuple[nnx.State, nnx.State | None]:
+        """(weights, adapters) of what is trained and what is beside it."""
+        return (base, params) if self._lora else (params, None)
 
     def _scores(self, model: qwen2.Qwen2, piece: Packed) -> jax.Array:
         return token_logprobs(model, piece, self._temperature, self._n_ids)[0]
