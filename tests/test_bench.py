@@ -192,3 +192,22 @@ def test_a_file_without_lengths_is_told_in_one_line(tmp_path, monkeypatch, capsy
     assert runpy.run_path(str(PROGRAM))["main"]() == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "none.jsonl" in error and "accepted: a file of WORKDIR/trajectories" in error
+
+
+@pytest.mark.slow
+def test_latency(tmp_path):
+    """The delay is added to no call, or to one policy's alone; a call that is not counted is a saving that is none."""
+    flags = ["--parallel=toy", "--count=3", "--together=2", "--delays", "0", "300", f"--json={tmp_path / 'out.json'}"]
+    done = bench("latency", *flags)
+    lines = json.loads((tmp_path / "out.json").read_text())["lines"]
+    assert [(line["place"], line["added_ms"], line["batch"]) for line in lines] == [
+        (place, delay, batch) for batch in (1, 2) for place in ("in process", "HTTP") for delay in (0, 300)
+    ]
+    for line in lines:
+        for name in ("one by one", "parallel"):  # the same policy twice: the same calls, and each of them waits
+            assert line[name]["calls"] == lines[0][name]["calls"] or line["batch"] > 1
+            assert line[name]["seconds"] >= line["added_ms"] / 1000
+            assert line[name]["turns"] > 1
+        if line["batch"] == 1:
+            assert line["one by one"]["calls"] == line["parallel"]["calls"] == line["parallel"]["turns"] - 1
+    assert "| in process | 300 | 1 |" in done.stdout

@@ -1,0 +1,174 @@
+"""`launch/bench.py latency`: what splitting saves by the clock, and what of the calls it saves.
+
+Two policies answer the same comparison questions of the closed world greedily: one that searches one by one (the cold
+start) and one that has learned to split. The retriever is asked in process and over HTTP on this machine, with so many
+milliseconds added to every call, as a distant or large index would take them; questions come one at a time, or many
+together. The policies take turns, question by question, so that what else this machine does meets both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.timing import log, machine, written
+from configs.smoke import get_config
+from psearch_jax import build, launching
+from psearch_jax.config import from_mapping
+from psearch_jax.data.asking import questions
+from psearch_jax.data.closed_world import ClosedWorld
+from psearch_jax.eval.evaluate import evaluate
+from psearch_jax.eval.scores import score
+from psearch_jax.eval.tables import share, table
+from psearch_jax.metrics import mean, spread
+from psearch_jax.types import Question
+from retrieval.client import HttpRetriever
+from retrieval.corpus import MemoryMappedCorpus, write_corpus
+from retrieval.directory import build_index
+from retrieval.hashing import HashingEncoder
+from retrieval.protocol import Passage, Retriever
+
+ROOT = Path(__file__).resolve().parent.parent
+DELAYS = (0, 50, 200, 1000)  # milliseconds
+REPEATS = 3  # of the questions asked together
+
+
+class Delayed:
+    """A retriever every call of which takes so many milliseconds longer, and is counted."""
+
+    def __init__(self, retriever: Retriever, delay_ms: int):
+        self._retriever, self._delay_ms, self.calls = retriever, delay_ms, 0
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        """As `Retriever.search`."""
+        self.calls += 1
+        time.sleep(self._delay_ms / 1000)
+        return self._retriever.search(queries, k)
+
+    def describe(self) -> dict[str, Any]:
+        """As `Retriever.describe`."""
+        return self._retriever.describe()
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="bench latency", description=__doc__)
+    parser.add_argument(
+        "--one_by_one", default="toy", help="the policy that searches one by one, as of launch/eval.py"
+    )
+    parser.add_argument("--parallel", required=True, help="the policy that splits: a run of `make demo`")
+    parser.add_argument("--count", type=int, default=24, help="questions asked one at a time")
+    parser.add_argument("--delays", type=int, nargs="+", default=list(DELAYS), help="milliseconds added to every call")
+    parser.add_argument("--together", type=int, default=64, help="questions asked together")
+    parser.add_argument("--json", help="file to write the figures to")
+    flags = parser.parse_args(argv)
+    launching.configure_jax()
+    world = ClosedWorld.make(0)
+    asked = questions(world, "eval", "parallel", max(flags.count, flags.together), 1)
+    policies = {"one by one": flags.one_by_one, "parallel": flags.parallel}
+    lines = []
+    with served(world) as url:
+        for slots, groups in (
+            (1, [[q] for q in asked[: flags.count]]),
+            (flags.together, [asked[: flags.together]] * REPEATS),
+        ):
+            engines = {name: _engine(model, slots) for name, model in policies.items()}
+            for place in ("in process", "HTTP"):
+                for delay in flags.delays:
+                    lines.append(_measured(engines, groups, place, url, delay, slots))
+                    log(f"{lines[-1]}")
+    written(flags.json, {"machine": machine(), "arguments": vars(flags), "lines": lines})
+    print(tabled(lines))
+
+
+@contextmanager
+def served(world: ClosedWorld) -> Iterator[str]:
+    """The address of a server of the world's passages, a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_corpus(f"{folder}/corpus.jsonl", world.passages)
+        corpus = MemoryMappedCorpus(f"{folder}/corpus.jsonl")
+        build_index(f"{folder}/index", corpus, HashingEncoder().fit(corpus))
+        command = [sys.executable, str(ROOT / "launch" / "serve_retriever.py"), f"--index={folder}/index", "--port=0"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                yield server.stdout.readline().split()[-1]
+            finally:
+                server.terminate()
+
+
+def _engine(model: str, slots: int) -> tuple[Any, Any]:
+    """A collector and the sampling copy of its policy, with every shape compiled."""
+    config = from_mapping(get_config().to_dict())
+    parts = build.from_path(replace(config, rollout=replace(config.rollout, slots=slots, samples=1)), model)
+    params = parts.sampling_copy()
+    parts.collector.warm_up(params)
+    return parts.collector, params
+
+
+def _measured(
+    engines: dict[str, tuple[Any, Any]],
+    groups: Sequence[Sequence[Question]],
+    place: str,
+    url: str,
+    delay: int,
+    batch: int,
+) -> dict[str, Any]:
+    """Seconds per group of questions and what else it took, of each policy; groups are answered by turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    scores: dict[str, list[Any]] = {name: [] for name in engines}
+    retrievers = {
+        name: Delayed(HttpRetriever([url]) if place == "HTTP" else collector.retriever, delay)
+        for name, (collector, _) in engines.items()
+    }
+    for group in groups:
+        for name, (collector, params) in engines.items():
+            asking = collector.with_retriever(retrievers[name])
+            start = time.perf_counter()
+            rolled = evaluate(asking, params, group, seed=0, step=0, temperature=0.0)
+            seconds[name].append(time.perf_counter() - start)
+            scores[name] += map(score, rolled)
+    line: dict[str, Any] = {"place": place, "added_ms": delay, "batch": batch}
+    for name in engines:
+        line[name] = {
+            "seconds": round(statistics.median(seconds[name]), 4),
+            "turns": round(mean(s.turns for s in scores[name]), 3),
+            "calls": round(retrievers[name].calls / len(groups), 3),
+            "em": round(mean(s.em for s in scores[name]), 3),
+        }
+    slow, fast = engines
+    ratios = [a / b for a, b in zip(seconds[slow], seconds[fast], strict=True)]
+    line["faster"] = [round(x, 3) for x in spread(ratios)]
+    return line
+
+
+def tabled(lines: Sequence[dict[str, Any]]) -> str:
+    """Seconds of both, how many times faster, with 95% over questions, and the shares of time and calls saved."""
+    head = ["retriever", "added ms", "together", "one by one, s", "parallel, s", "times faster", "95%", "time saved"]
+    rows = [[*head, "searches saved", "turns", "EM"]]
+    for line in lines:
+        slow, fast = line["one by one"], line["parallel"]
+        centre, low, high = line["faster"]
+        rows.append(
+            [
+                line["place"],
+                str(line["added_ms"]),
+                str(line["batch"]),
+                f"{slow['seconds']:.3f}",
+                f"{fast['seconds']:.3f}",
+                f"{centre:.2f}",
+                f"{low:.2f}-{high:.2f}" if low != high else "",
+                share(1 - fast["seconds"] / slow["seconds"]),
+                share(1 - fast["calls"] / slow["calls"]),
+                f"{slow['turns']:.2f}, {fast['turns']:.2f}",
+                f"{share(slow['em'])}, {share(fast['em'])}",
+            ]
+        )
+    return table(rows)
