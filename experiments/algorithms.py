@@ -1,4 +1,4 @@
-"""GRPO, its variants and PPO at equal numbers of rollouts."""
+"""GRPO, its variants and PPO at equal numbers of rollouts learned from; dynamic sampling draws more."""
 
 from experiments import MAIN, Arm, Experiment
 

@@ -1,11 +1,12 @@
 """Trains and evaluates the runs of an experiment, and keeps what was found of each in one JSON file.
 
 A run is an arm, a cold start and a seed. What the file holds already is not run again, wherever it was run: runs
-depend on their settings and their cold start alone, and the file names both.
+depend on their settings and their cold start alone. The file holds both, and what every run was asked.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from configs import smoke, smoke_ppo
 from experiments import Arm, Evaluation, Experiment
 from psearch_jax.build import TOY_POLICY
 from psearch_jax.eval.benchmarks import CLOSED_WORLD
@@ -27,6 +29,7 @@ from psearch_jax.types import UserError
 ROOT = Path(__file__).resolve().parent.parent
 Found = dict[str, dict[str, Any]]  # figures by "evaluation/set"
 WEIGHTS = ("config.json", "*.safetensors")
+CONFIGS = {"smoke": smoke, "smoke_ppo": smoke_ppo}
 
 
 def run_all(
@@ -42,7 +45,8 @@ def run_all(
 
     Args:
       file: what was found; written anew behind every run.
-      work: directory of the runs themselves, needed only until they are in the file.
+      work: directory of the runs themselves, needed only until they are in the file; each in a place that is named by
+        all that decides it.
       policies: cold starts, `toy` or directories.
       arms: those to run; default: all.
 
@@ -61,7 +65,8 @@ def run_all(
                 run = f"{name}/{i}/{seed if arm.trained else 0}"
                 if run not in record["runs"]:
                     print(f"{run}: {file.name}", file=sys.stderr, flush=True)
-                    record["runs"][run] = _run(experiment, arm, work / run, policy, seed, steps)
+                    place = work / _digest(record["arms"][name], record["evaluations"], steps, starts[i], seed)
+                    record["runs"][run] = _run(experiment, arm, place, _path(policy), seed, steps)
                     write_whole(file, json.dumps(record, indent=1) + "\n")
     return record
 
@@ -78,8 +83,11 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def _begun(file: Path, experiment: Experiment, steps: int, starts: Sequence[str]) -> dict[str, Any]:
-    arms = json.loads(json.dumps({name: asdict(arm) for name, arm in experiment.arms.items()}))
-    fresh = {"claim": experiment.claim, "steps": steps, "cold_starts": list(starts), "arms": arms, "runs": {}}
+    """The record to go on with; a new one where there is no file."""
+    asked = {name: asdict(evaluation) for name, evaluation in experiment.evaluations.items()}
+    arms = {name: asdict(arm) | {"base": _config(arm)} for name, arm in experiment.arms.items()}
+    fresh = {"claim": experiment.claim, "steps": steps, "cold_starts": list(starts), "evaluations": asked}
+    fresh = json.loads(json.dumps({**fresh, "arms": arms, "runs": {}}))
     if not file.is_file():
         return fresh
     record = read(file)
@@ -90,11 +98,22 @@ def _begun(file: Path, experiment: Experiment, steps: int, starts: Sequence[str]
             f"{file}: was made with --steps={record['steps']} and cold starts {known}, found {steps} and "
             f"{list(starts)}; accepted: the same, or another file"
         )
+    if record["evaluations"] != fresh["evaluations"]:
+        raise UserError(f"{file}: its runs were asked something else; accepted: the same evaluations, or another file")
     for run in record["runs"]:
         name = run.split("/")[0]
-        if record["arms"].get(name) != arms.get(name):
+        if record["arms"].get(name) != fresh["arms"].get(name):
             raise UserError(f"{file}: arm {name} had other settings; accepted: the same, or another file")
-    return record | {"claim": experiment.claim, "arms": arms, "cold_starts": [*starts, *known[shared:]]}
+    return fresh | {"runs": record["runs"], "cold_starts": [*starts, *known[shared:]]}
+
+
+def _config(arm: Arm) -> str:
+    """A digest of the whole config that an arm's fields change."""
+    return _digest(CONFIGS[arm.config].get_config().to_dict())
+
+
+def _digest(*values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _run(experiment: Experiment, arm: Arm, work: Path, policy: str, seed: int, steps: int) -> dict[str, Any]:
@@ -107,6 +126,8 @@ def _run(experiment: Experiment, arm: Arm, work: Path, policy: str, seed: int, s
     if not (work / "run" / "summary.json").is_file():
         given = [f"--config.{name}={value}" for name, value in fields.items()]
         _program("train.py", f"--config=configs/{arm.config}.py", *given, f"--workdir={work / 'run'}")
+    if not (work / "run" / "summary.json").is_file():  # it ends in order when it is told to stop
+        raise UserError(f"{work / 'run'}: was stopped before its last step; the same command goes on")
     for step in arm.steps:
         model = work / "run" / "checkpoints" / str(step)
         found[f"step {step}"] = _evaluated(experiment.evaluations, work / f"step-{step}", str(model), arm)
@@ -137,6 +158,11 @@ def _evaluated(evaluations: Mapping[str, Evaluation], work: Path, model: str, ar
             more = {"finished_by_turn": finished_by_turn(own), "confusion": splitting(own)["confusion"]}
             found[f"{name}/{one}"] = summarise(own) | more
     return found
+
+
+def _path(policy: str) -> str:
+    """As programs take it that start in another directory."""
+    return policy if policy == "toy" else str(Path(policy).resolve())
 
 
 def _fingerprint(policy: str) -> str:

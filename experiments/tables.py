@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import Experiment
+from experiments import Arm, Experiment
 from psearch_jax.eval.tables import share, table
 from psearch_jax.metrics import mean, spread
 
@@ -70,6 +70,14 @@ def _figures(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]], mome
     return table(rows)
 
 
+def _beside(run: str, arm: Arm, reference: Mapping[str, Any]) -> list[Any]:
+    """The reference's runs that a run is compared with: its own, or of an untrained arm all of its cold start."""
+    if arm.trained:
+        return [reference[run]] if run in reference else []
+    start = run.partition("/")[0]
+    return [values for other, values in reference.items() if other.partition("/")[0] == start]
+
+
 def with_interval(values: Sequence[float], is_share: bool) -> str:
     """A mean over runs with its 95% interval by Student's t; empty without values."""
     if not values:
@@ -90,7 +98,8 @@ def _differences(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]]) 
                     (theirs, own)
                     for run in found
                     if (own := found[run].get(_AFTER, {}).get(where, {}).get(figure)) is not None
-                    and (theirs := reference.get(run, {}).get(_AFTER, {}).get(where, {}).get(figure)) is not None
+                    for beside in _beside(run, experiment.arms[name], reference)
+                    if (theirs := beside.get(_AFTER, {}).get(where, {}).get(figure)) is not None
                 ]
                 if pairs:
                     centre, low, high = spread([own - theirs for theirs, own in pairs])
@@ -100,32 +109,67 @@ def _differences(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]]) 
 
 
 def draw(experiment: Experiment, record: Mapping[str, Any], file: Path) -> None:
-    """A panel for each of `experiment.drawn`: every run a dot, every arm a mean with its interval. SVG or PNG."""
+    """A panel for each of `experiment.drawn`: every run a dot, every arm a mean with its interval. SVG or PNG.
+
+    Where arms were also evaluated between their steps, the panels show the figure over the steps.
+    """
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    runs = by_arm(record)
-    panels = experiment.drawn
-    size = (3.6 * len(panels), 1.2 + 0.32 * len(runs))
-    figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, sharey=True, layout="constrained")
+    runs, panels = by_arm(record), experiment.drawn
+    between = any(arm.steps for arm in experiment.arms.values())
+    size = (3.6 * len(panels), 3.0 if between else 1.2 + 0.32 * len(runs))
+    figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, sharey=not between, layout="constrained")
     for axis, (where, name) in zip(axes[0], panels, strict=True):
-        for y, found in enumerate(runs.values()):
-            values = _values(found, _AFTER, where, name)
-            if not values:
-                continue
+        chance = [v for found in runs.values() for v in _values(found, _AFTER, where, "chance")]
+        if between:
+            _over_steps(axis, experiment, record, runs, where, name)
+        else:
+            _by_arm(axis, runs, where, name)
+            if name == "em" and chance:
+                axis.axvline(mean(chance), color="0.5", linestyle=":")
+        axis.set_title(f"{where.partition('/')[2]}: {TITLES.get(name, name)}", fontsize=10)
+        axis.grid(alpha=0.3)
+        if name in SHARES:
+            (axis.set_ylim if between else axis.set_xlim)(-0.02, 1.02)
+    if not between:
+        axes[0][0].set_yticks(range(len(runs)), list(runs))
+        axes[0][0].invert_yaxis()
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    plt.close(figure)
+
+
+def _by_arm(axis: Any, runs: Mapping[str, Mapping[str, Any]], where: str, name: str) -> None:
+    for y, found in enumerate(runs.values()):
+        values = _values(found, _AFTER, where, name)
+        if values:
             centre, low, high = spread(values)
             axis.plot(values, [y] * len(values), ".", color="0.7")
             axis.errorbar(centre, y, xerr=[[centre - low], [high - centre]], fmt="o", color="C0", capsize=3)
-        chance = [v for found in runs.values() for v in _values(found, _AFTER, where, "chance")]
-        if name == "em" and chance:
-            axis.axvline(mean(chance), color="0.5", linestyle=":")
-        axis.set_title(f"{where.partition('/')[2]}: {TITLES.get(name, name)}", fontsize=10)
-        axis.grid(axis="x", alpha=0.3)
-        if name in SHARES:
-            axis.set_xlim(-0.02, 1.02)
-    axes[0][0].set_yticks(range(len(runs)), list(runs))
-    axes[0][0].invert_yaxis()
-    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
-    plt.close(figure)
+
+
+def _over_steps(
+    axis: Any,
+    experiment: Experiment,
+    record: Mapping[str, Any],
+    runs: Mapping[str, Mapping[str, Any]],
+    where: str,
+    name: str,
+) -> None:
+    """Lines of the trained arms from the untrained one at step 0 on; a shade from the lowest to the highest run."""
+    start = [
+        v for a, found in runs.items() if not experiment.arms[a].trained for v in _values(found, _AFTER, where, name)
+    ]
+    for i, (arm, found) in enumerate((a, f) for a, f in runs.items() if experiment.arms[a].trained):
+        moments = [(0, start)] if start else []
+        moments += [(step, _values(found, f"step {step}", where, name)) for step in experiment.arms[arm].steps]
+        moments.append((record["steps"], _values(found, _AFTER, where, name)))
+        there = [(step, values) for step, values in moments if values]
+        steps = [step for step, _ in there]
+        axis.plot(steps, [mean(values) for _, values in there], "o-", color=f"C{i}", label=arm)
+        axis.fill_between(
+            steps, [min(v) for _, v in there], [max(v) for _, v in there], color=f"C{i}", alpha=0.15, linewidth=0
+        )
+    axis.set_xlabel("step")

@@ -7,6 +7,7 @@ goes on where it stopped, on any machine. NAME.svg shows it; `--only_tables` run
 """
 
 import importlib
+import sys
 from pathlib import Path
 
 from absl import flags
@@ -26,6 +27,7 @@ NOT_EXPERIMENTS = ("__init__", "running", "tables")
 
 
 def main(argv: list[str]) -> None:
+    sys.path.insert(0, str(ROOT))  # experiments/ is no part of the installed package
     names = sorted(p.stem for p in (ROOT / "experiments").glob("*.py") if p.stem not in NOT_EXPERIMENTS)
     if len(argv) != 2 or argv[1] not in names:
         raise UserError(f"{' '.join(argv[1:]) or 'no experiment'} found, accepted: one of {', '.join(names)}")
@@ -35,13 +37,13 @@ def main(argv: list[str]) -> None:
     experiment = importlib.import_module(f"experiments.{name}").EXPERIMENT
     from experiments import running, tables
 
-    out = Path(OUT.value)
+    out = Path(OUT.value).resolve()
     out.mkdir(parents=True, exist_ok=True)
     file = out / f"{name}.json"
     if ONLY_TABLES.value:
         record = running.read(file)
     else:
-        work, seeds = Path(WORK.value) / name, [int(seed) for seed in SEEDS.value]
+        work, seeds = Path(WORK.value).resolve() / name, [int(seed) for seed in SEEDS.value]
         record = running.run_all(experiment, file, work, POLICIES.value, seeds, STEPS.value, ARMS.value)
     print(tables.report(experiment, record), end="")
     if experiment.drawn:

@@ -231,7 +231,7 @@ class CriticSection:
 
 @dataclass(frozen=True)
 class AlarmSection:
-    """From where on a run is warned of (train/alarms.py); all figures are means over `window` steps."""
+    """From where on a run is warned of (train/alarms.py); figures are means over `window` steps, a probe's its own."""
 
     window: int = 10
     over_splitting: float = 0.5  # the share of sequential questions that are split

@@ -127,6 +127,12 @@ def _validate_learning(config: Config) -> None:
 
 def _validate_algorithm(config: Config) -> None:
     le = config.learning
+    several = config.train.prompts * config.rollout.samples > le.mini_batch_rollouts
+    if le.guard and le.old_logprobs == "trainer" and not several:
+        raise UserError(
+            f"config.learning.guard={le.guard} holds what a step's updates have lowered, and a step has one; "
+            f"accepted: 0, or learning.mini_batch_rollouts below {le.mini_batch_rollouts}"
+        )
     for name in ("gamma", "gae_lambda"):
         if not 0 <= getattr(le, name) <= 1:
             raise UserError(f"config.learning.{name}: found {getattr(le, name)}, accepted: from 0 to 1")

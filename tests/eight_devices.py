@@ -19,6 +19,7 @@ from psearch_jax.rl.batch import mini_batches
 from psearch_jax.rollout.boundary import build_tables
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.sharding import STORAGE, make_mesh, param_shardings
+from psearch_jax.train.critic import Critic, first_params
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import init_state, make_optimizer
 from psearch_jax.types import TrainBatch
@@ -98,6 +99,34 @@ def check_adapters(mesh, config: Qwen2Config, optimizer) -> None:
         raise SystemExit(f"of the base {sum(shared)} arrays of {len(shared)} are shared")
 
 
+def check_critic(mesh, config: Qwen2Config, optimizer) -> None:
+    """Values and gradients of a critic on the mesh are those on one device, and its head lies as it is stored."""
+    rng, shape = np.random.default_rng(3), (B, S)
+    length = rng.integers(20, S + 1, B).astype(np.int32)
+    mask = ((np.arange(S) < length[:, None]) & (rng.random(shape) < 0.5) & (np.arange(S) > 0)).astype(np.float32)
+    ids = rng.integers(0, 256, shape).astype(np.int32)
+    told, came = (rng.normal(size=shape).astype(np.float32) * mask for _ in range(2))
+    batch = TrainBatch(ids, length, mask, mask, *[np.zeros(shape, np.float32)] * 3, values=told, returns=came)
+    head = rng.normal(size=(config.width, 1)).astype(np.float32)
+    found = []
+    for where in (mesh, make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])):
+        critic = Critic(config, LEARNING, optimizer, where, S, 0.5, shard_residual=where.shape["tensor"] > 1)
+        start = first_params(random_params(config, seed=6), config, None, 0, where)
+        params = init_state(
+            qwen2.with_values(start, nnx.to_pure_dict(start) | {"value_head": head}), optimizer, where
+        ).params
+        found.append((critic.score(params, batch), by_name(critic.gradients(params, batch))))
+        place = param_shardings(params, STORAGE, where)["value_head"].get_value()
+        if not params["value_head"].get_value().sharding.is_equivalent_to(place, 2):
+            raise SystemExit("the value head does not lie as it is stored")
+    (values, gradients), (wanted, theirs) = found
+    np.testing.assert_allclose(values, wanted, atol=2e-4)
+    for name, value in gradients.items():
+        np.testing.assert_allclose(
+            value, theirs[name], rtol=1e-3, atol=1e-4 * np.abs(theirs[name]).max(), err_msg=name
+        )
+
+
 def check_vocabulary(mesh) -> None:
     """Log-probs by chunks, and their gradients, where every device visits the vocabulary for its own rows."""
     config = tiny_config(V, tied=False)
@@ -136,6 +165,7 @@ def main(sizes: str, out: str) -> None:
     if mesh.size == 8:  # a mesh that does not divide the kv heads
         check_kernels(make_mesh(MeshSection(1, 2, 4)))
     check_adapters(mesh, config, optimizer)
+    check_critic(mesh, config, optimizer)
     learner = Learner(config, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), shard_residual=tensor > 1)
     tables = build_tables(TOKENS, V)
     sampler = Sampler(qwen2.graphdef(config, jnp.float32), config, tables, len(TOKENS), [STOP], mesh)

@@ -73,13 +73,16 @@ def test_a_likelihood_that_falls_while_the_reward_rises_is_no_alarm():
         assert not ringing(alarms, step, logprob_of_correct=-0.05 * step, reward=1 + 0.01 * step)
 
 
-def test_a_run_that_goes_on_remembers_its_best_likelihood(tmp_path):
+def test_a_run_that_goes_on_remembers_its_best_likelihood(tmp_path, caplog):
     """Without its history a run that was stopped in its decline would take the decline for its best."""
     rows = [FINE | {"step": step} for step in range(6)]
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     alarms = Alarms(AlarmSection(window=3), rows=read_rows(file))
     assert [ringing(alarms, step, **BROKEN["likelihood"]) for step in range(6, 9)][-1] == {"likelihood"}
+    again = Alarms(AlarmSection(window=3), rows=[*rows, *[FINE | BROKEN["likelihood"]] * 4])
+    caplog.clear()
+    assert ringing(again, 10, **BROKEN["likelihood"]) == {"likelihood"} and not caplog.records, "it rang before"
     fresh = Alarms(AlarmSection(window=3), rows=read_rows(tmp_path / "nothing.jsonl"))
     assert not any(ringing(fresh, step, **BROKEN["likelihood"]) for step in range(6, 9))
 
@@ -92,8 +95,8 @@ def test_without_a_retriever_nobody_is_told_to_search():
 
 def test_a_misled_search_is_the_same_for_the_same_query_and_not_its_own():
     """A probe whose passages depend on the company of a query could not be drawn again; one that finds the right
-    passages after all would say that a working retriever is broken."""
-    texts = ["Alan Turing", "Grace Hopper", "Kurt Gödel"]
+    passages after all, by the asker's own text, would say that a working retriever is broken."""
+    texts = ["Alan Turing", "Grace Hopper", "When was Ada Lovelace born?", "Kurt Gödel"]
     right, misled = retriever(), Misled(retriever(), texts)
     queries = [f"Ada Lovelace {i}" for i in range(30)] + [""]
     found = misled.search(queries, 1)
@@ -101,6 +104,7 @@ def test_a_misled_search_is_the_same_for_the_same_query_and_not_its_own():
     assert all(p[0].title == "Ada Lovelace" for p in right.search(queries[:-1], 1))
     titles = [p[0].title for p in found[:-1]]
     assert "Ada Lovelace" not in titles and len(set(titles)) > 1
+    assert Misled(retriever(), texts[2:3]).search(["Ada Lovelace"], 1) == [[]], "only its own text: nothing is found"
 
 
 def test_the_probe_asks_the_steps_questions_with_the_steps_own_numbers(tiny_policy):

@@ -116,9 +116,12 @@ def ppo_config(tiny_policy: Path, **fields):
     return small_config(tiny_policy, **{"learning.algorithm": "ppo", "learning.kl_in": "reward", **fields})
 
 
-def test_a_step_of_ppo_moves_both_and_a_step_of_the_critic_alone_only_one(tiny_policy, tmp_path):
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_step_of_ppo_moves_both_and_a_step_of_the_critic_alone_only_one(tiny_policy, tmp_path, rank):
     """Fails if the policy learns from a critic that knows nothing yet, or a checkpoint loses the critic."""
-    config = ppo_config(tiny_policy, **{"critic.alone_steps": 1, "train.steps": 3, "rollout.samples": 1})
+    config = ppo_config(
+        tiny_policy, **{"critic.alone_steps": 1, "train.steps": 3, "rollout.samples": 1, "model.lora_rank": rank}
+    )
     run = build.training_run(config)
     policies, critics = [jax.device_get(run.state.params)], [jax.device_get(run.state.critic.params)]
     for step in range(2):
@@ -129,7 +132,7 @@ def test_a_step_of_ppo_moves_both_and_a_step_of_the_critic_alone_only_one(tiny_p
     assert same_bits(policies[0], policies[1]) and not same_bits(policies[1], policies[2])
     assert not same_bits(critics[0], critics[1]) and not same_bits(critics[1], critics[2])
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    checkpoints.save(2, run.state, {"model": model_record(run.model)})
+    checkpoints.save(2, run.state, {"model": model_record(run.model)} | ({"lora": run.lora} if run.lora else {}))
     checkpoints.wait()
     state, _ = checkpoints.restore(run.abstract)
     checkpoints.close()
@@ -144,10 +147,11 @@ def test_a_step_of_ppo_moves_both_and_a_step_of_the_critic_alone_only_one(tiny_p
         ({"train.redraws": 1}, "redraws"),
         ({"critic.alone_steps": 60}, "alone_steps"),
         ({"learning.gamma": 1.5}, "gamma"),
+        ({"learning.guard": 0.1, "learning.mini_batch_rollouts": 2560}, "guard"),
     ],
 )
 def test_what_ppo_and_grpo_do_not_take_is_refused(fields, said):
-    """A field that the chosen algorithm never reads would be believed to do something."""
+    """What is at odds with the algorithm, or can do nothing, would be believed to do something."""
     values = to_mapping(from_mapping({"learning": {"algorithm": "ppo"}, "train": {"steps": 60}}))
     for name, value in fields.items():
         section, _, key = name.partition(".")

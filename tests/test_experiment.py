@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def record(**ems) -> dict:
         for arm, both in ems.items()
         for i, em in enumerate(both)
     }
-    return {"arms": {arm: {} for arm in ems}, "runs": runs}
+    return {"arms": {arm: {} for arm in ems}, "runs": runs, "steps": 3}
 
 
 EXPERIMENT = Experiment(
@@ -84,6 +85,29 @@ def test_an_arm_that_has_not_run_everywhere_is_compared_where_it_has():
     assert "| b | held-out/parallel | EM | 1 | +0.100 |  |" in tables.report(EXPERIMENT, found)
 
 
+def test_an_untrained_arm_is_compared_with_every_seed_of_its_cold_start():
+    """A cold start has no seed: looked for under the seed of a run, it would be in no comparison."""
+    found = record(a=(0.5, 0.9), b=(0.6, 1.0))
+    found["runs"] |= {"a/0/1": found["runs"]["a/0/0"]}
+    untrained = replace(EXPERIMENT, arms={"a": Arm(), "b": Arm(trained=False)})
+    assert "| b | held-out/parallel | EM | 3 | +0.100 |" in tables.report(untrained, found)
+
+
+def test_a_picture_over_steps_has_every_moment(tmp_path):
+    """Fails if an experiment about training is drawn by its last step alone."""
+    found = record(a=(0.1, 0.2), b=(0.6, 1.0))
+    for run in ("b/0/0", "b/1/0"):
+        found["runs"][run] |= {f"step {step}": found["runs"][run]["after"] for step in (1, 2)}
+    over = replace(EXPERIMENT, arms={"a": Arm(trained=False), "b": Arm(steps=(1, 2))})
+    tables.draw(over, found, tmp_path / "picture.svg")
+    assert "held-out/parallel, step 2:" in tables.report(over, found)
+    dots = re.findall(
+        r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill: #1f77b4',
+        (tmp_path / "picture.svg").read_text(),
+    )
+    assert len({x for x, _ in dots} - {"0"}) == 4, "steps 0, 1, 2 and 3"
+
+
 def test_results_of_other_settings_are_not_taken_for_these(tmp_path):
     """A file that goes on with another rate, another length or another cold start mixes what cannot be compared."""
     file = tmp_path / "x.json"
@@ -99,6 +123,9 @@ def test_results_of_other_settings_are_not_taken_for_these(tmp_path):
     changed = replace(EXPERIMENT, arms={**EXPERIMENT.arms, "b": Arm({"learning.learning_rate": 3e-4})})
     with pytest.raises(UserError, match="arm b had other settings"):
         running._begun(file, changed, 3, ["one"])
+    asked = replace(EXPERIMENT, evaluations={"held-out": Evaluation(("parallel",), 3)})
+    with pytest.raises(UserError, match="asked something else"):
+        running._begun(file, asked, 3, ["one"])
     more = replace(EXPERIMENT, arms={**EXPERIMENT.arms, "c": Arm()})
     assert "b/0/0" in running._begun(file, more, 3, ["one"])["runs"], "a new arm costs no run that is there"
 
@@ -110,6 +137,14 @@ def test_what_the_program_cannot_take_is_one_line(arguments, tmp_path):
     assert (
         done.returncode == 2 and "accepted" in done.stderr.strip().splitlines()[-1] and "Traceback" not in done.stderr
     )
+
+
+def test_the_program_starts_from_anywhere(tmp_path):
+    """Fails if it finds its experiments only where the repository happens to be on the path."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(ROOT / "launch" / "experiment.py"), "ablation", "--only_tables", "--out=x"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and f"{tmp_path}/x/ablation.json: not found" in done.stderr, done.stderr[-2000:]
 
 
 @pytest.mark.slow

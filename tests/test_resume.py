@@ -38,7 +38,17 @@ FIELDS = {
 @pytest.fixture(scope="module")
 def parts(tiny_policy):
     """A run whose steps have two updates of two micro-batches each; what it starts from is kept for those to come."""
-    built = build.training_run(small_config(tiny_policy, **FIELDS))
+    return kept(tiny_policy)
+
+
+@pytest.fixture(scope="module")
+def ppo(tiny_policy):
+    """The same with a critic."""
+    return kept(tiny_policy, **{"learning.algorithm": "ppo", "learning.kl_in": "reward", "critic.warmup_ratio": 0.5})
+
+
+def kept(policy: Path, **fields) -> trainer.Run:
+    built = build.training_run(small_config(policy, **FIELDS, **fields))
     built.reward = lambda t: RewardParts(int(t.ids.sum()) % 7 / 7, 0.0, 0.0, 0.0)  # a random policy earns nothing else
     built.start = preemption.HostCopy(built.state), built.loader.state()
     return built
@@ -250,6 +260,34 @@ def test_a_request_without_a_copy_falls_back_to_the_newest_checkpoint(parts, who
             trainer.train(run, tmp_path)
     trainer.train(again(parts), tmp_path)
     assert metrics_without_clocks(tmp_path) == metrics_without_clocks(whole)
+
+
+@pytest.mark.parametrize("n, copied", [(13, True), (15, True), (16, True), (19, True), (15, False)])
+def test_a_step_of_ppo_is_given_up_between_critic_and_policy(ppo, n, copied):
+    """A critic that has learned from a step which the policy has not is saved with it: twelve looks at log-probs,
+    reference and values, then two each at critic and policy, twice."""
+    run = again(ppo)
+    run.stop, run.keeps_copy = AtLook(n), copied
+    before = jax.tree.map(np.array, run.state)
+    with run.stop.heard(), pytest.raises(preemption.Interrupted):
+        train_step(run, next(run.loader), 0)
+    assert run.stop.left == 0
+    assert equal(run.state, before) if copied else not run.has_state
+
+
+def test_a_run_of_ppo_goes_on_as_if_nothing_had_been(ppo, tmp_path):
+    """Critic, its optimizer and its rate must come back with the policy; and no run changes its algorithm."""
+    trainer.train(again(ppo), tmp_path / "whole")
+    run = again(ppo)
+    run.stop = AtLook(2 + 20 + 15)
+    with pytest.raises(preemption.Interrupted, match="saved behind step 1"):
+        trainer.train(run, tmp_path / "cut")
+    with pytest.raises(UserError, match="learning.algorithm was 'ppo', now 'grpo'"):
+        trainer.train(again(ppo, **{"learning.algorithm": "grpo", "learning.kl_in": "loss"}), tmp_path / "cut", True)
+    trainer.train(again(ppo), tmp_path / "cut")
+    found = metrics_without_clocks(tmp_path / "cut")
+    assert found == metrics_without_clocks(tmp_path / "whole")
+    assert all(np.isfinite(row["critic/loss"]) for row in found) and found[0]["critic/gradient_norm"] > 0
 
 
 class Alarm:

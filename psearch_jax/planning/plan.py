@@ -92,9 +92,10 @@ class Plan:
 
     @property
     def headroom_offloaded_bytes(self) -> int:
-        """The same if the optimizer state lay in host memory, except while it is applied."""
-        optimizer = self.resident["optimizer"]
-        needs = (p.total_bytes - (optimizer if name != "apply" else 0) for name, p in self.programs.items())
+        """The same if each optimizer state lay in host memory, except while it is applied."""
+        away = {"apply": self.resident["optimizer"], "critic_apply": self.resident["critic_optimizer"]}
+        both = sum(away.values())
+        needs = (p.total_bytes - (both - away.get(name, 0)) for name, p in self.programs.items())
         return self.chip.hbm_bytes - max(needs, default=0)
 
     def to_json(self) -> dict[str, Any]:

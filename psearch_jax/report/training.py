@@ -220,7 +220,7 @@ def _costs(runs: Sequence[RunFiles]) -> list[Chart]:
     means = []
     for i, run in enumerate(runs):
         own = [(p, [v for v in series(run, f"{p}_s") if v is not None]) for p in (*PHASES, "search", "host")]
-        there = [(phase, short(mean(values))) for phase, values in own if values]
+        there = [(phase, short(sum(values) / len(run.rows))) for phase, values in own if values]
         if there:
             means.append(Line(i, [value for _, value in there], [phase for phase, _ in there]))
     use = []

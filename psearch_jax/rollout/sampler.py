@@ -268,7 +268,7 @@ class Sampler:
         self, rows: int, positions: int, pool_rows: int, piece_rows: int, widths: Widths
     ) -> tuple[SamplerState, SamplerState, dict[str, dict[int, Callable[[], jax.stages.Traced]]]]:
         """State, the largest pool, and every program by its width, without arrays: to be compiled where there are no
-        devices (plan.py). `piece_rows` is R of `admit` and `extend`."""
+        devices (planning/plan.py). `piece_rows` is R of `admit` and `extend`."""
         mesh, shardings = self.mesh, self._shardings()
         params = self.abstract_params()
         state = placed(jax.eval_shape(lambda: self._new_program(rows, positions)), shardings)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,11 +45,12 @@ class Alarms:
         self._recent: dict[str, deque[float]] = {
             name: deque(maxlen=1 if name.startswith("probe/") else thresholds.window) for name in _READ
         }
-        self._steps, self._ringing = 0, set()
+        self._steps = 0
+        self._ringing: set[str] = set()
         self._likeliest, self._reward_then = -math.inf, math.inf  # the highest mean log-prob, and the reward with it
         self._calmest = math.inf  # the lowest mean entropy
         for row in rows:
-            self._look(row)
+            self._ringing = set(self._look(row))
 
     def look(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """The alarms of a step as metrics, 1 or 0 each; one that begins to ring is logged."""
@@ -102,19 +104,26 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 class Misled:
-    """A retriever that answers each query with what another text finds, the same for the same query.
+    """A retriever that answers each query with what an unrelated text finds, the same for the same query.
+
+    Unrelated are texts that share no word of five letters or more with the query; where none is, nothing is found.
 
     Args:
-      texts: the other texts.
+      texts: to choose from.
     """
 
     def __init__(self, retriever: Retriever, texts: Sequence[str]):
-        self._retriever, self._texts = retriever, list(texts)
+        self._retriever, self._texts = retriever, [(text, _long_words(text)) for text in texts]
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """As `Retriever.search`."""
-        count = len(self._texts)
-        return self._retriever.search([q and self._texts[zlib.crc32(q.encode()) % count] for q in queries], k)
+        return self._retriever.search([q and self._unrelated(q) for q in queries], k)
+
+    def _unrelated(self, query: str) -> str:
+        words, count = _long_words(query), len(self._texts)
+        first = zlib.crc32(query.encode()) % max(count, 1)
+        found = (self._texts[(first + i) % count] for i in range(count))
+        return next((text for text, own in found if not own & words), "")
 
     def describe(self) -> dict[str, Any]:
         """As `Retriever.describe`."""
@@ -122,7 +131,7 @@ class Misled:
 
 
 def probe(run: Run, questions: Sequence[Question], step: int, rolled: Sequence[Trajectory]) -> dict[str, float]:
-    """EM of the first rollout of each question, and of the same drawn with passages that belong to other questions.
+    """EM of the first rollout of each question, and of the same drawn with what unrelated questions find.
 
     The random numbers are those of the step, so that what differs is what was read. Every process calls this.
 
@@ -131,7 +140,8 @@ def probe(run: Run, questions: Sequence[Question], step: int, rolled: Sequence[T
       rolled: the rollouts of the step, of all processes.
     """
     config = run.config
-    retriever = Misled(run.collector.retriever, [q.text for q in questions])
+    texts = list(dict.fromkeys(t.question.text for t in rolled))
+    retriever = Misled(run.collector.retriever, texts)
     own = run.collector.with_retriever(retriever).collect(
         run.learner.sampling_copy(run.state.params),
         questions,
@@ -145,6 +155,10 @@ def probe(run: Run, questions: Sequence[Question], step: int, rolled: Sequence[T
     first = {(t.question.source, t.question.id): t for t in reversed(rolled)}
     as_asked = [first[t.question.source, t.question.id] for t in misled]
     return {"probe/em": _em(as_asked), "probe/em_misled": _em(misled)}
+
+
+def _long_words(text: str) -> set[str]:
+    return set(re.findall(r"\w{5,}", text.lower()))
 
 
 def _em(trajectories: Sequence[Trajectory]) -> float:

@@ -57,17 +57,23 @@ def rollout_metrics(
     return out
 
 
-def update_peak_share(config: Config, model: Qwen2Config, batch: TrainBatch, seconds: float) -> float | None:
+def update_peak_share(
+    config: Config, model: Qwen2Config, batch: TrainBatch, seconds: float, policy: bool = True, critic: bool = False
+) -> float | None:
     """The share of the devices' published FLOPs that the updates of a step used; None where the peak is not known.
 
     Only what has to be computed counts: forward and twice that backward (once with adapters), of the real ids, and of
     the vocabulary where an id counts. Padding and what is computed anew are no use.
+
+    Args:
+      policy, critic: which of them were updated; a critic has no vocabulary.
     """
     chip = chip_of(jax.devices()[0])
     if chip is None:
         return None
     passes = 2 if config.model.lora_rank else 3
-    flops = passes * forward_flops(model, batch.length, int(np.count_nonzero(batch.mask)))
+    counted = [int(np.count_nonzero(batch.mask))] * policy + [0] * critic
+    flops = passes * sum(forward_flops(model, batch.length, ids) for ids in counted)
     return flops / (seconds * chip.flops * jax.device_count())
 
 

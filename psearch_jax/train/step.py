@@ -56,7 +56,8 @@ def train_step(
     metrics |= drawn.usage.metrics()
     metrics["sampled_tokens_per_s"] = sampled / times["rollout"]
     metrics["trained_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
-    share = update_peak_share(config, run.model, batch, times["update"])
+    alone = run.critic is not None and step < config.critic.alone_steps
+    share = update_peak_share(config, run.model, batch, times["update"], not alone, run.critic is not None)
     metrics |= {"update_peak_share": share} if share else {}
     return state, metrics, drawn.trajectories, drawn.rewards
 
@@ -104,6 +105,7 @@ def _update(run: Run, pieces: Sequence[TrainBatch], step: int) -> tuple[TrainSta
     the state from before is then put back from host memory, or is gone where that had no room for it.
     """
     state, metrics, look = run.state, [], run.stop.watch()
+    policy = critic = None
     copy = HostCopy(state) if run.keeps_copy and (len(pieces) > 1 or run.critic) else None
     begun = False
     try:
@@ -118,9 +120,10 @@ def _update(run: Run, pieces: Sequence[TrainBatch], step: int) -> tuple[TrainSta
                 state, begun = replace(policy, critic=state.critic), True
                 values |= found
             metrics.append(values)
-    except Interrupted:
+    except Interrupted as stop:
         if begun:
-            run.state = state = None  # first make room
+            stop.__traceback__ = None  # first make room: its frames hold arrays as well
+            run.state = state = policy = critic = None
             run.state = copy.state() if copy else None
         raise
     return state, metrics

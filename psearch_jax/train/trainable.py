@@ -171,7 +171,7 @@ class Trainable(abc.ABC):
         return {name: program._cache_size() for name, program in programs.items()}
 
     def traced(self, frozen: nnx.State | None = None) -> dict[str, dict[int, Callable[[], jax.stages.Traced]]]:
-        """Every program by its width (0: it has none), to be compiled where there are no devices (plan.py).
+        """Every program by its width (0: it has none), to be compiled where there are no devices (planning/plan.py).
 
         Args:
           frozen: `base` as ShapeDtypeStructs.

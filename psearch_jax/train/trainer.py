@@ -77,7 +77,8 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         for file in (workdir / "trajectories").glob("*.jsonl"):
             if int(file.stem) >= step:
                 file.unlink()
-    alarms = Alarms(config.alarms, run.collector.retriever is not None, read_rows(workdir / "metrics.jsonl"))
+    rows = read_rows(workdir / "metrics.jsonl") if processes.first() else []  # it has cut the file, and writes alone
+    alarms = Alarms(config.alarms, run.collector.retriever is not None, rows)
     writer = closers.enter_context(closing(MetricsWriter(workdir)))
     if updates_per_step(config) > 1 or run.critic is not None:
         run.keeps_copy = room_for_copy(run.state)
@@ -147,9 +148,8 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         report(bar, step, metrics)
         if (bad := bad_in_a_row(metrics)) >= config.learning.max_bad_steps:
             raise UserError(
-                f"step {step}: loss or gradient was not finite in {bad} updates in a row "
-                f"(loss {metrics.get('loss')}, first in the gradient of {culprit(run, metrics)}); lower "
-                f"learning.learning_rate, or look at {workdir}/trajectories/{step:06d}.jsonl"
+                f"step {step}: loss or gradient was not finite in {bad} updates in a row, first in the gradient of "
+                f"{culprit(run, metrics)}; lower its learning rate, or look at {workdir}/trajectories/{step:06d}.jsonl"
             )
         if metrics["status/not_finite"] == 1:  # no update is bad then, for there is nothing to learn from
             raise UserError(
