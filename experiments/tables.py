@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import Arm, Experiment
+from experiments import Experiment
 from psearch_jax.eval.tables import share, table
 from psearch_jax.metrics import mean, spread
 
@@ -70,9 +70,9 @@ def _figures(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]], mome
     return table(rows)
 
 
-def _beside(run: str, arm: Arm, reference: Mapping[str, Any]) -> list[Any]:
-    """The reference's runs that a run is compared with: its own, or of an untrained arm all of its cold start."""
-    if arm.trained:
+def _beside(run: str, both_trained: bool, reference: Mapping[str, Any]) -> list[Any]:
+    """The reference's runs that a run is compared with: its own seed's, or all of its cold start, which has no seed."""
+    if both_trained:
         return [reference[run]] if run in reference else []
     start = run.partition("/")[0]
     return [values for other, values in reference.items() if other.partition("/")[0] == start]
@@ -92,13 +92,14 @@ def _differences(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]]) 
     rows = [["arm", "set", "figure", "runs", "difference", "95% over runs"]]
     reference = runs[experiment.reference]
     for name, found in runs.items():
+        both_trained = experiment.arms[name].trained and experiment.arms[experiment.reference].trained
         for where in _places(runs, _AFTER) if name != experiment.reference else ():
             for figure in experiment.figures:
                 pairs = [
                     (theirs, own)
                     for run in found
                     if (own := found[run].get(_AFTER, {}).get(where, {}).get(figure)) is not None
-                    for beside in _beside(run, experiment.arms[name], reference)
+                    for beside in _beside(run, both_trained, reference)
                     if (theirs := beside.get(_AFTER, {}).get(where, {}).get(figure)) is not None
                 ]
                 if pairs:

@@ -14,10 +14,10 @@ from programs import ROOT, completed
 
 from experiments import Arm, Evaluation, Experiment, running, tables
 from psearch_jax.config import from_mapping
-from psearch_jax.eval.benchmarks import KNOWN, MANY, PAIRS
+from psearch_jax.eval.benchmarks import SETS
 from psearch_jax.limits import validate
 from psearch_jax.train.settings import fields
-from psearch_jax.types import KINDS, UserError
+from psearch_jax.types import UserError
 
 NAMES = sorted(p.stem for p in (ROOT / "experiments").glob("*.py"))
 DECLARED = [name for name in NAMES if name not in ("__init__", "running", "tables")]
@@ -42,7 +42,7 @@ def test_what_is_declared_can_run(name):
         assert not re.search("[,/]", arm_name), "names are given by commas, and are directories"
         validate(config_of(arm))
     sets = {f"{e}/{one}" for e, evaluation in experiment.evaluations.items() for one in evaluation.sets}
-    assert {one.partition("/")[2] for one in sets} <= {PAIRS, MANY, KNOWN, *KINDS}
+    assert {one.partition("/")[2] for one in sets} <= set(SETS)
     assert {where for where, _ in experiment.drawn} <= sets
     assert {figure for _, figure in experiment.drawn} | set(experiment.figures) <= set(tables.TITLES)
 

@@ -20,7 +20,8 @@ CLOSED_WORLD_COUNT = 400  # questions of a set
 PAIRS = "pairs"  # parallel and sequential questions of the same words, in wordings that no training question has
 MANY = "many"  # comparisons of more entities than any training question has
 KNOWN = "known"  # facts that every cold start states, in other words: what can be answered without a search
-SETS = (*KINDS, PAIRS, MANY, KNOWN)
+ENTITIES = {f"entities{n}": n for n in range(min(SIZES), LARGEST + 1)}  # comparisons of so many, of two forms
+SETS = (*KINDS, PAIRS, MANY, KNOWN, *ENTITIES)
 PAIRS_SOURCE = f"{CLOSED_WORLD}:{PAIRS}"
 DEPENDENCY_LABELS = Path(__file__).parent.parent / "assets" / "hotpotqa100_dependency.tsv"
 # Of the draw of closed-world evaluation questions: one fixed set, whatever the seed of a run.
@@ -63,6 +64,8 @@ def closed_world_benchmark(world: ClosedWorld, name: str, count: int, seed: int 
     if name == MANY:
         sizes = dict.fromkeys(range(max(SIZES) + 1, LARGEST + 1), 1.0)
         return questions(world, "eval", "parallel", count, seed, ["first", "has"], sizes)
+    if name in ENTITIES:
+        return questions(world, "eval", "parallel", count, seed, ["first", "has"], {ENTITIES[name]: 1.0})
     if name == KNOWN:
         found = known_questions(world, held_out_wordings=True)
         return [found[place] for place in _drawn(len(found), min(count, len(found)), seed)]

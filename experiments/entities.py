@@ -1,0 +1,18 @@
+"""Comparisons of two to eight entities by policies that trained on two to four of them."""
+
+from experiments import Arm, Evaluation, Experiment
+
+SIZES = tuple(f"entities{n}" for n in range(2, 9))
+
+EXPERIMENT = Experiment(
+    claim="Splitting carries over to more entities than were trained on, where one search after the other runs out.",
+    arms={
+        "cold start": Arm(trained=False),
+        "search_r1": Arm({"method": "search_r1"}, arguments=("--method=search_r1",)),
+        "parallelsearch": Arm(),
+    },
+    evaluations={"held-out": Evaluation(SIZES, 100)},
+    reference="search_r1",
+    figures=("em", "decomposition_ratio", "turns", "valid_format"),
+    drawn=(("held-out/entities2", "em"), ("held-out/entities4", "em"), ("held-out/entities8", "em")),
+)

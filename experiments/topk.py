@@ -1,0 +1,31 @@
+"""Is it the splitting or the passages? Passages per query, with controls that read as many in all."""
+
+from experiments import MAIN, Arm, Experiment
+
+
+def of(topk: int, **fields: object) -> Arm:
+    """Trained and evaluated with so many passages per query; in an observation there is room for three of three."""
+    return Arm({"retrieval.topk": topk, **fields}, arguments=(f"--topk={topk}",))
+
+
+def classic(topk: int) -> Arm:
+    """The question itself as the one search."""
+    return Arm(trained=False, arguments=("--initial_search=true", "--search_turns=0", f"--topk={topk}"))
+
+
+EXPERIMENT = Experiment(
+    claim="Splitting gains by asking for each fact, not by the passages that several queries bring together.",
+    arms={
+        **{f"parallelsearch k {k}": of(k) for k in (1, 2, 3)},
+        "search_r1 k 2": Arm(
+            {"method": "search_r1", "retrieval.topk": 2}, arguments=("--method=search_r1", "--topk=2")
+        ),
+        "search_r1 k 4": Arm(
+            {"method": "search_r1", "retrieval.topk": 4}, arguments=("--method=search_r1", "--topk=4")
+        ),
+        **{f"classic retrieval k {k}": classic(k) for k in (2, 4, 6)},
+    },
+    evaluations={"held-out": MAIN},
+    reference="parallelsearch k 2",
+    drawn=(("held-out/parallel", "em"), ("held-out/parallel", "turns"), ("held-out/sequential", "em")),
+)
