@@ -71,7 +71,7 @@ def _figures(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]], mome
 
 
 def _beside(run: str, both_trained: bool, reference: Mapping[str, Any]) -> list[Any]:
-    """The reference's runs that a run is compared with: its own seed's, or all of its cold start, which has no seed."""
+    """The reference's runs to compare a run with: its own seed's, or all of its cold start, which has no seed."""
     if both_trained:
         return [reference[run]] if run in reference else []
     start = run.partition("/")[0]
