@@ -12,6 +12,7 @@ from psearch_jax.metrics import Ratio
 
 METRICS = ("loss", "kl", "entropy", "clip_fraction", "ratio", "logp_gap", "displaced")
 VALUE_METRICS = ("loss", "value", "clip_fraction")
+ROUNDING = 1e-3  # nats; an action that lost less may only have been computed by another program
 MAX_LOG_RATIO = 20.0  # exp(20) is finite in float32; a diverged ratio must not turn the update into NaN
 
 
@@ -71,7 +72,7 @@ def policy_loss(
     price = learning.kl_coefficient if learning.kl_in == "loss" else 0.0
     per_token = (-surrogate + price * kl - learning.entropy_coefficient * entropy) * mask
     good = counts & (advantage >= 0)
-    displaced = good & (_of_own(change, _actions(counts)) < 0)
+    displaced = good & (_of_own(change, _actions(counts)) < -ROUNDING)
     if learning.guard > 0:
         per_token += learning.guard * jnp.where(displaced, jnp.maximum(-change, 0.0), 0.0)
     tokens = jnp.sum(mask)
