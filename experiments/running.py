@@ -18,11 +18,10 @@ from typing import Any
 
 from configs import smoke, smoke_ppo
 from experiments import Arm, Evaluation, Experiment
-from psearch_jax.build import TOY_POLICY
 from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.eval.evaluate import read_scores
 from psearch_jax.eval.scores import finished_by_turn, splitting, summarise
-from psearch_jax.paths import write_whole
+from psearch_jax.paths import TOY_POLICY, write_whole
 from psearch_jax.train.settings import fingerprint
 from psearch_jax.types import UserError
 
@@ -117,9 +116,9 @@ def _digest(*values: Any) -> str:
 
 
 def _run(experiment: Experiment, arm: Arm, work: Path, policy: str, seed: int, steps: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
     if not arm.trained:
-        return found | {"after": _evaluated(experiment.evaluations, work, policy, arm)}
+        return {"after": _evaluated(experiment.evaluations, work, policy, arm)}
+    found: dict[str, Any] = {}
     fields = {"seed": seed, "model.path": policy, "train.steps": steps, "eval.questions_per_kind": 0, **arm.fields}
     kept = {"train.keep_every_steps": arm.steps[0]} if arm.steps else {}
     fields |= {"train.checkpoint_every_steps": arm.steps[0] if arm.steps else steps, **kept}

@@ -25,7 +25,7 @@ from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.launching import CACHE_HOME, read_token
 from psearch_jax.limits import validate
 from psearch_jax.models import hf, lora, qwen2
-from psearch_jax.paths import is_remote, locate, on_disk
+from psearch_jax.paths import TOY_POLICY, is_remote, locate, on_disk
 from psearch_jax.programs import make_critic, make_learner, make_sampler
 from psearch_jax.rl.compat import check_examples, compat_reward
 from psearch_jax.rl.rewards import RewardWeights, paper_reward
@@ -57,7 +57,6 @@ from psearch_jax.types import KINDS, Question, RewardParts, Trajectory, UserErro
 from retrieval.protocol import Retriever
 
 log = logging.getLogger("psearch_jax")
-TOY_POLICY = Path(__file__).parent / "assets" / "toy_policy"
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from retrieval import protocol
 from retrieval.protocol import is_remote
 
 STORE = "gs://"
+TOY_POLICY = Path(__file__).parent / "assets" / "toy_policy"  # what `toy` stands for
 
 
 def locate(location: str | os.PathLike[str]) -> Path:

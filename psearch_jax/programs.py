@@ -72,9 +72,7 @@ def make_learner(
     )
 
 
-def make_critic(
-    config: Config, model: Qwen2Config, mesh: Mesh, optimizer: optax.GradientTransformation, pack: bool = True
-) -> Critic:
+def make_critic(config: Config, model: Qwen2Config, mesh: Mesh, optimizer: optax.GradientTransformation) -> Critic:
     """The critic of a config."""
     return Critic(
         model,
@@ -88,5 +86,4 @@ def make_critic(
         config.model.shard_residual,
         config.model.lora,
         config.rollout.widths,
-        pack,
     )

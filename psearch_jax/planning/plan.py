@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from psearch_jax.build import TOY_POLICY
 from psearch_jax.chips import GIB, GPUS, Chip
 from psearch_jax.config import PRESETS, Config, Qwen2Config, with_method
 from psearch_jax.hlo import Cost, cost
 from psearch_jax.limits import validate
 from psearch_jax.models import hf, qwen2
 from psearch_jax.models.lora import abstract_trained
+from psearch_jax.paths import TOY_POLICY
 from psearch_jax.planning.targets import Target
 from psearch_jax.programs import make_critic, make_learner, make_sampler
 from psearch_jax.rollout.boundary import build_tables

@@ -43,10 +43,8 @@ def offer_report(directory: str | Path) -> None:
     """Writes the page of a run that has just ended, and says where; what hinders it is a warning: the run is safe."""
     try:
         log.info("report: %s", write_report(read_runs([directory])))
-    except (UserError, OSError) as error:
-        log.warning("no report was written: %s", error)
     except Exception as error:
-        if not of_store(error):
+        if not (isinstance(error, UserError | OSError) or of_store(error)):
             raise
         log.warning("no report was written: %s", error)
 

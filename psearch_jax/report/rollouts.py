@@ -15,8 +15,8 @@ from typing import Any
 import huggingface_hub
 import orjson
 
-import psearch_jax
 from psearch_jax.eval.scores import Score
+from psearch_jax.paths import TOY_POLICY
 from psearch_jax.report.runs import Block, RunFiles
 from psearch_jax.text import tags
 from psearch_jax.text.tokenizer import Tokenizer
@@ -28,7 +28,6 @@ MOST_ROLLOUTS = 10_000  # in one page, of all runs together
 MOST_BYTES = 5_000_000  # of their compressed texts: with the charts a page stays below 10 MB
 LOGPROB_DIGITS = 4
 _COLUMNS = "run step benchmark kind right status split question sample reward block place".split()
-_TOY_POLICY = Path(psearch_jax.__file__).parent / "assets" / "toy_policy"
 
 
 def packed(value: Any) -> str:
@@ -156,7 +155,7 @@ def spelling_of(run: RunFiles) -> Spelling | None:
     """The run's tokenizer as its config.json names it, as far as it is on this machine; nothing is downloaded."""
     model = run.config.get("model") or {}
     name = model.get("tokenizer") or model.get("path") or ""
-    path: str | None = str(_TOY_POLICY) if name == "toy" else name
+    path: str | None = str(TOY_POLICY) if name == "toy" else name
     if not run.trained or not path:
         return None
     if not Path(path).is_dir():

@@ -21,8 +21,8 @@ from psearch_jax.metrics import Ratio
 from psearch_jax.models import lora as adapters
 from psearch_jax.models import qwen2
 from psearch_jax.rl.losses import VALUE_METRICS, value_loss
-from psearch_jax.sharding import STORAGE, constrain, param_shardings
-from psearch_jax.train.trainable import Trainable
+from psearch_jax.sharding import STORAGE, param_shardings
+from psearch_jax.train.trainable import Trainable, read
 from psearch_jax.types import Packed
 
 
@@ -38,10 +38,9 @@ def token_values(model: qwen2.Qwen2, piece: Packed) -> jax.Array:
     Returns:
       [B, W] float32; 0 where the mask is.
     """
-    ids, segments = constrain(piece.ids, "rows", None), constrain(piece.segments, "rows", None)
-    hidden, _ = model.hidden(ids, positions=piece.positions, segments=segments)
+    hidden, _, wanted = read(model, piece)
     before = jnp.pad(model.values(hidden[:, :-1]), ((0, 0), (1, 0)))
-    return jnp.where(constrain(piece.mask, "rows", None) > 0, before, 0.0)
+    return jnp.where(wanted, before, 0.0)
 
 
 class Critic(Trainable):
@@ -66,11 +65,10 @@ class Critic(Trainable):
         shard_residual: bool = False,
         lora: Lora | None = None,
         widths: int = 4,
-        pack: bool = True,
     ):
         self._value_clip = value_clip
         super().__init__(
-            model, learning, optimizer, mesh, context_tokens, dtype, remat, shard_residual, lora, widths, pack, True
+            model, learning, optimizer, mesh, context_tokens, dtype, remat, shard_residual, lora, widths, values=True
         )
 
     def _scores(self, model: qwen2.Qwen2, piece: Packed) -> jax.Array:

@@ -19,8 +19,8 @@ from psearch_jax.models import qwen2
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.rl.losses import METRICS, policy_loss
 from psearch_jax.rollout.copy import SamplingCopy
-from psearch_jax.sharding import STORAGE, constrain, param_shardings, placed
-from psearch_jax.train.trainable import Trainable, empty_piece, go_on
+from psearch_jax.sharding import STORAGE, param_shardings, placed
+from psearch_jax.train.trainable import Trainable, empty_piece, go_on, read
 from psearch_jax.types import Packed, TrainBatch
 
 
@@ -30,9 +30,7 @@ def token_logprobs(model: qwen2.Qwen2, piece: Packed, temperature: float, n_ids:
     Returns:
       ([B, W], [B, W]) float32; 0 where the mask is.
     """
-    ids, segments = constrain(piece.ids, "rows", None), constrain(piece.segments, "rows", None)
-    hidden, _ = model.hidden(ids, positions=piece.positions, segments=segments)
-    wanted = constrain(piece.mask, "rows", None) > 0
+    hidden, ids, wanted = read(model, piece)
     found = model.logprobs(hidden[:, :-1], ids[:, 1:], temperature, n_ids, wanted[:, 1:])
     chosen, entropy = (jnp.pad(x, ((0, 0), (1, 0))) for x in found)
     return chosen, entropy

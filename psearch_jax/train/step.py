@@ -56,8 +56,8 @@ def train_step(
     metrics |= drawn.usage.metrics()
     metrics["sampled_tokens_per_s"] = sampled / times["rollout"]
     metrics["trained_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
-    alone = run.critic is not None and step < config.critic.alone_steps
-    share = update_peak_share(config, run.model, batch, times["update"], not alone, run.critic is not None)
+    both = _policy_learns(run, step), run.critic is not None
+    share = update_peak_share(config, run.model, batch, times["update"], *both)
     metrics |= {"update_peak_share": share} if share else {}
     return state, metrics, drawn.trajectories, drawn.rewards
 
@@ -72,6 +72,10 @@ def culprit(run: Run, metrics: Mapping[str, float]) -> str:
     if run.critic is None or metrics.get("bad_in_a_row", 0) >= metrics[f"{CRITIC}bad_in_a_row"]:
         return run.learner.culprit(metrics)
     return CRITIC + run.critic.culprit({"bad_gradient": metrics[f"{CRITIC}bad_gradient"]})
+
+
+def _policy_learns(run: Run, step: int) -> bool:
+    return run.critic is None or step >= run.config.critic.alone_steps
 
 
 def _is_probed(run: Run, step: int) -> bool:
@@ -115,7 +119,7 @@ def _update(run: Run, pieces: Sequence[TrainBatch], step: int) -> tuple[TrainSta
                 critic, found = run.critic.update(state.critic, piece, look)
                 state, begun = replace(state, critic=critic), True
                 values |= {CRITIC + name: value for name, value in found.items()}
-            if run.critic is None or step >= run.config.critic.alone_steps:
+            if _policy_learns(run, step):
                 policy, found = run.learner.update(replace(state, critic=None), piece, look)
                 state, begun = replace(policy, critic=state.critic), True
                 values |= found

@@ -26,7 +26,7 @@ from psearch_jax.models import lora as adapters
 from psearch_jax.models import qwen2
 from psearch_jax.models.attention import implementation_for, takes_segments
 from psearch_jax.rl.batch import Place, micro_batches, padding
-from psearch_jax.sharding import placed, replicated, rows_sharding
+from psearch_jax.sharding import constrain, placed, replicated, rows_sharding
 from psearch_jax.train.state import TrainState, abstract_state, learning_rate, state_shardings
 from psearch_jax.types import Packed, TrainBatch
 
@@ -48,6 +48,13 @@ def empty_piece(rows: int, width: int, like: Callable[[tuple[int, int], Any], An
 def live(graph: nnx.GraphDef, params: nnx.State, base: nnx.State | None) -> qwen2.Qwen2:
     """The model; `base` holds what is beside `params`."""
     return nnx.merge(graph, params) if base is None else nnx.merge(graph, base, params)
+
+
+def read(model: qwen2.Qwen2, piece: Packed) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Hidden states [B, W, D] of packed rows, their ids [B, W], and where an id counts, [B, W] bool."""
+    ids, segments = constrain(piece.ids, "rows", None), constrain(piece.segments, "rows", None)
+    hidden, _ = model.hidden(ids, positions=piece.positions, segments=segments)
+    return hidden, ids, constrain(piece.mask, "rows", None) > 0
 
 
 class Trainable(abc.ABC):
@@ -86,7 +93,7 @@ class Trainable(abc.ABC):
         shard_residual: bool,
         lora: Lora | None,
         widths: int,
-        pack: bool,
+        pack: bool = True,
         values: bool = False,
     ):
         form = implementation_for(mesh, dtype)
