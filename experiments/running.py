@@ -1,23 +1,25 @@
 """Trains and evaluates the runs of an experiment, and keeps what was found of each in one JSON file.
 
 A run is an arm, a cold start and a seed. What the file holds already is not run again, wherever it was run: runs
-depend on their settings and their cold start alone. The file holds both, and what every run was asked.
+depend on their settings and their cold start alone. The file holds both, and what every run was asked. Experiments
+share a directory of runs, so that what two of them train alike is trained once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from configs import smoke, smoke_ppo
-from experiments import Arm, Evaluation, Experiment
+from experiments import Arm, Experiment
 from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.eval.evaluate import read_scores
 from psearch_jax.eval.scores import finished_by_turn, splitting, summarise
@@ -44,8 +46,8 @@ def run_all(
 
     Args:
       file: what was found; written anew behind every run.
-      work: directory of the runs themselves, needed only until they are in the file; each in a place that is named by
-        all that decides it.
+      work: directory of the runs themselves, of this experiment and of others; each in a place that is named by all
+        that decides it.
       policies: cold starts, `toy` or directories.
       arms: those to run; default: all.
 
@@ -64,8 +66,7 @@ def run_all(
                 run = f"{name}/{i}/{seed if arm.trained else 0}"
                 if run not in record["runs"]:
                     print(f"{run}: {file.name}", file=sys.stderr, flush=True)
-                    place = work / _digest(record["arms"][name], record["evaluations"], steps, starts[i], seed)
-                    record["runs"][run] = _run(experiment, arm, place, _path(policy), seed, steps)
+                    record["runs"][run] = _run(experiment, arm, work, _path(policy), starts[i], seed, steps)
                     write_whole(file, json.dumps(record, indent=1) + "\n")
     return record
 
@@ -115,30 +116,43 @@ def _digest(*values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _run(experiment: Experiment, arm: Arm, work: Path, policy: str, seed: int, steps: int) -> dict[str, Any]:
+def _run(
+    experiment: Experiment, arm: Arm, work: Path, policy: str, start: str, seed: int, steps: int
+) -> dict[str, Any]:
     if not arm.trained:
-        return {"after": _evaluated(experiment.evaluations, work, policy, arm)}
+        return {"after": _evaluated(experiment, arm, work / f"start-{start}", "after", policy)}
+    place = _trained(arm, work, policy, start, seed, steps)
     found: dict[str, Any] = {}
-    fields = {"seed": seed, "model.path": policy, "train.steps": steps, "eval.questions_per_kind": 0, **arm.fields}
-    kept = {"train.keep_every_steps": arm.steps[0]} if arm.steps else {}
-    fields |= {"train.checkpoint_every_steps": arm.steps[0] if arm.steps else steps, **kept}
-    if not (work / "run" / "summary.json").is_file():
-        given = [f"--config.{name}={value}" for name, value in fields.items()]
-        _program("train.py", f"--config=configs/{arm.config}.py", *given, f"--workdir={work / 'run'}")
-    if not (work / "run" / "summary.json").is_file():  # it ends in order when it is told to stop
-        raise UserError(f"{work / 'run'}: was stopped before its last step; the same command goes on")
     for step in arm.steps:
-        model = work / "run" / "checkpoints" / str(step)
-        found[f"step {step}"] = _evaluated(experiment.evaluations, work / f"step-{step}", str(model), arm)
-    found["after"] = _evaluated(experiment.evaluations, work, str(work / "run"), arm)
-    found["wall_s"] = json.loads((work / "run" / "summary.json").read_text(encoding="utf-8"))["wall_s"]
+        model = place / "run" / "checkpoints" / str(step)
+        found[f"step {step}"] = _evaluated(experiment, arm, place, f"step-{step}", str(model))
+    found["after"] = _evaluated(experiment, arm, place, "after", str(place / "run"))
+    found["wall_s"] = json.loads((place / "run" / "summary.json").read_text(encoding="utf-8"))["wall_s"]
     return found
 
 
-def _evaluated(evaluations: Mapping[str, Evaluation], work: Path, model: str, arm: Arm) -> Found:
+def _trained(arm: Arm, work: Path, policy: str, start: str, seed: int, steps: int) -> Path:
+    """The place of a trained run, which is named by its whole config; trains it where that has not been done."""
+    every = math.gcd(*arm.steps) if arm.steps else max(1, steps // 6)
+    fields = {"seed": seed, "train.steps": steps, "eval.questions_per_kind": 0, **arm.fields}
+    fields |= {"train.checkpoint_every_steps": every, "train.keep_every_steps": every}
+    config = CONFIGS[arm.config].get_config().to_dict()
+    for name, value in fields.items():
+        section, _, key = name.rpartition(".")
+        (config[section] if section else config)[key] = value
+    place = work / _digest(config, start)
+    if not (place / "run" / "summary.json").is_file():
+        given = [f"--config.{name}={value}" for name, value in {**fields, "model.path": policy}.items()]
+        _program("train.py", f"--config=configs/{arm.config}.py", *given, f"--workdir={place / 'run'}")
+    if not (place / "run" / "summary.json").is_file():  # it ends in order when it is told to stop
+        raise UserError(f"{place / 'run'}: was stopped before its last step; the same command goes on")
+    return place
+
+
+def _evaluated(experiment: Experiment, arm: Arm, place: Path, moment: str, model: str) -> Found:
     found: Found = {}
-    for name, evaluation in evaluations.items():
-        out = work / f"eval-{name}"
+    for name, evaluation in experiment.evaluations.items():
+        out = place / f"{moment}-{_digest(asdict(evaluation), arm.arguments)}"
         if not (out / "results.json").is_file():
             asked = [f"--benchmark={CLOSED_WORLD}:{one}" for one in evaluation.sets]
             _program(

@@ -21,7 +21,9 @@ SEEDS = flags.DEFINE_list("seeds", ["0"], "Seeds of the runs.")
 STEPS = flags.DEFINE_integer("steps", 60, "Steps of every run.", lower_bound=1)
 ARMS = flags.DEFINE_list("arms", [], "Arms to run; default: all.")
 OUT = flags.DEFINE_string("out", "docs/experiments", "The directory of NAME.json and NAME.svg.")
-WORK = flags.DEFINE_string("work", "runs/experiments", "The directory of the runs, until they are in NAME.json.")
+WORK = flags.DEFINE_string(
+    "work", "runs/experiments", "The directory of the runs of all experiments, until they are in NAME.json."
+)
 ONLY_TABLES = flags.DEFINE_bool("only_tables", False, "Print what is there, and run nothing.")
 NOT_EXPERIMENTS = ("__init__", "running", "tables")
 
@@ -43,7 +45,7 @@ def main(argv: list[str]) -> None:
     if ONLY_TABLES.value:
         record = running.read(file)
     else:
-        work, seeds = Path(WORK.value).resolve() / name, [int(seed) for seed in SEEDS.value]
+        work, seeds = Path(WORK.value).resolve(), [int(seed) for seed in SEEDS.value]
         record = running.run_all(experiment, file, work, POLICIES.value, seeds, STEPS.value, ARMS.value)
     print(tables.report(experiment, record), end="")
     if experiment.drawn:

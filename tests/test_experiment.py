@@ -149,8 +149,8 @@ def test_the_program_starts_from_anywhere(tmp_path):
 
 @pytest.mark.slow
 def test_an_experiment_is_run_once_and_kept(tmp_path, monkeypatch):
-    """Real runs of one step: all is in the file behind each, a second call starts no program, and a program that fails
-    says why."""
+    """Real runs of one step: all is in the file behind each, a second call starts no program, no more than another
+    experiment does that trains and asks the same, and a program that fails says why."""
     small = {"train.prompts": 2, "rollout.samples": 2, "rollout.slots": 4, "rollout.widths": 1}
     small |= {"learning.mini_batch_rollouts": 4, "learning.micro_batch_rows": 4}
     arms = {"cold start": Arm(trained=False), "a": Arm(small, steps=(1,))}
@@ -164,6 +164,9 @@ def test_an_experiment_is_run_once_and_kept(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: calls.append(a))
     assert running.run_all(experiment, tmp_path / "x.json", tmp_path / "gone", ["toy"], [0], 2) == found and not calls
+    alike = replace(experiment, arms={"by another name": Arm({**small, "train.redraws": 0}, steps=(1,))})
+    shared = running.run_all(alike, tmp_path / "y.json", tmp_path / "work", ["toy"], [0], 2)
+    assert shared["runs"] == {"by another name/0/0": trained} and not calls
     monkeypatch.undo()
     broken = replace(experiment, arms={**arms, "b": Arm({"learning.learning_rate": "much"})})
     with pytest.raises(UserError, match="train.py.*exit code"):
