@@ -28,6 +28,7 @@ class Arm:
     trained: bool = True  # else the cold start itself is evaluated
     arguments: tuple[str, ...] = ()  # of launch/eval.py, for this arm alone
     steps: tuple[int, ...] = ()  # also evaluated behind so many steps of training
+    corpus: int | None = None  # the seed of another closed world, whose passages training finds instead
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,19 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from configs import smoke, smoke_ppo
 from experiments import Arm, Experiment
+from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.eval.evaluate import read_scores
 from psearch_jax.eval.scores import finished_by_turn, splitting, summarise
 from psearch_jax.paths import TOY_POLICY, write_whole
+from psearch_jax.train.alarms import ALARM, NAMES, read_rows
 from psearch_jax.train.settings import fingerprint
 from psearch_jax.types import UserError
 
@@ -85,7 +87,7 @@ def read(file: Path) -> dict[str, Any]:
 def _begun(file: Path, experiment: Experiment, steps: int, starts: Sequence[str]) -> dict[str, Any]:
     """The record to go on with; a new one where there is no file."""
     asked = {name: asdict(evaluation) for name, evaluation in experiment.evaluations.items()}
-    arms = {name: asdict(arm) | {"base": _config(arm)} for name, arm in experiment.arms.items()}
+    arms = {name: _settings(arm) for name, arm in experiment.arms.items()}
     fresh = {"claim": experiment.claim, "steps": steps, "cold_starts": list(starts), "evaluations": asked}
     fresh = json.loads(json.dumps({**fresh, "arms": arms, "runs": {}}))
     if not file.is_file():
@@ -107,9 +109,10 @@ def _begun(file: Path, experiment: Experiment, steps: int, starts: Sequence[str]
     return fresh | {"runs": record["runs"], "cold_starts": [*starts, *known[shared:]]}
 
 
-def _config(arm: Arm) -> str:
-    """A digest of the whole config that an arm's fields change."""
-    return _digest(CONFIGS[arm.config].get_config().to_dict())
+def _settings(arm: Arm) -> dict[str, Any]:
+    """What an arm sets, with a digest of the whole config that its fields change."""
+    set_here = {name: value for name, value in asdict(arm).items() if value is not None}
+    return set_here | {"base": _digest(CONFIGS[arm.config].get_config().to_dict())}
 
 
 def _digest(*values: Any) -> str:
@@ -128,6 +131,17 @@ def _run(
         found[f"step {step}"] = _evaluated(experiment, arm, place, f"step-{step}", str(model))
     found["after"] = _evaluated(experiment, arm, place, "after", str(place / "run"))
     found["wall_s"] = json.loads((place / "run" / "summary.json").read_text(encoding="utf-8"))["wall_s"]
+    found["alarms"] = first_rung(read_rows(place / "run" / "metrics.jsonl"))
+    return found
+
+
+def first_rung(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """The step at which each alarm of a run rang first, of those that did."""
+    found: dict[str, int] = {}
+    for row in rows:
+        for name in NAMES:
+            if row.get(ALARM + name):
+                found.setdefault(name, row["step"])
     return found
 
 
@@ -136,6 +150,8 @@ def _trained(arm: Arm, work: Path, policy: str, start: str, seed: int, steps: in
     every = math.gcd(*arm.steps) if arm.steps else max(1, steps // 6)
     fields = {"seed": seed, "train.steps": steps, "eval.questions_per_kind": 0, **arm.fields}
     fields |= {"train.checkpoint_every_steps": every, "train.keep_every_steps": every}
+    if arm.corpus is not None:
+        fields["retrieval.corpus"] = str(_corpus(work, arm.corpus))
     config = CONFIGS[arm.config].get_config().to_dict()
     for name, value in fields.items():
         section, _, key = name.rpartition(".")
@@ -147,6 +163,17 @@ def _trained(arm: Arm, work: Path, policy: str, start: str, seed: int, steps: in
     if not (place / "run" / "summary.json").is_file():  # it ends in order when it is told to stop
         raise UserError(f"{place / 'run'}: was stopped before its last step; the same command goes on")
     return place
+
+
+def _corpus(work: Path, seed: int) -> Path:
+    """The passages of a closed world as a corpus file."""
+    file = work / f"passages-{seed}.jsonl"
+    if not file.is_file():
+        passages = ClosedWorld.make(seed).passages
+        rows = (json.dumps({"id": p.id, "title": p.title, "text": p.text}) for p in passages)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, "".join(f"{row}\n" for row in rows))
+    return file
 
 
 def _evaluated(experiment: Experiment, arm: Arm, place: Path, moment: str, model: str) -> Found:

@@ -20,14 +20,17 @@ TITLES = {
     "valid_format": "valid",
 }
 SHARES = ("em", "decided", "decomposition_ratio", "valid_format", "f1")
-_AFTER = "after"
+_AFTER, _ALARMS = "after", "alarms"
+_NOT_MOMENTS = ("wall_s", _ALARMS)
 
 
 def report(experiment: Experiment, record: Mapping[str, Any]) -> str:
     """All tables: of each set the figures of every arm, then differences from the reference, run by run."""
     parts = [experiment.claim]
     runs = by_arm(record)
-    moments = list(dict.fromkeys(m for found in runs.values() for one in found.values() for m in one if m != "wall_s"))
+    moments = list(
+        dict.fromkeys(m for found in runs.values() for one in found.values() for m in one if m not in _NOT_MOMENTS)
+    )
     for moment in moments:
         for where in _places(runs, moment):
             title = where if moment == _AFTER else f"{where}, {moment}"
@@ -35,6 +38,8 @@ def report(experiment: Experiment, record: Mapping[str, Any]) -> str:
     others = [name for name in runs if name != experiment.reference]
     if experiment.reference in runs and others:
         parts += [f"Differences from {experiment.reference}, run by run:", _differences(experiment, runs)]
+    if any(_ALARMS in one for found in runs.values() for one in found.values()):
+        parts += ["Alarms, in how many runs, and the step of the first:", _alarms(runs)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -67,6 +72,20 @@ def _figures(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]], mome
         cells = [with_interval(_values(found, moment, where, figure), figure in SHARES) for figure in shown]
         if any(cells):
             rows.append([name, str(len(found)), *cells])
+    return table(rows)
+
+
+def _alarms(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = [["arm", "runs", "alarms"]]
+    for name, found in runs.items():
+        watched = [one[_ALARMS] for one in found.values() if _ALARMS in one]
+        rang: dict[str, list[int]] = {}
+        for alarms in watched:
+            for alarm, step in alarms.items():
+                rang.setdefault(alarm, []).append(step)
+        if watched:
+            cells = [f"{alarm} {len(steps)} ({min(steps)})" for alarm, steps in sorted(rang.items())]
+            rows.append([name, str(len(watched)), ", ".join(cells) or "none"])
     return table(rows)
 
 

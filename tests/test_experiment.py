@@ -14,10 +14,12 @@ from programs import ROOT, completed
 
 from experiments import Arm, Evaluation, Experiment, running, tables
 from psearch_jax.config import from_mapping
+from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.eval.benchmarks import SETS
 from psearch_jax.limits import validate
 from psearch_jax.train.settings import fields
 from psearch_jax.types import UserError
+from retrieval.corpus import MemoryMappedCorpus
 
 NAMES = sorted(p.stem for p in (ROOT / "experiments").glob("*.py"))
 DECLARED = [name for name in NAMES if name not in ("__init__", "running", "tables")]
@@ -93,6 +95,28 @@ def test_an_untrained_arm_is_compared_with_every_seed_of_its_cold_start():
     assert "| b | held-out/parallel | EM | 3 | +0.100 |" in tables.report(untrained, found)
 
 
+def test_alarms_are_counted_by_runs_with_the_step_of_the_first():
+    """Fails if a run that was warned of looks like one that was not, or an unwatched one like a silent one."""
+    rows = [{"step": s, "alarm/entropy": float(s > 4), "alarm/gap": 0.0, "alarm/likelihood": s == 6} for s in range(9)]
+    assert running.first_rung(rows) == {"entropy": 5, "likelihood": 6}
+    found = record(a=(0.5, 0.9), b=(0.6, 1.0))
+    assert "Alarms" not in tables.report(EXPERIMENT, found)
+    found["runs"]["a/0/0"]["alarms"] = {}
+    found["runs"]["b/0/0"]["alarms"] = {"entropy": 5}
+    found["runs"]["b/1/0"]["alarms"] = {"gap": 7, "entropy": 3}
+    text = tables.report(EXPERIMENT, found)
+    assert "| a | 1 | none |" in text and "| b | 2 | entropy 2 (3), gap 1 (7) |" in text
+
+
+def test_a_broken_retriever_finds_another_worlds_passages(tmp_path):
+    """Fails if the run that is to be misled finds its own facts, or if the file is none that a corpus can be."""
+    file = running._corpus(tmp_path, 1)
+    passages = list(MemoryMappedCorpus(file))
+    other = ClosedWorld.make(1).passages
+    assert [(p.id, p.text) for p in passages] == [(p.id, p.text) for p in other]
+    assert not {p.text for p in passages} & {p.text for p in ClosedWorld.make(0).passages}
+
+
 def test_a_picture_over_steps_has_every_moment(tmp_path):
     """Fails if an experiment about training is drawn by its last step alone."""
     found = record(a=(0.1, 0.2), b=(0.6, 1.0))
@@ -158,7 +182,7 @@ def test_an_experiment_is_run_once_and_kept(tmp_path, monkeypatch):
     found = running.run_all(experiment, tmp_path / "x.json", tmp_path / "work", ["toy"], [0], 2)
     assert set(found["runs"]) == {"cold start/0/0", "a/0/0"} and found == running.read(tmp_path / "x.json")
     trained = found["runs"]["a/0/0"]
-    assert {"step 1", "after", "wall_s"} == set(trained)
+    assert {"step 1", "after", "wall_s", "alarms"} == set(trained)
     figures = trained["after"]["held-out/parallel"]
     assert figures["questions"] == 2 and 0 <= figures["em"] <= 1 and len(figures["finished_by_turn"]) > 2
     calls = []

@@ -1,0 +1,29 @@
+"""Training that collapses: a high rate and many updates of one batch's rollouts, and passages that answer nothing."""
+
+from experiments import MAIN, Arm, Experiment
+
+# Eight updates from each step's rollouts, at ten times the rate: the last ones learn from what is long off-policy.
+HARD = {"learning.learning_rate": 3e-3, "learning.mini_batch_rollouts": 24, "learning.micro_batch_rows": 24}
+HELD = {"learning.guard": 0.1}
+STEPS = (20, 40)
+
+EXPERIMENT = Experiment(
+    claim="The likelihood guard holds a run that collapses without it, and an alarm rings before its reward falls.",
+    arms={
+        "cold start": Arm(trained=False),
+        "as shipped": Arm(steps=STEPS),
+        "hard": Arm(HARD, steps=STEPS),
+        "hard and guard": Arm(HARD | HELD, steps=STEPS),
+        "other passages": Arm(HARD, steps=STEPS, corpus=1),
+        "other passages and guard": Arm(HARD | HELD, steps=STEPS, corpus=1),
+    },
+    evaluations={"held-out": MAIN},
+    reference="hard",
+    figures=("em", "valid_format", "decomposition_ratio", "turns"),
+    drawn=(
+        ("held-out/parallel", "em"),
+        ("held-out/sequential", "em"),
+        ("held-out/single", "em"),
+        ("held-out/parallel", "valid_format"),
+    ),
+)
