@@ -20,8 +20,10 @@ from flax import nnx
 
 from psearch_jax import programs
 from psearch_jax.config import MeshSection, Qwen2Config, from_mapping
-from psearch_jax.rollout import collect, sampling
+from psearch_jax.rollout import sampling
 from psearch_jax.rollout.boundary import BoundaryTables
+from psearch_jax.rollout.collect import Collector
+from psearch_jax.rollout.inflight import InFlight
 from psearch_jax.rollout.sampler import Sampler, SamplerState, Status
 from psearch_jax.sharding import SAMPLING, make_mesh, param_shardings
 from psearch_jax.text.tags import MIN_OBSERVATION_TOKENS
@@ -160,7 +162,7 @@ class ScriptedSampler(Sampler):
         return replace(state, status=jnp.where(state.status == Status.TURN_FULL, ended, state.status))
 
 
-class _ScriptedCall(collect._Call):
+class _ScriptedFlight(InFlight):
     """A turn is what the script says of it, whatever its ids are."""
 
     def _turn(self, live: Any, sampled: np.ndarray, *_: Any) -> Turn:
@@ -170,6 +172,10 @@ class _ScriptedCall(collect._Call):
         if turn + 1 == len(script.turns):
             return Turn("", "answer", True, answer="", n_sampled=len(sampled))
         return Turn("", "search", True, (f"{live.order} {turn}",), n_sampled=len(sampled))
+
+
+class _ScriptedCollector(Collector):
+    in_flight = _ScriptedFlight
 
 
 class Ours:
@@ -209,7 +215,7 @@ class Ours:
             self._sampler = programs.make_sampler(config, model, mesh, BoundaryTables(nothing, nothing), n_ids, ())
         prompts = work.prompts(n_ids)
         self._questions = [Question("scripted", str(i), "", (), "single") for i in range(len(prompts))]
-        self._collector = collect.Collector(
+        self._collector = _ScriptedCollector(
             self._sampler,
             Words(n_ids),
             ScriptedPassages(work.scripts, search_s),
@@ -227,10 +233,9 @@ class Ours:
         keys = sampling.row_keys(seed, step, words, [*range(work.samples)] * len(self._questions))
         self._sampler.begin(work, dict(zip(map(tuple, keys.tolist()), work.scripts, strict=True)))
         began = time.perf_counter()
-        with mock.patch.object(collect, "_Call", _ScriptedCall):
-            found = self._collector.collect(
-                params or self._params, self._questions, work.samples, seed=seed, step=step, temperature=1.0
-            )
+        found = self._collector.collect(
+            params or self._params, self._questions, work.samples, seed=seed, step=step, temperature=1.0
+        )
         self._seconds = time.perf_counter() - began
         return found
 

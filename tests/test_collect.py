@@ -101,8 +101,9 @@ def collect(
     sampler.give(0, 0, pairs, scripts)
     collector = make_collector(tokenizer, sampler, rollout, service)
     if one_bucket:
-        w = collector._widths
-        collector._widths = replace(w, observations=w.observations[-1:], spans=w.spans[-1:])
+        w = collector.parts.widths
+        w = replace(w, observations=w.observations[-1:], spans=w.spans[-1:])
+        collector.parts = replace(collector.parts, widths=w)
     out = collector.collect(params, questions, samples, seed=0, step=0, temperature=1.0)
     assert [(t.question, t.sample) for t in out] == pairs
     for trajectory, script in zip(out, scripts, strict=True):

@@ -18,8 +18,8 @@ from helpers import (
 )
 from helpers import retriever as real_retriever
 
-from psearch_jax.rollout import collect
-from psearch_jax.rollout.collect import in_background
+from psearch_jax.rollout import inflight
+from psearch_jax.rollout.inflight import in_background
 from retrieval.protocol import RetrievalError
 
 CONFIG = tiny_config(tied=False)
@@ -85,7 +85,7 @@ def searches(sampler, monkeypatch):
 
         return in_background(waited)
 
-    monkeypatch.setattr(collect, "in_background", behind_the_next_generate)
+    monkeypatch.setattr(inflight, "in_background", behind_the_next_generate)
     return done
 
 
@@ -137,6 +137,8 @@ def test_one_that_fails_ends_the_rollouts(run):
 
 def test_no_end_of_the_program_waits_for_one():
     """A preempted machine whose retriever is gone would wait out the client's patience before it may stop."""
-    code = "import time; from psearch_jax.rollout.collect import in_background; in_background(lambda: time.sleep(900))"
+    code = (
+        "import time; from psearch_jax.rollout.inflight import in_background; in_background(lambda: time.sleep(900))"
+    )
     root = Path(__file__).resolve().parents[1]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=300).returncode == 0

@@ -123,7 +123,7 @@ def test_what_is_planned_is_what_a_run_compiles(tiny_policy):
     parts.learner.warm_up(parts.state.params)
     r, sampler = config.rollout, parts.collector.sampler
     collector = parts.collector
-    rows = (r.slots, r.context_tokens, collector.pool_rows, collector.piece_rows)
+    rows = (r.slots, r.context_tokens, collector.parts.pool_rows, collector.parts.piece_rows)
     *_, programs = sampler.traced(*rows, widths(r, sampler.by_length))
     planned = {name: len(found) for name, found in {**programs, **parts.learner.traced()}.items()}
     compiled = {**sampler.compilations(), **parts.learner.compilations()}

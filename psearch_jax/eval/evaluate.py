@@ -23,7 +23,8 @@ from psearch_jax import processes
 from psearch_jax.eval.benchmarks import file_name
 from psearch_jax.eval.scores import DIGITS, Score, from_row, score, to_row
 from psearch_jax.paths import locate, remove_tree, write_whole
-from psearch_jax.rollout.collect import Collector, Progress
+from psearch_jax.rollout.collect import Collector
+from psearch_jax.rollout.inflight import Progress
 from psearch_jax.types import Question, RewardParts, Trajectory, Turn, UserError
 
 FILLS = 8  # a part of an evaluation is this many times the slots: at its end some stay empty

@@ -1,64 +1,26 @@
-"""The host's half of a rollout: turns, searches and observations. It knows words and no model.
-
-    while a question waits or a slot is live, in any process:
-        refill free slots      admit (and prefill the next prompts)
-        generate               until enough rows wait, parked or done
-        read what was sampled  parse each turn; ended rows become trajectories
-        search                 ONE batch with the sub-queries of every parked row
-        extend                 the passages, as forced ids
-
-Groups are admitted in order and no rollout outlives the call. Sampled ids are the record: nothing is re-tokenised.
-
-With several processes each owns an equal run of the slots and does the host's work for them; before every device
-program they tell each other what is to go into it, so that all make the same call.
-"""
+"""Turns questions into trajectories, in shapes that are compiled once (the work itself: rollout/inflight.py)."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import math
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 import numpy as np
 from flax import nnx
 
 from psearch_jax import processes
-from psearch_jax.buckets import buckets, pick
+from psearch_jax.buckets import buckets
 from psearch_jax.config import RetrievalSection, RolloutSection
-from psearch_jax.rollout import sampling
-from psearch_jax.rollout.sampler import Sampler, SamplerState, Status, Widths
+from psearch_jax.rollout.inflight import InFlight, Parts, Progress
+from psearch_jax.rollout.sampler import Sampler, Widths
 from psearch_jax.rollout.usage import Usage
 from psearch_jax.text import tags
 from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.types import EndStatus, Question, Trajectory, Turn
-from retrieval.protocol import Passage, Retriever
-
-Progress = Callable[[int, int], None]  # (trajectories done, trajectories in all), of this process
-_Passages = dict[int, tuple[tuple[Passage, ...], ...]]  # by slot, for each of its sub-queries
-
-
-@dataclass
-class _Rollout:
-    """A live slot."""
-
-    order: int  # place among all rollouts of the call
-    question: Question
-    sample: int
-    prompt_length: int
-    turn_start: int  # position of the first id of the current turn
-    turns: list[Turn] = field(default_factory=list)
-
-    @property
-    def model_calls(self) -> int:
-        return sum(t.n_sampled > 0 for t in self.turns)
+from psearch_jax.types import Question, Trajectory
+from retrieval.protocol import Retriever
 
 
 class Collector:
@@ -72,6 +34,8 @@ class Collector:
       rollout, retrieval: budgets and options.
     """
 
+    in_flight: type[InFlight] = InFlight
+
     def __init__(
         self,
         sampler: Sampler,
@@ -82,32 +46,46 @@ class Collector:
         retrieval: RetrievalSection,
     ):
         tags.check_observation_budget(rollout.obs_tokens, "config.rollout.obs_tokens")
-        self.sampler, self.tokenizer = sampler, tokenizer
-        self.retriever, self._render = retriever, render
-        self._rollout, self._retrieval = rollout, retrieval
-        self._widths = widths(rollout, sampler.by_length)
-        self._corrective = tokenizer.encode_foreign(tags.CORRECTIVE_MESSAGE)[: rollout.obs_tokens]
-        self.pool_rows, self.piece_rows = pool_rows(rollout, sampler.mesh), piece_rows(rollout, sampler.mesh)
+        self.parts = Parts(
+            sampler,
+            tokenizer,
+            retriever,
+            rollout,
+            retrieval,
+            widths(rollout, sampler.by_length),
+            pool_rows(rollout, sampler.mesh),
+            piece_rows(rollout, sampler.mesh),
+        )
         self.usage = Usage()
+        self._render = render
+
+    @property
+    def sampler(self) -> Sampler:
+        """The device programs."""
+        return self.parts.sampler
+
+    @property
+    def retriever(self) -> Retriever | None:
+        """None when the budgets allow no search."""
+        return self.parts.retriever
 
     def with_retriever(self, retriever: Retriever) -> Collector:
         """The same around another retriever."""
         other = copy.copy(self)
-        other.retriever, other.usage = retriever, Usage()
+        other.parts, other.usage = replace(self.parts, retriever=retriever), Usage()
         return other
 
     def warm_up(self, params: nnx.State) -> None:
         """Compiles every shape that `collect` can ask for, so that no later step stops to compile."""
-        rows = self.piece_rows
-        state = self.sampler.new_state(self._rollout.slots, self._rollout.context_tokens)
+        rows, pool, widths = self.parts.piece_rows, self.parts.pool_rows, self.parts.widths
+        state = self.sampler.new_state(self.parts.rollout.slots, self.parts.rollout.context_tokens)
         nothing = np.zeros(rows, np.int32)
-        for width in self._widths.observations:
+        for width in widths.observations:
             state = self.sampler.extend(params, state, np.zeros((rows, width), np.int32), nothing, 1, nothing - 1)
-        for width in self._widths.prompts:
-            empty = np.zeros((self.pool_rows, width), np.int32)
-            pool = self.sampler.prefill(params, empty, np.zeros(self.pool_rows, np.int32))
-            state = self.sampler.admit(state, pool, nothing - 1, np.zeros((rows, 2), np.uint32), 1, 1, nothing - 1)
-        for span in self._widths.spans:
+        for width in widths.prompts:
+            prompts = self.sampler.prefill(params, np.zeros((pool, width), np.int32), np.zeros(pool, np.int32))
+            state = self.sampler.admit(state, prompts, nothing - 1, np.zeros((rows, 2), np.uint32), 1, 1, nothing - 1)
+        for span in widths.spans:
             state = self.sampler.generate(params, state, 1.0, span)
         jax.block_until_ready(state)
 
@@ -139,12 +117,13 @@ class Collector:
         """
         prompts: list[list[int]] = []
         processes.together(lambda: prompts.extend(map(self._render, questions)))  # a row without a prompt ends all
-        call = _Call(self, params, questions, prompts, samples, seed, step)
-        while call.refill(progress):
-            call.state = self.sampler.generate(params, call.state, temperature, call.span(), call.more, call.away)
-            call.read()
-        self.usage = replace(call.usage, decode_steps=int(processes.fetch(call.state.steps)))
-        return [t for t in call.results if t is not None]
+        flight = self.in_flight(self.parts, params, samples, seed, step)
+        flight.add(questions, prompts)
+        while flight.refill(progress):
+            flight.decode(temperature)
+            flight.read()
+        self.usage = replace(flight.usage, decode_steps=int(processes.fetch(flight.state.steps)))
+        return [flight.results[order] for order in range(flight.added)]
 
 
 def widths(rollout: RolloutSection, by_length: bool = False) -> Widths:
@@ -163,328 +142,3 @@ def piece_rows(rollout: RolloutSection, mesh: jax.sharding.Mesh) -> int:
     """R, the slots that one `admit` or `extend` is about: an eighth of them, and as many on each device."""
     devices = mesh.shape["data"] * mesh.shape["fsdp"]
     return devices * math.ceil(rollout.slots / devices / 8)
-
-
-def in_background(f: Callable[[], Any]) -> Future:
-    """`f` in a thread of its own, which no end of the program waits for."""
-    future: Future = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(f())
-        except BaseException as error:  # raised where the result is asked for
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return future
-
-
-@dataclass(frozen=True)
-class _Admissions:
-    """What one process asks of the next `admit`; slots and rows are those of all processes."""
-
-    source: dict[int, int]  # slot -> row of the pool, or -2 to empty it
-    keys: dict[int, np.ndarray]  # by slot
-    starts: dict[int, int]  # by slot: the prompt's length
-    lacking: bool  # a slot stays free because the pool does not hold the next prompt
-    more: bool  # rollouts are left for which there is no slot yet
-
-
-@dataclass(frozen=True)
-class _Continuations:
-    """What one process found in its stopped rows."""
-
-    chunks: dict[int, list[int]]  # slot -> the ids to append
-    ended: set[int]  # slots whose rollout is over
-    away: int = 0  # slots that are being searched for until the next yield
-
-
-class _Call:
-    """The state of one `collect`."""
-
-    def __init__(
-        self,
-        owner: Collector,
-        params: nnx.State,
-        questions: Sequence[Question],
-        prompts: Sequence[list[int]],
-        samples: int,
-        seed: int,
-        step: int,
-    ):
-        self.owner, self.params = owner, params
-        self.rollout, self.sampler = owner._rollout, owner.sampler
-        self.rows = self.rollout.slots
-        share, me = self.rows // jax.process_count(), jax.process_index()
-        self.own = range(me * share, (me + 1) * share)
-        self.usage = Usage(share)
-        self.live: dict[int, _Rollout] = {}
-        self.results: list[Trajectory | None] = [None] * (len(questions) * samples)
-        self.done = 0
-        self.waiting: deque[tuple[int, Question, int]] = deque()  # order, question, sample
-        self._prompts: dict[int, list[int]] = {}  # by the question's place
-        for q, (question, prompt) in enumerate(zip(questions, prompts, strict=True)):
-            fits = len(prompt) <= self.rollout.prompt_tokens
-            for sample in range(samples):
-                order = q * samples + sample
-                if fits:
-                    self.waiting.append((order, question, sample))
-                else:
-                    cut = np.asarray(prompt[: self.rollout.prompt_tokens], np.int32)
-                    live = _Rollout(order, question, sample, len(cut), len(cut))
-                    self._finish(live, "truncated", cut, np.zeros(len(cut), bool), np.zeros(len(cut), np.float32))
-            if fits:
-                self._prompts[q] = prompt
-        self.samples = samples
-        words = [sampling.id_words(question.source, question.id) for _, question, _ in self.waiting]
-        drawn = sampling.row_keys(seed, step, words, [s for _, _, s in self.waiting]) if words else []
-        self._keys = {order: key for (order, _, _), key in zip(self.waiting, drawn, strict=True)}
-        self.starts: dict[int, int] = {}  # of every process's live slots: where the current turn begins
-        self._pool: SamplerState | None = None
-        self._pool_rows: dict[int, int] = {}  # question's place -> row of the pool
-        self.over: set[int] = set()  # own slots whose rollout is over but whose row is not empty yet
-        self.more = False  # rollouts of some process wait for a slot
-        self.away = 0  # rows of all processes that are searched for while others decode
-        self._asked: dict[int, tuple[str, ...]] = {}  # own ones' queries
-        self._search_ahead: Future | None = None  # what will hold their passages
-        self.state = self.sampler.new_state(self.rows, self.rollout.context_tokens)
-
-    # ---- refill ----
-
-    def refill(self, progress: Progress | None) -> bool:
-        """Admits waiting rollouts to free slots, prefilling each prompt once for its whole group.
-
-        Returns:
-          Whether any process has a live row.
-        """
-        admitted: list[int] = []
-        while True:
-            asked = processes.together(lambda: self._next_admissions(progress))
-            source = {slot: row for a in asked for slot, row in a.source.items()}
-            if source:
-                self._admit(source, {slot: key for a in asked for slot, key in a.keys.items()})
-            for a in asked:
-                self.starts |= a.starts
-            admitted += [slot for a in asked for slot in a.starts]
-            self.more = any(a.more for a in asked)
-            if not any(a.lacking for a in asked):
-                break
-            self._prefill()
-        if admitted and self.rollout.initial_search:
-            self._initial_search([slot for slot in admitted if slot in self.live])
-        return bool(self.starts)
-
-    def _next_admissions(self, progress: Progress | None) -> _Admissions:
-        """Fills own free slots from the pool, as far as it goes, and empties the others: a row that is over would wait
-        for ever."""
-        if progress:
-            progress(self.done, len(self.results))
-        found = _Admissions(dict.fromkeys(self.over, -2), {}, {}, False, False)
-        self.over.clear()
-        free = [b for b in self.own if b not in self.live]
-        while free and self.waiting and self.waiting[0][0] // self.samples in self._pool_rows:
-            order, question, sample = self.waiting.popleft()
-            slot, place = free.pop(0), order // self.samples
-            length = len(self._prompts[place])
-            found.source[slot], found.keys[slot] = self._pool_rows[place], self._keys[order]
-            found.starts[slot] = length
-            self.live[slot] = _Rollout(order, question, sample, length, length)
-        return replace(found, lacking=bool(free and self.waiting), more=bool(self.waiting))
-
-    def _prefill(self) -> None:
-        """Fills every process's part of the pool with its next prompts."""
-        rows = self.owner.pool_rows
-        share = rows // jax.process_count()
-        places = list(dict.fromkeys(order // self.samples for order, _, _ in self.waiting))[:share]
-        prompts = processes.together(lambda: [self._prompts[place] for place in places])
-        width = pick(self.owner._widths.prompts, max(len(prompt) for part in prompts for prompt in part))
-        ids, n = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
-        for process, part in enumerate(prompts):
-            for row, prompt in enumerate(part, process * share):
-                n[row] = len(prompt)
-                ids[row, : n[row]] = prompt
-        self._pool = None  # or two pools would be alive while the next one is computed
-        self._pool = self.sampler.prefill(self.params, ids, n)
-        self._count(prefilled=ids.size)
-        self._pool_rows = {place: row for row, place in enumerate(places, jax.process_index() * share)}
-
-    def _admit(self, source: dict[int, int], keys: dict[int, np.ndarray]) -> None:
-        if self._pool is None:
-            raise AssertionError("a slot can only end after a prompt was admitted")
-        for rows in self._pieces(source):
-            picked = np.array([source.get(b, -1) for b in rows], np.int32)
-            drawn = np.stack([keys.get(b, np.zeros(2, np.uint32)) for b in rows])
-            turn, end = self.rollout.turn_tokens, self.rollout.context_tokens
-            self.state = self.sampler.admit(self.state, self._pool, picked, drawn, turn, end, rows)
-
-    def _pieces(self, slots: Iterable[int]) -> list[np.ndarray]:
-        """Slots, of all processes, by R in the order in which they come, each in its device's part; -1 fills up."""
-        devices = self.sampler.mesh.shape["data"] * self.sampler.mesh.shape["fsdp"]
-        share, part = self.rows // devices, self.owner.piece_rows // devices
-        queues: list[list[int]] = [[] for _ in range(devices)]
-        for slot in slots:
-            queues[slot // share].append(slot)
-        pieces = np.full((math.ceil(max(map(len, queues)) / part), devices, part), -1, np.int32)
-        for device, queue in enumerate(queues):
-            for i, slot in enumerate(queue):
-                pieces[i // part, device, i % part] = slot
-        return list(pieces.reshape(len(pieces), -1))
-
-    def _initial_search(self, slots: list[int]) -> None:
-        """The classic baseline: the question itself is searched before the first sampled id."""
-
-        def look_up() -> _Continuations:
-            queries = {b: (" ".join(self.live[b].question.text.split()),) for b in slots}
-            chunks = {}
-            for b, passages in self._search(queries).items():
-                live = self.live[b]
-                live.turns.append(Turn("", "search", True, queries[b], passages))
-                chunks[b] = self._observation(queries[b], passages, live.prompt_length)
-            return _Continuations(chunks, set())
-
-        self._go_on(processes.together(look_up), self.starts)
-
-    # ---- read ----
-
-    def span(self) -> int:
-        """The positions that no live row will outgrow in its current turn, rounded up to a bucket."""
-        turn = self.rollout.turn_tokens + self.rollout.max_tokens_after_answer
-        return pick(self.owner._widths.spans, min(max(self.starts.values()) + turn, self.rollout.context_tokens))
-
-    def read(self) -> None:
-        """Parses what each stopped row sampled; ends it, or searches and extends it."""
-        status, length = processes.fetch((self.state.status, self.state.length))  # waits for the device
-        began, searched = time.monotonic(), self.usage.search_s
-        self._count(yields=1)
-        if all(status[b] == Status.RUNNING for b in self.starts):
-            return
-        ids, mask, logprobs = processes.fetch((self.state.ids, self.state.mask, self.state.logprobs))
-
-        def end(b: int, how: EndStatus) -> None:
-            n, live = length[b], self.live.pop(b)
-            self.over.add(b)
-            self._finish(live, how, ids[b, :n].copy(), mask[b, :n].copy(), logprobs[b, :n].copy())
-
-        def look() -> _Continuations:
-            before = set(self.live)
-            queries: dict[int, tuple[str, ...]] = {}
-            chunks: dict[int, list[int]] = {}
-            for b in [b for b in self.live if status[b] != Status.RUNNING and b not in self._asked]:
-                live = self.live[b]
-                turn = self._turn(live, ids[b, live.turn_start : length[b]], Status(status[b]))
-                how = self._end(live, turn, Status(status[b]))
-                if how is not None:  # a search that never ran is not an executed one
-                    live.turns.append(replace(turn, queries=(), passages=()))
-                    end(b, how)
-                    continue
-                live.turns.append(turn)
-                if turn.action == "search":
-                    queries[b] = turn.queries
-                else:
-                    chunks[b] = list(self.owner._corrective)
-            for b, passages in (self._exchange if self.rollout.overlap_search else self._search)(queries).items():
-                live = self.live[b]
-                live.turns[-1] = replace(live.turns[-1], passages=passages)
-                chunks[b] = self._observation(live.turns[-1].queries, passages, int(length[b]))
-            for b in [b for b, chunk in chunks.items() if length[b] + len(chunk) >= self.rollout.context_tokens]:
-                del chunks[b]
-                end(b, "truncated")
-            return _Continuations(chunks, before - set(self.live), len(self._asked))
-
-        found = processes.together(look)
-        self.away = sum(f.away for f in found)
-        for b in [b for f in found for b in f.ended]:
-            del self.starts[b]
-        self._go_on(found, length)
-        self._count(host_s=time.monotonic() - began - (self.usage.search_s - searched))
-
-    def _end(self, live: _Rollout, turn: Turn, status: Status) -> EndStatus | None:
-        """How the rollout is over with this turn; None when it goes on."""
-        if status == Status.ANSWER and turn.action == "answer":
-            return "answered"
-        if status in (Status.ANSWER, Status.EOS):  # an answer that was never opened is none
-            return "eos"
-        if status == Status.CONTEXT_FULL:
-            return "truncated"
-        if status == Status.NOT_FINITE:
-            return "not_finite"
-        return "out_of_turns" if live.model_calls == self.rollout.search_turns else None
-
-    def _turn(self, live: _Rollout, sampled: np.ndarray, status: Status) -> Turn:
-        tokenizer, spoken = self.owner.tokenizer, sampled
-        if status == Status.NOT_FINITE:  # broken off at an arbitrary id: neither a search nor an answer counts
-            return Turn(tokenizer.decode(spoken, control=True), "none", False, n_sampled=len(sampled))
-        if len(spoken) and int(spoken[-1]) in tokenizer.stop_ids:
-            spoken = spoken[:-1]
-        # Control ids are written out: one inside a tag must break it for the parser as it did for the automaton.
-        text, tail_start = tokenizer.decode(spoken, control=True), None
-        if status == Status.ANSWER:
-            # The completing token is among the last few; what it holds after the tag is not the tail.
-            first = max(1, len(spoken) - self.rollout.max_tokens_after_answer - 1)
-            heads = (tokenizer.decode(spoken[:n], control=True) for n in range(first, len(spoken) + 1))
-            tail_start = next((len(head) for head in heads if tags.ANSWER_CLOSE in head), None)
-        action = tags.parse_turn(text, self.owner._retrieval.max_sub_queries, tail_start)
-        kind = action.kind
-        return Turn(text, kind, action.well_formed, action.queries, (), action.answer, len(sampled))
-
-    def _search(self, queries: dict[int, tuple[str, ...]]) -> _Passages:
-        """One retrieval batch for all rows, folded back row by row."""
-        began = time.monotonic()
-        if self._search_ahead:
-            self._search_ahead.exception()  # one batch at a time
-        found = self._look_up(queries)
-        self._count(search_s=time.monotonic() - began)
-        return found
-
-    def _exchange(self, queries: dict[int, tuple[str, ...]]) -> _Passages:
-        """Begins the search for these rows, and returns what was found for those of the last yield.
-
-        Which rows that is hangs on the yields alone: on no clock, so that a run repeats itself.
-        """
-        began = time.monotonic()
-        found = self._search_ahead.result() if self._search_ahead else {}
-        self._count(search_s=time.monotonic() - began)
-        self._asked = queries
-        self._search_ahead = in_background(functools.partial(self._look_up, queries)) if queries else None
-        return found
-
-    def _look_up(self, queries: dict[int, tuple[str, ...]]) -> _Passages:
-        flat = [q for row in queries.values() for q in row]
-        results = iter(self.owner.retriever.search(flat, self.owner._retrieval.topk) if flat else ())
-        return {b: tuple(tuple(next(results)) for _ in row) for b, row in queries.items()}
-
-    def _observation(self, queries: Sequence[str], passages: Sequence[Sequence[Passage]], length: int) -> list[int]:
-        room = self.rollout.context_tokens - length - 1
-        budget = max(tags.MIN_OBSERVATION_TOKENS, min(self.rollout.obs_tokens, room))
-        encode, label = self.owner.tokenizer.encode_foreign, self.rollout.label_subqueries
-        return tags.render_observation(queries, passages, encode, budget, label)
-
-    def _go_on(self, found: Sequence[_Continuations], lengths: Mapping[int, int] | np.ndarray) -> None:
-        """Appends what every process found to the rows, `lengths` ids long, and starts their next turns."""
-        chunks = {b: chunk for f in found for b, chunk in f.chunks.items()}
-        if not chunks:
-            return
-        for rows in self._pieces(sorted(chunks, key=lambda b: len(chunks[b]))):  # of like length: less is padded
-            real = [b for b in rows.tolist() if b >= 0]
-            width = pick(self.owner._widths.observations, max(len(chunks[b]) for b in real))
-            ids, n = np.zeros((len(rows), width), np.int32), np.zeros(len(rows), np.int32)
-            for r, b in enumerate(rows.tolist()):
-                if b >= 0:
-                    n[r] = len(chunks[b])
-                    ids[r, : n[r]] = chunks[b]
-            self.state = self.sampler.extend(self.params, self.state, ids, n, self.rollout.turn_tokens, rows)
-            self._count(extended=ids.size, forced=int(n.sum()))
-        for b, chunk in chunks.items():
-            self.starts[b] = int(lengths[b]) + len(chunk)
-            if b in self.live:
-                self.live[b].turn_start = self.starts[b]
-
-    def _count(self, **more: float) -> None:
-        self.usage = replace(self.usage, **{name: getattr(self.usage, name) + n for name, n in more.items()})
-
-    def _finish(self, live: _Rollout, status: EndStatus, ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray):
-        self.results[live.order] = Trajectory(
-            live.question, live.sample, status, tuple(live.turns), ids, mask, logprobs, live.prompt_length
-        )
-        self.done += 1
-        self._count(decoded=int(mask.sum()))

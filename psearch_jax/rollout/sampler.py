@@ -48,6 +48,8 @@ from psearch_jax.sharding import (
     take_rows,
 )
 
+FOREVER = np.iinfo(np.int32).max
+
 
 class Status(enum.IntEnum):
     """What a row waits for."""
@@ -223,27 +225,32 @@ class Sampler:
         self,
         params: nnx.State,
         state: SamplerState,
-        temperature: float,
+        temperature: float | np.ndarray,
         span: int | None = None,
         refill: bool = False,
         away: int = 0,
+        most: int = FOREVER,
     ) -> SamplerState:
         """Samples until no row runs or enough rows wait. Temperature 0 is greedy (log-probs at 1).
 
         Args:
+          temperature: of all rows, or of each: [B] float32.
           span: positions that no running row will outgrow in this call, at most S; the cache behind them is not read.
           refill: rollouts wait for a slot, so a finished row is worth a yield as a parked one is.
           away: of the parked rows, those for which a yield could do nothing: they are not counted.
+          most: ids that a row gets in this call at most, for one who watches them come.
         """
+        rows, positions = state.ids.shape
         with jax.set_mesh(self.mesh):
             return self._generate(
                 params,
                 self._tables,
                 state,
-                np.float32(temperature),
+                np.full(rows, temperature, np.float32),
                 np.bool_(refill),
                 np.int32(away),
-                span=span or state.ids.shape[1],
+                np.int32(most),
+                span=span or positions,
             )
 
     @functools.cached_property
@@ -281,9 +288,8 @@ class Sampler:
         )
         wide, narrow, none = rows_sharding(mesh, 2), rows_sharding(mesh, 1), replicated(mesh)
         count, prompts = (jax.ShapeDtypeStruct((n,), jnp.int32, sharding=narrow) for n in (piece_rows, pool_rows))
-        number, warmth, flag = (
-            jax.ShapeDtypeStruct((), kind, sharding=none) for kind in (jnp.int32, jnp.float32, jnp.bool_)
-        )
+        number, flag = (jax.ShapeDtypeStruct((), kind, sharding=none) for kind in (jnp.int32, jnp.bool_))
+        warmth = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=narrow)
         keys = jax.ShapeDtypeStruct((piece_rows, 2), jnp.uint32, sharding=wide)
 
         def ids(n: int, width: int) -> jax.ShapeDtypeStruct:
@@ -299,7 +305,7 @@ class Sampler:
             return self._extend.trace(params, state, count, ids(piece_rows, width), count, count)
 
         def generate(span: int) -> jax.stages.Traced:
-            return self._generate.trace(params, tables, state, warmth, flag, number, span=span)
+            return self._generate.trace(params, tables, state, warmth, flag, number, number, span=span)
 
         def by_width(program: Callable[[int], jax.stages.Traced], widths: Sequence[int]):
             return {width: functools.partial(program, width) for width in widths}
@@ -407,16 +413,18 @@ class Sampler:
         )
 
     def _generate_program(
-        self, params, tables: _Tables, state: SamplerState, temperature, refill, away, span: int
+        self, params, tables: _Tables, state: SamplerState, temperature, refill, away, most, span: int
     ) -> SamplerState:
         model = nnx.merge(self._graph, params)
         layers = model.layers_apart() if self._unstacked else None
+        begun = state.steps
 
         def go_on(state: SamplerState) -> jax.Array:
             running = jnp.sum(state.status == Status.RUNNING)
             parked = (state.status == Status.SEARCH) | (state.status == Status.TURN_FULL)
             waiting = jnp.sum(parked) - away + refill * jnp.sum((state.status > Status.SEARCH) & ~parked)
-            return (running > 0) & (waiting < self._yield_share * (running + waiting))
+            enough = waiting >= self._yield_share * (running + waiting)
+            return (running > 0) & ~enough & (state.steps - begun < most)
 
         decode = functools.partial(self._decode, model, layers, tables, temperature, span)
         return jax.lax.while_loop(go_on, decode, state)
@@ -426,7 +434,7 @@ class Sampler:
         model: Any,
         layers: Sequence[qwen2.Weights] | None,
         tables: _Tables,
-        temperature: jax.Array,
+        temperature: jax.Array,  # [B]
         span: int,
         state: SamplerState,
     ) -> SamplerState:
@@ -442,7 +450,7 @@ class Sampler:
         logits = model.logits(hidden[:, 0], 1.0, self._n_ids)
         finite = jnp.all(jnp.isfinite(logits), axis=-1)
         sampled = running & finite
-        logits = logits / jnp.where(greedy, 1.0, temperature)
+        logits = logits / jnp.where(greedy, 1.0, temperature)[:, None]
         logits = jnp.maximum(logits, NEG_INF)  # division may have pushed the mask to -inf
         draw = sampling.choose(
             sampling.filter_logits(logits, self._top_k, self._top_p), sampling.uniforms(state.key, state.length)
