@@ -13,18 +13,15 @@ The same command goes on where a killed one stopped. `launch/report.py OUT OUT` 
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
-import math
 from typing import Any
 
-import jax
 from absl import flags
 from ml_collections import config_flags
 
 from psearch_jax import launching, processes
-from psearch_jax.config import Config, MeshSection, from_mapping, with_method
-from psearch_jax.paths import absolute, locate, write_whole
+from psearch_jax.config import Config, from_mapping, with_method
+from psearch_jax.paths import locate, write_whole
 from psearch_jax.types import Question, UserError
 
 log = logging.getLogger("psearch_jax")
@@ -78,24 +75,9 @@ def base_config(model: str) -> Config:
     """The config that the flags start from: --config, else that of the run a checkpoint belongs to, else defaults."""
     if CONFIG.value is not None:
         return from_mapping(CONFIG.value.to_dict())
-    path = locate(model)
-    in_hf_format = (path / "config.json").is_file() and not (path / "checkpoints").is_dir()
-    if not path.is_dir() or in_hf_format:
-        return Config()
-    from psearch_jax.train.checkpoint import find_checkpoint
+    from psearch_jax.train.run_config import config_of
 
-    file = absolute(find_checkpoint(path)).parents[1] / "config.json"
-    if not file.is_file():
-        return Config()
-    try:
-        config = from_mapping(json.loads(file.read_text(encoding="utf-8")))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}: not JSON ({error}), accepted: the config.json of a run") from None
-    sizes = dataclasses.astuple(config.mesh)
-    known = math.prod(size for size in sizes if size > 0)
-    if jax.device_count() % known or (-1 not in sizes and known != jax.device_count()):  # a run of another machine
-        config = dataclasses.replace(config, mesh=MeshSection())
-    return config
+    return config_of(model) or Config()
 
 
 def with_flags(config: Config) -> Config:

@@ -56,8 +56,7 @@ class Collector:
             pool_rows(rollout, sampler.mesh),
             piece_rows(rollout, sampler.mesh),
         )
-        self.usage = Usage()
-        self._render = render
+        self.usage, self.render = Usage(), render
 
     @property
     def sampler(self) -> Sampler:
@@ -116,7 +115,7 @@ class Collector:
           RetrievalError, or what `progress` raises: in every process when it is raised in one.
         """
         prompts: list[list[int]] = []
-        processes.together(lambda: prompts.extend(map(self._render, questions)))  # a row without a prompt ends all
+        processes.together(lambda: prompts.extend(map(self.render, questions)))  # a row without a prompt ends all
         flight = self.in_flight(self.parts, params, samples, seed, step)
         flight.add(questions, prompts)
         while flight.refill(progress):

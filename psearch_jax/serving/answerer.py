@@ -1,0 +1,256 @@
+"""Answers questions as they come in, many at once, and tells what is written, searched and found while it happens.
+
+One thread decodes for all who ask: a question takes a free slot and leaves it with its answer, as rollouts do. What
+is asked alone and what is asked among others is answered alike: every question has random numbers of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from flax import nnx
+
+from psearch_jax import processes
+from psearch_jax.rollout.collect import Collector
+from psearch_jax.rollout.inflight import InFlight
+from psearch_jax.rollout.sampler import Status
+from psearch_jax.text.answers import normalise
+from psearch_jax.types import Question, Trajectory, Turn, UserError
+from retrieval.protocol import Passage
+
+log = logging.getLogger("psearch_jax")
+EVERY = 8  # ids that a row gets between two looks at it
+RETRY_S = 1.0  # after a failure, before others are answered
+FAILED = "the answer failed; the log of the program says why"  # a cause may hold paths and texts
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to a question.
+
+    `text` was written; `search` runs these queries; `passages` came back for them; `end` holds all of it; `error` is
+    the last one as well. `seconds` passed since the event before it, but for texts, which have none.
+    """
+
+    kind: Literal["text", "search", "passages", "end", "error"]
+    text: str = ""
+    queries: tuple[str, ...] = ()
+    passages: tuple[tuple[Passage, ...], ...] = ()  # of each query
+    trajectory: Trajectory | None = None
+    seconds: float = 0.0
+
+
+Listener = Callable[[Event], None]
+
+
+@dataclass(eq=False)
+class _Asked:
+    """One who waits."""
+
+    question: Question
+    prompt: list[int]
+    temperature: float
+    listen: Listener
+    since: float  # of the last event, on the monotonic clock
+    turn: int = 0  # told of its turns
+    said: int = 0  # characters told of that turn
+    searching: bool = False  # its queries were told and its passages not
+    unwanted: bool = False
+
+
+class Answerer:
+    """Answers by a policy and what it searches in.
+
+    Args:
+      collector: its budgets are those of every question.
+      params: the sampling copy of the policy.
+      seed: of all random numbers, with each question's own.
+      every: ids that a row gets between two looks at it: fewer show more, and cost a little more.
+    """
+
+    def __init__(self, collector: Collector, params: nnx.State, seed: int = 0, every: int = EVERY):
+        parts = collector.parts
+        # A search runs while the others decode, and shows its queries before it has its passages.
+        self._parts = replace(parts, rollout=replace(parts.rollout, overlap_search=True))
+        self._collector, self._params, self._seed, self._every = collector, params, seed, every
+        self._arrived: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._asked: dict[int, _Asked] = {}  # by order in the flight
+        self._failing, self._closed = False, False
+        self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the last question was answered, rightly or not."""
+        return self._thread.is_alive() and not self._failing
+
+    def ask(self, text: str, listen: Listener, temperature: float = 0.0, seed: int = 0) -> Callable[[], None]:
+        """Puts a question in line. `listen` is called by another thread, last with an `end` or an `error`.
+
+        Args:
+          temperature: 0 is greedy.
+          seed: the same question with the same seed is answered alike.
+
+        Returns:
+          What takes the question back; nothing is told of it from then on.
+
+        Raises:
+          UserError: the prompt with this question is too long.
+        """
+        question = Question("asked", f"{seed} {text}", text, (), "single")
+        prompt, most = self._collector.render(question), self._parts.rollout.prompt_tokens
+        if len(prompt) > most:
+            raise UserError(f"question: found {len(prompt)} ids with the prompt around it, accepted: at most {most}")
+        asked = _Asked(question, prompt, temperature, listen, time.monotonic())
+        self._arrived.put(asked)
+
+        def take_back() -> None:
+            asked.unwanted = True
+
+        return take_back
+
+    def answer(self, text: str, temperature: float = 0.0, seed: int = 0) -> Iterator[Event]:
+        """The events of one question, as they come. Raises as `ask` does, before the first."""
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        take_back = self.ask(text, events.put, temperature, seed)
+
+        def told() -> Iterator[Event]:
+            try:
+                while True:
+                    event = events.get()
+                    yield event
+                    if event.kind in ("end", "error"):
+                        return
+            finally:
+                take_back()
+
+        return told()
+
+    def close(self) -> None:
+        """Ends with the ids that are being decoded; whoever waits is told an error."""
+        self._closed = True
+        self._arrived.put(None)
+        self._thread.join()
+
+    # ---- the thread ----
+
+    def _work(self) -> None:
+        while not self._closed:
+            try:
+                flight = self._collector.in_flight(self._parts, self._params, 1, self._seed, 0)
+                while self._next(flight):
+                    pass
+            except Exception:  # those who were being answered are told, and the next ones are answered
+                log.exception("%d questions could not be answered", len(self._asked))
+                self._failing = True
+                self._fail()
+                time.sleep(RETRY_S)
+        while not self._arrived.empty():
+            if asked := self._arrived.get():
+                self._asked[-1 - len(self._asked)] = asked
+        self._fail()
+
+    def _fail(self) -> None:
+        for asked in self._asked.values():
+            _tell(asked, Event("error", FAILED))
+        self._asked.clear()
+
+    def _next(self, flight: InFlight) -> bool:
+        """Decodes a few ids for all rows; waits where there are none. False when this is over."""
+        self._join(flight)
+        if self._closed:
+            return False
+        for order in [order for order, asked in self._asked.items() if asked.unwanted]:
+            flight.drop(order)
+            del self._asked[order]
+        if flight.refill(None):
+            temperatures = np.zeros(flight.rows, np.float32)
+            for slot, live in flight.live.items():
+                if live.order in self._asked:
+                    temperatures[slot] = self._asked[live.order].temperature
+            flight.decode(temperatures, self._every)
+            self._watch(flight)
+            flight.read()
+        self._report(flight)
+        return True
+
+    def _join(self, flight: InFlight) -> None:
+        """Puts those in line who have come; waits for one where nobody is being answered."""
+        while True:
+            try:
+                asked = self._arrived.get(block=not self._asked)
+            except queue.Empty:
+                return
+            if asked is None:
+                return
+            if not asked.unwanted:
+                self._asked[flight.added] = asked
+                flight.add([asked.question], [asked.prompt])
+
+    def _watch(self, flight: InFlight) -> None:
+        """Tells what rows wrote that are still writing."""
+        status, length, ids = processes.fetch((flight.state.status, flight.state.length, flight.state.ids))
+        for slot, live in flight.live.items():
+            asked = self._asked.get(live.order)
+            if asked is None or status[slot] != Status.RUNNING or asked.turn < len(live.turns):
+                continue
+            written = self._parts.tokenizer.decode(ids[slot, live.turn_start : length[slot]], control=True)
+            _say(asked, written.rstrip("\ufffd"))  # bytes of a letter that is not complete yet
+
+    def _report(self, flight: InFlight) -> None:
+        """Tells what became of every row that stopped."""
+        live = {one.order: one.turns for one in flight.live.values()}
+        for order, asked in list(self._asked.items()):
+            trajectory = flight.results.pop(order, None)
+            self._tell_turns(asked, trajectory.turns if trajectory else live.get(order, ()))
+            if trajectory:
+                _tell(asked, Event("end", trajectory=trajectory))
+                self._failing = False
+                del self._asked[order]
+
+    def _tell_turns(self, asked: _Asked, turns: Sequence[Turn]) -> None:
+        for turn in turns[asked.turn :]:
+            if not asked.searching:
+                _say(asked, turn.text)
+                if turn.queries:
+                    _tell(asked, Event("search", queries=turn.queries))
+                    asked.searching = True
+            if asked.searching:
+                if not turn.passages:
+                    return
+                _tell(asked, Event("passages", queries=turn.queries, passages=turn.passages))
+            asked.turn, asked.said, asked.searching = asked.turn + 1, 0, False
+
+
+def support(trajectory: Trajectory) -> list[Passage]:
+    """The passages that hold the answer, or what it is about: each once, in the order in which they were read."""
+    answer = normalise(trajectory.answer or "")
+    read = [passage for turn in trajectory.turns for ranking in turn.passages for passage in ranking]
+    by_id = {passage.id: passage for passage in reversed(read)}
+    kept = dict.fromkeys(passage.id for passage in read)
+    return [by_id[i] for i in kept if answer and f" {answer} " in f" {normalise(_whole(by_id[i]))} "]
+
+
+def _whole(passage: Passage) -> str:
+    return f"{passage.title} {passage.text}"
+
+
+def _say(asked: _Asked, text: str) -> None:
+    """Tells what is new of the text of the current turn."""
+    if len(text) > asked.said and not asked.unwanted:
+        asked.listen(Event("text", text[asked.said :]))
+        asked.said = len(text)
+
+
+def _tell(asked: _Asked, event: Event) -> None:
+    now = time.monotonic()
+    if not asked.unwanted:
+        asked.listen(replace(event, seconds=now - asked.since))
+    asked.since = now

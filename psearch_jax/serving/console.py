@@ -1,0 +1,167 @@
+"""How an answer that comes piece by piece looks on a terminal, in plain text, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from psearch_jax.serving.answerer import Event, support
+from psearch_jax.text import tags
+from psearch_jax.types import Trajectory
+from retrieval.protocol import Passage
+
+BRANCH, LAST = ("\u251c\u2500 ", "\u2502  "), ("\u2514\u2500 ", "   ")
+BRANCH_ASCII, LAST_ASCII = ("|- ", "|  "), ("`- ", "   ")
+ANSWER, SEARCH, DIM = "bold green", "bold cyan", "dim"
+WITHOUT = {
+    "truncated": "no answer: the context is full",
+    "out_of_turns": "no answer: the last turn ended without one",
+    "eos": "no answer: the model ended its message without one",
+    "not_finite": "no answer: a logit was not finite",
+}
+
+
+@dataclass
+class Told:
+    """What one question took, by its events."""
+
+    seconds: list[float] = field(default_factory=list)  # of the model, turn by turn
+    search_seconds: list[float] = field(default_factory=list)  # of the searches between them
+    trajectory: Trajectory | None = None  # None until the end, and after an error
+    error: str = ""
+
+    def add(self, event: Event) -> None:
+        """Takes note of the next event."""
+        if event.kind == "passages":
+            self.search_seconds.append(event.seconds)
+        elif event.kind in ("search", "end"):
+            self.seconds.append(event.seconds)
+        self.trajectory, self.error = event.trajectory, event.text if event.kind == "error" else ""
+
+    @property
+    def total(self) -> float:
+        """Seconds from the question to the answer."""
+        return sum(self.seconds) + sum(self.search_seconds)
+
+
+class Shown:
+    """Shows the events of one question after the other.
+
+    What a model writes and what is found for it may hold anything: control characters are written as a question mark,
+    so that none reaches the terminal.
+    """
+
+    def __init__(self, file: IO[str]):
+        self._console = Console(file=file, highlight=False, markup=False, soft_wrap=True)
+        try:
+            "".join((*BRANCH, *LAST)).encode(self._console.encoding)
+            self._branch, self._last = BRANCH, LAST
+        except UnicodeEncodeError:
+            self._branch, self._last = BRANCH_ASCII, LAST_ASCII
+        self._at_start = True  # of a line
+
+    def show(self, event: Event) -> None:
+        """Writes one event."""
+        if event.kind == "text":
+            for part in tags.TAG.split(event.text):
+                self._write(part, SEARCH if tags.TAG.fullmatch(part) else DIM)
+        elif event.kind == "search":
+            many = len(event.queries) > 1
+            self._line(f"  {len(event.queries)} searches at once" if many else "  one search", SEARCH)
+        elif event.kind == "passages":
+            for i, (query, ranking) in enumerate(zip(event.queries, event.passages, strict=True)):
+                head, below = self._last if i == len(event.queries) - 1 else self._branch
+                self._line(f"  {head}{query}", SEARCH)
+                for passage in ranking:
+                    self._line(f"  {below}  {one_line(passage)}")
+                if not ranking:
+                    self._line(f"  {below}  {tags.NOTHING_FOUND}", DIM)
+            self._line(f"  {event.seconds:.2f} s", DIM)
+        elif event.kind == "error":
+            self._line(f"error: {event.text}", "bold red")
+
+    def sum_up(self, told: Told) -> None:
+        """Writes the answer, what it rests on, and what it took."""
+        if told.trajectory is None:
+            return
+        answered = told.trajectory.status == "answered"
+        self._line("")
+        self._line(f"answer: {told.trajectory.answer}" if answered else WITHOUT[told.trajectory.status], ANSWER)
+        rests = support(told.trajectory)
+        if rests:
+            self._line("found in:")
+        for passage in rests:
+            self._line(f"  {one_line(passage)}")
+        self._line(took(told), DIM)
+
+    def line(self, text: str) -> None:
+        """Writes a line of the program's own."""
+        self._line(text)
+
+    def _line(self, text: str, style: str = "") -> None:
+        self._write(text if self._at_start else f"\n{text}", style)
+        self._write("\n", style)
+
+    def _write(self, text: str, style: str) -> None:
+        if text:
+            self._console.print(Text(printable(text), style=style), end="")
+            self._at_start = text.endswith("\n")
+
+
+def took(told: Told) -> str:
+    """One line on turns, searches and seconds."""
+    trajectory = told.trajectory
+    assert trajectory is not None
+    queries = sum(len(turn.queries) for turn in trajectory.executed)
+    turns, searches = trajectory.model_calls, len(trajectory.executed)
+    counted = f"{turns} turn{'s' * (turns != 1)}, {searches} search{'es' * (searches != 1)}"
+    of = f" of {queries} queries" if queries != searches else ""
+    model = " + ".join(f"{seconds:.2f}" for seconds in told.seconds)
+    return f"{counted}{of}, {told.total:.2f} s (model {model}; searching {sum(told.search_seconds):.2f})"
+
+
+def as_json(question: str, told: Told) -> dict[str, Any]:
+    """What `--json` prints of a question."""
+    trajectory = told.trajectory
+    if trajectory is None:
+        return {"question": question, "error": told.error}
+    searching: Iterator[float] = iter(told.search_seconds)
+    model: Iterator[float] = iter(told.seconds)
+    turns = [
+        {
+            "text": turn.text,
+            "queries": list(turn.queries),
+            "passages": rankings(turn.passages),
+            "seconds": round(next(model, 0.0), 4) if turn.queries or turn is trajectory.turns[-1] else 0.0,
+            "search_seconds": round(next(searching, 0.0), 4) if turn.queries else 0.0,
+        }
+        for turn in trajectory.turns
+    ]
+    return {
+        "question": question,
+        "answer": trajectory.answer,
+        "status": trajectory.status,
+        "turns": turns,
+        "found_in": [passage.id for passage in support(trajectory)],
+        "seconds": round(told.total, 4),
+    }
+
+
+def rankings(passages: Sequence[Sequence[Passage]]) -> list[list[dict[str, Any]]]:
+    """The passages of each query as JSON."""
+    return [[{"id": p.id, "title": p.title, "text": p.text} for p in ranking] for ranking in passages]
+
+
+def one_line(passage: Passage) -> str:
+    """A passage on one line, with its title in front."""
+    title, text = (" ".join(part.split()) for part in (passage.title, passage.text))
+    return f"{title}: {text}" if title else text
+
+
+def printable(text: str) -> str:
+    """The text with a question mark for what a terminal might obey."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text.replace("\r\n", "\n").replace("\t", " "))

@@ -1,0 +1,38 @@
+"""The config that a policy was trained with."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import astuple, replace
+
+import jax
+
+from psearch_jax.config import Config, MeshSection, from_mapping
+from psearch_jax.paths import absolute, locate
+from psearch_jax.train.checkpoint import find_checkpoint
+from psearch_jax.types import UserError
+
+
+def config_of(model: str) -> Config | None:
+    """That of the run which a checkpoint or a run directory belongs to, on this machine's devices; else None.
+
+    Raises:
+      UserError: its config.json cannot be read.
+    """
+    path = locate(model)
+    in_hf_format = (path / "config.json").is_file() and not (path / "checkpoints").is_dir()
+    if not path.is_dir() or in_hf_format:
+        return None
+    file = absolute(find_checkpoint(path)).parents[1] / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        config = from_mapping(json.loads(file.read_text(encoding="utf-8")))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}: not JSON ({error}), accepted: the config.json of a run") from None
+    sizes = astuple(config.mesh)
+    known = math.prod(size for size in sizes if size > 0)
+    if jax.device_count() % known or (-1 not in sizes and known != jax.device_count()):  # a run of another machine
+        config = replace(config, mesh=MeshSection())
+    return config

@@ -1,0 +1,66 @@
+"""launch/ask.py as a user meets it: real processes, the policy that ships, its own world or a user's corpus."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from programs import ROOT, completed
+
+from psearch_jax.data.asking import questions
+from psearch_jax.data.closed_world import ClosedWorld
+
+ASK = [sys.executable, "launch/ask.py"]
+
+
+def test_questions_are_answered_by_two_methods_beside_each_other():
+    """Fails if an answer is another question's, or if one search at a time runs several."""
+    asked = questions(ClosedWorld.make(0), "eval", "parallel", 2, 0)
+    done = completed([*ASK, "--json", "--beside=search_r1", *(q.text for q in asked)])
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [f["question"] for f in found] == [q.text for q in asked for _ in range(2)]
+    assert [f["method"] for f in found] == ["parallelsearch", "search_r1"] * 2
+    assert all(f["status"] == "answered" and f["seconds"] > 0 for f in found)
+    searches = [turn["queries"] for f in found[1::2] for turn in f["turns"] if turn["queries"]]
+    assert len(searches) > 3 and all(len(queries) == 1 for queries in searches)
+    assert all(len(turn["passages"]) == len(turn["queries"]) for f in found for turn in f["turns"])
+
+
+def test_without_anything_an_example_is_asked_and_shown():
+    """The first thing that a newcomer types must end in an answer."""
+    done = completed(ASK)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("> ") and any(line.startswith("answer: ") for line in lines)
+    assert "<search>" in done.stdout and " turns, " in done.stdout and "\x1b" not in done.stdout
+
+
+def test_a_users_own_passages_are_searched_and_lines_of_standard_input_asked(tmp_path):
+    """Fails if the toy policy searches its own world although the user named a corpus, or if a line gets lost."""
+    row = {"id": "mine", "title": "", "text": "The hometown of Zzyzx is Quibber."}
+    (tmp_path / "corpus.jsonl").write_text(json.dumps(row) + "\n")
+    command = [*ASK, "--json", f"--corpus={tmp_path / 'corpus.jsonl'}"]
+    asked = "What is the hometown of Bala?\n\nWhat is the hometown of Tora?\n"
+    done = subprocess.run(command, cwd=ROOT, input=asked, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [f["question"] for f in found] == [line for line in asked.splitlines() if line]
+    passages = {p["id"] for f in found for t in f["turns"] for ranking in t["passages"] for p in ranking}
+    assert passages == {"mine"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model=nowhere", "Who?"], "--index"),
+        (["--model=nowhere", "--method=r1", "Who?"], "nowhere"),
+        (["--method=other", "Who?"], "--method"),
+        (["Who? " * 500], "question"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line(arguments, named):
+    """Bad input must say what it is, and cost no traceback."""
+    done = completed([*ASK, *arguments])
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2 and named in done.stderr and "Traceback" not in done.stderr and last, done.stderr
