@@ -29,8 +29,9 @@ from retrieval.client import HttpRetriever, connect
 from retrieval.corpus import MemoryMappedCorpus, write_corpus
 from retrieval.directory import build_index
 from retrieval.hashing import HashingEncoder
+from retrieval.http import listen
 from retrieval.protocol import Passage, RetrievalError
-from retrieval.server import Limits, listen, make_app
+from retrieval.server import Limits, make_app
 from retrieval.service import RetrievalService
 
 PROGRAM = ROOT / "launch" / "serve_retriever.py"
@@ -338,7 +339,7 @@ def test_more_than_fits_is_refused(service):
 
 def test_a_client_that_reads_nothing_is_hung_up_on(monkeypatch):
     """Answers to clients that do not take them fill the memory, and a stop waits for them."""
-    monkeypatch.setattr("retrieval.server.STALLED_S", 1)
+    monkeypatch.setattr("retrieval.http.STALLED_S", 1)
     long = RetrievalService.from_corpus([Passage(str(n), f"Baro {n}", "quill " * 5000) for n in range(20)])
     with Running(make_app(long)) as running:
         body = {"queries": [f"Baro {n} quill" for n in range(20)], "topk": 20}
