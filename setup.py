@@ -43,7 +43,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["psearch_jax", "psearch_jax.*", "retrieval", "retrieval.*"]),
-    package_data={"psearch_jax": ["assets/toy_policy/*", "assets/prompts/*", "assets/*.tsv", "report/assets/*"]},
+    package_data={
+        "psearch_jax": ["assets/toy_policy/*", "assets/prompts/*", "assets/*.tsv", "report/assets/*", "serving/page/*"]
+    },
     install_requires=[
         "absl-py>=2",
         "jax>=0.10",

@@ -10,80 +10,34 @@ else of the run that a checkpoint belongs to, else the defaults.
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from absl import flags
-from ml_collections import config_flags
 
 from psearch_jax import launching
-from psearch_jax.config import Config, from_mapping, with_method
-from psearch_jax.types import UserError
+from psearch_jax.serving import given
 
-MODEL = flags.DEFINE_string("model", "toy", "Run directory, checkpoint, HF directory or hub id, or toy.")
-BEST = flags.DEFINE_bool("best", False, "Of a run directory: the best checkpoint by validation, not the newest.")
-CONFIG = config_flags.DEFINE_config_file("config", None, "Budgets, prompt and retrieval of a file in configs/.")
-METHOD = flags.DEFINE_enum("method", None, ["parallelsearch", "search_r1", "parallel_prompt", "r1"], "How to search.")
-BESIDE = flags.DEFINE_enum(
-    "beside", None, ["parallelsearch", "search_r1", "parallel_prompt", "r1"], "Another method to answer each by too."
-)
-INDEX = flags.DEFINE_string("index", None, "Index directory made by launch/build_index.py.")
-CORPUS = flags.DEFINE_string("corpus", None, "A jsonl corpus in place of an index (small ones only).")
-URL = flags.DEFINE_string("retriever_url", None, "Server that speaks /retrieve, in place of an index; also several.")
-TOPK = flags.DEFINE_integer("topk", None, "Passages per sub-query.", lower_bound=1)
+ROOT = Path(__file__).resolve().parent.parent
+given.define_flags()
+BESIDE = flags.DEFINE_enum("beside", None, given.METHODS, "Another method to answer each question by, too.")
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", lower_bound=0.0)
 SEED = flags.DEFINE_integer("seed", 0, "Of the sampling; without effect at temperature 0.", lower_bound=0)
 JSON = flags.DEFINE_bool("json", False, "Print one JSON object per question in place of all else.")
-EXAMPLES = 3
-
-
-def asked_config() -> Config:
-    """The config of the flags, for one question at a time."""
-    import jax
-
-    from psearch_jax.train.run_config import config_of
-
-    if CONFIG.value is not None:
-        config = from_mapping(CONFIG.value.to_dict())
-    elif MODEL.value == "toy":
-        sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-        from configs.smoke import get_config
-
-        config = from_mapping(get_config().to_dict())
-    else:
-        config = config_of(MODEL.value) or Config()
-    given = {"index": INDEX.value, "corpus": CORPUS.value, "url": URL.value}
-    retrieval, data = config.retrieval, config.data
-    if any(given.values()):
-        retrieval = replace(retrieval, **{name: value or "" for name, value in given.items()})
-        data = replace(data, source="")
-    if TOPK.value:
-        retrieval = replace(retrieval, topk=TOPK.value)
-    rollout = replace(config.rollout, slots=jax.device_count(), samples=1, widths=1)
-    return replace(config, data=data, retrieval=retrieval, rollout=rollout, method=METHOD.value or config.method)
 
 
 def main(argv: list[str]) -> None:
     launching.configure_jax()
-    model = MODEL.value
-    if BEST.value:
-        from psearch_jax.train.best import find_best
-
-        model = str(find_best(model))
-    config = asked_config()
-    retrieval = config.retrieval
-    places = (config.data.source == "closed_world", retrieval.index, retrieval.corpus, retrieval.url)
-    if with_method(config).rollout.search_turns and not any(places):
-        raise UserError(
-            "--index: none given, accepted: a directory of launch/build_index.py (or --corpus, --retriever_url)"
-        )
+    config = given.config(ROOT, slots=1)
+    config = replace(config, rollout=replace(config.rollout, widths=1))  # nothing is compiled twice for one question
 
     from psearch_jax import build  # slow to import: bad input is refused before
     from psearch_jax.serving.answerer import Answerer
     from psearch_jax.serving.console import Shown, Told, as_json, took
 
     def answerer(method: str) -> Answerer:
-        parts = build.from_path(replace(config, method=method), model)
+        parts = build.from_path(replace(config, method=method), given.model())
         worlds.append(parts.world)
         return Answerer(parts.collector, parts.sampling_copy(), SEED.value)
 
@@ -112,13 +66,8 @@ def main(argv: list[str]) -> None:
             for method, told in took_by:
                 shown.line(f"{method}: {told.trajectory.answer}, {took(told)}")
 
-    questions = argv[1:]
-    examples = []
-    if worlds[0] and not questions:
-        from psearch_jax.data.asking import questions as drawn
-
-        kinds = ("parallel", "sequential", "parallel")
-        examples = [drawn(worlds[0], "eval", kind, 2, i)[i // 2].text for i, kind in enumerate(kinds)]
+    questions: Iterator[str] | Sequence[str] = argv[1:]
+    examples = () if questions else given.examples(worlds[0])
     if not questions and sys.stdin.isatty():
         shown.line("A question a line, an empty one for the next of these, Ctrl-D ends:")
         for example in examples:
@@ -132,7 +81,7 @@ def main(argv: list[str]) -> None:
         ask(question)
 
 
-def typed(examples: list[str]):
+def typed(examples: Sequence[str]) -> Iterator[str]:
     """What is typed, line by line; an empty line stands for the next example."""
     import readline  # noqa: F401 (editing and history)
 

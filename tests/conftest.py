@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import os
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -101,3 +102,27 @@ def tiny_policy(tmp_path_factory, tokenizer) -> Path:
     )
     hf.save_hf(qwen2.init_params(shape, 0), shape, tokenizer.name, folder / "hf")
     return folder / "hf"
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    """A headless Chromium with an empty profile (tests/browsing.py)."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    driver = shutil.which("chromedriver")
+    if not chromium or not driver:
+        pytest.skip("no chromium and chromedriver on this machine")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    names = "no-sandbox disable-gpu disable-quic no-first-run disable-background-networking disable-component-update"
+    for name in (
+        *names.split(),
+        "disable-sync",
+        "headless=new",
+        f"user-data-dir={tmp_path_factory.mktemp('profile')}",
+    ):
+        options.add_argument(f"--{name}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield started
+    started.quit()

@@ -8,12 +8,12 @@ import json
 import logging
 import re
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from browsing import asked, focus, opened, press, text, wait
 from programs import completed
 
 from psearch_jax.eval.evaluate import Evaluation, trajectory_row
@@ -328,70 +328,17 @@ def test_program_prints_tables_and_writes_the_page(tmp_path, tiny_tokenizer):
 # ---- in a browser ----
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    """A headless Chromium with an empty profile."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    driver = shutil.which("chromedriver")
-    if not chromium or not driver:
-        pytest.skip("no chromium and chromedriver on this machine")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    names = "no-sandbox disable-gpu disable-quic no-first-run disable-background-networking disable-component-update"
-    for name in (
-        *names.split(),
-        "disable-sync",
-        "headless=new",
-        f"user-data-dir={tmp_path_factory.mktemp('profile')}",
-    ):
-        options.add_argument(f"--{name}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield started
-    started.quit()
-
-
 def show(browser, file: Path, width: int = 1280, scheme: str = "light") -> None:
     """Opens a page, and waits until all is drawn."""
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    for kind in ("browser", "performance"):
-        browser.get_log(kind)  # what is there is another page's
-    browser.get(file.as_uri())
+    opened(browser, file.as_uri(), width, scheme)
     wait(browser, "const d = document.documentElement.dataset; return d.drawn && d.browser === 'ready'")
     wait(browser, "return document.querySelector('#left h3') !== null")
 
 
-def wait(browser, condition: str, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not browser.execute_script(condition):
-        assert time.monotonic() < deadline, (condition, browser.get_log("browser"))
-        time.sleep(0.02)
-
-
-def text(browser, selector: str) -> str:
-    return browser.execute_script(f"return document.querySelector({selector!r}).textContent")
-
-
-def press(browser, *keys: str) -> None:
-    from selenium.webdriver.common.action_chains import ActionChains
-
-    ActionChains(browser).send_keys(*keys).perform()
-
-
-def focus(browser, selector: str) -> None:
-    browser.execute_script(f"document.querySelector({selector!r}).focus()")
-
-
 def check_quiet(browser) -> None:
     """Nothing on the console, and nothing asked of any network."""
-    assert browser.get_log("browser") == []
-    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
-    assert asked and all(url.startswith(("file:", "data:", "blob:")) for url in asked), asked
+    urls = asked(browser)
+    assert urls and all(url.startswith(("file:", "data:", "blob:")) for url in urls), urls
 
 
 DRAWN = """return [...document.querySelectorAll('.chart')].map(chart => [chart.id,

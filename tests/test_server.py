@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,58 +18,20 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-import urllib3
-import uvicorn
 from helpers import people
 from programs import ROOT, Program, completed
+from serving import HTTP, Running
 
 from retrieval import client
 from retrieval.client import HttpRetriever, connect
 from retrieval.corpus import MemoryMappedCorpus, write_corpus
 from retrieval.directory import build_index
 from retrieval.hashing import HashingEncoder
-from retrieval.http import listen
 from retrieval.protocol import Passage, RetrievalError
 from retrieval.server import Limits, make_app
 from retrieval.service import RetrievalService
 
 PROGRAM = ROOT / "launch" / "serve_retriever.py"
-HTTP = urllib3.PoolManager(retries=False)
-
-
-class Running:
-    """An application on a free port, in a thread of this process."""
-
-    def __init__(self, app):
-        listener = listen("127.0.0.1", 0)
-        self.port = listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]})
-
-    def __enter__(self) -> Running:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-
-    @property
-    def connections(self) -> int:
-        return len(self._server.server_state.connections)
-
-    def raw(self, body: bytes, length: int | None = None, path: str = "/retrieve", headers: str = "") -> socket.socket:
-        """A connection on which `body` was sent, announced as `length` bytes."""
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
-        length = len(body) if length is None else length
-        head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Length: {length}\r\n{headers}\r\n"
-        connection.sendall(head.encode() + body)
-        return connection
-
-    def post(self, body, path: str = "/retrieve", **headers) -> urllib3.BaseHTTPResponse:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return HTTP.request("POST", self.url + path, body=data, headers=headers)
 
 
 class Watched:

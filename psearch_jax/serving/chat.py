@@ -1,0 +1,311 @@
+"""A policy behind HTTP, as chat completions of the form that OpenAI's clients speak, and a page to try it.
+
+POST /v1/chat/completions   answers the last message of role `user`; with `stream` as server-sent events
+GET  /v1/models             the one policy
+GET  /                      a page that asks and shows the searches fan out
+GET  /openapi.json          this, for machines
+GET  /health, /metrics      as the retrieval server's
+
+The answer is the message's `content`; what led to it, as it was written, is its `reasoning_content`. What the form has
+no place for stands under `psearch`: the searches with their passages, and the seconds of each turn. Of the request
+`messages`, `stream`, `temperature` and `seed` are read, `n` has to be 1, and other fields change nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from psearch_jax.serving.answerer import Answerer, Event
+from psearch_jax.serving.console import Told, as_json, rankings
+from psearch_jax.serving.openapi import description
+from psearch_jax.types import Trajectory, UserError
+from retrieval import http
+
+PAGE = {path.name: path.read_bytes() for path in sorted((Path(__file__).parent / "page").iterdir())}
+TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+# Nothing from elsewhere, and no script in the page itself: a passage that got into it could run none.
+CONTENT_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'"
+)
+HOTTEST = 2.0  # temperature
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Limits(http.Bounds):
+    """What one request may ask for, and all together."""
+
+    body_bytes: int = 256 * 2**10
+    question_chars: int = 8192
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What is read of a request."""
+
+    question: str
+    stream: bool = False
+    temperature: float = 0.0
+    seed: int = 0
+
+
+class Metrics:
+    """What the server counts, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        made = {"registry": self.registry}
+        self.requests = Counter("answers_requests", "Requests for an answer by status", ["status"], **made)
+        self.in_flight = Gauge("answers_in_flight", "Questions being answered", **made)
+        self.queries = Counter("answers_queries", "Queries searched for", **made)
+        self.seconds = Histogram("answers_seconds", "Seconds from question to answer", **made)
+
+    @contextmanager
+    def counted(self) -> Iterator[dict[str, int]]:
+        """Counts a request by the code that it leaves in what is yielded, or by the exception that it ends with."""
+        begun, status = time.perf_counter(), {"code": 500}
+        try:
+            with self.in_flight.track_inprogress():
+                yield status
+        except HTTPException as error:
+            status["code"] = error.status_code
+            raise
+        except asyncio.CancelledError:
+            status["code"] = http.GONE
+            raise
+        finally:
+            self.requests.labels(status["code"]).inc()
+            self.seconds.observe(time.perf_counter() - begun)
+
+
+class Events:
+    """The events of one question, from the answerer's thread to this loop; left early, the question is taken back.
+
+    Raises `HTTPException` 422 for one that cannot be asked.
+    """
+
+    def __init__(self, answerer: Answerer, asking: Asking):
+        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+        tell = partial(asyncio.get_running_loop().call_soon_threadsafe, self._queue.put_nowait)
+        try:
+            self.take_back = answerer.ask(asking.question, tell, asking.temperature, asking.seed)
+        except UserError as error:
+            raise HTTPException(422, str(error)) from None
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        while True:
+            event = await self._queue.get()
+            yield event
+            if event.kind in ("end", "error"):
+                return
+
+
+class Streamed(StreamingResponse):
+    """A stream that gives back what it holds, however it ends and even if it never begins."""
+
+    def __init__(self, content: AsyncIterator[bytes], held: ExitStack):
+        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await super().__call__(scope, receive, send)
+
+
+def make_app(
+    answerer: Answerer,
+    model: str,
+    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    token: str | None = None,
+    examples: tuple[str, ...] = (),
+) -> Starlette:
+    """The ASGI application.
+
+    Args:
+      model: the name of the policy that clients are told.
+      token: asked for as a bearer token, except by /health and the page; None: nobody is asked.
+      examples: questions that the page offers.
+    """
+    metrics, requests = Metrics(), http.Room("questions", limits.requests)
+
+    async def completions(request: Request) -> Response:
+        http.authorise(request, token)
+        with ExitStack() as held:
+            status = held.enter_context(metrics.counted())
+            held.enter_context(requests.take(1))
+            asking = read(http.json_object(await http.body_of(request, limits), "messages"), limits)
+            events = Events(answerer, asking)
+            held.callback(events.take_back)
+            about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+            if asking.stream:
+                status["code"] = 200
+                return Streamed(_stream(about, asking, events, metrics), held.pop_all())
+            try:
+                content = await http.while_there(request, _whole(about, asking, events, metrics))
+            except asyncio.CancelledError:  # the server stops, and its patience with this request is over
+                status["code"] = 503
+                return http.stopping(request)
+            status["code"] = 200
+            return JSONResponse(content)
+
+    async def models(request: Request) -> Response:
+        http.authorise(request, token)
+        return JSONResponse({"object": "list", "data": [{"id": model, "object": "model", "owned_by": "psearch_jax"}]})
+
+    async def health(_: Request) -> Response:
+        healthy = answerer.healthy
+        return JSONResponse({"status": "ok" if healthy else "answers fail"}, 200 if healthy else 503)
+
+    async def expose(request: Request) -> Response:
+        http.authorise(request, token)
+        return PlainTextResponse(generate_latest(metrics.registry))
+
+    async def page(request: Request) -> Response:
+        name = request.url.path.strip("/") or "page.html"
+        headers = {"Content-Security-Policy": CONTENT_POLICY, "X-Content-Type-Options": "nosniff"}
+        return Response(PAGE[name], media_type=TYPES[name.rpartition(".")[2]], headers=headers)
+
+    async def about_page(_: Request) -> Response:
+        return JSONResponse({"model": model, "examples": list(examples), "token": token is not None})
+
+    async def described(_: Request) -> Response:
+        return JSONResponse(description(token is not None))
+
+    routes = [
+        Route("/v1/chat/completions", completions, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/health", health),
+        Route("/metrics", expose),
+        Route("/openapi.json", described),
+        Route("/page.json", about_page),
+        *(Route(f"/{name}".replace("/page.html", "/"), page) for name in PAGE),
+    ]
+    app = Starlette(routes=routes, middleware=http.middleware(limits), exception_handlers=HANDLERS)
+    app.state.open_to_all = token is None
+    return app
+
+
+def read(asked: Mapping[str, Any], limits: Limits) -> Asking:
+    """What a request asks for. Raises `HTTPException` 422 naming the field."""
+    messages = asked.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        raise HTTPException(422, "messages: expected a list of objects with role and content")
+    question = next((one.get("content") for one in reversed(messages) if one.get("role") == "user"), None)
+    if isinstance(question, list):  # parts, of which those of text count
+        texts = [part.get("text") for part in question if isinstance(part, dict) and part.get("type") == "text"]
+        question = " ".join(texts) if texts and all(isinstance(text, str) for text in texts) else None
+    if not isinstance(question, str) or not question.strip():
+        raise HTTPException(422, "messages: expected a last message of role user with a text as its content")
+    if len(question) > limits.question_chars:
+        found = f"messages: found a question of {len(question)} characters"
+        raise HTTPException(422, f"{found}, accepted: at most {limits.question_chars}")
+    if any("\ud800" <= letter <= "\udfff" for letter in question):
+        raise HTTPException(422, "messages: found half a surrogate pair, accepted: text")
+    stream, temperature, seed, n = (asked.get(name) for name in ("stream", "temperature", "seed", "n"))
+    if not isinstance(stream, bool | None):
+        raise HTTPException(422, "stream: expected true or false")
+    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if temperature is not None and not (number and math.isfinite(temperature) and 0 <= temperature <= HOTTEST):
+        raise HTTPException(422, f"temperature: expected a number from 0 to {HOTTEST:g}")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) > MAX_SEED):
+        raise HTTPException(422, "seed: expected a whole number of 64 bits")
+    if n is not None and (isinstance(n, bool) or n != 1):
+        raise HTTPException(422, "n: expected 1, one answer to a request")
+    return Asking(question.strip(), bool(stream), float(temperature or 0), seed or 0)
+
+
+async def _whole(about: dict[str, Any], asking: Asking, events: Events, metrics: Metrics) -> dict[str, Any]:
+    """The answer in one piece."""
+    told = await _all(events, metrics)
+    if told.trajectory is None:
+        raise HTTPException(503, told.error)
+    message = {
+        "role": "assistant",
+        "content": told.trajectory.answer or "",
+        "reasoning_content": "".join(turn.text for turn in told.trajectory.turns),
+    }
+    choice = {"index": 0, "message": message, "finish_reason": _reason(told.trajectory)}
+    more = {"usage": _usage(told.trajectory), "psearch": as_json(asking.question, told)}
+    return {**about, "object": "chat.completion", "choices": [choice], **more}
+
+
+async def _all(events: Events, metrics: Metrics) -> Told:
+    told = Told()
+    async for event in events:
+        told.add(event)
+        if event.kind == "search":
+            metrics.queries.inc(len(event.queries))
+    return told
+
+
+async def _stream(about: dict[str, Any], asking: Asking, events: Events, metrics: Metrics) -> AsyncIterator[bytes]:
+    """The answer as server-sent events, each a chunk."""
+
+    def chunk(delta: dict[str, Any], reason: str | None = None, **more: Any) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": reason}
+        content = {**about, "object": "chat.completion.chunk", "choices": [choice], **more}
+        return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+    told = Told()
+    yield chunk({"role": "assistant"})
+    async for event in events:
+        told.add(event)
+        if event.kind == "text":
+            yield chunk({"reasoning_content": event.text})
+        elif event.kind == "search":
+            metrics.queries.inc(len(event.queries))
+            yield chunk({}, psearch={"queries": list(event.queries)})
+        elif event.kind == "passages":
+            yield chunk({}, psearch={"passages": rankings(event.passages), "seconds": round(event.seconds, 4)})
+    if told.trajectory is None:
+        yield b"data: " + json.dumps(_error(told.error, 503)).encode() + b"\n\n"
+    else:
+        yield chunk({"content": told.trajectory.answer or ""})
+        more = {"usage": _usage(told.trajectory), "psearch": as_json(asking.question, told)}
+        yield chunk({}, _reason(told.trajectory), **more)
+    yield b"data: [DONE]\n\n"
+
+
+def _reason(trajectory: Trajectory) -> str:
+    return "stop" if trajectory.status in ("answered", "eos") else "length"
+
+
+def _usage(trajectory: Trajectory) -> dict[str, int]:
+    """Ids: prompt and passages were read, the rest was written."""
+    written, total = int(trajectory.mask.sum()), len(trajectory.ids)
+    return {"prompt_tokens": total - written, "completion_tokens": written, "total_tokens": total}
+
+
+def _error(message: str, code: int) -> dict[str, Any]:
+    kind = "server_error" if code >= 500 else "authentication_error" if code == 401 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "code": code}}
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse(_error(error.detail, error.status_code), error.status_code, error.headers)
+
+
+async def _give_up(_: Request, error: Exception) -> Response:  # uvicorn logs the error
+    return JSONResponse(_error("an error of the server; its log says which", 500), 500)
+
+
+HANDLERS = {HTTPException: _refuse, Exception: _give_up}

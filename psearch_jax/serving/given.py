@@ -1,0 +1,89 @@
+"""What launch/ask.py and launch/serve_agent.py are given: flags that name a policy, and what it searches in."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import jax
+from absl import flags
+from ml_collections import config_flags
+
+from psearch_jax.config import Config, Method, from_mapping, with_method
+from psearch_jax.types import UserError
+
+METHODS = list(get_args(Method))
+KINDS = ("parallel", "sequential", "parallel")  # of the examples
+
+
+def define_flags() -> None:
+    """Defines the flags; call it once, before they are parsed."""
+    flags.DEFINE_string("model", "toy", "Run directory, checkpoint, HF directory or hub id, or toy.")
+    flags.DEFINE_bool("best", False, "Of a run directory: the best checkpoint by validation, not the newest.")
+    config_flags.DEFINE_config_file("config", None, "Budgets, prompt and retrieval of a file in configs/.")
+    flags.DEFINE_enum("method", None, METHODS, "How to search.")
+    flags.DEFINE_string("index", None, "Index directory made by launch/build_index.py.")
+    flags.DEFINE_string("corpus", None, "A jsonl corpus in place of an index (small ones only).")
+    flags.DEFINE_string("retriever_url", None, "Server that speaks /retrieve, in place of an index; also several.")
+    flags.DEFINE_integer("topk", None, "Passages per sub-query.", lower_bound=1)
+
+
+def model() -> str:
+    """The policy that the flags name."""
+    if not flags.FLAGS.best:
+        return flags.FLAGS.model
+    from psearch_jax.train.best import find_best
+
+    return str(find_best(flags.FLAGS.model))
+
+
+def config(root: Path, slots: int, samples: int = 1) -> Config:
+    """Budgets, prompt and retrieval: of --config, else of the run that the policy belongs to, else the defaults.
+
+    The toy policy's are those of configs/smoke.py, and its world is searched where no passages are named.
+
+    Args:
+      root: of the repository.
+      slots: rows decoded together at least; as many more as the devices need.
+      samples: prompts are prefilled for slots / samples at a time.
+
+    Raises:
+      UserError: no passages to search in.
+    """
+    given, found = flags.FLAGS, None
+    if given.config is not None:
+        found = from_mapping(given.config.to_dict())
+    elif given.model == "toy":
+        sys.path.insert(0, str(root))
+        found = from_mapping(importlib.import_module("configs.smoke").get_config().to_dict())
+    else:
+        from psearch_jax.train.run_config import config_of
+
+        found = config_of(given.model) or Config()
+    passages = {"index": given.index, "corpus": given.corpus, "url": given.retriever_url}
+    retrieval, data = found.retrieval, found.data
+    if any(passages.values()):
+        retrieval = replace(retrieval, **{name: value or "" for name, value in passages.items()})
+        data = replace(data, source="")
+    if given.topk:
+        retrieval = replace(retrieval, topk=given.topk)
+    rollout = replace(found.rollout, slots=-(-slots // jax.device_count()) * jax.device_count(), samples=samples)
+    found = replace(found, data=data, retrieval=retrieval, rollout=rollout, method=given.method or found.method)
+    places = (data.source == "closed_world", retrieval.index, retrieval.corpus, retrieval.url)
+    if with_method(found).rollout.search_turns and not any(places):
+        raise UserError(
+            "--index: none given, accepted: a directory of launch/build_index.py (or --corpus, --retriever_url)"
+        )
+    return found
+
+
+def examples(world: object | None) -> tuple[str, ...]:
+    """Questions about a closed world; none about other passages."""
+    if world is None:
+        return ()
+    from psearch_jax.data.asking import questions
+
+    return tuple(questions(world, "eval", kind, 1, seed)[0].text for seed, kind in enumerate(KINDS))
