@@ -77,6 +77,7 @@ setup(
         "tensorboardX>=2.6",
         "tqdm>=4.66",
         "plotly>=6",  # the charts of a report: its JavaScript goes into the page
+        "packaging>=24",
         "rich>=13",  # answers on a terminal
         "urllib3>=2",
     ],

@@ -188,7 +188,7 @@ def engine(
     if config.data.source == CLOSED_WORLD:
         world = ClosedWorld.make(config.data.world_seed, names=config.data.world_names)
     if retriever is None and _searches(config):
-        retriever = _retriever(config, world)
+        retriever = retriever_of(config, world)
     collector = Collector(
         sampler, tokenizer, retriever, _renderer(config, tokenizer), config.rollout, config.retrieval
     )
@@ -346,13 +346,19 @@ def _searches(config: Config) -> bool:
     return config.rollout.search_turns > 0 or config.rollout.initial_search
 
 
-def _retriever(config: Config, world: ClosedWorld | None) -> Retriever:
+def retriever_of(config: Config, world: ClosedWorld | None, patience_s: float | None = None) -> Retriever:
+    """The retriever that the config names, else one of the world's passages.
+
+    Args:
+      patience_s: how long servers are waited for; default: the config's.
+    """
     section = config.retrieval
+    patience_s = section.patience_s if patience_s is None else patience_s
     if section.url:
         from retrieval.client import connect
 
         token = read_token(section.token_file, "config.retrieval.token_file") if section.token_file else None
-        return connect(section.url, section.timeout_s, section.patience_s, token)
+        return connect(section.url, section.timeout_s, patience_s, token)
     from retrieval.service import RetrievalService  # loads ScaNN
 
     cache = {"cache_size": section.cache_queries, "cache_bytes": section.cache_mb * 2**20}

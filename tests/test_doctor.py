@@ -1,0 +1,124 @@
+"""launch/doctor.py: what a run needs and lacks is said before the run, thing by thing, with how to mend it."""
+
+import json
+import shutil
+import sys
+from types import SimpleNamespace
+
+import jax
+import pytest
+from programs import completed
+
+from configs import qwen7b, smoke
+from psearch_jax import doctor
+from psearch_jax.config import from_mapping
+from psearch_jax.doctor import examine
+from psearch_jax.paths import TOY_POLICY
+
+
+def config(**sections):
+    values = smoke.get_config().to_dict()
+    for name, fields in sections.items():
+        values[name] |= fields
+    return from_mapping(values)
+
+
+def found(config, workdir, **more) -> dict[str, list[doctor.Finding]]:
+    by_name: dict[str, list[doctor.Finding]] = {}
+    for finding in examine(config, str(workdir), **more):
+        by_name.setdefault(finding.name, []).append(finding)
+    return by_name
+
+
+def wrong(by_name) -> str:
+    return "\n".join(str(f) for findings in by_name.values() for f in findings if f.wrong)
+
+
+def test_the_demo_needs_nothing(tmp_path):
+    """Fails if something is to be mended where the demo runs, or if a thing is not looked at."""
+    by_name = found(config(), tmp_path)
+    assert not wrong(by_name)
+    looked_at = "packages devices config model memory questions passages disk cache workdir"
+    assert set(by_name) == set(looked_at.split())
+    assert by_name["workdir"][0].text.endswith("begins")
+
+
+def test_every_lack_has_its_line_and_its_mending(tmp_path):
+    """A run on a TPU that misses three files must not be told of one at each start."""
+    text = wrong(found(from_mapping(qwen7b.get_config().to_dict()), tmp_path))
+    for name in ("config.model.path", "config.data.source", "config.retrieval.index", "config.mesh"):
+        assert text.count(name) >= 1, text
+    assert (
+        "hf download" in text
+        and "build_index.py" in text
+        and all(line.startswith("MEND") for line in text.splitlines())
+    )
+
+
+def test_half_a_model_and_a_foreign_tokenizer_are_seen(tmp_path):
+    """A download that stopped would be found out when the weights are read, on every host of a pod."""
+    model = tmp_path / "model"
+    shutil.copytree(TOY_POLICY, model)
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    assert "1 of 2 files of weights" in wrong(found(config(model={"path": str(model)}), tmp_path))
+    (model / "model-00001-of-00002.safetensors").rename(model / "model.safetensors")
+    shape = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(shape | {"vocab_size": 512}))
+    assert "ids for 512 rows" in wrong(found(config(model={"path": str(model)}), tmp_path))
+
+
+def test_passages_that_do_not_answer_are_seen_at_once(tmp_path):
+    """A server that is down would be waited for, and an index that was cut off end the run behind the weights."""
+    gone = {"url": "http://127.0.0.1:9/retrieve", "timeout_s": 1.0}
+    assert "127.0.0.1:9" in wrong(found(config(data={"source": ""}, retrieval=gone), tmp_path))
+    (tmp_path / "index").mkdir()
+    text = wrong(found(config(retrieval={"index": str(tmp_path / "index")}), tmp_path))
+    assert "passages" in text and "index" in text
+
+
+def test_too_few_questions_too_little_memory_and_disk(tmp_path, monkeypatch):
+    """Each of these ends a run hours after its start, or in its first step without a word on why."""
+    few = tmp_path / "few.jsonl"
+    few.write_text(
+        "".join(json.dumps({"id": str(i), "question": "Who?", "golden_answers": ["I"]}) + "\n" for i in range(3))
+    )
+    given = config(data={"source": str(few)}, retrieval={"corpus": str(tmp_path / "none")})
+    assert "found 3 questions for steps of 24" in wrong(found(given, tmp_path))
+    monkeypatch.setattr(doctor, "available_memory", lambda: 2**20)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
+    text = wrong(found(config(), tmp_path / "not" / "yet"))
+    assert "of 0.00 GiB on each device" in text and "GiB for 4 checkpoints" in text
+    kept = found(config(train={"keep_every_steps": 10}), tmp_path)["disk"][0].text
+    assert "for 10 checkpoints" in kept
+
+
+def test_an_accelerator_that_is_not_used_is_seen(tmp_path, monkeypatch):
+    """A plain install on a machine with a GPU trains on its CPU, and nobody notices for hours."""
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("this machine's accelerator is used")
+    assert "CPU" in doctor.devices(tmp_path).upper()
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidiactl").touch()
+    text = wrong(found(config(), tmp_path, root=tmp_path))
+    assert "/dev/nvidiactl" in text and "[cuda]" in text
+
+
+def test_packages_that_are_missing_or_too_old_are_named(monkeypatch):
+    """An environment of last year fails deep inside, with an attribute that some library does not have."""
+    real = doctor.importlib.metadata.version
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda _: ["jax>=0.10", "flax>=99", "nothing-such>=1"])
+    by_name = list(doctor.guarded("packages", doctor.packages))
+    assert by_name[0].wrong and "nothing-such is missing" in by_name[0].text
+    assert f"flax {real('flax')} is not >=99" in by_name[0].text and "jax" not in by_name[0].text.split("flax")[0]
+
+
+def test_a_run_that_goes_on_is_known_and_the_program_counts(tmp_path):
+    """The exit code is what a script looks at."""
+    checkpoint = tmp_path / "run" / "checkpoints" / "7" / "loop"
+    checkpoint.mkdir(parents=True)
+    assert "behind step 7" in doctor.resumes(str(tmp_path / "run"))
+    command = [sys.executable, "launch/doctor.py", "--config=configs/smoke.py", f"--workdir={tmp_path}"]
+    done = completed([*command, "--config.retrieval.corpus=nowhere.jsonl"])
+    assert done.returncode == 2 and "2 to mend" in done.stderr.splitlines()[-1], done.stdout + done.stderr
+    assert sum(line.startswith("MEND") for line in done.stdout.splitlines()) == 2
