@@ -17,7 +17,7 @@ from typing import Any
 from psearch_jax.chips import CHIPS, GIB, GPUS
 from psearch_jax.config import PRESETS
 from psearch_jax.eval.tables import table
-from psearch_jax.models import qwen2
+from psearch_jax.models import decoder
 from psearch_jax.paths import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,7 +98,7 @@ def _held(size: str, chips: int, tensor: int, slots: int) -> float:
 def _leaves(size: str) -> list[Any]:
     import jax
 
-    return jax.tree.leaves(qwen2.abstract_params(PRESETS[size])[1])
+    return jax.tree.leaves(decoder.abstract_params(PRESETS[size])[1])
 
 
 def _fields(size: str, chips: int, tensor: int) -> list[str]:

@@ -18,7 +18,7 @@ from psearch_jax.types import KINDS, UserError
 
 
 @dataclass(frozen=True)
-class Qwen2Config:
+class DecoderConfig:
     """The shape of a Qwen-2 / Qwen-2.5 decoder (names as in its config.json, in words)."""
 
     vocab_rows: int  # V, rows of the embedding (not all need hold a token)
@@ -53,14 +53,14 @@ class Lora:
         return self.alpha / self.rank
 
 
-def _qwen(width: int, layers: int, heads: int, kv_heads: int, mlp: int, tied: bool, vocab_rows: int) -> Qwen2Config:
-    return Qwen2Config(vocab_rows, width, layers, heads, kv_heads, width // heads, mlp, tied)
+def _qwen(width: int, layers: int, heads: int, kv_heads: int, mlp: int, tied: bool, vocab_rows: int) -> DecoderConfig:
+    return DecoderConfig(vocab_rows, width, layers, heads, kv_heads, width // heads, mlp, tied)
 
 
 # Shapes as in the published config.json files of Qwen2.5; `toy` is the policy that ships with the package.
-PRESETS: dict[str, Qwen2Config] = {
-    "toy": Qwen2Config(2048, 128, 4, 4, 2, 32, 384, tied=True, rope_theta=10_000.0, max_positions=2048),
-    "tiny": Qwen2Config(152_064, 64, 2, 4, 2, 16, 128, tied=True),  # the real vocabulary on next to no weights
+PRESETS: dict[str, DecoderConfig] = {
+    "toy": DecoderConfig(2048, 128, 4, 4, 2, 32, 384, tied=True, rope_theta=10_000.0, max_positions=2048),
+    "tiny": DecoderConfig(152_064, 64, 2, 4, 2, 16, 128, tied=True),  # the real vocabulary on next to no weights
     "0.5b": _qwen(896, 24, 14, 2, 4864, True, 151_936),
     "1.5b": _qwen(1536, 28, 12, 2, 8960, True, 151_936),
     "3b": _qwen(2048, 36, 16, 2, 11_008, True, 151_936),

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from psearch_jax.config import (
     PRESETS,
     Config,
-    Qwen2Config,
+    DecoderConfig,
     best_metric,
     from_mapping,
     to_mapping,
@@ -138,11 +138,11 @@ def test_filters_are_accepted_where_nothing_is_learned():
 def test_model_shapes_that_cannot_be_are_refused():
     """Heads that the kv heads do not divide would be grouped wrongly."""
     good = dict(vocab_rows=8, width=8, layers=1, heads=4, kv_heads=2, head_dim=2, mlp=8, tied=True)
-    Qwen2Config(**good)
+    DecoderConfig(**good)
     with pytest.raises(UserError, match="heads=4.*kv_heads=3"):
-        Qwen2Config(**{**good, "kv_heads": 3})
+        DecoderConfig(**{**good, "kv_heads": 3})
     with pytest.raises(UserError, match="head_dim=3"):
-        Qwen2Config(**{**good, "head_dim": 3})
+        DecoderConfig(**{**good, "head_dim": 3})
 
 
 def test_presets_hold_published_shapes():

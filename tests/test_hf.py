@@ -14,7 +14,7 @@ from flax import nnx
 from helpers import one_device_mesh, random_params, tiny_config
 from safetensors.numpy import load_file, save_file
 
-from psearch_jax.models import qwen2
+from psearch_jax.models import decoder
 from psearch_jax.models.hf import load_hf, read_config, resolve, save_hf
 from psearch_jax.sharding import STORAGE, param_shardings
 from psearch_jax.types import UserError
@@ -64,7 +64,7 @@ def test_transformers_loads_what_we_write(tmp_path, tiny_tokenizer, tied, shard_
     ids = np.random.default_rng(0).integers(0, 400, (2, 33)).astype(np.int32)
     with torch.no_grad():
         expected = theirs(torch.tensor(ids, dtype=torch.long)).logits.numpy()
-    model = nnx.merge(qwen2.graphdef(config, jnp.float32), params)
+    model = nnx.merge(decoder.graphdef(config, jnp.float32), params)
     with jax.default_matmul_precision("highest"):
         ours = np.asarray(model.logits(model.hidden(ids)[0], 1.0, config.vocab_rows))
     assert np.max(np.abs(ours - expected)) / np.max(np.abs(expected)) <= 1e-5

@@ -10,7 +10,7 @@ from runs import small_config
 
 from psearch_jax import build
 from psearch_jax.config import LearningSection, Lora
-from psearch_jax.models import int8, lora, qwen2
+from psearch_jax.models import decoder, int8, lora
 from psearch_jax.models.attention import Keys, behind, decode
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.train.learner import Learner
@@ -54,7 +54,7 @@ def test_a_model_of_whole_numbers(dtype, bound):
     ids = np.random.default_rng(1).integers(0, 400, (2, 20)).astype(np.int32)
 
     def hidden(params, **options):
-        graph = qwen2.graphdef(CONFIG, jnp.dtype(dtype), lora=adapters, **options)
+        graph = decoder.graphdef(CONFIG, jnp.dtype(dtype), lora=adapters, **options)
         return np.asarray(nnx.merge(graph, lora.beside(params, low)).hidden(ids)[0], np.float64)
 
     exact, wanted = hidden(random_params(CONFIG)), hidden(widened(copy))
@@ -88,7 +88,7 @@ def test_a_model_behind_a_cache_of_whole_numbers(T, span, rows):
     cache = KVCache.of(*(jnp.asarray(rng.normal(size=shape)) for _ in range(2)), jnp.int8)
     wide = KVCache(cache.k * cache.k_scale[..., None], cache.v * cache.v_scale[..., None])
     ids, start = rng.integers(0, 400, (B, T)).astype(np.int32), np.array([0, 31, 17], np.int32)[:B]
-    model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), random_params(CONFIG))
+    model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32), random_params(CONFIG))
     of_rows = None if rows is None else jnp.array(rows)
     found = [model.hidden(ids, c, start, keep_kv=True, span=span, rows=of_rows)[0] for c in (cache, wide)]
     np.testing.assert_allclose(*found, atol=1e-4)
@@ -113,7 +113,7 @@ def test_rollouts_by_whole_numbers(tiny_tokenizer):
     np.testing.assert_allclose(weights.logprobs, wanted.logprobs, atol=1e-5)
 
     cached = rolled(params, int8_cache=True)
-    graph, ids = qwen2.graphdef(CONFIG, jnp.float32), cached.ids
+    graph, ids = decoder.graphdef(CONFIG, jnp.float32), cached.ids
     model = nnx.merge(graph, params)
     scored, _ = model.logprobs(model.hidden(ids[:, :-1])[0], ids[:, 1:], 1.0, tiny_tokenizer.size)
     gap = np.abs(np.pad(scored, ((0, 0), (1, 0))) - cached.logprobs)[cached.mask]

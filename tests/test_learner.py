@@ -16,7 +16,7 @@ from programs import completed
 
 from psearch_jax.buckets import buckets, row_widths
 from psearch_jax.config import LearningSection
-from psearch_jax.models import qwen2
+from psearch_jax.models import decoder
 from psearch_jax.rl.batch import make_batch, micro_batches, mini_batches, padding, take_rows
 from psearch_jax.rl.losses import policy_loss
 from psearch_jax.train.learner import Learner, token_logprobs
@@ -84,7 +84,7 @@ def test_logprobs_of_padded_rows_are_those_of_each_row_alone(tiny_tokenizer, par
     assert got.shape == (ROWS, S) and not got[batch.mask == 0].any()
     batch = replace(batch, mask=(np.arange(S) < batch.length[:, None]) * (np.arange(S) > 0).astype(np.float32))
     got = learner.score(params, batch)
-    model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), params)
+    model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32), params)
     for row, n in ((0, batch.length[0]), (3, batch.length[3])):
         logits = np.asarray(model.logits(model.hidden(batch.ids[row : row + 1, :n])[0], 0.7, tiny_tokenizer.size))[0]
         table = np.asarray(jax.nn.log_softmax(logits, axis=-1))
@@ -117,7 +117,7 @@ def test_the_gradient_is_that_of_the_whole_loss(tiny_tokenizer, params, learner)
     @jax.jit
     @jax.grad
     def whole(params):
-        model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), params)
+        model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32), params)
         place = np.arange(S, dtype=np.int32)
         fields = {name: getattr(batch, name) for name in Packed.__dataclass_fields__ if hasattr(batch, name)}
         segments, positions = (place < batch.length[:, None]).astype(np.int32), np.tile(place, (ROWS, 1))

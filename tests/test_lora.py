@@ -16,7 +16,7 @@ from runs import command, final_params, metrics_without_clocks, run, small_confi
 
 from psearch_jax import build
 from psearch_jax.config import Lora
-from psearch_jax.models import hf, lora, qwen2
+from psearch_jax.models import decoder, hf, lora
 from psearch_jax.sharding import AXES, STORAGE, param_shardings
 from psearch_jax.train import checkpoint
 from psearch_jax.train.step import train_step
@@ -73,9 +73,9 @@ def test_the_live_model_is_the_merged_one(pair):
     """What is learned about W + scale a b must hold for the weights that are exported."""
     base, adapters = pair
     ids = np.random.default_rng(0).integers(0, 400, (2, 40)).astype(np.int32)
-    live = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32, lora=ADAPTERS), lora.beside(base, adapters))
-    plain = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), merged(base, adapters))
-    off = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), lora.apart(lora.beside(base, adapters))[0])
+    live = nnx.merge(decoder.graphdef(CONFIG, jnp.float32, lora=ADAPTERS), lora.beside(base, adapters))
+    plain = nnx.merge(decoder.graphdef(CONFIG, jnp.float32), merged(base, adapters))
+    off = nnx.merge(decoder.graphdef(CONFIG, jnp.float32), lora.apart(lora.beside(base, adapters))[0])
     with jax.default_matmul_precision("highest"):
         ours, theirs, without = (m.logits(m.hidden(ids)[0], 1.0, CONFIG.vocab_rows) for m in (live, plain, off))
     assert np.abs(ours - theirs).max() <= 2e-5 * np.abs(theirs).max()
@@ -84,7 +84,7 @@ def test_the_live_model_is_the_merged_one(pair):
 
 def test_layers_apart_keep_their_adapters(pair):
     """A GPU that decodes without them, or with another layer's, samples from another policy than is trained."""
-    model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32, lora=ADAPTERS), lora.beside(*pair))
+    model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32, lora=ADAPTERS), lora.beside(*pair))
     ids = np.random.default_rng(0).integers(0, 400, (3, 1)).astype(np.int32)
     wanted, kept = model.hidden(ids, keep_kv=True)
     ours, ours_kept = model.hidden(ids, keep_kv=True, layers=model.layers_apart())

@@ -16,7 +16,7 @@ from programs import ROOT, Program, completed
 from psearch_jax.config import PRESETS
 from psearch_jax.data import exercises
 from psearch_jax.data.names import is_new
-from psearch_jax.models import qwen2
+from psearch_jax.models import decoder
 from psearch_jax.train import sft
 from psearch_jax.train.sft import SKILLS, Batches, SFTConfig, make_rows, train
 from psearch_jax.types import UserError
@@ -87,7 +87,7 @@ def _is_name(word: str) -> bool:
 def test_the_first_heads_look_back(tokenizer):
     """Copying found late or never: with some seeds the exercises then teach nothing in the time there is."""
     shape = sft.policy_shape(SMALL, tokenizer)
-    graph = qwen2.graphdef(shape, jnp.float32, "none")
+    graph = decoder.graphdef(shape, jnp.float32, "none")
     rng = np.random.default_rng(0)
     made = [exercises.copying(rng, tokenizer.encode_foreign) for _ in range(32)]
     ids, mask = np.zeros((32, 160), np.int32), np.zeros((32, 160), bool)

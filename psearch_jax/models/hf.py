@@ -22,9 +22,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from psearch_jax.config import Lora, Qwen2Config
+from psearch_jax.config import DecoderConfig, Lora
+from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
-from psearch_jax.models import qwen2
 from psearch_jax.models.tensors import Tensor, TensorReader, read_json, write_files
 from psearch_jax.paths import is_remote, locate, remove_tree
 from psearch_jax.types import UserError
@@ -67,7 +67,7 @@ _NUMBERS = (
 )
 
 
-def read_config(directory: str | Path) -> Qwen2Config:
+def read_config(directory: str | Path) -> DecoderConfig:
     """Reads config.json (transformers 4 and 5 spell the rotary base differently) and generation_config.json.
 
     Raises:
@@ -90,7 +90,7 @@ def read_config(directory: str | Path) -> Qwen2Config:
         eos = read_json(generation).get("eos_token_id", eos)
     try:
         heads = int(raw["num_attention_heads"])
-        return Qwen2Config(
+        return DecoderConfig(
             vocab_rows=int(raw["vocab_size"]),
             width=int(raw["hidden_size"]),
             layers=int(raw["num_hidden_layers"]),
@@ -156,7 +156,7 @@ def load_hf(
     directory: str | Path,
     shardings: Callable[[nnx.State], nnx.State] | None = None,
     dtype: Any = np.float32,
-) -> tuple[Qwen2Config, nnx.State]:
+) -> tuple[DecoderConfig, nnx.State]:
     """Loads parameters from a directory, straight to their devices: the host holds one layer's tensor at a time.
 
     Args:
@@ -167,7 +167,7 @@ def load_hf(
       UserError: a missing, unknown or wrongly shaped tensor, named with its file.
     """
     config = read_config(directory)
-    _, abstract = qwen2.abstract_params(config)
+    _, abstract = decoder.abstract_params(config)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     placement = shardings(abstract) if shardings else jax.tree.map(lambda _: here, abstract)
     reader = TensorReader(Path(directory))
@@ -203,7 +203,7 @@ def load_hf(
 
 
 def _part(
-    reader: TensorReader, name: str, hf_axes: str, our_axes: str, index: tuple[slice, ...], config: Qwen2Config
+    reader: TensorReader, name: str, hf_axes: str, our_axes: str, index: tuple[slice, ...], config: DecoderConfig
 ) -> np.ndarray:
     """The part of a tensor that `index` over our axes asks for, with our axes."""
     sizes = _sizes(config)
@@ -223,7 +223,7 @@ def _part(
 
 def save_hf(
     params: nnx.State,
-    config: Qwen2Config,
+    config: DecoderConfig,
     tokenizer_directory: str | Path,
     out: str | Path,
     dtype: Any = np.float32,
@@ -325,14 +325,14 @@ _TOKENIZER_FILES = (
 )
 
 
-def write_config(directory: Path, config: Qwen2Config, dtype: Any) -> None:
+def write_config(directory: Path, config: DecoderConfig, dtype: Any) -> None:
     """Writes generation_config.json and config.json."""
     eos = list(config.eos_ids)
     _write_json(directory / "generation_config.json", {"do_sample": True} | ({"eos_token_id": eos} if eos else {}))
     _write_json(directory / "config.json", _hf_config(config, np.dtype(dtype).name))
 
 
-def _hf_config(config: Qwen2Config, dtype: str) -> dict[str, Any]:
+def _hf_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -356,7 +356,7 @@ def _hf_config(config: Qwen2Config, dtype: str) -> dict[str, Any]:
     }
 
 
-def _sizes(config: Qwen2Config) -> dict[str, int]:
+def _sizes(config: DecoderConfig) -> dict[str, int]:
     return {
         "V": config.vocab_rows,
         "D": config.width,
@@ -367,7 +367,7 @@ def _sizes(config: Qwen2Config) -> dict[str, int]:
     }
 
 
-def tensors_of(config: Qwen2Config, pieces: Callable[..., Any]) -> Iterator[Tensor]:
+def tensors_of(config: DecoderConfig, pieces: Callable[..., Any]) -> Iterator[Tensor]:
     """The tensors of a checkpoint; `pieces(path, layer or None, shape)` gives the runs of one along its first axis."""
     sizes = _sizes(config)
     for path, hf_name, hf_axes, _ in TABLE:
@@ -378,7 +378,7 @@ def tensors_of(config: Qwen2Config, pieces: Callable[..., Any]) -> Iterator[Tens
             yield Tensor(hf_name.format(i=i), shape, functools.partial(pieces, path, i, shape))
 
 
-def _exported(merge: _Merge, config: Qwen2Config) -> Iterator[Tensor]:
+def _exported(merge: _Merge, config: DecoderConfig) -> Iterator[Tensor]:
     sizes, rows = _sizes(config), {path: (hf_axes, our_axes) for path, _, hf_axes, our_axes in TABLE}
     for path, value in merge.values.items():
         expected = ((config.layers,) if path[0] == "layers" else ()) + tuple(sizes[c] for c in rows[path][1])

@@ -11,8 +11,8 @@ from flax import nnx
 from helpers import make_sampler, random_params, tiny_config
 from jax.sharding import AbstractMesh, AxisType
 
-from psearch_jax.config import PRESETS, Qwen2Config
-from psearch_jax.models import kv_cache, qwen2
+from psearch_jax.config import PRESETS, DecoderConfig
+from psearch_jax.models import decoder, kv_cache
 from psearch_jax.models.hf import load_hf
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.rollout.sampler import Status
@@ -68,10 +68,10 @@ def relative(a, b) -> float:
     return float(np.max(np.abs(a - b)) / np.max(np.abs(b)))
 
 
-def our_logits(config: Qwen2Config, params, ids: np.ndarray, remat: str = "none") -> np.ndarray:
+def our_logits(config: DecoderConfig, params, ids: np.ndarray, remat: str = "none") -> np.ndarray:
     @jax.jit
     def run(params, ids):
-        model = nnx.merge(qwen2.graphdef(config, jnp.float32, remat), params)
+        model = nnx.merge(decoder.graphdef(config, jnp.float32, remat), params)
         return model.logits(model.hidden(ids)[0], 1.0, config.vocab_rows)
 
     with jax.default_matmul_precision("highest"):
@@ -109,7 +109,7 @@ def test_cached_multi_turn_decode_equals_torch(pair, tiny_tokenizer):
     next_logits = jax.jit(
         lambda params, cache, last, at: (
             lambda m: m.logits(m.hidden(last, cache, at)[0][:, 0], 1.0, config.vocab_rows)
-        )(nnx.merge(qwen2.graphdef(config, jnp.float32), params))
+        )(nnx.merge(decoder.graphdef(config, jnp.float32), params))
     )
 
     def check(state) -> None:
@@ -150,7 +150,7 @@ def test_logprobs_and_entropy_by_chunks_equal_the_whole_table():
     rng = np.random.default_rng(3)
     ids = rng.integers(0, 400, (2, 37)).astype(np.int32)
     targets = rng.integers(0, 400, (2, 37)).astype(np.int32)
-    model = nnx.merge(qwen2.graphdef(config, jnp.float32), params)
+    model = nnx.merge(decoder.graphdef(config, jnp.float32), params)
     hidden, _ = model.hidden(ids)
     wanted = rng.random((2, 37)) < 0.6
     got, entropy = model.logprobs(hidden, targets, 0.7, 400, chunk=8)
@@ -175,12 +175,12 @@ def test_recomputation_changes_no_gradient():
     ids, wanted = rng.integers(0, 400, (2, 11)).astype(np.int32), rng.random((2, 11)) < 0.5
 
     def loss(params, remat, chunk):
-        model = nnx.merge(qwen2.graphdef(config, jnp.float32, remat), params)
+        model = nnx.merge(decoder.graphdef(config, jnp.float32, remat), params)
         found = model.logprobs(model.hidden(ids)[0], ids, 1.0, 400, wanted if chunk else None, chunk or 256)
         return jnp.sum(jnp.where(wanted, jnp.sin(found[0]) + found[1], 0.0))
 
     def plain(params):  # by JAX's own differentiation of the whole table
-        model = nnx.merge(qwen2.graphdef(config, jnp.float32), params)
+        model = nnx.merge(decoder.graphdef(config, jnp.float32), params)
         table = jax.nn.log_softmax(model.logits(model.hidden(ids)[0], 1.0, 400))
         chosen = jnp.take_along_axis(table, ids[..., None], -1)[..., 0]
         entropy = -jnp.sum(jnp.where(table > -1e29, jnp.exp(table) * table, 0.0), -1)
@@ -203,7 +203,7 @@ def test_what_remat_computes_anew(form):
 
     def computed(remat):
         def loss(params):
-            model = nnx.merge(qwen2.graphdef(config, jnp.float32, remat, form), params)
+            model = nnx.merge(decoder.graphdef(config, jnp.float32, remat, form), params)
             return jnp.sum(model.hidden(ids)[0])
 
         return str(jax.make_jaxpr(jax.grad(loss))(params)).count(" exp ")
@@ -238,7 +238,7 @@ COUNTS = {
 @pytest.mark.parametrize("size", COUNTS)
 def test_published_sizes_and_their_sharding(size):
     """A wrong shape in a preset, or a large array that every chip would hold whole, shows without any memory."""
-    _, abstract = qwen2.abstract_params(PRESETS[size])
+    _, abstract = decoder.abstract_params(PRESETS[size])
     leaves = jax.tree.leaves(abstract)
     assert sum(math.prod(x.shape) for x in leaves) == COUNTS[size]
     mesh = AbstractMesh((1, 4, 4), AXES, axis_types=(AxisType.Auto,) * 3)
