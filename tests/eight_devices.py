@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from helpers import random_params, started, tiny_config
+from helpers import QWEN3, random_params, started, tiny_config
 
 from psearch_jax.config import DecoderConfig, LearningSection, Lora, MeshSection
 from psearch_jax.launching import configure_jax
@@ -164,18 +164,19 @@ def main(sizes: str, out: str) -> None:
     check_vocabulary(mesh)
     if mesh.size == 8:  # a mesh that does not divide the kv heads
         check_kernels(make_mesh(MeshSection(1, 2, 4)))
-    check_adapters(mesh, config, optimizer)
-    check_critic(mesh, config, optimizer)
+    normed = tiny_config(V, tied=False, **QWEN3)
+    check_adapters(mesh, normed, optimizer)
+    check_critic(mesh, normed, optimizer)
     learner = Learner(config, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), shard_residual=tensor > 1)
     tables = build_tables(TOKENS, V)
     sampler = Sampler(decoder.graphdef(config, jnp.float32), config, tables, len(TOKENS), [STOP], mesh)
     rolled = rollouts(sampler, learner.sampling_copy(state.params))
 
-    narrow = Learner(config, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), int8_sampling=True)
-    graph, options = decoder.graphdef(config, jnp.float32, int8=True), {"int8_weights": True, "int8_cache": True}
+    narrow = Learner(normed, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), int8_sampling=True)
+    graph, options = decoder.graphdef(normed, jnp.float32, int8=True), {"int8_weights": True, "int8_cache": True}
     options["unstacked"] = mesh.size > 1  # as GPUs decode
-    whole = Sampler(graph, config, tables, len(TOKENS), [STOP], mesh, **options)
-    in_int8 = rollouts(whole, narrow.sampling_copy(state.params))
+    whole = Sampler(graph, normed, tables, len(TOKENS), [STOP], mesh, **options)
+    in_int8 = rollouts(whole, narrow.sampling_copy(init_state(random_params(normed, seed=6), optimizer, mesh).params))
 
     mask = rolled.mask.astype(np.float32)
     advantage = mask * np.linspace(-1, 1, B, dtype=np.float32)[:, None]

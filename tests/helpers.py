@@ -27,6 +27,9 @@ from psearch_jax.types import Question
 from retrieval.protocol import Passage
 from retrieval.service import RetrievalService
 
+# What makes a shape one of Qwen3, whose heads together are wider than the model.
+QWEN3 = {"head_dim": 16, "qkv_bias": False, "qk_norm": True}
+
 
 def tiny_config(vocab_rows: int = 416, **changes) -> DecoderConfig:
     """A policy of two layers that computes in microseconds."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import make_sampler, one_device_mesh, random_params, started, tiny_config
+from helpers import QWEN3, make_sampler, one_device_mesh, random_params, started, tiny_config
 from runs import small_config
 
 from psearch_jax import build
@@ -43,21 +43,23 @@ def test_a_number_is_the_nearest():
     assert np.isnan(int8.rounded(jnp.asarray(x), (1,))[1][0, 1])
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 3e-2)])
-def test_a_model_of_whole_numbers(dtype, bound):
-    """A scale at the wrong output, twice or not at all; a bias or an adapter that is scaled too."""
-    adapters = Lora(2, 4.0)
-    low = jax.tree.map(lambda x: x + 0.05, lora.init_adapters(CONFIG, adapters, 0))  # b starts at 0
-    copy = int8.with_kernels(random_params(CONFIG), random_params(CONFIG))
+@pytest.mark.parametrize(
+    ("dtype", "bound", "family"), [("float32", 1e-5, {}), ("bfloat16", 3e-2, {}), ("float32", 1e-5, QWEN3)]
+)
+def test_a_model_of_whole_numbers(dtype, bound, family):
+    """A scale at the wrong output, twice or not at all; a bias, a norm or an adapter that is scaled too."""
+    adapters, config = Lora(2, 4.0), tiny_config(tied=False, **family)
+    low = jax.tree.map(lambda x: x + 0.05, lora.init_adapters(config, adapters, 0))  # b starts at 0
+    copy = int8.with_kernels(random_params(config), random_params(config))
     kinds = {"/".join(path): v.get_value().dtype for path, v in nnx.to_flat_state(copy)}
     assert {path for path, kind in kinds.items() if kind == jnp.int8} == {f"layers/{name}" for name in lora.KERNELS}
     ids = np.random.default_rng(1).integers(0, 400, (2, 20)).astype(np.int32)
 
     def hidden(params, **options):
-        graph = decoder.graphdef(CONFIG, jnp.dtype(dtype), lora=adapters, **options)
+        graph = decoder.graphdef(config, jnp.dtype(dtype), lora=adapters, **options)
         return np.asarray(nnx.merge(graph, lora.beside(params, low)).hidden(ids)[0], np.float64)
 
-    exact, wanted = hidden(random_params(CONFIG)), hidden(widened(copy))
+    exact, wanted = hidden(random_params(config)), hidden(widened(copy))
     ours = hidden(copy, int8=True)
     assert np.linalg.norm(ours - wanted) <= bound * np.linalg.norm(wanted)
     assert 1e-3 < np.linalg.norm(ours - exact) / np.linalg.norm(exact) < 0.1

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import make_learner, one_device_mesh, random_params, tiny_config
+from helpers import QWEN3, make_learner, one_device_mesh, random_params, tiny_config
 from programs import completed
 
 from psearch_jax.buckets import buckets, row_widths
@@ -108,6 +108,26 @@ def test_neither_micro_batches_nor_shared_rows_change_anything(tiny_tokenizer, p
     for gradients, logprobs in found[1:]:
         assert worst(gradients, found[0][0]) < 2e-6
         np.testing.assert_allclose(logprobs, found[0][1], atol=1e-5)
+
+
+def test_the_norms_of_heads_are_learned_in_shared_rows(tiny_tokenizer):
+    """Norms that the optimizer never sees, biases that a model without them is given, or a row's neighbour in them."""
+    config, batch, found = tiny_config(**QWEN3), some_batch(12, seed=3, positions=48), []
+    start = random_params(config, seed=4, scale=0.03)
+    learner, optimizer = make_learner(tiny_tokenizer, config, 48, learning_rate=1e-3, mini_batch_rollouts=12)
+    learner._widths = (48,)
+    batch = on_policy(learner, start, batch)
+    for together in (True, False):
+        learner._together = together
+        found.append(learner.gradients(start, batch))
+    assert worst(*found) < 2e-6
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(start)["layers"])  # an update uses up what it starts from
+    state, _ = learner.update(init_state(start, optimizer, one_device_mesh()), batch)
+    after = nnx.to_pure_dict(state.params)["layers"]
+    for name in ("q_norm", "k_norm"):
+        moved = np.abs(after[name] - before[name])
+        assert moved.shape == (config.layers, config.head_dim) and np.mean(moved > 1e-4) > 0.9, name
+    assert not [name for name in after if name.endswith("bias")]
 
 
 def test_the_gradient_is_that_of_the_whole_loss(tiny_tokenizer, params, learner):

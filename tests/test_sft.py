@@ -84,6 +84,12 @@ def _is_name(word: str) -> bool:
     return len(word) == 7 and word.isalpha() and word[0].isupper() and word[1:].islower()
 
 
+def test_a_shape_that_cannot_look_back_is_refused(tokenizer):
+    """The start writes biases: a shape without them would end in a KeyError."""
+    with pytest.raises(UserError, match="config.preset: found 'qwen3-0.6b', accepted: toy"):
+        sft.policy_shape(replace(SMALL, preset="qwen3-0.6b"), tokenizer)
+
+
 def test_the_first_heads_look_back(tokenizer):
     """Copying found late or never: with some seeds the exercises then teach nothing in the time there is."""
     shape = sft.policy_shape(SMALL, tokenizer)

@@ -1,4 +1,4 @@
-"""Qwen-2 / Qwen-2.5 in Flax NNX: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""The decoder of Qwen2.5 and Qwen3 in Flax NNX: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
 Letters in shapes: B rows, T query positions, S key positions, D width, N heads, K kv heads, G = N/K, H head dim,
 F mlp, V vocabulary rows, L layers.
@@ -67,16 +67,20 @@ class Layers(nnx.Module):
         )
         self.attention_norm = _ones((L, D), ("layers", None))
         self.q_kernel = _normal(rngs, (L, D, N, H), ("layers", "embed", "heads", None))
-        self.q_bias = _zeros((L, N, H), ("layers", "heads", None))
         self.k_kernel = _normal(rngs, (L, D, K, H), ("layers", "embed", "kv_heads", None))
-        self.k_bias = _zeros((L, K, H), ("layers", "kv_heads", None))
         self.v_kernel = _normal(rngs, (L, D, K, H), ("layers", "embed", "kv_heads", None))
-        self.v_bias = _zeros((L, K, H), ("layers", "kv_heads", None))
         self.o_kernel = _normal(rngs, (L, N, H, D), ("layers", "heads", None, "embed"))
         self.mlp_norm = _ones((L, D), ("layers", None))
         self.gate_kernel = _normal(rngs, (L, D, F), ("layers", "embed", "mlp"))
         self.up_kernel = _normal(rngs, (L, D, F), ("layers", "embed", "mlp"))
         self.down_kernel = _normal(rngs, (L, F, D), ("layers", "mlp", "embed"))
+        if config.qkv_bias:
+            self.q_bias = _zeros((L, N, H), ("layers", "heads", None))
+            self.k_bias = _zeros((L, K, H), ("layers", "kv_heads", None))
+            self.v_bias = _zeros((L, K, H), ("layers", "kv_heads", None))
+        if config.qk_norm:
+            self.q_norm = _ones((L, H), ("layers", None))
+            self.k_norm = _ones((L, H), ("layers", None))
 
 
 class Decoder(nnx.Module):
@@ -345,10 +349,15 @@ def _layer(
             out += _dense(low, w[f"{name}_kernel_b"])
         return out
 
+    def turned(y: jax.Array, name: str, axis: str) -> jax.Array:
+        """Queries or keys [B, T, heads of `axis`, H], normed where the model does so, at their positions."""
+        out, norm = dense(y, name), w.get(f"{name}_norm")
+        out = out if norm is None else _rms_norm(out, norm, config.rms_eps)
+        cos, sin = (a[:, :, None] for a in rotation)  # [B, T, 1, H/2]
+        return constrain(_rotate(out, cos, sin), "rows", None, axis, None)
+
     y = _rms_norm(x, w["attention_norm"], config.rms_eps)
-    cos, sin = (a[:, :, None] for a in rotation)  # [B, T, 1, H/2]
-    q = constrain(_rotate(dense(y, "q"), cos, sin), "rows", None, "heads", None)
-    k = constrain(_rotate(dense(y, "k"), cos, sin), "rows", None, "kv_heads", None)
+    q, k = turned(y, "q", "heads"), turned(y, "k", "kv_heads")
     v = constrain(dense(y, "v"), "rows", None, "kv_heads", None)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H], as the cache holds them
     if cache is None:

@@ -37,7 +37,7 @@ from psearch_jax.types import UserError
 
 LARGE = 2**20  # bytes; smaller arrays are not listed
 ARRAY = ("name", "shape", "sharding", "bytes_per_chip", "replicated")  # what is listed of a large one
-TOKENIZER_IDS = 151_665  # of Qwen2.5
+TOKENIZER_IDS = 151_665  # of Qwen2.5; Qwen3 has four more, which changes no size
 
 
 SAMPLER_PROGRAMS = ("prefill", "admit", "extend", "generate")
@@ -133,10 +133,14 @@ def model_shape(config: Config) -> DecoderConfig:
         return hf.read_config(TOY_POLICY)
     if (Path(path) / "config.json").is_file():
         return hf.read_config(path)
-    found = re.search(r"Qwen2(?:\.5)?-(\d+(?:\.\d+)?)B", path)
-    if found and f"{found[1]}b" in PRESETS:
-        return PRESETS[f"{found[1]}b"]
-    raise UserError(f"config.model.path={path}: no config.json there, and no known size in the name")
+    found = re.search(r"Qwen(2|2\.5|3)-(\d+(?:\.\d+)?)B", path)
+    size = f"{'qwen3-' if found[1] == '3' else ''}{found[2]}b" if found else ""
+    if size in PRESETS:
+        return PRESETS[size]
+    raise UserError(
+        f"config.model.path={path}: no config.json there, and no known size in the name; accepted: names like "
+        "Qwen/Qwen2.5-7B and Qwen/Qwen3-8B"
+    )
 
 
 def make_plan(

@@ -293,8 +293,9 @@ def train(
 
 def policy_shape(config: SFTConfig, tokenizer: Tokenizer) -> DecoderConfig:
     """The preset with the tokenizer's number of ids, rounded up to 64 rows, and its stop ids."""
-    if config.preset not in PRESETS:
-        raise UserError(f"config.preset: found {config.preset!r}, accepted: {', '.join(PRESETS)}")
+    accepted = [name for name, shape in PRESETS.items() if shape.qkv_bias]  # heads look back by them at the start
+    if config.preset not in accepted:
+        raise UserError(f"config.preset: found {config.preset!r}, accepted: {', '.join(accepted)}")
     rows = -(-tokenizer.size // 64) * 64
     return replace(PRESETS[config.preset], vocab_rows=rows, eos_ids=tuple(sorted(tokenizer.stop_ids)))
 
