@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.scripted import Ours, Script, Work
 from benchmarks.timing import SIZES, by_turns, log
-from psearch_jax.models import qwen2
+from psearch_jax.models import decoder
 from psearch_jax.paths import write_whole
 from psearch_jax.types import UserError
 
@@ -25,7 +25,7 @@ def growth(size: str, scale: float, repeats: int, settings: dict[str, dict[str, 
     where something is shared, above it where work grows faster than what it is done for, as attention does.
     """
     model = SIZES[size]
-    params = qwen2.init_params(model, 0)
+    params = decoder.init_params(model, 0)
 
     def work(rows: int = 32, turns: int = 1, prompt: int = 160) -> Work:
         ids, prompt = (max(3, round(n * scale)) for n in (60, prompt))

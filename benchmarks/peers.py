@@ -22,7 +22,7 @@ from flax import nnx
 from transformers import Qwen2ForCausalLM
 
 from benchmarks.scripted import Work
-from psearch_jax.config import LearningSection, Qwen2Config
+from psearch_jax.config import DecoderConfig, LearningSection
 from psearch_jax.models import hf
 from psearch_jax.types import TrainBatch
 
@@ -30,7 +30,7 @@ TOKENIZER = Path(hf.__file__).resolve().parents[1] / "assets" / "toy_policy"  # 
 SPARE = 0.75  # rows whose turn is over are left out when no more than this share still samples
 
 
-def torch_model(params: nnx.State, config: Qwen2Config) -> Qwen2ForCausalLM:
+def torch_model(params: nnx.State, config: DecoderConfig) -> Qwen2ForCausalLM:
     """Our weights in transformers' model, float32, by way of an export."""
     with tempfile.TemporaryDirectory() as folder:
         hf.save_hf(params, config, TOKENIZER, f"{folder}/model")
@@ -61,7 +61,7 @@ class _Cache:
     It answers transformers' one call, `update`; `at` says what the next forward pass is about.
     """
 
-    def __init__(self, config: Qwen2Config, rows: int, positions: int):
+    def __init__(self, config: DecoderConfig, rows: int, positions: int):
         shape = (config.layers, rows, config.kv_heads, positions, config.head_dim)
         self.k, self.v = torch.zeros(shape), torch.zeros(shape)
 
@@ -96,7 +96,7 @@ class _Cache:
 class TorchRollouts:
     """Samples a work. After `run`: `ids` and `logprobs` by rollout, those of forced ids 0."""
 
-    def __init__(self, work: Work, config: Qwen2Config, model: Qwen2ForCausalLM, keep: bool):
+    def __init__(self, work: Work, config: DecoderConfig, model: Qwen2ForCausalLM, keep: bool):
         self._work, self._config, self._model, self._keep = work, config, model, keep
         self._prompts = [torch.tensor(p) for p in work.prompts(config.vocab_rows)]
         rng = np.random.default_rng(2)

@@ -19,7 +19,7 @@ from benchmarks.scripted import WORKS, Ours, Work
 from benchmarks.timing import SIZES, by_turns, log, machine, missing, parser, rates, tabled, written
 from benchmarks.yields import table_of_rules
 from psearch_jax.launching import configure_jax
-from psearch_jax.models import qwen2
+from psearch_jax.models import decoder
 
 OURS = "this project"
 PEERS = {"torch": True, "torch, re-prefilling": False}  # whether the cache is kept
@@ -75,7 +75,7 @@ def compare(
 ) -> list[dict[str, Any]]:
     """A line for each contender; `speed_to_ours` is its speed over that of the first."""
     model = SIZES[size]
-    params = qwen2.init_params(model, 0)
+    params = decoder.init_params(model, 0)
     ours = Ours(work, model, params, settings, search_s)
     last: dict[str, Any] = {}
 

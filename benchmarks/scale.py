@@ -17,7 +17,7 @@ from typing import Any
 from psearch_jax.chips import CHIPS, GIB, GPUS
 from psearch_jax.config import PRESETS
 from psearch_jax.eval.tables import table
-from psearch_jax.models import qwen2
+from psearch_jax.models import decoder
 from psearch_jax.paths import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +30,7 @@ SIZES = {
     "14b": ("qwen14b", 8, 128),
     "32b": ("qwen14b", 8, 128),
     "72b": ("qwen14b", 8, 128),
+    "qwen3-8b": ("qwen3_8b", 4, 128),
 }
 SQUARES = {"2x2": 4, "2x4": 8, "4x4": 16, "4x8": 32, "8x8": 64, "8x16": 128, "16x16": 256}
 CUBES = {"2x2x1": 4, "2x2x2": 8, "2x2x4": 16, "2x4x4": 32, "4x4x4": 64, "4x4x8": 128}
@@ -98,12 +99,12 @@ def _held(size: str, chips: int, tensor: int, slots: int) -> float:
 def _leaves(size: str) -> list[Any]:
     import jax
 
-    return jax.tree.leaves(qwen2.abstract_params(PRESETS[size])[1])
+    return jax.tree.leaves(decoder.abstract_params(PRESETS[size])[1])
 
 
 def _fields(size: str, chips: int, tensor: int) -> list[str]:
     rows = chips // tensor
-    fields = [f"--config.model.path=Qwen/Qwen2.5-{size.upper()}-Instruct", f"--config.mesh.tensor={tensor}"]
+    fields = ["--config.model.path=", f"--config.model.preset={size}", f"--config.mesh.tensor={tensor}"]
     return [*fields, f"--config.learning.micro_batch_rows={max(rows, 8 if size == '0.5b' else 16)}"]
 
 

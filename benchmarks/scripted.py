@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from psearch_jax import programs
-from psearch_jax.config import MeshSection, Qwen2Config, from_mapping
+from psearch_jax.config import DecoderConfig, MeshSection, from_mapping
 from psearch_jax.rollout import sampling
 from psearch_jax.rollout.boundary import BoundaryTables
 from psearch_jax.rollout.collect import Collector
@@ -189,7 +189,7 @@ class Ours:
     def __init__(
         self,
         work: Work,
-        model: Qwen2Config,
+        model: DecoderConfig,
         params: nnx.State,
         settings: dict[str, dict[str, Any]],
         search_s: float,

@@ -20,9 +20,9 @@ from benchmarks.scripted import WORKS, Ours, Work
 from benchmarks.timing import SIZES, by_turns, log, machine, missing, parser, rates, tabled, written
 from benchmarks.update import OURS, config_of, learner_of
 from psearch_jax.buckets import buckets
-from psearch_jax.config import Qwen2Config
+from psearch_jax.config import DecoderConfig
 from psearch_jax.launching import configure_jax
-from psearch_jax.models import qwen2
+from psearch_jax.models import decoder
 from psearch_jax.rl.batch import make_batch
 from psearch_jax.types import TrainBatch
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
 def compare(size: str, work: Work, peers: Sequence[str], repeats: int) -> list[dict[str, Any]]:
     """A line for each contender, with the median seconds of its phases; `speed_to_ours` is its speed over ours."""
     model = SIZES[size]
-    params = qwen2.init_params(model, 0)
+    params = decoder.init_params(model, 0)
     steps: dict[str, Any] = {OURS: OurStep(work, model, params)}
     for name in peers:
         steps[name] = TorchStep(work, model, params, compiled=name == "torch.compile")
@@ -95,7 +95,7 @@ class _Step:
 class OurStep(_Step):
     """This project's step."""
 
-    def __init__(self, work: Work, model: Qwen2Config, params: Any):
+    def __init__(self, work: Work, model: DecoderConfig, params: Any):
         super().__init__(work)
         self._rollouts = Ours(work, model, params, {}, 0.0)
         self._learner, self._state = learner_of(self.config, model, params)
@@ -116,7 +116,7 @@ class OurStep(_Step):
 class TorchStep(_Step):
     """The same by transformers on PyTorch; the old policy's log-probs are those that were sampled."""
 
-    def __init__(self, work: Work, model: Qwen2Config, params: Any, compiled: bool):
+    def __init__(self, work: Work, model: DecoderConfig, params: Any, compiled: bool):
         from benchmarks.peers import TorchRollouts, TorchUpdate, torch_model
 
         super().__init__(work)

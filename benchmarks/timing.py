@@ -14,15 +14,15 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from psearch_jax.config import Qwen2Config
+from psearch_jax.config import DecoderConfig
 from psearch_jax.eval.tables import table
 from psearch_jax.paths import write_whole
 
 PACKAGES = ("numpy", "jax", "flax", "torch", "transformers", "trl", "scann", "faiss-cpu", "numba", "bm25s", "tantivy")
-SIZES: dict[str, Qwen2Config] = {
-    "tiny": Qwen2Config(64, 32, 2, 4, 2, 8, 64, tied=True, rope_theta=10_000.0),  # for a look at the program itself
-    "toy": Qwen2Config(512, 128, 3, 4, 2, 32, 384, tied=True, rope_theta=10_000.0),
-    "small": Qwen2Config(8192, 512, 8, 8, 4, 64, 1536, tied=True, rope_theta=10_000.0),
+SIZES: dict[str, DecoderConfig] = {
+    "tiny": DecoderConfig(64, 32, 2, 4, 2, 8, 64, tied=True, rope_theta=10_000.0),  # for a look at the program itself
+    "toy": DecoderConfig(512, 128, 3, 4, 2, 32, 384, tied=True, rope_theta=10_000.0),
+    "small": DecoderConfig(8192, 512, 8, 8, 4, 64, 1536, tied=True, rope_theta=10_000.0),
 }
 
 

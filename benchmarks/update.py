@@ -22,9 +22,9 @@ from benchmarks.scripted import Script, ragged
 from benchmarks.timing import SIZES, by_turns, log, machine, missing, parser, rates, tabled, written
 from psearch_jax import programs
 from psearch_jax.buckets import buckets
-from psearch_jax.config import Config, MeshSection, Qwen2Config, from_mapping
+from psearch_jax.config import Config, DecoderConfig, MeshSection, from_mapping
 from psearch_jax.launching import configure_jax
-from psearch_jax.models import qwen2
+from psearch_jax.models import decoder
 from psearch_jax.sharding import make_mesh
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import TrainState, init_state, make_optimizer
@@ -62,7 +62,7 @@ def compare(size: str, masks: Sequence[np.ndarray], peers: Sequence[str], repeat
       masks: by row, where ids were sampled.
     """
     model, longest = SIZES[size], max(map(len, masks))
-    params = qwen2.init_params(model, 0)
+    params = decoder.init_params(model, 0)
     config = config_of(len(masks), longest)
     ours = Ours(config, model, params, masks)
     contenders: dict[str, Callable[[], dict[str, float]]] = {OURS: ours.run}
@@ -104,7 +104,7 @@ class Ours:
     """This project's update of a batch with the given masks."""
 
     def __init__(
-        self, config: Config, model: Qwen2Config, params: Any, masks: Sequence[np.ndarray], pack: bool = True
+        self, config: Config, model: DecoderConfig, params: Any, masks: Sequence[np.ndarray], pack: bool = True
     ):
         self._learner, self._state = learner_of(config, model, params, pack)
         batch = _batch(masks, model.vocab_rows)
@@ -118,7 +118,7 @@ class Ours:
         return metrics
 
 
-def learner_of(config: Config, model: Qwen2Config, params: Any, pack: bool = True) -> tuple[Learner, TrainState]:
+def learner_of(config: Config, model: DecoderConfig, params: Any, pack: bool = True) -> tuple[Learner, TrainState]:
     """The learner of a config on one device, and a state with copies of the parameters."""
     optimizer = make_optimizer(config.learning, 10)
     mesh = make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])

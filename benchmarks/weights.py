@@ -26,7 +26,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from psearch_jax.config import PRESETS, MeshSection, Qwen2Config
+from psearch_jax.config import PRESETS, DecoderConfig, MeshSection
 from psearch_jax.models import hf
 from psearch_jax.models.tensors import TensorReader, write_files
 from psearch_jax.paths import write_whole
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
         write_whole(Path(flags.json), json.dumps(figures, indent=2) + "\n")
 
 
-def write_random(config: Qwen2Config, out: Path) -> None:
+def write_random(config: DecoderConfig, out: Path) -> None:
     """A directory of random weights, file by file, and a tokenizer file that nobody reads."""
     block = np.random.default_rng(0).normal(0, 0.02, BLOCK).astype(DTYPE)
 
@@ -136,7 +136,7 @@ def _anonymous() -> int:
     raise SystemExit("bench weights: /proc/self/status has no RssAnon, accepted: Linux")
 
 
-def _digests(config: Qwen2Config, directory: Path) -> dict[str, str]:
+def _digests(config: DecoderConfig, directory: Path) -> dict[str, str]:
     reader = TensorReader(directory)
     found = {}
     for tensor in hf.tensors_of(config, lambda *_: ()):

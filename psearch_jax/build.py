@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.config import PRESETS, Config, Qwen2Config, best_metric, with_method
+from psearch_jax.config import PRESETS, Config, DecoderConfig, best_metric, with_method
 from psearch_jax.data.asking import questions
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.data.held_out import hold_out, pick
@@ -24,7 +24,7 @@ from psearch_jax.eval.benchmarks import CLOSED_WORLD, PAIRS, closed_world_benchm
 from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.launching import CACHE_HOME, read_token
 from psearch_jax.limits import validate
-from psearch_jax.models import hf, lora, qwen2
+from psearch_jax.models import decoder, hf, lora
 from psearch_jax.paths import TOY_POLICY, is_remote, locate, on_disk
 from psearch_jax.programs import make_critic, make_learner, make_sampler
 from psearch_jax.rl.compat import check_examples, compat_reward
@@ -64,7 +64,7 @@ class Engine:
     """What answers questions: shared by training, evaluation and a single question."""
 
     config: Config
-    model: Qwen2Config
+    model: DecoderConfig
     tokenizer: Tokenizer
     tokenizer_path: str
     path: str  # the directory of the weights; empty when they are random or a checkpoint's
@@ -143,7 +143,7 @@ def engine(
     config: Config,
     training: bool = False,
     params: nnx.State | None = None,
-    model: Qwen2Config | None = None,
+    model: DecoderConfig | None = None,
     retriever: Retriever | None = None,
 ) -> Engine:
     """Builds the parts that roll out.
@@ -304,8 +304,8 @@ def from_path(config: Config, path: str) -> Engine:
 
 
 def _weights(
-    config: Config, mesh: Mesh, model: Qwen2Config | None, params: nnx.State | None, dtype: jnp.dtype
-) -> tuple[Qwen2Config, nnx.State, str]:
+    config: Config, mesh: Mesh, model: DecoderConfig | None, params: nnx.State | None, dtype: jnp.dtype
+) -> tuple[DecoderConfig, nnx.State, str]:
     def place(abstract: nnx.State) -> nnx.State:
         return param_shardings(abstract, STORAGE, mesh)
 
@@ -316,7 +316,7 @@ def _weights(
         model, params = hf.load_hf(path, place, dtype)
         return model, params, path
     model = PRESETS[config.model.preset]
-    return model, qwen2.random_params(model, config.seed, dtype, place), ""
+    return model, decoder.random_params(model, config.seed, dtype, place), ""
 
 
 def _check_shares(config: Config, training: bool) -> None:
@@ -327,7 +327,7 @@ def _check_shares(config: Config, training: bool) -> None:
             raise UserError(f"config.{field}: found {value}, accepted: a multiple of the {count} processes")
 
 
-def _match(tokenizer: Tokenizer, model: Qwen2Config, path: str) -> None:
+def _match(tokenizer: Tokenizer, model: DecoderConfig, path: str) -> None:
     if tokenizer.size > model.vocab_rows:
         raise UserError(
             f"{path}: the tokenizer has {tokenizer.size} ids, the model {model.vocab_rows} embedding rows; "

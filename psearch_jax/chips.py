@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from psearch_jax.config import Qwen2Config
+from psearch_jax.config import DecoderConfig
 
 GIB = 2**30
 
@@ -58,7 +58,7 @@ def chip_of(device: Any) -> Chip | None:
     return CHIPS.get(kind)
 
 
-def forward_flops(model: Qwen2Config, lengths: Sequence[int], wanted: int) -> float:
+def forward_flops(model: DecoderConfig, lengths: Sequence[int], wanted: int) -> float:
     """The least FLOPs of a forward pass over trajectories: 2 per weight and id, 4 per pair of positions in attention.
 
     Args:

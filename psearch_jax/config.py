@@ -18,8 +18,8 @@ from psearch_jax.types import KINDS, UserError
 
 
 @dataclass(frozen=True)
-class Qwen2Config:
-    """The shape of a Qwen-2 / Qwen-2.5 decoder (names as in its config.json, in words)."""
+class DecoderConfig:
+    """The shape of a decoder (names as in its config.json, in words); models/hf.py says which families there are."""
 
     vocab_rows: int  # V, rows of the embedding (not all need hold a token)
     width: int  # D
@@ -33,6 +33,8 @@ class Qwen2Config:
     rms_eps: float = 1e-6
     max_positions: int = 32_768
     eos_ids: tuple[int, ...] = ()  # from config.json and generation_config.json, if any
+    qkv_bias: bool = True  # queries, keys and values have one (Qwen2.5)
+    qk_norm: bool = False  # queries and keys are normed, head by head, before they are turned (Qwen3)
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -53,21 +55,32 @@ class Lora:
         return self.alpha / self.rank
 
 
-def _qwen(width: int, layers: int, heads: int, kv_heads: int, mlp: int, tied: bool, vocab_rows: int) -> Qwen2Config:
-    return Qwen2Config(vocab_rows, width, layers, heads, kv_heads, width // heads, mlp, tied)
+def _qwen2(width: int, layers: int, heads: int, kv_heads: int, mlp: int, tied: bool, vocab_rows: int) -> DecoderConfig:
+    return DecoderConfig(vocab_rows, width, layers, heads, kv_heads, width // heads, mlp, tied)
 
 
-# Shapes as in the published config.json files of Qwen2.5; `toy` is the policy that ships with the package.
-PRESETS: dict[str, Qwen2Config] = {
-    "toy": Qwen2Config(2048, 128, 4, 4, 2, 32, 384, tied=True, rope_theta=10_000.0, max_positions=2048),
-    "tiny": Qwen2Config(152_064, 64, 2, 4, 2, 16, 128, tied=True),  # the real vocabulary on next to no weights
-    "0.5b": _qwen(896, 24, 14, 2, 4864, True, 151_936),
-    "1.5b": _qwen(1536, 28, 12, 2, 8960, True, 151_936),
-    "3b": _qwen(2048, 36, 16, 2, 11_008, True, 151_936),
-    "7b": _qwen(3584, 28, 28, 4, 18_944, False, 152_064),
-    "14b": _qwen(5120, 48, 40, 8, 13_824, False, 152_064),
-    "32b": _qwen(5120, 64, 40, 8, 27_648, False, 152_064),
-    "72b": _qwen(8192, 80, 64, 8, 29_568, False, 152_064),
+def _qwen3(width: int, layers: int, heads: int, mlp: int, tied: bool) -> DecoderConfig:
+    options = {"max_positions": 40_960, "qkv_bias": False, "qk_norm": True}
+    return DecoderConfig(151_936, width, layers, heads, 8, 128, mlp, tied, **options)
+
+
+# Shapes as in the published config.json files of Qwen2.5 and Qwen3; `toy` is the policy that ships with the package.
+PRESETS: dict[str, DecoderConfig] = {
+    "toy": DecoderConfig(2048, 128, 4, 4, 2, 32, 384, tied=True, rope_theta=10_000.0, max_positions=2048),
+    "tiny": DecoderConfig(152_064, 64, 2, 4, 2, 16, 128, tied=True),  # the real vocabulary on next to no weights
+    "0.5b": _qwen2(896, 24, 14, 2, 4864, True, 151_936),
+    "1.5b": _qwen2(1536, 28, 12, 2, 8960, True, 151_936),
+    "3b": _qwen2(2048, 36, 16, 2, 11_008, True, 151_936),
+    "7b": _qwen2(3584, 28, 28, 4, 18_944, False, 152_064),
+    "14b": _qwen2(5120, 48, 40, 8, 13_824, False, 152_064),
+    "32b": _qwen2(5120, 64, 40, 8, 27_648, False, 152_064),
+    "72b": _qwen2(8192, 80, 64, 8, 29_568, False, 152_064),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 9728, True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12_288, False),
+    "qwen3-14b": _qwen3(5120, 40, 40, 17_408, False),
+    "qwen3-32b": _qwen3(5120, 64, 64, 25_600, False),
 }
 
 

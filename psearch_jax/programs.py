@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from psearch_jax.config import Config, Qwen2Config
-from psearch_jax.models import qwen2
+from psearch_jax.config import Config, DecoderConfig
+from psearch_jax.models import decoder
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.rollout.boundary import BoundaryTables
 from psearch_jax.rollout.sampler import Sampler
@@ -19,13 +19,13 @@ from psearch_jax.train.state import updates_per_step
 
 
 def make_sampler(
-    config: Config, model: Qwen2Config, mesh: Mesh, tables: BoundaryTables, n_ids: int, stop_ids: Sequence[int]
+    config: Config, model: DecoderConfig, mesh: Mesh, tables: BoundaryTables, n_ids: int, stop_ids: Sequence[int]
 ) -> Sampler:
     """The sampler of a config."""
     m = config.model
     dtype, adapters = jnp.dtype(m.sampling_dtype), m.lora
     return Sampler(
-        qwen2.graphdef(model, dtype, attention=implementation_for(mesh, dtype), lora=adapters, int8=m.int8_weights),
+        decoder.graphdef(model, dtype, attention=implementation_for(mesh, dtype), lora=adapters, int8=m.int8_weights),
         model,
         tables,
         n_ids,
@@ -45,7 +45,7 @@ def make_sampler(
 
 def make_learner(
     config: Config,
-    model: Qwen2Config,
+    model: DecoderConfig,
     mesh: Mesh,
     optimizer: optax.GradientTransformation,
     n_ids: int,
@@ -72,7 +72,7 @@ def make_learner(
     )
 
 
-def make_critic(config: Config, model: Qwen2Config, mesh: Mesh, optimizer: optax.GradientTransformation) -> Critic:
+def make_critic(config: Config, model: DecoderConfig, mesh: Mesh, optimizer: optax.GradientTransformation) -> Critic:
     """The critic of a config."""
     return Critic(
         model,

@@ -1,6 +1,6 @@
 """The mesh (data, fsdp, tensor), and the tables from an array's logical axes to mesh axes.
 
-Every parameter is declared once with logical axis names (models/qwen2.py). Three tables say where they go:
+Every parameter is declared once with logical axis names (models/decoder.py). Three tables say where they go:
 `STORAGE` for master weights, optimizer state and gradients; `SAMPLING` for the copy that decodes, which must not be
 split over fsdp (each decoded token would all-gather every layer); `COMPUTE` for activations.
 """

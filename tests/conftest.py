@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from psearch_jax import launching
 from psearch_jax.config import PRESETS
 from psearch_jax.data.toy_tokenizer import write_tokenizer
-from psearch_jax.models import hf, qwen2
+from psearch_jax.models import decoder, hf
 from psearch_jax.text.tokenizer import Tokenizer
 
 launching.configure_jax()  # tests and the programs they start share one compilation cache
@@ -100,7 +100,7 @@ def tiny_policy(tmp_path_factory, tokenizer) -> Path:
         mlp=64,
         eos_ids=tuple(sorted(tokenizer.stop_ids)),
     )
-    hf.save_hf(qwen2.init_params(shape, 0), shape, tokenizer.name, folder / "hf")
+    hf.save_hf(decoder.init_params(shape, 0), shape, tokenizer.name, folder / "hf")
     return folder / "hf"
 
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from helpers import random_params, started, tiny_config
+from helpers import QWEN3, random_params, started, tiny_config
 
-from psearch_jax.config import LearningSection, Lora, MeshSection, Qwen2Config
+from psearch_jax.config import DecoderConfig, LearningSection, Lora, MeshSection
 from psearch_jax.launching import configure_jax
-from psearch_jax.models import attention, lora, qwen2, ragged
+from psearch_jax.models import attention, decoder, lora, ragged
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.rl.batch import mini_batches
 from psearch_jax.rollout.boundary import build_tables
@@ -82,14 +82,14 @@ def check_kernels(mesh) -> None:
         np.testing.assert_allclose(ours, wanted, atol=1e-5)
 
 
-def check_adapters(mesh, config: Qwen2Config, optimizer) -> None:
+def check_adapters(mesh, config: DecoderConfig, optimizer) -> None:
     """With adapters the sampler reads whole weights, those of the learner themselves where they lie so, in 16 bits."""
     adapters, half = Lora(2, 4.0), jnp.dtype("bfloat16")
     learner = Learner(config, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), sampling_dtype=half, lora=adapters)
-    learner.base = qwen2.random_params(config, 0, half, lambda a: param_shardings(a, STORAGE, mesh))
+    learner.base = decoder.random_params(config, 0, half, lambda a: param_shardings(a, STORAGE, mesh))
     fresh = lora.init_adapters(config, adapters, 0)
     copy = learner.sampling_copy(jax.device_put(fresh, param_shardings(fresh, STORAGE, mesh)))
-    graph, tables = qwen2.graphdef(config, half, lora=adapters), build_tables(TOKENS, V)
+    graph, tables = decoder.graphdef(config, half, lora=adapters), build_tables(TOKENS, V)
     sampler = Sampler(graph, config, tables, len(TOKENS), [STOP], mesh, half, adapters=adapters)
     for x, planned in zip(jax.tree.leaves(copy), jax.tree.leaves(sampler.abstract_params()), strict=True):
         if x.dtype != planned.dtype or not x.sharding.is_equivalent_to(planned.sharding, x.ndim):
@@ -99,7 +99,7 @@ def check_adapters(mesh, config: Qwen2Config, optimizer) -> None:
         raise SystemExit(f"of the base {sum(shared)} arrays of {len(shared)} are shared")
 
 
-def check_critic(mesh, config: Qwen2Config, optimizer) -> None:
+def check_critic(mesh, config: DecoderConfig, optimizer) -> None:
     """Values and gradients of a critic on the mesh are those on one device, and its head lies as it is stored."""
     rng, shape = np.random.default_rng(3), (B, S)
     length = rng.integers(20, S + 1, B).astype(np.int32)
@@ -113,7 +113,7 @@ def check_critic(mesh, config: Qwen2Config, optimizer) -> None:
         critic = Critic(config, LEARNING, optimizer, where, S, 0.5, shard_residual=where.shape["tensor"] > 1)
         start = first_params(random_params(config, seed=6), config, None, 0, where)
         params = init_state(
-            qwen2.with_values(start, nnx.to_pure_dict(start) | {"value_head": head}), optimizer, where
+            decoder.with_values(start, nnx.to_pure_dict(start) | {"value_head": head}), optimizer, where
         ).params
         found.append((critic.score(params, batch), by_name(critic.gradients(params, batch))))
         place = param_shardings(params, STORAGE, where)["value_head"].get_value()
@@ -130,7 +130,7 @@ def check_critic(mesh, config: Qwen2Config, optimizer) -> None:
 def check_vocabulary(mesh) -> None:
     """Log-probs by chunks, and their gradients, where every device visits the vocabulary for its own rows."""
     config = tiny_config(V, tied=False)
-    graph, params = qwen2.graphdef(config, jnp.float32), random_params(config, seed=7)
+    graph, params = decoder.graphdef(config, jnp.float32), random_params(config, seed=7)
     rng = np.random.default_rng(2)
     hidden = rng.normal(size=(B, 40, config.width)).astype(np.float32)
     ids = rng.integers(0, 400, (B, 40)).astype(np.int32)
@@ -164,18 +164,19 @@ def main(sizes: str, out: str) -> None:
     check_vocabulary(mesh)
     if mesh.size == 8:  # a mesh that does not divide the kv heads
         check_kernels(make_mesh(MeshSection(1, 2, 4)))
-    check_adapters(mesh, config, optimizer)
-    check_critic(mesh, config, optimizer)
+    normed = tiny_config(V, tied=False, **QWEN3)
+    check_adapters(mesh, normed, optimizer)
+    check_critic(mesh, normed, optimizer)
     learner = Learner(config, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), shard_residual=tensor > 1)
     tables = build_tables(TOKENS, V)
-    sampler = Sampler(qwen2.graphdef(config, jnp.float32), config, tables, len(TOKENS), [STOP], mesh)
+    sampler = Sampler(decoder.graphdef(config, jnp.float32), config, tables, len(TOKENS), [STOP], mesh)
     rolled = rollouts(sampler, learner.sampling_copy(state.params))
 
-    narrow = Learner(config, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), int8_sampling=True)
-    graph, options = qwen2.graphdef(config, jnp.float32, int8=True), {"int8_weights": True, "int8_cache": True}
+    narrow = Learner(normed, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), int8_sampling=True)
+    graph, options = decoder.graphdef(normed, jnp.float32, int8=True), {"int8_weights": True, "int8_cache": True}
     options["unstacked"] = mesh.size > 1  # as GPUs decode
-    whole = Sampler(graph, config, tables, len(TOKENS), [STOP], mesh, **options)
-    in_int8 = rollouts(whole, narrow.sampling_copy(state.params))
+    whole = Sampler(graph, normed, tables, len(TOKENS), [STOP], mesh, **options)
+    in_int8 = rollouts(whole, narrow.sampling_copy(init_state(random_params(normed, seed=6), optimizer, mesh).params))
 
     mask = rolled.mask.astype(np.float32)
     advantage = mask * np.linspace(-1, 1, B, dtype=np.float32)[:, None]

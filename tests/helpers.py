@@ -13,8 +13,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.config import LearningSection, MeshSection, Qwen2Config, RetrievalSection, RolloutSection
-from psearch_jax.models import qwen2
+from psearch_jax.config import DecoderConfig, LearningSection, MeshSection, RetrievalSection, RolloutSection
+from psearch_jax.models import decoder
 from psearch_jax.rollout import sampling
 from psearch_jax.rollout.boundary import BoundaryTables, build_tables
 from psearch_jax.rollout.collect import Collector
@@ -27,14 +27,17 @@ from psearch_jax.types import Question
 from retrieval.protocol import Passage
 from retrieval.service import RetrievalService
 
+# What makes a shape one of Qwen3, whose heads together are wider than the model.
+QWEN3 = {"head_dim": 16, "qkv_bias": False, "qk_norm": True}
 
-def tiny_config(vocab_rows: int = 416, **changes) -> Qwen2Config:
+
+def tiny_config(vocab_rows: int = 416, **changes) -> DecoderConfig:
     """A policy of two layers that computes in microseconds."""
     shape = dict(width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=64, tied=True, rope_theta=10_000.0)
-    return Qwen2Config(vocab_rows, **{**shape, **changes})
+    return DecoderConfig(vocab_rows, **{**shape, **changes})
 
 
-def random_params(config: Qwen2Config, seed: int = 0, scale: float = 0.2) -> nnx.State:
+def random_params(config: DecoderConfig, seed: int = 0, scale: float = 0.2) -> nnx.State:
     """Parameters in which nothing is left at 0 or 1: biases and norms are random too."""
     rng = np.random.default_rng(seed)
 
@@ -42,7 +45,7 @@ def random_params(config: Qwen2Config, seed: int = 0, scale: float = 0.2) -> nnx
         noise = rng.normal(0.0, scale, variable.shape).astype(np.float32)
         return variable.replace(jnp.asarray(1.0 + noise if "norm" in path[-1] else noise))
 
-    flat = nnx.to_flat_state(qwen2.abstract_params(config)[1])
+    flat = nnx.to_flat_state(decoder.abstract_params(config)[1])
     return nnx.from_flat_state({path: one(path, variable) for path, variable in flat})
 
 
@@ -50,13 +53,13 @@ def one_device_mesh() -> Mesh:
     return make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])
 
 
-def tables_for(tokenizer: Tokenizer, config: Qwen2Config) -> BoundaryTables:
+def tables_for(tokenizer: Tokenizer, config: DecoderConfig) -> BoundaryTables:
     return build_tables(tokenizer.token_bytes, config.vocab_rows)
 
 
-def make_sampler(tokenizer: Tokenizer, config: Qwen2Config, mesh: Mesh | None = None, cls=Sampler, **options):
+def make_sampler(tokenizer: Tokenizer, config: DecoderConfig, mesh: Mesh | None = None, cls=Sampler, **options):
     """A float32 sampler of `cls` with the tokenizer's real boundary tables and stop ids."""
-    graph = qwen2.graphdef(config, jnp.float32, int8=options.get("int8_weights", False))
+    graph = decoder.graphdef(config, jnp.float32, int8=options.get("int8_weights", False))
     stops = sorted(tokenizer.stop_ids)
     tables = tables_for(tokenizer, config)
     return cls(graph, config, tables, tokenizer.size, stops, mesh or one_device_mesh(), **options)
@@ -132,7 +135,7 @@ def make_collector(tokenizer: Tokenizer, sampler: Sampler, rollout: RolloutSecti
     return Collector(sampler, tokenizer, service or retriever(), render, rollout, section)
 
 
-def make_learner(tokenizer: Tokenizer, config: Qwen2Config, context_tokens: int, temperature=1.0, **learning):
+def make_learner(tokenizer: Tokenizer, config: DecoderConfig, context_tokens: int, temperature=1.0, **learning):
     """A float32 learner; `learning` holds fields of LearningSection."""
     settings = LearningSection(**{"micro_batch_rows": 2, "mini_batch_rollouts": 4, "warmup_ratio": 0.0, **learning})
     optimizer = make_optimizer(settings, 10)

@@ -269,7 +269,9 @@ def test_every_device_has_the_keys_of_its_queries(heads, kv_heads, tensor):
     assert keys == (4 // 2, math.lcm(kv_heads, tensor) // tensor, 16, 8)
 
 
-@pytest.mark.parametrize("name", ["colab", "qwen0p5b", "qwen7b", "qwen7b_lora", "qwen14b", "hotpot_sample", "smoke"])
+@pytest.mark.parametrize(
+    "name", ["colab", "qwen0p5b", "qwen7b", "qwen7b_lora", "qwen14b", "qwen3_8b", "hotpot_sample", "smoke"]
+)
 def test_no_row_is_left_with_small_blocks(name):
     """A width that only 128 divides: the kernel's small blocks leave most of the matrix unit idle."""
     rollout = importlib.import_module(name).get_config().rollout

@@ -20,7 +20,7 @@ from runs import metrics_without_clocks, run, small_config
 from psearch_jax import build
 from psearch_jax.data import asking
 from psearch_jax.data.closed_world import ClosedWorld
-from psearch_jax.models import qwen2
+from psearch_jax.models import decoder
 from psearch_jax.train import checkpoint, trainer, validation
 from psearch_jax.train.best import Best, find_best
 from psearch_jax.types import UserError
@@ -39,7 +39,7 @@ def test_only_what_is_better_is_kept(tmp_path):
 
     def offered(best, *values):
         for step, value in values:
-            best.offer(step, value, qwen2.init_params(config, step), loop)
+            best.offer(step, value, decoder.init_params(config, step), loop)
         best.close()
         return best.record
 
@@ -55,7 +55,7 @@ def test_only_what_is_better_is_kept(tmp_path):
     assert kept(tmp_path) == ["5"]
     _, params, read = checkpoint.load_params(find_best(tmp_path))
     assert read["best"] == {"metric": "em", "questions": "of these", "value": 0.6} and read["step"] == 5
-    same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), params, qwen2.init_params(config, 5))
+    same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), params, decoder.init_params(config, 5))
     assert all(jax.tree.leaves(same))
     # Another figure, or that of other questions, is no rival of this one.
     assert offered(Best(tmp_path, "f1", "of these"), (6, 0.1))["metric"] == "f1"

@@ -23,7 +23,7 @@ from helpers import (
 from jax import monitoring
 
 from psearch_jax.config import RolloutSection
-from psearch_jax.models import qwen2
+from psearch_jax.models import decoder
 from psearch_jax.rl.batch import make_batch
 from psearch_jax.text import tags
 from psearch_jax.train.state import init_state
@@ -186,7 +186,7 @@ def test_a_context_that_fills_up_ends_as_truncated(tiny_tokenizer, sampler, para
 def test_a_row_that_is_not_finite_is_counted_and_not_learned_from(tiny_tokenizer, sampler, params, service):
     """A NaN that is sampled from looks like any rollout, and one such row makes a NaN of the gradient of all."""
     bad = 77  # an id whose embedding is no number
-    broken = qwen2.with_values(params, jax.tree.map(jnp.copy, nnx.to_pure_dict(params)))
+    broken = decoder.with_values(params, jax.tree.map(jnp.copy, nnx.to_pure_dict(params)))
     broken["embedding"].set_value(broken["embedding"].get_value().at[bad].set(np.nan))
     rollout, answer = rollout_section(), say(tiny_tokenizer, ANSWER)
     scripts = [

@@ -10,7 +10,7 @@ from helpers import collectives_in_loops, tiny_config
 from jax.sharding import NamedSharding, PartitionSpec
 
 from psearch_jax.config import Lora, MeshSection
-from psearch_jax.models import qwen2
+from psearch_jax.models import decoder
 from psearch_jax.models.lora import abstract_adapters
 from psearch_jax.planning.targets import tpu_target
 from psearch_jax.sharding import STORAGE, make_mesh, param_shardings, placed
@@ -25,8 +25,8 @@ def test_the_vocabulary_loop_talks_once(tied):
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
     mesh = make_mesh(MeshSection(2, 2, 2), tpu_target("v5e:2x4").devices)
     config = tiny_config(8192, width=256, tied=tied)
-    graph, dtype = qwen2.graphdef(config, jnp.bfloat16), jnp.bfloat16
-    _, abstract = qwen2.abstract_params(config)
+    graph, dtype = decoder.graphdef(config, jnp.bfloat16), jnp.bfloat16
+    _, abstract = decoder.abstract_params(config)
     params = placed(abstract, param_shardings(abstract, STORAGE, mesh))
     rows = ("data", "fsdp")
     hidden = NamedSharding(mesh, PartitionSpec(rows, "tensor"))  # as layers with a split residual leave them
@@ -53,13 +53,13 @@ def test_the_kernel_runs_again_where_all_is_computed_anew():
     """Attention run forward a second time for the backward pass, where remat=dots should have kept what it gave."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
     mesh, config = make_mesh(MeshSection(1, 1, 1), tpu_target("v5e:2x2").devices[:1]), tiny_config()
-    abstract = qwen2.abstract_params(config)[1]
+    abstract = decoder.abstract_params(config)[1]
     params = placed(abstract, param_shardings(abstract, STORAGE, mesh))
     ids = jax.ShapeDtypeStruct((2, 200), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
 
     def kernels(remat):
         def loss(params, ids):
-            model = nnx.merge(qwen2.graphdef(config, jnp.bfloat16, remat, "splash"), params)
+            model = nnx.merge(decoder.graphdef(config, jnp.bfloat16, remat, "splash"), params)
             return jnp.sum(model.hidden(ids)[0].astype(jnp.float32))
 
         with jax.set_mesh(mesh):
@@ -73,8 +73,8 @@ def test_the_kernel_runs_again_where_all_is_computed_anew():
 def test_what_precision_is_asked_for(dtype, asked):
     """float32 that a TPU multiplies as bfloat16, a GPU as TF32: the bounds of these tests would hold on CPUs only."""
     config, lora = tiny_config(), Lora(4, 8.0)
-    graph = qwen2.graphdef(config, jnp.dtype(dtype), remat="full", lora=lora)
-    base, adapters = qwen2.abstract_params(config)[1], abstract_adapters(config, lora)
+    graph = decoder.graphdef(config, jnp.dtype(dtype), remat="full", lora=lora)
+    base, adapters = decoder.abstract_params(config)[1], abstract_adapters(config, lora)
     ids = jax.ShapeDtypeStruct((2, 300), jnp.int32)
 
     def loss(adapters, base, ids):

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from psearch_jax.config import (
     PRESETS,
     Config,
-    Qwen2Config,
+    DecoderConfig,
     best_metric,
     from_mapping,
     to_mapping,
@@ -138,17 +138,18 @@ def test_filters_are_accepted_where_nothing_is_learned():
 def test_model_shapes_that_cannot_be_are_refused():
     """Heads that the kv heads do not divide would be grouped wrongly."""
     good = dict(vocab_rows=8, width=8, layers=1, heads=4, kv_heads=2, head_dim=2, mlp=8, tied=True)
-    Qwen2Config(**good)
+    DecoderConfig(**good)
     with pytest.raises(UserError, match="heads=4.*kv_heads=3"):
-        Qwen2Config(**{**good, "kv_heads": 3})
+        DecoderConfig(**{**good, "kv_heads": 3})
     with pytest.raises(UserError, match="head_dim=3"):
-        Qwen2Config(**{**good, "head_dim": 3})
+        DecoderConfig(**{**good, "head_dim": 3})
 
 
 def test_presets_hold_published_shapes():
-    """Grouped heads times head size must give the published width."""
+    """A head size that was computed, where Qwen3's is published, or the other way round."""
     for name, config in PRESETS.items():
-        assert dataclasses.is_dataclass(config) and config.heads * config.head_dim == config.width, name
+        expected = 128 if config.qk_norm else config.width // config.heads
+        assert dataclasses.is_dataclass(config) and config.head_dim == expected, name
 
 
 def changed(method, **sections):

@@ -15,8 +15,8 @@ from test_learner import CONFIG, ROWS, S, same_bits, some_batch, worst
 from psearch_jax import build
 from psearch_jax.config import LearningSection, Lora, from_mapping, to_mapping
 from psearch_jax.limits import validate
+from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
-from psearch_jax.models import qwen2
 from psearch_jax.train.checkpoint import Checkpoints, model_record
 from psearch_jax.train.critic import Critic, first_params, without_lm_head
 from psearch_jax.train.state import init_state, make_optimizer
@@ -51,7 +51,7 @@ def test_the_value_of_an_id_is_that_of_what_stands_before_it(critic):
     batch = some_batch()
     found = critic.score(params, batch)
     assert found.shape == (ROWS, S) and not found[batch.mask == 0].any()
-    model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32, values=True), params)
+    model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32, values=True), params)
     row = int(np.argmax(batch.mask.sum(axis=1)))
     n = batch.length[row]
     states = np.asarray(model.hidden(batch.ids[row : row + 1, :n])[0])[0]
@@ -72,7 +72,7 @@ def test_its_gradient_is_that_of_the_whole_loss(critic):
     batch = some_batch()
 
     def whole(params):
-        model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32, values=True), params)
+        model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32, values=True), params)
         values = jnp.pad(model.values(model.hidden(batch.ids)[0][:, :-1]), ((0, 0), (1, 0)))
         near = batch.values + jnp.clip(values - batch.values, -0.5, 0.5)
         worse = jnp.maximum((values - batch.returns) ** 2, (near - batch.returns) ** 2)
@@ -108,7 +108,7 @@ def test_an_untied_lm_head_is_no_part_of_it():
     config = tiny_config(tied=False)
     start = first_params(random_params(config, seed=1), config, None, 0, one_device_mesh())
     assert ("lm_head",) not in dict(nnx.to_flat_state(start))
-    trained = adapters.abstract_trained(qwen2.abstract_params(config, values=True)[1], config, None)
+    trained = adapters.abstract_trained(decoder.abstract_params(config, values=True)[1], config, None)
     assert jax.tree.structure(trained) == jax.tree.structure(start)
 
 

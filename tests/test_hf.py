@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,15 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import one_device_mesh, random_params, tiny_config
+from helpers import QWEN3, one_device_mesh, random_params, tiny_config
 from safetensors.numpy import load_file, save_file
 
-from psearch_jax.models import qwen2
+from psearch_jax.models import decoder
 from psearch_jax.models.hf import load_hf, read_config, resolve, save_hf
 from psearch_jax.sharding import STORAGE, param_shardings
 from psearch_jax.types import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
+EXPORTS = ["one-file", "sharded", "sharded-qwen3"]
 
 
 def assert_equal_params(a, b) -> None:
@@ -39,13 +41,14 @@ def exported(tmp_path_factory, tiny_tokenizer):
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("shard_bytes", [10**9, 20_000], ids=["one-file", "sharded"])
-def test_transformers_loads_what_we_write(tmp_path, tiny_tokenizer, tied, shard_bytes):
+@pytest.mark.parametrize(("shard_bytes", "family"), [(10**9, {}), (20_000, {}), (20_000, QWEN3)], ids=EXPORTS)
+def test_transformers_loads_what_we_write(tmp_path, tiny_tokenizer, tied, shard_bytes, family):
     """An export with a transposed, renamed or missing tensor would be another model for everybody else."""
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    config = tiny_config(tied=tied, rope_theta=1e6, eos_ids=tuple(sorted(tiny_tokenizer.stop_ids)))
+    stops = tuple(sorted(tiny_tokenizer.stop_ids))
+    config = tiny_config(**{"tied": tied, "rope_theta": 1e6, "eos_ids": stops, **family})
     params = random_params(config)
     out = tmp_path / "out"
     save_hf(params, config, tiny_tokenizer.name, out, shard_bytes=shard_bytes)
@@ -55,6 +58,7 @@ def test_transformers_loads_what_we_write(tmp_path, tiny_tokenizer, tied, shard_
 
     theirs, report = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(theirs).__name__ == ("Qwen3ForCausalLM" if family else "Qwen2ForCausalLM")
     written = {k: v for f in files for k, v in load_file(out / f).items()}
     state = {k: v.numpy() for k, v in theirs.state_dict().items()}
     assert set(state) - set(written) == ({"lm_head.weight"} if tied else set())
@@ -64,11 +68,14 @@ def test_transformers_loads_what_we_write(tmp_path, tiny_tokenizer, tied, shard_
     ids = np.random.default_rng(0).integers(0, 400, (2, 33)).astype(np.int32)
     with torch.no_grad():
         expected = theirs(torch.tensor(ids, dtype=torch.long)).logits.numpy()
-    model = nnx.merge(qwen2.graphdef(config, jnp.float32), params)
+    model = nnx.merge(decoder.graphdef(config, jnp.float32), params)
     with jax.default_matmul_precision("highest"):
         ours = np.asarray(model.logits(model.hidden(ids)[0], 1.0, config.vocab_rows))
     assert np.max(np.abs(ours - expected)) / np.max(np.abs(expected)) <= 1e-5
     assert AutoTokenizer.from_pretrained(out).encode("older") == tiny_tokenizer.hf.encode("older")
+    again, loaded = load_hf(out)
+    assert again == config
+    assert_equal_params(loaded, params)
     eos = theirs.generation_config.eos_token_id
     assert sorted([eos] if isinstance(eos, int) else eos) == sorted(tiny_tokenizer.stop_ids)
 
@@ -102,6 +109,8 @@ def test_a_failed_export_leaves_nothing(exported, tmp_path):
     wrong = random_params(tiny_config(mlp=32))
     with pytest.raises(UserError, match="down_kernel: found shape"):
         save_hf(wrong, config, exported, tmp_path / "out")
+    with pytest.raises(UserError, match="k_norm: found shape None, the config asks for"):
+        save_hf(random_params(config), replace(config, qk_norm=True), exported, tmp_path / "out")
     gone = random_params(config)
     dict(nnx.to_flat_state(gone))["layers", "up_kernel"].get_value().delete()  # met in the middle of the file
     with pytest.raises(RuntimeError):
@@ -177,8 +186,11 @@ def test_files_that_hold_no_tensor_or_no_map_are_refused(exported, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "llama"}, ["model_type", "llama", "qwen2"]),
-        ({"use_sliding_window": True}, ["use_sliding_window"]),
+        ({"model_type": "llama"}, ["model_type", "llama", "qwen2", "qwen3"]),
+        ({"model_type": "qwen3_moe"}, ["model_type", "qwen3_moe", "qwen2", "qwen3"]),
+        ({"model_type": "qwen3", "attention_bias": True}, ["attention_bias", "true", "false"]),
+        ({"use_sliding_window": True}, ["use_sliding_window", "true", "false"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, ["rope_type", "yarn"]),
         ({"hidden_size": None}, ["hidden_size"]),
@@ -188,7 +200,7 @@ def test_files_that_hold_no_tensor_or_no_map_are_refused(exported, tmp_path):
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )
 def test_another_architecture_is_refused(exported, tmp_path, change, words):
-    """A Llama or a yarn-scaled checkpoint would load and compute nonsense."""
+    """A Llama, a mixture of experts or a yarn-scaled checkpoint would load and compute nonsense."""
     out = tmp_path / "other"
     shutil.copytree(exported, out)
     raw = json.loads((out / "config.json").read_text()) | change

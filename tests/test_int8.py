@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import make_sampler, one_device_mesh, random_params, started, tiny_config
+from helpers import QWEN3, make_sampler, one_device_mesh, random_params, started, tiny_config
 from runs import small_config
 
 from psearch_jax import build
 from psearch_jax.config import LearningSection, Lora
-from psearch_jax.models import int8, lora, qwen2
+from psearch_jax.models import decoder, int8, lora
 from psearch_jax.models.attention import Keys, behind, decode
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.train.learner import Learner
@@ -43,21 +43,23 @@ def test_a_number_is_the_nearest():
     assert np.isnan(int8.rounded(jnp.asarray(x), (1,))[1][0, 1])
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 3e-2)])
-def test_a_model_of_whole_numbers(dtype, bound):
-    """A scale at the wrong output, twice or not at all; a bias or an adapter that is scaled too."""
-    adapters = Lora(2, 4.0)
-    low = jax.tree.map(lambda x: x + 0.05, lora.init_adapters(CONFIG, adapters, 0))  # b starts at 0
-    copy = int8.with_kernels(random_params(CONFIG), random_params(CONFIG))
+@pytest.mark.parametrize(
+    ("dtype", "bound", "family"), [("float32", 1e-5, {}), ("bfloat16", 3e-2, {}), ("float32", 1e-5, QWEN3)]
+)
+def test_a_model_of_whole_numbers(dtype, bound, family):
+    """A scale at the wrong output, twice or not at all; a bias, a norm or an adapter that is scaled too."""
+    adapters, config = Lora(2, 4.0), tiny_config(tied=False, **family)
+    low = jax.tree.map(lambda x: x + 0.05, lora.init_adapters(config, adapters, 0))  # b starts at 0
+    copy = int8.with_kernels(random_params(config), random_params(config))
     kinds = {"/".join(path): v.get_value().dtype for path, v in nnx.to_flat_state(copy)}
     assert {path for path, kind in kinds.items() if kind == jnp.int8} == {f"layers/{name}" for name in lora.KERNELS}
     ids = np.random.default_rng(1).integers(0, 400, (2, 20)).astype(np.int32)
 
     def hidden(params, **options):
-        graph = qwen2.graphdef(CONFIG, jnp.dtype(dtype), lora=adapters, **options)
+        graph = decoder.graphdef(config, jnp.dtype(dtype), lora=adapters, **options)
         return np.asarray(nnx.merge(graph, lora.beside(params, low)).hidden(ids)[0], np.float64)
 
-    exact, wanted = hidden(random_params(CONFIG)), hidden(widened(copy))
+    exact, wanted = hidden(random_params(config)), hidden(widened(copy))
     ours = hidden(copy, int8=True)
     assert np.linalg.norm(ours - wanted) <= bound * np.linalg.norm(wanted)
     assert 1e-3 < np.linalg.norm(ours - exact) / np.linalg.norm(exact) < 0.1
@@ -88,7 +90,7 @@ def test_a_model_behind_a_cache_of_whole_numbers(T, span, rows):
     cache = KVCache.of(*(jnp.asarray(rng.normal(size=shape)) for _ in range(2)), jnp.int8)
     wide = KVCache(cache.k * cache.k_scale[..., None], cache.v * cache.v_scale[..., None])
     ids, start = rng.integers(0, 400, (B, T)).astype(np.int32), np.array([0, 31, 17], np.int32)[:B]
-    model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), random_params(CONFIG))
+    model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32), random_params(CONFIG))
     of_rows = None if rows is None else jnp.array(rows)
     found = [model.hidden(ids, c, start, keep_kv=True, span=span, rows=of_rows)[0] for c in (cache, wide)]
     np.testing.assert_allclose(*found, atol=1e-4)
@@ -113,7 +115,7 @@ def test_rollouts_by_whole_numbers(tiny_tokenizer):
     np.testing.assert_allclose(weights.logprobs, wanted.logprobs, atol=1e-5)
 
     cached = rolled(params, int8_cache=True)
-    graph, ids = qwen2.graphdef(CONFIG, jnp.float32), cached.ids
+    graph, ids = decoder.graphdef(CONFIG, jnp.float32), cached.ids
     model = nnx.merge(graph, params)
     scored, _ = model.logprobs(model.hidden(ids[:, :-1])[0], ids[:, 1:], 1.0, tiny_tokenizer.size)
     gap = np.abs(np.pad(scored, ((0, 0), (1, 0))) - cached.logprobs)[cached.mask]

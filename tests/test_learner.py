@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import make_learner, one_device_mesh, random_params, tiny_config
+from helpers import QWEN3, make_learner, one_device_mesh, random_params, tiny_config
 from programs import completed
 
 from psearch_jax.buckets import buckets, row_widths
 from psearch_jax.config import LearningSection
-from psearch_jax.models import qwen2
+from psearch_jax.models import decoder
 from psearch_jax.rl.batch import make_batch, micro_batches, mini_batches, padding, take_rows
 from psearch_jax.rl.losses import policy_loss
 from psearch_jax.train.learner import Learner, token_logprobs
@@ -84,7 +84,7 @@ def test_logprobs_of_padded_rows_are_those_of_each_row_alone(tiny_tokenizer, par
     assert got.shape == (ROWS, S) and not got[batch.mask == 0].any()
     batch = replace(batch, mask=(np.arange(S) < batch.length[:, None]) * (np.arange(S) > 0).astype(np.float32))
     got = learner.score(params, batch)
-    model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), params)
+    model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32), params)
     for row, n in ((0, batch.length[0]), (3, batch.length[3])):
         logits = np.asarray(model.logits(model.hidden(batch.ids[row : row + 1, :n])[0], 0.7, tiny_tokenizer.size))[0]
         table = np.asarray(jax.nn.log_softmax(logits, axis=-1))
@@ -110,6 +110,26 @@ def test_neither_micro_batches_nor_shared_rows_change_anything(tiny_tokenizer, p
         np.testing.assert_allclose(logprobs, found[0][1], atol=1e-5)
 
 
+def test_the_norms_of_heads_are_learned_in_shared_rows(tiny_tokenizer):
+    """Norms that the optimizer never sees, biases that a model without them is given, or a row's neighbour in them."""
+    config, batch, found = tiny_config(**QWEN3), some_batch(12, seed=3, positions=48), []
+    start = random_params(config, seed=4, scale=0.03)
+    learner, optimizer = make_learner(tiny_tokenizer, config, 48, learning_rate=1e-3, mini_batch_rollouts=12)
+    learner._widths = (48,)
+    batch = on_policy(learner, start, batch)
+    for together in (True, False):
+        learner._together = together
+        found.append(learner.gradients(start, batch))
+    assert worst(*found) < 2e-6
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(start)["layers"])  # an update uses up what it starts from
+    state, _ = learner.update(init_state(start, optimizer, one_device_mesh()), batch)
+    after = nnx.to_pure_dict(state.params)["layers"]
+    for name in ("q_norm", "k_norm"):
+        moved = np.abs(after[name] - before[name])
+        assert moved.shape == (config.layers, config.head_dim) and np.mean(moved > 1e-4) > 0.9, name
+    assert not [name for name in after if name.endswith("bias")]
+
+
 def test_the_gradient_is_that_of_the_whole_loss(tiny_tokenizer, params, learner):
     """Against jax.grad of loss total / count in one piece: micro-batches must add, and divide once."""
     batch = on_policy(learner, params, some_batch())
@@ -117,7 +137,7 @@ def test_the_gradient_is_that_of_the_whole_loss(tiny_tokenizer, params, learner)
     @jax.jit
     @jax.grad
     def whole(params):
-        model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), params)
+        model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32), params)
         place = np.arange(S, dtype=np.int32)
         fields = {name: getattr(batch, name) for name in Packed.__dataclass_fields__ if hasattr(batch, name)}
         segments, positions = (place < batch.length[:, None]).astype(np.int32), np.tile(place, (ROWS, 1))

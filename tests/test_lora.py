@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import random_params, tiny_config
+from helpers import QWEN3, random_params, tiny_config
 from jax.sharding import AbstractMesh, AxisType
 from runs import command, final_params, metrics_without_clocks, run, small_config
 
 from psearch_jax import build
 from psearch_jax.config import Lora
-from psearch_jax.models import hf, lora, qwen2
+from psearch_jax.models import decoder, hf, lora
 from psearch_jax.sharding import AXES, STORAGE, param_shardings
 from psearch_jax.train import checkpoint
 from psearch_jax.train.step import train_step
@@ -26,13 +26,17 @@ CONFIG = tiny_config(tied=False)
 ADAPTERS = Lora(rank=3, alpha=6.0)
 
 
-@pytest.fixture(scope="module")
-def pair() -> tuple[nnx.State, nnx.State]:
+def some_pair(config) -> tuple[nnx.State, nnx.State]:
     """Base parameters, and adapters whose b is no longer 0."""
     rng = np.random.default_rng(1)
-    fresh = lora.init_adapters(CONFIG, ADAPTERS, 0)
+    fresh = lora.init_adapters(config, ADAPTERS, 0)
     noise = jax.tree.map(lambda x: x + jnp.asarray(rng.normal(0, 0.2, x.shape), jnp.float32), fresh)
-    return random_params(CONFIG), noise
+    return random_params(config), noise
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[nnx.State, nnx.State]:
+    return some_pair(CONFIG)
 
 
 def merged(base, adapters, dtype=jnp.float32) -> nnx.State:
@@ -69,13 +73,15 @@ def test_a_merged_kernel_is_w_plus_scale_a_b(pair):
         assert float(added) == pytest.approx(float(np.sum(delta[1] ** 2)), rel=1e-4)
 
 
-def test_the_live_model_is_the_merged_one(pair):
+@pytest.mark.parametrize("family", [{}, QWEN3], ids=["qwen2", "qwen3"])
+def test_the_live_model_is_the_merged_one(family):
     """What is learned about W + scale a b must hold for the weights that are exported."""
-    base, adapters = pair
+    config = tiny_config(tied=False, **family)
+    base, adapters = some_pair(config)
     ids = np.random.default_rng(0).integers(0, 400, (2, 40)).astype(np.int32)
-    live = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32, lora=ADAPTERS), lora.beside(base, adapters))
-    plain = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), merged(base, adapters))
-    off = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), lora.apart(lora.beside(base, adapters))[0])
+    live = nnx.merge(decoder.graphdef(config, jnp.float32, lora=ADAPTERS), lora.beside(base, adapters))
+    plain = nnx.merge(decoder.graphdef(config, jnp.float32), merged(base, adapters))
+    off = nnx.merge(decoder.graphdef(config, jnp.float32), lora.apart(lora.beside(base, adapters))[0])
     with jax.default_matmul_precision("highest"):
         ours, theirs, without = (m.logits(m.hidden(ids)[0], 1.0, CONFIG.vocab_rows) for m in (live, plain, off))
     assert np.abs(ours - theirs).max() <= 2e-5 * np.abs(theirs).max()
@@ -84,7 +90,7 @@ def test_the_live_model_is_the_merged_one(pair):
 
 def test_layers_apart_keep_their_adapters(pair):
     """A GPU that decodes without them, or with another layer's, samples from another policy than is trained."""
-    model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32, lora=ADAPTERS), lora.beside(*pair))
+    model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32, lora=ADAPTERS), lora.beside(*pair))
     ids = np.random.default_rng(0).integers(0, 400, (3, 1)).astype(np.int32)
     wanted, kept = model.hidden(ids, keep_kv=True)
     ours, ours_kept = model.hidden(ids, keep_kv=True, layers=model.layers_apart())

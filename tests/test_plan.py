@@ -159,6 +159,17 @@ def test_a_critic_is_counted_beside_every_program(target, lora):
     assert (ppo.resident["frozen_base"] > 0) == (lora > 0) and (ppo.resident["reference"] > 0) == (lora == 0)
 
 
+def test_what_a_chip_holds_of_qwen3(target):
+    """Heads of width / heads, 80 in place of 128: a plan with three fifths of the cache and of attention's weights."""
+    config = config_file("qwen3_8b", model={"path": "Qwen/Qwen3-32B"}, mesh={"tensor": 8})
+    plan = make_plan(config, target, names=())
+    share = 32_762_123_264 / 16
+    assert plan.resident["parameters"] == pytest.approx(4 * share, rel=0.01)
+    assert plan.resident["sampling_copy"] == pytest.approx(2 * 2 * share, rel=0.01)
+    cache = 2 * 64 * (128 / 2) * (8 / 8) * 6196 * 128 * 2
+    assert cache < plan.resident["sampler_state"] < 1.02 * cache
+
+
 def test_what_does_not_fit_is_said(target):
     """A plan that calls a run fitting which the compiler refuses, or that leaves the user without a next step."""
     config = config_file("qwen7b", rollout={"slots": 2048})
@@ -191,10 +202,14 @@ def test_shapes_are_known_without_weights():
     """A plan that needs a 15 GB download."""
     assert model_shape(Config(model=ModelSection(path="Qwen/Qwen2.5-14B-Instruct"))).layers == 48
     assert model_shape(Config(model=ModelSection(path="Qwen/Qwen2.5-0.5B"))).layers == 24
+    for name in ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base", "Qwen/Qwen3-4B-Instruct-2507"):
+        found = model_shape(Config(model=ModelSection(path=name)))
+        assert (found.qk_norm, found.layers, found.head_dim) == (True, 36, 128)
     assert model_shape(Config(model=ModelSection(path="toy", preset="7b"))).width == 128
     assert model_shape(Config(model=ModelSection(path=str(ROOT / "psearch_jax/assets/toy_policy")))).width == 128
-    with pytest.raises(UserError, match="no known size in the name"):
-        model_shape(Config(model=ModelSection(path="some/model")))
+    for name in ("some/model", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3.5-9B"):
+        with pytest.raises(UserError, match=f"config.model.path={name}: .*no known size in the name; accepted: names"):
+            model_shape(Config(model=ModelSection(path=name)))
 
 
 def test_the_floor_by_hand(qwen7b):

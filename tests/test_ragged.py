@@ -12,7 +12,7 @@ from helpers import one_device_mesh, random_params, tiny_config
 from jax.sharding import NamedSharding, PartitionSpec
 
 from psearch_jax.config import PRESETS, MeshSection, RolloutSection
-from psearch_jax.models import qwen2, ragged
+from psearch_jax.models import decoder, ragged
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.rollout.collect import widths
 from psearch_jax.sharding import make_mesh
@@ -149,7 +149,7 @@ def test_a_model_that_decodes_with_it(monkeypatch, form):
     monkeypatch.setattr(ragged, "decode", interpreted)
 
     def hidden(form):
-        model = nnx.merge(qwen2.graphdef(config, jnp.float32, attention=form), params)
+        model = nnx.merge(decoder.graphdef(config, jnp.float32, attention=form), params)
         return jax.jit(functools.partial(model.hidden, keep_kv=True))(ids, cache, start)
 
     (ours, new), (wanted, wanted_new) = hidden(form), hidden("blocked")

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from helpers import ScriptedSampler, make_learner, make_sampler, random_params, started, tiny_config
 
-from psearch_jax.models import int8, qwen2
+from psearch_jax.models import decoder, int8
 from psearch_jax.rollout.sampler import SamplerState, Status
 from psearch_jax.types import TrainBatch
 
@@ -333,7 +333,7 @@ def test_an_emptied_slot_neither_runs_nor_waits(tiny_tokenizer, scripted, params
 def test_greedy_takes_the_likeliest_id(tiny_tokenizer, sampler, params):
     """Evaluation at temperature 0 must be the argmax of a plain forward pass, its log-probs those at 1."""
     state = rollout(sampler, params, prompts(), KEYS, [], temperature=0.0)
-    model = nnx.merge(qwen2.graphdef(CONFIG, jnp.float32), params)
+    model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32), params)
     logits = np.asarray(model.logits(model.hidden(jnp.asarray(state.ids))[0], 1.0, tiny_tokenizer.size))
     table = np.asarray(jax.nn.log_softmax(logits, axis=-1))
     rows, at = np.nonzero(state.mask)
@@ -432,14 +432,14 @@ def test_layers_apart_change_no_rollout(tiny_tokenizer, either):
 
 def test_a_row_that_waits_reads_no_cache(tiny_tokenizer, params, monkeypatch):
     """Where each row is read to its own length, one that waits would be read as far as one that samples."""
-    looked, hidden = [], qwen2.Qwen2.hidden
+    looked, hidden = [], decoder.Decoder.hidden
 
     def noted(model, ids, cache=None, start=None, *arguments, **options):
         if start is not None:
             jax.debug.callback(lambda start: looked.append(start), start, ordered=True)
         return hidden(model, ids, cache, start, *arguments, **options)
 
-    monkeypatch.setattr(qwen2.Qwen2, "hidden", noted)
+    monkeypatch.setattr(decoder.Decoder, "hidden", noted)
     word = tiny_tokenizer.encode_foreign("a")[0]
     fresh = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler)
     search = spell(tiny_tokenizer, "</search>")

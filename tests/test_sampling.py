@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import make_sampler, random_params, tiny_config
 
-from psearch_jax.models.qwen2 import NEG_INF
+from psearch_jax.models.decoder import NEG_INF
 from psearch_jax.rollout.sampling import choose, filter_logits, id_words, row_keys, uniforms
 
 EDGES = np.array([0.0, 1e-38, 1e-12, 0.5, 1 - 2**-24, np.nextafter(np.float32(1), np.float32(0))], np.float32)

@@ -16,7 +16,7 @@ from programs import ROOT, Program, completed
 from psearch_jax.config import PRESETS
 from psearch_jax.data import exercises
 from psearch_jax.data.names import is_new
-from psearch_jax.models import qwen2
+from psearch_jax.models import decoder
 from psearch_jax.train import sft
 from psearch_jax.train.sft import SKILLS, Batches, SFTConfig, make_rows, train
 from psearch_jax.types import UserError
@@ -84,10 +84,16 @@ def _is_name(word: str) -> bool:
     return len(word) == 7 and word.isalpha() and word[0].isupper() and word[1:].islower()
 
 
+def test_a_shape_that_cannot_look_back_is_refused(tokenizer):
+    """The start writes biases: a shape without them would end in a KeyError."""
+    with pytest.raises(UserError, match="config.preset: found 'qwen3-0.6b', accepted: toy"):
+        sft.policy_shape(replace(SMALL, preset="qwen3-0.6b"), tokenizer)
+
+
 def test_the_first_heads_look_back(tokenizer):
     """Copying found late or never: with some seeds the exercises then teach nothing in the time there is."""
     shape = sft.policy_shape(SMALL, tokenizer)
-    graph = qwen2.graphdef(shape, jnp.float32, "none")
+    graph = decoder.graphdef(shape, jnp.float32, "none")
     rng = np.random.default_rng(0)
     made = [exercises.copying(rng, tokenizer.encode_foreign) for _ in range(32)]
     ids, mask = np.zeros((32, 160), np.int32), np.zeros((32, 160), bool)

@@ -7,7 +7,7 @@ from helpers import one_device_mesh, random_params, tiny_config
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from psearch_jax.config import MeshSection
-from psearch_jax.models import qwen2
+from psearch_jax.models import decoder
 from psearch_jax.sharding import (
     AXES,
     COMPUTE,
@@ -77,7 +77,7 @@ def test_every_parameter_gets_the_sharding_of_its_own_axes():
     assert found["o_kernel"] == PartitionSpec(None, "tensor", None, "fsdp")
     assert found["down_kernel"] == PartitionSpec(None, "tensor", "fsdp")
     assert found["final_norm"] == PartitionSpec(None)
-    assert len(found) == len(jax.tree.leaves(qwen2.abstract_params(tiny_config(tied=False))[1]))
+    assert len(found) == len(jax.tree.leaves(decoder.abstract_params(tiny_config(tied=False))[1]))
 
 
 def test_constrain_needs_no_mesh_and_takes_one():

@@ -9,7 +9,9 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from psearch_jax.rollout.boundary import HIT_SEARCH, build_tables
 from psearch_jax.text import prompts
+from psearch_jax.text.tags import parse_turn
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import UserError
 
@@ -39,6 +41,54 @@ def with_added_tokens(shared_data):
     hf.add_tokens(["<tool_call>", "</tool_call>"])
     hf.add_tokens(["<|fim_prefix|>"], special_tokens=True)
     return hf
+
+
+@pytest.fixture(scope="module", params=["text", "special"])
+def thinking(request, shared_data):
+    """The vocabulary of Qwen3, as far as it matters: Qwen2's with the tags of a thought as ids of their own. Those of
+    Qwen3 are text; others call theirs special."""
+    hf = AutoTokenizer.from_pretrained(shared_data / "qwen2_tokenizer")
+    hf.add_tokens(["<think>", "</think>"], special_tokens=request.param == "special")
+    return Tokenizer(hf, request.param)
+
+
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+REPLIES = {  # what templates put before a reply
+    "Qwen3": "{% if enable_thinking is defined and not enable_thinking %}" + NO_THOUGHT + "{% endif %}",
+    "Qwen3-Thinking": "<think>\n",
+    "thinks only where asked to": "{% if not enable_thinking %}" + NO_THOUGHT + "{% endif %}",
+}
+
+
+def test_a_thought_is_the_models_own(thinking, monkeypatch):
+    """A prompt that begins the thought, or ends it, leaves a turn without its `<think>`: no turn is well-formed."""
+    text = "<|im_start|>user\nThink in <think> and </think>. who?<|im_end|>\n<|im_start|>assistant\n"
+    for reply in REPLIES.values():
+        said = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        said += "{% if add_generation_prompt %}<|im_start|>assistant\n" + reply + "{% endif %}"
+        monkeypatch.setattr(thinking.hf, "chat_template", said)
+        ids = prompts.render_prompt(thinking, "Think in <think> and </think>. {question}", "who?")
+        assert thinking.decode(ids, control=True) == text
+        assert ids == thinking.hf(text, add_special_tokens=False)["input_ids"]
+        assert "<think>" in thinking.hf.convert_ids_to_tokens(ids)
+
+
+def test_tags_that_are_ids_are_read_as_tags(thinking):
+    """A tag that is one id and is left out of the text, as control tokens are, makes every turn ill-formed; and one
+    that a question or a passage spells must not become that id."""
+    opened = thinking.hf.convert_tokens_to_ids("<think>")
+    turn = thinking.encode_trusted("<think>\nx\n</think>\n\n<search> a ## b </search>")
+    assert turn[0] == opened
+    action = parse_turn(thinking.decode(turn))
+    assert action.well_formed and action.queries == ("a", "b")
+    tables = build_tables(thinking.token_bytes)
+    state, hits = 0, []
+    for i in turn:
+        hits.append(int(tables.hit[state, i]))
+        state = tables.next[state, i]
+    assert hits == [0] * (len(turn) - 1) + [HIT_SEARCH]
+    asked = prompts.render_prompt(thinking, "{question}", "is <think> </think> a tag?")
+    assert opened not in asked + thinking.encode_foreign("<think> </think>")
 
 
 def control_ids(tokenizer):

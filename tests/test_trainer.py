@@ -16,7 +16,7 @@ from programs import Program
 from runs import command, final_params, metrics_without_clocks, run, small_config, wait_for
 
 from psearch_jax import build
-from psearch_jax.models import hf, qwen2
+from psearch_jax.models import decoder, hf
 from psearch_jax.train import checkpoint, trainer
 from psearch_jax.train.step import train_step
 from psearch_jax.types import UserError
@@ -79,7 +79,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(tiny_policy, tmp_path):
     keeper = checkpoint.Checkpoints(tmp_path / "checkpoints")
     keeper.save(1, parts.state, record)
     keeper.wait()
-    other = qwen2.init_params(replace(parts.model, layers=3), 0)
+    other = decoder.init_params(replace(parts.model, layers=3), 0)
     with pytest.raises(UserError, match="another architecture"):
         keeper.restore(replace(parts.state, params=other))
     keeper.close()
@@ -128,7 +128,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tiny_policy, tmp_path):
         with pytest.raises(UserError, match=message):
             build.engine(
                 replace(config, model=replace(config.model, path="", tokenizer=str(tiny_policy))),
-                params=qwen2.init_params(model, 0),
+                params=decoder.init_params(model, 0),
                 model=model,
             )
 
@@ -181,7 +181,7 @@ def test_the_export_of_a_run_loads_in_transformers(tiny_policy, tmp_path):
     config, params, _ = checkpoint.load_params(checkpoint.find_checkpoint(tmp_path / "run"))
     ids = np.arange(24).reshape(2, 12) + 5
     with torch.no_grad(), jax.default_matmul_precision("highest"):
-        model = nnx.merge(qwen2.graphdef(config, np.float32), params)
+        model = nnx.merge(decoder.graphdef(config, np.float32), params)
         ours = model.logits(model.hidden(ids)[0], 1.0, config.vocab_rows)
         expected = theirs(torch.tensor(ids)).logits.numpy()
     assert np.abs(ours - expected).max() <= 1e-5 * np.abs(expected).max()

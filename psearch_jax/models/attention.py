@@ -201,7 +201,7 @@ def _pulled_back(q, k, v, begin, out, log_sums, gradient) -> tuple[jax.Array, ja
     wide = dtype == jnp.float32
     of_q, of_k, of_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    # A backward pass is traced outside of `qwen2.precision`, which asks for the same.
+    # A backward pass is traced outside of `decoder.precision`, which asks for the same.
     with jax.default_matmul_precision("highest") if wide else contextlib.nullcontext():
         for (first, last), log_sum in zip(_blocks(q.shape[1]), log_sums, strict=True):
             mine, scored = grouped(q[:, first:last], K)

@@ -1,6 +1,6 @@
 """Hugging Face directories in and out: one table of names, read both ways.
 
-A Qwen-2 checkpoint is config.json, generation_config.json, tokenizer files and one or more safetensors files.
+A checkpoint is config.json, generation_config.json, tokenizer files and one or more safetensors files.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from psearch_jax.config import Lora, Qwen2Config
+from psearch_jax.config import DecoderConfig, Lora
+from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
-from psearch_jax.models import qwen2
 from psearch_jax.models.tensors import Tensor, TensorReader, read_json, write_files
 from psearch_jax.paths import is_remote, locate, remove_tree
 from psearch_jax.types import UserError
@@ -42,12 +43,19 @@ TABLE: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("layers", "k_bias"), "model.layers.{i}.self_attn.k_proj.bias", "KH", "KH"),
     (("layers", "v_kernel"), "model.layers.{i}.self_attn.v_proj.weight", "KH.D", "DKH"),
     (("layers", "v_bias"), "model.layers.{i}.self_attn.v_proj.bias", "KH", "KH"),
+    (("layers", "q_norm"), "model.layers.{i}.self_attn.q_norm.weight", "H", "H"),
+    (("layers", "k_norm"), "model.layers.{i}.self_attn.k_norm.weight", "H", "H"),
     (("layers", "o_kernel"), "model.layers.{i}.self_attn.o_proj.weight", "D.NH", "NHD"),
     (("layers", "mlp_norm"), "model.layers.{i}.post_attention_layernorm.weight", "D", "D"),
     (("layers", "gate_kernel"), "model.layers.{i}.mlp.gate_proj.weight", "F.D", "DF"),
     (("layers", "up_kernel"), "model.layers.{i}.mlp.up_proj.weight", "F.D", "DF"),
     (("layers", "down_kernel"), "model.layers.{i}.mlp.down_proj.weight", "D.F", "FD"),
 )
+# By model_type: its class in transformers, and what of our shape its config.json does not say.
+FAMILIES: dict[str, tuple[str, dict[str, bool]]] = {
+    "qwen2": ("Qwen2ForCausalLM", {"qkv_bias": True, "qk_norm": False}),
+    "qwen3": ("Qwen3ForCausalLM", {"qkv_bias": False, "qk_norm": True}),
+}
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 HUB_TIMEOUT_S = 5.0
 _SHARD_BYTES = 4_500_000_000
@@ -67,7 +75,7 @@ _NUMBERS = (
 )
 
 
-def read_config(directory: str | Path) -> Qwen2Config:
+def read_config(directory: str | Path) -> DecoderConfig:
     """Reads config.json (transformers 4 and 5 spell the rotary base differently) and generation_config.json.
 
     Raises:
@@ -75,22 +83,28 @@ def read_config(directory: str | Path) -> Qwen2Config:
     """
     path = Path(directory) / "config.json"
     raw = read_json(path)
-    if raw.get("model_type") != "qwen2":
-        raise UserError(f"{path}: model_type is {raw.get('model_type')!r}, accepted: 'qwen2'")
+    family = raw.get("model_type")
+    if family not in [*FAMILIES]:
+        raise UserError(f"{path}: model_type is {family!r}, accepted: {', '.join(map(repr, FAMILIES))}")
+    _, options = FAMILIES[family]
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise UserError(f"{path}: rope_type is {rope.get('rope_type', rope.get('type'))!r}, accepted: 'default'")
-    if raw.get("use_sliding_window"):
-        raise UserError(f"{path}: use_sliding_window is true, accepted: false")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise UserError(f"{path}: hidden_act is {raw['hidden_act']!r}, accepted: 'silu'")
+    windowed = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
+    if windowed:
+        raise UserError(f"{path}: layer_types holds {windowed[0]!r}, accepted: 'full_attention' alone")
+    only = {"use_sliding_window": False, "hidden_act": "silu"}
+    only |= {} if options["qkv_bias"] else {"attention_bias": False}
+    for field, value in only.items():
+        if raw.get(field) not in (None, value):
+            raise UserError(f"{path}: {field} is {json.dumps(raw[field])}, accepted: {json.dumps(value)}")
     eos = raw.get("eos_token_id")
     generation = Path(directory) / "generation_config.json"
     if generation.is_file():
         eos = read_json(generation).get("eos_token_id", eos)
     try:
         heads = int(raw["num_attention_heads"])
-        return Qwen2Config(
+        return DecoderConfig(
             vocab_rows=int(raw["vocab_size"]),
             width=int(raw["hidden_size"]),
             layers=int(raw["num_hidden_layers"]),
@@ -103,6 +117,7 @@ def read_config(directory: str | Path) -> Qwen2Config:
             rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
             max_positions=int(raw.get("max_position_embeddings", 32_768)),
             eos_ids=tuple(eos) if isinstance(eos, list) else (int(eos),) if eos is not None else (),
+            **options,
         )
     except KeyError as missing:
         raise UserError(f"{path}: field {missing} is missing") from None
@@ -144,7 +159,7 @@ def resolve(path: str) -> str:
     from huggingface_hub import snapshot_download  # a dependency of transformers
 
     try:
-        return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt"])
+        return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
     except Exception as error:  # the hub client raises a dozen kinds; each means the same to the user
         raise UserError(
             f"config.model.path: {path!r} is not a directory and could not be fetched from the hub "
@@ -156,7 +171,7 @@ def load_hf(
     directory: str | Path,
     shardings: Callable[[nnx.State], nnx.State] | None = None,
     dtype: Any = np.float32,
-) -> tuple[Qwen2Config, nnx.State]:
+) -> tuple[DecoderConfig, nnx.State]:
     """Loads parameters from a directory, straight to their devices: the host holds one layer's tensor at a time.
 
     Args:
@@ -167,7 +182,7 @@ def load_hf(
       UserError: a missing, unknown or wrongly shaped tensor, named with its file.
     """
     config = read_config(directory)
-    _, abstract = qwen2.abstract_params(config)
+    _, abstract = decoder.abstract_params(config)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     placement = shardings(abstract) if shardings else jax.tree.map(lambda _: here, abstract)
     reader = TensorReader(Path(directory))
@@ -203,7 +218,7 @@ def load_hf(
 
 
 def _part(
-    reader: TensorReader, name: str, hf_axes: str, our_axes: str, index: tuple[slice, ...], config: Qwen2Config
+    reader: TensorReader, name: str, hf_axes: str, our_axes: str, index: tuple[slice, ...], config: DecoderConfig
 ) -> np.ndarray:
     """The part of a tensor that `index` over our axes asks for, with our axes."""
     sizes = _sizes(config)
@@ -223,7 +238,7 @@ def _part(
 
 def save_hf(
     params: nnx.State,
-    config: Qwen2Config,
+    config: DecoderConfig,
     tokenizer_directory: str | Path,
     out: str | Path,
     dtype: Any = np.float32,
@@ -264,7 +279,7 @@ def save_hf(
         for name in _TOKENIZER_FILES:
             if (tokenizer_directory / name).is_file():
                 (beside / name).write_bytes((tokenizer_directory / name).read_bytes())
-        (beside / "README.md").write_text(_card(merge, dtype), encoding="utf-8")
+        (beside / "README.md").write_text(_card(merge, _family(config), dtype), encoding="utf-8")
         write_config(beside, config, dtype)
         if beside != out:
             beside.chmod(0o755)
@@ -301,10 +316,10 @@ class _Merge:
         yield from _pieces(value, layer, hf_axes, our_axes)
 
 
-def _card(merge: _Merge, dtype: Any) -> str:
+def _card(merge: _Merge, family: str, dtype: Any) -> str:
     """What a reader of the exported directory must know of the weights in it."""
     name, lora = jnp.dtype(dtype).name, merge.lora
-    text = f"# A policy trained with psearch_jax\n\nQwen-2 weights in {name}.\n"
+    text = f"# A policy trained with psearch_jax\n\n{family} weights in {name}.\n"
     if lora:
         text += (
             f"\nAdapters of rank {lora.rank} (alpha {lora.alpha:g}) were merged into every kernel of the layers in "
@@ -325,17 +340,24 @@ _TOKENIZER_FILES = (
 )
 
 
-def write_config(directory: Path, config: Qwen2Config, dtype: Any) -> None:
+def write_config(directory: Path, config: DecoderConfig, dtype: Any) -> None:
     """Writes generation_config.json and config.json."""
     eos = list(config.eos_ids)
     _write_json(directory / "generation_config.json", {"do_sample": True} | ({"eos_token_id": eos} if eos else {}))
     _write_json(directory / "config.json", _hf_config(config, np.dtype(dtype).name))
 
 
-def _hf_config(config: Qwen2Config, dtype: str) -> dict[str, Any]:
+def _family(config: DecoderConfig) -> str:
+    """The model_type of a shape."""
+    mine = asdict(config).items()
+    return next(name for name, (_, options) in FAMILIES.items() if options.items() <= mine)
+
+
+def _hf_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
+    family = _family(config)
     return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
+        "architectures": [FAMILIES[family][0]],
+        "model_type": family,
         "vocab_size": config.vocab_rows,
         "hidden_size": config.width,
         "num_hidden_layers": config.layers,
@@ -356,7 +378,7 @@ def _hf_config(config: Qwen2Config, dtype: str) -> dict[str, Any]:
     }
 
 
-def _sizes(config: Qwen2Config) -> dict[str, int]:
+def _sizes(config: DecoderConfig) -> dict[str, int]:
     return {
         "V": config.vocab_rows,
         "D": config.width,
@@ -367,24 +389,30 @@ def _sizes(config: Qwen2Config) -> dict[str, int]:
     }
 
 
-def tensors_of(config: Qwen2Config, pieces: Callable[..., Any]) -> Iterator[Tensor]:
+def tensors_of(config: DecoderConfig, pieces: Callable[..., Any]) -> Iterator[Tensor]:
     """The tensors of a checkpoint; `pieces(path, layer or None, shape)` gives the runs of one along its first axis."""
-    sizes = _sizes(config)
+    sizes, there = _sizes(config), _shapes(config)
     for path, hf_name, hf_axes, _ in TABLE:
-        if path == ("lm_head",) and config.tied:
+        if path not in there:
             continue
         shape = tuple(math.prod(sizes[c] for c in group) for group in hf_axes.split("."))
         for i in range(config.layers) if "{i}" in hf_name else (None,):
             yield Tensor(hf_name.format(i=i), shape, functools.partial(pieces, path, i, shape))
 
 
-def _exported(merge: _Merge, config: Qwen2Config) -> Iterator[Tensor]:
-    sizes, rows = _sizes(config), {path: (hf_axes, our_axes) for path, _, hf_axes, our_axes in TABLE}
-    for path, value in merge.values.items():
-        expected = ((config.layers,) if path[0] == "layers" else ()) + tuple(sizes[c] for c in rows[path][1])
-        if value.shape != expected:
-            raise UserError(f"{'.'.join(path)}: found shape {value.shape}, the config asks for {expected}")
-    return tensors_of(config, lambda path, layer, _: merge.pieces(path, layer, *rows[path]))
+def _shapes(config: DecoderConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """The shape of every parameter that a model has, by its path."""
+    return {path: variable.shape for path, variable in nnx.to_flat_state(decoder.abstract_params(config)[1])}
+
+
+def _exported(merge: _Merge, config: DecoderConfig) -> Iterator[Tensor]:
+    wanted, found = _shapes(config), {path: value.shape for path, value in merge.values.items()}
+    for path in wanted | found:
+        if found.get(path) != wanted.get(path):
+            shapes = f"found shape {found.get(path)}, the config asks for {wanted.get(path)}"
+            raise UserError(f"{'.'.join(path)}: {shapes}")
+    axes = {path: (hf_axes, our_axes) for path, _, hf_axes, our_axes in TABLE}
+    return tensors_of(config, lambda path, layer, _: merge.pieces(path, layer, *axes[path]))
 
 
 def _pieces(array: jax.Array, layer: int | None, hf_axes: str, our_axes: str) -> Iterator[np.ndarray]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from psearch_jax.config import Qwen2Config
+from psearch_jax.config import DecoderConfig
 from psearch_jax.models.lora import KERNELS, LOGICAL, axis_sizes
 
 MOST = 127
@@ -20,7 +20,7 @@ MOST = 127
 class Scales(nnx.Module):
     """For every kernel `NAME_scale` [L, *others], float32: one for each output (letters as in lora.py)."""
 
-    def __init__(self, config: Qwen2Config):
+    def __init__(self, config: DecoderConfig):
         sizes = axis_sizes(config)
         for name, (_, outer) in KERNELS.items():
             ones = jnp.ones((config.layers, *(sizes[c] for c in outer)), jnp.float32)

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from psearch_jax.config import Qwen2Config
+from psearch_jax.config import DecoderConfig
 from psearch_jax.models.int8 import rounded
 from psearch_jax.sharding import on_own_rows
 
@@ -44,7 +44,7 @@ class KVCache:
     v_scale: jax.Array | None = None
 
     @classmethod
-    def zeros(cls, config: Qwen2Config, rows: int, positions: int, dtype: Any, keys_across: bool = False) -> KVCache:
+    def zeros(cls, config: DecoderConfig, rows: int, positions: int, dtype: Any, keys_across: bool = False) -> KVCache:
         """An empty cache of at least `positions`. Zeros, not garbage: masked keys must not turn into NaN."""
         shape = (config.layers, rows, config.kv_heads, positions + -positions % LINES, config.head_dim)
         k, v = (jnp.zeros(shape, dtype) for _ in range(2))

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): every kernel W of the layers stays as it is, and W + scale a b is used.
 
-Letters in shapes: L layers, r rank, others in qwen2.py.
+Letters in shapes: L layers, r rank, others in decoder.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from psearch_jax.config import Lora, Qwen2Config
+from psearch_jax.config import DecoderConfig, Lora
 
 # kernel -> (its contracted axes, its other axes), by their letters
 KERNELS: dict[str, tuple[str, str]] = {
@@ -28,7 +28,7 @@ KERNELS: dict[str, tuple[str, str]] = {
 LOGICAL = {"D": "embed", "N": "heads", "K": "kv_heads", "H": None, "F": "mlp"}
 
 
-def axis_sizes(config: Qwen2Config) -> dict[str, int]:
+def axis_sizes(config: DecoderConfig) -> dict[str, int]:
     """The sizes of a kernel's axes by their letters."""
     return {"D": config.width, "N": config.heads, "K": config.kv_heads, "H": config.head_dim, "F": config.mlp}
 
@@ -36,7 +36,7 @@ def axis_sizes(config: Qwen2Config) -> dict[str, int]:
 class Adapters(nnx.Module):
     """For every kernel `NAME_a` [L, *contracted, r] and `NAME_b` [L, r, *others], which starts at 0."""
 
-    def __init__(self, config: Qwen2Config, rank: int, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rank: int, rngs: nnx.Rngs):
         sizes = axis_sizes(config)
         for name, (inner, outer) in KERNELS.items():
             inputs, outputs = tuple(sizes[c] for c in inner), tuple(sizes[c] for c in outer)
@@ -50,17 +50,17 @@ class Adapters(nnx.Module):
             setattr(self, f"{name}_b", nnx.LoRAParam(b, axes=b_axes))
 
 
-def abstract_adapters(config: Qwen2Config, lora: Lora) -> nnx.State:
+def abstract_adapters(config: DecoderConfig, lora: Lora) -> nnx.State:
     """The adapters as ShapeDtypeStructs, in the tree in which the model holds them."""
     return _in_model(nnx.eval_shape(lambda: Adapters(config, lora.rank, nnx.Rngs(params=0))))
 
 
-def init_adapters(config: Qwen2Config, lora: Lora, seed: int) -> nnx.State:
+def init_adapters(config: DecoderConfig, lora: Lora, seed: int) -> nnx.State:
     """Fresh adapters, float32, from the `params` stream of `seed`: a normal with std 1/sqrt(inputs), b 0."""
     return _in_model(Adapters(config, lora.rank, nnx.Rngs(params=seed)))
 
 
-def abstract_trained(weights: nnx.State, config: Qwen2Config, lora: Lora | None) -> nnx.State:
+def abstract_trained(weights: nnx.State, config: DecoderConfig, lora: Lora | None) -> nnx.State:
     """What of a model is trained, as ShapeDtypeStructs: all weights, or the adapters and a value head."""
     if lora is None:
         return weights

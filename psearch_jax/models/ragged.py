@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from psearch_jax.config import Qwen2Config
+from psearch_jax.config import DecoderConfig
 from psearch_jax.models.attention import KEY_BLOCK, LANES, NEG_INF, Implementation, Keys, apart, grouped, over_cache
 from psearch_jax.models.kv_cache import AXES, KVCache
 from psearch_jax.sharding import on_own_rows
@@ -34,7 +34,7 @@ GPU_PART, GPU_BLOCK, GPU_QUERIES = 512, 64, 16
 TRITON = "jax.experimental.pallas.triton"
 
 
-def applies(form: Implementation, keys_across: bool, config: Qwen2Config, mesh: Any) -> bool:
+def applies(form: Implementation, keys_across: bool, config: DecoderConfig, mesh: Any) -> bool:
     """Whether a model that attends in `form` decodes by length on a mesh; with `keys_across`, that of a CPU.
 
     On a TPU in 16 bits, as splash, where a line of H fills registers; on a GPU where cuDNN's form is, with lines of a

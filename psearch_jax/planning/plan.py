@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from psearch_jax.chips import GIB, GPUS, Chip
-from psearch_jax.config import PRESETS, Config, Qwen2Config, with_method
+from psearch_jax.config import PRESETS, Config, DecoderConfig, with_method
 from psearch_jax.hlo import Cost, cost
 from psearch_jax.limits import validate
-from psearch_jax.models import hf, qwen2
+from psearch_jax.models import decoder, hf
 from psearch_jax.models.lora import abstract_trained
 from psearch_jax.paths import TOY_POLICY
 from psearch_jax.planning.targets import Target
@@ -37,7 +37,7 @@ from psearch_jax.types import UserError
 
 LARGE = 2**20  # bytes; smaller arrays are not listed
 ARRAY = ("name", "shape", "sharding", "bytes_per_chip", "replicated")  # what is listed of a large one
-TOKENIZER_IDS = 151_665  # of Qwen2.5
+TOKENIZER_IDS = 151_665  # of Qwen2.5; Qwen3 has four more, which changes no size
 
 
 SAMPLER_PROGRAMS = ("prefill", "admit", "extend", "generate")
@@ -75,7 +75,7 @@ class Plan:
     chips: int
     chip: Chip
     mesh: Mapping[str, int]
-    model: Qwen2Config
+    model: DecoderConfig
     resident: Mapping[str, int]  # bytes per chip, by what they are
     programs: Mapping[str, Program]  # of each program the width that needs most, which need not be the largest
     widths: Mapping[str, Mapping[int, int]]  # of each program the bytes in all by width; -1: refused
@@ -120,7 +120,7 @@ class Plan:
         }
 
 
-def model_shape(config: Config) -> Qwen2Config:
+def model_shape(config: Config) -> DecoderConfig:
     """The shape of the config's model, without its weights: from its directory, else by the name of its size.
 
     Raises:
@@ -133,10 +133,14 @@ def model_shape(config: Config) -> Qwen2Config:
         return hf.read_config(TOY_POLICY)
     if (Path(path) / "config.json").is_file():
         return hf.read_config(path)
-    found = re.search(r"Qwen2(?:\.5)?-(\d+(?:\.\d+)?)B", path)
-    if found and f"{found[1]}b" in PRESETS:
-        return PRESETS[f"{found[1]}b"]
-    raise UserError(f"config.model.path={path}: no config.json there, and no known size in the name")
+    found = re.search(r"Qwen(2|2\.5|3)-(\d+(?:\.\d+)?)B", path)
+    size = f"{'qwen3-' if found[1] == '3' else ''}{found[2]}b" if found else ""
+    if size in PRESETS:
+        return PRESETS[size]
+    raise UserError(
+        f"config.model.path={path}: no config.json there, and no known size in the name; accepted: names like "
+        "Qwen/Qwen2.5-7B and Qwen/Qwen3-8B"
+    )
 
 
 def make_plan(
@@ -180,8 +184,8 @@ def make_plan(
             traces |= {f"critic_{name}": found for name, found in critic.traced(base_of_critic).items()}
         return sampler.abstract_params(), slots, pool, traces
 
-    _, abstract = qwen2.abstract_params(model)
-    _, with_values = qwen2.abstract_params(model, values=True)
+    _, abstract = decoder.abstract_params(model)
+    _, with_values = decoder.abstract_params(model, values=True)
     lora = config.model.lora
     dtype = jnp.dtype(config.model.sampling_dtype)
     low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), abstract)
@@ -286,7 +290,7 @@ def advice(plan: Plan, config: Config) -> list[str]:
     return lines
 
 
-def bare_sampler(config: Config, model: Qwen2Config, mesh: Mesh) -> Sampler:
+def bare_sampler(config: Config, model: DecoderConfig, mesh: Mesh) -> Sampler:
     """The config's sampler without a tokenizer: its tables' size is that of any vocabulary."""
     tables = build_tables([b""], model.vocab_rows)
     return make_sampler(config, model, mesh, tables, min(TOKENIZER_IDS, model.vocab_rows), [0])

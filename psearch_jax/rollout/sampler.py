@@ -11,7 +11,7 @@ always the next model input. So no logits are stored, and a first, a parked and 
 of a full turn, or finished while others are to come. `admit` and `extend` are about a few rows each, `rows` [R] as in
 models/kv_cache.py: their cost follows the rows that they change, so that no row need wait for company.
 Letters: B rows, R of them, S positions, C forced ids in one call, P prompts, V vocabulary rows (others in
-models/qwen2.py).
+models/decoder.py).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from psearch_jax.config import Lora, Qwen2Config
-from psearch_jax.models import int8, kv_cache, lora, qwen2, ragged
+from psearch_jax.config import DecoderConfig, Lora
+from psearch_jax.models import decoder, int8, kv_cache, lora, ragged
 from psearch_jax.models.attention import implementation_for
+from psearch_jax.models.decoder import NEG_INF
 from psearch_jax.models.kv_cache import KVCache
-from psearch_jax.models.qwen2 import NEG_INF
 from psearch_jax.rollout import boundary, sampling
 from psearch_jax.rollout.boundary import BoundaryTables
 from psearch_jax.sharding import (
@@ -116,7 +116,7 @@ class Sampler:
       adapters: those of the graph, if it has some; `params` below then holds the weights and them.
       int8_weights: the graph's kernels are in int8.
       int8_cache: so are cached keys and values.
-      unstacked: `generate` copies each layer's weights into arrays of their own first (Qwen2.layers_apart).
+      unstacked: `generate` copies each layer's weights into arrays of their own first (Decoder.layers_apart).
 
     Attributes:
       by_length: decoding reads each row as far as it reaches: a `span` saves nothing.
@@ -125,7 +125,7 @@ class Sampler:
     def __init__(
         self,
         graph: nnx.GraphDef,
-        config: Qwen2Config,
+        config: DecoderConfig,
         tables: BoundaryTables,
         n_ids: int,
         stop_ids: Sequence[int],
@@ -264,7 +264,7 @@ class Sampler:
 
     def abstract_params(self) -> nnx.State:
         """What the programs read, as placed ShapeDtypeStructs: weights, and adapters where the graph has some."""
-        _, abstract = qwen2.abstract_params(self.config)
+        _, abstract = decoder.abstract_params(self.config)
         if self._lora:
             abstract = lora.beside(abstract, lora.abstract_adapters(self.config, self._lora))
         rounding = int8.with_kernels if self._int8_weights else None
@@ -432,7 +432,7 @@ class Sampler:
     def _decode(
         self,
         model: Any,
-        layers: Sequence[qwen2.Weights] | None,
+        layers: Sequence[decoder.Weights] | None,
         tables: _Tables,
         temperature: jax.Array,  # [B]
         span: int,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from psearch_jax.models.qwen2 import NEG_INF
+from psearch_jax.models.decoder import NEG_INF
 
 _BLOCK = 256
 

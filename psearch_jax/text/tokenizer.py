@@ -12,9 +12,12 @@ from pathlib import Path
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from psearch_jax.text.tags import TAG, THINK_CLOSE, THINK_OPEN
 from psearch_jax.types import UserError
 
 STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
+# What templates of models that think put before the reply, or in place of its thought.
+_BEGUN = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE}\s*)?\Z")
 FILES = "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json"
 
 
@@ -47,6 +50,7 @@ class Tokenizer:
         # Copies: calls of `hf` itself change the state of its backend.
         self._trusted = _copy(backend, added_tokens=True)
         self._foreign = _copy(backend, added_tokens=False)
+        self._tags = {t.content: i for i, t in hf.added_tokens_decoder.items() if TAG.fullmatch(t.content)}
         vocabulary = hf.get_vocab()
         named = [vocabulary.get(token) for token in STOP_TOKENS]
         self.stop_ids = frozenset(i for i in [hf.eos_token_id, *named, *extra_stop_ids] if i is not None)
@@ -94,10 +98,12 @@ class Tokenizer:
         return b"".join(pieces).decode("utf-8", errors="replace")
 
     def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """Ids of a chat by the tokenizer's own template; every message's content is foreign text.
+        """Ids of a chat by the tokenizer's own template; every message's content is foreign text, but for our tags.
 
         The template is rendered around placeholders and the contents' ids are put in their place, so no content can
-        produce a control id. Raises `UserError` without a template, or when the template leaves out a message.
+        produce a control id. A tag that is one id of the vocabulary (Qwen3's `<think>`) is that id, as all that the
+        model has read of it. The chat ends where the model has to begin its thought, whatever the template begins of
+        it. Raises `UserError` without a template, or when the template leaves out a message.
         """
         if not getattr(self.hf, "chat_template", None):
             raise UserError(f"tokenizer {self.name}: no chat_template found, one is needed to write prompts")
@@ -107,13 +113,20 @@ class Tokenizer:
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
         )
+        rendered = _BEGUN.sub("", rendered) if add_generation_prompt else rendered
         missing = [i for i, mark in enumerate(marks) if mark not in rendered]
         if missing:
             raise UserError(f"tokenizer {self.name}: chat_template leaves out message {missing[0]}")
         ids: list[int] = []
         for k, piece in enumerate(re.split(r"CONTENT(\d+)PLACEHOLDER", rendered)):
-            ids += self.encode_foreign(messages[int(piece)]["content"]) if k % 2 else self.encode_trusted(piece)
+            ids += self._encode_content(messages[int(piece)]["content"]) if k % 2 else self.encode_trusted(piece)
         return ids
+
+    def _encode_content(self, text: str) -> list[int]:
+        if not self._tags:
+            return self.encode_foreign(text)
+        pieces = re.split(f"({'|'.join(map(re.escape, self._tags))})", text)
+        return [i for p in pieces for i in ([self._tags[p]] if p in self._tags else self.encode_foreign(p))]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -125,9 +138,13 @@ class Tokenizer:
 
 
 def _token_bytes(hf: PreTrainedTokenizerBase, name: str) -> list[bytes | None]:
-    """[size] bytes of every id; added tokens hold plain text, all others the byte-level alphabet."""
+    """[size] bytes of every id; added tokens hold plain text, all others the byte-level alphabet.
+
+    A tag of ours is text, also where the vocabulary calls it special: as a control token it would never be read.
+    """
     alphabet, added = byte_level_alphabet(), hf.added_tokens_decoder
     control = set(hf.all_special_ids) | {i for i, token in added.items() if token.special}
+    control -= {i for i, token in added.items() if TAG.fullmatch(token.content)}
     vocabulary = hf.get_vocab()
     table: list[bytes | None] = [None] * (max(vocabulary.values()) + 1)
     for token, i in vocabulary.items():

@@ -34,8 +34,8 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from psearch_jax import processes
-from psearch_jax.config import Lora, ModelSection, Qwen2Config
-from psearch_jax.models import hf, lora, qwen2
+from psearch_jax.config import DecoderConfig, Lora, ModelSection
+from psearch_jax.models import decoder, hf, lora
 from psearch_jax.paths import absolute, is_remote, locate
 from psearch_jax.sharding import placed
 from psearch_jax.train.state import TrainState
@@ -108,7 +108,7 @@ class Checkpoints:
                 continue
             self._set_aside(damaged)  # they would be in the way when the run comes to their step again
             rest = jax.tree.unflatten(jax.tree.structure(_rest(state)), list(found["optimizer"].values()))
-            return TrainState(qwen2.with_values(state.params, found["params"]), *rest), loop
+            return TrainState(decoder.with_values(state.params, found["params"]), *rest), loop
         if steps:
             raise UserError(f"{self._directory}: none of the checkpoints {steps} can be read; use another --workdir")
         return None
@@ -253,11 +253,11 @@ def _abstract(loop: Mapping[str, Any]) -> nnx.State:
     config, record = _shape(loop["model"]), loop.get("lora")
     if record:
         return lora.abstract_adapters(config, Lora(record["rank"], record["alpha"]))
-    return qwen2.abstract_params(config)[1]
+    return decoder.abstract_params(config)[1]
 
 
-def _shape(raw: Mapping[str, Any]) -> Qwen2Config:
-    return Qwen2Config(**{**raw, "eos_ids": tuple(raw["eos_ids"])})
+def _shape(raw: Mapping[str, Any]) -> DecoderConfig:
+    return DecoderConfig(**{**raw, "eos_ids": tuple(raw["eos_ids"])})
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -307,7 +307,7 @@ def _unreadable(checkpoint: Path, item: str, error: Exception) -> UserError:
 
 def load_params(
     path: str | Path, place: Callable[[nnx.State], nnx.State] | None = None, dtype: Any = jnp.float32
-) -> tuple[Qwen2Config, nnx.State, dict[str, Any]]:
+) -> tuple[DecoderConfig, nnx.State, dict[str, Any]]:
     """Shape, parameters and loop record of a checkpoint, for export and evaluation.
 
     With adapters the parameters are those beside the weights they belong to (`lora.beside`), in the dtypes that the
@@ -334,7 +334,7 @@ def load_params(
 
 def _load_params(
     checkpoint: Path, place: Callable[[nnx.State], nnx.State] | None, dtype: Any
-) -> tuple[Qwen2Config, nnx.State, dict[str, Any]]:
+) -> tuple[DecoderConfig, nnx.State, dict[str, Any]]:
     loop = read_loop(checkpoint)
     config, abstract = _shape(loop["model"]), _abstract(loop)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -346,7 +346,7 @@ def _load_params(
         values = _one_by_one(checkpoint / "params", nnx.to_pure_dict(placed(low, place(abstract))))
     except Exception as error:  # whatever a damaged file makes the readers raise
         raise _unreadable(checkpoint, "params", error) from error
-    params = qwen2.with_values(abstract, values)
+    params = decoder.with_values(abstract, values)
     if record:
         params = lora.beside(_base(config, record, place, checkpoint), params)
     return config, params, loop
@@ -391,11 +391,11 @@ def lora_record(model: ModelSection, seed: int, path: str) -> dict[str, Any] | N
 
 
 def _base(
-    config: Qwen2Config, record: Mapping[str, Any], place: Callable[[nnx.State], nnx.State], checkpoint: Path
+    config: DecoderConfig, record: Mapping[str, Any], place: Callable[[nnx.State], nnx.State], checkpoint: Path
 ) -> nnx.State:
     dtype = jnp.dtype(record["dtype"])
     if not record["path"]:
-        return qwen2.random_params(config, record["seed"], dtype, place)
+        return decoder.random_params(config, record["seed"], dtype, place)
     if not Path(record["path"]).is_dir():
         raise UserError(f"{checkpoint}: its adapters belong to the weights in {record['path']}, which is not there")
     found, base = hf.load_hf(record["path"], place, dtype)
@@ -404,6 +404,6 @@ def _base(
     return base
 
 
-def model_record(config: Qwen2Config) -> dict[str, Any]:
+def model_record(config: DecoderConfig) -> dict[str, Any]:
     """The model's shape as `loop["model"]` holds it."""
     return asdict(config)

@@ -16,10 +16,10 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.config import Config, LearningSection, Lora, Qwen2Config, Remat
+from psearch_jax.config import Config, DecoderConfig, LearningSection, Lora, Remat
 from psearch_jax.metrics import Ratio
+from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
-from psearch_jax.models import qwen2
 from psearch_jax.rl.losses import VALUE_METRICS, value_loss
 from psearch_jax.sharding import STORAGE, param_shardings
 from psearch_jax.train.trainable import Trainable, read
@@ -32,7 +32,7 @@ def critic_learning(config: Config) -> LearningSection:
     return replace(config.learning, learning_rate=own.learning_rate, warmup_ratio=own.warmup_ratio)
 
 
-def token_values(model: qwen2.Qwen2, piece: Packed) -> jax.Array:
+def token_values(model: decoder.Decoder, piece: Packed) -> jax.Array:
     """The value of what stands before every id that counts, passages that were read since the last one included.
 
     Returns:
@@ -54,7 +54,7 @@ class Critic(Trainable):
 
     def __init__(
         self,
-        model: Qwen2Config,
+        model: DecoderConfig,
         learning: LearningSection,
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
@@ -71,10 +71,10 @@ class Critic(Trainable):
             model, learning, optimizer, mesh, context_tokens, dtype, remat, shard_residual, lora, widths, values=True
         )
 
-    def _scores(self, model: qwen2.Qwen2, piece: Packed) -> jax.Array:
+    def _scores(self, model: decoder.Decoder, piece: Packed) -> jax.Array:
         return token_values(model, piece)
 
-    def _loss(self, model: qwen2.Qwen2, piece: Packed) -> tuple[Ratio, dict[str, Ratio]]:
+    def _loss(self, model: decoder.Decoder, piece: Packed) -> tuple[Ratio, dict[str, Ratio]]:
         values = token_values(model, piece)
         return value_loss(values, piece.values, piece.returns, piece.mask, self._value_clip)
 
@@ -84,13 +84,13 @@ def without_lm_head(weights: nnx.State) -> nnx.State:
     return nnx.from_flat_state([item for item in nnx.to_flat_state(weights) if item[0] != ("lm_head",)])
 
 
-def first_params(policy: nnx.State, model: Qwen2Config, lora: Lora | None, seed: int, mesh: Mesh) -> nnx.State:
+def first_params(policy: nnx.State, model: DecoderConfig, lora: Lora | None, seed: int, mesh: Mesh) -> nnx.State:
     """What a critic starts from: the policy's weights, or with `lora` fresh adapters, and a value head of zeros."""
 
     def fresh() -> nnx.State:
         head = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), head_alone)
         return adapters.beside(adapters.init_adapters(model, lora, seed), head) if lora else head
 
-    head_alone = adapters.value_head(qwen2.abstract_params(model, values=True)[1])
+    head_alone = adapters.value_head(decoder.abstract_params(model, values=True)[1])
     made = jax.jit(fresh, out_shardings=param_shardings(jax.eval_shape(fresh), STORAGE, mesh))()
     return made if lora else adapters.beside(without_lm_head(policy), made)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from psearch_jax.chips import chip_of, forward_flops
-from psearch_jax.config import Config, Qwen2Config
+from psearch_jax.config import Config, DecoderConfig
 from psearch_jax.metrics import mean
 from psearch_jax.rl.advantages import carry_signal
 from psearch_jax.text.answers import exact_match, normalise
@@ -58,7 +58,7 @@ def rollout_metrics(
 
 
 def update_peak_share(
-    config: Config, model: Qwen2Config, batch: TrainBatch, seconds: float, policy: bool = True, critic: bool = False
+    config: Config, model: DecoderConfig, batch: TrainBatch, seconds: float, policy: bool = True, critic: bool = False
 ) -> float | None:
     """The share of the devices' published FLOPs that the updates of a step used; None where the peak is not known.
 

@@ -13,9 +13,9 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.config import LearningSection, Lora, Qwen2Config, Remat
+from psearch_jax.config import DecoderConfig, LearningSection, Lora, Remat
 from psearch_jax.metrics import Ratio
-from psearch_jax.models import qwen2
+from psearch_jax.models import decoder
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.rl.losses import METRICS, policy_loss
 from psearch_jax.rollout.copy import SamplingCopy
@@ -24,7 +24,9 @@ from psearch_jax.train.trainable import Trainable, empty_piece, go_on, read
 from psearch_jax.types import Packed, TrainBatch
 
 
-def token_logprobs(model: qwen2.Qwen2, piece: Packed, temperature: float, n_ids: int) -> tuple[jax.Array, jax.Array]:
+def token_logprobs(
+    model: decoder.Decoder, piece: Packed, temperature: float, n_ids: int
+) -> tuple[jax.Array, jax.Array]:
     """Log-probability of every id that counts, given those before it in its trajectory, and the entropy there.
 
     Returns:
@@ -52,7 +54,7 @@ class Learner(Trainable):
 
     def __init__(
         self,
-        model: Qwen2Config,
+        model: DecoderConfig,
         learning: LearningSection,
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
@@ -75,8 +77,8 @@ class Learner(Trainable):
             model, learning, optimizer, mesh, context_tokens, dtype, remat, shard_residual, lora, widths, pack
         )
         form = implementation_for(mesh, dtype)
-        self._reference_score = self._scoring(qwen2.graphdef(model, dtype, remat, form, shard_residual))
-        _, weights = qwen2.abstract_params(model)
+        self._reference_score = self._scoring(decoder.graphdef(model, dtype, remat, form, shard_residual))
+        _, weights = decoder.abstract_params(model)
         low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, sampling_dtype), weights)
         self._frozen = placed(low, param_shardings(weights, STORAGE, mesh)) if lora else None
         self._copy = SamplingCopy(*self._beside(low, self._abstract.params), sampling_dtype, mesh, int8_sampling)
@@ -125,10 +127,10 @@ class Learner(Trainable):
         """(weights, adapters) of what is trained and what is beside it."""
         return (base, params) if self._lora else (params, None)
 
-    def _scores(self, model: qwen2.Qwen2, piece: Packed) -> jax.Array:
+    def _scores(self, model: decoder.Decoder, piece: Packed) -> jax.Array:
         return token_logprobs(model, piece, self._temperature, self._n_ids)[0]
 
-    def _loss(self, model: qwen2.Qwen2, piece: Packed) -> tuple[Ratio, dict[str, Ratio]]:
+    def _loss(self, model: decoder.Decoder, piece: Packed) -> tuple[Ratio, dict[str, Ratio]]:
         learning = self._learning
         logp, entropy = token_logprobs(model, piece, self._temperature, self._n_ids)
         old = piece.sampler_logprobs if learning.old_logprobs == "sampler" else piece.old_logprobs

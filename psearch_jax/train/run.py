@@ -34,7 +34,7 @@ class Run:
     reward: Callable[[Trajectory], RewardParts]
     abstract: TrainState  # the state's ShapeDtypeStructs, with the place of each
     fresh: Callable[[], TrainState] | None  # makes the state of step 0; holds the weights that it starts from
-    model: Any  # Qwen2Config
+    model: Any  # DecoderConfig
     tokenizer_path: str
     given: Config  # as the user has it: what config.json records
     reference: nnx.State | None = None  # None when the KL coefficient is 0

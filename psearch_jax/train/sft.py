@@ -20,14 +20,14 @@ import numpy as np
 import optax
 from flax import nnx
 
-from psearch_jax.config import PRESETS, Qwen2Config, Remat
+from psearch_jax.config import PRESETS, DecoderConfig, Remat
 from psearch_jax.data import exercises
 from psearch_jax.data.asking import known_questions, questions
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.data.exercises import Row
 from psearch_jax.data.names import SYLLABLES, nearly, renaming
 from psearch_jax.data.scripted import Mixture, plan, recall, write_all
-from psearch_jax.models import qwen2
+from psearch_jax.models import decoder
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpoint import Checkpoints, model_record
 from psearch_jax.train.state import TrainState
@@ -234,7 +234,7 @@ def train(
     log_figures: Callable[[int, dict[str, float]], None],
     directory: Path | None = None,
     tokenizer_path: str = "",
-) -> tuple[Qwen2Config, nnx.State]:
+) -> tuple[DecoderConfig, nnx.State]:
     """Train a policy of the preset's shape, with as many embedding rows as the tokenizer has ids (rounded up to 64).
 
     Args:
@@ -249,7 +249,7 @@ def train(
     """
     shape = policy_shape(config, tokenizer)
     batches = Batches(config, tokenizer, rows)
-    graph, tx = qwen2.graphdef(shape, jnp.float32, config.remat), optimizer(config)
+    graph, tx = decoder.graphdef(shape, jnp.float32, config.remat), optimizer(config)
     params = starting_params(shape, config.seed)
     state = TrainState(params, tx.init(params), jnp.int32(0), jnp.int32(0))
     checkpoints = Checkpoints(directory, keep=1) if directory else None
@@ -291,15 +291,16 @@ def train(
     return shape, state.params
 
 
-def policy_shape(config: SFTConfig, tokenizer: Tokenizer) -> Qwen2Config:
+def policy_shape(config: SFTConfig, tokenizer: Tokenizer) -> DecoderConfig:
     """The preset with the tokenizer's number of ids, rounded up to 64 rows, and its stop ids."""
-    if config.preset not in PRESETS:
-        raise UserError(f"config.preset: found {config.preset!r}, accepted: {', '.join(PRESETS)}")
+    accepted = [name for name, shape in PRESETS.items() if shape.qkv_bias]  # heads look back by them at the start
+    if config.preset not in accepted:
+        raise UserError(f"config.preset: found {config.preset!r}, accepted: {', '.join(accepted)}")
     rows = -(-tokenizer.size // 64) * 64
     return replace(PRESETS[config.preset], vocab_rows=rows, eos_ids=tuple(sorted(tokenizer.stop_ids)))
 
 
-def starting_params(shape: Qwen2Config, seed: int) -> nnx.State:
+def starting_params(shape: DecoderConfig, seed: int) -> nnx.State:
     """Random parameters for a narrow model.
 
     The published std of 0.02 suits widths in the thousands: at a width of 128 it leaves attention nearly uniform, and
@@ -314,7 +315,7 @@ def starting_params(shape: Qwen2Config, seed: int) -> nnx.State:
     """
     readers = {"q_kernel", "k_kernel", "v_kernel", "gate_kernel", "up_kernel", "embedding"}
     factor = shape.width**-0.5 / 0.02
-    flat = dict(nnx.to_flat_state(qwen2.init_params(shape, seed)))
+    flat = dict(nnx.to_flat_state(decoder.init_params(shape, seed)))
     values = {path[-1]: v.get_value() * (factor if path[-1] in readers else 1.0) for path, v in flat.items()}
     told, shown = values["v_kernel"][0, :, 0], values["o_kernel"][0, 0]  # [D, H], [H, D] of the head one id back
     for name in ("o_kernel", "down_kernel"):  # quiet, so that what is told of the id before is heard
@@ -329,7 +330,7 @@ def starting_params(shape: Qwen2Config, seed: int) -> nnx.State:
     return nnx.from_flat_state([(path, v.replace(values[path[-1]])) for path, v in flat.items()])
 
 
-def _turned(shape: Qwen2Config, positions: int) -> np.ndarray:
+def _turned(shape: DecoderConfig, positions: int) -> np.ndarray:
     """[H] a vector of SHARPNESS in the fast pairs of rotary dimensions, turned by so many positions."""
     half = shape.head_dim // 2
     angles = positions / shape.rope_theta ** (np.arange(half) / half)

@@ -20,10 +20,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from psearch_jax.buckets import buckets, row_widths
-from psearch_jax.config import LearningSection, Lora, Qwen2Config, Remat
+from psearch_jax.config import DecoderConfig, LearningSection, Lora, Remat
 from psearch_jax.metrics import Ratio
+from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
-from psearch_jax.models import qwen2
 from psearch_jax.models.attention import implementation_for, takes_segments
 from psearch_jax.rl.batch import Place, micro_batches, padding
 from psearch_jax.sharding import constrain, placed, replicated, rows_sharding
@@ -45,12 +45,12 @@ def empty_piece(rows: int, width: int, like: Callable[[tuple[int, int], Any], An
     return Packed(**{name: like((rows, width), kind) for name, kind in kinds.items()})
 
 
-def live(graph: nnx.GraphDef, params: nnx.State, base: nnx.State | None) -> qwen2.Qwen2:
+def live(graph: nnx.GraphDef, params: nnx.State, base: nnx.State | None) -> decoder.Decoder:
     """The model; `base` holds what is beside `params`."""
     return nnx.merge(graph, params) if base is None else nnx.merge(graph, base, params)
 
 
-def read(model: qwen2.Qwen2, piece: Packed) -> tuple[jax.Array, jax.Array, jax.Array]:
+def read(model: decoder.Decoder, piece: Packed) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Hidden states [B, W, D] of packed rows, their ids [B, W], and where an id counts, [B, W] bool."""
     ids, segments = constrain(piece.ids, "rows", None), constrain(piece.segments, "rows", None)
     hidden, _ = model.hidden(ids, positions=piece.positions, segments=segments)
@@ -83,7 +83,7 @@ class Trainable(abc.ABC):
 
     def __init__(
         self,
-        model: Qwen2Config,
+        model: DecoderConfig,
         learning: LearningSection,
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
@@ -97,11 +97,11 @@ class Trainable(abc.ABC):
         values: bool = False,
     ):
         form = implementation_for(mesh, dtype)
-        self._graph = qwen2.graphdef(model, dtype, remat, form, shard_residual, lora, values=values)
+        self._graph = decoder.graphdef(model, dtype, remat, form, shard_residual, lora, values=values)
         self._together = pack and takes_segments(form)
         self._widths = (row_widths if self._together else buckets)(context_tokens, widths)
         self._learning, self._optimizer, self._mesh = learning, optimizer, mesh
-        trained = adapters.abstract_trained(qwen2.abstract_params(model, values)[1], model, lora)
+        trained = adapters.abstract_trained(decoder.abstract_params(model, values)[1], model, lora)
         self._abstract = abstract_state(trained, optimizer)
         self._places = state_shardings(self._abstract, mesh)
         sums_places = (self._places.params, replicated(mesh), replicated(mesh))
@@ -116,11 +116,11 @@ class Trainable(abc.ABC):
     # ---- what a policy and a critic do in their own way ----
 
     @abc.abstractmethod
-    def _scores(self, model: qwen2.Qwen2, piece: Packed) -> jax.Array:
+    def _scores(self, model: decoder.Decoder, piece: Packed) -> jax.Array:
         """[B, W] float32, what `score` gives for every id that counts; 0 elsewhere."""
 
     @abc.abstractmethod
-    def _loss(self, model: qwen2.Qwen2, piece: Packed) -> tuple[Ratio, dict[str, Ratio]]:
+    def _loss(self, model: decoder.Decoder, piece: Packed) -> tuple[Ratio, dict[str, Ratio]]:
         """The loss of a micro-batch, and its metrics."""
 
     # ---- what both do alike ----

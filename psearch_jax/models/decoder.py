@@ -1,10 +1,10 @@
-"""Qwen-2 / Qwen-2.5 in Flax NNX: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""The decoder of Qwen2.5 and Qwen3 in Flax NNX: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
 Letters in shapes: B rows, T query positions, S key positions, D width, N heads, K kv heads, G = N/K, H head dim,
 F mlp, V vocabulary rows, L layers.
 
 Each parameter is declared once, with its logical axes; the layers are stacked on a leading axis L and run by one
-`lax.scan`, so that compile time does not grow with depth (but for decoding on a GPU: `Qwen2.layers_apart`).
+`lax.scan`, so that compile time does not grow with depth (but for decoding on a GPU: `Decoder.layers_apart`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from psearch_jax.config import Lora, Qwen2Config, Remat
+from psearch_jax.config import DecoderConfig, Lora, Remat
 from psearch_jax.models import kv_cache, ragged
 from psearch_jax.models.attention import ATTENDED, NEG_INF, Implementation, Keys, behind, causal, decode
 from psearch_jax.models.int8 import Scales
@@ -46,7 +46,7 @@ def _precise(method: Callable) -> Callable:
     """A method of the model whose products are those of `precision` for its dtype."""
 
     @functools.wraps(method)
-    def traced(self: Qwen2, *args: Any, **kwargs: Any) -> Any:
+    def traced(self: Decoder, *args: Any, **kwargs: Any) -> Any:
         with precision(self.dtype):
             return method(self, *args, **kwargs)
 
@@ -56,7 +56,7 @@ def _precise(method: Callable) -> Callable:
 class Layers(nnx.Module):
     """The parameters of all decoder layers, stacked."""
 
-    def __init__(self, config: Qwen2Config, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         L, D, N, K, H, F = (
             config.layers,
             config.width,
@@ -67,19 +67,23 @@ class Layers(nnx.Module):
         )
         self.attention_norm = _ones((L, D), ("layers", None))
         self.q_kernel = _normal(rngs, (L, D, N, H), ("layers", "embed", "heads", None))
-        self.q_bias = _zeros((L, N, H), ("layers", "heads", None))
         self.k_kernel = _normal(rngs, (L, D, K, H), ("layers", "embed", "kv_heads", None))
-        self.k_bias = _zeros((L, K, H), ("layers", "kv_heads", None))
         self.v_kernel = _normal(rngs, (L, D, K, H), ("layers", "embed", "kv_heads", None))
-        self.v_bias = _zeros((L, K, H), ("layers", "kv_heads", None))
         self.o_kernel = _normal(rngs, (L, N, H, D), ("layers", "heads", None, "embed"))
         self.mlp_norm = _ones((L, D), ("layers", None))
         self.gate_kernel = _normal(rngs, (L, D, F), ("layers", "embed", "mlp"))
         self.up_kernel = _normal(rngs, (L, D, F), ("layers", "embed", "mlp"))
         self.down_kernel = _normal(rngs, (L, F, D), ("layers", "mlp", "embed"))
+        if config.qkv_bias:
+            self.q_bias = _zeros((L, N, H), ("layers", "heads", None))
+            self.k_bias = _zeros((L, K, H), ("layers", "kv_heads", None))
+            self.v_bias = _zeros((L, K, H), ("layers", "kv_heads", None))
+        if config.qk_norm:
+            self.q_norm = _ones((L, H), ("layers", None))
+            self.k_norm = _ones((L, H), ("layers", None))
 
 
-class Qwen2(nnx.Module):
+class Decoder(nnx.Module):
     """The decoder. `hidden` runs the trunk; `logits` and `logprobs` apply the lm head, `values` the value head.
 
     Args:
@@ -97,7 +101,7 @@ class Qwen2(nnx.Module):
 
     def __init__(
         self,
-        config: Qwen2Config,
+        config: DecoderConfig,
         rngs: nnx.Rngs,
         dtype: Any = jnp.float32,
         remat: Remat = "none",
@@ -316,7 +320,7 @@ def _layer(
     x: jax.Array,
     xs: Any,
     *,
-    config: Qwen2Config,
+    config: DecoderConfig,
     rotation: Any,
     start: jax.Array,
     cache: KVCache | None,
@@ -345,10 +349,15 @@ def _layer(
             out += _dense(low, w[f"{name}_kernel_b"])
         return out
 
+    def turned(y: jax.Array, name: str, axis: str) -> jax.Array:
+        """Queries or keys [B, T, heads of `axis`, H], normed where the model does so, at their positions."""
+        out, norm = dense(y, name), w.get(f"{name}_norm")
+        out = out if norm is None else _rms_norm(out, norm, config.rms_eps)
+        cos, sin = (a[:, :, None] for a in rotation)  # [B, T, 1, H/2]
+        return constrain(_rotate(out, cos, sin), "rows", None, axis, None)
+
     y = _rms_norm(x, w["attention_norm"], config.rms_eps)
-    cos, sin = (a[:, :, None] for a in rotation)  # [B, T, 1, H/2]
-    q = constrain(_rotate(dense(y, "q"), cos, sin), "rows", None, "heads", None)
-    k = constrain(_rotate(dense(y, "k"), cos, sin), "rows", None, "kv_heads", None)
+    q, k = turned(y, "q", "heads"), turned(y, "k", "kv_heads")
     v = constrain(dense(y, "v"), "rows", None, "kv_heads", None)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H], as the cache holds them
     if cache is None:
@@ -417,13 +426,13 @@ def _ones(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
     return nnx.Param(jnp.ones(shape, jnp.float32), axes=axes)
 
 
-def abstract_params(config: Qwen2Config, values: bool = False) -> tuple[nnx.GraphDef, nnx.State]:
+def abstract_params(config: DecoderConfig, values: bool = False) -> tuple[nnx.GraphDef, nnx.State]:
     """Graph definition and parameters as ShapeDtypeStructs: any size, no memory. With `values` of a critic."""
-    return nnx.split(nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(params=0), values=values)), nnx.Param)
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(params=0), values=values)), nnx.Param)
 
 
 def graphdef(
-    config: Qwen2Config,
+    config: DecoderConfig,
     dtype: Any,
     remat: Remat = "none",
     attention: Implementation = "blocked",
@@ -437,19 +446,19 @@ def graphdef(
     With `lora` it takes adapters too, with `int8` scales, with `values` a value head in place of the lm head.
     """
 
-    def made() -> Qwen2:
-        return Qwen2(config, nnx.Rngs(params=0), dtype, remat, attention, shard_residual, lora, int8, values)
+    def made() -> Decoder:
+        return Decoder(config, nnx.Rngs(params=0), dtype, remat, attention, shard_residual, lora, int8, values)
 
     return nnx.split(nnx.eval_shape(made), nnx.Param)[0]
 
 
-def init_params(config: Qwen2Config, seed: int) -> nnx.State:
+def init_params(config: DecoderConfig, seed: int) -> nnx.State:
     """Random parameters, float32, from the `params` stream of `seed`."""
-    return nnx.split(Qwen2(config, nnx.Rngs(params=seed)), nnx.Param)[1]
+    return nnx.split(Decoder(config, nnx.Rngs(params=seed)), nnx.Param)[1]
 
 
 def random_params(
-    config: Qwen2Config, seed: int, dtype: Any, shardings: Callable[[nnx.State], nnx.State]
+    config: DecoderConfig, seed: int, dtype: Any, shardings: Callable[[nnx.State], nnx.State]
 ) -> nnx.State:
     """`init_params` in `dtype`, made where they are to lie: `shardings` of the abstract parameters."""
 
