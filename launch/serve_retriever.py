@@ -1,20 +1,29 @@
-"""Serve an index over HTTP in the form of Search-R1's `/retrieve`.
+"""Serve an index over HTTP in the form of Search-R1's `/retrieve`; or, in that form, a search service of others.
 
     python launch/serve_retriever.py --index=DIR [--host=127.0.0.1 --port=8000 --token_file=FILE]
+    python launch/serve_retriever.py --live=SETTINGS.json
 
-DIR is made by launch/build_index.py; several over one corpus, separated by commas, are fused. The address is printed
-once the server accepts connections. SIGTERM finishes what is in flight, for at most --stop_seconds.
+DIR is made by launch/build_index.py; several over one corpus, separated by commas, are fused. SETTINGS.json says how a
+service that answers JSON is asked, and where its results are (retrieval/live.py). With --reranker, the directory of a
+cross-encoder, --candidates passages of each query are put into its order. The address is printed once the server
+accepts connections. SIGTERM finishes what is in flight, for at most --stop_seconds.
 """
 
 import logging
 import os
 import sys
+from pathlib import Path
 
 from absl import flags
 
 from psearch_jax import launching
+from psearch_jax.types import UserError
+from retrieval.protocol import Retriever
 
 _INDEX = flags.DEFINE_string("index", None, "index directory, or several over one corpus separated by commas")
+_LIVE = flags.DEFINE_string("live", None, "settings of a search service, in place of an index")
+_RERANKER = flags.DEFINE_string("reranker", None, "directory of a BERT cross-encoder that orders what is found")
+_CANDIDATES = flags.DEFINE_integer("candidates", 20, "passages of each query that the reranker reads", 1, 1000)
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "address to listen on; 0.0.0.0 is every network this machine is in")
 _PORT = flags.DEFINE_integer("port", 8000, "port; 0 takes a free one", 0, 65535)
 _TOPK = flags.DEFINE_integer("topk", 3, "passages per query where a request names no number", 1, 100)
@@ -22,21 +31,39 @@ _TOKEN = flags.DEFINE_string("token_file", None, "file with the bearer token tha
 _CACHE = flags.DEFINE_integer("cache_queries", 65_536, "answers kept", 0)
 _CACHE_MB = flags.DEFINE_integer("cache_mb", 1024, "megabytes that kept answers take at most", 0)
 _STOP = flags.DEFINE_integer("stop_seconds", 20, "how long a stop waits for what is in flight", 0)
-flags.mark_flag_as_required("index")
 
 
 def main(_: list[str]) -> None:
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     token = launching.read_token(_TOKEN.value, "--token_file") if _TOKEN.value else None
+    if bool(_INDEX.value) == bool(_LIVE.value):
+        raise UserError(f"--index, --live: found {'both' if _LIVE.value else 'neither'}, accepted: one of them")
     from retrieval.server import make_app, serve
-    from retrieval.service import RetrievalService
 
-    launching.configure_jax()  # for a BERT encoder
-    service = RetrievalService.open(_INDEX.value, _CACHE.value, _CACHE_MB.value * 2**20)
-    app = make_app(service, token=token, default_topk=_TOPK.value)
-    ready = f"serving {service.rows} passages on {{url}}"
+    launching.configure_jax()  # for a BERT encoder or a reranker
+    retriever = _live() if _LIVE.value else _index()
+    if _RERANKER.value:
+        from retrieval.rerank import CrossEncoder, Reranked
+
+        retriever = Reranked(retriever, CrossEncoder(Path(_RERANKER.value)), _CANDIDATES.value)
+    app = make_app(retriever, token=token, default_topk=_TOPK.value)
+    about = retriever.describe()
+    what = f"{about['rows']} passages" if about["rows"] else about["corpus"]
+    ready = f"serving {what} on {{url}}"
     if not serve(app, _HOST.value, _PORT.value, ready, _STOP.value):
         os._exit(0)  # an exit in order would wait for the search, and whoever asked for it has been told
+
+
+def _index() -> Retriever:
+    from retrieval.service import RetrievalService
+
+    return RetrievalService.open(_INDEX.value, _CACHE.value, _CACHE_MB.value * 2**20)
+
+
+def _live() -> Retriever:
+    from retrieval.live import LiveSearch, read_settings
+
+    return LiveSearch(*read_settings(_LIVE.value))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,11 +55,15 @@ class Bert(nnx.Module):
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.weights = nnx.Dict({name: nnx.Param(jnp.asarray(value, dtype)) for name, value in weights.items()})
 
-    def __call__(self, ids: jax.Array, lengths: jax.Array) -> jax.Array:
-        """[B, T] int32 and the number of real ids per row [B] -> [B, T, D] hidden states in `dtype`."""
+    def __call__(self, ids: jax.Array, lengths: jax.Array, types: jax.Array | None = None) -> jax.Array:
+        """[B, T] int32 and the number of real ids per row [B] -> [B, T, D] hidden states in `dtype`.
+
+        Args:
+          types: [B, T] int32, which of two texts an id belongs to; default: all to the first.
+        """
         c, w = self.config, {name: value[...] for name, value in self.weights.items()}
         B, T = ids.shape
-        x = w["words"][ids] + w["positions"][:T] + w["types"][0]
+        x = w["words"][ids] + w["positions"][:T] + (w["types"][0] if types is None else w["types"][types])
         x = _layer_norm(x, w["embedding_scale"], w["embedding_bias"], c.norm_eps)
         H = c.width // c.heads
         mask = jnp.where(jnp.arange(T) < lengths[:, None], 0.0, NEG_INF)  # [B, T]
@@ -156,6 +160,16 @@ def load_bert(directory: Path, dtype: Any = jnp.float32) -> Bert:
         if found[ours].shape != expected:
             raise CorpusError(f"{where}: {ours} has shape {found[ours].shape}, config.json says {expected}")
     return Bert(config, found, dtype)
+
+
+def head_weights(directory: Path, names: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """What stands on top of the encoder in the files of `directory`, by our names of theirs; as they are stored.
+
+    Raises:
+      CorpusError: one is missing.
+    """
+    read, _ = _reader(directory)
+    return {ours: read(theirs) for ours, theirs in names.items()}
 
 
 def read_config(path: Path) -> BertConfig:

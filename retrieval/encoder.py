@@ -70,20 +70,10 @@ class BertEncoder:
 
     def __init__(self, directory: Path, settings: dict[str, Any], pace: Pace | None = None):
         """`settings`: the identity without `dimensions` and `weights`; see `from_model` for what they mean."""
-        from transformers import AutoTokenizer
-
         self._directory, self._settings = directory, settings
         self._model = load_bert(directory, settings["dtype"])
         self._weights = _digest(directory)
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(directory)
-        except (OSError, ValueError) as error:
-            raise CorpusError(f"{directory}: the tokenizer cannot be read ({str(error).splitlines()[0]})") from None
-        if len(self._tokenizer) > self._model.config.vocab_rows:
-            raise CorpusError(
-                f"{directory}: the tokenizer has {len(self._tokenizer)} ids, the model "
-                f"{self._model.config.vocab_rows} embedding rows"
-            )
+        self._tokenizer = load_tokenizer(directory, self._model.config.vocab_rows)
         self._lengths = [n for n in LENGTHS if n < settings["max_tokens"]] + [settings["max_tokens"]]
         devices = jax.local_devices()
         mesh = Mesh(np.array(devices), ("data",))
@@ -225,6 +215,21 @@ class BertEncoder:
         padded, lengths = jax.device_put((padded, lengths), self._place_rows)
         with jax.default_matmul_precision("highest" if self._settings["dtype"] == "float32" else "default"):
             return self._encode(self._state, padded, lengths)
+
+
+def load_tokenizer(directory: Path, vocab_rows: int) -> Any:
+    """The tokenizer of a model's directory. Raises `CorpusError` when it cannot be read or is another model's."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise CorpusError(f"{directory}: the tokenizer cannot be read ({str(error).splitlines()[0]})") from None
+    if len(tokenizer) > vocab_rows:
+        raise CorpusError(
+            f"{directory}: the tokenizer has {len(tokenizer)} ids, the model {vocab_rows} embedding rows"
+        )
+    return tokenizer
 
 
 def batches(lengths: np.ndarray, widths: Sequence[int], rows: int) -> Iterator[tuple[np.ndarray, int]]:

@@ -6,6 +6,7 @@ import json
 import math
 import socket
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -25,10 +26,10 @@ _TOLD = {"corpus": str, "corpus_sha256": str, "rows": int}
 class Wire:
     """Sends requests over connections that are kept. Any number of threads may use one."""
 
-    def __init__(self, servers: int, timeout_s: float, token: str | None):
-        """`servers`: how many addresses will be asked."""
+    def __init__(self, servers: int, timeout_s: float, token: str | None, headers: Mapping[str, str] | None = None):
+        """`servers`: how many addresses will be asked; `headers`: sent with every request."""
         self._timeout_s = timeout_s
-        self._headers = {"Content-Type": "application/json"}
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         timeout = urllib3.Timeout(connect=min(CONNECT_S, timeout_s), read=timeout_s)  # of each read

@@ -1,0 +1,249 @@
+"""A search service that answers JSON (of the web, of a company) as a `Retriever`.
+
+A file of settings says how it is asked, and where in its answers the results are:
+
+    {"url": "https://api.example.com/search?q={query}&count={k}",
+     "headers": {"X-Api-Key": "${SEARCH_KEY}"},
+     "results": "web.results", "id": "url", "title": "title", "text": ["description", "extra.0"]}
+
+`${NAME}` is an environment variable, so that no key stands in a file; no key stands in an error or in a log either.
+Optional: `body`, an object that is posted as JSON with `{query}` and `{k}` in its strings (`"{k}"` alone is a number);
+and the numbers of `Settings`. Dots lead into objects, numbers into lists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from cachetools import TTLCache
+
+from retrieval.client import FIRST_WAIT_S, LONGEST_WAIT_S, QUERY_CHARS, RETRIED_STATUS
+from retrieval.protocol import CorpusError, Passage, RetrievalError
+from retrieval.wire import UNTOLD, Wire, line
+
+log = logging.getLogger("retrieval")
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+_MARKUP = re.compile(r"<[^<>]{0,200}>")
+HIDDEN = "***"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a file of settings holds."""
+
+    url: str  # with {query}, and {k} where the service takes a number
+    results: str  # path of the list of results; "" where the answer is the list
+    text: str | list[str]  # path in a result, or several whose texts are joined
+    title: str = ""
+    id: str = ""  # "": a digest of title and text
+    headers: dict[str, str] = field(default_factory=dict)
+    body: dict[str, Any] = field(default_factory=dict)
+    timeout_s: float = 10.0  # for a whole answer
+    patience_s: float = 60.0  # how long a query may go on failing
+    at_once: int = 8  # queries asked together
+    per_second: float = 0.0  # queries asked at most; 0: no limit
+    keep_s: float = 3600.0  # how long an answer is kept
+    keep: int = 65_536  # answers
+    text_chars: int = 4000  # what is longer is cut
+
+
+def read_settings(path: str | os.PathLike[str]) -> tuple[Settings, tuple[str, ...]]:
+    """The settings of a file with its variables put in, and the values of these, which are not to be shown.
+
+    Raises:
+      CorpusError: naming the field that is missing, unknown or of another type, or the variable that is not set.
+    """
+    path = Path(path)
+    try:
+        raw = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CorpusError(f"{path}: cannot be read as JSON ({line(str(error))})") from None
+    if not isinstance(raw, dict):
+        raise CorpusError(f"{path}: a {type(raw).__name__}, accepted: an object")
+    known = {one.name: one for one in fields(Settings)}
+    for name, value in raw.items():
+        if name not in known:
+            raise CorpusError(f"{path}: unknown field {name}, accepted: {', '.join(known)}")
+        if not _fits(name, value):
+            raise CorpusError(f"{path}: field {name} is {json.dumps(value)[:80]}, accepted: {known[name].type}")
+    for name in ("url", "results", "text"):
+        if name not in raw:
+            raise CorpusError(f"{path}: field {name} is missing")
+    secrets: dict[str, None] = {}
+
+    def filled(match: re.Match[str]) -> str:
+        value = os.environ.get(match[1])
+        if not value:
+            raise CorpusError(f"{path}: the environment variable {match[1]} is not set")
+        secrets[value] = None
+        return value
+
+    found = Settings(**_mapped(raw, lambda text: _VARIABLE.sub(filled, text)))
+    if urlsplit(found.url).scheme not in ("http", "https") or not ("{query}" in found.url or found.body):
+        raise CorpusError(f"{path}: url is {raw['url']}, accepted: http(s)://... with {{query}} in it, or a body")
+    return found, tuple(secrets)
+
+
+class LiveSearch:
+    """Implements `Retriever` by asking a service, query by query. Any number of threads may use one.
+
+    Its answers change from day to day: a run over it cannot be repeated bit for bit.
+    """
+
+    def __init__(self, settings: Settings, secrets: Sequence[str] = ()):
+        """`secrets`: texts that are hidden in whatever is raised or logged."""
+        self._settings, self._secrets = settings, secrets
+        self._host = urlsplit(settings.url).netloc.rpartition("@")[2]
+        self._wire = Wire(1, settings.timeout_s, None, settings.headers)
+        self._kept: TTLCache[tuple[str, int], list[Passage]] = TTLCache(settings.keep, settings.keep_s)
+        self._lock = threading.Lock()  # of what is kept, and of the turn
+        self._next_turn = 0.0  # by the monotonic clock
+        self._pool = ThreadPoolExecutor(settings.at_once, "live")
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        """At most `k` passages per query in the service's own order; an empty query is not asked.
+
+        Raises:
+          RetrievalError: refused, or no answer in time and in form for `patience_s`.
+        """
+        cleaned = [" ".join(query.encode("utf-8", "replace").decode().split())[:QUERY_CHARS] for query in queries]
+        wanted = list(dict.fromkeys(filter(None, cleaned)))
+        with self._lock:
+            found = {query: self._kept[query, k] for query in wanted if (query, k) in self._kept}
+        asked = [query for query in wanted if query not in found]
+        given_up = threading.Event()
+        try:
+            answers = list(self._pool.map(lambda query: self._patiently(query, k, given_up), asked))
+        finally:
+            given_up.set()  # when one failed for good, the others are not waited for
+        found |= dict(zip(asked, answers, strict=True))
+        with self._lock:
+            for query, answer in zip(asked, answers, strict=True):
+                self._kept[query, k] = answer
+        return [list(found.get(query, ())) for query in cleaned]
+
+    def describe(self) -> dict[str, Any]:
+        """See `Retriever.describe`: of a service nothing but its host is known."""
+        return {**UNTOLD, "corpus": self._host}
+
+    def _patiently(self, query: str, k: int, given_up: threading.Event) -> list[Passage]:
+        until, wait = time.monotonic() + self._settings.patience_s, FIRST_WAIT_S
+        while True:
+            self._take_turn(given_up)
+            if given_up.is_set():
+                raise RetrievalError(f"{self._host}: given up, as another query failed")
+            try:
+                return self._ask(query, k)
+            except (OSError, ValueError) as error:
+                failure = self._hidden(line(str(error)))
+            if time.monotonic() + wait > until:
+                raise RetrievalError(f"{self._host}: no answer: {failure}")
+            log.warning("%s: %s; asked again in %.1f s", self._host, failure, wait)
+            given_up.wait(wait)
+            wait = min(2 * wait, LONGEST_WAIT_S)
+
+    def _take_turn(self, given_up: threading.Event) -> None:
+        """Waits until another query may be asked."""
+        if self._settings.per_second > 0:
+            with self._lock:
+                now = time.monotonic()
+                turn = max(now, self._next_turn)
+                self._next_turn = turn + 1 / self._settings.per_second
+            given_up.wait(turn - now)
+
+    def _ask(self, query: str, k: int) -> list[Passage]:
+        """Raises `OSError` or `ValueError` where asking again may help, `RetrievalError` where it will not."""
+        s = self._settings
+        url = s.url.replace("{query}", quote(query, safe="")).replace("{k}", str(k))
+        body = json.dumps(_mapped(s.body, lambda text: _in_body(text, query, k))).encode() if s.body else None
+        status, data = self._wire.request("POST" if body else "GET", url, body)
+        if status in RETRIED_STATUS:
+            raise OSError(f"status {status}")
+        if status != 200:
+            raise RetrievalError(f"{self._host}: status {status}: {self._hidden(line(data.decode(errors='replace')))}")
+        try:
+            answer = json.loads(data)
+        except (ValueError, RecursionError):
+            raise ValueError("the answer is not JSON") from None
+        results = _at(answer, s.results) if s.results else answer
+        if results is None:
+            return []  # services leave out what is empty
+        if not isinstance(results, list):
+            found = type(results).__name__
+            raise RetrievalError(f"{self._host}: results={s.results} is a {found}, accepted: the path of a list")
+        passages = (self._passage(result) for result in results)
+        return [passage for passage in passages if passage is not None][:k]
+
+    def _passage(self, result: Any) -> Passage | None:
+        s = self._settings
+        title = _plain(_at(result, s.title)) if s.title else ""
+        parts = [_plain(_at(result, path)) for path in ([s.text] if isinstance(s.text, str) else s.text)]
+        text = " ".join(filter(None, parts))[: s.text_chars]
+        if not (title or text):
+            return None
+        own = _at(result, s.id) if s.id else None
+        digest = hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
+        return Passage(str(own)[:500] if own is not None else digest, title[: s.text_chars], text)
+
+    def _hidden(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, HIDDEN).replace(quote(secret, safe=""), HIDDEN)
+        return text
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a value may stand in a field of `Settings`."""
+    if name in ("headers", "body"):
+        return isinstance(value, dict) and (name == "body" or all(isinstance(v, str) for v in value.values()))
+    if name == "text" and isinstance(value, list):
+        return bool(value) and all(isinstance(path, str) for path in value)
+    if name in ("url", "results", "text", "title", "id"):
+        return isinstance(value, str)
+    whole = name in ("at_once", "keep", "text_chars")
+    number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    return number and (value > 0 or (name == "per_second" and value == 0))
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    """The value with every string in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _mapped(one, change) for name, one in value.items()}
+    return [_mapped(one, change) for one in value] if isinstance(value, list) else value
+
+
+def _in_body(text: str, query: str, k: int) -> str | int:
+    return k if text == "{k}" else text.replace("{k}", str(k)).replace("{query}", query)
+
+
+def _at(value: Any, path: str) -> Any:
+    """What lies at a path; None where there is nothing."""
+    for step in path.split("."):
+        if isinstance(value, Mapping):
+            value = value.get(step)
+        elif isinstance(value, list) and step.isdigit():
+            value = value[int(step)] if int(step) < len(value) else None
+        else:
+            return None
+    return value
+
+
+def _plain(value: Any) -> str:
+    """A text without markup, on one line; "" for what is none."""
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        return ""
+    return " ".join(html.unescape(_MARKUP.sub("", str(value))).split())
