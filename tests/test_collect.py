@@ -507,3 +507,23 @@ def test_nothing_compiles_after_the_warm_up(tiny_tokenizer, params, service):
     finally:
         active = False
     assert fresh.compilations() == warm and compiled == []
+
+
+def test_what_nobody_wants_leaves_nothing_behind(tiny_tokenizer, sampler, params, service):
+    """Clients that ask and hang up would fill a server's memory with prompts, and its slots with rows."""
+    rollout = rollout_section(samples=1, slots=2)
+    questions = [question(i) for i in range(6)]
+    script = say(tiny_tokenizer, SEARCH, ANSWER)
+    sampler.give(0, 0, [(q, 0) for q in questions], [script] * 6)
+    collector = make_collector(tiny_tokenizer, sampler, rollout, service)
+    flight = collector.in_flight(collector.parts, params, 1, 0, 0)
+    flight.add(questions, [collector.render(q) for q in questions])
+    for order in (0, 3, 5):  # one of them has a slot when it is dropped
+        assert order or flight.refill(None)
+        flight.drop(order)
+    while flight.refill(None):
+        assert not {live.order for live in flight.live.values()} & {0, 3, 5}
+        flight.decode(1.0, 2)
+        flight.read()
+    assert sorted(flight.results) == [1, 2, 4] and all(t.status == "answered" for t in flight.results.values())
+    assert not flight._prompts and not flight._keys and not flight._unwanted and not flight.live

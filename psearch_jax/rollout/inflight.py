@@ -221,6 +221,9 @@ class InFlight:
         if not self._unwanted:
             return
         self._waiting = deque(one for one in self._waiting if one[0] not in self._unwanted)
+        waiting = {order: order // self.samples for order, _, _ in self._waiting}
+        self._keys = {order: self._keys[order] for order in waiting}
+        self._prompts = {place: self._prompts[place] for place in set(waiting.values())}
         searched = {b for b in self._asked if b in self.live and self.live[b].order in self._unwanted}
         for b in [b for b, live in self.live.items() if live.order in self._unwanted and b not in searched]:
             del self.live[b], self.starts[b]
