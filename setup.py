@@ -24,6 +24,8 @@ EXTRAS = {
         "bm25s>=0.2.6",  # the reference for BM25
         "faiss-cpu>=1.9",  # writes the flat index that build_index reads
         "matplotlib>=3.9",  # draws what the benchmarks measure
+        "nbclient>=0.10",  # runs the notebook
+        "ipykernel>=6",
         "selenium>=4.20",  # opens reports in a Chromium, where the machine has one
         "jax[tpu]",  # libtpu: compiles for TPU topologies on any machine
         # The reference in the parity tests, which skip without it. Elsewhere than on 3.11 it may come with

@@ -1,0 +1,85 @@
+"""notebooks/colab_smoke.ipynb from first cell to last, on a CPU with a tiny model and a file of HotpotQA's form."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from programs import ROOT
+
+from psearch_jax.config import PRESETS
+from psearch_jax.models import decoder, hf
+
+NOTEBOOK = ROOT / "notebooks" / "colab_smoke.ipynb"
+SMALL = {
+    "rollout.slots": 4,
+    "rollout.samples": 2,
+    "rollout.context_tokens": 1536,
+    "rollout.prompt_tokens": 1024,
+    "rollout.turn_tokens": 16,
+    "rollout.obs_tokens": 128,
+    "rollout.search_turns": 1,
+    "rollout.widths": 1,
+    "rollout.initial_search": True,
+    "learning.mini_batch_rollouts": 4,
+    "train.prompts": 2,
+}
+
+
+def rows() -> list[dict]:
+    """Questions as HotpotQA's own file has them."""
+    names = [f"Person {chr(65 + i)}" for i in range(10)]
+    return [
+        {
+            "_id": str(i),
+            "question": f"Who is older, {one} or {other}?",
+            "answer": one,
+            "type": "comparison",
+            "level": "hard",
+            "supporting_facts": [[one, 0]],
+            "context": [
+                [one, [f"{one} was born in {1900 + i}.", " A second sentence."]],
+                [other, [f"{other} was not."]],
+            ],
+        }
+        for i, (one, other) in enumerate(zip(names, names[1:] + names[:1], strict=True))
+    ]
+
+
+def test_outputs_are_not_kept():
+    """What a cell printed on somebody's machine is no part of the notebook."""
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    assert all(
+        not cell["outputs"] and cell["execution_count"] is None for cell in cells if cell["cell_type"] == "code"
+    )
+
+
+@pytest.mark.slow
+def test_every_cell_runs(tmp_path, tiny_tokenizer, monkeypatch):
+    """A renamed flag or field would leave a newcomer in the middle of a notebook that worked when it was written."""
+    nbformat, nbclient = (
+        pytest.importorskip(name, reason=f"{name} is not installed") for name in ("nbformat", "nbclient")
+    )
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    stops = tuple(sorted(tiny_tokenizer.stop_ids))
+    shape = replace(
+        PRESETS["toy"], vocab_rows=tiny_tokenizer.size, width=32, layers=2, head_dim=8, mlp=64, eos_ids=stops
+    )
+    hf.save_hf(decoder.init_params(shape, 0), shape, tiny_tokenizer.name, tmp_path / "model")
+    (tmp_path / "hotpot.json").write_text(json.dumps(rows()))
+    given = {"MODEL": str(tmp_path / "model"), "QUESTIONS": str(tmp_path / "hotpot.json"), "STEPS": 2}
+    given |= {"WORK": str(tmp_path / "work"), "MORE": [f"--config.{name}={value}" for name, value in SMALL.items()]}
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    first = next(cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
+    assert all(f"\n{name} = " in f"\n{first.source}" for name in given), "a parameter that is there no more"
+    first.source += "".join(f"\n{name} = {value!r}" for name, value in given.items())
+    client = nbclient.NotebookClient(
+        notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    )
+    client.execute()
+    said = ["".join(o.get("text", "") for o in cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
+    whole = "\n".join(said)
+    assert "8 questions to train on, 2 to evaluate by, 10 passages" in whole and "trained in float32" in whole
+    assert "MEND" not in whole and "model.safetensors" in whole and "right would be: Person A" in whole
+    work = tmp_path / "work"
+    assert len((work / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert all((work / name / "report.html").is_file() for name in ("run", "results"))
