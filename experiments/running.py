@@ -59,6 +59,9 @@ def run_all(
     for name in arms:
         if name not in experiment.arms:
             raise UserError(f"--arms={name}: not found, accepted: {', '.join(experiment.arms)}")
+    for name in arms or experiment.arms:
+        if max(experiment.arms[name].steps, default=0) >= steps:
+            raise UserError(f"--steps={steps}: accepted: more than {experiment.arms[name].steps[-1]}, for arm {name}")
     starts = [_fingerprint(policy) for policy in policies]
     record = _begun(file, experiment, steps, starts)
     for i, policy in enumerate(policies):
@@ -123,7 +126,8 @@ def _run(
     experiment: Experiment, arm: Arm, work: Path, policy: str, start: str, seed: int, steps: int
 ) -> dict[str, Any]:
     if not arm.trained:
-        return {"after": _evaluated(experiment, arm, work / f"start-{start}", "after", policy)}
+        place = work / f"start-{_digest(CONFIGS[arm.config].get_config().to_dict(), start)}"
+        return {"after": _evaluated(experiment, arm, place, "after", policy)}
     place = _trained(arm, work, policy, start, seed, steps)
     found: dict[str, Any] = {}
     for step in arm.steps:
@@ -147,7 +151,7 @@ def first_rung(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 def _trained(arm: Arm, work: Path, policy: str, start: str, seed: int, steps: int) -> Path:
     """The place of a trained run, which is named by its whole config; trains it where that has not been done."""
-    every = math.gcd(*arm.steps) if arm.steps else max(1, steps // 6)
+    every = math.gcd(max(1, steps // 6), *arm.steps)
     fields = {"seed": seed, "train.steps": steps, "eval.questions_per_kind": 0, **arm.fields}
     fields |= {"train.checkpoint_every_steps": every, "train.keep_every_steps": every}
     if arm.corpus is not None:

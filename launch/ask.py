@@ -18,17 +18,21 @@ from absl import flags
 
 from psearch_jax import launching
 from psearch_jax.serving import given
+from psearch_jax.types import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
+HOTTEST = 2.0
 given.define_flags()
 BESIDE = flags.DEFINE_enum("beside", None, given.METHODS, "Another method to answer each question by, too.")
-TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", lower_bound=0.0)
-SEED = flags.DEFINE_integer("seed", 0, "Of the sampling; without effect at temperature 0.", lower_bound=0)
+TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", 0.0, HOTTEST)
+SEED = flags.DEFINE_integer("seed", 0, "Of the sampling; without effect at temperature 0.", 0, 2**32 - 1)
 JSON = flags.DEFINE_bool("json", False, "Print one JSON object per question in place of all else.")
 
 
 def main(argv: list[str]) -> None:
     launching.configure_jax()
+    for stream in (sys.stdout, sys.stdin):
+        stream.reconfigure(errors="replace")
     config = given.config(ROOT, slots=1)
     config = replace(config, rollout=replace(config.rollout, widths=1))  # nothing is compiled twice for one question
 
@@ -36,20 +40,22 @@ def main(argv: list[str]) -> None:
     from psearch_jax.serving.answerer import Answerer
     from psearch_jax.serving.console import Shown, Told, as_json, took
 
-    def answerer(method: str) -> Answerer:
-        parts = build.from_path(replace(config, method=method), given.model())
-        worlds.append(parts.world)
-        return Answerer(parts.collector, parts.sampling_copy(), SEED.value)
+    parts = build.from_path(config, given.model())
+    params, world, collectors = parts.sampling_copy(), parts.world, {config.method: parts.collector}
+    if BESIDE.value not in (None, config.method):
+        collectors[BESIDE.value] = build.by_method(parts, BESIDE.value)
+    del parts  # the parameters are not needed beside their copy
+    print("compiling; the next start is quicker", file=sys.stderr, flush=True)
+    for collector in collectors.values():
+        collector.warm_up(params)
+    answerers = {name: Answerer(collector, params, SEED.value) for name, collector in collectors.items()}
+    shown, failed = Shown(sys.stdout), 0
 
-    worlds: list = []
-    methods = [config.method, *([BESIDE.value] if BESIDE.value not in (None, config.method) else [])]
-    answerers = {method: answerer(method) for method in methods}
-    shown = Shown(sys.stdout)
-
-    def ask(question: str) -> None:
-        took_by = []
+    def ask(question: str) -> bool:
+        """Whether it was answered by every method, rightly or not."""
+        told_by = {}
         for method, own in answerers.items():
-            told = Told()
+            told = told_by[method] = Told()
             if len(answerers) > 1 and not JSON.value:
                 shown.line(f"{method}:")
             for event in own.answer(question, TEMPERATURE.value, SEED.value):
@@ -57,28 +63,56 @@ def main(argv: list[str]) -> None:
                 if not JSON.value:
                     shown.show(event)
             if JSON.value:
-                print(json.dumps({"method": method, **as_json(question, told)}, ensure_ascii=False), flush=True)
+                print(json.dumps({"method": method, **as_json(question, told)}), flush=True)
             else:
                 shown.sum_up(told)
                 shown.line("")
-            took_by.append((method, told))
-        if len(answerers) > 1 and not JSON.value and all(told.trajectory for _, told in took_by):
-            for method, told in took_by:
-                shown.line(f"{method}: {told.trajectory.answer}, {took(told)}")
+        answered = all(told.trajectory for told in told_by.values())
+        for method, told in told_by.items() if len(told_by) > 1 and answered and not JSON.value else ():
+            shown.line(f"{method}: {told.trajectory.answer}, {took(told)}")
+        return answered
 
-    questions: Iterator[str] | Sequence[str] = argv[1:]
-    examples = () if questions else given.examples(worlds[0])
-    if not questions and sys.stdin.isatty():
-        shown.line("A question a line, an empty one for the next of these, Ctrl-D ends:")
+    given_here, typing = argv[1:], sys.stdin.isatty()
+    examples = given.examples(world)
+    if not given_here and typing:
+        shown.line(f"A question a line{', an empty one for the next of these' if world else ''}, Ctrl-D ends:")
         for example in examples:
             shown.line(f"  {example}")
-        questions = typed(examples)
-    elif not questions:
-        questions = [line.strip() for line in sys.stdin if line.strip()] or examples[:1]
-    for question in questions:
-        if not sys.stdin.isatty() and not argv[1:] and not JSON.value:
-            shown.line(f"> {question}")
-        ask(question)
+    asked = 0
+    try:
+        for question in given_here or (typed(examples) if typing else lines(examples)):
+            if not given_here and not typing and not JSON.value:
+                shown.line(f"> {question}")
+            asked += 1
+            try:
+                failed += not ask(question)
+            except UserError as error:  # of one question among several
+                print(f"ask: {error}", file=sys.stderr)
+                failed += 1
+            except KeyboardInterrupt:
+                if given_here or not typing:
+                    raise
+                shown.line("stopped")
+    except KeyboardInterrupt:
+        shown.line("stopped")
+    finally:
+        for answerer in answerers.values():
+            answerer.close()
+    if not asked and not typing:
+        raise UserError("no question: found none on the command line or on standard input, accepted: at least one")
+    if failed:
+        raise UserError(f"{failed} of {asked} questions could not be answered, see above")
+
+
+def lines(examples: Sequence[str]) -> Iterator[str]:
+    """The lines of standard input, each as soon as it is there; without any, the first example."""
+    found = False
+    for line in sys.stdin:
+        if line.strip():
+            found = True
+            yield line.strip()
+    if not found:
+        yield from examples[:1]
 
 
 def typed(examples: Sequence[str]) -> Iterator[str]:

@@ -3,7 +3,8 @@
     python launch/doctor.py --config=configs/qwen7b.py --config.data.source=train.jsonl \
         --config.retrieval.index=index --workdir=runs/qwen7b
 
-Takes what launch/train.py takes. Exit code 2 when something has to be mended.
+Takes what launch/train.py takes; on several hosts it looks at each where it is started. Exit code 2 when something has
+to be mended.
 """
 
 from absl import flags

@@ -16,6 +16,7 @@ from absl import flags
 
 from psearch_jax import launching
 from psearch_jax.serving import given
+from retrieval import http
 
 ROOT = Path(__file__).resolve().parent.parent
 given.define_flags()
@@ -32,22 +33,25 @@ def main(_: list[str]) -> None:
     launching.configure_jax()
     logging.getLogger("retrieval").addHandler(logging.StreamHandler())
     token = launching.read_token(_TOKEN.value, "--token_file") if _TOKEN.value else None
+    listener = http.listen(_HOST.value, _PORT.value)  # before the minutes that large weights take
     # Questions come one by one: prompts are prefilled for a quarter of the slots at a time.
     config = given.config(ROOT, _SLOTS.value, samples=4)
 
     from psearch_jax import build  # slow to import: bad input is refused before
     from psearch_jax.serving.answerer import Answerer
     from psearch_jax.serving.chat import Limits, make_app
-    from retrieval import http
 
-    parts = build.from_path(config, given.model())
-    params = parts.sampling_copy()
+    model = given.model()
+    parts = build.from_path(config, model)
+    params, collector, examples = parts.sampling_copy(), parts.collector, given.examples(parts.world)
+    del parts  # the parameters are not needed beside their copy
     print("compiling for every length of prompts and passages", file=sys.stderr, flush=True)
-    parts.collector.warm_up(params)
-    answerer = Answerer(parts.collector, params)
-    name = _NAME.value or given.model().rstrip("/").rpartition("/")[2]
-    app = make_app(answerer, name, Limits(requests=_REQUESTS.value), token, given.examples(parts.world))
-    http.serve(app, _HOST.value, _PORT.value, f"{name} answers at {{url}}", "/", "ask", _STOP.value)
+    collector.warm_up(params)
+    answerer = Answerer(collector, params)
+    name = _NAME.value or flags.FLAGS.model.rstrip("/").rpartition("/")[2]
+    hosts = () if _HOST.value in ("0.0.0.0", "::") else (*http.LOOPBACK, _HOST.value)
+    app = make_app(answerer, name, Limits(requests=_REQUESTS.value), token, examples, hosts)
+    http.serve_on(listener, app, _HOST.value, f"{name} answers at {{url}}", "/", "ask", _STOP.value)
     sys.stdout.flush()
     os._exit(0)  # whoever still waits has been told; an exit in order would wait for the ids being decoded
 

@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.config import PRESETS, Config, DecoderConfig, best_metric, with_method
+from psearch_jax.config import PRESETS, Config, DecoderConfig, Method, best_metric, with_method
 from psearch_jax.data.asking import questions
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.data.held_out import hold_out, pick
@@ -86,8 +86,19 @@ class Engine:
         return f"{count / 1e6:.1f}M parameters on {self.mesh.devices.size} x {jax.devices()[0].device_kind} ({mesh})"
 
 
-def missing_inputs(config: Config, training: bool = True) -> list[str]:
-    """What the config needs and does not name, one line each with the command that makes it."""
+def by_method(parts: Engine, method: Method) -> Collector:
+    """A collector for another method around the same model and, where it searches, the same retriever."""
+    config = with_method(replace(parts.config, method=method, model=replace(parts.config.model, path="")))
+    config = replace(config, model=replace(config.model, tokenizer=parts.tokenizer_path))
+    return engine(config, params=parts.params, model=parts.model, retriever=parts.collector.retriever).collector
+
+
+def missing_inputs(config: Config, training: bool = True, retriever: Retriever | None = None) -> list[str]:
+    """What the config needs and does not name, one line each with the command that makes it.
+
+    Args:
+      retriever: one that is at hand, so that none need be named.
+    """
     lines = []
     path = config.model.path
     if path and path != "toy" and not is_remote(path) and not Path(path).is_dir() and not hf.reachable(path):
@@ -106,7 +117,8 @@ def missing_inputs(config: Config, training: bool = True) -> list[str]:
             "--repo-type=dataset --local-dir=DIR`"
         )
     closed_world, retrieval = config.data.source == CLOSED_WORLD, config.retrieval
-    if _searches(config) and not (closed_world or retrieval.index or retrieval.corpus or retrieval.url):
+    named_passages = closed_world or retrieval.index or retrieval.corpus or retrieval.url
+    if _searches(config) and not (named_passages or retriever):
         lines.append(
             "config.retrieval.index (or .corpus, .url): an index made with `python launch/build_index.py "
             "--corpus=FILE.jsonl --encoder=hashing --out=DIR`"
@@ -158,7 +170,7 @@ def engine(
     """
     config = with_method(config)
     validate(config, training)
-    missing = missing_inputs(config, training)
+    missing = missing_inputs(config, training, retriever)
     if missing:
         raise UserError(listed("this run needs:", missing))
     mesh = make_mesh(config.mesh)
@@ -197,10 +209,14 @@ def engine(
     return Engine(config, model, tokenizer, str(tokenizer_path), path, mesh, params, collector, world)
 
 
-def training_run(config: Config) -> Run:
-    """Builds everything that train/trainer.py needs."""
+def training_run(config: Config, retriever: Retriever | None = None) -> Run:
+    """Builds everything that train/trainer.py needs.
+
+    Args:
+      retriever: default: the one that the config names.
+    """
     _check_template(with_method(config))  # before the minutes that large weights take
-    parts = engine(config, training=True)
+    parts = engine(config, training=True, retriever=retriever)
     given, config = config, parts.config
     log.info(parts.describe())
     learning = config.learning

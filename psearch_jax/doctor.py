@@ -23,7 +23,7 @@ from psearch_jax.data.prepared import are_there, open_questions
 from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.launching import CACHE_VARIABLE, DEFAULT_CACHE
 from psearch_jax.limits import validate
-from psearch_jax.paths import TOY_POLICY, is_remote
+from psearch_jax.paths import TOY_POLICY, is_remote, locate
 from psearch_jax.planning.plan import Plan, make_plan, model_shape
 from psearch_jax.planning.targets import Target
 from psearch_jax.text.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ def guarded(name: str, look: Callable[[], str | None]) -> Iterator[Finding]:
     """What `look` says, if anything; what it raises has to be mended, each thing of a list by itself."""
     try:
         text = look()
-    except (UserError, CorpusError, RetrievalError, OSError) as error:
+    except (UserError, CorpusError, RetrievalError, OSError, RuntimeError) as error:  # the last: jax, of its devices
         first, *items = str(error).split(ITEM)
         for item in items or [first]:
             yield Finding(name, " ".join(item.split()), True)
@@ -92,10 +92,11 @@ def packages() -> str:
         wanted = [Requirement(line) for line in importlib.metadata.requires(PACKAGE) or ()]
     except importlib.metadata.PackageNotFoundError:
         raise UserError(f"{PACKAGE} is not installed: `pip install -e .`") from None
-    lacking = []
+    lacking, asked = [], 0
     for one in wanted:
         if one.marker is not None and not one.marker.evaluate({"extra": ""}):
-            continue
+            continue  # of an extra, or of another Python
+        asked += 1
         try:
             version = importlib.metadata.version(one.name)
         except importlib.metadata.PackageNotFoundError:
@@ -103,11 +104,11 @@ def packages() -> str:
             continue
         if not one.specifier.contains(version, prereleases=True):
             lacking.append(f"{one.name} {version} is not {one.specifier}")
-    shown = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "scann"))
-    python = ".".join(map(str, sys.version_info[:3]))
     if lacking:
         raise UserError(f"{'; '.join(lacking)}: `pip install -e .`")
-    return f"Python {python}, {shown}, and {len(wanted)} requirements met"
+    shown = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "scann"))
+    python = ".".join(map(str, sys.version_info[:3]))
+    return f"Python {python}, {shown}, and {asked} requirements met"
 
 
 def devices(root: Path = Path("/")) -> str:
@@ -169,8 +170,13 @@ def memory(config: Config, found: list[Plan]) -> str:
     target = Target("here", jax.devices(), Chip(room, 0.0, 0.0), first.device_kind)
     plan = make_plan(config, target, names=())
     found.append(plan)
-    needed = sum(plan.resident.values())
+    beside = dict(plan.resident)
+    if config.model.lora_rank and not config.model.int8_weights:
+        beside["sampling_copy"] = 0  # the sampler reads the frozen base itself, unless a mesh splits it otherwise
+    needed = sum(beside.values())
     text = f"{needed / GIB:.2f} of {room / GIB:.2f} GiB on each device before anything is computed"
+    if not room:
+        return f"{needed / GIB:.2f} GiB on each device before anything is computed; what there is, is not known"
     if needed > room:
         raise UserError(f"{text}: take more chips, model.lora_rank, or fewer rollout.slots (launch/plan.py)")
     return f"{text}; launch/plan.py says what computing takes"
@@ -224,7 +230,6 @@ def disk(config: Config, plan: Plan, workdir: str) -> str:
     train = config.train
     several = train.keep_checkpoints + 1  # one is written before the oldest goes
     several += train.steps // train.keep_every_steps if train.keep_every_steps else 0
-    several += 1 if config.eval.every_steps else 0
     free = shutil.disk_usage(place).free
     text = f"{one * several / GIB:.2f} GiB for {several} checkpoints, {free / GIB:.2f} free at {place}"
     if one * several > free:
@@ -234,7 +239,10 @@ def disk(config: Config, plan: Plan, workdir: str) -> str:
 
 def cache() -> str:
     """Whether what is compiled can be kept."""
-    place = Path(os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE)
+    named = os.environ.get(CACHE_VARIABLE) or str(DEFAULT_CACHE)
+    if is_remote(named):
+        return f"{named} keeps what is compiled, if it can be written to"
+    place = Path(named)
     place.mkdir(parents=True, exist_ok=True)
     if not os.access(place, os.W_OK):
         raise UserError(f"{place}: cannot be written to, accepted: another directory in {CACHE_VARIABLE}")
@@ -243,7 +251,9 @@ def cache() -> str:
 
 def resumes(workdir: str) -> str:
     """Whether the run begins or goes on."""
+    if not locate(workdir).is_dir():
+        return f"{workdir}: begins"
     try:
         return f"{workdir}: goes on behind step {find_checkpoint(workdir).name}"
     except UserError:
-        return f"{workdir}: begins"
+        return f"{workdir}: begins; it holds no checkpoint"

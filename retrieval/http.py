@@ -7,12 +7,14 @@ import hmac
 import ipaddress
 import json
 import logging
+import re
 import signal
 import socket
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -28,6 +30,7 @@ log = logging.getLogger("retrieval")
 SILENCE_S = 1.0  # a refused client that sends nothing for this long is not heard out
 STALLED_S = 60  # a client that takes nothing of its answer for this long is hung up on
 GONE = 499  # the status that is counted for a client that did not wait
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 T = TypeVar("T")
 
 
@@ -117,6 +120,23 @@ def authorise(request: Request, token: str | None) -> None:
         raise HTTPException(401, message, {"WWW-Authenticate": "Bearer"})
 
 
+def refuse_foreign_pages(request: Request, hosts: Sequence[str]) -> None:
+    """Raises `HTTPException` 403 for what a page of another site asks in its reader's browser.
+
+    Without a token, such a page could use a server on its reader's machine, and by a name that it lets point there
+    (DNS rebinding) also read what it answers.
+
+    Args:
+      hosts: accepted in the header Host, whatever the port; empty: all.
+    """
+    called = request.headers.get("host", "")
+    origin = request.headers.get("origin")
+    if hosts and re.sub(r":\d+$", "", called) not in hosts:
+        raise HTTPException(403, f"called by the name {called[:80]}, accepted: {', '.join(hosts)}")
+    if origin is not None and urlsplit(origin).netloc != called:
+        raise HTTPException(403, "asked by a page of another site")
+
+
 def stopping(request: Request) -> Response:
     """What a client is told whom the server cannot answer any more; its body is not heard out."""
     request.scope["hurried"] = True
@@ -141,7 +161,7 @@ def serve(app: Starlette, host: str, port: int, ready: str, path: str, may: str,
     Args:
       app: `app.state.open_to_all` says whether it asks for no token.
       port: 0 takes a free one.
-      ready: printed on stdout once connections are accepted, with the `url` of `path`.
+      ready: printed on stdout once connections are accepted, with the address of `path` in place of `{url}`.
       may: what whoever reaches an open server may do.
       stop_s: how long what is in flight is waited for.
 
@@ -149,22 +169,29 @@ def serve(app: Starlette, host: str, port: int, ready: str, path: str, may: str,
       CorpusError: the address cannot be bound.
     """
     with listen(host, port) as listener:
-        if app.state.open_to_all and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
-            log.warning("--host=%s without --token_file: whoever reaches this machine may %s", host, may)
-        shown = f"[{host}]" if ":" in host else host
-        print(ready.format(url=f"http://{shown}:{listener.getsockname()[1]}{path}"), flush=True)
-        # uvicorn stops in order and then raises the signal again, which would end the program as killed.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        config = uvicorn.Config(
-            app,
-            http="h11",  # the one of uvicorn's two that is always there, so that everybody has the same edges
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=stop_s,
-        )
-        uvicorn.Server(config).run(sockets=[listener])
+        serve_on(listener, app, host, ready, path, may, stop_s)
+
+
+def serve_on(
+    listener: socket.socket, app: Starlette, host: str, ready: str, path: str, may: str, stop_s: int = 20
+) -> None:
+    """As `serve`, on a socket that was bound before, so that what takes minutes to load need not be loaded in vain."""
+    if app.state.open_to_all and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+        log.warning("--host=%s without --token_file: whoever reaches this machine may %s", host, may)
+    shown = f"[{host}]" if ":" in host else host
+    print(ready.replace("{url}", f"http://{shown}:{listener.getsockname()[1]}{path}"), flush=True)
+    # uvicorn stops in order and then raises the signal again, which would end the program as killed.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    config = uvicorn.Config(
+        app,
+        http="h11",  # the one of uvicorn's two that is always there, so that everybody has the same edges
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=stop_s,
+    )
+    uvicorn.Server(config).run(sockets=[listener])
 
 
 def listen(host: str, port: int) -> socket.socket:

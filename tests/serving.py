@@ -40,7 +40,7 @@ class Running:
         """A connection on which `body` was sent, announced as `length` bytes."""
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
         length = len(body) if length is None else length
-        head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Length: {length}\r\n{headers}\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n{headers}\r\n"
         connection.sendall(head.encode() + body)
         return connection
 

@@ -21,7 +21,6 @@ from configs.smoke import get_config
 from psearch_jax import build
 from psearch_jax.config import from_mapping
 from psearch_jax.data.asking import questions
-from psearch_jax.serving import answerer as serving
 from psearch_jax.serving.answerer import Answerer, Event, support
 from psearch_jax.serving.console import Shown, Told, as_json, printable, took
 from psearch_jax.types import Question, Trajectory, Turn, UserError
@@ -81,32 +80,98 @@ def test_a_turn_without_an_action_and_an_end_without_an_answer_are_told(sampler,
     own.close()
     for events in found.values():
         trajectory = events[-1].trajectory
-        assert "".join(e.text for e in events) == "".join(turn.text for turn in trajectory.turns)
+        said = "".join(e.text for e in events if e.kind == "text")
+        assert said == "".join(turn.text for turn in trajectory.turns)
     assert found["Who?"][-1].trajectory.model_calls > 1
+    notes = [e for e in found["Who?"] if e.kind == "note"]
+    assert len(notes) == found["Who?"][-1].trajectory.model_calls - 1 and "No search" in notes[0].text
+    told = Told()
+    for event in found["Who?"]:
+        told.add(event)
+    assert all(turn["seconds"] > 0 for turn in as_json("Who?", told)["turns"]), "each turn has its own"
     assert found["What?"][-1].trajectory.status == "eos" and found["What?"][-1].trajectory.answer is None
 
 
-class Breaking:
-    """A retriever that fails until it is mended."""
+class Panic(BaseException):
+    """As a library in another language raises it."""
 
-    def __init__(self):
-        self.service, self.broken = retriever(), True
+
+class Breaking:
+    """A retriever that fails, or stalls, on some queries, or on all."""
+
+    def __init__(self, error=RetrievalError):
+        self.service, self.error, self.broken, self.seconds = retriever(), error, lambda query: True, 0.0
 
     def search(self, queries, k):
-        if self.broken:
-            raise RetrievalError("gone to /secret/path")
+        if any("slow" in query for query in queries):
+            time.sleep(self.seconds)
+        if any(map(self.broken, queries)):
+            raise self.error("gone to /secret/path")
         return self.service.search(queries, k)
 
 
-def test_a_failed_search_is_told_to_all_who_wait_and_to_nobody_later(sampler, tiny_tokenizer, params, monkeypatch):
+@pytest.mark.parametrize("error", [RetrievalError, Panic])
+def test_a_failed_search_is_told_and_the_next_one_answered(sampler, tiny_tokenizer, params, error):
     """A retriever that is gone for a minute must not end the program, hang its clients, or tell them paths."""
-    monkeypatch.setattr(serving, "RETRY_S", 0.0)
-    service = Breaking()
+    service = Breaking(error)
     own = scripted(sampler, tiny_tokenizer, params, {"Who?": [SEARCH, ANSWER]}, service)
     last = list(own.answer("Who?", 1.0))[-1]
     assert last.kind == "error" and "secret" not in last.text and not own.healthy
-    service.broken = False
-    assert list(own.answer("Who?", 1.0))[-1].trajectory.answer == "Ada Lovelace" and own.healthy
+    service.broken = lambda query: False
+    end = time.monotonic() + 30
+    while not own.healthy and time.monotonic() < end:  # nobody asks: it tries by itself
+        time.sleep(0.01)
+    assert own.healthy and list(own.answer("Who?", 1.0))[-1].trajectory.answer == "Ada Lovelace"
+    own.close()
+
+
+def test_one_refused_query_ends_one_answer(sampler, tiny_tokenizer, params):
+    """Whoever finds a query that a retriever refuses could end everybody's answers."""
+    service = Breaking()
+    service.broken = lambda query: "bad" in query
+    bad = SEARCH.replace("Alan Turing born", "bad")
+    own = scripted(sampler, tiny_tokenizer, params, {"Who?": [SEARCH, ANSWER], "Bad?": [bad, ANSWER]}, service)
+    found = {text: [] for text in ("Bad?", "Who?")}
+    for text, events in found.items():
+        own.ask(text, events.append, 1.0)
+    end = time.monotonic() + 60
+    while not all(e and e[-1].kind in ("end", "error") for e in found.values()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert found["Bad?"][-1].kind == "error" and found["Who?"][-1].trajectory.answer == "Ada Lovelace"
+    assert own.healthy
+    own.close()
+
+
+def test_a_slow_search_holds_up_nobody_else(sampler, tiny_tokenizer, params):
+    """One query to a far server, and every stream stands still for as long as it takes."""
+    service = Breaking()
+    service.broken, service.seconds = (lambda query: False), 2.0
+    slow = SEARCH.replace("Alan Turing born", "slow")
+    long = [MUSING * 3, MUSING * 3, ANSWER]
+    own = scripted(sampler, tiny_tokenizer, params, {"Slow?": [slow, ANSWER], "Who?": long}, service)
+    list(own.answer("Who?", 1.0))  # everything is compiled
+    searching, events = threading.Event(), []
+    own.ask("Slow?", lambda e: (events.append(e), searching.set() if e.kind == "search" else None), 1.0)
+    assert searching.wait(60)
+    began = time.monotonic()
+    other = list(own.answer("Who?", 1.0))
+    assert other[-1].kind == "end" and time.monotonic() - began < 1.5 and events[-1].kind == "search"
+    end = time.monotonic() + 30
+    while events[-1].kind != "end" and time.monotonic() < end:
+        time.sleep(0.01)
+    assert events[-1].trajectory.answer == "Ada Lovelace"
+    own.close()
+
+
+def test_a_listener_that_fails_is_one_who_has_left(sampler, tiny_tokenizer, params):
+    """A client's closed loop must not end the answers of all others."""
+    own = scripted(sampler, tiny_tokenizer, params, {"Who?": [SEARCH, ANSWER], "What?": [SEARCH, ANSWER]})
+
+    def deaf(event):
+        raise RuntimeError("the loop is closed")
+
+    own.ask("What?", deaf, 1.0)
+    assert list(own.answer("Who?", 1.0))[-1].kind == "end" and own._thread.is_alive()
     own.close()
 
 
@@ -115,11 +180,13 @@ def test_a_question_that_is_too_long_is_refused_and_the_end_told_to_those_who_wa
     own = scripted(sampler, tiny_tokenizer, params, {"Who?": [SEARCH, ANSWER]})
     with pytest.raises(UserError, match="found .* ids .* at most 48"):
         own.answer("Who is older? " * 40)
+    for text, temperature in (("\ud800", 0.0), (" ", 0.0), ("Who?", float("nan")), ("Who?", 3.0), ("Who?", -1.0)):
+        with pytest.raises(UserError, match="question|temperature"):
+            own.ask(text, print, temperature)
     own.close()
     told = []
     own.ask("Who?", told.append)
-    own._work()  # as the thread that had ended by then would have
-    assert [e.kind for e in told] == ["error"]
+    assert [e.kind for e in told] == ["error"] and not own.healthy
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +274,7 @@ def test_the_fan_out_is_shown_and_nothing_obeys_what_was_found(encoding):
     """Control characters could clear a terminal or forge an answer; a terminal without UTF-8 must not end it."""
     events, told = told_of()
     raw = io.BytesIO()
-    file = io.TextIOWrapper(raw, encoding=encoding, errors="replace")
+    file = io.TextIOWrapper(raw, encoding=encoding, errors="replace")  # as launch/ask.py sets its own
     shown = Shown(file)
     for event in events:
         shown.show(event)

@@ -56,6 +56,10 @@ def test_a_users_own_passages_are_searched_and_lines_of_standard_input_asked(tmp
         (["--model=nowhere", "Who?"], "--index"),
         (["--model=nowhere", "--method=r1", "Who?"], "nowhere"),
         (["--method=other", "Who?"], "--method"),
+        (["--temperature=nan", "Who?"], "temperature"),
+        (["--seed=4294967296", "Who?"], "--seed"),
+        (["--index=a", "--corpus=b", "Who?"], "found several"),
+        (["--retriever_url=http://127.0.0.1:9/retrieve", "What is the hometown of Bala?"], "1 of 1 questions"),
         (["Who? " * 500], "question"),
     ],
 )

@@ -144,7 +144,7 @@ class InFlight:
         self._over: set[int] = set()  # own slots whose rollout is over but whose row is not empty yet
         self._more = False  # rollouts of some process wait for a slot
         self._away = 0  # rows of all processes that are searched for while others decode
-        self._asked: dict[int, tuple[str, ...]] = {}  # own ones' queries
+        self._searched_for: dict[int, tuple[str, ...]] = {}  # own ones' queries
         self._search_ahead: Future | None = None  # what will hold their passages
         self.state = self.sampler.new_state(self.rows, self.rollout.context_tokens)
 
@@ -224,7 +224,7 @@ class InFlight:
         waiting = {order: order // self.samples for order, _, _ in self._waiting}
         self._keys = {order: self._keys[order] for order in waiting}
         self._prompts = {place: self._prompts[place] for place in set(waiting.values())}
-        searched = {b for b in self._asked if b in self.live and self.live[b].order in self._unwanted}
+        searched = {b for b in self._searched_for if b in self.live and self.live[b].order in self._unwanted}
         for b in [b for b, live in self.live.items() if live.order in self._unwanted and b not in searched]:
             del self.live[b], self.starts[b]
             self._over.add(b)
@@ -316,7 +316,7 @@ class InFlight:
             before = set(self.live)
             queries: dict[int, tuple[str, ...]] = {}
             chunks: dict[int, list[int]] = {}
-            for b in [b for b in self.live if status[b] != Status.RUNNING and b not in self._asked]:
+            for b in [b for b in self.live if status[b] != Status.RUNNING and b not in self._searched_for]:
                 live = self.live[b]
                 turn = self._turn(live, ids[b, live.turn_start : length[b]], Status(status[b]))
                 how = self._end(live, turn, Status(status[b]))
@@ -336,7 +336,7 @@ class InFlight:
             for b in [b for b, chunk in chunks.items() if length[b] + len(chunk) >= self.rollout.context_tokens]:
                 del chunks[b]
                 end(b, "truncated")
-            return _Continuations(chunks, before - set(self.live), len(self._asked))
+            return _Continuations(chunks, before - set(self.live), len(self._searched_for))
 
         found = processes.together(look)
         self._away = sum(f.away for f in found)
@@ -391,11 +391,12 @@ class InFlight:
         began = time.monotonic()
         found = self._search_ahead.result() if self._search_ahead else {}
         self._count(search_s=time.monotonic() - began)
-        self._asked = queries
+        self._searched_for = queries
         self._search_ahead = in_background(functools.partial(self._look_up, queries)) if queries else None
         return found
 
     def _look_up(self, queries: dict[int, tuple[str, ...]]) -> _Passages:
+        """One call of the retriever."""
         flat = [q for row in queries.values() for q in row]
         results = iter(self.parts.retriever.search(flat, self.parts.retrieval.topk) if flat else ())
         return {b: tuple(tuple(next(results)) for _ in row) for b, row in queries.items()}
@@ -430,6 +431,8 @@ class InFlight:
         self.usage = replace(self.usage, **{name: getattr(self.usage, name) + n for name, n in more.items()})
 
     def _finish(self, live: Rollout, status: EndStatus, ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray):
+        if live.order in self._unwanted:
+            return
         self.results[live.order] = Trajectory(
             live.question, live.sample, status, tuple(live.turns), ids, mask, logprobs, live.prompt_length
         )

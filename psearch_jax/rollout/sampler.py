@@ -7,9 +7,10 @@ It knows ids and no words. A row's life, in calls of the host:
 Invariant of every row: `length` ids are known and the cache holds `length - 1` of them, because the last known id is
 always the next model input. So no logits are stored, and a first, a parked and a refilled row are all alike.
 
-`generate` stops for one of two reasons: no row runs any more, or enough rows wait: parked at `</search>` or at the end
-of a full turn, or finished while others are to come. `admit` and `extend` are about a few rows each, `rows` [R] as in
-models/kv_cache.py: their cost follows the rows that they change, so that no row need wait for company.
+`generate` stops when no row runs any more, when each got as many ids as were asked for, or when enough rows wait:
+parked at `</search>` or at the end of a full turn, or finished while others are to come.
+`admit` and `extend` are about a few rows each, `rows` [R] as in models/kv_cache.py: their cost follows the rows that
+they change, so that no row need wait for company.
 Letters: B rows, R of them, S positions, C forced ids in one call, P prompts, V vocabulary rows (others in
 models/decoder.py).
 """

@@ -6,11 +6,14 @@ is asked alone and what is asked among others is answered alike: every question 
 
 from __future__ import annotations
 
+import gc
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,14 +22,17 @@ from flax import nnx
 
 from psearch_jax import processes
 from psearch_jax.rollout.collect import Collector
-from psearch_jax.rollout.inflight import InFlight
+from psearch_jax.rollout.inflight import in_background
 from psearch_jax.rollout.sampler import Status
+from psearch_jax.serving.flight import Served
+from psearch_jax.text import tags
 from psearch_jax.text.answers import normalise
 from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage
 
 log = logging.getLogger("psearch_jax")
 EVERY = 8  # ids that a row gets between two looks at it
+HOTTEST = 2.0  # temperature
 RETRY_S = 1.0  # after a failure, before others are answered
 FAILED = "the answer failed; the log of the program says why"  # a cause may hold paths and texts
 
@@ -35,11 +41,12 @@ FAILED = "the answer failed; the log of the program says why"  # a cause may hol
 class Event:
     """What happened to a question.
 
-    `text` was written; `search` runs these queries; `passages` came back for them; `end` holds all of it; `error` is
-    the last one as well. `seconds` passed since the event before it, but for texts, which have none.
+    `text` was written; `search` runs these queries; `passages` came back for them; `note` is what the host said to a
+    turn without an action; `end` holds all of it; `error` is the last one as well. `seconds` passed since the event
+    before it, but for texts, which have none.
     """
 
-    kind: Literal["text", "search", "passages", "end", "error"]
+    kind: Literal["text", "search", "passages", "note", "end", "error"]
     text: str = ""
     queries: tuple[str, ...] = ()
     passages: tuple[tuple[Passage, ...], ...] = ()  # of each query
@@ -83,13 +90,23 @@ class Answerer:
         self._arrived: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._asked: dict[int, _Asked] = {}  # by order in the flight
         self._failing, self._closed = False, False
+        self._probe = None
         self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
         self._thread.start()
 
     @property
     def healthy(self) -> bool:
-        """Whether the last question was answered, rightly or not."""
-        return self._thread.is_alive() and not self._failing
+        """Whether questions are answered, as far as is known; where they were not, it is tried by a search."""
+        if self._closed or not self._thread.is_alive():
+            return False
+        if self._failing and (self._probe is None or self._probe.done()):
+            self._probe = in_background(self._try)
+        return not self._failing
+
+    def _try(self) -> None:
+        if self._parts.retriever is not None:
+            self._parts.retriever.search([f"health {time.monotonic()}"], 1)  # new, or it would come out of a cache
+        self._failing = False
 
     def ask(self, text: str, listen: Listener, temperature: float = 0.0, seed: int = 0) -> Callable[[], None]:
         """Puts a question in line. `listen` is called by another thread, last with an `end` or an `error`.
@@ -102,14 +119,20 @@ class Answerer:
           What takes the question back; nothing is told of it from then on.
 
         Raises:
-          UserError: the prompt with this question is too long.
+          UserError: no text, a temperature outside of 0 to 2, or a prompt that is too long with this question.
         """
+        if not text.strip() or any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise UserError(f"question: found {text[:40]!r}, accepted: text")
+        if not (math.isfinite(temperature) and 0 <= temperature <= HOTTEST):
+            raise UserError(f"temperature: found {temperature}, accepted: 0 to {HOTTEST:g}")
         question = Question("asked", f"{seed} {text}", text, (), "single")
         prompt, most = self._collector.render(question), self._parts.rollout.prompt_tokens
         if len(prompt) > most:
             raise UserError(f"question: found {len(prompt)} ids with the prompt around it, accepted: at most {most}")
         asked = _Asked(question, prompt, temperature, listen, time.monotonic())
         self._arrived.put(asked)
+        if self._closed or not self._thread.is_alive():
+            self._fail()
 
         def take_back() -> None:
             asked.unwanted = True
@@ -134,7 +157,7 @@ class Answerer:
         return told()
 
     def close(self) -> None:
-        """Ends with the ids that are being decoded; whoever waits is told an error."""
+        """Ends with the ids that are being decoded; whoever waits, or asks from now on, is told an error."""
         self._closed = True
         self._arrived.put(None)
         self._thread.join()
@@ -144,25 +167,32 @@ class Answerer:
     def _work(self) -> None:
         while not self._closed:
             try:
-                flight = self._collector.in_flight(self._parts, self._params, 1, self._seed, 0)
-                while self._next(flight):
-                    pass
-            except Exception:  # those who were being answered are told, and the next ones are answered
+                self._serve()
+            except BaseException:  # those who were being answered are told, and the next ones are answered
                 log.exception("%d questions could not be answered", len(self._asked))
                 self._failing = True
-                self._fail()
+            self._fail()
+            gc.collect()  # what failed holds a cache, and the next one's may not fit beside it
+            if self._failing:
                 time.sleep(RETRY_S)
-        while not self._arrived.empty():
-            if asked := self._arrived.get():
-                self._asked[-1 - len(self._asked)] = asked
         self._fail()
 
-    def _fail(self) -> None:
-        for asked in self._asked.values():
-            _tell(asked, Event("error", FAILED))
-        self._asked.clear()
+    def _serve(self) -> None:
+        flight = Served(self._parts, self._params, 1, self._seed, 0)
+        self._failing = False
+        while self._next(flight):
+            pass
 
-    def _next(self, flight: InFlight) -> bool:
+    def _fail(self) -> None:
+        """Tells everybody who waits, in line as well, that it came to nothing."""
+        waiting, self._asked = list(self._asked.values()), {}
+        with suppress(queue.Empty):
+            while True:
+                waiting.append(self._arrived.get_nowait())
+        for asked in filter(None, waiting):
+            _tell(asked, Event("error", FAILED))
+
+    def _next(self, flight: Served) -> bool:
         """Decodes a few ids for all rows; waits where there are none. False when this is over."""
         self._join(flight)
         if self._closed:
@@ -171,17 +201,18 @@ class Answerer:
             flight.drop(order)
             del self._asked[order]
         if flight.refill(None):
-            temperatures = np.zeros(flight.rows, np.float32)
-            for slot, live in flight.live.items():
-                if live.order in self._asked:
-                    temperatures[slot] = self._asked[live.order].temperature
-            flight.decode(temperatures, self._every)
-            self._watch(flight)
+            if flight.decodes:
+                temperatures = np.zeros(flight.rows, np.float32)
+                for slot, live in flight.live.items():
+                    if live.order in self._asked:
+                        temperatures[slot] = self._asked[live.order].temperature
+                flight.decode(temperatures, self._every)
+                self._watch(flight)
             flight.read()
         self._report(flight)
         return True
 
-    def _join(self, flight: InFlight) -> None:
+    def _join(self, flight: Served) -> None:
         """Puts those in line who have come; waits for one where nobody is being answered."""
         while True:
             try:
@@ -194,7 +225,7 @@ class Answerer:
                 self._asked[flight.added] = asked
                 flight.add([asked.question], [asked.prompt])
 
-    def _watch(self, flight: InFlight) -> None:
+    def _watch(self, flight: Served) -> None:
         """Tells what rows wrote that are still writing."""
         status, length, ids = processes.fetch((flight.state.status, flight.state.length, flight.state.ids))
         for slot, live in flight.live.items():
@@ -204,19 +235,27 @@ class Answerer:
             written = self._parts.tokenizer.decode(ids[slot, live.turn_start : length[slot]], control=True)
             _say(asked, written.rstrip("\ufffd"))  # bytes of a letter that is not complete yet
 
-    def _report(self, flight: InFlight) -> None:
+    def _report(self, flight: Served) -> None:
         """Tells what became of every row that stopped."""
         live = {one.order: one.turns for one in flight.live.values()}
         for order, asked in list(self._asked.items()):
             trajectory = flight.results.pop(order, None)
-            self._tell_turns(asked, trajectory.turns if trajectory else live.get(order, ()))
+            turns = trajectory.turns if trajectory else live.get(order, ())
+            self._tell_turns(asked, turns, len(turns) - bool(trajectory))
             if trajectory:
                 _tell(asked, Event("end", trajectory=trajectory))
-                self._failing = False
                 del self._asked[order]
+        for order, why in flight.failed.items():
+            flight.drop(order)
+            if order in self._asked:
+                _tell(self._asked.pop(order), Event("error", why))
+        flight.failed.clear()
+        if flight.searches_fail is not None:
+            self._failing, flight.searches_fail = flight.searches_fail, None
 
-    def _tell_turns(self, asked: _Asked, turns: Sequence[Turn]) -> None:
-        for turn in turns[asked.turn :]:
+    def _tell_turns(self, asked: _Asked, turns: Sequence[Turn], noted: int) -> None:
+        """Tells what is new; of the first `noted` turns also what the host said to one without an action."""
+        for place, turn in enumerate(turns[asked.turn :], asked.turn):
             if not asked.searching:
                 _say(asked, turn.text)
                 if turn.queries:
@@ -226,6 +265,8 @@ class Answerer:
                 if not turn.passages:
                     return
                 _tell(asked, Event("passages", queries=turn.queries, passages=turn.passages))
+            elif place < noted:
+                _tell(asked, Event("note", tags.CORRECTIVE_MESSAGE.strip()))
             asked.turn, asked.said, asked.searching = asked.turn + 1, 0, False
 
 
@@ -244,13 +285,21 @@ def _whole(passage: Passage) -> str:
 
 def _say(asked: _Asked, text: str) -> None:
     """Tells what is new of the text of the current turn."""
-    if len(text) > asked.said and not asked.unwanted:
-        asked.listen(Event("text", text[asked.said :]))
+    if len(text) > asked.said:
+        _hear(asked, Event("text", text[asked.said :]))
         asked.said = len(text)
 
 
 def _tell(asked: _Asked, event: Event) -> None:
     now = time.monotonic()
-    if not asked.unwanted:
-        asked.listen(replace(event, seconds=now - asked.since))
+    _hear(asked, replace(event, seconds=now - asked.since))
     asked.since = now
+
+
+def _hear(asked: _Asked, event: Event) -> None:
+    """A listener that fails is one who has left: it must not end the answers of others."""
+    if not asked.unwanted:
+        try:
+            asked.listen(event)
+        except Exception:
+            asked.unwanted = True

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -33,7 +32,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from psearch_jax.serving.answerer import Answerer, Event
+from psearch_jax.serving.answerer import HOTTEST, Answerer, Event
 from psearch_jax.serving.console import Told, as_json, rankings
 from psearch_jax.serving.openapi import description
 from psearch_jax.types import Trajectory, UserError
@@ -43,9 +42,9 @@ PAGE = {path.name: path.read_bytes() for path in sorted((Path(__file__).parent /
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 # Nothing from elsewhere, and no script in the page itself: a passage that got into it could run none.
 CONTENT_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
 )
-HOTTEST = 2.0  # temperature
 MAX_SEED = 2**63 - 1
 
 
@@ -136,6 +135,7 @@ def make_app(
     limits: Limits = Limits(),  # noqa: B008 (frozen)
     token: str | None = None,
     examples: tuple[str, ...] = (),
+    hosts: tuple[str, ...] = http.LOOPBACK,
 ) -> Starlette:
     """The ASGI application.
 
@@ -143,11 +143,17 @@ def make_app(
       model: the name of the policy that clients are told.
       token: asked for as a bearer token, except by /health and the page; None: nobody is asked.
       examples: questions that the page offers.
+      hosts: names by which clients may call it where it asks for no token; empty: any.
     """
     metrics, requests = Metrics(), http.Room("questions", limits.requests)
 
-    async def completions(request: Request) -> Response:
+    def let_in(request: Request) -> None:
         http.authorise(request, token)
+        if token is None:
+            http.refuse_foreign_pages(request, hosts)
+
+    async def completions(request: Request) -> Response:
+        let_in(request)
         with ExitStack() as held:
             status = held.enter_context(metrics.counted())
             held.enter_context(requests.take(1))
@@ -161,13 +167,13 @@ def make_app(
             try:
                 content = await http.while_there(request, _whole(about, asking, events, metrics))
             except asyncio.CancelledError:  # the server stops, and its patience with this request is over
-                status["code"] = 503
-                return http.stopping(request)
+                status["code"], request.scope["hurried"] = 503, True
+                return JSONResponse(_error("the server is stopping", 503), 503)
             status["code"] = 200
-            return JSONResponse(content)
+            return Response(json.dumps(content), media_type="application/json")  # as ASCII: half surrogates, too
 
     async def models(request: Request) -> Response:
-        http.authorise(request, token)
+        let_in(request)
         return JSONResponse({"object": "list", "data": [{"id": model, "object": "model", "owned_by": "psearch_jax"}]})
 
     async def health(_: Request) -> Response:
@@ -175,7 +181,7 @@ def make_app(
         return JSONResponse({"status": "ok" if healthy else "answers fail"}, 200 if healthy else 503)
 
     async def expose(request: Request) -> Response:
-        http.authorise(request, token)
+        let_in(request)
         return PlainTextResponse(generate_latest(metrics.registry))
 
     async def page(request: Request) -> Response:
@@ -223,8 +229,10 @@ def read(asked: Mapping[str, Any], limits: Limits) -> Asking:
     if not isinstance(stream, bool | None):
         raise HTTPException(422, "stream: expected true or false")
     number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if temperature is not None and not (number and math.isfinite(temperature) and 0 <= temperature <= HOTTEST):
+    if temperature is not None and not (number and 0 <= temperature <= HOTTEST):  # NaN is in no order
         raise HTTPException(422, f"temperature: expected a number from 0 to {HOTTEST:g}")
+    if isinstance(seed, float) and seed.is_integer():  # JSON knows one kind of number
+        seed = int(seed)
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) > MAX_SEED):
         raise HTTPException(422, "seed: expected a whole number of 64 bits")
     if n is not None and (isinstance(n, bool) or n != 1):

@@ -38,7 +38,7 @@ class Told:
         """Takes note of the next event."""
         if event.kind == "passages":
             self.search_seconds.append(event.seconds)
-        elif event.kind in ("search", "end"):
+        elif event.kind in ("search", "note", "end"):
             self.seconds.append(event.seconds)
         self.trajectory, self.error = event.trajectory, event.text if event.kind == "error" else ""
 
@@ -81,6 +81,8 @@ class Shown:
                 if not ranking:
                     self._line(f"  {below}  {tags.NOTHING_FOUND}", DIM)
             self._line(f"  {event.seconds:.2f} s", DIM)
+        elif event.kind == "note":
+            self._line(f"  {event.text}")
         elif event.kind == "error":
             self._line(f"error: {event.text}", "bold red")
 
@@ -136,7 +138,7 @@ def as_json(question: str, told: Told) -> dict[str, Any]:
             "text": turn.text,
             "queries": list(turn.queries),
             "passages": rankings(turn.passages),
-            "seconds": round(next(model, 0.0), 4) if turn.queries or turn is trajectory.turns[-1] else 0.0,
+            "seconds": round(next(model, 0.0), 4),
             "search_seconds": round(next(searching, 0.0), 4) if turn.queries else 0.0,
         }
         for turn in trajectory.turns

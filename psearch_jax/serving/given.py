@@ -12,11 +12,12 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from psearch_jax.config import Config, Method, from_mapping, with_method
+from psearch_jax.config import Config, MeshSection, Method, from_mapping, with_method
 from psearch_jax.types import UserError
 
 METHODS = list(get_args(Method))
-KINDS = ("parallel", "sequential", "parallel")  # of the examples
+EXAMPLES = ("parallel", "sequential", "parallel")  # their kinds
+PATIENCE_S = 10.0  # with servers of passages
 
 
 def define_flags() -> None:
@@ -29,6 +30,7 @@ def define_flags() -> None:
     flags.DEFINE_string("corpus", None, "A jsonl corpus in place of an index (small ones only).")
     flags.DEFINE_string("retriever_url", None, "Server that speaks /retrieve, in place of an index; also several.")
     flags.DEFINE_integer("topk", None, "Passages per sub-query.", lower_bound=1)
+    flags.DEFINE_integer("tensor", None, "Devices over which each layer is split; default: the config's.", 1)
 
 
 def model() -> str:
@@ -51,9 +53,12 @@ def config(root: Path, slots: int, samples: int = 1) -> Config:
       samples: prompts are prefilled for slots / samples at a time.
 
     Raises:
-      UserError: no passages to search in.
+      UserError: no passages to search in, or several kinds of them.
     """
     given, found = flags.FLAGS, None
+    passages = {"index": given.index, "corpus": given.corpus, "url": given.retriever_url}
+    if sum(map(bool, passages.values())) > 1:
+        raise UserError("--index, --corpus, --retriever_url: found several, accepted: one of them")
     if given.config is not None:
         found = from_mapping(given.config.to_dict())
     elif given.model == "toy":
@@ -63,15 +68,19 @@ def config(root: Path, slots: int, samples: int = 1) -> Config:
         from psearch_jax.train.run_config import config_of
 
         found = config_of(given.model) or Config()
-    passages = {"index": given.index, "corpus": given.corpus, "url": given.retriever_url}
-    retrieval, data = found.retrieval, found.data
+    # Who waits is told within seconds that nobody answers; and there is a question, and no row of a file.
+    retrieval = replace(found.retrieval, patience_s=min(PATIENCE_S, found.retrieval.patience_s))
+    data, mesh = replace(found.data, prompt="template"), found.mesh
     if any(passages.values()):
         retrieval = replace(retrieval, **{name: value or "" for name, value in passages.items()})
         data = replace(data, source="")
     if given.topk:
         retrieval = replace(retrieval, topk=given.topk)
+    if given.tensor:
+        mesh = MeshSection(tensor=given.tensor)
     rollout = replace(found.rollout, slots=-(-slots // jax.device_count()) * jax.device_count(), samples=samples)
-    found = replace(found, data=data, retrieval=retrieval, rollout=rollout, method=given.method or found.method)
+    method = given.method or found.method
+    found = replace(found, data=data, retrieval=retrieval, rollout=rollout, mesh=mesh, method=method)
     places = (data.source == "closed_world", retrieval.index, retrieval.corpus, retrieval.url)
     if with_method(found).rollout.search_turns and not any(places):
         raise UserError(
@@ -86,4 +95,4 @@ def examples(world: object | None) -> tuple[str, ...]:
         return ()
     from psearch_jax.data.asking import questions
 
-    return tuple(questions(world, "eval", kind, 1, seed)[0].text for seed, kind in enumerate(KINDS))
+    return tuple(questions(world, "eval", kind, 1, seed)[0].text for seed, kind in enumerate(EXAMPLES))

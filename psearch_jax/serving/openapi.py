@@ -71,7 +71,7 @@ _REQUEST = _object(
             "minItems": 1,
             "items": _object(
                 {
-                    "role": {"type": "string", "enum": ["user"]},
+                    "role": {"type": "string", "examples": ["user"]},
                     "content": {
                         "anyOf": [
                             {"type": "string", "pattern": "\\S"},

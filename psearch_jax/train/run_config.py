@@ -28,9 +28,15 @@ def config_of(model: str) -> Config | None:
     if not file.is_file():
         return None
     try:
-        config = from_mapping(json.loads(file.read_text(encoding="utf-8")))
-    except json.JSONDecodeError as error:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise UserError(f"{file}: not JSON ({error}), accepted: the config.json of a run") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{file}: a {type(values).__name__}, accepted: the config.json of a run")
+    try:
+        config = from_mapping(values)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
     sizes = astuple(config.mesh)
     known = math.prod(size for size in sizes if size > 0)
     if jax.device_count() % known or (-1 not in sizes and known != jax.device_count()):  # a run of another machine

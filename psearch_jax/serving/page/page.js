@@ -12,7 +12,7 @@ function add(parent, tag, text = "", name = "") {
   return element;
 }
 
-const plural = (n, word, ending = "s") => `${n} ${word}${n === 1 ? "" : ending}`;
+const plural = (n, one, many) => `${n} ${n === 1 ? one : many}`;
 
 async function* chunks(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -41,7 +41,7 @@ function show(article, state, chunk) {
   if (more.queries && !reason) {
     state.said = null;
     state.fan = add(article, "ul", "", "fan");
-    state.fan.setAttribute("aria-label", plural(more.queries.length, "search", "es") + " at once");
+    state.fan.setAttribute("aria-label", `${plural(more.queries.length, "search", "searches")} at once`);
     for (const query of more.queries) add(add(state.fan, "li"), "strong", query);
   }
   if (more.passages && !reason) {
@@ -58,9 +58,10 @@ function show(article, state, chunk) {
     const queries = searches.reduce((sum, turn) => sum + turn.queries.length, 0);
     const answered = more.status === "answered";
     add(article, "p", answered ? state.answer : `no answer (${more.status.replaceAll("_", " ")})`, "answer");
-    const held = turns.flatMap((turn) => turn.passages.flat());
+    const held = more.turns.flatMap((turn) => turn.passages.flat());
     for (const id of more.found_in) add(article, "p", `found in: ${held.find((p) => p.id === id).text}`, "facts");
-    const took = [plural(turns.length, "turn"), `${plural(searches.length, "search", "es")} of ${plural(queries, "query").replace("querys", "queries")}`];
+    const counted = `${plural(searches.length, "search", "searches")} of ${plural(queries, "query", "queries")}`;
+    const took = [plural(turns.length, "turn", "turns"), counted];
     add(article, "p", `${took.join(", ")}, ${more.seconds.toFixed(2)} s`, "facts took");
   }
 }

@@ -1,0 +1,75 @@
+"""docs/own.md: what a user brings along is taken, block by block, as the page says."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from programs import ROOT, completed
+
+from psearch_jax.config import PRESETS
+from psearch_jax.models import decoder, hf
+
+PAGE = (ROOT / "docs" / "own.md").read_text(encoding="utf-8")
+PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, tiny_tokenizer):
+    """A random policy of two narrow layers whose tokenizer writes any text."""
+    stops = tuple(sorted(tiny_tokenizer.stop_ids))
+    shape = replace(
+        PRESETS["toy"], vocab_rows=tiny_tokenizer.size, width=32, layers=2, head_dim=8, mlp=64, eos_ids=stops
+    )
+    folder = tmp_path_factory.mktemp("own") / "model"
+    hf.save_hf(decoder.init_params(shape, 0), shape, tiny_tokenizer.name, folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_every_block_runs(tmp_path, model):
+    """Fails if a user's corpus, questions, prompt, reward or retriever is not taken, or taken and not used."""
+    (tmp_path / "texts").mkdir()
+    for i in range(20):
+        (tmp_path / "texts" / f"note_{i}.txt").write_text(f"The note {i} was written by Ada.")
+    script = "\n".join(PYTHON).replace('settings("MODEL")', f'settings("{model}")')
+    assert str(model) in script and len(PYTHON) == 4
+    check = """
+from psearch_jax.types import UserError
+run = build.training_run(replace(given, retrieval=replace(given.retrieval, corpus="corpus.jsonl")))
+run.settings["reward.own"] = "another price"
+try:
+    trainer.train(run, "runs/priced")
+    raise SystemExit("a resume with another reward was not refused")
+except UserError as refused:
+    assert "reward.own" in str(refused), refused
+"""
+    (tmp_path / "own.py").write_text(script + check)
+    done = subprocess.run(
+        [sys.executable, "own.py"],
+        cwd=tmp_path,
+        env={**__import__("os").environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len((tmp_path / "corpus.jsonl").read_text().splitlines()) == 20
+    for name in ("priced", "titles"):
+        rows = [json.loads(line) for line in open(tmp_path / "runs" / name / "trajectories" / "000000.jsonl")]
+        assert len(rows) == 8 and all("librarian" in row["prompt"] for row in rows if "prompt" in row)
+
+
+def test_the_index_is_built_as_the_page_says(tmp_path):
+    """A user's first command on a corpus of their own."""
+    row = {"id": "note_1", "title": "note 1", "text": "The note 1 was written by Ada."}
+    (tmp_path / "corpus.jsonl").write_text(json.dumps(row) + "\n")
+    command = next(line for line in PAGE.splitlines() if line.startswith("python launch/build_index.py")).split()[1:]
+    words = [
+        w.replace("=corpus.jsonl", f"={tmp_path}/corpus.jsonl").replace("=index", f"={tmp_path}/index")
+        for w in command
+    ]
+    done = completed([sys.executable, *words])
+    assert done.returncode == 0 and (tmp_path / "index" / "manifest.json").is_file(), done.stderr[-2000:]
