@@ -10,6 +10,7 @@ from programs import ROOT, completed
 from psearch_jax.data.asking import questions
 from psearch_jax.data.closed_world import ClosedWorld
 
+SEARCHED = "Are the setting of Gamudol and the rival of Pujazas the same?"
 ASK = [sys.executable, "launch/ask.py"]
 
 
@@ -59,7 +60,7 @@ def test_a_users_own_passages_are_searched_and_lines_of_standard_input_asked(tmp
         (["--temperature=nan", "Who?"], "temperature"),
         (["--seed=4294967296", "Who?"], "--seed"),
         (["--index=a", "--corpus=b", "Who?"], "found several"),
-        (["--retriever_url=http://127.0.0.1:9/retrieve", "What is the hometown of Bala?"], "1 of 1 questions"),
+        (["--retriever_url=http://127.0.0.1:9/retrieve", SEARCHED], "1 of 1 questions"),
         (["Who? " * 500], "question"),
     ],
 )
