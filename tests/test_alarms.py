@@ -121,7 +121,7 @@ def test_the_probe_asks_the_steps_questions_with_the_steps_own_numbers(tiny_poli
 
     def spied(self, *arguments, **keywords):
         if isinstance(self.retriever, Misled):
-            self.retriever = run.collector.retriever
+            self = self.with_retriever(run.collector.retriever)
         seen.extend(found := collect(self, *arguments, **keywords))
         return found
 
