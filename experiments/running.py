@@ -28,6 +28,7 @@ from psearch_jax.paths import TOY_POLICY, write_whole
 from psearch_jax.train.alarms import ALARM, NAMES, read_rows
 from psearch_jax.train.settings import fingerprint
 from psearch_jax.types import UserError
+from retrieval.corpus import write_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
 Found = dict[str, dict[str, Any]]  # figures by "evaluation/set"
@@ -173,10 +174,7 @@ def _corpus(work: Path, seed: int) -> Path:
     """The passages of a closed world as a corpus file."""
     file = work / f"passages-{seed}.jsonl"
     if not file.is_file():
-        passages = ClosedWorld.make(seed).passages
-        rows = (json.dumps({"id": p.id, "title": p.title, "text": p.text}) for p in passages)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, "".join(f"{row}\n" for row in rows))
+        write_corpus(file, ClosedWorld.make(seed).passages)
     return file
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from absl import flags
 
 from psearch_jax import launching
+from psearch_jax.limits import HOTTEST
 from psearch_jax.serving import given
 from psearch_jax.types import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-HOTTEST = 2.0
 given.define_flags()
 BESIDE = flags.DEFINE_enum("beside", None, given.METHODS, "Another method to answer each question by, too.")
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", 0.0, HOTTEST)

@@ -26,6 +26,8 @@ _AT_LEAST = {
     ).split(),
 }
 
+HOTTEST = 2.0  # temperature that a question may be asked at
+
 
 def validate(config: Config, training: bool = True) -> None:
     """Checks that the fields are in range and agree with each other; those of learning only for a training run.

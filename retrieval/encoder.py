@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from retrieval.bert import load_bert, read_config, weight_files
 from retrieval.manifest import copy_or_link
-from retrieval.protocol import CorpusError, Passage
+from retrieval.protocol import CorpusError, Passage, as_utf8
 
 VERSION = 1  # raise it with any change that makes other vectors: older indexes are then refused
 # Tokens per text, special ones included: fine steps where texts are, so that little is padding.
@@ -200,8 +200,7 @@ class BertEncoder:
         """The ids of each text, cut to the longest bucket."""
         ids: list[np.ndarray] = []
         for start in range(0, len(texts), TOKENIZED_AT_ONCE):
-            # Half a surrogate pair, which a model can write, is no text to the tokenizer.
-            clean = [t.encode("utf-8", "replace").decode("utf-8") for t in texts[start : start + TOKENIZED_AT_ONCE]]
+            clean = [as_utf8(text) for text in texts[start : start + TOKENIZED_AT_ONCE]]
             rows = self._tokenizer(clean, truncation=True, max_length=self._lengths[-1])["input_ids"]
             ids += [np.array(row, np.int32) for row in rows]
         return ids

@@ -31,7 +31,7 @@ from urllib.parse import quote, urlsplit
 from cachetools import TTLCache
 
 from retrieval.client import FIRST_WAIT_S, LONGEST_WAIT_S, QUERY_CHARS, RETRIED_STATUS
-from retrieval.protocol import CorpusError, Passage, RetrievalError
+from retrieval.protocol import CorpusError, Passage, RetrievalError, as_utf8
 from retrieval.wire import UNTOLD, Wire, line
 
 log = logging.getLogger("retrieval")
@@ -119,7 +119,7 @@ class LiveSearch:
         Raises:
           RetrievalError: refused, or no answer in time and in form for `patience_s`.
         """
-        cleaned = [" ".join(query.encode("utf-8", "replace").decode().split())[:QUERY_CHARS] for query in queries]
+        cleaned = [" ".join(as_utf8(query).split())[:QUERY_CHARS] for query in queries]
         wanted = list(dict.fromkeys(filter(None, cleaned)))
         with self._lock:
             found = {query: self._kept[query, k] for query in wanted if (query, k) in self._kept}

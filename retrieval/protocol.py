@@ -41,6 +41,11 @@ def on_disk(location: str | os.PathLike[str]) -> Path:
     return Path(location)
 
 
+def as_utf8(text: str) -> str:
+    """The text with what UTF-8 cannot say (half a surrogate pair, which a model can write) as question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 @dataclass(frozen=True)
 class Passage:
     """One retrieved passage; `score` is its inner product with the query, rounded so that replays agree."""

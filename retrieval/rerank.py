@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from retrieval.bert import head_weights, load_bert
 from retrieval.encoder import LENGTHS, Pace, batches, load_tokenizer, pace_of
-from retrieval.protocol import CorpusError, Passage, Retriever
+from retrieval.protocol import CorpusError, Passage, Retriever, as_utf8
 
 HEAD = {
     "pooler_kernel": "pooler.dense.weight",
@@ -67,7 +67,7 @@ class CrossEncoder:
         out = np.zeros(len(pairs), np.float32)
         if not pairs:
             return out
-        texts = [(_clean(query), _clean(f"{p.title}\n{p.text}" if p.title else p.text)) for query, p in pairs]
+        texts = [(as_utf8(query), as_utf8(f"{p.title}\n{p.text}" if p.title else p.text)) for query, p in pairs]
         read = self._tokenizer(
             [query for query, _ in texts],
             [passage for _, passage in texts],
@@ -112,8 +112,3 @@ class Reranked:
     def describe(self) -> dict[str, Any]:
         """See `Retriever.describe`: what is searched is the other one's."""
         return self._retriever.describe()
-
-
-def _clean(text: str) -> str:
-    """Half a surrogate pair, which a model can write, is no text to the tokenizer."""
-    return text.encode("utf-8", "replace").decode("utf-8")

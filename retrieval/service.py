@@ -22,7 +22,7 @@ from retrieval.encoding import encode_corpus
 from retrieval.hashing import HashingEncoder
 from retrieval.index import DenseRanker, ScannIndex
 from retrieval.manifest import NAME, sha256
-from retrieval.protocol import CorpusError, Encoder, Passage, Ranker
+from retrieval.protocol import CorpusError, Encoder, Passage, Ranker, as_utf8
 
 CACHED_QUERIES = 65_536
 CACHE_BYTES = 2**30
@@ -193,4 +193,4 @@ def _bytes(ranking: Ranking) -> int:
 
 def _clean(query: str) -> str:
     """White space collapsed; what UTF-8 cannot say, and a tokenizer in Rust therefore refuses, replaced."""
-    return " ".join(query.split()).encode("utf-8", "replace").decode()
+    return as_utf8(" ".join(query.split()))

@@ -87,10 +87,8 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
     return Tokenizer.load(directory)
 
 
-@pytest.fixture(scope="session")
-def tiny_policy(tmp_path_factory, tokenizer) -> Path:
-    """A random policy of two narrow layers with the closed world's tokenizer, as a Hugging Face directory."""
-    folder = tmp_path_factory.mktemp("policy")
+def random_policy(folder: Path, tokenizer: Tokenizer) -> Path:
+    """A policy of two narrow layers with random weights, as a Hugging Face directory."""
     shape = replace(
         PRESETS["toy"],
         vocab_rows=tokenizer.size + 10,
@@ -102,6 +100,18 @@ def tiny_policy(tmp_path_factory, tokenizer) -> Path:
     )
     hf.save_hf(decoder.init_params(shape, 0), shape, tokenizer.name, folder / "hf")
     return folder / "hf"
+
+
+@pytest.fixture(scope="session")
+def tiny_policy(tmp_path_factory, tokenizer) -> Path:
+    """A random policy with the closed world's tokenizer."""
+    return random_policy(tmp_path_factory.mktemp("policy"), tokenizer)
+
+
+@pytest.fixture(scope="session")
+def wordy_policy(tmp_path_factory, tiny_tokenizer) -> Path:
+    """A random policy whose tokenizer writes any text."""
+    return random_policy(tmp_path_factory.mktemp("wordy"), tiny_tokenizer)
 
 
 @pytest.fixture(scope="session")

@@ -100,6 +100,13 @@ class ScriptedSampler(Sampler):
         self.scripts = {(int(a), int(b)): list(s) for (a, b), s in zip(keys, scripts, strict=True)}
 
 
+def scripted_sampler(tokenizer: Tokenizer, config: DecoderConfig) -> ScriptedSampler:
+    """One whose rollouts end their message after their scripts."""
+    made = make_sampler(tokenizer, config, cls=ScriptedSampler)
+    made.after = tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
+    return made
+
+
 def question(i: int | str, text: str = "Who is older?", kind: str = "parallel") -> Question:
     return Question("test", str(i), text, ("Ada Lovelace",), kind)
 

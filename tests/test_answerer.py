@@ -8,12 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers import (
-    ScriptedSampler,
     make_collector,
-    make_sampler,
     random_params,
     retriever,
     rollout_section,
+    scripted_sampler,
     tiny_config,
 )
 
@@ -39,9 +38,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def sampler(tiny_tokenizer):
-    made = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler)
-    made.after = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
-    return made
+    return scripted_sampler(tiny_tokenizer, CONFIG)
 
 
 def scripted(sampler, tokenizer, params, scripts: dict[str, list[str]], service=None, every=3) -> Answerer:

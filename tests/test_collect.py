@@ -18,6 +18,7 @@ from helpers import (
     random_params,
     retriever,
     rollout_section,
+    scripted_sampler,
     tiny_config,
 )
 from jax import monitoring
@@ -40,9 +41,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def sampler(tiny_tokenizer):
-    made = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler)
-    made.after = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
-    return made
+    return scripted_sampler(tiny_tokenizer, CONFIG)
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,9 @@
 """notebooks/colab_smoke.ipynb from first cell to last, on a CPU with a tiny model and a file of HotpotQA's form."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from programs import ROOT
-
-from psearch_jax.config import PRESETS
-from psearch_jax.models import decoder, hf
 
 NOTEBOOK = ROOT / "notebooks" / "colab_smoke.ipynb"
 SMALL = {
@@ -54,19 +50,14 @@ def test_outputs_are_not_kept():
 
 
 @pytest.mark.slow
-def test_every_cell_runs(tmp_path, tiny_tokenizer, monkeypatch):
+def test_every_cell_runs(tmp_path, wordy_policy, monkeypatch):
     """A renamed flag or field would leave a newcomer in the middle of a notebook that worked when it was written."""
     nbformat, nbclient = (
         pytest.importorskip(name, reason=f"{name} is not installed") for name in ("nbformat", "nbclient")
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    stops = tuple(sorted(tiny_tokenizer.stop_ids))
-    shape = replace(
-        PRESETS["toy"], vocab_rows=tiny_tokenizer.size, width=32, layers=2, head_dim=8, mlp=64, eos_ids=stops
-    )
-    hf.save_hf(decoder.init_params(shape, 0), shape, tiny_tokenizer.name, tmp_path / "model")
     (tmp_path / "hotpot.json").write_text(json.dumps(rows()))
-    given = {"MODEL": str(tmp_path / "model"), "QUESTIONS": str(tmp_path / "hotpot.json"), "STEPS": 2}
+    given = {"MODEL": str(wordy_policy), "QUESTIONS": str(tmp_path / "hotpot.json"), "STEPS": 2}
     given |= {"WORK": str(tmp_path / "work"), "MORE": [f"--config.{name}={value}" for name, value in SMALL.items()]}
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     first = next(cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))

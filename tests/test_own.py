@@ -1,41 +1,26 @@
 """docs/own.md: what a user brings along is taken, block by block, as the page says."""
 
 import json
+import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from programs import ROOT, completed
-
-from psearch_jax.config import PRESETS
-from psearch_jax.models import decoder, hf
 
 PAGE = (ROOT / "docs" / "own.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory, tiny_tokenizer):
-    """A random policy of two narrow layers whose tokenizer writes any text."""
-    stops = tuple(sorted(tiny_tokenizer.stop_ids))
-    shape = replace(
-        PRESETS["toy"], vocab_rows=tiny_tokenizer.size, width=32, layers=2, head_dim=8, mlp=64, eos_ids=stops
-    )
-    folder = tmp_path_factory.mktemp("own") / "model"
-    hf.save_hf(decoder.init_params(shape, 0), shape, tiny_tokenizer.name, folder)
-    return folder
-
-
 @pytest.mark.slow
-def test_every_block_runs(tmp_path, model):
+def test_every_block_runs(tmp_path, wordy_policy):
     """Fails if a user's corpus, questions, prompt, reward or retriever is not taken, or taken and not used."""
     (tmp_path / "texts").mkdir()
     for i in range(20):
         (tmp_path / "texts" / f"note_{i}.txt").write_text(f"The note {i} was written by Ada.")
-    script = "\n".join(PYTHON).replace('settings("MODEL")', f'settings("{model}")')
-    assert str(model) in script and len(PYTHON) == 4
+    script = "\n".join(PYTHON).replace('settings("MODEL")', f'settings("{wordy_policy}")')
+    assert str(wordy_policy) in script and len(PYTHON) == 4
     check = """
 from psearch_jax.types import UserError
 run = build.training_run(replace(given, retrieval=replace(given.retrieval, corpus="corpus.jsonl")))
@@ -50,7 +35,7 @@ except UserError as refused:
     done = subprocess.run(
         [sys.executable, "own.py"],
         cwd=tmp_path,
-        env={**__import__("os").environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=600,

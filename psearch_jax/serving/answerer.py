@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 
 from psearch_jax import processes
+from psearch_jax.limits import HOTTEST
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.inflight import in_background
 from psearch_jax.rollout.sampler import Status
@@ -32,7 +33,6 @@ from retrieval.protocol import Passage
 
 log = logging.getLogger("psearch_jax")
 EVERY = 8  # ids that a row gets between two looks at it
-HOTTEST = 2.0  # temperature
 RETRY_S = 1.0  # after a failure, before others are answered
 FAILED = "the answer failed; the log of the program says why"  # a cause may hold paths and texts
 
@@ -274,13 +274,10 @@ def support(trajectory: Trajectory) -> list[Passage]:
     """The passages that hold the answer, or what it is about: each once, in the order in which they were read."""
     answer = normalise(trajectory.answer or "")
     read = [passage for turn in trajectory.turns for ranking in turn.passages for passage in ranking]
-    by_id = {passage.id: passage for passage in reversed(read)}
-    kept = dict.fromkeys(passage.id for passage in read)
-    return [by_id[i] for i in kept if answer and f" {answer} " in f" {normalise(_whole(by_id[i]))} "]
-
-
-def _whole(passage: Passage) -> str:
-    return f"{passage.title} {passage.text}"
+    first: dict[str, Passage] = {}
+    for passage in read:
+        first.setdefault(passage.id, passage)
+    return [p for p in first.values() if answer and f" {answer} " in f" {normalise(f'{p.title} {p.text}')} "]
 
 
 def _say(asked: _Asked, text: str) -> None:

@@ -32,7 +32,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from psearch_jax.serving.answerer import HOTTEST, Answerer, Event
+from psearch_jax.limits import HOTTEST
+from psearch_jax.serving.answerer import Answerer, Event
 from psearch_jax.serving.console import Told, as_json, rankings
 from psearch_jax.serving.openapi import description
 from psearch_jax.types import Trajectory, UserError

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from psearch_jax.text.tags import TAG, THINK_CLOSE, THINK_OPEN
 from psearch_jax.types import UserError
+from retrieval.protocol import as_utf8
 
 STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
 # What templates of models that think put before the reply, or in place of its thought.
@@ -82,7 +83,7 @@ class Tokenizer:
 
     def encode_foreign(self, text: str) -> list[int]:
         """Ids of text from elsewhere (questions, passages): names of control tokens are split into ordinary ids."""
-        return self._foreign.encode(_without_surrogates(text), add_special_tokens=False).ids
+        return self._foreign.encode(as_utf8(text), add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], control: bool = False) -> str:
         """Text of ids: their bytes joined, read as UTF-8 with replacement; control tokens are left out or named.
@@ -172,11 +173,6 @@ def _copy(backend: tokenizers.Tokenizer, added_tokens: bool) -> tokenizers.Token
         model["unk_token"] = None if model.get("unk_token") in names else model.get("unk_token")
         state["added_tokens"] = []
     return tokenizers.Tokenizer.from_str(json.dumps(state))
-
-
-def _without_surrogates(text: str) -> str:
-    """`text` with lone surrogates (from broken JSON) replaced, so that it can be written as UTF-8."""
-    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _loader(directory: Path) -> type:
