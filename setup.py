@@ -17,6 +17,7 @@ EXTRAS = {
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",  # one file per worker; most of the time is compiling, which takes one core
         "hypothesis>=6",
+        "schemathesis>=4",  # asks the servers all that their OpenAPI allows, and what it does not
         "ruff>=0.8",
         "import-linter>=2",
         "gcsfs>=2025.2",

@@ -4,6 +4,7 @@ POST /retrieve   {"queries": [str], "topk": int or null, "return_scores": bool} 
 GET  /health     {"status": "ok", "rows": N}, or with status 503 when searches fail
 GET  /info       {"corpus": name or null, "corpus_sha256": digest or null, "rows": N or null}
 GET  /metrics    Prometheus text
+GET  /openapi.json all of this, for machines
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from starlette.routing import Route
 
 from retrieval import http
 from retrieval.batcher import Batcher
+from retrieval.openapi import description
 from retrieval.protocol import Passage, RetrievalError, Retriever
 
 # From these sizes on, a body is read and an answer written in a thread: it would hold up all other clients.
@@ -121,6 +123,9 @@ def make_app(
         http.authorise(request, token)
         return PlainTextResponse(generate_latest(metrics.registry))
 
+    async def described(_: Request) -> Response:
+        return JSONResponse(description(limits.queries, limits.query_chars, limits.topk, token is not None))
+
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         searching = asyncio.create_task(batcher.run())
@@ -132,6 +137,7 @@ def make_app(
         Route("/health", health),
         Route("/info", info),
         Route("/metrics", expose),
+        Route("/openapi.json", described),
     ]
     app = Starlette(
         routes=routes,

@@ -35,7 +35,7 @@ from starlette.types import Receive, Scope, Send
 from psearch_jax.limits import HOTTEST
 from psearch_jax.serving.answerer import Answerer, Event
 from psearch_jax.serving.console import Told, as_json, rankings
-from psearch_jax.serving.openapi import description
+from psearch_jax.serving.openapi import MAX_SEED, description
 from psearch_jax.types import Trajectory, UserError
 from retrieval import http
 
@@ -46,7 +46,6 @@ CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ def make_app(
         return JSONResponse({"model": model, "examples": list(examples), "token": token is not None})
 
     async def described(_: Request) -> Response:
-        return JSONResponse(description(token is not None))
+        return JSONResponse(description(limits.question_chars, token is not None))
 
     routes = [
         Route("/v1/chat/completions", completions, methods=["POST"]),
@@ -215,17 +214,9 @@ def read(asked: Mapping[str, Any], limits: Limits) -> Asking:
     messages = asked.get("messages")
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
         raise HTTPException(422, "messages: expected a list of objects with role and content")
-    question = next((one.get("content") for one in reversed(messages) if one.get("role") == "user"), None)
-    if isinstance(question, list):  # parts, of which those of text count
-        texts = [part.get("text") for part in question if isinstance(part, dict) and part.get("type") == "text"]
-        question = " ".join(texts) if texts and all(isinstance(text, str) for text in texts) else None
-    if not isinstance(question, str) or not question.strip():
-        raise HTTPException(422, "messages: expected a last message of role user with a text as its content")
-    if len(question) > limits.question_chars:
-        found = f"messages: found a question of {len(question)} characters"
-        raise HTTPException(422, f"{found}, accepted: at most {limits.question_chars}")
-    if any("\ud800" <= letter <= "\udfff" for letter in question):
-        raise HTTPException(422, "messages: found half a surrogate pair, accepted: text")
+    questions = [_question(one.get("content"), limits) for one in messages if one.get("role") == "user"]
+    if not questions:
+        raise HTTPException(422, "messages: expected one of role user")
     stream, temperature, seed, n = (asked.get(name) for name in ("stream", "temperature", "seed", "n"))
     if not isinstance(stream, bool | None):
         raise HTTPException(422, "stream: expected true or false")
@@ -238,7 +229,22 @@ def read(asked: Mapping[str, Any], limits: Limits) -> Asking:
         raise HTTPException(422, "seed: expected a whole number of 64 bits")
     if n is not None and (isinstance(n, bool) or n != 1):
         raise HTTPException(422, "n: expected 1, one answer to a request")
-    return Asking(question.strip(), bool(stream), float(temperature or 0), seed or 0)
+    return Asking(questions[-1], bool(stream), float(temperature or 0), seed or 0)
+
+
+def _question(content: Any, limits: Limits) -> str:
+    """What a message of role `user` asks."""
+    if isinstance(content, list):  # parts, of which those of text count
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        content = " ".join(texts) if all(isinstance(text, str) for text in texts) else None
+    if not isinstance(content, str) or not content.strip():
+        raise HTTPException(422, "messages: expected a text as the content of role user")
+    if len(content) > limits.question_chars:
+        found = f"messages: found a question of {len(content)} characters"
+        raise HTTPException(422, f"{found}, accepted: at most {limits.question_chars}")
+    if any("\ud800" <= letter <= "\udfff" for letter in content):
+        raise HTTPException(422, "messages: found half a surrogate pair, accepted: text")
+    return content.strip()
 
 
 async def _whole(about: dict[str, Any], asking: Asking, events: Events, metrics: Metrics) -> dict[str, Any]:

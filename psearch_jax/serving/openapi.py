@@ -2,127 +2,87 @@
 
 from __future__ import annotations
 
-from typing import Any
+from psearch_jax.limits import HOTTEST
+from retrieval.openapi import NUMBER, PROMETHEUS, TEXT, WHOLE, Describer, Schema, fields, json_of, rows_of
+
+MAX_SEED = 2**63 - 1
 
 
-def description(with_token: bool) -> dict[str, Any]:
+def description(question_chars: int, with_token: bool) -> Schema:
     """The document that /openapi.json returns; `with_token`: a bearer token is asked for."""
-    security = [{"bearer": []}] if with_token else []
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "psearch_jax", "version": "1", "description": "A policy that answers by searching."},
-        "paths": {
+    describer = Describer(fields({"error": fields({"message": TEXT, "type": TEXT, "code": WHOLE})}), with_token)
+    streamed = {"text/event-stream": {"schema": fields({"data": TEXT})}}  # of each event
+    what = "the answer; with stream as server-sent events, each a chunk"
+    refusals = (400, 403, 408, 413, 422, 503)
+    return describer.document(
+        "psearch_jax",
+        "A policy that answers by searching.",
+        {
             "/v1/chat/completions": {
-                "post": {
-                    "operationId": "answer",
-                    "security": security,
-                    "requestBody": {"required": True, "content": _json(_REQUEST)},
-                    "responses": {
-                        "200": {
-                            "description": "the answer; with stream as server-sent events, each a chunk",
-                            "content": {**_json(_COMPLETION), "text/event-stream": {"schema": {"type": "string"}}},
-                        },
-                        **_refusals(*([401] if with_token else []), 400, 408, 413, 422, 503),
-                    },
-                }
+                "post": describer.operation(
+                    "answer", what, {**json_of(_COMPLETION), **streamed}, *refusals, body=_request(question_chars)
+                )
             },
-            "/v1/models": _get("models", "the one policy", _json(_MODELS), security),
-            "/health": {
-                "get": {
-                    "operationId": "health",
-                    "responses": {
-                        code: {"description": text, "content": _json(_HEALTH)}
-                        for code, text in (("200", "questions are answered"), ("503", "they fail"))
-                    },
-                }
-            },
-            "/metrics": _get("metrics", "Prometheus text", {"text/plain": {"schema": {"type": "string"}}}, security),
+            "/v1/models": {"get": describer.operation("models", "the one policy", json_of(_MODELS), 403)},
+            "/health": {"get": describer.health(fields({"status": TEXT}), "questions are answered", "they fail")},
+            "/metrics": {"get": describer.operation("metrics", "Prometheus text", PROMETHEUS, 403)},
         },
-        "components": {"securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}},
+    )
+
+
+def _is(**values: str) -> Schema:
+    """An object with these fields and values."""
+    return fields({name: {"const": value} for name, value in values.items()})
+
+
+def _request(question_chars: int) -> Schema:
+    """What a request may hold. Of its messages those of role `user` count, and of their parts those of text."""
+    said = {**TEXT, "pattern": "\\S"}
+    parts = {
+        **rows_of({"anyOf": [fields({"type": {"const": "text"}, "text": TEXT}), {"not": _is(type="text")}]}),
+        "contains": fields({"type": {"const": "text"}, "text": said}),
     }
+    question = {"anyOf": [{**said, "maxLength": question_chars}, parts]}
+    asked = fields({"role": {"const": "user"}, "content": question})
+    message = {"type": "object", "anyOf": [asked, {"not": _is(role="user")}]}
+    return fields(
+        {"messages": {**rows_of(message), "contains": _is(role="user")}},
+        stream={"type": ["boolean", "null"]},
+        temperature={"type": ["number", "null"], "minimum": 0, "maximum": HOTTEST},
+        seed={"type": ["integer", "null"], "minimum": -MAX_SEED, "maximum": MAX_SEED},
+        n={"enum": [1, None]},
+    )
 
 
-def _json(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"application/json": {"schema": schema}}
-
-
-def _get(name: str, what: str, content: dict[str, Any], security: list[Any]) -> dict[str, Any]:
-    found = {"200": {"description": what, "content": content}, **_refusals(*([401] if security else []))}
-    return {"get": {"operationId": name, "security": security, "responses": found}}
-
-
-def _refusals(*codes: int) -> dict[str, Any]:
-    return {str(code): {"description": "refused: the message says why", "content": _json(_ERROR)} for code in codes}
-
-
-def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
-    return {"type": "object", "required": list(required), "properties": {**required, **optional}}
-
-
-_TEXT, _WHOLE, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
-_ERROR = _object({"error": _object({"message": _TEXT, "type": _TEXT, "code": _WHOLE})})
-_HEALTH = _object({"status": _TEXT})
-_MODELS = _object({"object": {"const": "list"}, "data": {"type": "array", "items": _object({"id": _TEXT})}})
-_PART = _object({"type": {"const": "text"}, "text": _TEXT})
-_REQUEST = _object(
+_MODELS = fields({"object": {"const": "list"}, "data": rows_of(fields({"id": TEXT}))})
+_TURN = fields(
     {
-        "messages": {
-            "type": "array",
-            "minItems": 1,
-            "items": _object(
-                {
-                    "role": {"type": "string", "examples": ["user"]},
-                    "content": {
-                        "anyOf": [
-                            {"type": "string", "pattern": "\\S"},
-                            {"type": "array", "items": _PART, "minItems": 1},
-                        ]
-                    },
-                }
-            ),
-        }
-    },
-    model=_TEXT,
-    stream={"type": ["boolean", "null"]},
-    temperature={"type": ["number", "null"], "minimum": 0, "maximum": 2},
-    seed={"type": ["integer", "null"], "minimum": -(2**63) + 1, "maximum": 2**63 - 1},
-    n={"enum": [1, None]},
-)
-_PASSAGE = _object({"id": _TEXT, "title": _TEXT, "text": _TEXT})
-_TURN = _object(
-    {
-        "text": _TEXT,
-        "queries": {"type": "array", "items": _TEXT},
-        "passages": {"type": "array", "items": {"type": "array", "items": _PASSAGE}},
-        "seconds": _NUMBER,
-        "search_seconds": _NUMBER,
+        "text": TEXT,
+        "queries": rows_of(TEXT),
+        "passages": rows_of(rows_of(fields({"id": TEXT, "title": TEXT, "text": TEXT}))),
+        "seconds": NUMBER,
+        "search_seconds": NUMBER,
     }
 )
-_COMPLETION = _object(
+_MESSAGE = fields({"role": {"const": "assistant"}, "content": TEXT, "reasoning_content": TEXT})
+_COMPLETION = fields(
     {
-        "id": _TEXT,
+        "id": TEXT,
         "object": {"const": "chat.completion"},
-        "created": _WHOLE,
-        "model": _TEXT,
-        "choices": {
-            "type": "array",
-            "items": _object(
-                {
-                    "index": _WHOLE,
-                    "message": _object({"role": {"const": "assistant"}, "content": _TEXT, "reasoning_content": _TEXT}),
-                    "finish_reason": {"enum": ["stop", "length"]},
-                }
-            ),
-        },
-        "usage": _object({"prompt_tokens": _WHOLE, "completion_tokens": _WHOLE, "total_tokens": _WHOLE}),
-        "psearch": _object(
+        "created": WHOLE,
+        "model": TEXT,
+        "choices": rows_of(
+            fields({"index": WHOLE, "message": _MESSAGE, "finish_reason": {"enum": ["stop", "length"]}})
+        ),
+        "usage": fields({"prompt_tokens": WHOLE, "completion_tokens": WHOLE, "total_tokens": WHOLE}),
+        "psearch": fields(
             {
-                "question": _TEXT,
+                "question": TEXT,
                 "answer": {"type": ["string", "null"]},
-                "status": _TEXT,
-                "turns": {"type": "array", "items": _TURN},
-                "found_in": {"type": "array", "items": _TEXT},
-                "seconds": _NUMBER,
+                "status": TEXT,
+                "turns": rows_of(_TURN),
+                "found_in": rows_of(TEXT),
+                "seconds": NUMBER,
             }
         ),
     }

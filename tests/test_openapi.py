@@ -1,0 +1,63 @@
+"""Both servers keep what their OpenAPI says, for requests made from it, within its bounds and outside them.
+
+Some fifty drawn requests an operation beside the edges of every field, the same at each run; `HOSTILE=1000` draws so
+many, and anew.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import people
+from serving import Running
+
+from configs.smoke import get_config
+from psearch_jax import build
+from psearch_jax.config import from_mapping
+from psearch_jax.serving import chat
+from psearch_jax.serving.answerer import Answerer
+from retrieval import server
+from retrieval.service import RetrievalService
+
+COUNT = os.environ.get("HOSTILE", "50")
+ALIKE = "--generation-database=none" if "HOSTILE" in os.environ else "--generation-deterministic"
+TOKEN = "of-the-tests"
+# A body beyond all bounds is refused before it is read.
+SETTINGS = "[checks.negative_data_rejection]\nexpected-statuses = [401, 413, 422]\n"
+
+
+def check(running: Running, directory: Path) -> None:
+    """Every check that schemathesis has, on every operation; what it says where one fails."""
+    (directory / "schemathesis.toml").write_text(SETTINGS)
+    program = Path(sys.executable).with_name("schemathesis")
+    options = ["--checks=all", f"--max-examples={COUNT}", ALIKE, "--continue-on-failure", "--no-color"]
+    header = ["--header", f"Authorization: Bearer {TOKEN}", "--suppress-health-check=all", "--warnings=off"]
+    command = [program, "run", f"{running.url}/openapi.json", *options, *header]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=3000)
+    shown = "\n".join(line[:300] for line in (done.stdout + done.stderr).splitlines())
+    assert done.returncode == 0, shown
+    assert "Tested: 4" in done.stdout, shown
+
+
+def test_the_retrieval_server_is_what_it_says(tmp_path):
+    """A request that nobody thought of is answered with 500, or with a form that clients made from it cannot read."""
+    with Running(server.make_app(RetrievalService.from_corpus(people()), token=TOKEN)) as running:
+        check(running, tmp_path)
+
+
+@pytest.mark.slow
+def test_chat_completions_are_what_they_say(tmp_path):
+    """As above, with the policy that ships answering."""
+    config = from_mapping(get_config().to_dict())
+    parts = build.from_path(replace(config, rollout=replace(config.rollout, slots=4, samples=2, widths=1)), "toy")
+    answerer = Answerer(parts.collector, parts.sampling_copy())
+    try:
+        with Running(chat.make_app(answerer, "toy", token=TOKEN)) as running:
+            check(running, tmp_path)
+    finally:
+        answerer.close()
