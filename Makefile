@@ -16,10 +16,10 @@ clear = @if [ -e "$(1)" ] && [ ! -f "$(1)/config.json" ]; then \
 
 .PHONY: demo controls test test-all lint format clean
 
-# Train the toy policy with GRPO in the closed world and print what changed. Starts over each time.
+# Train the toy policy with GRPO in the closed world and print what changed. Starts over each time; ARGS: more flags.
 demo: $(STAMP)
 	$(call clear,$(WORKDIR))
-	$(BIN)/python launch/train.py --config=configs/smoke.py --config.seed=$(SEED) --workdir=$(WORKDIR)
+	$(BIN)/python launch/train.py --config=configs/smoke.py --config.seed=$(SEED) --workdir=$(WORKDIR) $(ARGS)
 
 # The same run without both bonuses, and without the decomposition bonus, beside the demo's own result.
 controls: $(STAMP)
