@@ -18,6 +18,7 @@ from absl import flags
 
 from psearch_jax import launching
 from psearch_jax.limits import HOTTEST
+from psearch_jax.paths import locate, make_writable, write_whole
 from psearch_jax.serving import given
 from psearch_jax.types import UserError
 
@@ -27,6 +28,7 @@ BESIDE = flags.DEFINE_enum("beside", None, given.METHODS, "Another method to ans
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", 0.0, HOTTEST)
 SEED = flags.DEFINE_integer("seed", 0, "Of the sampling; without effect at temperature 0.", 0, 2**32 - 1)
 JSON = flags.DEFINE_bool("json", False, "Print one JSON object per question in place of all else.")
+SVG = flags.DEFINE_string("svg", None, "Draw what was shown as a picture that plays line by line in a page.")
 
 
 def main(argv: list[str]) -> None:
@@ -36,7 +38,13 @@ def main(argv: list[str]) -> None:
     config = given.config(ROOT, slots=1)
     config = replace(config, rollout=replace(config.rollout, widths=1))  # nothing is compiled twice for one question
 
+    if SVG.value:
+        if JSON.value:
+            raise UserError("--svg draws what is shown, and --json shows nothing")
+        make_writable(locate(SVG.value).parent)
+
     from psearch_jax import build  # slow to import: bad input is refused before
+    from psearch_jax.serving import recording
     from psearch_jax.serving.answerer import Answerer
     from psearch_jax.serving.console import Shown, Told, as_json, took
 
@@ -81,7 +89,7 @@ def main(argv: list[str]) -> None:
     asked = 0
     try:
         for question in given_here or (typed(examples) if typing else lines(examples)):
-            if not given_here and not typing and not JSON.value:
+            if not typing and not JSON.value and (SVG.value or not given_here):
                 shown.line(f"> {question}")
             asked += 1
             try:
@@ -98,6 +106,8 @@ def main(argv: list[str]) -> None:
     finally:
         for answerer in answerers.values():
             answerer.close()
+    if SVG.value:
+        write_whole(SVG.value, recording.svg(shown.recorded, "launch/ask.py"))
     if not asked and not typing:
         raise UserError("no question: found none on the command line or on standard input, accepted: at least one")
     if failed:

@@ -178,11 +178,6 @@ def serve_on(
     """As `serve`, on a socket that was bound before, so that what takes minutes to load need not be loaded in vain."""
     if app.state.open_to_all and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
         log.warning("--host=%s without --token_file: whoever reaches this machine may %s", host, may)
-    shown = f"[{host}]" if ":" in host else host
-    print(ready.replace("{url}", f"http://{shown}:{listener.getsockname()[1]}{path}"), flush=True)
-    # uvicorn stops in order and then raises the signal again, which would end the program as killed.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
     config = uvicorn.Config(
         app,
         http="h11",  # the one of uvicorn's two that is always there, so that everybody has the same edges
@@ -191,7 +186,14 @@ def serve_on(
         timeout_keep_alive=75,
         timeout_graceful_shutdown=stop_s,
     )
-    uvicorn.Server(config).run(sockets=[listener])
+    server = uvicorn.Server(config)
+    # uvicorn stops in order and then raises the signal again, which would end the program as killed. One that comes
+    # before uvicorn listens for it counts, too.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    shown = f"[{host}]" if ":" in host else host
+    print(ready.replace("{url}", f"http://{shown}:{listener.getsockname()[1]}{path}"), flush=True)
+    server.run(sockets=[listener])
 
 
 def listen(host: str, port: int) -> socket.socket:

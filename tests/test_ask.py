@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 from programs import ROOT, completed
@@ -51,9 +52,25 @@ def test_a_users_own_passages_are_searched_and_lines_of_standard_input_asked(tmp
     assert passages == {"mine"}
 
 
+def test_what_was_shown_is_drawn(tmp_path):
+    """A picture that lacks the answer, is no XML, fetches its letters from elsewhere, or whose lines never appear."""
+    picture = tmp_path / "new" / "ask.svg"
+    done = completed([*ASK, SEARCHED, f"--svg={picture}"])
+    assert done.returncode == 0, done.stderr[-2000:]
+    drawn = ElementTree.parse(picture).getroot()
+    texts = [element for element in drawn.iter("{http://www.w3.org/2000/svg}text") if element.get("clip-path")]
+    said = "".join(text.text for text in texts).replace("\xa0", " ")
+    wrapped = "".join(said.split())
+    assert all("".join(line.split()) in wrapped for line in done.stdout.splitlines()) and SEARCHED in said
+    delays = [float(text.get("style").removeprefix("animation-delay: ").removesuffix("s")) for text in texts]
+    assert delays == sorted(delays) and delays[0] > 0
+    assert "url(http" not in picture.read_text() and "src:" not in picture.read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
+        (["--svg=a.svg", "--json", "Who?"], "--svg"),
         (["--model=nowhere", "Who?"], "--index"),
         (["--model=nowhere", "--method=r1", "Who?"], "nowhere"),
         (["--method=other", "Who?"], "--method"),

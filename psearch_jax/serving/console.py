@@ -52,10 +52,11 @@ class Shown:
     """Shows the events of one question after the other.
 
     What a model writes and what is found for it may hold anything: control characters are written as a question mark,
-    so that none reaches the terminal.
+    so that none reaches the terminal. All that was shown is in `recorded`, with its styles.
     """
 
     def __init__(self, file: IO[str]):
+        self.recorded = Text()
         self._console = Console(file=file, highlight=False, markup=False, soft_wrap=True)
         try:
             "".join((*BRANCH, *LAST)).encode(self._console.encoding)
@@ -110,7 +111,9 @@ class Shown:
 
     def _write(self, text: str, style: str) -> None:
         if text:
-            self._console.print(Text(printable(text), style=style), end="")
+            shown = Text(printable(text), style=style)
+            self._console.print(shown, end="")
+            self.recorded.append_text(shown)
             self._at_start = text.endswith("\n")
 
 
