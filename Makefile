@@ -14,7 +14,7 @@ export JAX_PLATFORMS ?= cpu
 clear = @if [ -e "$(1)" ] && [ ! -f "$(1)/config.json" ]; then \
 	echo "$(1): exists and is not a run directory; not removed" >&2; exit 2; fi; rm -rf "$(1)"
 
-.PHONY: demo controls test test-all lint format clean
+.PHONY: demo controls test test-all docs lint format clean
 
 # Train the toy policy with GRPO in the closed world and print what changed. Starts over each time; ARGS: more flags.
 demo: $(STAMP)
@@ -39,6 +39,11 @@ test: lint
 test-all: lint
 	$(PYTEST) --durations=25 tests
 
+# The documents as a site without a network, site/index.html; docs/configuration.md is written from the code first.
+docs: $(STAMP)
+	$(BIN)/python docs/reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -49,7 +54,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .import_linter_cache *.egg-info
+	rm -rf $(VENV) runs site .pytest_cache .ruff_cache .import_linter_cache *.egg-info
 
 $(STAMP): setup.py
 	$(PYTHON) -m venv $(VENV)

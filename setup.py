@@ -4,6 +4,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+DOCS = ["mkdocs-material>=9.6"]  # `make docs`
 # Accelerator builds are extras, so that a plain install is the CPU one that the tests and the demo use.
 EXTRAS = {
     "cuda": ["jax[cuda13]"],
@@ -12,7 +13,9 @@ EXTRAS = {
     # The peers in `launch/bench.py retrieval`; the library itself needs none of them. Those of `rollout` and `update`
     # are torch and trl, which may come with gigabytes of CUDA libraries: the user's choice.
     "bench": ["faiss-cpu>=1.9", "bm25s>=0.2.6", "tantivy>=0.22", "matplotlib>=3.9"],
+    "docs": DOCS,
     "test": [
+        *DOCS,
         "pytest>=8",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",  # one file per worker; most of the time is compiling, which takes one core

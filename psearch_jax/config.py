@@ -1,6 +1,7 @@
 """What a run is: frozen dataclasses with units in the names, and the one way from a ConfigDict to them.
 
-`configs/*.py` return the deltas on these defaults; `--config.section.field=value` overrides one field.
+`configs/*.py` return the deltas on these defaults; `--config.section.field=value` overrides one field. The comment
+above or behind a field of a section is what docs/configuration.md says of it (docs/reference.py).
 """
 
 from __future__ import annotations
@@ -94,10 +95,10 @@ class ModelSection:
     tokenizer: str = ""  # HF tokenizer directory; empty: the one at `path`
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # compute; the master weights are float32
     sampling_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # sampling copy and KV cache
-    # Sampling reads the layers' kernels, or the cache, quantized to 8 bits (models/int8.py): on a TPU half the bytes
-    # of 16 bits, and further from what is trained, by `logp_gap`; learning.importance_cap weighs for it.
+    # Sampling reads the layers' kernels quantized to 8 bits (models/int8.py): on a TPU half the bytes of 16 bits, and
+    # further from what is trained, by `logp_gap`; learning.importance_cap weighs for it.
     int8_weights: bool = False
-    int8_cache: bool = False
+    int8_cache: bool = False  # the same for the KV cache
     # On a GPU a decode step reads each layer's weights from arrays of their own, copied once a call, which takes as
     # much memory as the layers once more. Else it copies a slice of the stacked weights before every product.
     unstacked_decoding: bool = True
@@ -117,23 +118,24 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class MeshSection:
-    data: int = 1
-    fsdp: int = -1  # -1: all devices that data and tensor leave
-    tensor: int = 1
+    data: int = 1  # whole copies of what is trained, each with rows of its own; one of the three sizes may be -1
+    fsdp: int = -1  # weights, optimizer and rows are split over these; -1: all devices that data and tensor leave
+    tensor: int = 1  # heads, MLPs and vocabulary are split over these, for sampling too
 
 
 @dataclass(frozen=True)
 class DataSection:
     source: str = ""  # a question file, a directory of launch/prepare_data.py, or "closed_world"
     validation: str = ""  # questions that are evaluated and never trained on: a file or a prepared directory
-    validation_share: float = 0.0  # or this share of `source`, picked by a hash of (source, id), kept out of training
+    # In place of `validation`: this share of `source`, picked by a hash of (source, id), kept out of training.
+    validation_share: float = 0.0
     prompt: Literal["template", "row"] = "template"  # row: the chat messages that come with the question
     template: str = "parallel"  # a packaged template's name or a user's file
     world_names: Literal["known", "new"] = "known"  # new: names that no cold start has seen (data/names.py)
     world_seed: int = 0  # of the closed world; the run's own seed changes neither world nor evaluation
     world_questions: int = 6000  # training questions drawn from the closed world
-    parallel_share: float = 0.5  # of them; the shares of sequential questions and, last, single ones follow
-    sequential_share: float = 0.4
+    parallel_share: float = 0.5  # of them, parallel ones; what this and sequential_share leave are single ones
+    sequential_share: float = 0.4  # of them, sequential ones
 
 
 @dataclass(frozen=True)
@@ -145,10 +147,10 @@ class RetrievalSection:
     timeout_s: float = 60.0  # for a server's whole answer
     patience_s: float = 300.0  # how long a run waits for its servers before it saves and stops
     token_file: str = ""  # the bearer token that the servers ask for
-    topk: int = 3
+    topk: int = 3  # passages per sub-query
     cache_queries: int = 65_536  # answers kept in this process, least recently used out first; 0 keeps none
-    cache_mb: int = 1024  # what they take at most
-    max_sub_queries: int = 8
+    cache_mb: int = 1024  # what those answers take at most
+    max_sub_queries: int = 8  # of one search; those behind them are not run
 
 
 @dataclass(frozen=True)
@@ -156,34 +158,35 @@ class RolloutSection:
     slots: int = 64  # B, rows decoded together; N rollouts run over B slots
     samples: int = 5  # R, rollouts per question
     context_tokens: int = 6196  # S, ids a row can hold
-    prompt_tokens: int = 2048
-    turn_tokens: int = 500
-    obs_tokens: int = 1000
-    search_turns: int = 4  # one answer turn follows
-    max_tokens_after_answer: int = 4
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    prompt_tokens: int = 2048  # of a row, for the prompt at most; a longer one loses its end
+    turn_tokens: int = 500  # ids sampled in a turn at most
+    obs_tokens: int = 1000  # ids of what comes back from a search at most, over all its sub-queries
+    search_turns: int = 4  # turns that may search; one answer turn follows
+    max_tokens_after_answer: int = 4  # ids sampled behind `</answer>`, in wait for a stop id
+    temperature: float = 1.0  # of sampling; the loss scores by the same one
+    top_p: float = 1.0  # sample of the likeliest ids that make up this share; 1: of all
+    top_k: int = 0  # sample of so many likeliest ids; 0: of all
     widths: int = 4  # that prompts, passages and rows are padded to: fewer compile faster, more pad less
     yield_share: float = 0.125  # yield when this share of the live rows waits: for passages, or for the next rollout
     # A yield's searches run while the other rows decode, and are answered at the next yield. Worth it where a search
     # takes longer than the rows that wait for it are missed: over HTTP, or in a large index.
     overlap_search: bool = False
-    label_subqueries: bool = True
+    label_subqueries: bool = True  # each sub-query stands above its passages, where a search has several
     initial_search: bool = False  # the question itself is searched before the first sampled token
+    # Rollouts without an answer are learned from like all, left out of the loss, or charged reward.unfinished_penalty.
     unfinished: Literal["train", "mask", "penalise"] = "train"
 
 
 @dataclass(frozen=True)
 class RewardSection:
-    profile: Literal["paper", "compat"] = "paper"
+    profile: Literal["paper", "compat"] = "paper"  # by parsed actions, or by text as the public implementation has it
     outcome: Literal["em", "f1"] = "em"  # what the answer is worth
-    format: float = 0.1
-    final_format: float = 0.0
-    decomposition: float = 0.15
-    search_count: float = 0.35
+    format: float = 0.1  # paid to a wrong answer in a whole grammar, taken from a right one in a broken grammar
+    final_format: float = 0.0  # paid to a wrong answer in a broken grammar
+    decomposition: float = 0.15  # three times for splitting a parallel question, once for leaving another kind whole
+    search_count: float = 0.35  # less as much for each search off one; for a sequential question, short of two
     mixed: Literal["sequential", "parallel"] = "sequential"  # which rule pays a bridge inside a comparison
-    gate_bonus_on_outcome: bool = False
+    gate_bonus_on_outcome: bool = False  # decomposition and search_count are paid for right answers alone
     search_price: float = 0.0  # subtracted for every search that was run
     unfinished_penalty: float = 0.5  # subtracted when rollout.unfinished is "penalise"
     overlong_tokens: int = 0  # the last ids of the context cost up to that penalty too (arXiv 2503.14476 eq. 13)
@@ -193,14 +196,16 @@ class RewardSection:
 class LearningSection:
     # Where an id's advantage comes from: its trajectory's reward within a group, or a critic (section `critic`).
     algorithm: Literal["grpo", "ppo"] = "grpo"
-    advantage: Literal["std", "mean", "leave_one_out"] = "std"  # of GRPO
+    # Of GRPO: the reward less its group's mean, over the group's deviation or not, or less the mean of the others.
+    advantage: Literal["std", "mean", "leave_one_out"] = "std"
     gamma: float = 1.0  # of PPO: what a reward loses by every sampled id that it is away
     gae_lambda: float = 1.0  # of PPO: 1 trusts rewards alone, 0 the critic's next value alone
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_coefficient: float = 0.001
+    clip_low: float = 0.2  # the ratio of policy to old policy is clipped below 1 less this
+    clip_high: float = 0.2  # the same ratio is clipped above 1 plus this
+    kl_coefficient: float = 0.001  # of the KL to the policy that the run began with; 0 keeps no copy of it
     kl_in: Literal["loss", "reward"] = "loss"  # reward: every id pays for it, with PPO alone
     entropy_coefficient: float = 0.0  # of the entropy, subtracted from the loss
+    # The loss: the mean over ids, the mean of the trajectories' means, or the sum over trajectories x context_tokens.
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
     # Where the old policy's log-probs come from: computed with the weights before the first update of a step (by the
     # update itself, where a step has one), or taken as the sampler recorded them, which saves a pass over the batch.
@@ -211,23 +216,24 @@ class LearningSection:
     importance_cap: float = 0.0  # truncated importance weights of old policy against sampler; 0: off
     mini_batch_rollouts: int = 320  # rollouts per optimizer step, whole groups together (published: 256, cut groups)
     micro_batch_rows: int = 4  # rows per forward and backward pass, over all devices
-    learning_rate: float = 1e-6
-    warmup_ratio: float = 0.285
-    weight_decay: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.999
-    gradient_clip: float = 1.0
+    learning_rate: float = 1e-6  # of AdamW, the same from the end of the warm-up on
+    warmup_ratio: float = 0.285  # share of all updates over which the rate rises to its full height
+    weight_decay: float = 0.01  # of AdamW, for all that is trained
+    beta1: float = 0.9  # of AdamW, what its mean gradient keeps of itself at an update
+    beta2: float = 0.999  # of AdamW, the same for the mean of the squares
+    gradient_clip: float = 1.0  # the largest global norm of a gradient; a larger one is scaled down to it
     max_bad_steps: int = 3  # non-finite updates in a row before the run stops
 
 
 @dataclass(frozen=True)
 class TrainSection:
-    steps: int = 1005
+    steps: int = 1005  # steps in all: rollouts of `prompts` questions, and the updates from them
     prompts: int = 512  # questions per step
     redraws: int = 0  # how often as many more are drawn, in place of groups whose rewards are all equal (DAPO)
-    checkpoint_every_steps: int = 50
-    checkpoint_every_minutes: float = 20.0  # and behind the first step that ends so long after the last one; 0: never
-    keep_checkpoints: int = 3  # the newest ones
+    checkpoint_every_steps: int = 50  # a checkpoint is written at multiples of this, and at the end
+    # One more is written behind the first step that ends so long after the last checkpoint; 0: none.
+    checkpoint_every_minutes: float = 20.0
+    keep_checkpoints: int = 3  # so many of the newest are kept
     keep_every_steps: int = 0  # checkpoints at its multiples are kept besides; 0: none
     trajectories_per_step: int = 64  # rows written to trajectories/ at each step
 
@@ -236,8 +242,8 @@ class TrainSection:
 class CriticSection:
     """Of learning.algorithm=ppo; what is not here is that of the policy."""
 
-    learning_rate: float = 1e-5
-    warmup_ratio: float = 0.015
+    learning_rate: float = 1e-5  # of the critic's AdamW
+    warmup_ratio: float = 0.015  # the same for the critic's rate
     value_clip: float = 0.5  # a value earns nothing by moving further in one step; 0: no clip
     alone_steps: int = 0  # in so many first steps of a run the critic learns and the policy does not
 
@@ -246,7 +252,7 @@ class CriticSection:
 class AlarmSection:
     """From where on a run is warned of (train/alarms.py); figures are means over `window` steps, a probe's its own."""
 
-    window: int = 10
+    window: int = 10  # steps; no alarm rings before so many are done
     over_splitting: float = 0.5  # the share of sequential questions that are split
     no_search: float = 0.3  # the share of rollouts without a search
     wrong_though_seen: float = 0.5  # the share of wrong ones among those that had the answer in a passage
@@ -264,9 +270,9 @@ class EvalSection:
     # With every_steps: the parameters with the highest value are kept in WORKDIR/best. A figure of BEST_FIGURES over
     # all validation questions, or over those of a kind: parallel/em.
     best_metric: str = "em"
-    temperature: float = 0.0
-    also_greedy: bool = False
-    seed: int = 1
+    temperature: float = 0.0  # that the questions are answered at; 0: the likeliest id each time
+    also_greedy: bool = False  # before the first step and after the last they are answered at 0 as well
+    seed: int = 1  # of the answers; the run's own seed has no part in them
 
 
 BEST_FIGURES = ("em", "f1", "decomposition_ratio", "valid_format")
@@ -294,19 +300,19 @@ Method = Literal["parallelsearch", "search_r1", "parallel_prompt", "r1"]
 class Config:
     """A whole run. `launch/train.py` writes it to config.json in the run directory."""
 
-    seed: int = 0
-    method: Method = "parallelsearch"  # or one of the baselines, see `with_method`
-    model: ModelSection = field(default_factory=ModelSection)
-    mesh: MeshSection = field(default_factory=MeshSection)
-    data: DataSection = field(default_factory=DataSection)
-    retrieval: RetrievalSection = field(default_factory=RetrievalSection)
-    rollout: RolloutSection = field(default_factory=RolloutSection)
-    reward: RewardSection = field(default_factory=RewardSection)
-    learning: LearningSection = field(default_factory=LearningSection)
-    critic: CriticSection = field(default_factory=CriticSection)
-    train: TrainSection = field(default_factory=TrainSection)
-    alarms: AlarmSection = field(default_factory=AlarmSection)
-    eval: EvalSection = field(default_factory=EvalSection)
+    seed: int = 0  # of the rollouts, the order of questions, and weights or adapters that begin at random
+    method: Method = "parallelsearch"  # the paper's, or a baseline as `with_method` has it
+    model: ModelSection = field(default_factory=ModelSection)  # which weights, and how they are held and computed
+    mesh: MeshSection = field(default_factory=MeshSection)  # how devices share the work
+    data: DataSection = field(default_factory=DataSection)  # questions and their prompts
+    retrieval: RetrievalSection = field(default_factory=RetrievalSection)  # what is searched
+    rollout: RolloutSection = field(default_factory=RolloutSection)  # how many rollouts, how long, how sampled
+    reward: RewardSection = field(default_factory=RewardSection)  # what a rollout earns
+    learning: LearningSection = field(default_factory=LearningSection)  # the loss and its optimizer
+    critic: CriticSection = field(default_factory=CriticSection)  # the critic of PPO
+    train: TrainSection = field(default_factory=TrainSection)  # how long a run is, and what it saves
+    alarms: AlarmSection = field(default_factory=AlarmSection)  # when a run is warned of
+    eval: EvalSection = field(default_factory=EvalSection)  # evaluations before, during and after training
 
 
 def from_mapping(values: Mapping[str, Any], cls: type = Config, prefix: str = "config") -> Any:

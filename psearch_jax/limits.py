@@ -4,29 +4,68 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from psearch_jax.config import PRESETS, Config, best_metric
 from psearch_jax.types import UserError
 
-# The least value of each counting field; a negative count would end up as a slice from the end.
-_AT_LEAST = {
-    1: (
-        "rollout.slots rollout.samples rollout.turn_tokens rollout.prompt_tokens rollout.widths train.prompts "
-        "train.steps train.checkpoint_every_steps train.keep_checkpoints retrieval.topk retrieval.max_sub_queries "
-        "learning.micro_batch_rows learning.mini_batch_rollouts learning.max_bad_steps data.world_questions "
-        "alarms.window"
-    ).split(),
-    0: (
-        "seed eval.seed eval.temperature eval.questions_per_kind eval.every_steps train.trajectories_per_step "
-        "rollout.search_turns rollout.max_tokens_after_answer rollout.top_k retrieval.cache_queries "
-        "retrieval.cache_mb retrieval.patience_s data.parallel_share data.sequential_share data.world_seed "
-        "learning.kl_coefficient learning.entropy_coefficient learning.dual_clip learning.guard reward.search_price "
-        "reward.overlong_tokens train.redraws train.keep_every_steps train.checkpoint_every_minutes model.lora_rank "
-        "critic.value_clip critic.alone_steps alarms.probe_every_steps"
-    ).split(),
-}
-
 HOTTEST = 2.0  # temperature that a question may be asked at
+
+
+class Limit(NamedTuple):
+    """What a field accepts, as a message says it, and whether it accepts a value."""
+
+    accepted: str
+    holds: Callable[[Any], bool]
+
+
+def _are_urls(text: str) -> bool:
+    found = (url.strip() for url in re.split(r"[,|]", text))
+    return all(re.fullmatch(r"https?://[^/\s]+/\S*", url) for url in found if url)
+
+
+_AT_LEAST_1 = Limit("at least 1", lambda value: value >= 1)
+_AT_LEAST_0 = Limit("at least 0", lambda value: value >= 0)  # a negative count would be a slice from the end
+_SHARE = Limit("above 0, at most 1", lambda value: 0 < value <= 1)
+_FROM_0_TO_1 = Limit("from 0 to 1", lambda value: 0 <= value <= 1)
+_SEED = Limit("at least 0, below 2**32", lambda value: 0 <= value < 2**32)
+
+# What each field accepts by itself; those that are not here accept all of their type.
+LIMITS: dict[str, Limit] = {
+    **dict.fromkeys(
+        (
+            "rollout.slots rollout.samples rollout.turn_tokens rollout.prompt_tokens rollout.widths train.prompts "
+            "train.steps train.checkpoint_every_steps train.keep_checkpoints retrieval.topk retrieval.max_sub_queries "
+            "learning.micro_batch_rows learning.mini_batch_rollouts learning.max_bad_steps data.world_questions "
+            "alarms.window"
+        ).split(),
+        _AT_LEAST_1,
+    ),
+    **dict.fromkeys(
+        (
+            "eval.temperature eval.questions_per_kind eval.every_steps train.trajectories_per_step "
+            "rollout.search_turns rollout.max_tokens_after_answer rollout.top_k retrieval.cache_queries "
+            "retrieval.cache_mb retrieval.patience_s data.parallel_share data.sequential_share data.world_seed "
+            "learning.kl_coefficient learning.entropy_coefficient learning.dual_clip learning.guard "
+            "reward.search_price reward.overlong_tokens train.redraws train.keep_every_steps "
+            "train.checkpoint_every_minutes model.lora_rank critic.value_clip critic.alone_steps "
+            "alarms.probe_every_steps"
+        ).split(),
+        _AT_LEAST_0,
+    ),
+    **dict.fromkeys(("seed", "eval.seed"), _SEED),
+    **dict.fromkeys(("rollout.top_p", "rollout.yield_share"), _SHARE),
+    "retrieval.timeout_s": Limit("above 0", lambda value: value > 0),
+    "retrieval.url": Limit("http://host:port/retrieve", _are_urls),
+    "model.preset": Limit(", ".join(PRESETS), PRESETS.__contains__),
+}
+# The same in a training run alone.
+TRAINING_LIMITS: dict[str, Limit] = {
+    "data.validation_share": Limit("at least 0, below 1", lambda value: 0 <= value < 1),
+    "rollout.temperature": Limit("above 0 (training samples)", lambda value: value > 0),
+    **dict.fromkeys(("learning.gamma", "learning.gae_lambda"), _FROM_0_TO_1),
+}
 
 
 def validate(config: Config, training: bool = True) -> None:
@@ -35,41 +74,24 @@ def validate(config: Config, training: bool = True) -> None:
     Raises:
       UserError: one line with the field, or the two fields at odds.
     """
+    for name, limit in (LIMITS | (TRAINING_LIMITS if training else {})).items():
+        value = functools.reduce(getattr, name.split("."), config)
+        if not limit.holds(value):
+            raise UserError(f"config.{name}: found {value!r}, accepted: {limit.accepted}")
     r = config.rollout
-    for least, names in _AT_LEAST.items():
-        for name in names:
-            value = functools.reduce(getattr, name.split("."), config)
-            if value < least:
-                raise UserError(f"config.{name}: found {value}, accepted: at least {least}")
-    for name, value in (("seed", config.seed), ("eval.seed", config.eval.seed)):
-        if value >= 2**32:
-            raise UserError(f"config.{name}: found {value}, accepted: below 2**32")
     if config.data.parallel_share + config.data.sequential_share > 1:
         raise UserError("config.data: parallel_share + sequential_share is above 1, accepted: shares of a whole")
-    if not 0 < r.top_p <= 1:
-        raise UserError(f"config.rollout.top_p: found {r.top_p}, accepted: above 0, at most 1")
-    if config.retrieval.timeout_s <= 0:
-        raise UserError(f"config.retrieval.timeout_s: found {config.retrieval.timeout_s}, accepted: above 0")
-    for url in filter(None, re.split(r"[,|]", config.retrieval.url)):
-        if not re.fullmatch(r"https?://[^/\s]+/\S*", url.strip()):
-            raise UserError(f"config.retrieval.url: found {url.strip()!r}, accepted: http://host:port/retrieve")
-    if config.model.preset not in PRESETS:
-        raise UserError(f"config.model.preset: found {config.model.preset!r}, accepted: {', '.join(PRESETS)}")
-    if training:
-        _validate_learning(config)
     if r.prompt_tokens >= r.context_tokens:
         raise UserError(
             f"config.rollout: prompt_tokens={r.prompt_tokens} must be below context_tokens={r.context_tokens}"
         )
-    if not 0 < r.yield_share <= 1:
-        raise UserError(f"config.rollout.yield_share: found {r.yield_share}, accepted: above 0, at most 1")
+    if training:
+        _validate_learning(config)
 
 
 def _validate_validation(config: Config) -> None:
     data, closed_world = config.data, config.data.source == "closed_world"
     best_metric(config.eval.best_metric)
-    if not 0 <= data.validation_share < 1:
-        raise UserError(f"config.data.validation_share: found {data.validation_share}, accepted: at least 0, below 1")
     given = [name for name in ("validation", "validation_share") if getattr(data, name)]
     if len(given) > 1:
         raise UserError("config.data: validation and validation_share found together, accepted: one of them")
@@ -91,8 +113,6 @@ def _validate_learning(config: Config) -> None:
     r, le, t, w = config.rollout, config.learning, config.train, config.reward
     if w.profile == "compat" and (w.outcome != "em" or w.search_price):
         raise UserError("config.reward: outcome=em and search_price=0 are accepted with profile=compat")
-    if r.temperature <= 0:
-        raise UserError(f"config.rollout.temperature: found {r.temperature}, accepted: above 0 (training samples)")
     if r.top_p < 1 or r.top_k > 0:
         # learning.importance_cap cannot make up for it: recorded log-probs are those before the filter.
         raise UserError(
@@ -135,9 +155,6 @@ def _validate_algorithm(config: Config) -> None:
             f"config.learning.guard={le.guard} holds what a step's updates have lowered, and a step has one; "
             f"accepted: 0, or learning.mini_batch_rollouts below {le.mini_batch_rollouts}"
         )
-    for name in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(le, name) <= 1:
-            raise UserError(f"config.learning.{name}: found {getattr(le, name)}, accepted: from 0 to 1")
     if le.algorithm == "grpo":
         if config.rollout.samples == 1:
             raise UserError(

@@ -1,0 +1,106 @@
+"""The documents as a site: whole, without a network, searched and followed as a reader does."""
+
+import json
+import re
+from html.parser import HTMLParser
+from urllib.parse import urldefrag
+
+import browsing
+import pytest
+from programs import ROOT
+
+mkdocs = pytest.importorskip("mkdocs.commands.build", reason="mkdocs is not installed: pip install -e '.[docs]'")
+pytest.importorskip("material", reason="mkdocs-material is not installed: pip install -e '.[docs]'")
+
+from mkdocs.config import load_config  # noqa: E402
+
+FROM_ROOT = {"README": "index", "CONTRIBUTING": "contributing", "CHANGELOG": "changelog"}
+SOURCES = [*(ROOT / f"{name}.md" for name in FROM_ROOT), *(ROOT / "docs").glob("*.md")]
+PAGES = {f"{FROM_ROOT.get(page.stem, page.stem)}.html": page for page in SOURCES}
+LOADS = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "object": "data"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site as `mkdocs build --strict` builds it: a warning is an error."""
+    out = tmp_path_factory.mktemp("site")
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(out), strict=True)
+    config.plugins.on_startup(command="build", dirty=False)
+    mkdocs.build(config)
+    return out
+
+
+class Read(HTMLParser):
+    """What a page loads, what it links to, and its anchors."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.loads, self.links, self.anchors = [], [], set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        if found.get("id"):
+            self.anchors.add(found["id"])
+        if found.get(LOADS.get(tag, "")):
+            self.loads.append(found[LOADS[tag]])
+        if tag == "a" and found.get("href"):
+            self.links.append(found["href"])
+
+
+def test_every_page_is_on_the_site_and_every_link_of_it_leads_somewhere(site):
+    """A document that nobody finds on the site, or a link that holds in the repository and not there."""
+    read = {file: Read(file.read_text(encoding="utf-8")) for file in site.glob("*.html") if file.name != "404.html"}
+    assert {file.name for file in read} == set(PAGES)
+    own = 0
+    for file, page in read.items():
+        for link in page.links:
+            path, anchor = urldefrag(link)
+            if re.match(r"\w+:", path):
+                continue
+            target = (file.parent / path).resolve() if path else file
+            assert target.is_file(), (file.name, link)
+            assert not anchor or target not in read or anchor in read[target].anchors, (file.name, link)
+            own += 1
+    assert own > 300
+    home = (site / "index.html").read_text(encoding="utf-8")
+    assert 'href="code/notebooks/colab_smoke.ipynb"' in home, "a file that is no page"
+
+
+def test_no_page_loads_anything_from_a_network(site):
+    """A font or a script from another host: a page that is slow or broken offline, and tells others who reads it."""
+    loads = 0
+    for file in site.glob("*.html"):
+        for address in Read(file.read_text(encoding="utf-8")).loads:
+            assert not re.match(r"(\w+:)?//", address), (file.name, address)
+            loads += 1
+    assert loads > 100
+    for file in site.rglob("*.css"):
+        found = re.findall(
+            r"(?:url\(\s*|@import\s+)[\"']?((?:https?:)?//[^\"')\s]+)", file.read_text(encoding="utf-8")
+        )
+        assert not found, (file, found)
+
+
+def test_every_page_can_be_searched_for(site):
+    """A search box that finds nothing, or a page that it leaves out."""
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    titles = {doc["location"]: doc["title"] for doc in index["docs"]}
+    for name, page in PAGES.items():
+        assert titles[name] == re.search(r"^# (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)[1]
+    assert "configuration.html#rolloutslots" in titles
+    assert (site / "search" / "search_index.js").is_file(), "what a page reads that was opened from a disk"
+
+
+def test_the_home_page_is_read_from_a_disk(browser, site):
+    """A site that works from a server alone: menus, links or the search that ask for what a disk does not give."""
+    home = (site / "index.html").as_uri()
+    browsing.opened(browser, home)
+    browsing.wait(browser, "return document.readyState == 'complete'")
+    browser.execute_script("document.querySelector('nav a[href=\"configuration.html\"]').click()")
+    browsing.wait(browser, "return document.title.startsWith('Configuration') && document.readyState == 'complete'")
+    browser.execute_script("document.querySelector('[name=query]').focus()")
+    browsing.press(browser, *"patience_s")
+    browsing.wait(browser, "return document.querySelector('.md-search-result__item a') != null")
+    assert "patience_s" in browsing.text(browser, ".md-search-result__item")
+    assert all(url.startswith(("file:", "data:", "about:")) for url in browsing.asked(browser))
