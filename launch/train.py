@@ -4,6 +4,8 @@ A run with the same workdir resumes. Any field can be set: `--config.train.steps
 run's numbers must be as they were, or be accepted with `--allow_changes`.
 """
 
+import sys
+
 from absl import flags
 from ml_collections import config_flags
 
@@ -12,6 +14,13 @@ from psearch_jax import launching
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/smoke.py.", lock_config=False)
 WORKDIR = flags.DEFINE_string("workdir", None, "The run directory; made if absent, resumed if not.")
 CHANGES = flags.DEFINE_bool("allow_changes", False, "Resume although settings differ that decide the numbers.")
+STOPPED = flags.DEFINE_integer(
+    "stopped_code",
+    0,
+    "Exit code where SIGTERM stopped the run; to a Job of Kubernetes 0 means that it is done.",
+    0,
+    255,
+)
 launching.process_flags()
 flags.mark_flags_as_required(["config", "workdir"])
 
@@ -29,7 +38,7 @@ def main(_: list[str]) -> None:
         summary = trainer.train(run, WORKDIR.value, CHANGES.value)
     except trainer.Interrupted as stop:
         print(f"interrupted: {stop}; the same command resumes")
-        return
+        sys.exit(STOPPED.value)
     if not processes.first():
         return
     print(tables.before_and_after(summary))

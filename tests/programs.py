@@ -123,6 +123,12 @@ def completed(
     return subprocess.CompletedProcess(program.args, program.returncode, out, err)
 
 
+def refusal(command: Sequence[str]) -> str:
+    """What a program says to a command line of script and flags that it does not take; empty where it does."""
+    done = completed([sys.executable, *command, "--only_check_args"])
+    return f"exit code {done.returncode}: {done.stderr[-500:]}" if done.returncode else ""
+
+
 def _stream(kind: int):
     """(our end or None, the file descriptor for the program)."""
     if kind == subprocess.DEVNULL:

@@ -29,6 +29,7 @@ def define_flags() -> None:
     flags.DEFINE_string("index", None, "Index directory made by launch/build_index.py.")
     flags.DEFINE_string("corpus", None, "A jsonl corpus in place of an index (small ones only).")
     flags.DEFINE_string("retriever_url", None, "Server that speaks /retrieve, in place of an index; also several.")
+    flags.DEFINE_string("retriever_token_file", None, "File with the bearer token that --retriever_url asks for.")
     flags.DEFINE_integer("topk", None, "Passages per sub-query.", lower_bound=1)
     flags.DEFINE_integer("tensor", None, "Devices over which each layer is split; default: the config's.", 1)
 
@@ -74,6 +75,8 @@ def config(root: Path, slots: int, samples: int = 1) -> Config:
     if any(passages.values()):
         retrieval = replace(retrieval, **{name: value or "" for name, value in passages.items()})
         data = replace(data, source="")
+    if given.retriever_token_file:
+        retrieval = replace(retrieval, token_file=given.retriever_token_file)
     if given.topk:
         retrieval = replace(retrieval, topk=given.topk)
     if given.tensor:

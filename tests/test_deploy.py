@@ -1,0 +1,388 @@
+"""What launch/deploy starts: its commands are taken, its probes answered, its mounts read, its stops in time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import runpy
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers import people
+from programs import ROOT, Program, refusal
+from runs import command, wait_for
+from serving import HTTP
+
+from psearch_jax import launching
+from retrieval.corpus import MemoryMappedCorpus, write_corpus
+from retrieval.directory import build_index
+from retrieval.hashing import HashingEncoder
+
+DEPLOY = ROOT / "launch" / "deploy"
+TOKEN = {"authorization": "Bearer s3cret"}
+
+
+def instructions(name: str) -> list[str]:
+    """The rests of all lines of one kind in the Dockerfile, continued lines joined."""
+    text = re.sub(r"^\s*#.*\n", "", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", "")
+    return [line.split(None, 1)[1].strip() for line in text.splitlines() if line.startswith(f"{name} ")]
+
+
+def manifests(name: str) -> list[dict]:
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
+
+
+def unit(name: str) -> dict[str, str]:
+    """The settings of a systemd unit, continued lines joined."""
+    lines = (DEPLOY / name).read_text().replace("\\\n", " ").splitlines()
+    return dict(line.split("=", 1) for line in lines if re.match(r"\w+=", line))
+
+
+@dataclass
+class Start:
+    """A command that one of the files starts."""
+
+    command: list[str]
+    mounts: list[str] = field(default_factory=list)  # where files of the machine are seen
+    grace_s: float = math.inf  # from SIGTERM to SIGKILL
+    probes: list[tuple[int, str]] = field(default_factory=list)  # port and path
+
+    def flag(self, name: str) -> str | None:
+        values = [word.split("=", 1)[1] for word in self.command if word.startswith(f"--{name}=")]
+        return values[0] if values else None
+
+    @property
+    def serves(self) -> bool:
+        return "serve_" in self.command[1]
+
+
+def health(check: list[str]) -> tuple[int, str]:
+    """The port and path that a health check asks."""
+    return int(re.search(r"'127\.0\.0\.1', (\d+)", check[-1])[1]), re.search(r"'GET', '([^']+)'", check[-1])[1]
+
+
+HEALTHCHECK = json.loads(re.search(r"\[.*\]", instructions("HEALTHCHECK")[0])[0])
+HOME = re.search(r"HOME=(\S+)", instructions("ENV")[0])[1]
+
+
+def starts() -> dict[str, Start]:
+    image = health(HEALTHCHECK)
+    found = {"Dockerfile": Start(json.loads(instructions("CMD")[0]), ["/index"], probes=[image])}
+    for name, service in manifests("compose.yaml")[0]["services"].items():
+        mounts = [volume.removesuffix(":ro").rsplit(":", 1)[1] for volume in service["volumes"]]
+        mounts += [f"/run/secrets/{secret}" for secret in service.get("secrets", [])]
+        check = service.get("healthcheck", {})
+        probes = [] if check.get("disable") else [health(check["test"]) if check else image]
+        grace = service.get("stop_grace_period", "inf")
+        seconds = float(grace.rstrip("sm")) * (60 if grace.endswith("m") else 1)
+        found[f"compose.yaml {name}"] = Start(service["command"], mounts, seconds, probes)
+    for path in sorted(DEPLOY.glob("*.service")):
+        settings = unit(path.name)
+        words = ["python", *shlex.split(settings["ExecStart"])[1:]]
+        secrets = re.findall(r"^LoadCredential=(\w+):", path.read_text(), re.MULTILINE)
+        mounts = [settings["ReadOnlyPaths"], *(f"${{CREDENTIALS_DIRECTORY}}/{secret}" for secret in secrets)]
+        found[path.name] = Start(words, mounts, float(settings["TimeoutStopSec"]))
+    for path in sorted(DEPLOY.glob("gke-*.yaml")):
+        for pod in (m["spec"]["template"]["spec"] for m in manifests(path.name) if "template" in m["spec"]):
+            (container,) = pod["containers"]
+            mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+            ports = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
+            gets = [container[kind]["httpGet"] for kind in container if kind.endswith("Probe")]
+            sleep = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [0])[-1]
+            grace = pod["terminationGracePeriodSeconds"] - float(sleep)
+            probes = [(ports[get["port"]], get["path"]) for get in gets]
+            assert "command" not in container, "it would take the place of tini"
+            found[path.name] = Start(container["args"], mounts, grace, probes)
+    return found
+
+
+STARTS = starts()
+SERVERS = {name: start for name, start in STARTS.items() if start.serves}
+
+
+def test_every_file_starts_something():
+    """Fails if a file's command is not found any more, and nothing of it is tested."""
+    files = {path.name for path in DEPLOY.iterdir() if not path.name.endswith("_token")}
+    assert {name.split()[0] for name in STARTS} == files
+    assert len(SERVERS) == 6 and sum(bool(start.probes) for start in STARTS.values()) == 4
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_every_command_is_taken(name):
+    """A flag that was renamed leaves containers that end as they start."""
+    assert STARTS[name].command[0] == "python"
+    assert not refusal(STARTS[name].command[1:])
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_command_reads_what_is_mounted(name):
+    """A path in a command that no mount leads to, or a mount that no command reads: an empty or a lost directory."""
+    start = STARTS[name]
+    values = [word.split("=", 1)[1] for word in start.command if "=" in word]
+    read = [value for value in values if value.startswith(("/", "$"))]
+    mounts = [mount for mount in start.mounts if mount not in (f"{HOME}/.cache", "/tmp")]
+    assert mounts and all(any(f"{path}/".startswith(f"{mount}/") for mount in mounts) for path in read), read
+    assert all(any(f"{path}/".startswith(f"{mount}/") for path in read) for mount in mounts), mounts
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_probes_ask_the_port_that_is_served_and_stops_are_waited_for(name):
+    """A probe of another port is never answered; a grace shorter than the server's own cuts answers off."""
+    start = SERVERS[name]
+    assert all(port == int(start.flag("port")) for port, _ in start.probes)
+    assert start.flag("host") == "0.0.0.0" and start.grace_s > int(start.flag("stop_seconds")) + 3
+    assert name == "Dockerfile" or start.flag("token_file"), "whoever reaches it may use it"
+
+
+def test_clients_ask_the_addresses_that_are_served():
+    """A renamed service, or another port or token than the server's, and the trainer waits for minutes and ends."""
+    compose, gke = "compose.yaml {}".format, STARTS["gke-retriever.yaml"]
+    service = next(m for m in manifests("gke-retriever.yaml") if m["kind"] == "Service")
+    deployment = next(m for m in manifests("gke-retriever.yaml") if m["kind"] == "Deployment")
+    port = STARTS[compose("retriever")].flag("port")
+    wanted = f"http://retriever:{port}/retrieve", STARTS[compose("retriever")].flag("token_file")
+    train, agent = STARTS[compose("trainer")], STARTS[compose("agent")]
+    assert (train.flag("config.retrieval.url"), train.flag("config.retrieval.token_file")) == wanted
+    assert (agent.flag("retriever_url"), agent.flag("retriever_token_file")) == wanted
+    assert agent.flag("model") == train.flag("workdir")
+    local = f"http://127.0.0.1:{STARTS['psearch-retriever.service'].flag('port')}/retrieve"
+    assert STARTS["psearch-agent.service"].flag("retriever_url") == local
+    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
+    assert str(service["spec"]["ports"][0]["port"]) == gke.flag("port")
+    url = f"http://{service['metadata']['name']}:{gke.flag('port')}/retrieve"
+    assert STARTS["gke-tpu-train.yaml"].flag("config.retrieval.url") == url
+
+
+def test_the_job_fits_its_slice():
+    """Another topology with as many pods as before leaves hosts idle, or processes that wait for each other."""
+    service, job = manifests("gke-tpu-train.yaml")
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    chips = math.prod(map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")))
+    limits = pod["containers"][0]["resources"]["limits"]
+    assert spec["parallelism"] == spec["completions"] == chips // limits["google.com/tpu"] > 1
+    assert spec["completionMode"] == "Indexed" and pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["selector"] == {
+        "job-name": job["metadata"]["name"]
+    }
+    start = STARTS["gke-tpu-train.yaml"]
+    assert "--distributed" in start.command and start.flag("workdir").startswith("gs://")
+    config = runpy.run_path(str(ROOT / start.flag("config")))["get_config"]()
+    assert config.rollout.slots % spec["parallelism"] == config.train.prompts % spec["parallelism"] == 0
+    assert chips % config.mesh.tensor == 0
+    codes = [rule["onExitCodes"]["values"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    assert codes == [[launching.LOST, int(start.flag("stopped_code"))]]
+
+
+# ---- the image ----
+
+
+def kept(path: str, rules: list[str]) -> bool:
+    """Whether .dockerignore leaves a file in the context: the last rule that matches it or a parent decides."""
+    found, parts = True, path.split("/")
+    for rule in rules:
+        pattern = re.escape(rule.lstrip("!")).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
+        if any(re.fullmatch(pattern, "/".join(parts[:n])) for n in range(1, len(parts) + 1)):
+            found = rule.startswith("!")
+    return found
+
+
+@pytest.fixture(scope="module")
+def tracked() -> list[str]:
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is no git checkout")
+    return [path for path in listed.stdout.splitlines() if (ROOT / path).is_file()]
+
+
+RULES = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+
+
+@pytest.fixture(scope="module")
+def image(tracked, tmp_path_factory) -> Path:
+    """The files that the image gets besides what pip installs, by .dockerignore and the COPY lines."""
+    context, root = tmp_path_factory.mktemp("context"), tmp_path_factory.mktemp("image")
+    for path in tracked:
+        if kept(path, RULES):
+            (context / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / path, context / path)
+    for line in instructions("COPY"):
+        source, target = line.split()
+        copy = shutil.copytree if (context / source).is_dir() else shutil.copy
+        copy(context / source, root / target)
+    return root
+
+
+def test_the_image_holds_the_programs_and_nothing_of_its_users(image, tracked):
+    """A directory that is not copied is missed by the first command to need it; a token that is copied is public."""
+    there = {str(path.relative_to(image)) for path in image.rglob("*") if path.is_file()}
+    needed = {p for p in tracked if p.startswith(("configs/", "launch/", "psearch_jax/", "retrieval/"))}
+    assert needed - there == {p for p in tracked if p.startswith("launch/deploy/")}
+    assert there - needed == {"setup.py"}
+    private = (".git/config", ".venv/bin/python", "runs/a/config.json", "launch/deploy/agent_token", "index/main/x")
+    assert not [path for path in (*private, "psearch_jax/text/__pycache__/tags.pyc") if kept(path, RULES)]
+
+
+def test_dependencies_are_read_from_setup_py_alone(image, tmp_path):
+    """The layer of the dependencies cannot be built, or leaves out the libraries of an accelerator."""
+    shutil.copyfile(image / "setup.py", tmp_path / "setup.py")
+    (tmp_path / "README.md").touch()
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run([*pip, f"--target={tmp_path / 'to'}", "."], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (metadata,) = (tmp_path / "to").glob("*.dist-info/METADATA")
+    text = metadata.read_text()
+    offered = set(re.findall(r"^Provides-Extra: (\S+)", text, re.MULTILINE))
+    asked = re.findall(r"EXTRAS[=:] ?([\w,]+)", "".join(path.read_text() for path in DEPLOY.iterdir()))
+    assert {"cuda", "tpu,gcs"} <= set(asked) and {name for one in asked for name in one.split(",")} <= offered
+    assert "Requires-Dist: scann" in text
+
+
+# ---- what runs ----
+
+
+@dataclass
+class Server:
+    """The retriever of compose.yaml, started in the image's files with paths and port of this machine."""
+
+    process: subprocess.Popen
+    port: int
+    url: str
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    """An index of a small corpus and a token, read-only."""
+    write_corpus(tmp_path / "people.jsonl", people())
+    corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
+    build_index(tmp_path / "index", corpus, HashingEncoder(256).fit(corpus))
+    (tmp_path / "token").write_text("s3cret\n")
+    return tmp_path
+
+
+@pytest.fixture
+def retriever(image, place) -> Iterator[Server]:
+    start = STARTS["compose.yaml retriever"]
+    here = {start.flag("index"): place / "index", start.flag("token_file"): place / "token"}
+    words = start.command[1:]
+    for there, path in here.items():
+        words = [word.replace(f"={there}", f"={path}") for word in words]
+    words = [word.replace(f"--port={start.flag('port')}", "--port=0") for word in words]
+    environment = {**os.environ, "PYTHONPATH": str(image), "HOME": str(place)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, *words], cwd=image, env=environment, **pipes)
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("serving 320 passages on http://0.0.0.0:"), line + process.stderr.read()
+        port = int(re.search(r":(\d+)/", line)[1])
+        yield Server(process, port, f"http://127.0.0.1:{port}")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def checked(check: list[str], port: int) -> int:
+    """What a health check ends with, asked of another port."""
+    own, _ = health(check)
+    return subprocess.run([sys.executable, *check[1:-1], check[-1].replace(str(own), str(port))]).returncode
+
+
+def test_probes_are_answered_with_a_token_set_and_sigterm_ends_in_time(retriever):
+    """A probe that is asked for the token kills every server; a stop that is not heard loses what is in flight."""
+    start, port = STARTS["compose.yaml retriever"], retriever.port
+    asked = {"queries": ["Baro Quill born"], "topk": 1}
+    refused = HTTP.request("POST", f"{retriever.url}/retrieve", json=asked)
+    answered = HTTP.request("POST", f"{retriever.url}/retrieve", json=asked, headers=TOKEN)
+    assert refused.status == 401 and answered.json()["result"][0][0]["id"] == "p0"
+    paths = {path for one in SERVERS.values() for _, path in one.probes}
+    assert [HTTP.request("GET", retriever.url + path).status for path in paths] == [200]
+    assert checked(HEALTHCHECK, port) == 0
+    retriever.process.send_signal(signal.SIGTERM)
+    assert retriever.process.wait(start.grace_s) == 0
+    assert retriever.process.stderr.read() == ""
+    assert checked(HEALTHCHECK, port) != 0
+
+
+def test_an_agent_searches_in_a_retriever_that_asks_for_a_token(retriever, place):
+    """The agent server is healthy and every answer fails, since it was not told the retriever's token."""
+    start = STARTS["compose.yaml agent"]
+    here = {"model": "toy", "retriever_url": f"{retriever.url}/retrieve", "port": "0"}
+    here |= {name: place / "token" for name in ("token_file", "retriever_token_file")}
+    words = start.command[1:]
+    for name, value in here.items():
+        words = [word if not word.startswith(f"--{name}=") else f"--{name}={value}" for word in words]
+    program = Program([sys.executable, *words, "--slots=2"], stderr=subprocess.DEVNULL)
+    try:
+        url = "http://127.0.0.1:" + re.search(r":(\d+)/", program.stdout.readline())[1]
+        check = manifests("compose.yaml")[0]["services"]["agent"]["healthcheck"]["test"][1:]
+        asked = {
+            "messages": [{"role": "user", "content": "Are the setting of Gamudol and the rival of Pujazas the same?"}]
+        }
+        answer = HTTP.request("POST", f"{url}/v1/chat/completions", json=asked, headers=TOKEN, timeout=120)
+        assert answer.status == 200, answer.data
+        assert checked(check, int(url.rsplit(":", 1)[1])) == 0
+        counted = HTTP.request("GET", f"{retriever.url}/metrics", headers=TOKEN).data.decode()
+        assert 'retriever_requests_total{status="200"}' in counted
+        program.terminate()
+        assert program.wait(start.grace_s) == 0
+    finally:
+        program.kill()
+
+
+def test_a_stopped_run_is_not_taken_for_done(tiny_policy, tmp_path):
+    """To a Job of Kubernetes exit code 0 is the end of the work: after a drained node nothing would go on."""
+    code = STARTS["gke-tpu-train.yaml"].flag("stopped_code")
+    run = Program([*command(tmp_path, tiny_policy, 1000), f"--stopped_code={code}"])
+    try:
+        wait_for(lambda: (tmp_path / "trajectories" / "000001.jsonl").is_file(), run)
+        run.terminate()
+        out, err = run.communicate(300)
+        assert run.returncode == int(code) and "interrupted: saved behind step" in out, err[-2000:]
+    finally:
+        run.kill()
+
+
+# ---- linters, where they are installed ----
+
+
+def tool(name: str) -> str:
+    """The path of a program; skips the test without it."""
+    found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "files"),
+    [
+        (["hadolint"], "Dockerfile"),
+        (["kubernetes-validate", "--strict"], "gke-*.yaml"),
+        (["check-jsonschema", "--builtin-schema=vendor.compose-spec"], "compose.yaml"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_linters_find_nothing(words, files):
+    """A misspelt field is ignored in silence by what reads these files."""
+    paths = sorted(map(str, DEPLOY.glob(files)))
+    done = subprocess.run([tool(words[0]), *words[1:], *paths], capture_output=True, text=True)
+    assert paths and done.returncode == 0, done.stdout + done.stderr
+
+
+def test_systemd_knows_every_setting_of_the_units(tmp_path):
+    """A misspelt setting is ignored with a line in the journal, and a server runs without what it was to keep from."""
+    paths = []
+    for path in sorted(DEPLOY.glob("*.service")):
+        paths.append(tmp_path / path.name)
+        paths[-1].write_text(path.read_text().replace("/opt/psearch/.venv/bin/python", sys.executable))
+    done = subprocess.run([tool("systemd-analyze"), "verify", "--man=no", *paths], capture_output=True, text=True)
+    assert len(paths) == 2 and done.returncode == 0 and not done.stderr, done.stderr
