@@ -7,6 +7,7 @@
     python launch/bench.py world --json=FILE      what the closed world's questions give away without a policy
     python launch/bench.py cold_start --json=FILE what a toy policy can before any reinforcement
     python launch/bench.py latency --parallel=RUN what splitting saves by the clock
+    python launch/bench.py users --json=FILE      many who ask one server at a time, answered as if alone
     python launch/bench.py weights --json=FILE    what the host holds while a checkpoint of 7B comes and goes
     python launch/bench.py scale --out=DIR        which machine each size needs, planned without one
     python launch/bench.py rollout --json=FILE    multi-turn rollouts beside transformers on PyTorch
@@ -35,6 +36,7 @@ SUBJECTS = (
     "world",
     "cold_start",
     "latency",
+    "users",
 )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import users
 from psearch_jax.types import UserError
 
 PROGRAM = Path(__file__).resolve().parents[1] / "launch" / "bench.py"
@@ -212,3 +213,18 @@ def test_latency(tmp_path):
         if line["batch"] == 1:
             assert line["one by one"]["calls"] == line["parallel"]["calls"] == line["parallel"]["turns"] - 1
     assert "| in process | 300 | 1 |" in done.stdout
+
+
+@pytest.mark.slow
+def test_users(tmp_path, monkeypatch):
+    """Answers that are not those got alone are counted as if they were, or a user is never asked for."""
+    done = bench("users", "--users=6", "--slots=3", "--seconds=2", "--count=1", f"--json={tmp_path / 'out.json'}")
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["outcomes"] == {"as alone": sum(found["by_user"]), "otherwise": 0, "failed": 0}
+    assert min(found["by_user"]) > 0 and len(found["seconds"]) == sum(found["by_user"])
+    assert f"| as alone | {sum(found['by_user'])} |" in done.stdout
+    monkeypatch.setattr(users, "told", lambda pool, url, asked, stream: ("alone",) if url else None)
+    asked = [{"seed": 0}]
+    assert users.together(None, "there", asked, [("alone",)], 2, 0.1)["outcomes"]["otherwise"] == 0
+    found = users.together(None, "there", asked, [("something else",)], 2, 0.1)
+    assert found["outcomes"]["otherwise"] > 0 == found["outcomes"]["as alone"] and "something else" in found["first"]
