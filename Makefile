@@ -5,6 +5,8 @@ WORKDIR ?= runs/demo
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
+# LOCKED=1: the versions that the tests last passed with, in place of the newest that setup.py takes.
+LOCKED ?=
 # One file of tests to one process, the longest files first (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
@@ -14,7 +16,7 @@ export JAX_PLATFORMS ?= cpu
 clear = @if [ -e "$(1)" ] && [ ! -f "$(1)/config.json" ]; then \
 	echo "$(1): exists and is not a run directory; not removed" >&2; exit 2; fi; rm -rf "$(1)"
 
-.PHONY: demo controls test test-all docs lint format clean
+.PHONY: demo controls test test-all docs lock lint format clean
 
 # Train the toy policy with GRPO in the closed world and print what changed. Starts over each time; ARGS: more flags.
 demo: $(STAMP)
@@ -44,6 +46,11 @@ docs: $(STAMP)
 	$(BIN)/python docs/reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# tests/lock.txt anew, for every Python that setup.py takes; uv is no dependency: pip install uv.
+lock:
+	uv pip compile setup.py --extra=test --universal --python-version=3.11 --no-emit-index-url --no-annotate \
+		--no-header --quiet --output-file=tests/lock.txt --upgrade
+
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -59,5 +66,5 @@ clean:
 $(STAMP): setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -e '.[test]'
+	$(BIN)/pip install --quiet $(if $(LOCKED),-c tests/lock.txt) -e '.[test]'
 	touch $(STAMP)
