@@ -2,11 +2,11 @@
 PYTHON ?= python3
 SEED ?= 0
 WORKDIR ?= runs/demo
-VENV := .venv
+# LOCKED=1: in an environment of its own, the versions that the tests last passed with, in place of the newest.
+LOCKED ?=
+VENV := .venv$(if $(LOCKED),-locked)
 BIN := $(VENV)/bin
 JOBS ?= 2
-# LOCKED=1: the versions that the tests last passed with, in place of the newest that setup.py takes.
-LOCKED ?=
 # One file of tests to one process, the longest files first (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
@@ -61,9 +61,9 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) runs site .pytest_cache .ruff_cache .import_linter_cache *.egg-info
+	rm -rf .venv .venv-locked runs site .pytest_cache .ruff_cache .import_linter_cache *.egg-info
 
-$(STAMP): setup.py
+$(STAMP): setup.py $(if $(LOCKED),tests/lock.txt)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet $(if $(LOCKED),-c tests/lock.txt) -e '.[test]'

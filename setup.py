@@ -17,6 +17,7 @@ EXTRAS = {
     "test": [
         *DOCS,
         "pytest>=8",
+        "setuptools>=77",  # a venv of Python 3.12 has none
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",  # one file per worker; most of the time is compiling, which takes one core
         "hypothesis>=6",

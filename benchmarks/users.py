@@ -58,20 +58,22 @@ def main(argv: Sequence[str]) -> None:
         alone = [told(pool, url, one, stream=False) for one in asked]
         alone_s = (time.perf_counter() - started) / len(asked)
         log(f"{flags.users} users for {flags.seconds:g} s")
+        started = time.perf_counter()
         found = together(pool, url, asked, alone, flags.users, flags.seconds)
-    seconds = np.array(found["seconds"])
+        lasted = time.perf_counter() - started  # whatever was asked in time is waited for
+    seconds = np.array(found["seconds"] or [np.nan])
     rows = [
-        ["answered", str(len(seconds))],
+        ["answered", str(len(found["seconds"]))],
         ["as alone", str(found["outcomes"]["as alone"])],
         ["otherwise", str(found["outcomes"]["otherwise"])],
         ["refused or failed", str(found["outcomes"]["failed"])],
-        ["answers a second", f"{len(seconds) / flags.seconds:.1f}"],
+        ["answers a second", f"{len(found['seconds']) / lasted:.1f}"],
         ["answers a second, one at a time", f"{1 / alone_s:.1f}"],
         *([f"seconds, {p}% at most", f"{np.percentile(seconds, p):.2f}"] for p in (50, 95, 99, 100)),
         ["answers to a user, least and most", f"{min(found['by_user'])} and {max(found['by_user'])}"],
     ]
     print(table([["", f"{flags.users} users, {flags.slots} slots, {flags.seconds:g} s"], *rows]))
-    written(flags.json, {"machine": machine(), "flags": vars(flags), "alone_s": alone_s, **found})
+    written(flags.json, {"machine": machine(), "flags": vars(flags), "alone_s": alone_s, "lasted_s": lasted, **found})
     wrong = found["outcomes"]["otherwise"] + found["outcomes"]["failed"]
     if wrong:
         raise UserError(f"{wrong} answers were not what they are alone; the first: {found['first'][:400]}")
@@ -90,8 +92,11 @@ def served(model: str, slots: int, users: int) -> Iterator[str]:
         yield line.rsplit(" ", 1)[1].strip().rstrip("/") + "/v1/chat/completions"
     finally:
         server.send_signal(signal.SIGTERM)
-        server.wait(60)
-        server.stdout.close()
+        try:
+            server.wait(60)
+        finally:
+            server.kill()
+            server.stdout.close()
 
 
 def told(pool: urllib3.PoolManager, url: str, asked: Asked, stream: bool) -> tuple[str, ...]:
@@ -136,8 +141,8 @@ def together(
                 got = told(pool, url, asked[i], stream=bool(user % 2))
                 outcome = "as alone" if got == alone[i] else "otherwise"
                 said = f"{asked[i]}: alone {alone[i]}, here {got}" if outcome == "otherwise" else ""
-            except (UserError, urllib3.exceptions.HTTPError) as error:
-                outcome, said = "failed", str(error)
+            except (UserError, urllib3.exceptions.HTTPError, ValueError, LookupError) as error:
+                outcome, said = "failed", f"{type(error).__name__}: {error}"
             with lock:
                 outcomes[outcome] += 1
                 first[0] = first[0] or said

@@ -16,14 +16,13 @@ from pathlib import Path
 
 from absl import flags
 
-from psearch_jax import launching
+from psearch_jax import given, launching
 from psearch_jax.limits import HOTTEST
 from psearch_jax.paths import locate, make_writable, write_whole
-from psearch_jax.serving import given
 from psearch_jax.types import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-given.define_flags()
+given.define_flags("toy")
 BESIDE = flags.DEFINE_enum("beside", None, given.METHODS, "Another method to answer each question by, too.")
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", 0.0, HOTTEST)
 SEED = flags.DEFINE_integer("seed", 0, "Of the sampling; without effect at temperature 0.", 0, 2**32 - 1)
@@ -35,7 +34,7 @@ def main(argv: list[str]) -> None:
     launching.configure_jax()
     for stream in (sys.stdout, sys.stdin):
         stream.reconfigure(errors="replace")
-    config = given.config(ROOT, slots=1)
+    config = given.to_serve(ROOT, slots=1)
     config = replace(config, rollout=replace(config.rollout, widths=1))  # nothing is compiled twice for one question
 
     if SVG.value:
@@ -89,7 +88,9 @@ def main(argv: list[str]) -> None:
     asked = 0
     try:
         for question in given_here or (typed(examples) if typing else lines(examples)):
-            if not typing and not JSON.value and (SVG.value or not given_here):
+            if typing and not given_here:
+                shown.record(f"> {question}")
+            elif not JSON.value and (SVG.value or not given_here):
                 shown.line(f"> {question}")
             asked += 1
             try:

@@ -17,34 +17,27 @@ import logging
 from typing import Any
 
 from absl import flags
-from ml_collections import config_flags
 
-from psearch_jax import launching, processes
+from psearch_jax import given, launching, processes
 from psearch_jax.config import Config, from_mapping, with_method
 from psearch_jax.paths import locate, write_whole
 from psearch_jax.types import Question, UserError
 
 log = logging.getLogger("psearch_jax")
 
-MODEL = flags.DEFINE_string("model", None, "HF directory or hub id, run directory, checkpoint, or toy.")
-BEST = flags.DEFINE_bool("best", False, "Of a run directory: the best checkpoint by validation, not the newest.")
+given.define_flags(None)
 BENCHMARK = flags.DEFINE_multi_string("benchmark", [], "NAME:FILE, closed_world or closed_world:SET; repeatable.")
 OUT = flags.DEFINE_string("out", None, "The directory to write to.")
-CONFIG = config_flags.DEFINE_config_file("config", None, "Budgets, prompt and retrieval of a file in configs/.")
-METHOD = flags.DEFINE_string("method", None, "parallelsearch, search_r1, parallel_prompt or r1.")
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", lower_bound=0.0)
 SEED = flags.DEFINE_integer("seed", 1, "Of the sampling; without effect at temperature 0.")
 SAMPLES = flags.DEFINE_integer("samples", 1, "Trajectories per question.", lower_bound=1)
 K = flags.DEFINE_multi_integer("k", [], "Report pass@k and maj@k, k at most --samples; repeatable.", lower_bound=1)
 COUNT = flags.DEFINE_integer("count", 0, "Questions per benchmark; 0: a whole file, 400 per closed-world set.")
 COUNT_SEED = flags.DEFINE_integer("count_seed", 1, "Of the draw of --count questions from a file.")
-INDEX = flags.DEFINE_string("index", None, "Index directory made by launch/build_index.py.")
-CORPUS = flags.DEFINE_string("corpus", None, "A jsonl corpus in place of an index (small ones only).")
-URL = flags.DEFINE_string("retriever_url", None, "Server that speaks /retrieve, in place of an index; also several.")
 SKIP = flags.DEFINE_bool("skip_bad_rows", False, "Leave bad rows of a file out, and list them in OUT/skipped.txt.")
 TRAINING = flags.DEFINE_string("training_data", None, "Questions trained on, to find leaks; default: the run's own.")
 launching.process_flags()
-flags.mark_flags_as_required(["model", "out"])
+flags.mark_flag_as_required("out")
 
 # Flags that set one field of the config: flag -> section, type, help.
 FIELDS = {
@@ -55,7 +48,6 @@ FIELDS = {
     "obs_tokens": ("rollout", int, "ids of one observation"),
     "search_turns": ("rollout", int, "searches; one answer turn follows"),
     "initial_search": ("rollout", bool, "search the question itself before the first turn"),
-    "topk": ("retrieval", int, "passages per sub-query"),
     "template": ("data", str, "packaged prompt template or a file"),
     "prompt": ("data", str, "template, or row: the prompt that comes with each question"),
     "world_seed": ("data", int, "which closed world"),
@@ -71,26 +63,12 @@ OVERRIDES = {
 }
 
 
-def base_config(model: str) -> Config:
-    """The config that the flags start from: --config, else that of the run a checkpoint belongs to, else defaults."""
-    if CONFIG.value is not None:
-        return from_mapping(CONFIG.value.to_dict())
-    from psearch_jax.train.run_config import config_of
-
-    return config_of(model) or Config()
-
-
 def with_flags(config: Config) -> Config:
-    """The config with every field that a flag names."""
+    """The config with every field that a flag of this program names."""
     values = dataclasses.asdict(config)
     for name, flag in OVERRIDES.items():
         if flag.value is not None:
             values[FIELDS[name][0]][name] = flag.value
-    if METHOD.value is not None:
-        values["method"] = METHOD.value
-    given = {"index": INDEX.value, "corpus": CORPUS.value, "url": URL.value}
-    if any(given.values()):
-        values["retrieval"] |= {name: value or "" for name, value in given.items()}
     return from_mapping(values)
 
 
@@ -98,7 +76,7 @@ def with_passages(config: Config, closed_world: list[bool]) -> Config:
     """The config with the passages that the benchmarks need: the closed world's own, or those of a named index."""
     retrieval, source = config.retrieval, ""
     if all(closed_world):
-        if INDEX.value or CORPUS.value or URL.value:
+        if given.passages():
             raise UserError(
                 "--index, --corpus, --retriever_url: found with the closed world, which brings its own passages"
             )
@@ -132,12 +110,8 @@ def leaks(benchmarks: dict[str, list[Question]], trained_on: str, held_out: floa
 
 def main(_: list[str]) -> None:
     launching.configure_jax()
-    model = MODEL.value
-    if BEST.value:
-        from psearch_jax.train.best import find_best
-
-        model = str(find_best(model))
-    given = with_flags(base_config(model))
+    model = given.model()
+    asked = with_flags(given.config(model))
     if any(k > SAMPLES.value for k in K.value):
         raise UserError(f"--k={max(K.value)}: accepted: at most --samples={SAMPLES.value}")
 
@@ -145,7 +119,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.eval.benchmarks import load_benchmarks
 
     skipped: list[str] | None = [] if SKIP.value else None
-    data = given.data
+    data = asked.data
     loaded = load_benchmarks(
         BENCHMARK.value,
         lambda: ClosedWorld.make(data.world_seed, names=data.world_names),
@@ -154,8 +128,8 @@ def main(_: list[str]) -> None:
         COUNT_SEED.value,
     )
     questions = {benchmark.name: benchmark.questions for benchmark in loaded}
-    config = with_passages(given, [benchmark.closed_world for benchmark in loaded])
-    leaked = leaks(questions, given.data.source, given.data.validation_share)
+    config = with_passages(asked, [benchmark.closed_world for benchmark in loaded])
+    leaked = leaks(questions, asked.data.source, asked.data.validation_share)
 
     from tqdm import tqdm
 

@@ -24,18 +24,15 @@ _INDEX = flags.DEFINE_string("index", None, "index directory, or several over on
 _LIVE = flags.DEFINE_string("live", None, "settings of a search service, in place of an index")
 _RERANKER = flags.DEFINE_string("reranker", None, "directory of a BERT cross-encoder that orders what is found")
 _CANDIDATES = flags.DEFINE_integer("candidates", 20, "passages of each query that the reranker reads", 1, 1000)
-_HOST = flags.DEFINE_string("host", "127.0.0.1", "address to listen on; 0.0.0.0 is every network this machine is in")
-_PORT = flags.DEFINE_integer("port", 8000, "port; 0 takes a free one", 0, 65535)
 _TOPK = flags.DEFINE_integer("topk", 3, "passages per query where a request names no number", 1, 100)
-_TOKEN = flags.DEFINE_string("token_file", None, "file with the bearer token that clients have to send")
 _CACHE = flags.DEFINE_integer("cache_queries", 65_536, "answers kept", 0)
 _CACHE_MB = flags.DEFINE_integer("cache_mb", 1024, "megabytes that kept answers take at most", 0)
-_STOP = flags.DEFINE_integer("stop_seconds", 20, "how long a stop waits for what is in flight", 0)
+launching.server_flags(8000)
 
 
 def main(_: list[str]) -> None:
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
-    token = launching.read_token(_TOKEN.value, "--token_file") if _TOKEN.value else None
+    token = launching.server_token()
     if bool(_INDEX.value) == bool(_LIVE.value):
         raise UserError(f"--index, --live: found {'both' if _LIVE.value else 'neither'}, accepted: one of them")
     from retrieval.server import make_app, serve
@@ -50,7 +47,7 @@ def main(_: list[str]) -> None:
     about = retriever.describe()
     what = f"{about['rows']} passages" if about["rows"] else about["corpus"]
     ready = f"serving {what} on {{url}}"
-    if not serve(app, _HOST.value, _PORT.value, ready, _STOP.value):
+    if not serve(app, flags.FLAGS.host, flags.FLAGS.port, ready, flags.FLAGS.stop_seconds):
         os._exit(0)  # an exit in order would wait for the search, and whoever asked for it has been told
 
 

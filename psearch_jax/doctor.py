@@ -170,10 +170,7 @@ def memory(config: Config, found: list[Plan]) -> str:
     target = Target("here", jax.devices(), Chip(room, 0.0, 0.0), first.device_kind)
     plan = make_plan(config, target, names=())
     found.append(plan)
-    beside = dict(plan.resident)
-    if config.model.lora_rank and not config.model.int8_weights:
-        beside["sampling_copy"] = 0  # the sampler reads the frozen base itself, unless a mesh splits it otherwise
-    needed = sum(beside.values())
+    needed = plan.held_bytes
     text = f"{needed / GIB:.2f} of {room / GIB:.2f} GiB on each device before anything is computed"
     if not room:
         return f"{needed / GIB:.2f} GiB on each device before anything is computed; what there is, is not known"

@@ -81,6 +81,20 @@ def process_flags() -> None:
     flags.DEFINE_bool("distributed", False, "Several processes, as a TPU pod, Slurm or Kubernetes names them.")
 
 
+def server_flags(port: int) -> None:
+    """Defines the flags of a program that serves over HTTP, by default at `port`; `server_token` reads one of them."""
+    flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 is every network this machine is in.")
+    flags.DEFINE_integer("port", port, "Port; 0 takes a free one.", 0, 65535)
+    flags.DEFINE_string("token_file", None, "File with the bearer token that clients have to send.")
+    flags.DEFINE_integer("stop_seconds", 20, "How long a stop waits for what is in flight.", 0)
+
+
+def server_token() -> str | None:
+    """The token that --token_file holds; None: clients are asked for none. Raises as `read_token` does."""
+    file = flags.FLAGS.token_file
+    return read_token(file, "--token_file") if file else None
+
+
 def configure_jax() -> None:
     """Turns the persistent compilation cache on, for every program however small; our log lines go to stderr, plain.
     Joins the other processes, where `process_flags` names any.

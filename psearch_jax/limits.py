@@ -11,6 +11,7 @@ from psearch_jax.config import PRESETS, Config, best_metric
 from psearch_jax.types import UserError
 
 HOTTEST = 2.0  # temperature that a question may be asked at
+MAX_SEED = 2**63 - 1  # of a question
 
 
 class Limit(NamedTuple):
@@ -22,7 +23,7 @@ class Limit(NamedTuple):
 
 def _are_urls(text: str) -> bool:
     found = (url.strip() for url in re.split(r"[,|]", text))
-    return all(re.fullmatch(r"https?://[^/\s]+/\S*", url) for url in found if url)
+    return not text or all(re.fullmatch(r"https?://[^/\s]+/\S*", url) for url in found)
 
 
 _AT_LEAST_1 = Limit("at least 1", lambda value: value >= 1)

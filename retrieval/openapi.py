@@ -66,7 +66,7 @@ class Describer:
         }
 
 
-def description(queries: int, query_chars: int, topk: int, with_token: bool) -> Schema:
+def description(queries: int, query_chars: int, topk: int, rows: int, with_token: bool) -> Schema:
     """What /openapi.json of the retrieval server returns, by what one request may ask for."""
     describer = Describer(fields({"detail": TEXT}), with_token)
     asked = fields(
@@ -74,6 +74,7 @@ def description(queries: int, query_chars: int, topk: int, with_token: bool) -> 
         topk={"type": ["integer", "null"], "minimum": 1, "maximum": topk},
         return_scores={"type": "boolean"},
     )
+    asked["description"] = f"Queries x topk may be {rows} at most."
     passage = fields({"id": TEXT, "contents": TEXT})
     found = {"anyOf": [passage, fields({"document": passage, "score": NUMBER})]}
     told = {"type": ["string", "null"]}

@@ -124,7 +124,9 @@ def make_app(
         return PlainTextResponse(generate_latest(metrics.registry))
 
     async def described(_: Request) -> Response:
-        return JSONResponse(description(limits.queries, limits.query_chars, limits.topk, token is not None))
+        return JSONResponse(
+            description(limits.queries, limits.query_chars, limits.topk, limits.rows, token is not None)
+        )
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -171,6 +173,8 @@ def _parse(body: bytes, limits: Limits, default_topk: int) -> tuple[list[str], i
     if longest > limits.query_chars:
         raise HTTPException(422, f"queries: one has {longest} characters, accepted: at most {limits.query_chars}")
     topk = default_topk if topk is None else topk
+    if isinstance(topk, float) and topk.is_integer():  # JSON knows one kind of number
+        topk = int(topk)
     if isinstance(topk, bool) or not isinstance(topk, int) or not 1 <= topk <= limits.topk:
         raise HTTPException(422, f"topk: expected a whole number from 1 to {limits.topk}, or null")
     if len(queries) * topk > limits.rows:

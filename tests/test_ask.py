@@ -6,8 +6,12 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 from programs import ROOT, completed
 
+from psearch_jax import given
+from psearch_jax.config import Config, RetrievalSection
 from psearch_jax.data.asking import questions
 from psearch_jax.data.closed_world import ClosedWorld
 
@@ -86,3 +90,22 @@ def test_what_cannot_be_asked_is_one_line(arguments, named):
     done = completed([*ASK, *arguments])
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 2 and named in done.stderr and "Traceback" not in done.stderr and last, done.stderr
+
+
+def test_the_token_of_a_runs_server_goes_to_no_other(tmp_path):
+    """`--retriever_url` names another server: what a run's own asks for would be sent there, or is not to be found."""
+    with flagsaver.flagsaver(model="toy", retriever_url="http://127.0.0.1:9/retrieve"):
+        own = Config(retrieval=RetrievalSection(url="http://own:1/retrieve", token_file="/run/secrets/own"))
+        assert given.config("toy", own).retrieval == RetrievalSection(url="http://127.0.0.1:9/retrieve")
+        with flagsaver.flagsaver(retriever_token_file="mine"):
+            assert given.config("toy", own).retrieval.token_file == "mine"
+    with flagsaver.flagsaver(model="toy"):
+        assert given.config("toy", own).retrieval.token_file == "/run/secrets/own"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def defined():
+    """The flags of a program, as parsed of an empty command line."""
+    if "retriever_url" not in flags.FLAGS:
+        given.define_flags("toy")
+    flags.FLAGS([""])

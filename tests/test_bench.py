@@ -12,9 +12,7 @@ from benchmarks import users
 from psearch_jax.types import UserError
 
 PROGRAM = Path(__file__).resolve().parents[1] / "launch" / "bench.py"
-
-
-SUBJECTS = ("retrieval", "recall", "corpus", "questions", "scale", "weights", "rollout", "update", "step")
+SUBJECTS = runpy.run_path(str(PROGRAM))["SUBJECTS"]
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess:

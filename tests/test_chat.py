@@ -197,6 +197,15 @@ def test_a_token_is_asked_for_but_not_for_the_page(toy):
         assert closed.post(body(asked[0]), PATH, Authorization="Bearer word").status == 200
 
 
+def test_earlier_messages_refuse_nothing():
+    """A client that sends its whole talk again is refused for good after one question with a picture alone."""
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+    asked = {"messages": [picture, {"role": "assistant", "content": None}, {"role": "user", "content": " Who? "}]}
+    assert read(asked, Limits()) == Asking("Who?")
+    with pytest.raises(HTTPException, match="the last one of role user"):
+        read({"messages": [{"role": "user", "content": "Who?"}, picture]}, Limits())
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 
 import pytest
 from programs import ROOT, refusal
@@ -58,3 +59,25 @@ def test_every_link_leads_somewhere(page):
             headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor[1:] in slugs, (page.name, target, anchor)
+
+
+def test_the_tree_of_the_readme_has_every_file():
+    """The map of the project misses a place, or shows one that is gone."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is no git clone")
+    files = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
+    drawn, folder = set(), ""
+    for line in re.search(r"^## The tree\n\n```\n(.*?)^```", PAGES[0].read_text(), re.M | re.S)[1].splitlines():
+        name = line.strip().split(maxsplit=1)[0]
+        if not line.startswith(" "):
+            folder = name if name.endswith("/") and len(line.split()) == 1 else ""
+            drawn |= {name} - {folder}
+        elif line.startswith("  ") and line[2] != " ":
+            drawn.add(folder + name)
+    folders = tuple(name for name in drawn if name.endswith("/"))
+    found = {name for name in files if not name.startswith(folders) and not name.endswith("/__init__.py")}
+    shown = {name for name in drawn if not name.endswith(("/", "/__init__.py"))}
+    found -= {"README.md", ".gitignore"}
+    assert sorted(shown - found) == [] and sorted(found - shown) == []
+    assert all(any(name.startswith(folder) for name in files) for folder in folders)

@@ -10,10 +10,11 @@ import shutil
 
 import numpy as np
 import pytest
-from helpers import PASSAGES
+from helpers import PASSAGES, question, random_params, rollout_section, scripted_sampler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.exceptions import HTTPException
+from test_collect import CONFIG, collect, say
 
 from configs.smoke import get_config
 from psearch_jax.config import Config, from_mapping
@@ -35,9 +36,10 @@ ALIKE = "HOSTILE" not in os.environ
 many = settings(max_examples=COUNT, deadline=None, derandomize=ALIKE)
 few = settings(many, max_examples=max(50, COUNT // 10), suppress_health_check=list(HealthCheck))
 ACTS = "<think> </think> <search> </search> <answer> </answer> <information> </information> ## #".split()
-PARTS = st.sampled_from(
-    [*ACTS, "< /search>", "</ANSWER>", "<\nanswer>", "<//think>", "\u202e", "<|im_end|>", "\x00", "é"]
-)
+PIECES = ["< /search>", "</ANSWER>", "<\nanswer>", "<//think>", "\u202e", "<|im_end|>", "\x00", "é"]
+PARTS = st.sampled_from([*ACTS, *PIECES])
+WHOLE = ["", "<search> Ada ## Baro Quill born </search>", "<search>1912</search>", "<answer> Ada </answer>"]
+BATCH = 50
 WRITTEN = st.lists(PARTS | st.text(max_size=6), max_size=24).map("".join)
 JSON = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=20),
@@ -76,6 +78,59 @@ def test_no_passage_forges_a_tag_an_action_or_a_control_id(tiny_tokenizer, found
     assert tags.TAG.findall(text) == [tags.INFORMATION_OPEN, tags.INFORMATION_CLOSE]
     assert text.startswith(f"\n{tags.INFORMATION_OPEN}\n") and text.endswith(f"{tags.INFORMATION_CLOSE}\n")
     assert tags.parse_turn(text) == tags.NO_ACTION
+
+
+class Forger:
+    """Finds passages made of tags, control words and whatever else, each of which says `forged`."""
+
+    def __init__(self, rng: np.random.Generator):
+        self._rng = rng
+
+    def search(self, queries, k):
+        return [[Passage("p", *(written(self._rng, "forged") for _ in range(2))) for _ in range(k)] for _ in queries]
+
+
+def written(rng: np.random.Generator, *words: str) -> str:
+    """Some of everything, and the words."""
+    parts = [*ACTS, *PIECES, *words, "Ada", "Baro Quill", "1912", " ", "\n"]
+    return "".join(
+        parts[i] + " " * rng.integers(2) for i in rng.integers(len(parts), size=rng.integers(24))
+    ) + "".join(f" {word} " for word in words)
+
+
+@pytest.mark.parametrize("first", range(0, COUNT, 50 * BATCH))
+def test_whatever_is_written_and_found_a_rollout_is_what_was_sampled(tiny_tokenizer, rollouts, first):
+    """Ids, mask and log-probs out of step teach the policy what it did not write; a passage that acts teaches it to
+    obey passages."""
+    sampler, params = rollouts
+    rng = np.random.default_rng(first if ALIKE else None)
+    rollout, searches = rollout_section(samples=1, slots=16, context_tokens=448, turn_tokens=96, obs_tokens=96), 0
+    for start in range(first, min(COUNT, first + 50 * BATCH), BATCH):
+        turns = [[written(rng)[:30] + act for act in rng.choice(WHOLE, 3)] for _ in range(BATCH)]
+        scripts = [say(tiny_tokenizer, *parts) for parts in turns]
+        asked = [question(f"{start}-{i}") for i in range(BATCH)]
+        for t in collect(sampler, tiny_tokenizer, params, scripts, rollout, Forger(rng), questions=asked):
+            assert "forged" not in (t.answer or "")
+            for turn in t.turns:
+                action = tags.parse_turn(turn.text, tags.MAX_SUB_QUERIES)
+                assert not turn.queries or turn.queries == action.queries
+                assert turn.answer is None or turn.answer == action.answer
+                assert "forged" not in turn.text
+            found = [tiny_tokenizer.decode(part, control=True) for part in observations(t)]
+            assert all(tags.parse_turn(text) == tags.NO_ACTION for text in found)
+            searches += sum(tags.INFORMATION_OPEN in text and "forged" in text for text in found)
+    assert searches > 10  # or nothing was put to the test
+
+
+@pytest.fixture(scope="module")
+def rollouts(tiny_tokenizer):
+    return scripted_sampler(tiny_tokenizer, CONFIG), random_params(CONFIG, seed=2)
+
+
+def observations(t) -> list[list[int]]:
+    """What the host put behind the prompt, piece by piece."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[1], t.mask[t.prompt_length :].astype(int), [1]])))
+    return [t.ids[t.prompt_length + a : t.prompt_length + b].tolist() for a, b in edges.reshape(-1, 2)]
 
 
 @many

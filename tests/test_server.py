@@ -375,6 +375,27 @@ def test_a_stop_has_an_end():
         connection.close()
 
 
+EARLY = """
+import os, signal, uvicorn
+run = uvicorn.Server.run
+
+def stopped(self, sockets):
+    os.kill(os.getpid(), signal.SIGTERM)  # the address is printed, and uvicorn does not listen for signals yet
+    run(self, sockets)
+
+uvicorn.Server.run = stopped
+"""
+
+
+def test_a_stop_right_behind_the_start_is_heard():
+    """A server that is taken back as it starts runs until it is killed."""
+    script = EARLY + STUCK
+    process = subprocess.run(
+        [sys.executable, "-c", script], cwd=PROGRAM.parents[1], capture_output=True, text=True, timeout=60
+    )
+    assert process.returncode == 0 and process.stdout.endswith("whole stop: True\n"), process.stderr[-2000:]
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("served")

@@ -80,6 +80,12 @@ class Plan:
     programs: Mapping[str, Program]  # of each program the width that needs most, which need not be the largest
     widths: Mapping[str, Mapping[int, int]]  # of each program the bytes in all by width; -1: refused
     large: tuple[tuple[str, tuple[int, ...], str, int, bool], ...]  # fields as in ARRAY
+    in_place: bool  # the sampler reads the frozen base itself: resident counts it in sampling_copy, too
+
+    @property
+    def held_bytes(self) -> int:
+        """What lies there before anything is computed, if nothing that a run holds went away in between."""
+        return sum(self.resident.values()) - (self.resident["frozen_base"] if self.in_place else 0)
 
     @property
     def fits(self) -> bool:
@@ -257,7 +263,9 @@ def make_plan(
             break
     large = tuple(row for name, tree in arrays.items() for row in _large(name, tree, mesh))
     chips = len(target.devices)
-    return Plan(target.topology, chips, target.chip, dict(mesh.shape), model, resident, compiled, by_width, large)
+    return Plan(
+        target.topology, chips, target.chip, dict(mesh.shape), model, resident, compiled, by_width, large, in_place
+    )
 
 
 def bytes_per_chip(tree: Any) -> int:

@@ -87,10 +87,7 @@ class Collector:
             state = self.sampler.admit(state, prompts, nothing - 1, np.zeros((rows, 2), np.uint32), 1, 1, nothing - 1)
         for span in widths.spans:
             state = self.sampler.generate(params, state, 1.0, span)
-        count = 1
-        while count < 2 * self.parts.rollout.slots:  # as many as may be admitted at one time
-            sampling.row_keys(0, 0, [np.zeros(8, np.uint32)] * count, [0] * count)
-            count *= 2
+        sampling.row_keys(0, 0, [np.zeros(8, np.uint32)], [0])
         jax.block_until_ready(state)
 
     def collect(

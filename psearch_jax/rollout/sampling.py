@@ -13,6 +13,7 @@ import numpy as np
 from psearch_jax.models.decoder import NEG_INF
 
 _BLOCK = 256
+_FOLDED = 256  # keys made together: one shape, compiled once
 
 
 def choose(logits: jax.Array, uniform: jax.Array) -> jax.Array:
@@ -81,10 +82,10 @@ def row_keys(seed: int, step: int, words: Sequence[np.ndarray], samples: Sequenc
     Nothing of the batch enters, so a rollout draws the same numbers wherever and with whomever it runs.
     """
     n = len(words)
-    size = max(8, 1 << (n - 1).bit_length())  # few shapes, few compilations
-    w, s = np.zeros((size, 8), np.uint32), np.zeros(size, np.uint32)
-    w[:n], s[:n] = np.stack(words), np.asarray(samples, np.uint32)
-    return np.asarray(_fold(np.uint32(seed), np.uint32(step), w, s))[:n]
+    w, s = np.zeros((-(-n // _FOLDED), _FOLDED, 8), np.uint32), np.zeros((-(-n // _FOLDED), _FOLDED), np.uint32)
+    w.reshape(-1, 8)[:n], s.reshape(-1)[:n] = np.stack(words), np.asarray(samples, np.uint32)
+    parts = [np.asarray(_fold(np.uint32(seed), np.uint32(step), *part)) for part in zip(w, s, strict=True)]
+    return np.concatenate(parts)[:n]
 
 
 @functools.partial(jax.jit)

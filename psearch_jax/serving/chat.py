@@ -32,10 +32,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from psearch_jax.limits import HOTTEST
+from psearch_jax.limits import HOTTEST, MAX_SEED
 from psearch_jax.serving.answerer import Answerer, Event
 from psearch_jax.serving.console import Told, as_json, rankings
-from psearch_jax.serving.openapi import MAX_SEED, description
+from psearch_jax.serving.openapi import description
 from psearch_jax.types import Trajectory, UserError
 from retrieval import http
 
@@ -214,9 +214,10 @@ def read(asked: Mapping[str, Any], limits: Limits) -> Asking:
     messages = asked.get("messages")
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
         raise HTTPException(422, "messages: expected a list of objects with role and content")
-    questions = [_question(one.get("content"), limits) for one in messages if one.get("role") == "user"]
-    if not questions:
+    asked_last = [one for one in messages if one.get("role") == "user"][-1:]
+    if not asked_last:
         raise HTTPException(422, "messages: expected one of role user")
+    question = _question(asked_last[0].get("content"), limits)
     stream, temperature, seed, n = (asked.get(name) for name in ("stream", "temperature", "seed", "n"))
     if not isinstance(stream, bool | None):
         raise HTTPException(422, "stream: expected true or false")
@@ -229,16 +230,16 @@ def read(asked: Mapping[str, Any], limits: Limits) -> Asking:
         raise HTTPException(422, "seed: expected a whole number of 64 bits")
     if n is not None and (isinstance(n, bool) or n != 1):
         raise HTTPException(422, "n: expected 1, one answer to a request")
-    return Asking(questions[-1], bool(stream), float(temperature or 0), seed or 0)
+    return Asking(question, bool(stream), float(temperature or 0), seed or 0)
 
 
 def _question(content: Any, limits: Limits) -> str:
-    """What a message of role `user` asks."""
+    """What the content of a message asks."""
     if isinstance(content, list):  # parts, of which those of text count
         texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         content = " ".join(texts) if all(isinstance(text, str) for text in texts) else None
     if not isinstance(content, str) or not content.strip():
-        raise HTTPException(422, "messages: expected a text as the content of role user")
+        raise HTTPException(422, "messages: expected a text as the content of the last one of role user")
     if len(content) > limits.question_chars:
         found = f"messages: found a question of {len(content)} characters"
         raise HTTPException(422, f"{found}, accepted: at most {limits.question_chars}")

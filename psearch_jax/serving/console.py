@@ -105,6 +105,10 @@ class Shown:
         """Writes a line of the program's own."""
         self._line(text)
 
+    def record(self, text: str) -> None:
+        """Takes note of a line that the terminal shows already."""
+        self.recorded.append(f"{printable(text)}\n")
+
     def _line(self, text: str, style: str = "") -> None:
         self._write(text if self._at_start else f"\n{text}", style)
         self._write("\n", style)

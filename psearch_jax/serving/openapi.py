@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from psearch_jax.limits import HOTTEST
+from psearch_jax.limits import HOTTEST, MAX_SEED
 from retrieval.openapi import NUMBER, PROMETHEUS, TEXT, WHOLE, Describer, Schema, fields, json_of, rows_of
-
-MAX_SEED = 2**63 - 1
 
 
 def description(question_chars: int, with_token: bool) -> Schema:
@@ -36,13 +34,20 @@ def _is(**values: str) -> Schema:
 
 
 def _request(question_chars: int) -> Schema:
-    """What a request may hold. Of its messages those of role `user` count, and of their parts those of text."""
-    said = {**TEXT, "pattern": "\\S"}
+    """What a request may hold. Of its messages the last one of role `user` counts, and of its parts those of text."""
+    said = {**TEXT, "pattern": "\\S", "maxLength": question_chars}
     parts = {
-        **rows_of({"anyOf": [fields({"type": {"const": "text"}, "text": TEXT}), {"not": _is(type="text")}]}),
+        **rows_of(
+            {
+                "anyOf": [
+                    fields({"type": {"const": "text"}, "text": {**TEXT, "maxLength": question_chars}}),
+                    {"not": _is(type="text")},
+                ]
+            }
+        ),
         "contains": fields({"type": {"const": "text"}, "text": said}),
     }
-    question = {"anyOf": [{**said, "maxLength": question_chars}, parts]}
+    question = {"anyOf": [said, parts]}
     asked = fields({"role": {"const": "user"}, "content": question})
     message = {"type": "object", "anyOf": [asked, {"not": _is(role="user")}]}
     return fields(

@@ -1,4 +1,4 @@
-"""What launch/ask.py and launch/serve_agent.py are given: flags that name a policy, and what it searches in."""
+"""What the programs that use a policy are given: flags that name it, and what it searches in."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ EXAMPLES = ("parallel", "sequential", "parallel")  # their kinds
 PATIENCE_S = 10.0  # with servers of passages
 
 
-def define_flags() -> None:
-    """Defines the flags; call it once, before they are parsed."""
-    flags.DEFINE_string("model", "toy", "Run directory, checkpoint, HF directory or hub id, or toy.")
+def define_flags(model: str | None) -> None:
+    """Defines the flags, once and before they are parsed. `model`: of whom names none; None: it has to be named."""
+    flags.DEFINE_string(
+        "model", model, "Run directory, checkpoint, HF directory or hub id, or toy.", required=not model
+    )
     flags.DEFINE_bool("best", False, "Of a run directory: the best checkpoint by validation, not the newest.")
     config_flags.DEFINE_config_file("config", None, "Budgets, prompt and retrieval of a file in configs/.")
     flags.DEFINE_enum("method", None, METHODS, "How to search.")
@@ -43,10 +45,47 @@ def model() -> str:
     return str(find_best(flags.FLAGS.model))
 
 
-def config(root: Path, slots: int, samples: int = 1) -> Config:
-    """Budgets, prompt and retrieval: of --config, else of the run that the policy belongs to, else the defaults.
+def config(model: str, default: Config = Config()) -> Config:  # noqa: B008 (frozen)
+    """Budgets, prompt and retrieval by --config, else of the run that a policy belongs to, else the default.
 
-    The toy policy's are those of configs/smoke.py, and its world is searched where no passages are named.
+    Over them stand the method, the passages and the split of layers that flags name.
+
+    Raises:
+      UserError: passages of several kinds.
+    """
+    given = flags.FLAGS
+    if given.config is not None:
+        found = from_mapping(given.config.to_dict())
+    else:
+        from psearch_jax.train.run_config import config_of
+
+        found = config_of(model) or default
+    retrieval, mesh = found.retrieval, found.mesh
+    if passages():
+        # The token of the run's own server is for no other.
+        names = {"index": given.index, "corpus": given.corpus, "url": given.retriever_url, "token_file": None}
+        retrieval = replace(retrieval, **{name: value or "" for name, value in names.items()})
+    if given.retriever_token_file:
+        retrieval = replace(retrieval, token_file=given.retriever_token_file)
+    if given.topk:
+        retrieval = replace(retrieval, topk=given.topk)
+    if given.tensor:
+        mesh = MeshSection(tensor=given.tensor)
+    return replace(found, retrieval=retrieval, mesh=mesh, method=given.method or found.method)
+
+
+def passages() -> bool:
+    """Whether a flag names passages. Raises `UserError` where several do."""
+    named = [name for name in ("index", "corpus", "retriever_url") if flags.FLAGS[name].value]
+    if len(named) > 1:
+        raise UserError("--index, --corpus, --retriever_url: found several, accepted: one of them")
+    return bool(named)
+
+
+def to_serve(root: Path, slots: int, samples: int = 1) -> Config:
+    """The config of a policy that answers single questions.
+
+    The toy policy's is that of configs/smoke.py, and its world is searched where no passages are named.
 
     Args:
       root: of the repository.
@@ -56,34 +95,16 @@ def config(root: Path, slots: int, samples: int = 1) -> Config:
     Raises:
       UserError: no passages to search in, or several kinds of them.
     """
-    given, found = flags.FLAGS, None
-    passages = {"index": given.index, "corpus": given.corpus, "url": given.retriever_url}
-    if sum(map(bool, passages.values())) > 1:
-        raise UserError("--index, --corpus, --retriever_url: found several, accepted: one of them")
-    if given.config is not None:
-        found = from_mapping(given.config.to_dict())
-    elif given.model == "toy":
+    default = Config()
+    if flags.FLAGS.model == "toy":
         sys.path.insert(0, str(root))
-        found = from_mapping(importlib.import_module("configs.smoke").get_config().to_dict())
-    else:
-        from psearch_jax.train.run_config import config_of
-
-        found = config_of(given.model) or Config()
+        default = from_mapping(importlib.import_module("configs.smoke").get_config().to_dict())
+    found = config(flags.FLAGS.model, default)
     # Who waits is told within seconds that nobody answers; and there is a question, and no row of a file.
     retrieval = replace(found.retrieval, patience_s=min(PATIENCE_S, found.retrieval.patience_s))
-    data, mesh = replace(found.data, prompt="template"), found.mesh
-    if any(passages.values()):
-        retrieval = replace(retrieval, **{name: value or "" for name, value in passages.items()})
-        data = replace(data, source="")
-    if given.retriever_token_file:
-        retrieval = replace(retrieval, token_file=given.retriever_token_file)
-    if given.topk:
-        retrieval = replace(retrieval, topk=given.topk)
-    if given.tensor:
-        mesh = MeshSection(tensor=given.tensor)
+    data = replace(found.data, prompt="template", source="" if passages() else found.data.source)
     rollout = replace(found.rollout, slots=-(-slots // jax.device_count()) * jax.device_count(), samples=samples)
-    method = given.method or found.method
-    found = replace(found, data=data, retrieval=retrieval, rollout=rollout, mesh=mesh, method=method)
+    found = replace(found, data=data, retrieval=retrieval, rollout=rollout)
     places = (data.source == "closed_world", retrieval.index, retrieval.corpus, retrieval.url)
     if with_method(found).rollout.search_turns and not any(places):
         raise UserError(
