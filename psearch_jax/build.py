@@ -39,6 +39,7 @@ from psearch_jax.sharding import (
     make_mesh,
     param_shardings,
     placed,
+    sampled_in_place,
 )
 from psearch_jax.text.prompts import load_template, render_messages, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
@@ -69,15 +70,20 @@ class Engine:
     tokenizer_path: str
     path: str  # the directory of the weights; empty when they are random or a checkpoint's
     mesh: Mesh
-    # Storage-sharded; float32, or with adapters the base in 16 bits: alone in training, else with them beside it.
+    # Storage-sharded. In training float32, or with adapters their base alone, in 16 bits; else as `sampled_as` has it,
+    # adapters beside their base.
     params: nnx.State
     collector: Collector
     world: ClosedWorld | None  # when data.source is closed_world
 
     def sampling_copy(self) -> nnx.State:
-        """The parameters as the sampler reads them; weights beside adapters are copied only where they have to be."""
+        """The parameters as the sampler reads them: these themselves, not a copy, as far as they lie so already."""
         m, parts = self.config.model, lora.apart(self.params)
-        return SamplingCopy(*parts, jnp.dtype(m.sampling_dtype), self.mesh, m.int8_weights)(*parts)
+        dtype = jnp.dtype(m.sampling_dtype)
+        if parts[1] is None and not m.int8_weights and sampled_in_place(self.params, self.mesh):
+            if all(x.dtype == dtype for x in jax.tree.leaves(self.params)):
+                return self.params
+        return SamplingCopy(*parts, dtype, self.mesh, m.int8_weights)(*parts)
 
     def describe(self) -> str:
         """One line about the model and the machine."""
@@ -174,9 +180,8 @@ def engine(
     if missing:
         raise UserError(listed("this run needs:", missing))
     mesh = make_mesh(config.mesh)
-    frozen = training and config.model.lora_rank > 0
-    dtype = config.model.sampling_dtype if frozen else "float32"
-    model, params, path = _weights(config, mesh, model, params, jnp.dtype(dtype))
+    dtype = jnp.float32 if training and not config.model.lora_rank else sampled_as(config)
+    model, params, path = _weights(config, mesh, model, params, dtype)
     if (
         not training and lora.apart(params)[1] is None
     ):  # what is loaded decides, not what a run of the config would add
@@ -304,6 +309,11 @@ def _both(policy: Callable[[], TrainState], critic: Callable[[], TrainState]) ->
     return replace(policy(), critic=critic())
 
 
+def sampled_as(config: Config) -> jnp.dtype:
+    """What weights are loaded as that are only sampled from: as the sampler reads them, or to be rounded to 8 bits."""
+    return jnp.dtype("float32" if config.model.int8_weights else config.model.sampling_dtype)
+
+
 def from_path(config: Config, path: str) -> Engine:
     """An engine around an HF directory, a hub id, `toy`, or a checkpoint (a run directory or one step of it)."""
     place = locate(path)
@@ -312,7 +322,9 @@ def from_path(config: Config, path: str) -> Engine:
     if not place.is_dir():
         return engine(replace(config, model=replace(config.model, path=path)))
     mesh = make_mesh(config.mesh)
-    model, params, loop = checkpoint.load_params(path, lambda abstract: param_shardings(abstract, STORAGE, mesh))
+    model, params, loop = checkpoint.load_params(
+        path, lambda abstract: param_shardings(abstract, STORAGE, mesh), sampled_as(config)
+    )
     given = {"path": "", "tokenizer": config.model.tokenizer or loop["tokenizer"]}
     if loop.get("lora"):
         given |= {"lora_rank": loop["lora"]["rank"], "lora_alpha": loop["lora"]["alpha"]}

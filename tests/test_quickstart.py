@@ -63,5 +63,5 @@ def test_the_newcomers_path(tmp_path):
     said = typed(*trained)
     assert re.search(r"^answer: (Vivifor|Nuhojun)$", said, re.MULTILINE), said[-2000:]
     (found,) = json.loads((clone / "results" / "results.json").read_text())["benchmarks"].values()
-    assert found["em"] > 0.6, found  # a guess between two: .5 of 45, and nothing of the 10 years
+    assert found["all"]["em"] > 0.6, found  # a guess between two: .5 of 45, and nothing of the 10 years
     assert (clone / "report.html").stat().st_size > 1e6
