@@ -245,6 +245,11 @@ async def while_there(request: Request, search: Coroutine[Any, Any, T]) -> T:
         leaving.cancel()
 
 
+def whole(value: Any) -> Any:
+    """A whole number that came as 3.0, since JSON knows one kind of number, as an integer; all else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def json_object(body: bytes, field: str) -> dict[str, Any]:
     """The object that a body holds. Raises `HTTPException` 422; `field` is one that it should have."""
     try:

@@ -172,9 +172,7 @@ def _parse(body: bytes, limits: Limits, default_topk: int) -> tuple[list[str], i
     longest = max(map(len, queries), default=0)
     if longest > limits.query_chars:
         raise HTTPException(422, f"queries: one has {longest} characters, accepted: at most {limits.query_chars}")
-    topk = default_topk if topk is None else topk
-    if isinstance(topk, float) and topk.is_integer():  # JSON knows one kind of number
-        topk = int(topk)
+    topk = default_topk if topk is None else http.whole(topk)
     if isinstance(topk, bool) or not isinstance(topk, int) or not 1 <= topk <= limits.topk:
         raise HTTPException(422, f"topk: expected a whole number from 1 to {limits.topk}, or null")
     if len(queries) * topk > limits.rows:

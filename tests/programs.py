@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import runpy
+import shutil
 import signal
 import socket
 import struct
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -121,6 +122,23 @@ def completed(
         program.kill()
         raise
     return subprocess.CompletedProcess(program.args, program.returncode, out, err)
+
+
+def tracked() -> list[str]:
+    """The files of the project, by git; skips the test outside a checkout."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        import pytest  # not for the server of this file
+
+        pytest.skip("this is no git checkout")
+    return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def copied(names: Iterable[str], to: Path) -> None:
+    """Copies files of the project into a directory."""
+    for name in names:
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, to / name)
 
 
 def refusal(command: Sequence[str]) -> str:

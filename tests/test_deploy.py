@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers import people
-from programs import ROOT, Program, refusal
+from programs import ROOT, Program, copied, refusal, tracked
 from runs import command, wait_for
 from serving import HTTP
 
@@ -198,24 +198,18 @@ def kept(path: str, rules: list[str]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def tracked() -> list[str]:
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode:
-        pytest.skip("this is no git checkout")
-    return [path for path in listed.stdout.splitlines() if (ROOT / path).is_file()]
+def files() -> list[str]:
+    return tracked()
 
 
 RULES = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
 
 
 @pytest.fixture(scope="module")
-def image(tracked, tmp_path_factory) -> Path:
+def image(files, tmp_path_factory) -> Path:
     """The files that the image gets besides what pip installs, by .dockerignore and the COPY lines."""
     context, root = tmp_path_factory.mktemp("context"), tmp_path_factory.mktemp("image")
-    for path in tracked:
-        if kept(path, RULES):
-            (context / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / path, context / path)
+    copied((path for path in files if kept(path, RULES)), context)
     for line in instructions("COPY"):
         source, target = line.split()
         copy = shutil.copytree if (context / source).is_dir() else shutil.copy
@@ -223,11 +217,11 @@ def image(tracked, tmp_path_factory) -> Path:
     return root
 
 
-def test_the_image_holds_the_programs_and_nothing_of_its_users(image, tracked):
+def test_the_image_holds_the_programs_and_nothing_of_its_users(image, files):
     """A directory that is not copied is missed by the first command to need it; a token that is copied is public."""
     there = {str(path.relative_to(image)) for path in image.rglob("*") if path.is_file()}
-    needed = {p for p in tracked if p.startswith(("configs/", "launch/", "psearch_jax/", "retrieval/"))}
-    assert needed - there == {p for p in tracked if p.startswith("launch/deploy/")}
+    needed = {p for p in files if p.startswith(("configs/", "launch/", "psearch_jax/", "retrieval/"))}
+    assert needed - there == {p for p in files if p.startswith("launch/deploy/")}
     assert there - needed == {"setup.py"}
     private = (".git/config", ".venv/bin/python", "runs/a/config.json", "launch/deploy/agent_token", "index/main/x")
     assert not [path for path in (*private, "psearch_jax/text/__pycache__/tags.pyc") if kept(path, RULES)]

@@ -2,10 +2,9 @@
 
 import re
 import shlex
-import subprocess
 
 import pytest
-from programs import ROOT, refusal
+from programs import ROOT, refusal, tracked
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -63,10 +62,7 @@ def test_every_link_leads_somewhere(page):
 
 def test_the_tree_of_the_readme_has_every_file():
     """The map of the project misses a place, or shows one that is gone."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode:
-        pytest.skip("this is no git clone")
-    files = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
+    files = set(tracked())
     drawn, folder = set(), ""
     for line in re.search(r"^## The tree\n\n```\n(.*?)^```", PAGES[0].read_text(), re.M | re.S)[1].splitlines():
         name = line.strip().split(maxsplit=1)[0]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
-from programs import ROOT
+from programs import ROOT, copied, tracked
 
 PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -29,13 +28,8 @@ def test_the_newcomers_path(tmp_path):
 
     The demo takes one step instead of sixty; all else is typed as it stands.
     """
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode:
-        pytest.skip("this is no git clone")
     clone = tmp_path / "clone"
-    for name in filter(lambda name: (ROOT / name).is_file(), listed.stdout.splitlines()):
-        (clone / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, clone / name)
+    copied(tracked(), clone)
     python = clone / ".venv" / "bin" / "python"  # this one, as if `make` had installed all of it
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
