@@ -39,7 +39,6 @@ from psearch_jax.sharding import (
     make_mesh,
     param_shardings,
     placed,
-    sampled_in_place,
 )
 from psearch_jax.text.prompts import load_template, render_messages, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
@@ -79,11 +78,7 @@ class Engine:
     def sampling_copy(self) -> nnx.State:
         """The parameters as the sampler reads them: these themselves, not a copy, as far as they lie so already."""
         m, parts = self.config.model, lora.apart(self.params)
-        dtype = jnp.dtype(m.sampling_dtype)
-        if parts[1] is None and not m.int8_weights and sampled_in_place(self.params, self.mesh):
-            if all(x.dtype == dtype for x in jax.tree.leaves(self.params)):
-                return self.params
-        return SamplingCopy(*parts, dtype, self.mesh, m.int8_weights)(*parts)
+        return SamplingCopy(*parts, jnp.dtype(m.sampling_dtype), self.mesh, m.int8_weights, trained=False)(*parts)
 
     def describe(self) -> str:
         """One line about the model and the machine."""

@@ -81,7 +81,8 @@ class Learner(Trainable):
         _, weights = decoder.abstract_params(model)
         low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, sampling_dtype), weights)
         self._frozen = placed(low, param_shardings(weights, STORAGE, mesh)) if lora else None
-        self._copy = SamplingCopy(*self._beside(low, self._abstract.params), sampling_dtype, mesh, int8_sampling)
+        parts = self._beside(low, self._abstract.params)
+        self._copy = SamplingCopy(*parts, sampling_dtype, mesh, int8_sampling, trained=lora is None)
         self._reference = jax.jit(functools.partial(jax.tree.map, lambda x: x.astype(sampling_dtype)))
 
     @property
