@@ -8,18 +8,26 @@ Without a question they are read from standard input, a line each. Budgets, prom
 else of the run that a checkpoint belongs to, else the defaults.
 """
 
+from __future__ import annotations
+
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from absl import flags
 
 from psearch_jax import given, launching
+from psearch_jax.config import Config
 from psearch_jax.limits import HOTTEST
 from psearch_jax.paths import locate, make_writable, write_whole
 from psearch_jax.types import UserError
+
+if TYPE_CHECKING:
+    from psearch_jax.serving.answerer import Answerer
+    from psearch_jax.serving.console import Shown
 
 ROOT = Path(__file__).resolve().parent.parent
 given.define_flags("toy")
@@ -36,70 +44,28 @@ def main(argv: list[str]) -> None:
         stream.reconfigure(errors="replace")
     config = given.to_serve(ROOT, slots=1)
     config = replace(config, rollout=replace(config.rollout, widths=1))  # nothing is compiled twice for one question
-
     if SVG.value:
         if JSON.value:
             raise UserError("--svg draws what is shown, and --json shows nothing")
         make_writable(locate(SVG.value).parent)
 
-    from psearch_jax import build  # slow to import: bad input is refused before
-    from psearch_jax.serving import recording
-    from psearch_jax.serving.answerer import Answerer
-    from psearch_jax.serving.console import Shown, Told, as_json, took
+    from psearch_jax.serving import console, recording
 
-    parts = build.from_path(config, given.model())
-    params, world, collectors = parts.sampling_copy(), parts.world, {config.method: parts.collector}
-    if BESIDE.value not in (None, config.method):
-        collectors[BESIDE.value] = build.by_method(parts, BESIDE.value)
-    del parts  # the parameters are not needed beside their copy
-    print("compiling; the next start is quicker", file=sys.stderr, flush=True)
-    for collector in collectors.values():
-        collector.warm_up(params)
-    answerers = {name: Answerer(collector, params, SEED.value) for name, collector in collectors.items()}
-    shown, failed = Shown(sys.stdout), 0
-
-    def ask(question: str) -> bool:
-        """Whether it was answered by every method, rightly or not."""
-        told_by = {}
-        for method, own in answerers.items():
-            told = told_by[method] = Told()
-            if len(answerers) > 1 and not JSON.value:
-                shown.line(f"{method}:")
-            for event in own.answer(question, TEMPERATURE.value, SEED.value):
-                told.add(event)
-                if not JSON.value:
-                    shown.show(event)
-            if JSON.value:
-                print(json.dumps({"method": method, **as_json(question, told)}), flush=True)
-            else:
-                shown.sum_up(told)
-                shown.line("")
-        answered = all(told.trajectory for told in told_by.values())
-        for method, told in told_by.items() if len(told_by) > 1 and answered and not JSON.value else ():
-            shown.line(f"{method}: {told.trajectory.answer}, {took(told)}")
-        return answered
-
-    given_here, typing = argv[1:], sys.stdin.isatty()
-    examples = given.examples(world)
-    if not given_here and typing:
-        shown.line(f"A question a line{', an empty one for the next of these' if world else ''}, Ctrl-D ends:")
-        for example in examples:
-            shown.line(f"  {example}")
-    asked = 0
+    answerers, examples = start(config)
+    shown, typing = console.Shown(sys.stdout), not argv[1:] and sys.stdin.isatty()
+    asked = failed = 0
     try:
-        for question in given_here or (typed(examples) if typing else lines(examples)):
-            if typing and not given_here:
-                shown.record(f"> {question}")
-            elif not JSON.value and (SVG.value or not given_here):
-                shown.line(f"> {question}")
+        for question in argv[1:] or (typed(examples, shown) if typing else lines(examples)):
             asked += 1
             try:
-                failed += not ask(question)
+                if (argv[1:] and SVG.value) or not (argv[1:] or typing or JSON.value):
+                    shown.line(f"> {question}")
+                failed += not ask(question, answerers, shown)
             except UserError as error:  # of one question among several
                 print(f"ask: {error}", file=sys.stderr)
                 failed += 1
             except KeyboardInterrupt:
-                if given_here or not typing:
+                if not typing:
                     raise
                 shown.line("stopped")
     except KeyboardInterrupt:
@@ -115,6 +81,47 @@ def main(argv: list[str]) -> None:
         raise UserError(f"{failed} of {asked} questions could not be answered, see above")
 
 
+def start(config: Config) -> tuple[dict[str, Answerer], tuple[str, ...]]:
+    """Who answers, by method, compiled and ready; and examples of what to ask."""
+    from psearch_jax import build  # slow to import: bad input is refused before
+    from psearch_jax.serving.answerer import Answerer
+
+    parts = build.from_path(config, given.model())
+    params, collectors = parts.sampling_copy(), {config.method: parts.collector}
+    if BESIDE.value not in (None, config.method):
+        collectors[BESIDE.value] = build.by_method(parts, BESIDE.value)
+    examples = given.examples(parts.world)
+    del parts  # the parameters are not needed beside their copy
+    print("compiling; the next start is quicker", file=sys.stderr, flush=True)
+    for collector in collectors.values():
+        collector.warm_up(params)
+    return {name: Answerer(collector, params, SEED.value) for name, collector in collectors.items()}, examples
+
+
+def ask(question: str, answerers: Mapping[str, Answerer], shown: Shown) -> bool:
+    """Asks every method in turn, and shows what comes. Whether all of them answered, rightly or not."""
+    from psearch_jax.serving.console import Told, as_json, took
+
+    told_by = {}
+    for method, answerer in answerers.items():
+        told = told_by[method] = Told()
+        if len(answerers) > 1 and not JSON.value:
+            shown.line(f"{method}:")
+        for event in answerer.answer(question, TEMPERATURE.value, SEED.value):
+            told.add(event)
+            if not JSON.value:
+                shown.show(event)
+        if JSON.value:
+            print(json.dumps({"method": method, **as_json(question, told)}), flush=True)
+        else:
+            shown.sum_up(told)
+            shown.line("")
+    answered = all(told.trajectory for told in told_by.values())
+    for method, told in told_by.items() if len(told_by) > 1 and answered and not JSON.value else ():
+        shown.line(f"{method}: {told.trajectory.answer}, {took(told)}")
+    return answered
+
+
 def lines(examples: Sequence[str]) -> Iterator[str]:
     """The lines of standard input, each as soon as it is there; without any, the first example."""
     found = False
@@ -126,10 +133,13 @@ def lines(examples: Sequence[str]) -> Iterator[str]:
         yield from examples[:1]
 
 
-def typed(examples: Sequence[str]) -> Iterator[str]:
+def typed(examples: Sequence[str], shown: Shown) -> Iterator[str]:
     """What is typed, line by line; an empty line stands for the next example."""
     import readline  # noqa: F401 (editing and history)
 
+    shown.line(f"A question a line{', an empty one for the next of these' if examples else ''}, Ctrl-D ends:")
+    for example in examples:
+        shown.line(f"  {example}")
     ahead = list(examples)
     while True:
         try:
@@ -141,6 +151,7 @@ def typed(examples: Sequence[str]) -> Iterator[str]:
             line = ahead.pop(0)
             print(line)
         if line:
+            shown.record(f"> {line}")
             yield line
 
 

@@ -1,7 +1,6 @@
 """The collector with a real tokenizer, sampler, boundary and retriever; only the drawn ids come from a script."""
 
 import dataclasses
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,9 @@ from helpers import (
     retriever,
     rollout_section,
     scripted_sampler,
-    tiny_config,
 )
 from jax import monitoring
+from written import CONFIG, collect, say
 
 from psearch_jax.config import RolloutSection
 from psearch_jax.models import decoder
@@ -29,7 +28,6 @@ from psearch_jax.rl.batch import make_batch
 from psearch_jax.text import tags
 from psearch_jax.train.state import init_state
 
-CONFIG = tiny_config(tied=False)
 SEARCH = "<think> two people </think> <search> Ada Lovelace born ## Alan Turing born </search>"
 ANSWER = "<think> done </think> <answer> Ada Lovelace </answer>"
 
@@ -58,56 +56,6 @@ class Counting:
     def search(self, queries, k):
         self.calls.append(list(queries))
         return self.service.search(queries, k)
-
-
-def say(tokenizer, *parts) -> list[int]:
-    """Ids of texts; an int is an id itself, -1 a drawn one."""
-    out: list[int] = []
-    for part in parts:
-        out += [part] if isinstance(part, int) else tokenizer.encode_foreign(part)
-    return out
-
-
-def check(trajectory, tokenizer, script, rollout) -> None:
-    """What must hold of any trajectory, whatever the model wrote."""
-    t = trajectory
-    assert t.ids.dtype == np.int32 and t.mask.dtype == bool and t.logprobs.dtype == np.float32
-    assert len(t.ids) == len(t.mask) == len(t.logprobs) <= rollout.context_tokens
-    assert not t.mask[: t.prompt_length].any()
-    assert np.all(t.logprobs[~t.mask] == 0) and np.all(t.logprobs[t.mask] < 0) and np.all(np.isfinite(t.logprobs))
-    said = t.ids[t.mask].tolist()
-    script = [*script, *[tokenizer.hf.convert_tokens_to_ids("<|im_end|>")] * (len(said) - len(script))]
-    assert all(a == b for a, b in zip(said, script, strict=False) if b >= 0), "the record is not what was sampled"
-    assert sum(turn.n_sampled for turn in t.turns) == len(said)
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], t.mask.astype(int), [0]])))
-    runs = [t.ids[a:b] for a, b in edges.reshape(-1, 2)]
-    spoken = [turn for turn in t.turns if turn.n_sampled]
-    assert len(spoken) <= rollout.search_turns + 1 and len(t.turns) - len(spoken) <= 2
-    assert [len(r) for r in runs] == [turn.n_sampled for turn in spoken]
-    for turn in t.turns:
-        assert len(turn.queries) == len(turn.passages) <= tags.MAX_SUB_QUERIES
-        assert all(q.strip() == q and q for q in turn.queries)
-        assert turn.answer is None or (turn is t.turns[-1] and t.status == "answered")
-
-
-def collect(
-    sampler, tokenizer, params, scripts, rollout=None, service=None, samples=1, questions=None, one_bucket=False
-):
-    """Trajectories of scripted rollouts, every one checked. scripts: one list of ids per question (and sample)."""
-    rollout = rollout or rollout_section(samples=samples)
-    questions = questions or [question(i) for i in range(len(scripts) // samples)]
-    pairs = [(q, s) for q in questions for s in range(samples)]
-    sampler.give(0, 0, pairs, scripts)
-    collector = make_collector(tokenizer, sampler, rollout, service)
-    if one_bucket:
-        w = collector.parts.widths
-        w = replace(w, observations=w.observations[-1:], spans=w.spans[-1:])
-        collector.parts = replace(collector.parts, widths=w)
-    out = collector.collect(params, questions, samples, seed=0, step=0, temperature=1.0)
-    assert [(t.question, t.sample) for t in out] == pairs
-    for trajectory, script in zip(out, scripts, strict=True):
-        check(trajectory, tokenizer, script, rollout)
-    return out
 
 
 def test_a_two_query_search_then_an_answer(tiny_tokenizer, sampler, params, service):

@@ -14,7 +14,7 @@ from helpers import PASSAGES, question, random_params, rollout_section, scripted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.exceptions import HTTPException
-from test_collect import CONFIG, collect, say
+from written import CONFIG, collect, say
 
 from configs.smoke import get_config
 from psearch_jax.config import Config, from_mapping
