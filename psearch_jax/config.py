@@ -200,6 +200,8 @@ class LearningSection:
     advantage: Literal["std", "mean", "leave_one_out"] = "std"
     gamma: float = 1.0  # of PPO: what a reward loses by every sampled id that it is away
     gae_lambda: float = 1.0  # of PPO: 1 trusts rewards alone, 0 the critic's next value alone
+    # Of PPO: over which ids of a step advantages get mean 0 and variance 1: all, or those of each kind of question.
+    whiten: Literal["batch", "kind"] = "batch"
     clip_low: float = 0.2  # the ratio of policy to old policy is clipped below 1 less this
     clip_high: float = 0.2  # the same ratio is clipped above 1 plus this
     kl_coefficient: float = 0.001  # of the KL to the policy that the run began with; 0 keeps no copy of it

@@ -82,9 +82,28 @@ def test_whitening_looks_at_sampled_ids_alone():
     """Ids that nobody sampled, if they counted, would shrink every advantage of a batch with long passages."""
     rewards, values, mask = some(seed=3)
     found, returns = advantages(rewards, values, mask, 1.0, 1.0)
-    white = whitened(found, mask)
+    tasks = [0] * len(mask)
+    white = whitened(found, mask, tasks)
     assert white[mask > 0].mean() == pytest.approx(0, abs=1e-6) and white[mask > 0].std() == pytest.approx(1, abs=1e-4)
     assert not white[mask == 0].any()
-    assert not whitened(found, np.zeros_like(mask)).any()
+    assert not whitened(found, np.zeros_like(mask), tasks).any()
     assert explained_variance(returns, returns, mask) == 1
     assert explained_variance(np.full_like(returns, 0.3), returns, mask) == pytest.approx(0, abs=1e-6)
+
+
+def test_tasks_that_pay_unlike_weigh_alike():
+    """One task whose rewards are ten times another's would decide alone what both do."""
+    rewards, values, mask = some(rows=9, seed=4)
+    tasks = ["much", "little", "much", "little", "much", "little", "much", "little", "none sampled"]
+    found, _ = advantages(rewards * np.where(np.array(tasks) == "much", 10, 1)[:, None], values, mask, 1.0, 1.0)
+    both, apart = whitened(found, mask, [""] * len(mask)), whitened(found, mask, tasks)
+    sampled = mask > 0
+    for task in ("much", "little"):
+        rows = np.flatnonzero(np.array(tasks) == task)
+        own = apart[rows][sampled[rows]]
+        assert own.mean() == pytest.approx(0, abs=1e-6) and own.std() == pytest.approx(1, abs=1e-4)
+        np.testing.assert_array_equal(apart[rows], whitened(found[rows], mask[rows], [task] * len(rows)))
+        order = np.argsort(own, kind="stable")
+        assert np.all(np.diff(found[rows][sampled[rows]][order]) >= -1e-6), "moved and scaled, and no more"
+    assert both[1][sampled[1]].std() < 0.5 * apart[1][sampled[1]].std()
+    assert not apart[~sampled].any()

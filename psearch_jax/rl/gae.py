@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+
 import numpy as np
 
 EPSILON = 1e-8
@@ -61,13 +63,30 @@ def advantages(
     return out.astype(np.float32), returns.astype(np.float32)
 
 
-def whitened(advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """The advantages of all sampled ids of a batch with mean 0 and variance 1; 0 where the mask is. [N, S] float32."""
-    found = advantages[mask > 0].astype(np.float64)
-    if found.size == 0:
-        return np.zeros_like(advantages)
-    centred = (advantages - found.mean()) / np.sqrt(found.var() + EPSILON)
-    return np.where(mask > 0, centred, 0.0).astype(np.float32)
+def whitened(advantages: np.ndarray, mask: np.ndarray, tasks: Sequence[Hashable]) -> np.ndarray:
+    """Advantages with mean 0 and variance 1 over the sampled ids of each task.
+
+    Where tasks pay unlike, all in one would teach what pays most, at the cost of what pays little; apart they weigh
+    alike, as arXiv 1809.04474 has it of the values of several games.
+
+    Args:
+      advantages, mask: [N, S].
+      tasks: N, of the rows.
+
+    Returns:
+      [N, S] float32; 0 where the mask is.
+    """
+    out = np.zeros_like(advantages, np.float32)
+    rows_of: dict[Hashable, list[int]] = {}
+    for row, task in enumerate(tasks):
+        rows_of.setdefault(task, []).append(row)
+    for rows in rows_of.values():
+        sampled = mask[rows] > 0
+        found = advantages[rows].astype(np.float64)
+        if sampled.any():
+            own = found[sampled]
+            out[rows] = np.where(sampled, (found - own.mean()) / np.sqrt(own.var() + EPSILON), 0.0)
+    return out
 
 
 def explained_variance(values: np.ndarray, returns: np.ndarray, mask: np.ndarray) -> float:

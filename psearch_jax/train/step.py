@@ -16,7 +16,7 @@ from psearch_jax.train.preemption import HostCopy, Interrupted
 from psearch_jax.train.rollouts import draw, learned_rows
 from psearch_jax.train.run import Run
 from psearch_jax.train.state import TrainState
-from psearch_jax.types import Question, RewardParts, TrainBatch, Trajectory
+from psearch_jax.types import Kind, Question, RewardParts, TrainBatch, Trajectory
 
 CRITIC = "critic/"  # in front of the critic's metrics
 
@@ -45,7 +45,8 @@ def train_step(
         train_all = config.rollout.unfinished != "mask"
         batch = make_batch(learned, drawn.advantages[rows], config.rollout.context_tokens, train_all)
     with run.phase("logprobs", times):
-        batch, metrics = _scored(run, batch, np.asarray(drawn.totals)[rows])
+        kinds = [t.question.kind for t in learned]
+        batch, metrics = _scored(run, batch, np.asarray(drawn.totals)[rows], kinds)
     with run.phase("update", times):
         state, updates = _update(run, mini_batches(batch, config.learning.mini_batch_rollouts), step)
     sampled = sum(int(t.mask.sum()) for t in drawn.trajectories)
@@ -83,7 +84,9 @@ def _is_probed(run: Run, step: int) -> bool:
     return every > 0 and (step + 1) % every == 0 and run.collector.retriever is not None
 
 
-def _scored(run: Run, batch: TrainBatch, totals: np.ndarray) -> tuple[TrainBatch, dict[str, float]]:
+def _scored(
+    run: Run, batch: TrainBatch, totals: np.ndarray, kinds: Sequence[Kind]
+) -> tuple[TrainBatch, dict[str, float]]:
     """The batch with the log-probs that its loss reads, and with a critic its values, returns and advantages."""
     learning, look = run.config.learning, run.stop.watch()
     if run.learner.needs_score:
@@ -97,7 +100,8 @@ def _scored(run: Run, batch: TrainBatch, totals: np.ndarray) -> tuple[TrainBatch
     price = learning.kl_coefficient if learning.kl_in == "reward" else 0.0
     rewards = gae.token_rewards(totals, batch.mask, old, batch.ref_logprobs, price)
     found, returns = gae.advantages(rewards, values, batch.mask, learning.gamma, learning.gae_lambda)
-    advantage = gae.whitened(found, batch.mask)
+    tasks = kinds if learning.whiten == "kind" else [""] * len(kinds)
+    advantage = gae.whitened(found, batch.mask, tasks)
     told = gae.explained_variance(values, returns, batch.mask)
     return replace(batch, advantage=advantage, values=values, returns=returns), {f"{CRITIC}explained_variance": told}
 
