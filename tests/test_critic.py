@@ -21,7 +21,7 @@ from psearch_jax.train.checkpoint import Checkpoints, model_record
 from psearch_jax.train.critic import Critic, first_params, without_lm_head
 from psearch_jax.train.state import init_state, make_optimizer
 from psearch_jax.train.step import train_step
-from psearch_jax.types import UserError
+from psearch_jax.types import RewardParts, UserError
 
 LEARNING = LearningSection(micro_batch_rows=2, mini_batch_rollouts=4, warmup_ratio=0.0, learning_rate=1e-3)
 
@@ -116,16 +116,28 @@ def ppo_config(tiny_policy: Path, **fields):
     return small_config(tiny_policy, **{"learning.algorithm": "ppo", "learning.kl_in": "reward", **fields})
 
 
-@pytest.mark.parametrize("rank", [0, 4])
-def test_a_step_of_ppo_moves_both_and_a_step_of_the_critic_alone_only_one(tiny_policy, tmp_path, rank):
-    """Fails if the policy learns from a critic that knows nothing yet, or a checkpoint loses the critic."""
-    config = ppo_config(
-        tiny_policy, **{"critic.alone_steps": 1, "train.steps": 3, "rollout.samples": 1, "model.lora_rank": rank}
-    )
+@pytest.mark.parametrize(("rank", "whiten"), [(0, "batch"), (4, "kind")])
+def test_a_step_of_ppo_moves_both_and_a_step_of_the_critic_alone_only_one(
+    tiny_policy, tmp_path, monkeypatch, rank, whiten
+):
+    """Fails if the policy learns from a critic that knows nothing yet, or from advantages of another spread than was
+    asked for, or a checkpoint loses the critic."""
+    fields = {"critic.alone_steps": 1, "train.steps": 3, "rollout.samples": 1, "train.prompts": 24}
+    config = ppo_config(tiny_policy, **fields, **{"model.lora_rank": rank, "learning.whiten": whiten})
     run = build.training_run(config)
     policies, critics = [jax.device_get(run.state.params)], [jax.device_get(run.state.critic.params)]
+    learned, update = [], run.critic.update
+    monkeypatch.setattr(run.critic, "update", lambda *given: (learned.append(given[1]), update(*given))[1])
+    # A policy of random weights earns the same with every question of a kind.
+    monkeypatch.setattr(run, "reward", lambda t: RewardParts(float(len(t.question.text) % 7), 0, 0, 0))
     for step in range(2):
-        run.state, metrics, *_ = train_step(run, next(run.loader), step)
+        learned.clear()
+        run.state, metrics, trajectories, _ = train_step(run, next(run.loader), step)
+        kinds = np.array([t.question.kind for t in trajectories])
+        advantage, sampled = (np.concatenate([getattr(p, name) for p in learned]) for name in ("advantage", "mask"))
+        spreads = [advantage[kinds == k][sampled[kinds == k] > 0].std() for k in ("parallel", "sequential")]
+        assert np.allclose(spreads, 1, atol=1e-3) == (whiten == "kind")
+        assert whiten == "kind" or advantage[sampled > 0].std() == pytest.approx(1, abs=1e-3)
         policies.append(jax.device_get(run.state.params))
         critics.append(jax.device_get(run.state.critic.params))
         assert ("loss" in metrics) == (step == 1) and np.isfinite(metrics["critic/loss"])
