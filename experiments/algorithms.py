@@ -24,6 +24,8 @@ EXPERIMENT = Experiment(
         "dynamic sampling": Arm({"train.redraws": 1}),
         "guard": Arm(SEVERAL | {"learning.guard": 0.1}),
         "PPO": Arm(config="smoke_ppo"),
+        "PPO whitened as one": Arm({"learning.whiten": "batch"}, config="smoke_ppo"),
+        "PPO published weights": Arm({"reward.decomposition": 0.15}, config="smoke_ppo"),
     },
     evaluations={"held-out": MAIN},
     reference="GRPO",
