@@ -3,7 +3,7 @@
     python launch/train.py --config=configs/smoke_ppo.py --workdir=runs/ppo
 
 Two things differ from the published recipe. Without groups a parallel question gains several times by a split what a
-sequential one loses by it, and both would be split alike (docs/experiments.md#ppo): so advantages are whitened by kind
+sequential one loses by it, and both would be split alike (docs/experiments.md): so advantages are whitened by kind
 of question, and the decomposition bonus is 0.5.
 """
 
