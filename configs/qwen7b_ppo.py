@@ -3,8 +3,8 @@
     python launch/train.py --config=configs/qwen7b_ppo.py --config.data.source=TRAIN.parquet \\
         --config.retrieval.index=DIR --workdir=DIR
 
-Policy and critic are of 7B each: run launch/plan.py for your machine first (docs/scale.md). The toy policy needs
-learning.whiten=kind and another weight to learn by PPO when to split (docs/experiments.md).
+Policy and critic are of 7B each: run launch/plan.py for your machine first (docs/scale.md). The toy policy
+learned by PPO when to split with learning.whiten=kind and another weight, and not with these (docs/experiments.md).
 """
 
 from ml_collections import ConfigDict

@@ -2,9 +2,9 @@
 
     python launch/train.py --config=configs/smoke_ppo.py --workdir=runs/ppo
 
-Two things differ from the published recipe. Without groups a parallel question gains several times by a split what a
-sequential one loses by it, and both would be split alike (docs/experiments.md): so advantages are whitened by kind
-of question, and the decomposition bonus is 0.5.
+Rates and updates are a toy's. Besides, advantages are whitened by kind of question and the decomposition bonus is 0.5:
+a split earns a parallel question several times what it costs a sequential one, and with neither of the two both kinds
+were split alike (docs/experiments.md).
 """
 
 from ml_collections import ConfigDict

@@ -1,4 +1,7 @@
-"""GRPO, its variants and PPO at equal numbers of rollouts learned from; dynamic sampling draws more."""
+"""GRPO, its variants and PPO at equal numbers of rollouts; dynamic sampling draws more.
+
+PPO as it is configured differs in its weights as well, and its policy rests while the critic learns alone.
+"""
 
 from experiments import MAIN, Arm, Experiment
 

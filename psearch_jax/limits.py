@@ -164,6 +164,8 @@ def _validate_algorithm(config: Config) -> None:
             )
         if le.kl_in == "reward":
             raise UserError("config.learning.kl_in=reward: accepted with learning.algorithm=ppo")
+        if le.whiten == "kind":
+            raise UserError("config.learning.whiten=kind: accepted with learning.algorithm=ppo")
         return
     if config.train.redraws:
         raise UserError(

@@ -4,11 +4,13 @@ import json
 import runpy
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import users
+from benchmarks import latency, users
 from psearch_jax.types import UserError
 
 PROGRAM = Path(__file__).resolve().parents[1] / "launch" / "bench.py"
@@ -192,6 +194,43 @@ def test_a_file_without_lengths_is_told_in_one_line(tmp_path, monkeypatch, capsy
     assert runpy.run_path(str(PROGRAM))["main"]() == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "none.jsonl" in error and "accepted: a file of WORKDIR/trajectories" in error
+
+
+@dataclass
+class Asking:
+    """In place of a collector: it needs no time but for its calls of the retriever."""
+
+    at_once: bool
+    retriever: object = None
+
+    def with_retriever(self, retriever):
+        return replace(self, retriever=retriever)
+
+
+def test_only_what_can_be_split_counts_as_saved(monkeypatch):
+    """Questions of one fact, averaged in, hide what splitting saves; under another number of facts they feign it."""
+    now = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda s: now.append(now.pop() + s))
+    monkeypatch.setattr(latency, "time", clock)
+
+    def answered(asking, params, group, **_):
+        needed = [len(q.metadata["rounds"][0]) for q in group]
+        for facts in needed:
+            for _ in range(1 if asking.at_once else facts):
+                asking.retriever.search([], 1)
+        return [SimpleNamespace(turns=1 + (1 if asking.at_once else facts), em=1.0) for facts in needed]
+
+    monkeypatch.setattr(latency, "evaluate", answered)
+    monkeypatch.setattr(latency, "score", lambda rolled: rolled)
+    silent = SimpleNamespace(search=lambda queries, k: [])
+    engines = {"one by one": (Asking(False, silent), None), "parallel": (Asking(True, silent), None)}
+    groups = [[SimpleNamespace(metadata={"rounds": [[0] * facts]})] for facts in (1, 1, 2, 3, 4, 4)]
+    line = latency._measured(engines, groups, "in process", "", 1000, 1)
+    assert line["one by one"] == {"seconds": 3.5, "turns": 4.25, "calls": 3.25, "em": 1.0}
+    assert line["parallel"] == {"seconds": 1.0, "turns": 2.0, "calls": 1.0, "em": 1.0}
+    assert line["faster"][0] == 3.25
+    assert line["faster_by_facts"] == {n: [n, n, n] for n in (1, 2, 3, 4)}
+    assert "| in process | 1000 | 1.00 (1.00-1.00) | 2.00 (2.00-2.00) |" in latency.by_facts([line])
 
 
 @pytest.mark.slow

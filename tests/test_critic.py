@@ -155,6 +155,7 @@ def test_a_step_of_ppo_moves_both_and_a_step_of_the_critic_alone_only_one(
     ("fields", "said"),
     [
         ({"learning.algorithm": "grpo", "learning.kl_in": "reward"}, "kl_in"),
+        ({"learning.algorithm": "grpo", "learning.whiten": "kind"}, "whiten"),
         ({"learning.algorithm": "grpo", "rollout.samples": 1}, "samples"),
         ({"train.redraws": 1}, "redraws"),
         ({"critic.alone_steps": 60}, "alone_steps"),

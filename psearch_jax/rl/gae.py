@@ -67,7 +67,8 @@ def whitened(advantages: np.ndarray, mask: np.ndarray, tasks: Sequence[Hashable]
     """Advantages with mean 0 and variance 1 over the sampled ids of each task.
 
     Where tasks pay unlike, all in one would teach what pays most, at the cost of what pays little; apart they weigh
-    alike, as arXiv 1809.04474 has it of the values of several games.
+    alike, as arXiv 1809.04474 has it of the values of several games. Of a task with one row nothing is left but how
+    its ids differ.
 
     Args:
       advantages, mask: [N, S].
