@@ -75,8 +75,9 @@ def main(argv: Sequence[str]) -> None:
     launching.configure_jax()
     world = ClosedWorld.make(0)
     compared = questions(world, "eval", "parallel", 8 * flags.count + flags.together, 1)
-    single = questions(world, "eval", "single", flags.count, 1)
-    alone = single + [q for n in FACTS[1:] for q in [q for q in compared if _facts(q) == n][: flags.count]]
+    alone = questions(world, "eval", "single", flags.count, 1)
+    for facts in FACTS[1:]:
+        alone += [q for q in compared if _facts(q) == facts][: flags.count]
     policies = {"one by one": flags.one_by_one, "parallel": flags.parallel}
     lines = []
     with served(world) as url:

@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
         for question in argv[1:] or (typed(examples, shown) if typing else lines(examples)):
             asked += 1
             try:
-                if (argv[1:] and SVG.value) or not (argv[1:] or typing or JSON.value):
+                if not (typing or JSON.value) and (SVG.value or not argv[1:]):
                     shown.line(f"> {question}")
                 failed += not ask(question, answerers, shown)
             except UserError as error:  # of one question among several

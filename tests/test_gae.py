@@ -82,7 +82,7 @@ def test_whitening_looks_at_sampled_ids_alone():
     """Ids that nobody sampled, if they counted, would shrink every advantage of a batch with long passages."""
     rewards, values, mask = some(seed=3)
     found, returns = advantages(rewards, values, mask, 1.0, 1.0)
-    tasks = [0] * len(mask)
+    tasks = [""] * len(mask)
     white = whitened(found, mask, tasks)
     assert white[mask > 0].mean() == pytest.approx(0, abs=1e-6) and white[mask > 0].std() == pytest.approx(1, abs=1e-4)
     assert not white[mask == 0].any()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -63,7 +63,7 @@ def advantages(
     return out.astype(np.float32), returns.astype(np.float32)
 
 
-def whitened(advantages: np.ndarray, mask: np.ndarray, tasks: Sequence[Hashable]) -> np.ndarray:
+def whitened(advantages: np.ndarray, mask: np.ndarray, tasks: Sequence[str]) -> np.ndarray:
     """Advantages with mean 0 and variance 1 over the sampled ids of each task.
 
     Where tasks pay unlike, all in one would teach what pays most, at the cost of what pays little; apart they weigh
@@ -72,21 +72,17 @@ def whitened(advantages: np.ndarray, mask: np.ndarray, tasks: Sequence[Hashable]
 
     Args:
       advantages, mask: [N, S].
-      tasks: N, of the rows.
+      tasks: N names, of the rows.
 
     Returns:
       [N, S] float32; 0 where the mask is.
     """
     out = np.zeros_like(advantages, np.float32)
-    rows_of: dict[Hashable, list[int]] = {}
-    for row, task in enumerate(tasks):
-        rows_of.setdefault(task, []).append(row)
-    for rows in rows_of.values():
-        sampled = mask[rows] > 0
-        found = advantages[rows].astype(np.float64)
-        if sampled.any():
-            own = found[sampled]
-            out[rows] = np.where(sampled, (found - own.mean()) / np.sqrt(own.var() + EPSILON), 0.0)
+    for task in np.unique(tasks):
+        sampled = (mask > 0) & (np.asarray(tasks) == task)[:, None]
+        own = advantages[sampled].astype(np.float64)
+        if own.size:
+            out[sampled] = (own - own.mean()) / np.sqrt(own.var() + EPSILON)
     return out
 
 
