@@ -2,18 +2,21 @@
 
 A run is an arm, a cold start and a seed. What the file holds already is not run again, wherever it was run: runs
 depend on their settings and their cold start alone. The file holds both, and what every run was asked. Experiments
-share a directory of runs, so that what two of them train alike is trained once.
+share a directory of runs, so that what two of them train alike is trained once. Programs that are started side by side
+with the same directory of runs share the work: a run that one makes, the others leave to it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -64,17 +67,23 @@ def run_all(
         if max(experiment.arms[name].steps, default=0) >= steps:
             raise UserError(f"--steps={steps}: accepted: more than {experiment.arms[name].steps[-1]}, for arm {name}")
     starts = [_fingerprint(policy) for policy in policies]
-    record = _begun(file, experiment, steps, starts)
-    for i, policy in enumerate(policies):
-        for seed in seeds:
-            for name in arms or experiment.arms:
-                arm = experiment.arms[name]
-                run = f"{name}/{i}/{seed if arm.trained else 0}"
-                if run not in record["runs"]:
+    runs = [(name, i, seed) for i in range(len(policies)) for seed in seeds for name in arms or experiment.arms]
+    for wait in (False, True):  # behind all others, for what another program is making
+        for name, i, seed in runs:
+            arm = experiment.arms[name]
+            run = f"{name}/{i}/{seed if arm.trained else 0}"
+            if run in _begun(file, experiment, steps, starts)["runs"]:
+                continue
+            place, fields = _place(arm, work, starts[i], seed, steps)
+            with _held(place, wait) as held:
+                if held:
                     print(f"{run}: {file.name}", file=sys.stderr, flush=True)
-                    record["runs"][run] = _run(experiment, arm, work, _path(policy), starts[i], seed, steps)
-                    write_whole(file, json.dumps(record, indent=1) + "\n")
-    return record
+                    found = _run(experiment, arm, place, fields, _path(policies[i]))
+                    with _held(work):
+                        record = _begun(file, experiment, steps, starts)
+                        record["runs"][run] = found
+                        write_whole(file, json.dumps(record, indent=1) + "\n")
+    return _begun(file, experiment, steps, starts)
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -123,21 +132,54 @@ def _digest(*values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _run(
-    experiment: Experiment, arm: Arm, work: Path, policy: str, start: str, seed: int, steps: int
-) -> dict[str, Any]:
+def _place(arm: Arm, work: Path, start: str, seed: int, steps: int) -> tuple[Path, dict[str, Any]]:
+    """Where a run is made, named by its whole config and its cold start, and the fields that its training sets."""
+    config = CONFIGS[arm.config].get_config().to_dict()
     if not arm.trained:
-        place = work / f"start-{_digest(CONFIGS[arm.config].get_config().to_dict(), start)}"
+        return work / f"start-{_digest(config, start)}", {}
+    every = math.gcd(max(1, steps // 6), *arm.steps)
+    fields = {"seed": seed, "train.steps": steps, "eval.questions_per_kind": 0, **arm.fields}
+    fields |= {"train.checkpoint_every_steps": every, "train.keep_every_steps": every}
+    if arm.corpus is not None:
+        fields["retrieval.corpus"] = str(_corpus(work, arm.corpus))
+    for name, value in fields.items():
+        section, _, key = name.rpartition(".")
+        (config[section] if section else config)[key] = value
+    return work / _digest(config, start), fields
+
+
+def _run(experiment: Experiment, arm: Arm, place: Path, fields: Mapping[str, Any], policy: str) -> dict[str, Any]:
+    """What is found of a run; trains and evaluates what of it has not been."""
+    if not arm.trained:
         return {"after": _evaluated(experiment, arm, place, "after", policy)}
-    place = _trained(arm, work, policy, start, seed, steps)
+    run = place / "run"
+    if not (run / "summary.json").is_file():
+        given = [f"--config.{name}={value}" for name, value in {**fields, "model.path": policy}.items()]
+        _program("train.py", f"--config=configs/{arm.config}.py", *given, f"--workdir={run}")
+    if not (run / "summary.json").is_file():  # it ends in order when it is told to stop
+        raise UserError(f"{run}: was stopped before its last step; the same command goes on")
     found: dict[str, Any] = {}
     for step in arm.steps:
-        model = place / "run" / "checkpoints" / str(step)
-        found[f"step {step}"] = _evaluated(experiment, arm, place, f"step-{step}", str(model))
-    found["after"] = _evaluated(experiment, arm, place, "after", str(place / "run"))
-    found["wall_s"] = json.loads((place / "run" / "summary.json").read_text(encoding="utf-8"))["wall_s"]
-    found["alarms"] = first_rung(read_rows(place / "run" / "metrics.jsonl"))
+        found[f"step {step}"] = _evaluated(
+            experiment, arm, place, f"step-{step}", str(run / "checkpoints" / str(step))
+        )
+    found["after"] = _evaluated(experiment, arm, place, "after", str(run))
+    found["wall_s"] = json.loads((run / "summary.json").read_text(encoding="utf-8"))["wall_s"]
+    found["alarms"] = first_rung(read_rows(run / "metrics.jsonl"))
     return found
+
+
+@contextmanager
+def _held(folder: Path, wait: bool = True) -> Iterator[bool]:
+    """Holds a directory alone. False where another program does; with `wait` that one is waited for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def first_rung(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
@@ -148,26 +190,6 @@ def first_rung(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
             if row.get(ALARM + name):
                 found.setdefault(name, row["step"])
     return found
-
-
-def _trained(arm: Arm, work: Path, policy: str, start: str, seed: int, steps: int) -> Path:
-    """The place of a trained run, which is named by its whole config; trains it where that has not been done."""
-    every = math.gcd(max(1, steps // 6), *arm.steps)
-    fields = {"seed": seed, "train.steps": steps, "eval.questions_per_kind": 0, **arm.fields}
-    fields |= {"train.checkpoint_every_steps": every, "train.keep_every_steps": every}
-    if arm.corpus is not None:
-        fields["retrieval.corpus"] = str(_corpus(work, arm.corpus))
-    config = CONFIGS[arm.config].get_config().to_dict()
-    for name, value in fields.items():
-        section, _, key = name.rpartition(".")
-        (config[section] if section else config)[key] = value
-    place = work / _digest(config, start)
-    if not (place / "run" / "summary.json").is_file():
-        given = [f"--config.{name}={value}" for name, value in {**fields, "model.path": policy}.items()]
-        _program("train.py", f"--config=configs/{arm.config}.py", *given, f"--workdir={place / 'run'}")
-    if not (place / "run" / "summary.json").is_file():  # it ends in order when it is told to stop
-        raise UserError(f"{place / 'run'}: was stopped before its last step; the same command goes on")
-    return place
 
 
 def _corpus(work: Path, seed: int) -> Path:

@@ -255,6 +255,7 @@ class AlarmSection:
     """From where on a run is warned of (train/alarms.py); figures are means over `window` steps, a probe's its own."""
 
     window: int = 10  # steps; no alarm rings before so many are done
+    reward_fall: float = 0.1  # below its highest; in good runs of the demo up to .05
     # The share of sequential questions that are split; in good runs of the demo up to .65, in the middle of training.
     over_splitting: float = 0.75
     no_search: float = 0.3  # the share of rollouts without a search

@@ -24,10 +24,11 @@ FINE = {
     "probe/em_misled": 0.1,
 }
 BROKEN = {
+    "reward": {"reward": 0.8},
     "over_splitting": {"decomposition/sequential": 0.9},
     "no_search": {"searched_0": 0.6},
     "wrong_though_seen": {"wrong_though_seen": 0.8},
-    "likelihood": {"logprob_of_correct": -0.6, "reward": 0.9},
+    "likelihood": {"logprob_of_correct": -0.6, "reward": 0.95},
     "entropy": {"entropy": 1.4},
     "gap": {"logp_gap": 0.4},
     "retriever": {"probe/em_misled": 0.79},

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -174,12 +175,18 @@ def test_the_program_starts_from_anywhere(tmp_path):
 @pytest.mark.slow
 def test_an_experiment_is_run_once_and_kept(tmp_path, monkeypatch):
     """Real runs of one step: all is in the file behind each, a second call starts no program, no more than another
-    experiment does that trains and asks the same, and a program that fails says why."""
+    experiment does that trains and asks the same, and a program that fails says why. Two calls side by side share
+    the work: one that overwrote the other's file would lose runs, and both would train the same one in one place."""
     small = {"train.prompts": 2, "rollout.samples": 2, "rollout.slots": 4, "rollout.widths": 1}
     small |= {"learning.mini_batch_rollouts": 4, "learning.micro_batch_rows": 4}
     arms = {"cold start": Arm(trained=False), "a": Arm(small, steps=(1,))}
     experiment = replace(EXPERIMENT, arms=arms)
-    found = running.run_all(experiment, tmp_path / "x.json", tmp_path / "work", ["toy"], [0], 2)
+    started, start = [], running._program
+    monkeypatch.setattr(running, "_program", lambda *given: started.append(given) or start(*given))
+    both = (experiment, tmp_path / "x.json", tmp_path / "work", ["toy"], [0], 2)
+    with ThreadPoolExecutor(2) as pool:
+        found, beside = pool.map(lambda _: running.run_all(*both), range(2))
+    assert found == beside and len(started) == len(set(started)) == 4
     assert set(found["runs"]) == {"cold start/0/0", "a/0/0"} and found == running.read(tmp_path / "x.json")
     trained = found["runs"]["a/0/0"]
     assert {"step 1", "after", "wall_s", "alarms"} == set(trained)

@@ -1,7 +1,8 @@
-"""Alarms: what goes wrong in a run before its reward shows it, told by the figures of the last steps.
+"""Alarms: what goes wrong in a run, most of it before the reward shows it, told by the figures of the last steps.
 
 A reward is a sum of parts and moves late: a policy may stop reading what it searches for, or forget how to write what
-was right, and still be paid for its form. Each alarm looks at one figure that moves first.
+was right, and still be paid for its form. One alarm tells of the reward; each of the others looks at a figure that
+moves first.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from retrieval.protocol import Passage, Retriever
 
 log = logging.getLogger("psearch_jax")
 ALARM = "alarm/"  # in front of the names of alarms in metrics.jsonl: 1 where one rings
-NAMES = ("over_splitting", "no_search", "wrong_though_seen", "likelihood", "entropy", "gap", "retriever")
+NAMES = ("reward", "over_splitting", "no_search", "wrong_though_seen", "likelihood", "entropy", "gap", "retriever")
 _READ = ("reward", "decomposition/sequential", "searched_0", "wrong_though_seen", "logprob_of_correct", "entropy")
 _READ += ("logp_gap", "probe/em", "probe/em_misled")
 
@@ -47,6 +48,7 @@ class Alarms:
         }
         self._steps = 0
         self._ringing: set[str] = set()
+        self._highest = -math.inf  # mean reward
         self._likeliest, self._reward_then = -math.inf, math.inf  # the highest mean log-prob, and the reward with it
         self._calmest = math.inf  # the lowest mean entropy
         for row in rows:
@@ -70,6 +72,10 @@ class Alarms:
             return {}
         now = {name: mean(values) for name, values in self._recent.items()}
         at, found = self._at, {}
+        if now["reward"] > self._highest:
+            self._highest = now["reward"]
+        if self._highest - now["reward"] > at.reward_fall:
+            found["reward"] = f"the mean reward fell to {now['reward']:.2f}, from {self._highest:.2f}"
         if now["decomposition/sequential"] > at.over_splitting:
             found["over_splitting"] = f"{now['decomposition/sequential']:.2f} of the sequential questions are split"
         if self._searches and now["searched_0"] > at.no_search:

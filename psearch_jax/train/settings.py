@@ -52,8 +52,8 @@ FREE_TO_CHANGE = frozenset(
         "rollout.overlap_search learning.micro_batch_rows learning.max_bad_steps train.steps "
         "train.checkpoint_every_steps train.checkpoint_every_minutes train.keep_checkpoints "
         "train.keep_every_steps train.trajectories_per_step eval.every_steps alarms.window alarms.over_splitting "
-        "alarms.no_search alarms.wrong_though_seen alarms.likelihood_fall alarms.entropy_rise alarms.gap "
-        "alarms.probe_every_steps alarms.probe_gain"
+        "alarms.reward_fall alarms.no_search alarms.wrong_though_seen alarms.likelihood_fall alarms.entropy_rise "
+        "alarms.gap alarms.probe_every_steps alarms.probe_gain"
     ).split()
 )
 
