@@ -179,6 +179,8 @@ def _held(folder: Path, wait: bool = True) -> Iterator[bool]:
         except BlockingIOError:
             yield False
         else:
+            # A program that is started here goes on when this one is killed, and holds the place until it ends.
+            os.set_inheritable(lock.fileno(), True)
             yield True
 
 
@@ -245,6 +247,7 @@ def _program(program: str, *arguments: str) -> None:
         stderr=subprocess.PIPE,
         text=True,
         check=False,
+        close_fds=False,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     if done.returncode:

@@ -89,7 +89,7 @@ def start(config: Config) -> tuple[dict[str, Answerer], tuple[str, ...]]:
     parts = build.from_path(config, given.model())
     params, collectors = parts.sampling_copy(), {config.method: parts.collector}
     if BESIDE.value not in (None, config.method):
-        collectors[BESIDE.value] = build.by_method(parts, BESIDE.value)
+        collectors[BESIDE.value] = build.by_method(parts, config, BESIDE.value)
     examples = given.examples(parts.world)
     del parts  # the parameters are not needed beside their copy
     print("compiling; the next start is quicker", file=sys.stderr, flush=True)

@@ -50,10 +50,11 @@ def main() -> int:
         return 2
     sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed
     from psearch_jax.types import UserError
+    from retrieval.protocol import CorpusError, RetrievalError
 
     try:
         import_module(f"benchmarks.{sys.argv[1]}").main(sys.argv[2:])
-    except UserError as error:
+    except (UserError, CorpusError, RetrievalError) as error:
         print(f"bench {sys.argv[1]}: {error}", file=sys.stderr)
         return 2
     return 0

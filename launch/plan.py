@@ -9,10 +9,10 @@ update computes, beside what they must. `--search` finds the largest slots, micr
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Any
 
+import jax
 from absl import flags
 from ml_collections import config_flags
 
@@ -32,12 +32,12 @@ flags.mark_flags_as_required(["config", "topology"])
 
 def main(_: list[str]) -> None:
     if PLATFORM.value == "tpu":
-        os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs on a device, and a TPU at hand stays free
+        jax.config.update("jax_platforms", "cpu")  # nothing runs on a device, and a TPU at hand stays free
     from psearch_jax.chips import GIB
     from psearch_jax.config import from_mapping
     from psearch_jax.eval.tables import table
     from psearch_jax.models.attention import splash_block
-    from psearch_jax.paths import write_whole
+    from psearch_jax.paths import locate, make_writable, write_whole
     from psearch_jax.planning import targets
     from psearch_jax.planning.floor import floor_seconds
     from psearch_jax.planning.plan import advice, make_plan
@@ -45,6 +45,8 @@ def main(_: list[str]) -> None:
     from psearch_jax.rollout.collect import widths as widths_of
 
     config = from_mapping(CONFIG.value.to_dict())
+    if JSON.value:
+        make_writable(locate(JSON.value).parent)
     target = (targets.cuda_target if PLATFORM.value == "cuda" else targets.tpu_target)(TOPOLOGY.value)
 
     def log(line: str) -> None:

@@ -45,7 +45,7 @@ def main(_: list[str]) -> None:
     collector.warm_up(params)
     answerer = Answerer(collector, params)
     name = _NAME.value or flags.FLAGS.model.rstrip("/").rpartition("/")[2]
-    hosts = () if host in ("0.0.0.0", "::") else (*http.LOOPBACK, host)
+    hosts = () if host in ("0.0.0.0", "::") else (*http.LOOPBACK, f"[{host}]" if ":" in host else host)
     app = make_app(answerer, name, Limits(requests=_REQUESTS.value), token, examples, hosts)
     http.serve_on(listener, app, host, f"{name} answers at {{url}}", "/", "ask", flags.FLAGS.stop_seconds)
     sys.stdout.flush()

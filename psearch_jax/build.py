@@ -87,10 +87,14 @@ class Engine:
         return f"{count / 1e6:.1f}M parameters on {self.mesh.devices.size} x {jax.devices()[0].device_kind} ({mesh})"
 
 
-def by_method(parts: Engine, method: Method) -> Collector:
-    """A collector for another method around the same model and, where it searches, the same retriever."""
-    config = with_method(replace(parts.config, method=method, model=replace(parts.config.model, path="")))
-    config = replace(config, model=replace(config.model, tokenizer=parts.tokenizer_path))
+def by_method(parts: Engine, config: Config, method: Method) -> Collector:
+    """A collector for another method around the same model and, where it searches, the same retriever.
+
+    Args:
+      config: that `parts` was made of. Its own says what the first method changed, too.
+    """
+    model = replace(parts.config.model, path="", tokenizer=parts.tokenizer_path)
+    config = replace(config, method=method, model=model)
     return engine(config, params=parts.params, model=parts.model, retriever=parts.collector.retriever).collector
 
 
@@ -320,10 +324,19 @@ def from_path(config: Config, path: str) -> Engine:
     model, params, loop = checkpoint.load_params(
         path, lambda abstract: param_shardings(abstract, STORAGE, mesh), sampled_as(config)
     )
-    given = {"path": "", "tokenizer": config.model.tokenizer or loop["tokenizer"]}
+    given = {"path": "", "tokenizer": _tokenizer_of(config, loop["tokenizer"])}
     if loop.get("lora"):
         given |= {"lora_rank": loop["lora"]["rank"], "lora_alpha": loop["lora"]["alpha"]}
     return engine(replace(config, model=replace(config.model, **given)), params=params, model=model)
+
+
+def _tokenizer_of(config: Config, recorded: str) -> str:
+    """The tokenizer that a checkpoint names; where this machine has none there, that of the weights it began with."""
+    if config.model.tokenizer or not Path(recorded).is_absolute() or Path(recorded).is_dir():
+        return config.model.tokenizer or recorded
+    first = str(TOY_POLICY) if config.model.path == "toy" else config.model.path
+    there = first and not is_remote(first) and (Path(first).is_dir() or hf.reachable(first, "tokenizer_config.json"))
+    return first if there else recorded
 
 
 def _weights(

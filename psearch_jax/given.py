@@ -99,7 +99,7 @@ def to_serve(root: Path, slots: int, samples: int = 1) -> Config:
     if flags.FLAGS.model == "toy":
         sys.path.insert(0, str(root))
         default = from_mapping(importlib.import_module("configs.smoke").get_config().to_dict())
-    found = config(flags.FLAGS.model, default)
+    found = config(model(), default)
     # Who waits is told within seconds that nobody answers; and there is a question, and no row of a file.
     retrieval = replace(found.retrieval, patience_s=min(PATIENCE_S, found.retrieval.patience_s))
     data = replace(found.data, prompt="template", source="" if passages() else found.data.source)

@@ -55,6 +55,16 @@ LIMITS: dict[str, Limit] = {
         ).split(),
         _AT_LEAST_0,
     ),
+    **dict.fromkeys(
+        (
+            "learning.learning_rate critic.learning_rate learning.weight_decay learning.warmup_ratio "
+            "critic.warmup_ratio learning.clip_high"
+        ).split(),
+        _AT_LEAST_0,
+    ),
+    **dict.fromkeys(("learning.beta1", "learning.beta2"), Limit("at least 0, below 1", lambda value: 0 <= value < 1)),
+    "learning.clip_low": _FROM_0_TO_1,
+    "learning.gradient_clip": Limit("above 0 (inf: no clip)", lambda value: value > 0),
     **dict.fromkeys(("seed", "eval.seed"), _SEED),
     **dict.fromkeys(("rollout.top_p", "rollout.yield_share"), _SHARE),
     "retrieval.timeout_s": Limit("above 0", lambda value: value > 0),

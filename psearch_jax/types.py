@@ -52,8 +52,14 @@ class Question:
 
     @property
     def identity(self) -> bytes:
-        """What the question adds to the fingerprint of a list of questions."""
+        """Which question it is, whatever it says: what decides by chance about it, decides by this."""
         return json.dumps([self.source, self.id]).encode()
+
+    @property
+    def contents(self) -> bytes:
+        """All that a run or an evaluation takes of the question: what it adds to the fingerprint of a list."""
+        told = [self.source, self.id, self.text, self.answers, self.kind, self.metadata.get("prompt")]
+        return json.dumps(told).encode()
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class HttpRetriever:
                 answer = ask(replica)
             except (OSError, ValueError) as error:
                 self._give(replica, size, failed=True)
-                cause = f"{replica.url}: {error}"
+                cause = f"{replica.url}: {line(str(error))}"
             except BaseException:
                 self._give(replica, size, failed=False)
                 raise

@@ -18,7 +18,7 @@ from retrieval.corpus import MemoryMappedCorpus, make_from, write_corpus
 from retrieval.protocol import CorpusError, Passage, on_disk
 
 PASSAGE_WORDS = 100  # the length of wiki-18's passages
-_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+")
+_SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]])|(?<=[.!?][\"')\]]{2}))\s+")
 
 
 def open_corpus(path: str | os.PathLike[str]) -> MemoryMappedCorpus:

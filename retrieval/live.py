@@ -38,6 +38,7 @@ log = logging.getLogger("retrieval")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _MARKUP = re.compile(r"<[^<>]{0,200}>")
 HIDDEN = "***"
+OF_THE_QUERY = (400, 413, 414, 422)  # status of a service that answers others: this query is not to its taste
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def read_settings(path: str | os.PathLike[str]) -> tuple[Settings, tuple[str, ..
     secrets: dict[str, None] = {}
 
     def filled(match: re.Match[str]) -> str:
-        value = os.environ.get(match[1])
+        value = os.environ.get(match[1], "").strip()  # a mounted secret ends with a line break
         if not value:
             raise CorpusError(f"{path}: the environment variable {match[1]} is not set")
         secrets[value] = None
@@ -110,14 +111,17 @@ class LiveSearch:
         self._wire = Wire(1, settings.timeout_s, None, settings.headers)
         self._kept: TTLCache[tuple[str, int], list[Passage]] = TTLCache(settings.keep, settings.keep_s)
         self._lock = threading.Lock()  # of what is kept, and of the turn
+        self._answers = False  # whether it ever answered
         self._next_turn = 0.0  # by the monotonic clock
         self._pool = ThreadPoolExecutor(settings.at_once, "live")
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """At most `k` passages per query in the service's own order; an empty query is not asked.
 
+        A query that a service refuses which answers others (too long, not to its taste) finds nothing.
+
         Raises:
-          RetrievalError: refused, or no answer in time and in form for `patience_s`.
+          RetrievalError: refused, or no answer in time and in form for `patience_s`. What was answered is kept.
         """
         cleaned = [" ".join(as_utf8(query).split())[:QUERY_CHARS] for query in queries]
         wanted = list(dict.fromkeys(filter(None, cleaned)))
@@ -129,26 +133,33 @@ class LiveSearch:
             answers = list(self._pool.map(lambda query: self._patiently(query, k, given_up), asked))
         finally:
             given_up.set()  # when one failed for good, the others are not waited for
-        found |= dict(zip(asked, answers, strict=True))
-        with self._lock:
-            for query, answer in zip(asked, answers, strict=True):
-                self._kept[query, k] = answer
+        refused = [answer for answer in answers if isinstance(answer, str)]
+        if refused and not self._answers:
+            raise RetrievalError(refused[0])
+        for reason in refused:
+            log.warning("%s: one query finds nothing", reason)
+        found |= {query: answer for query, answer in zip(asked, answers, strict=True) if not isinstance(answer, str)}
         return [list(found.get(query, ())) for query in cleaned]
 
     def describe(self) -> dict[str, Any]:
         """See `Retriever.describe`: of a service nothing but its host is known."""
         return {**UNTOLD, "corpus": self._host}
 
-    def _patiently(self, query: str, k: int, given_up: threading.Event) -> list[Passage]:
+    def _patiently(self, query: str, k: int, given_up: threading.Event) -> list[Passage] | str:
+        """What a query finds, which is kept; or why the service does not take it."""
         until, wait = time.monotonic() + self._settings.patience_s, FIRST_WAIT_S
         while True:
             self._take_turn(given_up)
             if given_up.is_set():
                 raise RetrievalError(f"{self._host}: given up, as another query failed")
             try:
-                return self._ask(query, k)
+                answer = self._ask(query, k)
+                if not isinstance(answer, str):
+                    with self._lock:
+                        self._answers, self._kept[query, k] = True, answer
+                return answer
             except (OSError, ValueError) as error:
-                failure = self._hidden(line(str(error)))
+                failure = self._hidden(str(error))
             if time.monotonic() + wait > until:
                 raise RetrievalError(f"{self._host}: no answer: {failure}")
             log.warning("%s: %s; asked again in %.1f s", self._host, failure, wait)
@@ -164,8 +175,11 @@ class LiveSearch:
                 self._next_turn = turn + 1 / self._settings.per_second
             given_up.wait(turn - now)
 
-    def _ask(self, query: str, k: int) -> list[Passage]:
-        """Raises `OSError` or `ValueError` where asking again may help, `RetrievalError` where it will not."""
+    def _ask(self, query: str, k: int) -> list[Passage] | str:
+        """What a query finds, or why the service refuses this one.
+
+        Raises `OSError` or `ValueError` where asking again may help, `RetrievalError` where it will not.
+        """
         s = self._settings
         url = s.url.replace("{query}", quote(query, safe="")).replace("{k}", str(k))
         body = json.dumps(_mapped(s.body, lambda text: _in_body(text, query, k))).encode() if s.body else None
@@ -173,7 +187,10 @@ class LiveSearch:
         if status in RETRIED_STATUS:
             raise OSError(f"status {status}")
         if status != 200:
-            raise RetrievalError(f"{self._host}: status {status}: {self._hidden(line(data.decode(errors='replace')))}")
+            reason = f"{self._host}: status {status}: {self._hidden(data.decode(errors='replace'))}"
+            if status in OF_THE_QUERY:
+                return reason
+            raise RetrievalError(reason)
         try:
             answer = json.loads(data)
         except (ValueError, RecursionError):
@@ -196,12 +213,13 @@ class LiveSearch:
             return None
         own = _at(result, s.id) if s.id else None
         digest = hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
-        return Passage(str(own)[:500] if own is not None else digest, title[: s.text_chars], text)
+        return Passage(as_utf8(str(own)[:500]) if own is not None else digest, title[: s.text_chars], text)
 
     def _hidden(self, text: str) -> str:
+        """`text` cut and on one line, and without secrets, which a cut would leave half of."""
         for secret in self._secrets:
             text = text.replace(secret, HIDDEN).replace(quote(secret, safe=""), HIDDEN)
-        return text
+        return line(text)
 
 
 def _fits(name: str, value: Any) -> bool:
@@ -246,4 +264,4 @@ def _plain(value: Any) -> str:
     """A text without markup, on one line; "" for what is none."""
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         return ""
-    return " ".join(html.unescape(_MARKUP.sub("", str(value))).split())
+    return " ".join(html.unescape(_MARKUP.sub("", as_utf8(str(value)))).split())

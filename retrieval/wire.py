@@ -39,14 +39,14 @@ class Wire:
     def request(self, method: str, url: str, body: bytes | None = None) -> tuple[int, bytes]:
         """The status and the body of the answer.
 
-        Raises `OSError` saying in a line what went wrong, `TimeoutError` among them: after `timeout_s` in all.
+        Raises `OSError` saying what went wrong, uncut, `TimeoutError` among them: after `timeout_s` in all.
         """
         with _Deadline(self._timeout_s) as deadline:
             try:
                 status, data = self._exchange(method, url, body)
             except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
                 if not deadline.passed:
-                    raise ConnectionError(f"{type(error).__name__}: {line(str(error))}") from None
+                    raise ConnectionError(f"{type(error).__name__}: {error}") from None
         if deadline.passed:  # whatever was read by then: a body without a length may have been cut
             raise TimeoutError(f"Timeout: no whole answer in {self._timeout_s:g} s")
         return status, data

@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,6 +110,14 @@ class Program:
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    """Returns when the condition holds; fails where it does not in time."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def completed(

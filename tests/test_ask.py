@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -10,10 +11,12 @@ from absl import flags
 from absl.testing import flagsaver
 from programs import ROOT, completed
 
-from psearch_jax import given
-from psearch_jax.config import Config, RetrievalSection
+from configs import smoke
+from psearch_jax import build, given
+from psearch_jax.config import Config, RetrievalSection, from_mapping
 from psearch_jax.data.asking import questions
 from psearch_jax.data.closed_world import ClosedWorld
+from psearch_jax.paths import TOY_POLICY
 
 SEARCHED = "Are the setting of Gamudol and the rival of Pujazas the same?"
 ASK = [sys.executable, "launch/ask.py"]
@@ -101,6 +104,37 @@ def test_the_token_of_a_runs_server_goes_to_no_other(tmp_path):
             assert given.config("toy", own).retrieval.token_file == "mine"
     with flagsaver.flagsaver(model="toy"):
         assert given.config("toy", own).retrieval.token_file == "/run/secrets/own"
+
+
+@pytest.mark.parametrize("first", ["search_r1", "r1"])
+def test_the_method_beside_is_whole(first):
+    """Fails if the method beside a baseline keeps what the baseline changed: it would never split, or never search."""
+    toy = from_mapping(smoke.get_config().to_dict())
+    toy = replace(toy, model=replace(toy.model, path=""), data=replace(toy.data, template="parallel"))
+    toy = replace(toy, rollout=replace(toy.rollout, context_tokens=2048, prompt_tokens=1024))
+    parts = build.from_path(replace(toy, method=first), "toy")
+    beside = build.by_method(parts, replace(toy, method=first), "parallelsearch")
+    alone = build.from_path(replace(toy, method="parallelsearch"), "toy").collector
+    assert beside.parts.rollout == alone.parts.rollout and beside.parts.retrieval == alone.parts.retrieval
+    (asked,) = questions(parts.world, "eval", "parallel", 1, 0)
+    assert beside.render(asked) == alone.render(asked) != parts.collector.render(asked)
+
+
+def test_a_tokenizer_that_lies_elsewhere_now(tmp_path):
+    """A run that was made on another machine names a directory of that one, and could not be asked or served."""
+    there, gone = str(TOY_POLICY), str(tmp_path / "cache" / "snapshots" / "1")
+    for first, recorded, found in [
+        ("toy", gone, there),
+        (there, gone, there),
+        (there, str(tmp_path), str(tmp_path)),
+        (str(tmp_path / "none"), gone, gone),
+        ("", gone, gone),
+        ("toy", "some/hub-id", "some/hub-id"),
+    ]:
+        config = Config(model=replace(Config().model, path=first))
+        assert build._tokenizer_of(config, recorded) == found
+    named = Config(model=replace(Config().model, path="toy", tokenizer="mine"))
+    assert build._tokenizer_of(named, gone) == "mine"
 
 
 @pytest.fixture(scope="module", autouse=True)

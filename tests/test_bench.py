@@ -196,6 +196,18 @@ def test_a_file_without_lengths_is_told_in_one_line(tmp_path, monkeypatch, capsy
     assert error.count("\n") == 1 and "none.jsonl" in error and "accepted: a file of WORKDIR/trajectories" in error
 
 
+def test_a_corpus_that_is_missing_is_told_in_one_line(tmp_path, monkeypatch, capsys):
+    """What retrieval refuses ends in a traceback, since it is no error of the package's own kind."""
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text(json.dumps({"id": "1", "question": "Who?", "golden_answers": ["Ada"]}) + "\n")
+    given = ["recall", f"--questions={asked}", f"--corpus={tmp_path / 'none.jsonl'}"]
+    monkeypatch.setattr(sys, "argv", ["bench.py", *given])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert runpy.run_path(str(PROGRAM))["main"]() == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "none.jsonl" in error
+
+
 @dataclass
 class Asking:
     """In place of a collector: it needs no time but for its calls of the retriever."""

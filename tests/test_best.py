@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,17 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 from flax import nnx
 from helpers import random_params, tiny_config
 from programs import ROOT
 from runs import metrics_without_clocks, run, small_config
 
-from psearch_jax import build
+from psearch_jax import build, given
 from psearch_jax.data import asking
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.models import decoder
 from psearch_jax.train import checkpoint, trainer, validation
 from psearch_jax.train.best import Best, find_best
+from psearch_jax.train.records import write_config
 from psearch_jax.types import UserError
 
 WON = {"step": 2, "metric": "em", "questions": "of these", "value": 0.5}
@@ -60,6 +64,10 @@ def test_only_what_is_better_is_kept(tmp_path):
     # Another figure, or that of other questions, is no rival of this one.
     assert offered(Best(tmp_path, "f1", "of these"), (6, 0.1))["metric"] == "f1"
     assert offered(Best(tmp_path, "f1", "of others"), (7, 0.05), (8, 0.04))["step"] == 7 and kept(tmp_path) == ["7"]
+    # With other settings the run goes on from step 6: what it had found later is of a branch that is gone.
+    assert offered(Best(tmp_path, "f1", "of others", until=7))["step"] == 7
+    assert offered(Best(tmp_path, "f1", "of others", until=6), (7, 0.01))["value"] == 0.01 and kept(tmp_path) == ["7"]
+    assert offered(Best(tmp_path, "f1", "of others", until=5), (6, 0.01))["step"] == 6 and kept(tmp_path) == ["6"]
     with pytest.raises(UserError, match="--best: .*nothing/best holds no checkpoint"):
         find_best(tmp_path / "nothing")
 
@@ -170,4 +178,12 @@ def test_export_and_evaluation_take_the_best(tiny_policy, questions, tmp_path):
     run([*program, *small, f"--out={tmp_path / 'results'}"])
     results = json.loads((tmp_path / "results" / "results.json").read_text())
     assert results["model"] == str(run_dir / "best" / "3")
+    shutil.rmtree(run_dir / "checkpoints")  # as one copies it who wants the best alone
+    write_config(run_dir, replace(parts.given, method="r1"), 0)
+    if "retriever_url" not in flags.FLAGS:
+        given.define_flags("toy")
+    flags.FLAGS([""])
+    with flagsaver.flagsaver(model=str(run_dir), best=True):
+        served = given.to_serve(ROOT, 8)
+    assert served.method == "r1" and served.rollout.turn_tokens == parts.config.rollout.turn_tokens
     assert "holds no checkpoint" in run([*program, *small, f"--model={tiny_policy}", "--out=x"], expect=2).stderr

@@ -27,6 +27,8 @@ from psearch_jax.models import decoder
 from psearch_jax.rl.batch import make_batch
 from psearch_jax.text import tags
 from psearch_jax.train.state import init_state
+from retrieval.protocol import Passage
+from retrieval.service import RetrievalService
 
 SEARCH = "<think> two people </think> <search> Ada Lovelace born ## Alan Turing born </search>"
 ANSWER = "<think> done </think> <answer> Ada Lovelace </answer>"
@@ -75,6 +77,15 @@ def test_a_two_query_search_then_an_answer(tiny_tokenizer, sampler, params, serv
     between = text[text.index(SEARCH) + len(SEARCH) : text.index(ANSWER)]
     assert between.startswith("\n<information>\n") and between.endswith("</information>\n")
     assert "Ada Lovelace was born in 1815." in between and "Alan Turing" in between
+
+
+def test_half_a_surrogate_pair_in_a_passage(tiny_tokenizer, sampler, params):
+    """A title that JSON can say and UTF-8 cannot ends the run when its trajectory is written, at every resume."""
+    odd = [Passage("1\ud83d", "Ada Lovelace \ud83d", "Ada Lovelace was \udc00 born in 1815.")]
+    script = say(tiny_tokenizer, "<search> Ada Lovelace </search>")
+    (t,) = collect(sampler, tiny_tokenizer, params, [script], service=RetrievalService.from_corpus(odd))
+    ((found,),) = t.turns[0].passages
+    assert (found.id, found.title, found.text) == ("1?", "Ada Lovelace ?", "Ada Lovelace was ? born in 1815.")
 
 
 def test_one_query_per_search(tiny_tokenizer, sampler, params, service):

@@ -106,6 +106,10 @@ CLOSED = {"source": "closed_world"}
         ({"rollout": {"samples": 1}}, ["config.rollout.samples=1", "2 or more"]),
         ({"rollout": {"samples": 1}, "learning": {"advantage": "mean"}}, ["config.rollout.samples=1"]),
         ({"seed": -1}, ["config.seed", "-1"]),
+        ({"learning": {"gradient_clip": 0.0}}, ["config.learning.gradient_clip", "0.0", "inf: no clip"]),
+        ({"learning": {"learning_rate": -1e-6}}, ["config.learning.learning_rate", "-1e-06"]),
+        ({"learning": {"beta2": 1.0}}, ["config.learning.beta2", "1.0", "below 1"]),
+        ({"learning": {"clip_low": 1.5}}, ["config.learning.clip_low", "1.5"]),
         (
             {"data": {"source": "q.jsonl"}, "eval": {"every_steps": 5}},
             ["eval.every_steps", "5", "data.validation=FILE"],

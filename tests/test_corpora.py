@@ -74,7 +74,7 @@ def test_articles_become_passages(packed, tmp_path):
 
 def test_cutting_text():
     """Words are lost or repeated at a cut; a sentence longer than a passage is never cut; short tails stand alone."""
-    text = "A b c. D e f g! H? " + "long " * 25 + "end. Tail."
+    text = 'A "b c." D e (f g!) H? ' + "long " * 25 + "end. (He said: \"No.\" 'Why?') Tail."
     for words in (1, 3, 7, 10, 100):
         pieces = cut(text, words)
         assert " ".join(pieces).split() == text.split()

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from programs import ROOT, completed
+from programs import ROOT, completed, wait_until
 
 from experiments import Arm, Evaluation, Experiment, running, tables
 from psearch_jax.config import from_mapping
@@ -170,6 +171,33 @@ def test_the_program_starts_from_anywhere(tmp_path):
     command = [sys.executable, str(ROOT / "launch" / "experiment.py"), "ablation", "--only_tables", "--out=x"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and f"{tmp_path}/x/ablation.json: not found" in done.stderr, done.stderr[-2000:]
+
+
+def test_a_run_that_outlives_its_experiment_keeps_its_place(tmp_path):
+    """An experiment that is killed leaves its training running: started again, two would write one directory."""
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "train.py").write_text(
+        "import os, time\nopen('pid.tmp', 'w').write(str(os.getpid()))\nos.rename('pid.tmp', 'pid')\ntime.sleep(600)"
+    )
+    code = (
+        "import sys; from pathlib import Path; from experiments import running\n"
+        "running.ROOT = Path(sys.argv[1])\n"
+        "with running._held(running.ROOT / 'place'): running._program('train.py')"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
+    try:
+        wait_until((tmp_path / "pid").is_file)
+        with running._held(tmp_path / "place", wait=False) as held:
+            assert not held
+        parent.kill()
+        parent.wait()
+        with running._held(tmp_path / "place", wait=False) as held:
+            assert not held, "its program goes on"
+    finally:
+        parent.kill()
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    with running._held(tmp_path / "place") as held:
+        assert held
 
 
 @pytest.mark.slow

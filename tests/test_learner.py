@@ -285,6 +285,24 @@ def test_micro_batches_lose_no_trajectory_and_no_position(together):
         assert sorted(seen) == np.flatnonzero(batch.length).tolist()
 
 
+# Falling lengths that best-fit packing finds room for row by row, and not once all rows are open.
+NOT_AT_ONCE = (
+    "2048 2048 1785 1622 1470 1295 1233 1191 1121 1024 1020 974 959 881 866 848 794 698 568 517 461 440 433 432 425 "
+    "423 395 387 379 306 295 272 252 242 205 203 200 152 120 97"
+)
+
+
+def test_packing_always_finds_room():
+    """A step that ends in a failed assertion, for a few lengths in thousands, and ends there again when resumed."""
+    rng, lengths = np.random.default_rng(0), [[int(n) for n in NOT_AT_ONCE.split()]]
+    lengths += [rng.integers(40, rng.choice([400, 1200, 2048]), rng.integers(1, 60)).tolist() for _ in range(60)]
+    for n in lengths:
+        batch = replace(some_batch(len(n), positions=2048), length=np.array(n, np.int32))
+        for rows in (1, 2):
+            pieces = micro_batches(batch, rows, row_widths(2048, 3))
+            assert sorted(place.trajectory for places, _ in pieces for place in places) == list(range(len(n)))
+
+
 def test_packing_pays():
     """Rows that are shared without need, or half empty: spreads as the published budgets allow them."""
     rng = np.random.default_rng(0)

@@ -26,7 +26,7 @@ class Service:
 
     def __init__(self):
         self.calls: list[tuple[str, str, dict]] = []
-        self.fail: list = []  # of the next answers
+        self.fail: list = []  # of the next answers; None: as it should
         self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
 
@@ -136,6 +136,52 @@ def test_failures_are_waited_out_and_then_told_without_the_key(served, service, 
         with pytest.raises(RetrievalError, match="results=web.results is a dict"):
             live.search(["other"], 2)
     assert KEY not in caplog.text and "asked again" in caplog.text
+
+
+def test_a_query_that_alone_is_refused_finds_nothing(served, service, tmp_path, monkeypatch, caplog):
+    """One query too long for a service ends a run, and what was answered beside it is asked, and paid, again; while
+    settings that fit no query must not pass for questions that find nothing."""
+    live = opened(tmp_path, monkeypatch, **settings(served[1], at_once=1))
+    service.fail += [PlainTextResponse("no such field", 422)] * 2
+    with pytest.raises(RetrievalError, match="status 422: no such field"):
+        live.search(["a", "b"], 2)
+    service.fail += [None, PlainTextResponse(f"too long for {KEY}", 414), None, PlainTextResponse("who are you", 401)]
+    assert [len(ranking) for ranking in live.search(["a", "b", "c"], 2)] == [2, 0, 2]
+    assert "414: too long for ***: one query finds nothing" in caplog.text and KEY not in caplog.text
+    before = len(service.calls)
+    with pytest.raises(RetrievalError, match="status 401"):
+        live.search(["a", "c", "d"], 2)
+    assert len(service.calls) == before + 1, "what was answered is kept"
+    with pytest.raises(RetrievalError, match="status 401"):
+        service.fail += [None, PlainTextResponse("who are you", 401)]
+        live.search(["e", "f"], 2)
+    before = len(service.calls)
+    assert len(live.search(["e"], 2)[0]) == 2 and len(service.calls) == before, "also beside one that failed"
+
+
+@pytest.mark.parametrize("end", ["\n", " "])
+def test_a_key_of_a_file_ends_with_its_line(served, service, tmp_path, monkeypatch, caplog, end):
+    """A mounted secret's line break makes a header that is refused with the key in the message, at every try."""
+    live = opened(tmp_path, monkeypatch, **settings(served[1]))
+    monkeypatch.setenv("TEST_KEY", KEY + end)
+    live = LiveSearch(*read_settings(tmp_path / "live.json"))
+    assert live.search(["a"], 1)[0] and service.calls[0][2]["x-key"] == KEY
+
+
+def test_a_key_is_hidden_before_a_message_is_cut(served, service, tmp_path, monkeypatch):
+    """What is cut to a line first may end in the half of a key."""
+    service.fail += [PlainTextResponse("a" * 195 + KEY, 403)]
+    with pytest.raises(RetrievalError) as error:
+        opened(tmp_path, monkeypatch, **settings(served[1])).search(["a"], 1)
+    assert "aaa***" in str(error.value) and KEY[:3] not in str(error.value)
+
+
+def test_half_a_surrogate_pair_of_a_service(served, service, tmp_path, monkeypatch):
+    """A digest of what UTF-8 cannot say fails the search for its whole patience."""
+    odd = {"link": "1\ud83d", "name": "T\ud83d", "about": {"short": "b\ud83d"}}
+    service.fail += [PlainTextResponse(json.dumps({"web": {"results": [odd]}}))]
+    (found,) = opened(tmp_path, monkeypatch, **settings(served[1])).search(["a"], 1)[0]
+    assert (found.id, found.title, found.text) == ("1?", "T?", "b?")
 
 
 def test_a_service_that_is_gone_costs_its_patience_and_no_more(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -120,6 +121,20 @@ def test_other_sources_with_the_same_ids_are_other_data():
     state = QuestionLoader(questions(10), 2, seed=0).state()
     with pytest.raises(UserError, match="other questions"):
         QuestionLoader(questions(10, "other"), 2, seed=0).restore(state)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"text": "Who?"}, {"answers": ("other",)}, {"kind": "sequential"}, {"metadata": {"prompt": "Answer."}}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_edited_questions_are_other_data(changed):
+    """A label, which decides the reward, mended between two starts of a run: it would go on as if nothing were."""
+    state = QuestionLoader(questions(10), 2, seed=0).state()
+    edited = questions(10)
+    edited[3] = replace(edited[3], **changed)
+    with pytest.raises(UserError, match="other questions"):
+        QuestionLoader(edited, 2, seed=0).restore(state)
 
 
 @pytest.mark.parametrize(

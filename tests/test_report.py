@@ -266,6 +266,10 @@ def test_rollouts_that_have_no_room_are_told(run, monkeypatch):
     html = page.render(read_runs([run]))
     assert "18 of 72 recorded rollouts" in html
     assert set(unpacked(html, "index")["columns"]["step"]) == {0, 11, 5}
+    monkeypatch.setattr(rollouts, "MOST_ROLLOUTS", 4)  # less than the first step has
+    assert "4 of 72 recorded rollouts" in page.render(read_runs([run]))
+    monkeypatch.setattr(rollouts, "MOST_BYTES", 1)
+    assert "None of 72 recorded rollouts has room" in page.render(read_runs([run]))
 
 
 def test_a_run_without_rollouts_or_steps(run, tmp_path):

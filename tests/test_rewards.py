@@ -294,6 +294,14 @@ def test_score_vectors_command(shared_data, tmp_path):
     assert run_command(file, "--profile=compat").stdout.splitlines()[-1] == "mismatches: 0"
 
 
+def test_score_vectors_with_a_line_separator_inside(tmp_path):
+    """U+2028 inside a text is no end of a line (str.splitlines takes it for one)."""
+    file = tmp_path / "vectors.jsonl"
+    file.write_text(json.dumps(ROW | {"prompt": "p\u2028q"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    done = run_command(file, "--profile=paper")
+    assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("mismatches: "), done.stderr
+
+
 ROW = {"prompt": "p", "response": "r", "golden_answers": ["x"], "kind": "single", "weights": {}, "score": 1}
 
 

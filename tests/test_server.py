@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from helpers import people
-from programs import ROOT, Program, completed
+from programs import ROOT, Program, completed, wait_until
 from serving import HTTP, Running
 
 from retrieval import client
@@ -200,13 +200,6 @@ def test_a_failed_search_is_told_and_survived(service, error):
         watched.broken = None
         assert health() == (200, {"status": "ok", "rows": 320})
         assert running.post({"queries": ["Baro Quill"]}).status == 200
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_one_poisoned_query_spoils_one_answer(service):

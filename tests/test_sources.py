@@ -117,6 +117,10 @@ def test_text_that_cannot_be_written_is_replaced(tmp_path):
     (question,) = read_questions(file)
     assert question.text == "Who ? is \U0001f600 older?"
     question.text.encode("utf-8")
+    array = tmp_path / "x.json"  # as HotpotQA's own
+    array.write_text(json.dumps([{"_id": "a\udc00", "question": "\ud83d \U0001f600?", "answer": "b\ud83d"}]))
+    (question,) = read_questions(array)
+    assert (question.id, question.text, question.answers) == ("a?", "? \U0001f600?", ("b?",))
 
 
 def test_line_separators_inside_text(tmp_path):

@@ -98,8 +98,8 @@ class QuestionLoader:
 
 
 def _digest(questions: Sequence[Question]) -> str:
-    """SHA-256 of sources and ids, in order."""
+    """SHA-256 of all that the questions say, in order."""
     digest = hashlib.sha256()
     for question in questions:
-        digest.update(question.identity)
+        digest.update(question.contents)
     return digest.hexdigest()

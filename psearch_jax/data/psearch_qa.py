@@ -51,7 +51,7 @@ class PsearchQa(tfds.core.GeneratorBasedBuilder):
         assert self._questions is not None
         digest, counts = hashlib.sha256(), Counter()
         for place, question in enumerate(self._questions()):
-            digest.update(question.identity)
+            digest.update(question.contents)
             counts[question.source, question.kind] += 1
             yield place, to_example(question)
         self.info.metadata["fingerprint"] = digest.hexdigest()

@@ -18,6 +18,7 @@ from typing import Any
 from psearch_jax.data.kinds import KIND_OF_LABEL, MUSIQUE_GRAPHS, UNLABELLED, musique_graph
 from psearch_jax.paths import locate
 from psearch_jax.types import Kind, Question, UserError
+from retrieval.protocol import as_utf8
 
 # Where a prompt made by Search-R1's scripts puts the question.
 _QUESTION_MARK = "Question:"
@@ -115,9 +116,7 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 def _from_line(line: bytes, source: str | None, stem: str, where: str) -> Question:
     try:
-        row = json.loads(line.decode("utf-8"))
-        if b"\\ud" in line.lower():  # an escaped half of a pair is text that nobody can write again
-            row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
+        row = _loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise UserError(
             f"{where}: not UTF-8 text (byte 0x{line[error.start]:02x} at {error.start}), accepted: UTF-8"
@@ -127,10 +126,18 @@ def _from_line(line: bytes, source: str | None, stem: str, where: str) -> Questi
     return from_json(row, source, stem, where)
 
 
+def _loads(text: str) -> Any:
+    """As `json.loads`; an escaped half of a surrogate pair, which nobody can write again, is a question mark."""
+    found = json.loads(text)
+    if "\\ud" in text or "\\uD" in text:
+        found = json.loads(as_utf8(json.dumps(found, ensure_ascii=False)))
+    return found
+
+
 def _array_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """(place, element) of a JSON array, numbered from 1; an element without an id takes its place, from 0, as one."""
     try:
-        elements = json.loads(path.read_bytes().decode("utf-8-sig"))
+        elements = _loads(path.read_bytes().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (at byte {error.start}), accepted: UTF-8") from None
     except (ValueError, RecursionError) as error:

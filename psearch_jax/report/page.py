@@ -14,7 +14,7 @@ from psearch_jax.eval.benchmarks import PAIRS
 from psearch_jax.eval.evaluate import read_scores
 from psearch_jax.eval.scores import Score
 from psearch_jax.eval.tables import paired_table
-from psearch_jax.paths import locate, of_store, write_whole
+from psearch_jax.paths import locate, make_writable, of_store, write_whole
 from psearch_jax.report import charts, tables, training
 from psearch_jax.report.rollouts import Shown, packed, packed_bytes, spelling_of, spread_out
 from psearch_jax.report.runs import RunFiles, read_runs
@@ -35,6 +35,7 @@ def write_report(runs: Sequence[RunFiles], file: str | Path | None = None) -> Pa
       OSError: the page cannot be written.
     """
     path = locate(file) if file else runs[0].directory / FILE
+    make_writable(path.parent)
     write_whole(path, render(runs))
     return path
 

@@ -46,7 +46,8 @@ class Shown:
     """
 
     def __init__(self, runs: int):
-        self._room = [(MOST_ROLLOUTS // runs, MOST_BYTES // runs)] * runs  # (rollouts, bytes) left of each run
+        self._whole = (MOST_ROLLOUTS // runs, MOST_BYTES // runs)
+        self._room = [self._whole] * runs  # (rollouts, bytes) left of each run
         self._questions: dict[tuple[str, str], int] = {}
         self._question_rows: list[dict[str, Any]] = []
         self.columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
@@ -61,7 +62,7 @@ class Shown:
         scores: Sequence[Score],
         spelling: Spelling | None,
     ) -> None:
-        """Takes a block if the run has room for it.
+        """Takes a block if the run has room for it; of its first one so much as there is room for.
 
         Args:
           run: its number.
@@ -69,12 +70,19 @@ class Shown:
           spelling: ids to text; None where the run's tokenizer is not at hand.
         """
         rollouts, room = self._room[run]
-        text = packed([_body(row, spelling) for row in rows]) if 0 < len(rows) <= rollouts and room > 0 else ""
-        if not text or len(text) > room * 4 / 3:  # base64 writes 3 bytes in 4 letters
+        count, text = len(rows), ""
+        if self._room[run] == self._whole:
+            count = min(count, rollouts)
+        while 0 < count <= rollouts and room > 0 and not text:
+            text = packed([_body(row, spelling) for row in rows[:count]])
+            if len(text) > room * 4 / 3:  # base64 writes 3 bytes in 4 letters
+                count, text = count // 2 if self._room[run] == self._whole else 0, ""
+        if not text:
             self.left_out += len(rows)
             return
-        self._room[run] = rollouts - len(rows), room - len(text) * 3 // 4
-        for place, (row, score) in enumerate(zip(rows, scores, strict=True)):
+        self.left_out += len(rows) - count
+        self._room[run] = rollouts - count, room - len(text) * 3 // 4
+        for place, (row, score) in enumerate(zip(rows[:count], scores, strict=False)):
             values = {
                 "run": run,
                 "step": block.step,

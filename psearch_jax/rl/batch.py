@@ -75,6 +75,9 @@ def micro_batches(
         taken = [pick(widths, length) for length in n[::rows]]
     else:
         tried = [_shrunk(_opened(n, widths, least, rows), n, widths, rows) for least in widths]
+        # Rows of several widths, opened as they were needed, may not hold what is packed into all of them at once;
+        # rows of one width always do.
+        tried = [taken for taken in tried if _fitted(n, taken, rows) is not None]
         taken = min(tried, key=lambda taken: _cost(taken, widths[-1]))
     order = [int(i) for i in np.argsort(-batch.length, kind="stable") if batch.length[i] > 0]
     if together:

@@ -38,7 +38,7 @@ from psearch_jax.rollout.usage import Usage
 from psearch_jax.text import tags
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import EndStatus, Question, Trajectory, Turn
-from retrieval.protocol import Passage, Retriever
+from retrieval.protocol import Passage, Retriever, as_utf8
 
 Progress = Callable[[int, int], None]  # (trajectories done, trajectories in all), of this process
 _Passages = dict[int, tuple[tuple[Passage, ...], ...]]  # by slot, for each of its sub-queries
@@ -399,7 +399,7 @@ class InFlight:
         """One call of the retriever."""
         flat = [q for row in queries.values() for q in row]
         results = iter(self.parts.retriever.search(flat, self.parts.retrieval.topk) if flat else ())
-        return {b: tuple(tuple(next(results)) for _ in row) for b, row in queries.items()}
+        return {b: tuple(tuple(map(_in_utf8, next(results))) for _ in row) for b, row in queries.items()}
 
     def _observation(self, queries: Sequence[str], passages: Sequence[Sequence[Passage]], length: int) -> list[int]:
         room = self.rollout.context_tokens - length - 1
@@ -438,3 +438,8 @@ class InFlight:
         )
         self.done += 1
         self._count(decoded=int(mask.sum()))
+
+
+def _in_utf8(passage: Passage) -> Passage:
+    """The passage as it can be written and printed: in a corpus JSON may say half a surrogate pair."""
+    return Passage(as_utf8(passage.id), as_utf8(passage.title), as_utf8(passage.text), passage.score)

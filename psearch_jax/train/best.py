@@ -31,9 +31,10 @@ class Best:
       metric: the name of the figure, where higher is better.
       questions: a digest of those that it is measured with. With another figure, or of other questions, what is
         measured first takes the place of what is there.
+      until: forget what was kept behind a later step: the run goes on from here with other settings.
     """
 
-    def __init__(self, workdir: str | Path, metric: str, questions: str = ""):
+    def __init__(self, workdir: str | Path, metric: str, questions: str = "", until: int | None = None):
         self._directory = absolute(workdir) / DIRECTORY
         self._measure = {"metric": metric, "questions": questions}
         self._manager = ocp.CheckpointManager(
@@ -46,6 +47,10 @@ class Best:
             ),
         )
         step = self._manager.latest_step()
+        if step is not None and until is not None and step > until:
+            with writing(self._directory):
+                self._manager.delete(step)
+            step = None
         self._record = None
         if step is not None:
             loop = processes.agreed(lambda: read_loop(self._directory / str(step)))

@@ -202,7 +202,11 @@ def syllable_ids(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def optimizer(config: SFTConfig) -> optax.GradientTransformation:
-    """AdamW with warm-up, cosine decay and clipping by the global norm; vectors (norms, biases) do not decay."""
+    """AdamW with warm-up, cosine decay and clipping by the global norm.
+
+    What has more than two dimensions decays: the layers' kernels, and their biases, which have one for layer and one
+    for head. Norms and the embedding do not.
+    """
     peak = config.learning_rate
     warmup = min(config.warmup_steps, max(1, config.steps // 10))
     schedule = optax.warmup_cosine_decay_schedule(

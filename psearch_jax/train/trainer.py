@@ -70,7 +70,9 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
     # ---- resume ----
     checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints, config.train.keep_every_steps)
     closers.enter_context(closing(checkpoints))
-    step = _resume(run, checkpoints, workdir, allow_changes) if checkpoints.latest() is not None else 0
+    step, changed = 0, False
+    if checkpoints.latest() is not None:
+        step, changed = _resume(run, checkpoints, workdir, allow_changes)
     if processes.first():
         write_config(workdir, run.given, step)
         cut_jsonl(workdir / "metrics.jsonl", step)
@@ -102,7 +104,8 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
     record |= {"lora": run.lora} if run.lora else {}
     best = None
     if config.eval.every_steps:
-        best = closers.enter_context(closing(Best(workdir, config.eval.best_metric, questions_digest(run.evaluation))))
+        asked, until = questions_digest(run.evaluation), step if changed else None
+        best = closers.enter_context(closing(Best(workdir, config.eval.best_metric, asked, until)))
 
     def save(step: int, loader: dict[str, Any]) -> None:
         with run.phase("checkpoint"):
@@ -179,7 +182,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
     of_critic = {CRITIC + k: n for k, n in run.critic.compilations().items()} if run.critic is not None else {}
     summary = {
         "seed": config.seed,
-        "steps": config.train.steps,
+        "steps": step,  # more than train.steps where a run that had more is started with less
         "wall_s": {k: round(v, 2) for k, v in run.wall_s.items()},
         "compilations": {**run.collector.sampler.compilations(), **run.learner.compilations(), **of_critic},
         **({"best": best.record} if best else {}),
@@ -193,8 +196,12 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
     return summary
 
 
-def _resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: bool) -> int:
-    """Puts the newest whole checkpoint and the loader's position into the run; returns its step."""
+def _resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: bool) -> tuple[int, bool]:
+    """Puts the newest whole checkpoint and the loader's position into the run.
+
+    Returns:
+      Its step, and whether the run goes on with other settings.
+    """
     changes: dict[str, str] = {}
 
     def accept(loop: Mapping[str, Any]) -> None:
@@ -228,4 +235,4 @@ def _resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: bo
         if not changes:
             raise
         log.warning("the questions begin anew (%s)", error)
-    return step
+    return step, bool(changes)
