@@ -52,7 +52,7 @@ class Question:
 
     @property
     def identity(self) -> bytes:
-        """Which question it is, whatever it says: what decides by chance about it, decides by this."""
+        """Which question it is, whatever it says: by this a share of questions is drawn."""
         return json.dumps([self.source, self.id]).encode()
 
     @property

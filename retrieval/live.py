@@ -38,7 +38,7 @@ log = logging.getLogger("retrieval")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _MARKUP = re.compile(r"<[^<>]{0,200}>")
 HIDDEN = "***"
-OF_THE_QUERY = (400, 413, 414, 422)  # status of a service that answers others: this query is not to its taste
+OF_THE_QUERY = (400, 413, 414, 422)  # status where a service that answers others means the query itself
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class LiveSearch:
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """At most `k` passages per query in the service's own order; an empty query is not asked.
 
-        A query that a service refuses which answers others (too long, not to its taste) finds nothing.
+        A query that a service refuses which answers others (one too long, say) finds nothing.
 
         Raises:
           RetrievalError: refused, or no answer in time and in form for `patience_s`. What was answered is kept.
@@ -187,7 +187,7 @@ class LiveSearch:
         if status in RETRIED_STATUS:
             raise OSError(f"status {status}")
         if status != 200:
-            reason = f"{self._host}: status {status}: {self._hidden(data.decode(errors='replace'))}"
+            reason = f"{self._host}: status {status}: {self._hidden(data[:4000].decode(errors='replace'))}"
             if status in OF_THE_QUERY:
                 return reason
             raise RetrievalError(reason)

@@ -70,13 +70,12 @@ class Shown:
           spelling: ids to text; None where the run's tokenizer is not at hand.
         """
         rollouts, room = self._room[run]
-        count, text = len(rows), ""
-        if self._room[run] == self._whole:
-            count = min(count, rollouts)
+        first = self._room[run] == self._whole
+        count, text = min(len(rows), rollouts) if first else len(rows), ""
         while 0 < count <= rollouts and room > 0 and not text:
             text = packed([_body(row, spelling) for row in rows[:count]])
             if len(text) > room * 4 / 3:  # base64 writes 3 bytes in 4 letters
-                count, text = count // 2 if self._room[run] == self._whole else 0, ""
+                count, text = count // 2 if first else 0, ""
         if not text:
             self.left_out += len(rows)
             return
