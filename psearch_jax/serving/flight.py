@@ -45,7 +45,8 @@ class Served(InFlight):
             if not self.decodes:
                 wait([self._search_ahead], TOGETHER_S)
             if self._search_ahead.done():
-                found, self._search_ahead, self._under_way = self._search_ahead.result(), None, {}
+                found = self._found(*self._search_ahead.result())
+                self._search_ahead, self._under_way = None, {}
                 self._begin()
                 self._searched_for = {**self._under_way, **self._line}
         self._count(search_s=time.monotonic() - began)
@@ -54,11 +55,21 @@ class Served(InFlight):
     def _begin(self) -> None:
         if self._search_ahead is None and self._line:
             self._under_way, self._line = self._line, {}
-            self._search_ahead = in_background(functools.partial(self._look_up, self._under_way))
+            self._search_ahead = in_background(functools.partial(self._tried, self._under_way))
 
     def _look_up(self, queries: dict[int, tuple[str, ...]]) -> dict[int, Any]:
-        """As in training; where that fails, row by row, and the rows that fail are put into `failed`."""
+        """As in training; rows whose search fails are put into `failed`."""
+        return self._found(*self._tried(queries))
+
+    def _found(self, found: dict[int, Any], failed: dict[int, str]) -> dict[int, Any]:
+        self.failed |= {self.live[slot].order: why for slot, why in failed.items()}
+        self.searches_fail = bool(failed) and not found
+        return found
+
+    def _tried(self, queries: dict[int, tuple[str, ...]]) -> tuple[dict[int, Any], dict[int, str]]:
+        """What is found by slot, where all at once fail row by row; and why the others failed. In any thread."""
         found: dict[int, Any] = {}
+        failed: dict[int, str] = {}
         try:
             found = super()._look_up(queries)
         except BaseException as error:  # a panic of a library in Rust is no Exception
@@ -71,6 +82,5 @@ class Served(InFlight):
                         continue
                     except BaseException as own:
                         error = own
-                self.failed[self.live[slot].order] = f"the search failed ({type(error).__name__})"
-        self.searches_fail = not found
-        return found
+                failed[slot] = f"the search failed ({type(error).__name__})"
+        return found, failed
