@@ -1,7 +1,7 @@
 """Qwen2.5-7B-Instruct with adapters of rank 32, for one GPU of 48 GB or more.
 
-    XLA_PYTHON_CLIENT_MEM_FRACTION=.92 python launch/train.py --config=configs/qwen7b_lora.py --config.data.source=TRAIN.jsonl \\
-        --config.retrieval.index=DIR --workdir=DIR
+    XLA_PYTHON_CLIENT_MEM_FRACTION=.92 python launch/train.py --config=configs/qwen7b_lora.py \\
+        --config.data.source=TRAIN.jsonl --config.retrieval.index=DIR --workdir=DIR
 
 It takes 39.4 GiB of one GPU, as compiled for one (docs/scale.md). A card of 40 GB gives 36.8: there it takes 28.8 with
 --config.model.unstacked_decoding=false, and decodes more slowly. All of 7B trained in one place would need more than
