@@ -29,13 +29,12 @@ from psearch_jax.eval.evaluate import read_scores
 from psearch_jax.eval.scores import finished_by_turn, splitting, summarise
 from psearch_jax.paths import TOY_POLICY, write_whole
 from psearch_jax.train.alarms import ALARM, NAMES, read_rows
-from psearch_jax.train.settings import fingerprint
+from psearch_jax.train.settings import WEIGHTS, fingerprint
 from psearch_jax.types import UserError
 from retrieval.corpus import write_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
 Found = dict[str, dict[str, Any]]  # figures by "evaluation/set"
-WEIGHTS = ("config.json", "*.safetensors")
 CONFIGS = {"smoke": smoke, "smoke_ppo": smoke_ppo}
 
 

@@ -277,7 +277,7 @@ def _contents(
 ) -> dict[str, tuple[str, str]]:
     """What the fields of `settings.DECIDES_BY_CONTENT` name, with a fingerprint of what is there."""
     preset = f"random weights of {config.model.preset}"
-    weights = settings.fingerprint(parts.path, ("config.json", "*.safetensors")) if parts.path else preset
+    weights = settings.fingerprint(parts.path, settings.WEIGHTS) if parts.path else preset
     tokenizer = parts.tokenizer
     probe = str(tokenizer.chat([{"role": "user", "content": "?"}]))
     words = settings.text_fingerprint(tokenizer.fingerprint, str(sorted(tokenizer.stop_ids)), probe)

@@ -19,6 +19,7 @@ from psearch_jax import build
 from psearch_jax.chips import GIB, Chip, chip_of
 from psearch_jax.config import Config, with_method
 from psearch_jax.data.closed_world import ClosedWorld
+from psearch_jax.data.held_out import hold_out
 from psearch_jax.data.prepared import are_there, open_questions
 from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.launching import CACHE_VARIABLE, DEFAULT_CACHE
@@ -186,15 +187,19 @@ def questions(config: Config) -> str | None:
         return f"{data.world_questions} of the closed world"
     if not data.source or not are_there(data.source):
         return None
-    train = len(open_questions(data.source))
-    validation = f", {len(open_questions(data.validation))} to validate by" if data.validation else ""
-    if train < config.train.prompts:
+    train, held = open_questions(data.source), []
+    if data.validation_share:
+        train, held = hold_out(train, data.validation_share)
+    if data.validation:
+        held = open_questions(data.validation)
+    if len(train) < config.train.prompts:
         raise UserError(
-            f"{data.source}: found {train} questions for steps of {config.train.prompts}, accepted: at least as many "
-            "as config.train.prompts"
+            f"{data.source}: found {len(train)} questions for steps of {config.train.prompts}, accepted: at least as "
+            "many as config.train.prompts"
         )
-    epochs = config.train.steps * config.train.prompts / train
-    return f"{train} in {data.source}, seen {epochs:.2g} times{validation}"
+    epochs = config.train.steps * config.train.prompts / len(train)
+    validation = f", {len(held)} to validate by" if held else ""
+    return f"{len(train)} in {data.source}, seen {epochs:.2g} times{validation}"
 
 
 def passages(config: Config) -> str | None:
@@ -222,8 +227,7 @@ def disk(config: Config, plan: Plan, workdir: str) -> str:
     place = Path(workdir).absolute()
     while not place.is_dir():
         place = place.parent
-    saved = ("parameters", "optimizer", "critic", "critic_optimizer")
-    one = sum(plan.resident[name] for name in saved) * plan.chips
+    one = plan.checkpoint_bytes
     train = config.train
     several = train.keep_checkpoints + 1  # one is written before the oldest goes
     several += train.steps // train.keep_every_steps if train.keep_every_steps else 0

@@ -23,6 +23,7 @@ from runs import metrics_without_clocks, run, small_config
 from psearch_jax import build, given
 from psearch_jax.data import asking
 from psearch_jax.data.closed_world import ClosedWorld
+from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.models import decoder
 from psearch_jax.train import checkpoint, trainer, validation
 from psearch_jax.train.best import Best, find_best
@@ -104,6 +105,9 @@ def settings(policy, file, **fields):
 def test_a_file_of_questions_is_validated(tiny_policy, questions, tmp_path):
     """A run on real questions that shows nothing but its training reward until somebody evaluates it by hand."""
     parts = build.training_run(settings(tiny_policy, questions, **{"train.steps": 2}))
+    left = Best(tmp_path, "em", questions_digest(parts.evaluation))  # of a run that was killed before its checkpoint
+    left.offer(9, 1.0, parts.state.params, {"model": checkpoint.model_record(parts.model), "tokenizer": "x"})
+    left.close()
     held = {q.id for q in parts.evaluation}
     assert len(held) == 3
     summary = trainer.train(parts, tmp_path)

@@ -16,7 +16,7 @@ import pytest
 from browsing import asked, focus, opened, press, text, wait
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from programs import Program, completed
+from programs import Program, completed, wait_until
 from serving import HTTP, Running
 from starlette.exceptions import HTTPException
 
@@ -168,6 +168,27 @@ def test_a_retriever_that_fails_is_told_and_the_next_one_answered(running, toy):
     assert "error" in parts[-1] and "secret" not in json.dumps(parts) and health.status == 503
     assert running.post(body(asked[0]), PATH).status == 200
     assert HTTP.request("GET", running.url + "/health").json() == {"status": "ok"}
+
+
+def test_what_is_counted_is_what_was_answered(toy):
+    """A refusal in no time would count as a quick answer, and a stream that ended in an error as one in order."""
+    answerer, watched, asked = toy
+    with Running(make_app(answerer, "toy", Limits(requests=2))) as running:
+
+        def counted(line: str) -> bool:
+            return line in running_metrics(running).splitlines()
+
+        assert running.post(body(""), PATH).status == 422
+        assert counted('answers_requests_total{status="422"} 1.0') and counted("answers_seconds_count 0.0")
+        assert running.post(body(asked[0]), PATH).status == 200
+        assert counted('answers_requests_total{status="200"} 1.0') and counted("answers_seconds_count 1.0")
+        watched.broken = True
+        try:
+            assert b"the search failed" in running.post(body(asked[0], stream=True), PATH).data
+        finally:
+            watched.broken = False
+        wait_until(lambda: counted('answers_requests_total{status="503"} 1.0'))
+        assert counted("answers_seconds_count 1.0")
 
 
 def test_passages_forge_no_answer(running, toy):

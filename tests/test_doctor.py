@@ -1,6 +1,7 @@
 """launch/doctor.py: what a run needs and lacks is said before the run, thing by thing, with how to mend it."""
 
 import json
+import re
 import shutil
 import sys
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from programs import completed
+from runs import start
 
 from configs import qwen7b, smoke
 from psearch_jax import doctor
@@ -85,12 +87,27 @@ def test_too_few_questions_too_little_memory_and_disk(tmp_path, monkeypatch):
     )
     given = config(data={"source": str(few)}, retrieval={"corpus": str(tmp_path / "none")})
     assert "found 3 questions for steps of 24" in wrong(found(given, tmp_path))
+    few.write_text(
+        "".join(json.dumps({"id": str(i), "question": "Who?", "golden_answers": ["I"]}) + "\n" for i in range(26))
+    )
+    given = config(data={"source": str(few), "validation_share": 0.3}, retrieval={"corpus": str(tmp_path / "none")})
+    assert re.search("found (1|2)[0-9] questions for steps of 24", wrong(found(given, tmp_path))), "what is held out"
     monkeypatch.setattr(doctor, "available_memory", lambda: 2**20)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
     text = wrong(found(config(), tmp_path / "not" / "yet"))
     assert "of 0.00 GiB on each device" in text and "GiB for 4 checkpoints" in text
     kept = found(config(train={"keep_every_steps": 10}), tmp_path)["disk"][0].text
     assert "for 10 checkpoints" in kept
+
+
+def test_a_checkpoint_holds_one_copy(tmp_path):
+    """A mesh with a copy of the state on each device would be told to find room for all of them."""
+    command = [sys.executable, "launch/doctor.py", "--config=configs/smoke.py", f"--workdir={tmp_path}"]
+    disk = [
+        re.search(r"(\S+ GiB) for 4 checkpoints", start([*command, *mesh], devices=4).communicate()[0])[1]
+        for mesh in (["--config.mesh.data=4", "--config.mesh.fsdp=1"], ["--config.mesh.fsdp=4"])
+    ]
+    assert disk[0] == disk[1] == "0.04 GiB"
 
 
 def test_an_accelerator_that_is_not_used_is_seen(tmp_path, monkeypatch):

@@ -164,9 +164,20 @@ def test_a_run_with_adapters_resumes_and_is_exported_whole(tiny_policy, tmp_path
     plain = command(whole, tiny_policy, 6, **fields(**{"model.lora_rank": 0}))
     assert "model.lora_rank: 4, now 0" in run(plain, expect=2).stderr
     assert "another architecture" in run([*plain, "--allow_changes"], expect=2).stderr
-    record = checkpoint.read_loop(whole / "checkpoints" / "4")
-    (whole / "checkpoints" / "4" / "loop" / "metadata").write_text(
-        json.dumps(record | {"lora": record["lora"] | {"path": "/nowhere/base"}})
-    )
+    # On another machine the base lies elsewhere: it is found by the name it was asked by, and known by what it is.
+    step = whole / "checkpoints" / "4"
+    record = checkpoint.read_loop(step)
+
+    def told(settings: dict, **changed: str) -> None:
+        written = record | {"lora": record["lora"] | changed, "settings": record["settings"] | settings}
+        (step / "loop" / "metadata").write_text(json.dumps(written))
+
+    told({}, path="/nowhere/base")
+    again = {".".join(path): v.get_value() for path, v in nnx.to_flat_state(checkpoint.load_params(step)[1])}
+    assert all(np.array_equal(again[name], base[name]) for name in base)
+    told({}, path="/nowhere/base", name="/nowhere/either")
     with pytest.raises(UserError, match="/nowhere/base, which is not there"):
-        checkpoint.load_params(whole / "checkpoints" / "4")
+        checkpoint.load_params(step)
+    told({"model.path": record["settings"]["model.path"] | {"is": "0"}})
+    with pytest.raises(UserError, match="other weights than those that are in"):
+        checkpoint.load_params(step)

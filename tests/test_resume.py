@@ -250,6 +250,12 @@ def test_a_step_is_given_up_between_any_two_micro_batches(parts, n, copied):
         assert not run.has_state
 
 
+def test_processes_of_one_host_share_its_memory():
+    """Eight processes that each promise themselves half of what is free: the host runs out in the first step."""
+    assert preemption._fits([(22, 150)]) and preemption._fits([(22, 150), (22, 140), (22, 150)])
+    assert not preemption._fits([(22, 150)] * 8)
+
+
 def test_a_request_without_a_copy_falls_back_to_the_newest_checkpoint(parts, whole, tmp_path, monkeypatch):
     """A state that its updates have used up must not be saved, and what was saved must do."""
     monkeypatch.setattr(trainer, "room_for_copy", lambda state: False)

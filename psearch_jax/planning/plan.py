@@ -77,6 +77,7 @@ class Plan:
     mesh: Mapping[str, int]
     model: DecoderConfig
     resident: Mapping[str, int]  # bytes per chip, by what they are
+    checkpoint_bytes: int  # of all chips together, each value once
     programs: Mapping[str, Program]  # of each program the width that needs most, which need not be the largest
     widths: Mapping[str, Mapping[int, int]]  # of each program the bytes in all by width; -1: refused
     large: tuple[tuple[str, tuple[int, ...], str, int, bool], ...]  # fields as in ARRAY
@@ -117,6 +118,7 @@ class Plan:
             "hbm_bytes": self.chip.hbm_bytes,
             "mesh": dict(self.mesh),
             "resident": dict(self.resident),
+            "checkpoint_bytes": self.checkpoint_bytes,
             "programs": programs,
             "widths": {name: dict(found) for name, found in self.widths.items()},
             "headroom_bytes": self.headroom_bytes,
@@ -218,6 +220,8 @@ def make_plan(
         "prompt_pool": pool,
     }
     resident = {name: bytes_per_chip(tree) for name, tree in arrays.items()}
+    saved = jax.tree.leaves([arrays[name] for name in ("parameters", "optimizer", "critic", "critic_optimizer")])
+    checkpoint_bytes = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in saved)
 
     def beside(*names: str) -> int:
         return sum(resident[name] for name in names)
@@ -264,7 +268,17 @@ def make_plan(
     large = tuple(row for name, tree in arrays.items() for row in _large(name, tree, mesh))
     chips = len(target.devices)
     return Plan(
-        target.topology, chips, target.chip, dict(mesh.shape), model, resident, compiled, by_width, large, in_place
+        target.topology,
+        chips,
+        target.chip,
+        dict(mesh.shape),
+        model,
+        resident,
+        checkpoint_bytes,
+        compiled,
+        by_width,
+        large,
+        in_place,
     )
 
 

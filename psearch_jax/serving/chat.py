@@ -92,7 +92,8 @@ class Metrics:
             raise
         finally:
             self.requests.labels(status["code"]).inc()
-            self.seconds.observe(time.perf_counter() - begun)
+            if status["code"] == 200:  # a refusal in no time is no quick answer
+                self.seconds.observe(time.perf_counter() - begun)
 
 
 class Events:
@@ -163,7 +164,7 @@ def make_app(
             about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
             if asking.stream:
                 status["code"] = 200
-                return Streamed(_stream(about, asking, events, metrics), held.pop_all())
+                return Streamed(_stream(about, asking, events, metrics, status), held.pop_all())
             try:
                 content = await http.while_there(request, _whole(about, asking, events, metrics))
             except asyncio.CancelledError:  # the server stops, and its patience with this request is over
@@ -271,8 +272,10 @@ async def _all(events: Events, metrics: Metrics) -> Told:
     return told
 
 
-async def _stream(about: dict[str, Any], asking: Asking, events: Events, metrics: Metrics) -> AsyncIterator[bytes]:
-    """The answer as server-sent events, each a chunk."""
+async def _stream(
+    about: dict[str, Any], asking: Asking, events: Events, metrics: Metrics, status: dict[str, int]
+) -> AsyncIterator[bytes]:
+    """The answer as server-sent events, each a chunk. Leaves in `status` what it is counted as."""
 
     def chunk(delta: dict[str, Any], reason: str | None = None, **more: Any) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": reason}
@@ -291,6 +294,7 @@ async def _stream(about: dict[str, Any], asking: Asking, events: Events, metrics
         elif event.kind == "passages":
             yield chunk({}, psearch={"passages": rankings(event.passages), "seconds": round(event.seconds, 4)})
     if told.trajectory is None:
+        status["code"] = 503
         yield b"data: " + json.dumps(_error(told.error, 503)).encode() + b"\n\n"
     else:
         yield chunk({"content": told.trajectory.answer or ""})

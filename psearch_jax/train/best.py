@@ -31,7 +31,7 @@ class Best:
       metric: the name of the figure, where higher is better.
       questions: a digest of those that it is measured with. With another figure, or of other questions, what is
         measured first takes the place of what is there.
-      until: forget what was kept behind a later step: the run goes on from here with other settings.
+      until: forget what was kept behind a later step: this run has not come to it, or goes on with other settings.
     """
 
     def __init__(self, workdir: str | Path, metric: str, questions: str = "", until: int | None = None):

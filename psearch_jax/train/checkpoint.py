@@ -36,8 +36,9 @@ from flax import nnx
 from psearch_jax import processes
 from psearch_jax.config import DecoderConfig, Lora, ModelSection
 from psearch_jax.models import decoder, hf, lora
-from psearch_jax.paths import absolute, is_remote, locate
+from psearch_jax.paths import TOY_POLICY, absolute, is_remote, locate
 from psearch_jax.sharding import placed
+from psearch_jax.train import settings
 from psearch_jax.train.state import TrainState
 from psearch_jax.types import UserError
 
@@ -348,7 +349,7 @@ def _load_params(
         raise _unreadable(checkpoint, "params", error) from error
     params = decoder.with_values(abstract, values)
     if record:
-        params = lora.beside(_base(config, record, place, checkpoint), params)
+        params = lora.beside(_base(config, loop, place, checkpoint), params)
     return config, params, loop
 
 
@@ -387,21 +388,36 @@ def lora_record(model: ModelSection, seed: int, path: str) -> dict[str, Any] | N
         return None
     where = str(Path(path).resolve()) if path else ""
     adapters = {"rank": model.lora_rank, "alpha": model.lora_alpha}
-    return {**adapters, "path": where, "seed": seed, "dtype": model.sampling_dtype}
+    return {**adapters, "path": where, "name": model.path, "seed": seed, "dtype": model.sampling_dtype}
 
 
 def _base(
-    config: DecoderConfig, record: Mapping[str, Any], place: Callable[[nnx.State], nnx.State], checkpoint: Path
+    config: DecoderConfig, loop: Mapping[str, Any], place: Callable[[nnx.State], nnx.State], checkpoint: Path
 ) -> nnx.State:
+    record = loop["lora"]
     dtype = jnp.dtype(record["dtype"])
     if not record["path"]:
         return decoder.random_params(config, record["seed"], dtype, place)
-    if not Path(record["path"]).is_dir():
+    where = _where(record["path"], record.get("name", ""))
+    if where is None:
         raise UserError(f"{checkpoint}: its adapters belong to the weights in {record['path']}, which is not there")
-    found, base = hf.load_hf(record["path"], place, dtype)
+    known = loop.get("settings", {}).get("model.path", {}).get("is")
+    if known and settings.fingerprint(where, settings.WEIGHTS) != known:
+        raise UserError(f"{checkpoint}: its adapters belong to other weights than those that are in {where} now")
+    found, base = hf.load_hf(where, place, dtype)
     if found != config:
-        raise UserError(f"{checkpoint}: its adapters belong to another model than the one in {record['path']}")
+        raise UserError(f"{checkpoint}: its adapters belong to another model than the one in {where}")
     return base
+
+
+def _where(path: str, name: str) -> str | None:
+    """The directory of weights that lay at `path`: on another machine where the `name` that they were asked by is."""
+    if Path(path).is_dir():
+        return path
+    if name == "toy":
+        return str(TOY_POLICY)
+    there = name and not is_remote(name) and (Path(name).is_dir() or hf.reachable(name))
+    return str(hf.resolve(name)) if there else None
 
 
 def model_record(config: DecoderConfig) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import jax
@@ -91,7 +92,14 @@ class HostCopy:
 def room_for_copy(state: TrainState) -> bool:
     """Whether the host of every process has memory for a `HostCopy`. All processes must call it at the same point."""
     size = sum(s.data.nbytes for x in jax.tree.leaves(state) for s in _distinct_shards(x))
-    return all(processes.together(lambda: size <= _MEMORY_SHARE * available_memory()))
+    told = processes.together(lambda: (socket.gethostname(), size, available_memory()))
+    hosts = {host for host, _, _ in told}
+    return all(_fits([(n, free) for other, n, free in told if other == host]) for host in hosts)
+
+
+def _fits(on_one_host: Sequence[tuple[int, int]]) -> bool:
+    """Whether all processes of a host find room, by the bytes that each needs and those that it finds available."""
+    return sum(n for n, _ in on_one_host) <= _MEMORY_SHARE * min(free for _, free in on_one_host)
 
 
 def _distinct_shards(x: jax.Array) -> list:

@@ -101,6 +101,9 @@ def described(changes: Mapping[str, str]) -> str:
     return "; ".join(f"{name}: {change}" for name, change in changes.items())
 
 
+WEIGHTS = ("config.json", "*.safetensors")  # what counts of a directory of weights
+
+
 def fingerprint(path: str | Path, patterns: Sequence[str] = ()) -> str:
     """Tells files apart by their sizes and by samples of their bytes, wherever they lie; 300 kB are read of each.
 

@@ -104,7 +104,8 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
     record |= {"lora": run.lora} if run.lora else {}
     best = None
     if config.eval.every_steps:
-        asked, until = questions_digest(run.evaluation), step if changed else None
+        # Where nothing was resumed, what is there is of a run that was killed before its first checkpoint.
+        asked, until = questions_digest(run.evaluation), step if changed or step == 0 else None
         best = closers.enter_context(closing(Best(workdir, config.eval.best_metric, asked, until)))
 
     def save(step: int, loader: dict[str, Any]) -> None:

@@ -95,7 +95,7 @@ at("ask").addEventListener("submit", (event) => {
   if (!at("go").disabled) ask(at("question").value);
 });
 at("question").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey) {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
     at("ask").requestSubmit();
   }
