@@ -75,13 +75,14 @@ def run_all(
                 continue
             place, fields = _place(arm, work, starts[i], seed, steps)
             with _held(place, wait) as held:
-                if held:
-                    print(f"{run}: {file.name}", file=sys.stderr, flush=True)
-                    found = _run(experiment, arm, place, fields, _path(policies[i]))
-                    with _held(work):
-                        record = _begun(file, experiment, steps, starts)
-                        record["runs"][run] = found
-                        write_whole(file, json.dumps(record, indent=1) + "\n")
+                if not held:
+                    continue
+                print(f"{run}: {file.name}", file=sys.stderr, flush=True)
+                found = _run(experiment, arm, place, fields, _path(policies[i]))
+                with _held(work):
+                    record = _begun(file, experiment, steps, starts)
+                    record["runs"][run] = found
+                    write_whole(file, json.dumps(record, indent=1) + "\n")
     return _begun(file, experiment, steps, starts)
 
 

@@ -332,11 +332,9 @@ def from_path(config: Config, path: str) -> Engine:
 
 def _tokenizer_of(config: Config, recorded: str) -> str:
     """The tokenizer that a checkpoint names; where this machine has none there, that of the weights it began with."""
-    if config.model.tokenizer or not Path(recorded).is_absolute() or Path(recorded).is_dir():
+    if config.model.tokenizer or not Path(recorded).is_absolute():
         return config.model.tokenizer or recorded
-    first = str(TOY_POLICY) if config.model.path == "toy" else config.model.path
-    there = first and not is_remote(first) and (Path(first).is_dir() or hf.reachable(first, "tokenizer_config.json"))
-    return first if there else recorded
+    return hf.still_there(recorded, config.model.path, "tokenizer_config.json") or recorded
 
 
 def _weights(

@@ -27,7 +27,7 @@ from psearch_jax.config import DecoderConfig, Lora
 from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
 from psearch_jax.models.tensors import Tensor, TensorReader, read_json, write_files
-from psearch_jax.paths import is_remote, locate, remove_tree
+from psearch_jax.paths import TOY_POLICY, is_remote, locate, remove_tree
 from psearch_jax.types import UserError
 
 # (path in our parameters, HF name, HF axes, our axes). A dot in the HF axes separates array dimensions; letters that
@@ -144,6 +144,16 @@ def reachable(hub_id: str, file: str = "config.json") -> bool:
     except Exception:  # the hub client raises a dozen kinds (offline, not found, no access); each means no
         return False
     return True
+
+
+def still_there(path: str, name: str, file: str = "config.json") -> str | None:
+    """What to read in place of the directory `path` that a checkpoint names: itself, or where this machine has none
+    there, the weights by the `name` that they were asked by (`toy`, a directory or a hub id that has `file`)."""
+    if Path(path).is_dir():
+        return path
+    if name == "toy":
+        return str(TOY_POLICY)
+    return name if name and (Path(name).is_dir() or reachable(name, file)) else None
 
 
 def resolve(path: str) -> str:

@@ -36,7 +36,7 @@ from flax import nnx
 from psearch_jax import processes
 from psearch_jax.config import DecoderConfig, Lora, ModelSection
 from psearch_jax.models import decoder, hf, lora
-from psearch_jax.paths import TOY_POLICY, absolute, is_remote, locate
+from psearch_jax.paths import absolute, is_remote, locate
 from psearch_jax.sharding import placed
 from psearch_jax.train import settings
 from psearch_jax.train.state import TrainState
@@ -398,9 +398,10 @@ def _base(
     dtype = jnp.dtype(record["dtype"])
     if not record["path"]:
         return decoder.random_params(config, record["seed"], dtype, place)
-    where = _where(record["path"], record.get("name", ""))
-    if where is None:
+    there = hf.still_there(record["path"], record.get("name", ""))
+    if there is None:
         raise UserError(f"{checkpoint}: its adapters belong to the weights in {record['path']}, which is not there")
+    where = hf.resolve(there)
     known = loop.get("settings", {}).get("model.path", {}).get("is")
     if known and settings.fingerprint(where, settings.WEIGHTS) != known:
         raise UserError(f"{checkpoint}: its adapters belong to other weights than those that are in {where} now")
@@ -408,16 +409,6 @@ def _base(
     if found != config:
         raise UserError(f"{checkpoint}: its adapters belong to another model than the one in {where}")
     return base
-
-
-def _where(path: str, name: str) -> str | None:
-    """The directory of weights that lay at `path`: on another machine where the `name` that they were asked by is."""
-    if Path(path).is_dir():
-        return path
-    if name == "toy":
-        return str(TOY_POLICY)
-    there = name and not is_remote(name) and (Path(name).is_dir() or hf.reachable(name))
-    return str(hf.resolve(name)) if there else None
 
 
 def model_record(config: DecoderConfig) -> dict[str, Any]:
