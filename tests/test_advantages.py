@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from psearch_jax.rl.advantages import group_advantages
+from psearch_jax.rl.advantages import carry_signal, group_advantages
 
 REWARDS = [1.0, 0.0, 0.5, 2.0, 1.0, 0.3]
 GROUPS = [("a", "0"), ("a", "0"), ("b", "0"), ("a", "0"), ("b", "0"), ("c", "0")]
@@ -31,6 +31,18 @@ def test_equal_rewards_carry_no_signal(method):
     """Rounding noise of an equal group must not be blown up to an advantage of 1."""
     out = group_advantages([0.1 + 0.2] * 3 + [0.7] * 5, ["x"] * 3 + ["y"] * 5, method)
     np.testing.assert_allclose(out, 0.0, atol=1e-9)
+
+
+def test_small_parts_of_the_reward_count():
+    """A group that differs by its search count alone, some hundredths, would teach nothing, or be drawn again."""
+    out = group_advantages([1.0, 1.001, 0.999, 1.0], list("aaaa"), "mean")
+    np.testing.assert_allclose(out, [0.0, 0.001, -0.001, 0.0], atol=1e-8)
+
+
+def test_which_groups_carry_signal():
+    """Drawn again is what teaches nothing: one more, and good rollouts are thrown away; the wrong ones, all of them."""
+    advantages = np.array([0.0, 0.0, 0.0, 0.0, 0.0, -0.001, 0.0, 0.002, 1.0, 0.0, -1.0, 0.0], np.float32)
+    assert carry_signal(advantages, 4).tolist() == [False, True, True]
 
 
 def test_a_rollout_that_is_not_valid_is_in_no_baseline():

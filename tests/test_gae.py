@@ -91,6 +91,15 @@ def test_whitening_looks_at_sampled_ids_alone():
     assert explained_variance(np.full_like(returns, 0.3), returns, mask) == pytest.approx(0, abs=1e-6)
 
 
+def test_explained_variance_by_hand():
+    """A critic that is judged by what it says of passages, or of nothing at all, looks as if it had learned."""
+    returns, values = np.array([[1.0, 50.0, 2.0, 3.0]]), np.array([[1.5, -9.0, 2.0, 2.5]])
+    # Over the three sampled ids: errors -.5, 0, .5, of variance 1/6; returns of variance 2/3.
+    assert explained_variance(values, returns, np.array([[1, 0, 1, 1]])) == pytest.approx(0.75)
+    assert np.isnan(explained_variance(values, returns, np.zeros((1, 4))))
+    assert np.isnan(explained_variance(values, np.ones((1, 4)), np.array([[1, 0, 1, 1]]))), "nothing to be told"
+
+
 def test_tasks_that_pay_unlike_weigh_alike():
     """One task whose rewards are ten times another's would decide alone what both do."""
     rewards, values, mask = some(rows=9, seed=4)
