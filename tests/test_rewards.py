@@ -12,7 +12,7 @@ from programs import completed
 from psearch_jax import build
 from psearch_jax.config import RewardSection, from_mapping
 from psearch_jax.rl.compat import check_examples, compat_reward, compat_score, parse_transcript, valid_transcript
-from psearch_jax.rl.rewards import RewardWeights, length_penalty, paper_reward
+from psearch_jax.rl.rewards import RewardWeights, format_part, length_penalty, paper_reward
 from psearch_jax.text.prompts import load_template
 from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage
@@ -123,6 +123,15 @@ def test_every_search_has_its_price():
         assert paper_reward(t, priced).total == pytest.approx(paper_reward(t, WEIGHTS).total - 0.2 * len(searches))
     wrong = trajectory("sequential", [1, 1], "Alan")
     assert paper_reward(wrong, priced, gate_bonus_on_outcome=True).total == pytest.approx(0.1 - 0.4)
+
+
+def test_format_by_the_answers_worth():
+    """Half right is half of each: a right answer that also drew the consolation would pay for a broken grammar."""
+    weights = RewardWeights(format=0.2, final_format=0.3)
+    ill = [format_part(worth, True, False, weights) for worth in (0.0, 0.5, 1.0)]
+    assert ill == pytest.approx([0.3, 0.15 - 0.1, -0.2])
+    assert [format_part(worth, True, True, weights) for worth in (0.0, 0.5, 1.0)] == pytest.approx([0.2, 0.1, 0.0])
+    assert format_part(0.0, False, False, weights) == 0
 
 
 def test_what_fills_the_context_is_charged_by_the_end():

@@ -54,6 +54,7 @@ TURNS = [
     ("<think>b</think><search>x", "none", (), False),
     ("<think>b</think>x</search>", "none", (), False),
     ("</search><search>x</search>", "none", (), False),
+    ("</search><answer>x</answer>", "none", (), False),
     ("<think>b</think><search> ## </search>", "none", (), False),
     ("<think>b</think><search></search>", "none", (), False),
     ("<think>b</think><SEARCH>x</SEARCH>", "none", (), False),
