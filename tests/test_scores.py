@@ -119,6 +119,14 @@ def test_finished_by_turn_is_cumulative():
     assert finished_by_turn([]) == []
 
 
+def test_numbers_that_broke_off_are_counted():
+    """A run whose logits overflow scores a little worse, and nothing else would tell of it."""
+    broken = scored(Turn("", "none", False, n_sampled=3), status="not_finite", id=4)
+    found = figures([*FOUR, broken])
+    assert found["all"]["not_finite"] == 1
+    assert {kind: own["not_finite"] for kind, own in found["kinds"].items()} == {"parallel": 1, "single": 0}
+
+
 def test_interval_of_em():
     """An interval that changes between runs, is wrong in width, or treats samples of a question as independent."""
     rng = np.random.default_rng(0)

@@ -248,3 +248,10 @@ def test_smallest_budget_holds_both_tags():
     """A vocabulary of single bytes spends the most ids on the two tags; the accepted minimum must hold them."""
     ids = render_observation(["q"], [[LONG]], lambda text: list(text.encode()), MIN_OBSERVATION_TOKENS)
     assert len(ids) <= MIN_OBSERVATION_TOKENS and bytes(ids).decode().endswith("</information>\n")
+
+
+def test_a_cut_passage_fills_its_room():
+    """A cut that stops short, by an id at each of a hundred searches, throws away what was found and paid for."""
+    long = Passage("7", "", "x" * 900)
+    for budget in range(MIN_OBSERVATION_TOKENS, MIN_OBSERVATION_TOKENS + 40):
+        assert len(render_observation(["q"], [[long]], lambda text: list(text.encode()), budget)) == budget
