@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from flax import nnx
-from programs import Program, completed
+from programs import Program, completed, wait_until
 
 from psearch_jax.config import Config, from_mapping
 from psearch_jax.train import checkpoint
@@ -71,11 +71,13 @@ def assert_same_params(workdir: Path, other: Path) -> None:
 
 
 def wait_for(condition, process: Program, seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
+    def holds() -> bool:
+        if condition():
+            return True
         assert process.poll() is None, "the run ended before it was interrupted"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        return False
+
+    wait_until(holds, seconds)
 
 
 def small_config(policy: Path, **fields) -> Config:

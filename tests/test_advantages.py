@@ -40,7 +40,7 @@ def test_small_parts_of_the_reward_count():
 
 
 def test_which_groups_carry_signal():
-    """Drawn again is what teaches nothing: one more, and good rollouts are thrown away; the wrong ones, all of them."""
+    """Drawn again is what teaches nothing; a group too many, and good rollouts are thrown away."""
     advantages = np.array([0.0, 0.0, 0.0, 0.0, 0.0, -0.001, 0.0, 0.002, 1.0, 0.0, -1.0, 0.0], np.float32)
     assert carry_signal(advantages, 4).tolist() == [False, True, True]
 

@@ -15,6 +15,7 @@ from helpers import (
     scripted_sampler,
     tiny_config,
 )
+from programs import wait_until
 
 from configs.smoke import get_config
 from psearch_jax import build
@@ -115,10 +116,8 @@ def test_a_failed_search_is_told_and_the_next_one_answered(sampler, tiny_tokeniz
     last = list(own.answer("Who?", 1.0))[-1]
     assert last.kind == "error" and "secret" not in last.text and not own.healthy
     service.broken = lambda query: False
-    end = time.monotonic() + 30
-    while not own.healthy and time.monotonic() < end:  # nobody asks: it tries by itself
-        time.sleep(0.01)
-    assert own.healthy and list(own.answer("Who?", 1.0))[-1].trajectory.answer == "Ada Lovelace"
+    wait_until(lambda: own.healthy, 30)  # nobody asks: it tries by itself
+    assert list(own.answer("Who?", 1.0))[-1].trajectory.answer == "Ada Lovelace"
     own.close()
 
 
@@ -131,9 +130,7 @@ def test_one_refused_query_ends_one_answer(sampler, tiny_tokenizer, params):
     found = {text: [] for text in ("Bad?", "Who?")}
     for text, events in found.items():
         own.ask(text, events.append, 1.0)
-    end = time.monotonic() + 60
-    while not all(e and e[-1].kind in ("end", "error") for e in found.values()) and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_until(lambda: all(e and e[-1].kind in ("end", "error") for e in found.values()), 60)
     assert found["Bad?"][-1].kind == "error" and found["Who?"][-1].trajectory.answer == "Ada Lovelace"
     assert own.healthy
     own.close()
@@ -153,9 +150,7 @@ def test_a_slow_search_holds_up_nobody_else(sampler, tiny_tokenizer, params):
     began = time.monotonic()
     other = list(own.answer("Who?", 1.0))
     assert other[-1].kind == "end" and time.monotonic() - began < 1.5 and events[-1].kind == "search"
-    end = time.monotonic() + 30
-    while events[-1].kind != "end" and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_until(lambda: events[-1].kind == "end", 30)
     assert events[-1].trajectory.answer == "Ada Lovelace"
     own.close()
 
@@ -206,9 +201,7 @@ def test_company_changes_no_answer_and_everybody_hears_their_own(toy):
     told: list[list[Event]] = [[] for _ in asked]
     for text, t, mine in zip(asked, heat, told, strict=True):
         own.ask(text, mine.append, temperature=t)
-    end = time.monotonic() + 300
-    while not all(mine and mine[-1].kind == "end" for mine in told) and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_until(lambda: all(mine and mine[-1].kind == "end" for mine in told), 300)
     for before, mine in zip(alone, told, strict=True):
         after = mine[-1].trajectory
         np.testing.assert_array_equal(before.ids, after.ids)

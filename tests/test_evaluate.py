@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -26,7 +25,7 @@ from helpers import (
     tiny_config,
 )
 from helpers import question as plain_question
-from programs import ROOT, Program, completed
+from programs import ROOT, Program, completed, wait_until
 
 from psearch_jax.config import Config, to_mapping
 from psearch_jax.data.closed_world import ClosedWorld
@@ -396,9 +395,7 @@ def test_killed_and_resumed_equals_uninterrupted(evaluated, tmp_path, files):
     command = [sys.executable, str(ROOT / "launch" / "eval.py"), *common, f"--out={cut}"]
     for parts in (2, 5):
         process = Program(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        while len(list((cut / "parts").glob("*.jsonl"))) < parts and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda parts=parts: len(list((cut / "parts").glob("*.jsonl"))) >= parts, 120)
         process.kill()
         process.wait()
         assert (cut / "parts").is_dir() and not (cut / "results.json").exists()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import ROOT, Program, completed
+from programs import ROOT, Program, completed, wait_until
 
 from psearch_jax.config import PRESETS
 from psearch_jax.data import exercises
@@ -152,9 +151,7 @@ def test_a_killed_cold_start_goes_on(tmp_path):
     done = completed([sys.executable, *command(whole)])
     assert done.returncode == 0, done.stderr[-2000:]
     process = Program(command(killed))
-    deadline = time.monotonic() + 300
-    while not whole_checkpoints(killed) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: whole_checkpoints(killed), 300)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not (killed / "policy").exists()
