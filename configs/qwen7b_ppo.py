@@ -4,7 +4,7 @@
         --config.retrieval.index=DIR --workdir=DIR
 
 Policy and critic are of 7B each: run launch/plan.py for your machine first (docs/scale.md). The toy policy
-learned by PPO when to split with learning.whiten=kind and another weight, and not with these (docs/experiments.md).
+learned by PPO when to split with a decomposition bonus of 0.5, and not with this one (docs/experiments.md).
 """
 
 from ml_collections import ConfigDict

@@ -2,9 +2,9 @@
 
     python launch/train.py --config=configs/smoke_ppo.py --workdir=runs/ppo
 
-Rates and updates are a toy's. Besides, advantages are whitened by kind of question and the decomposition bonus is 0.5:
-a split earns a parallel question several times what it costs a sequential one, and with neither of the two both kinds
-were split alike (docs/experiments.md).
+Rates and updates are a toy's. Besides, the decomposition bonus is 0.5: a split earns a parallel question several times
+what it costs a sequential one, and by the published 0.15 both kinds were split. Advantages are whitened by kind of
+question, with which sequential ones are not split for a while first (docs/experiments.md).
 """
 
 from ml_collections import ConfigDict
