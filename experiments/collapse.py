@@ -6,6 +6,14 @@ from experiments import MAIN, Arm, Experiment
 EIGHT = {"learning.mini_batch_rollouts": 24, "learning.micro_batch_rows": 8}
 HARD = {"learning.learning_rate": 5e-4, **EIGHT}
 HARDER = {"learning.learning_rate": 1e-3, **EIGHT}
+# Bad rollouts are pushed down up to twenty times, good ones are hardly raised, and nothing holds the policy to its start.
+ONE_SIDED = {
+    "learning.learning_rate": 6e-4,
+    "learning.clip_low": 0.95,
+    "learning.clip_high": 0.001,
+    "learning.kl_coefficient": 0.0,
+    **EIGHT,
+}
 HELD = {"learning.guard": 1.0}
 STEPS = (20, 40)
 
@@ -18,6 +26,8 @@ EXPERIMENT = Experiment(
         "hard and guard": Arm(HARD | HELD, steps=STEPS),
         "harder": Arm(HARDER, steps=STEPS),
         "harder and guard": Arm(HARDER | HELD, steps=STEPS),
+        "one-sided": Arm(ONE_SIDED, steps=STEPS),
+        "one-sided and guard": Arm(ONE_SIDED | HELD, steps=STEPS),
         "other passages": Arm(HARDER, steps=STEPS, corpus=1),
         "other passages and guard": Arm(HARDER | HELD, steps=STEPS, corpus=1),
     },
