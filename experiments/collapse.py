@@ -6,7 +6,7 @@ from experiments import MAIN, Arm, Experiment
 EIGHT = {"learning.mini_batch_rollouts": 24, "learning.micro_batch_rows": 8}
 HARD = {"learning.learning_rate": 5e-4, **EIGHT}
 HARDER = {"learning.learning_rate": 1e-3, **EIGHT}
-# Bad rollouts are pushed down up to twenty times, good ones are hardly raised, and nothing holds the policy to its start.
+# Bad rollouts are pushed down to a twentieth, good ones hardly raised, and nothing holds the policy to its start.
 ONE_SIDED = {
     "learning.learning_rate": 6e-4,
     "learning.clip_low": 0.95,
