@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from typing import Any, Literal
 from ml_collections import ConfigDict
 
 from psearch_jax.types import KINDS, UserError
+
+MAX_SIZE = 2**31  # of anything that a config.json says
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,13 @@ class DecoderConfig:
     qk_norm: bool = False  # queries and keys are normed, head by head, before they are turned (Qwen3)
 
     def __post_init__(self) -> None:
+        sizes = ("vocab_rows", "width", "layers", "heads", "kv_heads", "head_dim", "mlp", "max_positions")
+        for name in sizes:
+            if not 0 < getattr(self, name) < MAX_SIZE:
+                raise UserError(f"model: {name}={getattr(self, name)} found, accepted: 1 to {MAX_SIZE - 1}")
+        for name in ("rope_theta", "rms_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"model: {name}={getattr(self, name)} found, accepted: a number above 0")
         if self.heads % self.kv_heads:
             raise UserError(f"model: heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         if self.head_dim % 2:

@@ -12,6 +12,7 @@ in them; nothing can be appended to, and nothing can be mapped into memory. So:
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 import shutil
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import uuid
 from pathlib import Path
+from typing import Any
 
 from etils import epath
 
@@ -95,6 +97,19 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         if not of_store(error):
             raise
         raise OSError(f"{path}: {_first_line(error)}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises `UserError` when there is no such file, or something else in it."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{path}: not found") from None
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of thousands of digits, or too deep
+        raise UserError(f"{path}: not JSON ({error}), accepted: a JSON object") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: found a {type(value).__name__}, accepted: a JSON object")
+    return value
 
 
 def make_writable(directory: str | os.PathLike[str]) -> Path:

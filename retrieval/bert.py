@@ -154,8 +154,11 @@ def load_bert(directory: Path, dtype: Any = jnp.float32) -> Bert:
         layers = []
         for i in range(config.layers):
             parts = [read(f"encoder.layer.{i}.{name}") for name in names]
-            layers.append(np.concatenate([part.T if part.ndim == 2 else part for part in parts], axis=-1))
-        found[ours] = np.stack(layers)
+            layers.append([part.T if part.ndim == 2 else part for part in parts])
+        try:
+            found[ours] = np.stack([np.concatenate(parts, axis=-1) for parts in layers])
+        except ValueError as error:
+            raise CorpusError(f"{where}: {names[0]} of some layer has another shape ({error})") from None
     for ours, expected in shapes(config).items():
         if found[ours].shape != expected:
             raise CorpusError(f"{where}: {ours} has shape {found[ours].shape}, config.json says {expected}")
@@ -176,8 +179,10 @@ def read_config(path: Path) -> BertConfig:
     """Read config.json. Raises `CorpusError` naming the field that is missing or asks for something else than BERT."""
     try:
         raw = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CorpusError(f"{path}: cannot be read as JSON ({error}); accepted: a BERT encoder's directory") from None
+    if not isinstance(raw, dict):
+        raise CorpusError(f"{path}: a {type(raw).__name__}, accepted: a BERT encoder's config")
     accepted = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}
     for field, value in accepted.items():
         if raw.get(field, value if field != "model_type" else None) != value:
@@ -190,7 +195,10 @@ def read_config(path: Path) -> BertConfig:
             f"{path}: num_attention_heads is {raw['num_attention_heads']}, which does not divide the width"
         )
     numbers = {ours: raw[theirs] for ours, theirs in NUMBERS.items()}
-    return BertConfig(**numbers, norm_eps=float(raw.get("layer_norm_eps", 1e-12)))
+    eps = raw.get("layer_norm_eps", 1e-12)
+    if not isinstance(eps, int | float) or not 0 < eps < 1:
+        raise CorpusError(f"{path}: layer_norm_eps is {eps!r}, accepted: a number above 0 and below 1")
+    return BertConfig(**numbers, norm_eps=float(eps))
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -221,9 +221,10 @@ def load_tokenizer(directory: Path, vocab_rows: int) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError) as error:
-        raise CorpusError(f"{directory}: the tokenizer cannot be read ({str(error).splitlines()[0]})") from None
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)  # None would ask at the terminal
+    except Exception as error:  # for a damaged file the tokenizers library raises a bare Exception
+        reason = str(error).strip().split("\n")[0]
+        raise CorpusError(f"{directory}: the tokenizer cannot be read ({reason})") from None
     if len(tokenizer) > vocab_rows:
         raise CorpusError(
             f"{directory}: the tokenizer has {len(tokenizer)} ids, the model {vocab_rows} embedding rows"
@@ -278,7 +279,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         raw = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorpusError(f"{path}: not JSON ({error})") from None
     if not isinstance(raw, dict):
         raise CorpusError(f"{path}: a {type(raw).__name__}, expected an object")

@@ -26,8 +26,8 @@ from jax.sharding import PartitionSpec as P
 from psearch_jax.config import DecoderConfig, Lora
 from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
-from psearch_jax.models.tensors import Tensor, TensorReader, read_json, write_files
-from psearch_jax.paths import TOY_POLICY, is_remote, locate, remove_tree
+from psearch_jax.models.tensors import Tensor, TensorReader, write_files
+from psearch_jax.paths import TOY_POLICY, is_remote, locate, read_json, remove_tree
 from psearch_jax.types import UserError
 
 # (path in our parameters, HF name, HF axes, our axes). A dot in the HF axes separates array dimensions; letters that
@@ -88,11 +88,13 @@ def read_config(directory: str | Path) -> DecoderConfig:
         raise UserError(f"{path}: model_type is {family!r}, accepted: {', '.join(map(repr, FAMILIES))}")
     _, options = FAMILIES[family]
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"{path}: rope_parameters is {json.dumps(rope)}, accepted: an object")
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise UserError(f"{path}: rope_type is {rope.get('rope_type', rope.get('type'))!r}, accepted: 'default'")
-    windowed = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
-    if windowed:
-        raise UserError(f"{path}: layer_types holds {windowed[0]!r}, accepted: 'full_attention' alone")
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise UserError(f'{path}: layer_types is {json.dumps(kinds)}, accepted: a list of "full_attention" alone')
     only = {"use_sliding_window": False, "hidden_act": "silu"}
     only |= {} if options["qkv_bias"] else {"attention_bias": False}
     for field, value in only.items():
@@ -104,28 +106,33 @@ def read_config(directory: str | Path) -> DecoderConfig:
         eos = read_json(generation).get("eos_token_id", eos)
     try:
         heads = int(raw["num_attention_heads"])
+        stops = [] if eos is None else eos if isinstance(eos, list) else [eos]
         return DecoderConfig(
             vocab_rows=int(raw["vocab_size"]),
             width=int(raw["hidden_size"]),
             layers=int(raw["num_hidden_layers"]),
             heads=heads,
             kv_heads=int(raw.get("num_key_value_heads", heads)),
-            head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
+            head_dim=int(raw.get("head_dim") or raw["hidden_size"] // max(1, heads)),
             mlp=int(raw["intermediate_size"]),
             tied=bool(raw.get("tie_word_embeddings", False)),
             rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0))),
             rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
             max_positions=int(raw.get("max_position_embeddings", 32_768)),
-            eos_ids=tuple(eos) if isinstance(eos, list) else (int(eos),) if eos is not None else (),
+            eos_ids=tuple(map(int, stops)),
             **options,
         )
     except KeyError as missing:
         raise UserError(f"{path}: field {missing} is missing") from None
     except UserError as error:  # the sizes contradict each other
         raise UserError(f"{path}: {error}") from None
-    except (TypeError, ValueError):
-        numbers = {k: raw[k] for k in _NUMBERS if k in raw and not isinstance(raw[k], int)}
+    except (TypeError, ValueError, OverflowError):
+        numbers = {k: raw[k] for k in _NUMBERS if k in raw and not _is_number(raw[k])}
         raise UserError(f"{path}: found {numbers or rope}, accepted: numbers") from None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
 
 
 def reachable(hub_id: str, file: str = "config.json") -> bool:
@@ -196,6 +203,8 @@ def load_hf(
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     placement = shardings(abstract) if shardings else jax.tree.map(lambda _: here, abstract)
     reader = TensorReader(Path(directory))
+    for tensor in tensors_of(config, lambda *_: ()):  # before anything is allocated by the sizes of config.json
+        reader.check(tensor.name, tensor.shape)
     wanted, places = dict(nnx.to_flat_state(abstract)), dict(nnx.to_flat_state(placement))
     loaded = {}
     for path, hf_name, hf_axes, our_axes in TABLE:
@@ -233,7 +242,6 @@ def _part(
     """The part of a tensor that `index` over our axes asks for, with our axes."""
     sizes = _sizes(config)
     groups = hf_axes.split(".")
-    reader.check(name, tuple(math.prod(sizes[c] for c in group) for group in groups))
     wanted = dict(zip(our_axes, index, strict=True))
     slices = []
     for group in groups:  # of merged axes only the first is ever split

@@ -17,6 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from psearch_jax.paths import read_json
 from psearch_jax.types import UserError
 
 INDEX = "model.safetensors.index.json"
@@ -90,6 +91,9 @@ class TensorReader:
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise UserError(f"{index}: found weight_map {weight_map!r}, accepted: tensor names and their files")
+            for name in weight_map.values():  # a file that lies elsewhere is not the model's to name
+                if not isinstance(name, str) or Path(name).name != name:
+                    raise UserError(f"{index}: weight_map names {name!r}, accepted: files beside it")
             files = sorted({directory / name for name in weight_map.values()})
         else:
             files = [directory / "model.safetensors"]
@@ -124,16 +128,3 @@ class TensorReader:
         rest = sorted(n for n in self._unread - set(ignore) if not n.endswith("rotary_emb.inv_freq"))
         if rest:
             raise UserError(f"{self._where[rest[0]][0]}: unknown tensor {rest[0]!r} ({len(rest)} in all)")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises UserError when there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: not found") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not JSON (line {error.lineno}: {error.msg})") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: found a {type(value).__name__}, accepted: a JSON object")
-    return value

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import orjson
 
 from psearch_jax.eval.benchmarks import file_name
 from psearch_jax.eval.scores import Score, from_row
-from psearch_jax.paths import locate
+from psearch_jax.paths import locate, read_json
 from psearch_jax.text.answers import exact_match, f1, normalise
 from psearch_jax.text.tags import parse_turn
 from psearch_jax.types import UserError
@@ -162,12 +161,12 @@ def _step_of(file: Path) -> int:
 
 def _json(file: Path) -> dict[str, Any]:
     """The object in a file; {} where there is no such file."""
-    return _object(file.read_bytes(), str(file), json.loads) if file.is_file() else {}
+    return read_json(file) if file.is_file() else {}
 
 
-def _object(text: bytes, place: str, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
+def _object(text: bytes, place: str) -> dict[str, Any]:
     try:
-        found = loads(text)
+        found = orjson.loads(text)
     except ValueError as error:
         raise UserError(f"{place}: cannot be read ({error}), accepted: a JSON object") from None
     if not isinstance(found, dict):

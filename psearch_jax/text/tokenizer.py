@@ -12,6 +12,7 @@ from pathlib import Path
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from psearch_jax.paths import read_json
 from psearch_jax.text.tags import TAG, THINK_CLOSE, THINK_OPEN
 from psearch_jax.types import UserError
 from retrieval.protocol import as_utf8
@@ -19,6 +20,7 @@ from retrieval.protocol import as_utf8
 STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
 # What templates of models that think put before the reply, or in place of its thought.
 _BEGUN = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE}\s*)?\Z")
+MAX_IDS = 2**22  # far above the largest vocabulary; a table of every id is held
 FILES = "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json"
 
 
@@ -71,7 +73,7 @@ class Tokenizer:
         if looks_local and not path.is_dir():
             raise UserError(f"tokenizer {name}: no such directory")
         try:
-            hf = _loader(path).from_pretrained(name)
+            hf = _loader(path).from_pretrained(name, trust_remote_code=False)  # None would ask at the terminal
         except Exception as error:  # for a damaged file the tokenizers library raises a bare Exception
             reason = str(error).strip().split("\n")[0]
             raise UserError(f"tokenizer {name}: cannot be loaded, {FILES} needed ({reason})") from error
@@ -147,7 +149,10 @@ def _token_bytes(hf: PreTrainedTokenizerBase, name: str) -> list[bytes | None]:
     control = set(hf.all_special_ids) | {i for i, token in added.items() if token.special}
     control -= {i for i, token in added.items() if TAG.fullmatch(token.content)}
     vocabulary = hf.get_vocab()
-    table: list[bytes | None] = [None] * (max(vocabulary.values()) + 1)
+    size = 1 + max(vocabulary.values(), default=-1)
+    if not 0 < size <= MAX_IDS:
+        raise UserError(f"tokenizer {name}: the largest id found is {size - 1}, accepted: 0 to {MAX_IDS - 1}")
+    table: list[bytes | None] = [None] * size
     for token, i in vocabulary.items():
         if i in control:
             continue
@@ -183,7 +188,7 @@ def _loader(directory: Path) -> type:
     """
     file = directory / "tokenizer_config.json"
     if file.is_file() and (directory / "tokenizer.json").is_file():
-        if json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class") == "PreTrainedTokenizerFast":
+        if read_json(file).get("tokenizer_class") == "PreTrainedTokenizerFast":
             return PreTrainedTokenizerFast
     return AutoTokenizer
 
@@ -193,10 +198,7 @@ def _generation_stop_ids(directory: Path) -> list[int]:
     file = directory / "generation_config.json"
     if not file.is_file():
         return []
-    try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except (json.JSONDecodeError, AttributeError) as error:
-        raise UserError(f"{file}: a JSON object is needed ({error})") from error
+    found = read_json(file).get("eos_token_id")
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if not all(isinstance(i, int) for i in ids):
         raise UserError(f"{file}: eos_token_id is {found!r}, an id or a list of ids is accepted")

@@ -337,7 +337,10 @@ def _load_params(
     checkpoint: Path, place: Callable[[nnx.State], nnx.State] | None, dtype: Any
 ) -> tuple[DecoderConfig, nnx.State, dict[str, Any]]:
     loop = read_loop(checkpoint)
-    config, abstract = _shape(loop["model"]), _abstract(loop)
+    try:
+        config, abstract = _shape(loop["model"]), _abstract(loop)
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:  # numbers that are none, fields that lack
+        raise _Damaged(f"{checkpoint}: loop says no shape of a model ({_first_line(error)})") from None
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     place = place or (lambda tree: jax.tree.map(lambda _: here, tree))
     record = loop.get("lora")

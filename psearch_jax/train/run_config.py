@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import astuple, replace
 
 import jax
 
 from psearch_jax.config import Config, MeshSection, from_mapping
-from psearch_jax.paths import absolute, locate
+from psearch_jax.paths import absolute, locate, read_json
 from psearch_jax.train.checkpoint import find_checkpoint
 from psearch_jax.types import UserError
 
@@ -27,12 +26,7 @@ def config_of(model: str) -> Config | None:
     file = absolute(find_checkpoint(path)).parents[1] / "config.json"
     if not file.is_file():
         return None
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file}: not JSON ({error}), accepted: the config.json of a run") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{file}: a {type(values).__name__}, accepted: the config.json of a run")
+    values = read_json(file)
     try:
         config = from_mapping(values)
     except UserError as error:
