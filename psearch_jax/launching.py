@@ -16,7 +16,7 @@ from absl import app, flags
 
 from psearch_jax import processes
 from psearch_jax.paths import STORE, of_store
-from psearch_jax.types import ITEM, UserError
+from psearch_jax.types import ITEM, UserError, first_line
 from retrieval.protocol import CorpusError, RetrievalError
 
 BAD_INPUT = 2  # exit code
@@ -56,9 +56,8 @@ def run(main: Callable[[list[str]], None], positional: bool = False) -> None:
             if not jax.distributed.is_initialized():
                 raise
             if processes.lost(error):
-                reason = str(error).splitlines()[0][:200]
-                message = f"the processes of this run lost each other ({reason}); the same commands resume"
-                code = _refuse(message, LOST)
+                reason = first_line(error)[:200]
+                code = _refuse(f"the processes of this run lost each other ({reason}); the same commands resume", LOST)
             else:
                 traceback.print_exc()
                 code = 1

@@ -24,7 +24,7 @@ from typing import Any
 
 from etils import epath
 
-from psearch_jax.types import UserError
+from psearch_jax.types import UserError, first_line
 from retrieval import protocol
 from retrieval.protocol import is_remote
 
@@ -96,7 +96,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     except Exception as error:
         if not of_store(error):
             raise
-        raise OSError(f"{path}: {_first_line(error)}") from error
+        raise OSError(f"{path}: {first_line(error)[:200]}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -135,7 +135,3 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     elif path.exists():
         path.rmtree(missing_ok=True)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

@@ -31,6 +31,11 @@ class UserError(ValueError):
     """
 
 
+def first_line(error: BaseException) -> str:
+    """What a library's error says in its first line; its name where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 ITEM = "\n  - "  # begins each line of a list in the message of a UserError
 
 

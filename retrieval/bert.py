@@ -6,7 +6,6 @@ on a leading axis L and run by one `lax.scan`; query, key and value are one prod
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 
-from retrieval.protocol import CorpusError
+from retrieval.protocol import CorpusError, read_object
 
 NEG_INF = -1e30  # a finite stand-in: a row of -inf alone would softmax to NaN
 NUMBERS = {
@@ -177,12 +176,7 @@ def head_weights(directory: Path, names: Mapping[str, str]) -> dict[str, np.ndar
 
 def read_config(path: Path) -> BertConfig:
     """Read config.json. Raises `CorpusError` naming the field that is missing or asks for something else than BERT."""
-    try:
-        raw = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorpusError(f"{path}: cannot be read as JSON ({error}); accepted: a BERT encoder's directory") from None
-    if not isinstance(raw, dict):
-        raise CorpusError(f"{path}: a {type(raw).__name__}, accepted: a BERT encoder's config")
+    raw = read_object(path)
     accepted = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}
     for field, value in accepted.items():
         if raw.get(field, value if field != "model_type" else None) != value:

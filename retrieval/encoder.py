@@ -9,7 +9,6 @@ how many there are. The rows are spread over this process's devices.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from retrieval.bert import load_bert, read_config, weight_files
 from retrieval.manifest import copy_or_link
-from retrieval.protocol import CorpusError, Passage, as_utf8
+from retrieval.protocol import CorpusError, Passage, as_utf8, read_object
 
 VERSION = 1  # raise it with any change that makes other vectors: older indexes are then refused
 # Tokens per text, special ones included: fine steps where texts are, so that little is padding.
@@ -122,7 +121,7 @@ class BertEncoder:
         name = _model_name(directory)
         query, passage = next((v for part, v in PREFIXES.items() if part in name.lower()), ("", ""))
         positions = read_config(directory / "config.json").positions
-        own = _read_json(directory / LENGTH_FILE).get("max_seq_length") or LENGTHS[-1]
+        own = _if_there(directory / LENGTH_FILE).get("max_seq_length") or LENGTHS[-1]
         if not isinstance(own, int) or own < 3:
             raise CorpusError(f"{directory / LENGTH_FILE}: max_seq_length is {own!r}, accepted: a number from 3 on")
         settings = {
@@ -255,7 +254,7 @@ def _embed(model: Any, ids: jax.Array, lengths: jax.Array, pooling: str) -> jax.
 def _pooling(directory: Path) -> str:
     """mean (also where nothing is said) or cls. Raises `CorpusError` for any other."""
     path = directory / POOLING
-    raw = _read_json(path)
+    raw = _if_there(path)
     modes = {
         key.removeprefix("pooling_mode_") for key, value in raw.items() if key.startswith("pooling_mode_") and value
     }
@@ -273,17 +272,9 @@ def _model_name(directory: Path) -> str:
     return resolved.name
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _if_there(path: Path) -> dict[str, Any]:
     """A JSON object, empty where there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        raw = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CorpusError(f"{path}: not JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise CorpusError(f"{path}: a {type(raw).__name__}, expected an object")
-    return raw
+    return read_object(path) if path.is_file() else {}
 
 
 def _digest(directory: Path) -> str:

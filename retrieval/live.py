@@ -31,7 +31,7 @@ from urllib.parse import quote, urlsplit
 from cachetools import TTLCache
 
 from retrieval.client import FIRST_WAIT_S, LONGEST_WAIT_S, QUERY_CHARS, RETRIED_STATUS
-from retrieval.protocol import CorpusError, Passage, RetrievalError, as_utf8
+from retrieval.protocol import CorpusError, Passage, RetrievalError, as_utf8, read_object
 from retrieval.wire import UNTOLD, Wire, line
 
 log = logging.getLogger("retrieval")
@@ -68,12 +68,7 @@ def read_settings(path: str | os.PathLike[str]) -> tuple[Settings, tuple[str, ..
       CorpusError: naming the field that is missing, unknown or of another type, or the variable that is not set.
     """
     path = Path(path)
-    try:
-        raw = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CorpusError(f"{path}: cannot be read as JSON ({line(str(error))})") from None
-    if not isinstance(raw, dict):
-        raise CorpusError(f"{path}: a {type(raw).__name__}, accepted: an object")
+    raw = read_object(path)
     known = {one.name: one for one in fields(Settings)}
     for name, value in raw.items():
         if name not in known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -39,6 +40,17 @@ def on_disk(location: str | os.PathLike[str]) -> Path:
             f"(`gcloud storage cp -r {location} DIR`)"
         )
     return Path(location)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises `CorpusError` when it cannot be read or holds something else."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:  # too deep, or a number of thousands of digits
+        raise CorpusError(f"{path}: cannot be read as JSON ({error}), accepted: an object") from None
+    if not isinstance(found, dict):
+        raise CorpusError(f"{path}: a {type(found).__name__}, accepted: an object")
+    return found
 
 
 def as_utf8(text: str) -> str:

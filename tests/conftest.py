@@ -10,6 +10,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed, jax look
 
 import pytest
 import tokenizers
+from helpers import PASSAGES
 from transformers import PreTrainedTokenizerFast
 
 from psearch_jax import launching
@@ -17,6 +18,9 @@ from psearch_jax.config import PRESETS
 from psearch_jax.data.toy_tokenizer import write_tokenizer
 from psearch_jax.models import decoder, hf
 from psearch_jax.text.tokenizer import Tokenizer
+from retrieval.corpus import MemoryMappedCorpus, write_corpus
+from retrieval.directory import build_index
+from retrieval.hashing import HashingEncoder
 
 launching.configure_jax()  # tests and the programs they start share one compilation cache
 
@@ -112,6 +116,16 @@ def tiny_policy(tmp_path_factory, tokenizer) -> Path:
 def wordy_policy(tmp_path_factory, tiny_tokenizer) -> Path:
     """A random policy whose tokenizer writes any text."""
     return random_policy(tmp_path_factory.mktemp("wordy"), tiny_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory) -> Path:
+    """The directory of an index of a few passages, with hashed vectors."""
+    folder = tmp_path_factory.mktemp("index")
+    write_corpus(folder / "corpus.jsonl", PASSAGES)
+    corpus = MemoryMappedCorpus(folder / "corpus.jsonl")
+    build_index(folder / "index", corpus, HashingEncoder().fit(corpus))
+    return folder / "index"
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import shutil
 
 import numpy as np
 import pytest
-from helpers import PASSAGES, question, random_params, rollout_section, scripted_sampler
+from helpers import question, random_params, rollout_section, scripted_sampler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.exceptions import HTTPException
@@ -25,9 +25,7 @@ from psearch_jax.serving.console import one_line, printable
 from psearch_jax.text import tags
 from psearch_jax.types import Question, UserError
 from retrieval import live, server, wire
-from retrieval.corpus import MemoryMappedCorpus, write_corpus
-from retrieval.directory import build_index
-from retrieval.hashing import HashingEncoder
+from retrieval.corpus import MemoryMappedCorpus
 from retrieval.protocol import CorpusError, Passage, RetrievalError
 from retrieval.service import RetrievalService
 
@@ -219,15 +217,6 @@ class Bomb:
 
     def __reduce__(self):
         return (os.system, ("touch exploded",))
-
-
-@pytest.fixture(scope="module")
-def index(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("index")
-    write_corpus(folder / "corpus.jsonl", PASSAGES)
-    corpus = MemoryMappedCorpus(folder / "corpus.jsonl")
-    build_index(folder / "index", corpus, HashingEncoder().fit(corpus))
-    return folder / "index"
 
 
 def test_an_index_with_a_pickle_in_it_is_refused_and_not_run(index, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 
 import pytest
-from helpers import PASSAGES, one_device_mesh, random_params, tiny_config
+from helpers import one_device_mesh, random_params, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_encoder import write_model
@@ -21,10 +21,7 @@ from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train import checkpoint
 from psearch_jax.train.state import init_state, make_optimizer
 from psearch_jax.types import UserError
-from retrieval.corpus import MemoryMappedCorpus, write_corpus
-from retrieval.directory import build_index
 from retrieval.encoder import BertEncoder
-from retrieval.hashing import HashingEncoder
 from retrieval.protocol import CorpusError, RetrievalError
 from retrieval.service import RetrievalService
 
@@ -125,15 +122,6 @@ def test_a_checkpoint_is_loaded_or_refused(step, data):
     """Its record says which arrays are asked for: what it says must not be taken for granted."""
     with changed_for_now(step / "loop" / "metadata", data, step):
         checkpoint.load_params(step)
-
-
-@pytest.fixture(scope="module")
-def index(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("index")
-    write_corpus(folder / "corpus.jsonl", PASSAGES)
-    corpus = MemoryMappedCorpus(folder / "corpus.jsonl")
-    build_index(folder / "index", corpus, HashingEncoder().fit(corpus))
-    return folder / "index"
 
 
 @few

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from psearch_jax.data.sources import Seen, collect_questions, from_json, iter_questions, read_questions
 from psearch_jax.paths import locate, on_disk
 from psearch_jax.text.answers import normalise
-from psearch_jax.types import Question, UserError
+from psearch_jax.types import Question, UserError, first_line
 
 log = logging.getLogger("psearch_jax")
 TFDS_PREFIX = "tfds:"
@@ -49,7 +49,7 @@ class PreparedQuestions(Sequence[Question]):
             for end in np.cumsum(builder.info.splits[self.split].shard_lengths):
                 self._rows[int(end) - 1]  # a file that is cut off has no place to read from
         except Exception as error:  # whatever a damaged file makes the readers raise
-            raise UserError(f"{versions[-1]}: cannot be read ({_first_line(error)}); prepare it again") from None
+            raise UserError(f"{versions[-1]}: cannot be read ({first_line(error)}); prepare it again") from None
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -173,7 +173,7 @@ def _tfds_rows(location: str) -> Iterator[tuple[str, dict[str, Any]]]:
         else:
             rows = tfds.data_source(name, split=split)
     except Exception as error:  # unknown names, missing splits, no network, files of another format
-        raise UserError(f"{location}: cannot be opened ({_first_line(error)})") from None
+        raise UserError(f"{location}: cannot be opened ({first_line(error)})") from None
     for place in range(len(rows)):
         row = _decoded(rows[place])
         answer = row.get("answers", row.get("answer"))
@@ -192,7 +192,3 @@ def _decoded(value: Any) -> Any:
     if isinstance(value, np.ndarray | list | tuple):
         return [_decoded(item) for item in value]
     return value.item() if isinstance(value, np.generic) else value
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -17,7 +17,7 @@ from typing import Any
 
 from psearch_jax.data.kinds import KIND_OF_LABEL, MUSIQUE_GRAPHS, UNLABELLED, musique_graph
 from psearch_jax.paths import locate
-from psearch_jax.types import Kind, Question, UserError
+from psearch_jax.types import Kind, Question, UserError, first_line
 from retrieval.protocol import as_utf8
 
 # Where a prompt made by Search-R1's scripts puts the question.
@@ -165,7 +165,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     number += 1
                     yield f"{path}:{number}", row
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{path}: not a readable parquet file ({first_line(error)})") from None
 
 
 def from_json(row: Any, source: str | None, stem: str, where: str) -> Question:

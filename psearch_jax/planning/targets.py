@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from psearch_jax.chips import CHIPS, GPUS, MIB, Chip
-from psearch_jax.types import UserError
+from psearch_jax.types import UserError, first_line
 
 # Of chips.GPUS: the name that the driver tells, compute capability, multiprocessors, and of each of these the lanes in
 # float32, KiB of shared memory and threads; then MiB of the second cache and GHz, as published.
@@ -56,10 +56,9 @@ def tpu_target(topology: str) -> Target:
     try:
         devices = list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     except Exception as error:  # whatever the plugin raises
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"--topology={topology}: {reason}; accepted: names such as v5e:4x4, v5p:2x2x1, v6e:4x4, with libtpu "
-            "installed (pip install 'jax[tpu]')"
+            f"--topology={topology}: {first_line(error)[:200]}; accepted: names such as v5e:4x4, v5p:2x2x1, v6e:4x4, "
+            "with libtpu installed (pip install 'jax[tpu]')"
         ) from None
     kind = devices[0].device_kind
     if kind not in CHIPS:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from psearch_jax.paths import read_json
 from psearch_jax.text.tags import TAG, THINK_CLOSE, THINK_OPEN
-from psearch_jax.types import UserError
+from psearch_jax.types import UserError, first_line
 from retrieval.protocol import as_utf8
 
 STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
@@ -75,8 +75,7 @@ class Tokenizer:
         try:
             hf = _loader(path).from_pretrained(name, trust_remote_code=False)  # None would ask at the terminal
         except Exception as error:  # for a damaged file the tokenizers library raises a bare Exception
-            reason = str(error).strip().split("\n")[0]
-            raise UserError(f"tokenizer {name}: cannot be loaded, {FILES} needed ({reason})") from error
+            raise UserError(f"tokenizer {name}: cannot be loaded, {FILES} needed ({first_line(error)})") from error
         return cls(hf, name, [*extra_stop_ids, *_generation_stop_ids(path)])
 
     def encode_trusted(self, text: str) -> list[int]:
