@@ -21,6 +21,8 @@ EXTRAS = {
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",  # one file per worker; most of the time is compiling, which takes one core
         "hypothesis>=6",
+        # tests/fuzz.py; there are wheels for these machines alone
+        "atheris>=3; sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.15'",
         "schemathesis>=4",  # asks the servers all that their OpenAPI allows, and what it does not
         "ruff>=0.8",
         "import-linter>=2",
