@@ -5,6 +5,7 @@ S is the number of ids of one trajectory, B rows of a batch (see docs/architectu
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -65,6 +66,14 @@ class Question:
         """All that a run or an evaluation takes of the question: what it adds to the fingerprint of a list."""
         told = [self.source, self.id, self.text, self.answers, self.kind, self.metadata.get("prompt")]
         return json.dumps(told).encode()
+
+
+def digest(questions: Iterable[Question]) -> str:
+    """SHA-256 of all that the questions say, in order."""
+    sha256 = hashlib.sha256()
+    for question in questions:
+        sha256.update(question.contents)
+    return sha256.hexdigest()
 
 
 @dataclass(frozen=True)

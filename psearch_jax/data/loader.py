@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
 
-from psearch_jax.types import Question, UserError
+from psearch_jax.types import Question, UserError, digest
 
 
 class QuestionLoader:
@@ -55,7 +54,7 @@ class QuestionLoader:
         # The questions are in memory: there is nothing to read ahead.
         self._iterator = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
         self._fingerprint = {
-            "data": fingerprint or _digest(questions),
+            "data": fingerprint or digest(questions),
             "seed": seed,
             "questions_per_step": step,  # of all processes: their number may be another after a resume
         }
@@ -95,11 +94,3 @@ class QuestionLoader:
                     f"data: the saved position was made with {what}, found {now}; accepted: the same {name} as before"
                 )
         self._iterator.set_state(state["grain"])
-
-
-def _digest(questions: Sequence[Question]) -> str:
-    """SHA-256 of all that the questions say, in order."""
-    digest = hashlib.sha256()
-    for question in questions:
-        digest.update(question.contents)
-    return digest.hexdigest()

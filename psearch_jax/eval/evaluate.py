@@ -25,7 +25,7 @@ from psearch_jax.eval.scores import DIGITS, Score, from_row, score, to_row
 from psearch_jax.paths import locate, remove_tree, write_whole
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.inflight import Progress
-from psearch_jax.types import Question, RewardParts, Trajectory, Turn, UserError
+from psearch_jax.types import Question, RewardParts, Trajectory, Turn, UserError, digest
 
 FILLS = 8  # a part of an evaluation is this many times the slots: at its end some stay empty
 _PARTS, _SETTINGS = "parts", "settings.json"
@@ -240,10 +240,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 def questions_digest(questions: Sequence[Question]) -> str:
     """How many questions there are, and a hash of all that an evaluation asks of them."""
-    digest = hashlib.sha256()
-    for q in questions:
-        digest.update(q.contents)
-    return f"{len(questions)} {digest.hexdigest()[:16]}"
+    return f"{len(questions)} {digest(questions)[:16]}"
 
 
 def _read_settings(file: Path) -> Any:

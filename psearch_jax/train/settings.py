@@ -14,6 +14,7 @@ from typing import Any
 from psearch_jax.config import Config, to_mapping
 
 Record = dict[str, Any]
+WEIGHTS = ("config.json", "*.safetensors")  # what counts of a directory of weights
 _BLOCK, _BLOCKS = 4096, 64  # bytes and number of the samples that a large file is known by
 
 # Every field is in one of these three (a test sees to it). Those that decide a run's numbers: compared by value.
@@ -99,9 +100,6 @@ def differences(saved: Mapping[str, Any] | None, now: Record) -> dict[str, str]:
 def described(changes: Mapping[str, str]) -> str:
     """Differences in one line."""
     return "; ".join(f"{name}: {change}" for name, change in changes.items())
-
-
-WEIGHTS = ("config.json", "*.safetensors")  # what counts of a directory of weights
 
 
 def fingerprint(path: str | Path, patterns: Sequence[str] = ()) -> str:
