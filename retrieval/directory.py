@@ -186,7 +186,11 @@ def _open(directory: Path) -> tuple[dict[str, Any], Ranker, Sequence[Passage]]:
     corpus = MemoryMappedCorpus(directory / "corpus.jsonl", offsets)
     if kind == "bm25":
         return manifest, Bm25Ranker.load(directory / "bm25", identity, rows), corpus
-    return manifest, DenseRanker(_open_vectors(directory, manifest), _load_encoder(directory, identity)), corpus
+    index, encoder = _open_vectors(directory, manifest), _load_encoder(directory, identity)
+    try:
+        return manifest, DenseRanker(index, encoder), corpus
+    except CorpusError as error:  # of vectors and an encoder; it is the manifest that brings them together
+        raise CorpusError(f"{directory / 'manifest.json'}: {error}") from None
 
 
 def _open_vectors(directory: Path, manifest: dict[str, Any]) -> ScannIndex:

@@ -98,7 +98,7 @@ class HashingEncoder:
         path = Path(directory) / WEIGHTS_FILE
         try:
             encoder = cls(identity["dimensions"], identity["seed"], np.load(path, allow_pickle=False))
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
             raise CorpusError(f"{path}: the hashing encoder cannot be read ({error})") from None
         if encoder.identity != identity:
             raise CorpusError(f"{path}: encoder {encoder.identity} is not the index's {identity}; build it again")

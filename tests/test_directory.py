@@ -440,6 +440,7 @@ def test_every_swapped_file_is_refused_by_name(directories, tmp_path):
         ("files", [], "manifest.json"),
         ("encoder", {"name": "other"}, "manifest.json"),
         ("encoder", {"name": "hashing", "dimensions": 256, "seed": 1}, "encoder_weights.npy"),
+        ("encoder", {"name": "hashing", "dimensions": 10**30, "seed": 0}, "encoder_weights.npy"),
     ],
 )
 def test_manifest_fields_are_checked(directories, tmp_path, field, value, word):
@@ -450,6 +451,16 @@ def test_manifest_fields_are_checked(directories, tmp_path, field, value, word):
     with pytest.raises(CorpusError, match=word) as error:
         RetrievalService.open(copy)
     assert "\n" not in str(error.value)
+
+
+def test_an_index_and_its_encoder_are_as_wide(directories, tmp_path):
+    """A width of `true` in the manifest counts as one of 1: the refusal does not say which index it is."""
+    copy = shutil.copytree(directories["exact"], tmp_path / "copy")
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["encoder"]["dimensions"] = True
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CorpusError, match=r"copy.manifest\.json: .* the encoder makes True"):
+        RetrievalService.open(copy)
 
 
 def test_a_planted_pickle_is_never_loaded(directories, tmp_path):
