@@ -53,6 +53,8 @@ def main(argv: list[str]) -> None:
 
     answerers, examples = start(config)
     shown, typing = console.Shown(sys.stdout), not argv[1:] and sys.stdin.isatty()
+    if examples and not typing:
+        print(f"the passages are of an invented world only; one may ask: {examples[0]}", file=sys.stderr, flush=True)
     asked = failed = 0
     try:
         for question in argv[1:] or (typed(examples, shown) if typing else lines(examples)):
