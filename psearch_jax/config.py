@@ -172,6 +172,9 @@ class RolloutSection:
     turn_tokens: int = 500  # ids sampled in a turn at most
     obs_tokens: int = 1000  # ids of what comes back from a search at most, over all its sub-queries
     search_turns: int = 4  # turns that may search; one answer turn follows
+    # After a reply that ends without a search or an answer: a corrective message and another turn, as published, or
+    # the end of the rollout.
+    after_eos: Literal["corrective", "end"] = "corrective"
     max_tokens_after_answer: int = 4  # ids sampled behind `</answer>`, in wait for a stop id
     temperature: float = 1.0  # of sampling; the loss scores by the same one
     top_p: float = 1.0  # sample of the likeliest ids that make up this share; 1: of all

@@ -19,7 +19,8 @@ Kind = Literal["parallel", "sequential", "single", "mixed"]
 KINDS: tuple[Kind, ...] = ("parallel", "sequential", "single", "mixed")
 
 # How a trajectory ended. `truncated`: the context was full; `out_of_turns`: no answer by the last turn;
-# `eos`: the model ended its message without a search or an answer; `not_finite`: a logit was a NaN or an infinity.
+# `eos`: with rollout.after_eos=end, the reply ended without a search or an answer; `not_finite`: a logit was a NaN or
+# an infinity.
 EndStatus = Literal["answered", "truncated", "out_of_turns", "eos", "not_finite"]
 END_STATUSES: tuple[EndStatus, ...] = get_args(EndStatus)
 

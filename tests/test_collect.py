@@ -116,7 +116,7 @@ def test_every_end_has_its_name(tiny_tokenizer, sampler, params, service):
         [long] * 200,  # two corrected turns, then the last one
         say(tiny_tokenizer, *[long] * 40, query, ANSWER, im_end),
     ]
-    rollout = rollout_section(context_tokens=240)
+    rollout = rollout_section(context_tokens=240, after_eos="end")
     ts = collect(sampler, tiny_tokenizer, params, scripts, rollout, service)
     assert [t.status for t in ts] == ["answered"] * 3 + ["eos"] + ["out_of_turns"] * 2 + ["answered"]
     assert [t.well_formed for t in ts] == [True, True, False, False, False, False, False]
@@ -129,6 +129,37 @@ def test_every_end_has_its_name(tiny_tokenizer, sampler, params, service):
     at = ts[5].prompt_length + 40
     assert ts[5].ids[at : at + len(corrective)].tolist() == corrective and not ts[5].mask[at]
     assert ts[6].turns[1].queries == ("Alan Turing",)
+
+
+def test_a_reply_without_an_action_is_corrected_in_the_next_message(tiny_tokenizer, sampler, params, service):
+    """A model that forgets its tags once is given up, or reads a correction inside the reply that it has ended."""
+    im_end, eot = (tiny_tokenizer.hf.convert_tokens_to_ids(f"<|{name}|>") for name in ("im_end", "endoftext"))
+    chat = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n".format(tags.CORRECTIVE_MESSAGE.strip())
+    scripts = [
+        say(tiny_tokenizer, "It was Ada.", im_end, ANSWER, im_end),
+        say(tiny_tokenizer, "It was Ada.", eot, SEARCH, ANSWER, im_end),
+        say(tiny_tokenizer, "Ada </answer>", im_end, ANSWER, im_end),  # never opened
+        say(tiny_tokenizer, *["No.", im_end] * 3),
+    ]
+    rollout = rollout_section(context_tokens=400, obs_tokens=200)
+    ts = collect(sampler, tiny_tokenizer, params, scripts, rollout, service)
+    assert [t.status for t in ts] == ["answered"] * 3 + ["out_of_turns"]
+    assert [t.model_calls for t in ts] == [2, 3, 2, 3] and not any(t.well_formed for t in ts)
+    assert [len(t.executed) for t in ts] == [0, 1, 0, 0]
+    for t, script, stop in zip(ts, scripts, ("im_end", "endoftext", "im_end", "im_end"), strict=True):
+        text = tiny_tokenizer.decode(t.ids, control=True)
+        assert f"<|{stop}|>\n{chat}" in text and t.ids[t.mask].tolist() == script[: int(t.mask.sum())]
+        assert len(t.turns[0].text) < 20  # the stop token is not a part of the text
+
+
+def test_a_corrective_message_fits_the_observation_budget(tiny_tokenizer, sampler, params, service):
+    """A template longer than a small budget: the widths that passages are padded to would not hold the message."""
+    im_end = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
+    script = say(tiny_tokenizer, "No.", im_end, ANSWER, im_end)
+    (t,) = collect(sampler, tiny_tokenizer, params, [script], rollout_section(obs_tokens=40), service)
+    assert t.status == "answered" and "<|im_end|>\n<|im_start|>assistant\n" in tiny_tokenizer.decode(t.ids, True)
+    forced = ~t.mask[t.prompt_length :]
+    assert 10 < forced.sum() <= 40
 
 
 def test_a_context_that_fills_up_ends_as_truncated(tiny_tokenizer, sampler, params, service):
@@ -235,7 +266,8 @@ def hostile_scripts(tokenizer) -> list[list[int]]:
 def test_no_model_output_raises_or_misaligns(tiny_tokenizer, sampler, params, service):
     """Early policies write anything; one odd turn must not stop the run or shift ids against mask and log-probs."""
     scripts = hostile_scripts(tiny_tokenizer)
-    ts = collect(sampler, tiny_tokenizer, params, scripts, rollout_section(context_tokens=240), service)
+    rollout = rollout_section(context_tokens=240, after_eos="end")
+    ts = collect(sampler, tiny_tokenizer, params, scripts, rollout, service)
     by_text = {i: t for i, t in enumerate(ts)}
     assert by_text[0].turns[0].action == "none"  # never opened
     assert by_text[1].turns[0].queries == ("a",)

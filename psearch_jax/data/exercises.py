@@ -13,9 +13,9 @@ import numpy as np
 from psearch_jax.data.closed_world import ATTRIBUTES, YEARS, fact_sentence
 from psearch_jax.data.names import draw_names
 from psearch_jax.data.scripted import compare, running_least
+from psearch_jax.data.transcripts import Row
 
 Encode = Callable[[str], list[int]]
-Row = tuple[np.ndarray, np.ndarray]  # ids [S] int32, loss mask [S] bool
 
 
 def copying(rng: np.random.Generator, encode: Encode) -> Row:

@@ -14,8 +14,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from psearch_jax.data.transcripts import Observations, Row, TranscriptTurn, encode_transcript
 from psearch_jax.text.prompts import load_template, render_prompt
-from psearch_jax.text.tags import render_observation
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Question
 from retrieval.protocol import Passage, Retriever
@@ -194,25 +194,13 @@ def write_trajectory(
     steps: Sequence[Step],
     passages: Sequence[Sequence[Sequence[Passage]]],
     encode: Callable[[str], list[int]] | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ids [S] int32 and loss mask [S] bool of a trajectory: prompt, turns, and an observation after every search.
-
-    `passages[i]` are the rankings of the sub-queries of the i-th turn. A trajectory that ends with a search has no
-    observation behind it.
-    """
-    encode = encode or tokenizer.encode_foreign
-    ids, mask = list(prompt), [False] * len(prompt)
-    for i, (step, rankings) in enumerate(zip(steps, passages, strict=True)):
-        turn = encode(step.text)
-        if not step.queries:
-            turn = turn + tokenizer.encode_trusted("<|im_end|>")
-        last = i == len(steps) - 1
-        observation = (
-            render_observation(step.queries, rankings, encode, OBSERVATION_TOKENS) if step.queries and not last else []
-        )
-        ids += turn + observation
-        mask += [step.taught] * len(turn) + [False] * len(observation)
-    return np.asarray(ids, np.int32), np.asarray(mask, bool)
+) -> Row:
+    """`encode_transcript` of scripted steps; `passages[i]` are the rankings of the sub-queries of the i-th turn."""
+    turns = [
+        TranscriptTurn(step.text, step.queries, tuple(map(tuple, rankings)), step.taught)
+        for step, rankings in zip(steps, passages, strict=True)
+    ]
+    return encode_transcript(tokenizer, prompt, turns, Observations(OBSERVATION_TOKENS), encode)
 
 
 def write_all(
@@ -221,7 +209,7 @@ def write_all(
     retriever: Retriever | None,
     tokenizer: Tokenizer,
     topk: int,
-) -> list[tuple[np.ndarray, np.ndarray]]:
+) -> list[Row]:
     """`write_trajectory` of each question's plan, with the retriever's own passages; all searches in one batch.
 
     Without a retriever nothing is found: for plans that do not search.

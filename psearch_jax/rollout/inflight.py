@@ -133,7 +133,10 @@ class InFlight:
         self.results: dict[int, Trajectory] = {}
         self.added = self.done = 0
         self._seed, self._step = seed, step
-        self._corrective = parts.tokenizer.encode_foreign(tags.CORRECTIVE_MESSAGE)[: self.rollout.obs_tokens]
+        # A reply that the model has ended is corrected in the user's next message, any other where it stopped.
+        obs_tokens, tokenizer, message = self.rollout.obs_tokens, parts.tokenizer, tags.CORRECTIVE_MESSAGE
+        self._corrective = tokenizer.encode_foreign(message)[:obs_tokens]
+        self._corrective_after_eos = tokenizer.next_user_message(message.strip(), obs_tokens)
         self._waiting: deque[tuple[int, Question, int]] = deque()  # order, question, sample
         self._prompts: dict[int, list[int]] = {}  # by the question's place
         self._keys: dict[int, np.ndarray] = {}  # by order
@@ -328,7 +331,8 @@ class InFlight:
                 if turn.action == "search":
                     queries[b] = turn.queries
                 else:
-                    chunks[b] = list(self._corrective)
+                    ended_reply = int(ids[b, length[b] - 1]) in self.parts.tokenizer.stop_ids
+                    chunks[b] = list(self._corrective_after_eos if ended_reply else self._corrective)
             for b, passages in (self._exchange if self.rollout.overlap_search else self._search)(queries).items():
                 live = self.live[b]
                 live.turns[-1] = replace(live.turns[-1], passages=passages)
@@ -349,8 +353,8 @@ class InFlight:
         """How the rollout is over with this turn; None when it goes on."""
         if status == Status.ANSWER and turn.action == "answer":
             return "answered"
-        if status in (Status.ANSWER, Status.EOS):  # an answer that was never opened is none
-            return "eos"
+        if status in (Status.ANSWER, Status.EOS) and self.rollout.after_eos == "end":
+            return "eos"  # an answer tag that was never opened ends the reply as well, and answers nothing
         if status == Status.CONTEXT_FULL:
             return "truncated"
         if status == Status.NOT_FINITE:

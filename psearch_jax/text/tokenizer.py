@@ -107,15 +107,9 @@ class Tokenizer:
         model has read of it. The chat ends where the model has to begin its thought, whatever the template begins of
         it. Raises `UserError` without a template, or when the template leaves out a message.
         """
-        if not getattr(self.hf, "chat_template", None):
-            raise UserError(f"tokenizer {self.name}: no chat_template found, one is needed to write prompts")
         marks = [f"CONTENT{i}PLACEHOLDER" for i in range(len(messages))]
-        rendered = self.hf.apply_chat_template(
-            [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)],
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
-        rendered = _BEGUN.sub("", rendered) if add_generation_prompt else rendered
+        marked = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
+        rendered = self._render(marked, add_generation_prompt)
         missing = [i for i, mark in enumerate(marks) if mark not in rendered]
         if missing:
             raise UserError(f"tokenizer {self.name}: chat_template leaves out message {missing[0]}")
@@ -123,6 +117,31 @@ class Tokenizer:
         for k, piece in enumerate(re.split(r"CONTENT(\d+)PLACEHOLDER", rendered)):
             ids += self._encode_content(messages[int(piece)]["content"]) if k % 2 else self.encode_trusted(piece)
         return ids
+
+    def next_user_message(self, text: str, max_tokens: int) -> list[int]:
+        """Token ids that follow a reply's stop token when the user answers it: `text` and the next reply's header.
+
+        They come from the tokenizer's own chat template. `text` is cut so that there are at most `max_tokens` ids,
+        as long as the template's own fit. Raises `UserError` as `chat`.
+        """
+        marks = ["CONTENT0PLACEHOLDER", "CONTENT1PLACEHOLDER", "CONTENT2PLACEHOLDER"]
+        roles = ("user", "assistant", "user")
+        messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+        rendered = self._render(messages, add_generation_prompt=True)
+        if marks[1] not in rendered or marks[2] not in rendered:
+            raise UserError(f"tokenizer {self.name}: chat_template leaves out message 1 or 2 of user, assistant, user")
+        header, footer = map(self.encode_trusted, rendered.split(marks[1])[1].split(marks[2]))
+        header = header[1:] if header and header[0] in self.stop_ids else header  # the model sampled that one itself
+        return header + self.encode_foreign(text)[: max(0, max_tokens - len(header) - len(footer))] + footer
+
+    def _render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
+        """The chat as text, without the thought that some templates begin for the model."""
+        if not getattr(self.hf, "chat_template", None):
+            raise UserError(f"tokenizer {self.name}: no chat_template found, one is needed to write prompts")
+        rendered = self.hf.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        return _BEGUN.sub("", rendered) if add_generation_prompt else rendered
 
     def _encode_content(self, text: str) -> list[int]:
         if not self._tags:

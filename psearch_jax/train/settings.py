@@ -24,7 +24,7 @@ DECIDES_NUMBERS = frozenset(
         "model.lora_alpha data.prompt data.world_names data.world_seed data.world_questions data.parallel_share "
         "data.sequential_share retrieval.topk retrieval.max_sub_queries rollout.samples rollout.context_tokens "
         "rollout.prompt_tokens rollout.turn_tokens rollout.obs_tokens rollout.search_turns "
-        "rollout.max_tokens_after_answer rollout.temperature rollout.top_p rollout.top_k rollout.label_subqueries "
+        "rollout.max_tokens_after_answer rollout.after_eos rollout.temperature rollout.top_p rollout.top_k rollout.label_subqueries "
         "rollout.initial_search rollout.unfinished reward.profile reward.format reward.final_format "
         "reward.decomposition reward.search_count reward.mixed reward.gate_bonus_on_outcome "
         "reward.unfinished_penalty reward.outcome reward.search_price reward.overlong_tokens learning.advantage "

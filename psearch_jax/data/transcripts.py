@@ -1,0 +1,237 @@
+"""Token rows for supervised fine-tuning: from rollouts as a run writes them, or from transcripts written by hand.
+
+One JSON object per line, of either form:
+
+rollout      a row of a run's `trajectories/*.jsonl` or of launch/sample.py: `ids` and `mask` are the record, and
+             nothing is tokenized again.
+transcript   {"question": "...", "turns": [{"text": "<think> .. </think> <search> a ## b </search>",
+             "passages": [[{"title": "..", "text": ".."}, ..], [..]]}, .., {"text": "<think> .. </think> <answer> ..
+             </answer>"}]}. `passages` has one list per sub-query, best first. `"train": false` in a turn leaves it out
+             of the loss. `prompt`, a list of chat messages, stands in for the template where data.prompt=row.
+
+The loss covers the model's own tokens: never a prompt, a passage or a corrective message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from psearch_jax.config import RolloutSection
+from psearch_jax.paths import locate
+from psearch_jax.text.prompts import render_messages, render_prompt
+from psearch_jax.text.tags import CORRECTIVE_MESSAGE, MAX_SUB_QUERIES, parse_turn, render_observation
+from psearch_jax.text.tokenizer import Tokenizer
+from psearch_jax.types import UserError
+from retrieval.protocol import Passage
+
+Row = tuple[np.ndarray, np.ndarray]  # token ids [S] int32, loss mask [S] bool
+_ACCEPTED = "a rollout (ids, mask, turns) or a transcript (question, turns)"
+
+
+@dataclass(frozen=True)
+class TranscriptTurn:
+    """One reply of the model, and the passages that its search returned."""
+
+    text: str
+    queries: tuple[str, ...] = ()  # sub-queries of its search; empty: it does not search
+    passages: tuple[tuple[Passage, ...], ...] = ()  # one ranking per sub-query
+    trained: bool = True  # whether the loss covers it
+
+
+@dataclass(frozen=True)
+class Observations:
+    """How passages are written, as section `rollout` has it."""
+
+    tokens: int  # budget of one observation
+    label_subqueries: bool = True
+
+    @classmethod
+    def of(cls, rollout: RolloutSection) -> Observations:
+        return cls(rollout.obs_tokens, rollout.label_subqueries)
+
+
+def encode_transcript(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    turns: Sequence[TranscriptTurn],
+    observations: Observations,
+    encode: Callable[[str], list[int]] | None = None,
+) -> Row:
+    """The token ids of a trajectory and its loss mask, laid out as a rollout lays them out.
+
+    A search is followed by its observation, an answer by the stop token. Any other reply ends with the stop token and
+    is followed by the corrective message. What would follow the last turn is left out.
+
+    Args:
+      prompt: token ids.
+      encode: text to token ids, never a control token; default: the tokenizer's `encode_foreign`.
+    """
+    encode = encode or tokenizer.encode_foreign
+    stop = tokenizer.encode_trusted("<|im_end|>")
+    ids, mask = list(prompt), [False] * len(prompt)
+    for i, turn in enumerate(turns):
+        reply, last = encode(turn.text), i == len(turns) - 1
+        observed: list[int] = []
+        if not turn.queries:
+            reply = reply + stop
+            if not last:
+                observed = tokenizer.next_user_message(CORRECTIVE_MESSAGE.strip(), observations.tokens)
+        elif not last:
+            observed = render_observation(
+                turn.queries, turn.passages, encode, observations.tokens, observations.label_subqueries
+            )
+        ids += reply + observed
+        mask += [turn.trained] * len(reply) + [False] * len(observed)
+    return np.asarray(ids, np.int32), np.asarray(mask, bool)
+
+
+def read_rows(
+    path: str | Path,
+    tokenizer: Tokenizer,
+    template: str | None,
+    rollout: RolloutSection,
+    max_sub_queries: int = MAX_SUB_QUERIES,
+) -> list[Row]:
+    """The rows of a jsonl file, in its order.
+
+    Args:
+      path: rollouts and transcripts, in any order.
+      template: of the prompts of transcripts; None: each brings its own `prompt` (data.prompt=row).
+      rollout: the observation budget, and the context that a row has to fit into.
+
+    Raises:
+      UserError: a file that is missing, empty or unreadable; or a row, named by its line, that is neither form, was
+        written with another tokenizer, has nothing to learn from, or is longer than `rollout.context_tokens`.
+    """
+    path = locate(path)
+    rows = []
+    for where, value in _objects(path):
+        if "ids" in value:
+            row = _rollout_row(value, tokenizer, where)
+        else:
+            prompt = _prompt(value, tokenizer, template, where)
+            turns = [_turn(turn, max_sub_queries, f"{where}: turn {n}") for n, turn in enumerate(_turns(value, where))]
+            _check_order(turns, where)
+            row = encode_transcript(tokenizer, prompt, turns, Observations.of(rollout))
+        if not row[1].any():
+            raise UserError(f"{where}: no token to learn from, accepted: at least one turn that is trained on")
+        if len(row[0]) > rollout.context_tokens:
+            raise UserError(
+                f"{where}: {len(row[0])} tokens, accepted: at most config.rollout.context_tokens="
+                f"{rollout.context_tokens}"
+            )
+        rows.append(row)
+    if not rows:
+        raise UserError(f"{path}: no rows found, accepted: jsonl, each line {_ACCEPTED}")
+    return rows
+
+
+def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, object) of every line that is not blank."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error}), accepted: a jsonl file") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}: line {number}"
+        try:
+            value = json.loads(line)
+        except ValueError as error:  # also bytes that are not UTF-8
+            raise UserError(f"{where}: not JSON ({error}), accepted: {_ACCEPTED}") from None
+        if not isinstance(value, dict):
+            raise UserError(f"{where}: {type(value).__name__} found, accepted: {_ACCEPTED}")
+        yield where, value
+
+
+def _turns(value: Mapping[str, Any], where: str) -> list[Any]:
+    turns = value.get("turns")
+    if not isinstance(turns, list) or not turns:
+        raise UserError(f"{where}: field turns: {str(turns)[:60]!r} found, accepted: a list of at least one turn")
+    return turns
+
+
+def _prompt(value: Mapping[str, Any], tokenizer: Tokenizer, template: str | None, where: str) -> list[int]:
+    if template is None:
+        try:
+            return render_messages(tokenizer, value.get("prompt"))
+        except UserError as error:
+            raise UserError(f"{where}: field {error}") from None
+    question = value.get("question")
+    if not isinstance(question, str) or not question.strip():
+        raise UserError(f"{where}: field question: {question!r} found, accepted: a text")
+    return render_prompt(tokenizer, template, question)
+
+
+def _turn(value: Any, max_sub_queries: int, where: str) -> TranscriptTurn:
+    text = value.get("text") if isinstance(value, dict) else None
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(f"{where}: {str(value)[:60]!r} found, accepted: an object with a text")
+    trained = value.get("train", True)
+    if not isinstance(trained, bool):
+        raise UserError(f"{where}: field train: {trained!r} found, accepted: true or false")
+    queries = parse_turn(text, max_sub_queries).queries
+    rankings = value.get("passages", [])
+    if not isinstance(rankings, list) or len(rankings) != len(queries):
+        count = len(rankings) if isinstance(rankings, list) else str(rankings)[:60]
+        raise UserError(
+            f"{where}: field passages: {count!r} found, accepted: one list of passages for each of the "
+            f"{len(queries)} sub-queries"
+        )
+    passages = tuple(tuple(_passage(p, where) for p in _list(ranking, where)) for ranking in rankings)
+    return TranscriptTurn(text, queries, passages, trained)
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise UserError(f"{where}: field passages: {str(value)[:60]!r} found, accepted: a list for each sub-query")
+    return value
+
+
+def _passage(value: Any, where: str) -> Passage:
+    fields = [value.get(name, "") for name in ("id", "title", "text")] if isinstance(value, dict) else [None]
+    if not all(isinstance(field, str) for field in fields) or not fields[-1]:
+        raise UserError(f"{where}: field passages: {str(value)[:60]!r} found, accepted: objects with title and text")
+    return Passage(*fields)
+
+
+def _check_order(turns: Sequence[TranscriptTurn], where: str) -> None:
+    for number, turn in enumerate(turns[:-1]):
+        if parse_turn(turn.text).kind == "answer":
+            raise UserError(f"{where}: turn {number}: an answer found, accepted: an answer in the last turn only")
+
+
+def _rollout_row(value: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Row:
+    ids, mask = value["ids"], value.get("mask")
+    for name, numbers in (("ids", ids), ("mask", mask)):
+        if not isinstance(numbers, list) or not all(isinstance(n, int) for n in numbers):
+            raise UserError(f"{where}: field {name}: {str(numbers)[:60]!r} found, accepted: a list of whole numbers")
+    if len(ids) != len(mask):
+        raise UserError(f"{where}: {len(ids)} ids and {len(mask)} values of mask found, accepted: equally many")
+    row = np.asarray(ids, np.int64), np.asarray(mask, bool)
+    if len(ids) and not 0 <= row[0].min() <= row[0].max() < tokenizer.size:
+        raise UserError(f"{where}: token ids up to {row[0].max()} found, accepted: 0 to {tokenizer.size - 1}")
+    texts = [turn.get("text") for turn in _turns(value, where) if isinstance(turn, dict) and turn.get("n_sampled")]
+    if texts != _sampled_texts(*row, tokenizer):
+        raise UserError(
+            f"{where}: ids that do not spell the turns' texts found, accepted: rollouts of a model with the tokenizer "
+            f"{tokenizer.name}"
+        )
+    return row[0].astype(np.int32), row[1]
+
+
+def _sampled_texts(ids: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> list[str]:
+    """The text of every run of sampled tokens, its stop token left out."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    texts = []
+    for start, end in edges.reshape(-1, 2):
+        run = ids[start : end - 1] if int(ids[end - 1]) in tokenizer.stop_ids else ids[start:end]
+        texts.append(tokenizer.decode(run, control=True))
+    return texts
