@@ -4,15 +4,15 @@
 
 writes `runs/toy_sft/policy`, a Hugging Face directory; psearch_jax/assets/toy_policy is a copy of it. The same command
 goes on where it was stopped; `--config.seed=1` makes a second cold start from other rows and weights. Fields and
-defaults: psearch_jax/train/sft.py.
+defaults: psearch_jax/train/toy_sft.py.
 """
 
 import dataclasses
 
 from ml_collections import ConfigDict
 
-from psearch_jax.train.sft import SFTConfig
+from psearch_jax.train.toy_sft import ToySFTConfig
 
 
 def get_config() -> ConfigDict:
-    return ConfigDict(dataclasses.asdict(SFTConfig()))
+    return ConfigDict(dataclasses.asdict(ToySFTConfig()))

@@ -1,47 +1,111 @@
-"""Makes the toy policy: `python launch/sft.py --config=configs/toy_sft.py --workdir=DIR`.
+"""Supervised fine-tuning of a policy: before reinforcement learning, or in its place.
 
-DIR/policy is the result, in Hugging Face format; DIR/config.json holds the settings, DIR/metrics.jsonl what was
-learned of each skill. The same command goes on where it was stopped.
+    python launch/sft.py --config=configs/qwen0p5b_cpu.py --config.model.path=MODEL --transcripts=FILE --workdir=DIR
+    python launch/sft.py --config=configs/toy_sft.py --workdir=DIR
+
+FILE holds rollouts as a run or launch/sample.py writes them, or transcripts (docs/sft.md). Model, adapters, mesh,
+lengths and prompt are the config's; the recipe is its section `sft`. DIR is a run directory for launch/eval.py, ask.py
+and export_hf.py. DIR/policy is the result in Hugging Face format, from which launch/train.py starts with
+--config.model.path=DIR/policy.
+
+configs/toy_sft.py makes the toy policy, from exercises and scripted trajectories that it generates itself.
+The same command resumes.
 """
 
-import dataclasses
-import json
+import sys
 
 from absl import flags
 from ml_collections import config_flags
 
 from psearch_jax import launching
 
-CONFIG = config_flags.DEFINE_config_file("config", None, "The cold start: a file like configs/toy_sft.py.")
-WORKDIR = flags.DEFINE_string("workdir", None, "The directory to write to; made if absent.")
+CONFIG = config_flags.DEFINE_config_file("config", None, "A run such as configs/qwen0p5b_cpu.py, or toy_sft.py.")
+WORKDIR = flags.DEFINE_string("workdir", None, "The run directory; made if absent, resumed if not.")
+TRANSCRIPTS = flags.DEFINE_string("transcripts", "", "Rollouts or transcripts as jsonl; several files by commas.")
+EXPORT = flags.DEFINE_bool("export", True, "Write DIR/policy at the end.")
+CHANGES = flags.DEFINE_bool("allow_changes", False, "Resume although settings differ that decide the numbers.")
+launching.process_flags()
 flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main(_: list[str]) -> None:
+    from psearch_jax.paths import on_disk
+    from psearch_jax.train.preemption import Interrupted
+    from psearch_jax.types import UserError
+
+    values = CONFIG.value.to_dict()
+    is_toy = "exercise_rows" in values
+    if is_toy == bool(TRANSCRIPTS.value):
+        found = "found with configs/toy_sft.py, which makes its own" if is_toy else "none given"
+        raise UserError(f"--transcripts: {found}; accepted: a jsonl file with the config of a run")
+    policy = on_disk(WORKDIR.value, "--workdir") / "policy"
+    if policy.exists():
+        raise UserError(f"{policy}: exists already, accepted: a --workdir without a policy")
+    launching.configure_jax()
+    try:
+        (_train_toy if is_toy else _train)(values)
+    except Interrupted as stop:
+        print(f"interrupted: {stop}; the same command resumes")
+        sys.exit(0)
+
+
+def _train(values: dict) -> None:
+    from pathlib import Path
+
+    from psearch_jax import build_sft, processes
+    from psearch_jax.config import from_mapping
+    from psearch_jax.models.hf import save_hf
+    from psearch_jax.train import sft_run
+    from psearch_jax.train.checkpoint import load_params
+
+    run = build_sft.supervised_run(from_mapping(values), TRANSCRIPTS.value)
+    summary = sft_run.train(run, WORKDIR.value, CHANGES.value)
+    if not processes.first():
+        return
+    losses = " -> ".join(f"{loss:.3f}" for loss in summary["validation_loss"].values())
+    held_out = f", loss on held-out transcripts {losses}" if losses else ""
+    print(f"{summary['steps']} steps on {summary['transcripts']} transcripts in {summary['wall_s']:.0f} s{held_out}")
+    if EXPORT.value:
+        del run.trainer, run.fresh  # they hold the weights that are loaded again
+        model, params, loop = load_params(WORKDIR.value)
+        policy = Path(WORKDIR.value) / "policy"
+        save_hf(params, model, loop["tokenizer"], policy, lora=_lora(loop))
+        print(f"{policy}: written")
+
+
+def _lora(loop: dict) -> object:
+    from psearch_jax.config import Lora
+
+    record = loop.get("lora")
+    return Lora(record["rank"], record["alpha"]) if record else None
+
+
+def _train_toy(values: dict) -> None:
+    import dataclasses
+    import json
+
     from psearch_jax.config import from_mapping
     from psearch_jax.data.toy_tokenizer import write_tokenizer
     from psearch_jax.metrics import MetricsWriter, cut_jsonl
     from psearch_jax.models.hf import save_hf
     from psearch_jax.paths import make_writable, on_disk, write_whole
     from psearch_jax.text.tokenizer import Tokenizer
-    from psearch_jax.train import sft
+    from psearch_jax.train import toy_sft
     from psearch_jax.train.checkpoint import find_checkpoint
+    from psearch_jax.train.preemption import StopRequest
     from psearch_jax.types import UserError
     from retrieval.service import RetrievalService
 
-    config = from_mapping(CONFIG.value.to_dict(), sft.SFTConfig)
+    config = from_mapping(values, toy_sft.ToySFTConfig)
     workdir = on_disk(WORKDIR.value, "--workdir")
-    policy, settings = workdir / "policy", workdir / "config.json"
-    if policy.exists():
-        raise UserError(f"{policy}: exists already, accepted: a --workdir without a policy")
-    launching.configure_jax()
+    settings = workdir / "config.json"
     make_writable(workdir)
-    told = json.dumps(dataclasses.asdict(config), indent=2) + "\n"
-    if settings.exists() and settings.read_text(encoding="utf-8") != told:
+    text = json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+    if settings.exists() and settings.read_text(encoding="utf-8") != text:
         raise UserError(
             f"{settings}: found other settings than are asked for, accepted: the same, or another --workdir"
         )
-    write_whole(settings, told)
+    write_whole(settings, text)
     try:
         done = int(find_checkpoint(workdir).name)
     except UserError:
@@ -55,13 +119,17 @@ def main(_: list[str]) -> None:
 
     write_tokenizer(workdir / "tokenizer")
     tokenizer = Tokenizer.load(workdir / "tokenizer")
-    rows = sft.make_rows(config, tokenizer, RetrievalService.from_corpus)
+    rows = toy_sft.make_rows(config, tokenizer, RetrievalService.from_corpus)
     for skill, members in rows.items():
         print(f"{skill}: {len(members)} rows, {sum(len(ids) for ids, _ in members) / 1e6:.2f}M ids", flush=True)
-    shape, params = sft.train(config, tokenizer, rows, log, workdir / "checkpoints", str(workdir / "tokenizer"))
-    save_hf(params, shape, workdir / "tokenizer", policy)
+    stop = StopRequest()
+    with stop.heard():
+        shape, params = toy_sft.train(
+            config, tokenizer, rows, log, workdir / "checkpoints", str(workdir / "tokenizer"), stop
+        )
+    save_hf(params, shape, workdir / "tokenizer", workdir / "policy")
     metrics.close()
-    print(f"{policy}: written")
+    print(f"{workdir / 'policy'}: written")
 
 
 if __name__ == "__main__":

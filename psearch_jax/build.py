@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.config import PRESETS, Config, DecoderConfig, Method, best_metric, with_method
+from psearch_jax.config import Config, DecoderConfig, Method, best_metric, with_method
 from psearch_jax.data.asking import questions
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.data.held_out import hold_out, pick
@@ -24,8 +24,9 @@ from psearch_jax.eval.benchmarks import CLOSED_WORLD, PAIRS, closed_world_benchm
 from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.launching import CACHE_HOME, read_token
 from psearch_jax.limits import validate
-from psearch_jax.models import decoder, hf, lora
-from psearch_jax.paths import TOY_POLICY, is_remote, locate, on_disk
+from psearch_jax.models import hf, lora
+from psearch_jax.paths import is_remote, locate, on_disk
+from psearch_jax.policies import fresh_adapters, load_tokenizer, load_weights, sampled_as
 from psearch_jax.programs import make_critic, make_learner, make_sampler
 from psearch_jax.rl.compat import check_examples, compat_reward
 from psearch_jax.rl.rewards import RewardWeights, paper_reward
@@ -180,7 +181,7 @@ def engine(
         raise UserError(listed("this run needs:", missing))
     mesh = make_mesh(config.mesh)
     dtype = jnp.float32 if training and not config.model.lora_rank else sampled_as(config)
-    model, params, path = _weights(config, mesh, model, params, dtype)
+    model, params, path = load_weights(config, mesh, model, params, dtype)
     if (
         not training and lora.apart(params)[1] is None
     ):  # what is loaded decides, not what a run of the config would add
@@ -196,8 +197,7 @@ def engine(
     if training:
         check_rows(mesh, learning__micro_batch_rows=config.learning.micro_batch_rows)
     tokenizer_path = config.model.tokenizer or path
-    tokenizer = Tokenizer.load(tokenizer_path, model.eos_ids)
-    _match(tokenizer, model, tokenizer_path)
+    tokenizer = load_tokenizer(config, model, path)
     tables = cached_tables(tokenizer, CACHE_HOME / "boundary", model.vocab_rows)
     sampler = make_sampler(config, model, mesh, tables, tokenizer.size, sorted(tokenizer.stop_ids))
     world = None
@@ -233,8 +233,7 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
     trained, adapters = parts.params, config.model.lora
     if adapters:
         learner.base = parts.params
-        places = param_shardings(lora.abstract_adapters(parts.model, adapters), STORAGE, parts.mesh)
-        trained = jax.jit(lambda: lora.init_adapters(parts.model, adapters, config.seed), out_shardings=places)()
+        trained = fresh_adapters(config, parts.model, parts.mesh)
         count = sum(x.size for x in jax.tree.leaves(trained))
         log.info("%.1fM of them in adapters are trained", count / 1e6)
     reference = learner.reference_copy(parts.params) if config.learning.kl_coefficient > 0 else None
@@ -308,11 +307,6 @@ def _both(policy: Callable[[], TrainState], critic: Callable[[], TrainState]) ->
     return replace(policy(), critic=critic())
 
 
-def sampled_as(config: Config) -> jnp.dtype:
-    """What weights are loaded as that are only sampled from: as the sampler reads them, or to be rounded to 8 bits."""
-    return jnp.dtype("float32" if config.model.int8_weights else config.model.sampling_dtype)
-
-
 def from_path(config: Config, path: str) -> Engine:
     """An engine around an HF directory, a hub id, `toy`, or a checkpoint (a run directory or one step of it)."""
     place = locate(path)
@@ -337,42 +331,12 @@ def _tokenizer_of(config: Config, recorded: str) -> str:
     return hf.still_there(recorded, config.model.path, "tokenizer_config.json") or recorded
 
 
-def _weights(
-    config: Config, mesh: Mesh, model: DecoderConfig | None, params: nnx.State | None, dtype: jnp.dtype
-) -> tuple[DecoderConfig, nnx.State, str]:
-    def place(abstract: nnx.State) -> nnx.State:
-        return param_shardings(abstract, STORAGE, mesh)
-
-    if params is not None and model is not None:
-        return model, jax.device_put(params, place(params)), ""
-    if config.model.path:
-        path = str(TOY_POLICY) if config.model.path == "toy" else hf.resolve(config.model.path)
-        model, params = hf.load_hf(path, place, dtype)
-        return model, params, path
-    model = PRESETS[config.model.preset]
-    return model, decoder.random_params(model, config.seed, dtype, place), ""
-
-
 def _check_shares(config: Config, training: bool) -> None:
     count = jax.process_count()
     shared = {"rollout.slots": config.rollout.slots} | ({"train.prompts": config.train.prompts} if training else {})
     for field, value in shared.items():
         if value % count:
             raise UserError(f"config.{field}: found {value}, accepted: a multiple of the {count} processes")
-
-
-def _match(tokenizer: Tokenizer, model: DecoderConfig, path: str) -> None:
-    if tokenizer.size > model.vocab_rows:
-        raise UserError(
-            f"{path}: the tokenizer has {tokenizer.size} ids, the model {model.vocab_rows} embedding rows; "
-            "accepted: at most as many ids as rows"
-        )
-    for eos in model.eos_ids:
-        if eos >= tokenizer.size or tokenizer.token_bytes[eos] is not None:
-            raise UserError(
-                f"{path}: config.json names {eos} as an end-of-text id, which is no control token of the tokenizer "
-                f"(its own: {sorted(tokenizer.stop_ids - {eos})})"
-            )
 
 
 def _searches(config: Config) -> bool:

@@ -104,7 +104,9 @@ class ModelSection:
     preset: str = "7b"  # one of PRESETS, read only when path is empty
     tokenizer: str = ""  # HF tokenizer directory; empty: the one at `path`
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # compute; the master weights are float32
-    sampling_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # sampling copy and KV cache
+    # Of the sampling copy and the KV cache. On a CPU only products with weights are in 16 bits, here and in `dtype`;
+    # activations and cache are float32.
+    sampling_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     # Sampling reads the layers' kernels quantized to 8 bits (models/int8.py): on a TPU half the bytes of 16 bits, and
     # further from what is trained, by `logp_gap`; learning.importance_cap weighs for it.
     int8_weights: bool = False
@@ -310,6 +312,19 @@ def best_metric(text: str) -> tuple[str, str]:
     return (kind or ["all"])[0], figure
 
 
+@dataclass(frozen=True)
+class SFTSection:
+    """Supervised fine-tuning (launch/sft.py); model, mesh, lengths, micro-batches and checkpoints are the run's."""
+
+    epochs: int = 2  # passes over the transcripts
+    batch_rows: int = 16  # transcripts per optimizer step
+    learning_rate: float = 1e-5  # peak of AdamW's; adapters take about ten times as much
+    warmup_ratio: float = 0.05  # share of all steps over which the rate rises linearly to its peak
+    final_learning_rate_ratio: float = 0.1  # after the warm-up the rate follows a cosine down to this share of it
+    weight_decay: float = 0.01  # of AdamW
+    validation_share: float = 0.0  # share of the transcripts that are held out; their loss is logged per epoch
+
+
 Method = Literal["parallelsearch", "search_r1", "parallel_prompt", "r1"]
 
 
@@ -330,6 +345,7 @@ class Config:
     train: TrainSection = field(default_factory=TrainSection)  # how long a run is, and what it saves
     alarms: AlarmSection = field(default_factory=AlarmSection)  # when a run is warned of
     eval: EvalSection = field(default_factory=EvalSection)  # evaluations before, during and after training
+    sft: SFTSection = field(default_factory=SFTSection)  # supervised fine-tuning before a run
 
 
 def from_mapping(values: Mapping[str, Any], cls: type = Config, prefix: str = "config") -> Any:

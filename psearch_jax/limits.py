@@ -39,7 +39,7 @@ LIMITS: dict[str, Limit] = {
             "rollout.slots rollout.samples rollout.turn_tokens rollout.prompt_tokens rollout.widths train.prompts "
             "train.steps train.checkpoint_every_steps train.keep_checkpoints retrieval.topk retrieval.max_sub_queries "
             "learning.micro_batch_rows learning.mini_batch_rollouts learning.max_bad_steps data.world_questions "
-            "alarms.window"
+            "alarms.window sft.epochs sft.batch_rows"
         ).split(),
         _AT_LEAST_1,
     ),
@@ -58,12 +58,13 @@ LIMITS: dict[str, Limit] = {
     **dict.fromkeys(
         (
             "learning.learning_rate critic.learning_rate learning.weight_decay learning.warmup_ratio "
-            "critic.warmup_ratio learning.clip_high"
+            "critic.warmup_ratio learning.clip_high sft.learning_rate sft.weight_decay"
         ).split(),
         _AT_LEAST_0,
     ),
     **dict.fromkeys(("learning.beta1", "learning.beta2"), Limit("at least 0, below 1", lambda value: 0 <= value < 1)),
-    "learning.clip_low": _FROM_0_TO_1,
+    **dict.fromkeys(("learning.clip_low", "sft.warmup_ratio", "sft.final_learning_rate_ratio"), _FROM_0_TO_1),
+    "sft.validation_share": Limit("at least 0, below 1", lambda value: 0 <= value < 1),
     "learning.gradient_clip": Limit("above 0 (inf: no clip)", lambda value: value > 0),
     **dict.fromkeys(("seed", "eval.seed"), _SEED),
     **dict.fromkeys(("rollout.top_p", "rollout.yield_share"), _SHARE),

@@ -134,7 +134,7 @@ def test_every_end_has_its_name(tiny_tokenizer, sampler, params, service):
 def test_a_reply_without_an_action_is_corrected_in_the_next_message(tiny_tokenizer, sampler, params, service):
     """A model that forgets its tags once is given up, or reads a correction inside the reply that it has ended."""
     im_end, eot = (tiny_tokenizer.hf.convert_tokens_to_ids(f"<|{name}|>") for name in ("im_end", "endoftext"))
-    chat = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n".format(tags.CORRECTIVE_MESSAGE.strip())
+    chat = f"<|im_start|>user\n{tags.CORRECTIVE_MESSAGE.strip()}<|im_end|>\n<|im_start|>assistant\n"
     scripts = [
         say(tiny_tokenizer, "It was Ada.", im_end, ANSWER, im_end),
         say(tiny_tokenizer, "It was Ada.", eot, SEARCH, ANSWER, im_end),

@@ -19,6 +19,7 @@ from psearch_jax import build
 from psearch_jax.config import Config, LearningSection, Lora, from_mapping
 from psearch_jax.eval.benchmarks import PAIRS
 from psearch_jax.models import decoder, hf, lora
+from psearch_jax.models.attention import implementation_for
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.train import checkpoint, trainer
@@ -149,7 +150,7 @@ def test_adapters_sample_from_the_policy_they_train(tiny_tokenizer):
     learner = Learner(
         config, learning, optimizer, mesh, positions, 1.0, n_ids, half, half, remat="none", lora=adapters
     )
-    graph = decoder.graphdef(config, half, lora=adapters)
+    graph = decoder.graphdef(config, half, attention=implementation_for(mesh, half), lora=adapters)
     sampler = Sampler(graph, config, tables_for(tiny_tokenizer, config), n_ids, stops, mesh, half, adapters=adapters)
     base = jax.tree.map(lambda x: x.astype(half), random_params(config, scale=0.1))
     learner.base = base

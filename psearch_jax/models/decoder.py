@@ -26,6 +26,7 @@ from psearch_jax.models.attention import ATTENDED, NEG_INF, Implementation, Keys
 from psearch_jax.models.int8 import Scales
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.lora import Adapters
+from psearch_jax.models.products import product
 from psearch_jax.models.vocabulary import by_chunks, gathered
 from psearch_jax.sharding import COMPUTE, STORAGE, constrain, spec
 
@@ -89,7 +90,8 @@ class Decoder(nnx.Module):
     Args:
       config: the shape.
       rngs: holds the `params` stream for initialisation (normal, std 0.02, as the published models).
-      dtype: of the computation; parameters are stored in float32 and cast where they are used.
+      dtype: of the computation; parameters are stored in float32 and cast where they are used. On a CPU only products
+        with weights have it, and the activations are float32 (models/products.py).
       remat: what the backward pass computes anew of each layer: `none`, all but the attention and the products with
         weights (`dots`), or all of it (`full`); the rest is stored.
       attention: how rows without a cache attend.
@@ -112,6 +114,7 @@ class Decoder(nnx.Module):
         values: bool = False,
     ):
         self.config, self.dtype, self.remat, self.attention = config, jnp.dtype(dtype), remat, attention
+        self.activations = jnp.dtype(jnp.float32) if attention == "rowwise" else self.dtype
         self.shard_residual, self.lora_scale = shard_residual, lora.scale if lora else 0.0
         self.embedding = _normal(rngs, (config.vocab_rows, config.width), ("vocab", "embed"))
         self.layers = Layers(config, rngs)
@@ -158,7 +161,7 @@ class Decoder(nnx.Module):
             positions = begin[:, None] + jnp.arange(ids.shape[1])
         rotation = _rotation(positions, config.head_dim, config.rope_theta)
         table = constrain(self.embedding[...], "vocab", None)  # gathered over fsdp once, not once per row
-        x = jnp.take(table, ids, axis=0).astype(self.dtype)
+        x = jnp.take(table, ids, axis=0).astype(self.activations)
         split = "positions" if self.shard_residual else None
         x = constrain(x, "rows", split, None)
         step = functools.partial(
@@ -174,6 +177,7 @@ class Decoder(nnx.Module):
             segments=segments,
             split=split,
             lora_scale=self.lora_scale,
+            dtype=self.dtype,
         )
         if self.remat != "none" and not keep_kv:
             step = jax.checkpoint(step, policy=_stored(self.remat))
@@ -217,7 +221,12 @@ class Decoder(nnx.Module):
         self, head: jax.Array, hidden: jax.Array, temperature: float, n_ids: int, first: jax.Array | int = 0
     ) -> jax.Array:
         """`logits` by columns of the head, the first of which is id `first`."""
-        out = jnp.matmul(hidden, head.astype(self.dtype), preferred_element_type=jnp.float32) / temperature
+        lead = hidden.shape[:-1]
+        if hidden.dtype == self.dtype:
+            out = jnp.matmul(hidden, head.astype(self.dtype), preferred_element_type=jnp.float32)
+        else:
+            out = product(hidden.reshape(-1, hidden.shape[-1]), head, self.dtype).reshape(*lead, -1)
+        out = out / temperature
         return jnp.where(first + jnp.arange(out.shape[-1]) < n_ids, out, NEG_INF)
 
     @_precise
@@ -331,6 +340,7 @@ def _layer(
     segments: jax.Array | None,
     split: str | None,
     lora_scale: float,
+    dtype: Any,
 ):
     """One decoder layer; the body of the scan. Returns ([B, T, D], new (k, v) [B, K, T, H] or None)."""
     w, layer = xs
@@ -342,11 +352,11 @@ def _layer(
 
     def dense(x: jax.Array, name: str, contracted: int = 1) -> jax.Array:
         """The kernel `name`, with its bias and its adapter where there are any."""
-        out = _dense(x, w[f"{name}_kernel"], w.get(f"{name}_bias"), contracted, w.get(f"{name}_kernel_scale"))
+        out = _dense(x, w[f"{name}_kernel"], dtype, w.get(f"{name}_bias"), contracted, w.get(f"{name}_kernel_scale"))
         if f"{name}_kernel_a" in w:
             # As another array than x: XLA for GPUs would make one product of both, of kernels copied side by side.
-            low = lora_scale * _dense(apart(x), w[f"{name}_kernel_a"], contracted=contracted)
-            out += _dense(low, w[f"{name}_kernel_b"])
+            low = lora_scale * _dense(apart(x), w[f"{name}_kernel_a"], x.dtype, contracted=contracted)
+            out += _dense(low, w[f"{name}_kernel_b"], x.dtype)
         return out
 
     def turned(y: jax.Array, name: str, axis: str) -> jax.Array:
@@ -378,19 +388,24 @@ def _layer(
 def _dense(
     x: jax.Array,
     kernel: jax.Array,
+    dtype: Any,
     bias: jax.Array | None = None,
     contracted: int = 1,
     scale: jax.Array | None = None,
 ) -> jax.Array:
-    """x [B, T, *in] times kernel [*in, *out], as one product of two matrices; in int8 with a `scale` [*out].
+    """x [B, T, *in] times kernel [*in, *out] in products of `dtype`, as one product of two matrices; in int8 with a
+    `scale` [*out].
 
     XLA's CPU backend reaches its fast matrix product only in this form, not through an einsum over more dimensions.
     """
     B, T = x.shape[:2]
     inputs, outputs = math.prod(kernel.shape[:contracted]), kernel.shape[contracted:]
-    wide = jnp.float32 if scale is not None else None
-    out = jnp.matmul(x.reshape(B * T, inputs), kernel.reshape(inputs, -1).astype(x.dtype), preferred_element_type=wide)
-    out = out if scale is None else (out * scale.reshape(-1)).astype(x.dtype)
+    x2, kernel = x.reshape(B * T, inputs), kernel.reshape(inputs, -1)
+    if scale is None:
+        out = product(x2, kernel, dtype)
+    else:
+        out = jnp.matmul(x2.astype(dtype), kernel.astype(dtype), preferred_element_type=jnp.float32)
+        out = (out * scale.reshape(-1)).astype(x.dtype)
     out = out.reshape(B, T, *outputs)
     return out if bias is None else out + bias.astype(x.dtype)
 

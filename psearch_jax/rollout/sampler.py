@@ -110,7 +110,7 @@ class Sampler:
       n_ids: ids that the tokenizer has; columns from there on are never sampled.
       stop_ids: ids that end a message.
       mesh: rows are split over (data, fsdp), heads over tensor.
-      dtype: of the KV cache, and of the weights but for those in int8.
+      dtype: of the weights but for those in int8, and of the KV cache; on a CPU that one is in float32.
       top_k, top_p: filters at sampling; the recorded log-probs are those before the filter.
       max_tokens_after_answer: ids sampled after `</answer>` while waiting for a stop id.
       yield_share: `generate` yields when this share of the live rows waits.
@@ -142,8 +142,10 @@ class Sampler:
         unstacked: bool = False,
     ):
         self.config, self.mesh, self.dtype = config, mesh, dtype
-        self._int8_weights, self._cached = int8_weights, jnp.int8 if int8_cache else dtype
-        self._keys_across = mesh.devices.flat[0].platform == "cpu"
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        activations = jnp.float32 if on_cpu else dtype  # models/products.py
+        self._int8_weights, self._cached = int8_weights, jnp.int8 if int8_cache else activations
+        self._keys_across = on_cpu
         self.by_length = ragged.applies(implementation_for(mesh, dtype), self._keys_across, config, mesh)
         self._unstacked = unstacked
         self._graph, self._n_ids, self._lora = graph, n_ids, adapters

@@ -108,7 +108,7 @@ class Learner(Trainable):
         super().warm_up(params)
         for width in self._widths if reference is not None else ():
             piece = empty_piece(self._learning.micro_batch_rows, width, np.zeros)
-            with jax.set_mesh(self._mesh):
+            with jax.set_mesh(self.mesh):
                 jax.block_until_ready(self._reference_score(reference, None, piece))
 
     def compilations(self) -> dict[str, int]:

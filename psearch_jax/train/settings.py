@@ -24,9 +24,9 @@ DECIDES_NUMBERS = frozenset(
         "model.lora_alpha data.prompt data.world_names data.world_seed data.world_questions data.parallel_share "
         "data.sequential_share retrieval.topk retrieval.max_sub_queries rollout.samples rollout.context_tokens "
         "rollout.prompt_tokens rollout.turn_tokens rollout.obs_tokens rollout.search_turns "
-        "rollout.max_tokens_after_answer rollout.after_eos rollout.temperature rollout.top_p rollout.top_k rollout.label_subqueries "
-        "rollout.initial_search rollout.unfinished reward.profile reward.format reward.final_format "
-        "reward.decomposition reward.search_count reward.mixed reward.gate_bonus_on_outcome "
+        "rollout.max_tokens_after_answer rollout.after_eos rollout.temperature rollout.top_p rollout.top_k "
+        "rollout.label_subqueries rollout.initial_search rollout.unfinished reward.profile reward.format "
+        "reward.final_format reward.decomposition reward.search_count reward.mixed reward.gate_bonus_on_outcome "
         "reward.unfinished_penalty reward.outcome reward.search_price reward.overlong_tokens learning.advantage "
         "learning.clip_low learning.clip_high learning.kl_coefficient learning.aggregation learning.ratio "
         "learning.dual_clip learning.guard learning.algorithm learning.gamma learning.gae_lambda learning.kl_in "
@@ -34,7 +34,8 @@ DECIDES_NUMBERS = frozenset(
         "critic.alone_steps learning.importance_cap learning.old_logprobs learning.mini_batch_rollouts "
         "learning.learning_rate learning.warmup_ratio learning.weight_decay learning.beta1 learning.beta2 "
         "learning.gradient_clip train.prompts train.redraws eval.questions_per_kind eval.temperature "
-        "eval.also_greedy eval.seed eval.best_metric data.validation_share"
+        "eval.also_greedy eval.seed eval.best_metric data.validation_share sft.epochs sft.batch_rows "
+        "sft.learning_rate sft.warmup_ratio sft.final_learning_rate_ratio sft.weight_decay sft.validation_share"
     ).split()
 )
 # Those that name something: what is there decides, and it may have moved.

@@ -1,342 +1,227 @@
-"""Supervised fine-tuning on exercises and scripted trajectories: the cold start of the toy policy.
+"""Supervised fine-tuning: cross-entropy on the tokens that a loss mask covers, full or with adapters.
 
-Every batch is of one skill. Exercises come first and most, trajectories later, and none ever stops: skills that are
-left behind are forgotten. Each row of a batch is renamed as it is drawn (names.py), so no name comes twice, and what a
-row teaches about its names is to read them.
+`fit` is the loop. It takes batches by step, so a resumed run trains on what an uninterrupted one would have; what a
+step learns from is the caller's: rows of transcripts (`RowBatches`), or the curriculum of the toy policy
+(toy_sft.py).
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
+from jax.sharding import Mesh
 
-from psearch_jax.config import PRESETS, DecoderConfig, Remat
-from psearch_jax.data import exercises
-from psearch_jax.data.asking import known_questions, questions
-from psearch_jax.data.closed_world import ClosedWorld
-from psearch_jax.data.exercises import Row
-from psearch_jax.data.names import SYLLABLES, nearly, renaming
-from psearch_jax.data.scripted import Mixture, plan, recall, write_all
+from psearch_jax.config import DecoderConfig, LearningSection, Lora, Remat, SFTSection
+from psearch_jax.data.transcripts import Row
+from psearch_jax.metrics import Ratio
 from psearch_jax.models import decoder
-from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.train.checkpoint import Checkpoints, model_record
+from psearch_jax.train.checkpoint import Checkpoints
+from psearch_jax.train.learner import token_logprobs
+from psearch_jax.train.preemption import Interrupted, StopRequest
 from psearch_jax.train.state import TrainState
-from psearch_jax.types import KINDS, Question, UserError
-from retrieval.protocol import Passage, Retriever
+from psearch_jax.train.trainable import Trainable
+from psearch_jax.types import Packed, TrainBatch, UserError
 
 log = logging.getLogger("psearch_jax")
 
-SKILLS = ("copying", "looking_up", "judging", "recalling", "reading", "trajectories")
 
+class SupervisedTrainer(Trainable):
+    """Device programs of supervised fine-tuning; the score is the log-prob of every token that the mask covers.
 
-@dataclass(frozen=True)
-class Phase:
-    """A part of the curriculum: its share of the steps, and how often each of SKILLS is drawn in it."""
-
-    share: float
-    weights: tuple[float, ...]
-
-
-PHASES = (
-    Phase(0.03, (0.60, 0.40, 0.00, 0.00, 0.00, 0.00)),
-    Phase(0.20, (0.08, 0.21, 0.28, 0.03, 0.20, 0.20)),
-    Phase(0.77, (0.03, 0.06, 0.15, 0.03, 0.20, 0.53)),
-)
-# How many ids back the first heads of the first layer look at the start; as sharply as their biases are long.
-LOOKING_BACK = (1, 2, 3)
-SHARPNESS = 5.0
-MATCHING = 8.0  # how strongly equal ids attract each other at the start
-COPYING = 2.0  # how strongly what is attended to is repeated
-QUIET = 0.2  # of the other layers' outputs at the start
-_FAST_PAIRS = 6  # of rotary dimensions, whose angles tell one id from the next
-
-
-@dataclass(frozen=True)
-class SFTConfig:
-    """A cold-start run."""
-
-    seed: int = 0
-    preset: str = "toy"
-    steps: int = 10_000
-    first_world: int = 1000  # the worlds that trajectories are about: this one and those behind it
-    worlds: int = 4
-    trajectories_per_world: int = 4000
-    exercise_rows: int = 6000  # of each exercise, before renaming
-    parallel_share: float = 0.42
-    sequential_share: float = 0.32
-    mixed_share: float = 0.06  # the rest are single
-    sizes: tuple[float, ...] = (0.36, 0.22, 0.14, 0.08, 0.07, 0.07, 0.06)  # of comparisons of 2 to 8 entities
-    topk: int = 2
-    turns: int = 4
-    tokens_per_batch: int = 2048  # padding included; small batches learn to copy sooner
-    buckets: tuple[int, ...] = (48, 80, 128, 192, 256, 416)  # row lengths in ids; longer rows are left out
-    remat: Remat = "none"
-    learning_rate: float = 2e-3
-    warmup_steps: int = 100
-    final_learning_rate_share: float = 0.05
-    weight_decay: float = 0.1
-    beta2: float = 0.98
-    gradient_clip: float = 1.0
-    log_every_steps: int = 100
-    checkpoint_every_steps: int = 500
-    mixture: Mixture = field(default_factory=Mixture)
-
-
-def make_rows(
-    config: SFTConfig, tokenizer: Tokenizer, make_retriever: Callable[[Sequence[Passage]], Retriever]
-) -> dict[str, list[Row]]:
-    """The rows of every skill, before renaming; equal for equal arguments."""
-    encode = lru_cache(maxsize=1 << 16)(tokenizer.encode_foreign)
-    rng = np.random.default_rng([config.seed, 0x0C])
-    rows: dict[str, list[Row]] = {
-        name: [make(rng, encode) for _ in range(config.exercise_rows)]
-        for name, make in (
-            ("copying", exercises.copying),
-            ("looking_up", exercises.looking_up),
-            ("judging", exercises.judging),
-        )
-    }
-    stated = known_questions(ClosedWorld.make(0))
-    rows["recalling"] = write_all(stated, [recall(q) for q in stated], None, tokenizer, config.topk)
-    # Names that differ in one syllable are looked up, else whoever begins like a known one is answered by heart.
-    rng = np.random.default_rng([config.seed, 0x0D])
-    others = [_of_another(question, rng) for question in stated for _ in range(2)]
-    first_turns = [plan(question, rng, config.mixture, config.turns)[:1] for question in others]
-    rows["recalling"] += write_all(others, first_turns, None, tokenizer, config.topk)
-    rows["reading"], rows["trajectories"] = [], []
-    n = config.trajectories_per_world
-    counts = {"parallel": round(n * config.parallel_share), "sequential": round(n * config.sequential_share)}
-    counts["mixed"] = round(n * config.mixed_share)
-    counts["single"] = n - sum(counts.values())
-    sizes = dict(enumerate(config.sizes, start=2))
-    for seed in range(config.first_world, config.first_world + config.worlds):
-        world = ClosedWorld.make(seed)
-        retriever = make_retriever(world.passages)
-        rng = np.random.default_rng([config.seed, seed, 0x0A])
-        for skill, draw in (("reading", 1), ("trajectories", 2)):
-            asked = [
-                q
-                for kind in KINDS
-                for q in questions(world, "train", kind, counts[kind], draw + 2 * config.seed, sizes=sizes)
-            ]
-            plans = [plan(q, rng, config.mixture, config.turns) for q in asked]
-            if skill == "reading":
-                plans = [steps[:1] for steps in plans]
-            rows[skill] += write_all(asked, plans, retriever, tokenizer, config.topk)
-    return rows
-
-
-def _of_another(question: Question, rng: np.random.Generator) -> Question:
-    """The same question about somebody who is nearly called so."""
-    ((attribute, name, value),) = question.metadata["rounds"][0]
-    other = nearly(rng, name)
-    facts = question.metadata | {"rounds": [[[attribute, other, value]]]}
-    return replace(question, text=question.text.replace(name, other), metadata=facts)
-
-
-class Batches:
-    """The batch of every step: which skill, which rows, and how each is renamed follow from the seed and the step."""
-
-    def __init__(self, config: SFTConfig, tokenizer: Tokenizer, rows: Mapping[str, Sequence[Row]]):
-        self.config, self.size = config, tokenizer.size
-        self.syllables = syllable_ids(tokenizer)
-        # By skill and bucket: ids [n, bucket] int32 and masks [n, bucket] bool.
-        self.pools: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
-        for skill, members in rows.items():
-            pools = []
-            for low, bucket in zip((0, *config.buckets), config.buckets):  # noqa: B905
-                chosen = [row for row in members if low < len(row[0]) <= bucket]
-                if not chosen:
-                    continue
-                ids = np.zeros((len(chosen), bucket), np.int32)
-                mask = np.zeros((len(chosen), bucket), bool)
-                for i, (row, taught) in enumerate(chosen):
-                    ids[i, : len(row)], mask[i, : len(row)] = row, taught
-                pools.append((ids, mask))
-            if not pools:
-                raise UserError(
-                    f"config.buckets={config.buckets}: no row of skill {skill!r} is as short as the widest"
-                )
-            self.pools[skill] = pools
-
-    def __getitem__(self, step: int) -> tuple[str, np.ndarray, np.ndarray]:
-        """The skill of a step and its batch: ids [B, T] int32, mask [B, T] bool, B * T about tokens_per_batch."""
-        rng = np.random.default_rng([self.config.seed, step, 0x0B])
-        skill = SKILLS[rng.choice(len(SKILLS), p=self._weights(step))]
-        pools = self.pools[skill]
-        taken = np.asarray([ids.size for ids, _ in pools])
-        ids, mask = pools[rng.choice(len(pools), p=taken / taken.sum())]
-        rows = rng.integers(len(ids), size=max(1, self.config.tokens_per_batch // ids.shape[1]))
-        chosen = ids[rows]
-        if skill != "recalling":  # those facts are of those names
-            chosen = np.stack([renaming(rng, self.syllables, self.size)[row] for row in chosen])
-        return skill, chosen, mask[rows]
-
-    def _weights(self, step: int) -> np.ndarray:
-        at = step / self.config.steps
-        for phase in PHASES:
-            if at < phase.share:
-                break
-            at -= phase.share
-        return np.asarray(phase.weights) / sum(phase.weights)
-
-
-def syllable_ids(tokenizer: Tokenizer) -> list[list[int]]:
-    """The ids of HEADS, MIDDLES and TAILS, each in its order."""
-    out = []
-    for place, group in enumerate(SYLLABLES):
-        first = [syllables[0] for syllables in SYLLABLES]
-        names = ["".join([*first[:place], syllable, *first[place + 1 :]]) for syllable in group]
-        out.append([tokenizer.encode_foreign(f" {name}")[place] for name in names])
-    return out
-
-
-def optimizer(config: SFTConfig) -> optax.GradientTransformation:
-    """AdamW with warm-up, cosine decay and clipping by the global norm.
-
-    What has more than two dimensions decays: the layers' kernels, and their biases, which have one for layer and one
-    for head. Norms and the embedding do not.
+    Args (in addition to those of `Trainable`):
+      schedule: the learning rate by optimizer steps taken.
+      vocabulary: number of ids that the tokenizer has.
     """
-    peak = config.learning_rate
-    warmup = min(config.warmup_steps, max(1, config.steps // 10))
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, peak, warmup, config.steps, peak * config.final_learning_rate_share
+
+    metrics, scored = ("loss", "entropy"), "logprobs"
+
+    def __init__(
+        self,
+        model: DecoderConfig,
+        learning: LearningSection,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        context_tokens: int,
+        schedule: optax.Schedule,
+        vocabulary: int,
+        dtype: Any,
+        remat: Remat = "full",
+        shard_residual: bool = False,
+        lora: Lora | None = None,
+        widths: int = 4,
+    ):
+        self._schedule, self._vocabulary = schedule, vocabulary
+        super().__init__(model, learning, optimizer, mesh, context_tokens, dtype, remat, shard_residual, lora, widths)
+
+    def pack(self, rows: Sequence[Row]) -> list[Packed]:
+        """The rows as micro-batches of the run's widths."""
+        return [piece for _, piece in self._pieces(row_batch(rows))]
+
+    def mean_loss(self, params: Any, rows: Sequence[Row]) -> float:
+        """Cross-entropy per trained token, in nats, without an update."""
+        batch = row_batch(rows)
+        return float(-self.score(params, batch).sum() / max(batch.mask.sum(), 1))
+
+    def _learning_rate(self, state: TrainState) -> jax.Array:
+        return self._schedule(state.updates)
+
+    def _scores(self, model: decoder.Decoder, piece: Packed) -> jax.Array:
+        return token_logprobs(model, piece, 1.0, self._vocabulary)[0]
+
+    def _loss(self, model: decoder.Decoder, piece: Packed) -> tuple[Ratio, dict[str, Ratio]]:
+        logprobs, entropy = token_logprobs(model, piece, 1.0, self._vocabulary)
+        count = piece.mask.sum()
+        loss = Ratio(-logprobs.sum(), count)  # 0 where the mask is 0
+        return loss, {"loss": loss, "entropy": Ratio(entropy.sum(), count)}
+
+
+def row_batch(rows: Sequence[Row]) -> TrainBatch:
+    """Rows padded on the right to the longest of them."""
+    width = max(len(ids) for ids, _ in rows)
+    ids, mask = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), np.float32)
+    for i, (row, trained) in enumerate(rows):
+        ids[i, : len(row)], mask[i, : len(row)] = row, trained
+    zeros = np.zeros_like(mask)
+    length = np.asarray([len(row) for row, _ in rows], np.int32)
+    return TrainBatch(ids, length, mask, zeros, zeros, zeros, zeros, zeros, zeros)
+
+
+def digest(rows: Sequence[Row]) -> str:
+    """SHA-256 of the rows in their order."""
+    sha256 = hashlib.sha256()
+    for ids, mask in rows:
+        sha256.update(b"%d;" % len(ids) + ids.astype("<i4").tobytes() + mask.astype(np.uint8).tobytes())
+    return sha256.hexdigest()
+
+
+def cosine_schedule(section: SFTSection, steps: int) -> optax.Schedule:
+    """Linear from 0 to the peak over `warmup_ratio` of the steps, then a cosine down to the final share of it."""
+    peak = section.learning_rate
+    return optax.warmup_cosine_decay_schedule(
+        0.0, peak, max(1, round(section.warmup_ratio * steps)), steps, peak * section.final_learning_rate_ratio
     )
-    decays = partial(jax.tree.map, lambda x: x.ndim > 2)
-    adamw = optax.adamw(schedule, b2=config.beta2, weight_decay=config.weight_decay, mask=decays)
-    return optax.chain(optax.clip_by_global_norm(config.gradient_clip), adamw)
 
 
-def loss_fn(
-    params: nnx.State, graph: nnx.GraphDef, ids: jax.Array, mask: jax.Array, n_ids: int
-) -> tuple[jax.Array, jax.Array]:
-    """Mean cross-entropy of the masked ids, and the share of them that is the likeliest id. ids, mask: [B, T]."""
-    model = nnx.merge(graph, params)
-    hidden, _ = model.hidden(ids[:, :-1])
-    logits = model.logits(hidden, 1.0, n_ids)
-    targets, weight = ids[:, 1:], mask[:, 1:]
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    count = jnp.maximum(jnp.sum(weight), 1)
-    right = jnp.sum((jnp.argmax(logits, axis=-1) == targets) * weight)
-    return jnp.sum(nll * weight) / count, right / count
+def make_optimizer(section: SFTSection, learning: LearningSection, steps: int) -> optax.GradientTransformation:
+    """AdamW with the cosine schedule, after a clip by the global norm."""
+    adamw = optax.adamw(
+        cosine_schedule(section, steps), b1=learning.beta1, b2=learning.beta2, weight_decay=section.weight_decay
+    )
+    return optax.chain(optax.clip_by_global_norm(learning.gradient_clip), adamw)
 
 
-def train(
-    config: SFTConfig,
-    tokenizer: Tokenizer,
-    rows: Mapping[str, Sequence[Row]],
-    log_figures: Callable[[int, dict[str, float]], None],
-    directory: Path | None = None,
-    tokenizer_path: str = "",
-) -> tuple[DecoderConfig, nnx.State]:
-    """Train a policy of the preset's shape, with as many embedding rows as the tokenizer has ids (rounded up to 64).
+# ---- batches ----
+
+
+class Batches(Protocol):
+    """The micro-batches of every step, and a name under which its loss is logged ("" for plain `loss`)."""
+
+    def __getitem__(self, step: int) -> tuple[str, Sequence[Packed]]: ...
+
+
+class RowBatches:
+    """Rows in batches, shuffled anew in every epoch; which rows a step gets follows from seed and step."""
+
+    def __init__(
+        self, rows: Sequence[Row], batch_rows: int, seed: int, pack: Callable[[Sequence[Row]], Sequence[Packed]]
+    ):
+        if len(rows) < batch_rows:
+            raise UserError(
+                f"config.sft.batch_rows: found {batch_rows} with {len(rows)} transcripts, accepted: at most as many"
+            )
+        self._rows, self._pack = rows, pack
+        self.rows, self.steps_per_epoch = len(rows), len(rows) // batch_rows
+        used = self.steps_per_epoch * batch_rows
+        order = grain.MapDataset.range(len(rows)).seed(seed).shuffle()[:used].repeat(None)
+        self._batches = order.batch(batch_rows, drop_remainder=True)
+
+    def __getitem__(self, step: int) -> tuple[str, Sequence[Packed]]:
+        return "", self._pack([self._rows[i] for i in self._batches[step]])
+
+
+# ---- the loop ----
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How long `fit` runs, and what it writes."""
+
+    steps: int
+    log_every_steps: int = 1
+    checkpoint_every_steps: int = 50
+    checkpoint_every_minutes: float = 0.0  # 0: by steps only
+    max_bad_steps: int = 3
+    record: Mapping[str, Any] = field(default_factory=dict)  # JSON-ready, kept in every checkpoint
+
+
+def fit(
+    trainer: Trainable,
+    state: TrainState,
+    batches: Batches,
+    options: FitOptions,
+    log_metrics: Callable[[int, dict[str, float]], None],
+    checkpoints: Checkpoints | None = None,
+    stop: StopRequest | None = None,
+    first: int = 0,
+) -> TrainState:
+    """Takes the optimizer steps from `first` to `options.steps` and returns the last state.
 
     Args:
-      log_figures: called with the steps taken and what they gave, every `log_every_steps` and at the end.
-      directory: where checkpoints are kept and gone on from; None: nowhere.
-
-    Returns:
-      The policy's config and its float32 parameters.
+      state: donated.
+      log_metrics: called with the steps taken and the means since the last call.
+      checkpoints: where the state is saved, at the end too.
+      stop: asked before every micro-batch.
 
     Raises:
-      UserError: the preset is unknown, or a skill has no row that fits a bucket.
+      Interrupted: after SIGTERM, once the last complete step is saved.
+      UserError: too many updates in a row were not finite.
     """
-    shape = policy_shape(config, tokenizer)
-    batches = Batches(config, tokenizer, rows)
-    graph, tx = decoder.graphdef(shape, jnp.float32, config.remat), optimizer(config)
-    params = starting_params(shape, config.seed)
-    state = TrainState(params, tx.init(params), jnp.int32(0), jnp.int32(0))
-    checkpoints = Checkpoints(directory, keep=1) if directory else None
-    found = checkpoints.restore(state) if checkpoints else None
-    if found:
-        state = found[0]
-        log.info("going on behind step %d", int(state.updates))
+    stop = stop or StopRequest()
+    started = saved = time.monotonic()
+    tokens, window = 0, []
 
-    @partial(jax.jit, donate_argnums=0)
-    def update(state, ids, mask):
-        (loss, accuracy), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-            state.params, graph, ids, mask, tokenizer.size
-        )
-        updates, moments = tx.update(grads, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
-        return TrainState(params, moments, state.updates + 1, state.bad_in_a_row), (loss, accuracy)
+    def save(step: int) -> None:
+        if checkpoints and checkpoints.latest() != step:
+            checkpoints.save(step, state, options.record)
 
-    start, first, tokens = time.monotonic(), int(state.updates), 0
-    window: dict[str, list[tuple[jax.Array, jax.Array]]] = {}
-    for step in range(first, config.steps):
-        skill, ids, mask = batches[step]
-        state, figures = update(state, ids, mask)
-        window.setdefault(skill, []).append(figures)
-        tokens += ids.size
+    for step in range(first, options.steps):
+        name, pieces = batches[step]
+        try:
+            state, metrics = trainer.update_micro_batches(state, pieces, stop.watch())
+        except Interrupted:
+            if checkpoints:
+                if step:
+                    save(step)
+                checkpoints.wait()
+            raise Interrupted(f"saved after step {step}" if step else "nothing was learned yet") from None
+        if metrics["bad_in_a_row"] >= options.max_bad_steps:
+            raise UserError(
+                f"step {step + 1}: loss or gradient was not finite in {options.max_bad_steps} updates in a row, first "
+                f"in the gradient of {trainer.culprit(metrics)}; lower the learning rate"
+            )
+        window.append({f"{name}/{key}" if name and key in trainer.metrics else key: v for key, v in metrics.items()})
+        tokens += sum(int(np.count_nonzero(piece.segments)) for piece in pieces)
         done = step + 1
-        if done % config.log_every_steps == 0 or done == config.steps:
-            values = {"share": done / config.steps}
-            for name in SKILLS:
-                if name in window:
-                    loss, accuracy = np.mean(jax.device_get(window[name]), axis=0)
-                    values |= {f"{name}/loss": float(loss), f"{name}/accuracy": float(accuracy)}
-            seconds = time.monotonic() - start
-            log_figures(done, values | {"ids_per_s": tokens / seconds, "steps_per_s": (done - first) / seconds})
-            window = {}
-        if checkpoints and (done % config.checkpoint_every_steps == 0 or done == config.steps):
-            checkpoints.save(done, state, {"model": model_record(shape), "tokenizer": tokenizer_path})
+        if done % options.log_every_steps == 0 or done == options.steps:
+            keys = dict.fromkeys(key for row in window for key in row if key != "bad_gradient")
+            means = {key: float(np.mean([row[key] for row in window if key in row])) for key in keys}
+            seconds = time.monotonic() - started
+            means |= {"progress": done / options.steps, "tokens_per_s": tokens / seconds}
+            log_metrics(done, means | {"steps_per_s": (done - first) / seconds})
+            window = []
+        late = 0 < options.checkpoint_every_minutes <= (time.monotonic() - saved) / 60
+        if done % options.checkpoint_every_steps == 0 or done == options.steps or late:
+            save(done)
+            saved = time.monotonic()
     if checkpoints:
-        checkpoints.close()
-    return shape, state.params
-
-
-def policy_shape(config: SFTConfig, tokenizer: Tokenizer) -> DecoderConfig:
-    """The preset with the tokenizer's number of ids, rounded up to 64 rows, and its stop ids."""
-    accepted = [name for name, shape in PRESETS.items() if shape.qkv_bias]  # heads look back by them at the start
-    if config.preset not in accepted:
-        raise UserError(f"config.preset: found {config.preset!r}, accepted: {', '.join(accepted)}")
-    rows = -(-tokenizer.size // 64) * 64
-    return replace(PRESETS[config.preset], vocab_rows=rows, eos_ids=tuple(sorted(tokenizer.stop_ids)))
-
-
-def starting_params(shape: DecoderConfig, seed: int) -> nnx.State:
-    """Random parameters for a narrow model.
-
-    The published std of 0.02 suits widths in the thousands: at a width of 128 it leaves attention nearly uniform, and
-    copying is found much later. What reads the residual stream starts at 1 / sqrt(width) instead, and the embedding
-    above the outputs of the layers, which keep 0.02.
-
-    Copying takes two layers (induction heads, arXiv 2209.11895): one that tells every id what stood before it, and one
-    that looks for where the present id stood before and repeats what followed. From random weights it is found at
-    once or, with some seeds, not in this time; so it is there at the start. The first heads of layer 0 look back by
-    biases alone: rotated positions turn a constant query and key into a score that is highest some ids back. The
-    first head of layer 1 asks, by the present id, for what the first of them wrote, and adds what it finds.
-    """
-    readers = {"q_kernel", "k_kernel", "v_kernel", "gate_kernel", "up_kernel", "embedding"}
-    factor = shape.width**-0.5 / 0.02
-    flat = dict(nnx.to_flat_state(decoder.init_params(shape, seed)))
-    values = {path[-1]: v.get_value() * (factor if path[-1] in readers else 1.0) for path, v in flat.items()}
-    told, shown = values["v_kernel"][0, :, 0], values["o_kernel"][0, 0]  # [D, H], [H, D] of the head one id back
-    for name in ("o_kernel", "down_kernel"):  # quiet, so that what is told of the id before is heard
-        values[name] = QUIET * values[name]
-    values["o_kernel"] = values["o_kernel"].at[0, 0].set(shown)
-    values["k_bias"] = values["k_bias"].at[0].set(_turned(shape, 0))
-    for head, back in enumerate(LOOKING_BACK[: shape.heads]):
-        values["q_bias"] = values["q_bias"].at[0, head].set(_turned(shape, -back))
-    values["q_kernel"] = values["q_kernel"].at[1, :, 0].set(told)
-    values["k_kernel"] = values["k_kernel"].at[1, :, 0].set(MATCHING * shown.T)
-    values["o_kernel"] = values["o_kernel"].at[1, 0].set(COPYING * values["v_kernel"][1, :, 0].T)
-    return nnx.from_flat_state([(path, v.replace(values[path[-1]])) for path, v in flat.items()])
-
-
-def _turned(shape: DecoderConfig, positions: int) -> np.ndarray:
-    """[H] a vector of SHARPNESS in the fast pairs of rotary dimensions, turned by so many positions."""
-    half = shape.head_dim // 2
-    angles = positions / shape.rope_theta ** (np.arange(half) / half)
-    length = SHARPNESS * (np.arange(half) < _FAST_PAIRS)
-    return np.concatenate([length * np.cos(angles), length * np.sin(angles)])
+        checkpoints.wait()
+    return state

@@ -100,7 +100,7 @@ class Trainable(abc.ABC):
         self._graph = decoder.graphdef(model, dtype, remat, form, shard_residual, lora, values=values)
         self._together = pack and takes_segments(form)
         self._widths = (row_widths if self._together else buckets)(context_tokens, widths)
-        self._learning, self._optimizer, self._mesh = learning, optimizer, mesh
+        self._learning, self._optimizer, self.mesh = learning, optimizer, mesh
         trained = adapters.abstract_trained(decoder.abstract_params(model, values)[1], model, lora)
         self._abstract = abstract_state(trained, optimizer)
         self._places = state_shardings(self._abstract, mesh)
@@ -142,15 +142,21 @@ class Trainable(abc.ABC):
         gradient that is not finite leaves parameters and optimizer as they were; `skipped` is then 1.
         """
         pieces = self._pieces(batch)
-        sums = self._sums(state.params, pieces, look)
-        with jax.set_mesh(self._mesh):
+        state, metrics = self.update_micro_batches(state, [piece for _, piece in pieces], look)
+        return state, metrics | {"update_padding": padding(pieces)}
+
+    def update_micro_batches(
+        self, state: TrainState, micro_batches: Sequence[Packed], look: Callable[[], None] = go_on
+    ) -> tuple[TrainState, dict[str, float]]:
+        """`update` on micro-batches that the caller has laid out; each distinct shape is compiled once."""
+        sums = self._sums(state.params, micro_batches, look)
+        with jax.set_mesh(self.mesh):
             state, metrics = self._apply(state, sums)
-        found = {k: float(v) for k, v in jax.device_get(metrics).items()}
-        return state, found | {"update_padding": padding(pieces)}
+        return state, {k: float(v) for k, v in jax.device_get(metrics).items()}
 
     def gradients(self, params: nnx.State, batch: TrainBatch) -> nnx.State:
         """The gradients that `update` would apply, before clipping."""
-        grads, loss, _ = self._sums(params, self._pieces(batch), go_on)
+        grads, loss, _ = self._sums(params, [piece for _, piece in self._pieces(batch)], go_on)
         return jax.tree.map(lambda g: g / jnp.maximum(loss.count, 1.0), grads)
 
     def culprit(self, metrics: Mapping[str, float]) -> str:
@@ -162,7 +168,7 @@ class Trainable(abc.ABC):
         """Compiles every width of every program, so that no later step stops to compile."""
         for width in self._widths:
             piece = empty_piece(self._learning.micro_batch_rows, width, np.zeros)
-            with jax.set_mesh(self._mesh):
+            with jax.set_mesh(self.mesh):
                 jax.block_until_ready(self._accumulate(params, self.base, self._zero(params), piece))
                 if self.needs_score:
                     jax.block_until_ready(self._score(params, self.base, piece))
@@ -183,7 +189,7 @@ class Trainable(abc.ABC):
         Args:
           frozen: `base` as ShapeDtypeStructs.
         """
-        rows, mesh = self._learning.micro_batch_rows, self._mesh
+        rows, mesh = self._learning.micro_batch_rows, self.mesh
         state = self._state()
         sums = jax.eval_shape(self._zero_program, state.params)
         others = jax.tree.map(lambda _: replicated(mesh), sums[1:])
@@ -213,7 +219,7 @@ class Trainable(abc.ABC):
         self, program: Callable[[Packed], jax.Array], batch: TrainBatch, look: Callable[[], None]
     ) -> np.ndarray:
         out = np.zeros(batch.ids.shape, np.float32)
-        with jax.set_mesh(self._mesh):
+        with jax.set_mesh(self.mesh):
             pieces = self._pieces(batch)
             found: list[jax.Array] = []
             for _, piece in pieces:
@@ -229,10 +235,10 @@ class Trainable(abc.ABC):
     def _pieces(self, batch: TrainBatch) -> list[tuple[list[Place], Packed]]:
         return micro_batches(batch, self._learning.micro_batch_rows, self._widths, self._together)
 
-    def _sums(self, params: nnx.State, pieces: Sequence[tuple[list[Place], Packed]], look: Callable[[], None]) -> Sums:
-        with jax.set_mesh(self._mesh):
+    def _sums(self, params: nnx.State, pieces: Sequence[Packed], look: Callable[[], None]) -> Sums:
+        with jax.set_mesh(self.mesh):
             sums = self._zero(params)
-            for _, piece in pieces:
+            for piece in pieces:
                 jax.block_until_ready(sums[1])
                 look()
                 sums = self._accumulate(params, self.base, sums, piece)
@@ -240,13 +246,17 @@ class Trainable(abc.ABC):
 
     # ---- the programs ----
 
+    def _learning_rate(self, state: TrainState) -> jax.Array:
+        """The rate of the next update. [] float32"""
+        return learning_rate(state, self._learning)
+
     def _scoring(self, graph: nnx.GraphDef) -> Callable[..., jax.Array]:
         """The compiled program (params, base, piece) -> scores of the model of a graph."""
 
         def program(params: nnx.State, base: nnx.State | None, piece: Packed) -> jax.Array:
             return self._scores(live(graph, params, base), piece)
 
-        return jax.jit(program, out_shardings=replicated(self._mesh))
+        return jax.jit(program, out_shardings=replicated(self.mesh))
 
     def _zero_program(self, params: nnx.State) -> Sums:
         zero = Ratio(jnp.float32(0), jnp.float32(0))
@@ -276,5 +286,5 @@ class Trainable(abc.ABC):
         first = jnp.where(jnp.any(broken), jnp.argmax(broken), -1)  # of the tensors, in the order of the tree
         new = TrainState(keep(params, state.params), keep(optimizer, state.optimizer), state.updates + fine, bad)
         means = {k: r.total / jnp.maximum(r.count, 1.0) for k, r in metrics.items()}
-        means["learning_rate"] = learning_rate(state, self._learning)
+        means["learning_rate"] = self._learning_rate(state)
         return new, {**means, "gradient_norm": norm, "skipped": 1.0 - fine, "bad_in_a_row": bad, "bad_gradient": first}

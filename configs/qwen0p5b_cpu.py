@@ -1,0 +1,50 @@
+"""Qwen2.5-0.5B-Instruct on a laptop: adapters in float32, short turns, 48 rollouts per step.
+
+    python launch/sft.py --config=configs/qwen0p5b_cpu.py --transcripts=FILE --workdir=runs/cold_start
+    python launch/train.py --config=configs/qwen0p5b_cpu.py --config.model.path=runs/cold_start/policy \\
+        --config.data.source=TRAIN --config.retrieval.corpus=CORPUS.jsonl --workdir=runs/qwen0p5b_cpu
+
+A small model needs the cold start: sampled at temperature 1, the published weights end most rollouts without an
+action.
+docs/real.md has what a step takes and what came of it. The same file runs on a small GPU.
+"""
+
+from ml_collections import ConfigDict
+
+from psearch_jax.config import config_dict
+
+
+def get_config() -> ConfigDict:
+    return config_dict(
+        model=dict(
+            path="Qwen/Qwen2.5-0.5B-Instruct",
+            dtype="float32",
+            sampling_dtype="float32",
+            remat="full",
+            lora_rank=8,
+            lora_alpha=16.0,
+        ),
+        retrieval=dict(topk=2),
+        rollout=dict(
+            slots=24,
+            samples=6,
+            context_tokens=1024,
+            prompt_tokens=352,
+            turn_tokens=80,
+            obs_tokens=200,
+            search_turns=3,
+            yield_share=0.25,
+        ),
+        learning=dict(
+            mini_batch_rollouts=48,
+            micro_batch_rows=1,
+            learning_rate=1e-4,
+            warmup_ratio=0.1,
+            weight_decay=0.0,
+            old_logprobs="sampler",
+            kl_coefficient=0.0,
+        ),
+        train=dict(steps=30, prompts=8, checkpoint_every_steps=5, keep_checkpoints=1, trajectories_per_step=48),
+        eval=dict(questions_per_kind=24, temperature=0.0),
+        sft=dict(epochs=2, batch_rows=16, learning_rate=2e-4),
+    )

@@ -1,0 +1,95 @@
+"""From a config and transcripts to the parts of a supervised fine-tuning run."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from psearch_jax.config import Config, with_method
+from psearch_jax.data.transcripts import Row, read_rows
+from psearch_jax.limits import validate
+from psearch_jax.models import hf
+from psearch_jax.paths import TOY_POLICY
+from psearch_jax.policies import fresh_adapters, load_tokenizer, load_weights, sampled_as
+from psearch_jax.sharding import check_heads, check_rows, make_mesh, placed
+from psearch_jax.text.prompts import load_template
+from psearch_jax.text.tokenizer import Tokenizer
+from psearch_jax.train import checkpoint, settings, sft
+from psearch_jax.train.sft_run import SupervisedRun
+from psearch_jax.train.state import abstract_state, init_state, state_shardings
+from psearch_jax.types import UserError
+
+
+def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
+    """Everything that train/sft_run.py needs: `transcripts` are jsonl files, separated by commas.
+
+    Raises:
+      UserError: as `engine` and `read_rows`, before any weights are loaded.
+    """
+    config = with_method(config)
+    validate(config, training=False)
+    section, m = config.sft, config.model
+    path = str(TOY_POLICY) if m.path == "toy" else hf.resolve(m.path) if m.path else ""
+    if not (m.tokenizer or path):
+        raise UserError(
+            "config.model.path: found '', accepted: the weights to train, or config.model.tokenizer with random ones"
+        )
+    template = None if config.data.prompt == "row" else load_template(config.data.template)
+    tokenizer = Tokenizer.load(m.tokenizer or path)
+    rows: list[Row] = []
+    for file in transcripts.split(","):
+        rows += read_rows(file, tokenizer, template, config.rollout, config.retrieval.max_sub_queries)
+    order = np.random.default_rng([config.seed, 0x5F]).permutation(len(rows))
+    held = order[: round(section.validation_share * len(rows))]
+    trained = [rows[i] for i in sorted(order[len(held) :])]
+
+    mesh = make_mesh(config.mesh)
+    check_rows(mesh, learning__micro_batch_rows=config.learning.micro_batch_rows)
+    dtype = sampled_as(config) if m.lora_rank else jnp.float32
+    model, params, path = load_weights(config, mesh, None, None, dtype)
+    tokenizer = load_tokenizer(config, model, path)
+    check_heads(mesh, model.heads)
+    steps = section.epochs * (len(trained) // section.batch_rows)
+    optimizer = sft.make_optimizer(section, config.learning, steps)
+    trainer = sft.SupervisedTrainer(
+        model,
+        config.learning,
+        optimizer,
+        mesh,
+        config.rollout.context_tokens,
+        sft.cosine_schedule(section, steps),
+        tokenizer.size,
+        jnp.dtype(m.dtype),
+        m.remat,
+        m.shard_residual,
+        m.lora,
+        config.rollout.widths,
+    )
+    first = params
+    if m.lora:
+        trainer.base, first = params, fresh_adapters(config, model, mesh)
+    tokenizer_path = config.model.tokenizer or path
+    contents = {
+        "model.path": (path, settings.fingerprint(path, settings.WEIGHTS) if path else m.preset),
+        "model.tokenizer": (tokenizer_path, tokenizer.fingerprint),
+        "data.template": (config.data.template, settings.text_fingerprint(template or "")),
+        "transcripts": (transcripts, sft.digest(rows)),
+    }
+    return SupervisedRun(
+        config=config,
+        trainer=trainer,
+        batches=sft.RowBatches(trained, section.batch_rows, config.seed, trainer.pack),
+        held_out=[rows[i] for i in sorted(held)],
+        abstract=placed(abstract_state(first, optimizer), state_shardings(abstract_state(first, optimizer), mesh)),
+        fresh=functools.partial(init_state, first, optimizer, mesh),
+        steps=steps,
+        tokenizer_path=str(Path(tokenizer_path).resolve()) if Path(tokenizer_path).is_dir() else tokenizer_path,
+        record={
+            "model": checkpoint.model_record(model),
+            "settings": settings.record(config, contents),
+            "lora": checkpoint.lora_record(m, config.seed, path),
+        },
+    )

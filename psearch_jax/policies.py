@@ -1,0 +1,76 @@
+"""The model and the tokenizer that a config names."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from psearch_jax.config import PRESETS, Config, DecoderConfig
+from psearch_jax.models import decoder, hf, lora
+from psearch_jax.paths import TOY_POLICY
+from psearch_jax.sharding import STORAGE, param_shardings
+from psearch_jax.text.tokenizer import Tokenizer
+from psearch_jax.types import UserError
+
+
+def sampled_as(config: Config) -> jnp.dtype:
+    """What weights are loaded as that are only sampled from: as the sampler reads them, or to be rounded to 8 bits."""
+    return jnp.dtype("float32" if config.model.int8_weights else config.model.sampling_dtype)
+
+
+def load_weights(
+    config: Config, mesh: Mesh, model: DecoderConfig | None, params: nnx.State | None, dtype: jnp.dtype
+) -> tuple[DecoderConfig, nnx.State, str]:
+    """Shape, parameters (storage-sharded, in `dtype`) and the directory that they come from, "" where there is none.
+
+    Args:
+      model, params: weights at hand; default: those that the config names.
+    """
+
+    def place(abstract: nnx.State) -> nnx.State:
+        return param_shardings(abstract, STORAGE, mesh)
+
+    if params is not None and model is not None:
+        return model, jax.device_put(params, place(params)), ""
+    if config.model.path:
+        path = str(TOY_POLICY) if config.model.path == "toy" else hf.resolve(config.model.path)
+        model, params = hf.load_hf(path, place, dtype)
+        return model, params, path
+    model = PRESETS[config.model.preset]
+    return model, decoder.random_params(model, config.seed, dtype, place), ""
+
+
+def fresh_adapters(config: Config, model: DecoderConfig, mesh: Mesh) -> nnx.State:
+    """The adapters that a run of the config starts from, storage-sharded."""
+    adapters = config.model.lora
+    assert adapters is not None
+    places = param_shardings(lora.abstract_adapters(model, adapters), STORAGE, mesh)
+    return jax.jit(lambda: lora.init_adapters(model, adapters, config.seed), out_shardings=places)()
+
+
+def load_tokenizer(config: Config, model: DecoderConfig, path: str) -> Tokenizer:
+    """The tokenizer that the config names, else the one at `path`.
+
+    Raises:
+      UserError: there is none, or it does not match the model.
+    """
+    where = config.model.tokenizer or path
+    tokenizer = Tokenizer.load(where, model.eos_ids)
+    _match(tokenizer, model, where)
+    return tokenizer
+
+
+def _match(tokenizer: Tokenizer, model: DecoderConfig, path: str) -> None:
+    if tokenizer.size > model.vocab_rows:
+        raise UserError(
+            f"{path}: the tokenizer has {tokenizer.size} ids, the model {model.vocab_rows} embedding rows; "
+            "accepted: at most as many ids as rows"
+        )
+    for eos in model.eos_ids:
+        if eos >= tokenizer.size or tokenizer.token_bytes[eos] is not None:
+            raise UserError(
+                f"{path}: config.json names {eos} as an end-of-text id, which is no control token of the tokenizer "
+                f"(its own: {sorted(tokenizer.stop_ids - {eos})})"
+            )

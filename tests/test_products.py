@@ -1,0 +1,54 @@
+"""Products with operands in 16 bits and float32 around them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import one_device_mesh, random_params, tiny_config
+
+from psearch_jax.models import decoder
+from psearch_jax.models.attention import implementation_for
+from psearch_jax.models.products import product
+
+
+def operands(kernel_dtype):
+    x, w, g = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(6, 96), (96, 40), (6, 40)]))
+    return x, w.astype(kernel_dtype), g
+
+
+@pytest.mark.parametrize("kernel_dtype", [jnp.float32, jnp.bfloat16])
+def test_operands_are_rounded_once_and_sums_are_float32(kernel_dtype):
+    """A product that rounds its sums as well, or a backward pass that multiplies at another precision."""
+    x, w, g = operands(kernel_dtype)
+    half = jnp.bfloat16
+    low = [a.astype(half).astype(jnp.float32) for a in (x, w, g)]
+    value, pull = jax.vjp(lambda x, w: product(x, w, half), x, w)
+    of_x, of_w = pull(g)
+    assert value.dtype == of_x.dtype == jnp.float32 and of_w.dtype == w.dtype
+    np.testing.assert_allclose(value, low[0] @ low[1], rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(of_x, low[2] @ low[1].T, rtol=1e-5, atol=1e-4)
+    exact = (low[0].T @ low[2]).astype(w.dtype).astype(jnp.float32)
+    np.testing.assert_allclose(of_w.astype(jnp.float32), exact, rtol=1e-2 if kernel_dtype == half else 1e-5, atol=1e-4)
+
+
+def test_equal_dtypes_are_a_plain_product():
+    """A float32 model that is rounded on the way."""
+    x, w, _ = operands(jnp.float32)
+    np.testing.assert_array_equal(product(x, w, jnp.float32), jnp.matmul(x, w))
+
+
+def test_bfloat16_on_a_cpu_is_closer_to_float32_than_bfloat16_activations():
+    """The form for CPUs not being taken: log-probs as far off as with every activation rounded."""
+    config, mesh = tiny_config(tied=True), one_device_mesh()
+    params = random_params(config, scale=0.1)
+    ids = np.random.default_rng(0).integers(3, 300, (2, 48)).astype(np.int32)
+
+    def logits(dtype, attention):
+        model = nnx.merge(decoder.graphdef(config, dtype, attention=attention), params)
+        return model.logits(model.hidden(ids)[0], 1.0, config.vocab_rows)
+
+    exact = logits(jnp.float32, "blocked")
+    form = implementation_for(mesh, jnp.bfloat16)
+    mixed, rounded = (np.abs(logits(jnp.bfloat16, f) - exact).mean() for f in (form, "blocked"))
+    assert form == "rowwise" and 0 < mixed < 0.8 * rounded
