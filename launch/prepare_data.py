@@ -5,7 +5,8 @@
     python launch/train.py --config=configs/qwen7b.py --config.data.source=DIR ...
 
 FILE is FlashRAG jsonl, a set's own JSON array, or Search-R1 parquet; `tfds:BUILDER:SPLIT` reads a set of TensorFlow
-Datasets; `triples:FILE` makes questions of evidence triples (docs/data.md). DIR is a TFDS dataset, `psearch_qa`, in array_record files.
+Datasets; `triples:FILE` makes questions of evidence triples (docs/data.md). DIR is a TFDS dataset, `psearch_qa`, in
+array_record files.
 """
 
 from __future__ import annotations

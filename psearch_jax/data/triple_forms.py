@@ -196,7 +196,7 @@ def _bridge_same(drawer: Drawer) -> Draft | None:
         return None
     noun, subjects = role(a.relation), [subjects_of(chain) for chain in chains]
     clauses: list[Orders] = []
-    for x, y in zip(*subjects, strict=True):
+    for x, y in zip(*subjects, strict=False):
         clauses += [(f"do {x} and {y} have the same {noun}", f"{x} and {y} have the same {noun}")]
         clauses += [(f"does {x} have the same {noun} as {y}", f"{x} has the same {noun} as {y}")]
         clauses += same_clauses([nouns(a.relation, x)[:1], nouns(b.relation, y)[:1]])
