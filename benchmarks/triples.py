@@ -111,9 +111,10 @@ def cue_table(cues: dict[str, dict[str, float]]) -> str:
 
 def shared_with(path: str, made: Sequence[Question]) -> dict[str, int]:
     """How many questions and entities of a test file are among the questions that were made."""
-    test = {key(name) for triple in read_triples(path) for name in (triple.entity,)}
-    entities = {key(entity) for q in made for facts in q.metadata["rounds"] for _, entity, _ in facts}
+    test = {key(triple.entity) for triple in read_triples(path)}
+    names = [name for q in made for facts in q.metadata["rounds"] for _, *pair in facts for name in pair]
+    entities = {key(name) for name in (*names, *(option for q in made for option in q.metadata["options"]))}
     return {
         "test questions among those made": len(overlap(read_questions(path), made)),
-        "test entities among those asked about": len(test & entities),
+        "test entities among the names of their facts and options": len(test & entities),
     }

@@ -125,7 +125,7 @@ def _bridge_year(or_after: bool) -> Callable[[Drawer], Draft | None]:
         if year < 100:
             return None
         when = "before or after" if or_after else drawer.pick(["before", "after"])
-        clauses = [before(end.relation, subject, str(year), when) for subject in subjects_of(chain)]
+        clauses = [c for subject in subjects_of(chain) for c in before(end.relation, subject, str(year), when)]
         if or_after:
             answers, options = ("before",) if earlier else ("after",), ["before", "after"]
         else:
@@ -230,9 +230,9 @@ def _bridge_versus(drawer: Drawer) -> Draft | None:
         return None
     relation, clauses, when = end.relation, [], drawer.pick(["before", "after"])
     for subject in subjects_of(chain):
-        clauses += [before(relation, subject, other.entity, when)]
+        clauses += before(relation, subject, other.entity, when)
         swapped = "after" if when == "before" else "before"
-        clauses += [before(relation, other.entity, subject, swapped)]
+        clauses += before(relation, other.entity, subject, swapped)
     yes = earlier == (when == "before")
     cores = cores_of(f"bridge_versus.{_path(chain)}.{when}", clauses, polar=True)
     return Draft("bridge_versus", [[link, other], [end]], YES if yes else NO, cores)

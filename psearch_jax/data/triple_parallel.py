@@ -64,7 +64,7 @@ def compare_check(drawer: Drawer) -> Draft | None:
     a, b = facts
     when = "before" if drawer.coin() else "after"
     answers = YES if a.date.before(b.date) == (when == "before") else NO
-    clauses = [before(relation, a.entity, b.entity, when)]
+    clauses = before(relation, a.entity, b.entity, when)
     return Draft("compare_check", [facts], answers, cores_of(f"compare_check.{relation}.{when}", clauses, polar=True))
 
 
@@ -74,7 +74,7 @@ def before_or_after(drawer: Drawer) -> Draft | None:
     if not facts or not ordered_by_date(facts):
         return None
     a, b = facts
-    clauses = [before(relation, a.entity, b.entity, "before or after")]
+    clauses = before(relation, a.entity, b.entity, "before or after")
     answers = ("before",) if a.date.before(b.date) else ("after",)
     cores = cores_of(f"before_or_after.{relation}", clauses, polar=True, asserts=False)
     return Draft("before_or_after", [facts], answers, cores, ["before", "after"])
@@ -130,6 +130,8 @@ def has(drawer: Drawer, relation: str | None = None) -> Draft | None:
     if not facts or any(a.same_value(b) or doubtful(drawer, (a, b)) for a in facts for b in facts if a != b):
         return None
     right, names = drawer.pick(facts), [fact.entity for fact in facts]
+    if key(right.shown) in map(key, names):
+        return None
     noun = role(relation)
     predicate = f"{'had' if of_people(relation) else 'has'} {right.shown} as {noun}"
     clauses = choices(names, predicate)

@@ -199,10 +199,12 @@ def open_questions_about(relation: str, entity: str) -> list[Orders]:
     return [(direct.format(**fill), indirect.format(**fill)) for direct, indirect in RELATIONS[relation].open]
 
 
-def before(relation: str, a: str, b: str, when: str) -> Orders:
-    """`was A born before B`, and `A was born before B`."""
-    direct, indirect = EVENTS[relation].before
-    return direct.format(a=a, b=b, when=when), indirect.format(a=a, b=b, when=when)
+def before(relation: str, a: str, b: str, when: str) -> list[Orders]:
+    """`was A born before B` and `was it before B that A was born`, direct and indirect."""
+    event = EVENTS[relation]
+    direct, indirect = (text.format(a=a, b=b, when=when) for text in event.before)
+    happened = event.ranked.removesuffix(" {rank}")
+    return [(direct, indirect), (f"was it {when} {b} that {a} {happened}", f"it was {when} {b} that {a} {happened}")]
 
 
 def choices(names: Sequence[str], predicate: str, of_people: bool = False) -> list[Orders]:
