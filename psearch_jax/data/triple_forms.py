@@ -186,7 +186,14 @@ def _equal_ends(drawer: Drawer) -> list[tuple[Fact, ...]] | None:
 
 
 def _bridge_same(drawer: Drawer) -> Draft | None:
-    wanted = drawer.coin()
+    wanted = drawer.coin()  # kept over the attempts: a `no` is found more easily
+    for _ in range(ATTEMPTS):
+        if draft := _bridge_same_as(drawer, wanted):
+            return draft
+    return None
+
+
+def _bridge_same_as(drawer: Drawer, wanted: bool) -> Draft | None:
     chains = _equal_ends(drawer) if wanted else _alike(drawer, 2, dated=False)
     if not chains or chains[0][1].relation not in drawer.evidence.equal_pairs:
         return None
