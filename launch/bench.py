@@ -5,6 +5,7 @@
     python launch/bench.py corpus --json=FILE     a large corpus opened and read
     python launch/bench.py questions --json=FILE  a large question set prepared and opened
     python launch/bench.py world --json=FILE      what the closed world's questions give away without a policy
+    python launch/bench.py triples --triples=FILE what questions made from triples give away
     python launch/bench.py cold_start --json=FILE what a toy policy can before any reinforcement
     python launch/bench.py latency --parallel=RUN what splitting saves by the clock
     python launch/bench.py users --json=FILE      many who ask one server at a time, answered as if alone
@@ -34,6 +35,7 @@ SUBJECTS = (
     "update",
     "step",
     "world",
+    "triples",
     "cold_start",
     "latency",
     "users",

@@ -1,10 +1,12 @@
 """Merges question sets into one dataset that training reads without loading it.
 
     python launch/prepare_data.py --source=nq:FILE --source=hotpotqa:FILE --split=train --out=DIR
+    python launch/prepare_data.py --source=made:triples:FILE --corpus=CORPUS.jsonl --questions=2000 --out=DIR
     python launch/train.py --config=configs/qwen7b.py --config.data.source=DIR ...
 
 FILE is FlashRAG jsonl, a set's own JSON array, or Search-R1 parquet; `tfds:BUILDER:SPLIT` reads a set of TensorFlow
-Datasets. DIR is a TFDS dataset, `psearch_qa`, in array_record files.
+Datasets; `triples:FILE` makes questions of evidence triples (docs/data.md). DIR is a TFDS dataset, `psearch_qa`, in
+array_record files.
 """
 
 from __future__ import annotations
@@ -17,8 +19,14 @@ from absl import flags
 from psearch_jax import launching
 from psearch_jax.paths import write_whole
 from psearch_jax.types import KINDS, UserError
+from retrieval.corpus import MemoryMappedCorpus
 
-SOURCE = flags.DEFINE_multi_string("source", None, "NAME:FILE or NAME:tfds:BUILDER:SPLIT; repeatable.")
+SOURCE = flags.DEFINE_multi_string(
+    "source", None, "NAME:FILE, NAME:tfds:BUILDER:SPLIT or NAME:triples:FILE; repeatable."
+)
+CORPUS = flags.DEFINE_string("corpus", None, "Passages that have to state what questions made of triples ask about.")
+QUESTIONS = flags.DEFINE_integer("questions", 2000, "How many questions each source of triples gives.", 1)
+SEED = flags.DEFINE_integer("seed", 0, "Seed of the questions made of triples.", 0)
 SPLIT = flags.DEFINE_string("split", "train", "The name of the split that is made.")
 OUT = flags.DEFINE_string("out", None, "The directory to make.")
 SKIP = flags.DEFINE_bool("skip_bad_rows", False, "Leave bad rows out, and list them in DIR/skipped.txt.")
@@ -28,16 +36,21 @@ flags.mark_flags_as_required(["source", "out"])
 def main(_: list[str]) -> None:
     launching.configure_jax()  # and our log lines
     from psearch_jax.data.prepared import prepare  # slow to import: --help needs none of it
+    from psearch_jax.data.triples import PREFIX, TripleOptions
     from psearch_jax.eval.tables import table
 
     sources = [argument.partition(":")[::2] for argument in SOURCE.value]
     for argument, (name, location) in zip(SOURCE.value, sources, strict=True):
         if not name or not location:
-            raise UserError(f"--source={argument}: accepted: NAME:FILE or NAME:tfds:BUILDER:SPLIT")
+            raise UserError(f"--source={argument}: accepted: NAME:FILE, NAME:tfds:BUILDER:SPLIT or NAME:triples:FILE")
     if not SPLIT.value.isidentifier() or SPLIT.value == "all":
         raise UserError(f"--split={SPLIT.value}: accepted: a word such as train")
     skipped: list[str] | None = [] if SKIP.value else None
-    questions = prepare(sources, SPLIT.value, OUT.value, skipped)
+    corpus = MemoryMappedCorpus(CORPUS.value) if CORPUS.value else None
+    if corpus is not None and not any(location.startswith(PREFIX) for _, location in sources):
+        raise UserError(f"--corpus={CORPUS.value}: accepted with a --source=NAME:{PREFIX}FILE only")
+    triples = TripleOptions(QUESTIONS.value, SEED.value, corpus)
+    questions = prepare(sources, SPLIT.value, OUT.value, skipped, triples)
 
     by_source: dict[str, Counter[str]] = {}
     for source, kind, count in questions.counts:

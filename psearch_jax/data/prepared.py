@@ -20,6 +20,8 @@ import numpy as np
 from tqdm import tqdm
 
 from psearch_jax.data.sources import Seen, collect_questions, from_json, iter_questions, read_questions
+from psearch_jax.data.triples import PREFIX as TRIPLES_PREFIX
+from psearch_jax.data.triples import TripleOptions, iter_triple_questions
 from psearch_jax.paths import locate, on_disk
 from psearch_jax.text.answers import normalise
 from psearch_jax.types import Question, UserError, first_line
@@ -65,13 +67,18 @@ class PreparedQuestions(Sequence[Question]):
 
 
 def prepare(
-    sources: Sequence[tuple[str, str]], split: str, out: str | Path, skipped: list[str] | None = None
+    sources: Sequence[tuple[str, str]],
+    split: str,
+    out: str | Path,
+    skipped: list[str] | None = None,
+    triples: TripleOptions | None = None,
 ) -> PreparedQuestions:
     """Writes the questions of `sources`, (name, location) pairs, as one dataset into `out`, whole or not at all.
 
     Args:
       split: the name under which TFDS gives them.
       skipped: gets one line per bad row; without it the first bad row is an error.
+      triples: how questions are made of the locations triples:FILE; None: as `TripleOptions` says.
 
     Raises:
       UserError: as `iter_questions`, for ids that two sources share, when no question is left, and when `out` already
@@ -93,7 +100,7 @@ def prepare(
         try:
             with tqdm(unit="question", disable=not sys.stderr.isatty()) as bar:
                 for name, location in sources:
-                    for question in _iter(location, name, skipped, seen):
+                    for question in _iter(location, name, skipped, seen, triples):
                         yield question
                         bar.update()
                         if bar.disable and len(seen) % QUESTIONS_PER_LOG_LINE == 0:
@@ -149,10 +156,14 @@ def overlap(questions: Iterable[Question], training: Iterable[Question]) -> list
     return [question for question in questions if normalise(question.text) in known]
 
 
-def _iter(location: str, source: str | None, skipped: list[str] | None, seen: Seen) -> Iterator[Question]:
+def _iter(
+    location: str, source: str | None, skipped: list[str] | None, seen: Seen, triples: TripleOptions | None = None
+) -> Iterator[Question]:
     if location.startswith(TFDS_PREFIX):
         name = location.removeprefix(TFDS_PREFIX)
         yield from collect_questions(_tfds_rows(location), from_json, source, name, skipped, seen)
+    elif location.startswith(TRIPLES_PREFIX):
+        yield from iter_triple_questions(location, source or "triples", triples or TripleOptions(), skipped, seen)
     else:
         yield from iter_questions(location, source, skipped, seen)
 
