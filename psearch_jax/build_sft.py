@@ -45,7 +45,11 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
     order = np.random.default_rng([config.seed, 0x5F]).permutation(len(rows))
     held = order[: round(section.validation_share * len(rows))]
     trained = [rows[i] for i in sorted(order[len(held) :])]
-
+    if len(trained) < section.batch_rows:
+        raise UserError(
+            f"config.sft.batch_rows: {section.batch_rows} found, {len(trained)} transcripts to train on, accepted: "
+            "at most that number"
+        )
     mesh = make_mesh(config.mesh)
     check_rows(mesh, learning__micro_batch_rows=config.learning.micro_batch_rows)
     dtype = sampled_as(config) if m.lora_rank else jnp.float32

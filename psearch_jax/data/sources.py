@@ -254,6 +254,8 @@ def _kind(label: Any, field: str, where: str) -> Kind:
 
 def _metadata(metadata: dict[str, Any], prompt: Any, where: str) -> dict[str, Any]:
     kept = {key: value for key, value in metadata.items() if _is_plain(value)}
+    if _is_evidence(metadata.get("evidences")):
+        kept["evidences"] = metadata["evidences"]
     if prompt is None:
         return kept
     if not _is_chat(prompt):
@@ -266,6 +268,12 @@ def _metadata(metadata: dict[str, Any], prompt: Any, where: str) -> dict[str, An
 def _is_plain(value: Any) -> bool:
     scalars = (str, int, float, bool)
     return isinstance(value, scalars) or (isinstance(value, list) and all(isinstance(v, scalars) for v in value))
+
+
+def _is_evidence(value: Any) -> bool:
+    """Whether a value is a list of [entity, relation, value] triples, as 2WikiMultiHopQA has them."""
+    triples = value if isinstance(value, list) else [None]
+    return all(isinstance(t, list) and len(t) == 3 and all(isinstance(part, str) for part in t) for t in triples)
 
 
 def _is_chat(prompt: Any) -> bool:

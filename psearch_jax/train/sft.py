@@ -106,9 +106,8 @@ def digest(rows: Sequence[Row]) -> str:
 def cosine_schedule(section: SFTSection, steps: int) -> optax.Schedule:
     """Linear from 0 to the peak over `warmup_ratio` of the steps, then a cosine down to the final share of it."""
     peak = section.learning_rate
-    return optax.warmup_cosine_decay_schedule(
-        0.0, peak, max(1, round(section.warmup_ratio * steps)), steps, peak * section.final_learning_rate_ratio
-    )
+    warmup = min(steps - 1, max(1, round(section.warmup_ratio * steps)))
+    return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, peak * section.final_learning_rate_ratio)
 
 
 def make_optimizer(section: SFTSection, learning: LearningSection, steps: int) -> optax.GradientTransformation:
@@ -134,10 +133,6 @@ class RowBatches:
     def __init__(
         self, rows: Sequence[Row], batch_rows: int, seed: int, pack: Callable[[Sequence[Row]], Sequence[Packed]]
     ):
-        if len(rows) < batch_rows:
-            raise UserError(
-                f"config.sft.batch_rows: found {batch_rows} with {len(rows)} transcripts, accepted: at most as many"
-            )
         self._rows, self._pack = rows, pack
         self.rows, self.steps_per_epoch = len(rows), len(rows) // batch_rows
         used = self.steps_per_epoch * batch_rows

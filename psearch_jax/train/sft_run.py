@@ -57,8 +57,6 @@ def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False) 
     workdir, config = locate(workdir), run.config
     make_writable(workdir)
     started, epoch = time.monotonic(), run.batches.steps_per_epoch
-    if run.steps < 1:
-        raise UserError("config.sft: no optimizer step, accepted: at least batch_rows transcripts to train on")
     with ExitStack() as closers:
         closers.enter_context(run.stop.heard())
         checkpoints = Checkpoints(

@@ -1,0 +1,87 @@
+"""Scripted transcripts for launch/sft.py, over the passages that the run's own retriever returns.
+
+    python launch/write_transcripts.py --config=configs/qwen0p5b_cpu.py --config.retrieval.corpus=CORPUS.jsonl \\
+        --questions=DIR --count=500 --out=transcripts.jsonl
+
+The questions need evidence triples: a directory that launch/prepare_data.py made from triples, or a 2WikiMultiHopQA
+file. Half of the questions of every kind are split in the first search, at random; psearch_jax/data/teacher.py says
+what the transcripts show and what they leave to reinforcement learning.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from absl import flags
+from ml_collections import config_flags
+
+from psearch_jax import launching
+from psearch_jax.paths import on_disk, write_whole
+from psearch_jax.types import KINDS, UserError
+
+CONFIG = config_flags.DEFINE_config_file("config", None, "The run that the transcripts are for.")
+QUESTIONS = flags.DEFINE_list("questions", None, "Question files or prepared directories, by commas.")
+COUNT = flags.DEFINE_integer("count", 500, "Transcripts to write at most.", lower_bound=1)
+SPLIT = flags.DEFINE_float("split_share", 0.5, "Share of the questions that are split, of every kind.", 0.0, 1.0)
+SEED = flags.DEFINE_integer("seed", 0, "Of the choice of questions and of those that are split.", 0)
+OUT = flags.DEFINE_string("out", None, "The jsonl file to write.")
+flags.mark_flags_as_required(["config", "questions", "out"])
+
+
+def main(_: list[str]) -> None:
+    import json
+
+    import numpy as np
+    from tqdm import tqdm
+
+    from psearch_jax import build
+    from psearch_jax.config import from_mapping
+    from psearch_jax.data.prepared import open_questions
+    from psearch_jax.data.teacher import TeacherOptions, rounds_of, teach, transcript_row
+    from psearch_jax.eval.tables import table
+
+    launching.configure_jax()
+    out, config = on_disk(OUT.value, "--out"), from_mapping(CONFIG.value.to_dict())
+    questions = [question for place in QUESTIONS.value for question in open_questions(place)]
+    usable = [question for question in questions if rounds_of(question)]
+    if not usable:
+        raise UserError(
+            f"--questions={','.join(QUESTIONS.value)}: none of {len(questions)} questions has evidence triples, "
+            "accepted: a directory made from triples by launch/prepare_data.py, or rows with metadata.evidences"
+        )
+    section = config.retrieval
+    if not (section.index or section.corpus or section.url):
+        raise UserError("config.retrieval: no passages named, accepted: index, corpus or url")
+    retriever = build.retriever_of(config, None)
+    rng = np.random.default_rng([SEED.value, 0x7EAC])
+    options = TeacherOptions(SPLIT.value, config.rollout.search_turns)
+    rows, left_out = [], 0
+    written: Counter[str] = Counter()
+    split: Counter[str] = Counter()
+    with tqdm(total=COUNT.value, unit="transcript", disable=None) as bar:
+        for i in rng.permutation(len(usable)):
+            turns = teach(usable[i], lambda queries: retriever.search(list(queries), section.topk), rng, options)
+            if turns is None:
+                left_out += 1
+                continue
+            rows.append(json.dumps(transcript_row(usable[i], turns), ensure_ascii=False) + "\n")
+            written[usable[i].kind] += 1
+            split[usable[i].kind] += len(turns[0].queries) > 1
+            bar.update()
+            if len(rows) == COUNT.value:
+                break
+    if not rows:
+        raise UserError(
+            f"--questions: the passages state the facts of none of {left_out} questions; see retrieval.topk"
+        )
+    write_whole(out, "".join(rows))
+    lines = [[kind, str(written[kind]), f"{split[kind] / written[kind]:.2f}"] for kind in KINDS if written[kind]]
+    print(table([["kind", "transcripts", "split"], *lines]))
+    print(
+        f"{out}: {len(rows)} transcripts; {left_out} questions left out, whose facts were not in the passages "
+        f"retrieved or which take more than {options.search_turns} searches"
+    )
+
+
+if __name__ == "__main__":
+    launching.run(main)

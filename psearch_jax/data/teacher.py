@@ -1,0 +1,135 @@
+"""Scripted transcripts over real passages: a cold start that shows the grammar and leaves the strategy open.
+
+A question with evidence triples says what has to be looked up. The teacher searches for it, in one search or step by
+step at random, whatever the kind of the question, and states what the retrieved passages say. Its first thought names
+what the question names and asks for, in the same words for every kind, so that nothing in it tells whether one fact
+depends on another. A transcript is kept only where the passages that were retrieved state each fact it relies on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from psearch_jax.data.transcripts import TranscriptTurn
+from psearch_jax.data.triple_facts import parse_date
+from psearch_jax.data.triples import Triple, dependency_rounds
+from psearch_jax.text.answers import normalise
+from psearch_jax.types import Question
+from retrieval.protocol import Passage
+
+Search = Callable[[Sequence[str]], Sequence[Sequence[Passage]]]  # queries -> a ranking for each
+Rounds = tuple[tuple[Triple, ...], ...]
+
+
+@dataclass(frozen=True)
+class TeacherOptions:
+    """How the teacher searches."""
+
+    split_share: float = 0.5  # of the questions of every kind, those whose first search has several sub-queries
+    search_turns: int = 3
+
+
+def rounds_of(question: Question) -> Rounds:
+    """The triples that a question needs, by rounds; empty where its metadata has neither `rounds` nor `evidences`."""
+    metadata = question.metadata
+    if "rounds" in metadata:
+        return tuple(
+            tuple(Triple(entity, relation, value) for relation, entity, value in r) for r in metadata["rounds"]
+        )
+    return dependency_rounds([Triple(*triple) for triple in metadata.get("evidences", [])])
+
+
+def teach(
+    question: Question, search: Search, rng: np.random.Generator, options: TeacherOptions
+) -> list[TranscriptTurn] | None:
+    """The turns of one question; None where no transcript can be written.
+
+    That is so for a question without triples, for one that takes more searches than `search_turns`, and where a
+    passage that states a fact was not retrieved.
+    """
+    rounds = rounds_of(question)
+    if not rounds:
+        return None
+    searches = _searches(rounds, rng.random() < options.split_share)
+    if len(searches) > options.search_turns:
+        return None
+    thought, turns = first_thought(rounds), []
+    for queries, facts in searches:
+        rankings = tuple(map(tuple, search(queries)))
+        texts = [passage for ranking in rankings for passage in ranking]
+        if not all(_stated(fact, texts) for fact in facts):
+            return None
+        text = f"<think>{thought}</think>\n<search>{' ## '.join(queries)}</search>"
+        turns.append(TranscriptTurn(text, tuple(queries), rankings))
+        thought = " ".join(f"{fact.entity}: {fact.relation} {fact.value}." for fact in facts)
+    answer = question.answers[0]
+    last = f"<think>{thought} So the answer is {answer}.</think>\n<answer>{answer}</answer>"
+    return [*turns, TranscriptTurn(last)]
+
+
+def first_thought(rounds: Rounds) -> str:
+    """What the question names and what it asks for, in the same words whatever depends on what."""
+    named = dict.fromkeys(triple.entity for triple in rounds[0])
+    asked = dict.fromkeys(triple.relation for r in rounds for triple in r)
+    return f"Named: {', '.join(named)}. Asked: {', '.join(asked)}."
+
+
+def _searches(rounds: Rounds, split: bool) -> list[tuple[list[str], list[Triple]]]:
+    """(sub-queries, the facts that they are to find) of every search.
+
+    A split first search asks for everything that can be worded: a fact whose subject is not known yet is asked for by
+    way of the entity that leads to it. What such a query finds is not relied on.
+    """
+    first, *later = rounds
+    searches: list[tuple[list[str], list[Triple]]] = []
+    if split:
+        queries = [_query(triple) for triple in first]
+        if len(queries) == 1:  # nothing independent to ask for: the next fact by its path, or the entity alone
+            path = [first[0].relation, *(r[0].relation for r in later[:1])]
+            queries.append(f"{first[0].entity} {' '.join(path)}" if later else first[0].entity)
+        searches.append((queries, list(first)))
+    else:
+        searches += [([_query(triple)], [triple]) for triple in first]
+    for r in later:
+        if split or len(first) > 1:
+            searches.append(([_query(triple) for triple in r], list(r)))
+        else:
+            searches += [([_query(triple)], [triple]) for triple in r]
+    return searches
+
+
+def _query(triple: Triple) -> str:
+    return f"{triple.entity} {triple.relation}"
+
+
+def _stated(fact: Triple, passages: Sequence[Passage]) -> bool:
+    """Whether one of the passages has the fact's value, a date in any of its spellings."""
+    date = parse_date(fact.value)
+    wanted = [normalise(spelling) for spelling in (fact.value, *(date.spellings if date else ()))]
+    texts = [normalise(f"{passage.title} {passage.text}") for passage in passages]
+    return any(value in text for value in wanted for text in texts)
+
+
+def transcript_row(question: Question, turns: Sequence[TranscriptTurn]) -> dict:
+    """A transcript as data/transcripts.py reads it, JSON-ready."""
+    return {
+        "source": question.source,
+        "id": question.id,
+        "kind": question.kind,
+        "question": question.text,
+        "golden_answers": list(question.answers),
+        "turns": [
+            {
+                "text": turn.text,
+                **(
+                    {"passages": [[{"title": p.title, "text": p.text} for p in ranking] for ranking in turn.passages]}
+                    if turn.queries
+                    else {}
+                ),
+            }
+            for turn in turns
+        ],
+    }

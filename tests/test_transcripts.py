@@ -1,0 +1,141 @@
+"""Rows of supervised fine-tuning from transcripts and rollouts, and which lines are refused."""
+
+import json
+
+import numpy as np
+import pytest
+from helpers import rollout_section
+from written import say
+
+from psearch_jax.data.transcripts import read_rows
+from psearch_jax.eval.evaluate import trajectory_row
+from psearch_jax.text import tags
+from psearch_jax.text.prompts import render_prompt
+from psearch_jax.types import Question, Trajectory, Turn, UserError
+from retrieval.protocol import Passage
+
+TEMPLATE = "Answer: {question}"
+ROLLOUT = rollout_section(context_tokens=900, obs_tokens=200)
+SEARCH = "<think> two </think> <search> Ada born ## Alan born </search>"
+ANSWER = "<think> done </think> <answer> Ada </answer>"
+ADA, ALAN = {"title": "Ada", "text": "Ada was born in 1815."}, {"title": "Alan", "text": "Alan was born in 1912."}
+GOOD = {
+    "question": "Who is older, Ada or Alan?",
+    "turns": [{"text": SEARCH, "passages": [[ADA], [ALAN, ADA]]}, {"text": ANSWER}],
+}
+
+
+def written(tmp_path, *rows):
+    file = tmp_path / "rows.jsonl"
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
+
+
+def trained_texts(tokenizer, row) -> list[str]:
+    ids, mask = row
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(int)))
+    return [tokenizer.decode(ids[a:b], control=True) for a, b in edges.reshape(-1, 2)]
+
+
+def test_a_transcript_is_laid_out_as_a_rollout(tmp_path, tiny_tokenizer):
+    """Fine-tuning on prompts or passages, or on a layout that the model never meets when it is sampled."""
+    (row,) = read_rows(written(tmp_path, GOOD), tiny_tokenizer, TEMPLATE, ROLLOUT)
+    ids, mask = row
+    assert ids.dtype == np.int32 and mask.dtype == bool and len(ids) == len(mask)
+    assert trained_texts(tiny_tokenizer, row) == [SEARCH, ANSWER + "<|im_end|>"]
+    prompt = render_prompt(tiny_tokenizer, TEMPLATE, GOOD["question"])
+    encode = tiny_tokenizer.encode_foreign
+    rankings = [[Passage("", **ADA)], [Passage("", **ALAN), Passage("", **ADA)]]
+    observed = tags.render_observation(("Ada born", "Alan born"), rankings, encode, 200)
+    wanted = [*prompt, *encode(SEARCH), *observed, *encode(ANSWER), *tiny_tokenizer.encode_trusted("<|im_end|>")]
+    assert ids.tolist() == wanted
+
+
+def test_turns_can_be_left_out_of_the_loss(tmp_path, tiny_tokenizer):
+    """A mistake that is shown so that its correction can be learned, and that is learned itself."""
+    bad = {"text": "Ada, I guess.", "train": False}
+    row = {**GOOD, "turns": [bad, *GOOD["turns"]]}
+    (read,) = read_rows(written(tmp_path, row), tiny_tokenizer, TEMPLATE, ROLLOUT)
+    assert trained_texts(tiny_tokenizer, read) == [SEARCH, ANSWER + "<|im_end|>"]
+    text = tiny_tokenizer.decode(read[0], control=True)
+    assert f"Ada, I guess.<|im_end|>\n<|im_start|>user\n{tags.CORRECTIVE_MESSAGE.strip()}<|im_end|>" in text
+
+
+def rollout(tokenizer) -> dict:
+    """A trajectory as a run writes it, whose tokens no tokenizer would choose for its text."""
+    prompt = render_prompt(tokenizer, TEMPLATE, "Who?")
+    letters = [i for letter in ANSWER for i in tokenizer.encode_foreign(letter)]
+    sampled = letters + tokenizer.encode_trusted("<|im_end|>")
+    ids = np.asarray(prompt + sampled, np.int32)
+    mask = np.arange(len(ids)) >= len(prompt)
+    turn = Turn(ANSWER, "answer", True, answer="Ada", n_sampled=len(sampled))
+    question = Question("s", "1", "Who?", ("Ada",), "single")
+    t = Trajectory(question, 0, "answered", (turn,), ids, mask, np.where(mask, -1.0, 0), len(prompt))
+    return json.loads(json.dumps(trajectory_row(t, None, 0)))
+
+
+def test_a_rollout_is_read_as_it_was_sampled(tmp_path, tiny_tokenizer):
+    """Tokens that are tokenized again: the model is taught what it did not sample."""
+    row = rollout(tiny_tokenizer)
+    (read,) = read_rows(written(tmp_path, row), tiny_tokenizer, TEMPLATE, ROLLOUT)
+    assert read[0].tolist() == row["ids"] and read[1].astype(int).tolist() == row["mask"]
+    again = say(tiny_tokenizer, ANSWER)
+    assert read[0][read[1]][:-1].tolist() != again and tiny_tokenizer.decode(again) == ANSWER
+
+
+def test_prompts_of_the_rows(tmp_path, tiny_tokenizer):
+    """data.prompt=row: a template in place of the chat that the user wrote."""
+    row = {"prompt": [{"role": "user", "content": "Look it up."}], "turns": [{"text": ANSWER}]}
+    (read,) = read_rows(written(tmp_path, row), tiny_tokenizer, None, ROLLOUT)
+    assert "user\nLook it up.<|im_end|>" in tiny_tokenizer.decode(read[0], control=True)
+
+
+TURNS = GOOD["turns"]
+BAD = {
+    "not json": ("{", "not JSON"),
+    "a list": ("[1]", "list found, accepted: a rollout"),
+    "no turns": ({"question": "Who?"}, "field turns: 'None' found"),
+    "no question": ({"turns": TURNS}, "field question: None found"),
+    "a turn without text": ({**GOOD, "turns": [{"words": "x"}]}, "turn 0: .*an object with a text"),
+    "passages missing": ({**GOOD, "turns": [{"text": SEARCH}, TURNS[1]]}, "turn 0: field passages: 0 found, .* 2 sub"),
+    "passages of nothing": ({**GOOD, "turns": [{"text": ANSWER, "passages": [[ADA]]}]}, "turn 0: field passages: 1"),
+    "a passage that is none": (
+        {**GOOD, "turns": [{"text": SEARCH, "passages": [[ADA], ["x"]]}, TURNS[1]]},
+        "objects with title and text",
+    ),
+    "an answer too early": ({**GOOD, "turns": [TURNS[1], TURNS[1]]}, "turn 0: an answer found"),
+    "train that is no flag": ({**GOOD, "turns": [{"text": ANSWER, "train": 1}]}, "field train: 1 found"),
+    "nothing to learn": ({**GOOD, "turns": [{"text": ANSWER, "train": False}]}, "no token to learn from"),
+    "too long": ({**GOOD, "turns": [{"text": "a " * 900 + ANSWER}]}, "config.rollout.context_tokens=900"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_malformed_line_is_refused_with_its_number(tmp_path, tiny_tokenizer, name):
+    """A row that is silently left out or learned from half read, in a file of thousands."""
+    row, words = BAD[name]
+    with pytest.raises(UserError, match=f"rows.jsonl: line 3: .*{words}|rows.jsonl: line 3: {words}"):
+        read_rows(written(tmp_path, GOOD, "", row, GOOD), tiny_tokenizer, TEMPLATE, ROLLOUT)
+
+
+def test_rollouts_of_another_tokenizer_are_refused(tmp_path, tiny_tokenizer, tokenizer):
+    """Ids of one vocabulary taught to a model of another: noise, without an error."""
+    row = rollout(tokenizer)
+    with pytest.raises(UserError, match="line 1: .*(token ids up to|do not spell)"):
+        read_rows(written(tmp_path, row), tiny_tokenizer, TEMPLATE, ROLLOUT)
+    broken = rollout(tiny_tokenizer)
+    for fields, words in (
+        ({"mask": broken["mask"][:-1]}, "equally many"),
+        ({"ids": ["1"]}, "a list of whole numbers"),
+        ({"ids": [10**6] * len(broken["ids"])}, "token ids up to 1000000"),
+    ):
+        with pytest.raises(UserError, match=f"line 1: .*{words}"):
+            read_rows(written(tmp_path, {**broken, **fields}), tiny_tokenizer, TEMPLATE, ROLLOUT)
+
+
+def test_files_that_hold_nothing_are_refused(tmp_path, tiny_tokenizer):
+    """A run that trains on no rows."""
+    for file, words in ((written(tmp_path, ""), "no rows found"), (tmp_path / "absent.jsonl", "cannot be read")):
+        with pytest.raises(UserError, match=words):
+            read_rows(file, tiny_tokenizer, TEMPLATE, ROLLOUT)
