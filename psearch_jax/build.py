@@ -258,7 +258,7 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         learner=learner,
         loader=loader,
         evaluation=evaluation,
-        reward=_reward(config, parts.tokenizer),
+        reward=reward_of(config, parts.tokenizer),
         abstract=placed(abstract, state_shardings(abstract, parts.mesh)),
         fresh=fresh,
         model=parts.model,
@@ -393,7 +393,7 @@ def _check_template(config: Config) -> None:
         check_examples(load_template(name), _reward_weights(config), f"config.data.template={name}")
 
 
-def _reward(config: Config, tokenizer: Tokenizer) -> Callable[[Trajectory], RewardParts]:
+def reward_of(config: Config, tokenizer: Tokenizer) -> Callable[[Trajectory], RewardParts]:
     r = config.reward
     weights = _reward_weights(config)
     if r.profile == "paper":
@@ -436,11 +436,17 @@ def _questions(config: Config, world: ClosedWorld | None) -> tuple[Sequence[Ques
                 f"kind, accepted: a figure over all, or of {found}"
             )
         return train, asked
+    train = training_questions(config, world)
+    count = config.eval.questions_per_kind
+    return train, [q for name in (PAIRS, *KINDS) for q in closed_world_benchmark(world, name, count)] if count else []
+
+
+def training_questions(config: Config, world: ClosedWorld) -> list[Question]:
+    """The closed world's training questions, in the shares of section `data`."""
+    data = config.data
     counts = {
         "parallel": round(data.world_questions * data.parallel_share),
         "sequential": round(data.world_questions * data.sequential_share),
     }
     counts["single"] = data.world_questions - sum(counts.values())
-    train = [q for kind, count in counts.items() for q in questions(world, "train", kind, count, data.world_seed)]
-    count = config.eval.questions_per_kind
-    return train, [q for name in (PAIRS, *KINDS) for q in closed_world_benchmark(world, name, count)] if count else []
+    return [q for kind, count in counts.items() for q in questions(world, "train", kind, count, data.world_seed)]

@@ -1,0 +1,116 @@
+"""Rejection sampling: the best of several rollouts per question by reward, as launch/sft.py reads them.
+
+    python launch/sample.py --model=MODEL --config=configs/qwen0p5b_cpu.py --questions=TRAIN --index=DIR \\
+        --samples=8 --out=best.jsonl
+    python launch/sft.py --config=configs/qwen0p5b_cpu.py --transcripts=best.jsonl --workdir=DIR
+
+The reward is the config's. MODEL is a run directory, a checkpoint, a Hugging Face directory or hub id, or toy.
+The same command resumes after the last complete part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+from absl import flags
+
+from psearch_jax import given, launching, processes
+from psearch_jax.paths import on_disk
+from psearch_jax.types import Question, UserError
+
+log = logging.getLogger("psearch_jax")
+
+given.define_flags(None)
+QUESTIONS = flags.DEFINE_string(
+    "questions",
+    None,
+    "Question file, prepared directory, tfds:BUILDER:SPLIT, or closed_world: its training questions.",
+)
+COUNT = flags.DEFINE_integer("count", 0, "Ask only this number of them, the first ones; 0: all.", 0)
+SAMPLES = flags.DEFINE_integer("samples", 8, "Rollouts per question.", 1)
+TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Of the sampling; 0 is greedy.", lower_bound=0.0)
+KEEP = flags.DEFINE_integer("keep", 1, "Rollouts to keep per question at most.", 1)
+MIN_REWARD = flags.DEFINE_float("min_reward", 1.0, "Keep none with a lower reward.")
+ILL_FORMED = flags.DEFINE_bool("ill_formed", False, "Keep rollouts outside the grammar as well.")
+SEED = flags.DEFINE_integer("seed", 0, "Of the sampling.", 0, 2**32 - 1)
+OUT = flags.DEFINE_string("out", None, "The jsonl file to write.")
+launching.process_flags()
+flags.mark_flags_as_required(["questions", "out"])
+
+
+def main(_: list[str]) -> None:
+    launching.configure_jax()
+    out, model = on_disk(OUT.value, "--out"), given.model()
+    if out.exists():
+        raise UserError(f"--out={out}: exists already, accepted: a new file")
+
+    from tqdm import tqdm
+
+    from psearch_jax import build
+    from psearch_jax.config import with_method
+    from psearch_jax.data.prepared import open_questions
+    from psearch_jax.eval.benchmarks import CLOSED_WORLD
+    from psearch_jax.eval.evaluate import FILLS, evaluate, questions_digest, weights_digest
+    from psearch_jax.eval.rejection import Selection, sample
+
+    config = given.config(model)
+    in_closed_world = QUESTIONS.value == CLOSED_WORLD
+    source = CLOSED_WORLD if in_closed_world else ""
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=source))
+    questions = [] if in_closed_world else open_questions(QUESTIONS.value)
+    parts = build.from_path(config, model)
+    if in_closed_world:
+        questions = build.training_questions(parts.config, parts.world)
+    questions = questions[: COUNT.value] if COUNT.value else questions
+    params = parts.sampling_copy()
+    selection = Selection(KEEP.value, MIN_REWARD.value, not ILL_FORMED.value)
+    sections = dataclasses.asdict(with_method(config))
+    settings = {
+        "weights": weights_digest(parts.params),
+        "questions": questions_digest(questions),
+        "sampling": {"samples": SAMPLES.value, "temperature": TEMPERATURE.value, "seed": SEED.value},
+        "selection": dataclasses.asdict(selection),
+        **{name: sections[name] for name in ("method", "rollout", "reward")},
+        "template": sections["data"]["template"],
+        "retrieval": {name: sections["retrieval"][name] for name in ("index", "corpus", "topk")},
+    }
+
+    def roll_out(asked: list[Question]) -> Any:
+        return evaluate(
+            parts.collector,
+            params,
+            asked,
+            seed=SEED.value,
+            step=0,
+            temperature=TEMPERATURE.value,
+            samples=SAMPLES.value,
+        )
+
+    bar = tqdm(total=len(questions), unit="question", leave=False, disable=not processes.on_terminal())
+
+    def progress(done: int, of: int) -> None:
+        bar.update(done - bar.n)
+        if bar.disable:
+            log.info("%d of %d questions", done, of)
+
+    per_part = max(1, FILLS * config.rollout.slots // SAMPLES.value)
+    reward = build.reward_of(parts.config, parts.tokenizer)
+    figures = sample(out, questions, roll_out, reward, selection, settings, per_part, progress)
+    bar.close()
+    if not processes.first():
+        return
+    print(
+        "{sampled:.0f} rollouts of {questions:.0f} questions: reward {sampled_reward:.3f}, EM {sampled_em:.3f}, split "
+        "{sampled_split:.3f}".format(**figures)
+    )
+    print(
+        "{kept:.0f} kept, of {questions_kept:.0f} questions: reward {kept_reward:.3f}, EM {kept_em:.3f}, split "
+        "{kept_split:.3f}".format(**figures)
+    )
+    print(f"{out}: written")
+
+
+if __name__ == "__main__":
+    launching.run(main)

@@ -1,0 +1,123 @@
+"""Rejection sampling: the best rollouts of each question by reward, written as supervised fine-tuning reads them.
+
+(STaR, arXiv 2203.14465, and RAFT, arXiv 2304.06767, fine-tune on such rollouts.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from psearch_jax import processes
+from psearch_jax.eval.evaluate import trajectory_row
+from psearch_jax.paths import remove_tree, write_whole
+from psearch_jax.types import Question, RewardParts, Trajectory, UserError
+
+Scored = tuple[Trajectory, RewardParts]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which rollouts of a question are kept."""
+
+    keep: int = 1  # at most this number, the highest rewards first
+    min_reward: float = 0.0  # none below it
+    well_formed: bool = True  # only those in the grammar
+
+
+def best_rollouts(scored: Sequence[Scored], selection: Selection) -> list[Scored]:
+    """The rollouts of one question that are kept: by falling reward, of equal rewards the shortest first.
+
+    Rollouts that say the same count once.
+    """
+    order = sorted(scored, key=lambda pair: (-pair[1].total, len(pair[0].ids), pair[0].sample))
+    kept: dict[tuple[str, ...], Scored] = {}
+    for trajectory, reward in order:
+        if reward.total >= selection.min_reward and (trajectory.well_formed or not selection.well_formed):
+            kept.setdefault(tuple(turn.text for turn in trajectory.turns), (trajectory, reward))
+    return list(kept.values())[: selection.keep]
+
+
+def sample(
+    out: Path,
+    questions: Sequence[Question],
+    roll_out: Callable[[Sequence[Question]], Sequence[Trajectory]],
+    reward: Callable[[Trajectory], RewardParts],
+    selection: Selection,
+    settings: Mapping[str, Any],
+    questions_per_part: int,
+    progress: Callable[[int, int], None],
+) -> dict[str, float]:
+    """Writes the kept rollouts of all questions to `out`, part by part: a killed call resumes after the last part.
+
+    Args:
+      out: the jsonl file; its parts are in `OUT.parts` until it is complete.
+      roll_out: all rollouts of the questions, those of a question together; of all processes in each.
+      settings: what decides the rollouts, JSON-ready; a call that resumes must have the same.
+      progress: called with (questions done, questions in all).
+
+    Returns:
+      Counts and means over everything that was sampled, and over what was kept.
+
+    Raises:
+      UserError: `out` exists, or was begun with other settings.
+    """
+    parts = out.with_name(f"{out.name}.parts")
+
+    def begin() -> None:
+        if out.exists():
+            raise UserError(f"--out={out}: exists already, accepted: a new file")
+        parts.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(settings, indent=2) + "\n"
+        file = parts / "settings.json"
+        if file.exists() and file.read_text(encoding="utf-8") != text:
+            raise UserError(f"{file}: found other settings than are asked for, accepted: the same, or another --out")
+        write_whole(file, text)
+
+    processes.agreed(begin)
+    files = []
+    for number, start in enumerate(range(0, len(questions), questions_per_part)):
+        asked = questions[start : start + questions_per_part]
+        files.append(parts / f"{number:06d}.json")
+        if not processes.agreed(files[-1].is_file):
+            text = json.dumps(_part(roll_out(asked), len(asked), reward, selection), ensure_ascii=False)
+            processes.agreed(lambda file=files[-1], text=text: write_whole(file, text))
+        progress(start + len(asked), len(questions))
+    if not processes.first():
+        return {}
+    read = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    write_whole(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for part in read for row in part["rows"]))
+    remove_tree(parts)
+    totals = {name: sum(part["totals"][name] for part in read) for name in read[0]["totals"]}
+    return _means(totals)
+
+
+def _part(
+    trajectories: Sequence[Trajectory],
+    questions: int,
+    reward: Callable[[Trajectory], RewardParts],
+    selection: Selection,
+) -> dict[str, Any]:
+    samples = len(trajectories) // questions
+    scored = [(t, reward(t)) for t in trajectories]
+    groups = [scored[i * samples : (i + 1) * samples] for i in range(questions)]
+    kept = [pair for group in groups for pair in best_rollouts(group, selection)]
+    totals: dict[str, float] = {"questions": questions}
+    for name, pairs in (("sampled", scored), ("kept", kept)):
+        totals[name] = len(pairs)
+        totals[f"{name}_reward"] = sum(r.total for _, r in pairs)
+        totals[f"{name}_em"] = sum(r.outcome for _, r in pairs)
+        totals[f"{name}_split"] = sum(t.decomposed for t, _ in pairs)
+    totals["questions_kept"] = len({(t.question.source, t.question.id) for t, _ in kept})
+    return {"rows": [trajectory_row(t, r, 0) for t, r in kept], "totals": totals}
+
+
+def _means(totals: Mapping[str, float]) -> dict[str, float]:
+    out = {name: totals[name] for name in ("questions", "questions_kept", "sampled", "kept")}
+    for name in ("sampled", "kept"):
+        for value in ("reward", "em", "split"):
+            out[f"{name}_{value}"] = round(totals[f"{name}_{value}"] / max(totals[name], 1), 4)
+    return out

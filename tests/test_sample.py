@@ -1,0 +1,110 @@
+"""launch/sample.py: which rollouts are kept, and that supervised fine-tuning takes them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from programs import Program, completed, wait_until
+
+from psearch_jax.eval.rejection import Selection, best_rollouts
+from psearch_jax.types import Question, RewardParts, Trajectory, Turn
+
+QUESTION = Question("s", "1", "Who?", ("Ada",), "parallel")
+
+
+def scored(sample, reward, text="<answer>", length=4, well_formed=True):
+    turn = Turn(text, "answer", well_formed, answer="Ada", n_sampled=2)
+    ids = np.zeros(length, np.int32)
+    return Trajectory(QUESTION, sample, "answered", (turn,), ids, ids > 0, ids * 1.0, 1), RewardParts(reward, 0, 0, 0)
+
+
+def kept(pairs, **selection):
+    return [t.sample for t, _ in best_rollouts(pairs, Selection(**selection))]
+
+
+def test_the_best_are_kept_once_each():
+    """A worse rollout kept for a better one, one text kept twice, or a rollout outside the grammar."""
+    pairs = [
+        scored(0, 1.0, "a"),
+        scored(1, 2.0, "b", length=9),
+        scored(2, 2.0, "c", length=5),
+        scored(3, 2.0, "c", length=6),
+        scored(4, 9.0, "d", well_formed=False),
+        scored(5, 0.5, "e"),
+    ]
+    assert kept(pairs) == [2]
+    assert kept(pairs, keep=9) == [2, 1, 0, 5]
+    assert kept(pairs, keep=9, min_reward=1.0) == [2, 1, 0]
+    assert kept(pairs, keep=2, well_formed=False) == [4, 2]
+    assert kept(pairs, min_reward=3.0) == []
+
+
+def command(out: Path, *more: str) -> list[str]:
+    return [
+        "launch/sample.py",
+        "--model=toy",
+        "--config=configs/smoke.py",
+        "--questions=closed_world",
+        "--samples=4",
+        "--config.rollout.slots=16",
+        f"--out={out}",
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    out = tmp_path_factory.mktemp("sampled") / "best.jsonl"
+    done = completed([sys.executable, *command(out, "--count=64")])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out, done.stdout
+
+
+def test_rows_are_rollouts_with_their_reward(sampled):
+    """Kept rollouts that are not the best of their question, or a report of other numbers."""
+    out, printed = sampled
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert 8 < len(rows) <= 64 and f"{len(rows)} kept, of {len(rows)} questions" in printed
+    assert "256 rollouts of 64 questions" in printed
+    assert all(row["reward"]["total"] >= 1 and row["status"] == "answered" for row in rows)
+    assert len({row["question_id"] for row in rows}) == len(rows)
+    refused = completed([sys.executable, *command(out, "--count=64")])
+    assert refused.returncode == 2 and "exists already" in refused.stderr
+
+
+def test_a_killed_call_resumes(sampled, tmp_path):
+    """Hours of sampling lost, or other rollouts after the kill."""
+    out = tmp_path / "best.jsonl"
+    process = Program(command(out, "--count=64"))
+    wait_until(lambda: list(tmp_path.glob("best.jsonl.parts/0*.json")) or process.poll() is not None, 300)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not out.exists()
+    other = completed([sys.executable, *command(out, "--count=64", "--seed=1")])
+    assert other.returncode == 2 and "found other settings" in other.stderr
+    done = completed([sys.executable, *command(out, "--count=64")])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert out.read_bytes() == sampled[0].read_bytes() and not list(tmp_path.glob("*.parts"))
+
+
+def test_fine_tuning_takes_them(sampled, tmp_path):
+    """A format that the one program writes and the other refuses, or a loss that the chosen rollouts do not lower."""
+    arguments = [
+        "launch/sft.py",
+        "--config=configs/smoke.py",
+        f"--transcripts={sampled[0]}",
+        f"--workdir={tmp_path / 'run'}",
+        "--config.sft.epochs=4",
+        "--config.sft.batch_rows=8",
+        "--config.sft.learning_rate=1e-3",
+        "--config.learning.micro_batch_rows=8",
+    ]
+    done = completed([sys.executable, *arguments])
+    assert done.returncode == 0 and "policy: written" in done.stdout, done.stderr[-3000:]
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert np.mean(losses[-3:]) < np.mean(losses[:3])
