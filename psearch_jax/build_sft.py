@@ -13,7 +13,7 @@ from psearch_jax.data.transcripts import Row, read_rows
 from psearch_jax.limits import validate
 from psearch_jax.models import hf
 from psearch_jax.paths import TOY_POLICY
-from psearch_jax.policies import fresh_adapters, load_tokenizer, load_weights, sampled_as
+from psearch_jax.policies import first_adapters, load_tokenizer, load_weights, sampled_as, with_adapter_shape
 from psearch_jax.sharding import check_heads, check_rows, make_mesh, placed
 from psearch_jax.text.prompts import load_template
 from psearch_jax.text.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
     Raises:
       UserError: as `engine` and `read_rows`, before any weights are loaded.
     """
-    config = with_method(config)
+    config = with_adapter_shape(with_method(config))
     validate(config, training=False)
     section, m = config.sft, config.model
     path = str(TOY_POLICY) if m.path == "toy" else hf.resolve(m.path) if m.path else ""
@@ -74,10 +74,11 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
     )
     first = params
     if m.lora:
-        trainer.base, first = params, fresh_adapters(config, model, mesh)
+        trainer.base, first = params, first_adapters(config, model, mesh)
     tokenizer_path = config.model.tokenizer or path
     contents = {
         "model.path": (path, settings.fingerprint(path, settings.WEIGHTS) if path else m.preset),
+        "model.adapters": (m.adapters, settings.fingerprint(m.adapters, settings.ADAPTERS) if m.adapters else ""),
         "model.tokenizer": (tokenizer_path, tokenizer.fingerprint),
         "data.template": (config.data.template, settings.text_fingerprint(template or "")),
         "transcripts": (transcripts, sft.digest(rows)),

@@ -122,6 +122,9 @@ class ModelSection:
     # reference.
     lora_rank: int = 0
     lora_alpha: float = 32.0  # the adapters count alpha / rank
+    # PEFT directory of LoRA adapters that are put on the weights of `path`, with a rank and alpha of their own.
+    # Training continues them, and the reference has them too.
+    adapters: str = ""
 
     @property
     def lora(self) -> Lora | None:

@@ -25,6 +25,7 @@ def define_flags(model: str | None) -> None:
     flags.DEFINE_string(
         "model", model, "Run directory, checkpoint, HF directory or hub id, or toy.", required=not model
     )
+    flags.DEFINE_string("adapters", None, "PEFT directory of LoRA adapters to put on the weights of --model.")
     flags.DEFINE_bool("best", False, "Of a run directory: the best checkpoint by validation, not the newest.")
     config_flags.DEFINE_config_file("config", None, "Budgets, prompt and retrieval of a file in configs/.")
     flags.DEFINE_enum("method", None, METHODS, "How to search.")
@@ -61,6 +62,8 @@ def config(model: str, default: Config = Config()) -> Config:  # noqa: B008 (fro
 
         found = config_of(model) or default
     retrieval, mesh = found.retrieval, found.mesh
+    if given.adapters:
+        found = replace(found, model=replace(found.model, adapters=given.adapters, lora_rank=0))
     if passages():
         # The token of the run's own server is for no other.
         names = {"index": given.index, "corpus": given.corpus, "url": given.retriever_url, "token_file": None}

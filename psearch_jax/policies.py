@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
 from psearch_jax.config import PRESETS, Config, DecoderConfig
-from psearch_jax.models import decoder, hf, lora
+from psearch_jax.models import decoder, hf, lora, peft
 from psearch_jax.paths import TOY_POLICY
 from psearch_jax.sharding import STORAGE, param_shardings
 from psearch_jax.text.tokenizer import Tokenizer
@@ -42,11 +44,31 @@ def load_weights(
     return model, decoder.random_params(model, config.seed, dtype, place), ""
 
 
-def fresh_adapters(config: Config, model: DecoderConfig, mesh: Mesh) -> nnx.State:
-    """The adapters that a run of the config starts from, storage-sharded."""
+def with_adapter_shape(config: Config) -> Config:
+    """The config with rank and alpha of the adapters that it names.
+
+    Raises:
+      UserError: they cannot be read, or have another rank than config.model.lora_rank, where that is set.
+    """
+    section = config.model
+    if not section.adapters:
+        return config
+    adapter = peft.read_shape(section.adapters)
+    if section.lora_rank not in (0, adapter.rank):
+        raise UserError(
+            f"config.model.lora_rank: found {section.lora_rank} with adapters of rank {adapter.rank} in "
+            f"{section.adapters}, accepted: that rank, or 0"
+        )
+    return replace(config, model=replace(section, lora_rank=adapter.rank, lora_alpha=adapter.alpha))
+
+
+def first_adapters(config: Config, model: DecoderConfig, mesh: Mesh) -> nnx.State:
+    """The adapters that a run of the config starts from, storage-sharded: those it names, else fresh ones."""
     adapters = config.model.lora
     assert adapters is not None
     places = param_shardings(lora.abstract_adapters(model, adapters), STORAGE, mesh)
+    if config.model.adapters:
+        return jax.device_put(peft.load_adapters(config.model.adapters, model), places)
     return jax.jit(lambda: lora.init_adapters(model, adapters, config.seed), out_shardings=places)()
 
 

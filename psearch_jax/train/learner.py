@@ -100,8 +100,13 @@ class Learner(Trainable):
         return self._reference(params) if self.base is None else self.base
 
     def reference_score(self, reference: nnx.State, batch: TrainBatch, look: Callable[[], None] = go_on) -> np.ndarray:
-        """`score` by the reference, adapters off. [N, S] float32."""
-        return self._over_batch(lambda piece: self._reference_score(reference, None, piece), batch, look)
+        """`score` by the reference: complete weights, or the adapters that a run started from. [N, S] float32."""
+        return self._over_batch(lambda piece: self._by_reference(reference, piece), batch, look)
+
+    def _by_reference(self, reference: nnx.State, piece: Packed) -> jax.Array:
+        if "adapters" in reference:
+            return self._score(reference, self.base, piece)
+        return self._reference_score(reference, None, piece)
 
     def warm_up(self, params: nnx.State, reference: nnx.State | None = None) -> None:
         """Compiles every width of every program, so that no later step stops to compile."""
@@ -109,7 +114,7 @@ class Learner(Trainable):
         for width in self._widths if reference is not None else ():
             piece = empty_piece(self._learning.micro_batch_rows, width, np.zeros)
             with jax.set_mesh(self.mesh):
-                jax.block_until_ready(self._reference_score(reference, None, piece))
+                jax.block_until_ready(self._by_reference(reference, piece))
 
     def compilations(self) -> dict[str, int]:
         """How many shapes each program was compiled for."""

@@ -14,6 +14,7 @@ from typing import Any
 from psearch_jax.config import Config, to_mapping
 
 Record = dict[str, Any]
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 WEIGHTS = ("config.json", "*.safetensors")  # what counts of a directory of weights
 _BLOCK, _BLOCKS = 4096, 64  # bytes and number of the samples that a large file is known by
 
@@ -41,8 +42,8 @@ DECIDES_NUMBERS = frozenset(
 # Those that name something: what is there decides, and it may have moved.
 DECIDES_BY_CONTENT = frozenset(
     (
-        "model.path model.preset model.tokenizer data.source data.validation data.template retrieval.index "
-        "retrieval.corpus"
+        "model.path model.preset model.tokenizer model.adapters data.source data.validation data.template "
+        "retrieval.index retrieval.corpus"
     ).split()
 )
 # Those that change a run's length, speed, memory or company, what it writes, or its numbers by rounding alone.
