@@ -324,7 +324,7 @@ class SFTSection:
     learning_rate: float = 1e-5  # peak of AdamW's; adapters take about ten times as much
     warmup_ratio: float = 0.05  # share of all steps over which the rate rises linearly to its peak
     final_learning_rate_ratio: float = 0.1  # after the warm-up the rate follows a cosine down to this share of it
-    weight_decay: float = 0.01  # of AdamW
+    weight_decay: float = 0.01  # of AdamW, on all that is trained
     validation_share: float = 0.0  # share of the transcripts that are held out; their loss is logged per epoch
 
 
