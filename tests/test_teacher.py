@@ -1,0 +1,153 @@
+"""Scripted transcripts: what they show, what they leave open, and which questions are left out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from programs import completed
+
+from psearch_jax.data.sources import read_questions
+from psearch_jax.data.teacher import TeacherOptions, first_thought, rounds_of, teach
+from psearch_jax.text.tags import parse_turn
+from psearch_jax.types import Question
+from retrieval.protocol import Passage
+from retrieval.service import RetrievalService
+
+PASSAGES = [
+    Passage("0", "Psycho (1960 film)", "Psycho is a 1960 film directed by Alfred Hitchcock."),
+    Passage("1", "Alfred Hitchcock", "Alfred Hitchcock (13 August 1899 - 29 April 1980) was born in Leytonstone."),
+    Passage("2", "Vertigo (film)", "Vertigo is a 1958 film directed by Alfred Hitchcock."),
+    Passage("3", "Orson Welles", "Orson Welles, born on May 6, 1915 in Kenosha, directed Citizen Kane."),
+    Passage("4", "Citizen Kane", "Citizen Kane is a 1941 film directed by Orson Welles."),
+]
+BORN = {"Alfred Hitchcock": "13 August 1899", "Orson Welles": "6 May 1915"}
+ROWS = {
+    "comparison": (
+        "Who was born first, Alfred Hitchcock or Orson Welles?",
+        "Alfred Hitchcock",
+        [[name, "date of birth", date] for name, date in BORN.items()],
+    ),
+    "compositional": (
+        "Where was the director of Citizen Kane born?",
+        "Kenosha",
+        [["Citizen Kane", "director", "Orson Welles"], ["Orson Welles", "place of birth", "Kenosha"]],
+    ),
+    "bridge_comparison": (
+        "Which film has the director who was born first, Vertigo or Citizen Kane?",
+        "Vertigo",
+        [["Vertigo", "director", "Alfred Hitchcock"], ["Citizen Kane", "director", "Orson Welles"]]
+        + [[name, "date of birth", date] for name, date in BORN.items()],
+    ),
+}
+
+
+def row(kind: str) -> dict:
+    question, answer, evidences = ROWS[kind]
+    metadata = {"type": kind, "evidences": evidences}
+    return {"id": kind, "question": question, "golden_answers": [answer], "metadata": metadata}
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory) -> dict[str, Question]:
+    file = tmp_path_factory.mktemp("questions") / "rows.jsonl"
+    file.write_text("".join(json.dumps(row(kind)) + "\n" for kind in ROWS))
+    return {question.id: question for question in read_questions(file)}
+
+
+@pytest.fixture(scope="module")
+def search():
+    service = RetrievalService.from_corpus(PASSAGES)
+    return lambda queries: service.search(list(queries), 3)
+
+
+def taught(question, search, seed, **options):
+    return teach(question, search, np.random.default_rng(seed), TeacherOptions(**options))
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_it_answers_right_from_what_was_retrieved(questions, search, kind):
+    """A transcript that teaches to make facts up, breaks the grammar or answers wrong."""
+    for seed in range(8):
+        turns = taught(questions[kind], search, seed)
+        *searches, last = turns
+        assert 1 <= len(searches) <= 3
+        for turn in searches:
+            action = parse_turn(turn.text)
+            assert action.well_formed and action.queries == turn.queries
+            assert len(turn.passages) == len(turn.queries) and all(turn.passages)
+        action = parse_turn(last.text)
+        assert action.well_formed and action.answer == ROWS[kind][1]
+
+
+def test_splitting_is_drawn_alike_for_every_kind(questions, search):
+    """A cold start that already splits what it should: nothing would be left for reinforcement learning to show."""
+    split = Counter()
+    for kind in ROWS:
+        split[kind] = sum(len(taught(questions[kind], search, seed)[0].queries) > 1 for seed in range(200))
+    assert all(70 < count < 130 for count in split.values()), split
+    for share, wanted in ((0.0, 0), (1.0, 10)):
+        for kind in ROWS:
+            found = [taught(questions[kind], search, seed, split_share=share)[0].queries for seed in range(10)]
+            assert sum(len(queries) > 1 for queries in found) == wanted
+
+
+def test_the_first_thought_is_worded_alike_for_every_kind(questions):
+    """A thought from which the kind can be read, so that splitting is copied from it and not decided."""
+    thoughts = [first_thought(rounds_of(question)) for question in questions.values()]
+    assert all(thought.startswith("Named: ") and thought.count(". Asked: ") == 1 for thought in thoughts)
+    assert thoughts[0] == "Named: Alfred Hitchcock, Orson Welles. Asked: date of birth."
+    assert thoughts[1] == "Named: Citizen Kane. Asked: director, place of birth."
+    for words in ("that", "then", "of the", "depends", "both"):
+        assert not any(words in thought for thought in thoughts)
+
+
+def test_the_first_thought_does_not_depend_on_whether_the_question_is_split(questions, search):
+    """The choice is announced before it is made: what is learned is to follow the announcement."""
+    for kind in ROWS:
+        openings = {taught(questions[kind], search, seed)[0].text.split("</think>")[0] for seed in range(20)}
+        assert len(openings) == 1
+
+
+def test_questions_whose_facts_are_not_retrieved_are_left_out(questions, search):
+    """A thought that states what no passage says."""
+    without = RetrievalService.from_corpus(PASSAGES[:3])
+    asked = questions["comparison"]
+    assert all(teach(asked, lambda q: without.search(list(q), 2), np.random.default_rng(s), TeacherOptions()) is None
+               for s in range(4))  # fmt: skip
+    assert taught(Question("s", "1", "Who?", ("A",), "single"), search, 0) is None
+    assert taught(questions["bridge_comparison"], search, 0, search_turns=1) is None
+
+
+def test_a_round_that_a_prepared_question_names(search):
+    """Questions made from triples carry their rounds, not the triples."""
+    rounds = [[["director", "Citizen Kane", "Orson Welles"]], [["place of birth", "Orson Welles", "Kenosha"]]]
+    question = Question("s", "1", "Where?", ("Kenosha",), "sequential", {"rounds": rounds})
+    assert [[t.entity for t in r] for r in rounds_of(question)] == [["Citizen Kane"], ["Orson Welles"]]
+    assert parse_turn(taught(question, search, 0)[-1].text).answer == "Kenosha"
+
+
+def test_the_program_writes_what_fine_tuning_reads(tmp_path):
+    """A file that launch/sft.py refuses, or questions without triples taken without a word."""
+    questions, corpus, out = (tmp_path / name for name in ("questions.jsonl", "corpus.jsonl", "out.jsonl"))
+    questions.write_text("".join(json.dumps(row(kind)) + "\n" for kind in ROWS))
+    corpus.write_text("".join(json.dumps({"id": p.id, "contents": f'"{p.title}"\n{p.text}'}) + "\n" for p in PASSAGES))
+    asked = [
+        sys.executable,
+        "launch/write_transcripts.py",
+        "--config=configs/qwen0p5b_cpu.py",
+        f"--config.retrieval.corpus={corpus}",
+        f"--questions={questions}",
+        f"--out={out}",
+    ]
+    done = completed(asked)
+    assert done.returncode == 0 and "3 transcripts" in done.stdout, done.stderr[-2000:]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {r["id"] for r in rows} == set(ROWS) and all(r["turns"][0]["passages"][0][0]["text"] for r in rows)
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text(json.dumps({"id": "1", "question": "Who?", "golden_answers": ["A"]}) + "\n")
+    refused = completed([*asked[:4], f"--questions={plain}", f"--out={tmp_path / 'none.jsonl'}"])
+    assert refused.returncode == 2 and "none of 1 questions has evidence triples" in refused.stderr
