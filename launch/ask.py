@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,6 +89,7 @@ def start(config: Config) -> tuple[dict[str, Answerer], tuple[str, ...]]:
         from psearch_jax.rollout.collect import for_one
         from psearch_jax.serving.answerer import Answerer
 
+    began = time.monotonic()
     parts = build.from_path(config, given.model())
     params, collectors = parts.sampling_copy(), {config.method: parts.collector}
     if BESIDE.value not in (None, config.method):
@@ -95,13 +97,18 @@ def start(config: Config) -> tuple[dict[str, Answerer], tuple[str, ...]]:
     examples = given.examples(parts.world)
     del parts  # the parameters are not needed beside their copy
     sampler = collectors[config.method].sampler
-    layers = sampler.unstack(params) if sampler.decodes_unstacked else None
+    with progress.step("copying the weights layer by layer"):
+        layers = sampler.unstack(params) if sampler.decodes_unstacked else None
+    loaded = time.monotonic()
     print("compiling; the next start is quicker", file=sys.stderr, flush=True)
     answerers = {}
     for name, collector in collectors.items():
         collector, prompt = for_one(collector)
         collector.compile(params, (prompt,), layers)
         answerers[name] = Answerer(collector, params, SEED.value, layers=layers)
+    ready = time.monotonic()
+    seconds = f"{loaded - began:.1f} s to load, {ready - loaded:.1f} s to compile"
+    print(f"ready ({seconds})", file=sys.stderr, flush=True)
     return answerers, examples
 
 

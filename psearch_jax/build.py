@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from psearch_jax import progress
 from psearch_jax.config import PRESETS, Config, DecoderConfig, Method, best_metric, with_method
 from psearch_jax.data.asking import questions
 from psearch_jax.data.closed_world import ClosedWorld
@@ -196,7 +197,8 @@ def engine(
     if training:
         check_rows(mesh, learning__micro_batch_rows=config.learning.micro_batch_rows)
     tokenizer_path = config.model.tokenizer or path
-    tokenizer = Tokenizer.load(tokenizer_path, model.eos_ids)
+    with progress.step("loading the tokenizer"):
+        tokenizer = Tokenizer.load(tokenizer_path, model.eos_ids)
     _match(tokenizer, model, tokenizer_path)
     tables = cached_tables(tokenizer, CACHE_HOME / "boundary", model.vocab_rows)
     sampler = make_sampler(config, model, mesh, tables, tokenizer.size, sorted(tokenizer.stop_ids))
@@ -204,7 +206,8 @@ def engine(
     if config.data.source == CLOSED_WORLD:
         world = ClosedWorld.make(config.data.world_seed, names=config.data.world_names)
     if retriever is None and _searches(config):
-        retriever = retriever_of(config, world)
+        with progress.step("opening the passages"):
+            retriever = retriever_of(config, world)
     collector = Collector(
         sampler, tokenizer, retriever, _renderer(config, tokenizer), config.rollout, config.retrieval
     )
