@@ -16,7 +16,7 @@ export JAX_PLATFORMS ?= cpu
 clear = @if [ -e "$(1)" ] && [ ! -f "$(1)/config.json" ]; then \
 	echo "$(1): exists and is not a run directory; not removed" >&2; exit 2; fi; rm -rf "$(1)"
 
-.PHONY: demo controls test test-all docs lock lint format clean
+.PHONY: demo controls test test-all test-real weights-named docs lock lint format clean
 
 # Train the toy policy with GRPO in the closed world and print what changed. Starts over each time; ARGS: more flags.
 demo: $(STAMP)
@@ -35,11 +35,19 @@ controls: $(STAMP)
 
 # The fast tests, format, lint and the import contract.
 test: lint
-	$(PYTEST) -m "not slow" tests
+	$(PYTEST) -m "not slow and not real" tests
 
 # Everything.
 test-all: lint
-	$(PYTEST) --durations=25 tests
+	$(PYTEST) -m "not real" --durations=25 tests
+
+# A real model, from a directory: make test-real PSEARCH_QWEN=DIR [PSEARCH_CORPUS=FILE]. In one process, for its memory.
+test-real: weights-named $(STAMP)
+	PSEARCH_QWEN="$(PSEARCH_QWEN)" $(BIN)/python -m pytest -n 0 --durations=15 tests/test_real.py
+
+weights-named:
+	@if [ -z "$(PSEARCH_QWEN)" ]; then echo "test-real: PSEARCH_QWEN is not set, accepted: a directory with the" \
+		"weights of Qwen2.5-0.5B-Instruct (hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir=DIR)" >&2; exit 2; fi
 
 # The documents as a site without a network, site/index.html; docs/configuration.md is written from the code first.
 docs: $(STAMP)

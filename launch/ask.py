@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from absl import flags
 
-from psearch_jax import given, launching
+from psearch_jax import given, launching, progress
 from psearch_jax.config import Config
 from psearch_jax.limits import HOTTEST
 from psearch_jax.paths import locate, make_writable, write_whole
@@ -43,14 +43,13 @@ def main(argv: list[str]) -> None:
     for stream in (sys.stdout, sys.stdin):
         stream.reconfigure(errors="replace")
     config = given.to_serve(ROOT, slots=1)
-    config = replace(config, rollout=replace(config.rollout, widths=1))  # nothing is compiled twice for one question
     if SVG.value:
         if JSON.value:
             raise UserError("--svg draws what is shown, and --json shows nothing")
         make_writable(locate(SVG.value).parent)
 
-    from psearch_jax.serving import console, recording
-
+    with progress.step("starting"):
+        from psearch_jax.serving import console, recording
     answerers, examples = start(config)
     shown, typing = console.Shown(sys.stdout), not argv[1:] and sys.stdin.isatty()
     if examples and not typing:
@@ -85,19 +84,32 @@ def main(argv: list[str]) -> None:
 
 def start(config: Config) -> tuple[dict[str, Answerer], tuple[str, ...]]:
     """Who answers, by method, compiled and ready; and examples of what to ask."""
-    from psearch_jax import build  # slow to import: bad input is refused before
-    from psearch_jax.serving.answerer import Answerer
+    with progress.step("starting"):  # slow to import: bad input is refused before
+        from psearch_jax import build
+        from psearch_jax.rollout.collect import for_one
+        from psearch_jax.serving.answerer import Answerer
 
+    began = time.monotonic()
     parts = build.from_path(config, given.model())
     params, collectors = parts.sampling_copy(), {config.method: parts.collector}
     if BESIDE.value not in (None, config.method):
         collectors[BESIDE.value] = build.by_method(parts, config, BESIDE.value)
     examples = given.examples(parts.world)
     del parts  # the parameters are not needed beside their copy
+    sampler = collectors[config.method].sampler
+    with progress.step("copying the weights layer by layer"):
+        layers = sampler.unstack(params) if sampler.decodes_unstacked else None
+    loaded = time.monotonic()
     print("compiling; the next start is quicker", file=sys.stderr, flush=True)
-    for collector in collectors.values():
-        collector.warm_up(params)
-    return {name: Answerer(collector, params, SEED.value) for name, collector in collectors.items()}, examples
+    answerers = {}
+    for name, collector in collectors.items():
+        collector, prompt = for_one(collector)
+        collector.compile(params, (prompt,), layers)
+        answerers[name] = Answerer(collector, params, SEED.value, layers=layers)
+    ready = time.monotonic()
+    seconds = f"{loaded - began:.1f} s to load, {ready - loaded:.1f} s to compile"
+    print(f"ready ({seconds})", file=sys.stderr, flush=True)
+    return answerers, examples
 
 
 def ask(question: str, answerers: Mapping[str, Answerer], shown: Shown) -> bool:

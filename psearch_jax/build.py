@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from psearch_jax import progress
 from psearch_jax.config import Config, DecoderConfig, Method, best_metric, with_method
 from psearch_jax.data.asking import questions
 from psearch_jax.data.closed_world import ClosedWorld
@@ -203,14 +204,16 @@ def engine(
     if training:
         check_rows(mesh, learning__micro_batch_rows=config.learning.micro_batch_rows)
     tokenizer_path = config.model.tokenizer or path
-    tokenizer = load_tokenizer(config, model, path)
+    with progress.step("loading the tokenizer"):
+        tokenizer = load_tokenizer(config, model, path)
     tables = cached_tables(tokenizer, CACHE_HOME / "boundary", model.vocab_rows)
     sampler = make_sampler(config, model, mesh, tables, tokenizer.size, sorted(tokenizer.stop_ids))
     world = None
     if config.data.source == CLOSED_WORLD:
         world = ClosedWorld.make(config.data.world_seed, names=config.data.world_names)
     if retriever is None and _searches(config):
-        retriever = retriever_of(config, world)
+        with progress.step("opening the passages"):
+            retriever = retriever_of(config, world)
     collector = Collector(
         sampler, tokenizer, retriever, _renderer(config, tokenizer), config.rollout, config.retrieval
     )

@@ -12,7 +12,7 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from psearch_jax.config import Config, MeshSection, Method, from_mapping, with_method
+from psearch_jax.config import Config, MeshSection, Method, ModelSection, from_mapping, with_method
 from psearch_jax.types import UserError
 
 METHODS = list(get_args(Method))
@@ -107,13 +107,20 @@ def to_serve(root: Path, slots: int, samples: int = 1) -> Config:
     retrieval = replace(found.retrieval, patience_s=min(PATIENCE_S, found.retrieval.patience_s))
     data = replace(found.data, prompt="template", source="" if passages() else found.data.source)
     rollout = replace(found.rollout, slots=-(-slots // jax.device_count()) * jax.device_count(), samples=samples)
-    found = replace(found, data=data, retrieval=retrieval, rollout=rollout)
+    found = replace(found, data=data, retrieval=retrieval, rollout=rollout, model=_for_device(found.model))
     places = (data.source == "closed_world", retrieval.index, retrieval.corpus, retrieval.url)
     if with_method(found).rollout.search_turns and not any(places):
         raise UserError(
             "--index: none given, accepted: a directory of launch/build_index.py (or --corpus, --retriever_url)"
         )
     return found
+
+
+def _for_device(model: ModelSection) -> ModelSection:
+    """The model sampled in float32 on a CPU: XLA widens all 16-bit weights there in every call, in more memory."""
+    if jax.default_backend() != "cpu" or model.int8_weights:
+        return model
+    return replace(model, sampling_dtype="float32")
 
 
 def examples(world: object | None) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 from absl import app, flags
 
-from psearch_jax import processes
+from psearch_jax import platforms, processes, progress
 from psearch_jax.paths import STORE, of_store
 from psearch_jax.types import ITEM, UserError, first_line
 from retrieval.protocol import CorpusError, RetrievalError
@@ -35,6 +35,8 @@ def run(main: Callable[[list[str]], None], positional: bool = False) -> None:
       main: gets the program's name and what is left of the command line.
       positional: whether arguments that belong to no flag are accepted.
     """
+    platforms.skip_absent_tpu()
+    progress.show()
 
     def guarded(argv: list[str]) -> int:
         try:
@@ -100,6 +102,7 @@ def configure_jax() -> None:
 
     The cache is in $JAX_COMPILATION_CACHE_DIR, by default in ~/.cache/psearch_jax/xla.
     """
+    platforms.skip_absent_tpu()
     jax.config.update("jax_compilation_cache_dir", os.environ.get(CACHE_VARIABLE) or str(DEFAULT_CACHE))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -33,6 +33,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -slow[item.path])  # stable: files stay together, tests in their order
 
 
+def pytest_terminal_summary(terminalreporter) -> None:
+    """The figures that tests recorded (tests/test_real.py), in one table."""
+    reports = [r for outcome in ("passed", "failed") for r in terminalreporter.getreports(outcome)]
+    rows = [value for r in reports if r.when == "call" for name, value in r.user_properties if name == "figure"]
+    if rows:
+        terminalreporter.section("figures")
+        width = max(len(what) for what, _ in rows)
+        for what, value in rows:
+            terminalreporter.write_line(f"| {what:{width}} | {value} |")
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The optional folder with the real vocabulary, questions and reward vectors, beside the repository."""

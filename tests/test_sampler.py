@@ -430,6 +430,28 @@ def test_layers_apart_change_no_rollout(tiny_tokenizer, either):
     assert states[0].mask.sum() > 50
 
 
+def test_weights_unstacked_once_change_no_rollout(either):
+    """What `ask` decodes with on a CPU: layers in another order, or those of other weights, answer all the same."""
+    sampler, params = either
+    state = started(sampler, params, prompts(), KEYS, S, TURN)
+    expected = fetch(sampler.generate(params, state, 1.0))
+    state = started(sampler, params, prompts(), KEYS, S, TURN)
+    found = fetch(sampler.generate(params, state, 1.0, layers=sampler.unstack(params)))
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+
+
+def test_what_was_only_compiled_is_not_compiled_again(tiny_tokenizer, params, caplog):
+    """Whoever asks would wait for the compilation a second time."""
+    sampler = make_sampler(tiny_tokenizer, CONFIG)
+    layers = sampler.unstack(params)
+    state = started(sampler, params, prompts(), KEYS, S, TURN)
+    assert sampler.compile_only().generate(params, state, 1.0, layers=layers) is None
+    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
+        jax.block_until_ready(sampler.generate(params, state, 1.0, layers=layers))
+    assert not [r for r in caplog.records if "Compiling" in r.message and "generate" in r.message]
+
+
 def test_a_row_that_waits_reads_no_cache(tiny_tokenizer, params, monkeypatch):
     """Where each row is read to its own length, one that waits would be read as far as one that samples."""
     looked, hidden = [], decoder.Decoder.hidden

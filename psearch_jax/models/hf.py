@@ -11,7 +11,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from psearch_jax import progress
 from psearch_jax.config import DecoderConfig, Lora
 from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
@@ -206,6 +207,20 @@ def load_hf(
     for tensor in tensors_of(config, lambda *_: ()):  # before anything is allocated by the sizes of config.json
         reader.check(tensor.name, tensor.shape)
     wanted, places = dict(nnx.to_flat_state(abstract)), dict(nnx.to_flat_state(placement))
+    with progress.step("loading weights", len(wanted)):
+        loaded = _load(reader, config, wanted, places, dtype)
+    reader.refuse_unread(ignore=("lm_head.weight",) if config.tied else ())
+    return config, nnx.from_flat_state(loaded)
+
+
+def _load(
+    reader: TensorReader,
+    config: DecoderConfig,
+    wanted: Mapping[tuple[str, ...], nnx.Variable],
+    places: Mapping[tuple[str, ...], nnx.Variable],
+    dtype: Any,
+) -> dict[tuple[str, ...], nnx.Variable]:
+    """The arrays of a directory by their paths in our parameters, each in its place."""
     loaded = {}
     for path, hf_name, hf_axes, our_axes in TABLE:
         if path not in wanted:
@@ -232,8 +247,8 @@ def load_hf(
         else:
             value = read(hf_name, shape, place)
         loaded[path] = wanted[path].replace(value)
-    reader.refuse_unread(ignore=("lm_head.weight",) if config.tied else ())
-    return config, nnx.from_flat_state(loaded)
+        progress.advance()
+    return loaded
 
 
 def _part(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from psearch_jax import processes
+from psearch_jax import processes, progress
 from psearch_jax.buckets import buckets
 from psearch_jax.config import RetrievalSection, RolloutSection
 from psearch_jax.rollout import sampling
@@ -22,6 +25,10 @@ from psearch_jax.text import tags
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Question, Trajectory
 from retrieval.protocol import Retriever
+
+COMPILERS = 2  # programs that are compiled at a time: each keeps more than one core busy for a part of the time
+
+QUESTION_TOKENS = 32  # of a question that is asked on a terminal, at most for most of them
 
 
 class Collector:
@@ -77,6 +84,10 @@ class Collector:
 
     def warm_up(self, params: nnx.State) -> None:
         """Compiles every shape that `collect` can ask for, so that no later step stops to compile."""
+        with progress.step("compiling"):
+            self._warm_up(params)
+
+    def _warm_up(self, params: nnx.State) -> None:
         rows, pool, widths = self.parts.piece_rows, self.parts.pool_rows, self.parts.widths
         state = self.sampler.new_state(self.parts.rollout.slots, self.parts.rollout.context_tokens)
         nothing = np.zeros(rows, np.int32)
@@ -89,6 +100,44 @@ class Collector:
             state = self.sampler.generate(params, state, 1.0, span)
         sampling.row_keys(0, 0, [np.zeros(8, np.uint32)], [0])
         jax.block_until_ready(state)
+
+    def with_widths(self, widths: Widths) -> Collector:
+        """The same with programs of other widths, each of which is compiled when it is first needed."""
+        other = copy.copy(self)
+        other.parts, other.usage = replace(self.parts, widths=widths), Usage()
+        return other
+
+    def compile(self, params: nnx.State, prompts: Sequence[int], layers: Sequence[Any] | None = None) -> None:
+        """Compiles the programs of every width in several threads and runs none: sooner done than `warm_up`.
+
+        Args:
+          prompts: the widths of prompts to compile for; a prompt of another width is compiled for when it comes.
+          layers: as `generate` will get them.
+        """
+        rows, pool_rows, widths = self.parts.piece_rows, self.parts.pool_rows, self.parts.widths
+        sampler, compiler = self.sampler, self.sampler.compile_only()
+        state = sampler.new_state(self.parts.rollout.slots, self.parts.rollout.context_tokens)
+        nothing, keys = np.zeros(rows, np.int32), np.zeros((rows, 2), np.uint32)
+
+        def generate(span: int) -> None:
+            compiler.generate(params, state, 1.0, span, layers=layers)
+
+        def prefill(width: int) -> None:
+            compiler.prefill(params, np.zeros((pool_rows, width), np.int32), np.zeros(pool_rows, np.int32))
+            pool = sampler.new_state(pool_rows, width)
+            compiler.admit(state, pool, nothing - 1, keys, 1, 1, nothing - 1)
+
+        def extend(width: int) -> None:
+            compiler.extend(params, state, np.zeros((rows, width), np.int32), nothing, 1, nothing - 1)
+
+        work = [functools.partial(generate, span) for span in widths.spans]
+        work += [functools.partial(prefill, width) for width in prompts]
+        work += [functools.partial(extend, width) for width in widths.observations]
+        sampling.row_keys(0, 0, [np.zeros(8, np.uint32)], [0])
+        with progress.step("compiling", len(work)), ThreadPoolExecutor(COMPILERS) as pool:
+            for done in as_completed([pool.submit(one) for one in work]):
+                done.result()
+                progress.advance()
 
     def collect(
         self,
@@ -143,3 +192,16 @@ def piece_rows(rollout: RolloutSection, mesh: jax.sharding.Mesh) -> int:
     """R, the slots that one `admit` or `extend` is about: an eighth of them, and as many on each device."""
     devices = mesh.shape["data"] * mesh.shape["fsdp"]
     return devices * math.ceil(rollout.slots / devices / 8)
+
+
+def for_one(collector: Collector) -> tuple[Collector, int]:
+    """A collector for questions that come one by one, and the width of the prompts of most of them.
+
+    Its widths are narrow, because padding is computed and somebody waits for it. Prompts differ in the question only.
+    """
+    parts = collector.parts
+    around = len(collector.render(Question("", "", "?", (), "single")))
+    usual = min(-(-(around + QUESTION_TOKENS) // 32) * 32, parts.rollout.prompt_tokens)
+    prompts = (usual, *(width for width in parts.widths.prompts if width > usual))
+    observations = buckets(parts.rollout.obs_tokens, 8)
+    return collector.with_widths(Widths(prompts, observations, parts.widths.spans[-1:])), usual

@@ -149,6 +149,7 @@ class InFlight:
         self._away = 0  # rows of all processes that are searched for while others decode
         self._searched_for: dict[int, tuple[str, ...]] = {}  # own ones' queries
         self._search_ahead: Future | None = None  # what will hold their passages
+        self.layers: Sequence[Any] | None = None  # of `params` by Sampler.unstack, where decoding is to read them
         self.state = self.sampler.new_state(self.rows, self.rollout.context_tokens)
 
     def add(self, questions: Sequence[Question], prompts: Sequence[list[int]]) -> None:
@@ -291,7 +292,7 @@ class InFlight:
     def decode(self, temperature: float | np.ndarray, most: int = FOREVER) -> None:
         """Samples until enough rows wait, or `most` ids to a row, at one temperature for all or each slot's own."""
         self.state = self.sampler.generate(
-            self.params, self.state, temperature, self._span(), self._more, self._away, most
+            self.params, self.state, temperature, self._span(), self._more, self._away, most, self.layers
         )
 
     def _span(self) -> int:

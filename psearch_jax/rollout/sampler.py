@@ -17,6 +17,7 @@ models/decoder.py).
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 from collections.abc import Callable, Sequence
@@ -166,18 +167,20 @@ class Sampler:
             self._generate_program, donate_argnames="state", static_argnames="span", out_shardings=shardings
         )
         self._new = jax.jit(self._new_program, static_argnums=(0, 1), out_shardings=shardings)
+        self._unstack = jax.jit(lambda params: nnx.merge(self._graph, params).layers_apart())
+        self._run = _call
 
     # ---- the five calls ----
 
     def new_state(self, rows: int, positions: int) -> SamplerState:
         """B empty slots of S positions."""
         with jax.set_mesh(self.mesh):
-            return self._new(rows, positions)
+            return self._run(self._new, rows, positions)
 
     def prefill(self, params: nnx.State, ids: np.ndarray, n: np.ndarray) -> SamplerState:
         """A pool of P prompts with their caches. ids [P, C] int32, n [P] int32 (0: an unused row)."""
         with jax.set_mesh(self.mesh):
-            return self._prefill(params, ids, n)
+            return self._run(self._prefill, params, ids, n)
 
     def admit(
         self,
@@ -199,7 +202,8 @@ class Sampler:
         """
         rows = np.arange(len(source), dtype=np.int32) if rows is None else rows
         with jax.set_mesh(self.mesh):
-            return self._admit(state, pool, rows, source, keys, _per_row(turn_tokens, source), np.int32(budget_end))
+            turns = _per_row(turn_tokens, source)
+            return self._run(self._admit, state, pool, rows, source, keys, turns, np.int32(budget_end))
 
     def extend(
         self,
@@ -222,7 +226,7 @@ class Sampler:
         """
         rows = np.arange(len(n), dtype=np.int32) if rows is None else rows
         with jax.set_mesh(self.mesh):
-            return self._extend(params, state, rows, ids, n, _per_row(turn_tokens, n))
+            return self._run(self._extend, params, state, rows, ids, n, _per_row(turn_tokens, n))
 
     def generate(
         self,
@@ -233,6 +237,7 @@ class Sampler:
         refill: bool = False,
         away: int = 0,
         most: int = FOREVER,
+        layers: Sequence[decoder.Weights] | None = None,
     ) -> SamplerState:
         """Samples until no row runs or enough rows wait. Temperature 0 is greedy (log-probs at 1).
 
@@ -242,10 +247,12 @@ class Sampler:
           refill: rollouts wait for a slot, so a finished row is worth a yield as a parked one is.
           away: of the parked rows, those for which a yield could do nothing: they are not counted.
           most: ids that a row gets in this call at most, for one who watches them come.
+          layers: what `unstack` made of `params`.
         """
         rows, positions = state.ids.shape
         with jax.set_mesh(self.mesh):
-            return self._generate(
+            return self._run(
+                self._generate,
                 params,
                 self._tables,
                 state,
@@ -253,8 +260,27 @@ class Sampler:
                 np.bool_(refill),
                 np.int32(away),
                 np.int32(most),
+                layers,
                 span=span or positions,
             )
+
+    @property
+    def decodes_unstacked(self) -> bool:
+        """Whether decoding is faster with weights from `unstack`: on one CPU, where every product with a slice of a
+        stack copies the slice first."""
+        return self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
+
+    def unstack(self, params: nnx.State) -> tuple[decoder.Weights, ...]:
+        """The weights of each layer as arrays of their own, for many calls of `generate`: a copy of all layers."""
+        with jax.set_mesh(self.mesh):
+            return tuple(self._unstack(params))
+
+    def compile_only(self) -> Sampler:
+        """A sampler whose calls compile the programs of this one without running them, in any thread; their results
+        are None, but for `new_state` of this one."""
+        other = copy.copy(self)
+        other._run = _compile
+        return other
 
     @functools.cached_property
     def _tables(self) -> _Tables:
@@ -416,10 +442,10 @@ class Sampler:
         )
 
     def _generate_program(
-        self, params, tables: _Tables, state: SamplerState, temperature, refill, away, most, span: int
+        self, params, tables: _Tables, state: SamplerState, temperature, refill, away, most, layers=None, *, span: int
     ) -> SamplerState:
         model = nnx.merge(self._graph, params)
-        layers = model.layers_apart() if self._unstacked else None
+        layers = model.layers_apart() if layers is None and self._unstacked else layers
         begun = state.steps
 
         def go_on(state: SamplerState) -> jax.Array:
@@ -492,6 +518,15 @@ class Sampler:
             status=jnp.where(running, status, state.status),
             steps=state.steps + 1,
         )
+
+
+def _call(program: Callable, *args: Any, **kwargs: Any) -> Any:
+    return program(*args, **kwargs)
+
+
+def _compile(program: Callable, *args: Any, **kwargs: Any) -> None:
+    """Compiles a program for the call, which then finds it compiled."""
+    program.lower(*args, **kwargs).compile()
 
 
 def _per_row(number: int | np.ndarray, rows: np.ndarray) -> np.ndarray:

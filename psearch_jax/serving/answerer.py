@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from flax import nnx
@@ -80,13 +80,22 @@ class Answerer:
       params: the sampling copy of the policy.
       seed: of all random numbers, with each question's own.
       every: ids that a row gets between two looks at it: fewer show more, and cost a little more.
+      layers: of `params` by `Sampler.unstack`, where decoding is to read them.
     """
 
-    def __init__(self, collector: Collector, params: nnx.State, seed: int = 0, every: int = EVERY):
+    def __init__(
+        self,
+        collector: Collector,
+        params: nnx.State,
+        seed: int = 0,
+        every: int = EVERY,
+        layers: Sequence[Any] | None = None,
+    ):
         parts = collector.parts
         # A search runs while the others decode, and shows its queries before it has its passages.
         self._parts = replace(parts, rollout=replace(parts.rollout, overlap_search=True))
         self._collector, self._params, self._seed, self._every = collector, params, seed, every
+        self._layers = layers
         self._arrived: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._asked: dict[int, _Asked] = {}  # by order in the flight
         self._failing, self._closed = False, False
@@ -179,6 +188,7 @@ class Answerer:
 
     def _serve(self) -> None:
         flight = Served(self._parts, self._params, 1, self._seed, 0)
+        flight.layers = self._layers
         self._failing = False
         while self._next(flight):
             pass

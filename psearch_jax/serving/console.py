@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -33,9 +34,13 @@ class Told:
     search_seconds: list[float] = field(default_factory=list)  # of the searches between them
     trajectory: Trajectory | None = None  # None until the end, and after an error
     error: str = ""
+    first_text_seconds: float | None = None  # from the question to the first text of the model's
+    _began: float = field(default_factory=time.monotonic)
 
     def add(self, event: Event) -> None:
         """Takes note of the next event."""
+        if event.kind == "text" and self.first_text_seconds is None:
+            self.first_text_seconds = time.monotonic() - self._began
         if event.kind == "passages":
             self.search_seconds.append(event.seconds)
         elif event.kind in ("search", "note", "end"):
@@ -156,6 +161,7 @@ def as_json(question: str, told: Told) -> dict[str, Any]:
         "status": trajectory.status,
         "turns": turns,
         "found_in": [passage.id for passage in support(trajectory)],
+        "first_text_seconds": round(told.first_text_seconds or told.total, 4),
         "seconds": round(told.total, 4),
     }
 

@@ -51,8 +51,9 @@ class Tokenizer:
         self.token_bytes = _token_bytes(hf, name)
         self.size = len(self.token_bytes)
         # Copies: calls of `hf` itself change the state of its backend.
-        self._trusted = _copy(backend, added_tokens=True)
-        self._foreign = _copy(backend, added_tokens=False)
+        state = backend.to_str()
+        self._trusted = _copy(state, added_tokens=True)
+        self._foreign = _copy(state, added_tokens=False)
         self._tags = {t.content: i for i, t in hf.added_tokens_decoder.items() if TAG.fullmatch(t.content)}
         vocabulary = hf.get_vocab()
         named = [vocabulary.get(token) for token in STOP_TOKENS]
@@ -184,10 +185,10 @@ def _token_bytes(hf: PreTrainedTokenizerBase, name: str) -> list[bytes | None]:
     return table
 
 
-def _copy(backend: tokenizers.Tokenizer, added_tokens: bool) -> tokenizers.Tokenizer:
-    """A copy that neither truncates, pads nor adds ids. Without its added tokens, their names are ordinary text to it
-    and their ids out of its reach."""
-    state = json.loads(backend.to_str())
+def _copy(serialised: str, added_tokens: bool) -> tokenizers.Tokenizer:
+    """A tokenizer from its JSON that neither truncates, pads nor adds ids. Without its added tokens, their names are
+    ordinary text to it and their ids out of its reach."""
+    state = json.loads(serialised)
     state["truncation"] = state["padding"] = state["post_processor"] = None
     if not added_tokens:
         names = {token["content"] for token in state["added_tokens"]}

@@ -1,0 +1,331 @@
+"""A real model, Qwen2.5-0.5B-Instruct or another of its family: `make test-real PSEARCH_QWEN=DIR`.
+
+Random weights are forgiving: their distributions are flat, nothing in them depends on the twentieth layer, and a tiny
+vocabulary has no token that ends a tag in its middle. These tests roll out, score, export and shard a trained model on
+two short turns (tests/real_policy.py) over passages of their own, or over the corpus that PSEARCH_CORPUS names. Their
+figures are printed in one table at the end of the run.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+MODEL = os.environ.get("PSEARCH_QWEN", "")
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(not MODEL, reason="PSEARCH_QWEN names no directory with real weights (make test-real)"),
+]
+MARGIN = 1e-3  # logits closer to each other than this are a tie, in float32
+SAMPLED = (25, 12)  # questions and samples of each: 300 trajectories
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """(shape, float32 weights) as everything below starts from."""
+    from psearch_jax.models import hf
+
+    return hf.load_hf(MODEL)
+
+
+@pytest.fixture(scope="module")
+def policy(loaded):
+    """In float32."""
+    from real_policy import Policy
+
+    return Policy.make(MODEL, *loaded)
+
+
+@pytest.fixture(scope="module")
+def greedy(policy):
+    from real_policy import GREEDY
+
+    return policy.collect(GREEDY, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def sampled(loaded):
+    """300 trajectories at temperature 1, many at a time."""
+    from real_policy import Policy
+
+    return Policy.make(MODEL, *loaded, slots=100).collect(*SAMPLED)
+
+
+@pytest.fixture
+def figure(record_property):
+    """Adds a line to the table at the end of the run (tests/conftest.py)."""
+
+    def add(what: str, value: str) -> None:
+        record_property("figure", [what, value])
+
+    return add
+
+
+@pytest.fixture(autouse=True)
+def memory_back():
+    """What a test loaded is gone before the next one loads."""
+    yield
+    gc.collect()
+
+
+def turns_of(trajectory):
+    """(first, end) of each run of sampled ids."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], trajectory.mask.astype(np.int8), [0]])))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def summary(values: np.ndarray) -> str:
+    return f"mean {values.mean():.2g}, 99% {np.quantile(values, 0.99):.2g}, largest {values.max():.2g}"
+
+
+def torch_model(directory, dtype):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
+
+
+def torch_logits(model, ids) -> np.ndarray:
+    """[S, V] float32 of one row."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor(np.asarray(ids)[None], dtype=torch.long)).logits[0].float().numpy()
+
+
+def torch_logprobs(model, trajectory, size) -> np.ndarray:
+    """Of the sampled ids, over the ids that the tokenizer has."""
+    logits = torch_logits(model, trajectory.ids)[:, :size].astype(np.float64)
+    at = np.flatnonzero(trajectory.mask)
+    rows = logits[at - 1]
+    rows -= rows.max(axis=-1, keepdims=True)
+    return rows[np.arange(len(at)), trajectory.ids[at]] - np.log(np.exp(rows).sum(axis=-1))
+
+
+@functools.cache
+def _forward(graph):
+    from flax import nnx
+
+    def logits(params, ids):
+        model = nnx.merge(graph, params)
+        return model.logits(model.hidden(ids)[0][0], 1.0, model.config.vocab_rows)
+
+    return jax.jit(logits)
+
+
+def our_logits(graph, params, ids) -> np.ndarray:
+    """[S, V] float32 of one row by one forward pass without a cache; rows are padded to one width."""
+    from real_policy import CONTEXT
+
+    padded = np.zeros((1, CONTEXT), np.int32)
+    padded[0, : len(ids)] = ids
+    return np.asarray(_forward(graph)(params, padded))[: len(ids)]
+
+
+def test_logprobs_equal_those_of_transformers_in_float32(policy, sampled, figure):
+    """A rotation, a norm or a bias that is off in a way which tiny random weights hide; a mask that is off by one
+    behind the passages."""
+    some = sampled[:: len(sampled) // 12]
+    assert any(len(turns_of(t)) > 1 for t in some), "no trajectory of several turns"
+    theirs, size = torch_model(MODEL, "float32"), policy.engine.tokenizer.size
+    ours = policy.score(some)
+    away = np.concatenate([np.abs(o - torch_logprobs(theirs, t, size)) for o, t in zip(ours, some, strict=True)])
+    figure(f"log-probs and transformers', float32, {len(away)} ids", summary(away))
+    assert away.max() < 2e-3
+
+
+def test_logprobs_equal_those_of_transformers_in_bfloat16(policy, sampled, loaded, figure):
+    """In 16 bits no two programs agree exactly: ours must be no further from float32 than transformers is."""
+    from real_policy import Policy
+
+    some = sampled[:: len(sampled) // 12]
+    exact = np.concatenate(policy.score(some))
+    half = np.concatenate(Policy.make(MODEL, *loaded, dtype="bfloat16").score(some))
+    theirs, size = torch_model(MODEL, "bfloat16"), policy.engine.tokenizer.size
+    other = np.concatenate([torch_logprobs(theirs, t, size) for t in some])
+    figure(f"log-probs in bfloat16 and in float32, {len(exact)} ids", summary(np.abs(half - exact)))
+    figure("the same of transformers", summary(np.abs(other - exact)))
+    assert np.abs(half - exact).mean() < 1.5 * np.abs(other - exact).mean() < 0.1
+    assert np.abs(half - other).mean() < 0.1
+
+
+def test_greedy_decoding_is_one_forward_pass(policy, loaded, greedy, figure):
+    """A cache whose positions shift behind an observation, or a prefill that reads its pads: each turn looks plausible
+    and is another model's. Where the best two logits are nearly equal, either may be taken."""
+    from psearch_jax.models import decoder
+
+    graph, params = decoder.graphdef(loaded[0], jnp.float32), loaded[1]
+    count = ties = 0
+    for trajectory in greedy:
+        at = np.flatnonzero(trajectory.mask)
+        logits = our_logits(graph, params, trajectory.ids)[at - 1][:, : policy.engine.tokenizer.size]
+        behind = logits.max(axis=-1) - logits[np.arange(len(at)), trajectory.ids[at]]
+        assert (behind <= MARGIN).all(), f"{trajectory.question.text}: {behind.max()} below the best logit"
+        count, ties = count + len(at), ties + int((behind > 0).sum())
+    assert sum(len(turns_of(t)) > 1 for t in greedy) >= 2, "too few trajectories of several turns"
+    figure(f"greedy ids that one forward pass gives, of {count}", f"{count - ties}; ties within {MARGIN:g}: {ties}")
+
+
+def test_the_device_stops_where_the_host_reads_a_tag(policy, sampled, figure):
+    """With 150,000 tokens a tag ends in the middle of many: a row that runs past one learns from text that the host
+    never read, and one that stops early is cut."""
+    tokenizer, closing = policy.engine.tokenizer, (b"</search>", b"</answer>")
+    after, stops = policy.config.rollout.max_tokens_after_answer, {"search": 0, "answer": 0, "none": 0}
+    assert len(sampled) >= 300
+    for trajectory in sampled:
+        spans, called = turns_of(trajectory), [t for t in trajectory.turns if t.n_sampled]
+        assert [end - first for first, end in spans] == [t.n_sampled for t in called]
+        for (first, end), turn in zip(spans, called, strict=True):
+            text, complete = b"", None  # complete: the place of the id that completes the first tag
+            for place, i in enumerate(trajectory.ids[first:end].tolist()):
+                piece = tokenizer.token_bytes[i]
+                text = b"" if piece is None else text + piece  # a control token breaks a tag
+                if any(tag in text for tag in closing):
+                    complete = place
+                    break
+            stops[turn.action] += 1
+            if complete is None:
+                assert turn.action == "none", turn.text
+            elif closing[0] in text:
+                assert complete == end - first - 1, turn.text
+            else:
+                assert end - first - 1 - complete <= after, turn.text
+    assert min(stops.values()) > 0, stops
+    told = ", ".join(f"{count} {name}" for name, count in stops.items())
+    figure(f"turns of {len(sampled)} trajectories that end alike on device and host", told)
+
+
+def test_text_does_not_say_which_tokens_were_sampled(policy, sampled, figure):
+    """Why ids are the record: from the text, some would come back as others. A share of none would mean that this
+    measures nothing."""
+    tokenizer = policy.engine.tokenizer
+    changed = total = turns = skipped = 0
+    for trajectory in sampled:
+        for first, end in turns_of(trajectory):
+            ids = [i for i in trajectory.ids[first:end].tolist() if tokenizer.token_bytes[i]]
+            text = tokenizer.decode(ids)
+            if "\ufffd" in text:  # broken off inside a letter
+                skipped += 1
+                continue
+            again = tokenizer.encode_foreign(text)
+            spans, others = (
+                set(zip(np.cumsum([0, *sizes])[:-1].tolist(), sizes, strict=True))
+                for sizes in ([len(tokenizer.token_bytes[i]) for i in some] for some in (ids, again))
+            )
+            lost = len(spans - others)
+            changed, total, turns = changed + lost, total + len(ids), turns + bool(lost)
+    figure(
+        f"sampled tokens that re-tokenising the text changes, of {total}",
+        f"{changed} ({100 * changed / total:.2f}%), in {turns} turns; without {skipped} that end inside a letter",
+    )
+    assert 0 < changed < 0.1 * total
+
+
+VARIANTS = {
+    "float32": ({}, 1e-3),
+    "bfloat16": ({"sampling_dtype": "bfloat16", "dtype": "bfloat16"}, 0.05),
+    "int8 weights": ({"sampling_dtype": "bfloat16", "dtype": "bfloat16", "int8_weights": True}, 0.3),
+    "int8 cache": ({"sampling_dtype": "bfloat16", "dtype": "bfloat16", "int8_cache": True}, 0.3),
+    "LoRA": ({"sampling_dtype": "bfloat16", "dtype": "bfloat16"}, 0.05),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_sampler_is_close_to_its_trainer(policy, loaded, variant, figure):
+    """Learning from another policy's samples as if they were one's own: importance ratios that no update explains."""
+    from real_policy import Policy, gap
+
+    fields, bound = VARIANTS[variant]
+    model, params = loaded
+    if variant == "float32":
+        own = policy
+    elif variant == "LoRA":
+        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        own = Policy.make(MODEL, model, params, adapters(model), **fields)
+    else:
+        own = Policy.make(MODEL, model, params, **fields)
+    rollouts = own.collect(12)
+    away = gap(rollouts, own.score(rollouts))
+    figure(f"sampler and trainer, {variant}, {len(away)} ids", summary(away))
+    assert away.mean() < bound
+
+
+def adapters(model):
+    """Random, none of them 0; what they add is small next to the weights."""
+    from real_policy import ALPHA, RANK
+
+    from psearch_jax.config import Lora
+    from psearch_jax.models import lora
+
+    rng = np.random.default_rng(0)
+    fresh = lora.init_adapters(model, Lora(RANK, ALPHA), 0)
+    return jax.tree.map(lambda x: x + jnp.asarray(rng.normal(0, 2e-3, x.shape), jnp.float32), fresh)
+
+
+@pytest.mark.parametrize("with_adapters", [False, True], ids=["weights", "LoRA"])
+def test_an_export_is_the_same_model(loaded, greedy, tmp_path, with_adapters, figure):
+    """What others load is not what was trained: a kernel transposed, an adapter merged at another scale."""
+    from real_policy import ALPHA, RANK
+
+    from psearch_jax.config import Lora
+    from psearch_jax.models import decoder, hf, lora
+
+    (model, params), record = loaded, None
+    if with_adapters:
+        record = Lora(RANK, ALPHA)
+        params = lora.beside(params, adapters(model))
+    hf.save_hf(params, model, MODEL, tmp_path / "exported", lora=record)
+    graph = decoder.graphdef(model, jnp.float32, lora=record)
+    theirs = torch_model(tmp_path / "exported", "float32")
+    away = added = 0.0
+    for trajectory in greedy[:3]:
+        ours, exported = our_logits(graph, params, trajectory.ids), torch_logits(theirs, trajectory.ids)
+        away = max(away, float(np.abs(ours - exported).max() / np.abs(ours).max()))
+        if with_adapters:
+            plain = our_logits(decoder.graphdef(model, jnp.float32), loaded[1], trajectory.ids)
+            added = max(added, float(np.abs(ours - plain).max() / np.abs(ours).max()))
+    name = "with merged adapters" if with_adapters else "of the weights"
+    figure(f"logits of an export {name}, float32", f"largest relative difference {away:.1g}")
+    assert away < 1e-4
+    assert not with_adapters or added > 100 * away, "the adapters add nothing that could be missed"
+
+
+def test_eight_devices_give_the_tokens_of_one(policy, loaded, greedy, tmp_path, figure):
+    """Rows, heads or vocabulary that are put together wrongly where they do not divide as those of tiny models do."""
+    from psearch_jax.models import decoder
+
+    program, out = Path(__file__).with_name("real_policy.py"), tmp_path / "eight.npz"
+    root = str(program.parents[1])
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, str(program), MODEL, str(out)],
+        env=environment | {"PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    eight = np.load(out)
+    assert eight["devices"] == 8
+    graph, ties, count = decoder.graphdef(loaded[0], jnp.float32), 0, 0
+    for i, trajectory in enumerate(greedy):
+        ids, other = trajectory.ids, eight[f"ids{i}"]
+        count += int(trajectory.mask.sum())
+        if np.array_equal(ids, other):
+            continue
+        shared = min(len(ids), len(other))
+        at = int(np.argmax(ids[:shared] != other[:shared]))
+        logits = our_logits(graph, loaded[1], ids)[at - 1]
+        assert trajectory.mask[at] and abs(logits[ids[at]] - logits[other[at]]) <= MARGIN, trajectory.question.text
+        ties += 1
+    figure(f"greedy rollouts equal on 1 and on 8 devices, {count} ids", f"{len(greedy) - ties} of {len(greedy)}")
+    assert ties <= 1
