@@ -7,9 +7,12 @@ import pytest
 from flax import nnx
 from helpers import one_device_mesh, random_params, tiny_config
 
-from psearch_jax.models import decoder
+from psearch_jax.config import LearningSection
+from psearch_jax.models import decoder, lora, transposed
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.models.products import product
+from psearch_jax.train.learner import Learner
+from psearch_jax.train.state import make_optimizer
 
 
 def operands(kernel_dtype):
@@ -52,3 +55,48 @@ def test_bfloat16_on_a_cpu_is_closer_to_float32_than_bfloat16_activations():
     form = implementation_for(mesh, jnp.bfloat16)
     mixed, rounded = (np.abs(logits(jnp.bfloat16, f) - exact).mean() for f in (form, "blocked"))
     assert form == "rowwise" and 0 < mixed < 0.8 * rounded
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_gradients_with_transposed_copies_are_those_without(tied, remat):
+    """A transpose of the wrong axes, or of the wrong matrix: a loss that falls by other gradients."""
+    config, mesh, adapters = tiny_config(tied=tied), one_device_mesh(), lora.Lora(4, 8.0)
+    base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config, scale=0.1))
+    params = jax.tree.map(lambda x: x + 0.01, lora.init_adapters(config, adapters, 0))
+    ids = np.random.default_rng(0).integers(3, 300, (2, 48)).astype(np.int32)
+    form = implementation_for(mesh, jnp.bfloat16)
+
+    def gradients(base, stored):
+        graph = decoder.graphdef(config, jnp.bfloat16, remat, form, lora=adapters, transposed=stored)
+
+        def loss(params):
+            model = nnx.merge(graph, base, params)
+            return model.logprobs(model.hidden(ids)[0], ids, 1.0, 300)[0].sum()
+
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    expected, actual = gradients(base, False), gradients(transposed.with_transposed(base, head=True), True)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3 * np.abs(a).max())
+
+
+def learner(dtype, adapters):
+    config, section = tiny_config(tied=True), LearningSection(micro_batch_rows=2)
+    made = Learner(
+        config, section, make_optimizer(section, 10), one_device_mesh(), 64, 1.0, 300, dtype, dtype, lora=adapters
+    )
+    made.base = jax.tree.map(lambda x: x.astype(dtype), random_params(config)) if adapters else None
+    return made
+
+
+def test_transposes_are_made_only_for_a_frozen_base_in_16_bits():
+    """Twice the memory for float32 or full training, or transposes in what the reference and the sampler are given."""
+    half = learner(jnp.bfloat16, lora.Lora(4, 8.0))
+    assert "transposed" in half._frozen_inputs and "transposed" not in half.base
+    assert half.reference_copy(None) is half.base
+    params = lora.init_adapters(tiny_config(tied=True), lora.Lora(4, 8.0), 0)
+    assert "transposed" not in half.sampling_copy(params)
+    wide = learner(jnp.float32, lora.Lora(4, 8.0))
+    assert wide._frozen_inputs is wide.base
+    assert learner(jnp.bfloat16, None)._frozen_inputs is None
