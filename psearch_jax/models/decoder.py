@@ -30,7 +30,7 @@ from psearch_jax.models.transposed import Transposed
 from psearch_jax.models.vocabulary import by_chunks, gathered
 from psearch_jax.sharding import COMPUTE, STORAGE, constrain, spec
 
-VISITED = 1024  # positions that meet the vocabulary at a time
+VISITED, VISITED_ROWWISE = 1024, 256  # positions that meet the vocabulary at a time; on a CPU
 Weights = Mapping[str, jax.Array]  # by name, as `_layer` reads them
 Head = tuple[jax.Array, jax.Array | None]  # [D, V], and [V, D] where models/transposed.py stores it
 
@@ -240,7 +240,7 @@ class Decoder(nnx.Module):
         temperature: float,
         n_ids: int,
         wanted: jax.Array | None = None,
-        chunk: int = VISITED,
+        chunk: int | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Log-probability of `targets` and entropy of the distribution at each position where they are wanted.
 
@@ -257,6 +257,7 @@ class Decoder(nnx.Module):
         Returns:
           ([B, T] float32, [B, T] float32), 0 where it is not wanted.
         """
+        chunk = chunk or (VISITED_ROWWISE if self.attention == "rowwise" else VISITED)
         visit = functools.partial(self._visit, temperature=temperature, n_ids=n_ids, chunk=chunk)
         wanted = jnp.ones(targets.shape, bool) if wanted is None else wanted
         head, mesh = self._head(), jax.sharding.get_abstract_mesh()

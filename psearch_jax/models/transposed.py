@@ -62,9 +62,15 @@ def _transposed(weights: nnx.State, head: bool) -> dict[tuple[str, ...], jax.Arr
     return out
 
 
+def with_head(weights: nnx.State, head: jax.Array) -> nnx.State:
+    """The weights of a model with a tied head, not copied, with that head [D, V] as in a model without."""
+    return nnx.from_flat_state([*nnx.to_flat_state(weights), (("lm_head",), nnx.Param(head, axes=("embed", "vocab")))])
+
+
 def with_transposed(weights: nnx.State, head: bool) -> nnx.State:
-    """`weights` and the transposes of their matrices, as a model with `transposed` takes them; `weights` themselves are
-    not copied. Without `head` that of the head is left out, as for a model with a value head.
+    """`weights`, not copied, and the transposes of their matrices, as a model with `transposed` takes them.
+
+    Without `head` that of the head is left out, as for a model with a value head.
     """
     made = [(path, nnx.Param(x)) for path, x in _transposed(weights, head).items()]
     return nnx.from_flat_state([*nnx.to_flat_state(weights), *made])

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 def by_chunks(
     one: Callable, chunk: int, head: Any, h: jax.Array, t: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`one(head, h, t)`, where `head` is a tree of arrays, for the first `count` of [M, D] states and [M] targets, `chunk` at a time; 0 behind them.
+    """`one(head, h, t)` for the first `count` of [M, D] states and [M] targets, `chunk` at a time; 0 after them.
 
     A loop that ends where the work ends, which JAX differentiates forward only: hence the backward pass of its own. It
-    computes every chunk anew.
+    computes every chunk anew. `head` is a tree of arrays.
     """
 
     def body(i: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
