@@ -12,6 +12,7 @@ from psearch_jax.config import Config, DecoderConfig
 from psearch_jax.models import decoder
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.rollout.boundary import BoundaryTables
+from psearch_jax.rollout.copy import sampled_shape
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.train.critic import Critic, critic_learning
 from psearch_jax.train.learner import Learner
@@ -24,6 +25,7 @@ def make_sampler(
     """The sampler of a config."""
     m = config.model
     dtype, adapters = jnp.dtype(m.sampling_dtype), m.lora
+    model = sampled_shape(model, mesh, dtype)
     return Sampler(
         decoder.graphdef(model, dtype, attention=implementation_for(mesh, dtype), lora=adapters, int8=m.int8_weights),
         model,

@@ -1,15 +1,22 @@
 """Products with operands in 16 bits and float32 around them."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import one_device_mesh, random_params, tiny_config
+from helpers import one_device_mesh, random_params, tables_for, tiny_config
 
-from psearch_jax.models import decoder
+from psearch_jax.config import LearningSection, Lora
+from psearch_jax.models import decoder, lora, transposed
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.models.products import product
+from psearch_jax.rollout.copy import SamplingCopy, sampled_shape
+from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.train.learner import Learner
+from psearch_jax.train.state import make_optimizer
 
 
 def operands(kernel_dtype):
@@ -52,3 +59,86 @@ def test_bfloat16_on_a_cpu_is_closer_to_float32_than_bfloat16_activations():
     form = implementation_for(mesh, jnp.bfloat16)
     mixed, rounded = (np.abs(logits(jnp.bfloat16, f) - exact).mean() for f in (form, "blocked"))
     assert form == "rowwise" and 0 < mixed < 0.8 * rounded
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_gradients_with_transposed_copies_are_those_without(tied, remat):
+    """A transpose of the wrong axes, or of the wrong matrix: a loss that falls by other gradients."""
+    config, mesh, adapters = tiny_config(tied=tied), one_device_mesh(), Lora(4, 8.0)
+    base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config, scale=0.1))
+    params = jax.tree.map(lambda x: x + 0.01, lora.init_adapters(config, adapters, 0))
+    ids = np.random.default_rng(0).integers(3, 300, (2, 48)).astype(np.int32)
+    form = implementation_for(mesh, jnp.bfloat16)
+
+    def gradients(base, stored):
+        graph = decoder.graphdef(config, jnp.bfloat16, remat, form, lora=adapters, transposed=stored)
+
+        def loss(params):
+            model = nnx.merge(graph, base, params)
+            return model.logprobs(model.hidden(ids)[0], ids, 1.0, 300)[0].sum()
+
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    expected, actual = gradients(base, False), gradients(transposed.with_transposed(base, head=True), True)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3 * np.abs(a).max())
+
+
+def learner(dtype, adapters):
+    config, section = tiny_config(tied=True), LearningSection(micro_batch_rows=2)
+    made = Learner(
+        config, section, make_optimizer(section, 10), one_device_mesh(), 64, 1.0, 300, dtype, dtype, lora=adapters
+    )
+    made.base = jax.tree.map(lambda x: x.astype(dtype), random_params(config)) if adapters else None
+    return made
+
+
+def test_transposes_are_made_only_for_a_frozen_base_in_16_bits():
+    """Twice the memory for float32 or full training, or transposes in what the reference and the sampler are given."""
+    half = learner(jnp.bfloat16, Lora(4, 8.0))
+    assert "transposed" in half._frozen_inputs and "transposed" not in half.base
+    assert half.reference_copy(None) is half.base
+    params = lora.init_adapters(tiny_config(tied=True), Lora(4, 8.0), 0)
+    assert "transposed" not in half.sampling_copy(params)
+    wide = learner(jnp.float32, Lora(4, 8.0))
+    assert wide._frozen_inputs is wide.base
+    assert learner(jnp.bfloat16, None)._frozen_inputs is None
+
+
+def test_a_separate_head_samples_with_the_log_probs_of_the_tied_one(tiny_tokenizer):
+    """The head transposed wrongly, or a copy that the sampler of the same config does not accept."""
+    config, mesh, half = tiny_config(tied=True), one_device_mesh(), jnp.dtype("bfloat16")
+    weights = jax.tree.map(lambda x: x.astype(half), random_params(config, scale=0.1))
+    make_copy = SamplingCopy(weights, None, half, mesh, in_int8=False, trained=False)
+    copy, n_ids = make_copy(weights), tiny_tokenizer.size
+    assert make_copy(weights)["lm_head"].get_value() is copy["lm_head"].get_value(), "made once for frozen weights"
+    assert copy["embedding"].get_value() is weights["embedding"].get_value()
+
+    def log_probs(shape, params):
+        form = implementation_for(mesh, half)
+        graph, stops = decoder.graphdef(shape, half, attention=form), sorted(tiny_tokenizer.stop_ids)
+        sampler = Sampler(graph, shape, tables_for(tiny_tokenizer, shape), n_ids, stops, mesh, half)
+        abstract = jax.tree.map(lambda x: (x.shape, x.dtype), sampler.abstract_params())
+        assert abstract == jax.tree.map(lambda x: (x.shape, x.dtype), params)
+        rows, ids = 4, np.random.default_rng(0).integers(3, 300, (4, 16)).astype(np.int32)
+        pool = sampler.prefill(params, ids, np.full(rows, 16, np.int32))
+        keys = np.arange(2 * rows, dtype=np.uint32).reshape(rows, 2)
+        state = sampler.admit(sampler.new_state(rows, 48), pool, np.arange(rows, dtype=np.int32), keys, 8, 48)
+        state = sampler.generate(params, state, 1.0)
+        return np.asarray(state.ids), np.asarray(state.logprobs)
+
+    tied, untied = log_probs(config, weights), log_probs(sampled_shape(config, mesh, half), copy)
+    np.testing.assert_array_equal(untied[0], tied[0])
+    np.testing.assert_allclose(untied[1], tied[1], atol=1e-4)
+    assert np.any(tied[1] < 0)
+
+
+def test_only_a_cpu_in_16_bits_samples_with_a_separate_head():
+    """A float32 sampler, or one of full training on another platform, that holds the embedding twice."""
+    config, mesh, weights = tiny_config(tied=True), one_device_mesh(), random_params(tiny_config(tied=True))
+    assert sampled_shape(config, mesh, jnp.float32) == config
+    assert SamplingCopy(weights, None, jnp.dtype("float32"), mesh, False, trained=False)(weights) is weights
+    accelerator = mock.Mock(size=1, devices=np.array([mock.Mock(platform="gpu")]))
+    assert sampled_shape(config, accelerator, jnp.bfloat16) == config
+    assert not transposed.multiplies_slowly_transposed(accelerator, jnp.bfloat16)

@@ -9,7 +9,6 @@ Each parameter is declared once, with its logical axes; the layers are stacked o
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -26,21 +25,14 @@ from psearch_jax.models.attention import ATTENDED, NEG_INF, Implementation, Keys
 from psearch_jax.models.int8 import Scales
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.lora import Adapters
-from psearch_jax.models.products import product
+from psearch_jax.models.products import precision, product
+from psearch_jax.models.transposed import Transposed
 from psearch_jax.models.vocabulary import by_chunks, gathered
 from psearch_jax.sharding import COMPUTE, STORAGE, constrain, spec
 
-VISITED = 1024  # positions that meet the vocabulary at a time
+VISITED, VISITED_ROWWISE = 1024, 256  # positions that meet the vocabulary at a time; on a CPU
 Weights = Mapping[str, jax.Array]  # by name, as `_layer` reads them
-
-
-def precision(dtype: Any) -> contextlib.AbstractContextManager:
-    """What is asked of a device for the products traced inside: float32 as float32, 16 bits as it multiplies them.
-
-    Unasked, a TPU multiplies float32 as bfloat16 and a GPU from Ampere on as TF32, with 8 and 11 bits; a log-prob that
-    is right to 1e-4 on a CPU would there be right to 1e-2. A gradient's products ask for what their forward asked for.
-    """
-    return jax.default_matmul_precision("highest") if jnp.dtype(dtype) == jnp.float32 else contextlib.nullcontext()
+Head = tuple[jax.Array, jax.Array | None]  # [D, V], and [V, D] where models/transposed.py stores it
 
 
 def _precise(method: Callable) -> Callable:
@@ -99,6 +91,7 @@ class Decoder(nnx.Module):
       lora: adapters beside every kernel of the layers.
       int8: the kernels of the layers are whole numbers, with scales beside them (models/int8.py).
       values: it has a value head [D, 1] in place of the lm head, which starts at 0.
+      transposed: its frozen matrices are stored in both orders (models/transposed.py).
     """
 
     def __init__(
@@ -112,6 +105,7 @@ class Decoder(nnx.Module):
         lora: Lora | None = None,
         int8: bool = False,
         values: bool = False,
+        transposed: bool = False,
     ):
         self.config, self.dtype, self.remat, self.attention = config, jnp.dtype(dtype), remat, attention
         self.activations = jnp.dtype(jnp.float32) if attention == "rowwise" else self.dtype
@@ -124,6 +118,7 @@ class Decoder(nnx.Module):
         self.value_head = _zeros((config.width, 1), ("embed", None)) if values else None
         self.adapters = Adapters(config, lora.rank, rngs) if lora else None
         self.scales = Scales(config) if int8 else None
+        self.transposed = Transposed(config, head=not values) if transposed else None
 
     @_precise
     def hidden(
@@ -194,7 +189,7 @@ class Decoder(nnx.Module):
     def _weights(self) -> dict[str, jax.Array]:
         """All that the layers read, by name, each [L, ...]."""
         weights = nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
-        for beside in (self.adapters, self.scales):
+        for beside in (self.adapters, self.scales, self.transposed and self.transposed.layers):
             if beside is not None:
                 weights |= nnx.to_pure_dict(nnx.state(beside, nnx.Param))
         return weights
@@ -213,19 +208,22 @@ class Decoder(nnx.Module):
         """[..., D] -> [..., V] float32 logits / temperature; embedding rows without a token are -inf (as -1e30)."""
         return self._logits(self._head(), hidden, temperature, n_ids)
 
-    def _head(self) -> jax.Array:
-        """[D, V], as stored."""
-        return self.embedding[...].T if self.lm_head is None else self.lm_head[...]
+    def _head(self) -> Head:
+        """[D, V], as stored, and [V, D] where that is stored as well."""
+        if self.transposed is None:
+            return self.embedding[...].T if self.lm_head is None else self.lm_head[...], None
+        other = self.transposed.head[...]
+        return (other, self.embedding[...]) if self.lm_head is None else (self.lm_head[...], other)
 
     def _logits(
-        self, head: jax.Array, hidden: jax.Array, temperature: float, n_ids: int, first: jax.Array | int = 0
+        self, head: Head, hidden: jax.Array, temperature: float, n_ids: int, first: jax.Array | int = 0
     ) -> jax.Array:
         """`logits` by columns of the head, the first of which is id `first`."""
         lead = hidden.shape[:-1]
         if hidden.dtype == self.dtype:
-            out = jnp.matmul(hidden, head.astype(self.dtype), preferred_element_type=jnp.float32)
+            out = jnp.matmul(hidden, head[0].astype(self.dtype), preferred_element_type=jnp.float32)
         else:
-            out = product(hidden.reshape(-1, hidden.shape[-1]), head, self.dtype).reshape(*lead, -1)
+            out = product(hidden.reshape(-1, hidden.shape[-1]), head[0], self.dtype, head[1]).reshape(*lead, -1)
         out = out / temperature
         return jnp.where(first + jnp.arange(out.shape[-1]) < n_ids, out, NEG_INF)
 
@@ -242,7 +240,7 @@ class Decoder(nnx.Module):
         temperature: float,
         n_ids: int,
         wanted: jax.Array | None = None,
-        chunk: int = VISITED,
+        chunk: int | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Log-probability of `targets` and entropy of the distribution at each position where they are wanted.
 
@@ -259,25 +257,26 @@ class Decoder(nnx.Module):
         Returns:
           ([B, T] float32, [B, T] float32), 0 where it is not wanted.
         """
+        chunk = chunk or (VISITED_ROWWISE if self.attention == "rowwise" else VISITED)
         visit = functools.partial(self._visit, temperature=temperature, n_ids=n_ids, chunk=chunk)
         wanted = jnp.ones(targets.shape, bool) if wanted is None else wanted
         head, mesh = self._head(), jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
             return visit(head, hidden, targets, wanted)
-        stored = spec(("embed", "vocab"), STORAGE, mesh, head.shape)
+        stored = spec(("embed", "vocab"), STORAGE, mesh, head[0].shape)
         rows = spec(("rows",), COMPUTE, mesh, hidden.shape)
 
         def local(head: jax.Array, *of_rows: jax.Array) -> tuple[jax.Array, jax.Array]:
             if stored[0]:
                 head = gathered(head, stored[0], self.dtype)
-            return visit(head, *of_rows, split=stored[1])
+            return visit((head, None), *of_rows, split=stored[1])
 
         mapped = jax.shard_map(local, in_specs=(stored, rows, rows, rows), out_specs=(rows, rows), check_vma=False)
-        return mapped(head, hidden, targets, wanted)
+        return mapped(head[0], hidden, targets, wanted)
 
     def _visit(
         self,
-        head: jax.Array,
+        head: Head,
         hidden: jax.Array,
         targets: jax.Array,
         wanted: jax.Array,
@@ -288,13 +287,13 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """`logprobs` of a device's rows with the head [D, V], or with its columns of it, `split` over an axis."""
         B, T, D = hidden.shape
-        columns = head.shape[1]
+        columns = head[0].shape[1]
         chunk = min(chunk, B * T)
 
         def over_all(x: jax.Array, reduce: Callable = jax.lax.psum) -> jax.Array:
             return reduce(x, split) if split else x
 
-        def one(head: jax.Array, h: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def one(head: Head, h: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
             first = jax.lax.axis_index(split) * columns if split else 0
             with precision(self.dtype):  # the backward pass is traced later
                 out = self._logits(head, h, temperature, n_ids, first)
@@ -352,7 +351,8 @@ def _layer(
 
     def dense(x: jax.Array, name: str, contracted: int = 1) -> jax.Array:
         """The kernel `name`, with its bias and its adapter where there are any."""
-        out = _dense(x, w[f"{name}_kernel"], dtype, w.get(f"{name}_bias"), contracted, w.get(f"{name}_kernel_scale"))
+        bias, scale, transposed = (w.get(f"{name}{part}") for part in ("_bias", "_kernel_scale", "_kernel_transposed"))
+        out = _dense(x, w[f"{name}_kernel"], dtype, bias, contracted, scale, transposed)
         if f"{name}_kernel_a" in w:
             # As another array than x: XLA for GPUs would make one product of both, of kernels copied side by side.
             low = lora_scale * _dense(apart(x), w[f"{name}_kernel_a"], x.dtype, contracted=contracted)
@@ -392,9 +392,10 @@ def _dense(
     bias: jax.Array | None = None,
     contracted: int = 1,
     scale: jax.Array | None = None,
+    transposed: jax.Array | None = None,
 ) -> jax.Array:
     """x [B, T, *in] times kernel [*in, *out] in products of `dtype`, as one product of two matrices; in int8 with a
-    `scale` [*out].
+    `scale` [*out]. `transposed` is as in `product`.
 
     XLA's CPU backend reaches its fast matrix product only in this form, not through an einsum over more dimensions.
     """
@@ -402,7 +403,7 @@ def _dense(
     inputs, outputs = math.prod(kernel.shape[:contracted]), kernel.shape[contracted:]
     x2, kernel = x.reshape(B * T, inputs), kernel.reshape(inputs, -1)
     if scale is None:
-        out = product(x2, kernel, dtype)
+        out = product(x2, kernel, dtype, transposed)
     else:
         out = jnp.matmul(x2.astype(dtype), kernel.astype(dtype), preferred_element_type=jnp.float32)
         out = (out * scale.reshape(-1)).astype(x.dtype)
@@ -455,14 +456,17 @@ def graphdef(
     lora: Lora | None = None,
     int8: bool = False,
     values: bool = False,
+    transposed: bool = False,
 ) -> nnx.GraphDef:
     """The static half of a model; `nnx.merge(graphdef, params)` is the live one.
 
-    With `lora` it takes adapters too, with `int8` scales, with `values` a value head in place of the lm head.
+    With `lora` it takes adapters too, with `int8` scales, with `values` a value head in place of the lm head, with
+    `transposed` what `transposed.with_transposed` adds.
     """
 
     def made() -> Decoder:
-        return Decoder(config, nnx.Rngs(params=0), dtype, remat, attention, shard_residual, lora, int8, values)
+        rngs = nnx.Rngs(params=0)
+        return Decoder(config, rngs, dtype, remat, attention, shard_residual, lora, int8, values, transposed)
 
     return nnx.split(nnx.eval_shape(made), nnx.Param)[0]
 

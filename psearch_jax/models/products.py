@@ -8,6 +8,7 @@ forward and the backward pass.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -15,11 +16,26 @@ import jax
 import jax.numpy as jnp
 
 
-def product(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
+def precision(dtype: Any) -> contextlib.AbstractContextManager:
+    """What is asked of a device for the products traced inside: float32 as float32, 16 bits as it multiplies them.
+
+    Unasked, a TPU multiplies float32 as bfloat16 and a GPU from Ampere on as TF32, with 8 and 11 bits; a log-prob that
+    is right to 1e-4 on a CPU would there be right to 1e-2. A gradient's products ask for what their forward asked for.
+    """
+    return jax.default_matmul_precision("highest") if jnp.dtype(dtype) == jnp.float32 else contextlib.nullcontext()
+
+
+def product(x: jax.Array, kernel: jax.Array, dtype: Any, transposed: jax.Array | None = None) -> jax.Array:
     """x [M, K] times kernel [K, N], with operands in `dtype`; the result is in x's dtype.
 
     Where x is wider than `dtype`, operands are rounded and sums are float32, in the backward pass too.
+
+    Args:
+      transposed: a stored copy [N, K] of a kernel that is not trained (models/transposed.py), for the backward pass;
+        the kernel then has no gradient.
     """
+    if transposed is not None:
+        return _frozen_product(x, kernel, transposed, jnp.dtype(dtype))
     if x.dtype == dtype:
         return jnp.matmul(x, kernel.astype(dtype))
     return _rounded_product(x, kernel, jnp.dtype(dtype))
@@ -44,3 +60,19 @@ def _backward(dtype: Any, kept: tuple[jax.Array, jax.Array], gradient: jax.Array
 
 
 _rounded_product.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _frozen_product(x: jax.Array, kernel: jax.Array, transposed: jax.Array, dtype: Any) -> jax.Array:
+    return _rounded_product(x, kernel, dtype)
+
+
+def _frozen_forward(x: jax.Array, kernel: jax.Array, transposed: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    return _rounded_product(x, kernel, dtype), transposed
+
+
+def _frozen_backward(dtype: Any, transposed: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None, None]:
+    return _rounded_product(gradient, transposed, dtype), None, None
+
+
+_frozen_product.defvjp(_frozen_forward, _frozen_backward)

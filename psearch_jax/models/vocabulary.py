@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def by_chunks(
-    one: Callable, chunk: int, head: jax.Array, h: jax.Array, t: jax.Array, count: jax.Array
+    one: Callable, chunk: int, head: Any, h: jax.Array, t: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`one(head, h, t)` for the first `count` of [M, D] states and [M] targets, `chunk` at a time; 0 behind them.
+    """`one(head, h, t)` for the first `count` of [M, D] states and [M] targets, `chunk` at a time; 0 after them.
 
     A loop that ends where the work ends, which JAX differentiates forward only: hence the backward pass of its own. It
-    computes every chunk anew.
+    computes every chunk anew. `head` is a tree of arrays.
     """
 
     def body(i: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -28,20 +28,22 @@ def by_chunks(
     return jax.lax.fori_loop(0, -(-count // chunk), body, (zeros, zeros))
 
 
-def _by_chunks_forward(one: Callable, chunk: int, *arguments: jax.Array) -> tuple[Any, tuple[jax.Array, ...]]:
+def _by_chunks_forward(one: Callable, chunk: int, *arguments: Any) -> tuple[Any, tuple[Any, ...]]:
     return by_chunks(one, chunk, *arguments), arguments
 
 
-def _by_chunks_backward(one: Callable, chunk: int, arguments: tuple[jax.Array, ...], gradients: Any) -> tuple:
+def _by_chunks_backward(one: Callable, chunk: int, arguments: tuple[Any, ...], gradients: Any) -> tuple:
     head, h, t, count = arguments
 
-    def body(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def body(i: jax.Array, sums: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
         mine, targets, *g = (jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk) for x in (h, t, *gradients))
         _, pull = jax.vjp(lambda head, mine: one(head, mine, targets), head, mine)
         of_head, of_mine = pull(tuple(g))
-        return sums[0] + of_head, jax.lax.dynamic_update_slice_in_dim(sums[1], of_mine, i * chunk, 0)
+        return jax.tree.map(jnp.add, sums[0], of_head), jax.lax.dynamic_update_slice_in_dim(
+            sums[1], of_mine, i * chunk, 0
+        )
 
-    zeros = jnp.zeros(head.shape, head.dtype), jnp.zeros(h.shape, h.dtype)
+    zeros = jax.tree.map(jnp.zeros_like, (head, h))
     return *jax.lax.fori_loop(0, -(-count // chunk), body, zeros), None, None
 
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from psearch_jax.config import DecoderConfig
 from psearch_jax.models import int8, lora
+from psearch_jax.models.transposed import multiplies_slowly_transposed, with_head
 from psearch_jax.sharding import sampled_in_place, sampling_cast
+
+
+def sampled_shape(config: DecoderConfig, mesh: Mesh, dtype: Any) -> DecoderConfig:
+    """The shape of the sampling copy: where a transpose multiplies slowly, a tied head is a matrix of its own."""
+    return replace(config, tied=config.tied and not multiplies_slowly_transposed(mesh, dtype))
 
 
 class SamplingCopy:
     """Makes a copy that decodes: cast once, split over `tensor` only, the kernels in int8 where asked; adapters beside
-    their base. Weights that are not trained are not copied where they lie as the sampler reads them.
+    their base. Weights that are not trained are not copied where they lie as the sampler reads them. The copy has the
+    form of `sampled_shape`.
 
     Args:
       weights, adapters: abstract or live; None where there are no adapters.
@@ -29,13 +39,21 @@ class SamplingCopy:
         same = all(x.dtype == dtype for x in jax.tree.leaves(weights))
         self._in_place = not trained and same and not in_int8 and sampled_in_place(weights, mesh)
         rounding = int8.with_kernels if in_int8 else None
+        self._unties = "lm_head" not in weights and multiplies_slowly_transposed(mesh, dtype)
+        self._frozen_head: jax.Array | None = None
         self._cast = sampling_cast(self._moved(weights, adapters), dtype, mesh, rounding)
 
     def __call__(self, weights: nnx.State, adapters: nnx.State | None = None) -> nnx.State:
+        if self._unties and self._in_place:
+            if self._frozen_head is None:
+                self._frozen_head = _head(weights)
+            weights = with_head(weights, self._frozen_head)
         if self._in_place and adapters is None:
             return weights
         copy = self._cast(self._moved(weights, adapters))
-        return lora.beside(weights, copy) if self._in_place else copy
+        if self._in_place:
+            return lora.beside(weights, copy)
+        return with_head(copy, _head(copy)) if self._unties else copy
 
     def traced(self, weights: nnx.State, adapters: nnx.State | None = None) -> jax.stages.Traced:
         """The program that casts, for ShapeDtypeStructs."""
@@ -45,3 +63,9 @@ class SamplingCopy:
         if adapters is None:
             return weights
         return adapters if self._in_place else lora.beside(weights, adapters)
+
+
+@jax.jit
+def _head(weights: nnx.State) -> jax.Array:
+    """A tied head, [D, V]."""
+    return jnp.transpose(weights["embedding"].get_value())

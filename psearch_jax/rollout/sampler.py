@@ -485,7 +485,7 @@ class Sampler:
             sampling.filter_logits(logits, self._top_k, self._top_p), sampling.uniforms(state.key, state.length)
         )
         token = jnp.where(greedy, jnp.argmax(logits, axis=-1), draw).astype(jnp.int32)
-        logprob = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), token[:, None], axis=1)[:, 0]
+        logprob = sampling.log_probability(logits, token)
 
         write_at = jnp.where(sampled, state.length, S)
         length = state.length + sampled

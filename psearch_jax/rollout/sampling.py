@@ -41,6 +41,18 @@ def choose(logits: jax.Array, uniform: jax.Array) -> jax.Array:
     return (block * _BLOCK + offset).astype(jnp.int32)
 
 
+def log_probability(logits: jax.Array, token: jax.Array) -> jax.Array:
+    """The log-probability of one id per row, [B]; those of the others are not computed.
+
+    Args:
+      logits: [B, V] float32.
+      token: [B] int32.
+    """
+    most = jnp.max(logits, axis=-1)
+    total = jnp.sum(jnp.exp(logits - most[:, None]), axis=-1)
+    return jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0] - most - jnp.log(total)
+
+
 def _invert(mass: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Index of the entry of `mass` [B, n] whose cumulative interval holds `target` [B], and the sum before it."""
     cumulative = jnp.cumsum(mass, axis=-1)

@@ -25,6 +25,7 @@ from psearch_jax.metrics import Ratio
 from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
 from psearch_jax.models.attention import implementation_for, takes_segments
+from psearch_jax.models.transposed import multiplies_slowly_transposed, with_transposed
 from psearch_jax.rl.batch import Place, micro_batches, padding
 from psearch_jax.sharding import constrain, placed, replicated, rows_sharding
 from psearch_jax.train.state import TrainState, abstract_state, learning_rate, state_shardings
@@ -77,7 +78,6 @@ class Trainable(abc.ABC):
       base: with `lora`, the frozen weights, sharded as stored; whoever loads them sets it.
     """
 
-    base: nnx.State | None = None
     metrics: tuple[str, ...]  # the names of what `_loss` measures
     scored: str  # what `score` is called where programs are counted
 
@@ -97,7 +97,12 @@ class Trainable(abc.ABC):
         values: bool = False,
     ):
         form = implementation_for(mesh, dtype)
-        self._graph = decoder.graphdef(model, dtype, remat, form, shard_residual, lora, values=values)
+        self._base: nnx.State | None = None
+        self._frozen_inputs: nnx.State | None = None  # what the programs are given for `base`
+        self._transposes, self._headless = lora is not None and multiplies_slowly_transposed(mesh, dtype), values
+        self._graph = decoder.graphdef(
+            model, dtype, remat, form, shard_residual, lora, values=values, transposed=self._transposes
+        )
         self._together = pack and takes_segments(form)
         self._widths = (row_widths if self._together else buckets)(context_tokens, widths)
         self._learning, self._optimizer, self.mesh = learning, optimizer, mesh
@@ -125,12 +130,26 @@ class Trainable(abc.ABC):
 
     # ---- what both do alike ----
 
+    @property
+    def base(self) -> nnx.State | None:
+        """The frozen weights. Setting them also makes the transposes that a CPU's backward pass in 16 bits reads."""
+        return self._base
+
+    @base.setter
+    def base(self, weights: nnx.State | None) -> None:
+        self._base, self._frozen_inputs = weights, self._as_trained_on(weights)
+
+    def _as_trained_on(self, weights: nnx.State | None) -> nnx.State | None:
+        if weights is None or not self._transposes:
+            return weights
+        return with_transposed(weights, head=not self._headless)
+
     def score(self, params: nnx.State, batch: TrainBatch, look: Callable[[], None] = go_on) -> np.ndarray:
         """The score of every id of a batch that counts; 0 elsewhere. [N, S] float32.
 
         `look` is called before every micro-batch, with one or none under way, and may raise.
         """
-        return self._over_batch(lambda piece: self._score(params, self.base, piece), batch, look)
+        return self._over_batch(lambda piece: self._score(params, self._frozen_inputs, piece), batch, look)
 
     def update(
         self, state: TrainState, batch: TrainBatch, look: Callable[[], None] = go_on
@@ -169,9 +188,9 @@ class Trainable(abc.ABC):
         for width in self._widths:
             piece = empty_piece(self._learning.micro_batch_rows, width, np.zeros)
             with jax.set_mesh(self.mesh):
-                jax.block_until_ready(self._accumulate(params, self.base, self._zero(params), piece))
+                jax.block_until_ready(self._accumulate(params, self._frozen_inputs, self._zero(params), piece))
                 if self.needs_score:
-                    jax.block_until_ready(self._score(params, self.base, piece))
+                    jax.block_until_ready(self._score(params, self._frozen_inputs, piece))
 
     @property
     def needs_score(self) -> bool:
@@ -190,6 +209,7 @@ class Trainable(abc.ABC):
           frozen: `base` as ShapeDtypeStructs.
         """
         rows, mesh = self._learning.micro_batch_rows, self.mesh
+        frozen = jax.eval_shape(self._as_trained_on, frozen) if self._transposes else frozen
         state = self._state()
         sums = jax.eval_shape(self._zero_program, state.params)
         others = jax.tree.map(lambda _: replicated(mesh), sums[1:])
@@ -241,7 +261,7 @@ class Trainable(abc.ABC):
             for piece in pieces:
                 jax.block_until_ready(sums[1])
                 look()
-                sums = self._accumulate(params, self.base, sums, piece)
+                sums = self._accumulate(params, self._frozen_inputs, sums, piece)
         return sums
 
     # ---- the programs ----
