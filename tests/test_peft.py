@@ -19,6 +19,7 @@ from runs import command, run, small_config
 from psearch_jax import build
 from psearch_jax.config import Lora
 from psearch_jax.models import decoder, hf, lora, peft
+from psearch_jax.train.sft import row_batch
 from psearch_jax.types import UserError
 
 CONFIG = tiny_config(tied=False)
@@ -121,16 +122,15 @@ def test_training_continues_adapters_and_evaluation_takes_them(tiny_policy, tmp_
     assert any(np.abs(x).max() > 0 for x in weights(parts)[1::2])
 
     learning = replace(config.learning, kl_coefficient=0.01)
-    made = build.training_run(replace(config, learning=learning))
-    for a, b in zip(jax.tree.leaves(made.state.params), weights(parts), strict=True):
-        np.testing.assert_array_equal(a, b)
-    rows = [(np.arange(3, 60, dtype=np.int32), np.arange(57) > 20)]
-    from psearch_jax.train.sft import row_batch
-
-    batch = row_batch(rows)
-    by_reference = made.learner.reference_score(made.reference, batch)
-    np.testing.assert_array_equal(by_reference, made.learner.score(made.state.params, batch))
-    assert np.abs(by_reference).max() > 0
+    batch = row_batch([(np.arange(3, 60, dtype=np.int32), np.arange(57) > 20)])
+    for dtype in ("float32", "bfloat16"):  # on a CPU the programs of the second are given the weights in another form
+        model = replace(config.model, dtype=dtype, sampling_dtype=dtype)
+        made = build.training_run(replace(config, learning=learning, model=model))
+        for a, b in zip(jax.tree.leaves(made.state.params), weights(parts), strict=True):
+            np.testing.assert_array_equal(a, b)
+        by_reference = made.learner.reference_score(made.reference, batch)
+        np.testing.assert_array_equal(by_reference, made.learner.score(made.state.params, batch))
+        assert np.abs(by_reference).max() > 0
 
     with pytest.raises(UserError, match="config.model.lora_rank: found 4 with adapters of rank 3"):
         build.engine(replace(config, model=replace(config.model, lora_rank=4)))

@@ -105,7 +105,7 @@ class Learner(Trainable):
 
     def _by_reference(self, reference: nnx.State, piece: Packed) -> jax.Array:
         if "adapters" in reference:
-            return self._score(reference, self.base, piece)
+            return self._score(reference, self._frozen_inputs, piece)
         return self._reference_score(reference, None, piece)
 
     def warm_up(self, params: nnx.State, reference: nnx.State | None = None) -> None:
