@@ -24,7 +24,8 @@ from psearch_jax.rollout import sampling
 from psearch_jax.rollout.boundary import BoundaryTables
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.inflight import InFlight
-from psearch_jax.rollout.sampler import Sampler, SamplerState, Status
+from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.rollout.sampler_state import SamplerState, Status
 from psearch_jax.sharding import SAMPLING, make_mesh, param_shardings
 from psearch_jax.text.tags import MIN_OBSERVATION_TOKENS
 from psearch_jax.types import Question, Trajectory, Turn, UserError

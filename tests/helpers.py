@@ -18,7 +18,8 @@ from psearch_jax.models import decoder
 from psearch_jax.rollout import sampling
 from psearch_jax.rollout.boundary import BoundaryTables, build_tables
 from psearch_jax.rollout.collect import Collector
-from psearch_jax.rollout.sampler import Sampler, SamplerState
+from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.rollout.sampler_state import SamplerState
 from psearch_jax.sharding import make_mesh
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.learner import Learner

@@ -16,7 +16,7 @@ from psearch_jax.config import PRESETS, DecoderConfig
 from psearch_jax.models import decoder, kv_cache
 from psearch_jax.models.hf import load_hf
 from psearch_jax.models.kv_cache import KVCache
-from psearch_jax.rollout.sampler import Status
+from psearch_jax.rollout.sampler_state import Status
 from psearch_jax.sharding import AXES, SAMPLING, STORAGE, param_shardings
 
 TOLERANCE = 1e-5  # of max|a-b| / max|b|

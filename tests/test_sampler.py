@@ -10,7 +10,7 @@ from flax import nnx
 from helpers import ScriptedSampler, make_learner, make_sampler, random_params, started, tiny_config
 
 from psearch_jax.models import decoder, int8
-from psearch_jax.rollout.sampler import SamplerState, Status
+from psearch_jax.rollout.sampler_state import SamplerState, Status
 from psearch_jax.types import TrainBatch
 
 B, S, C = 8, 64, 8  # slots, positions, forced ids of one call

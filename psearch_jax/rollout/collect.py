@@ -19,7 +19,8 @@ from psearch_jax.buckets import buckets
 from psearch_jax.config import RetrievalSection, RolloutSection
 from psearch_jax.rollout import sampling
 from psearch_jax.rollout.inflight import InFlight, Parts, Progress
-from psearch_jax.rollout.sampler import Sampler, Widths
+from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.rollout.sampler_state import Widths
 from psearch_jax.rollout.usage import Usage
 from psearch_jax.text import tags
 from psearch_jax.text.tokenizer import Tokenizer

@@ -33,7 +33,8 @@ from psearch_jax import processes
 from psearch_jax.buckets import pick
 from psearch_jax.config import RetrievalSection, RolloutSection
 from psearch_jax.rollout import sampling
-from psearch_jax.rollout.sampler import FOREVER, Sampler, SamplerState, Status, Widths
+from psearch_jax.rollout.sampler import FOREVER, Sampler
+from psearch_jax.rollout.sampler_state import SamplerState, Status, Widths
 from psearch_jax.rollout.usage import Usage
 from psearch_jax.text import tags
 from psearch_jax.text.tokenizer import Tokenizer

@@ -24,7 +24,7 @@ from psearch_jax import processes
 from psearch_jax.limits import HOTTEST
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.inflight import in_background
-from psearch_jax.rollout.sampler import Status
+from psearch_jax.rollout.sampler_state import Status
 from psearch_jax.serving.flight import Served
 from psearch_jax.text import tags
 from psearch_jax.text.answers import normalise
