@@ -99,6 +99,10 @@ class Words:
 
     stop_ids = frozenset()
 
+    def next_user_message(self, text: str, max_tokens: int) -> list[int]:
+        """No reply ends without an action here."""
+        return []
+
     def __init__(self, n_ids: int):
         self._n_ids = n_ids
 

@@ -87,7 +87,7 @@ def test_a_turn_without_an_action_and_an_end_without_an_answer_are_told(sampler,
     for event in found["Who?"]:
         told.add(event)
     assert all(turn["seconds"] > 0 for turn in as_json("Who?", told)["turns"]), "each turn has its own"
-    assert found["What?"][-1].trajectory.status == "eos" and found["What?"][-1].trajectory.answer is None
+    assert found["What?"][-1].trajectory.status == "out_of_turns" and found["What?"][-1].trajectory.answer is None
 
 
 class Panic(BaseException):

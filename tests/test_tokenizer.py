@@ -240,7 +240,7 @@ def test_other_kinds_of_tokenizer_are_refused(tmp_path):
 
 def test_packaged_templates(tiny_tokenizer):
     """A template without its tags would never teach the grammar; the toy one must cost nothing."""
-    assert prompts.packaged_templates() == ("direct", "parallel", "sequential", "toy")
+    assert prompts.packaged_templates() == ("compact", "direct", "parallel", "sequential", "toy")
     texts = {name: prompts.load_template(name) for name in prompts.packaged_templates()}
     assert texts["toy"] == "{question}"
     assert "##" in texts["parallel"] and "##" not in texts["sequential"]
