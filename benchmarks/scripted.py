@@ -99,12 +99,12 @@ class Words:
 
     stop_ids = frozenset()
 
+    def __init__(self, n_ids: int):
+        self._n_ids = n_ids
+
     def next_user_message(self, text: str, max_tokens: int) -> list[int]:
         """No reply ends without an action here."""
         return []
-
-    def __init__(self, n_ids: int):
-        self._n_ids = n_ids
 
     def encode_foreign(self, text: str) -> list[int]:
         return [zlib.crc32(word.encode()) % self._n_ids for word in text.split()]

@@ -20,7 +20,7 @@ from psearch_jax.models import decoder, hf, lora
 from psearch_jax.sharding import AXES, STORAGE, param_shardings
 from psearch_jax.train import checkpoint
 from psearch_jax.train.step import train_step
-from psearch_jax.types import UserError
+from psearch_jax.types import RewardParts, UserError
 
 CONFIG = tiny_config(tied=False)
 ADAPTERS = Lora(rank=3, alpha=6.0)
@@ -121,6 +121,7 @@ def fields(**changes) -> dict:
 def test_only_adapters_are_trained(tiny_policy):
     """An optimizer over the frozen weights, or a base that moves, makes LoRA neither small nor a reference."""
     parts = build.training_run(small_config(tiny_policy, **fields(**{"learning.learning_rate": 1e-2})))
+    parts.reward = lambda t: RewardParts(float(t.sample % 2), 0.0, 0.0, 0.0)  # every group has a signal
     shapes = [x.shape for x in jax.tree.leaves(parts.state.params)]
     assert len(shapes) == 14 and all(4 in (shape[1], shape[-1]) for shape in shapes)
     assert parts.reference is parts.learner.base
