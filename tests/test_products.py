@@ -85,6 +85,17 @@ def test_gradients_with_transposed_copies_are_those_without(tied, remat):
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3 * np.abs(a).max())
 
 
+def test_no_stack_of_frozen_kernels_is_converted_to_float32():
+    """An update that copies all kernels to float32 first, which a loop over slices of bfloat16 does on a CPU."""
+    trained = learner(jnp.bfloat16, Lora(4, 8.0))
+    programs = trained.traced(jax.eval_shape(lambda: trained.base))["accumulate"]
+    text = next(iter(programs.values()))().lower().compile().as_text()
+    config = tiny_config(tied=True)
+    for shape in {(config.width, config.mlp), (config.mlp, config.width)}:
+        stack = ",".join(map(str, (config.layers, *shape)))
+        assert f"u16[{stack}]" in text and f"f32[{stack}]" not in text
+
+
 def learner(dtype, adapters):
     config, section = tiny_config(tied=True), LearningSection(micro_batch_rows=2)
     made = Learner(

@@ -32,8 +32,9 @@ def product(x: jax.Array, kernel: jax.Array, dtype: Any, transposed: jax.Array |
 
     Args:
       transposed: a stored copy [N, K] of a kernel that is not trained (models/transposed.py), for the backward pass;
-        the kernel then has no gradient.
+        the kernel then has no gradient. Both may be given as their `bits`.
     """
+    kernel = from_bits(kernel)
     if transposed is not None:
         return _frozen_product(x, kernel, transposed, jnp.dtype(dtype))
     if x.dtype == dtype:
@@ -72,7 +73,21 @@ def _frozen_forward(x: jax.Array, kernel: jax.Array, transposed: jax.Array, dtyp
 
 
 def _frozen_backward(dtype: Any, transposed: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None, None]:
-    return _rounded_product(gradient, transposed, dtype), None, None
+    return _rounded_product(gradient, from_bits(transposed), dtype), None, None
 
 
 _frozen_product.defvjp(_frozen_forward, _frozen_backward)
+
+
+def bits(x: jax.Array) -> jax.Array:
+    """The bits of a bfloat16 array as uint16; an array of another dtype as it is.
+
+    XLA's CPU backend has no slices of bfloat16: it converts a stack of kernels to float32 before the loop that takes a
+    layer's kernel from it, in every call. Integers it slices as they are.
+    """
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def from_bits(x: jax.Array) -> jax.Array:
+    """The inverse of `bits`."""
+    return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x

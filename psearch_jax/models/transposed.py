@@ -2,7 +2,8 @@
 
 XLA multiplies 16-bit operands on a CPU at twice the speed of float32 only where the second one is stored [K, N]. The
 backward pass multiplies by the transpose of every kernel, and a tied head is the transpose of the embedding; read
-from what is stored, both are as slow as float32. Matrices that are not trained are therefore transposed once.
+from what is stored, both are as slow as float32. Matrices that are not trained are therefore transposed once. The
+stacks of the layers are stored as their bits, because a loop over layers slices no others in 16 bits (products.bits).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from jax.sharding import Mesh
 
 from psearch_jax.config import DecoderConfig
 from psearch_jax.models.lora import KERNELS, axis_sizes
+from psearch_jax.models.products import bits
 
 
 class TransposedKernels(nnx.Module):
@@ -49,14 +51,15 @@ def multiplies_slowly_transposed(mesh: Mesh, dtype: Any) -> bool:
 
 
 @functools.partial(jax.jit, static_argnames="head")
-def _transposed(weights: nnx.State, head: bool) -> dict[tuple[str, ...], jax.Array]:
+def _both_orders(weights: nnx.State, head: bool) -> dict[tuple[str, ...], jax.Array]:
     flat, layers = dict(nnx.to_flat_state(weights)), weights["layers"]
     out = {}
     for name, (inner, _) in KERNELS.items():
         kernel = layers[name].get_value()
         inputs = math.prod(kernel.shape[1 : 1 + len(inner)])
         matrices = kernel.reshape(kernel.shape[0], inputs, -1).swapaxes(1, 2)
-        out["transposed", "layers", f"{name}_transposed"] = matrices
+        out["layers", name] = bits(kernel)
+        out["transposed", "layers", f"{name}_transposed"] = bits(matrices)
     if head:
         out["transposed", "head"] = flat.get(("lm_head",), flat["embedding",]).get_value().T
     return out
@@ -68,9 +71,10 @@ def with_head(weights: nnx.State, head: jax.Array) -> nnx.State:
 
 
 def with_transposed(weights: nnx.State, head: bool) -> nnx.State:
-    """`weights`, not copied, and the transposes of their matrices, as a model with `transposed` takes them.
+    """`weights` and the transposes of their matrices, as a model with `transposed` takes them.
 
-    Without `head` that of the head is left out, as for a model with a value head.
+    The layers' matrices are copied, all else is not. Without `head` the head's transpose is left out, as for a model
+    with a value head.
     """
-    made = [(path, nnx.Param(x)) for path, x in _transposed(weights, head).items()]
-    return nnx.from_flat_state([*nnx.to_flat_state(weights), *made])
+    made = {path: nnx.Param(x) for path, x in _both_orders(weights, head).items()}
+    return nnx.from_flat_state(dict(nnx.to_flat_state(weights)) | made)
