@@ -32,9 +32,8 @@ def product(x: jax.Array, kernel: jax.Array, dtype: Any, transposed: jax.Array |
 
     Args:
       transposed: a stored copy [N, K] of a kernel that is not trained (models/transposed.py), for the backward pass;
-        the kernel then has no gradient. Both may be given as their `bits`.
+        the kernel then has no gradient, and both may be given as their `bits`.
     """
-    kernel = from_bits(kernel)
     if transposed is not None:
         return _frozen_product(x, kernel, transposed, jnp.dtype(dtype))
     if x.dtype == dtype:
@@ -65,14 +64,15 @@ _rounded_product.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _frozen_product(x: jax.Array, kernel: jax.Array, transposed: jax.Array, dtype: Any) -> jax.Array:
-    return _rounded_product(x, kernel, dtype)
+    return _rounded_product(x, from_bits(kernel), dtype)
 
 
 def _frozen_forward(x: jax.Array, kernel: jax.Array, transposed: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    return _rounded_product(x, kernel, dtype), transposed
+    return _frozen_product(x, kernel, transposed, dtype), transposed
 
 
 def _frozen_backward(dtype: Any, transposed: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None, None]:
+    # Converted only here: what the forward pass converts, a loop over layers stores once more for the backward pass.
     return _rounded_product(gradient, from_bits(transposed), dtype), None, None
 
 

@@ -3,7 +3,7 @@
 XLA multiplies 16-bit operands on a CPU at twice the speed of float32 only where the second one is stored [K, N]. The
 backward pass multiplies by the transpose of every kernel, and a tied head is the transpose of the embedding; read
 from what is stored, both are as slow as float32. Matrices that are not trained are therefore transposed once. The
-stacks of the layers are stored as their bits, because a loop over layers slices no others in 16 bits (products.bits).
+layers' bfloat16 matrices are stored as their bits, in both orders (products.bits says why).
 """
 
 from __future__ import annotations
