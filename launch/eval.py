@@ -7,6 +7,8 @@
 `closed_world:SET` is built in, `closed_world` is all kinds of questions, `NAME:closed_world:SET+SET` draws such
 questions for another name. Budgets, prompt and method are those of --config, else of the run that a checkpoint belongs
 to, else the defaults. OUT holds results.json, results.md, report.html and one file of rows per benchmark.
+With --gold_passages nothing is searched: the passages that state the facts stand in the context, an upper limit for
+any retriever.
 The same command goes on where a killed one stopped. `launch/report.py OUT OUT` compares two evaluations.
 """
 
@@ -36,6 +38,11 @@ COUNT = flags.DEFINE_integer("count", 0, "Questions per benchmark; 0: a whole fi
 COUNT_SEED = flags.DEFINE_integer("count_seed", 1, "Of the draw of --count questions from a file.", 0)
 SKIP = flags.DEFINE_bool("skip_bad_rows", False, "Leave bad rows of a file out, and list them in OUT/skipped.txt.")
 TRAINING = flags.DEFINE_string("training_data", None, "Questions trained on, to find leaks; default: the run's own.")
+GOLD = flags.DEFINE_bool(
+    "gold_passages",
+    False,
+    "No searches: the passages that the questions' metadata name stand in the context from the start.",
+)
 launching.process_flags()
 flags.mark_flag_as_required("out")
 
@@ -69,12 +76,14 @@ def with_flags(config: Config) -> Config:
     for name, flag in OVERRIDES.items():
         if flag.value is not None:
             values[FIELDS[name][0]][name] = flag.value
+    if GOLD.value:
+        values["rollout"] |= {"initial_search": True, "search_turns": 0}
     return from_mapping(values)
 
 
 def with_passages(config: Config, closed_world: list[bool]) -> Config:
     """The config with the passages that the benchmarks need: the closed world's own, or those of a named index."""
-    retrieval, source = config.retrieval, ""
+    retrieval, source, rollout = config.retrieval, "", with_method(config).rollout
     if all(closed_world):
         if given.passages():
             raise UserError(
@@ -83,9 +92,22 @@ def with_passages(config: Config, closed_world: list[bool]) -> Config:
         retrieval, source = dataclasses.replace(retrieval, index="", corpus="", url=""), "closed_world"
     elif any(closed_world):
         raise UserError("--benchmark: the closed world and files found together, accepted: one of them per call")
-    elif not (retrieval.index or retrieval.corpus or retrieval.url) and with_method(config).rollout.search_turns:
+    elif not (retrieval.index or retrieval.corpus or retrieval.url) and (
+        rollout.search_turns or rollout.initial_search
+    ):
         raise UserError("--index: none given, accepted for question files: a directory of launch/build_index.py")
     return dataclasses.replace(config, data=dataclasses.replace(config.data, source=source), retrieval=retrieval)
+
+
+def check_gold(config: Config, benchmarks: dict[str, list[Question]]) -> None:
+    """Raises `UserError` where --gold_passages cannot be followed, before weights are loaded."""
+    from psearch_jax.eval.gold import titles_of
+
+    if not with_method(config).rollout.initial_search:
+        raise UserError(f"--gold_passages: found with method {config.method}, accepted: a method that reads passages")
+    for questions in benchmarks.values():
+        for question in questions:
+            titles_of(question)
 
 
 def leaks(benchmarks: dict[str, list[Question]], trained_on: str, held_out: float) -> dict[str, list[str]]:
@@ -129,6 +151,8 @@ def main(_: list[str]) -> None:
     )
     questions = {benchmark.name: benchmark.questions for benchmark in loaded}
     config = with_passages(asked, [benchmark.closed_world for benchmark in loaded])
+    if GOLD.value:
+        check_gold(config, questions)
     leaked = leaks(questions, asked.data.source, asked.data.validation_share)
 
     from tqdm import tqdm
@@ -136,6 +160,7 @@ def main(_: list[str]) -> None:
     from psearch_jax import build  # slow to import: bad input is refused before
     from psearch_jax.eval import tables
     from psearch_jax.eval.evaluate import FILLS, Evaluation, evaluate, weights_digest
+    from psearch_jax.eval.gold import GoldPassages
     from psearch_jax.eval.scores import figures
     from psearch_jax.report import page
     from psearch_jax.train.validation import EVAL_STEP
@@ -147,6 +172,11 @@ def main(_: list[str]) -> None:
     settings |= {name: sections[name] for name in ("data", "rollout")}
     # Not the addresses: a server may have moved; what decides is the corpus behind it.
     settings["retrieval"] = {name: sections["retrieval"][name] for name in ("index", "corpus", "topk")}
+    if GOLD.value:
+        asked_of_all = [q for asked in questions.values() for q in asked]
+        gold = GoldPassages(parts.collector.retriever, asked_of_all)
+        parts = dataclasses.replace(parts, collector=parts.collector.with_retriever(gold))
+        settings["gold_passages"] = True
     retriever = parts.collector.retriever
     passages = processes.together(lambda: retriever.describe() if retriever and processes.first() else {})[0]
     settings["retrieval"] |= {name: passages[name] for name in ("corpus_sha256", "rows") if passages}

@@ -36,8 +36,8 @@ def answer(text, well_formed=True):
     return Turn("<answer>", "answer", well_formed, answer=text, n_sampled=4)
 
 
-def trajectory(*turns, kind="parallel", status="answered", id=0, sample=0, **metadata):
-    asked = Question("test", str(id), "Who is older?", ("Ada Lovelace",), kind, metadata)
+def trajectory(*turns, kind="parallel", status="answered", id=0, sample=0, text="Who is older?", **metadata):
+    asked = Question("test", str(id), text, ("Ada Lovelace",), kind, metadata)
     empty = np.zeros(30)
     return Trajectory(asked, sample, status, turns, empty.astype(np.int32), empty.astype(bool), empty, 3)
 
@@ -196,6 +196,31 @@ def test_splitting_by_hand():
     assert (found["accuracy"], found["precision"], found["recall"]) == (round(5 / 7, 6), 0.75, 0.75)
     alone = splitting(made[-1:])
     assert (alone["accuracy"], alone["precision"], alone["recall"]) == (None, None, None)
+
+
+def test_controls_of_the_decision_to_split():
+    """A policy that splits what holds the word "or" taken for one that knows what depends on what."""
+    comparison = scored(search("a", "b"), answer("x"), id=0, text="Who is older, Ada Lovelace or Alan Turing?")
+    bridge = [
+        scored(search("a"), answer("x"), id=1, kind="sequential", text="When was the mother of Ada Lovelace born?"),
+        scored(search("a"), answer("x"), id=2, kind="sequential", text="Which war was between Rome and Carthage?"),
+    ]
+    found = splitting([comparison, *bridge])
+    assert (found["accuracy"], found["never"], found["by_words"]) == (1.0, round(2 / 3, 6), round(2 / 3, 6))
+    assert "| 1.000 | 1.000 | 1.000 | .667 | .667 |" in results({"2wiki": figures([comparison, *bridge])}, "us")
+
+
+def test_two_evaluations_are_compared_kind_by_kind():
+    """A gain on comparisons that is made good by a loss on sequential questions, in a table of their sum alone."""
+    kinds = ("parallel", "sequential")
+    first, second = (
+        [replace(SPLIT, id=str(i), kind=kind, em=em) for i, (kind, em) in enumerate(zip(kinds, ems, strict=True))]
+        for ems in ((0.0, 1.0), (1.0, 0.0))
+    )
+    compared = paired_table(("a", {"2wiki": first}), ("b", {"2wiki": second}))
+    assert "| 2wiki | EM | 0.500 | 0.500 | +0.000 |" in compared
+    assert "| 2wiki, parallel | EM | 0.000 | 1.000 | +1.000 |" in compared
+    assert "| 2wiki, sequential | EM | 1.000 | 0.000 | -1.000 |" in compared
 
 
 def test_splitting_by_labels_read_by_hand():

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from psearch_jax.data.kinds import MUSIQUE_GRAPHS
+from psearch_jax.eval.surface import looks_parallel
 from psearch_jax.metrics import mean
 from psearch_jax.text.answers import exact_match, f1, normalise
 from psearch_jax.types import KINDS, EndStatus, Kind, Trajectory, UserError
@@ -46,6 +47,7 @@ class Score:
     graph: str | None = None  # of a MuSiQue question, a key of MUSIQUE_GRAPHS
     label: str | None = None  # how the question's facts depend on one another, read by hand
     chance: float | None = None  # the EM of a guess among the answers that the question leaves open, where known
+    looks_parallel: bool = False  # by the question's words alone (surface.py)
 
     @property
     def split(self) -> bool:
@@ -80,6 +82,7 @@ def score(t: Trajectory) -> Score:
         graph=question.metadata.get("graph"),
         label=question.metadata.get("dependency"),
         chance=question.metadata.get("chance"),
+        looks_parallel=looks_parallel(question.text),
     )
 
 
@@ -217,6 +220,7 @@ def splitting(scores: Sequence[Score], by_hand: bool = False) -> dict[str, Any]:
     `confusion` counts per kind: `split`, `whole` (one query), `none` (no search). A decision is right when parallel
     questions are split and sequential and single ones are not; `accuracy`, `precision` and `recall` of splitting are
     over those three, None where nothing is counted. Mixed questions, of which a part can be split, stay apart.
+    `never` and `by_words` are the accuracy of two controls: to split nothing, and what `surface.looks_parallel`.
 
     Args:
       by_hand: by the labels read by hand, not by the set's kinds.
@@ -227,16 +231,16 @@ def splitting(scores: Sequence[Score], by_hand: bool = False) -> dict[str, Any]:
         if group:
             split, none = sum(s.split for s in group), sum(s.first_sub_queries == 0 for s in group)
             confusion[kind] = {"split": split, "whole": len(group) - split - none, "none": none}
-    parallel = confusion.get("parallel", {"split": 0, "whole": 0, "none": 0})
-    others = [confusion[kind] for kind in ("sequential", "single") if kind in confusion]
-    wrong = sum(row["split"] for row in others)
-    right = parallel["split"] + sum(row["whole"] + row["none"] for row in others)
-    counted = sum(parallel.values()) + sum(sum(row.values()) for row in others)
+    kinds = [(s.label if by_hand else s.kind, s) for s in scores]
+    counted = [(kind == "parallel", s) for kind, s in kinds if kind in ("parallel", "sequential", "single")]
+    right = sum(s.split for parallel, s in counted if parallel)
     return {
         "confusion": confusion,
-        "accuracy": _ratio(right, counted),
-        "precision": _ratio(parallel["split"], parallel["split"] + wrong),
-        "recall": _ratio(parallel["split"], sum(parallel.values())),
+        "accuracy": _ratio(sum(s.split == parallel for parallel, s in counted), len(counted)),
+        "precision": _ratio(right, sum(s.split for _, s in counted)),
+        "recall": _ratio(right, sum(parallel for parallel, _ in counted)),
+        "never": _ratio(sum(not parallel for parallel, _ in counted), len(counted)),
+        "by_words": _ratio(sum(s.looks_parallel == parallel for parallel, s in counted), len(counted)),
     }
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from psearch_jax.eval.benchmarks import Published, published, published_average
-from psearch_jax.eval.scores import LAST_TURN, Score, by_source, paired
+from psearch_jax.eval.scores import LAST_TURN, Score, by_kind, by_source, paired
 from psearch_jax.metrics import mean
 from psearch_jax.types import KINDS, UserError
 
-PAIRED = ("em", "turns", "tokens")  # what two evaluations are compared in
+# What two evaluations are compared in: fields of `Score`.
+PAIRED = {"em": "EM", "f1": "F1", "split": "split", "turns": "turns", "tokens": "tokens", "valid_format": "valid"}
 
 
 def share(value: float | None) -> str:
@@ -127,8 +128,9 @@ def samples_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def splitting_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
-    """What the first search was, per kind; and how often that was right."""
-    rows = [["benchmark", "questions", "split", "whole", "no search", "accuracy", "precision", "recall"]]
+    """What the first search was, per kind; and how often that was right, beside two controls that see no model."""
+    head = ["benchmark", "questions", "split", "whole", "no search", "accuracy", "precision", "recall"]
+    rows = [[*head, "never split", "by words"]]
     for name, found in benchmarks.items():
         rows += _splitting_rows(name, "", found["splitting"])
         if "labels" in found:
@@ -138,11 +140,11 @@ def splitting_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _splitting_rows(name: str, note: str, found: Mapping[str, Any]) -> list[list[str]]:
     rows = [
-        [name, kind + note, *(str(counts[key]) for key in ("split", "whole", "none")), "", "", ""]
+        [name, kind + note, *(str(counts[key]) for key in ("split", "whole", "none")), *[""] * 5]
         for kind, counts in found["confusion"].items()
     ]
     if sum(kind in found["confusion"] for kind in KINDS[:3]) > 1:  # one kind alone has no precision to speak of
-        quality = [share(found[key]) for key in ("accuracy", "precision", "recall")]
+        quality = [share(found[key]) for key in ("accuracy", "precision", "recall", "never", "by_words")]
         rows.append([name, f"all but mixed{note}", "", "", "", *quality])
     return rows
 
@@ -163,7 +165,7 @@ def paired_table(
 ) -> str:
     """Two evaluations of the same questions: means, differences with 95% intervals and p, and ratios.
 
-    The sets of a merged benchmark follow it.
+    The sets of a merged benchmark follow it, and the kinds of a set of several.
 
     Raises:
       UserError: they share no benchmark, or a benchmark's questions differ.
@@ -175,18 +177,25 @@ def paired_table(
     pairs = {}
     for name in names:
         pairs[name] = (first[1][name], second[1][name])
-        ours, theirs = map(by_source, pairs[name])
-        if len(ours) > 1:
-            pairs |= {f"{name}: {source}": (ours[source], theirs.get(source, [])) for source in ours}
+        parts = {f"{name}: {source}": group for source, group in _parts(*pairs[name], by_source).items()}
+        for one, both in (parts or {name: pairs[name]}).items():
+            pairs[one] = both
+            pairs |= {f"{one}, {kind}": group for kind, group in _parts(*both, by_kind).items()}
     for name, (a, b) in pairs.items():
-        for value in PAIRED:
+        for value, title in PAIRED.items():
             d = paired(a, b, value)
             numbers = [f"{d[key]:.3f}" for key in ("first", "second")] + [f"{d['difference']:+.3f}"]
             spread = [f"{d['low']:+.3f} to {d['high']:+.3f}", f"{d['p']:.4f}"]
             ratio = [f"{d['ratio']:.3f}", f"{d['ratio_low']:.3f}-{d['ratio_high']:.3f}"]
             if math.isnan(d["ratio_low"]):  # the first one's mean is, or may by chance be, zero
                 ratio = ["", ""]
-            rows.append(
-                [name, value.upper() if value == "em" else value, *numbers, *spread, *ratio, str(d["questions"])]
-            )
+            rows.append([name, title, *numbers, *spread, *ratio, str(d["questions"])])
     return table(rows)
+
+
+def _parts(
+    first: Sequence[Score], second: Sequence[Score], divide: Callable[[Sequence[Score]], Mapping[Any, list[Score]]]
+) -> dict[Any, tuple[list[Score], list[Score]]]:
+    """The parts of two evaluations side by side, where there is more than one."""
+    ours, theirs = divide(first), divide(second)
+    return {name: (ours[name], theirs.get(name, [])) for name in ours} if len(ours) > 1 else {}

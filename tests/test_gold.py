@@ -1,0 +1,84 @@
+"""Gold passages: the upper limit for retrieval that launch/eval.py --gold_passages measures."""
+
+import json
+
+import pytest
+from programs import ROOT, completed
+
+from psearch_jax.data.sources import read_questions
+from psearch_jax.eval.gold import GoldPassages, titles_of
+from psearch_jax.types import Question, UserError
+from retrieval.protocol import Passage
+from retrieval.service import RetrievalService
+
+PASSAGES = [
+    Passage("0", "The Jerk", "The Jerk is a film by Carl Reiner."),
+    Passage("1", "Carl Reiner", "Carl Reiner was born in 1922."),
+    Passage("2", "The Jerk, Too", "The Jerk, Too is a film."),
+    Passage("3", "Folly to Be Wise", "Folly to Be Wise is a film by Frank Launder."),
+    Passage("4", "Frank Launder", "Frank Launder was born in 1906."),
+]
+EVIDENCE = [["The Jerk", "director", "Carl Reiner"], ["Carl Reiner", "date of birth", "1922"]]
+
+
+@pytest.fixture
+def service():
+    return RetrievalService.from_corpus(PASSAGES)
+
+
+def asked(text="When was the  director of The Jerk born?", **metadata):
+    return Question("2wiki", "7", text, ("1922",), "sequential", metadata)
+
+
+def test_the_passages_of_the_evidence_are_found(service):
+    """An upper limit measured with the passage of a similar title, or with that of the first fact alone."""
+    gold = GoldPassages(service, [asked(evidences=EVIDENCE)])
+    (found,) = gold.search(["When was the director of The Jerk born?"], 1)
+    assert [passage.title for passage in found] == ["The Jerk", "Carl Reiner"]
+    assert gold.describe() == service.describe()
+
+
+def test_titles_given_by_the_set_go_first(service):
+    """HotpotQA's own titles ignored for triples that it does not have."""
+    assert titles_of(asked(evidences=EVIDENCE, supporting_titles=["Frank Launder"])) == ["Frank Launder"]
+    gold = GoldPassages(service, [asked(supporting_titles=["Frank Launder", "Folly to be wise"])])
+    (found,) = gold.search(["When was the director of The Jerk born?"], 5)
+    assert [passage.id for passage in found] == ["4", "3"]
+
+
+def test_other_queries_are_searched(service):
+    """A policy that may search on beside its gold passages and finds nothing."""
+    gold = GoldPassages(service, [asked(evidences=EVIDENCE)])
+    assert gold.search(["Frank Launder", ""], 2) == service.search(["Frank Launder", ""], 2)
+
+
+def test_a_question_without_titles_is_refused(service, tmp_path):
+    """An upper limit over questions whose passages nobody knows, reported as if it were one."""
+    with pytest.raises(UserError, match=r"question '7' of 2wiki has neither metadata.supporting_titles nor"):
+        GoldPassages(service, [asked()])
+    file = tmp_path / "bamboogle.jsonl"
+    file.write_text(json.dumps({"id": "b1", "question": "Who?", "golden_answers": ["x"]}) + "\n")
+    assert len(read_questions(file)) == 1
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"id": "0", "contents": '"A"\nB'}) + "\n")
+    given = ["--model=toy", f"--benchmark=b:{file}", f"--out={tmp_path / 'out'}", f"--corpus={corpus}"]
+    done = completed([str(ROOT / "launch" / "eval.py"), *given, "--gold_passages"])
+    assert done.returncode == 2 and "question 'b1' of b has neither" in done.stderr
+    done = completed([str(ROOT / "launch" / "eval.py"), *given, "--gold_passages", "--method=r1"])
+    assert done.returncode == 2 and "--gold_passages: found with method r1" in done.stderr
+
+
+def test_the_program_puts_them_in_front_of_the_first_turn(tmp_path):
+    """An evaluation "with gold passages" whose policy saw none, or searched beside them."""
+    questions, corpus = tmp_path / "questions.jsonl", tmp_path / "corpus.jsonl"
+    row = {"id": "q", "question": "When was the director of The Jerk born?", "golden_answers": ["1922"]}
+    questions.write_text(json.dumps(row | {"metadata": {"type": "inference", "evidences": EVIDENCE}}) + "\n")
+    contents = [{"id": p.id, "contents": f'"{p.title}"\n{p.text}'} for p in PASSAGES]
+    corpus.write_text("".join(json.dumps(one) + "\n" for one in contents))
+    program = [str(ROOT / "launch" / "eval.py"), "--model=toy", "--config=configs/smoke.py", "--gold_passages"]
+    done = completed([*program, f"--benchmark=2wiki:{questions}", f"--corpus={corpus}", f"--out={tmp_path / 'out'}"])
+    assert done.returncode == 0, done.stderr
+    (row,) = [json.loads(line) for line in (tmp_path / "out" / "2wiki.jsonl").read_text().splitlines()]
+    assert [passage["title"] for passage in row["actions"][0]["passages"][0]] == ["The Jerk", "Carl Reiner"]
+    assert row["searches"] == 0
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["settings"]["gold_passages"] is True
