@@ -98,14 +98,14 @@ def start(config: Config) -> tuple[dict[str, Answerer], tuple[str, ...]]:
     del parts  # the parameters are not needed beside their copy
     sampler = collectors[config.method].sampler
     with progress.step("copying the weights layer by layer"):
-        layers = sampler.unstack(params) if sampler.decodes_unstacked else None
+        apart = sampler.take_apart(params)
     loaded = time.monotonic()
     print("compiling; the next start is quicker", file=sys.stderr, flush=True)
     answerers = {}
     for name, collector in collectors.items():
         collector, prompt = for_one(collector)
-        collector.compile(params, (prompt,), layers)
-        answerers[name] = Answerer(collector, params, SEED.value, layers=layers)
+        collector.compile(params, (prompt,), apart)
+        answerers[name] = Answerer(collector, params, SEED.value, apart=apart)
     ready = time.monotonic()
     seconds = f"{loaded - began:.1f} s to load, {ready - loaded:.1f} s to compile"
     print(f"ready ({seconds})", file=sys.stderr, flush=True)

@@ -1,18 +1,24 @@
-"""Which kinds of devices JAX should look for on this machine."""
+"""Which kinds of devices JAX should look for on this machine, and what its processor can do."""
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import pkgutil
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 GOOGLE = "0x1ae0"  # PCI vendor
 NOT_TPUS = ("0x001f", "0x0042")  # of that vendor: the disk and the network card of a virtual machine without a TPU
+# What /proc/cpuinfo calls instructions for products of 16 bits, on x86 and on ARM.
+_PRODUCTS = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16", "fphp"}}
 SET_BY_JAX = {"TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH"}  # on import, on any machine with libtpu installed
 
 
@@ -47,6 +53,20 @@ def skip_absent_tpu(root: Path = Path("/")) -> None:
     if jax.config.jax_platforms or find_spec("libtpu") is None or _plugins() or may_have_tpu(root):
         return
     jax.config.update("jax_platforms", "cpu")
+
+
+@functools.cache
+def cpu_multiplies(dtype: Any, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this machine's processor has instructions for products of a dtype; of float32 every one has.
+
+    Where it has none, XLA converts each operand, and products in 16 bits are slower than in float32. A machine that
+    does not tell is taken for one that has them.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype.itemsize != 2 or not cpuinfo.is_file():
+        return True
+    names = set(re.split(r"\W+", cpuinfo.read_text()))
+    return bool(names & _PRODUCTS[dtype.name])
 
 
 def _plugins() -> bool:

@@ -23,7 +23,7 @@ def make_sampler(
     config: Config, model: DecoderConfig, mesh: Mesh, tables: BoundaryTables, n_ids: int, stop_ids: Sequence[int]
 ) -> Sampler:
     """The sampler of a config."""
-    m = config.model
+    m, platform = config.model, mesh.devices.flat[0].platform
     dtype, adapters = jnp.dtype(m.sampling_dtype), m.lora
     model = sampled_shape(model, mesh, dtype)
     return Sampler(
@@ -41,7 +41,7 @@ def make_sampler(
         adapters,
         m.int8_weights,
         m.int8_cache,
-        m.unstacked_decoding and mesh.devices.flat[0].platform == "gpu",
+        m.unstacked_decoding and (platform == "gpu" or platform == "cpu" and mesh.size == 1),
     )
 
 

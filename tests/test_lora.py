@@ -93,9 +93,10 @@ def test_layers_apart_keep_their_adapters(pair):
     model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32, lora=ADAPTERS), lora.beside(*pair))
     ids = np.random.default_rng(0).integers(0, 400, (3, 1)).astype(np.int32)
     wanted, kept = model.hidden(ids, keep_kv=True)
-    ours, ours_kept = model.hidden(ids, keep_kv=True, layers=model.layers_apart())
-    for x, y in zip((ours, *ours_kept), (wanted, *kept), strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-5)
+    for across in (False, True):
+        ours, ours_kept = model.hidden(ids, keep_kv=True, apart=model.apart(across))
+        for x, y in zip((ours, *ours_kept), (wanted, *kept), strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
 
 
 def test_fresh_adapters_change_nothing():

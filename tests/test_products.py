@@ -9,10 +9,11 @@ import pytest
 from flax import nnx
 from helpers import one_device_mesh, random_params, tables_for, tiny_config
 
+from psearch_jax import platforms
 from psearch_jax.config import LearningSection, Lora
 from psearch_jax.models import decoder, lora, transposed
 from psearch_jax.models.attention import implementation_for
-from psearch_jax.models.products import product
+from psearch_jax.models.products import product, product_across
 from psearch_jax.rollout.copy import SamplingCopy, sampled_shape
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.train.learner import Learner
@@ -24,19 +25,59 @@ def operands(kernel_dtype):
     return x, w.astype(kernel_dtype), g
 
 
+@pytest.fixture
+def with_instructions(monkeypatch):
+    """As on a processor with instructions for products in 16 bits, whatever this one has."""
+    monkeypatch.setattr(platforms, "cpu_multiplies", lambda dtype: True)
+
+
+@pytest.mark.parametrize("instructions", [True, False])
 @pytest.mark.parametrize("kernel_dtype", [jnp.float32, jnp.bfloat16])
-def test_operands_are_rounded_once_and_sums_are_float32(kernel_dtype):
-    """A product that rounds its sums as well, or a backward pass that multiplies at another precision."""
+def test_operands_are_rounded_once_and_sums_are_float32(kernel_dtype, instructions, monkeypatch):
+    """A product that rounds its sums as well, or a backward pass that multiplies at another precision; on a processor
+    without instructions for 16 bits, operands that are not rounded."""
+    monkeypatch.setattr(platforms, "cpu_multiplies", lambda dtype: instructions)
     x, w, g = operands(kernel_dtype)
     half = jnp.bfloat16
     low = [a.astype(half).astype(jnp.float32) for a in (x, w, g)]
-    value, pull = jax.vjp(lambda x, w: product(x, w, half), x, w)
-    of_x, of_w = pull(g)
+    value, (of_x, of_w) = jax.jit(lambda x, w, g: with_gradients(x, w, g))(x, w, g)
     assert value.dtype == of_x.dtype == jnp.float32 and of_w.dtype == w.dtype
     np.testing.assert_allclose(value, low[0] @ low[1], rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(of_x, low[2] @ low[1].T, rtol=1e-5, atol=1e-4)
     exact = (low[0].T @ low[2]).astype(w.dtype).astype(jnp.float32)
     np.testing.assert_allclose(of_w.astype(jnp.float32), exact, rtol=1e-2 if kernel_dtype == half else 1e-5, atol=1e-4)
+
+
+def with_gradients(x, w, g):
+    value, pull = jax.vjp(lambda x, w: product(x, w, jnp.bfloat16), x, w)
+    return value, pull(g)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_product_across_is_the_product(dtype):
+    """Kernels whose axes are exchanged, or activations that decoding alone does not round."""
+    x, w, _ = operands(jnp.float32)
+    w = w.astype(dtype).astype(jnp.float32)
+    across = jax.jit(lambda x, w: product_across(x, w, dtype))(x, w.T)
+    np.testing.assert_allclose(across, x.astype(dtype).astype(jnp.float32) @ w, rtol=1e-5, atol=1e-4)
+
+
+def test_a_product_across_is_compiled_as_one():
+    """A compiler that exchanges the operands again, after which a step of few rows copies every kernel first."""
+    x, across = jnp.ones((4, 96)), jnp.ones((40, 96))
+    text = jax.jit(lambda x, w: product_across(x, w, jnp.float32).sum()).lower(x, across).compile().as_text()
+    assert "f32[40,4]" in text and "f32[96,4]" in text
+
+
+def test_instructions_are_read_off_the_processor(tmp_path):
+    """Products in 16 bits on a processor that converts every operand, or none on one that need not."""
+    told = {"avx2 fma": False, "avx512f avx512_bf16 avx512_vnni": True, "fp asimd bf16 i8mm": True}
+    for i, (flags, expected) in enumerate(told.items()):
+        file = tmp_path / str(i)
+        file.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+        assert platforms.cpu_multiplies(jnp.bfloat16, file) is expected
+        assert platforms.cpu_multiplies(jnp.float32, file)
+    assert platforms.cpu_multiplies(jnp.bfloat16, tmp_path / "none")
 
 
 def test_equal_dtypes_are_a_plain_product():
@@ -85,7 +126,7 @@ def test_gradients_with_transposed_copies_are_those_without(tied, remat):
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3 * np.abs(a).max())
 
 
-def test_no_stack_of_frozen_kernels_is_converted_to_float32():
+def test_no_stack_of_frozen_kernels_is_converted_to_float32(with_instructions):
     """An update that copies all kernels to float32 first, which a loop over slices of bfloat16 does on a CPU."""
     trained = learner(jnp.bfloat16, Lora(4, 8.0))
     programs = trained.traced(jax.eval_shape(lambda: trained.base))["accumulate"]
@@ -105,7 +146,7 @@ def learner(dtype, adapters):
     return made
 
 
-def test_transposes_are_made_only_for_a_frozen_base_in_16_bits():
+def test_transposes_are_made_only_for_a_frozen_base_in_16_bits(with_instructions):
     """Twice the memory for float32 or full training, or transposes in what the reference and the sampler are given."""
     half = learner(jnp.bfloat16, Lora(4, 8.0))
     assert "transposed" in half._frozen_inputs and "transposed" not in half.base
@@ -117,7 +158,7 @@ def test_transposes_are_made_only_for_a_frozen_base_in_16_bits():
     assert learner(jnp.bfloat16, None)._frozen_inputs is None
 
 
-def test_a_separate_head_samples_with_the_log_probs_of_the_tied_one(tiny_tokenizer):
+def test_a_separate_head_samples_with_the_log_probs_of_the_tied_one(tiny_tokenizer, with_instructions):
     """The head transposed wrongly, or a copy that the sampler of the same config does not accept."""
     config, mesh, half = tiny_config(tied=True), one_device_mesh(), jnp.dtype("bfloat16")
     weights = jax.tree.map(lambda x: x.astype(half), random_params(config, scale=0.1))

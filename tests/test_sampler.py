@@ -430,25 +430,29 @@ def test_layers_apart_change_no_rollout(tiny_tokenizer, either):
     assert states[0].mask.sum() > 50
 
 
-def test_weights_unstacked_once_change_no_rollout(either):
-    """What `ask` decodes with on a CPU: layers in another order, or those of other weights, answer all the same."""
+def test_weights_taken_apart_once_change_no_rollout(tiny_tokenizer, either):
+    """As a CPU decodes: layers in another order, those of other weights, or kernels whose axes are exchanged."""
     sampler, params = either
+    whole = {"int8_weights": True, "int8_cache": True} if sampler.new_state(1, 32).cache.k_scale is not None else {}
+    alone = make_sampler(tiny_tokenizer, CONFIG, unstacked=True, **whole)
+    apart = alone.take_apart(params)
+    assert (apart.head is None) == bool(whole) and sampler.take_apart(params) is None
     state = started(sampler, params, prompts(), KEYS, S, TURN)
     expected = fetch(sampler.generate(params, state, 1.0))
     state = started(sampler, params, prompts(), KEYS, S, TURN)
-    found = fetch(sampler.generate(params, state, 1.0, layers=sampler.unstack(params)))
+    found = fetch(alone.generate(params, state, 1.0, apart=apart))
     np.testing.assert_array_equal(found.ids, expected.ids)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
 
 
 def test_what_was_only_compiled_is_not_compiled_again(tiny_tokenizer, params, caplog):
     """Whoever asks would wait for the compilation a second time."""
-    sampler = make_sampler(tiny_tokenizer, CONFIG)
-    layers = sampler.unstack(params)
+    sampler = make_sampler(tiny_tokenizer, CONFIG, unstacked=True)
+    apart = sampler.take_apart(params)
     state = started(sampler, params, prompts(), KEYS, S, TURN)
-    assert sampler.compile_only().generate(params, state, 1.0, layers=layers) is None
+    assert sampler.compile_only().generate(params, state, 1.0, apart=apart) is None
     with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
-        jax.block_until_ready(sampler.generate(params, state, 1.0, layers=layers))
+        jax.block_until_ready(sampler.generate(params, state, 1.0, apart=apart))
     assert not [r for r in caplog.records if "Compiling" in r.message and "generate" in r.message]
 
 

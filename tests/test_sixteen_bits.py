@@ -15,7 +15,7 @@ from helpers import one_device_mesh, random_params, started, tables_for, tiny_co
 from programs import ROOT
 from runs import SMALL, metrics_without_clocks, small_config
 
-from psearch_jax import build
+from psearch_jax import build, platforms
 from psearch_jax.config import Config, LearningSection, Lora, from_mapping
 from psearch_jax.eval.benchmarks import PAIRS
 from psearch_jax.models import decoder, hf, lora
@@ -88,8 +88,9 @@ def test_a_run_in_bfloat16(tiny_policy, tmp_path, no_warm_up, bits, caplog):
     check_run(tmp_path, trainer.train(run, tmp_path), 0.02 if bits == 16 else 0.06)
 
 
-def test_what_is_only_sampled_from_is_held_once(tiny_policy):
+def test_what_is_only_sampled_from_is_held_once(tiny_policy, monkeypatch):
     """A policy of 7B that is asked on one GPU lies there in float32 and again in 16 bits: 42 GB for 14."""
+    monkeypatch.setattr(platforms, "cpu_multiplies", lambda dtype: True)
 
     def params(dtype: str, **changes) -> tuple[nnx.State, nnx.State]:
         parts = build.from_path(

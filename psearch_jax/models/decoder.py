@@ -4,14 +4,13 @@ Letters in shapes: B rows, T query positions, S key positions, D width, N heads,
 F mlp, V vocabulary rows, L layers.
 
 Each parameter is declared once, with its logical axes; the layers are stacked on a leading axis L and run by one
-`lax.scan`, so that compile time does not grow with depth (but for decoding on a GPU: `Decoder.layers_apart`).
+`lax.scan`, so that compile time does not grow with depth (but for decoding: models/apart.py).
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,18 +19,18 @@ import numpy as np
 from flax import nnx
 
 from psearch_jax.config import DecoderConfig, Lora, Remat
-from psearch_jax.models import kv_cache, ragged
+from psearch_jax.models import kv_cache, products, ragged
+from psearch_jax.models.apart import Apart, taken_apart
 from psearch_jax.models.attention import ATTENDED, NEG_INF, Implementation, Keys, behind, causal, decode
 from psearch_jax.models.int8 import Scales
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.lora import Adapters
-from psearch_jax.models.products import precision, product
+from psearch_jax.models.products import precision, product, product_across
 from psearch_jax.models.transposed import Transposed
 from psearch_jax.models.vocabulary import by_chunks, gathered
 from psearch_jax.sharding import COMPUTE, STORAGE, constrain, spec
 
 VISITED, VISITED_ROWWISE = 1024, 256  # positions that meet the vocabulary at a time; on a CPU
-Weights = Mapping[str, jax.Array]  # by name, as `_layer` reads them
 Head = tuple[jax.Array, jax.Array | None]  # [D, V], and [V, D] where models/transposed.py stores it
 
 
@@ -131,7 +130,7 @@ class Decoder(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
         rows: jax.Array | None = None,
-        layers: Sequence[Weights] | None = None,
+        apart: Apart | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """Runs the trunk over a chunk of ids.
 
@@ -145,7 +144,7 @@ class Decoder(nnx.Module):
           keep_kv: also return the chunk's keys and values, for a cache.
           positions: [B, T] int32, of each id in its text; default: from `start` on.
           segments: [B, T] int32, equal within each of the texts that share a row (attention.causal); without a cache.
-          layers: the weights as `layers_apart` gives them; default: the module's own, in a loop over the layers.
+          apart: the layers' weights as the method `apart` gives them; default: the module's own, in a loop over them.
 
         Returns:
           ([B, T, D] normalised hidden states in `dtype`, None or the chunk's keys and values [L, B, K, T, H]).
@@ -176,11 +175,11 @@ class Decoder(nnx.Module):
         )
         if self.remat != "none" and not keep_kv:
             step = jax.checkpoint(step, policy=_stored(self.remat))
-        if layers is None:
+        if apart is None:
             x, new = jax.lax.scan(step, x, (self._weights(), jnp.arange(config.layers)))
         else:
             each = []
-            for layer, weights in enumerate(layers):
+            for layer, weights in enumerate(apart.layers):
                 x, kept = step(x, (weights, jnp.int32(layer)))
                 each.append(kept)
             new = jax.tree.map(lambda *parts: jnp.stack(parts), *each)
@@ -194,19 +193,19 @@ class Decoder(nnx.Module):
                 weights |= nnx.to_pure_dict(nnx.state(beside, nnx.Param))
         return weights
 
-    def layers_apart(self) -> list[Weights]:
-        """A copy of each layer's weights, for `hidden`, to be made before a loop that calls it many times.
-
-        XLA for GPUs (of jax 0.10 and 0.12) does not multiply by a slice of an array where it lies: in the loop over
-        the layers it copies every kernel first, and a step that reads the weights once reads and writes them again.
-        """
-        weights = self._weights()
-        return [jax.tree.map(lambda x, layer=layer: x[layer], weights) for layer in range(self.config.layers)]
+    def apart(self, across: bool = False) -> Apart:
+        """A copy of each layer's weights, for many calls of `hidden`; see models/apart.py."""
+        head = self.embedding[...].T if self.lm_head is None else self.lm_head[...]
+        return taken_apart(self._weights(), self.config.layers, head, across)
 
     @_precise
-    def logits(self, hidden: jax.Array, temperature: float, n_ids: int) -> jax.Array:
+    def logits(self, hidden: jax.Array, temperature: float, n_ids: int, apart: Apart | None = None) -> jax.Array:
         """[..., D] -> [..., V] float32 logits / temperature; embedding rows without a token are -inf (as -1e30)."""
-        return self._logits(self._head(), hidden, temperature, n_ids)
+        if apart is None or apart.head is None:
+            return self._logits(self._head(), hidden, temperature, n_ids)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        out = product_across(rows, apart.head, self.dtype).reshape(*hidden.shape[:-1], -1) / temperature
+        return jnp.where(jnp.arange(out.shape[-1]) < n_ids, out, NEG_INF)
 
     def _head(self) -> Head:
         """[D, V], as stored, and [V, D] where that is stored as well."""
@@ -345,18 +344,22 @@ def _layer(
     w, layer = xs
     # Gathered over fsdp here. Left to the partitioner, each of 16 x 4 chips got all rows' attention and multiplied
     # all of it, a quarter on top of an update's products.
-    w = w | {"o_kernel": constrain(w["o_kernel"], "heads", None, None)}
+    if "o_kernel" in w:
+        w = w | {"o_kernel": constrain(w["o_kernel"], "heads", None, None)}
 
-    apart = jax.lax.optimization_barrier if x.shape[1] == 1 else lambda x: x
+    other = jax.lax.optimization_barrier if x.shape[1] == 1 else lambda x: x
 
     def dense(x: jax.Array, name: str, contracted: int = 1) -> jax.Array:
         """The kernel `name`, with its bias and its adapter where there are any."""
         bias, scale, transposed = (w.get(f"{name}{part}") for part in ("_bias", "_kernel_scale", "_kernel_transposed"))
-        out = _dense(x, w[f"{name}_kernel"], dtype, bias, contracted, scale, transposed)
+        if f"{name}_kernel_across" in w:
+            out = products.dense_across(x, w[f"{name}_kernel_across"], dtype, bias, contracted)
+        else:
+            out = products.dense(x, w[f"{name}_kernel"], dtype, bias, contracted, scale, transposed)
         if f"{name}_kernel_a" in w:
             # As another array than x: XLA for GPUs would make one product of both, of kernels copied side by side.
-            low = lora_scale * _dense(apart(x), w[f"{name}_kernel_a"], x.dtype, contracted=contracted)
-            out += _dense(low, w[f"{name}_kernel_b"], x.dtype)
+            low = lora_scale * products.dense(other(x), w[f"{name}_kernel_a"], x.dtype, contracted=contracted)
+            out += products.dense(low, w[f"{name}_kernel_b"], x.dtype)
         return out
 
     def turned(y: jax.Array, name: str, axis: str) -> jax.Array:
@@ -383,32 +386,6 @@ def _layer(
     inner = jax.nn.silu(dense(y, "gate")) * dense(y, "up")
     x = x + dense(constrain(inner, "rows", None, "mlp"), "down")
     return constrain(x, "rows", split, None), (k, v) if keep else None
-
-
-def _dense(
-    x: jax.Array,
-    kernel: jax.Array,
-    dtype: Any,
-    bias: jax.Array | None = None,
-    contracted: int = 1,
-    scale: jax.Array | None = None,
-    transposed: jax.Array | None = None,
-) -> jax.Array:
-    """x [B, T, *in] times kernel [*in, *out] in products of `dtype`, as one product of two matrices; in int8 with a
-    `scale` [*out]. `transposed` is as in `product`.
-
-    XLA's CPU backend reaches its fast matrix product only in this form, not through an einsum over more dimensions.
-    """
-    B, T = x.shape[:2]
-    inputs, outputs = math.prod(kernel.shape[:contracted]), kernel.shape[contracted:]
-    x2, kernel = x.reshape(B * T, inputs), kernel.reshape(inputs, -1)
-    if scale is None:
-        out = product(x2, kernel, dtype, transposed)
-    else:
-        out = jnp.matmul(x2.astype(dtype), kernel.astype(dtype), preferred_element_type=jnp.float32)
-        out = (out * scale.reshape(-1)).astype(x.dtype)
-    out = out.reshape(B, T, *outputs)
-    return out if bias is None else out + bias.astype(x.dtype)
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:

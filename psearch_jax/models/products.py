@@ -3,17 +3,20 @@
 A CPU with bfloat16 instructions multiplies 16-bit operands about twice as fast as float32, into float32 sums. Results
 in 16 bits, elementwise work in 16 bits, and products of a 16-bit with a float32 operand are all slower than float32
 there, because XLA converts each value. So on a CPU activations stay in float32 and only operands are rounded, in the
-forward and the backward pass.
+forward and the backward pass. On a CPU without such instructions the rounded operands are multiplied as float32.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from psearch_jax import platforms
 
 
 def precision(dtype: Any) -> contextlib.AbstractContextManager:
@@ -23,6 +26,42 @@ def precision(dtype: Any) -> contextlib.AbstractContextManager:
     is right to 1e-4 on a CPU would there be right to 1e-2. A gradient's products ask for what their forward asked for.
     """
     return jax.default_matmul_precision("highest") if jnp.dtype(dtype) == jnp.float32 else contextlib.nullcontext()
+
+
+def dense(
+    x: jax.Array,
+    kernel: jax.Array,
+    dtype: Any,
+    bias: jax.Array | None = None,
+    contracted: int = 1,
+    scale: jax.Array | None = None,
+    transposed: jax.Array | None = None,
+) -> jax.Array:
+    """x [B, T, *in] times kernel [*in, *out] in products of `dtype`, as one product of two matrices; in int8 with a
+    `scale` [*out]. `transposed` is as in `product`.
+
+    XLA's CPU backend reaches its fast matrix product only in this form, not through an einsum over more dimensions.
+    """
+    B, T = x.shape[:2]
+    inputs, outputs = math.prod(kernel.shape[:contracted]), kernel.shape[contracted:]
+    x2, kernel = x.reshape(B * T, inputs), kernel.reshape(inputs, -1)
+    if scale is None:
+        out = product(x2, kernel, dtype, transposed)
+    else:
+        out = jnp.matmul(x2.astype(dtype), kernel.astype(dtype), preferred_element_type=jnp.float32)
+        out = (out * scale.reshape(-1)).astype(x.dtype)
+    out = out.reshape(B, T, *outputs)
+    return out if bias is None else out + bias.astype(x.dtype)
+
+
+def dense_across(
+    x: jax.Array, across: jax.Array, dtype: Any, bias: jax.Array | None = None, contracted: int = 1
+) -> jax.Array:
+    """`dense` by a kernel that is stored as [*out, *in]."""
+    B, T = x.shape[:2]
+    outputs, inputs = across.shape[:-contracted], math.prod(across.shape[-contracted:])
+    out = product_across(x.reshape(B * T, inputs), across.reshape(-1, inputs), dtype).reshape(B, T, *outputs)
+    return out if bias is None else out + bias.astype(x.dtype)
 
 
 def product(x: jax.Array, kernel: jax.Array, dtype: Any, transposed: jax.Array | None = None) -> jax.Array:
@@ -41,9 +80,39 @@ def product(x: jax.Array, kernel: jax.Array, dtype: Any, transposed: jax.Array |
     return _rounded_product(x, kernel, jnp.dtype(dtype))
 
 
+def product_across(x: jax.Array, across: jax.Array, dtype: Any) -> jax.Array:
+    """x [M, K] times the transpose of a float32 kernel that is stored as `across` [N, K], for a few rows on a CPU.
+
+    XLA's CPU backend copies the second operand of every product into another order first. With the kernel in that
+    place a product of a few rows is mostly copying; here the rows are. What surrounds the product would otherwise be
+    merged into it and change the places again, hence the barriers.
+    """
+    operand = jax.lax.optimization_barrier(rounded(x, dtype).T)
+    return jax.lax.optimization_barrier(jnp.matmul(across, operand)).T
+
+
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """A float32 array with its values rounded to those of a dtype. XLA may leave out a conversion there and back."""
+    if jnp.dtype(dtype) == x.dtype:
+        return x
+    kind = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x.astype(jnp.float32), kind.nexp, kind.nmant)
+
+
+def _multiplied(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
+    """The product of operands rounded to `dtype`, in float32."""
+    if platforms.cpu_multiplies(dtype):
+        return jnp.matmul(x.astype(dtype), kernel.astype(dtype), preferred_element_type=jnp.float32)
+    return jnp.matmul(rounded(x, dtype), _wide(kernel, dtype))
+
+
+def _wide(x: jax.Array, dtype: Any) -> jax.Array:
+    return x.astype(jnp.float32) if x.dtype == dtype else rounded(x, dtype)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rounded_product(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.matmul(x.astype(dtype), kernel.astype(dtype), preferred_element_type=jnp.float32)
+    return _multiplied(x, kernel, dtype)
 
 
 def _forward(x: jax.Array, kernel: jax.Array, dtype: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -52,10 +121,7 @@ def _forward(x: jax.Array, kernel: jax.Array, dtype: Any) -> tuple[jax.Array, tu
 
 def _backward(dtype: Any, kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, kernel = kept
-    gradient = gradient.astype(dtype)
-    into_float32 = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
-    of_x = into_float32(gradient, kernel.astype(dtype).T)
-    of_kernel = into_float32(x.astype(dtype).T, gradient)
+    of_x, of_kernel = _multiplied(gradient, kernel.T, dtype), _multiplied(x.T, gradient, dtype)
     return of_x, of_kernel.astype(kernel.dtype)
 
 

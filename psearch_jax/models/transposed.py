@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from psearch_jax import platforms
 from psearch_jax.config import DecoderConfig
 from psearch_jax.models.lora import KERNELS, axis_sizes
 from psearch_jax.models.products import bits
@@ -46,8 +47,10 @@ class Transposed(nnx.Module):
 
 
 def multiplies_slowly_transposed(mesh: Mesh, dtype: Any) -> bool:
-    """Whether a device multiplies by a stored matrix faster than by the transpose of one: one CPU, in 16 bits."""
-    return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" and jnp.dtype(dtype).itemsize == 2
+    """Whether a device multiplies by a stored matrix faster than by the transpose of one: one CPU, in 16 bits for
+    which it has instructions."""
+    on_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+    return on_cpu and jnp.dtype(dtype).itemsize == 2 and platforms.cpu_multiplies(dtype)
 
 
 @functools.partial(jax.jit, static_argnames="head")

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +16,7 @@ from flax import nnx
 from psearch_jax import processes, progress
 from psearch_jax.buckets import buckets
 from psearch_jax.config import RetrievalSection, RolloutSection
+from psearch_jax.models.apart import Apart
 from psearch_jax.rollout import sampling
 from psearch_jax.rollout.inflight import InFlight, Parts, Progress
 from psearch_jax.rollout.sampler import Sampler
@@ -91,14 +91,14 @@ class Collector:
     def _warm_up(self, params: nnx.State) -> None:
         rows, pool, widths = self.parts.piece_rows, self.parts.pool_rows, self.parts.widths
         state = self.sampler.new_state(self.parts.rollout.slots, self.parts.rollout.context_tokens)
-        nothing = np.zeros(rows, np.int32)
+        nothing, apart = np.zeros(rows, np.int32), self.sampler.take_apart(params)
         for width in widths.observations:
             state = self.sampler.extend(params, state, np.zeros((rows, width), np.int32), nothing, 1, nothing - 1)
         for width in widths.prompts:
             prompts = self.sampler.prefill(params, np.zeros((pool, width), np.int32), np.zeros(pool, np.int32))
             state = self.sampler.admit(state, prompts, nothing - 1, np.zeros((rows, 2), np.uint32), 1, 1, nothing - 1)
         for span in widths.spans:
-            state = self.sampler.generate(params, state, 1.0, span)
+            state = self.sampler.generate(params, state, 1.0, span, apart=apart)
         sampling.row_keys(0, 0, [np.zeros(8, np.uint32)], [0])
         jax.block_until_ready(state)
 
@@ -108,12 +108,12 @@ class Collector:
         other.parts, other.usage = replace(self.parts, widths=widths), Usage()
         return other
 
-    def compile(self, params: nnx.State, prompts: Sequence[int], layers: Sequence[Any] | None = None) -> None:
+    def compile(self, params: nnx.State, prompts: Sequence[int], apart: Apart | None = None) -> None:
         """Compiles the programs of every width in several threads and runs none: sooner done than `warm_up`.
 
         Args:
           prompts: the widths of prompts to compile for; a prompt of another width is compiled for when it comes.
-          layers: as `generate` will get them.
+          apart: as `generate` will get it.
         """
         rows, pool_rows, widths = self.parts.piece_rows, self.parts.pool_rows, self.parts.widths
         sampler, compiler = self.sampler, self.sampler.compile_only()
@@ -121,7 +121,7 @@ class Collector:
         nothing, keys = np.zeros(rows, np.int32), np.zeros((rows, 2), np.uint32)
 
         def generate(span: int) -> None:
-            compiler.generate(params, state, 1.0, span, layers=layers)
+            compiler.generate(params, state, 1.0, span, apart=apart)
 
         def prefill(width: int) -> None:
             compiler.prefill(params, np.zeros((pool_rows, width), np.int32), np.zeros(pool_rows, np.int32))
@@ -168,7 +168,7 @@ class Collector:
         """
         prompts: list[list[int]] = []
         processes.together(lambda: prompts.extend(map(self.render, questions)))  # a row without a prompt ends all
-        flight = self.in_flight(self.parts, params, samples, seed, step)
+        flight = self.in_flight(self.parts, params, samples, seed, step, self.sampler.take_apart(params))
         flight.add(questions, prompts)
         while flight.refill(progress):
             flight.decode(temperature)

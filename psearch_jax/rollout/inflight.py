@@ -32,6 +32,7 @@ from flax import nnx
 from psearch_jax import processes
 from psearch_jax.buckets import pick
 from psearch_jax.config import RetrievalSection, RolloutSection
+from psearch_jax.models.apart import Apart
 from psearch_jax.rollout import sampling
 from psearch_jax.rollout.sampler import FOREVER, Sampler
 from psearch_jax.rollout.sampler_state import SamplerState, Status, Widths
@@ -116,6 +117,7 @@ class InFlight:
       params: the sampling copy of the policy.
       samples: R, the rollouts of every question.
       seed, step: named parts of every rollout's key.
+      apart: of `params` by `Sampler.take_apart`.
 
     Attributes:
       live: by slot, those of this process that are being decoded, parked or searched for.
@@ -123,7 +125,9 @@ class InFlight:
       usage: what all of it cost so far, but for the ids decoded.
     """
 
-    def __init__(self, parts: Parts, params: nnx.State, samples: int, seed: int, step: int):
+    def __init__(
+        self, parts: Parts, params: nnx.State, samples: int, seed: int, step: int, apart: Apart | None = None
+    ):
         self.parts, self.params, self.samples = parts, params, samples
         self.rollout, self.sampler = parts.rollout, parts.sampler
         self.rows = self.rollout.slots
@@ -150,7 +154,7 @@ class InFlight:
         self._away = 0  # rows of all processes that are searched for while others decode
         self._searched_for: dict[int, tuple[str, ...]] = {}  # own ones' queries
         self._search_ahead: Future | None = None  # what will hold their passages
-        self.layers: Sequence[Any] | None = None  # of `params` by Sampler.unstack, where decoding is to read them
+        self.apart = apart
         self.state = self.sampler.new_state(self.rows, self.rollout.context_tokens)
 
     def add(self, questions: Sequence[Question], prompts: Sequence[list[int]]) -> None:
@@ -293,7 +297,7 @@ class InFlight:
     def decode(self, temperature: float | np.ndarray, most: int = FOREVER) -> None:
         """Samples until enough rows wait, or `most` ids to a row, at one temperature for all or each slot's own."""
         self.state = self.sampler.generate(
-            self.params, self.state, temperature, self._span(), self._more, self._away, most, self.layers
+            self.params, self.state, temperature, self._span(), self._more, self._away, most, self.apart
         )
 
     def _span(self) -> int:

@@ -29,8 +29,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from psearch_jax import platforms
 from psearch_jax.config import DecoderConfig, Lora
 from psearch_jax.models import decoder, int8, kv_cache, lora, ragged
+from psearch_jax.models.apart import Apart
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.models.decoder import NEG_INF
 from psearch_jax.models.kv_cache import KVCache
@@ -80,7 +82,8 @@ class Sampler:
       adapters: those of the graph, if it has some; `params` below then holds the weights and them.
       int8_weights: the graph's kernels are in int8.
       int8_cache: so are cached keys and values.
-      unstacked: `generate` copies each layer's weights into arrays of their own first (Decoder.layers_apart).
+      unstacked: `generate` copies each layer's weights into arrays of their own first (models/apart.py), unless it is
+        given such a copy.
 
     Attributes:
       by_length: decoding reads each row as far as it reaches: a `span` saves nothing.
@@ -129,7 +132,11 @@ class Sampler:
             self._generate_program, donate_argnames="state", static_argnames="span", out_shardings=shardings
         )
         self._new = jax.jit(self._new_program, static_argnums=(0, 1), out_shardings=shardings)
-        self._unstack = jax.jit(lambda params: nnx.merge(self._graph, params).layers_apart())
+        self._on_one_cpu = on_cpu and mesh.size == 1
+        # Kernels of whole numbers are converted at each step in any order, so they stay as they are.
+        narrow = int8_weights or (dtype != jnp.float32 and platforms.cpu_multiplies(dtype))
+        self._across = self._on_one_cpu and not narrow
+        self._take_apart = jax.jit(lambda params: nnx.merge(self._graph, params).apart(self._across))
         self._run = _call
 
     # ---- the five calls ----
@@ -199,7 +206,7 @@ class Sampler:
         refill: bool = False,
         away: int = 0,
         most: int = FOREVER,
-        layers: Sequence[decoder.Weights] | None = None,
+        apart: Apart | None = None,
     ) -> SamplerState:
         """Samples until no row runs or enough rows wait. Temperature 0 is greedy (log-probs at 1).
 
@@ -209,7 +216,7 @@ class Sampler:
           refill: rollouts wait for a slot, so a finished row is worth a yield as a parked one is.
           away: of the parked rows, those for which a yield could do nothing: they are not counted.
           most: ids that a row gets in this call at most, for one who watches them come.
-          layers: what `unstack` made of `params`.
+          apart: what `take_apart` made of `params`.
         """
         rows, positions = state.ids.shape
         with jax.set_mesh(self.mesh):
@@ -222,20 +229,16 @@ class Sampler:
                 np.bool_(refill),
                 np.int32(away),
                 np.int32(most),
-                layers,
+                apart,
                 span=span or positions,
             )
 
-    @property
-    def decodes_unstacked(self) -> bool:
-        """Whether decoding is faster with weights from `unstack`: on one CPU, where every product with a slice of a
-        stack copies the slice first."""
-        return self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
-
-    def unstack(self, params: nnx.State) -> tuple[decoder.Weights, ...]:
-        """The weights of each layer as arrays of their own, for many calls of `generate`: a copy of all layers."""
+    def take_apart(self, params: nnx.State) -> Apart | None:
+        """A copy of all layers for many calls of `generate`; None where each makes its own or reads the stacks."""
+        if not (self._unstacked and self._on_one_cpu):
+            return None
         with jax.set_mesh(self.mesh):
-            return tuple(self._unstack(params))
+            return self._take_apart(params)
 
     def compile_only(self) -> Sampler:
         """A sampler whose calls compile the programs of this one without running them, in any thread; their results
@@ -404,10 +407,10 @@ class Sampler:
         )
 
     def _generate_program(
-        self, params, tables: _Tables, state: SamplerState, temperature, refill, away, most, layers=None, *, span: int
+        self, params, tables: _Tables, state: SamplerState, temperature, refill, away, most, apart=None, *, span: int
     ) -> SamplerState:
         model = nnx.merge(self._graph, params)
-        layers = model.layers_apart() if layers is None and self._unstacked else layers
+        apart = model.apart(self._across) if apart is None and self._unstacked else apart
         begun = state.steps
 
         def go_on(state: SamplerState) -> jax.Array:
@@ -417,13 +420,13 @@ class Sampler:
             enough = waiting >= self._yield_share * (running + waiting)
             return (running > 0) & ~enough & (state.steps - begun < most)
 
-        decode = functools.partial(self._decode, model, layers, tables, temperature, span)
+        decode = functools.partial(self._decode, model, apart, tables, temperature, span)
         return jax.lax.while_loop(go_on, decode, state)
 
     def _decode(
         self,
         model: Any,
-        layers: Sequence[decoder.Weights] | None,
+        apart: Apart | None,
         tables: _Tables,
         temperature: jax.Array,  # [B]
         span: int,
@@ -436,9 +439,9 @@ class Sampler:
         # A row that waits looks at nothing behind it: where rows are read by length, its cache is not read.
         at = jnp.maximum(jnp.where(running, state.length, 0) - 1, 0)
         inputs = jnp.take_along_axis(state.ids, at[:, None], axis=1)
-        hidden, (k, v) = model.hidden(inputs, state.cache, at, keep_kv=True, span=span, layers=layers)
+        hidden, (k, v) = model.hidden(inputs, state.cache, at, keep_kv=True, span=span, apart=apart)
         greedy = temperature == 0
-        logits = model.logits(hidden[:, 0], 1.0, self._n_ids)
+        logits = model.logits(hidden[:, 0], 1.0, self._n_ids, apart)
         finite = jnp.all(jnp.isfinite(logits), axis=-1)
         sampled = running & finite
         logits = logits / jnp.where(greedy, 1.0, temperature)[:, None]

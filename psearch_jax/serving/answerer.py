@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from flax import nnx
 
 from psearch_jax import processes
 from psearch_jax.limits import HOTTEST
+from psearch_jax.models.apart import Apart
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.inflight import in_background
 from psearch_jax.rollout.sampler_state import Status
@@ -80,7 +81,7 @@ class Answerer:
       params: the sampling copy of the policy.
       seed: of all random numbers, with each question's own.
       every: ids that a row gets between two looks at it: fewer show more, and cost a little more.
-      layers: of `params` by `Sampler.unstack`, where decoding is to read them.
+      apart: of `params` by `Sampler.take_apart`, where it was made already.
     """
 
     def __init__(
@@ -89,13 +90,13 @@ class Answerer:
         params: nnx.State,
         seed: int = 0,
         every: int = EVERY,
-        layers: Sequence[Any] | None = None,
+        apart: Apart | None = None,
     ):
         parts = collector.parts
         # A search runs while the others decode, and shows its queries before it has its passages.
         self._parts = replace(parts, rollout=replace(parts.rollout, overlap_search=True))
         self._collector, self._params, self._seed, self._every = collector, params, seed, every
-        self._layers = layers
+        self._apart = collector.sampler.take_apart(params) if apart is None else apart
         self._arrived: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._asked: dict[int, _Asked] = {}  # by order in the flight
         self._failing, self._closed = False, False
@@ -187,8 +188,7 @@ class Answerer:
         self._fail()
 
     def _serve(self) -> None:
-        flight = Served(self._parts, self._params, 1, self._seed, 0)
-        flight.layers = self._layers
+        flight = Served(self._parts, self._params, 1, self._seed, 0, self._apart)
         self._failing = False
         while self._next(flight):
             pass
