@@ -30,11 +30,13 @@ TOKENIZER = Path(hf.__file__).resolve().parents[1] / "assets" / "toy_policy"  # 
 SPARE = 0.75  # rows whose turn is over are left out when no more than this share still samples
 
 
-def torch_model(params: nnx.State, config: DecoderConfig) -> Qwen2ForCausalLM:
-    """Our weights in transformers' model, float32, by way of an export."""
+def torch_model(params: nnx.State, config: DecoderConfig, dtype: str = "float32") -> Qwen2ForCausalLM:
+    """Our weights in transformers' model, by way of an export."""
     with tempfile.TemporaryDirectory() as folder:
         hf.save_hf(params, config, TOKENIZER, f"{folder}/model")
-        model = Qwen2ForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32, attn_implementation="sdpa")
+        model = Qwen2ForCausalLM.from_pretrained(
+            f"{folder}/model", dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        )
     return model.eval()
 
 
@@ -46,7 +48,7 @@ def token_logprobs(model: Qwen2ForCausalLM, ids: np.ndarray) -> np.ndarray:
 
 def _logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """[B, S] int64 -> [B, S - 1]."""
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     return -torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(
         len(ids), -1
     )
@@ -61,9 +63,9 @@ class _Cache:
     It answers transformers' one call, `update`; `at` says what the next forward pass is about.
     """
 
-    def __init__(self, config: DecoderConfig, rows: int, positions: int):
+    def __init__(self, config: DecoderConfig, rows: int, positions: int, dtype: torch.dtype):
         shape = (config.layers, rows, config.kv_heads, positions, config.head_dim)
-        self.k, self.v = torch.zeros(shape), torch.zeros(shape)
+        self.k, self.v = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
 
     def at(self, start: torch.Tensor, T: int) -> torch.Tensor | None:
         """Rows 0 .. B - 1 read T ids, the first at `start` [B]. Returns what they see: [B or 1, 1, T, S], or None."""
@@ -108,7 +110,7 @@ class TorchRollouts:
     def run(self) -> None:
         work = self._work
         room = work.longest + max([n for s in work.scripts for n in s.observations], default=0)  # pads are written too
-        self._cache = _Cache(self._config, work.slots, room)
+        self._cache = _Cache(self._config, work.slots, room, self._model.dtype)
         self.ids: dict[int, np.ndarray] = {}
         self.logprobs: dict[int, np.ndarray] = {}
         waiting: deque[int] = deque(range(len(work.scripts)))
@@ -149,7 +151,7 @@ class TorchRollouts:
         groups = [rollout // self._work.samples for rollout, _ in rows]
         if wanted := sorted(set(groups) - set(prompts)):
             ids = torch.stack([self._prompts[q] for q in wanted])
-            pool = _Cache(self._config, *ids.shape)
+            pool = _Cache(self._config, *ids.shape, self._model.dtype)
             hidden = self._forward(pool, ids, torch.zeros(len(ids), dtype=torch.long))[:, -1:]
             prompts.update({q: (pool.k[:, i], pool.v[:, i], hidden[i]) for i, q in enumerate(wanted)})
         for row, q in enumerate(groups, first):
@@ -187,7 +189,7 @@ class TorchRollouts:
         budget, places = torch.tensor(left), torch.arange(len(left))
         active = len(left)
         while True:
-            scores = torch.log_softmax(self._model.lm_head(hidden), dim=-1)
+            scores = torch.log_softmax(self._model.lm_head(hidden).float(), dim=-1)
             token = torch.multinomial(scores.exp(), 1)
             sampling = budget[:active] > 0
             rows = torch.arange(active)[sampling]

@@ -1,8 +1,10 @@
 """`launch/bench.py rollout`: multi-turn rollouts of scripted lengths, ours beside transformers on PyTorch.
 
-Equal weights (random, float32), prompts and lengths; the contenders take turns on one machine, so read the ratios.
-`equal` is 64 rollouts alike, `ragged` 256 of different lengths over 64 slots (benchmarks/scripted.py); the peers, in
-benchmarks/peers.py, keep their cache over the turns (`torch`) or read all text anew at each (`torch, re-prefilling`).
+Equal weights (random, or with --model those of a directory), prompts and lengths; the contenders take turns on one
+machine, so read the ratios. `equal` is 64 rollouts alike, `ragged` 256 of different lengths over 64 slots; --slots
+changes both in proportion (benchmarks/scripted.py). The peers, in benchmarks/peers.py, keep their cache over the turns
+(`torch`) or read all text anew at each (`torch, re-prefilling`). `products_gflops` is how many billions of operations
+a second the products with weights take at least, for the ids that have to be read.
 """
 
 from __future__ import annotations
@@ -10,16 +12,22 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from benchmarks.growth import drawn, growth
-from benchmarks.scripted import WORKS, Ours, Work
+from benchmarks.scripted import WORKS, Ours, Work, on_slots
 from benchmarks.timing import SIZES, by_turns, log, machine, missing, parser, rates, tabled, written
 from benchmarks.yields import table_of_rules
+from psearch_jax.config import DecoderConfig
 from psearch_jax.launching import configure_jax
 from psearch_jax.models import decoder
+from psearch_jax.models.hf import load_hf
 
 OURS = "this project"
 PEERS = {"torch": True, "torch, re-prefilling": False}  # whether the cache is kept
@@ -36,6 +44,7 @@ COLUMNS = (
     "extend_use",
     "search_share",
     "host_share",
+    "products_gflops",
     "max_difference",
 )
 
@@ -60,10 +69,13 @@ def main(argv: Sequence[str]) -> None:
     if peers and (lacking := missing("torch", "transformers")):
         report["skipped"] = [f"{name}: left out, {lacking} is not installed" for name in peers]
         peers = {}
-    for size in flags.sizes:
+    policies: dict[str, Any] = dict.fromkeys(flags.sizes)
+    if flags.model:
+        policies = {Path(flags.model).name: load_hf(flags.model, dtype=jnp.dtype(flags.dtype))}
+    for size, policy in policies.items():
         for name in flags.works:
-            work = WORKS[name](flags.scale)
-            report["rollout"] += compare(size, work, list(peers), flags.repeats, flags.settings, flags.search_s)
+            work, given = on_slots(WORKS[name](flags.scale), flags.slots), (flags.settings, flags.search_s)
+            report["rollout"] += compare(size, work, list(peers), flags.repeats, *given, flags.dtype, policy)
     print(tabled(report["rollout"], COLUMNS))
     for line in report["skipped"]:
         print(line)
@@ -71,12 +83,26 @@ def main(argv: Sequence[str]) -> None:
 
 
 def compare(
-    size: str, work: Work, peers: Sequence[str], repeats: int, settings: dict[str, dict[str, Any]], search_s: float
+    size: str,
+    work: Work,
+    peers: Sequence[str],
+    repeats: int,
+    settings: dict[str, dict[str, Any]],
+    search_s: float,
+    dtype: str = "float32",
+    policy: tuple[DecoderConfig, nnx.State] | None = None,
 ) -> list[dict[str, Any]]:
-    """A line for each contender; `speed_to_ours` is its speed over that of the first."""
-    model = SIZES[size]
-    params = decoder.init_params(model, 0)
-    ours = Ours(work, model, params, settings, search_s)
+    """A line for each contender; `speed_to_ours` is its speed over that of the first.
+
+    Args:
+      dtype: of weights and products on every side.
+      policy: default: random weights of the size.
+    """
+    model, params = policy or (SIZES[size], decoder.init_params(SIZES[size], 0))
+    ours = Ours(work, model, params, settings, search_s, dtype)
+    gflop = 2e-9 * work.read * sum(x.size for x in jax.tree.leaves(params["layers"]))
+    gflop += 2e-9 * work.sampled * model.width * model.vocab_rows
+    limit = 1e-3 if dtype == "float32" else 0.5  # of what a pass over a rollout by PyTorch gives in the same dtype
     last: dict[str, Any] = {}
 
     def run() -> None:
@@ -86,7 +112,7 @@ def compare(
     if peers:
         from benchmarks.peers import TorchRollouts, token_logprobs, torch_model
 
-        theirs = torch_model(params, model)
+        theirs = torch_model(params, model, dtype)
         for name in peers:
             last[name] = TorchRollouts(work, model, theirs, PEERS[name])
             contenders[name] = last[name].run
@@ -97,6 +123,7 @@ def compare(
         line["rollouts_per_s"] = rates(len(work.scripts), seconds[name])
         line["sampled_per_s"] = rates(work.sampled, seconds[name])
         line["speed_to_ours"] = round(float(np.median(seconds[OURS]) / np.median(seconds[name])), 2)
+        line["products_gflops"] = round(gflop / float(np.median(seconds[name])), 1)
         line["seconds"] = [round(s, 3) for s in seconds[name]]
         if peers:
             # Of the longest rollout: what was recorded while it was sampled, and one pass over it by PyTorch.
@@ -108,7 +135,7 @@ def compare(
                 ids, logprobs = last[name].ids[longest], last[name].logprobs[longest]
                 sampled = logprobs != 0
             difference = np.abs(token_logprobs(theirs, ids) - logprobs)[sampled]
-            if sampled.sum() != sum(work.scripts[longest].turns) or difference.max() > 1e-3:
+            if sampled.sum() != sum(work.scripts[longest].turns) or difference.max() > limit:
                 raise AssertionError(f"{name}: {sampled.sum()} ids, log-probs off by {difference.max():.1e}")
             line["max_difference"] = float(f"{difference.max():.1e}")
         lines.append(line | (ours.accounting() if name == OURS else {}))
@@ -118,6 +145,9 @@ def compare(
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
     flags = parser("bench rollout", __doc__, WORKS, PEERS)
     flags.add_argument("--simulate", action="store_true", help="only count, on the host, what rules of yielding cost")
+    flags.add_argument("--model", help="a Hugging Face directory, in place of the random policies of --sizes")
+    flags.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and products")
+    flags.add_argument("--slots", type=int, default=64, help="rows decoded together, a multiple of 8")
     flags.add_argument("--growth", action="store_true", help="ours alone, with more rows, turns or positions")
     flags.add_argument("--figure", help="the same, drawn into this file (.svg, .png or .pdf)")
     flags.add_argument(
@@ -126,4 +156,7 @@ def _flags(argv: Sequence[str]) -> argparse.Namespace:
     flags.add_argument(
         "--search_s", type=float, default=0.0, help="seconds that each search of ours takes; the peers search nothing"
     )
-    return flags.parse_args(argv)
+    found = flags.parse_args(argv)
+    if found.slots < 8 or found.slots % 8:
+        flags.error(f"--slots={found.slots}: accepted: a multiple of 8, the rollouts of a group")
+    return found

@@ -23,6 +23,7 @@ from psearch_jax.config import DecoderConfig, MeshSection, from_mapping
 from psearch_jax.rollout import sampling
 from psearch_jax.rollout.boundary import BoundaryTables
 from psearch_jax.rollout.collect import Collector
+from psearch_jax.rollout.copy import SamplingCopy
 from psearch_jax.rollout.inflight import InFlight
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.rollout.sampler_state import SamplerState, Status
@@ -60,6 +61,12 @@ class Work:
         return self.prompt_tokens + sum(script.turns) + sum(script.observations)
 
     @property
+    def read(self) -> int:
+        """Ids that a model has to read, if it keeps what it has read and reads a prompt once per group."""
+        prompts = self.prompt_tokens * (len(self.scripts) // self.samples)
+        return prompts + sum(sum(s.turns) + sum(s.observations) for s in self.scripts)
+
+    @property
     def longest(self) -> int:
         return max(self.length(s) for s in self.scripts)
 
@@ -88,6 +95,13 @@ def ragged(scale: float = 1.0, seed: int = 0) -> Work:
 
 
 WORKS: dict[str, Callable[[float], Work]] = {"equal": equal, "ragged": ragged}
+
+
+def on_slots(work: Work, slots: int) -> Work:
+    """As much of a work for each slot, over fewer or more slots."""
+    count = len(work.scripts) * slots // work.slots
+    scripts = (work.scripts * (count // len(work.scripts) + 1))[:count]
+    return replace(work, slots=slots, scripts=scripts)
 
 
 def _ids(n: float, scale: float) -> int:
@@ -189,6 +203,7 @@ class Ours:
     Args:
       settings: sections of a config to measure under, as {"rollout": {"slots": 32}}; not the model's.
       search_s: seconds that each search takes.
+      dtype: of weights and products.
     """
 
     def __init__(
@@ -198,6 +213,7 @@ class Ours:
         params: nnx.State,
         settings: dict[str, dict[str, Any]],
         search_s: float,
+        dtype: str = "float32",
     ):
         observation = max([n for s in work.scripts for n in s.observations], default=0)
         rollout = {
@@ -211,8 +227,8 @@ class Ours:
             "max_tokens_after_answer": 0,
         }
         if "model" in settings:
-            raise UserError("--settings: found a section model, accepted: others (weights are float32 on every side)")
-        plain = {"dtype": "float32", "sampling_dtype": "float32"}
+            raise UserError("--settings: found a section model, accepted: others (all sides have one dtype)")
+        plain = {"dtype": dtype, "sampling_dtype": dtype}
         config = from_mapping(settings | {"rollout": rollout | settings.get("rollout", {}), "model": plain})
         mesh, n_ids = make_mesh(MeshSection(1, 1, 1), jax.devices()[:1]), model.vocab_rows
         nothing = np.zeros((1, n_ids), np.uint8)  # no id completes a tag
@@ -229,7 +245,8 @@ class Ours:
             config.retrieval,
         )
         self._work, self._model = work, model
-        self._params = jax.device_put(params, param_shardings(params, SAMPLING, mesh))
+        placed = jax.device_put(params, param_shardings(params, SAMPLING, mesh))
+        self._params = SamplingCopy(placed, None, jnp.dtype(dtype), mesh, in_int8=False, trained=False)(placed)
 
     def run(self, params: nnx.State | None = None) -> list[Trajectory]:
         """All rollouts, by `params` as the sampler reads them; default: those that it began with."""

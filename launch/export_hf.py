@@ -26,6 +26,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.types import UserError
 
     jax.config.update("jax_platforms", "cpu")  # no accelerator holds a large model whole, or need be free for this
+    launching.configure_jax()
     dtype = jnp.dtype(DTYPE.value)
     checkpoint = find_best(CHECKPOINT.value) if BEST.value else CHECKPOINT.value
     config, params, loop = load_params(checkpoint, dtype=dtype)

@@ -112,8 +112,8 @@ class ModelSection:
     int8_weights: bool = False
     int8_cache: bool = False  # the same for the KV cache
     # On a GPU, and on one CPU, a decode step reads each layer's weights from arrays of their own, copied once a call,
-    # which takes as much memory as the layers once more. Else it copies a slice of the stacked weights before every
-    # product.
+    # which takes as much memory as the layers once more (on a CPU without instructions for sampling_dtype: in float32).
+    # Else it copies a slice of the stacked weights before every product.
     unstacked_decoding: bool = True
     shard_residual: bool = False  # training splits positions over `tensor` between layers: less memory, more traffic
     # What the backward pass computes anew of each layer: nothing, all but the products with weights, or everything.

@@ -115,6 +115,24 @@ def test_rollouts(tmp_path, monkeypatch, capsys):
     assert "| tiny | ragged | torch, re-prefilling |" in table and "left out" not in table
 
 
+def test_rollouts_of_a_model_in_16_bits(tiny_policy, tmp_path, monkeypatch):
+    """Figures of random weights, or of float32, under the name of a model in bfloat16."""
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(PROGRAM.parents[1])
+    from benchmarks import rollout
+
+    out = tmp_path / "out.json"
+    flags = [f"--model={tiny_policy}", "--dtype=bfloat16", "--slots=8", "--works=equal", "--scale=0.05", "--repeats=1"]
+    rollout.main([*flags, "--peers", "torch", f"--json={out}"])
+    ours, theirs = json.loads(out.read_text())["rollout"]
+    assert ours["size"] == theirs["size"] == tiny_policy.name
+    for line in (ours, theirs):
+        assert 1e-5 < line["max_difference"] < 0.5 and line["products_gflops"] > 0
+        assert line["rollouts_per_s"]["median"] == pytest.approx(8 / line["seconds"][0], rel=1e-3)
+    with pytest.raises(SystemExit):
+        rollout.main([*flags, "--slots=12"])
+
+
 def test_growth(tmp_path, monkeypatch, capsys):
     """A proportion taken to the line before, or to the first of another kind; a picture without its lines."""
     pytest.importorskip("matplotlib")
