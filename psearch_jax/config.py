@@ -112,7 +112,7 @@ class ModelSection:
     int8_weights: bool = False
     int8_cache: bool = False  # the same for the KV cache
     # On a GPU, and on one CPU, a decode step reads each layer's weights from arrays of their own, copied once a call,
-    # which takes as much memory as the layers once more (on a CPU without instructions for sampling_dtype: in float32).
+    # which takes as much memory as the layers once more, in float32 on a CPU without instructions for sampling_dtype.
     # Else it copies a slice of the stacked weights before every product.
     unstacked_decoding: bool = True
     shard_residual: bool = False  # training splits positions over `tensor` between layers: less memory, more traffic
