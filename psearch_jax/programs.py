@@ -14,6 +14,7 @@ from psearch_jax.models.attention import implementation_for
 from psearch_jax.rollout.boundary import BoundaryTables
 from psearch_jax.rollout.copy import sampled_shape
 from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.sharding import is_one_cpu
 from psearch_jax.train.critic import Critic, critic_learning
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import updates_per_step
@@ -23,7 +24,7 @@ def make_sampler(
     config: Config, model: DecoderConfig, mesh: Mesh, tables: BoundaryTables, n_ids: int, stop_ids: Sequence[int]
 ) -> Sampler:
     """The sampler of a config."""
-    m, platform = config.model, mesh.devices.flat[0].platform
+    m = config.model
     dtype, adapters = jnp.dtype(m.sampling_dtype), m.lora
     model = sampled_shape(model, mesh, dtype)
     return Sampler(
@@ -41,7 +42,7 @@ def make_sampler(
         adapters,
         m.int8_weights,
         m.int8_cache,
-        m.unstacked_decoding and (platform == "gpu" or platform == "cpu" and mesh.size == 1),
+        m.unstacked_decoding and (mesh.devices.flat[0].platform == "gpu" or is_one_cpu(mesh)),
     )
 
 

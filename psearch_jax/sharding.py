@@ -29,6 +29,11 @@ SAMPLING: Mapping[str, MeshAxes] = _TENSOR
 COMPUTE: Mapping[str, MeshAxes] = {**_TENSOR, "rows": ROWS, "positions": "tensor"}
 
 
+def is_one_cpu(mesh: Mesh) -> bool:
+    """Whether a mesh is a single CPU device, for which some products and copies are laid out differently."""
+    return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+
+
 def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
     """The device mesh of a run; one axis may be -1 and takes the devices that the others leave.
 

@@ -27,7 +27,10 @@ class GoldPassages:
         self._retriever = retriever
         titles = {" ".join(question.text.split()): titles_of(question) for question in questions}
         wanted = list(dict.fromkeys(title for some in titles.values() for title in some))
-        found = {title: _titled(title, some) for title, some in zip(wanted, self._looked_up(wanted), strict=True)}
+        found = {
+            title: _titled(title, some)
+            for title, some in zip(wanted, retriever.search(wanted, _LOOKED_AT), strict=True)
+        }
         self._passages = {
             text: list({p.id: p for title in some for p in found[title]}.values()) for text, some in titles.items()
         }
@@ -41,9 +44,6 @@ class GoldPassages:
     def describe(self) -> dict[str, Any]:
         """What the retriever says."""
         return self._retriever.describe()
-
-    def _looked_up(self, titles: Sequence[str]) -> list[list[Passage]]:
-        return self._retriever.search(titles, _LOOKED_AT) if titles else []
 
 
 def titles_of(question: Question) -> list[str]:

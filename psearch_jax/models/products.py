@@ -92,22 +92,16 @@ def product_across(x: jax.Array, across: jax.Array, dtype: Any) -> jax.Array:
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """A float32 array with its values rounded to those of a dtype. XLA may leave out a conversion there and back."""
-    if jnp.dtype(dtype) == x.dtype:
-        return x
-    kind = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x.astype(jnp.float32), kind.nexp, kind.nmant)
+    """The values of x rounded to those of a dtype, in float32. XLA may leave out a conversion there and back."""
+    wide, kind = x.astype(jnp.float32), jnp.finfo(dtype)
+    return wide if x.dtype == dtype else jax.lax.reduce_precision(wide, kind.nexp, kind.nmant)
 
 
 def _multiplied(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
     """The product of operands rounded to `dtype`, in float32."""
     if platforms.cpu_multiplies(dtype):
         return jnp.matmul(x.astype(dtype), kernel.astype(dtype), preferred_element_type=jnp.float32)
-    return jnp.matmul(rounded(x, dtype), _wide(kernel, dtype))
-
-
-def _wide(x: jax.Array, dtype: Any) -> jax.Array:
-    return x.astype(jnp.float32) if x.dtype == dtype else rounded(x, dtype)
+    return jnp.matmul(rounded(x, dtype), rounded(kernel, dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

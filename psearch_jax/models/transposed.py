@@ -21,6 +21,7 @@ from psearch_jax import platforms
 from psearch_jax.config import DecoderConfig
 from psearch_jax.models.lora import KERNELS, axis_sizes
 from psearch_jax.models.products import bits
+from psearch_jax.sharding import is_one_cpu
 
 
 class TransposedKernels(nnx.Module):
@@ -49,8 +50,7 @@ class Transposed(nnx.Module):
 def multiplies_slowly_transposed(mesh: Mesh, dtype: Any) -> bool:
     """Whether a device multiplies by a stored matrix faster than by the transpose of one: one CPU, in 16 bits for
     which it has instructions."""
-    on_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
-    return on_cpu and jnp.dtype(dtype).itemsize == 2 and platforms.cpu_multiplies(dtype)
+    return is_one_cpu(mesh) and jnp.dtype(dtype).itemsize == 2 and platforms.cpu_multiplies(dtype)
 
 
 @functools.partial(jax.jit, static_argnames="head")

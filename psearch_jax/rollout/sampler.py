@@ -42,6 +42,7 @@ from psearch_jax.rollout.sampler_state import SamplerState, Status, Widths
 from psearch_jax.sharding import (
     ROWS,
     SAMPLING,
+    is_one_cpu,
     param_shardings,
     placed,
     put_rows,
@@ -132,7 +133,7 @@ class Sampler:
             self._generate_program, donate_argnames="state", static_argnames="span", out_shardings=shardings
         )
         self._new = jax.jit(self._new_program, static_argnums=(0, 1), out_shardings=shardings)
-        self._on_one_cpu = on_cpu and mesh.size == 1
+        self._on_one_cpu = is_one_cpu(mesh)
         # Kernels of whole numbers are converted at each step in any order, so they stay as they are.
         narrow = int8_weights or (dtype != jnp.float32 and platforms.cpu_multiplies(dtype))
         self._across = self._on_one_cpu and not narrow
