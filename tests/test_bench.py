@@ -127,8 +127,9 @@ def test_rollouts_of_a_model_in_16_bits(tiny_policy, tmp_path, monkeypatch):
     ours, theirs = json.loads(out.read_text())["rollout"]
     assert ours["size"] == theirs["size"] == tiny_policy.name
     for line in (ours, theirs):
-        assert 1e-5 < line["max_difference"] < 0.5 and line["products_gflops"] > 0
+        assert line["max_difference"] < 0.5 and line["products_gflops"] > 0
         assert line["rollouts_per_s"]["median"] == pytest.approx(8 / line["seconds"][0], rel=0.1)
+    assert ours["max_difference"] > 1e-5, "rounded to 16 bits; PyTorch's own steps may equal its full pass exactly"
     with pytest.raises(SystemExit):
         rollout.main([*flags, "--slots=12"])
 

@@ -181,6 +181,8 @@ def make_plan(
 
     def programs(config: Config) -> tuple[Any, Any, Any, dict[str, dict[int, Any]]]:
         r = config.rollout
+        if target.absent:  # a CPU would lay the copies out in an order of its own; a GPU's are added below
+            config = replace(config, model=replace(config.model, unstacked_decoding=False))
         learner = make_learner(config, model, mesh, optimizer, min(TOKENIZER_IDS, model.vocab_rows))
         sampler = bare_sampler(config, model, mesh)
         slots, pool, traces = sampler.traced(
@@ -226,7 +228,7 @@ def make_plan(
     def beside(*names: str) -> int:
         return sum(resident[name] for name in names)
 
-    # A CPU's program does not make the copy that a GPU's decodes from.
+    # The copy that a GPU decodes from.
     of_layers = [copy[part] for part in ("layers", "adapters", "scales") if part in copy]
     apart = bytes_per_chip(of_layers) if target.absent and config.model.unstacked_decoding else 0
     # Whether the sampler reads the frozen base itself.
