@@ -39,7 +39,7 @@ def get_config() -> ConfigDict:
         learning=dict(
             mini_batch_rollouts=48,
             micro_batch_rows=1,
-            learning_rate=1e-4,
+            learning_rate=2e-4,
             warmup_ratio=0.1,
             weight_decay=0.0,
             old_logprobs="sampler",

@@ -7,7 +7,9 @@ split over fsdp (each decoded token would all-gather every layer); `COMPUTE` for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,11 +29,22 @@ _TENSOR = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "t
 STORAGE: Mapping[str, MeshAxes] = {**_TENSOR, "embed": "fsdp"}
 SAMPLING: Mapping[str, MeshAxes] = _TENSOR
 COMPUTE: Mapping[str, MeshAxes] = {**_TENSOR, "rows": ROWS, "positions": "tensor"}
+_STAND_IN: contextvars.ContextVar[bool] = contextvars.ContextVar("stand_in", default=False)
 
 
 def is_one_cpu(mesh: Mesh) -> bool:
     """Whether a mesh is a single CPU device, for which some products and copies are laid out differently."""
-    return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+    return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" and not _STAND_IN.get()
+
+
+@contextlib.contextmanager
+def stand_in() -> Iterator[None]:
+    """Inside, a CPU stands for another device, and nothing that is built is laid out for a CPU."""
+    token = _STAND_IN.set(True)
+    try:
+        yield
+    finally:
+        _STAND_IN.reset(token)
 
 
 def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:

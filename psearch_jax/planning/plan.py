@@ -6,6 +6,7 @@ else is resident while the program runs.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import time
@@ -30,7 +31,16 @@ from psearch_jax.programs import make_critic, make_learner, make_sampler
 from psearch_jax.rollout.boundary import build_tables
 from psearch_jax.rollout.collect import piece_rows, pool_rows, widths
 from psearch_jax.rollout.sampler import Sampler
-from psearch_jax.sharding import STORAGE, check_heads, check_rows, make_mesh, param_shardings, placed, sampled_in_place
+from psearch_jax.sharding import (
+    STORAGE,
+    check_heads,
+    check_rows,
+    make_mesh,
+    param_shardings,
+    placed,
+    sampled_in_place,
+    stand_in,
+)
 from psearch_jax.train.critic import critic_learning, without_lm_head
 from psearch_jax.train.state import abstract_state, make_optimizer, state_shardings
 from psearch_jax.types import UserError
@@ -181,8 +191,6 @@ def make_plan(
 
     def programs(config: Config) -> tuple[Any, Any, Any, dict[str, dict[int, Any]]]:
         r = config.rollout
-        if target.absent:  # a CPU would lay the copies out in an order of its own; a GPU's are added below
-            config = replace(config, model=replace(config.model, unstacked_decoding=False))
         learner = make_learner(config, model, mesh, optimizer, min(TOKENIZER_IDS, model.vocab_rows))
         sampler = bare_sampler(config, model, mesh)
         slots, pool, traces = sampler.traced(
@@ -208,8 +216,9 @@ def make_plan(
             for weights, made in ((abstract, optimizer), (with_values, critic_optimizer))
         )
     )
-    copy, slots, pool, traces = programs(config)
-    wide = programs(_in_float32(config))[-1] if target.absent else {}
+    with stand_in() if target.absent else contextlib.nullcontext():
+        copy, slots, pool, traces = programs(config)
+        wide = programs(_in_float32(config))[-1] if target.absent else {}
     arrays = {
         "parameters": policy.params,
         "optimizer": policy.optimizer,

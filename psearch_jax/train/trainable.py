@@ -27,7 +27,7 @@ from psearch_jax.models import lora as adapters
 from psearch_jax.models.attention import implementation_for, takes_segments
 from psearch_jax.models.transposed import multiplies_slowly_transposed, with_transposed
 from psearch_jax.rl.batch import Place, micro_batches, padding
-from psearch_jax.sharding import constrain, placed, replicated, rows_sharding
+from psearch_jax.sharding import constrain, is_one_cpu, placed, replicated, rows_sharding
 from psearch_jax.train.state import TrainState, abstract_state, learning_rate, state_shardings
 from psearch_jax.types import Packed, TrainBatch
 
@@ -100,6 +100,7 @@ class Trainable(abc.ABC):
         self._base: nnx.State | None = None
         self._frozen_inputs: nnx.State | None = None  # what the programs are given for `base`
         self._transposes, self._headless = lora is not None and multiplies_slowly_transposed(mesh, dtype), values
+        self._widens = is_one_cpu(mesh) and not self._transposes
         self._graph = decoder.graphdef(
             model, dtype, remat, form, shard_residual, lora, values=values, transposed=self._transposes
         )
@@ -132,7 +133,7 @@ class Trainable(abc.ABC):
 
     @property
     def base(self) -> nnx.State | None:
-        """The frozen weights. Setting them also makes the transposes that a CPU's backward pass in 16 bits reads."""
+        """The frozen weights. Setting them also makes the copy that a CPU multiplies by."""
         return self._base
 
     @base.setter
@@ -140,9 +141,12 @@ class Trainable(abc.ABC):
         self._base, self._frozen_inputs = weights, self._as_trained_on(weights)
 
     def _as_trained_on(self, weights: nnx.State | None) -> nnx.State | None:
-        if weights is None or not self._transposes:
-            return weights
-        return with_transposed(weights, head=not self._headless)
+        if weights is None:
+            return None
+        if self._transposes:
+            return with_transposed(weights, head=not self._headless)
+        # A CPU that multiplies in float32 would convert all of them anew for every micro-batch.
+        return jax.tree.map(lambda x: x.astype(jnp.float32), weights) if self._widens else weights
 
     def score(self, params: nnx.State, batch: TrainBatch, look: Callable[[], None] = go_on) -> np.ndarray:
         """The score of every id of a batch that counts; 0 elsewhere. [N, S] float32.
@@ -209,7 +213,7 @@ class Trainable(abc.ABC):
           frozen: `base` as ShapeDtypeStructs.
         """
         rows, mesh = self._learning.micro_batch_rows, self.mesh
-        frozen = jax.eval_shape(self._as_trained_on, frozen) if self._transposes else frozen
+        frozen = jax.eval_shape(self._as_trained_on, frozen) if self._transposes or self._widens else frozen
         state = self._state()
         sums = jax.eval_shape(self._zero_program, state.params)
         others = jax.tree.map(lambda _: replicated(mesh), sums[1:])
