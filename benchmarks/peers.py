@@ -22,8 +22,9 @@ from flax import nnx
 from transformers import Qwen2ForCausalLM
 
 from benchmarks.scripted import Work
-from psearch_jax.config import DecoderConfig, LearningSection
+from psearch_jax.config import DecoderConfig, LearningSection, Lora
 from psearch_jax.models import hf
+from psearch_jax.models.peft import module_name
 from psearch_jax.types import TrainBatch
 
 TOKENIZER = Path(hf.__file__).resolve().parents[1] / "assets" / "toy_policy"  # an export holds one; nobody reads it
@@ -40,18 +41,49 @@ def torch_model(params: nnx.State, config: DecoderConfig, dtype: str = "float32"
     return model.eval()
 
 
+def add_adapters(model: Qwen2ForCausalLM, adapters: nnx.State, lora: Lora) -> None:
+    """Freezes the weights and adds our adapters to them, which are trained in float32."""
+    model.requires_grad_(False)
+    for path, variable in nnx.to_flat_state(adapters):
+        kernel, side = path[-1].rsplit("_", 1)
+        for layer, values in enumerate(np.asarray(variable.get_value())):
+            name = module_name(kernel, layer)
+            linear = model.get_submodule(name)
+            if not isinstance(linear, _Adapted):
+                linear = _Adapted(linear, lora.scale)
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, linear)
+            matrix = values.reshape(-1, lora.rank) if side == "a" else values.reshape(lora.rank, -1)
+            setattr(linear, side, torch.nn.Parameter(torch.from_numpy(matrix.copy())))
+
+
+class _Adapted(torch.nn.Module):
+    """A linear layer and an adapter: x W + scale (x a) b."""
+
+    def __init__(self, linear: torch.nn.Module, scale: float):
+        super().__init__()
+        self.linear, self.scale = linear, scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = x @ self.a.to(x.dtype) * self.scale
+        return self.linear(x) + low @ self.b.to(x.dtype)
+
+
 def token_logprobs(model: Qwen2ForCausalLM, ids: np.ndarray) -> np.ndarray:
     """Log-prob of every id of one row [S] given those before it; 0 for the first. [S] float32."""
+    every = torch.arange(1, len(ids))[None]
     with torch.no_grad():
-        return torch.cat([torch.zeros(1), _logprobs(model, torch.from_numpy(ids[None]).long())[0]]).numpy()
+        found = _logprobs(model, torch.from_numpy(ids[None]).long(), every)[0]
+    return torch.cat([torch.zeros(1), found]).numpy()
 
 
-def _logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """[B, S] int64 -> [B, S - 1]."""
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-    return -torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(
-        len(ids), -1
-    )
+def _logprobs(model: Any, ids: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Log-probs [B, M] of the ids [B, S] at positions `at` [B, M]; the vocabulary is looked at nowhere else."""
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    before = hidden.gather(1, (at - 1)[..., None].expand(-1, -1, hidden.shape[-1]))
+    logits = model.lm_head(before).float()
+    chosen = ids.gather(1, at).flatten()
+    return -torch.nn.functional.cross_entropy(logits.flatten(0, 1), chosen, reduction="none").view(at.shape)
 
 
 # ---- rollouts ----
@@ -221,7 +253,7 @@ class TorchRollouts:
 
 
 class TorchUpdate:
-    """The same loss and optimizer step as ours, micro-batch by micro-batch.
+    """The same loss and optimizer step as ours, micro-batch by micro-batch, of the parameters that need a gradient.
 
     Args:
       model: is changed.
@@ -239,8 +271,9 @@ class TorchUpdate:
         if compiled:
             torch.compiler.reset()  # or the widths of contenders before count among what may be compiled
         self._logprobs: Callable = torch.compile(_logprobs, dynamic=False) if compiled else _logprobs
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            model.parameters(),
+            self._trained,
             learning.learning_rate,
             (learning.beta1, learning.beta2),
             weight_decay=learning.weight_decay,
@@ -251,20 +284,27 @@ class TorchUpdate:
         """Makes a batch that of the next `run`."""
         learning, widths = self._learning, self._widths
         order = np.argsort(batch.length, kind="stable")
+        most = int(batch.mask[:, 1:].sum(1).max())
         self._pieces = []
         for i in range(0, len(order), learning.micro_batch_rows):
             rows = order[i : i + learning.micro_batch_rows]
             longest = int(batch.length[rows].max())
             width = longest if widths is None else next(w for w in widths if w >= longest)
             take = {name: torch.from_numpy(getattr(batch, name)[rows, :width]) for name in _FIELDS}
-            self._pieces.append(take | {"ids": take["ids"].long(), "length": torch.from_numpy(batch.length[rows])})
+            counts = take["mask"].clone()
+            counts[:, 0] = 0  # nothing comes before the first
+            # Sampled ids first; as many in every piece, for a program is compiled for each number.
+            at = counts.argsort(dim=1, descending=True, stable=True)[:, :most]
+            more = {"at": at.clamp(min=1), "real": counts.gather(1, at)}
+            more |= {"ids": take["ids"].long(), "length": torch.from_numpy(batch.length[rows])}
+            self._pieces.append(take | more)
         self._count = float(batch.mask[:, 1:].sum())
 
     def refer(self, reference: Qwen2ForCausalLM) -> None:
         """Sets the reference's log-probs of the batch that was laid."""
         with torch.no_grad():
             for piece in self._pieces:
-                piece["ref_logprobs"][:, 1:] = self._logprobs(reference, piece["ids"])
+                piece["ref_logprobs"].scatter_(1, piece["at"], self._logprobs(reference, piece["ids"], piece["at"]))
 
     def run(self) -> dict[str, float]:
         """One update. Returns loss and norm of the gradient."""
@@ -274,21 +314,21 @@ class TorchUpdate:
             loss = self._loss(piece)
             loss.backward()
             total += float(loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._learning.gradient_clip)
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, self._learning.gradient_clip)
         self._optimizer.step()
         return {"loss": total, "gradient_norm": float(norm)}
 
     def _loss(self, piece: dict[str, torch.Tensor]) -> torch.Tensor:
         """The clipped objective and the k3 estimate of the KL term, over the sampled ids of all pieces."""
-        learning, logp = self._learning, self._logprobs(self._model, piece["ids"])
-        old, ref, advantage, mask = (
-            piece[name][:, 1:] for name in ("old_logprobs", "ref_logprobs", "advantage", "mask")
+        learning, logp = self._learning, self._logprobs(self._model, piece["ids"], piece["at"])
+        old, ref, advantage = (
+            piece[name].gather(1, piece["at"]) for name in ("old_logprobs", "ref_logprobs", "advantage")
         )
         ratio = torch.exp(logp - old)
         clipped = ratio.clamp(1 - learning.clip_low, 1 + learning.clip_high)
         kl = torch.exp(ref - logp) - (ref - logp) - 1
         value = torch.minimum(ratio * advantage, clipped * advantage) - learning.kl_coefficient * kl
-        return -(value * mask).sum() / self._count
+        return -(value * piece["real"]).sum() / self._count
 
 
 class TrlUpdate(TorchUpdate):

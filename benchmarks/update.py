@@ -1,9 +1,12 @@
 """`launch/bench.py update`: one optimizer step of the policy, ours beside transformers on PyTorch.
 
-Equal weights (random, float32), rows, loss and optimizer; the contenders take turns on the same machine, so read the
-ratios. `equal` is 32 rows of 640 ids in two micro-batches; `ragged` 64 rows in four, of the lengths of the ragged
-rollouts (benchmarks/scripted.py), or with `--lengths` of those in a run's trajectories. Only real ids are counted. The
-peer `padded` is this project again, with a row for each trajectory.
+Equal weights, rows, loss and optimizer; the contenders take turns on the same machine, so read the ratios. `equal` is
+32 rows of 640 ids in two micro-batches; `ragged` 64 rows in four, of the lengths of the ragged rollouts
+(benchmarks/scripted.py), or with `--lengths` of those in a run's trajectories; --rows changes both in proportion. Only
+real ids are counted. The peer `padded` is this project again, with a row for each trajectory.
+
+With --model adapters are trained on the frozen weights of a directory, a row at a time. `products_gflops` is how many
+billions of operations a second the products with weights take at least, forward and backward.
 """
 
 from __future__ import annotations
@@ -16,15 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from benchmarks.scripted import Script, ragged
 from benchmarks.timing import SIZES, by_turns, log, machine, missing, parser, rates, tabled, written
 from psearch_jax import programs
 from psearch_jax.buckets import buckets
-from psearch_jax.config import Config, DecoderConfig, MeshSection, from_mapping
+from psearch_jax.config import Config, DecoderConfig, Lora, MeshSection, from_mapping
 from psearch_jax.launching import configure_jax
-from psearch_jax.models import decoder
+from psearch_jax.models import decoder, lora
+from psearch_jax.models.hf import load_hf
 from psearch_jax.sharding import make_mesh
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import TrainState, init_state, make_optimizer
@@ -35,7 +41,8 @@ _TORCH = ("torch", "transformers")
 PEERS = {"padded": (), "torch": _TORCH, "torch.compile": _TORCH, "trl": (*_TORCH, "trl")}  # and what they need
 WORKS = ("equal", "ragged")
 MICRO_ROWS = 16
-COLUMNS = ("size", "work", "contender", "ids_per_s", "speed_to_ours", "loss", "gradient_norm")
+LORA = Lora(8, 16.0)
+COLUMNS = ("size", "work", "contender", "ids_per_s", "speed_to_ours", "products_gflops", "loss", "gradient_norm")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -45,34 +52,49 @@ def main(argv: Sequence[str]) -> None:
     lacking = {name: missing(*PEERS[name]) for name in flags.peers}
     report["skipped"] = [f"{name}: left out, {what} is not installed" for name, what in lacking.items() if what]
     peers = [name for name, what in lacking.items() if not what]
-    for size in flags.sizes:
+    policies: dict[str, Any] = dict.fromkeys(flags.sizes)
+    if flags.model:
+        policies = {Path(flags.model).name: load_hf(flags.model, dtype=jnp.dtype(flags.dtype))}
+    for size, policy in policies.items():
         for name in flags.works:
-            masks = _masks(name, flags.scale, flags.lengths)
-            report["update"] += [{"work": name} | line for line in compare(size, masks, peers, flags.repeats)]
+            masks = _masks(name, flags.scale, flags.lengths, flags.rows)
+            lines = compare(size, masks, peers, flags.repeats, flags.dtype, policy)
+            report["update"] += [{"work": name} | line for line in lines]
     print(tabled(report["update"], COLUMNS))
     for line in report["skipped"]:
         print(line)
     written(flags.json, report)
 
 
-def compare(size: str, masks: Sequence[np.ndarray], peers: Sequence[str], repeats: int) -> list[dict[str, Any]]:
+def compare(
+    size: str,
+    masks: Sequence[np.ndarray],
+    peers: Sequence[str],
+    repeats: int,
+    dtype: str = "float32",
+    policy: tuple[DecoderConfig, nnx.State] | None = None,
+) -> list[dict[str, Any]]:
     """A line for each contender; `speed_to_ours` is that of a contender over ours.
 
     Args:
       masks: by row, where ids were sampled.
+      dtype: of products on every side.
+      policy: shape and frozen weights of `size`, in `dtype`; default: a random policy, all of which is trained.
     """
-    model, longest = SIZES[size], max(map(len, masks))
-    params = decoder.init_params(model, 0)
-    config = config_of(len(masks), longest)
-    ours = Ours(config, model, params, masks)
+    model, params = policy or (SIZES[size], decoder.init_params(SIZES[size], 0))
+    longest, adapters = max(map(len, masks)), _adapters(model) if policy else None
+    config = config_of(len(masks), longest, dtype, adapters is not None)
+    ours = Ours(config, model, params, masks, adapters=adapters)
     contenders: dict[str, Callable[[], dict[str, float]]] = {OURS: ours.run}
     for name in peers:
         if name == "padded":
-            contenders[name] = Ours(config, model, params, masks, pack=False).run
+            contenders[name] = Ours(config, model, params, masks, pack=False, adapters=adapters).run
             continue
-        from benchmarks.peers import TorchUpdate, TrlUpdate, torch_model
+        from benchmarks.peers import TorchUpdate, TrlUpdate, add_adapters, torch_model
 
-        theirs = torch_model(params, model)
+        theirs = torch_model(params, model, dtype)
+        if adapters is not None:
+            add_adapters(theirs, adapters, LORA)
         if name == "trl":
             peer = TrlUpdate(theirs, config.learning)
         else:
@@ -87,26 +109,39 @@ def compare(size: str, masks: Sequence[np.ndarray], peers: Sequence[str], repeat
         return lambda: first.setdefault(name, contenders[name]())
 
     seconds = by_turns({name: noting(name) for name in contenders}, repeats, log)
+    # Of a frozen kernel only the product with the gradient of its output is needed, and not that of its own gradient.
+    times, loose = 4 if adapters is not None else 6, 1e-3 if dtype == "float32" else 5e-2
+    gflop = 1e-9 * times * sum(map(len, masks)) * sum(x.size for x in jax.tree.leaves(params["layers"]))
+    gflop += 1e-9 * times * float(sum(map(np.sum, masks))) * model.width * model.vocab_rows
     lines = []
     for name, taken in seconds.items():
         line = {"size": size, "contender": name, "ids_per_s": rates(sum(map(len, masks)), taken)}
         line["speed_to_ours"] = round(float(np.median(seconds[OURS]) / np.median(taken)), 2)
+        line["products_gflops"] = round(gflop / float(np.median(taken)), 1)
         line["seconds"] = [round(s, 3) for s in taken]
         line |= {key: float(f"{first[name][key]:.5g}") for key in ("loss", "gradient_norm")}
         for key in ("loss", "gradient_norm"):  # of the first update: later ones start from other roundings
-            if abs(line[key] - first[OURS][key]) > 1e-3 * max(1.0, abs(line[key])):
+            if abs(line[key] - first[OURS][key]) > loose * max(1.0, abs(line[key])):
                 raise AssertionError(f"{name}: {key} {line[key]}, ours {first[OURS][key]}")
         lines.append(line)
     return lines
 
 
 class Ours:
-    """This project's update of a batch with the given masks."""
+    """This project's update of a batch with the given masks; with `adapters` of them alone."""
 
     def __init__(
-        self, config: Config, model: DecoderConfig, params: Any, masks: Sequence[np.ndarray], pack: bool = True
+        self,
+        config: Config,
+        model: DecoderConfig,
+        params: Any,
+        masks: Sequence[np.ndarray],
+        pack: bool = True,
+        adapters: nnx.State | None = None,
     ):
-        self._learner, self._state = learner_of(config, model, params, pack)
+        self._learner, self._state = learner_of(config, model, params if adapters is None else adapters, pack)
+        if adapters is not None:
+            self._learner.base = params
         batch = _batch(masks, model.vocab_rows)
         # A policy that has moved a little, from itself and from its reference.
         noise = 0.01 * np.random.default_rng(1).standard_normal(batch.mask.shape).astype(np.float32) * batch.mask
@@ -126,15 +161,29 @@ def learner_of(config: Config, model: DecoderConfig, params: Any, pack: bool = T
     return learner, init_state(jax.tree.map(lambda x: x.copy(), params), optimizer, mesh)
 
 
-def config_of(rows: int, longest: int) -> Config:
-    """What learns from `rows` trajectories of at most `longest` ids, in float32 and in one optimizer step."""
+def config_of(rows: int, longest: int, dtype: str = "float32", adapted: bool = False) -> Config:
+    """What learns from `rows` trajectories of at most `longest` ids in one optimizer step; `adapted`: as
+    configs/qwen0p5b_cpu.py does."""
+    model = {"dtype": dtype, "sampling_dtype": dtype, "remat": "dots"}
+    if adapted:
+        model |= {"remat": "none", "lora_rank": LORA.rank, "lora_alpha": LORA.alpha}
+    micro = 1 if adapted else MICRO_ROWS
     return from_mapping(
         {
-            "model": {"dtype": "float32", "sampling_dtype": "float32", "remat": "dots"},
+            "model": model,
             "rollout": {"context_tokens": longest},
-            "learning": {"micro_batch_rows": MICRO_ROWS, "mini_batch_rollouts": rows, "warmup_ratio": 0.0},
+            "learning": {"micro_batch_rows": micro, "mini_batch_rollouts": rows, "warmup_ratio": 0.0},
         }
     )
+
+
+def _adapters(model: DecoderConfig) -> nnx.State:
+    """Adapters of which both matrices have a gradient."""
+    rng, flat = np.random.default_rng(3), dict(nnx.to_flat_state(lora.init_adapters(model, LORA, 0)))
+    for path, variable in flat.items():
+        if path[-1].endswith("_b"):
+            flat[path] = variable.replace(jnp.asarray(0.01 * rng.standard_normal(variable.shape), jnp.float32))
+    return nnx.from_flat_state(flat)
 
 
 def _batch(masks: Sequence[np.ndarray], n_ids: int) -> TrainBatch:
@@ -148,15 +197,15 @@ def _batch(masks: Sequence[np.ndarray], n_ids: int) -> TrainBatch:
     return TrainBatch(ids, length, mask, advantage, *[np.zeros(shape, np.float32)] * 5)
 
 
-def _masks(work: str, scale: float, lengths: Path | None) -> list[np.ndarray]:
-    """By row, where ids were sampled."""
+def _masks(work: str, scale: float, lengths: Path | None, rows: int) -> list[np.ndarray]:
+    """By row, where ids were sampled; `rows` of the equal work, twice as many of the ragged."""
     if work == "equal":
         turn, observation, prompt = (max(1, round(n * scale)) for n in (60, 150, 160))
-        return [_mask(prompt, Script((turn,) * 3, (observation,) * 2))] * (2 * MICRO_ROWS)
+        return [_mask(prompt, Script((turn,) * 3, (observation,) * 2))] * rows
     if lengths is not None:
         return _recorded(lengths)
     rollouts = ragged(scale)
-    return [_mask(rollouts.prompt_tokens, script) for script in rollouts.scripts[: 4 * MICRO_ROWS]]
+    return [_mask(rollouts.prompt_tokens, script) for script in rollouts.scripts[: 2 * rows]]
 
 
 def _mask(prompt: int, script: Script) -> np.ndarray:
@@ -180,5 +229,15 @@ def _recorded(path: Path) -> list[np.ndarray]:
 
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
     flags = parser("bench update", __doc__, WORKS, PEERS)
+    flags.add_argument("--model", help="a Hugging Face directory, in place of the random policies of --sizes")
+    flags.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="with --model, of products")
+    flags.add_argument(
+        "--rows", type=int, default=2 * MICRO_ROWS, help="of the equal work; the ragged has twice as many"
+    )
     flags.add_argument("--lengths", type=Path, help="jsonl file of trajectories, whose lengths the ragged work takes")
-    return flags.parse_args(argv)
+    found = flags.parse_args(argv)
+    if found.dtype != "float32" and not found.model:
+        flags.error(f"--dtype={found.dtype}: accepted with --model")
+    if found.rows < 1:
+        flags.error(f"--rows={found.rows}: accepted: at least 1")
+    return found

@@ -188,6 +188,29 @@ def test_updates(tmp_path, monkeypatch, capsys):
     assert "trl: left out, trl is not installed" in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_updates_of_adapters(dtype, tiny_policy, tmp_path, monkeypatch):
+    """Adapters that a peer does not have, or on other weights; a peer that trains everything."""
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(PROGRAM.parents[1])
+    from benchmarks import update
+
+    out = tmp_path / "out.json"
+    flags = [f"--model={tiny_policy}", f"--dtype={dtype}", "--rows=2", "--scale=0.1", "--repeats=1"]
+    update.main([*flags, "--peers", "torch", f"--json={out}"])
+    lines = json.loads(out.read_text())["update"]
+    assert [(line["work"], line["contender"]) for line in lines] == [
+        (work, name) for work in ("equal", "ragged") for name in ("this project", "torch")
+    ]
+    for ours, theirs in (lines[:2], lines[2:]):
+        assert theirs["gradient_norm"] == pytest.approx(
+            ours["gradient_norm"], rel=1e-3 if dtype == "float32" else 5e-2
+        )
+        assert ours["size"] == tiny_policy.name and ours["products_gflops"] > 0
+    with pytest.raises(SystemExit):
+        update.main(["--dtype=bfloat16"])
+
+
 def test_steps(tmp_path, monkeypatch, capsys):
     """A contender that learns from other ids than it sampled, or whose compiling is counted."""
     pytest.importorskip("torch")

@@ -45,7 +45,7 @@ def save_adapters(
         a = flat[f"{kernel}_a"].reshape(config.layers, inputs, adapter.rank).swapaxes(1, 2)
         b = flat[f"{kernel}_b"].reshape(config.layers, adapter.rank, outputs).swapaxes(1, 2)
         for layer in range(config.layers):
-            name = _name(kernel, layer)
+            name = _PREFIX + module_name(kernel, layer)
             tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(a[layer].astype(jnp.dtype(dtype)))
             tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(b[layer].astype(jnp.dtype(dtype)))
     record = {
@@ -58,7 +58,7 @@ def save_adapters(
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted({_name(kernel, 0).rpartition(".")[2] for kernel in lora.KERNELS}),
+        "target_modules": sorted({module_name(kernel, 0).rpartition(".")[2] for kernel in lora.KERNELS}),
     }
     out.mkdir(parents=True)
     write_whole(out / WEIGHTS, save(tensors, metadata={"format": "pt"}))
@@ -103,7 +103,7 @@ def load_adapters(path: str | Path, config: DecoderConfig) -> nnx.State:
                     shape = (rank, size) if side == "A" else (size, rank)
                     layers = []
                     for layer in range(config.layers):
-                        name = f"{_name(kernel, layer)}.lora_{side}.weight"
+                        name = f"{_PREFIX}{module_name(kernel, layer)}.lora_{side}.weight"
                         if name not in names:
                             raise UserError(f"{path / WEIGHTS}: no {name}, accepted: adapters on every kernel")
                         names.discard(name)
@@ -122,7 +122,7 @@ def load_adapters(path: str | Path, config: DecoderConfig) -> nnx.State:
     )
 
 
-def _name(kernel: str, layer: int) -> str:
-    """PEFT's name of the module that a kernel is the weight of."""
+def module_name(kernel: str, layer: int) -> str:
+    """The name that transformers gives the module whose weight a kernel is."""
     (hf_name,) = (name for where, name, _, _ in hf.TABLE if where[-1] == kernel)
-    return _PREFIX + hf_name.format(i=layer).removesuffix(".weight")
+    return hf_name.format(i=layer).removesuffix(".weight")
