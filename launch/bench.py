@@ -7,6 +7,7 @@
     python launch/bench.py world --json=FILE      what the closed world's questions give away without a policy
     python launch/bench.py triples --triples=FILE what questions made from triples give away
     python launch/bench.py cold_start --json=FILE what a toy policy can before any reinforcement
+    python launch/bench.py methods --policy NAME DIR --out=OUT  a policy under every method, and baselines
     python launch/bench.py latency --parallel=RUN what splitting saves by the clock
     python launch/bench.py users --json=FILE      many who ask one server at a time, answered as if alone
     python launch/bench.py weights --json=FILE    what the host holds while a checkpoint of 7B comes and goes
@@ -37,6 +38,7 @@ SUBJECTS = (
     "world",
     "triples",
     "cold_start",
+    "methods",
     "latency",
     "users",
 )

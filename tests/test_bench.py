@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import latency, users
+from benchmarks import latency, methods, users
 from psearch_jax.types import UserError
 
 PROGRAM = Path(__file__).resolve().parents[1] / "launch" / "bench.py"
@@ -132,6 +132,32 @@ def test_rollouts_of_a_model_in_16_bits(tiny_policy, tmp_path, monkeypatch):
     assert ours["max_difference"] > 1e-5, "rounded to 16 bits; PyTorch's own steps may equal its full pass exactly"
     with pytest.raises(SystemExit):
         rollout.main([*flags, "--slots=12"])
+
+
+def test_methods(tmp_path, monkeypatch, capsys):
+    """A method under another's name, or a figure of another benchmark; flags that change what a method is."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    chosen = ["--methods", "closed book", "parallel", f"--out={tmp_path}"]
+    asked = ["--config=configs/smoke.py", "--benchmark=closed_world:parallel", "--benchmark=closed_world:sequential"]
+    methods.main(["--policy", "toy", "toy", *chosen, *asked, "--count=8"])
+    lines = json.loads((tmp_path / "methods.json").read_text())["methods"]
+    assert [(line["method"], line["benchmark"]) for line in lines] == [
+        (method, f"closed_world:{kind}")
+        for method in ("closed book", "parallel")
+        for kind in ("parallel", "sequential")
+    ]
+    for line in lines:
+        out = tmp_path / "toy" / line["method"].replace(" ", "_")
+        results = json.loads((out / "results.json").read_text())
+        assert results["settings"]["method"] == {"closed book": "r1", "parallel": "parallel_prompt"}[line["method"]]
+        assert line["em"] == results["benchmarks"][line["benchmark"]]["all"]["em"] and line["questions"] == 8
+        assert (line["searches"] > 0) == (line["method"] == "parallel")
+    assert "| toy | closed book | closed_world:parallel | 8 |" in capsys.readouterr().out
+    for wrong in (["--policy", "toy", *chosen], ["--policy", "toy", "toy", *chosen, "--method=r1"]):
+        with pytest.raises(SystemExit):
+            methods.main(wrong)
+    with pytest.raises(UserError, match="eval.py .*--benchmark=nothing.* ended with 2"):
+        methods.main(["--policy", "toy", "toy", *chosen, "--benchmark=nothing"])
 
 
 def test_growth(tmp_path, monkeypatch, capsys):
