@@ -42,8 +42,9 @@ def main(_: list[str]) -> None:
     params, collector, examples = parts.sampling_copy(), parts.collector, given.examples(parts.world)
     del parts  # the parameters are not needed beside their copy
     print("compiling for every length of prompts and passages", file=sys.stderr, flush=True)
-    collector.warm_up(params)
-    answerer = Answerer(collector, params)
+    apart = collector.sampler.take_apart(params)
+    collector.warm_up(params, apart)
+    answerer = Answerer(collector, params, apart=apart)
     name = _NAME.value or flags.FLAGS.model.rstrip("/").rpartition("/")[2]
     hosts = () if host in ("0.0.0.0", "::") else (*http.LOOPBACK, f"[{host}]" if ":" in host else host)
     app = make_app(answerer, name, Limits(requests=_REQUESTS.value), token, examples, hosts)

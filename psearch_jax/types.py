@@ -63,6 +63,11 @@ class Question:
         return json.dumps([self.source, self.id]).encode()
 
     @property
+    def query(self) -> str:
+        """The text as a search query, on one line."""
+        return " ".join(self.text.split())
+
+    @property
     def contents(self) -> bytes:
         """All that a run or an evaluation takes of the question: what it adds to the fingerprint of a list."""
         told = [self.source, self.id, self.text, self.answers, self.kind, self.metadata.get("prompt")]

@@ -25,7 +25,7 @@ class GoldPassages:
 
     def __init__(self, retriever: Retriever, questions: Sequence[Question]):
         self._retriever = retriever
-        titles = {" ".join(question.text.split()): titles_of(question) for question in questions}
+        titles = {question.query: titles_of(question) for question in questions}
         wanted = list(dict.fromkeys(title for some in titles.values() for title in some))
         found = {
             title: _titled(title, some)

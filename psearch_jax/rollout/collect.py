@@ -83,15 +83,19 @@ class Collector:
         other.parts, other.usage = replace(self.parts, retriever=retriever), Usage()
         return other
 
-    def warm_up(self, params: nnx.State) -> None:
-        """Compiles every shape that `collect` can ask for, so that no later step stops to compile."""
-        with progress.step("compiling"):
-            self._warm_up(params)
+    def warm_up(self, params: nnx.State, apart: Apart | None = None) -> None:
+        """Compiles every shape that `collect` can ask for, so that no later step stops to compile.
 
-    def _warm_up(self, params: nnx.State) -> None:
+        Args:
+          apart: of `params` by `Sampler.take_apart`, if it was made already.
+        """
+        with progress.step("compiling"):
+            self._warm_up(params, self.sampler.take_apart(params) if apart is None else apart)
+
+    def _warm_up(self, params: nnx.State, apart: Apart | None) -> None:
         rows, pool, widths = self.parts.piece_rows, self.parts.pool_rows, self.parts.widths
         state = self.sampler.new_state(self.parts.rollout.slots, self.parts.rollout.context_tokens)
-        nothing, apart = np.zeros(rows, np.int32), self.sampler.take_apart(params)
+        nothing = np.zeros(rows, np.int32)
         for width in widths.observations:
             state = self.sampler.extend(params, state, np.zeros((rows, width), np.int32), nothing, 1, nothing - 1)
         for width in widths.prompts:

@@ -282,7 +282,7 @@ class InFlight:
         """The classic baseline: the question itself is searched before the first sampled id."""
 
         def look_up() -> _Continuations:
-            queries = {b: (" ".join(self.live[b].question.text.split()),) for b in slots}
+            queries = {b: (self.live[b].question.query,) for b in slots}
             chunks = {}
             for b, passages in self._search(queries).items():
                 live = self.live[b]
