@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import IO
 
 FIRST_S = 0.4  # on a terminal a step is shown from then on
-TERMINAL_S, LOG_S = 0.2, 4.0  # seconds between two lines
+PATIENT_S = 20.0  # the same for what is repeated and mostly short, such as the parts of a training step
+TERMINAL_S, LOG_S = 0.2, 4.0  # seconds between two lines; in a log each interval is twice the last, up to
+LOG_MOST_S = 120.0
 CLEAR = "\r\x1b[2K"
 
 
@@ -45,15 +47,18 @@ def show(stream: IO[str] | None = None) -> None:
 
 
 @contextmanager
-def step(name: str, total: int = 0) -> Iterator[None]:
-    """Shows that the block is under way, and for how long; with `total`, also how much of it `advance` has counted."""
+def step(name: str, total: int = 0, patient: bool = False) -> Iterator[None]:
+    """Shows that the block is under way, and for how long; with `total`, also how much of it `advance` has counted.
+
+    A `patient` step is shown only when it takes longer than most do.
+    """
     began = _Step(name, total=total)
     over = threading.Event()
     with _lock:
         _steps.append(began)
         stream = _stream
     if stream is not None:
-        threading.Thread(target=_report, args=(began, over, stream), daemon=True).start()
+        threading.Thread(target=_report, args=(began, over, stream, patient), daemon=True).start()
     try:
         yield
     finally:
@@ -70,13 +75,21 @@ def advance(count: int = 1) -> None:
             _steps[-1].done += count
 
 
-def _report(shown: _Step, over: threading.Event, stream: IO[str]) -> None:
+def reach(count: int) -> None:
+    """Sets what the innermost step has done to `count`."""
+    with _lock:
+        if _steps:
+            _steps[-1].done = count
+
+
+def _report(shown: _Step, over: threading.Event, stream: IO[str], patient: bool) -> None:
     """Writes the step's line until it is over, except while a step inside it is under way."""
     global _drawn
-    terminal = stream.isatty()
-    wait = FIRST_S if terminal else LOG_S
+    terminal, interval = stream.isatty(), LOG_S
+    wait = PATIENT_S if patient else FIRST_S if terminal else LOG_S
     while not over.wait(wait):
-        wait = TERMINAL_S if terminal else LOG_S
+        wait = TERMINAL_S if terminal else interval
+        interval = min(2 * interval, LOG_MOST_S)
         with _lock:
             if over.is_set() or _steps[-1] is not shown or _stream is not stream:
                 continue

@@ -44,6 +44,21 @@ def test_a_log_gets_lines_with_counts_and_seconds(quick):
     assert all(re.fullmatch(r"loading weights: [02] of 3, \d+ s", line) for line in log.getvalue().splitlines())
 
 
+def test_a_log_of_hours_stays_short_and_short_steps_stay_out_of_it(quick, monkeypatch):
+    """Two lines for every training step of a second, or a line every four seconds of a step of ten minutes."""
+    monkeypatch.setattr(progress, "PATIENT_S", 0.1)
+    log = io.StringIO()
+    progress.show(log)
+    for _ in range(3):
+        with progress.step("update", 2, patient=True):
+            progress.reach(1)
+    with progress.step("rollouts", 48, patient=True):
+        progress.reach(7)
+        wait_for(log, "rollouts: 7 of 48, 0 s\n")
+        time.sleep(1.0)
+    assert "update" not in log.getvalue() and 3 <= log.getvalue().count("\n") <= 8
+
+
 def test_a_terminal_keeps_one_line_that_is_gone_at_the_end(quick):
     """A terminal full of progress, or a last line that stays in front of the answer."""
     terminal = Terminal()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from psearch_jax import processes
+from psearch_jax import processes, progress
 from psearch_jax.rl.advantages import carry_signal, group_advantages
 from psearch_jax.rl.rewards import length_penalty
 from psearch_jax.rollout.usage import Usage
@@ -46,10 +46,15 @@ def draw(run: Run, questions: Sequence[Question], step: int, times: dict[str, fl
     rewards: list[RewardParts] = []
     totals: list[float] = []
     usage = Usage()
+
+    def followed(done: int, _: int) -> None:
+        run.stop.check()
+        progress.reach(done)
+
     with run.phase("rollout", times):
         sampling = run.learner.sampling_copy(run.state.params)
     for draws in range(1, config.train.redraws + 2):
-        with run.phase("rollout", times):
+        with run.phase("rollout", times), progress.step("rollouts", len(questions) * config.rollout.samples, True):
             own = run.collector.collect(
                 sampling,
                 questions,
@@ -57,7 +62,7 @@ def draw(run: Run, questions: Sequence[Question], step: int, times: dict[str, fl
                 seed=config.seed,
                 step=step,
                 temperature=config.rollout.temperature,
-                progress=lambda *_: run.stop.check(),
+                progress=followed,
             )
             usage += run.collector.usage
             # From here on every process holds all rollouts and does the same with them.

@@ -19,6 +19,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from psearch_jax import progress
 from psearch_jax.buckets import buckets, row_widths
 from psearch_jax.config import DecoderConfig, LearningSection, Lora, Remat
 from psearch_jax.metrics import Ratio
@@ -260,10 +261,11 @@ class Trainable(abc.ABC):
         return micro_batches(batch, self._learning.micro_batch_rows, self._widths, self._together)
 
     def _sums(self, params: nnx.State, pieces: Sequence[Packed], look: Callable[[], None]) -> Sums:
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self.mesh), progress.step("update", len(pieces), patient=True):
             sums = self._zero(params)
-            for piece in pieces:
+            for done, piece in enumerate(pieces):
                 jax.block_until_ready(sums[1])
+                progress.reach(done)
                 look()
                 sums = self._accumulate(params, self._frozen_inputs, sums, piece)
         return sums
