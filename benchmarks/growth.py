@@ -1,4 +1,4 @@
-"""How the time of rollouts grows with their rows, their turns, and the positions that every id looks back on."""
+"""How the time of rollouts grows with the number of rows, of turns, and of positions that every token attends to."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ GROWTH = {"rows": (8, 32, 128, 512), "turns": (1, 2, 3, 4), "prompt": (512, 1024
 
 
 def growth(size: str, scale: float, repeats: int, settings: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Seconds of ours as one of three things grows.
+    """Seconds of our rollouts as rows, turns or prompt length grow.
 
-    `to_linear` is how many times longer it took than the first line of its kind would, grown in proportion: below 1
-    where something is shared, above it where work grows faster than what it is done for, as attention does.
+    `to_linear` is the time relative to linear growth from the first value. It is below 1 where fixed costs are shared,
+    and above 1 where work grows faster than linearly, as attention does.
     """
     model = SIZES[size]
     params = decoder.init_params(model, 0)
@@ -46,7 +46,7 @@ def growth(size: str, scale: float, repeats: int, settings: dict[str, dict[str, 
 
 
 def drawn(lines: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Draws the lines of `growth`: for each size and thing that grows the median, the spread, and what is linear.
+    """Plots the lines of `growth`: for each size and axis the median, the spread, and linear growth.
 
     Raises:
       UserError: matplotlib is not installed, or cannot write such a file.

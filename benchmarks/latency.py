@@ -1,10 +1,10 @@
-"""`launch/bench.py latency`: what splitting saves by the clock, and what of the calls it saves.
+"""`launch/bench.py latency`: the wall-clock time and the retriever calls that splitting saves.
 
-Two policies answer the same questions of the closed world greedily: one that searches one by one (the cold start) and
-one that has learned to split. Questions need one fact, where splitting can save nothing, or compare two to four. The
-retriever is asked in process and over HTTP on this machine, with so many milliseconds added to every call, as a
-distant or large index would take them; questions come one at a time, or many together. The policies take turns,
-question by question, so that what else this machine does meets both.
+Two policies answer the same closed-world questions greedily: one that searches one by one (the cold start), and one
+that has learned to split. Questions need one fact, where splitting saves nothing, or compare two to four. The
+retriever is in process or served over HTTP on this machine, with a delay added to every call to imitate a distant or
+large index. Questions are asked one at a time, or many in one batch. The policies alternate, question by question, so
+that other load on the machine affects both.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from retrieval.protocol import Passage, Retriever
 
 ROOT = Path(__file__).resolve().parent.parent
 DELAYS = (0, 50, 200, 1000)  # milliseconds
-REPEATS = 3  # of the questions asked together
-FACTS = (1, 2, 3, 4)  # that a question needs at once
+REPEATS = 3  # of the batch of questions
+FACTS = (1, 2, 3, 4)  # independent facts that a question needs
 
 
 class Delayed:
-    """A retriever every call of which takes so many milliseconds longer, and is counted."""
+    """A retriever that delays every call by `delay_ms` and counts the calls."""
 
     def __init__(self, retriever: Retriever, delay_ms: int):
         self._retriever, self._delay_ms, self.calls = retriever, delay_ms, 0
@@ -64,25 +64,25 @@ class Delayed:
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench latency", description=__doc__)
     parser.add_argument(
-        "--one_by_one", default="toy", help="the policy that searches one by one, as of launch/eval.py"
+        "--one_by_one", default="toy", help="policy that searches one by one; as --model of launch/eval.py"
     )
-    parser.add_argument("--parallel", required=True, help="the policy that splits: a run of `make demo`")
-    parser.add_argument("--count", type=int, default=8, help="questions asked one at a time, of each number of facts")
+    parser.add_argument("--parallel", required=True, help="policy that splits: a run of `make demo`")
+    parser.add_argument("--count", type=int, default=8, help="questions per number of facts, asked one at a time")
     parser.add_argument("--delays", type=int, nargs="+", default=list(DELAYS), help="milliseconds added to every call")
-    parser.add_argument("--together", type=int, default=64, help="questions asked together")
-    parser.add_argument("--json", help="file to write the figures to")
+    parser.add_argument("--together", type=int, default=64, help="questions asked in one batch")
+    parser.add_argument("--json", help="file for the figures")
     flags = parser.parse_args(argv)
     launching.configure_jax()
     world = ClosedWorld.make(0)
     compared = questions(world, "eval", "parallel", 8 * flags.count + flags.together, 1)
-    alone = questions(world, "eval", "single", flags.count, 1)
+    singles = questions(world, "eval", "single", flags.count, 1)
     for facts in FACTS[1:]:
-        alone += [q for q in compared if _facts(q) == facts][: flags.count]
+        singles += [q for q in compared if _facts(q) == facts][: flags.count]
     policies = {"one by one": flags.one_by_one, "parallel": flags.parallel}
     lines = []
     with served(world) as url:
         for slots, groups in (
-            (1, [[q] for q in alone]),
+            (1, [[q] for q in singles]),
             (flags.together, [compared[: flags.together]] * REPEATS),
         ):
             engines = {name: _engine(model, slots) for name, model in policies.items()}
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> None:
 
 @contextmanager
 def served(world: ClosedWorld) -> Iterator[str]:
-    """The address of a server of the world's passages, a process of its own."""
+    """The address of a retrieval server of the world's passages, in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(f"{folder}/corpus.jsonl", world.passages)
         corpus = MemoryMappedCorpus(f"{folder}/corpus.jsonl")
@@ -110,7 +110,7 @@ def served(world: ClosedWorld) -> Iterator[str]:
 
 
 def _engine(model: str, slots: int) -> tuple[Any, Any]:
-    """A collector and the sampling copy of its policy, with every shape compiled."""
+    """A collector and its policy's sampling copy, with every shape compiled."""
     config = from_mapping(get_config().to_dict())
     parts = build.from_path(replace(config, rollout=replace(config.rollout, slots=slots, samples=1)), model)
     params = parts.sampling_copy()
@@ -126,7 +126,7 @@ def _measured(
     delay: int,
     batch: int,
 ) -> dict[str, Any]:
-    """Seconds per group of questions and what else it took, of each policy; groups are answered by turns."""
+    """Median seconds per group, turns, calls and EM of each policy, which answer every group alternately."""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     calls: dict[str, list[int]] = {name: [] for name in engines}
     scores: dict[str, list[list[Score]]] = {name: [] for name in engines}
@@ -148,31 +148,31 @@ def _measured(
     line: dict[str, Any] = {"place": place, "added_ms": delay, "batch": batch}
     compared = [i for i, group in enumerate(groups) if _facts(group[0]) > 1]
     for name in engines:
-        told = [one for i in compared for one in scores[name][i]]
+        compared_scores = [one for i in compared for one in scores[name][i]]
         line[name] = {
             "seconds": round(statistics.median(seconds[name][i] for i in compared), 4),
-            "turns": round(mean(one.turns for one in told), 3),
+            "turns": round(mean(one.turns for one in compared_scores), 3),
             "calls": round(mean(calls[name][i] for i in compared), 3),
-            "em": round(mean(one.em for one in told), 3),
+            "em": round(mean(one.em for one in compared_scores), 3),
         }
     slow, fast = engines
     faster = [a / b for a, b in zip(seconds[slow], seconds[fast], strict=True)]
     line["faster"] = [round(x, 3) for x in spread([faster[i] for i in compared])]
     if batch == 1:
         own = {n: [x for x, group in zip(faster, groups, strict=True) if _facts(group[0]) == n] for n in FACTS}
-        line["faster_by_facts"] = {n: [round(x, 3) for x in spread(found)] for n, found in own.items()}
+        line["faster_by_facts"] = {n: [round(x, 3) for x in spread(ratios)] for n, ratios in own.items()}
     return line
 
 
 def _facts(question: Question) -> int:
-    """How many facts can be looked up at once."""
+    """How many facts can be looked up in one round."""
     return max(map(len, question.metadata["rounds"]))
 
 
 def tabled(lines: Sequence[dict[str, Any]]) -> str:
-    """Seconds of both, how many times faster, and the shares of time and of calls to the retriever saved.
+    """Seconds of both policies, the speed-up, and the shares of time and of retriever calls saved.
 
-    The 95% are over questions, or over the repeats where many are asked together.
+    The 95% intervals are over questions, or over repeats for batches.
     """
     head = ["retriever", "added ms", "together", "one by one, s", "parallel, s", "times faster", "95%", "time saved"]
     rows = [[*head, "calls saved", "turns", "EM"]]
@@ -198,7 +198,7 @@ def tabled(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def by_facts(lines: Sequence[dict[str, Any]]) -> str:
-    """How many times faster questions of so many facts are answered, one at a time, with 95% over questions."""
+    """The speed-up by number of facts, for questions asked one at a time, with 95% intervals over questions."""
     rows = [["retriever", "added ms", *(f"{n} fact{'s' * (n > 1)}" for n in FACTS)]]
     for line in lines:
         if "faster_by_facts" in line:

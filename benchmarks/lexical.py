@@ -1,4 +1,4 @@
-"""BM25 over made-up passages, beside bm25s' own retrieval and tantivy where these are installed."""
+"""BM25 over synthetic passages, compared with bm25s and tantivy if they are installed."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class MadeUp(Sequence[Passage]):
         return len(self._texts)
 
     def __getitem__(self, row: int) -> Passage:
-        said = self._texts[row].split(" ", TITLE_WORDS)
-        return Passage(str(row), " ".join(said[:TITLE_WORDS]), said[TITLE_WORDS])
+        parts = self._texts[row].split(" ", TITLE_WORDS)
+        return Passage(str(row), " ".join(parts[:TITLE_WORDS]), parts[TITLE_WORDS])
 
     def queries(self, count: int, seed: int = 1) -> list[str]:
-        """Each of words drawn from one passage, stop words among them."""
+        """Each query is words sampled from one passage, including stop words."""
         rng = np.random.default_rng(seed)
         rows = rng.integers(len(self), size=count)
         return [" ".join(rng.choice(self[int(row)].text.split(), QUERY_WORDS)) for row in rows]
 
 
 def compare(rows: int, queries: int, peers: bool, log: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Seconds to index `rows` passages and to answer `queries`, and how often a peer's best passage is ours."""
+    """Seconds to index `rows` passages and answer `queries`, and how often a peer's best passage equals ours."""
     passages = MadeUp(rows)
     asked = passages.queries(queries)
     methods: dict[str, Callable[[Sequence[Passage], Path], Search]] = {"this project": ours}
@@ -63,12 +63,12 @@ def compare(rows: int, queries: int, peers: bool, log: Callable[[str], None]) ->
             search = build(passages, Path(folder) / "index")
             built = time.perf_counter() - start
             size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
-            search(asked[: queries // 4], K)  # compiles, and brings the files into memory
+            search(asked[: queries // 4], K)  # compiles, and loads the files into memory
             start = time.perf_counter()
-            found = search(asked, K)
+            rankings = search(asked, K)
             seconds = time.perf_counter() - start
-        best = best or found
-        same = np.mean([one[:1] == other[:1] for one, other in zip(found, best, strict=True)])
+        best = best or rankings
+        same = np.mean([one[:1] == other[:1] for one, other in zip(rankings, best, strict=True)])
         figures = {"seconds": round(seconds, 2), "ms_a_query": round(1000 * seconds / queries, 2)}
         lines.append(
             {"rows": rows, "queries": queries, "method": name, **figures, "build_s": round(built)}
@@ -112,16 +112,16 @@ def of_tantivy(passages: Sequence[Passage], folder: Path) -> Search:
     index = tantivy.Index(schema.build(), path=str(folder))
     writer = index.writer(heap_size=1_000_000_000)
     for row, passage in enumerate(passages):
-        said = [word for word in words(_text(passage)) if word not in STOP_WORDS]
-        writer.add_document(tantivy.Document(row=row, text=" ".join(said)))
+        kept = [word for word in words(_text(passage)) if word not in STOP_WORDS]
+        writer.add_document(tantivy.Document(row=row, text=" ".join(kept)))
     writer.commit()
     writer.wait_merging_threads()
     index.reload()
     searcher = index.searcher()
 
     def one(query: str, k: int) -> list[int]:
-        said = [word for word in words(query) if word not in STOP_WORDS]
-        hits = searcher.search(index.parse_query(" ".join(said), ["text"]), k).hits if said else []
+        kept = [word for word in words(query) if word not in STOP_WORDS]
+        hits = searcher.search(index.parse_query(" ".join(kept), ["text"]), k).hits if kept else []
         return [searcher.doc(address)["row"][0] for _, address in hits]
 
     def search(asked: list[str], k: int) -> list[list[int]]:

@@ -1,15 +1,14 @@
-"""`launch/bench.py methods`: policies under every method, and two baselines, on question files; one table.
+"""`launch/bench.py methods`: one table of policies under every method, and two baselines, on question files.
 
     python launch/bench.py methods --policy 0.5b DIR --policy trained DIR ADAPTERS --out=OUT \\
         --index=INDEX --benchmark=2wiki:test.jsonl --benchmark=hotpotqa:hotpotqa.jsonl --slots=24
 
-Every line is a call of `launch/eval.py`, which gets all flags that this program does not know: the passages, the
-benchmarks, the budgets. Each call is kept in OUT/POLICY/METHOD, so the same command resumes after an interruption, and
-a policy or a method can be added later. In an evaluation `parallelsearch` is `parallel_prompt`: they differ in the
-reward alone.
+Every line is a call of `launch/eval.py`, which gets all flags that this program does not define: passages, benchmarks,
+token budgets. Its results stay in OUT/POLICY/METHOD, so the same command resumes after an interruption, and a policy
+or a method can be added later. For an evaluation `parallelsearch` equals `parallel_prompt`: only their rewards differ.
 
-`retrieve first` searches the question itself once and answers (classic retrieval-augmented generation); `gold
-passages` reads the passages that state the facts, an upper limit for every retriever.
+`retrieve first` searches for the question once and answers (classic retrieval-augmented generation). `gold passages`
+puts the passages that state the facts into the context, an upper limit for every retriever.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from psearch_jax.eval.tables import table
 from psearch_jax.types import UserError
 
 EVAL = Path(__file__).resolve().parent.parent / "launch" / "eval.py"
-_ANSWER_ONLY = ("--method=search_r1", "--template=direct")  # the prompt that knows no searches, and passages
+_ANSWER_ONLY = ("--method=search_r1", "--template=direct")  # the method has passages; the prompt mentions no searches
 METHODS: dict[str, tuple[str, ...]] = {
     "closed book": ("--method=r1",),
     "retrieve first": (*_ANSWER_ONLY, "--initial_search", "--search_turns=0"),
@@ -54,14 +53,14 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _evaluated(where: Sequence[str], method: str, passed: Sequence[str], out: Path) -> list[dict[str, Any]]:
-    """A line for each benchmark of one call of launch/eval.py."""
+    """Calls launch/eval.py once. Returns a line per benchmark."""
     names = [f"--{flag}={value}" for flag, value in zip(("model", "adapters"), where, strict=False)]
     command = [sys.executable, str(EVAL), *names, f"--out={out}", *passed, *METHODS[method]]
     done = subprocess.run(command, stdout=subprocess.DEVNULL)
     if done.returncode:
         raise UserError(f"{' '.join(command[1:])}: ended with {done.returncode}, see above")
     benchmarks = json.loads((out / "results.json").read_text(encoding="utf-8"))["benchmarks"]
-    return [{"benchmark": name} | _figures(found) for name, found in benchmarks.items()]
+    return [{"benchmark": name} | _figures(results) for name, results in benchmarks.items()]
 
 
 def _figures(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,16 +97,16 @@ def _flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         action="append",
         required=True,
         metavar=("NAME", "MODEL [ADAPTERS]"),
-        help="a model directory under a name, with a PEFT directory of adapters; repeatable",
+        help="a name, a model directory, and optionally a PEFT directory of adapters; repeatable",
     )
-    flags.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    flags.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="methods to evaluate")
     flags.add_argument("--out", type=Path, required=True, help="the directory to write to")
-    found, passed = flags.parse_known_args(argv)
-    for policy in found.policy:
+    parsed, passed = flags.parse_known_args(argv)
+    for policy in parsed.policy:
         if len(policy) not in (2, 3) or not re.fullmatch(r"[\w.-]+", policy[0]):
             flags.error(f"--policy {' '.join(policy)}: accepted: NAME MODEL or NAME MODEL ADAPTERS")
     for flag in passed:
         if flag.lstrip("-").partition("=")[0].removeprefix("no") in _OWN:
             flags.error(f"{flag}: is set by this program")
-    found.policy = {name: where for name, *where in found.policy}
-    return found, passed
+    parsed.policy = {name: where for name, *where in parsed.policy}
+    return parsed, passed

@@ -1,9 +1,9 @@
-"""What users have: transformers on PyTorch, with our weights, doing the same work as well as it can be made to.
+"""The peer: transformers on PyTorch with our weights, doing the same work, optimized as far as possible.
 
-`TorchRollouts` keeps the cache over all turns, in arrays of its own (transformers' own cache grows by copying all of
-it at every id), prefills a group's prompt once, leaves out rows whose turn is over as soon as a quarter of them is,
-and fills freed rows at every turn's end. With `keep=False` it is what Search-R1 does: the cache is dropped at every
-turn, and all text is read again.
+`TorchRollouts` keeps the KV cache over all turns in preallocated arrays (transformers' own cache is copied at every
+token), prefills a group's prompt once, drops finished rows once a quarter of the rows has finished its turn, and
+refills free rows at the end of every turn. With `keep=False` it does what Search-R1 does: it drops the cache after
+every turn and prefills all text again.
 
 Letters as in the model: B rows, T query positions, S key positions, K kv heads, H head dim.
 """
@@ -27,12 +27,12 @@ from psearch_jax.models import hf
 from psearch_jax.models.peft import module_name
 from psearch_jax.types import TrainBatch
 
-TOKENIZER = Path(hf.__file__).resolve().parents[1] / "assets" / "toy_policy"  # an export holds one; nobody reads it
-SPARE = 0.75  # rows whose turn is over are left out when no more than this share still samples
+TOKENIZER = Path(hf.__file__).resolve().parents[1] / "assets" / "toy_policy"  # an export needs one; it is not used
+SPARE = 0.75  # finished rows are dropped when at most this share of the rows still samples
 
 
 def torch_model(params: nnx.State, config: DecoderConfig, dtype: str = "float32") -> Qwen2ForCausalLM:
-    """Our weights in transformers' model, by way of an export."""
+    """Our weights in transformers' model, through an export."""
     with tempfile.TemporaryDirectory() as folder:
         hf.save_hf(params, config, TOKENIZER, f"{folder}/model")
         model = Qwen2ForCausalLM.from_pretrained(
@@ -42,7 +42,7 @@ def torch_model(params: nnx.State, config: DecoderConfig, dtype: str = "float32"
 
 
 def add_adapters(model: Qwen2ForCausalLM, adapters: nnx.State, lora: Lora) -> None:
-    """Freezes the weights and adds our adapters to them, which are trained in float32."""
+    """Freezes the weights and adds our adapters, which are trained in float32."""
     model.requires_grad_(False)
     for path, variable in nnx.to_flat_state(adapters):
         kernel, side = path[-1].rsplit("_", 1)
@@ -70,15 +70,15 @@ class _Adapted(torch.nn.Module):
 
 
 def token_logprobs(model: Qwen2ForCausalLM, ids: np.ndarray) -> np.ndarray:
-    """Log-prob of every id of one row [S] given those before it; 0 for the first. [S] float32."""
+    """Log-prob of every token of one row [S] given the earlier ones; 0 for the first. [S] float32."""
     every = torch.arange(1, len(ids))[None]
     with torch.no_grad():
-        found = _logprobs(model, torch.from_numpy(ids[None]).long(), every)[0]
-    return torch.cat([torch.zeros(1), found]).numpy()
+        logprobs = _logprobs(model, torch.from_numpy(ids[None]).long(), every)[0]
+    return torch.cat([torch.zeros(1), logprobs]).numpy()
 
 
 def _logprobs(model: Any, ids: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Log-probs [B, M] of the ids [B, S] at positions `at` [B, M]; the vocabulary is looked at nowhere else."""
+    """Log-probs [B, M] of the token ids [B, S] at positions `at` [B, M]; logits are computed only there."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     before = hidden.gather(1, (at - 1)[..., None].expand(-1, -1, hidden.shape[-1]))
     logits = model.lm_head(before).float()
@@ -90,9 +90,9 @@ def _logprobs(model: Any, ids: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 
 
 class _Cache:
-    """Keys and values of all rows, written in place and read up to the last position that a row has.
+    """Keys and values of all rows, written in place and attended to up to the last position of any row.
 
-    It answers transformers' one call, `update`; `at` says what the next forward pass is about.
+    transformers calls only `update`; `at` sets the positions of the next forward pass.
     """
 
     def __init__(self, config: DecoderConfig, rows: int, positions: int, dtype: torch.dtype):
@@ -100,17 +100,17 @@ class _Cache:
         self.k, self.v = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
 
     def at(self, start: torch.Tensor, T: int) -> torch.Tensor | None:
-        """Rows 0 .. B - 1 read T ids, the first at `start` [B]. Returns what they see: [B or 1, 1, T, S], or None."""
+        """Rows 0 .. B - 1 get T tokens from position `start` [B] on. Returns the mask [B or 1, 1, T, S], or None."""
         self._first = int(start[0]) if bool((start == start[0]).all()) else None
         self._end = int(start.max()) + T
         self._positions = start[:, None] + torch.arange(T)
         if self._first == 0 or (self._first is not None and T == 1):
-            return None  # plain causal attention, or of one id to all before it
+            return None  # causal attention, or one token that attends to all earlier ones
         positions = self._positions if self._first is None else self._positions[:1]
         return (torch.arange(self._end) <= positions[..., None])[:, None]
 
     def update(self, k: torch.Tensor, v: torch.Tensor, layer: int, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
-        """k, v [B, K, T, H] of one layer, kept; returns those of all positions, [B, K, S, H]."""
+        """Stores k, v [B, K, T, H] of one layer; returns those of all positions, [B, K, S, H]."""
         B, T = len(k), k.shape[2]
         out = []
         for kept, new in ((self.k[layer], k), (self.v[layer], v)):
@@ -122,13 +122,13 @@ class _Cache:
         return tuple(out)
 
     def permute(self, order: torch.Tensor, positions: int) -> None:
-        """Row i becomes what row order[i] was, up to a position."""
+        """Moves row order[i] to row i, for the first `positions` positions."""
         for kept in (self.k, self.v):
             kept[:, : len(order), :, :positions] = kept[:, order, :, :positions]
 
 
 class TorchRollouts:
-    """Samples a work. After `run`: `ids` and `logprobs` by rollout, those of forced ids 0."""
+    """Samples a `Work`. After `run`: `ids` and `logprobs` by rollout; the log-probs of forced tokens are 0."""
 
     def __init__(self, work: Work, config: DecoderConfig, model: Qwen2ForCausalLM, keep: bool):
         self._work, self._config, self._model, self._keep = work, config, model, keep
@@ -141,12 +141,12 @@ class TorchRollouts:
     @torch.inference_mode()
     def run(self) -> None:
         work = self._work
-        room = work.longest + max([n for s in work.scripts for n in s.observations], default=0)  # pads are written too
+        room = work.longest + max([n for s in work.scripts for n in s.observations], default=0)  # includes padding
         self._cache = _Cache(self._config, work.slots, room, self._model.dtype)
         self.ids: dict[int, np.ndarray] = {}
         self.logprobs: dict[int, np.ndarray] = {}
         waiting: deque[int] = deque(range(len(work.scripts)))
-        prompts: dict[int, tuple[torch.Tensor, ...]] = {}  # by group: keys, values, and what the first id comes from
+        prompts: dict[int, tuple[torch.Tensor, ...]] = {}  # by group: keys, values, and the last hidden state
         known = torch.zeros(work.slots, room, dtype=torch.long)
         logprobs = torch.zeros(work.slots, room)
         length = torch.zeros(work.slots, dtype=torch.long)
@@ -154,7 +154,7 @@ class TorchRollouts:
         while rows or waiting:
             going = len(rows)
             rows += [(waiting.popleft(), 0) for _ in range(min(work.slots - going, len(waiting)))]
-            read = length - 1  # ids that the cache holds of rows that go on
+            read = length - 1  # tokens in the cache, for rows that continue
             for row, (rollout, turn) in enumerate(rows):
                 if not turn:
                     length[row], logprobs[row] = 0, 0
@@ -172,9 +172,9 @@ class TorchRollouts:
             for row in over:
                 self.ids[rows[row][0]] = known[row, : length[row]].numpy().copy()
                 self.logprobs[rows[row][0]] = logprobs[row, : length[row]].numpy().copy()
-            on = [row for row in range(len(rows)) if row not in set(over)]
-            self._reorder(torch.tensor([*on, *over]), known, logprobs, length)
-            rows = [(rows[row][0], rows[row][1] + 1) for row in on]
+            remaining = [row for row in range(len(rows)) if row not in set(over)]
+            self._reorder(torch.tensor([*remaining, *over]), known, logprobs, length)
+            rows = [(rows[row][0], rows[row][1] + 1) for row in remaining]
 
     def _admitted(
         self, rows: list[tuple[int, int]], first: int, prompts: dict[int, tuple[torch.Tensor, ...]]
@@ -191,18 +191,18 @@ class TorchRollouts:
                 kept[:, row, :, : new.shape[2]] = new
         out = [prompts[q][2] for q in groups]
         for q in [q for q in prompts if groups and q < groups[-1]]:
-            del prompts[q]  # groups come in order
+            del prompts[q]  # groups are admitted in order, so this one is finished
         return out
 
     def _extended(self, known: torch.Tensor, read: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-        """Reads what the first rows know and the cache does not hold. Returns [B, D] of their last ids."""
+        """Prefills the tokens of the first rows that are not in the cache. Returns the last hidden states [B, D]."""
         n = length - read
         at = read[:, None] + torch.arange(int(n.max()))
         hidden = self._forward(self._cache, known[: len(n)].gather(1, at), read)
         return hidden[torch.arange(len(n)), n - 1]
 
     def _forward(self, cache: _Cache, ids: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-        """ids [B, T] from position start[b] on, over the cache's first B rows. Returns [B, T, D]."""
+        """Token ids [B, T] from position start[b] on, with the cache's first B rows. Returns [B, T, D]."""
         T = ids.shape[1]
         mask = {"full_attention": cache.at(start, T)}
         out = self._model.model(
@@ -217,7 +217,7 @@ class TorchRollouts:
     def _turn(
         self, known: torch.Tensor, logprobs: torch.Tensor, length: torch.Tensor, hidden: torch.Tensor, left: list[int]
     ) -> torch.Tensor:
-        """Samples every row's turn, `left` ids long. Returns where the rows stand now: [B], of their places before."""
+        """Samples a turn of `left[b]` tokens for every row, and reorders rows. Returns each row's old index [B]."""
         budget, places = torch.tensor(left), torch.arange(len(left))
         active = len(left)
         while True:
@@ -253,11 +253,11 @@ class TorchRollouts:
 
 
 class TorchUpdate:
-    """The same loss and optimizer step as ours, micro-batch by micro-batch, of the parameters that need a gradient.
+    """The same loss and optimizer step as ours, in micro-batches, for the parameters that require a gradient.
 
     Args:
-      model: is changed.
-      widths: what micro-batches are padded to; None: each to its own longest row.
+      model: is changed in place.
+      widths: the widths that micro-batches are padded to; None: each to its longest row.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class TorchUpdate:
     ):
         self._model, self._learning, self._widths = model.train(), learning, widths
         if compiled:
-            torch.compiler.reset()  # or the widths of contenders before count among what may be compiled
+            torch.compiler.reset()  # otherwise earlier contenders' widths count towards the recompile limit
         self._logprobs: Callable = torch.compile(_logprobs, dynamic=False) if compiled else _logprobs
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
@@ -281,7 +281,7 @@ class TorchUpdate:
         )
 
     def lay(self, batch: TrainBatch) -> None:
-        """Makes a batch that of the next `run`."""
+        """Prepares a batch for the next `run`."""
         learning, widths = self._learning, self._widths
         order = np.argsort(batch.length, kind="stable")
         most = int(batch.mask[:, 1:].sum(1).max())
@@ -292,8 +292,8 @@ class TorchUpdate:
             width = longest if widths is None else next(w for w in widths if w >= longest)
             take = {name: torch.from_numpy(getattr(batch, name)[rows, :width]) for name in _FIELDS}
             counts = take["mask"].clone()
-            counts[:, 0] = 0  # nothing comes before the first
-            # Sampled ids first; as many in every piece, for a program is compiled for each number.
+            counts[:, 0] = 0  # the first token has no predecessor
+            # Sampled tokens first, and the same number in every micro-batch: each number compiles a program.
             at = counts.argsort(dim=1, descending=True, stable=True)[:, :most]
             more = {"at": at.clamp(min=1), "real": counts.gather(1, at)}
             more |= {"ids": take["ids"].long(), "length": torch.from_numpy(batch.length[rows])}
@@ -301,13 +301,13 @@ class TorchUpdate:
         self._count = float(batch.mask[:, 1:].sum())
 
     def refer(self, reference: Qwen2ForCausalLM) -> None:
-        """Sets the reference's log-probs of the batch that was laid."""
+        """Sets the reference model's log-probs of the batch prepared by `lay`."""
         with torch.no_grad():
             for piece in self._pieces:
                 piece["ref_logprobs"].scatter_(1, piece["at"], self._logprobs(reference, piece["ids"], piece["at"]))
 
     def run(self) -> dict[str, float]:
-        """One update. Returns loss and norm of the gradient."""
+        """One update. Returns the loss and the gradient norm."""
         self._optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for piece in self._pieces:
@@ -319,7 +319,7 @@ class TorchUpdate:
         return {"loss": total, "gradient_norm": float(norm)}
 
     def _loss(self, piece: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The clipped objective and the k3 estimate of the KL term, over the sampled ids of all pieces."""
+        """The clipped objective with the k3 estimate of the KL term, divided by all sampled tokens of the batch."""
         learning, logp = self._learning, self._logprobs(self._model, piece["ids"], piece["at"])
         old, ref, advantage = (
             piece[name].gather(1, piece["at"]) for name in ("old_logprobs", "ref_logprobs", "advantage")
@@ -332,7 +332,7 @@ class TorchUpdate:
 
 
 class TrlUpdate(TorchUpdate):
-    """The same with TRL's own loss, which looks at the vocabulary behind the prompt only."""
+    """The same with TRL's loss, which computes logits only after the prompt."""
 
     def __init__(self, model: Qwen2ForCausalLM, learning: LearningSection):
         from datasets import Dataset
@@ -343,8 +343,8 @@ class TrlUpdate(TorchUpdate):
         with tempfile.TemporaryDirectory() as folder:
             arguments = GRPOConfig(
                 output_dir=folder,
-                loss_type="dapo",  # the mean over ids
-                beta=0.0,  # or it would load a reference model; we bring its log-probs
+                loss_type="dapo",  # the mean over tokens
+                beta=0.0,  # otherwise TRL loads a reference model; we supply its log-probs
                 epsilon=learning.clip_low,
                 epsilon_high=learning.clip_high,
                 per_device_train_batch_size=learning.micro_batch_rows,
@@ -366,7 +366,7 @@ class TrlUpdate(TorchUpdate):
 
     def _loss(self, piece: dict[str, torch.Tensor]) -> torch.Tensor:
         known = torch.arange(piece["ids"].shape[1]) < piece["length"][:, None]
-        first = int(piece["mask"].nonzero()[:, 1].min())  # what comes before is prompt in every row
+        first = int(piece["mask"].nonzero()[:, 1].min())  # every row is prompt up to here
         inputs = {
             "prompt_ids": piece["ids"][:, :first],
             "prompt_mask": known[:, :first].long(),

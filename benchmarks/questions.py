@@ -1,6 +1,6 @@
-"""`launch/bench.py questions`: what a large question set costs, as a file and as a prepared directory.
+"""`launch/bench.py questions`: time and memory of a large question set, as a file and as a prepared directory.
 
-Each measurement is a process of its own: preparing, and from its start to the first batch of a training run.
+It measures preparing the set, and loading it up to a training run's first batch, each in a separate process.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ print(json.dumps({"seconds": round(time.perf_counter() - start, 1), "peak_mb": r
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench questions", description=__doc__)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--json", help="file to write the figures to")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="number of questions")
+    parser.add_argument("--json", help="file for the figures")
     flags = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         file, prepared = f"{folder}/questions.jsonl", f"{folder}/prepared"

@@ -1,8 +1,8 @@
-"""`launch/bench.py recall`: how many supporting passages each way of retrieval finds for real questions.
+"""`launch/bench.py recall`: the share of supporting passages that each retriever returns for real questions.
 
-Questions are FlashRAG jsonl rows whose metadata names `supporting_titles`; the corpus is that of `build_index`. A
-second table asks what splitting buys: the whole question as one search beside a search for every supporting title, the
-best sub-queries that anyone could write, at the same number of passages in all.
+Questions are FlashRAG jsonl rows whose metadata has `supporting_titles`; the corpus is as for launch/build_index.py. A
+second table shows the gain of splitting: one search for the question compared with a search for every supporting title
+(ideal sub-queries), with the same total number of passages.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from retrieval.hybrid import HybridRanker
 from retrieval.index import DenseRanker, ScannIndex
 from retrieval.protocol import Encoder, Passage, Ranker
 
-PASSAGES = (3, 6)  # in all, however they are searched for
+PASSAGES = (3, 6)  # the total over all searches of a question
 
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench recall", description=__doc__)
-    parser.add_argument("--questions", required=True)
-    parser.add_argument("--corpus", required=True)
-    parser.add_argument("--model", help="directory of a BERT encoder, for two more rows")
-    parser.add_argument("--k", type=int, default=3)
-    parser.add_argument("--json", help="file to write the figures to")
+    parser.add_argument("--questions", required=True, help="FlashRAG jsonl with metadata.supporting_titles")
+    parser.add_argument("--corpus", required=True, help="corpus as for launch/build_index.py")
+    parser.add_argument("--model", help="directory of a BERT encoder, which adds two rows")
+    parser.add_argument("--k", type=int, default=3, help="passages per search")
+    parser.add_argument("--json", help="file for the figures")
     flags = parser.parse_args(argv)
     lines = Path(flags.questions).read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines if line.strip()]
@@ -55,10 +55,10 @@ def main(argv: Sequence[str]) -> None:
     splits = {name: split_gain(ranker, corpus, rows) for name, ranker in rankers.items()}
     print(f"\n{split_table(splits)}")
     if flags.json:
-        beside = Path(f"{flags.json}.tmp")
+        temporary = Path(f"{flags.json}.tmp")
         report = {"k": flags.k, "retrievers": table, "splitting": splits}
-        beside.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        beside.replace(flags.json)
+        temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(flags.json)
 
 
 def dense(corpus: Sequence[Passage], encoder: Encoder) -> DenseRanker:
@@ -69,18 +69,18 @@ def dense(corpus: Sequence[Passage], encoder: Encoder) -> DenseRanker:
 def split_gain(
     ranker: Ranker, corpus: Sequence[Passage], questions: list[dict[str, Any]]
 ) -> dict[str, dict[str, float]]:
-    """By type of question: the share all of whose supporting titles are found, in so many passages in all.
+    """By type of question: the share with all supporting titles retrieved, for each total number of passages.
 
-    `by titles` asks for each title and shares the passages evenly, the first ones getting what is left over.
+    `by titles` searches for each title and divides the passages evenly; the first titles get the remainder.
     """
     out: dict[str, dict[str, float]] = {}
     for kind in sorted({row["metadata"]["type"] for row in questions}):
         chosen = [row for row in questions if row["metadata"]["type"] == kind]
-        found: dict[str, float] = {"questions": len(chosen)}
+        figures: dict[str, float] = {"questions": len(chosen)}
         for total in PASSAGES:
-            whole, _ = ranker.rank([row["question"] for row in chosen], total)
-            found[f"question@{total}"] = float(
-                np.mean([_found(row, corpus, ids) == 1 for row, ids in zip(chosen, whole, strict=True)])
+            rankings, _ = ranker.rank([row["question"] for row in chosen], total)
+            figures[f"question@{total}"] = float(
+                np.mean([_found(row, corpus, ids) == 1 for row, ids in zip(chosen, rankings, strict=True)])
             )
             right = []
             for row in chosen:
@@ -89,8 +89,8 @@ def split_gain(
                 ranked, _ = ranker.rank(titles, max(shares))
                 ids = [i for line, share in zip(ranked, shares, strict=True) for i in line[:share]]
                 right.append(_found(row, corpus, ids) == 1)
-            found[f"by titles@{total}"] = float(np.mean(right))
-        out[kind] = found
+            figures[f"by titles@{total}"] = float(np.mean(right))
+        out[kind] = figures
     return out
 
 
@@ -104,16 +104,16 @@ def split_table(splits: dict[str, dict[str, dict[str, float]]]) -> str:
     columns = [f"{how}@{total}" for total in PASSAGES for how in ("question", "by titles")]
     lines = [f"| retriever | type | questions | {' | '.join(columns)} |", f"|---|---|---|{'---|' * len(columns)}"]
     for name, kinds in splits.items():
-        for kind, found in kinds.items():
-            cells = " | ".join(f"{found[column]:.2f}" for column in columns)
-            lines.append(f"| {name} | {kind} | {found['questions']} | {cells} |")
+        for kind, figures in kinds.items():
+            cells = " | ".join(f"{figures[column]:.2f}" for column in columns)
+            lines.append(f"| {name} | {kind} | {figures['questions']} | {cells} |")
     return "\n".join(lines)
 
 
 def measure(ranker: Ranker, corpus: Sequence[Passage], questions: list[dict[str, Any]], k: int) -> dict[str, float]:
-    """Recall@k of supporting titles, in the mean over questions; share of questions with all; own-title lookups."""
-    found, _ = ranker.rank([row["question"] for row in questions], k)
-    shares = [_found(row, corpus, ids) for row, ids in zip(questions, found, strict=True)]
+    """Mean recall@k of supporting titles; share of questions with all of them; recall@k of passages by own title."""
+    rankings, _ = ranker.rank([row["question"] for row in questions], k)
+    shares = [_found(row, corpus, ids) for row, ids in zip(questions, rankings, strict=True)]
     rows, lookups = sample_queries(corpus, len(corpus))
     own, _ = ranker.rank(lookups, k)
     return {

@@ -1,7 +1,7 @@
-"""`launch/bench.py retrieval`: search beside FAISS and NumPy, BM25 beside bm25s and tantivy, one batch beside many
-calls, encoder beside torch.
+"""`launch/bench.py retrieval`: search compared with FAISS and NumPy, BM25 with bm25s and tantivy, one batch with many
+calls, and the encoder with PyTorch.
 
-Methods come after one another in one process on the same data; read the ratios.
+The methods run one after another in one process on the same data: compare the ratios.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def main(argv: Sequence[str]) -> None:
         if part in report:
             print(f"\n{part}\n{_table(report[part])}")
     if flags.json:
-        beside = Path(f"{flags.json}.tmp")
-        beside.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        beside.replace(flags.json)
+        temporary = Path(f"{flags.json}.tmp")
+        temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(flags.json)
 
 
 def in_process(rows: int, dimensions: int) -> list[dict[str, Any]]:
-    """Search alone, without encoding: the sub-queries of all rollouts in one call, and in many."""
+    """Search without encoding: the sub-queries of all rollouts in one call, and in many."""
     groups = _rollouts()
     vectors, queries = clustered(rows, sum(groups), dimensions)
     where = f"in process, {rows} rows"
@@ -83,7 +83,7 @@ def in_process(rows: int, dimensions: int) -> list[dict[str, Any]]:
 
 
 def over_http(rows: int) -> list[dict[str, Any]]:
-    """Encoding, search and transport, with this project's server in a process of its own and no cache."""
+    """Encoding, search and transport, with this project's server in a separate process and no cache."""
     groups = _rollouts()
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(f"{folder}/corpus.jsonl", _passages(rows))
@@ -126,7 +126,7 @@ def _compare_ways(where: str, ways: dict[str, Callable[[], Any]]) -> list[dict[s
 
 
 def _rollouts() -> list[int]:
-    """How many sub-queries each rollout asks: 1 to 4."""
+    """The number of sub-queries of each rollout: 1 to 4."""
     return np.random.default_rng(0).integers(1, 5, ROLLOUTS).tolist()
 
 
@@ -151,17 +151,21 @@ def _log(line: str) -> None:
 
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench retrieval", description=__doc__)
-    parser.add_argument("--json", help="file to write the figures to")
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--rows", nargs="+", type=int, default=[6_000, 100_000, 1_000_000])
-    parser.add_argument("--dimensions", type=int, default=384)
-    parser.add_argument("--queries", type=int, default=1024)
-    parser.add_argument("--methods", nargs="+", default=list(BUILDERS), choices=list(BUILDERS))
-    parser.add_argument("--bm25_rows", nargs="+", type=int, default=[1_000_000])
-    parser.add_argument("--bm25_queries", type=int, default=1279)
-    parser.add_argument("--bm25_peers", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--batching_rows", type=int, default=100_000)
-    parser.add_argument("--http_rows", type=int, default=6_000)
+    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="parts to run")
+    parser.add_argument("--rows", nargs="+", type=int, default=[6_000, 100_000, 1_000_000], help="numbers of vectors")
+    parser.add_argument("--dimensions", type=int, default=384, help="width of a vector")
+    parser.add_argument("--queries", type=int, default=1024, help="queries per batch of vector search")
+    parser.add_argument(
+        "--methods", nargs="+", default=list(BUILDERS), choices=list(BUILDERS), help="methods of vector search"
+    )
+    parser.add_argument("--bm25_rows", nargs="+", type=int, default=[1_000_000], help="numbers of passages for BM25")
+    parser.add_argument("--bm25_queries", type=int, default=1279, help="queries per batch of BM25")
+    parser.add_argument(
+        "--bm25_peers", action=argparse.BooleanOptionalAction, default=True, help="also run bm25s and tantivy"
+    )
+    parser.add_argument("--batching_rows", type=int, default=100_000, help="vectors for batching in process")
+    parser.add_argument("--http_rows", type=int, default=6_000, help="passages for batching over HTTP")
     parser.add_argument("--model", help="directory of a BERT encoder (default: MiniLM's shape, random weights)")
-    parser.add_argument("--sentences", type=int, default=1024)
+    parser.add_argument("--sentences", type=int, default=1024, help="texts per measurement of the encoder")
     return parser.parse_args(argv)

@@ -1,10 +1,10 @@
-"""`launch/bench.py rollout`: multi-turn rollouts of scripted lengths, ours beside transformers on PyTorch.
+"""`launch/bench.py rollout`: multi-turn rollouts of scripted lengths, compared with transformers on PyTorch.
 
-Equal weights (random, or with --model those of a directory), prompts and lengths; the contenders take turns on one
-machine, so read the ratios. `equal` is 64 rollouts alike, `ragged` 256 of different lengths over 64 slots; --slots
-changes both in proportion (benchmarks/scripted.py). The peers, in benchmarks/peers.py, keep their cache over the turns
-(`torch`) or read all text anew at each (`torch, re-prefilling`). `products_gflops` is how many billions of operations
-a second the products with weights take at least, for the ids that have to be read.
+All contenders have the same weights (random, or those of --model), prompts and lengths, and run alternately on one
+machine: compare the ratios. `equal` is 64 rollouts of one length, `ragged` 256 of different lengths on 64 slots;
+--slots scales both (benchmarks/scripted.py). The peers (benchmarks/peers.py) keep their KV cache over the turns
+(`torch`) or prefill all text again at each turn (`torch, re-prefilling`). `products_gflops` is the rate, in GFLOP/s,
+of the products with weights that every contender needs, counting each token once.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def main(argv: Sequence[str]) -> None:
         policies = {Path(flags.model).name: load_hf(flags.model, dtype=jnp.dtype(flags.dtype))}
     for size, policy in policies.items():
         for name in flags.works:
-            work, given = on_slots(WORKS[name](flags.scale), flags.slots), (flags.settings, flags.search_s)
-            report["rollout"] += compare(size, work, list(peers), flags.repeats, *given, flags.dtype, policy)
+            work, settings = on_slots(WORKS[name](flags.scale), flags.slots), (flags.settings, flags.search_s)
+            report["rollout"] += compare(size, work, list(peers), flags.repeats, *settings, flags.dtype, policy)
     print(tabled(report["rollout"], COLUMNS))
     for line in report["skipped"]:
         print(line)
@@ -92,17 +92,17 @@ def compare(
     dtype: str = "float32",
     policy: tuple[DecoderConfig, nnx.State] | None = None,
 ) -> list[dict[str, Any]]:
-    """A line for each contender; `speed_to_ours` is its speed over that of the first.
+    """A line for each contender; `speed_to_ours` is its speed relative to ours.
 
     Args:
-      dtype: of weights and products on every side.
+      dtype: of weights and products of all contenders.
       policy: default: random weights of the size.
     """
     model, params = policy or (SIZES[size], decoder.init_params(SIZES[size], 0))
     ours = Ours(work, model, params, settings, search_s, dtype)
     gflop = 2e-9 * work.read * sum(x.size for x in jax.tree.leaves(params["layers"]))
     gflop += 2e-9 * work.sampled * model.width * model.vocab_rows
-    limit = 1e-3 if dtype == "float32" else 0.5  # of what a pass over a rollout by PyTorch gives in the same dtype
+    limit = 1e-3 if dtype == "float32" else 0.5  # largest difference from the log-probs of a PyTorch forward pass
     last: dict[str, Any] = {}
 
     def run() -> None:
@@ -126,17 +126,17 @@ def compare(
         line["products_gflops"] = round(gflop / float(np.median(seconds[name])), 1)
         line["seconds"] = [round(s, 3) for s in seconds[name]]
         if peers:
-            # Of the longest rollout: what was recorded while it was sampled, and one pass over it by PyTorch.
+            # Compare the log-probs recorded while sampling the longest rollout with a PyTorch forward pass over it.
             longest = max(range(len(work.scripts)), key=lambda i: work.length(work.scripts[i]))
             if name == OURS:
-                found = last[name][longest]
-                ids, logprobs, sampled = found.ids, found.logprobs, found.mask
+                trajectory = last[name][longest]
+                ids, logprobs, sampled = trajectory.ids, trajectory.logprobs, trajectory.mask
             else:
                 ids, logprobs = last[name].ids[longest], last[name].logprobs[longest]
                 sampled = logprobs != 0
             difference = np.abs(token_logprobs(theirs, ids) - logprobs)[sampled]
             if sampled.sum() != sum(work.scripts[longest].turns) or difference.max() > limit:
-                raise AssertionError(f"{name}: {sampled.sum()} ids, log-probs off by {difference.max():.1e}")
+                raise AssertionError(f"{name}: {sampled.sum()} tokens, log-probs off by {difference.max():.1e}")
             line["max_difference"] = float(f"{difference.max():.1e}")
         lines.append(line | (ours.accounting() if name == OURS else {}))
     return lines
@@ -144,19 +144,19 @@ def compare(
 
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
     flags = parser("bench rollout", __doc__, WORKS, PEERS)
-    flags.add_argument("--simulate", action="store_true", help="only count, on the host, what rules of yielding cost")
-    flags.add_argument("--model", help="a Hugging Face directory, in place of the random policies of --sizes")
+    flags.add_argument("--simulate", action="store_true", help="only simulate the cost of yielding rules, on the host")
+    flags.add_argument("--model", help="a Hugging Face directory, instead of the random policies of --sizes")
     flags.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and products")
-    flags.add_argument("--slots", type=int, default=64, help="rows decoded together, a multiple of 8")
-    flags.add_argument("--growth", action="store_true", help="ours alone, with more rows, turns or positions")
-    flags.add_argument("--figure", help="the same, drawn into this file (.svg, .png or .pdf)")
+    flags.add_argument("--slots", type=int, default=64, help="rows decoded in one batch, a multiple of 8")
+    flags.add_argument("--growth", action="store_true", help="only ours, with more rows, turns or positions")
+    flags.add_argument("--figure", help="as --growth, and plot it to this file (.svg, .png or .pdf)")
     flags.add_argument(
-        "--settings", default={}, type=json.loads, help="of ours, as config.py has them: JSON, sections of fields"
+        "--settings", default={}, type=json.loads, help="our settings as JSON, sections of config fields"
     )
     flags.add_argument(
-        "--search_s", type=float, default=0.0, help="seconds that each search of ours takes; the peers search nothing"
+        "--search_s", type=float, default=0.0, help="seconds per search of ours; the peers do not search"
     )
-    found = flags.parse_args(argv)
-    if found.slots < 8 or found.slots % 8:
-        flags.error(f"--slots={found.slots}: accepted: a multiple of 8, the rollouts of a group")
-    return found
+    parsed = flags.parse_args(argv)
+    if parsed.slots < 8 or parsed.slots % 8:
+        flags.error(f"--slots={parsed.slots}: accepted: a multiple of 8, the rollouts of a group")
+    return parsed

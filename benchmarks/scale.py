@@ -1,7 +1,7 @@
-"""`launch/bench.py scale`: which machine each size needs, planned by launch/plan.py without one.
+"""`launch/bench.py scale`: the machine that each model size needs, planned by launch/plan.py without that machine.
 
-Every cell is a plan of its own, kept as DIR/NAME.json; the same command goes on where it was stopped. For each family
-of TPUs the smallest slice is sought whose plan fits; slices that could not even hold the weights are passed over.
+Every cell is a separate plan in OUT/NAME.json, so the same command resumes. For each TPU family it searches the
+smallest slice whose plan fits; slices too small for weights, optimizer and cache are skipped without a plan.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ LIMIT_S = 1800
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench scale", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="directory of the plans; scale.md and scale.json")
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--families", nargs="+", default=[*FAMILIES, "h200"], choices=[*FAMILIES, "h200"])
+    parser.add_argument("--out", type=Path, required=True, help="directory for the plans, scale.md and scale.json")
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES), help="model sizes")
+    parser.add_argument(
+        "--families", nargs="+", default=[*FAMILIES, "h200"], choices=[*FAMILIES, "h200"], help="kinds of machine"
+    )
     flags = parser.parse_args(argv)
     flags.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
@@ -67,18 +69,18 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _smallest(out: Path, size: str, family: str) -> dict[str, Any]:
-    """The plan for the smallest slice of the family that fits, or for the largest one that was tried."""
+    """The plan for the smallest slice of the family that fits, or else for the largest one that was planned."""
     file, wanted, slots = SIZES[size]
     chip, slices = FAMILIES[family]
-    found: dict[str, Any] = {"topology": f"{family}: none of these"}
+    plan: dict[str, Any] = {"topology": f"{family}: none of these"}
     for name, chips in slices.items():
         tensor = min(wanted, chips)
         if slots % (chips // tensor) or _held(size, chips, tensor, slots) > chip.hbm_bytes:
             continue
-        found = _plan(out, f"{size}-{family}-{name}", file, f"{family}:{name}", _fields(size, chips, tensor))
-        if found.get("fits"):
+        plan = _plan(out, f"{size}-{family}-{name}", file, f"{family}:{name}", _fields(size, chips, tensor))
+        if plan.get("fits"):
             break
-    return {"model": size, **found}
+    return {"model": size, **plan}
 
 
 def _on_gpu(out: Path, size: str) -> dict[str, Any]:
@@ -89,7 +91,7 @@ def _on_gpu(out: Path, size: str) -> dict[str, Any]:
 
 
 def _held(size: str, chips: int, tensor: int, slots: int) -> float:
-    """Bytes that a chip holds while it samples, of weights and cache alone."""
+    """Bytes per chip while sampling, of the training state, the weights' copies and the KV cache only."""
     m = PRESETS[size]
     count = sum(x.size for x in _leaves(size))
     cache = 2 * m.layers * max(1, m.kv_heads // tensor) * m.head_dim * 2 * 4096 * slots / (chips / tensor)

@@ -1,7 +1,7 @@
-"""Rollouts of scripted lengths: how long each turn and each observation is, whatever a random policy samples.
+"""Rollouts of scripted lengths: the script sets the length of each turn and observation, whatever a policy samples.
 
-Ours are sampled by the Collector itself, through its stand-ins: a turn ends by its token budget, which is given row by
-row, and counts as a search or, the last one, as an answer; a retriever hands out words to the scripted number.
+Ours are sampled by the real Collector with stand-ins. A turn ends at its row's scripted token budget and counts as a
+search, or as an answer if it is the last. The retriever returns the scripted number of words.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from psearch_jax.text.tags import MIN_OBSERVATION_TOKENS
 from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage
 
-TAG_WORDS = 2  # of an observation, as `Words` counts them: its opening and its closing tag
+TAG_WORDS = 2  # words of an observation's opening and closing tags, as `Words` counts them
 
 
 @dataclass(frozen=True)
 class Script:
-    """One rollout: ids sampled in each turn, and ids put in between."""
+    """One rollout: the tokens sampled in each turn, and the tokens of the observations in between."""
 
     turns: tuple[int, ...]
     observations: tuple[int, ...]  # one fewer
@@ -45,12 +45,12 @@ class Script:
 
 @dataclass(frozen=True)
 class Work:
-    """Rollouts to be done; those of a group share a prompt and stand together."""
+    """The rollouts to sample; those of a group share a prompt and are consecutive."""
 
     name: str
     prompt_tokens: int
     samples: int  # rollouts in a group
-    slots: int  # rows decoded together
+    slots: int  # rows decoded in one batch
     scripts: tuple[Script, ...]
 
     @property
@@ -62,7 +62,7 @@ class Work:
 
     @property
     def read(self) -> int:
-        """Ids that a model has to read, if it keeps what it has read and reads a prompt once per group."""
+        """Tokens that a model must process if it keeps its KV cache and prefills a prompt once per group."""
         prompts = self.prompt_tokens * (len(self.scripts) // self.samples)
         return prompts + sum(sum(s.turns) + sum(s.observations) for s in self.scripts)
 
@@ -76,14 +76,14 @@ class Work:
 
 
 def equal(scale: float = 1.0) -> Work:
-    """64 rollouts in 8 groups: a prompt of 160 ids, three turns of 60, 240 forced ids in between."""
+    """64 rollouts in 8 groups: a prompt of 160 tokens, three turns of 60, and 240 forced tokens in between."""
     script = Script((_ids(60, scale),) * 3, (_ids(240, scale),) * 2)
     return Work("equal", _ids(160, scale), 8, 64, (script,) * 64)
 
 
 def ragged(scale: float = 1.0, seed: int = 0) -> Work:
-    """256 rollouts in groups of 8 over 64 slots: 1 to 4 turns, log-normal with mean 60 and 240 at most, and 60 to 240
-    forced ids in between."""
+    """256 rollouts in groups of 8 over 64 slots: 1 to 4 turns of log-normal length (mean 60, at most 240), and 60 to
+    240 forced tokens in between."""
     rng, spread = np.random.default_rng(seed), 0.8
     scripts = []
     for _ in range(256):
@@ -98,7 +98,7 @@ WORKS: dict[str, Callable[[float], Work]] = {"equal": equal, "ragged": ragged}
 
 
 def on_slots(work: Work, slots: int) -> Work:
-    """As much of a work for each slot, over fewer or more slots."""
+    """The work over `slots` slots, with the same number of rollouts per slot."""
     count = len(work.scripts) * slots // work.slots
     scripts = (work.scripts * (count // len(work.scripts) + 1))[:count]
     return replace(work, slots=slots, scripts=scripts)
@@ -109,7 +109,7 @@ def _ids(n: float, scale: float) -> int:
 
 
 class Words:
-    """A tokenizer for which a word is an id."""
+    """A tokenizer with one token per word."""
 
     stop_ids = frozenset()
 
@@ -117,7 +117,7 @@ class Words:
         self._n_ids = n_ids
 
     def next_user_message(self, text: str, max_tokens: int) -> list[int]:
-        """No reply ends without an action here."""
+        """Never used: every scripted turn ends with an action."""
         return []
 
     def encode_foreign(self, text: str) -> list[int]:
@@ -125,10 +125,10 @@ class Words:
 
 
 class ScriptedPassages:
-    """A retriever whose passage has the length that the query asks for by number: "rollout turn".
+    """A retriever whose passage has the scripted length of the query's rollout and turn: "rollout turn".
 
     Args:
-      search_s: seconds that each call takes, as one over a network does.
+      search_s: seconds per call, to imitate a network.
     """
 
     def __init__(self, scripts: Sequence[Script], search_s: float):
@@ -136,18 +136,18 @@ class ScriptedPassages:
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         time.sleep(self._search_s)
-        found = []
+        rankings = []
         for query in queries:
             rollout, turn = map(int, query.split())
             words = self._scripts[rollout].observations[turn] - TAG_WORDS
-            found.append([Passage(query, "", " ".join(f"{rollout}.{turn}.{i}" for i in range(words)))])
-        return found
+            rankings.append([Passage(query, "", " ".join(f"{rollout}.{turn}.{i}" for i in range(words)))])
+        return rankings
 
 
 class ScriptedSampler(Sampler):
-    """The sampler itself, but a turn's budget is that of the row's script, and its end is a search or an answer.
+    """The real sampler, except that scripts set the turn budgets and a full turn counts as a search or an answer.
 
-    The device knows the last turn of a row by its whole length, which is put in place of half of the row's random key.
+    The row's total length replaces half of its random key, so that the device recognizes the row's last turn.
     """
 
     work: Work
@@ -155,7 +155,7 @@ class ScriptedSampler(Sampler):
 
     def begin(self, work: Work, given: dict[tuple[int, ...], Script]) -> None:
         self.work, self.given = work, given
-        self._turns: dict[int, list[int]] = {}  # by slot: the turns to come
+        self._turns: dict[int, list[int]] = {}  # by slot: lengths of the remaining turns
         self.extend_calls = 0
 
     def admit(self, state, pool, source, keys, turn_tokens, budget_end, rows=None) -> SamplerState:
@@ -182,12 +182,13 @@ class ScriptedSampler(Sampler):
 
 
 class _ScriptedFlight(InFlight):
-    """A turn is what the script says of it, whatever its ids are."""
+    """The script defines each turn's action, whatever its tokens are."""
 
     def _turn(self, live: Any, sampled: np.ndarray, *_: Any) -> Turn:
         script, turn = self.sampler.work.scripts[live.order], len(live.turns)
         if len(sampled) != script.turns[turn]:
-            raise AssertionError(f"rollout {live.order}: {len(sampled)} ids in turn {turn}, not {script.turns[turn]}")
+            expected = script.turns[turn]
+            raise AssertionError(f"rollout {live.order}: {len(sampled)} tokens in turn {turn}, expected {expected}")
         if turn + 1 == len(script.turns):
             return Turn("", "answer", True, answer="", n_sampled=len(sampled))
         return Turn("", "search", True, (f"{live.order} {turn}",), n_sampled=len(sampled))
@@ -198,11 +199,11 @@ class _ScriptedCollector(Collector):
 
 
 class Ours:
-    """This project's rollouts of a work, by the parts that a run has.
+    """This project's rollouts of a `Work`, with the components of a training run.
 
     Args:
-      settings: sections of a config to measure under, as {"rollout": {"slots": 32}}; not the model's.
-      search_s: seconds that each search takes.
+      settings: config sections that override the defaults, as {"rollout": {"slots": 32}}; not `model`.
+      search_s: seconds per search.
       dtype: of weights and products.
     """
 
@@ -219,7 +220,7 @@ class Ours:
         rollout = {
             "slots": work.slots,
             "samples": work.samples,
-            "context_tokens": work.longest + 1,  # the last id of the longest is no end of the context
+            "context_tokens": work.longest + 1,  # the longest rollout must not fill the context
             "prompt_tokens": work.prompt_tokens,
             "turn_tokens": max(n for s in work.scripts for n in s.turns),
             "obs_tokens": max(MIN_OBSERVATION_TOKENS, observation),
@@ -227,11 +228,11 @@ class Ours:
             "max_tokens_after_answer": 0,
         }
         if "model" in settings:
-            raise UserError("--settings: found a section model, accepted: others (all sides have one dtype)")
-        plain = {"dtype": dtype, "sampling_dtype": dtype}
-        config = from_mapping(settings | {"rollout": rollout | settings.get("rollout", {}), "model": plain})
+            raise UserError("--settings: found section model, accepted: others (all contenders share one dtype)")
+        dtypes = {"dtype": dtype, "sampling_dtype": dtype}
+        config = from_mapping(settings | {"rollout": rollout | settings.get("rollout", {}), "model": dtypes})
         mesh, n_ids = make_mesh(MeshSection(1, 1, 1), jax.devices()[:1]), model.vocab_rows
-        nothing = np.zeros((1, n_ids), np.uint8)  # no id completes a tag
+        nothing = np.zeros((1, n_ids), np.uint8)  # no token completes a tag
         with mock.patch.object(programs, "Sampler", ScriptedSampler):
             self._sampler = programs.make_sampler(config, model, mesh, BoundaryTables(nothing, nothing), n_ids, ())
         prompts = work.prompts(n_ids)
@@ -249,20 +250,20 @@ class Ours:
         self._params = SamplingCopy(placed, None, jnp.dtype(dtype), mesh, in_int8=False, trained=False)(placed)
 
     def run(self, params: nnx.State | None = None) -> list[Trajectory]:
-        """All rollouts, by `params` as the sampler reads them; default: those that it began with."""
+        """Samples all rollouts with `params`, a sampling copy; default: a copy of the initial parameters."""
         work, seed, step = self._work, 0, 0
         words = [sampling.id_words(q.source, q.id) for q in self._questions for _ in range(work.samples)]
         keys = sampling.row_keys(seed, step, words, [*range(work.samples)] * len(self._questions))
         self._sampler.begin(work, dict(zip(map(tuple, keys.tolist()), work.scripts, strict=True)))
         began = time.perf_counter()
-        found = self._collector.collect(
+        trajectories = self._collector.collect(
             params or self._params, self._questions, work.samples, seed=seed, step=step, temperature=1.0
         )
         self._seconds = time.perf_counter() - began
-        return found
+        return trajectories
 
     def accounting(self) -> dict[str, Any]:
-        """What the last run spent."""
+        """The utilization figures of the last run."""
         usage = self._collector.usage
         return {
             "row_use": round(usage.row_use, 3),

@@ -1,8 +1,9 @@
-"""`launch/bench.py step`: whole steps of training, ours beside transformers on PyTorch.
+"""`launch/bench.py step`: complete training steps, compared with transformers on PyTorch.
 
-A step samples the rollouts of a work (benchmarks/scripted.py), scores them by the reference, and takes one optimizer
-step on them, all with the weights that the step before left. Equal weights to begin with (random, float32), prompts
-and lengths; the contenders take turns on one machine, so read the ratios. The peers keep their cache over the turns.
+A step samples scripted rollouts (benchmarks/scripted.py) with the weights of the previous step, scores them with the
+reference model, and takes one optimizer step on them. All contenders start from the same random float32 weights, with
+the same prompts and lengths, and run alternately on one machine: compare the ratios. The peers keep their KV cache
+over the turns.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from psearch_jax.models import decoder
 from psearch_jax.rl.batch import make_batch
 from psearch_jax.types import TrainBatch
 
-PEERS = ("torch", "torch.compile")  # the second compiles what learns
+PEERS = ("torch", "torch.compile")  # the second compiles reference pass and update
 PHASES = ("rollouts", "reference", "update")
 COLUMNS = ("size", "work", "contender", "rollouts_per_s", "speed_to_ours", *(f"{phase}_s" for phase in PHASES))
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def compare(size: str, work: Work, peers: Sequence[str], repeats: int) -> list[dict[str, Any]]:
-    """A line for each contender, with the median seconds of its phases; `speed_to_ours` is its speed over ours."""
+    """A line per contender, with the median seconds of its phases; `speed_to_ours` is its speed relative to ours."""
     model = SIZES[size]
     params = decoder.init_params(model, 0)
     steps: dict[str, Any] = {OURS: OurStep(work, model, params)}
@@ -63,12 +64,12 @@ def compare(size: str, work: Work, peers: Sequence[str], repeats: int) -> list[d
         line = {"size": size, "work": work.name, "contender": name, "rollouts_per_s": rates(len(work.scripts), taken)}
         line["speed_to_ours"] = round(float(np.median(seconds[OURS]) / np.median(taken)), 2)
         line["seconds"] = [round(s, 3) for s in taken]
-        # Policy, old policy and reference are one in the first step: its loss does not depend on what was sampled.
+        # In the first step policy, old policy and reference are equal, so its loss does not depend on the samples.
         step = steps[name]
         line["loss"] = float(f"{step.losses[0]:.5g}")
         if abs(line["loss"] + float(np.sum(step.advantages * sampled) / np.sum(sampled))) > 1e-3:
             raise AssertionError(f"{name}: a first loss of {line['loss']}")
-        for phase in PHASES:  # of the runs that count: the first compiles
+        for phase in PHASES:  # without the first run, which compiles
             line[f"{phase}_s"] = round(float(np.median(step.clock[phase][1:])), 3)
         lines.append(line)
     return lines
@@ -103,8 +104,8 @@ class OurStep(_Step):
 
     def run(self) -> None:
         with self.phase("rollouts"):
-            found = self._rollouts.run(self._learner.sampling_copy(self._state.params))
-            batch = make_batch(found, self.advantages, self.config.rollout.context_tokens)
+            trajectories = self._rollouts.run(self._learner.sampling_copy(self._state.params))
+            batch = make_batch(trajectories, self.advantages, self.config.rollout.context_tokens)
         with self.phase("reference"):
             reference = self._learner.reference_score(self._reference, batch)
             batch = replace(batch, ref_logprobs=reference)
@@ -114,7 +115,7 @@ class OurStep(_Step):
 
 
 class TorchStep(_Step):
-    """The same by transformers on PyTorch; the old policy's log-probs are those that were sampled."""
+    """The same with transformers on PyTorch; the old policy's log-probs are the sampler's."""
 
     def __init__(self, work: Work, model: DecoderConfig, params: Any, compiled: bool):
         from benchmarks.peers import TorchRollouts, TorchUpdate, torch_model
@@ -139,8 +140,8 @@ class TorchStep(_Step):
         work, rollouts = self._work, self._rollouts
         shape = (len(work.scripts), work.longest)
         ids, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        for row, known in rollouts.ids.items():
-            ids[row, : len(known)], logprobs[row, : len(known)] = known, rollouts.logprobs[row]
+        for row, tokens in rollouts.ids.items():
+            ids[row, : len(tokens)], logprobs[row, : len(tokens)] = tokens, rollouts.logprobs[row]
         mask = (logprobs != 0).astype(np.float32)
         length = np.array([work.length(script) for script in work.scripts], np.int32)
         advantage = mask * self.advantages[:, None].astype(np.float32)

@@ -1,4 +1,4 @@
-"""What the benchmarks of speed share: random policies of a few sizes, turns by the clock, figures and their table."""
+"""Shared by the speed benchmarks: random policies of a few sizes, alternating timed runs, figures and tables."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from psearch_jax.paths import write_whole
 
 PACKAGES = ("numpy", "jax", "flax", "torch", "transformers", "trl", "scann", "faiss-cpu", "numba", "bm25s", "tantivy")
 SIZES: dict[str, DecoderConfig] = {
-    "tiny": DecoderConfig(64, 32, 2, 4, 2, 8, 64, tied=True, rope_theta=10_000.0),  # for a look at the program itself
+    "tiny": DecoderConfig(64, 32, 2, 4, 2, 8, 64, tied=True, rope_theta=10_000.0),  # to test the benchmark itself
     "toy": DecoderConfig(512, 128, 3, 4, 2, 32, 384, tied=True, rope_theta=10_000.0),
     "small": DecoderConfig(8192, 512, 8, 8, 4, 64, 1536, tied=True, rope_theta=10_000.0),
 }
 
 
 def parser(prog: str, description: str, works: Collection[str], peers: Collection[str]) -> argparse.ArgumentParser:
-    """The flags of every benchmark that lets peers take turns."""
+    """The flags of every benchmark that compares with peers."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
-    parser.add_argument("--json", help="file to write the figures to")
-    parser.add_argument("--sizes", nargs="+", default=["toy", "small"], choices=SIZES)
-    parser.add_argument("--works", nargs="+", default=list(works), choices=works)
-    parser.add_argument("--peers", nargs="*", default=list(peers), choices=peers)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths: below 1 for a quick look")
+    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--sizes", nargs="+", default=["toy", "small"], choices=SIZES, help="random policies")
+    parser.add_argument("--works", nargs="+", default=list(works), choices=works, help="workloads")
+    parser.add_argument("--peers", nargs="*", default=list(peers), choices=peers, help="peers to compare with")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs per contender")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of all lengths; below 1 for a quick test")
     return parser
 
 
 def by_turns(
     contenders: Mapping[str, Callable[[], Any]], repeats: int, log: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Seconds of each contender, one after the other, `repeats` times round; each ran once before that counts."""
+    """Seconds of each contender in `repeats` alternating rounds, after one untimed run of each."""
     for name, run in contenders.items():
         start = time.perf_counter()
         run()
-        log(f"{name}: {time.perf_counter() - start:.1f} s, compiling included")
+        log(f"{name}: {time.perf_counter() - start:.1f} s, including compilation")
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(repeats):
         for name, run in contenders.items():
@@ -57,13 +57,13 @@ def by_turns(
 
 
 def rates(amount: float, seconds: Sequence[float]) -> dict[str, float]:
-    """`amount` per second: the median over the repeats, the least and the most."""
+    """`amount` per second: median, minimum and maximum over the repeats."""
     values = {"median": statistics.median(seconds), "min": max(seconds), "max": min(seconds)}
     return {name: float(f"{amount / value:.4g}") for name, value in values.items()}
 
 
 def missing(*packages: str) -> str:
-    """The packages of these that are not installed, by commas."""
+    """Those of the packages that are not installed, separated by commas."""
     return ", ".join(name for name in packages if find_spec(name) is None)
 
 
@@ -79,7 +79,7 @@ def machine() -> dict[str, Any]:
 
 
 def tabled(lines: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """A Markdown table of the lines; rates as `median (min-max)`, what a line lacks is empty."""
+    """A Markdown table of the lines; rates as `median (min-max)`, missing values empty."""
 
     def cell(value: Any) -> str:
         if isinstance(value, Mapping):

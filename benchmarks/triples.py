@@ -1,10 +1,10 @@
-"""`launch/bench.py triples`: what questions made from evidence triples give away about their kind.
+"""`launch/bench.py triples`: how well surface cues reveal the kind of questions made from evidence triples.
 
     python launch/bench.py triples --triples=FILE --corpus=FILE [--test=FILE]
 
-Counts by form, and how well classifiers that read little tell parallel from sequential questions. They are
+It prints the counts by form, and how well simple classifiers separate parallel from sequential questions. They are
 cross-validated in five folds; both members of a minimal pair, and all questions about one first entity, are in one
-fold. With --test: whether a question or an entity of that file is among the questions.
+fold. With --test it also counts the questions and entities of that file among the questions made.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--triples", required=True, help="jsonl with metadata.evidences, or of bare triples")
     parser.add_argument("--corpus", help="passages that have to state the facts")
     parser.add_argument("--test", help="jsonl with metadata.evidences that must share no entity")
-    parser.add_argument("--questions", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="file to write the figures to")
+    parser.add_argument("--questions", type=int, default=2000, help="number of questions to make")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the questions")
+    parser.add_argument("--json", help="file for the figures")
     flags = parser.parse_args(argv)
     corpus = MemoryMappedCorpus(flags.corpus) if flags.corpus else None
     triples = read_triples(flags.triples)
@@ -63,13 +63,13 @@ def main(argv: Sequence[str]) -> None:
 
 
 def surface_features(text: str) -> str:
-    """The first two words (a name is `*`) and which of or, and, both, either occur, as one token each."""
+    """The first two words (a name is `*`) and those of or, and, both, either that occur, as one token each."""
     first, second, *connectives = signature(text)
     return " ".join([f"first={first}", f"second={second}", f"both_words={first}_{second}", *connectives])
 
 
 def relation_features(text: str) -> str:
-    """The words of relations that occur, each once, without inflection."""
+    """The relation words that occur, each once, without inflection."""
     lower = text.lower()
     return " ".join(word for word in RELATION_WORDS if re.search(rf"\b{word}", lower))
 
@@ -82,11 +82,11 @@ FEATURES: dict[str, Callable[[str], str]] = {
 
 
 def surface_cues(questions: Sequence[Question]) -> dict[str, dict[str, float]]:
-    """Balanced accuracy of parallel against sequential by what is read, on all questions and on minimal pairs."""
-    told = [q for q in questions if q.kind in ("parallel", "sequential")]
-    pairs = [q for q in told if "pair" in q.metadata]
+    """Balanced accuracy of parallel against sequential by features, on all questions and on minimal pairs."""
+    labelled = [q for q in questions if q.kind in ("parallel", "sequential")]
+    pairs = [q for q in labelled if "pair" in q.metadata]
     return {
-        name: {"all": _accuracy(told, features), "minimal pairs": _accuracy(pairs, features)}
+        name: {"all": _accuracy(labelled, features), "minimal pairs": _accuracy(pairs, features)}
         for name, features in FEATURES.items()
     }
 
@@ -106,11 +106,11 @@ def _accuracy(questions: Sequence[Question], features: Callable[[str], str]) -> 
 def cue_table(cues: dict[str, dict[str, float]]) -> str:
     columns = list(next(iter(cues.values())))
     rows = [[name, *(f"{figures[column]:.2f}" for column in columns)] for name, figures in cues.items()]
-    return table([["what is read", *columns], *rows])
+    return table([["features", *columns], *rows])
 
 
 def shared_with(path: str, made: Sequence[Question]) -> dict[str, int]:
-    """How many questions and entities of a test file are among the questions that were made."""
+    """How many questions and entities of a test file are among the questions made."""
     test = {key(triple.entity) for triple in read_triples(path)}
     names = [name for q in made for facts in q.metadata["rounds"] for _, *pair in facts for name in pair]
     entities = {key(name) for name in (*names, *(option for q in made for option in q.metadata["options"]))}

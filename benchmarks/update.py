@@ -1,12 +1,13 @@
-"""`launch/bench.py update`: one optimizer step of the policy, ours beside transformers on PyTorch.
+"""`launch/bench.py update`: one optimizer step of the policy, compared with transformers on PyTorch.
 
-Equal weights, rows, loss and optimizer; the contenders take turns on the same machine, so read the ratios. `equal` is
-32 rows of 640 ids in two micro-batches; `ragged` 64 rows in four, of the lengths of the ragged rollouts
-(benchmarks/scripted.py), or with `--lengths` of those in a run's trajectories; --rows changes both in proportion. Only
-real ids are counted. The peer `padded` is this project again, with a row for each trajectory.
+All contenders have the same weights, rows, loss and optimizer, and run alternately on one machine: compare the ratios.
+`equal` is 32 rows of 640 tokens in two micro-batches. `ragged` is 64 rows in four, with the lengths of the ragged
+rollouts (benchmarks/scripted.py), or with --lengths those of a run's trajectories. --rows scales both. Padding tokens
+are not counted. The peer `padded` is this project with one row per trajectory.
 
-With --model adapters are trained on the frozen weights of a directory, a row at a time. `products_gflops` is how many
-billions of operations a second the products with weights take at least, forward and backward.
+With --model, LoRA adapters are trained on the frozen weights of a directory, with micro-batches of one row.
+`products_gflops` is the rate, in GFLOP/s, of the products with weights that every contender needs, forward and
+backward.
 """
 
 from __future__ import annotations
@@ -74,12 +75,12 @@ def compare(
     dtype: str = "float32",
     policy: tuple[DecoderConfig, nnx.State] | None = None,
 ) -> list[dict[str, Any]]:
-    """A line for each contender; `speed_to_ours` is that of a contender over ours.
+    """A line for each contender; `speed_to_ours` is its speed relative to ours.
 
     Args:
-      masks: by row, where ids were sampled.
-      dtype: of products on every side.
-      policy: shape and frozen weights of `size`, in `dtype`; default: a random policy, all of which is trained.
+      masks: by row, 1 at sampled tokens.
+      dtype: of products of all contenders.
+      policy: shape and frozen weights of `size`, in `dtype`; default: a random policy, trained in full.
     """
     model, params = policy or (SIZES[size], decoder.init_params(SIZES[size], 0))
     longest, adapters = max(map(len, masks)), _adapters(model) if policy else None
@@ -98,7 +99,7 @@ def compare(
         if name == "trl":
             peer = TrlUpdate(theirs, config.learning)
         else:
-            compiled = name == "torch.compile"  # a program for each width, so few of them
+            compiled = name == "torch.compile"  # compiles a program per width, so it uses few widths
             widths = buckets(longest, config.rollout.widths) if compiled else None
             peer = TorchUpdate(theirs, config.learning, widths, compiled)
         peer.lay(ours.batch)
@@ -109,7 +110,7 @@ def compare(
         return lambda: first.setdefault(name, contenders[name]())
 
     seconds = by_turns({name: noting(name) for name in contenders}, repeats, log)
-    # Of a frozen kernel only the product with the gradient of its output is needed, and not that of its own gradient.
+    # FLOPs per weight and token: 2 forward, 2 for the input's gradient, 2 for the weight's unless it is frozen.
     times, loose = 4 if adapters is not None else 6, 1e-3 if dtype == "float32" else 5e-2
     gflop = 1e-9 * times * sum(map(len, masks)) * sum(x.size for x in jax.tree.leaves(params["layers"]))
     gflop += 1e-9 * times * float(sum(map(np.sum, masks))) * model.width * model.vocab_rows
@@ -120,7 +121,7 @@ def compare(
         line["products_gflops"] = round(gflop / float(np.median(taken)), 1)
         line["seconds"] = [round(s, 3) for s in taken]
         line |= {key: float(f"{first[name][key]:.5g}") for key in ("loss", "gradient_norm")}
-        for key in ("loss", "gradient_norm"):  # of the first update: later ones start from other roundings
+        for key in ("loss", "gradient_norm"):  # of the first update: later ones differ by accumulated rounding
             if abs(line[key] - first[OURS][key]) > loose * max(1.0, abs(line[key])):
                 raise AssertionError(f"{name}: {key} {line[key]}, ours {first[OURS][key]}")
         lines.append(line)
@@ -128,7 +129,7 @@ def compare(
 
 
 class Ours:
-    """This project's update of a batch with the given masks; with `adapters` of them alone."""
+    """This project's update of a batch with the given masks; with `adapters` it trains only those."""
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class Ours:
         if adapters is not None:
             self._learner.base = params
         batch = _batch(masks, model.vocab_rows)
-        # A policy that has moved a little, from itself and from its reference.
+        # Old policy and reference differ a little from the policy.
         noise = 0.01 * np.random.default_rng(1).standard_normal(batch.mask.shape).astype(np.float32) * batch.mask
         old = self._learner.score(self._state.params, batch)
         self.batch = replace(batch, old_logprobs=old + noise, ref_logprobs=old - noise, sampler_logprobs=old)
@@ -154,7 +155,7 @@ class Ours:
 
 
 def learner_of(config: Config, model: DecoderConfig, params: Any, pack: bool = True) -> tuple[Learner, TrainState]:
-    """The learner of a config on one device, and a state with copies of the parameters."""
+    """The learner of a config on one device, and a train state with copies of the parameters."""
     optimizer = make_optimizer(config.learning, 10)
     mesh = make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])
     learner = programs.make_learner(config, model, mesh, optimizer, model.vocab_rows, pack)
@@ -162,8 +163,10 @@ def learner_of(config: Config, model: DecoderConfig, params: Any, pack: bool = T
 
 
 def config_of(rows: int, longest: int, dtype: str = "float32", adapted: bool = False) -> Config:
-    """What learns from `rows` trajectories of at most `longest` ids in one optimizer step; `adapted`: as
-    configs/qwen0p5b_cpu.py does."""
+    """A config for one optimizer step on `rows` trajectories of at most `longest` tokens.
+
+    `adapted`: train LoRA adapters with micro-batches of one row, as configs/qwen0p5b_cpu.py does.
+    """
     model = {"dtype": dtype, "sampling_dtype": dtype, "remat": "dots"}
     if adapted:
         model |= {"remat": "none", "lora_rank": LORA.rank, "lora_alpha": LORA.alpha}
@@ -178,7 +181,7 @@ def config_of(rows: int, longest: int, dtype: str = "float32", adapted: bool = F
 
 
 def _adapters(model: DecoderConfig) -> nnx.State:
-    """Adapters of which both matrices have a gradient."""
+    """Adapters whose matrices both get a gradient (b starts nonzero)."""
     rng, flat = np.random.default_rng(3), dict(nnx.to_flat_state(lora.init_adapters(model, LORA, 0)))
     for path, variable in flat.items():
         if path[-1].endswith("_b"):
@@ -198,7 +201,7 @@ def _batch(masks: Sequence[np.ndarray], n_ids: int) -> TrainBatch:
 
 
 def _masks(work: str, scale: float, lengths: Path | None, rows: int) -> list[np.ndarray]:
-    """By row, where ids were sampled; `rows` of the equal work, twice as many of the ragged."""
+    """By row, 1 at sampled tokens; `rows` rows of `equal`, 2 * `rows` of `ragged`."""
     if work == "equal":
         turn, observation, prompt = (max(1, round(n * scale)) for n in (60, 150, 160))
         return [_mask(prompt, Script((turn,) * 3, (observation,) * 2))] * rows
@@ -229,15 +232,17 @@ def _recorded(path: Path) -> list[np.ndarray]:
 
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
     flags = parser("bench update", __doc__, WORKS, PEERS)
-    flags.add_argument("--model", help="a Hugging Face directory, in place of the random policies of --sizes")
-    flags.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="with --model, of products")
+    flags.add_argument("--model", help="a Hugging Face directory, instead of the random policies of --sizes")
     flags.add_argument(
-        "--rows", type=int, default=2 * MICRO_ROWS, help="of the equal work; the ragged has twice as many"
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="of products; needs --model"
     )
-    flags.add_argument("--lengths", type=Path, help="jsonl file of trajectories, whose lengths the ragged work takes")
-    found = flags.parse_args(argv)
-    if found.dtype != "float32" and not found.model:
-        flags.error(f"--dtype={found.dtype}: accepted with --model")
-    if found.rows < 1:
-        flags.error(f"--rows={found.rows}: accepted: at least 1")
-    return found
+    flags.add_argument(
+        "--rows", type=int, default=2 * MICRO_ROWS, help="rows of `equal`; `ragged` has twice that number"
+    )
+    flags.add_argument("--lengths", type=Path, help="jsonl file of a run's trajectories, for the lengths of `ragged`")
+    parsed = flags.parse_args(argv)
+    if parsed.dtype != "float32" and not parsed.model:
+        flags.error(f"--dtype={parsed.dtype}: accepted with --model")
+    if parsed.rows < 1:
+        flags.error(f"--rows={parsed.rows}: accepted: at least 1")
+    return parsed

@@ -1,8 +1,8 @@
-"""`launch/bench.py users`: many who ask launch/serve_agent.py at one time, and whether each is answered as if alone.
+"""`launch/bench.py users`: many concurrent users of launch/serve_agent.py, whose answers must not affect each other.
 
-A server is started as its users start it. Every question is first asked alone, greedily and by sampling with a seed;
-then so many users ask for so long, each one question after the other, half of them streamed. What is written, searched
-and answered has to be what was written alone.
+It starts a server, and first sends every request on its own, greedy and sampled with a seed. Then --users users send
+requests for --seconds seconds, each one after another; half of the users stream. Text, searches and answers must equal
+those of the requests on their own.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ Asked = dict[str, Any]
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench users", description=__doc__)
-    parser.add_argument("--model", default="toy", help="as of launch/serve_agent.py; it is asked of the closed world")
-    parser.add_argument("--users", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument(
+        "--model", default="toy", help="as for launch/serve_agent.py; it answers closed-world questions"
+    )
+    parser.add_argument("--users", type=int, default=200, help="concurrent users")
+    parser.add_argument("--seconds", type=float, default=120, help="how long they send requests")
+    parser.add_argument("--slots", type=int, default=32, help="as for launch/serve_agent.py")
     parser.add_argument("--count", type=int, default=20, help="questions of each kind")
-    parser.add_argument("--json", help="file to write the figures to")
+    parser.add_argument("--json", help="file for the figures")
     flags = parser.parse_args(argv)
     world = ClosedWorld.make(0)
     texts = [q.text for kind in KINDS for q in questions(world, "eval", kind, flags.count, 3)]
@@ -53,37 +55,38 @@ def main(argv: Sequence[str]) -> None:
     ]
     with served(flags.model, flags.slots, flags.users) as url:
         pool = urllib3.PoolManager(maxsize=flags.users + 1, block=False, retries=False)
-        log(f"{len(asked)} requests alone")
+        log(f"{len(asked)} requests one at a time")
         started = time.perf_counter()
         alone = [told(pool, url, one, stream=False) for one in asked]
         alone_s = (time.perf_counter() - started) / len(asked)
         log(f"{flags.users} users for {flags.seconds:g} s")
         started = time.perf_counter()
-        found = together(pool, url, asked, alone, flags.users, flags.seconds)
-        lasted = time.perf_counter() - started  # whatever was asked in time is waited for
-    seconds = np.array(found["seconds"] or [np.nan])
+        figures = together(pool, url, asked, alone, flags.users, flags.seconds)
+        lasted = time.perf_counter() - started  # includes waiting for requests in flight at the end
+    seconds = np.array(figures["seconds"] or [np.nan])
     rows = [
-        ["answered", str(len(found["seconds"]))],
-        ["as alone", str(found["outcomes"]["as alone"])],
-        ["otherwise", str(found["outcomes"]["otherwise"])],
-        ["refused or failed", str(found["outcomes"]["failed"])],
-        ["answers a second", f"{len(found['seconds']) / lasted:.1f}"],
-        ["answers a second, one at a time", f"{1 / alone_s:.1f}"],
+        ["answered", str(len(figures["seconds"]))],
+        ["as alone", str(figures["outcomes"]["as alone"])],
+        ["otherwise", str(figures["outcomes"]["otherwise"])],
+        ["refused or failed", str(figures["outcomes"]["failed"])],
+        ["answers per second", f"{len(figures['seconds']) / lasted:.1f}"],
+        ["answers per second, one at a time", f"{1 / alone_s:.1f}"],
         *([f"seconds, {p}% at most", f"{np.percentile(seconds, p):.2f}"] for p in (50, 95, 99, 100)),
-        ["answers to a user, least and most", f"{min(found['by_user'])} and {max(found['by_user'])}"],
+        ["answers per user, least and most", f"{min(figures['by_user'])} and {max(figures['by_user'])}"],
     ]
     print(table([["", f"{flags.users} users, {flags.slots} slots, {flags.seconds:g} s"], *rows]))
-    written(flags.json, {"machine": machine(), "flags": vars(flags), "alone_s": alone_s, "lasted_s": lasted, **found})
-    wrong = found["outcomes"]["otherwise"] + found["outcomes"]["failed"]
+    measured = {"alone_s": alone_s, "lasted_s": lasted, **figures}
+    written(flags.json, {"machine": machine(), "flags": vars(flags), **measured})
+    wrong = figures["outcomes"]["otherwise"] + figures["outcomes"]["failed"]
     if wrong:
-        raise UserError(f"{wrong} answers were not what they are alone; the first: {found['first'][:400]}")
+        raise UserError(f"{wrong} answers differ from those of single requests; the first: {figures['first'][:400]}")
 
 
 @contextmanager
 def served(model: str, slots: int, users: int) -> Iterator[str]:
-    """The address of a server of its own."""
+    """Starts a server and yields its address."""
     command = [sys.executable, ROOT / "launch" / "serve_agent.py", f"--model={model}", f"--slots={slots}", "--port=0"]
-    # Twice as many: a stream holds its place for a moment after its last word, when its user asks already.
+    # 2 * users: a stream holds its place for a moment after its end, when its user already sends the next request.
     server = subprocess.Popen([*command, f"--requests={2 * users}"], stdout=subprocess.PIPE, text=True)
     try:
         line = server.stdout.readline()
@@ -100,13 +103,13 @@ def served(model: str, slots: int, users: int) -> Iterator[str]:
 
 
 def told(pool: urllib3.PoolManager, url: str, asked: Asked, stream: bool) -> tuple[str, ...]:
-    """What was written, answered and searched. Raises `UserError` for a refusal."""
+    """Reasoning, answer and searches of one request. Raises `UserError` for a refusal."""
     answer = pool.request("POST", url, body=json.dumps({**asked, "stream": stream}), timeout=600)
     if answer.status != 200:
         raise UserError(f"status {answer.status}: {answer.data[:200]!r}")
     if not stream:
-        whole = json.loads(answer.data)
-        message, searched = whole["choices"][0]["message"], whole["psearch"]
+        completion = json.loads(answer.data)
+        message, searched = completion["choices"][0]["message"], completion["psearch"]
         return message["reasoning_content"], message["content"], _searched(searched)
     events = [line.removeprefix("data: ") for line in answer.data.decode().split("\n\n") if line]
     if events[-1] != "[DONE]" or '"error"' in events[-2]:
@@ -125,7 +128,7 @@ def _searched(told_of: dict[str, Any]) -> str:
 def together(
     pool: urllib3.PoolManager, url: str, asked: list[Asked], alone: list[tuple[str, ...]], users: int, seconds: float
 ) -> dict[str, Any]:
-    """What `users` who ask for so long are told, beside what was told alone."""
+    """Lets `users` users send requests for `seconds`, and counts the answers that equal those in `alone`."""
     outcomes: Counter[str] = Counter({"as alone": 0, "otherwise": 0, "failed": 0})
     took: list[float] = []
     by_user, first, lock = [0] * users, [""], threading.Lock()
@@ -140,12 +143,12 @@ def together(
             try:
                 got = told(pool, url, asked[i], stream=bool(user % 2))
                 outcome = "as alone" if got == alone[i] else "otherwise"
-                said = f"{asked[i]}: alone {alone[i]}, here {got}" if outcome == "otherwise" else ""
+                difference = f"{asked[i]}: alone {alone[i]}, here {got}" if outcome == "otherwise" else ""
             except (UserError, urllib3.exceptions.HTTPError, ValueError, LookupError) as error:
-                outcome, said = "failed", f"{type(error).__name__}: {error}"
+                outcome, difference = "failed", f"{type(error).__name__}: {error}"
             with lock:
                 outcomes[outcome] += 1
-                first[0] = first[0] or said
+                first[0] = first[0] or difference
                 if outcome != "failed":
                     took.append(time.perf_counter() - started)
                     by_user[user] += 1

@@ -1,4 +1,4 @@
-"""ScaNN as this project uses it beside NumPy and FAISS, every method tuned to the same recall on the same vectors."""
+"""ScaNN as this project uses it, compared with NumPy and FAISS: same vectors, all tuned to the same recall."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from retrieval.index import EXACT_BELOW_ROWS, ScannIndex, exact_search, recall, 
 
 K = 3
 TARGETS = (0.95, 0.99)
-INTRINSIC_DIMENSIONS = 48  # sentence vectors fill far fewer directions than they have coordinates
+INTRINSIC_DIMENSIONS = 48  # sentence vectors vary in far fewer directions than they have coordinates
 ROWS_PER_CLUSTER = 50
 
 WATCH = """
@@ -40,12 +40,12 @@ Search = Callable[[np.ndarray], np.ndarray]  # queries [Q, D] -> rows [Q, K]
 
 
 def clustered(rows: int, queries: int, dimensions: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Unit vectors [rows, D] in clusters of uneven size, and held-out ones [queries, D] of the same clusters."""
+    """Unit vectors [rows, D] in clusters of uneven size, and held-out queries [queries, D] from the same clusters."""
     rng = np.random.default_rng(seed)
     clusters = max(1, rows // ROWS_PER_CLUSTER)
     centres = rng.standard_normal((clusters, INTRINSIC_DIMENSIONS), np.float32)
     lift = rng.standard_normal((INTRINSIC_DIMENSIONS, dimensions), np.float32) / math.sqrt(INTRINSIC_DIMENSIONS)
-    # The square of a uniform number: a few clusters are large, most are small.
+    # Squared uniform numbers: a few clusters are large, most are small.
     member = (clusters * rng.random(rows + queries) ** 2).astype(np.int64)
     out = np.empty((rows + queries, dimensions), np.float32)
     for start in range(0, len(out), 2**16):
@@ -95,8 +95,8 @@ def _line(rows, name, target, measured, seconds, exact_s, build_s, grown, disk, 
 
 @contextmanager
 def growth() -> Iterator[list[int]]:
-    """By how many bytes the anonymous memory of this process grew at its peak, in a list that is filled at the end."""
-    watch = [sys.executable, "-c", WATCH, str(os.getpid())]  # another process: a builder may hold the GIL
+    """Yields a list that gets, at the end, the peak growth of this process's anonymous memory in bytes."""
+    watch = [sys.executable, "-c", WATCH, str(os.getpid())]  # a separate process, since a builder may hold the GIL
     grown: list[int] = []
     with subprocess.Popen(watch, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as watcher:
         try:
@@ -109,7 +109,7 @@ def growth() -> Iterator[list[int]]:
 
 
 class _Scann:
-    """The project's own index: exact below its threshold, else tuned as `build_index --target_recall` does."""
+    """This project's index: exact below its threshold, otherwise tuned as `build_index --target_recall` does."""
 
     def __init__(self, index: ScannIndex):
         self.index, self.exact = index, index.tree is None
@@ -121,20 +121,20 @@ class _Scann:
 
 
 class _Faiss:
-    """A FAISS index with a ladder of settings, cheapest first; `exact` when there is nothing to set."""
+    """A FAISS index with a ladder of settings, cheapest first; `exact` if it has no settings."""
 
     def __init__(self, search: Search, apply: Callable[..., None] | None = None, ladder: list[dict] | None = None):
         self.search, self.apply, self.ladder, self.exact = search, apply, ladder or [{}], ladder is None
 
     def cheapest(self, queries: np.ndarray, truth: np.ndarray, target: float | None) -> tuple[float, float, dict]:
-        """The fastest setting that reaches the target; the most thorough one when none does."""
+        """The fastest setting that reaches the target, or the one with the best recall if none does."""
         reaching, best = [], (0.0, 0.0, {})
         for group in self._groups():
-            for setting in group:  # recall grows within a group: its first hit is its cheapest
+            for setting in group:  # recall grows within a group, so the first one that reaches the target is cheapest
                 if self.apply:
                     self.apply(**setting)
-                found = self.search(queries)
-                measured = float((truth[:, :, None] == found[:, None, :]).any(axis=2).mean())
+                rows = self.search(queries)
+                measured = float((truth[:, :, None] == rows[:, None, :]).any(axis=2).mean())
                 if measured > best[0]:
                     best = (measured, _seconds(lambda: self.search(queries)), setting)
                 if target is None or measured >= target:
@@ -143,7 +143,7 @@ class _Faiss:
         return min(reaching, key=lambda entry: entry[1]) if reaching else best
 
     def _groups(self) -> Iterator[list[dict]]:
-        """The ladder by equal refinement factor."""
+        """The ladder grouped by refinement factor."""
         factors = sorted({setting.get("k_factor", 0) for setting in self.ladder})
         for factor in factors:
             yield [setting for setting in self.ladder if setting.get("k_factor", 0) == factor]
@@ -156,7 +156,7 @@ def _scann(vectors: np.ndarray) -> tuple[_Scann, int, int]:
         index.save(Path(folder) / "scann")
         sizes = {p.name: p.stat().st_size for p in Path(folder).rglob("*") if p.is_file()}
     size, codes = sum(sizes.values()), sum(n for name, n in sizes.items() if name.startswith("hashed_dataset"))
-    # In memory two codes share a byte. The vectors count on every side, though a tree leaves them on disk, mapped.
+    # In memory two codes share a byte. The vectors count for every method, though a tree leaves them mapped on disk.
     return _Scann(index), size + vectors.nbytes, size - codes // 2 + vectors.nbytes
 
 
@@ -229,14 +229,14 @@ BUILDERS = {
 
 
 def _faiss() -> Any:
-    import faiss  # a peer in benchmarks, no dependency: pip install -e '.[bench]'
+    import faiss  # only a peer in benchmarks: pip install -e '.[bench]'
 
     faiss.omp_set_num_threads(os.cpu_count())
     return faiss
 
 
 def _size(index: Any) -> tuple[int, int]:
-    """Bytes on disk, and in memory, where FAISS holds the same."""
+    """Bytes on disk and in memory, which are equal for FAISS."""
     with tempfile.TemporaryDirectory() as folder:
         _faiss().write_index(index, f"{folder}/index")
         size = os.path.getsize(f"{folder}/index")

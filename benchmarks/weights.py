@@ -1,8 +1,8 @@
-"""`launch/bench.py weights`: what the host holds while a large checkpoint comes and goes.
+"""`launch/bench.py weights`: host memory while a large checkpoint is loaded and exported.
 
-Writes a Hugging Face directory of random bfloat16 weights, loads it over eight CPU devices (fsdp 4 x tensor 2), and
-exports it again; every tensor must come out as it went in. What is measured is anonymous memory at its peak, over what
-the arrays themselves take: on a TPU or GPU they lie elsewhere.
+It writes a Hugging Face directory of random bfloat16 weights, loads it over eight CPU devices (fsdp 4 x tensor 2), and
+exports it again; every tensor must be unchanged. It measures the peak of anonymous memory beyond the arrays, which on
+a TPU or GPU are in device memory.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ FILE_BYTES, BLOCK = 4_000_000_000, 2**24
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench weights", description=__doc__)
-    parser.add_argument("--preset", default="7b", choices=list(PRESETS))
-    parser.add_argument("--layers", type=int, default=0, help="fewer layers than the preset has")
-    parser.add_argument("--vocab-rows", type=int, default=0, help="fewer rows of the embedding")
-    parser.add_argument("--dir", type=Path, help="where the checkpoints are written; twice their size is needed")
-    parser.add_argument("--json", help="file to write the figures to")
-    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # the process that is measured
+    parser.add_argument("--preset", default="7b", choices=list(PRESETS), help="shape of the model")
+    parser.add_argument("--layers", type=int, default=0, help="number of layers; default: the preset's")
+    parser.add_argument("--vocab-rows", type=int, default=0, help="rows of the embedding; default: the preset's")
+    parser.add_argument("--dir", type=Path, help="folder for the checkpoints; needs twice their size")
+    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # for the measured subprocess
     flags = parser.parse_args(argv)
     if flags.measure:
         print(json.dumps(_measure(flags.measure)))
@@ -68,11 +68,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def write_random(config: DecoderConfig, out: Path) -> None:
-    """A directory of random weights, file by file, and a tokenizer file that nobody reads."""
+    """Writes a directory of random weights, file by file, and an unused tokenizer file."""
     block = np.random.default_rng(0).normal(0, 0.02, BLOCK).astype(DTYPE)
 
     def pieces(path: tuple[str, ...], layer: int | None, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-        left, turn = int(np.prod(shape)), zlib.crc32(repr((path, layer)).encode()) % 1009  # no two tensors are alike
+        left, turn = int(np.prod(shape)), zlib.crc32(repr((path, layer)).encode()) % 1009  # varies the tensors
         while left:
             piece = np.roll(block[: min(left, BLOCK)], turn)
             left -= piece.size
@@ -90,7 +90,7 @@ def _measure(folder: Path) -> dict[str, Any]:
     from psearch_jax.sharding import STORAGE, make_mesh, param_shardings
 
     mesh = make_mesh(MeshSection(1, 4, 2))
-    float(jax.numpy.ones(8).sum())  # the backend is up: what it takes is not counted
+    float(jax.numpy.ones(8).sum())  # starts the backend, whose memory is not counted
     with _peak() as load:
         config, params = hf.load_hf(folder / "random", lambda a: param_shardings(a, STORAGE, mesh), DTYPE)
     arrays = sum(x.nbytes for x in jax.tree.leaves(params))
@@ -98,7 +98,7 @@ def _measure(folder: Path) -> dict[str, Any]:
         hf.save_hf(params, config, folder / "random", folder / "exported", DTYPE)
     before, after = (_digests(config, folder / name) for name in ("random", "exported"))
     if before != after:
-        raise SystemExit("a tensor came out another than it went in")
+        raise SystemExit("bench weights: an exported tensor differs from the original")
     return {
         "arrays_gb": round(arrays / 1e9, 2),
         "load_s": round(load["seconds"], 1),
@@ -110,26 +110,26 @@ def _measure(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _peak() -> Iterator[dict[str, float]]:
-    """Seconds, and the most anonymous memory over that at the start."""
-    found: dict[str, float] = {"peak": 0.0}
+    """Yields a dict that gets the seconds and the peak growth of anonymous memory in bytes."""
+    measured: dict[str, float] = {"peak": 0.0}
     start, first, over = time.perf_counter(), _anonymous(), threading.Event()
 
     def watch() -> None:
         while not over.wait(0.01):
-            found["peak"] = max(found["peak"], _anonymous() - first)
+            measured["peak"] = max(measured["peak"], _anonymous() - first)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        yield found
+        yield measured
     finally:
         over.set()
         watcher.join()
-        found["seconds"] = time.perf_counter() - start
+        measured["seconds"] = time.perf_counter() - start
 
 
 def _anonymous() -> int:
-    """Bytes of this process's memory that are no file's."""
+    """Bytes of this process's memory that are not backed by a file."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return 1024 * int(line.split()[1])
@@ -138,12 +138,12 @@ def _anonymous() -> int:
 
 def _digests(config: DecoderConfig, directory: Path) -> dict[str, str]:
     reader = TensorReader(directory)
-    found = {}
+    digests = {}
     for tensor in hf.tensors_of(config, lambda *_: ()):
         digest = hashlib.blake2b()
         for start in range(0, tensor.shape[0], 4096):
             stop = min(start + 4096, tensor.shape[0])
             part = reader.take(tensor.name, (slice(start, stop), *[slice(None)] * (len(tensor.shape) - 1)))
             digest.update(np.ascontiguousarray(part).view(np.uint8).data)
-        found[tensor.name] = digest.hexdigest()
-    return found
+        digests[tensor.name] = digest.hexdigest()
+    return digests

@@ -1,8 +1,8 @@
-"""`launch/bench.py world`: what the closed world's questions give away, and what one search finds of them.
+"""`launch/bench.py world`: what closed-world questions reveal without a policy.
 
-Of every form: how often the sub-query of a fact finds it, how often the question itself as one search finds all of
-its facts, and what an answer by chance is worth. Of the decision to split: how far classifiers get that read the
-first words, the bag of words, or pairs of words of held-out questions. No policy is needed.
+For every form of question: how often the sub-query of a fact retrieves it, how often the question as a single search
+retrieves all of its facts, and the random-guess EM. For the decision to split: the accuracy of classifiers on held-out
+questions that see only the first words, the bag of words, or pairs of words.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ WORD = r"'s|\w+|[^\w\s]"
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench world", description=__doc__)
-    parser.add_argument("--count", type=int, default=400, help="questions of each form")
-    parser.add_argument("--json", help="file to write the figures to")
+    parser.add_argument("--count", type=int, default=400, help="questions per form")
+    parser.add_argument("--json", help="file for the figures")
     flags = parser.parse_args(argv)
     world = ClosedWorld.make(0)
-    found = retrieval(world, RetrievalService.from_corpus(world.passages), flags.count)
+    figures = retrieval(world, RetrievalService.from_corpus(world.passages), flags.count)
     cues = surface_cues(world, 4 * flags.count)
-    print(retrieval_table(found), cue_table(cues), sep="\n\n")
+    print(retrieval_table(figures), cue_table(cues), sep="\n\n")
     if flags.json:
-        write_whole(flags.json, json.dumps({"retrieval": found, "cues": cues}, indent=2) + "\n")
+        write_whole(flags.json, json.dumps({"retrieval": figures, "cues": cues}, indent=2) + "\n")
 
 
 def facts_of(question: Question) -> list[list[str]]:
-    """[attribute, subject, value] of every look-up of a question."""
+    """[attribute, subject, value] of every lookup of a question."""
     return [lookup for r in question.metadata["rounds"] for lookup in r]
 
 
 def finds_all(passages: Sequence, facts: Sequence[Sequence[str]]) -> bool:
-    """Whether every fact stands in the passages."""
+    """Whether the passages state every fact."""
     texts = {passage.text for passage in passages}
     return all(fact_sentence(*fact) in texts for fact in facts)
 
@@ -64,22 +64,22 @@ def retrieval(world: ClosedWorld, retriever: Retriever, count: int) -> dict[str,
         asked = questions(world, "eval", form.kind, count, 1, forms=[name])
         facts = [fact for q in asked for fact in facts_of(q)]
         own = retriever.search(list(map(query, facts)), max(TOPK))
-        whole = retriever.search([q.text for q in asked], max(TOPK))
+        by_question = retriever.search([q.text for q in asked], max(TOPK))
         figures: dict[str, Any] = {"kind": form.kind, "chance": float(np.mean([q.metadata["chance"] for q in asked]))}
         figures["look-ups"] = len(facts) / len(asked)
         for k in TOPK:
             hits = [finds_all(ranking[:k], [fact]) for ranking, fact in zip(own, facts, strict=True)]
-            every = [finds_all(r[:k], facts_of(q)) for r, q in zip(whole, asked, strict=True)]
+            every = [finds_all(r[:k], facts_of(q)) for r, q in zip(by_question, asked, strict=True)]
             figures |= {f"sub-query@{k}": float(np.mean(hits)), f"question@{k}": float(np.mean(every))}
         out[name] = figures
     return out
 
 
 def surface_cues(world: ClosedWorld, count: int) -> dict[str, dict[str, float]]:
-    """Accuracy of telling parallel from sequential, by what is read and on which questions; chance is .5.
+    """Accuracy of classifying parallel against sequential, by features and by question set; chance level is .5.
 
-    Trained on the training split's questions and wordings. Every name is one and the same word, so nothing can be
-    learned of names.
+    Trained on the training split's questions and wordings. All names are replaced by one word, so nothing can be
+    learned from names.
     """
     judged = {
         "known wordings": _told(world, "eval", count // 2, False),
@@ -100,7 +100,7 @@ def surface_cues(world: ClosedWorld, count: int) -> dict[str, dict[str, float]]:
     out: dict[str, dict[str, float]] = {}
     for reader, vectors in readers.items():
         model = make_pipeline(vectors, LogisticRegression(max_iter=3000)).fit(texts, labels)
-        out[reader] = {name: float(model.score(*told)) for name, told in judged.items()}
+        out[reader] = {name: float(model.score(*examples)) for name, examples in judged.items()}
         own = make_pipeline(vectors, LogisticRegression(max_iter=3000)).fit(pair_texts, pair_labels)
         out[reader][f"{PAIRS}, trained on them alone"] = float(own.score(*judged[PAIRS]))
     return out
@@ -109,7 +109,7 @@ def surface_cues(world: ClosedWorld, count: int) -> dict[str, dict[str, float]]:
 def _told(
     world: ClosedWorld, split: str, count: int, held_out: bool, pairs: Sequence[tuple[str, str]] = ()
 ) -> tuple[list[str], list[str]]:
-    """Texts and kinds of `count` parallel and as many sequential questions."""
+    """Texts and kinds of `count` parallel and `count` sequential questions."""
     texts, labels = [], []
     for i, kind in enumerate(("parallel", "sequential")):
         asked = questions(world, split, kind, count, 5, [pair[i] for pair in pairs], held_out_wordings=held_out)
@@ -136,4 +136,4 @@ def retrieval_table(found: dict[str, dict[str, Any]]) -> str:
 def cue_table(cues: dict[str, dict[str, float]]) -> str:
     columns = list(next(iter(cues.values())))
     rows = [[name, *(f"{figures[column]:.2f}" for column in columns)] for name, figures in cues.items()]
-    return table([["what is read", *columns], *rows])
+    return table([["features", *columns], *rows])

@@ -1,11 +1,11 @@
-"""A smoke run of the 0.5B shape on one 16 GB GPU without bfloat16 (a Colab T4): adapters trained in float32 beside
-weights in float16.
+"""A smoke run of the 0.5B model on one 16 GB GPU without bfloat16 (a Colab T4): LoRA adapters in float32 on frozen
+float16 weights.
 
     python launch/train.py --config=configs/colab.py --config.data.source=TRAIN.jsonl \\
         --config.retrieval.corpus=CORPUS.jsonl --workdir=DIR
 
-Short contexts and few rollouts: a test of the set-up, not a recipe. It takes 3.7 of the card's 13.8 GiB, as
-compiled for one (launch/plan.py --platform=cuda --topology=t4).
+Short contexts and few rollouts: a test of the installation, not a recipe. As compiled for a T4, it needs 3.7 of 13.8
+GiB (launch/plan.py --platform=cuda --topology=t4).
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,6 @@
-"""Everything real but the weights: HotpotQA questions and passages, the Qwen2 vocabulary, a small random policy.
+"""A test with real data and random weights: HotpotQA questions and passages, the Qwen2 vocabulary, a small policy.
 
-Nothing is learned; the whole path is exercised. `initial_search` puts passages into every context.
+The policy learns nothing, but every part of a run is exercised. `initial_search` puts passages into every context.
 
     python launch/train.py --config=configs/hotpot_sample.py --config.data.source=FILE.jsonl \\
         --config.retrieval.corpus=FILE.jsonl --config.model.tokenizer=DIR --config.train.steps=2 --workdir=DIR

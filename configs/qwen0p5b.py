@@ -3,7 +3,7 @@
     python launch/train.py --config=configs/qwen0p5b.py --config.data.source=TRAIN.jsonl \\
         --config.retrieval.index=DIR --workdir=DIR
 
-Planned for v5e:2x2, whose chips of 15.8 GiB hold at most 4.2, and for one GPU (docs/scale.md).
+Planned for v5e:2x2, at most 4.2 of 15.8 GiB per chip, and for one GPU (docs/scale.md).
 """
 
 from ml_collections import ConfigDict

@@ -1,12 +1,11 @@
-"""Qwen2.5-0.5B-Instruct on a laptop: adapters, short turns, 48 rollouts per step.
+"""Qwen2.5-0.5B-Instruct on a laptop: LoRA adapters, short turns, 48 rollouts per step.
 
     python launch/sft.py --config=configs/qwen0p5b_cpu.py --transcripts=FILE --workdir=runs/cold_start
     python launch/train.py --config=configs/qwen0p5b_cpu.py --config.model.path=runs/cold_start/policy \\
         --config.data.source=TRAIN --config.retrieval.corpus=CORPUS.jsonl --workdir=runs/qwen0p5b_cpu
 
-A small model needs the cold start: sampled at temperature 1, the published weights end most rollouts without an
-action.
-docs/real.md has what a step takes and what came of it. The same file runs on a small GPU.
+A model of this size needs the cold start: sampled at temperature 1, the published weights end most rollouts without an
+action. docs/real.md reports the time per step and the results. The same config runs on a small GPU.
 """
 
 from ml_collections import ConfigDict
@@ -18,7 +17,7 @@ def get_config() -> ConfigDict:
     return config_dict(
         model=dict(
             path="Qwen/Qwen2.5-0.5B-Instruct",
-            dtype="bfloat16",  # of products with weights; without bfloat16 instructions float32 is as fast
+            dtype="bfloat16",  # for products with weights; a CPU without bfloat16 instructions is as fast in float32
             sampling_dtype="bfloat16",
             remat="none",
             lora_rank=8,

@@ -3,9 +3,9 @@
     python launch/train.py --config=configs/qwen7b.py --config.data.source=TRAIN.parquet \\
         --config.retrieval.index=DIR --workdir=DIR
 
-Planned for v5e:4x4, whose chips of 15.8 GiB hold at most 14.3, for v6e:4x4 and v5p:2x2x1 (docs/scale.md); on other
-machines run launch/plan.py first. Float32 master weights and AdamW take 12 bytes per parameter, about 91 GB over all
-chips, and the gradients another 30 in an update.
+Planned for v5e:4x4, at most 14.3 of 15.8 GiB per chip, for v6e:4x4 and v5p:2x2x1 (docs/scale.md); on other machines
+run launch/plan.py first. Float32 master weights and AdamW need 12 bytes per parameter, about 91 GB over all chips, and
+the gradients another 30 GB during an update.
 """
 
 from ml_collections import ConfigDict
@@ -31,12 +31,12 @@ def get_config() -> ConfigDict:
             turn_tokens=500,
             obs_tokens=1000,
             search_turns=4,
-            overlap_search=True,  # in 21 million passages
+            overlap_search=True,  # for an index of 21 million passages
         ),
         reward=dict(format=0.1, decomposition=0.15, search_count=0.35),
         learning=dict(
             kl_coefficient=0.001,
-            # The published mini-batch of 256 would cut groups of 5; this makes 8 equal steps of 2560 rollouts, not 10.
+            # The published 256 would split groups of 5. With 320, 2560 rollouts make 8 equal updates instead of 10.
             mini_batch_rollouts=320,
             micro_batch_rows=16,
             learning_rate=1e-6,

@@ -1,10 +1,10 @@
-"""The published recipe for Qwen2.5-7B-Instruct by PPO (ParallelSearch, arXiv 2508.09303; settings of Search-R1).
+"""The published recipe for Qwen2.5-7B-Instruct with PPO (ParallelSearch, arXiv 2508.09303; settings of Search-R1).
 
     python launch/train.py --config=configs/qwen7b_ppo.py --config.data.source=TRAIN.parquet \\
         --config.retrieval.index=DIR --workdir=DIR
 
-Policy and critic are of 7B each: run launch/plan.py for your machine first (docs/scale.md). The toy policy
-learned by PPO when to split with a decomposition bonus of 0.5, and not with this one (docs/experiments.md).
+Policy and critic have 7B parameters each: run launch/plan.py for your machine first (docs/scale.md). With PPO, the toy
+policy learned when to split with a decomposition bonus of 0.5, but not with the 0.15 used here (docs/experiments.md).
 """
 
 from ml_collections import ConfigDict
@@ -16,7 +16,7 @@ def get_config() -> ConfigDict:
     return config_dict(
         model=dict(path="Qwen/Qwen2.5-7B-Instruct", remat="full", shard_residual=True),
         mesh=dict(data=1, fsdp=-1, tensor=4),
-        rollout=dict(slots=128, samples=1, overlap_search=True),  # all else of them are the defaults
+        rollout=dict(slots=128, samples=1, overlap_search=True),  # all other budgets are the defaults
         reward=dict(format=0.1, decomposition=0.15, search_count=0.35),
         learning=dict(
             algorithm="ppo",

@@ -1,4 +1,4 @@
-"""GRPO on the toy policy in the closed world, on a CPU: what `make demo` runs.
+"""GRPO with the toy policy in the closed world, on a CPU: the config of `make demo`.
 
 python launch/train.py --config=configs/smoke.py --workdir=runs/smoke
 """

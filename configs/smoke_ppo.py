@@ -1,10 +1,11 @@
-"""PPO on the toy policy in the closed world, on a CPU: configs/smoke.py with a critic in place of groups.
+"""PPO with the toy policy in the closed world, on a CPU: configs/smoke.py with a critic instead of groups.
 
     python launch/train.py --config=configs/smoke_ppo.py --workdir=runs/ppo
 
-Rates and updates are a toy's. Besides, the decomposition bonus is 0.5: a split earns a parallel question several times
-what it costs a sequential one, and by the published 0.15 both kinds were split. Advantages are whitened by kind of
-question, with which sequential ones are not split for a while first (docs/experiments.md).
+Learning rates and updates suit the toy policy. The decomposition bonus is 0.5: for a split, a parallel question gains
+several times what a sequential one loses, and with the published 0.15 the policy split both kinds. Advantages are
+whitened separately for each kind of question, which avoids an early phase in which sequential questions are split too
+(docs/experiments.md).
 """
 
 from ml_collections import ConfigDict

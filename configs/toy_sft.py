@@ -3,8 +3,8 @@
     python launch/sft.py --config=configs/toy_sft.py --workdir=runs/toy_sft
 
 writes `runs/toy_sft/policy`, a Hugging Face directory; psearch_jax/assets/toy_policy is a copy of it. The same command
-goes on where it was stopped; `--config.seed=1` makes a second cold start from other rows and weights. Fields and
-defaults: psearch_jax/train/toy_sft.py.
+resumes an interrupted run. `--config.seed=1` makes another cold start with other rows and initial weights. The fields
+and defaults are in psearch_jax/train/toy_sft.py.
 """
 
 import dataclasses

@@ -1,8 +1,9 @@
-"""Writes docs/configuration.md, the reference of a run's config, from the code: `python docs/reference.py`.
+"""Generates docs/configuration.md, the reference of a run's config: `python docs/reference.py`.
 
-Nothing on the page is typed here but its headings and what joins them. What a field is for is the comment above or
-behind it in psearch_jax/config.py; what it accepts stands in psearch_jax/limits.py; whether a resumed run may change
-it, in psearch_jax/train/settings.py; what a config file changes, in configs/. A test holds the page to them.
+Only the headings and the text between the entries are written here. The description of a field is the comment above
+or after it in psearch_jax/config.py. Its accepted values come from psearch_jax/limits.py, whether a resumed run may
+change it from psearch_jax/train/settings.py, and the changes of each config file from configs/. A test checks that the
+page is up to date.
 """
 
 from __future__ import annotations
@@ -27,72 +28,72 @@ from psearch_jax.train.settings import fields
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
-COLD_START = "toy_sft"  # of configs/, the one of another program
-KINDS_OF_VALUES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+COLD_START = "toy_sft"  # the only file in configs/ with another config class, ToySFTConfig
+KINDS_OF_VALUES = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 ON_RESUME = (
-    (settings.DECIDES_NUMBERS, "a resumed run keeps it"),
-    (settings.DECIDES_BY_CONTENT, "a resumed run keeps what is there, and may find it elsewhere"),
+    (settings.DECIDES_NUMBERS, "a resumed run must keep it"),
+    (settings.DECIDES_BY_CONTENT, "a resumed run must have the same content, but may load it from another place"),
     (settings.FREE_TO_CHANGE, "a resumed run may change it"),
 )
 OPENING = """# Configuration
 
-Every field of a run, by section. `python docs/reference.py` writes this page from the code; do not edit it.
+All config fields of a run, by section. `python docs/reference.py` generates this page from the code; do not edit it.
 
-A run is a file of [configs/](#config-files), which states what differs from the defaults below, and flags, which set
-single fields over it:
+A run is configured by a file of [configs/](#config-files), which changes some of the defaults below, and by flags,
+which override single fields:
 
 ```
 python launch/train.py --config=configs/qwen7b.py --config.data.source=train.jsonl --config.rollout.samples=8 \\
     --config.retrieval.index=index --workdir=runs/qwen7b
 ```
 
-- A name that is not there, a value of the wrong type and one that is out of range end the program with one line,
-  before anything is computed. Some fields [must agree](#what-must-agree) with others.
-- `--config.model.preset` names a [shape](#presets) for random weights; with `--config.model.path` the weights bring
-  theirs.
-- `--config.method` sets the few fields by which a [baseline](#methods) differs.
-- A run that is started again with the same `--workdir` resumes. Each field says whether it may have another value
-  then; one that is to be kept and is not is refused, unless `--allow_changes` is given.
-- A run directory holds all of them in config.json; a config file of your own is shown in [own.md](own.md)."""
+- An unknown field, a value of the wrong type or a value out of range ends the program with a one-line message before
+  any computation starts. Some fields [must agree](#what-must-agree) with others.
+- `--config.model.preset` selects a [shape](#presets) for random weights. With `--config.model.path`, the shape comes
+  with the weights.
+- `--config.method` sets the few fields in which a [baseline](#methods) differs.
+- A run started again with the same `--workdir` resumes. Each entry says whether the field may change then. A change to
+  any other field is refused unless you pass `--allow_changes`.
+- Every run directory contains the complete config, config.json. [own.md](own.md) shows how to write a config file."""
 
 
 def main() -> None:
-    """Writes the page."""
+    """Writes docs/configuration.md."""
     PAGE.write_text(page(), encoding="utf-8")
 
 
 def page() -> str:
-    """The whole page."""
+    """The text of the page."""
     parts = [OPENING, *_sections(), _agreement(), _methods(), _presets(), *_files()]
     return "\n\n".join(parts) + "\n"
 
 
 def explanations() -> dict[str, str]:
-    """What the comments of config.py say of each field and section, by dotted name; "" where they say nothing."""
-    said = _comments(inspect.getsource(config))
-    found = {}
+    """The comment in config.py on each field and section, by dotted name; "" without a comment."""
+    comments = _comments(inspect.getsource(config))
+    by_name = {}
     for top in dataclasses.fields(Config):
-        found[top.name] = said["Config"][top.name]
+        by_name[top.name] = comments["Config"][top.name]
         section = _section_class(top.name)
         if section:
-            found |= {f"{top.name}.{name}": said[section.__name__][name] for name in _names(section)}
-    return found
+            by_name |= {f"{top.name}.{name}": comments[section.__name__][name] for name in _names(section)}
+    return by_name
 
 
 def rules() -> list[str]:
-    """What limits.py says when fields are at odds, with … in place of what was found."""
-    found = []
+    """The messages of limits.py about several fields, with … for each value that the message inserts."""
+    messages = []
     for node in ast.walk(ast.parse(inspect.getsource(limits))):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             message = _template(node.exc.args[0])
-            if not message.startswith("config.…: found"):  # of one field alone: it stands beside the field
-                found.append((node.lineno, message))
-    return [message for _, message in sorted(found)]
+            if not message.startswith("config.…: found"):  # a limit of a single field is part of the field's entry
+                messages.append((node.lineno, message))
+    return [message for _, message in sorted(messages)]
 
 
 def config_files() -> dict[str, tuple[str, dict[str, Any]]]:
     """For each file of configs/ the first paragraph of its docstring, and the fields that it changes."""
-    found, defaults = {}, fields(Config())
+    files, defaults = {}, fields(Config())
     for file in sorted((ROOT / "configs").glob("*.py")):
         spec = importlib.util.spec_from_file_location(f"config_file_{file.stem}", file)
         module = importlib.util.module_from_spec(spec)
@@ -101,26 +102,27 @@ def config_files() -> dict[str, tuple[str, dict[str, Any]]]:
         values = {}
         if file.stem != COLD_START:
             values = fields(from_mapping(module.get_config().to_dict()))
-        found[file.name] = about, {name: value for name, value in values.items() if value != defaults[name]}
-    return found
+        files[file.name] = about, {name: value for name, value in values.items() if value != defaults[name]}
+    return files
 
 
 # ---- parts of the page ----
 
 
 def _sections() -> Iterable[str]:
-    said, defaults = explanations(), fields(Config())
+    comments, defaults = explanations(), fields(Config())
     ruled = {name for rule in rules() for name in defaults if _speaks_of(rule, name)}
-    yield "## Of the whole run"
-    for name in (n for n in said if n in defaults and "." not in n):
-        yield _field(name, said[name], defaults[name], name in ruled)
-    for section in (n for n in said if n not in defaults):
+    yield "## Top-level fields"
+    for name in (n for n in comments if n in defaults and "." not in n):
+        yield _field(name, comments[name], defaults[name], name in ruled)
+    for section in (n for n in comments if n not in defaults):
         own = _section_class(section).__dict__.get("__doc__") or ""
-        more = "" if own.startswith(f"{_section_class(section).__name__}(") else " ".join(own.split())  # dataclass's
-        yield "\n\n".join(filter(None, [f"## {section}", f"Section `{section}`: {said[section]}.", more]))
+        generated = own.startswith(f"{_section_class(section).__name__}(")  # by @dataclass
+        more = "" if generated else " ".join(own.split())
+        yield "\n\n".join(filter(None, [f"## {section}", f"Section `{section}`: {comments[section]}.", more]))
         for name in _names(_section_class(section)):
             dotted = f"{section}.{name}"
-            yield _field(dotted, said[dotted], defaults[dotted], dotted in ruled)
+            yield _field(dotted, comments[dotted], defaults[dotted], dotted in ruled)
 
 
 def _field(name: str, said: str, default: Any, ruled: bool) -> str:
@@ -129,15 +131,15 @@ def _field(name: str, said: str, default: Any, ruled: bool) -> str:
     if ruled:
         facts.append("[must agree](#what-must-agree) with others")
     values = [f"`{word}`: {', '.join(getattr(config, word))}." for word in re.findall(r"\b[A-Z]+_[A-Z]+\b", said)]
-    return "\n\n".join([f"### {name}", " ".join([said, *values]), "; ".join(facts) + "."])
+    return "\n\n".join([f"### {name}", " ".join([_sentence(said), *values]), "; ".join(facts) + "."])
 
 
 def _speaks_of(rule: str, name: str) -> bool:
-    """Whether a rule names a field: with its section, or without it where that of the rule's first field is meant."""
+    """Whether a rule names a field: with its section, or without it if the rule's first field has the same section."""
     section, _, own = name.rpartition(".")
     dotted = re.search(rf"\b{re.escape(name)}\b", rule)
-    meant = section and re.match(rf"config\.{section}\b", rule) and re.search(rf"(?<![\w.]){own}\b", rule)
-    return bool(section and (dotted or meant))
+    undotted = section and re.match(rf"config\.{section}\b", rule) and re.search(rf"(?<![\w.]){own}\b", rule)
+    return bool(section and (dotted or undotted))
 
 
 def _accepted(name: str) -> str:
@@ -154,7 +156,7 @@ def _accepted(name: str) -> str:
 
 
 def _agreement() -> str:
-    lines = ["## What must agree", "What is said of fields that do not, with … in place of what was found:"]
+    lines = ["## What must agree", "The messages about fields that do not agree, with … for the values:"]
     return "\n\n".join([*lines, "\n".join(f"- `{rule}`" for rule in rules())])
 
 
@@ -173,21 +175,22 @@ def _methods() -> str:
 
 def _presets() -> str:
     names = _names(config.DecoderConfig)
-    said = _comments(inspect.getsource(config))["DecoderConfig"]
-    letters = [name for name in names if re.match(r"[A-Z]\b", said[name])]
-    heads = ["preset", *(f"{name} ({said[name][0]})" for name in letters)]
+    comments = _comments(inspect.getsource(config))["DecoderConfig"]
+    letters = [name for name in names if re.match(r"[A-Z]\b", comments[name])]
+    heads = ["preset", *(f"{name} ({comments[name][0]})" for name in letters)]
     rows = [[f"`{name}`", *(str(getattr(shape, n)) for n in letters)] for name, shape in PRESETS.items()]
-    return "\n\n".join(["## Presets", "The shapes that `model.preset` names.", _table(heads, rows)])
+    return "\n\n".join(["## Presets", "The model shapes that `model.preset` accepts.", _table(heads, rows)])
 
 
 def _files() -> Iterable[str]:
     defaults = fields(Config())
-    yield "## Config files\n\nWhat each file of configs/ changes; all else are the defaults."
+    yield "## Config files\n\nThe fields that each file of configs/ changes; all others keep their defaults."
     for name, (about, changed) in config_files().items():
         parts = [f"### configs/{name}", about]
         if name.removesuffix(".py") == COLD_START:
             parts.append(
-                "Its fields are those of `launch/sft.py` ([psearch_jax/train/sft.py](../psearch_jax/train/sft.py))."
+                "A config of `launch/sft.py` with the fields of `ToySFTConfig` "
+                "([psearch_jax/train/toy_sft.py](../psearch_jax/train/toy_sft.py))."
             )
         else:
             rows = [[_linked(n), f"`{_shown(defaults[n])}`", f"`{_shown(v)}`"] for n, v in changed.items()]
@@ -199,12 +202,12 @@ def _files() -> Iterable[str]:
 
 
 def _comments(source: str) -> dict[str, dict[str, str]]:
-    """For each class of a source text its fields, each with the comment above it and the one behind it."""
-    alone, behind = {}, {}
+    """For each class and field of a source text, the comment above the field followed by the one on its last line."""
+    alone, trailing = {}, {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            place = alone if token.line.lstrip().startswith("#") else behind
-            place[token.start[0]] = token.string.lstrip("# ").rstrip()
+            lines = alone if token.line.lstrip().startswith("#") else trailing
+            lines[token.start[0]] = token.string.lstrip("# ").rstrip()
     out: dict[str, dict[str, str]] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef):
@@ -215,13 +218,13 @@ def _comments(source: str) -> dict[str, dict[str, str]]:
                     above.insert(0, alone[line])
                     line -= 1
                 own[field.target.id] = " ".join(
-                    [*above, *([behind[field.end_lineno]] if field.end_lineno in behind else [])]
+                    [*above, *([trailing[field.end_lineno]] if field.end_lineno in trailing else [])]
                 )
     return out
 
 
 def _template(node: ast.expr) -> str:
-    """A string of the code, with … for each value that is put into it."""
+    """A string of the code, with … for each value that an f-string inserts."""
     if isinstance(node, ast.JoinedStr):
         return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
     return ast.literal_eval(node)
@@ -237,6 +240,10 @@ def _names(cls: type) -> list[str]:
 
 
 # ---- Markdown ----
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
 
 
 def _shown(value: Any) -> str:

@@ -1,6 +1,6 @@
-"""What an experiment is: arms trained alike but for a few fields, cold starts and seeds, and what they are asked.
+"""The definition of an experiment: arms that differ in a few config fields, and their evaluations.
 
-Every other file of this directory but running.py and tables.py declares one; `launch/experiment.py NAME` runs it.
+Every other file of this directory except running.py and tables.py defines one; `launch/experiment.py NAME` runs it.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Arm:
-    """One setting of what is compared."""
+    """One of the compared settings."""
 
-    fields: Mapping[str, Any] = field(default_factory=dict)  # of the config, by their dotted names
-    config: str = "smoke"  # of configs/
-    trained: bool = True  # else the cold start itself is evaluated
-    arguments: tuple[str, ...] = ()  # of launch/eval.py, for this arm alone
-    steps: tuple[int, ...] = ()  # also evaluated behind so many steps of training
-    corpus: int | None = None  # the seed of another closed world, whose passages training finds instead
+    fields: Mapping[str, Any] = field(default_factory=dict)  # config fields by their dotted names
+    config: str = "smoke"  # a file of configs/
+    trained: bool = True  # False: evaluate the cold start itself
+    arguments: tuple[str, ...] = ()  # additional arguments of launch/eval.py for this arm
+    steps: tuple[int, ...] = ()  # training steps after which it is evaluated as well
+    corpus: int | None = None  # train with the passages of another closed world, made with this seed
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A claim, and the runs that can speak for or against it."""
+    """A claim, and the runs that test it."""
 
     claim: str  # one sentence
     arms: Mapping[str, Arm]
     evaluations: Mapping[str, Evaluation]
     reference: str  # the arm that the others are compared with, run by run
     figures: tuple[str, ...] = ("em", "decided", "decomposition_ratio", "turns")  # of `scores.summarise`
-    drawn: tuple[tuple[str, str], ...] = ()  # (evaluation/set, figure): the panels of the picture
+    drawn: tuple[tuple[str, str], ...] = ()  # (evaluation/set, figure) of each panel of the plot
 
 
 MAIN = Evaluation(("pairs", "parallel", "sequential", "single"))

@@ -1,11 +1,13 @@
-"""GRPO, its variants and PPO at equal numbers of rollouts; dynamic sampling draws more.
+"""GRPO, its variants and PPO with equal numbers of rollouts, except that dynamic sampling collects more.
 
-PPO as it is configured differs in its weights as well, and its policy rests while the critic learns alone.
+The PPO config also has other reward weights, and does not update the policy while the critic warms up.
 """
 
 from experiments import MAIN, Arm, Experiment
 
-SEVERAL = {"learning.mini_batch_rollouts": 96}  # two updates a step, without which a ratio is 1 and nothing is clipped
+SEVERAL = {
+    "learning.mini_batch_rollouts": 96
+}  # two updates per step: with one, all ratios are 1 and nothing is clipped
 
 EXPERIMENT = Experiment(
     claim="What is learned depends little on which policy-gradient method of the GRPO family is used, or on PPO.",

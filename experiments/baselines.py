@@ -1,4 +1,4 @@
-"""The four methods, trained with the same budget from the same cold starts; classic retrieval and the cold start."""
+"""The four methods, trained with equal budgets from the same cold starts; classic retrieval and the cold start."""
 
 from experiments import MAIN, MANY, Arm, Evaluation, Experiment
 

@@ -1,12 +1,12 @@
-"""Training that collapses: high rates and many updates of one batch's rollouts, and passages that answer nothing."""
+"""Training that collapses: high learning rates, many updates per batch of rollouts, and useless passages."""
 
 from experiments import MAIN, Arm, Experiment
 
-# Eight updates from each step's rollouts: the last ones learn from what is long off-policy.
+# Eight updates from each step's rollouts: for the last ones the rollouts are far off-policy.
 EIGHT = {"learning.mini_batch_rollouts": 24, "learning.micro_batch_rows": 8}
 HARD = {"learning.learning_rate": 5e-4, **EIGHT}
 HARDER = {"learning.learning_rate": 1e-3, **EIGHT}
-# Bad rollouts are pushed down to a twentieth, good ones hardly raised, and nothing holds the policy to its start.
+# Bad rollouts may fall to a twentieth of their probability, good ones hardly rise, and there is no KL term.
 ONE_SIDED = {
     "learning.learning_rate": 6e-4,
     "learning.clip_low": 0.95,

@@ -1,4 +1,4 @@
-"""Comparisons of two to eight entities by policies that trained on two to four of them."""
+"""Comparisons of two to eight entities, by policies trained on comparisons of two to four."""
 
 from experiments import Arm, Evaluation, Experiment
 

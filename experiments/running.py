@@ -1,9 +1,9 @@
-"""Trains and evaluates the runs of an experiment, and keeps what was found of each in one JSON file.
+"""Trains and evaluates the runs of an experiment, and records their results in one JSON file.
 
-A run is an arm, a cold start and a seed. What the file holds already is not run again, wherever it was run: runs
-depend on their settings and their cold start alone. The file holds both, and what every run was asked. Experiments
-share a directory of runs, so that what two of them train alike is trained once. Programs that are started side by side
-with the same directory of runs share the work: a run that one makes, the others leave to it.
+A run is an arm, a cold start and a seed. Recorded runs are not repeated, wherever they were made: a run depends only
+on its settings and its cold start. The file also records these and the evaluations. Experiments share a directory of
+runs, so that equal training runs are made once. Programs started concurrently with the same directory of runs share
+the work: each skips the runs that another one is making.
 """
 
 from __future__ import annotations
@@ -47,17 +47,16 @@ def run_all(
     steps: int,
     arms: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Runs what is not in `file` yet, and returns all that is there then.
+    """Makes the runs that `file` does not contain, and returns the complete record.
 
     Args:
-      file: what was found; written anew behind every run.
-      work: directory of the runs themselves, of this experiment and of others; each in a place that is named by all
-        that decides it.
+      file: the record; rewritten after every run.
+      work: directory of the runs of all experiments. A run's folder is named by a digest of its config and cold start.
       policies: cold starts, `toy` or directories.
-      arms: those to run; default: all.
+      arms: arms to run; default: all.
 
     Raises:
-      UserError: an unknown arm, or a file of other settings or of other cold starts.
+      UserError: an unknown arm, or a file with other settings or cold starts.
     """
     for name in arms:
         if name not in experiment.arms:
@@ -67,7 +66,7 @@ def run_all(
             raise UserError(f"--steps={steps}: accepted: more than {experiment.arms[name].steps[-1]}, for arm {name}")
     starts = [_fingerprint(policy) for policy in policies]
     runs = [(name, i, seed) for i in range(len(policies)) for seed in seeds for name in arms or experiment.arms]
-    for wait in (False, True):  # behind all others, for what another program is making
+    for wait in (False, True):  # the second pass waits for runs that another program is making
         for name, i, seed in runs:
             arm = experiment.arms[name]
             run = f"{name}/{i}/{seed if arm.trained else 0}"
@@ -78,19 +77,19 @@ def run_all(
                 if not held:
                     continue
                 print(f"{run}: {file.name}", file=sys.stderr, flush=True)
-                found = _run(experiment, arm, place, fields, _path(policies[i]))
+                results = _run(experiment, arm, place, fields, _path(policies[i]))
                 with _held(work):
                     record = _begun(file, experiment, steps, starts)
-                    record["runs"][run] = found
+                    record["runs"][run] = results
                     write_whole(file, json.dumps(record, indent=1) + "\n")
     return _begun(file, experiment, steps, starts)
 
 
 def read(file: Path) -> dict[str, Any]:
-    """What was found so far.
+    """The record so far.
 
     Raises:
-      UserError: nothing was.
+      UserError: the file does not exist.
     """
     if not file.is_file():
         raise UserError(f"{file}: not found; accepted: a file that launch/experiment.py wrote")
@@ -98,10 +97,10 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def _begun(file: Path, experiment: Experiment, steps: int, starts: Sequence[str]) -> dict[str, Any]:
-    """The record to go on with; a new one where there is no file."""
-    asked = {name: asdict(evaluation) for name, evaluation in experiment.evaluations.items()}
+    """The record to continue; a new one if the file does not exist."""
+    evaluations = {name: asdict(evaluation) for name, evaluation in experiment.evaluations.items()}
     arms = {name: _settings(arm) for name, arm in experiment.arms.items()}
-    fresh = {"claim": experiment.claim, "steps": steps, "cold_starts": list(starts), "evaluations": asked}
+    fresh = {"claim": experiment.claim, "steps": steps, "cold_starts": list(starts), "evaluations": evaluations}
     fresh = json.loads(json.dumps({**fresh, "arms": arms, "runs": {}}))
     if not file.is_file():
         return fresh
@@ -114,7 +113,7 @@ def _begun(file: Path, experiment: Experiment, steps: int, starts: Sequence[str]
             f"{list(starts)}; accepted: the same, or another file"
         )
     if record["evaluations"] != fresh["evaluations"]:
-        raise UserError(f"{file}: its runs were asked something else; accepted: the same evaluations, or another file")
+        raise UserError(f"{file}: its runs had other evaluations; accepted: the same evaluations, or another file")
     for run in record["runs"]:
         name = run.split("/")[0]
         if record["arms"].get(name) != fresh["arms"].get(name):
@@ -123,7 +122,7 @@ def _begun(file: Path, experiment: Experiment, steps: int, starts: Sequence[str]
 
 
 def _settings(arm: Arm) -> dict[str, Any]:
-    """What an arm sets, with a digest of the whole config that its fields change."""
+    """The settings of an arm, with a digest of the complete config that its fields override."""
     set_here = {name: value for name, value in asdict(arm).items() if value is not None}
     return set_here | {"base": _digest(CONFIGS[arm.config].get_config().to_dict())}
 
@@ -133,7 +132,7 @@ def _digest(*values: Any) -> str:
 
 
 def _place(arm: Arm, work: Path, start: str, seed: int, steps: int) -> tuple[Path, dict[str, Any]]:
-    """Where a run is made, named by its whole config and its cold start, and the fields that its training sets."""
+    """A run's folder, named by a digest of its complete config and its cold start, and its config overrides."""
     config = CONFIGS[arm.config].get_config().to_dict()
     if not arm.trained:
         return work / f"start-{_digest(config, start)}", {}
@@ -149,29 +148,29 @@ def _place(arm: Arm, work: Path, start: str, seed: int, steps: int) -> tuple[Pat
 
 
 def _run(experiment: Experiment, arm: Arm, place: Path, fields: Mapping[str, Any], policy: str) -> dict[str, Any]:
-    """What is found of a run; trains and evaluates what of it has not been."""
+    """The results of a run; trains and evaluates whatever is missing."""
     if not arm.trained:
         return {"after": _evaluated(experiment, arm, place, "after", policy)}
     run = place / "run"
     if not (run / "summary.json").is_file():
-        given = [f"--config.{name}={value}" for name, value in {**fields, "model.path": policy}.items()]
-        _program("train.py", f"--config=configs/{arm.config}.py", *given, f"--workdir={run}")
-    if not (run / "summary.json").is_file():  # it ends in order when it is told to stop
-        raise UserError(f"{run}: was stopped before its last step; the same command goes on")
-    found: dict[str, Any] = {}
+        overrides = [f"--config.{name}={value}" for name, value in {**fields, "model.path": policy}.items()]
+        _program("train.py", f"--config=configs/{arm.config}.py", *overrides, f"--workdir={run}")
+    if not (run / "summary.json").is_file():  # after SIGTERM it exits with code 0
+        raise UserError(f"{run}: was stopped before its last step; the same command resumes")
+    results: dict[str, Any] = {}
     for step in arm.steps:
-        found[f"step {step}"] = _evaluated(
+        results[f"step {step}"] = _evaluated(
             experiment, arm, place, f"step-{step}", str(run / "checkpoints" / str(step))
         )
-    found["after"] = _evaluated(experiment, arm, place, "after", str(run))
-    found["wall_s"] = json.loads((run / "summary.json").read_text(encoding="utf-8"))["wall_s"]
-    found["alarms"] = first_rung(read_rows(run / "metrics.jsonl"))
-    return found
+    results["after"] = _evaluated(experiment, arm, place, "after", str(run))
+    results["wall_s"] = json.loads((run / "summary.json").read_text(encoding="utf-8"))["wall_s"]
+    results["alarms"] = first_rung(read_rows(run / "metrics.jsonl"))
+    return results
 
 
 @contextmanager
 def _held(folder: Path, wait: bool = True) -> Iterator[bool]:
-    """Holds a directory alone. False where another program does; with `wait` that one is waited for."""
+    """Locks a directory. Yields False if another program holds the lock; with `wait` it waits instead."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "a") as lock:
         try:
@@ -179,19 +178,19 @@ def _held(folder: Path, wait: bool = True) -> Iterator[bool]:
         except BlockingIOError:
             yield False
         else:
-            # A program that is started here goes on when this one is killed, and holds the place until it ends.
+            # A subprocess outlives this program if that is killed; it inherits the lock and holds it until it ends.
             os.set_inheritable(lock.fileno(), True)
             yield True
 
 
 def first_rung(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """The step at which each alarm of a run rang first, of those that did."""
-    found: dict[str, int] = {}
+    """The first step of each alarm that rang in a run."""
+    steps: dict[str, int] = {}
     for row in rows:
         for name in NAMES:
             if row.get(ALARM + name):
-                found.setdefault(name, row["step"])
-    return found
+                steps.setdefault(name, row["step"])
+    return steps
 
 
 def _corpus(work: Path, seed: int) -> Path:
@@ -203,17 +202,17 @@ def _corpus(work: Path, seed: int) -> Path:
 
 
 def _evaluated(experiment: Experiment, arm: Arm, place: Path, moment: str, model: str) -> Found:
-    found: Found = {}
+    figures: Found = {}
     for name, evaluation in experiment.evaluations.items():
         out = place / f"{moment}-{_digest(asdict(evaluation), arm.arguments)}"
         if not (out / "results.json").is_file():
-            asked = [f"--benchmark={CLOSED_WORLD}:{one}" for one in evaluation.sets]
+            benchmarks = [f"--benchmark={CLOSED_WORLD}:{one}" for one in evaluation.sets]
             _program(
                 "eval.py",
                 f"--model={model}",
                 f"--config=configs/{arm.config}.py",
                 f"--count={evaluation.count}",
-                *asked,
+                *benchmarks,
                 *evaluation.arguments,
                 *arm.arguments,
                 f"--out={out}",
@@ -222,12 +221,12 @@ def _evaluated(experiment: Experiment, arm: Arm, place: Path, moment: str, model
         for one in evaluation.sets:
             own = scores[f"{CLOSED_WORLD}:{one}"]
             more = {"finished_by_turn": finished_by_turn(own), "confusion": splitting(own)["confusion"]}
-            found[f"{name}/{one}"] = summarise(own) | more
-    return found
+            figures[f"{name}/{one}"] = summarise(own) | more
+    return figures
 
 
 def _path(policy: str) -> str:
-    """As programs take it that start in another directory."""
+    """The policy as an argument of programs that run in another directory."""
     return policy if policy == "toy" else str(Path(policy).resolve())
 
 
@@ -251,5 +250,5 @@ def _program(program: str, *arguments: str) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(f"{' '.join([program, *arguments])}: exit code {done.returncode}: {last}")

@@ -1,4 +1,4 @@
-"""What an experiment found, as Markdown and as a picture: means over runs, and intervals over runs, not questions."""
+"""The results of an experiment as Markdown tables and as a plot: means and intervals over runs, not over questions."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _NOT_MOMENTS = ("wall_s", _ALARMS)
 
 
 def report(experiment: Experiment, record: Mapping[str, Any]) -> str:
-    """All tables: of each set the figures of every arm, then differences from the reference, run by run."""
+    """All tables: for each set the figures of every arm, then paired differences from the reference."""
     parts = [experiment.claim]
     runs = by_arm(record)
     moments = list(
-        dict.fromkeys(m for found in runs.values() for one in found.values() for m in one if m not in _NOT_MOMENTS)
+        dict.fromkeys(m for results in runs.values() for one in results.values() for m in one if m not in _NOT_MOMENTS)
     )
     for moment in moments:
         for where in _places(runs, moment):
@@ -38,47 +38,47 @@ def report(experiment: Experiment, record: Mapping[str, Any]) -> str:
     others = [name for name in runs if name != experiment.reference]
     if experiment.reference in runs and others:
         parts += [f"Differences from {experiment.reference}, run by run:", _differences(experiment, runs)]
-    if any(_ALARMS in one for found in runs.values() for one in found.values()):
+    if any(_ALARMS in one for results in runs.values() for one in results.values()):
         parts += ["Alarms, in how many runs, and the step of the first:", _alarms(runs)]
     return "\n\n".join(parts) + "\n"
 
 
 def by_arm(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What was found of each arm by its run (cold start / seed), in the order of the arms."""
-    found: dict[str, dict[str, Any]] = {name: {} for name in record["arms"]}
+    """The results of each arm by run (cold start / seed), in the order of the arms."""
+    results: dict[str, dict[str, Any]] = {name: {} for name in record["arms"]}
     for run, values in record["runs"].items():
         name, _, rest = run.partition("/")
-        found.setdefault(name, {})[rest] = values
-    return {name: values for name, values in found.items() if values}
+        results.setdefault(name, {})[rest] = values
+    return {name: values for name, values in results.items() if values}
 
 
 def _places(runs: Mapping[str, Mapping[str, Any]], moment: str) -> list[str]:
-    return list(dict.fromkeys(w for found in runs.values() for one in found.values() for w in one.get(moment, {})))
+    return list(dict.fromkeys(w for results in runs.values() for one in results.values() for w in one.get(moment, {})))
 
 
 def _values(found: Mapping[str, Any], moment: str, where: str, figure: str) -> list[float]:
-    """A figure in every run of an arm that has it."""
+    """A figure's values over the runs of an arm that have it."""
     values = (one.get(moment, {}).get(where, {}).get(figure) for one in found.values())
     return [value for value in values if value is not None]
 
 
 def _figures(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]], moment: str, where: str) -> str:
-    shown = [f for f in experiment.figures if any(_values(found, moment, where, f) for found in runs.values())]
+    shown = [f for f in experiment.figures if any(_values(results, moment, where, f) for results in runs.values())]
     rows = [["arm", "runs", *(TITLES.get(name, name) for name in shown)]]
-    chance = [v for found in runs.values() for v in _values(found, moment, where, "chance")]
+    chance = [v for results in runs.values() for v in _values(results, moment, where, "chance")]
     if chance:
         rows.append(["chance", "", *(share(mean(chance)) if name == "em" else "" for name in shown)])
-    for name, found in runs.items():
-        cells = [with_interval(_values(found, moment, where, figure), figure in SHARES) for figure in shown]
+    for name, results in runs.items():
+        cells = [with_interval(_values(results, moment, where, figure), figure in SHARES) for figure in shown]
         if any(cells):
-            rows.append([name, str(len(found)), *cells])
+            rows.append([name, str(len(results)), *cells])
     return table(rows)
 
 
 def _alarms(runs: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [["arm", "runs", "alarms"]]
-    for name, found in runs.items():
-        watched = [one[_ALARMS] for one in found.values() if _ALARMS in one]
+    for name, results in runs.items():
+        watched = [one[_ALARMS] for one in results.values() if _ALARMS in one]
         rang: dict[str, list[int]] = {}
         for alarms in watched:
             for alarm, step in alarms.items():
@@ -90,7 +90,7 @@ def _alarms(runs: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _beside(run: str, both_trained: bool, reference: Mapping[str, Any]) -> list[Any]:
-    """The reference's runs to compare a run with: its own seed's, or all of its cold start, which has no seed."""
+    """The reference's runs to compare a run with: that of its seed, or all of its cold start if an arm has no seed."""
     if both_trained:
         return [reference[run]] if run in reference else []
     start = run.partition("/")[0]
@@ -110,16 +110,16 @@ def with_interval(values: Sequence[float], is_share: bool) -> str:
 def _differences(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [["arm", "set", "figure", "runs", "difference", "95% over runs"]]
     reference = runs[experiment.reference]
-    for name, found in runs.items():
+    for name, results in runs.items():
         both_trained = experiment.arms[name].trained and experiment.arms[experiment.reference].trained
         for where in _places(runs, _AFTER) if name != experiment.reference else ():
             for figure in experiment.figures:
                 pairs = [
                     (theirs, own)
-                    for run in found
-                    if (own := found[run].get(_AFTER, {}).get(where, {}).get(figure)) is not None
-                    for beside in _beside(run, both_trained, reference)
-                    if (theirs := beside.get(_AFTER, {}).get(where, {}).get(figure)) is not None
+                    for run in results
+                    if (own := results[run].get(_AFTER, {}).get(where, {}).get(figure)) is not None
+                    for other in _beside(run, both_trained, reference)
+                    if (theirs := other.get(_AFTER, {}).get(where, {}).get(figure)) is not None
                 ]
                 if pairs:
                     centre, low, high = spread([own - theirs for theirs, own in pairs])
@@ -129,9 +129,9 @@ def _differences(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]]) 
 
 
 def draw(experiment: Experiment, record: Mapping[str, Any], file: Path) -> None:
-    """A panel for each of `experiment.drawn`: every run a dot, every arm a mean with its interval. SVG or PNG.
+    """Plots a panel for each of `experiment.drawn`: a dot per run, a mean with interval per arm. SVG or PNG.
 
-    Where arms were also evaluated between their steps, the panels show the figure over the steps.
+    If arms were also evaluated during training, the panels show the figure over the steps.
     """
     import matplotlib
 
@@ -144,7 +144,7 @@ def draw(experiment: Experiment, record: Mapping[str, Any], file: Path) -> None:
     size = (3.6 * len(panels), 3.0 if between else 1.2 + 0.32 * len(runs))
     figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, sharey=not between, layout="constrained")
     for axis, (where, name) in zip(axes[0], panels, strict=True):
-        chance = [v for found in runs.values() for v in _values(found, _AFTER, where, "chance")]
+        chance = [v for results in runs.values() for v in _values(results, _AFTER, where, "chance")]
         if between:
             _over_steps(axis, experiment, record, runs, where, name)
         else:
@@ -163,8 +163,8 @@ def draw(experiment: Experiment, record: Mapping[str, Any], file: Path) -> None:
 
 
 def _by_arm(axis: Any, runs: Mapping[str, Mapping[str, Any]], where: str, name: str) -> None:
-    for y, found in enumerate(runs.values()):
-        values = _values(found, _AFTER, where, name)
+    for y, results in enumerate(runs.values()):
+        values = _values(results, _AFTER, where, name)
         if values:
             centre, low, high = spread(values)
             axis.plot(values, [y] * len(values), ".", color="0.7")
@@ -179,18 +179,21 @@ def _over_steps(
     where: str,
     name: str,
 ) -> None:
-    """Lines of the trained arms from the untrained one at step 0 on; a shade from the lowest to the highest run."""
+    """Lines of the trained arms, starting at the untrained arm; the shade spans the lowest to the highest run."""
     start = [
-        v for a, found in runs.items() if not experiment.arms[a].trained for v in _values(found, _AFTER, where, name)
+        v
+        for a, results in runs.items()
+        if not experiment.arms[a].trained
+        for v in _values(results, _AFTER, where, name)
     ]
-    for i, (arm, found) in enumerate((a, f) for a, f in runs.items() if experiment.arms[a].trained):
+    for i, (arm, results) in enumerate((a, f) for a, f in runs.items() if experiment.arms[a].trained):
         moments = [(0, start)] if start else []
-        moments += [(step, _values(found, f"step {step}", where, name)) for step in experiment.arms[arm].steps]
-        moments.append((record["steps"], _values(found, _AFTER, where, name)))
-        there = [(step, values) for step, values in moments if values]
-        steps = [step for step, _ in there]
-        axis.plot(steps, [mean(values) for _, values in there], "o-", color=f"C{i}", label=arm)
+        moments += [(step, _values(results, f"step {step}", where, name)) for step in experiment.arms[arm].steps]
+        moments.append((record["steps"], _values(results, _AFTER, where, name)))
+        points = [(step, values) for step, values in moments if values]
+        steps = [step for step, _ in points]
+        axis.plot(steps, [mean(values) for _, values in points], "o-", color=f"C{i}", label=arm)
         axis.fill_between(
-            steps, [min(v) for _, v in there], [max(v) for _, v in there], color=f"C{i}", alpha=0.15, linewidth=0
+            steps, [min(v) for _, v in points], [max(v) for _, v in points], color=f"C{i}", alpha=0.15, linewidth=0
         )
     axis.set_xlabel("step")

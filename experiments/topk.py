@@ -1,15 +1,15 @@
-"""Is it the splitting or the passages? Passages per query, with controls that read as many in all."""
+"""Does splitting help, or only more passages? Varies the passages per query, with controls of equal totals."""
 
 from experiments import MAIN, Arm, Experiment
 
 
 def of(topk: int, **fields: object) -> Arm:
-    """Trained and evaluated with so many passages per query; in an observation there is room for three of three."""
+    """Trained and evaluated with `topk` passages per query; an observation fits three queries with three each."""
     return Arm({"retrieval.topk": topk, **fields}, arguments=(f"--topk={topk}",))
 
 
 def classic(topk: int) -> Arm:
-    """The question itself as the one search."""
+    """A single search with the question as the query."""
     return Arm(trained=False, arguments=("--initial_search=true", "--search_turns=0", f"--topk={topk}"))
 
 

@@ -1,4 +1,4 @@
-"""What was learned, on names, facts and wordings that no training question had."""
+"""Transfer of what was learned to names, facts and wordings that no training question had."""
 
 from experiments import Arm, Evaluation, Experiment
 

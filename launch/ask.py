@@ -1,11 +1,11 @@
-"""Asks a policy a question, and shows what it thinks, what it searches for at once, what is found, and its answer.
+"""Asks a policy questions and shows its thoughts, parallel searches, retrieved passages and answers.
 
-    python launch/ask.py                                  the toy policy in its closed world, with examples to ask
+    python launch/ask.py                                  the toy policy in its closed world, with example questions
     python launch/ask.py "QUESTION" ... --model=RUN|CHECKPOINT|HF_DIR --index=DIR
-    python launch/ask.py --model=runs/demo --beside=search_r1
+    python launch/ask.py --model=runs/demo --beside=search_r1    answers each question by a second method, too
 
-Without a question they are read from standard input, a line each. Budgets, prompt and retrieval are those of --config,
-else of the run that a checkpoint belongs to, else the defaults.
+Without a question on the command line, questions are read from standard input, one per line. Token budgets, prompt and
+retrieval come from --config, or else from the run of the checkpoint, or else are the defaults.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 given.define_flags("toy")
-BESIDE = flags.DEFINE_enum("beside", None, given.METHODS, "Another method to answer each question by, too.")
-TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", 0.0, HOTTEST)
-SEED = flags.DEFINE_integer("seed", 0, "Of the sampling; without effect at temperature 0.", 0, 2**32 - 1)
-JSON = flags.DEFINE_bool("json", False, "Print one JSON object per question in place of all else.")
-SVG = flags.DEFINE_string("svg", None, "Draw what was shown as a picture that plays line by line in a page.")
+BESIDE = flags.DEFINE_enum("beside", None, given.METHODS, "A second method that also answers each question.")
+TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0 is greedy.", 0.0, HOTTEST)
+SEED = flags.DEFINE_integer("seed", 0, "Sampling seed; no effect at temperature 0.", 0, 2**32 - 1)
+JSON = flags.DEFINE_bool("json", False, "Print only one JSON object per question and method.")
+SVG = flags.DEFINE_string("svg", None, "Also write the output to this SVG file, animated line by line.")
 
 
 def main(argv: list[str]) -> None:
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     config = given.to_serve(ROOT, slots=1)
     if SVG.value:
         if JSON.value:
-            raise UserError("--svg draws what is shown, and --json shows nothing")
+            raise UserError("--svg, --json: both found, accepted: one of them; --svg draws the text that --json omits")
         make_writable(locate(SVG.value).parent)
 
     with progress.step("starting"):
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
     answerers, examples = start(config)
     shown, typing = console.Shown(sys.stdout), not argv[1:] and sys.stdin.isatty()
     if examples and not typing:
-        print(f"the passages are of an invented world only; one may ask: {examples[0]}", file=sys.stderr, flush=True)
+        print(f"the passages cover only a fictional world; an example: {examples[0]}", file=sys.stderr, flush=True)
     asked = failed = 0
     try:
         for question in argv[1:] or (typed(examples, shown) if typing else lines(examples)):
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
                 if not (typing or JSON.value) and (SVG.value or not argv[1:]):
                     shown.line(f"> {question}")
                 failed += not ask(question, answerers, shown)
-            except UserError as error:  # of one question among several
+            except UserError as error:  # fails this question only
                 print(f"ask: {error}", file=sys.stderr)
                 failed += 1
             except KeyboardInterrupt:
@@ -83,8 +83,8 @@ def main(argv: list[str]) -> None:
 
 
 def start(config: Config) -> tuple[dict[str, Answerer], tuple[str, ...]]:
-    """Who answers, by method, compiled and ready; and examples of what to ask."""
-    with progress.step("starting"):  # slow to import: bad input is refused before
+    """The compiled answerers, by method, and example questions."""
+    with progress.step("starting"):  # slow imports, after bad input was refused
         from psearch_jax import build
         from psearch_jax.rollout.collect import for_one
         from psearch_jax.serving.answerer import Answerer
@@ -95,17 +95,17 @@ def start(config: Config) -> tuple[dict[str, Answerer], tuple[str, ...]]:
     if BESIDE.value not in (None, config.method):
         collectors[BESIDE.value] = build.by_method(parts, config, BESIDE.value)
     examples = given.examples(parts.world)
-    del parts  # the parameters are not needed beside their copy
+    del parts  # free the parameters: only their copy is used
     sampler = collectors[config.method].sampler
     with progress.step("copying the weights layer by layer"):
-        apart = sampler.take_apart(params)
+        unstacked = sampler.take_apart(params)
     loaded = time.monotonic()
-    print("compiling; the next start is quicker", file=sys.stderr, flush=True)
+    print("compiling; the next start is faster", file=sys.stderr, flush=True)
     answerers = {}
     for name, collector in collectors.items():
         collector, prompt = for_one(collector)
-        collector.compile(params, (prompt,), apart)
-        answerers[name] = Answerer(collector, params, SEED.value, apart=apart)
+        collector.compile(params, (prompt,), unstacked)
+        answerers[name] = Answerer(collector, params, SEED.value, apart=unstacked)
     ready = time.monotonic()
     seconds = f"{loaded - began:.1f} s to load, {ready - loaded:.1f} s to compile"
     print(f"ready ({seconds})", file=sys.stderr, flush=True)
@@ -113,45 +113,45 @@ def start(config: Config) -> tuple[dict[str, Answerer], tuple[str, ...]]:
 
 
 def ask(question: str, answerers: Mapping[str, Answerer], shown: Shown) -> bool:
-    """Asks every method in turn, and shows what comes. Whether all of them answered, rightly or not."""
+    """Asks every method in turn and shows the events. Returns whether every method finished without an error."""
     from psearch_jax.serving.console import Told, as_json, took
 
-    told_by = {}
+    results = {}
     for method, answerer in answerers.items():
-        told = told_by[method] = Told()
+        result = results[method] = Told()
         if len(answerers) > 1 and not JSON.value:
             shown.line(f"{method}:")
         for event in answerer.answer(question, TEMPERATURE.value, SEED.value):
-            told.add(event)
+            result.add(event)
             if not JSON.value:
                 shown.show(event)
         if JSON.value:
-            print(json.dumps({"method": method, **as_json(question, told)}), flush=True)
+            print(json.dumps({"method": method, **as_json(question, result)}), flush=True)
         else:
-            shown.sum_up(told)
+            shown.sum_up(result)
             shown.line("")
-    answered = all(told.trajectory for told in told_by.values())
-    for method, told in told_by.items() if len(told_by) > 1 and answered and not JSON.value else ():
-        shown.line(f"{method}: {told.trajectory.answer}, {took(told)}")
+    answered = all(result.trajectory for result in results.values())
+    for method, result in results.items() if len(results) > 1 and answered and not JSON.value else ():
+        shown.line(f"{method}: {result.trajectory.answer}, {took(result)}")
     return answered
 
 
 def lines(examples: Sequence[str]) -> Iterator[str]:
-    """The lines of standard input, each as soon as it is there; without any, the first example."""
-    found = False
+    """Yields the lines of standard input as they arrive; without any, the first example."""
+    empty = True
     for line in sys.stdin:
         if line.strip():
-            found = True
+            empty = False
             yield line.strip()
-    if not found:
+    if empty:
         yield from examples[:1]
 
 
 def typed(examples: Sequence[str], shown: Shown) -> Iterator[str]:
-    """What is typed, line by line; an empty line stands for the next example."""
+    """Yields typed lines; an empty line asks the next example."""
     import readline  # noqa: F401 (editing and history)
 
-    shown.line(f"A question a line{', an empty one for the next of these' if examples else ''}, Ctrl-D ends:")
+    shown.line(f"One question per line{', an empty line for the next of these' if examples else ''}; Ctrl-D ends:")
     for example in examples:
         shown.line(f"  {example}")
     ahead = list(examples)

@@ -1,23 +1,23 @@
-"""Measure a part of the system beside its peers, all in one run.
+"""Benchmarks a part of the system, with its peers in the same run where there are any.
 
-    python launch/bench.py retrieval --json=FILE  vector search, batching, encoder
-    python launch/bench.py recall --questions=FILE --corpus=FILE --json=FILE
-    python launch/bench.py corpus --json=FILE     a large corpus opened and read
-    python launch/bench.py questions --json=FILE  a large question set prepared and opened
-    python launch/bench.py world --json=FILE      what the closed world's questions give away without a policy
-    python launch/bench.py triples --triples=FILE what questions made from triples give away
-    python launch/bench.py cold_start --json=FILE what a toy policy can before any reinforcement
-    python launch/bench.py methods --policy NAME DIR --out=OUT  a policy under every method, and baselines
-    python launch/bench.py latency --parallel=RUN what splitting saves by the clock
-    python launch/bench.py users --json=FILE      many who ask one server at a time, answered as if alone
-    python launch/bench.py weights --json=FILE    what the host holds while a checkpoint of 7B comes and goes
-    python launch/bench.py scale --out=DIR        which machine each size needs, planned without one
-    python launch/bench.py rollout --json=FILE    multi-turn rollouts beside transformers on PyTorch
-    python launch/bench.py update --json=FILE     an optimizer step beside PyTorch, compiled too, and TRL
-    python launch/bench.py step --json=FILE       both, and the reference's pass, step after step
+    python launch/bench.py retrieval --json=FILE  vector search, batching and encoder speed
+    python launch/bench.py recall --questions=FILE --corpus=FILE --json=FILE  recall of the retrievers
+    python launch/bench.py corpus --json=FILE     opening and reading a large corpus
+    python launch/bench.py questions --json=FILE  preparing and opening a large question set
+    python launch/bench.py world --json=FILE      what closed-world questions reveal without a policy
+    python launch/bench.py triples --triples=FILE what questions made from triples reveal
+    python launch/bench.py cold_start --json=FILE skills of a toy policy before reinforcement learning
+    python launch/bench.py methods --policy NAME DIR --out=OUT  policies under every method, and baselines
+    python launch/bench.py latency --parallel=RUN wall-clock time that splitting a question saves
+    python launch/bench.py users --json=FILE      many concurrent users of one server
+    python launch/bench.py weights --json=FILE    host memory while a 7B checkpoint is loaded and exported
+    python launch/bench.py scale --out=DIR        the machine that each model size needs, planned without one
+    python launch/bench.py rollout --json=FILE    multi-turn rollouts, next to transformers on PyTorch
+    python launch/bench.py update --json=FILE     an optimizer step, next to PyTorch, torch.compile and TRL
+    python launch/bench.py step --json=FILE       complete training steps: rollouts, reference pass and update
 
-`python launch/bench.py SUBJECT --help` lists the options of one. Times on a shared machine mean little by
-themselves: compare what one run prints.
+`python launch/bench.py SUBJECT --help` lists the options of a benchmark. On a shared machine compare only times from
+the same run.
 """
 
 import sys
@@ -49,8 +49,8 @@ def main() -> int:
         print(__doc__.strip())
         return 0
     if len(sys.argv) < 2 or sys.argv[1] not in SUBJECTS:
-        found = repr(sys.argv[1]) if len(sys.argv) > 1 else "nothing"
-        print(f"bench: {found} found, accepted: {', '.join(SUBJECTS)}", file=sys.stderr)
+        subject = repr(sys.argv[1]) if len(sys.argv) > 1 else "nothing"
+        print(f"bench: {subject} found, accepted: {', '.join(SUBJECTS)}", file=sys.stderr)
         return 2
     sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed
     from psearch_jax.types import UserError

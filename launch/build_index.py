@@ -1,14 +1,14 @@
-"""Index a corpus for retrieval.
+"""Indexes a corpus for retrieval.
 
     python launch/build_index.py --corpus=FILE --encoder=hashing|bm25|MODEL_DIR --out=DIR [--target_recall=0.95]
 
-The corpus holds jsonl rows `{"id", "contents"}` or `{"id", "title", "text"}` (Search-R1, FlashRAG), or MultiHop-RAG's
-JSON array of articles; each plain or .gz. MODEL_DIR is a BERT-family sentence encoder such as intfloat/e5-base-v2.
-After a kill the same command goes on where it stopped. Vectors that Search-R1 published are read, not made again:
+The corpus is jsonl rows `{"id", "contents"}` or `{"id", "title", "text"}` (Search-R1, FlashRAG), or MultiHop-RAG's
+JSON array of articles; plain or .gz. MODEL_DIR is a BERT-family sentence encoder such as intfloat/e5-base-v2.
+After a kill the same command resumes. The vectors that Search-R1 published can be used without encoding again:
 
     python launch/build_index.py --corpus=wiki-18.jsonl --encoder=e5-base-v2/ --from_faiss=e5_Flat.index --out=DIR
 
-Opening an index compares sizes and samples with its manifest; every byte is compared by
+Opening an index compares sizes and samples with its manifest. This command compares every byte:
 
     python launch/build_index.py --verify --out=DIR
 """
@@ -30,23 +30,23 @@ from retrieval.protocol import Encoder, on_disk
 
 _CORPUS = flags.DEFINE_string("corpus", None, "passages: jsonl, or MultiHop-RAG's json; plain or .gz")
 _ENCODER = flags.DEFINE_string("encoder", "hashing", "hashing, bm25, or the directory of a BERT sentence encoder")
-_OUT = flags.DEFINE_string("out", None, "directory to make")
-_VERIFY = flags.DEFINE_bool("verify", False, "compare every byte of the index --out with its manifest, and make none")
-_OVERWRITE = flags.DEFINE_bool("overwrite", False, "replace the index that is in the way")
-_TARGET = flags.DEFINE_float("target_recall", None, "search effort: the cheapest with this recall of the 3 best", 0, 1)
-_SHARDS = flags.DEFINE_integer("shards", None, "indexes, each of use by itself (default: what the memory asks for)", 1)
-_FROM_FAISS = flags.DEFINE_string("from_faiss", None, "FAISS flat index that holds the vectors of --corpus in order")
+_OUT = flags.DEFINE_string("out", None, "index directory to create")
+_VERIFY = flags.DEFINE_bool("verify", False, "only compare every byte of the index --out with its manifest")
+_OVERWRITE = flags.DEFINE_bool("overwrite", False, "replace an existing index")
+_TARGET = flags.DEFINE_float("target_recall", None, "use the fastest search with this recall of the 3 best", 0, 1)
+_SHARDS = flags.DEFINE_integer("shards", None, "number of shards (default: the fewest whose build fits the memory)", 1)
+_FROM_FAISS = flags.DEFINE_string("from_faiss", None, "FAISS flat index with the vectors of --corpus in its order")
 _EXACT_BELOW = flags.DEFINE_integer("exact_below_rows", EXACT_BELOW_ROWS, "smaller corpora are searched exactly", 0)
 _LEAVES = flags.DEFINE_integer("leaves", None, "tree: partitions (default: by size)", 1)
 _SEARCHED = flags.DEFINE_integer("searched_leaves", None, "tree: partitions searched per query", 1)
-_REORDERED = flags.DEFINE_integer("reordered", None, "tree: candidates scored again", 1)
+_REORDERED = flags.DEFINE_integer("reordered", None, "tree: candidates rescored per query", 1)
 _BLOCK = flags.DEFINE_integer("dimensions_per_block", None, "tree: dimensions per code of the quantiser", 1)
-_REORDER = flags.DEFINE_enum("reorder", None, list(REORDER_TYPES), "tree: the copy in memory that scores again")
+_REORDER = flags.DEFINE_enum("reorder", None, list(REORDER_TYPES), "tree: dtype of the rescoring copy in memory")
 _DTYPE = flags.DEFINE_enum(
-    "encoder_dtype", None, ["float32", "bfloat16"], "MODEL_DIR: arithmetic of the layers (default: float32 on a CPU)"
+    "encoder_dtype", None, ["float32", "bfloat16"], "MODEL_DIR: dtype of the layers (default: float32 on a CPU)"
 )
-_QUERY_PREFIX = flags.DEFINE_string("query_prefix", None, "MODEL_DIR: put before queries (default: by model)")
-_PASSAGE_PREFIX = flags.DEFINE_string("passage_prefix", None, "MODEL_DIR: put before passages (default: by model)")
+_QUERY_PREFIX = flags.DEFINE_string("query_prefix", None, "MODEL_DIR: prefix of queries (default: by model)")
+_PASSAGE_PREFIX = flags.DEFINE_string("passage_prefix", None, "MODEL_DIR: prefix of passages (default: by model)")
 flags.mark_flag_as_required("out")
 
 
@@ -56,12 +56,12 @@ def main(_: list[str]) -> None:
     started = time.perf_counter()
     if _VERIFY.value:
         size = verify_index(_OUT.value)
-        print(f"{_OUT.value}: all {size / 1e9:.3f} GB are as they were made ({time.perf_counter() - started:.1f} s)")
+        print(f"{_OUT.value}: all {size / 1e9:.3f} GB match the manifest ({time.perf_counter() - started:.1f} s)")
         return
     if _CORPUS.value is None:
         raise UserError("flag --corpus is missing: the passages to index")
     if _FROM_FAISS.value is not None and _ENCODER.value == "bm25":
-        raise UserError("--from_faiss holds vectors, accepted: with --encoder=MODEL_DIR, which encodes the queries")
+        raise UserError("--from_faiss: --encoder=bm25 found, accepted: --encoder=MODEL_DIR, to encode the queries")
     tree = {
         "leaves": _LEAVES.value,
         "searched_leaves": _SEARCHED.value,
@@ -76,19 +76,19 @@ def main(_: list[str]) -> None:
     check_options(options, len(corpus), encoder.dimensions if encoder else None)
     vectors = None if _FROM_FAISS.value is None else read_flat(_FROM_FAISS.value)
     if isinstance(encoder, HashingEncoder):
-        encoder = encoder.fit(corpus)  # reads all passages, so everything above was refused before
+        encoder = encoder.fit(corpus)  # reads all passages: only after all checks above
     manifest = build_index(_OUT.value, corpus, encoder, options, vectors, _OVERWRITE.value)
     print(f"{_OUT.value}: {summary(manifest)} in {time.perf_counter() - started:.1f} s")
 
 
 def make_encoder(name: str) -> Encoder | None:
-    """The encoder that --encoder names, fitted to no corpus yet; None for BM25."""
+    """The encoder that --encoder names, not yet fitted; None for BM25."""
     if name == "bm25":
         return None
     if name == HashingEncoder.name:
         return HashingEncoder()
     launching.configure_jax()
-    from retrieval.encoder import BertEncoder  # loads JAX
+    from retrieval.encoder import BertEncoder  # imported late: loads JAX
 
     return BertEncoder.from_model(
         name, query_prefix=_QUERY_PREFIX.value, passage_prefix=_PASSAGE_PREFIX.value, dtype=_DTYPE.value
@@ -96,7 +96,7 @@ def make_encoder(name: str) -> Encoder | None:
 
 
 def summary(manifest: dict) -> str:
-    """What was made, in a line."""
+    """A one-line summary of an index."""
     parts = [f"{manifest['rows']} rows"]
     if "dimensions" in manifest:
         parts[0] += f" of {manifest['dimensions']} dimensions"

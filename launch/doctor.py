@@ -1,10 +1,10 @@
-"""Looks at all that a run needs before it starts: one line for each thing, with how to mend it.
+"""Checks everything that a run needs before it starts: one line per check, with how to fix a problem.
 
     python launch/doctor.py --config=configs/qwen7b.py --config.data.source=train.jsonl \
         --config.retrieval.index=index --workdir=runs/qwen7b
 
-Takes what launch/train.py takes; on several hosts it looks at each where it is started. Exit code 2 when something has
-to be mended.
+--config and --workdir are those of launch/train.py. It checks the host that it runs on: on several hosts, start it on
+each. Exit code 2 means that something must be fixed.
 """
 
 from absl import flags
@@ -14,7 +14,7 @@ from psearch_jax import launching
 from psearch_jax.types import UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/qwen7b.py.", lock_config=False)
-WORKDIR = flags.DEFINE_string("workdir", "runs/run", "The directory of the run.")
+WORKDIR = flags.DEFINE_string("workdir", "runs/run", "The run directory.")
 flags.mark_flag_as_required("config")
 
 
@@ -28,7 +28,7 @@ def main(_: list[str]) -> None:
         wrong += finding.wrong
         print(finding, flush=True)
     if wrong:
-        raise UserError(f"{wrong} to mend")
+        raise UserError(f"{wrong} to fix")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""Evaluates a policy on question files and on the closed world, and prints the published figures beside it.
+"""Evaluates a policy on question files or on the closed world, and prints the results next to published figures.
 
-    python launch/eval.py --model=HF_DIR|CHECKPOINT_DIR --benchmark=NAME:FILE ... --index=DIR --out=DIR
-    python launch/eval.py --model=toy --config=configs/smoke.py --benchmark=closed_world --out=DIR
+    python launch/eval.py --model=HF_DIR|CHECKPOINT_DIR --benchmark=NAME:FILE ... --index=DIR --out=OUT
+    python launch/eval.py --model=toy --config=configs/smoke.py --benchmark=closed_world --out=OUT
 
-`--benchmark` may be repeated. FILE is a question file, a directory of launch/prepare_data.py, or tfds:BUILDER:SPLIT;
-`closed_world:SET` is built in, `closed_world` is all kinds of questions, `NAME:closed_world:SET+SET` draws such
-questions for another name. Budgets, prompt and method are those of --config, else of the run that a checkpoint belongs
-to, else the defaults. OUT holds results.json, results.md, report.html and one file of rows per benchmark.
-With --gold_passages nothing is searched: the passages that state the facts stand in the context, an upper limit for
-any retriever.
-The same command goes on where a killed one stopped. `launch/report.py OUT OUT` compares two evaluations.
+`--benchmark` may be repeated. FILE is a question file, a directory made by launch/prepare_data.py, or
+tfds:BUILDER:SPLIT. `closed_world:SET` is a built-in set, `closed_world` one benchmark per kind of question, and
+`NAME:closed_world:SET+SET` samples other questions of these sets under a name. Token budgets, prompt and method come
+from --config, or else from the run of the checkpoint, or else are the defaults. OUT gets results.json, results.md,
+report.html and one file of rows per benchmark.
+With --gold_passages the policy does not search: its context starts with the passages that state the facts, which gives
+an upper limit for any retriever.
+After a kill the same command resumes. `launch/report.py OUT OUT` compares two evaluations.
 """
 
 from __future__ import annotations
@@ -30,39 +31,41 @@ log = logging.getLogger("psearch_jax")
 given.define_flags(None)
 BENCHMARK = flags.DEFINE_multi_string("benchmark", [], "NAME:FILE, closed_world or closed_world:SET; repeatable.")
 OUT = flags.DEFINE_string("out", None, "The directory to write to.")
-TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", lower_bound=0.0)
-SEED = flags.DEFINE_integer("seed", 1, "Of the sampling; without effect at temperature 0.", 0, 2**32 - 1)
+TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0 is greedy.", lower_bound=0.0)
+SEED = flags.DEFINE_integer("seed", 1, "Sampling seed; no effect at temperature 0.", 0, 2**32 - 1)
 SAMPLES = flags.DEFINE_integer("samples", 1, "Trajectories per question.", lower_bound=1)
 K = flags.DEFINE_multi_integer("k", [], "Report pass@k and maj@k, k at most --samples; repeatable.", lower_bound=1)
-COUNT = flags.DEFINE_integer("count", 0, "Questions per benchmark; 0: a whole file, 400 per closed-world set.", 0)
-COUNT_SEED = flags.DEFINE_integer("count_seed", 1, "Of the draw of --count questions from a file.", 0)
-SKIP = flags.DEFINE_bool("skip_bad_rows", False, "Leave bad rows of a file out, and list them in OUT/skipped.txt.")
-TRAINING = flags.DEFINE_string("training_data", None, "Questions trained on, to find leaks; default: the run's own.")
+COUNT = flags.DEFINE_integer("count", 0, "Questions per benchmark; 0: the complete file, 400 per closed-world set.", 0)
+COUNT_SEED = flags.DEFINE_integer("count_seed", 1, "Seed for choosing --count questions from a file.", 0)
+SKIP = flags.DEFINE_bool("skip_bad_rows", False, "Skip bad rows of a file and list them in OUT/skipped.txt.")
+TRAINING = flags.DEFINE_string(
+    "training_data", None, "Training questions, to report benchmark questions among them; default: the run's."
+)
 GOLD = flags.DEFINE_bool(
     "gold_passages",
     False,
-    "No searches: the passages that the questions' metadata name stand in the context from the start.",
+    "Do not search: put the passages named in the questions' metadata into the context.",
 )
 launching.process_flags()
 flags.mark_flag_as_required("out")
 
 # Flags that set one field of the config: flag -> section, type, help.
 FIELDS = {
-    "slots": ("rollout", int, "rows decoded together"),
-    "context_tokens": ("rollout", int, "ids a row can hold"),
-    "prompt_tokens": ("rollout", int, "of them, at most this many for the prompt"),
-    "turn_tokens": ("rollout", int, "ids sampled per turn"),
-    "obs_tokens": ("rollout", int, "ids of one observation"),
-    "search_turns": ("rollout", int, "searches; one answer turn follows"),
+    "slots": ("rollout", int, "rows decoded in one batch"),
+    "context_tokens": ("rollout", int, "maximum tokens per row"),
+    "prompt_tokens": ("rollout", int, "maximum tokens of the prompt"),
+    "turn_tokens": ("rollout", int, "maximum tokens sampled per turn"),
+    "obs_tokens": ("rollout", int, "maximum tokens of one observation"),
+    "search_turns": ("rollout", int, "maximum turns with searches; one answer turn follows"),
     "initial_search": ("rollout", bool, "search the question itself before the first turn"),
-    "template": ("data", str, "packaged prompt template or a file"),
-    "prompt": ("data", str, "template, or row: the prompt that comes with each question"),
-    "world_seed": ("data", int, "which closed world"),
+    "template": ("data", str, "name of a packaged prompt template, or a file"),
+    "prompt": ("data", str, "template, or row: the prompt stored with each question"),
+    "world_seed": ("data", int, "seed of the closed world"),
     "world_names": ("data", str, "known, or new: names that no cold start has seen"),
     "sampling_dtype": ("model", str, "float32, bfloat16 or float16"),
-    "int8_weights": ("model", bool, "sample from kernels of 8 bits, as a run may do in training"),
-    "int8_cache": ("model", bool, "with keys and values of 8 bits"),
-    "tokenizer": ("model", str, "tokenizer directory, when the model has none beside it"),
+    "int8_weights": ("model", bool, "sample with int8 kernels"),
+    "int8_cache": ("model", bool, "sample with an int8 KV cache"),
+    "tokenizer": ("model", str, "tokenizer directory, if the model's directory has none"),
 }
 DEFINE = {int: flags.DEFINE_integer, bool: flags.DEFINE_bool, str: flags.DEFINE_string}
 OVERRIDES = {
@@ -71,7 +74,7 @@ OVERRIDES = {
 
 
 def with_flags(config: Config) -> Config:
-    """The config with every field that a flag of this program names."""
+    """The config with the fields that this program's flags set."""
     values = dataclasses.asdict(config)
     for name, flag in OVERRIDES.items():
         if flag.value is not None:
@@ -82,7 +85,7 @@ def with_flags(config: Config) -> Config:
 
 
 def with_passages(config: Config, closed_world: list[bool]) -> Config:
-    """The config with the passages that the benchmarks need: the closed world's own, or those of a named index."""
+    """The config with the passages that the benchmarks need: the closed world's, or an index, corpus or URL."""
     retrieval, source, rollout = config.retrieval, "", with_method(config).rollout
     if all(closed_world):
         if given.passages():
@@ -100,7 +103,7 @@ def with_passages(config: Config, closed_world: list[bool]) -> Config:
 
 
 def check_gold(config: Config, benchmarks: dict[str, list[Question]]) -> None:
-    """Raises `UserError` where --gold_passages cannot be followed, before weights are loaded."""
+    """Raises `UserError` if --gold_passages does not fit the method or the questions."""
     from psearch_jax.eval.gold import titles_of
 
     if not with_method(config).rollout.initial_search:
@@ -111,11 +114,11 @@ def check_gold(config: Config, benchmarks: dict[str, list[Question]]) -> None:
 
 
 def leaks(benchmarks: dict[str, list[Question]], trained_on: str, held_out: float) -> dict[str, list[str]]:
-    """The ids of benchmark questions that were trained on; empty when it is not known what was.
+    """The ids of benchmark questions that are training questions; empty if the training questions are unknown.
 
     Args:
-      trained_on: where the run's questions are.
-      held_out: the share of them that it did not train on.
+      trained_on: location of the run's questions.
+      held_out: share of them held out from training.
     """
     from psearch_jax.data.held_out import hold_out
     from psearch_jax.data.prepared import are_there, open_questions, overlap
@@ -125,15 +128,14 @@ def leaks(benchmarks: dict[str, list[Question]], trained_on: str, held_out: floa
     training = open_questions(TRAINING.value or trained_on)
     if held_out and not TRAINING.value:
         training, _ = hold_out(training, held_out)
-    found = overlap([q for questions in benchmarks.values() for q in questions], training)
-    places = {id(q) for q in found}
-    return {name: [q.id for q in questions if id(q) in places] for name, questions in benchmarks.items()}
+    overlapping = {id(q) for q in overlap([q for questions in benchmarks.values() for q in questions], training)}
+    return {name: [q.id for q in questions if id(q) in overlapping] for name, questions in benchmarks.items()}
 
 
 def main(_: list[str]) -> None:
     launching.configure_jax()
     model = given.model()
-    asked = with_flags(given.config(model))
+    base = with_flags(given.config(model))
     if any(k > SAMPLES.value for k in K.value):
         raise UserError(f"--k={max(K.value)}: accepted: at most --samples={SAMPLES.value}")
 
@@ -141,7 +143,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.eval.benchmarks import load_benchmarks
 
     skipped: list[str] | None = [] if SKIP.value else None
-    data = asked.data
+    data = base.data
     loaded = load_benchmarks(
         BENCHMARK.value,
         lambda: ClosedWorld.make(data.world_seed, names=data.world_names),
@@ -150,14 +152,14 @@ def main(_: list[str]) -> None:
         COUNT_SEED.value,
     )
     questions = {benchmark.name: benchmark.questions for benchmark in loaded}
-    config = with_passages(asked, [benchmark.closed_world for benchmark in loaded])
+    config = with_passages(base, [benchmark.closed_world for benchmark in loaded])
     if GOLD.value:
         check_gold(config, questions)
-    leaked = leaks(questions, asked.data.source, asked.data.validation_share)
+    leaked = leaks(questions, data.source, data.validation_share)
 
     from tqdm import tqdm
 
-    from psearch_jax import build  # slow to import: bad input is refused before
+    from psearch_jax import build  # slow import, after bad input was refused
     from psearch_jax.eval import tables
     from psearch_jax.eval.evaluate import FILLS, Evaluation, evaluate, weights_digest
     from psearch_jax.eval.gold import GoldPassages
@@ -170,11 +172,10 @@ def main(_: list[str]) -> None:
     sections = dataclasses.asdict(with_method(config))
     settings = {"weights": weights_digest(parts.params), "method": config.method, **sampling}
     settings |= {name: sections[name] for name in ("data", "rollout")}
-    # Not the addresses: a server may have moved; what decides is the corpus behind it.
+    # Without url: a server may move, and the corpus's digest below identifies the passages.
     settings["retrieval"] = {name: sections["retrieval"][name] for name in ("index", "corpus", "topk")}
     if GOLD.value:
-        asked_of_all = [q for asked in questions.values() for q in asked]
-        gold = GoldPassages(parts.collector.retriever, asked_of_all)
+        gold = GoldPassages(parts.collector.retriever, [q for group in questions.values() for q in group])
         parts = dataclasses.replace(parts, collector=parts.collector.with_retriever(gold))
         settings["gold_passages"] = True
     retriever = parts.collector.retriever
@@ -196,13 +197,13 @@ def main(_: list[str]) -> None:
             logged = done * 10 // of
             log.info("%d of %d questions", done, of)
 
-    def roll_out(asked: Any, tell: Any) -> Any:
+    def roll_out(part: Any, tell: Any) -> Any:
         return evaluate(
             parts.collector,
             params,
-            asked,
+            part,
             seed=SEED.value,
-            step=EVAL_STEP,  # a checkpoint sampled here draws what its own run drew
+            step=EVAL_STEP,  # as in the run's own evaluations, so that a checkpoint samples the same tokens here
             temperature=TEMPERATURE.value,
             samples=SAMPLES.value,
             progress=tell,
@@ -214,30 +215,30 @@ def main(_: list[str]) -> None:
     if not processes.first():
         return
 
-    results = {name: figures(found, sorted(set(K.value))) for name, found in scores.items()}
+    results = {name: figures(rows, sorted(set(K.value))) for name, rows in scores.items()}
     text = tables.results(results, config.method)
     if any(benchmark.closed_world for benchmark in loaded):
-        notes = ["Published figures (arXiv 2508.09303) are those of the real sets; these questions are fictional."]
+        notes = ["Published figures (arXiv 2508.09303) are for the real sets; these questions are fictional."]
     else:
-        notes = ["Published figures (arXiv 2508.09303) are those of the whole sets."]
+        notes = ["Published figures (arXiv 2508.09303) are for the complete sets."]
     if passages:
         rows, name, digest = (passages[key] for key in ("rows", "corpus", "corpus_sha256"))
-        told = (
-            f"{rows} passages, {name or 'made here'} (sha256 {digest})" if digest else "what its server does not tell"
+        corpus = (
+            f"{rows} passages, {name or 'generated'} (sha256 {digest})" if digest else "not reported by the server"
         )
-        notes.append(f"Searched: {told}.")
+        notes.append(f"Searched: {corpus}.")
     for name, result in results.items():
         broken = result["all"]["not_finite"]
         if broken:
             notes.append(
-                f"NOT FINITE: {broken} of the {len(scores[name])} rollouts of {name} ended in logits that are not "
+                f"NOT FINITE: {broken} of the {len(scores[name])} rollouts of {name} ended with logits that are not "
                 f"finite and count as wrong; {config.model.sampling_dtype} is too narrow for this model."
             )
     for name, ids in leaked.items():
         if ids:
             notes.append(f"LEAK: {len(ids)} of the {len(questions[name])} questions of {name} were trained on.")
     if skipped:
-        notes.append(f"{len(skipped)} bad rows were left out, see skipped.txt; the first: {skipped[0]}")
+        notes.append(f"{len(skipped)} bad rows were skipped, see skipped.txt; the first: {skipped[0]}")
         write_whole(locate(OUT.value) / "skipped.txt", "".join(f"{line}\n" for line in skipped))
     text = "\n\n".join([text, *notes]) + "\n"
     evaluation.finish({"model": model, "passages": passages, "benchmarks": results, "leaked": leaked}, text)

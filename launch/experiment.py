@@ -1,9 +1,9 @@
-"""Runs an experiment of experiments/ and prints what it found.
+"""Runs an experiment of experiments/ and prints its results.
 
     python launch/experiment.py ablation --policies=toy,runs/toy_sft-1/policy --seeds=0,1
 
-Every run is kept in docs/experiments/NAME.json as soon as it is evaluated, and is not run again, so the same command
-goes on where it stopped, on any machine. NAME.svg shows it; `--only_tables` runs nothing.
+Each run is recorded in docs/experiments/NAME.json when its evaluation is done, and recorded runs are not repeated. So
+the same command resumes, on any machine. NAME.svg is the figure. `--only_tables` prints the recorded results.
 """
 
 import importlib
@@ -16,25 +16,25 @@ from psearch_jax import launching
 from psearch_jax.types import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-POLICIES = flags.DEFINE_list("policies", ["toy"], "Cold starts: toy, or directories that launch/sft.py made.")
+POLICIES = flags.DEFINE_list("policies", ["toy"], "Cold starts: toy, or policy directories made by launch/sft.py.")
 SEEDS = flags.DEFINE_list("seeds", ["0"], "Seeds of the runs.")
 STEPS = flags.DEFINE_integer("steps", 60, "Steps of every run.", lower_bound=1)
 ARMS = flags.DEFINE_list("arms", [], "Arms to run; default: all.")
 OUT = flags.DEFINE_string("out", "docs/experiments", "The directory of NAME.json and NAME.svg.")
 WORK = flags.DEFINE_string(
-    "work", "runs/experiments", "The directory of the runs of all experiments, until they are in NAME.json."
+    "work", "runs/experiments", "The directory of the runs of all experiments, until they are recorded in NAME.json."
 )
-ONLY_TABLES = flags.DEFINE_bool("only_tables", False, "Print what is there, and run nothing.")
+ONLY_TABLES = flags.DEFINE_bool("only_tables", False, "Print the recorded results without running anything.")
 NOT_EXPERIMENTS = ("__init__", "running", "tables")
 
 
 def main(argv: list[str]) -> None:
-    sys.path.insert(0, str(ROOT))  # experiments/ is no part of the installed package
+    sys.path.insert(0, str(ROOT))  # experiments/ is not part of the installed package
     names = sorted(p.stem for p in (ROOT / "experiments").glob("*.py") if p.stem not in NOT_EXPERIMENTS)
     if len(argv) != 2 or argv[1] not in names:
         raise UserError(f"{' '.join(argv[1:]) or 'no experiment'} found, accepted: one of {', '.join(names)}")
     if not all(seed.isdigit() for seed in SEEDS.value):
-        raise UserError(f"--seeds={','.join(SEEDS.value)}: found, accepted: whole numbers, by commas")
+        raise UserError(f"--seeds={','.join(SEEDS.value)}: found, accepted: integers separated by commas")
     name = argv[1]
     experiment = importlib.import_module(f"experiments.{name}").EXPERIMENT
     from experiments import running, tables

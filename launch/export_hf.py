@@ -1,15 +1,18 @@
-"""Writes a checkpoint as a Hugging Face directory: `python launch/export_hf.py --checkpoint=DIR --out=DIR`."""
+"""Exports a checkpoint to a Hugging Face directory: `python launch/export_hf.py --checkpoint=DIR --out=DIR`.
+
+LoRA adapters are merged into the weights; --adapters_only writes only the adapters, in PEFT's format.
+"""
 
 from absl import flags
 
 from psearch_jax import launching
 
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run directory, or one step of its checkpoints.")
-BEST = flags.DEFINE_bool("best", False, "Of a run directory: the best by validation, not the newest.")
-OUT = flags.DEFINE_string("out", None, "The directory to make; it must not be there yet.")
-TOKENIZER = flags.DEFINE_string("tokenizer", "", "Tokenizer directory; default: the one that the run used.")
-ADAPTERS = flags.DEFINE_bool("adapters_only", False, "Write the LoRA adapters of the run, in PEFT's format.")
-DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Of the written weights.")
+BEST = flags.DEFINE_bool("best", False, "Export the run's best checkpoint by validation instead of its newest.")
+OUT = flags.DEFINE_string("out", None, "The directory to create; it must not exist.")
+TOKENIZER = flags.DEFINE_string("tokenizer", "", "Tokenizer directory; default: the run's.")
+ADAPTERS = flags.DEFINE_bool("adapters_only", False, "Write only the run's LoRA adapters, in PEFT's format.")
+DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Dtype of the written weights.")
 flags.mark_flags_as_required(["checkpoint", "out"])
 
 
@@ -25,7 +28,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.train.checkpoint import load_params
     from psearch_jax.types import UserError
 
-    jax.config.update("jax_platforms", "cpu")  # no accelerator holds a large model whole, or need be free for this
+    jax.config.update("jax_platforms", "cpu")  # a large model may not fit one accelerator, and none is needed
     launching.configure_jax()
     dtype = jnp.dtype(DTYPE.value)
     checkpoint = find_best(CHECKPOINT.value) if BEST.value else CHECKPOINT.value
@@ -43,7 +46,7 @@ def main(_: list[str]) -> None:
     why = f", the best by {loop['best']['metric']} ({loop['best']['value']:.4f})" if "best" in loop else ""
     print(f"{CHECKPOINT.value}, step {loop['step']}{why} -> {OUT.value} ({DTYPE.value})")
     if lora:
-        print(f"of what the adapters add, {lost:.2g} is lost by rounding to {DTYPE.value} (relative error)")
+        print(f"rounding to {DTYPE.value} changes what the adapters add by {lost:.2g} (relative error)")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Says whether a run fits a TPU, without one: `python launch/plan.py --config=configs/qwen7b.py --topology=v5e:4x4`.
+"""Reports whether a run fits the memory of a TPU or GPU topology, without that hardware.
 
-The run's own programs are compiled for the topology (libtpu is needed: `pip install 'jax[tpu]'`), and what every chip
-holds is listed: the compiler's peak of each program, and what is resident beside it; and what decoding moves and an
-update computes, beside what they must. `--search` finds the largest slots, micro-batch and context that fit. Exit code
-2, with what to change, when the run does not fit.
+    python launch/plan.py --config=configs/qwen7b.py --topology=v5e:4x4
+
+It compiles the run's programs for the topology; for TPUs this needs libtpu (`pip install 'jax[tpu]'`). It prints each
+program's peak memory per chip as reported by the compiler, and the other arrays in memory at that time. For TPUs it
+also compares the bytes that decoding moves and the FLOPs of an update with their lower bounds. `--search` finds the
+largest slots, micro-batch and context that fit. If the run does not fit, it prints what to change, with exit code 2.
 """
 
 from __future__ import annotations
@@ -20,19 +22,21 @@ from psearch_jax import launching
 from psearch_jax.types import UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/qwen7b.py.", lock_config=False)
-PLATFORM = flags.DEFINE_enum("platform", "tpu", ["tpu", "cuda"], "What the topology is of.")
+PLATFORM = flags.DEFINE_enum("platform", "tpu", ["tpu", "cuda"], "The platform of the topology.")
 TOPOLOGY = flags.DEFINE_string("topology", None, "v5e:4x4, v5p:2x2x1, v6e:4x4; with cuda h200, a100-80:8.")
 SEARCH = flags.DEFINE_bool("search", False, "Find the largest slots, micro-batch rows and context that fit.")
-ARRAYS = flags.DEFINE_bool("arrays", False, "List every array over 1 MB, not only those that every chip holds whole.")
-JSON = flags.DEFINE_string("json", None, "A file for the plan.")
-IDS = flags.DEFINE_integer("mean_ids", 0, "Ids of a mean trajectory, for the floor; 0: half of the context.")
-SAMPLED = flags.DEFINE_integer("sampled_ids", 0, "Of them sampled; 0: a quarter.")
+ARRAYS = flags.DEFINE_bool("arrays", False, "List all arrays over 1 MB per chip, not only replicated ones.")
+JSON = flags.DEFINE_string("json", None, "File for the plan as JSON.")
+IDS = flags.DEFINE_integer(
+    "mean_ids", 0, "Mean tokens per trajectory, for the lower bound of a step's time; 0: half of the context."
+)
+SAMPLED = flags.DEFINE_integer("sampled_ids", 0, "How many of them are sampled; 0: a quarter.")
 flags.mark_flags_as_required(["config", "topology"])
 
 
 def main(_: list[str]) -> None:
     if PLATFORM.value == "tpu":
-        jax.config.update("jax_platforms", "cpu")  # nothing runs on a device, and a TPU at hand stays free
+        jax.config.update("jax_platforms", "cpu")  # nothing runs on a device, so do not occupy a TPU
     from psearch_jax.chips import GIB
     from psearch_jax.config import from_mapping
     from psearch_jax.eval.tables import table
@@ -62,7 +66,7 @@ def main(_: list[str]) -> None:
     print(f"{TOPOLOGY.value}: {kind}; {mesh}\n")
     rows = [["resident", "GiB per chip"]]
     print(table(rows + [[name.replace("_", " "), gib(size)] for name, size in plan.resident.items()]) + "\n")
-    rows = [["program", "widest need", "peak", "beside it", "in all", "compiled in"]]
+    rows = [["program", "largest at width", "peak", "other arrays", "total", "compiled in"]]
     for name, p in plan.programs.items():
         sizes = [gib(n) for n in (p.peak_bytes, p.resident_bytes, p.total_bytes)]
         width = f"{p.width} of {', '.join(map(str, plan.widths[name]))}" if p.width else ""
@@ -73,7 +77,7 @@ def main(_: list[str]) -> None:
     if PLATFORM.value == "tpu":
         widths = sorted({*widths_of(config.rollout).prompts, *plan.widths["accumulate"]})
         blocks = ", ".join(f"{width} ({splash_block(width)})" for width in widths)
-        print(f"widths of whole rows, with the blocks of their attention: {blocks}")
+        print(f"row widths, with their attention block sizes: {blocks}")
     for name, shape, sharding, size, replicated in plan.large:
         if replicated or ARRAYS.value:
             where = "replicated" if replicated else "split"
@@ -83,13 +87,14 @@ def main(_: list[str]) -> None:
     floor = floor_seconds(plan, config, ids, sampled)
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in floor.items())
     print(
-        f"a step takes at least {sum(floor.values()):.0f} s ({parts}) with {ids} ids a trajectory, {sampled} sampled"
+        f"a step takes at least {sum(floor.values()):.0f} s ({parts}) with {ids} tokens per trajectory, "
+        f"{sampled} of them sampled"
     )
     record = plan.to_json() | {"floor_s": floor} | _beside_floors(plan, config)
     if SEARCH.value:
         record["largest"] = search(config, target, log)
         largest = ", ".join(f"{name}={value}" for name, value in record["largest"].items())
-        print(f"largest that fit, each with the others as they are: {largest}")
+        print(f"largest values that fit, each with the other settings unchanged: {largest}")
     if JSON.value:
         write_whole(JSON.value, json.dumps(record, indent=2) + "\n")
     if not plan.fits:
@@ -97,24 +102,25 @@ def main(_: list[str]) -> None:
 
 
 def _beside_floors(plan: Any, config: Any) -> dict[str, Any]:
-    """What the compiled programs move and do beside the least, printed and for the plan's JSON."""
+    """Prints the bytes and FLOPs of the compiled programs next to their lower bounds; returns them for the JSON."""
     from psearch_jax.planning.floor import decode_floor_bytes, update_products_flops
 
-    found = {}
+    figures = {}
     decoding, update = (plan.programs.get(name) for name in ("generate", "accumulate"))
     if decoding and decoding.cost:
         half = config.rollout.context_tokens / 2
-        found["decode_bytes"] = moved = decoding.cost.turn_bytes
-        found["decode_floor_bytes"] = least = decode_floor_bytes(plan, config, half)
-        print(f"a decode step moves {moved / 1e9:.2f} GB a chip, {moved / least:.2f} x the least (rows half full)")
+        figures["decode_bytes"] = moved = decoding.cost.turn_bytes
+        figures["decode_floor_bytes"] = least = decode_floor_bytes(plan, config, half)
+        ratio = f"{moved / least:.2f} x the lower bound"
+        print(f"a decode step moves {moved / 1e9:.2f} GB per chip, {ratio} (rows half full)")
     if update and update.cost:
-        found["update_flops"] = done = update.cost.flops
-        found["update_products_flops"] = known = update_products_flops(plan, config)
+        figures["update_flops"] = done = update.cost.flops
+        figures["update_products_flops"] = known = update_products_flops(plan, config)
         print(
-            f"an update's micro-batch takes {done / 1e12:.1f} TFLOP a chip, {done / known:.2f} x its products with "
-            "weights (full rows, without the vocabulary and attention's kernel)"
+            f"an update's micro-batch takes {done / 1e12:.1f} TFLOP per chip, {done / known:.2f} x its products with "
+            "weights (full rows, without the vocabulary and the attention kernel)"
         )
-    return found
+    return figures
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Merges question sets into one dataset that training reads without loading it.
+"""Merges question sets into one dataset, which training reads without loading all of it into memory.
 
     python launch/prepare_data.py --source=nq:FILE --source=hotpotqa:FILE --split=train --out=DIR
     python launch/prepare_data.py --source=made:triples:FILE --corpus=CORPUS.jsonl --questions=2000 --out=DIR
     python launch/train.py --config=configs/qwen7b.py --config.data.source=DIR ...
 
-FILE is FlashRAG jsonl, a set's own JSON array, or Search-R1 parquet; `tfds:BUILDER:SPLIT` reads a set of TensorFlow
-Datasets; `triples:FILE` makes questions of evidence triples (docs/data.md). DIR is a TFDS dataset, `psearch_qa`, in
-array_record files.
+FILE is FlashRAG jsonl, a set's own JSON array, or Search-R1 parquet. `tfds:BUILDER:SPLIT` reads a set of TensorFlow
+Datasets. `triples:FILE` makes questions from evidence triples (docs/data.md). DIR becomes a TFDS dataset named
+psearch_qa, in array_record files.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from retrieval.corpus import MemoryMappedCorpus
 SOURCE = flags.DEFINE_multi_string(
     "source", None, "NAME:FILE, NAME:tfds:BUILDER:SPLIT or NAME:triples:FILE; repeatable."
 )
-CORPUS = flags.DEFINE_string("corpus", None, "Passages that have to state what questions made of triples ask about.")
-QUESTIONS = flags.DEFINE_integer("questions", 2000, "How many questions each source of triples gives.", 1)
-SEED = flags.DEFINE_integer("seed", 0, "Seed of the questions made of triples.", 0)
-SPLIT = flags.DEFINE_string("split", "train", "The name of the split that is made.")
-OUT = flags.DEFINE_string("out", None, "The directory to make.")
-SKIP = flags.DEFINE_bool("skip_bad_rows", False, "Leave bad rows out, and list them in DIR/skipped.txt.")
+CORPUS = flags.DEFINE_string("corpus", None, "Corpus whose passages must state the facts of questions from triples.")
+QUESTIONS = flags.DEFINE_integer("questions", 2000, "Number of questions to make from each source of triples.", 1)
+SEED = flags.DEFINE_integer("seed", 0, "Seed of the questions made from triples.", 0)
+SPLIT = flags.DEFINE_string("split", "train", "The name of the split to write.")
+OUT = flags.DEFINE_string("out", None, "The directory to create.")
+SKIP = flags.DEFINE_bool("skip_bad_rows", False, "Skip bad rows and list them in DIR/skipped.txt.")
 flags.mark_flags_as_required(["source", "out"])
 
 
 def main(_: list[str]) -> None:
-    launching.configure_jax()  # and our log lines
-    from psearch_jax.data.prepared import prepare  # slow to import: --help needs none of it
+    launching.configure_jax()  # also sets up logging
+    from psearch_jax.data.prepared import prepare  # slow import, not needed for --help
     from psearch_jax.data.triples import PREFIX, TripleOptions
     from psearch_jax.eval.tables import table
 
@@ -59,7 +59,7 @@ def main(_: list[str]) -> None:
     print(table([["source", "questions", *KINDS], *rows]))
     if skipped:
         write_whole(Path(OUT.value) / "skipped.txt", "".join(f"{line}\n" for line in skipped))
-        print(f"{len(skipped)} bad rows left out, see {OUT.value}/skipped.txt; the first: {skipped[0]}")
+        print(f"{len(skipped)} bad rows skipped, see {OUT.value}/skipped.txt; the first: {skipped[0]}")
 
 
 if __name__ == "__main__":

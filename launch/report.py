@@ -1,11 +1,11 @@
-"""Prints finished runs side by side, or compares evaluations of the same questions, and draws both in one HTML page.
+"""Compares runs, or evaluations of the same questions: tables on stdout, and one HTML page with charts and rollouts.
 
     python launch/report.py WORKDIR [WORKDIR ...] [--html=FILE]
     python launch/report.py OUT [OUT ...] [--html=FILE]
 
-An OUT of launch/eval.py is compared with the first one: differences of EM, turns and tokens, with paired bootstrap
-intervals, p by a permutation test, and ratios. The page is report.html in the first directory, or FILE; it holds
-charts and rollouts and needs no network. It is also drawn of a run that has not finished.
+OUT is a directory of launch/eval.py. Each further OUT is compared with the first: differences of EM, turns and tokens,
+with paired bootstrap intervals, p-values of a permutation test, and ratios. The page is report.html in the first
+directory, or FILE, and needs no network. A run that has not finished is in the page but not in the tables.
 """
 
 import sys
@@ -14,7 +14,7 @@ from absl import flags
 
 from psearch_jax import launching
 
-HTML = flags.DEFINE_string("html", None, "Where to write the page; default: report.html in the first directory.")
+HTML = flags.DEFINE_string("html", None, "File for the page; default: report.html in the first directory.")
 
 
 def main(argv: list[str]) -> None:
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> None:
     if runs[0].trained:
         for run in runs:
             if not run.summary:
-                print(f"{run.directory}: has not finished; it is in the page, not in the tables", file=sys.stderr)
+                print(f"{run.directory}: not finished; it is in the page, but not in the tables", file=sys.stderr)
         finished = [(run.name, run.summary) for run in runs if run.summary]
         if finished:
             print(tables.before_and_after(finished[0][1]) if len(runs) == 1 else tables.side_by_side(finished))

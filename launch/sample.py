@@ -1,10 +1,10 @@
-"""Rejection sampling: the best of several rollouts per question by reward, as launch/sft.py reads them.
+"""Rejection sampling: writes the best of several rollouts per question, by reward, as data for launch/sft.py.
 
     python launch/sample.py --model=MODEL --config=configs/qwen0p5b_cpu.py --questions=TRAIN --index=DIR \\
         --samples=8 --out=best.jsonl
     python launch/sft.py --config=configs/qwen0p5b_cpu.py --transcripts=best.jsonl --workdir=DIR
 
-The reward is the config's. MODEL is a run directory, a checkpoint, a Hugging Face directory or hub id, or toy.
+The config defines the reward. MODEL is a run directory, a checkpoint, a Hugging Face directory or hub id, or toy.
 The same command resumes after the last complete part.
 """
 
@@ -26,15 +26,15 @@ given.define_flags(None)
 QUESTIONS = flags.DEFINE_string(
     "questions",
     None,
-    "Question file, prepared directory, tfds:BUILDER:SPLIT, or closed_world: its training questions.",
+    "Question file, prepared directory, tfds:BUILDER:SPLIT, or closed_world for its training questions.",
 )
-COUNT = flags.DEFINE_integer("count", 0, "Ask only this number of them, the first ones; 0: all.", 0)
+COUNT = flags.DEFINE_integer("count", 0, "Use only this number of questions, from the first on; 0: all.", 0)
 SAMPLES = flags.DEFINE_integer("samples", 8, "Rollouts per question.", 1)
-TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Of the sampling; 0 is greedy.", lower_bound=0.0)
-KEEP = flags.DEFINE_integer("keep", 1, "Rollouts to keep per question at most.", 1)
-MIN_REWARD = flags.DEFINE_float("min_reward", 1.0, "Keep none with a lower reward.")
-ILL_FORMED = flags.DEFINE_bool("ill_formed", False, "Keep rollouts outside the grammar as well.")
-SEED = flags.DEFINE_integer("seed", 0, "Of the sampling.", 0, 2**32 - 1)
+TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Sampling temperature; 0 is greedy.", lower_bound=0.0)
+KEEP = flags.DEFINE_integer("keep", 1, "Maximum number of rollouts to keep per question.", 1)
+MIN_REWARD = flags.DEFINE_float("min_reward", 1.0, "Minimum reward of a kept rollout.")
+ILL_FORMED = flags.DEFINE_bool("ill_formed", False, "Also keep rollouts that violate the grammar.")
+SEED = flags.DEFINE_integer("seed", 0, "Sampling seed.", 0, 2**32 - 1)
 OUT = flags.DEFINE_string("out", None, "The jsonl file to write.")
 launching.process_flags()
 flags.mark_flags_as_required(["questions", "out"])
@@ -77,11 +77,11 @@ def main(_: list[str]) -> None:
         "retrieval": {name: sections["retrieval"][name] for name in ("index", "corpus", "topk")},
     }
 
-    def roll_out(asked: list[Question]) -> Any:
+    def roll_out(part: list[Question]) -> Any:
         return evaluate(
             parts.collector,
             params,
-            asked,
+            part,
             seed=SEED.value,
             step=0,
             temperature=TEMPERATURE.value,

@@ -1,7 +1,8 @@
-"""Score transcripts and compare with the scores in the file: `score_vectors.py FILE.jsonl [--profile=compat|paper]`.
+"""Scores transcripts and compares with the scores in the file: `score_vectors.py FILE.jsonl [--profile=compat|paper]`.
 
-A row holds prompt, response, golden_answers, kind, weights and score. The last line printed is `mismatches: N`
-(tolerance 1e-6); `paper` reads the response's actions, so it differs wherever the public code has a quirk.
+A row has prompt, response, golden_answers, kind, weights and score. The last line printed is `mismatches: N`, with a
+tolerance of 1e-6. `compat` reproduces the public code. `paper` scores the response's parsed actions, so it differs
+wherever the public code has a quirk.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ SHOWN = 5
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, dict]]:
-    """(line number, row) of every non-blank line; `UserError` names the line and the field that is wrong."""
+    """Yields (line number, row) of every non-blank line; `UserError` names the line and the field that is wrong."""
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # U+2028 in a text ends no line
+        lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 in a text does not end a line
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read ({error})") from error
     for number, line in enumerate(lines, 1):
@@ -47,7 +48,7 @@ def read_rows(file: Path) -> Iterator[tuple[int, dict]]:
 
 
 def score_row(row: dict, profile: str) -> RewardParts:
-    """The reward of one row by `profile`; an unknown weight is a `UserError`."""
+    """The reward of one row by `profile`. Raises `UserError` for an unknown weight."""
     try:
         weights = RewardWeights(**row["weights"])
     except TypeError as error:
@@ -60,7 +61,7 @@ def score_row(row: dict, profile: str) -> RewardParts:
 
 
 def run(file: Path, profile: str) -> int:
-    """Print the first mismatches and their number, which is returned. An empty file is a `UserError`."""
+    """Print the first mismatches and return their number. Raises `UserError` for an empty file."""
     rows = mismatches = 0
     for number, row in read_rows(file):
         rows += 1

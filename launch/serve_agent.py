@@ -1,10 +1,10 @@
-"""Serves a policy over HTTP: chat completions with streaming, as OpenAI's clients speak them, and a page to try it.
+"""Serves a policy over HTTP: OpenAI-compatible chat completions with streaming, and a web page to try it.
 
     python launch/serve_agent.py                         the toy policy in its closed world
     python launch/serve_agent.py --model=RUN|CHECKPOINT|HF_DIR --index=DIR [--port=8001 --token_file=FILE]
 
-All who ask share --slots rows of one policy, as rollouts do. The address is printed once connections are accepted.
-SIGTERM finishes what is in flight, for at most --stop_seconds.
+Concurrent questions share a batch of --slots rows. The address is printed once connections are accepted. SIGTERM
+finishes the requests in flight, for at most --stop_seconds.
 """
 
 import logging
@@ -20,37 +20,37 @@ from retrieval import http
 ROOT = Path(__file__).resolve().parent.parent
 given.define_flags("toy")
 launching.server_flags(8001)
-_SLOTS = flags.DEFINE_integer("slots", 32, "questions answered together; others wait for a slot", 1)
-_REQUESTS = flags.DEFINE_integer("requests", 256, "requests held at one time; others are told to ask again", 1)
-_NAME = flags.DEFINE_string("name", None, "what clients are told the policy is called; default: --model's last part")
+_SLOTS = flags.DEFINE_integer("slots", 32, "questions answered in one batch; others wait for a slot", 1)
+_REQUESTS = flags.DEFINE_integer("requests", 256, "maximum concurrent requests; others get status 503", 1)
+_NAME = flags.DEFINE_string("name", None, "model name for clients; default: the last part of --model")
 
 
 def main(_: list[str]) -> None:
     launching.configure_jax()
     logging.getLogger("retrieval").addHandler(logging.StreamHandler())
     host, token = flags.FLAGS.host, launching.server_token()
-    listener = http.listen(host, flags.FLAGS.port)  # before the minutes that large weights take
-    # Questions come one by one: prompts are prefilled for a quarter of the slots at a time.
+    listener = http.listen(host, flags.FLAGS.port)  # before loading weights, which may take minutes
+    # Questions arrive one by one: prompts are prefilled for a quarter of the slots at a time.
     config = given.to_serve(ROOT, _SLOTS.value, samples=4)
 
-    from psearch_jax import build  # slow to import: bad input is refused before
+    from psearch_jax import build  # slow import, after bad input was refused
     from psearch_jax.serving.answerer import Answerer
     from psearch_jax.serving.chat import Limits, make_app
 
     model = given.model()
     parts = build.from_path(config, model)
     params, collector, examples = parts.sampling_copy(), parts.collector, given.examples(parts.world)
-    del parts  # the parameters are not needed beside their copy
+    del parts  # free the parameters: only their copy is used
     print("compiling for every length of prompts and passages", file=sys.stderr, flush=True)
-    apart = collector.sampler.take_apart(params)
-    collector.warm_up(params, apart)
-    answerer = Answerer(collector, params, apart=apart)
+    unstacked = collector.sampler.take_apart(params)
+    collector.warm_up(params, unstacked)
+    answerer = Answerer(collector, params, apart=unstacked)
     name = _NAME.value or flags.FLAGS.model.rstrip("/").rpartition("/")[2]
     hosts = () if host in ("0.0.0.0", "::") else (*http.LOOPBACK, f"[{host}]" if ":" in host else host)
     app = make_app(answerer, name, Limits(requests=_REQUESTS.value), token, examples, hosts)
     http.serve_on(listener, app, host, f"{name} answers at {{url}}", "/", "ask", flags.FLAGS.stop_seconds)
     sys.stdout.flush()
-    os._exit(0)  # whoever still waits has been told; an exit in order would wait for the ids being decoded
+    os._exit(0)  # all clients got an answer or an error; a normal exit would wait for decoding to end
 
 
 if __name__ == "__main__":

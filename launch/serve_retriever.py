@@ -1,12 +1,12 @@
-"""Serve an index over HTTP in the form of Search-R1's `/retrieve`; or, in that form, a search service of others.
+"""Serves an index over HTTP in the form of Search-R1's `/retrieve`, or a third-party search service in that form.
 
     python launch/serve_retriever.py --index=DIR [--host=127.0.0.1 --port=8000 --token_file=FILE]
     python launch/serve_retriever.py --live=SETTINGS.json
 
-DIR is made by launch/build_index.py; several over one corpus, separated by commas, are fused. SETTINGS.json says how a
-service that answers JSON is asked, and where its results are (retrieval/live.py). With --reranker, the directory of a
-cross-encoder, --candidates passages of each query are put into its order. The address is printed once the server
-accepts connections. SIGTERM finishes what is in flight, for at most --stop_seconds.
+DIR is made by launch/build_index.py; several over one corpus, separated by commas, are fused by reciprocal rank.
+SETTINGS.json defines the requests to a service with JSON answers and where its results are (retrieval/live.py). With
+--reranker, a cross-encoder reranks --candidates passages per query. The address is printed once connections are
+accepted. SIGTERM finishes the requests in flight, for at most --stop_seconds.
 """
 
 import logging
@@ -21,12 +21,12 @@ from psearch_jax.types import UserError
 from retrieval.protocol import Retriever
 
 _INDEX = flags.DEFINE_string("index", None, "index directory, or several over one corpus separated by commas")
-_LIVE = flags.DEFINE_string("live", None, "settings of a search service, in place of an index")
-_RERANKER = flags.DEFINE_string("reranker", None, "directory of a BERT cross-encoder that orders what is found")
-_CANDIDATES = flags.DEFINE_integer("candidates", 20, "passages of each query that the reranker reads", 1, 1000)
-_TOPK = flags.DEFINE_integer("topk", 3, "passages per query where a request names no number", 1, 100)
-_CACHE = flags.DEFINE_integer("cache_queries", 65_536, "answers kept", 0)
-_CACHE_MB = flags.DEFINE_integer("cache_mb", 1024, "megabytes that kept answers take at most", 0)
+_LIVE = flags.DEFINE_string("live", None, "settings file of a search service, instead of --index")
+_RERANKER = flags.DEFINE_string("reranker", None, "directory of a BERT cross-encoder that reranks the passages")
+_CANDIDATES = flags.DEFINE_integer("candidates", 20, "passages per query that the reranker scores", 1, 1000)
+_TOPK = flags.DEFINE_integer("topk", 3, "passages per query if a request has no topk", 1, 100)
+_CACHE = flags.DEFINE_integer("cache_queries", 65_536, "maximum number of cached answers of --index", 0)
+_CACHE_MB = flags.DEFINE_integer("cache_mb", 1024, "maximum megabytes of cached answers of --index", 0)
 launching.server_flags(8000)
 
 
@@ -48,7 +48,7 @@ def main(_: list[str]) -> None:
     what = f"{about['rows']} passages" if about["rows"] else about["corpus"]
     ready = f"serving {what} on {{url}}"
     if not serve(app, flags.FLAGS.host, flags.FLAGS.port, ready, flags.FLAGS.stop_seconds):
-        os._exit(0)  # an exit in order would wait for the search, and whoever asked for it has been told
+        os._exit(0)  # a normal exit would wait for the search, whose clients already got status 503
 
 
 def _index() -> Retriever:

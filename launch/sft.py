@@ -1,14 +1,14 @@
-"""Supervised fine-tuning of a policy: before reinforcement learning, or in its place.
+"""Supervised fine-tuning of a policy, before reinforcement learning or instead of it.
 
     python launch/sft.py --config=configs/qwen0p5b_cpu.py --config.model.path=MODEL --transcripts=FILE --workdir=DIR
     python launch/sft.py --config=configs/toy_sft.py --workdir=DIR
 
-FILE holds rollouts as a run or launch/sample.py writes them, or transcripts (docs/sft.md). Model, adapters, mesh,
-lengths and prompt are the config's; the recipe is its section `sft`. DIR is a run directory for launch/eval.py, ask.py
-and export_hf.py. DIR/policy is the result in Hugging Face format, from which launch/train.py starts with
+FILE contains rollouts written by a run or by launch/sample.py, or transcripts (docs/sft.md). The config defines model,
+adapters, mesh, lengths and prompt; its section `sft` is the recipe. DIR is a run directory for launch/eval.py, ask.py
+and export_hf.py. DIR/policy is the result in Hugging Face format; launch/train.py starts from it with
 --config.model.path=DIR/policy.
 
-configs/toy_sft.py makes the toy policy, from exercises and scripted trajectories that it generates itself.
+configs/toy_sft.py trains the toy policy on exercises and scripted trajectories that the program generates.
 The same command resumes.
 """
 
@@ -20,10 +20,10 @@ from ml_collections import config_flags
 from psearch_jax import launching
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "A run such as configs/qwen0p5b_cpu.py, or toy_sft.py.")
-WORKDIR = flags.DEFINE_string("workdir", None, "The run directory; made if absent, resumed if not.")
-TRANSCRIPTS = flags.DEFINE_string("transcripts", "", "Rollouts or transcripts as jsonl; several files by commas.")
+WORKDIR = flags.DEFINE_string("workdir", None, "The run directory: created if absent, otherwise resumed.")
+TRANSCRIPTS = flags.DEFINE_string("transcripts", "", "jsonl files of rollouts or transcripts, separated by commas.")
 EXPORT = flags.DEFINE_bool("export", True, "Write DIR/policy at the end.")
-CHANGES = flags.DEFINE_bool("allow_changes", False, "Resume although settings differ that decide the numbers.")
+CHANGES = flags.DEFINE_bool("allow_changes", False, "Resume even if settings that affect the numbers changed.")
 launching.process_flags()
 flags.mark_flags_as_required(["config", "workdir"])
 
@@ -36,8 +36,8 @@ def main(_: list[str]) -> None:
     values = CONFIG.value.to_dict()
     is_toy = "exercise_rows" in values
     if is_toy == bool(TRANSCRIPTS.value):
-        found = "found with configs/toy_sft.py, which makes its own" if is_toy else "none given"
-        raise UserError(f"--transcripts: {found}; accepted: a jsonl file with the config of a run")
+        problem = "found with configs/toy_sft.py, which makes its own" if is_toy else "none given"
+        raise UserError(f"--transcripts: {problem}; accepted: a jsonl file with the config of a run")
     policy = on_disk(WORKDIR.value, "--workdir") / "policy"
     if policy.exists():
         raise UserError(f"{policy}: exists already, accepted: a --workdir without a policy")
@@ -66,7 +66,7 @@ def _train(values: dict) -> None:
     held_out = f", loss on held-out transcripts {losses}" if losses else ""
     print(f"{summary['steps']} steps on {summary['transcripts']} transcripts in {summary['wall_s']:.0f} s{held_out}")
     if EXPORT.value:
-        del run.trainer, run.fresh  # they hold the weights that are loaded again
+        del run.trainer, run.fresh  # free their weights before loading them again
         model, params, loop = load_params(WORKDIR.value)
         policy = Path(WORKDIR.value) / "policy"
         save_hf(params, model, loop["tokenizer"], policy, lora=_lora(loop))
@@ -103,7 +103,7 @@ def _train_toy(values: dict) -> None:
     text = json.dumps(dataclasses.asdict(config), indent=2) + "\n"
     if settings.exists() and settings.read_text(encoding="utf-8") != text:
         raise UserError(
-            f"{settings}: found other settings than are asked for, accepted: the same, or another --workdir"
+            f"{settings}: found settings that differ from --config, accepted: the same, or another --workdir"
         )
     write_whole(settings, text)
     try:
@@ -121,7 +121,7 @@ def _train_toy(values: dict) -> None:
     tokenizer = Tokenizer.load(workdir / "tokenizer")
     rows = toy_sft.make_rows(config, tokenizer, RetrievalService.from_corpus)
     for skill, members in rows.items():
-        print(f"{skill}: {len(members)} rows, {sum(len(ids) for ids, _ in members) / 1e6:.2f}M ids", flush=True)
+        print(f"{skill}: {len(members)} rows, {sum(len(ids) for ids, _ in members) / 1e6:.2f}M tokens", flush=True)
     stop = StopRequest()
     with stop.heard():
         shape, params = toy_sft.train(

@@ -1,7 +1,7 @@
 """Trains a policy to search: `python launch/train.py --config=configs/smoke.py --workdir=runs/smoke`.
 
-A run with the same workdir resumes. Any field can be set: `--config.train.steps=10`; on resume, those that decide the
-run's numbers must be as they were, or be accepted with `--allow_changes`.
+The same command resumes. Any config field can be set, for example `--config.train.steps=10`. On resume, fields that
+affect the run's numbers must be unchanged, unless `--allow_changes` accepts the changes.
 """
 
 import sys
@@ -12,12 +12,12 @@ from ml_collections import config_flags
 from psearch_jax import launching
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/smoke.py.", lock_config=False)
-WORKDIR = flags.DEFINE_string("workdir", None, "The run directory; made if absent, resumed if not.")
-CHANGES = flags.DEFINE_bool("allow_changes", False, "Resume although settings differ that decide the numbers.")
+WORKDIR = flags.DEFINE_string("workdir", None, "The run directory: created if absent, otherwise resumed.")
+CHANGES = flags.DEFINE_bool("allow_changes", False, "Resume even if settings that affect the numbers changed.")
 STOPPED = flags.DEFINE_integer(
     "stopped_code",
     0,
-    "Exit code where SIGTERM stopped the run; to a Job of Kubernetes 0 means that it is done.",
+    "Exit code after SIGTERM stopped the run; a Kubernetes Job takes 0 for complete.",
     0,
     255,
 )
@@ -44,11 +44,11 @@ def main(_: list[str]) -> None:
     print(tables.before_and_after(summary))
     if summary.get("best"):
         print(
-            "best: step {step}, {metric} {value:.4f}; launch/eval.py and export_hf.py take it with --best".format(
+            "best: step {step}, {metric} {value:.4f}; launch/eval.py and export_hf.py use it with --best".format(
                 **summary["best"]
             )
         )
-    print(f"{summary['wall_s']['total']:.0f} s in all; summary, metrics and trajectories are in {WORKDIR.value}")
+    print(f"{summary['wall_s']['total']:.0f} s in total; summary, metrics and trajectories are in {WORKDIR.value}")
     page.offer_report(WORKDIR.value)
 
 

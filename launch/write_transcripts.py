@@ -1,11 +1,11 @@
-"""Scripted transcripts for launch/sft.py, over the passages that the run's own retriever returns.
+"""Writes scripted transcripts for launch/sft.py, with the passages that the run's retriever returns.
 
     python launch/write_transcripts.py --config=configs/qwen0p5b_cpu.py --config.retrieval.corpus=CORPUS.jsonl \\
         --questions=DIR --count=500 --out=transcripts.jsonl
 
 The questions need evidence triples: a directory that launch/prepare_data.py made from triples, or a 2WikiMultiHopQA
-file. Half of the questions of every kind are split in the first search, at random; psearch_jax/data/teacher.py says
-what the transcripts show and what they leave to reinforcement learning.
+file. In a random --split_share of the questions of every kind, the first search is split into sub-queries.
+psearch_jax/data/teacher.py explains what the transcripts teach and what they leave to reinforcement learning.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from psearch_jax.paths import on_disk, write_whole
 from psearch_jax.types import KINDS, UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run that the transcripts are for.")
-QUESTIONS = flags.DEFINE_list("questions", None, "Question files or prepared directories, by commas.")
-COUNT = flags.DEFINE_integer("count", 500, "Transcripts to write at most.", lower_bound=1)
-SPLIT = flags.DEFINE_float("split_share", 0.5, "Share of the questions that are split, of every kind.", 0.0, 1.0)
-SEED = flags.DEFINE_integer("seed", 0, "Of the choice of questions and of those that are split.", 0)
+QUESTIONS = flags.DEFINE_list("questions", None, "Question files or prepared directories, separated by commas.")
+COUNT = flags.DEFINE_integer("count", 500, "Maximum number of transcripts to write.", lower_bound=1)
+SPLIT = flags.DEFINE_float("split_share", 0.5, "Share of questions to split, the same for every kind.", 0.0, 1.0)
+SEED = flags.DEFINE_integer("seed", 0, "Seed for choosing the questions and which of them are split.", 0)
 OUT = flags.DEFINE_string("out", None, "The jsonl file to write.")
 flags.mark_flags_as_required(["config", "questions", "out"])
 
@@ -78,8 +78,8 @@ def main(_: list[str]) -> None:
     lines = [[kind, str(written[kind]), f"{split[kind] / written[kind]:.2f}"] for kind in KINDS if written[kind]]
     print(table([["kind", "transcripts", "split"], *lines]))
     print(
-        f"{out}: {len(rows)} transcripts; {left_out} questions left out, whose facts were not in the passages "
-        f"retrieved or which take more than {options.search_turns} searches"
+        f"{out}: {len(rows)} transcripts; {left_out} questions were left out because the retrieved passages do not "
+        f"state their facts or they take more than {options.search_turns} searches"
     )
 
 

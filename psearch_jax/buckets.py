@@ -1,16 +1,16 @@
-"""The few widths that work is padded to, so that a run compiles a handful of shapes and pads little."""
+"""The widths that arrays are padded to: few, so that a run compiles few shapes, but enough to pad little."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-BLOCK = 512  # of positions in a TPU's attention kernel, which runs slowly over rows that only smaller blocks divide
+BLOCK = 512  # positions per block of the TPU attention kernel, which is slow when only smaller blocks divide a row
 
 
 def buckets(most: int, count: int = 4) -> tuple[int, ...]:
-    """Parts of `most`, quarters by default: `count` widths at the most, the last of them `most` itself.
+    """At most `count` evenly spaced widths up to `most`; the last one is `most` itself.
 
-    Below four blocks they are rounded up to multiples of 16, from there on to the nearest multiple of `BLOCK`.
+    For `most` below 4 * BLOCK they are rounded up to multiples of 16, otherwise to the nearest multiple of BLOCK.
     """
     if most < 4 * BLOCK:
         widths = (-(-most * part // (16 * count)) * 16 for part in range(1, count + 1))
@@ -20,14 +20,14 @@ def buckets(most: int, count: int = 4) -> tuple[int, ...]:
 
 
 def row_widths(longest: int, count: int = 4) -> tuple[int, ...]:
-    """`buckets` for rows that trajectories share, as wide as the longest of them at least.
+    """`buckets` for packed rows, of which the widest holds at least the longest trajectory.
 
-    From four blocks on the widest is a whole number of blocks, too: packing fills what that adds. On a TPU a width of
-    6,196 positions moved a tenth more bytes than one of 6,656, by the compiler's count.
+    From 4 * BLOCK on, the widest is also a multiple of BLOCK; packing fills the added positions. By the compiler's
+    count for a TPU, a width of 6,196 positions moved a tenth more bytes than one of 6,656.
     """
     return buckets(longest + (-longest % BLOCK if longest >= 4 * BLOCK else 0), count)
 
 
 def pick(widths: Sequence[int], need: int) -> int:
-    """The smallest width that holds `need`."""
+    """The smallest width that is at least `need`."""
     return next(w for w in widths if w >= need)

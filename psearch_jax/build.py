@@ -1,4 +1,4 @@
-"""From a config to live parts; the only file that knows all the others."""
+"""Builds the objects of a run from its config; the module that connects all the others."""
 
 from __future__ import annotations
 
@@ -63,37 +63,37 @@ log = logging.getLogger("psearch_jax")
 
 @dataclass(frozen=True)
 class Engine:
-    """What answers questions: shared by training, evaluation and a single question."""
+    """The objects that answer questions, shared by training, evaluation and serving."""
 
     config: Config
     model: DecoderConfig
     tokenizer: Tokenizer
     tokenizer_path: str
-    path: str  # the directory of the weights; empty when they are random or a checkpoint's
+    path: str  # the directory of the weights; empty when they are random or come from a checkpoint
     mesh: Mesh
-    # Storage-sharded. In training float32, or with adapters their base alone, in 16 bits; else as `sampled_as` has it,
-    # adapters beside their base.
+    # Storage-sharded. In training: float32 weights or, with adapters, only their base in the dtype of `sampled_as`.
+    # Otherwise: weights in the dtype of `sampled_as`, and any adapters.
     params: nnx.State
     collector: Collector
     world: ClosedWorld | None  # when data.source is closed_world
 
     def sampling_copy(self) -> nnx.State:
-        """The parameters as the sampler reads them: these themselves, not a copy, as far as they lie so already."""
+        """The parameters in the sampler's dtype and sharding; arrays that already have both are not copied."""
         m, parts = self.config.model, lora.apart(self.params)
         return SamplingCopy(*parts, jnp.dtype(m.sampling_dtype), self.mesh, m.int8_weights, trained=False)(*parts)
 
     def describe(self) -> str:
-        """One line about the model and the machine."""
+        """One line that describes the model and the devices."""
         count = sum(x.size for x in jax.tree.leaves(self.params))
         mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
         return f"{count / 1e6:.1f}M parameters on {self.mesh.devices.size} x {jax.devices()[0].device_kind} ({mesh})"
 
 
 def by_method(parts: Engine, config: Config, method: Method) -> Collector:
-    """A collector for another method around the same model and, where it searches, the same retriever.
+    """A collector for another method, with the same model and, if the method searches, the same retriever.
 
     Args:
-      config: that `parts` was made of. Its own says what the first method changed, too.
+      config: the config that `parts` was built from. `parts.config` also has the changes of the first method.
     """
     model = replace(parts.config.model, path="", tokenizer=parts.tokenizer_path)
     config = replace(config, method=method, model=model)
@@ -101,26 +101,24 @@ def by_method(parts: Engine, config: Config, method: Method) -> Collector:
 
 
 def missing_inputs(config: Config, training: bool = True, retriever: Retriever | None = None) -> list[str]:
-    """What the config needs and does not name, one line each with the command that makes it.
+    """One line for each input that is missing or cannot be found, with the command that creates it.
 
     Args:
-      retriever: one that is at hand, so that none need be named.
+      retriever: an existing retriever, with which the config need not name passages.
     """
     lines = []
     path = config.model.path
     if path and path != "toy" and not is_remote(path) and not Path(path).is_dir() and not hf.reachable(path):
         lines.append(
-            f"config.model.path={path}: neither a directory nor a hub id that can be reached; make it with "
-            f"`hf download {path} --local-dir=DIR` and give --config.model.path=DIR"
+            f"config.model.path={path}: neither a directory nor a reachable hub id; get it with "
+            f"`hf download {path} --local-dir=DIR` and set --config.model.path=DIR"
         )
     if not path and not config.model.tokenizer:
-        lines.append(
-            "config.model.tokenizer: a tokenizer directory is needed with random weights (model.path is empty)"
-        )
+        lines.append("config.model.tokenizer: random weights (model.path is empty) need a tokenizer directory")
     if training and not config.data.source:
         lines.append(
-            "config.data.source: a jsonl or parquet file of questions, or a directory of launch/prepare_data.py; "
-            "for instance FlashRAG's, with `hf download RUC-NLPIR/FlashRAG_datasets hotpotqa/train.jsonl "
+            "config.data.source: a jsonl or parquet file of questions, or a directory made by launch/prepare_data.py; "
+            "for example FlashRAG's, with `hf download RUC-NLPIR/FlashRAG_datasets hotpotqa/train.jsonl "
             "--repo-type=dataset --local-dir=DIR`"
         )
     closed_world, retrieval = config.data.source == CLOSED_WORLD, config.retrieval
@@ -147,14 +145,14 @@ def missing_inputs(config: Config, training: bool = True, retriever: Retriever |
                 lines.append(f"config.{name}={path}: not found")
             continue
         try:
-            there = on_disk(path, f"config.{name}").exists()
+            exists = on_disk(path, f"config.{name}").exists()
         except UserError as error:
             lines.append(str(error))
             continue
         if name == "model.tokenizer":
-            if not there and not hf.reachable(path, "tokenizer_config.json"):
-                lines.append(f"config.{name}={path}: neither a directory nor a hub id that can be reached")
-        elif name != "model.path" and not there:
+            if not exists and not hf.reachable(path, "tokenizer_config.json"):
+                lines.append(f"config.{name}={path}: neither a directory nor a reachable hub id")
+        elif name != "model.path" and not exists:
             lines.append(f"config.{name}={path}: not found")
     return lines
 
@@ -166,15 +164,15 @@ def engine(
     model: DecoderConfig | None = None,
     retriever: Retriever | None = None,
 ) -> Engine:
-    """Builds the parts that roll out.
+    """Builds the objects that collect rollouts.
 
     Args:
-      training: also ask for what only training needs.
-      params, model: weights at hand (a checkpoint's, with adapters or without); default: those that the config names.
+      training: also require the inputs that only training needs.
+      params, model: weights, with or without adapters, and their shape; default: those that the config names.
       retriever: default: the one that the config names.
 
     Raises:
-      UserError: everything that is missing in one message, or parts that do not match.
+      UserError: inputs are missing (one message lists them all), or do not match each other.
     """
     config = with_method(config)
     validate(config, training)
@@ -189,9 +187,7 @@ def engine(
     model, params, path = load_weights(config, mesh, model, params, dtype)
     if config.model.adapters and loaded and not training:
         params = lora.beside(params, first_adapters(config, model, mesh))
-    if (
-        not training and lora.apart(params)[1] is None
-    ):  # what is loaded decides, not what a run of the config would add
+    if not training and lora.apart(params)[1] is None:  # the config may ask for adapters that are not loaded
         config = replace(config, model=replace(config.model, lora_rank=0))
     check_heads(mesh, model.heads)
     if config.rollout.context_tokens > model.max_positions:
@@ -217,7 +213,7 @@ def engine(
     collector = Collector(
         sampler, tokenizer, retriever, _renderer(config, tokenizer), config.rollout, config.retrieval
     )
-    if Path(tokenizer_path).is_dir():  # a checkpoint names it, and may be read from elsewhere
+    if Path(tokenizer_path).is_dir():  # checkpoints record it, and may be read from another working directory
         tokenizer_path = str(Path(tokenizer_path).resolve())
     return Engine(config, model, tokenizer, str(tokenizer_path), path, mesh, params, collector, world)
 
@@ -228,14 +224,14 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
     Args:
       retriever: default: the one that the config names.
     """
-    _check_template(with_method(config))  # before the minutes that large weights take
+    _check_template(with_method(config))  # before loading weights, which may take minutes
     parts = engine(config, training=True, retriever=retriever)
     given, config = config, parts.config
     log.info(parts.describe())
     learning = config.learning
-    weighed = learning.importance_cap or learning.old_logprobs == "sampler"
-    if (config.model.int8_weights or config.model.int8_cache) and not weighed:
-        log.warning("rollouts in eight bits are learned from as they are: learning.importance_cap=2 would weigh them")
+    corrected = learning.importance_cap or learning.old_logprobs == "sampler"
+    if (config.model.int8_weights or config.model.int8_cache) and not corrected:
+        log.warning("rollouts are sampled in int8 without a correction: set learning.importance_cap=2 to weight them")
     questions, evaluation = _questions(config, parts.world)
     optimizer = make_optimizer(config.learning, updates_per_step(config) * config.train.steps)
     learner = make_learner(config, parts.model, parts.mesh, optimizer, parts.tokenizer.size)
@@ -244,7 +240,7 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         learner.base = parts.params
         trained = first_adapters(config, parts.model, parts.mesh)
         count = sum(x.size for x in jax.tree.leaves(trained))
-        log.info("%.1fM of them in adapters are trained", count / 1e6)
+        log.info("only the adapters are trained: %.1fM parameters", count / 1e6)
     reference = None
     if config.learning.kl_coefficient > 0:
         reference = trained if config.model.adapters else learner.reference_copy(parts.params)
@@ -285,7 +281,7 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
 def _contents(
     config: Config, parts: Engine, questions: str, evaluation: Sequence[Question]
 ) -> dict[str, tuple[str, str]]:
-    """What the fields of `settings.DECIDES_BY_CONTENT` name, with a fingerprint of what is there."""
+    """For each field of `settings.DECIDES_BY_CONTENT` the path it names and a fingerprint of the content."""
     preset = f"random weights of {config.model.preset}"
     weights = settings.fingerprint(parts.path, settings.WEIGHTS) if parts.path else preset
     tokenizer = parts.tokenizer
@@ -309,7 +305,7 @@ def _contents(
 
 
 def _critic_of(config: Config, parts: Engine) -> tuple[Critic, nnx.State, optax.GradientTransformation]:
-    """The critic of a run, the parameters that it starts from, and its optimizer."""
+    """The critic of a run, its initial parameters, and its optimizer."""
     optimizer = make_optimizer(critic_learning(config), updates_per_step(config) * config.train.steps)
     critic, adapters = make_critic(config, parts.model, parts.mesh, optimizer), config.model.lora
     critic.base = without_lm_head(parts.params) if adapters else None
@@ -321,7 +317,7 @@ def _both(policy: Callable[[], TrainState], critic: Callable[[], TrainState]) ->
 
 
 def from_path(config: Config, path: str) -> Engine:
-    """An engine around an HF directory, a hub id, `toy`, or a checkpoint (a run directory or one step of it)."""
+    """An engine for a Hugging Face directory, a hub id, `toy`, a run directory, or one checkpoint of a run."""
     place = locate(path)
     if path == "toy" or (place / "config.json").is_file() and not (place / "checkpoints").is_dir():
         return engine(replace(config, model=replace(config.model, path=path)))
@@ -331,14 +327,14 @@ def from_path(config: Config, path: str) -> Engine:
     model, params, loop = checkpoint.load_params(
         path, lambda abstract: param_shardings(abstract, STORAGE, mesh), sampled_as(config)
     )
-    given = {"path": "", "adapters": "", "tokenizer": _tokenizer_of(config, loop["tokenizer"])}
+    section = {"path": "", "adapters": "", "tokenizer": _tokenizer_of(config, loop["tokenizer"])}
     if loop.get("lora"):
-        given |= {"lora_rank": loop["lora"]["rank"], "lora_alpha": loop["lora"]["alpha"]}
-    return engine(replace(config, model=replace(config.model, **given)), params=params, model=model)
+        section |= {"lora_rank": loop["lora"]["rank"], "lora_alpha": loop["lora"]["alpha"]}
+    return engine(replace(config, model=replace(config.model, **section)), params=params, model=model)
 
 
 def _tokenizer_of(config: Config, recorded: str) -> str:
-    """The tokenizer that a checkpoint names; where this machine has none there, that of the weights it began with."""
+    """The tokenizer that a checkpoint records; if this machine lacks it, the one of the run's initial weights."""
     if config.model.tokenizer or not Path(recorded).is_absolute():
         return config.model.tokenizer or recorded
     return hf.still_there(recorded, config.model.path, "tokenizer_config.json") or recorded
@@ -353,15 +349,15 @@ def _check_shares(config: Config, training: bool) -> None:
 
 
 def _searches(config: Config) -> bool:
-    """Whether a rollout of this config can ask a retriever at all."""
+    """Whether rollouts of this config need a retriever."""
     return config.rollout.search_turns > 0 or config.rollout.initial_search
 
 
 def retriever_of(config: Config, world: ClosedWorld | None, patience_s: float | None = None) -> Retriever:
-    """The retriever that the config names, else one of the world's passages.
+    """The retriever that the config names, or else one over the world's passages.
 
     Args:
-      patience_s: how long servers are waited for; default: the config's.
+      patience_s: seconds to retry failing servers; default: the config's.
     """
     section = config.retrieval
     patience_s = section.patience_s if patience_s is None else patience_s
@@ -377,7 +373,7 @@ def retriever_of(config: Config, world: ClosedWorld | None, patience_s: float | 
         return RetrievalService.open(section.index, **cache)
     if section.corpus:
         return RetrievalService.from_corpus(section.corpus, **cache)
-    assert world is not None  # missing_inputs has seen to it
+    assert world is not None  # missing_inputs has checked it
     return RetrievalService.from_corpus(world.passages, **cache)
 
 
@@ -386,7 +382,9 @@ def _renderer(config: Config, tokenizer: Tokenizer) -> Callable[[Question], list
 
         def render(question: Question) -> list[int]:
             if "prompt" not in question.metadata:
-                raise UserError(f"question {question.id}: config.data.prompt=row, but the row has no prompt")
+                raise UserError(
+                    f"question {question.id}: no prompt found in its row, needed with config.data.prompt=row"
+                )
             return render_messages(tokenizer, question.metadata["prompt"])
 
         return render
@@ -400,7 +398,7 @@ def _reward_weights(config: Config) -> RewardWeights:
 
 
 def _check_template(config: Config) -> None:
-    """Refuses a prompt template that the reward cannot read; the prompts of rows are looked at as they come."""
+    """Refuses a prompt template that the compat reward cannot parse; prompts of data rows are checked when scored."""
     if config.reward.profile == "compat" and config.data.prompt == "template":
         name = config.data.template
         check_examples(load_template(name), _reward_weights(config), f"config.data.template={name}")
@@ -422,9 +420,9 @@ def reward_of(config: Config, tokenizer: Tokenizer) -> Callable[[Trajectory], Re
 
 
 def _questions(config: Config, world: ClosedWorld | None) -> tuple[Sequence[Question], list[Question]]:
-    """Training questions, and those of the evaluation, at most eval.questions_per_kind of each kind.
+    """Training questions, and at most eval.questions_per_kind evaluation questions of each kind.
 
-    Those of a file are evaluated where the config names or holds out some.
+    Without a closed world, evaluation questions come from data.validation or data.validation_share, if set.
     """
     data = config.data
     if world is None:
@@ -436,17 +434,19 @@ def _questions(config: Config, world: ClosedWorld | None) -> tuple[Sequence[Ques
             held = open_questions(data.validation)
         asked = pick(held, config.eval.questions_per_kind)
         if asked:
-            log.info("%d of %d validation questions are asked, %d are trained on", len(asked), len(held), len(train))
-        if data.validation and isinstance(train, list):  # a prepared directory is not read for this
+            log.info(
+                "%d training questions; %d of %d validation questions are used", len(train), len(asked), len(held)
+            )
+        if data.validation and isinstance(train, list):  # a prepared directory is not read just for this
             leaked = len(overlap(asked, train))
             if leaked:
-                log.warning("%d of the %d validation questions are also trained on", leaked, len(asked))
+                log.warning("%d of the %d validation questions are also training questions", leaked, len(asked))
         kind, _ = best_metric(config.eval.best_metric)
         if config.eval.every_steps and kind not in ("all", *(q.kind for q in asked)):
-            found = ", ".join(dict.fromkeys(q.kind for q in asked))
+            kinds = ", ".join(dict.fromkeys(q.kind for q in asked))
             raise UserError(
                 f"config.eval.best_metric: found {config.eval.best_metric!r}, but no validation question is of that "
-                f"kind, accepted: a figure over all, or of {found}"
+                f"kind, accepted: a metric over all questions, or over one of {kinds}"
             )
         return train, asked
     train = training_questions(config, world)
@@ -455,7 +455,7 @@ def _questions(config: Config, world: ClosedWorld | None) -> tuple[Sequence[Ques
 
 
 def training_questions(config: Config, world: ClosedWorld) -> list[Question]:
-    """The closed world's training questions, in the shares of section `data`."""
+    """The closed world's training questions, in the proportions that section `data` sets."""
     data = config.data
     counts = {
         "parallel": round(data.world_questions * data.parallel_share),

@@ -1,4 +1,4 @@
-"""From a config and transcripts to the parts of a supervised fine-tuning run."""
+"""Builds the objects of a supervised fine-tuning run from a config and transcripts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from psearch_jax.types import UserError
 
 
 def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
-    """Everything that train/sft_run.py needs: `transcripts` are jsonl files, separated by commas.
+    """Builds everything that train/sft_run.py needs; `transcripts` are jsonl files, separated by commas.
 
     Raises:
-      UserError: as `engine` and `read_rows`, before any weights are loaded.
+      UserError: as `engine` and `read_rows`; input files are checked before any weights are loaded.
     """
     config = with_adapter_shape(with_method(config))
     validate(config, training=False)
@@ -47,7 +47,7 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
     trained = [rows[i] for i in sorted(order[len(held) :])]
     if len(trained) < section.batch_rows:
         raise UserError(
-            f"config.sft.batch_rows: {section.batch_rows} found, {len(trained)} transcripts to train on, accepted: "
+            f"config.sft.batch_rows: found {section.batch_rows} with {len(trained)} training transcripts, accepted: "
             "at most that number"
         )
     mesh = make_mesh(config.mesh)

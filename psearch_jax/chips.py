@@ -1,4 +1,4 @@
-"""Accelerators by name, with their peaks, and what a forward pass asks of them."""
+"""Accelerators by name with their memory and peak rates, and the FLOPs of a forward pass."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """One accelerator: the memory that a program may use, and published peaks (bf16, dense)."""
+    """One accelerator: the memory that a program may use, and the published peak rates (bf16, dense)."""
 
     hbm_bytes: int
     flops: float  # per second
     bandwidth: float  # bytes per second
 
 
-# By the `device_kind` of jax, per device (of v4 and tpu7x: one of a chip's two cores). Memory is what the compiler
-# says is available.
+# By JAX's `device_kind`, per device (for v4 and tpu7x, one of a chip's two cores). Memory is what the compiler reports
+# as available.
 CHIPS: dict[str, Chip] = {
     "TPU v4": Chip(int(15.25 * GIB), 137.5e12, 614e9),
     "TPU v5 lite": Chip(int(15.75 * GIB), 197e12, 819e9),
@@ -29,7 +29,7 @@ CHIPS: dict[str, Chip] = {
     "TPU v6 lite": Chip(int(31.25 * GIB), 918e12, 1640e9),
     "TPU7x": Chip(int(94.75 * GIB), 1153e12, 3690e9),
 }
-# MiB of a card, as its driver tells them.
+# MiB per card, as reported by the driver.
 MIB = {"h200": 143_771, "h100": 81_559, "a100-80": 81_920, "a100-40": 40_960, "l4": 23_034, "t4": 15_360}
 
 _PEAKS = {  # FLOPs and bytes per second
@@ -40,17 +40,17 @@ _PEAKS = {  # FLOPs and bytes per second
     "l4": (121e12, 300e9),
     "t4": (65e12, 320e9),
 }
-# By the name that --topology takes, on one host "h200:8". Of the memory, the share that a process may take of a card
-# (XLA_PYTHON_CLIENT_MEM_FRACTION=.92).
+# By the name in --topology, which is for example "h200:8" for eight on one host. Memory is the share that a process
+# may use with XLA_PYTHON_CLIENT_MEM_FRACTION=.92.
 GPUS = {name: Chip(int(0.92 * MIB[name] * 2**20), *peaks) for name, peaks in _PEAKS.items()}
-# What a GPU's name has to hold, as the driver tells it, in the order in which it is asked.
+# Substrings of the GPU name that the driver reports, in the order in which they are tried.
 _NAMES = (("H200", "h200"), ("H100", "h100"), ("A100", "a100-80"), ("L4", "l4"), ("T4", "t4"))
 
 
 def chip_of(device: Any) -> Chip | None:
-    """The accelerator that a device of jax is; None for one that is not listed, as a CPU.
+    """The entry for a JAX device; None for an unlisted device such as a CPU.
 
-    Of a GPU's two sizes of memory it does not tell which: the peaks are the same.
+    Every A100 is taken for one with 80 GB; one with 40 GB has the same peak FLOPs but less bandwidth.
     """
     kind = device.device_kind
     if device.platform == "gpu":
@@ -59,11 +59,13 @@ def chip_of(device: Any) -> Chip | None:
 
 
 def forward_flops(model: DecoderConfig, lengths: Sequence[int], wanted: int) -> float:
-    """The least FLOPs of a forward pass over trajectories: 2 per weight and id, 4 per pair of positions in attention.
+    """Lower bound on the FLOPs of a forward pass over trajectories.
+
+    It counts 2 per weight and token, and 4 * layers * heads * head_dim per causal pair of positions.
 
     Args:
-      lengths: ids of each trajectory.
-      wanted: ids whose log-probs are asked for, which alone meet the vocabulary.
+      lengths: tokens of each trajectory.
+      wanted: number of tokens whose log-probs are computed; only these are multiplied with the vocabulary.
     """
     m = model
     attention = m.width * (m.heads + 2 * m.kv_heads) * m.head_dim + m.heads * m.head_dim * m.width

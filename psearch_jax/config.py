@@ -1,7 +1,7 @@
-"""What a run is: frozen dataclasses with units in the names, and the one way from a ConfigDict to them.
+"""The config of a run: frozen dataclasses with units in the names, and their construction from a ConfigDict.
 
-`configs/*.py` return the deltas on these defaults; `--config.section.field=value` overrides one field. The comment
-above or behind a field of a section is what docs/configuration.md says of it (docs/reference.py).
+Files in configs/ change some of these defaults; `--config.section.field=value` overrides one field. docs/reference.py
+copies the comment above or after each field to docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ml_collections import ConfigDict
 
 from psearch_jax.types import KINDS, UserError
 
-MAX_SIZE = 2**31  # of anything that a config.json says
+MAX_SIZE = 2**31  # every size in a config.json must be below this
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The shape of a decoder (names as in its config.json, in words); models/hf.py says which families there are."""
+    """The shape of a decoder; models/hf.py maps the fields of config.json and lists the supported model families."""
 
-    vocab_rows: int  # V, rows of the embedding (not all need hold a token)
+    vocab_rows: int  # V, rows of the embedding; some may have no token
     width: int  # D
     layers: int  # L
     heads: int  # N
@@ -37,8 +37,8 @@ class DecoderConfig:
     rms_eps: float = 1e-6
     max_positions: int = 32_768
     eos_ids: tuple[int, ...] = ()  # from config.json and generation_config.json, if any
-    qkv_bias: bool = True  # queries, keys and values have one (Qwen2.5)
-    qk_norm: bool = False  # queries and keys are normed, head by head, before they are turned (Qwen3)
+    qkv_bias: bool = True  # bias on the query, key and value projections (Qwen2.5)
+    qk_norm: bool = False  # RMSNorm of queries and keys per head, before the rotary embedding (Qwen3)
 
     def __post_init__(self) -> None:
         sizes = ("vocab_rows", "width", "layers", "heads", "kv_heads", "head_dim", "mlp", "max_positions")
@@ -51,12 +51,12 @@ class DecoderConfig:
         if self.heads % self.kv_heads:
             raise UserError(f"model: heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         if self.head_dim % 2:
-            raise UserError(f"model: head_dim={self.head_dim} must be even (rotary embedding turns pairs)")
+            raise UserError(f"model: head_dim={self.head_dim} must be even (rotary embedding rotates pairs)")
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters: W + scale a b in place of W."""
+    """Low-rank adapters: W + scale * a @ b instead of W."""
 
     rank: int
     alpha: float
@@ -75,10 +75,10 @@ def _qwen3(width: int, layers: int, heads: int, mlp: int, tied: bool) -> Decoder
     return DecoderConfig(151_936, width, layers, heads, 8, 128, mlp, tied, **options)
 
 
-# Shapes as in the published config.json files of Qwen2.5 and Qwen3; `toy` is the policy that ships with the package.
+# Shapes from the published config.json files of Qwen2.5 and Qwen3; `toy` is the policy that ships with the package.
 PRESETS: dict[str, DecoderConfig] = {
     "toy": DecoderConfig(2048, 128, 4, 4, 2, 32, 384, tied=True, rope_theta=10_000.0, max_positions=2048),
-    "tiny": DecoderConfig(152_064, 64, 2, 4, 2, 16, 128, tied=True),  # the real vocabulary on next to no weights
+    "tiny": DecoderConfig(152_064, 64, 2, 4, 2, 16, 128, tied=True),  # the real vocabulary with few weights
     "0.5b": _qwen2(896, 24, 14, 2, 4864, True, 151_936),
     "1.5b": _qwen2(1536, 28, 12, 2, 8960, True, 151_936),
     "3b": _qwen2(2048, 36, 16, 2, 11_008, True, 151_936),
@@ -100,31 +100,36 @@ Remat = Literal["none", "dots", "full"]
 
 @dataclass(frozen=True)
 class ModelSection:
-    path: str = ""  # HF directory or hub id; empty: random weights of `preset`; "toy": the policy that ships
-    preset: str = "7b"  # one of PRESETS, read only when path is empty
-    tokenizer: str = ""  # HF tokenizer directory; empty: the one at `path`
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # compute; the master weights are float32
-    # Of the sampling copy and the KV cache. On a CPU only products with weights are in 16 bits, here and in `dtype`;
-    # activations and cache are float32.
+    # Hugging Face directory or hub id; "": random weights of `preset`; "toy": the toy policy of this package.
+    path: str = ""
+    preset: str = "7b"  # model shape for random weights, used only when `path` is empty
+    tokenizer: str = ""  # Hugging Face tokenizer directory or hub id; "": the tokenizer at `path`
+    # Dtype of the training computation; the master weights are float32.
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    # Dtype of the sampler's weights and KV cache. On a CPU, `sampling_dtype` and `dtype` apply only to matrix products
+    # with weights; activations and KV cache are float32.
     sampling_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    # Sampling reads the layers' kernels quantized to 8 bits (models/int8.py): on a TPU half the bytes of 16 bits, and
-    # further from what is trained, by `logp_gap`; learning.importance_cap weighs for it.
+    # Quantizes the layers' kernels to int8 for sampling (models/int8.py). On a TPU this halves their bytes compared
+    # with 16 bits, but the sampler differs more from the trained model (metric `logp_gap`); learning.importance_cap
+    # corrects for that.
     int8_weights: bool = False
-    int8_cache: bool = False  # the same for the KV cache
-    # On a GPU, and on one CPU, a decode step reads each layer's weights from arrays of their own, copied once a call,
-    # which takes as much memory as the layers once more, in float32 on a CPU without instructions for sampling_dtype.
-    # Else it copies a slice of the stacked weights before every product.
+    int8_cache: bool = False  # quantizes the KV cache to int8 for sampling, with the same drawback
+    # On a GPU or a single CPU device, decoding copies each layer's weights into separate arrays once per call. The
+    # copy needs as much memory as the layers, in float32 on a CPU without instructions for `sampling_dtype`. If false,
+    # decoding copies a slice of the stacked weights before every product.
     unstacked_decoding: bool = True
-    shard_residual: bool = False  # training splits positions over `tensor` between layers: less memory, more traffic
-    # What the backward pass computes anew of each layer: nothing, all but the products with weights, or everything.
-    # Less is faster and takes more memory; launch/plan.py --search says what fits.
+    # Training splits positions over the `tensor` axis between layers: less memory, more traffic.
+    shard_residual: bool = False
+    # What the backward pass recomputes in each layer: `none`: nothing; `dots`: all but attention and the matrix
+    # products with weights; `full`: everything. Less recomputation is faster and needs more memory; launch/plan.py
+    # --search shows what fits.
     remat: Remat = "full"
-    # Above 0: only adapters of this rank are trained; the weights stay as they are, in sampling_dtype, and are the
-    # reference.
+    # Rank of LoRA adapters; 0: train all weights. With adapters, the base weights stay frozen in `sampling_dtype` and
+    # serve as the reference policy.
     lora_rank: int = 0
-    lora_alpha: float = 32.0  # the adapters count alpha / rank
-    # PEFT directory of LoRA adapters that are put on the weights of `path`, with a rank and alpha of their own.
-    # Training continues them, and the reference has them too.
+    lora_alpha: float = 32.0  # LoRA scaling: the adapters' output is multiplied by lora_alpha / lora_rank
+    # PEFT directory of LoRA adapters to put on the weights of `path`; they bring their own rank and alpha. Training
+    # continues these adapters, and the reference policy includes them.
     adapters: str = ""
 
     @property
@@ -134,178 +139,209 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class MeshSection:
-    data: int = 1  # whole copies of what is trained, each with rows of its own; one of the three sizes may be -1
-    fsdp: int = -1  # weights, optimizer and rows are split over these; -1: all devices that data and tensor leave
-    tensor: int = 1  # heads, MLPs and vocabulary are split over these, for sampling too
+    data: int = 1  # replicas of the training state, each with its own rows; one of the three sizes may be -1
+    fsdp: int = -1  # devices that share weights, optimizer state and rows; -1: all that `data` and `tensor` leave
+    tensor: int = 1  # devices over which heads, MLPs and vocabulary are split, in training and sampling
 
 
 @dataclass(frozen=True)
 class DataSection:
-    source: str = ""  # a question file, a directory of launch/prepare_data.py, or "closed_world"
-    validation: str = ""  # questions that are evaluated and never trained on: a file or a prepared directory
-    # In place of `validation`: this share of `source`, picked by a hash of (source, id), kept out of training.
+    # Training questions: a question file, a directory made by launch/prepare_data.py, or "closed_world".
+    source: str = ""
+    validation: str = ""  # questions for evaluation, never for training: a file or a prepared directory
+    # Instead of `validation`: the share of `source` to hold out of training, chosen by a hash of (source, id).
     validation_share: float = 0.0
-    prompt: Literal["template", "row"] = "template"  # row: the chat messages that come with the question
-    template: str = "parallel"  # a packaged template's name or a user's file
-    world_names: Literal["known", "new"] = "known"  # new: names that no cold start has seen (data/names.py)
-    world_seed: int = 0  # of the closed world; the run's own seed changes neither world nor evaluation
+    # `template`: the prompt comes from `template`; `row`: the chat messages stored with each question.
+    prompt: Literal["template", "row"] = "template"
+    template: str = "parallel"  # prompt template: a packaged name or a file of your own
+    # Names in the closed world. `known`: names that cold starts contain; `new`: names that no cold start contains.
+    world_names: Literal["known", "new"] = "known"
+    world_seed: int = 0  # seed of the closed world; the run's own seed changes neither the world nor its evaluation
     world_questions: int = 6000  # training questions drawn from the closed world
-    parallel_share: float = 0.5  # of them, parallel ones; what this and sequential_share leave are single ones
-    sequential_share: float = 0.4  # of them, sequential ones
+    parallel_share: float = 0.5  # share of parallel questions among them; single questions make up the rest
+    sequential_share: float = 0.4  # share of sequential questions among them
 
 
 @dataclass(frozen=True)
 class RetrievalSection:
-    index: str = ""  # a directory made by launch/build_index.py; several over one corpus, by commas, are fused
-    corpus: str = ""  # a jsonl corpus, encoded when the run starts (small ones only)
+    # Index directory made by launch/build_index.py. The results of several comma-separated indexes over one corpus are
+    # fused.
+    index: str = ""
+    corpus: str = ""  # jsonl corpus that is encoded when the run starts; for small corpora only
     # Servers that speak Search-R1's /retrieve: "," separates replicas of one index, "|" the parts of a sharded corpus.
     url: str = ""
-    timeout_s: float = 60.0  # for a server's whole answer
-    patience_s: float = 300.0  # how long a run waits for its servers before it saves and stops
-    token_file: str = ""  # the bearer token that the servers ask for
+    timeout_s: float = 60.0  # seconds that a server may take for its complete answer
+    patience_s: float = 300.0  # seconds that a run retries failing servers before it saves and stops
+    token_file: str = ""  # file with the bearer token for the servers
     topk: int = 3  # passages per sub-query
-    cache_queries: int = 65_536  # answers kept in this process, least recently used out first; 0 keeps none
-    cache_mb: int = 1024  # what those answers take at most
-    max_sub_queries: int = 8  # of one search; those behind them are not run
+    cache_queries: int = 65_536  # maximum number of answers in this process's LRU cache; 0: no cache
+    cache_mb: int = 1024  # maximum size of this cache in MiB
+    max_sub_queries: int = 8  # maximum number of sub-queries that one search runs; the rest are ignored
 
 
 @dataclass(frozen=True)
 class RolloutSection:
-    slots: int = 64  # B, rows decoded together; N rollouts run over B slots
+    slots: int = 64  # B, rollouts decoded at the same time; all rollouts of a step share these slots
     samples: int = 5  # R, rollouts per question
-    context_tokens: int = 6196  # S, ids a row can hold
-    prompt_tokens: int = 2048  # of a row, for the prompt at most; a longer one loses its end
-    turn_tokens: int = 500  # ids sampled in a turn at most
-    obs_tokens: int = 1000  # ids of what comes back from a search at most, over all its sub-queries
-    search_turns: int = 4  # turns that may search; one answer turn follows
-    # After a reply that ends without a search or an answer: a corrective message and another turn, as published, or
-    # the end of the rollout.
+    context_tokens: int = 6196  # S, maximum tokens of a rollout, including prompt and passages
+    prompt_tokens: int = 2048  # maximum tokens of a prompt; the rollouts of a longer prompt end as `truncated`
+    turn_tokens: int = 500  # maximum tokens sampled in a turn
+    obs_tokens: int = 1000  # maximum tokens inserted after a search, over all its sub-queries
+    search_turns: int = 4  # turns in which the model may search; one answer turn follows
+    # What follows a reply that ends without a search or an answer: `corrective`: a corrective message and another
+    # turn, as published; `end`: the end of the rollout.
     after_eos: Literal["corrective", "end"] = "corrective"
-    max_tokens_after_answer: int = 4  # ids sampled behind `</answer>`, in wait for a stop id
-    temperature: float = 1.0  # of sampling; the loss scores by the same one
-    top_p: float = 1.0  # sample of the likeliest ids that make up this share; 1: of all
-    top_k: int = 0  # sample of so many likeliest ids; 0: of all
-    widths: int = 4  # that prompts, passages and rows are padded to: fewer compile faster, more pad less
-    yield_share: float = 0.125  # yield when this share of the live rows waits: for passages, or for the next rollout
-    # A yield's searches run while the other rows decode, and are answered at the next yield. Worth it where a search
-    # takes longer than the rows that wait for it are missed: over HTTP, or in a large index.
+    max_tokens_after_answer: int = 4  # maximum tokens sampled after `</answer>` while waiting for a stop token
+    temperature: float = 1.0  # sampling temperature; the loss scores tokens at the same temperature
+    # Samples from the most likely tokens whose probabilities add up to this share; 1: from all tokens.
+    top_p: float = 1.0
+    top_k: int = 0  # samples from this many most likely tokens; 0: from all tokens
+    widths: int = 4  # number of padded widths for prompts, passages and rows: fewer compile faster, more pad less
+    # Decoding returns to the host when this share of the live rows waits for passages or for the next rollout.
+    yield_share: float = 0.125
+    # Runs the searches of one yield while the other rows decode, and inserts the passages at the next yield. Useful
+    # when searching is slow: over HTTP, or in a large index.
     overlap_search: bool = False
-    label_subqueries: bool = True  # each sub-query stands above its passages, where a search has several
-    initial_search: bool = False  # the question itself is searched before the first sampled token
-    # Rollouts without an answer are learned from like all, left out of the loss, or charged reward.unfinished_penalty.
+    label_subqueries: bool = True  # writes each sub-query above its passages when a search has several
+    initial_search: bool = False  # searches for the question itself before the first sampled token
+    # How training treats rollouts without an answer: `train`: like all others; `mask`: left out of the loss;
+    # `penalise`: reward.unfinished_penalty is subtracted.
     unfinished: Literal["train", "mask", "penalise"] = "train"
 
 
 @dataclass(frozen=True)
 class RewardSection:
-    profile: Literal["paper", "compat"] = "paper"  # by parsed actions, or by text as the public implementation has it
-    outcome: Literal["em", "f1"] = "em"  # what the answer is worth
-    format: float = 0.1  # paid to a wrong answer in a whole grammar, taken from a right one in a broken grammar
-    final_format: float = 0.0  # paid to a wrong answer in a broken grammar
-    decomposition: float = 0.15  # three times for splitting a parallel question, once for leaving another kind whole
-    search_count: float = 0.35  # less as much for each search off one; for a sequential question, short of two
-    mixed: Literal["sequential", "parallel"] = "sequential"  # which rule pays a bridge inside a comparison
-    gate_bonus_on_outcome: bool = False  # decomposition and search_count are paid for right answers alone
+    # `paper`: rewards parsed actions; `compat`: rewards text exactly as the public implementation does.
+    profile: Literal["paper", "compat"] = "paper"
+    outcome: Literal["em", "f1"] = "em"  # value of the answer: exact match or F1
+    format: float = 0.1  # bonus for a wrong answer in valid format; penalty for a right answer in invalid format
+    final_format: float = 0.0  # bonus for a wrong answer in invalid format
+    # A parallel question earns 3 x this if the first search splits it; every other question earns this if it is not
+    # split.
+    decomposition: float = 0.15
+    # Earns this x (1 - abs(searches - 1)); for a sequential question, this x (1 - max(0, 2 - searches)).
+    search_count: float = 0.35
+    # Kind as which mixed questions (a comparison that contains a bridge) are rewarded.
+    mixed: Literal["sequential", "parallel"] = "sequential"
+    gate_bonus_on_outcome: bool = False  # pays `decomposition` and `search_count` only for right answers
     search_price: float = 0.0  # subtracted for every search that was run
-    unfinished_penalty: float = 0.5  # subtracted when rollout.unfinished is "penalise"
-    overlong_tokens: int = 0  # the last ids of the context cost up to that penalty too (arXiv 2503.14476 eq. 13)
+    # Subtracted from a rollout without an answer when rollout.unfinished is "penalise".
+    unfinished_penalty: float = 0.5
+    # Over the last `overlong_tokens` tokens of the context, a penalty rises linearly from 0 to `unfinished_penalty`
+    # (arXiv 2503.14476 eq. 13); 0: none.
+    overlong_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class LearningSection:
-    # Where an id's advantage comes from: its trajectory's reward within a group, or a critic (section `critic`).
+    # `grpo`: advantages from the rewards of a question's group; `ppo`: from a critic (section `critic`).
     algorithm: Literal["grpo", "ppo"] = "grpo"
-    # Of GRPO: the reward less its group's mean, over the group's deviation or not, or less the mean of the others.
+    # GRPO only. `std`: (reward - group mean) / group standard deviation; `mean`: reward - group mean; `leave_one_out`:
+    # reward - mean of the group's other rewards.
     advantage: Literal["std", "mean", "leave_one_out"] = "std"
-    gamma: float = 1.0  # of PPO: what a reward loses by every sampled id that it is away
-    gae_lambda: float = 1.0  # of PPO: 1 trusts rewards alone, 0 the critic's next value alone
-    # Of PPO: over which ids of a step advantages get mean 0 and variance 1: all, or those of each kind of question.
+    gamma: float = 1.0  # PPO only: discount per sampled token
+    gae_lambda: float = 1.0  # PPO only: lambda of GAE; 1 uses only rewards, 0 only the critic's next value
+    # PPO only. Advantages are normalized to mean 0 and variance 1 over the tokens of a step: `batch`: all of them;
+    # `kind`: each kind of question separately.
     whiten: Literal["batch", "kind"] = "batch"
-    clip_low: float = 0.2  # the ratio of policy to old policy is clipped below 1 less this
-    clip_high: float = 0.2  # the same ratio is clipped above 1 plus this
-    kl_coefficient: float = 0.001  # of the KL to the policy that the run began with; 0 keeps no copy of it
-    kl_in: Literal["loss", "reward"] = "loss"  # reward: every id pays for it, with PPO alone
-    entropy_coefficient: float = 0.0  # of the entropy, subtracted from the loss
-    # The loss: the mean over ids, the mean of the trajectories' means, or the sum over trajectories x context_tokens.
+    clip_low: float = 0.2  # clips the ratio of policy to old policy below 1 - clip_low
+    clip_high: float = 0.2  # clips the same ratio above 1 + clip_high
+    # Weight of the KL to the policy at the start of the run; 0: no reference copy is kept.
+    kl_coefficient: float = 0.001
+    # `loss`: the KL is a term of the loss; `reward`: it is subtracted from each token's reward (PPO only).
+    kl_in: Literal["loss", "reward"] = "loss"
+    entropy_coefficient: float = 0.0  # weight of the entropy, which is subtracted from the loss
+    # How the loss is averaged. `token_mean`: over all tokens; `sequence_mean`: the mean of each trajectory's mean;
+    # `constant_length`: the sum divided by trajectories x context_tokens.
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
-    # Where the old policy's log-probs come from: computed with the weights before the first update of a step (by the
-    # update itself, where a step has one), or taken as the sampler recorded them, which saves a pass over the batch.
+    # Source of the old policy's log-probs. `trainer`: computed before a step's first update, or in the update itself
+    # if the step has only one; `sampler`: recorded while sampling, which saves a pass over the batch.
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    ratio: Literal["token", "sequence"] = "token"  # of policy to old policy, by id or by trajectory (GSPO)
-    dual_clip: float = 0.0  # a bad action weighs at most so often its advantage (arXiv 1912.09729); 0: off
-    guard: float = 0.0  # weight of what keeps good actions from growing less likely (arXiv 2512.04220); 0: off
-    importance_cap: float = 0.0  # truncated importance weights of old policy against sampler; 0: off
-    mini_batch_rollouts: int = 320  # rollouts per optimizer step, whole groups together (published: 256, cut groups)
+    ratio: Literal["token", "sequence"] = "token"  # ratio of policy to old policy per token, or per trajectory (GSPO)
+    # Limits the loss of a token with negative advantage to dual_clip x abs(advantage) (arXiv 1912.09729); 0: off.
+    dual_clip: float = 0.0
+    guard: float = 0.0  # weight of a penalty on good actions that become less likely (arXiv 2512.04220); 0: off
+    importance_cap: float = 0.0  # weights each token by min(p_old / p_sampler, importance_cap); 0: off
+    # Rollouts per optimizer step, in complete groups. The published value of 256 cuts groups of 5.
+    mini_batch_rollouts: int = 320
     micro_batch_rows: int = 4  # rows per forward and backward pass, over all devices
-    learning_rate: float = 1e-6  # of AdamW, the same from the end of the warm-up on
-    warmup_ratio: float = 0.285  # share of all updates over which the rate rises to its full height
-    weight_decay: float = 0.01  # of AdamW, for all that is trained
-    beta1: float = 0.9  # of AdamW, what its mean gradient keeps of itself at an update
-    beta2: float = 0.999  # of AdamW, the same for the mean of the squares
-    gradient_clip: float = 1.0  # the largest global norm of a gradient; a larger one is scaled down to it
-    max_bad_steps: int = 3  # non-finite updates in a row before the run stops
+    learning_rate: float = 1e-6  # learning rate of AdamW; constant after the warm-up
+    warmup_ratio: float = 0.285  # share of all updates over which the learning rate rises linearly to its full value
+    weight_decay: float = 0.01  # weight decay of AdamW, on all trained parameters
+    beta1: float = 0.9  # AdamW's decay rate of the mean gradient
+    beta2: float = 0.999  # AdamW's decay rate of the mean squared gradient
+    gradient_clip: float = 1.0  # maximum global norm of the gradient; larger gradients are scaled down to it
+    max_bad_steps: int = 3  # consecutive updates with a non-finite loss or gradient after which the run stops
 
 
 @dataclass(frozen=True)
 class TrainSection:
-    steps: int = 1005  # steps in all: rollouts of `prompts` questions, and the updates from them
+    steps: int = 1005  # training steps; each collects rollouts of `prompts` questions and updates on them
     prompts: int = 512  # questions per step
-    redraws: int = 0  # how often as many more are drawn, in place of groups whose rewards are all equal (DAPO)
-    checkpoint_every_steps: int = 50  # a checkpoint is written at multiples of this, and at the end
-    # One more is written behind the first step that ends so long after the last checkpoint; 0: none.
+    # Dynamic sampling (DAPO): up to this many times, a step draws `prompts` more questions to replace groups whose
+    # rewards are all equal; 0: off.
+    redraws: int = 0
+    checkpoint_every_steps: int = 50  # writes a checkpoint at multiples of this step, and at the end
+    # Also writes a checkpoint after a step that ends at least this many minutes after the last one; 0: off.
     checkpoint_every_minutes: float = 20.0
-    keep_checkpoints: int = 3  # so many of the newest are kept
-    keep_every_steps: int = 0  # checkpoints at its multiples are kept besides; 0: none
-    trajectories_per_step: int = 64  # rows written to trajectories/ at each step
+    keep_checkpoints: int = 3  # number of newest checkpoints to keep
+    keep_every_steps: int = 0  # also keeps the checkpoints at multiples of this step; 0: none
+    trajectories_per_step: int = 64  # rollouts written to trajectories/ at each step
 
 
 @dataclass(frozen=True)
 class CriticSection:
-    """Of learning.algorithm=ppo; what is not here is that of the policy."""
+    """Used with learning.algorithm=ppo; the critic shares all other settings with the policy."""
 
-    learning_rate: float = 1e-5  # of the critic's AdamW
-    warmup_ratio: float = 0.015  # the same for the critic's rate
-    value_clip: float = 0.5  # a value earns nothing by moving further in one step; 0: no clip
-    alone_steps: int = 0  # in so many first steps of a run the critic learns and the policy does not
+    learning_rate: float = 1e-5  # learning rate of the critic's AdamW
+    warmup_ratio: float = 0.015  # share of all updates over which the critic's learning rate rises linearly
+    value_clip: float = 0.5  # a value that moves further than this in one step does not lower the loss; 0: no clip
+    alone_steps: int = 0  # number of first steps in which only the critic is trained
 
 
 @dataclass(frozen=True)
 class AlarmSection:
-    """From where on a run is warned of (train/alarms.py); figures are means over `window` steps, a probe's its own."""
+    """A metric that crosses its threshold logs a warning (train/alarms.py).
 
-    window: int = 10  # steps; no alarm rings before so many are done
-    reward_fall: float = 0.1  # below its highest; in good runs of the demo up to .05
-    # The share of sequential questions that are split; in good runs of the demo up to .65, in the middle of training.
+    Metrics are means over the last `window` steps, except that only the last probe counts.
+    """
+
+    window: int = 10  # steps in each mean; no alarm before this many steps are done
+    reward_fall: float = 0.1  # fall of the mean reward below its highest value; up to 0.05 in good runs of the demo
+    # Share of sequential questions that are split; up to 0.65 in the middle of good runs of the demo.
     over_splitting: float = 0.75
-    no_search: float = 0.3  # the share of rollouts without a search
-    wrong_though_seen: float = 0.5  # the share of wrong ones among those that had the answer in a passage
-    likelihood_fall: float = 0.3  # nats an id that right rollouts lost, while the reward did not rise
-    entropy_rise: float = 0.5  # nats an id above its lowest
-    gap: float = 0.1  # nats an id between sampler and trainer
-    probe_every_steps: int = 25  # a rollout of each question with the passages of others; 0: never
-    probe_gain: float = 0.05  # the EM that right passages bring at least
+    no_search: float = 0.3  # share of rollouts without a search
+    wrong_though_seen: float = 0.5  # share of wrong answers among rollouts that had the right answer in a passage
+    # Fall of the log-prob of right rollouts, in nats per token, while the reward did not rise.
+    likelihood_fall: float = 0.3
+    entropy_rise: float = 0.5  # rise of the entropy above its lowest value, in nats per token
+    gap: float = 0.1  # mean absolute difference of sampler and trainer log-probs, in nats per token
+    # Steps between probes. A probe repeats one rollout per question with passages retrieved for other questions; 0: no
+    # probes.
+    probe_every_steps: int = 25
+    probe_gain: float = 0.05  # EM that the right passages must at least add in a probe
 
 
 @dataclass(frozen=True)
 class EvalSection:
-    every_steps: int = 0  # 0: only before the first step and after the last
-    questions_per_kind: int = 400  # at most so many of each kind are asked
-    # With every_steps: the parameters with the highest value are kept in WORKDIR/best. A figure of BEST_FIGURES over
-    # all validation questions, or over those of a kind: parallel/em.
+    every_steps: int = 0  # steps between evaluations; 0: only before the first step and after the last
+    questions_per_kind: int = 400  # maximum number of evaluated questions of each kind; 0: no evaluation
+    # With every_steps, WORKDIR/best keeps the parameters with the highest value of this metric: one of BEST_FIGURES
+    # over all validation questions, or over one kind, as in parallel/em.
     best_metric: str = "em"
-    temperature: float = 0.0  # that the questions are answered at; 0: the likeliest id each time
-    also_greedy: bool = False  # before the first step and after the last they are answered at 0 as well
-    seed: int = 1  # of the answers; the run's own seed has no part in them
+    temperature: float = 0.0  # sampling temperature of evaluations; 0: greedy
+    also_greedy: bool = False  # evaluates greedily as well, before the first step and after the last
+    seed: int = 1  # seed of the sampled answers; the run's own seed does not affect them
 
 
 BEST_FIGURES = ("em", "f1", "decomposition_ratio", "valid_format")
 
 
 def best_metric(text: str) -> tuple[str, str]:
-    """(kind or "all", figure) of eval.best_metric; `eval/` in front, as in metrics.jsonl, is accepted.
+    """Splits eval.best_metric into (kind or "all", metric); a prefix `eval/`, as in metrics.jsonl, is accepted.
 
     Raises:
-      UserError: there is no such figure.
+      UserError: there is no such metric.
     """
     *kind, figure = text.removeprefix("eval/").split("/")
     if figure not in BEST_FIGURES or len(kind) > 1 or (kind and kind[0] not in ("all", *KINDS)):
@@ -318,15 +354,15 @@ def best_metric(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class SFTSection:
-    """Supervised fine-tuning (launch/sft.py); model, mesh, lengths, micro-batches and checkpoints are the run's."""
+    """Used by launch/sft.py; model, mesh, lengths, micro-batches and checkpoints come from the other sections."""
 
     epochs: int = 2  # passes over the transcripts
     batch_rows: int = 16  # transcripts per optimizer step
-    learning_rate: float = 1e-5  # peak of AdamW's; adapters take about ten times as much
-    warmup_ratio: float = 0.05  # share of all steps over which the rate rises linearly to its peak
-    final_learning_rate_ratio: float = 0.1  # after the warm-up the rate follows a cosine down to this share of it
-    weight_decay: float = 0.01  # of AdamW, on all that is trained
-    validation_share: float = 0.0  # share of the transcripts that are held out; their loss is logged per epoch
+    learning_rate: float = 1e-5  # peak learning rate of AdamW; adapters need about ten times as much
+    warmup_ratio: float = 0.05  # share of all steps over which the learning rate rises linearly to its peak
+    final_learning_rate_ratio: float = 0.1  # final learning rate of the cosine decay, as a share of the peak
+    weight_decay: float = 0.01  # weight decay of AdamW, on all trained parameters
+    validation_share: float = 0.0  # share of the transcripts to hold out; their loss is logged once per epoch
 
 
 Method = Literal["parallelsearch", "search_r1", "parallel_prompt", "r1"]
@@ -334,29 +370,29 @@ Method = Literal["parallelsearch", "search_r1", "parallel_prompt", "r1"]
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run. `launch/train.py` writes it to config.json in the run directory."""
+    """The config of a run. `launch/train.py` writes it to config.json in the run directory."""
 
-    seed: int = 0  # of the rollouts, the order of questions, and weights or adapters that begin at random
-    method: Method = "parallelsearch"  # the paper's, or a baseline as `with_method` has it
-    model: ModelSection = field(default_factory=ModelSection)  # which weights, and how they are held and computed
+    seed: int = 0  # seed of rollouts, question order, and randomly initialized weights or adapters
+    method: Method = "parallelsearch"  # the paper's method, or a baseline (see Methods below)
+    model: ModelSection = field(default_factory=ModelSection)  # model weights, dtypes and memory options
     mesh: MeshSection = field(default_factory=MeshSection)  # how devices share the work
     data: DataSection = field(default_factory=DataSection)  # questions and their prompts
-    retrieval: RetrievalSection = field(default_factory=RetrievalSection)  # what is searched
-    rollout: RolloutSection = field(default_factory=RolloutSection)  # how many rollouts, how long, how sampled
-    reward: RewardSection = field(default_factory=RewardSection)  # what a rollout earns
+    retrieval: RetrievalSection = field(default_factory=RetrievalSection)  # where passages come from
+    rollout: RolloutSection = field(default_factory=RolloutSection)  # number, length and sampling of rollouts
+    reward: RewardSection = field(default_factory=RewardSection)  # the reward of a rollout
     learning: LearningSection = field(default_factory=LearningSection)  # the loss and its optimizer
     critic: CriticSection = field(default_factory=CriticSection)  # the critic of PPO
-    train: TrainSection = field(default_factory=TrainSection)  # how long a run is, and what it saves
-    alarms: AlarmSection = field(default_factory=AlarmSection)  # when a run is warned of
+    train: TrainSection = field(default_factory=TrainSection)  # length of a run, and what it saves
+    alarms: AlarmSection = field(default_factory=AlarmSection)  # thresholds for warnings during a run
     eval: EvalSection = field(default_factory=EvalSection)  # evaluations before, during and after training
     sft: SFTSection = field(default_factory=SFTSection)  # supervised fine-tuning before a run
 
 
 def from_mapping(values: Mapping[str, Any], cls: type = Config, prefix: str = "config") -> Any:
-    """Builds the validated dataclass from a (nested) mapping; missing keys take their defaults.
+    """Builds a dataclass from a nested mapping and checks keys and types; missing keys take their defaults.
 
     Raises:
-      UserError: an unknown key (with the nearest known one) or a value of the wrong type.
+      UserError: an unknown key (the message suggests the nearest known one) or a value of the wrong type.
     """
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls)}
@@ -392,7 +428,7 @@ def _checked(value: Any, hint: Any, name: str) -> Any:
 
 
 def config_dict(**sections: Any) -> ConfigDict:
-    """All defaults with the given deltas, as a ConfigDict whose every field can be set by a flag.
+    """The defaults, changed by `sections`, as a ConfigDict in which flags can set every field.
 
     Raises:
       UserError: as `from_mapping`.
@@ -400,7 +436,7 @@ def config_dict(**sections: Any) -> ConfigDict:
     return ConfigDict(to_mapping(from_mapping(sections)))
 
 
-# What a baseline changes. A template of the user's own, and the toy policy's, stay as they are.
+# The fields that each baseline changes. Prompt templates other than the default one are kept.
 _OUTCOME_ONLY = {"decomposition": 0.0, "search_count": 0.0}
 _METHODS: dict[Method, dict[str, dict[str, Any]]] = {
     "parallelsearch": {},
@@ -415,12 +451,12 @@ _METHODS: dict[Method, dict[str, dict[str, Any]]] = {
 
 
 def with_method(config: Config) -> Config:
-    """The config as its `method` has it; the methods differ in nothing else (arXiv 2508.09303, section 4).
+    """Sets the fields in which the config's `method` differs from the others (arXiv 2508.09303, section 4).
 
-    - parallelsearch: nothing changes;
-    - parallel_prompt: told how to split, rewarded for answer and format alone;
-    - search_r1: one query per search (what follows a `##` is not run), rewarded for answer and format alone;
-    - r1: no search, rewarded for answer and format alone.
+    - parallelsearch: changes nothing;
+    - parallel_prompt: the prompt explains splitting, and only answer and format are rewarded;
+    - search_r1: one query per search (text after `##` is ignored), and only answer and format are rewarded;
+    - r1: no search, and only answer and format are rewarded.
     """
     sections = dict(_METHODS[config.method])
     if config.data.template != DataSection.template:
@@ -430,5 +466,5 @@ def with_method(config: Config) -> Config:
 
 
 def to_mapping(config: Config) -> dict[str, Any]:
-    """The inverse of `from_mapping`, ready for json."""
+    """The inverse of `from_mapping`; the result can be written as JSON."""
     return dataclasses.asdict(config)

@@ -1,4 +1,4 @@
-"""Looks at all that a run needs before it starts, and says of each thing how it stands and how to mend it."""
+"""Checks everything that a run needs before it starts, and reports for each check the state and how to fix it."""
 
 from __future__ import annotations
 
@@ -34,51 +34,51 @@ from retrieval.memory import available_memory
 from retrieval.protocol import CorpusError, RetrievalError
 
 PACKAGE = "psearch_jax"
-# Where an accelerator shows itself to the system, and what installs the build of jax that uses it.
+# Device files of accelerators, and the extra of setup.py that installs the JAX build for them.
 SIGNS = (("/dev/nvidiactl", "cuda"), ("/dev/accel0", "tpu"), ("/dev/vfio/0", "tpu"))
 SHARDS = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """How one thing stands; where it has to be mended, the text says how."""
+    """The result of one check; with `wrong`, the text says how to fix it."""
 
     name: str
     text: str
     wrong: bool = False
 
     def __str__(self) -> str:
-        return f"{'MEND' if self.wrong else 'ok':<5} {self.name:<10} {self.text}"
+        return f"{'FIX' if self.wrong else 'ok':<5} {self.name:<10} {self.text}"
 
 
 def examine(config: Config, workdir: str, root: Path = Path("/")) -> Iterator[Finding]:
-    """Every finding, as soon as it is made; what hangs on something that is missing is left out.
+    """Yields each finding as soon as it is known; leaves out checks whose prerequisites are missing.
 
     Args:
-      config: of a training run.
-      workdir: of the run.
-      root: of the system's files.
+      config: the config of a training run.
+      workdir: the directory of the run.
+      root: the root of the file system.
     """
     yield from guarded("packages", packages)
     yield from guarded("devices", lambda: devices(root))
     yield from guarded("config", lambda: settings(config))
     config = with_method(config)
     yield from guarded("model", lambda: model(config))
-    found: list[Plan] = []
-    yield from guarded("memory", lambda: memory(config, found))
+    plans: list[Plan] = []
+    yield from guarded("memory", lambda: memory(config, plans))
     yield from guarded("questions", lambda: questions(config))
     yield from guarded("passages", lambda: passages(config))
-    if found:
-        yield from guarded("disk", lambda: disk(config, found[0], workdir))
+    if plans:
+        yield from guarded("disk", lambda: disk(config, plans[0], workdir))
     yield from guarded("cache", cache)
     yield from guarded("workdir", lambda: resumes(workdir))
 
 
 def guarded(name: str, look: Callable[[], str | None]) -> Iterator[Finding]:
-    """What `look` says, if anything; what it raises has to be mended, each thing of a list by itself."""
+    """Yields the text of `look`, if any. An error becomes a finding to fix; a list of errors becomes one for each."""
     try:
         text = look()
-    except (UserError, CorpusError, RetrievalError, OSError, RuntimeError) as error:  # the last: jax, of its devices
+    except (UserError, CorpusError, RetrievalError, OSError, RuntimeError) as error:  # JAX raises RuntimeError
         first, *items = str(error).split(ITEM)
         for item in items or [first]:
             yield Finding(name, " ".join(item.split()), True)
@@ -88,44 +88,44 @@ def guarded(name: str, look: Callable[[], str | None]) -> Iterator[Finding]:
 
 
 def packages() -> str:
-    """Whether what setup.py asks for is installed in versions that it takes."""
+    """Checks that the requirements of setup.py are installed in accepted versions."""
     try:
         wanted = [Requirement(line) for line in importlib.metadata.requires(PACKAGE) or ()]
     except importlib.metadata.PackageNotFoundError:
         raise UserError(f"{PACKAGE} is not installed: `pip install -e .`") from None
-    lacking, asked = [], 0
+    problems, checked = [], 0
     for one in wanted:
         if one.marker is not None and not one.marker.evaluate({"extra": ""}):
-            continue  # of an extra, or of another Python
-        asked += 1
+            continue  # for an extra, or for another Python
+        checked += 1
         try:
             version = importlib.metadata.version(one.name)
         except importlib.metadata.PackageNotFoundError:
-            lacking.append(f"{one.name} is missing")
+            problems.append(f"{one.name} is missing")
             continue
         if not one.specifier.contains(version, prereleases=True):
-            lacking.append(f"{one.name} {version} is not {one.specifier}")
-    if lacking:
-        raise UserError(f"{'; '.join(lacking)}: `pip install -e .`")
+            problems.append(f"{one.name} {version} is not {one.specifier}")
+    if problems:
+        raise UserError(f"{'; '.join(problems)}: `pip install -e .`")
     shown = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "scann"))
     python = ".".join(map(str, sys.version_info[:3]))
-    return f"Python {python}, {shown}, and {asked} requirements met"
+    return f"Python {python}, {shown}, and {checked} requirements met"
 
 
 def devices(root: Path = Path("/")) -> str:
-    """What jax computes on, and whether the machine has something better."""
-    found = jax.devices()
-    text = f"{len(found)} x {found[0].device_kind}, {jax.process_count()} process{'es' * (jax.process_count() > 1)}"
-    if found[0].platform != "cpu" or os.environ.get("JAX_PLATFORMS") == "cpu":
+    """The devices that JAX uses, and whether it misses an accelerator of this machine."""
+    used = jax.devices()
+    text = f"{len(used)} x {used[0].device_kind}, {jax.process_count()} process{'es' * (jax.process_count() > 1)}"
+    if used[0].platform != "cpu" or os.environ.get("JAX_PLATFORMS") == "cpu":
         return text
     for sign, extra in SIGNS:
         if (root / sign.lstrip("/")).exists():
-            raise UserError(f"{text}, though {sign} is there: `pip install -e '.[{extra}]'`")
+            raise UserError(f"{text}, although {sign} exists: `pip install -e '.[{extra}]'`")
     return text
 
 
 def settings(config: Config) -> str:
-    """Whether the fields agree with each other, and name all that a run needs."""
+    """Checks that the fields agree with each other and name everything that a run needs."""
     validate(with_method(config))
     missing = build.missing_inputs(with_method(config))
     if missing:
@@ -135,7 +135,7 @@ def settings(config: Config) -> str:
 
 
 def model(config: Config) -> str | None:
-    """Whether weights and tokenizer are whole, as far as their files tell."""
+    """Checks that no file of the weights is missing and that the tokenizer fits them."""
     path = config.model.path
     directory = TOY_POLICY if path == "toy" else Path(path)
     if not path:
@@ -144,47 +144,47 @@ def model(config: Config) -> str | None:
         return None
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise UserError(f"{path}: no *.safetensors there, accepted: a whole Hugging Face directory")
+        raise UserError(f"{path}: no *.safetensors found, accepted: a complete Hugging Face directory")
     numbered = [match for file in files if (match := SHARDS.search(file.name))]
     if numbered and len(numbered) != int(numbered[0][1]):
-        found = f"{path}: found {len(numbered)} of {int(numbered[0][1])} files of weights"
-        raise UserError(f"{found}, accepted: all of them (`hf download` goes on where it stopped)")
+        count = f"{path}: found {len(numbered)} of {int(numbered[0][1])} files of weights"
+        raise UserError(f"{count}, accepted: all of them (`hf download` resumes an interrupted download)")
     shape = model_shape(config)
     tokenizer = Tokenizer.load(config.model.tokenizer or str(directory), shape.eos_ids)
     if tokenizer.size > shape.vocab_rows:
         raise UserError(
-            f"config.model.tokenizer: found {tokenizer.size} ids for {shape.vocab_rows} rows of the model, accepted: "
-            "the tokenizer that belongs to it"
+            f"config.model.tokenizer: found {tokenizer.size} token ids for {shape.vocab_rows} embedding rows, "
+            "accepted: the tokenizer of the model"
         )
     size = sum(file.stat().st_size for file in files)
     return f"{path}, {len(files)} file{'s' * (len(files) > 1)} of {size / GIB:.2f} GiB"
 
 
 def memory(config: Config, found: list[Plan]) -> str:
-    """What lies in each device's memory for all of a run, beside what there is; the plan is put into `found`."""
+    """Compares the memory that a run holds on each device throughout with what is available; appends to `found`."""
     first = jax.devices()[0]
-    told = first.memory_stats() if first.platform != "cpu" else None
+    stats = first.memory_stats() if first.platform != "cpu" else None
     known = chip_of(first)
-    room = int((told or {}).get("bytes_limit", 0)) or (known.hbm_bytes if known else 0)
+    room = int((stats or {}).get("bytes_limit", 0)) or (known.hbm_bytes if known else 0)
     if first.platform == "cpu":
         room = available_memory() // jax.local_device_count()
     target = Target("here", jax.devices(), Chip(room, 0.0, 0.0), first.device_kind)
     plan = make_plan(config, target, names=())
     found.append(plan)
     needed = plan.held_bytes
-    text = f"{needed / GIB:.2f} of {room / GIB:.2f} GiB on each device before anything is computed"
+    text = f"{needed / GIB:.2f} of {room / GIB:.2f} GiB on each device before any computation"
     if not room:
-        return f"{needed / GIB:.2f} GiB on each device before anything is computed; what there is, is not known"
+        return f"{needed / GIB:.2f} GiB on each device before any computation; the available memory is unknown"
     if needed > room:
-        raise UserError(f"{text}: take more chips, model.lora_rank, or fewer rollout.slots (launch/plan.py)")
-    return f"{text}; launch/plan.py says what computing takes"
+        raise UserError(f"{text}: use more chips, model.lora_rank, or fewer rollout.slots (launch/plan.py)")
+    return f"{text}; launch/plan.py computes the peak"
 
 
 def questions(config: Config) -> str | None:
-    """How many there are to train on and to evaluate by."""
+    """The number of questions for training and for validation."""
     data = config.data
     if data.source == CLOSED_WORLD:
-        return f"{data.world_questions} of the closed world"
+        return f"{data.world_questions} from the closed world"
     if not data.source or not are_there(data.source):
         return None
     train, held = open_questions(data.source), []
@@ -194,16 +194,16 @@ def questions(config: Config) -> str | None:
         held = open_questions(data.validation)
     if len(train) < config.train.prompts:
         raise UserError(
-            f"{data.source}: found {len(train)} questions for steps of {config.train.prompts}, accepted: at least as "
-            "many as config.train.prompts"
+            f"{data.source}: found {len(train)} questions for steps of {config.train.prompts}, accepted: at least "
+            "config.train.prompts"
         )
     epochs = config.train.steps * config.train.prompts / len(train)
-    validation = f", {len(held)} to validate by" if held else ""
+    validation = f", {len(held)} for validation" if held else ""
     return f"{len(train)} in {data.source}, seen {epochs:.2g} times{validation}"
 
 
 def passages(config: Config) -> str | None:
-    """Whether the retriever answers, and how fast."""
+    """Checks that the retriever answers, and measures how fast."""
     if not config.rollout.search_turns:
         return f"none: {config.method} does not search"
     world = ClosedWorld.make(config.data.world_seed) if config.data.source == CLOSED_WORLD else None
@@ -211,50 +211,50 @@ def passages(config: Config) -> str | None:
         return None
     retriever = build.retriever_of(config, world, patience_s=0.0)
     queries = [f"a query of launch/doctor.py, number {i}" for i in range(64)]
-    retriever.search(queries[:1], config.retrieval.topk)  # what is loaded at first is not counted
+    retriever.search(queries[:1], config.retrieval.topk)  # warm-up: the first search may load files
     begun = time.monotonic()
     retriever.search(queries[1:], config.retrieval.topk)
-    spent = time.monotonic() - begun
+    seconds = time.monotonic() - begun
     about = retriever.describe()
-    rows = f"{about['rows']} passages" if about.get("rows") else "passages of a server"
-    return f"{rows}, {len(queries) - 1} queries in {spent:.2f} s"
+    rows = f"{about['rows']} passages" if about.get("rows") else "passages on a server"
+    return f"{rows}, {len(queries) - 1} queries in {seconds:.2f} s"
 
 
 def disk(config: Config, plan: Plan, workdir: str) -> str:
-    """Whether the checkpoints of the run find room."""
+    """Checks that the run's checkpoints fit on the disk."""
     if is_remote(workdir):
         return f"{workdir} is an object store"
     place = Path(workdir).absolute()
     while not place.is_dir():
         place = place.parent
-    one = plan.checkpoint_bytes
+    size = plan.checkpoint_bytes
     train = config.train
-    several = train.keep_checkpoints + 1  # one is written before the oldest goes
-    several += train.steps // train.keep_every_steps if train.keep_every_steps else 0
+    count = train.keep_checkpoints + 1  # a new one is written before the oldest is removed
+    count += train.steps // train.keep_every_steps if train.keep_every_steps else 0
     free = shutil.disk_usage(place).free
-    text = f"{one * several / GIB:.2f} GiB for {several} checkpoints, {free / GIB:.2f} free at {place}"
-    if one * several > free:
-        raise UserError(f"{text}: take a larger disk, gs://BUCKET/..., or fewer train.keep_checkpoints")
+    text = f"{size * count / GIB:.2f} GiB for {count} checkpoints, {free / GIB:.2f} free at {place}"
+    if size * count > free:
+        raise UserError(f"{text}: use a larger disk, gs://BUCKET/..., or fewer train.keep_checkpoints")
     return f"{text}"
 
 
 def cache() -> str:
-    """Whether what is compiled can be kept."""
-    named = os.environ.get(CACHE_VARIABLE) or str(DEFAULT_CACHE)
-    if is_remote(named):
-        return f"{named} keeps what is compiled, if it can be written to"
-    place = Path(named)
+    """Checks that compiled programs can be cached."""
+    directory = os.environ.get(CACHE_VARIABLE) or str(DEFAULT_CACHE)
+    if is_remote(directory):
+        return f"{directory} caches compiled programs, if it is writable"
+    place = Path(directory)
     place.mkdir(parents=True, exist_ok=True)
     if not os.access(place, os.W_OK):
-        raise UserError(f"{place}: cannot be written to, accepted: another directory in {CACHE_VARIABLE}")
-    return f"{place} keeps what is compiled"
+        raise UserError(f"{place}: not writable, accepted: another directory in {CACHE_VARIABLE}")
+    return f"{place} caches compiled programs"
 
 
 def resumes(workdir: str) -> str:
-    """Whether the run begins or goes on."""
+    """Whether the run starts anew or resumes."""
     if not locate(workdir).is_dir():
-        return f"{workdir}: begins"
+        return f"{workdir}: starts a new run"
     try:
-        return f"{workdir}: goes on behind step {find_checkpoint(workdir).name}"
+        return f"{workdir}: resumes after step {find_checkpoint(workdir).name}"
     except UserError:
-        return f"{workdir}: begins; it holds no checkpoint"
+        return f"{workdir}: starts a new run; it contains no checkpoint"

@@ -1,4 +1,4 @@
-"""What the programs that use a policy are given: flags that name it, and what it searches in."""
+"""Command-line flags of the programs that use a policy: which policy, and which passages it searches."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from psearch_jax.config import Config, MeshSection, Method, ModelSection, from_m
 from psearch_jax.types import UserError
 
 METHODS = list(get_args(Method))
-EXAMPLES = ("parallel", "sequential", "parallel")  # their kinds
-PATIENCE_S = 10.0  # with servers of passages
+EXAMPLES = ("parallel", "sequential", "parallel")  # kinds of the example questions
+PATIENCE_S = 10.0  # maximum retrieval.patience_s while somebody waits for an answer
 
 
 def define_flags(model: str | None) -> None:
-    """Defines the flags, once and before they are parsed. `model`: of whom names none; None: it has to be named."""
+    """Defines the flags; call it once, before they are parsed. `model`: default of --model; None: it is required."""
     flags.DEFINE_string(
         "model", model, "Run directory, checkpoint, HF directory or hub id, or toy.", required=not model
     )
     flags.DEFINE_string("adapters", None, "PEFT directory of LoRA adapters to put on the weights of --model.")
-    flags.DEFINE_bool("best", False, "Of a run directory: the best checkpoint by validation, not the newest.")
-    config_flags.DEFINE_config_file("config", None, "Budgets, prompt and retrieval of a file in configs/.")
-    flags.DEFINE_enum("method", None, METHODS, "How to search.")
+    flags.DEFINE_bool("best", False, "Use the run's best checkpoint by validation instead of its newest.")
+    config_flags.DEFINE_config_file("config", None, "Config file with token budgets, prompt and retrieval settings.")
+    flags.DEFINE_enum("method", None, METHODS, "Method by which the policy answers; default: the config's.")
     flags.DEFINE_string("index", None, "Index directory made by launch/build_index.py.")
-    flags.DEFINE_string("corpus", None, "A jsonl corpus in place of an index (small ones only).")
-    flags.DEFINE_string("retriever_url", None, "Server that speaks /retrieve, in place of an index; also several.")
-    flags.DEFINE_string("retriever_token_file", None, "File with the bearer token that --retriever_url asks for.")
+    flags.DEFINE_string("corpus", None, "A jsonl corpus instead of an index (small corpora only).")
+    flags.DEFINE_string("retriever_url", None, "Servers that speak /retrieve, instead of an index.")
+    flags.DEFINE_string("retriever_token_file", None, "File with the bearer token for --retriever_url.")
     flags.DEFINE_integer("topk", None, "Passages per sub-query.", lower_bound=1)
     flags.DEFINE_integer("tensor", None, "Devices over which each layer is split; default: the config's.", 1)
 
 
 def model() -> str:
-    """The policy that the flags name."""
+    """The policy that --model and --best select."""
     if not flags.FLAGS.best:
         return flags.FLAGS.model
     from psearch_jax.train.best import find_best
@@ -47,38 +47,38 @@ def model() -> str:
 
 
 def config(model: str, default: Config = Config()) -> Config:  # noqa: B008 (frozen)
-    """Budgets, prompt and retrieval by --config, else of the run that a policy belongs to, else the default.
+    """The config from --config, or else the config of the policy's run, or else `default`.
 
-    Over them stand the method, the passages and the split of layers that flags name.
+    The flags for adapters, passages, method and tensor parallelism override it.
 
     Raises:
-      UserError: passages of several kinds.
+      UserError: more than one flag names passages.
     """
-    given = flags.FLAGS
-    if given.config is not None:
-        found = from_mapping(given.config.to_dict())
+    values = flags.FLAGS
+    if values.config is not None:
+        config = from_mapping(values.config.to_dict())
     else:
         from psearch_jax.train.run_config import config_of
 
-        found = config_of(model) or default
-    retrieval, mesh = found.retrieval, found.mesh
-    if given.adapters:
-        found = replace(found, model=replace(found.model, adapters=given.adapters, lora_rank=0))
+        config = config_of(model) or default
+    retrieval, mesh = config.retrieval, config.mesh
+    if values.adapters:
+        config = replace(config, model=replace(config.model, adapters=values.adapters, lora_rank=0))
     if passages():
-        # The token of the run's own server is for no other.
-        names = {"index": given.index, "corpus": given.corpus, "url": given.retriever_url, "token_file": None}
+        # Never send the token of the run's own server to another server.
+        names = {"index": values.index, "corpus": values.corpus, "url": values.retriever_url, "token_file": None}
         retrieval = replace(retrieval, **{name: value or "" for name, value in names.items()})
-    if given.retriever_token_file:
-        retrieval = replace(retrieval, token_file=given.retriever_token_file)
-    if given.topk:
-        retrieval = replace(retrieval, topk=given.topk)
-    if given.tensor:
-        mesh = MeshSection(tensor=given.tensor)
-    return replace(found, retrieval=retrieval, mesh=mesh, method=given.method or found.method)
+    if values.retriever_token_file:
+        retrieval = replace(retrieval, token_file=values.retriever_token_file)
+    if values.topk:
+        retrieval = replace(retrieval, topk=values.topk)
+    if values.tensor:
+        mesh = MeshSection(tensor=values.tensor)
+    return replace(config, retrieval=retrieval, mesh=mesh, method=values.method or config.method)
 
 
 def passages() -> bool:
-    """Whether a flag names passages. Raises `UserError` where several do."""
+    """Whether a flag names passages. Raises `UserError` if several flags do."""
     named = [name for name in ("index", "corpus", "retriever_url") if flags.FLAGS[name].value]
     if len(named) > 1:
         raise UserError("--index, --corpus, --retriever_url: found several, accepted: one of them")
@@ -88,43 +88,44 @@ def passages() -> bool:
 def to_serve(root: Path, slots: int, samples: int = 1) -> Config:
     """The config of a policy that answers single questions.
 
-    The toy policy's is that of configs/smoke.py, and its world is searched where no passages are named.
+    The toy policy uses configs/smoke.py and, unless a flag names passages, searches the closed world.
 
     Args:
-      root: of the repository.
-      slots: rows decoded together at least; as many more as the devices need.
-      samples: prompts are prefilled for slots / samples at a time.
+      root: the directory of the repository.
+      slots: rows decoded together, rounded up to a multiple of the number of devices.
+      samples: slots / samples prompts are prefilled at a time.
 
     Raises:
-      UserError: no passages to search in, or several kinds of them.
+      UserError: no passages to search, or more than one flag names passages.
     """
     default = Config()
     if flags.FLAGS.model == "toy":
         sys.path.insert(0, str(root))
         default = from_mapping(importlib.import_module("configs.smoke").get_config().to_dict())
-    found = config(model(), default)
-    # Who waits is told within seconds that nobody answers; and there is a question, and no row of a file.
-    retrieval = replace(found.retrieval, patience_s=min(PATIENCE_S, found.retrieval.patience_s))
-    data = replace(found.data, prompt="template", source="" if passages() else found.data.source)
-    rollout = replace(found.rollout, slots=-(-slots // jax.device_count()) * jax.device_count(), samples=samples)
-    found = replace(found, data=data, retrieval=retrieval, rollout=rollout, model=_for_device(found.model))
+    base = config(model(), default)
+    # A user who waits should learn within seconds that a server is down.
+    retrieval = replace(base.retrieval, patience_s=min(PATIENCE_S, base.retrieval.patience_s))
+    # A question that a user asks has no stored prompt, so the template is used.
+    data = replace(base.data, prompt="template", source="" if passages() else base.data.source)
+    rollout = replace(base.rollout, slots=-(-slots // jax.device_count()) * jax.device_count(), samples=samples)
+    served = replace(base, data=data, retrieval=retrieval, rollout=rollout, model=_for_device(base.model))
     places = (data.source == "closed_world", retrieval.index, retrieval.corpus, retrieval.url)
-    if with_method(found).rollout.search_turns and not any(places):
+    if with_method(served).rollout.search_turns and not any(places):
         raise UserError(
-            "--index: none given, accepted: a directory of launch/build_index.py (or --corpus, --retriever_url)"
+            "--index: none given, accepted: a directory made by launch/build_index.py (or --corpus, --retriever_url)"
         )
-    return found
+    return served
 
 
 def _for_device(model: ModelSection) -> ModelSection:
-    """The model sampled in float32 on a CPU: XLA widens all 16-bit weights there in every call, in more memory."""
+    """On a CPU, samples in float32: there XLA converts all 16-bit weights to float32 in every call, in more memory."""
     if jax.default_backend() != "cpu" or model.int8_weights:
         return model
     return replace(model, sampling_dtype="float32")
 
 
 def examples(world: object | None) -> tuple[str, ...]:
-    """Questions about a closed world; none about other passages."""
+    """Example questions about a closed world; none without one."""
     if world is None:
         return ()
     from psearch_jax.data.asking import questions

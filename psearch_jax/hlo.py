@@ -1,9 +1,8 @@
-"""FLOPs and bytes of a program compiled for a TPU, counted from its text with its loops' turns.
+"""FLOPs and bytes of a program compiled for a TPU, counted from its HLO text with the trip counts of its loops.
 
-XLA's own analysis counts a loop's body once, and a write in place as the whole array. Here a body counts by its trip
-count, as its condition says it, a slice as what is sliced, a write in place as what is written, and what the compiler
-keeps in the chip's own memory (a layout with `S(1)`) not at all. A kernel that XLA does not look into counts as it
-declares.
+XLA's own analysis counts a loop body once, and an in-place update as the full array. Here a body is multiplied by the
+trip count from its condition, a slice counts only the sliced elements, and an in-place update only the written ones.
+Values in on-chip memory (layouts with `S(1)`) are free. An opaque kernel counts as its cost estimate declares.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field
 
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
-_BITS = {"pred": 8, "bf16": 16, "f16": 16, "s4": 4, "u4": 4}  # others have them in their name: f32, s8, f8e4m3fn
+_BITS = {"pred": 8, "bf16": 16, "f16": 16, "s4": 4, "u4": 4}  # other names contain their bits: f32, s8, f8e4m3fn
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
-_ALIKE = ("bitcast", "reshape", "copy", "convert", "transpose")  # inside a fusion: what is read of them is theirs
+# Inside a fusion, reading part of such an instruction's result reads only that part of its operand.
+_ALIKE = ("bitcast", "reshape", "copy", "convert", "transpose")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one device does and moves in one run of a program.
+    """FLOPs and bytes of one execution of a program on one device.
 
-    `turn_*` are of one turn of each loop whose end is not known beforehand, the others of all the rest.
+    `turn_*` are for one iteration of the loops with unknown trip counts; the other two are for everything else.
     """
 
     flops: float = 0.0
@@ -39,7 +39,7 @@ class Cost:
         return Cost(*(turns * n for n in astuple(self)))
 
     def apart(self) -> Cost:
-        """As that of a loop's body whose turns are not known."""
+        """The cost of a loop with this body and an unknown trip count."""
         return Cost(0.0, 0.0, self.flops + self.turn_flops, self.bytes + self.turn_bytes)
 
 
@@ -49,14 +49,14 @@ class _Instruction:
     kind: str  # its opcode
     type: str
     operands: tuple[str, ...]
-    rest: str  # the whole line behind the operands
+    rest: str  # the rest of the line after the operands
 
     def called(self, *names: str) -> list[str]:
-        return [found[1] for name in names if (found := re.search(rf"\b{name}=%?([\w.-]+)", self.rest))]
+        return [match[1] for name in names if (match := re.search(rf"\b{name}=%?([\w.-]+)", self.rest))]
 
     def numbers(self, name: str) -> list[int]:
-        found = re.search(rf"\b{name}={{([\d,]*)}}", self.rest)
-        return [int(n) for n in found[1].split(",") if n] if found else []
+        match = re.search(rf"\b{name}={{([\d,]*)}}", self.rest)
+        return [int(n) for n in match[1].split(",") if n] if match else []
 
 
 @dataclass
@@ -66,15 +66,15 @@ class _Computation:
 
     def parameters(self) -> list[str]:
         """Names in the order of the arguments."""
-        found = [(_value(i), i.name) for i in self.instructions.values() if i.kind == "parameter"]
-        return [name for _, name in sorted(found)]
+        numbered = [(_value(i), i.name) for i in self.instructions.values() if i.kind == "parameter"]
+        return [name for _, name in sorted(numbered)]
 
     def users(self, name: str) -> Iterator[_Instruction]:
         return (i for i in self.instructions.values() if name in i.operands)
 
 
 def cost(text: str) -> Cost:
-    """The cost of one run of a compiled program, `compiled.as_text()`, on one device."""
+    """The cost of one execution of a compiled program on one device, from `compiled.as_text()`."""
     return _Program(text).of("")
 
 
@@ -87,13 +87,13 @@ class _Program:
                 here = self.computations[opened[2]] = _Computation()
                 if opened[1]:
                     self.computations[""] = here
-            elif found := _parsed(line):
-                here.instructions[found.name] = found
-                here.root = found.name if line.lstrip().startswith("ROOT ") else here.root
+            elif instruction := _parsed(line):
+                here.instructions[instruction.name] = instruction
+                here.root = instruction.name if line.lstrip().startswith("ROOT ") else here.root
 
-    @functools.cache  # noqa: B019 (a program is dropped with its text)
+    @functools.cache  # noqa: B019 (the cache keeps programs alive, but they are few)
     def of(self, name: str) -> Cost:
-        """Of all that a computation runs."""
+        """The cost of a computation, including those that it calls."""
         total, here = Cost(), self.computations[name]
         for i in here.instructions.values():
             if i.kind == "while":
@@ -112,10 +112,10 @@ class _Program:
         return total
 
     def _turns(self, loop: _Instruction) -> int | None:
-        """The trip count of a loop whose counter is compared with a constant; None for another.
+        """The trip count of a loop that compares its counter with a constant; None for other loops.
 
-        That the counter begins at 0 is taken for granted, as that of `lax.scan` does. It grows by 2 where XLA has
-        unrolled a product that gathers its operand on the way.
+        This assumes that the counter starts at 0, as it does in `lax.scan`. It grows by 2 where XLA has unrolled a
+        collective matrix product, which gathers its operand while it multiplies.
         """
         if stated := re.search(r'"?known_trip_count"?:{"?n"?:"?(\d+)', loop.rest):
             return int(stated[1])
@@ -128,7 +128,7 @@ class _Program:
         return -(-_value(end) // self._step(loop, counter)) if end.kind == "constant" else None
 
     def _step(self, loop: _Instruction, counter: _Instruction) -> int:
-        """What a turn adds to the counter; 1 where that cannot be seen."""
+        """The increment of the counter per iteration; 1 if it cannot be determined."""
         (name,) = loop.called("body")
         body = self.computations[name]
         if counter.kind != "get-tuple-element":
@@ -155,26 +155,26 @@ class _Program:
         return 0.0
 
     def _products(self, here: _Computation, i: _Instruction) -> float:
-        """Multiplications of a convolution, those with padding and with the holes of a dilation left out."""
+        """Multiplications of a convolution, without those by padding or by the zeros of a dilation."""
         left, right, out = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.rest).groups()
         a, b = (_shape(here.instructions[name].type) for name in i.operands[:2])
         y = _shape(i.type)
         total = float(y[out.index("b")] * y[out.index("f")] * b[right.index("i")])
         window = re.search(r"window={([^}]*)}", i.rest)
-        given = dict(part.split("=") for part in window[1].split()) if window else {}
+        options = dict(part.split("=") for part in window[1].split()) if window else {}
 
         def of_axis(name: str, axis: int, default: str) -> list[int]:
-            parts = given.get(name, "x".join([default] * 9)).split("x")[axis]
+            parts = options.get(name, "x".join([default] * 9)).split("x")[axis]
             return [int(n) for n in parts.split("_")]
 
         for axis in range(len(out) - 2):
             d = str(axis)
             size, places, length = b[right.index(d)], y[out.index(d)], a[left.index(d)]
             (stride,), (low, *_) = of_axis("stride", axis, "1"), of_axis("pad", axis, "0")
-            (apart,), (hole,) = of_axis("rhs_dilate", axis, "1"), of_axis("lhs_dilate", axis, "1")
-            reach = range((length - 1) * hole + 1)
+            (rhs_dilate,), (lhs_dilate,) = of_axis("rhs_dilate", axis, "1"), of_axis("lhs_dilate", axis, "1")
+            dilated = range((length - 1) * lhs_dilate + 1)
             total *= sum(
-                (at := p * stride + w * apart - low) in reach and at % hole == 0
+                (at := p * stride + w * rhs_dilate - low) in dilated and at % lhs_dilate == 0
                 for p in range(places)
                 for w in range(size)
             )
@@ -185,7 +185,7 @@ class _Program:
     def _bytes(self, here: _Computation, i: _Instruction) -> float:
         if i.kind in _FREE or i.kind.endswith("-done"):
             return 0.0
-        if i.kind in ("slice-start", "dynamic-slice-start"):  # ((source, ...), what is sliced, ...)
+        if i.kind in ("slice-start", "dynamic-slice-start"):  # type: ((source, ...), slice, ...)
             end = _closing(i.type[1:]) + 2
             sliced = _ARRAY.search(i.type, end)[0]
             return _hbm(sliced) + min(_whole(sliced), _hbm(i.type[:end]))
@@ -199,7 +199,7 @@ class _Program:
             (name,) = i.called("calls")
             inside = self.computations[name]
             pairs = zip(i.operands, inside.parameters(), strict=True)
-            # An operand is read as far as it is looked at, by each parameter that it is.
+            # Of an operand, only the share that the fusion uses is read, once per parameter.
             read = (_hbm(here.instructions[o].type) * self._share(inside, p) for o, p in pairs)
             return sum(read) + self._written(inside, inside.root, i.type)
         written = self._written(here, i.name, i.type)
@@ -211,7 +211,7 @@ class _Program:
         )
 
     def _share(self, inside: _Computation, name: str) -> float:
-        """How much of a value its users inside a fusion look at, 0 to 1."""
+        """The share of a value, from 0 to 1, that its users inside a fusion read."""
         value, seen = inside.instructions[name], 0.0
         for user in inside.users(name):
             if user.kind in ("dynamic-slice", "gather", "slice") and user.operands[0] == name:
@@ -221,7 +221,7 @@ class _Program:
             elif user.name == inside.root or _ARRAY.fullmatch(user.type) is None:
                 return 1.0
             elif _size(user) == _size(value) and (user.kind in _ALIKE or user.kind == "fusion"):
-                seen += self._share(inside, user.name)  # a value for each of its own
+                seen += self._share(inside, user.name)  # it reads one value per value of its result
             elif user.kind == "fusion":
                 (called,) = user.called("calls")
                 deeper = self.computations[called]
@@ -232,10 +232,10 @@ class _Program:
         return min(seen, 1.0)
 
     def _written(self, here: _Computation, name: str, outer: str) -> float:
-        """Bytes that a value takes when it leaves: of a write in place what is new. `outer` is where it goes."""
+        """Bytes written for a result; of an in-place update, only the new elements. `outer`: type of the result."""
         i = here.instructions[name]
         if i.kind == "tuple":
-            parts = (found[0] for found in _ARRAY.finditer(outer))
+            parts = (array[0] for array in _ARRAY.finditer(outer))
             return sum(self._written(here, o, part) for o, part in zip(i.operands, parts, strict=True))
         if not _hbm(outer):
             return 0.0
@@ -264,7 +264,7 @@ def _parsed(line: str) -> _Instruction | None:
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis that opens a text closes."""
+    """The index at which the opening parenthesis of a text is closed."""
     depth = 0
     for at, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -289,20 +289,20 @@ def _array_bytes(kind: str, sizes: str, layout: str, everywhere: bool = False) -
 
 
 def _hbm(kind: str) -> float:
-    """Bytes of a value in the device's memory."""
-    return sum(_array_bytes(*found) for found in _ARRAY.findall(kind))
+    """Bytes of the arrays of a type that are in HBM."""
+    return sum(_array_bytes(*array) for array in _ARRAY.findall(kind))
 
 
 def _whole(kind: str) -> float:
-    """Bytes of a value wherever it lies."""
-    return sum(_array_bytes(*found, everywhere=True) for found in _ARRAY.findall(kind))
+    """Bytes of the arrays of a type, in any memory."""
+    return sum(_array_bytes(*array, everywhere=True) for array in _ARRAY.findall(kind))
 
 
 def _value(i: _Instruction) -> int:
-    """A constant's, or which parameter it is."""
+    """The value of a constant, or the number of a parameter."""
     return int(i.rest.split(")")[0])
 
 
 def _declared(i: _Instruction, name: str) -> float | None:
-    found = re.search(rf'"cost_estimate":{{[^}}]*"{name}":"?(\d+)', i.rest)
-    return float(found[1]) if found else None
+    match = re.search(rf'"cost_estimate":{{[^}}]*"{name}":"?(\d+)', i.rest)
+    return float(match[1]) if match else None

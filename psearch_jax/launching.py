@@ -1,4 +1,4 @@
-"""What the programs in launch/ share: how they start, and how they report bad input."""
+"""Start-up and error reporting of the programs in launch/."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from psearch_jax.types import ITEM, UserError, first_line
 from retrieval.protocol import CorpusError, RetrievalError
 
 BAD_INPUT = 2  # exit code
-LOST = 3  # exit code of a process whose run has lost another
-# Without PyTorch, which nothing here needs, transformers says so on stderr at every start.
+LOST = 3  # exit code after another process of the run was lost
+# Without PyTorch, which we do not need, transformers would print a warning at every start.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 CACHE_HOME = Path.home() / ".cache" / "psearch_jax"
@@ -29,11 +29,11 @@ DEFAULT_CACHE = CACHE_HOME / "xla"
 
 
 def run(main: Callable[[list[str]], None], positional: bool = False) -> None:
-    """Parses the flags, calls `main(argv)` and exits: bad input is one line on stderr and exit code 2.
+    """Parses the flags, calls `main(argv)` and exits; bad input prints one line on stderr and exits with code 2.
 
     Args:
-      main: gets the program's name and what is left of the command line.
-      positional: whether arguments that belong to no flag are accepted.
+      main: gets the program's name and the arguments that are not flags.
+      positional: whether to accept such arguments.
     """
     platforms.skip_absent_tpu()
     progress.show()
@@ -43,7 +43,7 @@ def run(main: Callable[[list[str]], None], positional: bool = False) -> None:
             main(argv)
         except (UserError, CorpusError, RetrievalError) as error:
             return _refuse(str(error))
-        except (FileExistsError, NotADirectoryError, PermissionError) as error:  # of a directory the user named
+        except (FileExistsError, NotADirectoryError, PermissionError) as error:  # about a directory the user named
             return _refuse(str(error))
         except Exception as error:
             if not of_store(error):
@@ -66,50 +66,50 @@ def run(main: Callable[[list[str]], None], positional: bool = False) -> None:
         if code and jax.distributed.is_initialized():
             sys.stdout.flush()
             sys.stderr.flush()
-            if processes.first():  # the others are aborted when it is gone: they get to say their own line
+            if processes.first():  # its exit aborts the other processes, so let them print their own message
                 time.sleep(2)
-            os._exit(code)  # an orderly exit waits for the other processes, which wait for this one
+            os._exit(code)  # a normal exit would deadlock: it waits for the other processes, which wait for this one
         return code
 
     app.run(ended, flags_parser=lambda argv: _parse(argv, positional))
 
 
 def process_flags() -> None:
-    """Defines the flags of a program that can run in several processes; `configure_jax` joins those that they name."""
-    flags.DEFINE_string("coordinator", "", "Of several processes: HOST:PORT of the first.")
-    flags.DEFINE_integer("processes", 0, "Of several processes: how many there are.")
-    flags.DEFINE_integer("process", -1, "Of several processes: which one this is, from 0.")
-    flags.DEFINE_bool("distributed", False, "Several processes, as a TPU pod, Slurm or Kubernetes names them.")
+    """Defines the flags of a program that can run in several processes, which `configure_jax` joins."""
+    flags.DEFINE_string("coordinator", "", "With several processes: HOST:PORT of process 0.")
+    flags.DEFINE_integer("processes", 0, "With several processes: their number.")
+    flags.DEFINE_integer("process", -1, "With several processes: the index of this one, from 0.")
+    flags.DEFINE_bool("distributed", False, "Find the other processes by the environment: TPU pod, Slurm, Kubernetes.")
 
 
 def server_flags(port: int) -> None:
-    """Defines the flags of a program that serves over HTTP, by default at `port`; `server_token` reads one of them."""
-    flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 is every network this machine is in.")
-    flags.DEFINE_integer("port", port, "Port; 0 takes a free one.", 0, 65535)
-    flags.DEFINE_string("token_file", None, "File with the bearer token that clients have to send.")
-    flags.DEFINE_integer("stop_seconds", 20, "How long a stop waits for what is in flight.", 0)
+    """Defines the flags of an HTTP server with default port `port`; `server_token` reads --token_file."""
+    flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 listens on all networks of this machine.")
+    flags.DEFINE_integer("port", port, "Port; 0 picks a free one.", 0, 65535)
+    flags.DEFINE_string("token_file", None, "File with the bearer token that clients must send.")
+    flags.DEFINE_integer("stop_seconds", 20, "Seconds that a stop waits for requests in flight.", 0)
 
 
 def server_token() -> str | None:
-    """The token that --token_file holds; None: clients are asked for none. Raises as `read_token` does."""
+    """The token in --token_file, or None if clients need no token. Raises as `read_token` does."""
     file = flags.FLAGS.token_file
     return read_token(file, "--token_file") if file else None
 
 
 def configure_jax() -> None:
-    """Turns the persistent compilation cache on, for every program however small; our log lines go to stderr, plain.
-    Joins the other processes, where `process_flags` names any.
+    """Enables the persistent compilation cache for all programs, sets up logging, and joins the other processes.
 
-    The cache is in $JAX_COMPILATION_CACHE_DIR, by default in ~/.cache/psearch_jax/xla.
+    The cache is in $JAX_COMPILATION_CACHE_DIR, by default in ~/.cache/psearch_jax/xla. Our log lines go to stderr as
+    plain text. The other processes are those that the flags of `process_flags` describe.
     """
     platforms.skip_absent_tpu()
     jax.config.update("jax_compilation_cache_dir", os.environ.get(CACHE_VARIABLE) or str(DEFAULT_CACHE))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    for name in ("jax", "transformers", "httpx", "httpx2"):  # the last two: each request of the hub's client
+    for name in ("jax", "transformers", "httpx", "httpx2"):  # the last two log every request of the hub's client
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own: absl's would say all twice
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's: it logs every error that it also raises
+    logging.getLogger("huggingface_hub").propagate = False  # it has its own handler, and absl's would repeat each line
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every error here before it raises it
     if "coordinator" in flags.FLAGS and flags.FLAGS.is_parsed():
         values = flags.FLAGS
         processes.start(values.coordinator, values.processes, values.process, values.distributed)
@@ -126,7 +126,7 @@ def configure_jax() -> None:
 
 
 def read_token(path: str, name: str) -> str:
-    """The word in a file. Raises `UserError` naming the flag or field `name` when there is none."""
+    """Reads the single word in a file. Raises `UserError`, which names the flag or field `name`, otherwise."""
     try:
         words = Path(path).read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:
@@ -137,13 +137,11 @@ def read_token(path: str, name: str) -> str:
 
 
 def _parse(argv: Sequence[str], positional: bool) -> list[str]:
-    """The arguments left by the flags; flags that cannot be read end the program with exit code 2."""
+    """Parses the flags and returns the remaining arguments; invalid flags end the program with exit code 2."""
     try:
         rest = flags.FLAGS(argv)
         if "config" in flags.FLAGS:
-            getattr(
-                flags.FLAGS.config, "to_dict", None
-            )  # a file that could not be opened says so only when it is used
+            getattr(flags.FLAGS.config, "to_dict", None)  # a file that cannot be opened raises only at its first use
     except (flags.Error, UserError) as error:
         sys.exit(_refuse(str(error)))
     except OSError as error:
@@ -158,7 +156,7 @@ def _parse(argv: Sequence[str], positional: bool) -> list[str]:
 
 
 def _unquoted(text: str) -> str:
-    """What a string literal stands for; any other text as it is."""
+    """The value of a string literal; any other text unchanged."""
     try:
         return str(ast.literal_eval(text))
     except (ValueError, SyntaxError):
@@ -166,7 +164,7 @@ def _unquoted(text: str) -> str:
 
 
 def _refuse(message: str, code: int = BAD_INPUT) -> int:
-    """Prints a message in one line, and what it lists in one line each."""
+    """Prints a message on one line, and each item of its list on another; returns `code`."""
     lines = (" ".join(line.split()) for line in message.split(ITEM))
     print(f"{Path(sys.argv[0]).stem}: {ITEM.join(lines)}", file=sys.stderr)
     return code

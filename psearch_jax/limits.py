@@ -1,4 +1,4 @@
-"""What a config's fields accept, and which of them must agree."""
+"""The values that the fields of a config accept, and the rules between fields."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 from psearch_jax.config import PRESETS, Config, best_metric
 from psearch_jax.types import UserError
 
-HOTTEST = 2.0  # temperature that a question may be asked at
-MAX_SEED = 2**63 - 1  # of a question
+HOTTEST = 2.0  # maximum temperature of a request
+MAX_SEED = 2**63 - 1  # maximum seed of a request
 
 
 class Limit(NamedTuple):
-    """What a field accepts, as a message says it, and whether it accepts a value."""
+    """The accepted values of a field, in words for messages, and a predicate."""
 
     accepted: str
     holds: Callable[[Any], bool]
 
 
 def _are_urls(text: str) -> bool:
-    found = (url.strip() for url in re.split(r"[,|]", text))
-    return not text or all(re.fullmatch(r"https?://[^/\s]+/\S*", url) for url in found)
+    urls = (url.strip() for url in re.split(r"[,|]", text))
+    return not text or all(re.fullmatch(r"https?://[^/\s]+/\S*", url) for url in urls)
 
 
 _AT_LEAST_1 = Limit("at least 1", lambda value: value >= 1)
@@ -32,7 +32,7 @@ _SHARE = Limit("above 0, at most 1", lambda value: 0 < value <= 1)
 _FROM_0_TO_1 = Limit("from 0 to 1", lambda value: 0 <= value <= 1)
 _SEED = Limit("at least 0, below 2**32", lambda value: 0 <= value < 2**32)
 
-# What each field accepts by itself; those that are not here accept all of their type.
+# The limits of single fields. A field without an entry accepts every value of its type.
 LIMITS: dict[str, Limit] = {
     **dict.fromkeys(
         (
@@ -72,7 +72,7 @@ LIMITS: dict[str, Limit] = {
     "retrieval.url": Limit("http://host:port/retrieve", _are_urls),
     "model.preset": Limit(", ".join(PRESETS), PRESETS.__contains__),
 }
-# The same in a training run alone.
+# Limits that apply only to training runs.
 TRAINING_LIMITS: dict[str, Limit] = {
     "data.validation_share": Limit("at least 0, below 1", lambda value: 0 <= value < 1),
     "rollout.temperature": Limit("above 0 (training samples)", lambda value: value > 0),
@@ -81,10 +81,10 @@ TRAINING_LIMITS: dict[str, Limit] = {
 
 
 def validate(config: Config, training: bool = True) -> None:
-    """Checks that the fields are in range and agree with each other; those of learning only for a training run.
+    """Checks that the fields are in range and agree with each other; `training` adds the checks for a training run.
 
     Raises:
-      UserError: one line with the field, or the two fields at odds.
+      UserError: one line that names the field, or the fields that do not agree.
     """
     for name, limit in (LIMITS | (TRAINING_LIMITS if training else {})).items():
         value = functools.reduce(getattr, name.split("."), config)
@@ -92,7 +92,7 @@ def validate(config: Config, training: bool = True) -> None:
             raise UserError(f"config.{name}: found {value!r}, accepted: {limit.accepted}")
     r = config.rollout
     if config.data.parallel_share + config.data.sequential_share > 1:
-        raise UserError("config.data: parallel_share + sequential_share is above 1, accepted: shares of a whole")
+        raise UserError("config.data: parallel_share + sequential_share is above 1, accepted: a sum of at most 1")
     if r.prompt_tokens >= r.context_tokens:
         raise UserError(
             f"config.rollout: prompt_tokens={r.prompt_tokens} must be below context_tokens={r.context_tokens}"
@@ -104,19 +104,19 @@ def validate(config: Config, training: bool = True) -> None:
 def _validate_validation(config: Config) -> None:
     data, closed_world = config.data, config.data.source == "closed_world"
     best_metric(config.eval.best_metric)
-    given = [name for name in ("validation", "validation_share") if getattr(data, name)]
-    if len(given) > 1:
-        raise UserError("config.data: validation and validation_share found together, accepted: one of them")
-    if given and closed_world:
+    sources = [name for name in ("validation", "validation_share") if getattr(data, name)]
+    if len(sources) > 1:
+        raise UserError("config.data: found both validation and validation_share, accepted: one of them")
+    if sources and closed_world:
         raise UserError(
-            f"config.data.{given[0]}: found with the closed world, which has evaluation questions of its own"
+            f"config.data.{sources[0]}: found with the closed world, which has its own evaluation questions"
         )
-    if given and not config.eval.questions_per_kind:
-        raise UserError(f"config.eval.questions_per_kind: found 0 with data.{given[0]}, accepted: at least 1")
-    if config.eval.every_steps and not (given or (closed_world and config.eval.questions_per_kind)):
+    if sources and not config.eval.questions_per_kind:
+        raise UserError(f"config.eval.questions_per_kind: found 0 with data.{sources[0]}, accepted: at least 1")
+    if config.eval.every_steps and not (sources or (closed_world and config.eval.questions_per_kind)):
         raise UserError(
-            f"config.eval.every_steps: found {config.eval.every_steps} and no questions to evaluate, accepted: 0, or "
-            "with data.validation=FILE or data.validation_share above 0"
+            f"config.eval.every_steps: found {config.eval.every_steps} but no evaluation questions, accepted: 0, or "
+            "set data.validation=FILE or data.validation_share above 0"
         )
 
 
@@ -124,18 +124,18 @@ def _validate_learning(config: Config) -> None:
     _validate_validation(config)
     r, le, t, w = config.rollout, config.learning, config.train, config.reward
     if w.profile == "compat" and (w.outcome != "em" or w.search_price):
-        raise UserError("config.reward: outcome=em and search_price=0 are accepted with profile=compat")
+        raise UserError("config.reward: profile=compat requires outcome=em and search_price=0")
     if r.top_p < 1 or r.top_k > 0:
-        # learning.importance_cap cannot make up for it: recorded log-probs are those before the filter.
+        # learning.importance_cap cannot correct for this: the recorded log-probs are taken before the filter.
         raise UserError(
-            f"config.rollout: top_p={r.top_p}, top_k={r.top_k} samples another distribution than the loss scores; "
-            "accepted in training: top_p=1 and top_k=0 (launch/eval.py takes both)"
+            f"config.rollout: top_p={r.top_p}, top_k={r.top_k} sample from another distribution than the loss scores; "
+            "accepted in training: top_p=1 and top_k=0 (launch/eval.py supports both)"
         )
     _validate_algorithm(config)
     if le.mini_batch_rollouts % r.samples:
         raise UserError(
             f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must be a multiple of "
-            f"rollout.samples={r.samples}: a group is never cut"
+            f"rollout.samples={r.samples}, because groups are never split"
         )
     if le.mini_batch_rollouts % le.micro_batch_rows:
         raise UserError(
@@ -144,18 +144,18 @@ def _validate_learning(config: Config) -> None:
         )
     if le.old_logprobs == "sampler" and le.importance_cap:
         raise UserError(
-            f"config.learning.importance_cap={le.importance_cap} weighs old policy against sampler, which "
-            "old_logprobs=sampler takes for the same; accepted: 0, and learning.dual_clip for a bound"
+            f"config.learning.importance_cap={le.importance_cap} has no effect with old_logprobs=sampler, where the "
+            "sampler's log-probs are the old policy's; accepted: 0 (learning.dual_clip bounds the loss)"
         )
     if 0 < le.dual_clip < 1 + le.clip_high:
         raise UserError(
-            f"config.learning.dual_clip={le.dual_clip} is below the clip at 1 + clip_high={1 + le.clip_high}, "
-            "accepted: 0, or from there on"
+            f"config.learning.dual_clip={le.dual_clip} is below 1 + clip_high={1 + le.clip_high}, "
+            "accepted: 0, or at least that"
         )
     if t.prompts * r.samples % le.mini_batch_rollouts:
         raise UserError(
             f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must divide train.prompts x "
-            f"rollout.samples = {t.prompts * r.samples}: each optimizer step weighs the same"
+            f"rollout.samples = {t.prompts * r.samples}, so that all optimizer steps have the same size"
         )
 
 
@@ -164,13 +164,13 @@ def _validate_algorithm(config: Config) -> None:
     several = config.train.prompts * config.rollout.samples > le.mini_batch_rollouts
     if le.guard and le.old_logprobs == "trainer" and not several:
         raise UserError(
-            f"config.learning.guard={le.guard} holds what a step's updates have lowered, and a step has one; "
+            f"config.learning.guard={le.guard} with old_logprobs=trainer needs more than one update per step; "
             f"accepted: 0, or learning.mini_batch_rollouts below {le.mini_batch_rollouts}"
         )
     if le.algorithm == "grpo":
         if config.rollout.samples == 1:
             raise UserError(
-                "config.rollout.samples=1 gives every group a zero advantage; set it to 2 or more, or "
+                "config.rollout.samples=1 makes every advantage 0; accepted: at least 2, or any with "
                 "learning.algorithm=ppo"
             )
         if le.kl_in == "reward":
@@ -180,11 +180,11 @@ def _validate_algorithm(config: Config) -> None:
         return
     if config.train.redraws:
         raise UserError(
-            f"config.train.redraws={config.train.redraws} replaces groups without a signal, of which "
-            "learning.algorithm=ppo knows none; accepted: 0"
+            f"config.train.redraws={config.train.redraws} replaces groups with equal rewards, but "
+            "learning.algorithm=ppo has no groups; accepted: 0"
         )
     if config.critic.alone_steps >= config.train.steps:
         raise UserError(
-            f"config.critic.alone_steps={config.critic.alone_steps} leaves the policy nothing of train.steps="
-            f"{config.train.steps}; accepted: fewer"
+            f"config.critic.alone_steps={config.critic.alone_steps} leaves no step for the policy, train.steps="
+            f"{config.train.steps}; accepted: fewer than that"
         )

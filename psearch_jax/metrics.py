@@ -1,7 +1,8 @@
-"""Ratios that add up, and the writer of metrics.jsonl and TensorBoard events (process 0 only).
+"""Ratios that can be summed, and the writer of metrics.jsonl and TensorBoard events (process 0 only).
 
-On an object store nothing can be appended to: there both are written to a disk of this machine and put on the store as
-whole files, at most every `PUT_S` seconds and before every checkpoint: no row is lost behind which a run resumes.
+Files on an object store cannot be appended to. For such a directory both files are written to a local disk and
+uploaded in full: before every checkpoint, so that a resumed run lacks no row, and otherwise at most every `PUT_S`
+seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ROWS = "metrics.jsonl"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Ratio:
-    """A mean that is divided once: sums and counts add over micro-batches, rows and devices."""
+    """A mean as a sum and a count, which add up over micro-batches, rows and devices before the one division."""
 
     total: Any
     count: Any
@@ -49,7 +50,7 @@ def mean(values: Any) -> float:
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean of a few runs and its 95% interval by Student's t; of a single run the mean three times."""
+    """Mean of a few runs and its 95% confidence interval by Student's t; for a single run the mean three times."""
     from scipy import stats  # slow to import
 
     values = [float(v) for v in values]
@@ -61,9 +62,9 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 class MetricsWriter:
-    """Appends one JSON object per step to `metrics.jsonl` and mirrors numbers to TensorBoard.
+    """Appends one JSON object per step to `metrics.jsonl` and writes its numbers to TensorBoard.
 
-    Every process may hold one; only process 0 writes.
+    Every process may have a writer; only process 0 writes.
     """
 
     def __init__(self, directory: str | Path, active: bool | None = None):
@@ -81,11 +82,11 @@ class MetricsWriter:
                 if earlier.exists():
                     (self._here / _ROWS).write_bytes(earlier.read_bytes())
             self._here.mkdir(parents=True, exist_ok=True)
-            # Two starts within a second would else put files of one name, on a store the second in place of the first.
+            # Without a suffix, two starts within a second would use the same name, and overwrite it on a store.
             self._board = SummaryWriter(str(self._here / "tensorboard"), filename_suffix=f".{time.time_ns()}")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One line for `step`; a value that is not finite is written as null (JSON has no NaN)."""
+        """Writes one line for `step`; values that are not finite become null, because JSON has no NaN."""
         if not self._active:
             return
         row = {"step": step, **{k: _json_number(v) for k, v in values.items()}}
@@ -99,7 +100,7 @@ class MetricsWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Puts everything written so far on the object store that the directory is on; on a disk it is there."""
+        """Uploads everything written so far if the directory is on an object store; does nothing on a disk."""
         if self._spool is None:
             return
         for file in sorted(self._here.rglob("*")):
@@ -123,7 +124,7 @@ def _json_number(value: Any) -> float | int | None:
 
 
 def cut_jsonl(path: Path, before_step: int) -> None:
-    """Drops the rows of `step >= before_step`, and a half-written last line, so that a resumed run repeats nothing."""
+    """Drops rows with `step >= before_step` and incomplete lines, so that a resumed run writes no step twice."""
     if not path.is_file():
         return
     kept = []

@@ -1,12 +1,12 @@
-"""Where files lie: on a disk, or on an object store (`gs://BUCKET/...`), behind one interface.
+"""One interface to files on a disk and on an object store (`gs://BUCKET/...`).
 
-An object store is no disk. Putting an object is atomic, renaming is not; directories are there as long as something is
-in them; nothing can be appended to, and nothing can be mapped into memory. So:
+On an object store, writing an object is atomic but renaming is not, a directory exists only while it contains
+something, and files can neither be appended to nor memory-mapped. Therefore:
 
-- `write_whole` writes beside and renames on a disk, and puts an object on a store;
-- what would be appended to is written to a disk of this machine, and put on the store from there (metrics.py);
-- what is memory-mapped (weights to start from, merged question sets, passages and vectors) has to lie on a disk:
-  `on_disk` says so. Checkpoints go to and come from a store by Orbax.
+- `write_whole` writes a temporary file and renames it on a disk, and writes one object on a store;
+- files that grow are written to a local disk and uploaded from there (metrics.py);
+- memory-mapped files (initial weights, merged question sets, passages and vectors) must be on a disk, which `on_disk`
+  checks. Orbax reads and writes checkpoints on a store.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ from retrieval import protocol
 from retrieval.protocol import is_remote
 
 STORE = "gs://"
-TOY_POLICY = Path(__file__).parent / "assets" / "toy_policy"  # what `toy` stands for
+TOY_POLICY = Path(__file__).parent / "assets" / "toy_policy"  # the policy named `toy`
 
 
 def locate(location: str | os.PathLike[str]) -> Path:
-    """The path of a location: pathlib's own on a disk, an object with the same methods on an object store.
+    """The path of a location: a pathlib path on a disk, or an object with the same methods on an object store.
 
     Raises:
-      UserError: an address of another kind than gs://, or without the library that reaches it.
+      UserError: the address is remote but not gs://, or gcsfs is not installed.
     """
     text = os.fspath(location)
     if not is_remote(text):
         return Path(text)
     if not text.startswith(STORE):
-        raise UserError(f"{text}: accepted: a path of this machine, or {STORE}BUCKET/...")
+        raise UserError(f"{text}: accepted: a path on this machine, or {STORE}BUCKET/...")
     if importlib.util.find_spec("gcsfs") is None:
         raise UserError(f"{text}: {STORE} needs gcsfs, found none; install it with `pip install gcsfs`")
     import fsspec
 
-    # Orbax writes to the store by ways of its own: a listing kept from before would not show what it wrote.
+    # Orbax does not write to the store through fsspec, so a cached listing would miss what Orbax wrote.
     fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
-    logging.getLogger("gcsfs").setLevel(logging.ERROR)  # it warns at every call where it may not see a bucket's layout
+    logging.getLogger("gcsfs").setLevel(logging.ERROR)  # without permission for the bucket's layout, each call warns
     return epath.Path(text)
 
 
 def of_store(error: BaseException) -> bool:
-    """Whether the library of an object store raised it: the store cannot be reached, or not be read or written."""
+    """Whether an error comes from the object store's library: the store cannot be reached, read or written."""
     if "gcsfs" not in sys.modules:
         return False
     import aiohttp
     from gcsfs.retry import HttpError
     from google.auth.exceptions import GoogleAuthError
 
-    bare = type(error) is OSError and error.errno is None  # `Forbidden: ...`; the system's own have a number
+    bare = type(error) is OSError and error.errno is None  # as `Forbidden: ...`; errors of the system have an errno
     return bare or isinstance(error, HttpError | GoogleAuthError | aiohttp.ClientError)
 
 
 def on_disk(location: str | os.PathLike[str], name: str) -> Path:
-    """The path of what has to lie on a disk of this machine. Raises `UserError`, naming the flag or field `name`."""
+    """The path of a file that must be on a local disk. Otherwise raises `UserError` with the flag or field `name`."""
     try:
         return protocol.on_disk(location)
     except protocol.CorpusError as error:
@@ -74,22 +74,22 @@ def on_disk(location: str | os.PathLike[str], name: str) -> Path:
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """The path without `..` and symbolic links; on an object store as it is."""
+    """The path without `..` and symbolic links; on an object store unchanged."""
     path = locate(path)
     return path if is_remote(path) else path.resolve()
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Writes a file that is whole once it is there.
+    """Writes a file atomically.
 
     Raises:
-      OSError: whatever the library of an object store raises as well.
+      OSError: also in place of any error of the object store's library.
     """
     path, data = locate(path), content.encode() if isinstance(content, str) else content
     if not is_remote(path):
-        beside = path.with_name(path.name + ".tmp")
-        beside.write_bytes(data)
-        beside.replace(path)
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_bytes(data)
+        temporary.replace(path)
         return
     try:
         path.write_bytes(data)
@@ -100,12 +100,12 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises `UserError` when there is no such file, or something else in it."""
+    """The JSON object in a file. Raises `UserError` if the file does not exist or contains anything else."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path}: not found") from None
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of thousands of digits, or too deep
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, an integer with too many digits, or too deep
         raise UserError(f"{path}: not JSON ({error}), accepted: a JSON object") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: found a {type(value).__name__}, accepted: a JSON object")
@@ -113,14 +113,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def make_writable(directory: str | os.PathLike[str]) -> Path:
-    """The directory, made if absent, after something was written to it and removed again.
+    """Creates the directory if it does not exist and checks, with a temporary file, that it is writable.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: it is not writable.
     """
     path = locate(directory)
     if is_remote(path):
-        probe = path / f".probe-{uuid.uuid4().hex}"  # all processes of a run come here at the same time
+        probe = path / f".probe-{uuid.uuid4().hex}"  # unique, because all processes of a run do this at the same time
         write_whole(probe, b"")
         probe.unlink(missing_ok=True)
     else:
@@ -130,7 +130,7 @@ def make_writable(directory: str | os.PathLike[str]) -> Path:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a directory with all that is in it, as far as it is there and can be removed."""
+    """Removes a directory and its contents, if it exists; errors on a disk are ignored."""
     if not is_remote(path):
         shutil.rmtree(path, ignore_errors=True)
     elif path.exists():

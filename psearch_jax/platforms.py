@@ -1,4 +1,4 @@
-"""Which kinds of devices JAX should look for on this machine, and what its processor can do."""
+"""Which kinds of devices JAX should look for on this machine, and which dtypes its processor can multiply."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import jax
 import jax.numpy as jnp
 
 GOOGLE = "0x1ae0"  # PCI vendor
-NOT_TPUS = ("0x001f", "0x0042")  # of that vendor: the disk and the network card of a virtual machine without a TPU
-# What /proc/cpuinfo calls instructions for products of 16 bits, on x86 and on ARM.
+NOT_TPUS = ("0x001f", "0x0042")  # devices of that vendor: the disk and network card of a virtual machine
+# Names in /proc/cpuinfo, on x86 and on ARM, of instructions that multiply in 16 bits.
 _PRODUCTS = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16", "fphp"}}
-SET_BY_JAX = {"TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH"}  # on import, on any machine with libtpu installed
+SET_BY_JAX = {"TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH"}  # JAX sets these on import wherever libtpu is installed
 
 
 def may_have_tpu(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether anything suggests a TPU: a device file, a PCI device, or a variable that names one.
+    """Whether anything suggests a TPU: a device file, a PCI device, or an environment variable.
 
-    A wrong yes costs some warnings from libtpu, a wrong no would hide a TPU: in doubt the answer is yes.
+    In doubt the answer is yes: a wrong yes costs some warnings from libtpu, but a wrong no would hide a TPU.
     """
     device_files = [*root.glob("dev/accel*"), *root.glob("dev/vfio/[0-9]*")]
     if device_files or any(_attached(device) for device in root.glob("sys/bus/pci/devices/*")):
@@ -44,11 +44,11 @@ def _attached(device: Path) -> bool:
 
 
 def skip_absent_tpu(root: Path = Path("/")) -> None:
-    """Keeps JAX from looking for a TPU on a machine without one; call it before anything touches a device.
+    """Keeps JAX from looking for a TPU on a machine without one; call it before the first use of a device.
 
-    With libtpu installed, JAX loads it on every machine, and libtpu writes warnings where it has no TPU. JAX's choice
-    stands where the user made one (`JAX_PLATFORMS`), where something suggests a TPU, and where a plugin for other
-    devices (a GPU's) is installed.
+    JAX loads libtpu wherever it is installed, and libtpu prints warnings on machines without a TPU. Nothing changes if
+    the user set `JAX_PLATFORMS`, if anything suggests a TPU, or if a plugin for other devices such as GPUs is
+    installed.
     """
     if jax.config.jax_platforms or find_spec("libtpu") is None or _plugins() or may_have_tpu(root):
         return
@@ -57,10 +57,10 @@ def skip_absent_tpu(root: Path = Path("/")) -> None:
 
 @functools.cache
 def cpu_multiplies(dtype: Any, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this machine's processor has instructions for products of a dtype; of float32 every one has.
+    """Whether this machine's processor has instructions for products in a dtype; always true for float32.
 
-    Where it has none, XLA converts each operand, and products in 16 bits are slower than in float32. A machine that
-    does not tell is taken for one that has them.
+    Without them XLA converts each operand, which makes 16-bit products slower than float32 ones. Without a
+    /proc/cpuinfo the answer is yes.
     """
     dtype = jnp.dtype(dtype)
     if dtype.itemsize != 2 or not cpuinfo.is_file():
@@ -70,7 +70,7 @@ def cpu_multiplies(dtype: Any, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def _plugins() -> bool:
-    """Whether JAX has a plugin for devices other than CPUs and TPUs, found in either way that JAX looks for them."""
+    """Whether a JAX plugin for other devices than CPUs and TPUs is installed, in either way that JAX finds plugins."""
     if importlib.metadata.entry_points(group="jax_plugins"):
         return True
     package = find_spec("jax_plugins")

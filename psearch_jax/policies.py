@@ -1,4 +1,4 @@
-"""The model and the tokenizer that a config names."""
+"""Loads the model and the tokenizer that a config names."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from psearch_jax.types import UserError
 
 
 def sampled_as(config: Config) -> jnp.dtype:
-    """What weights are loaded as that are only sampled from: as the sampler reads them, or to be rounded to 8 bits."""
+    """The dtype in which to load weights that are only sampled from: float32 if they will be quantized to int8."""
     return jnp.dtype("float32" if config.model.int8_weights else config.model.sampling_dtype)
 
 
 def load_weights(
     config: Config, mesh: Mesh, model: DecoderConfig | None, params: nnx.State | None, dtype: jnp.dtype
 ) -> tuple[DecoderConfig, nnx.State, str]:
-    """Shape, parameters (storage-sharded, in `dtype`) and the directory that they come from, "" where there is none.
+    """Shape, parameters (storage-sharded, in `dtype`) and the directory that they were loaded from, or "".
 
     Args:
-      model, params: weights at hand; default: those that the config names.
+      model, params: existing shape and weights; default: those that the config names.
     """
 
     def place(abstract: nnx.State) -> nnx.State:
@@ -45,10 +45,10 @@ def load_weights(
 
 
 def with_adapter_shape(config: Config) -> Config:
-    """The config with rank and alpha of the adapters that it names.
+    """The config with the rank and alpha of the adapters that it names.
 
     Raises:
-      UserError: they cannot be read, or have another rank than config.model.lora_rank, where that is set.
+      UserError: they cannot be read, or their rank is not config.model.lora_rank although that is set.
     """
     section = config.model
     if not section.adapters:
@@ -63,7 +63,7 @@ def with_adapter_shape(config: Config) -> Config:
 
 
 def first_adapters(config: Config, model: DecoderConfig, mesh: Mesh) -> nnx.State:
-    """The adapters that a run of the config starts from, storage-sharded: those it names, else fresh ones."""
+    """The initial adapters of a run, storage-sharded: those that the config names, or else new ones."""
     adapters = config.model.lora
     assert adapters is not None
     places = param_shardings(lora.abstract_adapters(model, adapters), STORAGE, mesh)
@@ -73,7 +73,7 @@ def first_adapters(config: Config, model: DecoderConfig, mesh: Mesh) -> nnx.Stat
 
 
 def load_tokenizer(config: Config, model: DecoderConfig, path: str) -> Tokenizer:
-    """The tokenizer that the config names, else the one at `path`.
+    """The tokenizer that the config names, or else the one at `path`.
 
     Raises:
       UserError: there is none, or it does not match the model.
@@ -87,12 +87,12 @@ def load_tokenizer(config: Config, model: DecoderConfig, path: str) -> Tokenizer
 def _match(tokenizer: Tokenizer, model: DecoderConfig, path: str) -> None:
     if tokenizer.size > model.vocab_rows:
         raise UserError(
-            f"{path}: the tokenizer has {tokenizer.size} ids, the model {model.vocab_rows} embedding rows; "
-            "accepted: at most as many ids as rows"
+            f"{path}: the tokenizer has {tokenizer.size} token ids, the model {model.vocab_rows} embedding rows; "
+            "accepted: at most one token id per row"
         )
     for eos in model.eos_ids:
         if eos >= tokenizer.size or tokenizer.token_bytes[eos] is not None:
             raise UserError(
-                f"{path}: config.json names {eos} as an end-of-text id, which is no control token of the tokenizer "
-                f"(its own: {sorted(tokenizer.stop_ids - {eos})})"
+                f"{path}: config.json lists {eos} as an end-of-text token, which is not a control token of the "
+                f"tokenizer (its own: {sorted(tokenizer.stop_ids - {eos})})"
             )

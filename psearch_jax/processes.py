@@ -1,7 +1,7 @@
-"""Several processes, one run: how they start, and how what one knows reaches all.
+"""Runs of several processes: how they start, and how they exchange host data.
 
-Every process runs the same device programs with the same arguments. Between two of them each does its own share of the
-host's work (its slots, its questions, its searches), and `together` makes what came of it known to all.
+Every process runs the same device programs with the same arguments. Between two programs, each process does its share
+of the host work (its slots, its questions, its searches), and `together` sends the results to all processes.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from psearch_jax.types import UserError
 from retrieval.protocol import CorpusError, RetrievalError
 
 T = TypeVar("T")
-HEARTBEAT_S = 20  # a process not heard of for so long is taken for dead, and its run ends
+HEARTBEAT_S = 20  # after this time without a heartbeat a process counts as dead, and the run ends
 _START_S = 300  # how long a process waits for the others to start
 _HEADER = struct.Struct("<Q")
-_SMALL, _LARGE = 2**12, 2**24  # bytes of one message: a short one goes at once, a long one in pieces
+_SMALL, _LARGE = 2**12, 2**24  # bytes of the first exchange, and at most of each further one for longer messages
 
 
 def start(coordinator: str = "", count: int = 0, index: int = -1, cluster: bool = False) -> None:
-    """Joins the other processes of a run; call it before anything else touches a device.
+    """Joins the other processes of a run; call it before the first use of a device.
 
     Args:
-      coordinator: `host:port` at which process 0 can be reached.
-      count, index: processes in all, and which of them this is.
+      coordinator: `host:port` of process 0.
+      count, index: the number of processes, and the index of this one.
       cluster: take all three from the environment (TPU pods, Slurm, Kubernetes, Open MPI).
 
     Raises:
-      UserError: some of the three are missing, or the others did not come.
+      UserError: only some of the three are set, or the other processes did not join.
     """
-    given = (bool(coordinator), count > 0, index >= 0)
-    if not (any(given) or cluster or _tpu_workers() > 1):
+    named = (bool(coordinator), count > 0, index >= 0)
+    if not (any(named) or cluster or _tpu_workers() > 1):
         return
-    if any(given) and (not all(given) or index >= count):
+    if any(named) and (not all(named) or index >= count):
         raise UserError(
             f"--coordinator={coordinator} --processes={count} --process={index}: accepted: all three, HOST:PORT, the "
-            "number of processes, and which of them this is, from 0"
+            "number of processes, and the index of this one, from 0"
         )
-    arguments = {"coordinator_address": coordinator, "num_processes": count, "process_id": index} if all(given) else {}
+    arguments = {"coordinator_address": coordinator, "num_processes": count, "process_id": index} if all(named) else {}
     try:
         jax.distributed.initialize(
             **arguments,
@@ -62,26 +62,26 @@ def start(coordinator: str = "", count: int = 0, index: int = -1, cluster: bool 
 
 
 def _tpu_workers() -> int:
-    """Hosts of the TPU slice that this one belongs to, as far as the environment names them."""
+    """Number of hosts of this host's TPU slice, by the environment; 0 if it names none."""
     return len([host for host in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host])
 
 
 def first() -> bool:
-    """Whether this process is the one that logs and writes."""
+    """Whether this is process 0, which logs and writes files."""
     return jax.process_index() == 0
 
 
 def on_terminal() -> bool:
-    """Whether this process draws its progress on a terminal; else it is logged."""
+    """Whether this process shows its progress on a terminal; otherwise progress is logged."""
     return sys.stderr.isatty() and first()
 
 
 class Lost(RuntimeError):
-    """Another process of the run did not come to a collective or a barrier."""
+    """Another process of the run did not reach a collective or a barrier."""
 
 
-# What jaxlib's collectives and coordination service, and Orbax, write when another process is gone; their types are
-# half a dozen, and each of them is also raised for other reasons.
+# Messages of jaxlib's collectives and coordination service, and of Orbax, when another process is gone. The exception
+# types do not identify this case: there are half a dozen, and each is also raised for other reasons.
 _LOST = re.compile(
     r"\bGloo [\w-]+ failed|\bgloo/transport/|NCCL .*(remote process exited|network error)"
     r"|\bBarrier (timed out|failed)|Timed out while waiting for \w+ barrier|\. Barrier(_| )[iI]d: "
@@ -92,76 +92,77 @@ _LOST = re.compile(
 
 
 def lost(error: BaseException) -> bool:
-    """Whether an error says that another process did not come to a collective or a barrier.
+    """Whether an error means that another process did not reach a collective or a barrier.
 
-    Files and inputs have errors with names in them that the user chose, so these are never asked for words.
+    Errors about files and inputs contain names that the user chose, so their text is not searched.
     """
     chain: BaseException | None = error
     while chain is not None and jax.process_count() > 1:
-        named = isinstance(chain, UserError | CorpusError | RetrievalError)
-        named = named or (isinstance(chain, OSError) and chain.errno is not None)
-        if isinstance(chain, Lost) or (not named and _LOST.search(str(chain))):
+        has_user_text = isinstance(chain, UserError | CorpusError | RetrievalError)
+        has_user_text = has_user_text or (isinstance(chain, OSError) and chain.errno is not None)
+        if isinstance(chain, Lost) or (not has_user_text and _LOST.search(str(chain))):
             return True
         chain = chain.__cause__
     return False
 
 
 def together(work: Callable[[], T]) -> list[T]:
-    """Does `work` in every process and returns what each of them found, in their order.
+    """Runs `work` in every process and returns the results of all processes, in process order.
 
-    An exception in one of them is raised in all, so that none goes on alone. All processes must call this at the same
-    point; what `work` returns must pickle.
+    An exception in one process is raised in all, so that none continues on its own. All processes must call this at
+    the same point, and the results must be picklable.
     """
     if jax.process_count() == 1:
         return [work()]
     error: Exception | None = None
     try:
         message = pickle.dumps((True, work()))
-    except Exception as raised:  # whatever it is, the others wait to hear of it
+    except Exception as raised:  # of any type, because the other processes wait for this message
         error, message = raised, pickle.dumps((False, _portable(raised)))
     answers = [pickle.loads(answer) for answer in _gather(message)]
-    failures = [value for fine, value in answers if not fine]
+    failures = [value for succeeded, value in answers if not succeeded]
     if failures:
         raise error or failures[0]
     return [value for _, value in answers]
 
 
 def all_or_none(work: Callable[[], T]) -> T:
-    """What `work` returns in this process, once it is done in every one; for what cannot be sent to the others."""
+    """Runs `work` in every process and returns this process's own result, which need not be picklable."""
     done: list[T] = []
     together(lambda: done.append(work()))
     return done[0]
 
 
 def agreed(work: Callable[[], T]) -> T:
-    """What `work` returns in the first process, which alone does it; what it raises there is raised in all."""
+    """Runs `work` in process 0 only and returns its result in all processes; an exception is raised in all."""
     return together(lambda: work() if first() else None)[0]
 
 
 def in_order(own: Sequence[T], group: int = 1) -> list[T]:
-    """Everybody's rows in the order of one process: the groups of `group` rows are dealt out in turn.
+    """The rows of all processes, in the order that a single process would have.
 
-    `own` are this process's rows, whose i-th group is the (i * process_count + process_index)-th of all.
+    `own` are the rows of this process. Its i-th group of `group` rows is group i * process_count + process_index of
+    the result.
     """
-    everybody = together(lambda: list(own))
-    longest = max(len(rows) for rows in everybody)
-    return [row for i in range(0, longest, group) for rows in everybody for row in rows[i : i + group]]
+    parts = together(lambda: list(own))
+    longest = max(len(rows) for rows in parts)
+    return [row for i in range(0, longest, group) for rows in parts for row in rows[i : i + group]]
 
 
 def share(values: Sequence[T]) -> Sequence[T]:
-    """This process's part of a list that all have: `in_order` puts the parts together again."""
+    """This process's part of a list that all processes have; `in_order` is the inverse."""
     return values[jax.process_index() :: jax.process_count()]
 
 
 def fetch(tree: Any) -> Any:
-    """NumPy copies of arrays, wherever they lie. All processes must call it at the same point."""
+    """NumPy copies of complete arrays, however they are sharded. All processes must call it at the same point."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return multihost_utils.process_allgather(tree, tiled=True)
 
 
 def _gather(message: bytes) -> list[bytes]:
-    """The message of every process. The first exchange also tells how long each is."""
+    """The messages of all processes. The first exchange also carries their lengths."""
     head = np.zeros(_SMALL, np.uint8)
     framed = _HEADER.pack(len(message)) + message
     head[: min(len(framed), _SMALL)] = np.frombuffer(framed[:_SMALL], np.uint8)
@@ -170,7 +171,7 @@ def _gather(message: bytes) -> list[bytes]:
     parts = [[row[_HEADER.size :]] for row in heads]
     done, longest = _SMALL - _HEADER.size, max(lengths)
     while done < longest:
-        size = min(_LARGE, 1 << (longest - done - 1).bit_length())  # few sizes: each is a program of its own
+        size = min(_LARGE, 1 << (longest - done - 1).bit_length())  # few sizes, because each compiles a program
         piece = np.zeros(size, np.uint8)
         rest = message[done : done + size]
         piece[: len(rest)] = np.frombuffer(rest, np.uint8)
@@ -181,13 +182,13 @@ def _gather(message: bytes) -> list[bytes]:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error as the other processes get it: with the place where it happened, if it carries but a message."""
+    """The error for the other processes, with the process in which it happened."""
     where = f"process {jax.process_index()} of {jax.process_count()}"
     if len(error.args) == 1 and isinstance(error.args[0], str):
         try:
             return pickle.loads(pickle.dumps(type(error)(f"{where}: {error.args[0]}")))
-        except Exception:  # a class that cannot be made again
+        except Exception:  # a class that cannot be constructed or pickled like this
             pass
-    if isinstance(error, OSError) and error.errno is not None:  # of a file, as is its name
+    if isinstance(error, OSError) and error.errno is not None:  # keep errno and file name
         return OSError(error.errno, f"{where}: {error.strerror}", error.filename)
     return RuntimeError(f"{where}: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""The device programs of a config; making them touches no device, so that plans compile them for absent ones."""
+"""Creates the device programs of a config without using a device, so that plans can compile them for absent ones."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make_learner(
     n_ids: int,
     pack: bool = True,
 ) -> Learner:
-    """The learner of a config. Without `pack` each trajectory has a row of its own."""
+    """The learner of a config. Without `pack` each trajectory gets its own row."""
     return Learner(
         model,
         config.learning,

@@ -1,7 +1,7 @@
-"""Progress of work that takes longer than a few seconds, on stderr: a line that is rewritten, or lines in a log.
+"""Progress of work that takes longer than a few seconds: one rewritten line on a terminal, or lines in a log.
 
-A program shows it (`show`, in launching.run); the library reports it wherever it works, and nothing comes of that in
-tests and notebooks. One step is shown at a time, the innermost.
+The library reports progress everywhere, but it is shown only after `show`, which launching.run calls; tests and
+notebooks stay silent. Only the innermost step is shown.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO
 
-FIRST_S = 0.4  # on a terminal a step is shown from then on
-PATIENT_S = 20.0  # the same for what is repeated and mostly short, such as the parts of a training step
-TERMINAL_S, LOG_S = 0.2, 4.0  # seconds between two lines; in a log each interval is twice the last, up to
+FIRST_S = 0.4  # seconds before a step is shown on a terminal
+PATIENT_S = 20.0  # the same for steps that are repeated and mostly short, such as the parts of a training step
+TERMINAL_S, LOG_S = 0.2, 4.0  # seconds between two lines; in a log, the interval doubles up to LOG_MOST_S
 LOG_MOST_S = 120.0
 CLEAR = "\r\x1b[2K"
 
@@ -33,14 +33,14 @@ class _Step:
         return f"{self.name}:{counted} {time.monotonic() - self.began:.0f} s"
 
 
-_steps: list[_Step] = []  # that are under way, the innermost last
+_steps: list[_Step] = []  # the steps in progress, the innermost last
 _lock = threading.Lock()
 _stream: IO[str] | None = None
-_drawn = False  # the terminal's last line is a step's
+_drawn = False  # whether the last line on the terminal shows a step
 
 
 def show(stream: IO[str] | None = None) -> None:
-    """Shows steps from now on, by default on stderr."""
+    """Enables the display of steps, by default on stderr."""
     global _stream
     with _lock:
         _stream = stream or sys.stderr
@@ -48,9 +48,9 @@ def show(stream: IO[str] | None = None) -> None:
 
 @contextmanager
 def step(name: str, total: int = 0, patient: bool = False) -> Iterator[None]:
-    """Shows that the block is under way, and for how long; with `total`, also how much of it `advance` has counted.
+    """Shows that the block is running, and for how long; with `total`, also the count of `advance` and `reach`.
 
-    A `patient` step is shown only when it takes longer than most do.
+    A `patient` step is shown only after PATIENT_S seconds.
     """
     began = _Step(name, total=total)
     over = threading.Event()
@@ -69,21 +69,21 @@ def step(name: str, total: int = 0, patient: bool = False) -> Iterator[None]:
 
 
 def advance(count: int = 1) -> None:
-    """Counts `count` more of what the innermost step consists of."""
+    """Adds `count` to the finished units of the innermost step."""
     with _lock:
         if _steps:
             _steps[-1].done += count
 
 
 def reach(count: int) -> None:
-    """Sets what the innermost step has done to `count`."""
+    """Sets the finished units of the innermost step to `count`."""
     with _lock:
         if _steps:
             _steps[-1].done = count
 
 
 def _report(shown: _Step, over: threading.Event, stream: IO[str], patient: bool) -> None:
-    """Writes the step's line until it is over, except while a step inside it is under way."""
+    """Writes the line of the step until the step ends, except while a step inside it is running."""
     global _drawn
     terminal, interval = stream.isatty(), LOG_S
     wait = PATIENT_S if patient else FIRST_S if terminal else LOG_S
@@ -99,7 +99,7 @@ def _report(shown: _Step, over: threading.Event, stream: IO[str], patient: bool)
 
 
 def _clear() -> None:
-    """Removes a step's line from the terminal; with the lock held."""
+    """Removes the line of a step from the terminal. The caller holds the lock."""
     global _drawn
     if _drawn and _stream is not None:
         _stream.write(CLEAR)

@@ -1,8 +1,8 @@
-"""The mesh (data, fsdp, tensor), and the tables from an array's logical axes to mesh axes.
+"""The mesh (data, fsdp, tensor), and the tables that map logical array axes to mesh axes.
 
-Every parameter is declared once with logical axis names (models/decoder.py). Three tables say where they go:
-`STORAGE` for master weights, optimizer state and gradients; `SAMPLING` for the copy that decodes, which must not be
-split over fsdp (each decoded token would all-gather every layer); `COMPUTE` for activations.
+Every parameter is declared once with logical axis names (models/decoder.py). Three tables map them to the mesh:
+`STORAGE` for master weights, optimizer state and gradients; `SAMPLING` for the sampler's copy, which is not split over
+fsdp, because each decoded token would all-gather every layer; `COMPUTE` for activations.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _STAND_IN: contextvars.ContextVar[bool] = contextvars.ContextVar("stand_in", def
 
 
 def is_one_cpu(mesh: Mesh) -> bool:
-    """Whether a mesh is a single CPU device, for which some products and copies are laid out differently."""
+    """Whether the mesh is a single CPU device, for which some matrix products and copies have other layouts."""
     return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" and not _STAND_IN.get()
 
 
 @contextlib.contextmanager
 def stand_in() -> Iterator[None]:
-    """Inside, a CPU stands for another device, and nothing that is built is laid out for a CPU."""
+    """Inside this context a CPU stands in for another device: `is_one_cpu` is false."""
     token = _STAND_IN.set(True)
     try:
         yield
@@ -48,7 +48,7 @@ def stand_in() -> Iterator[None]:
 
 
 def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
-    """The device mesh of a run; one axis may be -1 and takes the devices that the others leave.
+    """The device mesh of a run; one axis may be -1 and gets the devices that the other two leave.
 
     Raises:
       UserError: the product of the axes is not the number of devices.
@@ -68,7 +68,7 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
     types = (AxisType.Auto,) * 3
     try:
         return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=devices)
-    except NotImplementedError:  # an axis of ours is no product of the slice's own axes, as 8 in 4x4
+    except NotImplementedError:  # an axis is not a product of physical axes of the slice, such as 8 in 4x4
         grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
         return Mesh(grid, AXES, axis_types=types)
 
@@ -76,7 +76,7 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
 def spec(axes: tuple[str | None, ...], rules: Mapping[str, MeshAxes], mesh: Any, shape: tuple[int, ...] | None = None):
     """PartitionSpec of an array with these logical axes.
 
-    An axis whose size the mesh does not divide stays whole (kv heads when `tensor` exceeds them).
+    An axis whose size is not divisible by its mesh axes is not split (kv heads if `tensor` exceeds their number).
 
     Raises:
       ValueError: two dimensions of the array would be split over the same mesh axis.
@@ -98,7 +98,7 @@ def spec(axes: tuple[str | None, ...], rules: Mapping[str, MeshAxes], mesh: Any,
 
 
 def param_shardings(abstract: nnx.State, rules: Mapping[str, MeshAxes], mesh: Mesh) -> nnx.State:
-    """The NamedSharding of every parameter, in a tree of the parameters' own shape.
+    """The NamedSharding of every parameter, in a tree with the structure of the parameters.
 
     Args:
       abstract: parameters or their ShapeDtypeStructs; each Variable carries `axes`.
@@ -112,17 +112,17 @@ def param_shardings(abstract: nnx.State, rules: Mapping[str, MeshAxes], mesh: Me
 
 
 def placed(abstract: Any, shardings: Any) -> Any:
-    """ShapeDtypeStructs of a tree of arrays (or of such structs), each with its sharding: arguments to compile for."""
+    """ShapeDtypeStructs with shardings for a tree of arrays or structs, to compile a program for such arguments."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
 
 
 def sampling_cast(
     abstract: nnx.State, dtype: Any, mesh: Mesh, rounding: Callable[..., nnx.State] | None = None
 ) -> Callable[[nnx.State], nnx.State]:
-    """A compiled function from stored parameters to copies that the sampler reads, split over `tensor` only.
+    """A jitted function from stored parameters to the sampler's copy, which is split only over `tensor`.
 
-    They are in `dtype`, but for what `rounding(copy, params)` puts in place of some. Adapters stay as they are, since
-    the model casts them where it uses them, and what is rounded before and once more would not be what is trained.
+    The copy is in `dtype`, except for parameters that `rounding(copy, params)` replaces. Adapters keep their dtype:
+    the model casts them where it uses them, and rounding them twice would differ from training.
     """
 
     def one(variable: nnx.Variable) -> nnx.Variable:
@@ -138,7 +138,7 @@ def sampling_cast(
 
 
 def sampled_in_place(abstract: nnx.State, mesh: Mesh) -> bool:
-    """Whether stored parameters lie where the sampler reads them: they do unless the mesh splits over fsdp."""
+    """Whether the storage and sampling shardings are equivalent: they are unless the mesh splits over fsdp."""
     pairs = zip(
         jax.tree.leaves(param_shardings(abstract, STORAGE, mesh)),
         jax.tree.leaves(param_shardings(abstract, SAMPLING, mesh)),
@@ -149,7 +149,7 @@ def sampled_in_place(abstract: nnx.State, mesh: Mesh) -> bool:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pins an activation to its place in the mesh set by `jax.set_mesh`; does nothing where none is set."""
+    """Constrains an activation to its sharding in the mesh of `jax.set_mesh`; does nothing if no mesh is set."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -157,13 +157,12 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def on_own_rows(f: Callable[..., jax.Array], x: jax.Array, axes: tuple[str | None, ...], *others: Any) -> jax.Array:
-    """`f(first, x, *arrays)`, where every device sees its own rows of all of them, of which x's begin at `first`.
+    """Calls `f(first, x, *arrays)` on each device with its own rows of all arrays; x's local rows start at `first`.
 
-    Rows that are picked out of an array, or put into it, so never leave their device; the partitioner would gather
-    the array to find them.
+    Gathered or scattered rows thus never leave their device. The partitioner would all-gather the array instead.
 
     Args:
-      x: an array with the logical axes `axes`, among them "rows"; what `f` returns has the same.
+      x: an array with the logical axes `axes`, which include "rows"; the result of `f` has the same axes.
       others: pairs of an array and its logical axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -179,7 +178,10 @@ def on_own_rows(f: Callable[..., jax.Array], x: jax.Array, axes: tuple[str | Non
 
 
 def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows of x [B, ...] at `rows` [R], of which the r-th part lies in the r-th part of x on a mesh; -1 is any row."""
+    """Rows of x [B, ...] at `rows` [R]; -1 gives an arbitrary row.
+
+    On a mesh, `rows` is split like x, and each device's part refers to rows on the same device.
+    """
 
     def take(first: Any, x: jax.Array, rows: jax.Array) -> jax.Array:
         return jnp.take(x, jnp.maximum(rows - first, 0), axis=0)
@@ -188,7 +190,7 @@ def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def put_rows(x: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    """x [B, ...] with `values` [R, ...] at `rows` [R], which lie as for `take_rows`; at -1 nothing is put."""
+    """x [B, ...] with `values` [R, ...] at `rows` [R], which are split as in `take_rows`; -1 writes nothing."""
 
     def put(first: Any, x: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
         return x.at[jnp.where(rows < 0, x.shape[0], rows - first)].set(values.astype(x.dtype), mode="drop")
@@ -201,22 +203,22 @@ def _by_rows(x: jax.Array) -> tuple[str | None, ...]:
 
 
 def rows_sharding(mesh: Mesh, ndim: int, axis: int = 0) -> NamedSharding:
-    """Sharding of an array whose dimension `axis` counts rows; the others are whole."""
+    """Sharding of an array that is split only along its row dimension `axis`."""
     entries: list[MeshAxes] = [None] * ndim
     entries[axis] = ROWS
     return NamedSharding(mesh, PartitionSpec(*entries))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Sharding of an array that every device holds whole."""
+    """Sharding of an array that is replicated on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def check_rows(mesh: Mesh, **counts: int) -> None:
-    """Refuses numbers of rows that the mesh does not divide; `counts` by the config's field, `section__name`.
+    """Refuses row counts that are not divisible by mesh data x fsdp; `counts` maps `section__field` to a count.
 
     Raises:
-      UserError: naming the field and what is accepted.
+      UserError: it names the field and the accepted values.
     """
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
     for field, value in counts.items():
@@ -229,7 +231,7 @@ def check_heads(mesh: Mesh, heads: int) -> None:
     """Refuses a `tensor` axis that does not divide the query heads.
 
     Raises:
-      UserError: naming the accepted sizes.
+      UserError: it names the accepted sizes.
     """
     tensor = mesh.shape["tensor"]
     if heads % tensor:

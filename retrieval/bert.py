@@ -1,7 +1,7 @@
-"""BERT in Flax NNX, and its Hugging Face directory read into it.
+"""BERT in Flax NNX, loaded from a Hugging Face directory.
 
 Letters in shapes: B rows, T positions, D width, N heads, H head dim, F mlp, V words, L layers. The layers are stacked
-on a leading axis L and run by one `lax.scan`; query, key and value are one product.
+on a leading axis L and run by one `lax.scan`; one matrix product computes query, key and value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from retrieval.protocol import CorpusError, read_object
 
-NEG_INF = -1e30  # a finite stand-in: a row of -inf alone would softmax to NaN
+NEG_INF = -1e30  # finite: the softmax of a row of -inf would be NaN
 NUMBERS = {
     "vocab_rows": "vocab_size",
     "width": "hidden_size",
@@ -47,18 +47,18 @@ class BertConfig:
 
 
 class Bert(nnx.Module):
-    """The encoder without its pooler. `__call__` gives the last hidden states."""
+    """The encoder without its pooler. `__call__` returns the last hidden states."""
 
     def __init__(self, config: BertConfig, weights: dict[str, np.ndarray], dtype: Any = jnp.float32):
-        """`weights`: the arrays of `shapes(config)`; kept in `dtype`, which is also that of the computation."""
+        """`weights`: the arrays of `shapes(config)`. They are stored, and computed with, in `dtype`."""
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.weights = nnx.Dict({name: nnx.Param(jnp.asarray(value, dtype)) for name, value in weights.items()})
 
     def __call__(self, ids: jax.Array, lengths: jax.Array, types: jax.Array | None = None) -> jax.Array:
-        """[B, T] int32 and the number of real ids per row [B] -> [B, T, D] hidden states in `dtype`.
+        """Token ids [B, T] int32 and the number of real tokens per row [B] -> hidden states [B, T, D] in `dtype`.
 
         Args:
-          types: [B, T] int32, which of two texts an id belongs to; default: all to the first.
+          types: [B, T] int32, which of two texts a token belongs to; default: all to the first.
         """
         c, w = self.config, {name: value[...] for name, value in self.weights.items()}
         B, T = ids.shape
@@ -69,11 +69,11 @@ class Bert(nnx.Module):
         mask = jnp.repeat(mask, c.heads, axis=0)[:, None]  # [B N, 1, T]
 
         def layer(x: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-            x = x.reshape(B * T, c.width)  # products of two-dimensional arrays are the fastest that XLA has on a CPU
+            x = x.reshape(B * T, c.width)  # XLA's products of two-dimensional arrays are its fastest on a CPU
             qkv = _dense(x, p["qkv_kernel"], p["qkv_bias"]).reshape(B, T, 3, c.heads, H)
             q, k, v = qkv.transpose(2, 0, 3, 1, 4).reshape(3, B * c.heads, T, H)
             scores = jnp.einsum("ath,ash->ats", q, k, preferred_element_type=jnp.float32) / math.sqrt(H) + mask
-            # Divided by the sum after the product with v: T / H times fewer divisions.
+            # Dividing by the sum after the product with v takes T / H times fewer divisions.
             weights = jnp.exp(scores - scores.max(-1, keepdims=True))
             mixed = jnp.einsum("ats,ash->ath", weights.astype(self.dtype), v, preferred_element_type=jnp.float32)
             mixed = (mixed / weights.sum(-1, keepdims=True)).astype(self.dtype)
@@ -99,7 +99,7 @@ EMBEDDING_TABLE = {
     "embedding_scale": "embeddings.LayerNorm.weight",
     "embedding_bias": "embeddings.LayerNorm.bias",
 }
-# Our name -> the names in a layer of the file; kernels are transposed, several names stand side by side.
+# Our name -> the names in a layer of the file. Kernels are transposed; the arrays of several names are concatenated.
 LAYER_TABLE: dict[str, tuple[str, ...]] = {
     "qkv_kernel": tuple(f"attention.self.{part}.weight" for part in ("query", "key", "value")),
     "qkv_bias": tuple(f"attention.self.{part}.bias" for part in ("query", "key", "value")),
@@ -148,34 +148,37 @@ def load_bert(directory: Path, dtype: Any = jnp.float32) -> Bert:
     """
     config = read_config(directory / "config.json")
     read, where = _reader(directory)
-    found = {ours: read(theirs) for ours, theirs in EMBEDDING_TABLE.items()}
+    weights = {ours: read(theirs) for ours, theirs in EMBEDDING_TABLE.items()}
     for ours, names in LAYER_TABLE.items():
         layers = []
         for i in range(config.layers):
             parts = [read(f"encoder.layer.{i}.{name}") for name in names]
             layers.append([part.T if part.ndim == 2 else part for part in parts])
         try:
-            found[ours] = np.stack([np.concatenate(parts, axis=-1) for parts in layers])
+            weights[ours] = np.stack([np.concatenate(parts, axis=-1) for parts in layers])
         except ValueError as error:
             raise CorpusError(f"{where}: {names[0]} of some layer has another shape ({error})") from None
     for ours, expected in shapes(config).items():
-        if found[ours].shape != expected:
-            raise CorpusError(f"{where}: {ours} has shape {found[ours].shape}, config.json says {expected}")
-    return Bert(config, found, dtype)
+        if weights[ours].shape != expected:
+            raise CorpusError(f"{where}: {ours} has shape {weights[ours].shape}, config.json says {expected}")
+    return Bert(config, weights, dtype)
 
 
 def head_weights(directory: Path, names: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """What stands on top of the encoder in the files of `directory`, by our names of theirs; as they are stored.
+    """Read the arrays on top of the encoder from the files of `directory`, in the stored layout.
+
+    Args:
+      names: our name of each array -> its name in the file.
 
     Raises:
-      CorpusError: one is missing.
+      CorpusError: an array is missing.
     """
     read, _ = _reader(directory)
     return {ours: read(theirs) for ours, theirs in names.items()}
 
 
 def read_config(path: Path) -> BertConfig:
-    """Read config.json. Raises `CorpusError` naming the field that is missing or asks for something else than BERT."""
+    """Read config.json. Raises `CorpusError` naming a field that is missing or does not describe a BERT encoder."""
     raw = read_object(path)
     accepted = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}
     for field, value in accepted.items():
@@ -183,7 +186,7 @@ def read_config(path: Path) -> BertConfig:
             raise CorpusError(f"{path}: {field} is {raw.get(field)!r}, accepted: {value!r}")
     for field in NUMBERS.values():
         if not isinstance(raw.get(field), int) or raw[field] < 1:
-            raise CorpusError(f"{path}: {field} is {raw.get(field, 'missing')!r}, expected a whole number above 0")
+            raise CorpusError(f"{path}: {field} is {raw.get(field, 'missing')!r}, expected an integer above 0")
     if raw["hidden_size"] % raw["num_attention_heads"]:
         raise CorpusError(
             f"{path}: num_attention_heads is {raw['num_attention_heads']}, which does not divide the width"
@@ -199,12 +202,12 @@ def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of `directory`. Raises `CorpusError` when there are none."""
     files = sorted(directory.glob("model*.safetensors"))
     if not files:
-        raise CorpusError(f"{directory}: holds no model.safetensors; accepted: a BERT encoder saved as safetensors")
+        raise CorpusError(f"{directory}: has no model.safetensors; accepted: a BERT encoder saved as safetensors")
     return files
 
 
 def _reader(directory: Path) -> tuple[Read, Path]:
-    """A function that reads an array by name as float32; names may stand under `bert.`."""
+    """A function that reads an array by name as float32, and the first file. The files may prefix names by `bert.`."""
     sources: dict[str, Any] = {}
     files = weight_files(directory)
     for path in files:
@@ -224,7 +227,7 @@ def _reader(directory: Path) -> tuple[Read, Path]:
 
 
 def _dense(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
-    """Products of 16-bit numbers are summed in 32 bits, which is also the only fast way on a CPU that has them."""
+    """Products of bfloat16 accumulate in float32, which is also the only fast way on CPUs with bfloat16 units."""
     return (jnp.matmul(x, kernel, preferred_element_type=jnp.float32) + bias).astype(x.dtype)
 
 

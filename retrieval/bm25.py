@@ -1,9 +1,9 @@
 """BM25 over words: no weights, no training, hard to beat on names and rare words.
 
-Robertson and Zaragoza 2009; Lucene's form of the weights, computed when the corpus is indexed (Lu 2024, BM25S). A
-word's postings are the passages that hold it, in the order of the corpus. An index is five arrays, mapped into memory:
+Robertson and Zaragoza 2009, with Lucene's form of the weights, computed at indexing time (Lu 2024, BM25S). A word's
+postings are the passages that contain it, in corpus order. An index is five memory-mapped arrays:
 
-    words.npy, word_ends.npy            the V words as UTF-8, one behind the other in the order of their bytes
+    words.npy, word_ends.npy            the V words as UTF-8, concatenated in byte order
     posting_starts.npy [V+1]            where each word's postings start
     rows.npy, weights.npy [P]           per posting the passage, and what the word adds to its score
 """
@@ -30,31 +30,31 @@ from tqdm import tqdm
 from retrieval.budget import reserve
 from retrieval.protocol import CorpusError, Passage
 
-VERSION = 2  # raise it with any change that makes other scores or files: older indexes are then refused
+VERSION = 2  # raise it with any change to scores or files: older indexes are then refused
 SCORE_DECIMALS = 4
 K1, B = 1.2, 0.75
-# A title counts as if it stood three times in its text: among 994 HotpotQA passages a question then finds each
-# supporting passage in the top 3 in 0.72 of cases (0.68 with the title counted once).
+# A title counts as three occurrences in the text: with 994 HotpotQA passages, 0.72 of the supporting passages are then
+# in the top 3 of their question (0.68 with the title counted once).
 TITLE_COUNT = 3
-# English words that stand nearly everywhere: those that Lucene leaves out.
+# Lucene's English stop words.
 STOP_WORDS = frozenset(
     "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this "
     "to was will with".split()
 )
 SETTINGS = "settings.json"
-PART_WORDS = 2**24  # sorted at a time while building: about 1 GB
-BLOCK_ROWS = 8192  # scored at a time: their sums stay in a core's cache
+PART_WORDS = 2**24  # words sorted at a time while building: about 1 GB
+BLOCK_ROWS = 8192  # rows scored at a time: their sums stay in a core's cache
 QUERIES_PER_TASK = 16
 _WORD = re.compile(r"\w+")
 
 
 class Postings(NamedTuple):
-    """The arrays of an index, as in the file's head."""
+    """The arrays of an index; see the module docstring."""
 
     words: np.ndarray  # uint8
     word_ends: np.ndarray  # [V] int64
     posting_starts: np.ndarray  # [V+1] int64
-    rows: np.ndarray  # [P] int32, rising within a word
+    rows: np.ndarray  # [P] int32, ascending within a word
     weights: np.ndarray  # [P] float32, above 0
 
 
@@ -62,7 +62,7 @@ DTYPES = Postings(np.uint8, np.int64, np.int64, np.int32, np.float32)
 
 
 class Bm25Ranker:
-    """Implements `Ranker`. Words are lower-cased and lose their accents; English stop words are left out."""
+    """Implements `Ranker`. Words are lower-cased and stripped of accents; English stop words are skipped."""
 
     name = "bm25"
 
@@ -70,7 +70,7 @@ class Bm25Ranker:
         """`postings` of a corpus of `rows` passages."""
         self.rows = rows
         self._postings = Postings(*map(_plain, postings))
-        # Reading one element of an array takes ten times as long.
+        # Reading one element is ten times as fast as from an array.
         self._words, self._word_ends = memoryview(self._postings.words), memoryview(self._postings.word_ends)
 
     @property
@@ -80,12 +80,12 @@ class Bm25Ranker:
 
     @classmethod
     def build(cls, passages: Sequence[Passage], directory: Path | None = None) -> Bm25Ranker:
-        """Index the titles and texts of `passages`, into the new `directory`; without one, in memory.
+        """Index the titles and texts of `passages` into the new `directory`, or in memory without one.
 
-        Besides the vocabulary a part of the postings is held at a time, so memory grows with the words alone.
+        Only the vocabulary and one part of the postings are in memory, so memory grows only with the vocabulary.
 
         Raises:
-          CorpusError: the passages hold no word at all.
+          CorpusError: the passages contain no word.
           OSError: the disk is full or cannot be written.
         """
         if directory is not None:
@@ -93,7 +93,7 @@ class Bm25Ranker:
         with tempfile.TemporaryFile(dir=directory) as parts:
             ids, lengths, holding = _read_words(passages, parts)
             if not ids:
-                raise CorpusError("the corpus holds no words, which BM25 could look for")
+                raise CorpusError("the corpus holds no words that BM25 could search for")
             postings = _weigh(ids, lengths, holding, parts, _places(directory))
         if directory is None:
             return cls(postings, len(passages))
@@ -109,24 +109,24 @@ class Bm25Ranker:
             raise CorpusError(f"{directory}: made as {identity}, this program reads {_identity()}; build it again")
         settings = directory / SETTINGS
         try:
-            found = json.loads(settings.read_bytes())["rows"]
+            stored_rows = json.loads(settings.read_bytes())["rows"]
             postings = Postings(
                 *(np.load(directory / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in Postings._fields)
             )
         except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
             raise CorpusError(f"{settings}: the BM25 index cannot be read ({error})") from None
-        if found != rows:
-            raise CorpusError(f"{settings}: {found} passages, the manifest says {rows}; build the index again")
+        if stored_rows != rows:
+            raise CorpusError(f"{settings}: {stored_rows} passages, the manifest says {rows}; build the index again")
         starts, sizes = postings.posting_starts, [len(array) for array in postings]
-        whole = [array.dtype for array in postings] == [np.dtype(dtype) for dtype in DTYPES] and len(starts) > 1
-        if not whole or sizes[1:] != [sizes[1], sizes[1] + 1, starts[-1], starts[-1]]:
-            raise CorpusError(f"{settings}: the arrays beside it are not of one index; build it again")
+        valid = [array.dtype for array in postings] == [np.dtype(dtype) for dtype in DTYPES] and len(starts) > 1
+        if not valid or sizes[1:] != [sizes[1], sizes[1] + 1, starts[-1], starts[-1]]:
+            raise CorpusError(f"{settings}: the arrays in this folder are not of one index; build it again")
         return cls(postings, rows)
 
     def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
         """See `Ranker.rank`; a score is the sum of the weights of a query's words, and only scores above 0 count."""
         ids = np.full((len(queries), k), -1, np.int64)
-        units = np.full((len(queries), k), -np.inf)  # scores, times 10 to the decimals
+        units = np.full((len(queries), k), -np.inf)  # scores times 10**SCORE_DECIMALS
         if not queries or not k:
             return ids, units.astype(np.float32)
         search, p = _compiled(), self._postings
@@ -134,9 +134,9 @@ class Bm25Ranker:
         def task(start: int) -> None:
             part = slice(start, start + QUERIES_PER_TASK)
             known = [self._known(query) for query in queries[part]]
-            ends = np.cumsum([len(found) for found in known])
-            words_ = np.array([word for found in known for word in found], np.int64)
-            counts = np.array([count for found in known for count in found.values()], np.float64)
+            ends = np.cumsum([len(numbers) for numbers in known])
+            words_ = np.array([word for numbers in known for word in numbers], np.int64)
+            counts = np.array([count for numbers in known for count in numbers.values()], np.float64)
             search(
                 p.posting_starts, p.rows, p.weights, self.rows, ends, words_, counts,
                 BLOCK_ROWS, 10.0**SCORE_DECIMALS, ids[part], units[part],
@@ -151,12 +151,12 @@ class Bm25Ranker:
         return ids, (units / 10.0**SCORE_DECIMALS).astype(np.float32)
 
     def _known(self, query: str) -> dict[int, int]:
-        """The numbers of the query's words that the corpus holds, rising, and how often each is asked for."""
-        found = {self._number(word): count for word, count in Counter(words(query)).items()}
-        return {number: found[number] for number in sorted(found) if number >= 0}
+        """The word numbers of the query's words that occur in the corpus, ascending, each with its count."""
+        counts = {self._number(word): count for word, count in Counter(words(query)).items()}
+        return {number: counts[number] for number in sorted(counts) if number >= 0}
 
     def _number(self, word: str) -> int:
-        """Where `word` stands in the vocabulary; -1: nowhere."""
+        """The position of `word` in the vocabulary, or -1."""
         text, ends, wanted = self._words, self._word_ends, word.encode()
 
         def stored(number: int) -> bytes:
@@ -167,7 +167,7 @@ class Bm25Ranker:
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words of letters, digits and underscores, accents taken off."""
+    """Lower-case words of letters, digits and underscores, without accents."""
     lower = text.lower()
     if not lower.isascii():
         lower = "".join(c for c in unicodedata.normalize("NFKD", lower) if not unicodedata.combining(c))
@@ -179,45 +179,45 @@ def _identity() -> dict[str, Any]:
 
 
 def _read_words(passages: Sequence[Passage], parts: BinaryIO) -> tuple[dict[str, int], np.ndarray, np.ndarray]:
-    """Write what each passage holds to `parts` (see `_write_part`).
+    """Write the words of all passages to `parts` (see `_write_part`).
 
-    Returns a number for each word in the order of appearance [V], the words of each passage [N] int32, and how many
-    passages hold each word [V] int64.
+    Returns a number for each word in order of appearance [V], the length of each passage in words [N] int32, and how
+    many passages contain each word [V] int64.
     """
     ids: dict[str, int] = {}
     lengths, holding = np.zeros(len(passages), np.int32), np.zeros(0, np.int64)
-    said, first = array("i"), 0  # the words of the passages from `first` on
+    word_ids, first = array("i"), 0  # the words of the passages from row `first` on
     for row in tqdm(range(len(passages)), "reading words", unit=" rows", delay=2, disable=None):
         passage = passages[row]
         text = " ".join([passage.title] * TITLE_COUNT + [passage.text])
-        before = len(said)
-        said.extend([ids.setdefault(word, len(ids)) for word in words(text) if word not in STOP_WORDS])
-        lengths[row] = len(said) - before
-        if len(said) >= PART_WORDS or row == len(passages) - 1:
-            held = _write_part(parts, np.frombuffer(said, np.int32), lengths[first : row + 1], first)
-            holding = np.pad(holding, (0, len(ids) - len(holding))) + np.bincount(held, minlength=len(ids))
-            said, first = array("i"), row + 1
+        before = len(word_ids)
+        word_ids.extend([ids.setdefault(word, len(ids)) for word in words(text) if word not in STOP_WORDS])
+        lengths[row] = len(word_ids) - before
+        if len(word_ids) >= PART_WORDS or row == len(passages) - 1:
+            posted = _write_part(parts, np.frombuffer(word_ids, np.int32), lengths[first : row + 1], first)
+            holding = np.pad(holding, (0, len(ids) - len(holding))) + np.bincount(posted, minlength=len(ids))
+            word_ids, first = array("i"), row + 1
     return ids, lengths, holding
 
 
 def _write_part(parts: BinaryIO, said: np.ndarray, lengths: np.ndarray, first: int) -> np.ndarray:
-    """Append a number P and three int32 arrays [P]: words, the rows that hold them, and how often; by (word, row)."""
+    """Append P and three int32 arrays [P], sorted by (word, row): words, rows, and counts. Returns the words [P]."""
     rows = np.repeat(np.arange(first, first + len(lengths)), lengths)
     pairs, counts = np.unique(said.astype(np.int64) << 32 | rows, return_counts=True)
-    held = (pairs >> 32).astype(np.int32)
+    posted = (pairs >> 32).astype(np.int32)
     parts.write(np.int64(len(pairs)).tobytes())
-    for values in (held, pairs & 0xFFFFFFFF, counts):
+    for values in (posted, pairs & 0xFFFFFFFF, counts):
         parts.write(values.astype(np.int32).tobytes())
-    return held
+    return posted
 
 
 def _weigh(
     ids: dict[str, int], lengths: np.ndarray, holding: np.ndarray, parts: BinaryIO, place: Callable[..., np.ndarray]
 ) -> Postings:
-    """Sort the parts by word into arrays that `place(name, size)` makes, with the weight of each posting.
+    """Sort the parts by word into arrays created by `place(name, size)`, with the weight of each posting.
 
-    weight = ln(1 + (N - n + .5) / (n + .5)) f / (f + k1 (1 - b + b length / mean length)), for a word that n of the N
-    passages hold, f times in this one (Robertson and Zaragoza 2009, equation 3.15, with Lucene's idf).
+    weight = ln(1 + (N - n + .5) / (n + .5)) f / (f + k1 (1 - b + b length / mean length)), for a word that occurs in n
+    of the N passages and f times in this one (Robertson and Zaragoza 2009, equation 3.15, with Lucene's idf).
     """
     in_order = sorted(ids, key=str.encode)
     order = np.fromiter((ids[word] for word in in_order), np.int64, len(ids))
@@ -234,31 +234,31 @@ def _weigh(
     parts.seek(0)
     while head := parts.read(8):
         size = int(np.frombuffer(head, np.int64)[0])
-        held, rows, counts = np.frombuffer(parts.read(12 * size), np.int32).reshape(3, size)
-        present, starts, sizes_ = np.unique(held, return_index=True, return_counts=True)
+        posted, rows, counts = np.frombuffer(parts.read(12 * size), np.int32).reshape(3, size)
+        present, starts, sizes_ = np.unique(posted, return_index=True, return_counts=True)
         target = np.arange(size) + np.repeat(free[present] - starts, sizes_)
         out.rows[target] = rows
-        out.weights[target] = idf[held] * counts / (counts + drag[rows])
+        out.weights[target] = idf[posted] * counts / (counts + drag[rows])
         free[present] += sizes_
     return out
 
 
 def _places(directory: Path | None) -> Callable[[str, int], np.ndarray]:
-    """Makes the arrays of an index: in memory, or as files of `directory` whose room is taken at once."""
+    """A function that creates an array of an index: in memory, or as a file in `directory` with its disk reserved."""
 
     def place(name: str, size: int) -> np.ndarray:
         dtype = getattr(DTYPES, name)
         if directory is None:
             return np.empty(size, dtype)
-        made = np.lib.format.open_memmap(directory / f"{name}.npy", "w+", dtype, (size,))
+        mapped = np.lib.format.open_memmap(directory / f"{name}.npy", "w+", dtype, (size,))
         reserve(directory / f"{name}.npy", (directory / f"{name}.npy").stat().st_size)
-        return made
+        return mapped
 
     return place
 
 
 def _plain(values: np.ndarray) -> np.ndarray:
-    """A read-only view that is no memory map by type: one type, one compiled program."""
+    """A read-only view of type ndarray, not memmap, so that numba compiles one program."""
     view = np.asarray(values).view(np.ndarray)
     view.flags.writeable = False
     return view
@@ -270,11 +270,11 @@ def _cores() -> int:
 
 @cache
 def _compiled() -> Callable[..., None]:
-    from numba import njit  # imported late: other retrievers need none
+    from numba import njit  # imported late: other retrievers do not need it
 
     try:
         return njit(nogil=True, cache=True)(_search)
-    except RuntimeError:  # no folder can be written in: compiled anew in every process
+    except RuntimeError:  # no writable cache folder: every process compiles
         return njit(nogil=True)(_search)
 
 
@@ -291,11 +291,11 @@ def _search(
     out_rows: np.ndarray,
     out_scores: np.ndarray,
 ) -> None:
-    """Fill `out_rows` and `out_scores` [Q, K] with the best rows of each query; scores are rounded, times `unit`.
+    """Fill `out_rows` and `out_scores` [Q, K] with the best rows of each query; scores are rint(score * unit).
 
-    Compiled, one thread. A query's postings are walked in step, a block of rows at a time, and only a block whose best
-    sum is above the K-th best so far is looked through. Rows rise, so one that only equals the K-th comes too late.
-    Damaged postings give wrong rows, but nothing is read or written outside of the arrays.
+    Compiled, one thread. All postings of a query are processed one block of rows at a time. A block is scanned only if
+    its best sum is above the K-th best score so far. Rows ascend, so at equal scores the earlier row ranks first.
+    Damaged postings give wrong rows, but no access outside the arrays.
     """
     sums = np.zeros(block_rows)
     first = 0
@@ -305,7 +305,7 @@ def _search(
         at = np.minimum(np.maximum(posting_starts[numbers], 0), len(rows))
         ends = np.minimum(posting_starts[numbers + 1], len(rows))
         best, best_rows = out_scores[query], out_rows[query]
-        found, last = 0, len(best) - 1
+        filled, last = 0, len(best) - 1
         for block in range(0, total_rows, block_rows):
             stop, top = min(block + block_rows, total_rows), 0.0
             for word in range(len(numbers)):
@@ -321,8 +321,8 @@ def _search(
                 for here in range(stop - block):
                     score = np.rint(sums[here] * unit)
                     if score > max(best[last], 0.0):
-                        found = min(found + 1, last + 1)
-                        spot = found - 1  # everything behind the new row moves down by one
+                        filled = min(filled + 1, last + 1)
+                        spot = filled - 1  # every row after the new one moves down by one
                         while spot > 0 and best[spot - 1] < score:
                             best[spot], best_rows[spot] = best[spot - 1], best_rows[spot - 1]
                             spot -= 1

@@ -1,4 +1,4 @@
-"""What a build needs of memory and disk, said before it starts: how many shards, how high a peak, room kept free."""
+"""The memory and disk that an index build needs, estimated before it starts, and disk space reserved for files."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 from retrieval.index import TreeSettings, training_rows, tree_bytes
 
-# ScaNN's build holds the vectors twice, beside those that the partitions are found from. Measured as the growth of
-# anonymous memory over a memory-mapped input, in multiples of the float bytes: 2.05 (docs/performance.md).
+# ScaNN's build holds two copies of the vectors, in addition to those that train the partitions. Measured as the growth
+# of anonymous memory over a memory-mapped input, in multiples of the float bytes: 2.05 (docs/performance.md).
 COPIES = 2.05
 SPARE_BYTES = 2**28  # the program itself and its blocks
-SHARE = 0.8  # of the available memory that a build plans to use: others run on the machine as well
+SHARE = 0.8  # of the available memory that a build plans to use: other programs need some too
 
 
 def peak_bytes(rows: int, dimensions: int, leaves: int) -> int:
@@ -22,15 +22,15 @@ def peak_bytes(rows: int, dimensions: int, leaves: int) -> int:
 
 
 def disk_bytes(rows: int, dimensions: int, tree: TreeSettings | None) -> int:
-    """What the vectors and the tree of an index of one shard take on disk."""
+    """The disk space of the vectors and the tree of one shard."""
     return 4 * rows * dimensions + (tree_bytes(rows, dimensions, tree) if tree else 0)
 
 
 def reserve(path: Path, size: int) -> None:
-    """Make the file `path` `size` bytes long, with all of its blocks on disk; what it holds stays.
+    """Make the file `path` `size` bytes long and allocate all of its blocks; its content stays.
 
-    A memory map over a file with holes ends in a signal (SIGBUS) when a block is written and the disk is full.
-    Raises `OSError` when there is no room; the file is then as long as before.
+    Without that, writing to a memory-mapped hole on a full disk kills the process (SIGBUS).
+    Raises `OSError` when there is not enough space; the file then keeps its length.
     """
     with open(path, "r+b" if path.exists() else "w+b") as file:
         before = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""Retrievers behind Search-R1's `/retrieve`: load over replicas, patience while all fail, one error at the end."""
+"""Clients of Search-R1's `/retrieve`: balance load over replicas, retry while all fail, and end in one error."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from retrieval.wire import UNTOLD, Wire, line, read_description, read_rankings
 
 log = logging.getLogger("retrieval")
 RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
-WITHOUT_INFO = (400, 404, 405, 501)  # what a server of another project answers to GET /info
-# Half of what this project's server takes in one request, and all the passages that it gives in one answer.
+WITHOUT_INFO = (400, 404, 405, 501)  # what servers of other projects answer to GET /info
+# Half of the queries and bytes that this project's server accepts per request, and all the passages it returns.
 QUERIES_PER_REQUEST, BYTES_PER_REQUEST, ROWS_PER_REQUEST = 2048, 2 * 2**20, 65_536
-LEAST_SHARE = 32  # queries: a batch is not cut finer for the sake of another replica
-QUERY_CHARS = 8192  # what the server takes; a policy may write anything, and a longer query must not end its run
+LEAST_SHARE = 32  # queries: a batch is not split into smaller requests to use more replicas
+QUERY_CHARS = 8192  # the server's limit; longer queries are cut, because a policy may write any length
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 15.0
-LONGEST_REST_S = 120.0  # of a replica that goes on failing while others answer
+LONGEST_REST_S = 120.0  # of a replica that keeps failing while others answer
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class Replica:
-    """One address, and what this client knows of it."""
+    """One address and its state as seen by this client."""
 
     url: str
-    load: int = 0  # queries that it is answering for this client
+    load: int = 0  # queries in flight from this client
     failures: int = 0  # in a row
-    rests_until: float = 0.0  # by the monotonic clock: not asked before, as long as another one is up
-    # At first a random number below 0: clients that start together do not all begin with the same replica.
+    rests_until: float = 0.0  # monotonic clock: not asked before that time while another replica is up
+    # Starts as a random negative number, so that clients that start together begin with different replicas.
     last_asked: float = field(default_factory=lambda: -random.random())
 
     @property
@@ -49,17 +49,17 @@ class HttpRetriever:
     def __init__(
         self, urls: str | Sequence[str], timeout_s: float = 60.0, patience_s: float = 300.0, token: str | None = None
     ):
-        """Name the servers; nothing is sent yet.
+        """Send nothing yet.
 
         Args:
-          urls: of replicas of one index, like http://127.0.0.1:8000/retrieve. A batch is cut into a share for each; a
-            share goes to the one with the least to do, and to the next one when that fails.
-          timeout_s: for a whole answer.
-          patience_s: how long one search may go on failing, with longer and longer waits, before it is given up.
+          urls: replicas of one index, like http://127.0.0.1:8000/retrieve. A batch is split over the replicas. Each
+            part goes to the replica with the lowest load, and to the next one when that fails.
+          timeout_s: for a complete answer.
+          patience_s: how long one search is retried, with increasing waits, before it fails.
           token: sent as a bearer token.
         """
         self._replicas = [Replica(url) for url in ([urls] if isinstance(urls, str) else urls)]
-        self._lock = threading.Lock()  # of what is known of the replicas
+        self._lock = threading.Lock()  # guards the state of the replicas
         self._patience_s = patience_s
         self._wire = Wire(len(self._replicas), timeout_s, token)
 
@@ -67,7 +67,7 @@ class HttpRetriever:
         """At most `k` passages per query, best first; an empty query gives an empty list and is not sent.
 
         Raises:
-          RetrievalError: refused, or no server answered in time and in form for `patience_s`.
+          RetrievalError: a server refused, or none gave a valid answer for `patience_s`.
         """
         cleaned = [" ".join(query.split())[:QUERY_CHARS] for query in queries]
         sent = list(dict.fromkeys(filter(None, cleaned)))
@@ -80,19 +80,19 @@ class HttpRetriever:
             try:
                 answers = list(pool.map(lambda part: self._ask(part, k, given_up), parts))
             finally:
-                given_up.set()  # when one part failed for good, the others are not waited for
+                given_up.set()  # when one part failed for good, do not wait for the others
                 pool.shutdown(wait=False, cancel_futures=True)
         else:
             answers = [self._ask(part, k, given_up) for part in parts]
-        found = {
+        rankings = {
             query: ranking
             for part, answer in zip(parts, answers, strict=True)
             for query, ranking in zip(part, answer, strict=True)
         }
-        return [list(found.get(query, ())) for query in cleaned]
+        return [list(rankings.get(query, ())) for query in cleaned]
 
     def describe(self) -> dict[str, Any]:
-        """See `Retriever.describe`. Raises `RetrievalError` also when two replicas hold different corpora."""
+        """See `Retriever.describe`. Also raises `RetrievalError` when two replicas serve different corpora."""
 
         def ask(replica: Replica) -> dict[str, Any]:
             status, data = self._wire.request("GET", replica.info)
@@ -101,15 +101,15 @@ class HttpRetriever:
             _refuse(replica.info, status, data)
             return read_description(data)
 
-        told = self._patiently(ask, 1, threading.Event())
+        description = self._patiently(ask, 1, threading.Event())
         for replica in self._replicas:
             try:
                 other = ask(replica)
             except (OSError, ValueError):
-                continue  # it is down, and will be told apart when it is up and asked
-            if other != told:
-                raise RetrievalError(f"{self._urls()}: replicas of different corpora: {told} and {other}")
-        return dict(told)
+                continue  # it is down; it is compared at the next call when it is up
+            if other != description:
+                raise RetrievalError(f"{self._urls()}: replicas of different corpora: {description} and {other}")
+        return dict(description)
 
     def _ask(self, queries: list[str], k: int, given_up: threading.Event) -> list[list[Passage]]:
         body = json.dumps({"queries": queries, "topk": k, "return_scores": True}).encode()
@@ -125,15 +125,15 @@ class HttpRetriever:
         return self._patiently(ask, len(queries), given_up)
 
     def _patiently(self, ask: Callable[[Replica], T], size: int, given_up: threading.Event) -> T:
-        """What `ask` gets from one replica or another, which it loads with `size` queries.
+        """Call `ask` with one replica after another until it succeeds; each call adds a load of `size` queries.
 
-        A failure is an `OSError` or a `ValueError`. Raises `RetrievalError` after `patience_s` of them.
+        `OSError` and `ValueError` are retried. Raises `RetrievalError` after `patience_s` of failures.
         """
         failures = waits = 0
         deadline = 0.0
         while True:
             replica = self._take(size, waiting=failures == 0)
-            if replica is None:  # all rest: wait; a random share, so that many clients do not come back as one
+            if replica is None:  # all rest: wait a random time, so that many clients do not return at once
                 waits += 1
                 pause = random.random() * min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(waits, 10))
                 given_up.wait(min(pause, max(0.0, deadline - time.monotonic())))
@@ -159,9 +159,9 @@ class HttpRetriever:
                 raise RetrievalError(f"{self._urls()}: no answer in {self._patience_s:.0f} s; last: {cause}")
 
     def _take(self, size: int, waiting: bool) -> Replica | None:
-        """The replica with the least to do, and of those the one asked longest ago; None when all rest.
+        """Take the replica with the lowest load, among equals the one asked longest ago.
 
-        With `waiting` it is then the one whose rest ends first.
+        When all rest: the one whose rest ends first with `waiting`, otherwise None.
         """
         with self._lock:
             now = time.monotonic()
@@ -191,7 +191,7 @@ class HttpRetriever:
 
 
 class ShardedRetriever:
-    """Implements `Retriever` over parts of one corpus, each behind a retriever of its own, merged by score."""
+    """Implements `Retriever` over the parts of one corpus, each served by its own retriever, merged by score."""
 
     def __init__(self, parts: Iterable[Retriever]):
         """`parts` in the order of the corpus: at equal scores the earlier part comes first."""
@@ -199,7 +199,7 @@ class ShardedRetriever:
         self._threads = ThreadPoolExecutor(len(self._parts))
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
-        """See `Retriever.search`; the parts are asked at the same time."""
+        """See `Retriever.search`; the parts are searched concurrently."""
         answers = list(self._threads.map(lambda part: part.search(queries, k), self._parts))
         merged = []
         for rankings in zip(*answers, strict=True):
@@ -208,7 +208,7 @@ class ShardedRetriever:
         return merged
 
     def describe(self) -> dict[str, Any]:
-        """See `Retriever.describe`: names and digests of all parts, separated by "|", and the sum of rows."""
+        """See `Retriever.describe`: the names and digests of all parts joined by "|", and the total of rows."""
         parts = [part.describe() for part in self._parts]
 
         def joined(name: str) -> str | None:
@@ -221,7 +221,7 @@ class ShardedRetriever:
 
 
 def connect(addresses: str, timeout_s: float = 60.0, patience_s: float = 300.0, token: str | None = None) -> Retriever:
-    """The retriever behind `addresses`: "," separates replicas of one index, "|" the parts of a sharded corpus."""
+    """The retriever served at `addresses`: "," separates replicas of one index, "|" parts of a sharded corpus."""
     parts = [
         HttpRetriever([url.strip() for url in part.split(",")], timeout_s, patience_s, token)
         for part in addresses.split("|")
@@ -230,7 +230,7 @@ def connect(addresses: str, timeout_s: float = 60.0, patience_s: float = 300.0, 
 
 
 def _requests(queries: Sequence[str], most: int) -> Iterator[list[str]]:
-    """Cut into requests that a server accepts, of at most `most` queries."""
+    """Split into requests that a server accepts, of at most `most` queries."""
     part: list[str] = []
     size = 0
     for query in queries:
@@ -245,7 +245,7 @@ def _requests(queries: Sequence[str], most: int) -> Iterator[list[str]]:
 
 
 def _refuse(url: str, status: int, data: bytes) -> None:
-    """Raise `OSError` for a status that may pass, `RetrievalError` for one that will not."""
+    """Raise `OSError` for a status worth a retry, `RetrievalError` for any other but 200."""
     if status != 200:
         cause = f"status {status} ({line(data[:800].decode('utf-8', 'replace'))})"
         raise OSError(cause) if status in RETRIED_STATUS else RetrievalError(f"{url}: refused with {cause}")

@@ -1,6 +1,6 @@
-"""Corpora in the forms the field has: Search-R1's and FlashRAG's jsonl, MultiHop-RAG's JSON array of articles.
+"""Opens corpora in common formats: the jsonl of Search-R1 and FlashRAG, the JSON array of articles of MultiHop-RAG.
 
-jsonl is read as it stands; articles are cut into passages once, into `FILE.passages.jsonl` beside the file.
+jsonl is read as is. Articles are split into passages once, into `FILE.passages.jsonl` in the same folder.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]])|(?<=[.!?][\"')\]]{
 
 
 def open_corpus(path: str | os.PathLike[str]) -> MemoryMappedCorpus:
-    """Open a corpus of any known form, plain or .gz.
+    """Open a corpus of any known format, plain or .gz.
 
     Raises:
-      CorpusError: the file with the line or the element, and the field, that is not as it should be.
+      CorpusError: the corpus is missing or invalid; names the file, the line or element, and the field.
     """
     path = on_disk(path)
     if not path.is_file():
@@ -41,7 +41,7 @@ def open_corpus(path: str | os.PathLike[str]) -> MemoryMappedCorpus:
 
 
 def cut(text: str, words: int = PASSAGE_WORDS) -> list[str]:
-    """Pieces of `text` of at most `words` words, cut where a sentence ends in a piece's second half."""
+    """Split `text` into pieces of at most `words` words, at the end of a sentence in a piece's second half."""
     pieces: list[list[str]] = [[]]
     for sentence in _SENTENCE_END.split(text.strip()):
         for word_list in _blocks(sentence.split(), words):
@@ -77,7 +77,7 @@ def _open(path: Path) -> IO[bytes]:
 def _articles(path: Path) -> Iterator[Passage]:
     """The passages of MultiHop-RAG's articles, `{"title", "body", "source", "published_at", ...}`.
 
-    Source and date stand before the first words: the questions of that set ask for them.
+    Source and date precede the text of every passage: that set's questions ask for them.
     """
     for number, article in enumerate(_elements(path), 1):
         where = f"{path}: element {number}"
@@ -85,8 +85,8 @@ def _articles(path: Path) -> Iterator[Passage]:
             raise CorpusError(f"{where}: a {type(article).__name__}, expected an object with title and body")
         for field in ("title", "body"):
             if not isinstance(article.get(field), str) or not article[field].strip():
-                found = json.dumps(article[field])[:40] if field in article else "missing"
-                raise CorpusError(f"{where}: field {field} is {found}, expected text")
+                value = json.dumps(article[field])[:40] if field in article else "missing"
+                raise CorpusError(f"{where}: field {field} is {value}, expected text")
         named = [str(article[field]) for field in ("source", "published_at") if article.get(field)]
         title = " ".join(article["title"].split())
         for part, text in enumerate(cut(article["body"])):
@@ -94,7 +94,7 @@ def _articles(path: Path) -> Iterator[Passage]:
 
 
 def _elements(path: Path) -> list[Any]:
-    """The elements of a JSON array; the news corpus is a few megabytes."""
+    """The elements of a JSON array, all in memory: the news corpus is a few megabytes."""
     try:
         with _open(path) as file:
             return json.loads(file.read().decode("utf-8-sig"))

@@ -1,4 +1,4 @@
-"""Passages on disk, read through a memory map: opening costs an offset per row, whatever the size of the texts.
+"""Passages on disk, read through a memory map: an open corpus keeps one offset per row in memory, not the texts.
 
 A corpus is a jsonl file (plain or .gz) of rows `{"id": "7", "contents": "\"Title\"\nText"}` or
 `{"id": "7", "title": "Title", "text": "Text"}`.
@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from retrieval.protocol import CorpusError, Passage, on_disk
 
-# Smaller files are read again at every start: a second or so, and nothing is written beside the user's data.
+# Smaller files are read again at every start: that takes about a second and writes nothing next to the user's data.
 CACHE_OFFSETS_ABOVE_BYTES = 64 * 2**20
 
 
@@ -43,7 +43,7 @@ class MemoryMappedCorpus(Sequence[Passage]):
         return len(self.offsets)
 
     def __getitem__(self, row: int) -> Passage:
-        # Negative rows are refused: -1 is how a search says "nothing found", never the last passage.
+        # Negative rows are refused: a search returns -1 for "no result", which is never the last passage.
         if not 0 <= row < len(self):
             raise IndexError(f"{self.path}: row {row} is outside 0..{len(self) - 1}")
         start = int(self.offsets[row])
@@ -62,7 +62,7 @@ class MemoryMappedCorpus(Sequence[Passage]):
             return hashlib.sha256(rows).hexdigest()
 
     def write_slice(self, path: Path, start: int, stop: int) -> None:
-        """Write rows start .. stop-1 to `path` as they stand."""
+        """Write rows start .. stop-1 to `path` unchanged."""
         begin, end = int(self.offsets[start]), int(self.offsets[stop]) if stop < len(self) else None
         partial = _beside(path)
         with open(self.path, "rb") as source, open(partial, "wb") as target:
@@ -93,7 +93,7 @@ class ConcatenatedCorpus(Sequence[Passage]):
 
 
 def write_corpus(path: str | os.PathLike[str], passages: Iterable[Passage]) -> None:
-    """Write passages as a jsonl corpus that `MemoryMappedCorpus` reads back unchanged (scores are not kept)."""
+    """Write passages as a jsonl corpus that `MemoryMappedCorpus` reads back unchanged, except for the scores."""
     path = on_disk(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _beside(path)
@@ -101,7 +101,7 @@ def write_corpus(path: str | os.PathLike[str], passages: Iterable[Passage]) -> N
         with open(partial, "w", encoding="utf-8") as file:
             for passage in passages:
                 if "\n" in passage.title:
-                    raise CorpusError(f"{path}: the title of passage {passage.id!r} holds a line break")
+                    raise CorpusError(f"{path}: the title of passage {passage.id!r} contains a line break")
                 file.write(jsonl_row(passage))
         os.replace(partial, path)
     finally:
@@ -114,7 +114,7 @@ def jsonl_row(passage: Passage) -> str:
 
 
 def _parse(line: bytes, where: str) -> Passage:
-    """One jsonl row -> Passage. `where` begins the message of the `CorpusError`."""
+    """One jsonl row -> Passage. `where` is the start of the `CorpusError`'s message."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError):
@@ -135,7 +135,7 @@ def _parse(line: bytes, where: str) -> Passage:
 
 
 def read_contents(id_: str, contents: str, score: float = 0.0) -> Passage:
-    """The passage that a row's `contents` holds: a title on the first line, in quotes or not, and the text."""
+    """Parse a row's `contents`: a title on the first line, in quotes or not, then the text."""
     title, line_break, text = contents.partition("\n")
     if not line_break:
         title, text = "", contents
@@ -149,12 +149,12 @@ def _found(row: dict, field: str) -> str:
 
 
 def _plain_file(path: Path) -> Path:
-    """The uncompressed file to map: `path` itself, or a .gz decompressed once into a file of its own beside it."""
+    """The uncompressed file to map: `path` itself, or a .gz decompressed once into a new file in the same folder."""
     if not path.is_file():
         raise CorpusError(f"{path}: no such corpus file")
     if path.suffix != ".gz":
         return path
-    plain = path.with_name(path.name + ".unpacked")  # never `path` without .gz: that may be a file of the user's
+    plain = path.with_name(path.name + ".unpacked")  # not `path` without .gz: that may be the user's file
 
     def unpack(target: Path) -> None:
         with gzip.open(path, "rb") as packed, open(target, "wb") as file:
@@ -168,12 +168,13 @@ def _plain_file(path: Path) -> Path:
 
 
 def make_from(source: Path, target: Path, make: Callable[[Path], None]) -> None:
-    """Have `target` made from `source`, unless it was made from this very file before.
+    """Make `target` from `source`, unless it was already made from this version of `source`.
 
-    What is made carries its source's time, as with gunzip: a source that is replaced, by an older file too, is known.
+    `target` gets the modification time of `source`, as with gunzip, so that any replaced source is noticed, even by an
+    older file.
 
     Args:
-      make: writes the file it is given, which is then renamed to `target`.
+      make: writes the file at its argument, which is then renamed to `target`.
     """
     written_ns = source.stat().st_mtime_ns
     if target.is_file() and target.stat().st_mtime_ns == written_ns:
@@ -188,17 +189,17 @@ def make_from(source: Path, target: Path, make: Callable[[Path], None]) -> None:
 
 
 def _offsets(path: Path) -> np.ndarray:
-    """The byte where each row of `path` starts, [N] int64; kept beside large files until they change."""
+    """The byte where each row of `path` starts, [N] int64; cached next to large files until they change."""
     stat = path.stat()
     if stat.st_size < CACHE_OFFSETS_ABOVE_BYTES or not os.access(path.parent, os.W_OK):
         return _scan(path)
-    # The first two entries are the key: a corpus that was edited is read again.
+    # The first two entries are the key: an edited corpus is read again.
     cache, key = path.with_name(path.name + ".offsets.npy"), [stat.st_size, stat.st_mtime_ns]
     if cache.is_file():
         try:
             stored = np.load(cache, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError):
-            stored = np.zeros(0, np.int64)  # a damaged cache is made again
+            stored = np.zeros(0, np.int64)  # a damaged cache is rebuilt
         if stored.ndim == 1 and stored.dtype == np.int64 and stored[:2].tolist() == key:
             return stored[2:]
     offsets = _scan(path)
@@ -210,7 +211,7 @@ def _offsets(path: Path) -> np.ndarray:
 
 
 def _scan(path: Path) -> np.ndarray:
-    """Check every row in one streaming pass and return where the rows start, [N] int64."""
+    """Check every row in one streaming pass and return the byte where each row starts, [N] int64."""
     starts, id_hashes, position = array("q"), array("q"), 0
     with open(path, "rb") as file:
         for number, line in enumerate(tqdm(file, "reading the corpus", unit=" rows", delay=2, disable=None), 1):
@@ -227,7 +228,7 @@ def _scan(path: Path) -> np.ndarray:
 
 
 def _refuse_duplicate_ids(path: Path, offsets: np.ndarray, id_hashes: np.ndarray) -> None:
-    """Raise `CorpusError` on the first repeated id; hashes narrow the search, so ids need not stay in memory."""
+    """Raise `CorpusError` on the first repeated id. Only ids with equal hashes are compared, so few are in memory."""
     ordered = np.sort(id_hashes)
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]
     suspects = np.flatnonzero(np.isin(id_hashes, repeated)) if repeated.size else ()
@@ -248,5 +249,5 @@ def _line_number(path: Path, offset: int) -> int:
 
 
 def _beside(path: Path) -> Path:
-    """A name in the same folder, so that the finished file can be renamed into place in one step."""
+    """A temporary name in the same folder, from which the finished file is renamed atomically."""
     return path.with_name(f".{path.name}.{os.getpid()}.partial")

@@ -1,14 +1,14 @@
-"""Index directories: built in steps that survive a kill, opened only when whole. The only file that knows every kind.
+"""Index directories: built in steps that survive a kill, opened only if complete. Only this file knows every kind.
 
 An index directory is self-contained and can be moved:
 
     manifest.json         kind, rows, encoder identity, settings, recall, self-check, size and sha256 of each file
     corpus.jsonl          the passages         corpus.offsets.npy   where each row starts
     vectors.npy           [N, D] float32       encoder*             what the encoder needs besides its identity
-    scann/, scann.log     the search tree, and what ScaNN said while it was built; absent for small corpora, whose
-                          exact search needs the vectors alone
-    bm25/                 instead of vectors, encoder and tree where the encoder is bm25
-    shard-000/ ...        of a sharded index: index directories over consecutive slices, each of use by itself
+    scann/, scann.log     the search tree, and ScaNN's output from its build; absent for small corpora, whose
+                          exact search needs only the vectors
+    bm25/                 replaces vectors, encoder and tree if the encoder is bm25
+    shard-000/ ...        of a sharded index: index directories over consecutive slices, each usable on its own
 """
 
 from __future__ import annotations
@@ -49,32 +49,32 @@ from retrieval.protocol import CorpusError, Encoder, Passage, Ranker, on_disk
 from retrieval.workplace import Workplace, workplace
 
 log = logging.getLogger("retrieval")
-SAMPLE_ROWS = 1000  # passages that recall and self-check ask for
+SAMPLE_ROWS = 1000  # passages sampled as queries for recall and self-check
 SAMPLE_K = 3
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How a dense index is made; the tree applies from `exact_below_rows` passages of a shard on."""
+    """How a dense index is built."""
 
-    shards: int | None = None  # None: as many as the build's memory needs
-    exact_below_rows: int = EXACT_BELOW_ROWS
-    target_recall: float | None = None  # of the 3 best; None: the default effort
+    shards: int | None = None  # None: the fewest whose build fits the available memory
+    exact_below_rows: int = EXACT_BELOW_ROWS  # a shard with fewer passages gets no tree
+    target_recall: float | None = None  # of the 3 best; None: the default search effort
     tree: dict[str, Any] = field(default_factory=dict)  # fields of TreeSettings to set by hand
 
     def tree_of(self, rows: int, dimensions: int) -> TreeSettings | None:
-        """The tree over so many vectors; None: they are searched exactly. Raises `CorpusError` as `tree_settings`."""
+        """The tree over `rows` vectors; None: exact search. Raises `CorpusError` as `tree_settings`."""
         if rows < max(self.exact_below_rows, LEAST_TREE_ROWS):
             return None
         return tree_settings(rows, dimensions, **self.tree)
 
 
 def check_options(options: BuildOptions, rows: int, dimensions: int | None) -> None:
-    """Raise `CorpusError` on options that do not fit a corpus of so many rows; `dimensions` is None for BM25."""
+    """Raise `CorpusError` on options that do not fit a corpus of `rows` passages; `dimensions` is None for BM25."""
     if options.shards is not None and not 1 <= options.shards <= rows:
         raise CorpusError(f"shards is {options.shards}, accepted: 1 to {rows}, the passages of the corpus")
     if dimensions is None and (options.shards or 1) > 1:
-        raise CorpusError("shards: BM25 weighs words over the whole corpus, accepted: 1 shard")
+        raise CorpusError("shards: BM25 weighs words over the entire corpus, accepted: 1 shard")
     if options.target_recall is not None and not 0 < options.target_recall <= 1:
         raise CorpusError(f"target_recall is {options.target_recall}, accepted: above 0, up to 1")
     if dimensions is not None:
@@ -92,27 +92,27 @@ def build_index(
 ) -> dict[str, Any]:
     """Index a corpus into `directory`, which appears only when it is complete. Returns its manifest.
 
-    The work is done beside it, in `.NAME.partial`; after a kill or an error the same call goes on where it stopped,
-    and one with other options goes on with what does not depend on them.
+    The build works in `.NAME.partial` in the same folder. After a kill or an error the same call resumes there; a call
+    with other options reuses the steps that do not depend on them.
 
     Args:
       encoder: of passages and queries; None: BM25.
-      vectors: [N, D] float32, what `encoder` makes of the passages, when they are at hand.
+      vectors: [N, D] float32, the passages already encoded by `encoder`.
 
     Raises:
-      CorpusError: the directory is in the way, being built by another process or cannot be written, an option does not
-        fit, an encoding is not finite, or `vectors` are not those of the corpus and the encoder.
+      CorpusError: the directory exists, is being built by another process or cannot be written, an option does not
+        fit, an encoding is not finite, or `vectors` do not match the corpus and the encoder.
     """
     directory = on_disk(directory).absolute()
     refuse_occupied(directory, corpus.path, overwrite)
     check_options(options, len(corpus), encoder.dimensions if encoder else None)
-    given = None if vectors is None or encoder is None else refuse_foreign_vectors(vectors, corpus, encoder)
+    sample = None if vectors is None or encoder is None else refuse_foreign_vectors(vectors, corpus, encoder)
     partial = directory.with_name(f".{directory.name}.partial")
     replaced = directory.with_name(f".{directory.name}.{os.getpid()}.replaced")
     try:
         with workplace(partial) as work:
             identity = encoder.identity if encoder else Bm25Ranker.name
-            base = {"corpus": sha256(corpus.path), "encoder": identity, "given": given}
+            base = {"corpus": sha256(corpus.path), "encoder": identity, "given": sample}
             base = json.loads(json.dumps(base))
             begun = work.base["shards"] if work.base and work.base.items() >= base.items() else 1
             shards = _shards(options, corpus, encoder, work.folder, begun, encodes=vectors is None)
@@ -124,11 +124,11 @@ def build_index(
             shutil.rmtree(partial)
             shutil.rmtree(replaced, ignore_errors=True)
     except CorpusError:
-        if not (partial / RECORD).is_file():  # nothing that took long
+        if not (partial / RECORD).is_file():  # nothing was encoded, so a new start costs little
             shutil.rmtree(partial, ignore_errors=True)
         raise
     except OSError as error:
-        raise CorpusError(f"{directory}: the index cannot be written ({error}); run again to go on") from None
+        raise CorpusError(f"{directory}: the index cannot be written ({error}); run again to resume") from None
     return read_manifest(directory)
 
 
@@ -136,14 +136,14 @@ def open_index(directories: str | os.PathLike[str]) -> tuple[Ranker, Sequence[Pa
     """Open an index directory, or several over one corpus (separated by commas) fused by reciprocal rank.
 
     Raises:
-      CorpusError: a file is missing, damaged or of another index, or the directories hold different corpora.
+      CorpusError: a file is missing, damaged or of another index, or the directories contain different corpora.
     """
     opened = [_open(on_disk(name)) for name in os.fspath(directories).split(",")]
     manifest, ranker, corpus = opened[0]
     if len(opened) == 1:
         return ranker, corpus
     if len({m["corpus_sha256"] for m, _, _ in opened}) > 1:
-        raise CorpusError(f"{directories}: the indexes hold different corpora, accepted: indexes of one corpus")
+        raise CorpusError(f"{directories}: the indexes contain different corpora, accepted: indexes of one corpus")
     return HybridRanker([ranker for _, ranker, _ in opened]), corpus
 
 
@@ -155,10 +155,11 @@ def sample_queries(corpus: Sequence[Passage], count: int = SAMPLE_ROWS) -> tuple
 
 
 def verify_index(directory: str | os.PathLike[str]) -> int:
-    """Compare every byte of an index directory with its manifest; returns how many there are.
+    """Compare every byte of an index directory with its manifest; returns the number of bytes.
 
-    Raises `CorpusError` naming the first file that differs. (Opening compares sizes, small files, and samples of large
-    ones.)
+    Opening an index compares only sizes, small files, and samples of large files.
+
+    Raises `CorpusError` naming the first file that differs.
     """
     directory = on_disk(directory)
     manifest = read_manifest(directory, whole=True)
@@ -177,7 +178,7 @@ def _open(directory: Path) -> tuple[dict[str, Any], Ranker, Sequence[Passage]]:
         return manifest, ranker, ConcatenatedCorpus([corpus for _, _, corpus in parts])
     required = {"dense": ["vectors.npy"], "bm25": []}.get(kind)
     if required is None:
-        raise CorpusError(f"{directory / 'manifest.json'}: kind is {kind!r}, known are dense, bm25, sharded")
+        raise CorpusError(f"{directory / 'manifest.json'}: kind is {kind!r}, accepted: dense, bm25, sharded")
     for name in ("corpus.jsonl", "corpus.offsets.npy", *required):
         if name not in manifest["files"]:
             raise CorpusError(f"{directory / 'manifest.json'}: field files does not list {name}; build it again")
@@ -189,21 +190,22 @@ def _open(directory: Path) -> tuple[dict[str, Any], Ranker, Sequence[Passage]]:
     index, encoder = _open_vectors(directory, manifest), _load_encoder(directory, identity)
     try:
         return manifest, DenseRanker(index, encoder), corpus
-    except CorpusError as error:  # of vectors and an encoder; it is the manifest that brings them together
+    except CorpusError as error:  # vectors and encoder do not match; the manifest names both
         raise CorpusError(f"{directory / 'manifest.json'}: {error}") from None
 
 
 def _open_vectors(directory: Path, manifest: dict[str, Any]) -> ScannIndex:
     shape = (manifest["rows"], manifest.get("dimensions"))
     if manifest.get("metric") != "inner_product":
-        raise CorpusError(f"{directory / 'manifest.json'}: metric is {manifest.get('metric')!r}, known: inner_product")
+        message = f"metric is {manifest.get('metric')!r}, accepted: inner_product"
+        raise CorpusError(f"{directory / 'manifest.json'}: {message}")
     vectors = load_array(directory / "vectors.npy", shape, np.float32)
     if manifest.get("tree") is None:
         return ScannIndex.from_vectors(vectors)
     try:
         tree = TreeSettings(**manifest["tree"])
     except TypeError as error:
-        raise CorpusError(f"{directory / 'manifest.json'}: field tree does not hold tree settings ({error})") from None
+        raise CorpusError(f"{directory / 'manifest.json'}: field tree is not a tree's settings ({error})") from None
     return ScannIndex.load(directory / "scann", vectors, tree)
 
 
@@ -211,22 +213,24 @@ def _load_encoder(directory: Path, identity: dict[str, Any]) -> Encoder:
     if identity.get("name") == HashingEncoder.name:
         return HashingEncoder.load(directory, identity)
     if identity.get("name") == "bert":
-        from retrieval.encoder import BertEncoder  # loads JAX
+        from retrieval.encoder import BertEncoder  # imported late: loads JAX
 
         return BertEncoder.load(directory, identity)
     raise CorpusError(
-        f"{directory / 'manifest.json'}: encoder {identity.get('name')!r}, known are hashing, bert, bm25"
+        f"{directory / 'manifest.json'}: encoder {identity.get('name')!r}, accepted: hashing, bert, bm25"
     )
 
 
 def _shards(
     options: BuildOptions, corpus: MemoryMappedCorpus, encoder: Encoder | None, folder: Path, begun: int, encodes: bool
 ) -> int:
-    """How many shards are built in `folder`, where `begun` may be half-made; says what a build with trees takes.
+    """The number of shards to build in `folder`; logs the memory and disk that a build with trees needs.
 
-    `encodes`: the vectors are made, in a file of their own, from which those of several shards are copied.
+    Args:
+      begun: the number of shards of an unfinished build in `folder`, otherwise 1.
+      encodes: the build encodes the corpus into one file, from which several shards copy their vectors.
 
-    Raises `OSError` when the disk cannot hold them.
+    Raises `OSError` when the disk has not enough space.
     """
     if encoder is None:
         return 1
@@ -237,11 +241,11 @@ def _shards(
         return peak_bytes(-(-rows // shards), dimensions, tree.leaves) if tree else 0
 
     fitting = next(count for count in range(1, rows + 1) if peak(count) <= SHARE * memory)
-    shards = options.shards or min(max(fitting, begun), rows)  # less free memory today does not undo yesterday's work
+    shards = options.shards or min(max(fitting, begun), rows)  # keep the shards of an unfinished build if they fit
     tree = options.tree_of(-(-rows // shards), dimensions)
     floats, trees = disk_bytes(rows, dimensions, None), shards * disk_bytes(-(-rows // shards), dimensions, tree)
     needed = trees if shards == 1 else trees + encodes * floats + corpus.path.stat().st_size
-    there = sum({p.stat().st_ino: 512 * p.stat().st_blocks for p in folder.rglob("*") if p.is_file()}.values())
+    used = sum({p.stat().st_ino: 512 * p.stat().st_blocks for p in folder.rglob("*") if p.is_file()}.values())
     free = shutil.disk_usage(folder).free
     if tree:
         log.info(
@@ -252,8 +256,8 @@ def _shards(
         )
         if shards < fitting:
             log.warning("--shards=%d takes more memory than there may be; %d would fit", shards, fitting)
-    if needed - there > free:
-        raise OSError(errno.ENOSPC, f"it takes {needed / 1e9:.1f} GB, {(there + free) / 1e9:.1f} GB are free")
+    if needed - used > free:
+        raise OSError(errno.ENOSPC, f"it takes {needed / 1e9:.1f} GB, {(used + free) / 1e9:.1f} GB are free")
     return shards
 
 
@@ -276,7 +280,7 @@ def _fill(
     if vectors is None:
         done = encode_to(work.folder, corpus, encoder)
         if done:
-            log.info("%d of %d rows had been encoded before", done, len(corpus))
+            log.info("%d of %d rows were already encoded", done, len(corpus))
         vectors = np.load(work.folder / VECTORS, mmap_mode="r")
     if shards == 1:
         ready = None if given is not None else work.folder / VECTORS
@@ -324,11 +328,13 @@ def _fill_dense(
     span: tuple[int, int],
     ready: Path | None = None,
 ) -> dict[str, Any]:
-    """Make the index directory `name` of rows span[0] .. span[1]-1, in steps that are done once; returns its fields.
+    """Build the index directory `name` of rows span[0] .. span[1]-1; returns its manifest fields.
+
+    Finished steps are not repeated.
 
     Args:
-      vectors: [N, D] of the whole corpus.
-      ready: the file that holds just these vectors, when there is one.
+      vectors: [N, D] of the entire corpus.
+      ready: a file that contains exactly the vectors of these rows, if there is one.
     """
     target, (start, stop) = work.index / name, span
     tree = options.tree_of(stop - start, encoder.dimensions)
@@ -354,17 +360,17 @@ def _fill_dense(
 
     def write_tree() -> None:
         shutil.rmtree(target / "scann", ignore_errors=True)
-        said = target / "scann.log"
-        said.unlink(missing_ok=True)
+        scann_log = target / "scann.log"
+        scann_log.unlink(missing_ok=True)
         if tree:
             log.info("%sbuilding the tree over %d vectors", f"{name}: " if name else "", stop - start)
-            ScannIndex.from_vectors(own, tree, said).save(target / "scann", said)
+            ScannIndex.from_vectors(own, tree, scann_log).save(target / "scann", scann_log)
 
     def measure() -> dict[str, Any]:
-        # What was written is opened and measured, and not what is in memory.
+        # Measure the files that were written, not the index in memory.
         index = ScannIndex.load(target / "scann", own, tree) if tree else ScannIndex.from_vectors(own)
         rows, queries = sample_queries(part)
-        found = None  # exact search finds what there is to find
+        measured = None  # not measured for exact search
         if index.tree:
             encoded = encoder.encode_queries(queries)
             encoded = encoded[encoded.any(axis=1)]
@@ -372,10 +378,10 @@ def _fill_dense(
             if options.target_recall is not None:
                 index = tune(index, encoded, truth, options.target_recall)
             reached = round(recall(index, encoded, truth), 4)
-            found = {"k": SAMPLE_K, "queries": len(encoded), "target": options.target_recall, "recall": reached}
+            measured = {"k": SAMPLE_K, "queries": len(encoded), "target": options.target_recall, "recall": reached}
         return {
             "tree": asdict(index.tree) if index.tree else None,
-            "recall": found,
+            "recall": measured,
             "self_check": _self_check(DenseRanker(index, encoder), rows, queries),
         }
 
@@ -398,7 +404,7 @@ def _fill_dense(
 
 
 def _plans(tree: TreeSettings | None, options: BuildOptions) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a tree on disk depends on, and what the effort of searching it depends on as well."""
+    """The settings that a tree on disk depends on, and all settings that its search effort depends on."""
     settings = asdict(tree) if tree else {}
     search = ("searched_leaves", "reordered")
     build = {name: value for name, value in settings.items() if name not in search}
@@ -416,7 +422,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def refuse_occupied(directory: Path, corpus_file: Path, overwrite: bool) -> None:
-    """Raise `CorpusError` when something is in the place of an index that may not be replaced."""
+    """Raise `CorpusError` if `directory` exists and may not be replaced by an index."""
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
     if not overwrite:

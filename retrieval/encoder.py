@@ -1,9 +1,9 @@
 """A BERT-family sentence encoder (E5, BGE, MiniLM) as an `Encoder`: mean or first-token pooling, unit length.
 
-Texts are grouped into buckets of like length, and every batch of a bucket has the same number of rows, so that few
-programs are compiled and a text gets the same vector in any company. There is one size for queries and one for
-passages: two batch sizes of one bucket differ in the last bits, so which is taken is told by what a text is, never by
-how many there are. The rows are spread over this process's devices.
+Texts are grouped into buckets by length, and every batch of a bucket has the same number of rows. So few programs are
+compiled, and the vector of a text does not depend on the rest of its batch. Queries have one batch size and passages
+another, whatever their number: different batch sizes give vectors that differ in the last bits. The rows are spread
+over this process's devices.
 """
 
 from __future__ import annotations
@@ -24,38 +24,39 @@ from retrieval.bert import load_bert, read_config, weight_files
 from retrieval.manifest import copy_or_link
 from retrieval.protocol import CorpusError, Passage, as_utf8, read_object
 
-VERSION = 1  # raise it with any change that makes other vectors: older indexes are then refused
-# Tokens per text, special ones included: fine steps where texts are, so that little is padding.
+VERSION = 1  # raise it with any change to the vectors: older indexes are then refused
+# Tokens per text, special ones included: small steps at common lengths, for little padding.
 LENGTHS = (8, 12, 16, 24, 32, 40, 48, 56, *range(64, 256, 16), *range(256, 513, 64))
 TOKENIZED_AT_ONCE = 4096
-BATCHES_AHEAD = 64  # given to the device before the first is read back
-LEAST_CAPABILITY = 8.0  # NVIDIA's compute capability from which on 16-bit brain floats are multiplied
+BATCHES_AHEAD = 64  # dispatched to the device before the first is read back
+LEAST_CAPABILITY = 8.0  # the lowest NVIDIA compute capability with bfloat16 matrix products
 FOLDER = "encoder_model"  # in an index directory
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 POOLING = Path("1_Pooling") / "config.json"
 LENGTH_FILE = "sentence_bert_config.json"
-# What a model expects before a text, by a part of its name. E5: Wang et al. 2022; BGE: Xiao et al. 2023, section 4.
+# The prefixes of queries and passages, by a part of the model's name. E5: Wang et al. 2022; BGE: Xiao et al. 2023,
+# section 4.
 PREFIXES = {"e5": ("query: ", "passage: "), "bge": ("Represent this sentence for searching relevant passages: ", "")}
 
 
 class Pace(NamedTuple):
-    """How a kind of device is kept busy."""
+    """Batch sizes and dtype for a kind of device."""
 
     query_rows: int  # queries per batch
     passage_rows: int  # passages per batch
     block_rows: int  # passages to sort by length at a time
-    dtype: str  # of the layers, unless said otherwise
+    dtype: str  # default dtype of the layers
 
 
-# On a CPU larger batches are slower. Elsewhere a batch of passages fills the device, and a few queries, which come in
-# three or four buckets, are not padded to that. Each bucket of a block ends in a batch that is half empty in the mean:
-# of 4,096 passages that is half as much again, of 65,536 nothing.
+# Larger batches are slower on a CPU. On an accelerator, a batch of passages fills the device. Query batches are
+# smaller, as a few queries spread over three or four buckets would be mostly padding. The last batch of each bucket of
+# a block is half empty on average. With blocks of 4,096 passages that adds half to the work, with 65,536 nothing.
 CPU = Pace(16, 16, 4096, "float32")
 ACCELERATOR = Pace(32, 128, 65536, "bfloat16")
 
 
 def pace_of(device: Any) -> Pace:
-    """The pace of a jax.Device. GPUs without 16-bit brain floats, such as the T4, compute in float32."""
+    """The pace of a jax.Device. GPUs without bfloat16, such as the T4, compute in float32."""
     if device.platform == "cpu":
         return CPU
     capability = float(getattr(device, "compute_capability", None) or LEAST_CAPABILITY)  # a TPU has none
@@ -68,7 +69,7 @@ class BertEncoder:
     name = "bert"
 
     def __init__(self, directory: Path, settings: dict[str, Any], pace: Pace | None = None):
-        """`settings`: the identity without `dimensions` and `weights`; see `from_model` for what they mean."""
+        """`settings`: the identity without `dimensions` and `weights`; `from_model` explains the fields."""
         self._directory, self._settings = directory, settings
         self._model = load_bert(directory, settings["dtype"])
         self._weights = _digest(directory)
@@ -84,10 +85,10 @@ class BertEncoder:
         self._place_rows = NamedSharding(mesh, PartitionSpec("data"))
         graphdef, state = nnx.split(self._model)
         self._state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
-        self.compiled = 0  # programs so far
+        self.compiled = 0  # number of programs
 
         def encode(state: nnx.State, ids: jax.Array, lengths: jax.Array) -> jax.Array:
-            self.compiled += 1  # runs while tracing only
+            self.compiled += 1  # runs only while tracing
             return _embed(nnx.merge(graphdef, state), ids, lengths, settings["pooling"])
 
         self._encode = jax.jit(encode)
@@ -106,14 +107,13 @@ class BertEncoder:
         """Open a sentence encoder's directory.
 
         Args:
-          query_prefix, passage_prefix: put before every text; None: what the model's name asks for (E5, BGE), if
-            anything.
-          max_tokens: where texts are cut; None: the directory's own setting, at most the model's positions.
-          dtype: float32, or bfloat16 for the layers; pooling and norms stay float32. None: the pace's.
+          query_prefix, passage_prefix: put before every text; None: by the model's name (E5, BGE), otherwise "".
+          max_tokens: the length at which texts are cut; None: the directory's setting. At most the model's positions.
+          dtype: float32 or bfloat16 for the layers; pooling and norms stay float32. None: that of `pace`.
           pace: None: that of this process's devices.
 
         Raises:
-          CorpusError: the directory holds no BERT encoder, or one that pools in another way.
+          CorpusError: the directory contains no BERT encoder, or its pooling is not supported.
         """
         directory = Path(directory)
         if not directory.is_dir():
@@ -123,7 +123,7 @@ class BertEncoder:
         positions = read_config(directory / "config.json").positions
         own = _if_there(directory / LENGTH_FILE).get("max_seq_length") or LENGTHS[-1]
         if not isinstance(own, int) or own < 3:
-            raise CorpusError(f"{directory / LENGTH_FILE}: max_seq_length is {own!r}, accepted: a number from 3 on")
+            raise CorpusError(f"{directory / LENGTH_FILE}: max_seq_length is {own!r}, accepted: an integer above 2")
         settings = {
             "name": cls.name,
             "version": VERSION,
@@ -138,7 +138,7 @@ class BertEncoder:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What must be equal for vectors to be equal, as JSON values."""
+        """The settings that determine the vectors, as JSON values."""
         return self._settings | {"dimensions": self.dimensions, "weights": self._weights}
 
     @property
@@ -151,7 +151,7 @@ class BertEncoder:
         return self._encode_texts(queries, self._settings["query_prefix"], self._query_rows)
 
     def encode_passages(self, passages: Sequence[Passage]) -> np.ndarray:
-        """Return [N, D] float32 of unit length; a title stands in quotes on a line of its own, as in wiki-18."""
+        """Return [N, D] float32 of unit length; a title is encoded in quotes on its own line, as in wiki-18."""
         texts = [f'"{p.title}"\n{p.text}' if p.title else p.text for p in passages]
         return self._encode_texts(texts, self._settings["passage_prefix"], self._passage_rows)
 
@@ -178,16 +178,16 @@ class BertEncoder:
 
     def _encode_texts(self, texts: Sequence[str], prefix: str, batch_rows: int) -> np.ndarray:
         out = np.zeros((len(texts), self.dimensions), np.float32)
-        said = np.array([row for row, text in enumerate(texts) if text.strip()], int)
-        ids = self._tokenize([prefix + texts[row] for row in said])
+        nonempty = np.array([row for row, text in enumerate(texts) if text.strip()], int)
+        ids = self._tokenize([prefix + texts[row] for row in nonempty])
         pending: deque[tuple[np.ndarray, jax.Array]] = deque()
 
         def read_back() -> None:
             batch, vectors = pending.popleft()
-            out[said[batch]] = np.asarray(vectors)[: len(batch)]
+            out[nonempty[batch]] = np.asarray(vectors)[: len(batch)]
 
         for batch, length in batches(np.array([len(row) for row in ids], int), self._lengths, batch_rows):
-            # Dispatch runs ahead, so the device does not wait for the host.
+            # Dispatch ahead, so that the device does not wait for the host.
             pending.append((batch, self._dispatch([ids[row] for row in batch], batch_rows, length)))
             if len(pending) > BATCHES_AHEAD:
                 read_back()
@@ -196,7 +196,7 @@ class BertEncoder:
         return out
 
     def _tokenize(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text, cut to the longest bucket."""
+        """The token ids of each text, cut to the longest bucket."""
         ids: list[np.ndarray] = []
         for start in range(0, len(texts), TOKENIZED_AT_ONCE):
             clean = [as_utf8(text) for text in texts[start : start + TOKENIZED_AT_ONCE]]
@@ -206,17 +206,17 @@ class BertEncoder:
 
     def _dispatch(self, ids: list[np.ndarray], rows: int, length: int) -> jax.Array:
         padded = np.zeros((rows, length), np.int32)
-        lengths = np.ones(rows, np.int32)  # pad rows look at one token, so that nothing is NaN
-        for row, known in enumerate(ids):
-            padded[row, : len(known)] = known
-            lengths[row] = len(known)
+        lengths = np.ones(rows, np.int32)  # padding rows attend to one token, which avoids NaN
+        for row, tokens in enumerate(ids):
+            padded[row, : len(tokens)] = tokens
+            lengths[row] = len(tokens)
         padded, lengths = jax.device_put((padded, lengths), self._place_rows)
         with jax.default_matmul_precision("highest" if self._settings["dtype"] == "float32" else "default"):
             return self._encode(self._state, padded, lengths)
 
 
 def load_tokenizer(directory: Path, vocab_rows: int) -> Any:
-    """The tokenizer of a model's directory. Raises `CorpusError` when it cannot be read or is another model's."""
+    """Load the tokenizer of a model's directory. Raises `CorpusError` if it is unreadable or larger than the model."""
     from transformers import AutoTokenizer
 
     try:
@@ -226,13 +226,17 @@ def load_tokenizer(directory: Path, vocab_rows: int) -> Any:
         raise CorpusError(f"{directory}: the tokenizer cannot be read ({reason})") from None
     if len(tokenizer) > vocab_rows:
         raise CorpusError(
-            f"{directory}: the tokenizer has {len(tokenizer)} ids, the model {vocab_rows} embedding rows"
+            f"{directory}: the tokenizer has {len(tokenizer)} token ids, the model {vocab_rows} embedding rows"
         )
     return tokenizer
 
 
 def batches(lengths: np.ndarray, widths: Sequence[int], rows: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Cut texts of `lengths` [N] into batches of at most `rows`: which texts, and the first of `widths` that fits."""
+    """Group texts of `lengths` [N] into batches of at most `rows`: yields their indices and the first width that fits.
+
+    Args:
+      widths: the lengths of the buckets, ascending.
+    """
     buckets = np.searchsorted(widths, lengths)
     for bucket in np.unique(buckets):
         members = np.flatnonzero(buckets == bucket)
@@ -241,7 +245,7 @@ def batches(lengths: np.ndarray, widths: Sequence[int], rows: int) -> Iterator[t
 
 
 def _embed(model: Any, ids: jax.Array, lengths: jax.Array, pooling: str) -> jax.Array:
-    """[B, T] ids and [B] lengths -> [B, D] float32 of unit length."""
+    """Token ids [B, T] and lengths [B] -> [B, D] float32 of unit length."""
     hidden = model(ids, lengths).astype(jnp.float32)
     if pooling == "cls":
         pooled = hidden[:, 0]
@@ -252,7 +256,7 @@ def _embed(model: Any, ids: jax.Array, lengths: jax.Array, pooling: str) -> jax.
 
 
 def _pooling(directory: Path) -> str:
-    """mean (also where nothing is said) or cls. Raises `CorpusError` for any other."""
+    """Either "mean" (the default) or "cls". Raises `CorpusError` for any other pooling."""
     path = directory / POOLING
     raw = _if_there(path)
     modes = {
@@ -260,12 +264,12 @@ def _pooling(directory: Path) -> str:
     }
     names = {frozenset(): "mean", frozenset({"mean_tokens"}): "mean", frozenset({"cls_token"}): "cls"}
     if frozenset(modes) not in names:
-        raise CorpusError(f"{path}: pools by {', '.join(sorted(modes))}, accepted: mean_tokens or cls_token alone")
+        raise CorpusError(f"{path}: pools by {', '.join(sorted(modes))}, accepted: mean_tokens or cls_token, not both")
     return names[frozenset(modes)]
 
 
 def _model_name(directory: Path) -> str:
-    """The directory's name; the config's own where that is a hub's snapshot, whose name is a hash."""
+    """The directory's name; for a hub snapshot, whose directory name is a hash, the name of the hub's model."""
     resolved = directory.resolve()
     if resolved.parent.name == "snapshots":
         return resolved.parent.parent.name.removeprefix("models--").replace("--", "/")
@@ -273,7 +277,7 @@ def _model_name(directory: Path) -> str:
 
 
 def _if_there(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where there is no file."""
+    """The JSON object in a file, or {} if the file does not exist."""
     return read_object(path) if path.is_file() else {}
 
 

@@ -1,4 +1,4 @@
-"""A corpus to vectors, on disk: flushed as it goes, and gone on with wherever texts and encoder are still the same."""
+"""Encodes a corpus into vectors on disk, block by block; resumes where texts and encoder are unchanged."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from retrieval.corpus import MemoryMappedCorpus
 from retrieval.index import refuse_non_finite
 from retrieval.protocol import CorpusError, Encoder, Passage
 
-FLUSH_ROWS = 65536  # what a kill, or a text that is changed, can lose
+FLUSH_ROWS = 65536  # a kill loses at most this many rows
 VECTORS, RECORD = "vectors.npy", "encoded.json"
-LEAST_AGREEMENT = 0.98  # cosine between a foreign vector and ours: 16-bit arithmetic keeps it above .999
+LEAST_AGREEMENT = 0.98  # minimum cosine of a supplied vector and ours: 16-bit arithmetic keeps it above .999
 
 
 def encode_corpus(passages: Sequence[Passage], encoder: Encoder) -> np.ndarray:
@@ -32,14 +32,14 @@ def encode_corpus(passages: Sequence[Passage], encoder: Encoder) -> np.ndarray:
 
 
 def encode_to(folder: Path, corpus: MemoryMappedCorpus, encoder: Encoder) -> int:
-    """Fill `folder`/vectors.npy [N, D] float32; returns how many rows an earlier, unfinished call had made.
+    """Fill `folder`/vectors.npy [N, D] float32; returns the number of rows reused from an earlier call.
 
-    A block of rows is kept while the encoder and the texts of it and of all before it are the same, wherever the
-    corpus lies and whatever follows.
+    A block of rows is reused if the encoder is the same and the texts of this and all earlier blocks are unchanged.
+    The path of the corpus and later rows do not matter.
 
     Raises:
       CorpusError: a vector is not finite; the blocks before it are kept.
-      OSError: there is no room on the disk for all of it.
+      OSError: the disk has not enough space for all vectors.
     """
     path, rows = folder / VECTORS, len(corpus)
     identity = json.loads(json.dumps(encoder.identity))
@@ -55,11 +55,11 @@ def encode_to(folder: Path, corpus: MemoryMappedCorpus, encoder: Encoder) -> int
         same += 1
     if same == len(starts) and record["rows"] == rows:
         return rows
-    if path.is_file() and path.stat().st_nlink > 1:  # a finished index has this file as well
+    if path.is_file() and path.stat().st_nlink > 1:  # a finished index links to this file: do not change it
         shutil.copyfile(path, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").replace(path)
     record |= {"rows": rows, "blocks": known[:same]}
-    _write_record(folder / RECORD, record)  # before the file gets another length
+    _write_record(folder / RECORD, record)  # before the file changes its length
     make_array(path, (rows, encoder.dimensions))
     vectors = np.load(path, mmap_mode="r+")
     done = min(same * FLUSH_ROWS, rows)
@@ -71,7 +71,7 @@ def encode_to(folder: Path, corpus: MemoryMappedCorpus, encoder: Encoder) -> int
                     vectors[start : start + len(block)] = block
                     bar.update(len(block))
             except CorpusError as error:
-                kept = f"mend that passage and run again: the first {first} rows are kept" if first else "none is kept"
+                kept = f"fix that passage and run again: the first {first} rows are kept" if first else "none is kept"
                 raise CorpusError(f"{error}; {kept}") from None
             vectors.flush()
             record["blocks"].append(corpus.digest(first, stop))
@@ -82,7 +82,7 @@ def encode_to(folder: Path, corpus: MemoryMappedCorpus, encoder: Encoder) -> int
 def copy_to(path: Path, vectors: np.ndarray) -> None:
     """Write `vectors` [N, D] float32 to `path`, block by block.
 
-    Raises `CorpusError` on a vector that is not finite, `OSError` when there is no room on the disk.
+    Raises `CorpusError` on a vector that is not finite, `OSError` when the disk has not enough space.
     """
     make_array(path, vectors.shape)
     target = np.load(path, mmap_mode="r+")
@@ -96,11 +96,11 @@ def copy_to(path: Path, vectors: np.ndarray) -> None:
 
 
 def make_array(path: Path, shape: tuple[int, ...]) -> None:
-    """Make `path` a float32 array file of this shape whose room on the disk is taken; rows that it holds stay.
+    """Make `path` a float32 array file of this shape with its disk space allocated; existing rows stay.
 
-    Raises `OSError` when there is no room.
+    Raises `OSError` when the disk has not enough space.
     """
-    # The header has the same length for every number of rows: NumPy leaves room for the first axis to grow.
+    # NumPy pads the header so that the first axis can grow: its length does not depend on the number of rows.
     with open(path, "r+b" if path.exists() else "w+b") as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
         header = file.tell()
@@ -108,9 +108,9 @@ def make_array(path: Path, shape: tuple[int, ...]) -> None:
 
 
 def refuse_foreign_vectors(vectors: np.ndarray, corpus: MemoryMappedCorpus, encoder: Encoder) -> list[list[float]]:
-    """Vectors of another model, corpus or order would be searched without a word; a few passages tell.
+    """Check up to 32 passages: vectors of another model, corpus or order would give wrong results without an error.
 
-    Returns numbers that tell these vectors from others. Raises `CorpusError` where they are not the encoder's.
+    Returns part of the checked vectors as a fingerprint. Raises `CorpusError` when they are not the encoder's.
     """
     if vectors.shape != (len(corpus), encoder.dimensions):
         raise CorpusError(
@@ -125,7 +125,7 @@ def refuse_foreign_vectors(vectors: np.ndarray, corpus: MemoryMappedCorpus, enco
     worst = int(agreement.argmin())
     if not agreement[worst] >= LEAST_AGREEMENT:
         raise CorpusError(
-            f"the given vector of row {rows[worst]} is not what the encoder makes of that passage (cosine "
+            f"the given vector of row {rows[worst]} is not what the encoder computes for that passage (cosine "
             f"{agreement[worst]:.2f}, expected at least {LEAST_AGREEMENT}): another model, prefix, corpus or order"
         )
     return theirs[:, :8].tolist()
@@ -152,6 +152,6 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def _write_record(path: Path, record: dict[str, Any]) -> None:
-    beside = path.with_name(f"{path.name}.tmp")
-    beside.write_text(json.dumps(record), encoding="utf-8")
-    beside.replace(path)
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json.dumps(record), encoding="utf-8")
+    temporary.replace(path)

@@ -1,4 +1,4 @@
-"""The vectors of a FAISS flat index, read in place and without FAISS (Search-R1 publishes wiki-18's as e5_Flat.index).
+"""Memory-maps the vectors of a FAISS flat index without FAISS. Search-R1 publishes wiki-18's as e5_Flat.index.
 
 Layout, little-endian: four letters (`IxFI` inner product, `IxF2` Euclidean), int32 D, int64 N, two unused int64, one
 byte "trained", int32 metric, uint64 count of floats, then N x D float32.
@@ -14,13 +14,13 @@ import numpy as np
 from retrieval.protocol import CorpusError, on_disk
 
 HEADER = struct.Struct("<4sIqqqBiQ")
-KINDS = {b"IxFI": 0, b"IxF2": 1}  # letters -> FAISS's number of the metric
+KINDS = {b"IxFI": 0, b"IxF2": 1}  # letters -> FAISS's number for the metric
 
 
 def read_flat(path: str | os.PathLike[str]) -> np.ndarray:
     """Map the vectors [N, D] float32 of a flat index.
 
-    Raises `CorpusError` when the file is no flat index of inner products, or is cut short.
+    Raises `CorpusError` when the file is not a flat index of inner products, or is truncated.
     """
     path = on_disk(path)
     if not path.is_file():

@@ -1,7 +1,7 @@
 """A text encoder without weights: hashed words and word pairs, randomly projected to a dense vector.
 
-It needs no download, is the same in every process, and finds a passage by the words of its title and text.
-The projection keeps inner products up to noise of about 1/sqrt(D) (Johnson-Lindenstrauss).
+It needs no download, gives the same vectors in every process, and matches passages by the words of title and text.
+The projection preserves inner products up to noise of about 1/sqrt(D) (Johnson-Lindenstrauss).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from sklearn.feature_extraction.text import HashingVectorizer
 
 from retrieval.protocol import CorpusError, Passage
 
-VERSION = 1  # raise it with any change that makes other vectors: older indexes are then refused
+VERSION = 1  # raise it with any change to the vectors: older indexes are then refused
 FEATURES = 2**18
 NONZEROS_PER_FEATURE = 4
-# A title counts as if it stood three more times in its text. Among 994 HotpotQA passages, a title then finds its
-# passage in the top 3 in 0.999 of cases (0.90 without), and a question each supporting passage in 0.66 (0.53).
+# A title counts as three more occurrences in the text. With 994 HotpotQA passages, 0.999 of the passages are then in
+# the top 3 of their title (0.90 without), and 0.66 of the supporting passages in the top 3 of their question (0.53).
 TITLE_WEIGHT = 3.0
 WEIGHTS_FILE = "encoder_weights.npy"
 
@@ -29,15 +29,15 @@ WEIGHTS_FILE = "encoder_weights.npy"
 class HashingEncoder:
     """Hashed word counts -> weights by rarity -> seeded sparse projection -> unit length.
 
-    `fit` learns how rare each word is in a corpus; without it all words weigh the same (and the questions above find
-    their passages in 0.53 of cases).
+    `fit` learns how rare each word is in a corpus. Without it all words have the same weight, and 0.53 of the
+    supporting passages are in the top 3 (see `TITLE_WEIGHT`).
     """
 
     name = "hashing"
     block_rows = 4096
 
     def __init__(self, dimensions: int = 1024, seed: int = 0, idf: np.ndarray | None = None):
-        """`idf` [FEATURES] float32: the weight of each hashed feature, 0 where the corpus never has it."""
+        """`idf` [FEATURES] float32: the weight of each hashed feature, 0 if it never occurs in the corpus."""
         if dimensions < 1:
             raise ValueError(f"dimensions is {dimensions}, expected at least 1")
         self.dimensions = dimensions
@@ -57,7 +57,7 @@ class HashingEncoder:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What must be equal for vectors to be equal, as JSON values."""
+        """The settings that determine the vectors, as JSON values."""
         return {
             "name": self.name,
             "version": VERSION,
@@ -67,9 +67,9 @@ class HashingEncoder:
         }
 
     def fit(self, passages: Sequence[Passage]) -> HashingEncoder:
-        """Return an encoder that weighs each feature by log((1 + N) / (1 + passages that have it)) + 1.
+        """Return an encoder that weighs each feature by log((1 + N) / (1 + passages that contain it)) + 1.
 
-        Features no passage has get 0: they can match nothing and would only add noise to a query.
+        Features in no passage get 0: they match nothing and would only add noise to a query.
         """
         frequency = np.zeros(FEATURES, np.int64)
         for start in range(0, len(passages), self.block_rows):
@@ -79,17 +79,18 @@ class HashingEncoder:
         return HashingEncoder(self.dimensions, self.seed, np.where(frequency > 0, idf, 0))
 
     def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
-        """Return [Q, D] float32 of unit length; a zero row where no word is known."""
+        """Return [Q, D] float32 of unit length; a zero row for a query without a known word."""
         return self._project(self._counts(queries), self.idf)
 
     def encode_passages(self, passages: Sequence[Passage]) -> np.ndarray:
         """Return [N, D] float32 of unit length; a zero row for a passage without words."""
-        # The square root, since rare words that no query asks for (years, places) take up the length of a passage's
-        # vector: with full weights the right one of two like-titled sentences comes first less often (0.48, not 0.63).
+        # The square root limits the share of rare words that no query contains (years, places) in a passage's unit
+        # vector. With full weights the right one of two sentences with similar titles ranks first in 0.48 of cases
+        # instead of 0.63.
         return self._project(self._passage_counts(passages), np.sqrt(self.idf))
 
     def save(self, directory: Path) -> None:
-        """Write the word weights, which the identity only names."""
+        """Write the word weights; the identity contains only their digest."""
         np.save(Path(directory) / WEIGHTS_FILE, self.idf)
 
     @classmethod
@@ -124,7 +125,7 @@ class HashingEncoder:
 def _projection(dimensions: int, seed: int) -> sp.csr_matrix:
     """[FEATURES, D]: each feature adds +1 or -1 to a few random dimensions.
 
-    Drawn from the raw bits of PCG64, which NumPy keeps stable between versions (its distributions are not).
+    Uses the raw bits of PCG64, which NumPy keeps stable between versions, unlike its distributions.
     """
     bits = np.random.PCG64(seed).random_raw(FEATURES * NONZEROS_PER_FEATURE)
     columns = (bits % np.uint64(dimensions)).astype(np.int32)

@@ -1,4 +1,4 @@
-"""What the servers here have in common: bounds, tokens, who is heard out, how they are refused, and how they stop."""
+"""What all servers here share: limits, bearer tokens, reading the rest of refused requests, errors, and shutdown."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from retrieval.protocol import CorpusError
 
 log = logging.getLogger("retrieval")
-SILENCE_S = 1.0  # a refused client that sends nothing for this long is not heard out
-STALLED_S = 60  # a client that takes nothing of its answer for this long is hung up on
-GONE = 499  # the status that is counted for a client that did not wait
+SILENCE_S = 1.0  # stop reading a refused client's body after this long without data
+STALLED_S = 60  # close the connection of a client that receives nothing of its answer for this long
+GONE = 499  # the status counted for a client that disconnected
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a request may take of any server."""
+    """Limits on the requests to any server."""
 
     body_bytes: int = 4 * 2**20
-    body_s: float = 30.0  # for the whole body to arrive
-    requests: int = 256  # answered at one time
-    # What is read and thrown away of a request that is refused, so that its client can read why.
+    body_s: float = 30.0  # for the complete body to arrive
+    requests: int = 256  # answered at the same time
+    # How much of a refused request is read and discarded, so that its client can read the reason.
     linger_bytes: int = 64 * 2**20
     linger_s: float = 10.0
 
 
 class Room:
-    """An amount that requests hold together while they are answered."""
+    """A limit on the total of the amounts that concurrent requests take."""
 
     def __init__(self, what: str, most: int):
         self._what, self._most, self._taken = what, most, 0
 
     @contextmanager
     def take(self, amount: int) -> Iterator[None]:
-        """Hold `amount`; raises `HTTPException` 503 where it is more than what is left."""
+        """Hold `amount` in the context; raises `HTTPException` 503 if less is left."""
         if self._taken + amount > self._most:
             message = f"busy: at most {self._most} {self._what} are answered at one time; ask again"
             raise HTTPException(503, message, {"Retry-After": "1"})
@@ -66,10 +66,10 @@ class Room:
 
 
 class Lingering:
-    """ASGI middleware: hears a client out before it is answered.
+    """ASGI middleware: reads the rest of a request's body before the answer starts.
 
-    A server that closes a connection on which a body still arrives resets it, and the client never reads why it was
-    refused. So what is left of a body is read and thrown away before an answer starts, up to a bound.
+    Closing a connection on which a body still arrives resets it, and the client never reads why it was refused. So the
+    rest of the body is read and discarded first, up to a limit.
     """
 
     def __init__(self, app: ASGIApp, most_bytes: int, most_s: float):
@@ -78,7 +78,7 @@ class Lingering:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        # A client that asks first, by Expect, has nothing on its way until the body is asked for.
+        # A client that sends Expect sends no body until the server asks for it.
         asks_first = any(name == b"expect" for name, _ in scope["headers"])
         heard = begun = False
 
@@ -108,37 +108,37 @@ class Lingering:
 
 
 def middleware(bounds: Bounds) -> list[Middleware]:
-    """What stands around an application."""
+    """The middleware of every application here."""
     return [Middleware(Lingering, bounds.linger_bytes, bounds.linger_s)]
 
 
 def authorise(request: Request, token: str | None) -> None:
-    """Raises `HTTPException` 401 without the bearer token that is asked for; None: nobody is asked."""
-    given = request.headers.get("authorization", "")
-    if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+    """Raise `HTTPException` 401 unless the request has the bearer token; None: no token is required."""
+    header = request.headers.get("authorization", "")
+    if token is not None and not hmac.compare_digest(header.encode(), f"Bearer {token}".encode()):
         message = "a bearer token is needed: Authorization: Bearer TOKEN"
         raise HTTPException(401, message, {"WWW-Authenticate": "Bearer"})
 
 
 def refuse_foreign_pages(request: Request, hosts: Sequence[str]) -> None:
-    """Raises `HTTPException` 403 for what a page of another site asks in its reader's browser.
+    """Raise `HTTPException` 403 for requests from another site's page in a user's browser.
 
-    Without a token, such a page could use a server on its reader's machine, and by a name that it lets point there
-    (DNS rebinding) also read what it answers.
+    Such a page could otherwise use a server without a token on the user's machine. With a host name of its own that
+    resolves to that machine (DNS rebinding) it could also read the answers.
 
     Args:
-      hosts: accepted in the header Host, whatever the port; empty: all.
+      hosts: accepted in the header Host, with any port; empty: all.
     """
-    called = request.headers.get("host", "")
+    host = request.headers.get("host", "")
     origin = request.headers.get("origin")
-    if hosts and re.sub(r":\d+$", "", called) not in hosts:
-        raise HTTPException(403, f"called by the name {called[:80]}, accepted: {', '.join(hosts)}")
-    if origin is not None and urlsplit(origin).netloc != called:
+    if hosts and re.sub(r":\d+$", "", host) not in hosts:
+        raise HTTPException(403, f"called by the name {host[:80]}, accepted: {', '.join(hosts)}")
+    if origin is not None and urlsplit(origin).netloc != host:
         raise HTTPException(403, "asked by a page of another site")
 
 
 def stopping(request: Request) -> Response:
-    """What a client is told whom the server cannot answer any more; its body is not heard out."""
+    """The answer to a client while the server shuts down; the rest of its body is not read."""
     request.scope["hurried"] = True
     return JSONResponse({"detail": "the server is stopping"}, 503)
 
@@ -159,11 +159,11 @@ def serve(app: Starlette, host: str, port: int, ready: str, path: str, may: str,
     """Serve until SIGTERM or SIGINT, then finish what is in flight and return.
 
     Args:
-      app: `app.state.open_to_all` says whether it asks for no token.
+      app: `app.state.open_to_all` is whether it requires no token.
       port: 0 takes a free one.
-      ready: printed on stdout once connections are accepted, with the address of `path` in place of `{url}`.
-      may: what whoever reaches an open server may do.
-      stop_s: how long what is in flight is waited for.
+      ready: printed on stdout once connections are accepted, with `{url}` replaced by the address of `path`.
+      may: what anyone can do with a server without a token, for the warning.
+      stop_s: how long to wait for requests in flight.
 
     Raises:
       CorpusError: the address cannot be bound.
@@ -175,20 +175,20 @@ def serve(app: Starlette, host: str, port: int, ready: str, path: str, may: str,
 def serve_on(
     listener: socket.socket, app: Starlette, host: str, ready: str, path: str, may: str, stop_s: int = 20
 ) -> None:
-    """As `serve`, on a socket that was bound before, so that what takes minutes to load need not be loaded in vain."""
+    """As `serve`, on a bound socket: binding before a model loads for minutes reports a used port at once."""
     if app.state.open_to_all and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
         log.warning("--host=%s without --token_file: whoever reaches this machine may %s", host, may)
     config = uvicorn.Config(
         app,
-        http="h11",  # the one of uvicorn's two that is always there, so that everybody has the same edges
+        http="h11",  # always installed, unlike httptools, so that edge cases behave the same everywhere
         log_level="warning",
         access_log=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=stop_s,
     )
     server = uvicorn.Server(config)
-    # uvicorn stops in order and then raises the signal again, which would end the program as killed. One that comes
-    # before uvicorn listens for it counts, too.
+    # uvicorn shuts down and then raises the signal again, which would kill the process. These handlers prevent that,
+    # and also handle a signal that arrives before uvicorn installs its own.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     shown = f"[{host}]" if ":" in host else host
@@ -212,7 +212,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def body_of(request: Request, limits: Bounds) -> bytes:
-    """The request's body, read no further and no longer than allowed, whatever its headers say."""
+    """The request's body, limited in size and time whatever its headers say."""
     body = bytearray()
     try:
         async with asyncio.timeout(limits.body_s):
@@ -228,7 +228,7 @@ async def body_of(request: Request, limits: Bounds) -> bytes:
 
 
 async def while_there(request: Request, search: Coroutine[Any, Any, T]) -> T:
-    """What `search` returns; it is cancelled when the client closes its connection. The body must have been read."""
+    """Return the result of `search`; cancel it when the client disconnects. The body must have been read before."""
 
     async def closed() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -246,16 +246,16 @@ async def while_there(request: Request, search: Coroutine[Any, Any, T]) -> T:
 
 
 def whole(value: Any) -> Any:
-    """A whole number that came as 3.0, since JSON knows one kind of number, as an integer; all else as it is."""
+    """Convert a float with an integer value to int, since JSON clients may send 3.0; return other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def json_object(body: bytes, field: str) -> dict[str, Any]:
-    """The object that a body holds. Raises `HTTPException` 422; `field` is one that it should have."""
+    """Parse a body that contains a JSON object. Raises `HTTPException` 422, with `field` named as a required field."""
     try:
-        asked: Any = json.loads(body)
+        content: Any = json.loads(body)
     except (ValueError, RecursionError):
         raise HTTPException(422, "the body is not JSON") from None
-    if not isinstance(asked, dict):
-        raise HTTPException(422, f"the body is a {type(asked).__name__}, expected an object with {field}")
-    return asked
+    if not isinstance(content, dict):
+        raise HTTPException(422, f"the body is a {type(content).__name__}, expected an object with {field}")
+    return content

@@ -9,8 +9,8 @@ import numpy as np
 from retrieval.index import best_first, nothing_found
 from retrieval.protocol import CorpusError, Ranker
 
-RANK_OFFSET = 60  # the paper's k: how little the first ranks stand out
-DEPTH = 100  # how far down each ranking is read
+RANK_OFFSET = 60  # the paper's k: a larger value gives less weight to the first ranks
+DEPTH = 100  # rows used of each ranking
 SCORE_DECIMALS = 6  # neighbouring ranks differ by 0.0003
 
 
@@ -18,7 +18,7 @@ class HybridRanker:
     """Implements `Ranker`: a row's score is the sum over rankings of 1 / (60 + its rank), rounded to six decimals."""
 
     def __init__(self, rankers: Sequence[Ranker]):
-        """Raises `CorpusError` when the rankers count different numbers of passages."""
+        """Raises `CorpusError` when the rankers have different numbers of passages."""
         self.rankers = list(rankers)
         self.rows = self.rankers[0].rows
         if any(ranker.rows != self.rows for ranker in self.rankers):
@@ -27,10 +27,10 @@ class HybridRanker:
     def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
         """See `Ranker.rank`."""
         depth = max(k, DEPTH)
-        found = np.concatenate([ranker.rank(queries, depth)[0] for ranker in self.rankers], axis=1)
+        rankings = np.concatenate([ranker.rank(queries, depth)[0] for ranker in self.rankers], axis=1)
         share = np.tile(1 / (RANK_OFFSET + 1 + np.arange(depth)), len(self.rankers))
         ids, scores = nothing_found(len(queries), k)
-        for position, rows in enumerate(found):
+        for position, rows in enumerate(rankings):
             unique, where = np.unique(rows[rows >= 0], return_inverse=True)
             summed = np.round(np.bincount(where, share[rows >= 0], len(unique)), SCORE_DECIMALS)
             best, values = (array[0, :k] for array in best_first(unique[None], summed[None]))

@@ -1,6 +1,6 @@
 """ScaNN over passage vectors: exact for small corpora, a tree with quantised scores for large ones, shards merged.
 
-Whatever finds the candidates, the final scores are exact inner products, so that a replayed search gives the same.
+The final scores are always exact inner products of ScaNN's candidates, so that a replayed search gives equal results.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from retrieval.protocol import CorpusError, Encoder, RetrievalError
 
 logger = logging.getLogger("retrieval")
 _WORDS = threading.RLock()
-EXACT_BELOW_ROWS = 100_000  # up to here a tree lost recall and saved no time
-LEAST_TREE_ROWS = 16  # ScaNN's quantiser cannot be trained on fewer
+EXACT_BELOW_ROWS = 100_000  # below, a tree lost recall and saved no time
+LEAST_TREE_ROWS = 16  # the fewest that ScaNN's quantiser can be trained on
 SCORE_DECIMALS = 4
-QUERIES_PER_TASK = 256  # a batch is spread over the cores in pieces of at most this size
-SPARE_CANDIDATES = 8  # fetched beyond k, so that ties at the cut are seen
-MAX_CANDIDATES = 4096  # more equal scores than this at the cut are not told apart by row
+QUERIES_PER_TASK = 256  # a batch is spread over the cores in parts of at most this size
+SPARE_CANDIDATES = 8  # fetched beyond k, to detect ties at the cut
+MAX_CANDIDATES = 4096  # more equal scores than this at the cut are not ordered by row
 REORDER_TYPES = ("int8", "bfloat16")
 
 
@@ -40,15 +40,15 @@ class TreeSettings:
     """How a tree is built and searched; the defaults come from `tree_settings`."""
 
     leaves: int  # partitions of the corpus
-    searched_leaves: int  # partitions looked into per query
+    searched_leaves: int  # partitions searched per query
     reordered: int  # candidates per query that are scored again from the reorder copy
-    dimensions_per_block: int  # of the quantiser: more are smaller and coarser
-    reorder: str = "int8"  # what the reorder copy in memory holds, one of REORDER_TYPES
+    dimensions_per_block: int  # of the quantiser: more give smaller, coarser codes
+    reorder: str = "int8"  # dtype of the reorder copy in memory, one of REORDER_TYPES
     soar_lambda: float = 1.5  # weight of the spilled second partition (Sun et al. 2023, SOAR)
 
 
 class VectorIndex(Protocol):
-    """What `DenseRanker` needs of an index: `ScannIndex`, or several of them as one."""
+    """The interface that `DenseRanker` needs: `ScannIndex` or `ShardedIndex`."""
 
     rows: int
     dimensions: int
@@ -59,10 +59,10 @@ class VectorIndex(Protocol):
 
 
 class ScannIndex:
-    """Maximum inner product search. Equal queries get equal results, whatever else is in the batch."""
+    """Maximum inner product search. Results of a query do not depend on the rest of its batch."""
 
     def __init__(self, vectors: np.ndarray, searcher: Any, tree: TreeSettings | None = None):
-        """`vectors` [N, D] float32, perhaps memory-mapped; `searcher`: ScaNN's over them, exact without `tree`."""
+        """`vectors` [N, D] float32, possibly memory-mapped; `searcher`: ScaNN's over them, exact without `tree`."""
         self.rows, self.dimensions = vectors.shape
         self.vectors = vectors
         self.tree = tree
@@ -72,7 +72,7 @@ class ScannIndex:
     def from_vectors(
         cls, vectors: np.ndarray, tree: TreeSettings | None = None, log: Path | None = None
     ) -> ScannIndex:
-        """Index `vectors` [N, D]: exact, or with `tree`. ScaNN's own words go to the end of `log`.
+        """Index `vectors` [N, D]: exact, or with `tree`. ScaNN's output is appended to `log`.
 
         Raises `CorpusError` on a vector that is not finite (ScaNN would abort the process), or settings that do not
         fit the size.
@@ -89,10 +89,10 @@ class ScannIndex:
 
     @classmethod
     def load(cls, directory: Path, vectors: np.ndarray, tree: TreeSettings) -> ScannIndex:
-        """The index that `save` wrote into `directory`, over the same `vectors` [N, D].
+        """Open the index that `save` wrote into `directory`, over the same `vectors` [N, D].
 
-        Where ScaNN ends the process over a damaged tree, its words stay in a file: beside `directory`, or, where
-        nothing may be written there, in the folder of temporary files. Raises `CorpusError` where it only refuses.
+        If a damaged tree makes ScaNN abort the process, its output stays in a file in the parent of `directory`, or in
+        the system's temporary folder if that parent is not writable. Raises `CorpusError` if ScaNN reports an error.
         """
         place = directory.parent if os.access(directory.parent, os.W_OK) else Path(tempfile.gettempdir())
         log = place / f"scann-opening-{os.getpid()}.log"
@@ -107,9 +107,9 @@ class ScannIndex:
         return cls(vectors, searcher, tree)
 
     def save(self, directory: Path, log: Path | None = None) -> None:
-        """Write the tree into `directory` (made); an exact index is its vectors and writes nothing.
+        """Write the tree into the new `directory`; an exact index has no tree and writes nothing.
 
-        Raises `OSError` when the disk does not take all of it. ScaNN's own words go to the end of `log`.
+        Raises `OSError` when the disk has not enough space. ScaNN's output is appended to `log`.
         """
         if self.tree is None:
             return
@@ -131,10 +131,10 @@ class ScannIndex:
         return ScannIndex(self.vectors, self._searcher, tree)
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the best rows per query: ids [Q, k] int64 and scores [Q, k] float32, best first.
+        """Return the best rows per query: row ids [Q, k] int64 and scores [Q, k] float32, best first.
 
-        Scores are exact inner products rounded to four decimals, ties go to the lower row. Where there is nothing to
-        return (a zero query, k > N) the id is -1 and the score -inf. Raises `RetrievalError` on a non-finite query.
+        Scores are exact inner products rounded to four decimals; at ties the lower row comes first. Missing results
+        (a zero query, k > N) have id -1 and score -inf. Raises `RetrievalError` on a non-finite query.
         """
         queries = np.ascontiguousarray(queries, np.float32)
         if queries.ndim != 2 or queries.shape[1] != self.dimensions:
@@ -148,10 +148,10 @@ class ScannIndex:
         limit = min(self.rows, max(candidates, MAX_CANDIDATES))
         while pending.size:
             candidates = min(candidates, limit)
-            found, values = self._rescored(queries[pending], candidates)
+            rows, values = self._rescored(queries[pending], candidates)
             width = min(k, candidates)
-            ids[pending, :width], scores[pending, :width] = found[:, :width], values[:, :width]
-            # When the k-th score ties with the last candidate's, rows beyond the cut may tie as well: look further.
+            ids[pending, :width], scores[pending, :width] = rows[:, :width], values[:, :width]
+            # When the k-th score ties with the last candidate's, rows beyond the cut may tie too: fetch more.
             tied = values[:, width - 1] < values[:, -1] + 1.5 * 10.0**-SCORE_DECIMALS
             pending = pending[tied] if candidates < limit else pending[:0]
             candidates *= 4
@@ -160,7 +160,7 @@ class ScannIndex:
     def _rescored(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The `count` best rows [Q, count] by ScaNN, scored exactly, rounded and ordered by (-score, row).
 
-        ScaNN's own scores change in the last bits with the batch size, which would break ties differently in a replay.
+        ScaNN's own scores vary in the last bits with the batch size, so a replay would order ties differently.
         """
         effort = {}
         if self.tree is not None:
@@ -168,25 +168,25 @@ class ScannIndex:
             effort = {"pre_reorder_num_neighbors": reordered, "leaves_to_search": self.tree.searched_leaves}
         share = -(-len(queries) // (os.cpu_count() or 1))
         try:
-            found, approximate = self._searcher.search_batched_parallel(
+            rows, approximate = self._searcher.search_batched_parallel(
                 queries, count, batch_size=min(QUERIES_PER_TASK, share), **effort
             )
         except RuntimeError as error:
             raise RetrievalError(f"ScaNN failed on {len(queries)} queries: {error}") from error
-        found = found.astype(np.int64)
-        missing = np.isnan(approximate)  # a tree that finds too few pads with row 0 and NaN
-        scores = np.empty(found.shape)
+        rows = rows.astype(np.int64)
+        missing = np.isnan(approximate)  # a tree with too few results pads with row 0 and NaN
+        scores = np.empty(rows.shape)
         rows_per_block = max(1, 2**24 // (count * self.dimensions))  # 64 MB of gathered vectors at a time
         for start in range(0, len(queries), rows_per_block):
             block = slice(start, start + rows_per_block)
-            scores[block] = np.einsum("qcd,qd->qc", self.vectors[found[block]], queries[block], dtype=np.float64)
+            scores[block] = np.einsum("qcd,qd->qc", self.vectors[rows[block]], queries[block], dtype=np.float64)
         scores = np.where(missing, -np.inf, np.round(scores, SCORE_DECIMALS) + 0.0)  # + 0.0: no negative zero
-        found[missing] = -1
-        return best_first(found, scores)
+        rows[missing] = -1
+        return best_first(rows, scores)
 
 
 class ShardedIndex:
-    """Indexes over consecutive slices of one corpus, searched as one: row 0 of the second follows the first's last."""
+    """Indexes over consecutive slices of one corpus, searched as one with continuous row numbers."""
 
     def __init__(self, parts: Sequence[VectorIndex]):
         self.parts = list(parts)
@@ -196,13 +196,13 @@ class ShardedIndex:
             raise CorpusError(f"the shards have {[part.dimensions for part in self.parts]} dimensions, expected equal")
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `ScannIndex.search`; the scores are exact in every shard, so the merge is exact as well."""
-        found, first_row = [], 0
+        """As `ScannIndex.search`; exact scores in every shard make the merge exact."""
+        results, first_row = [], 0
         for part in self.parts:
             ids, scores = part.search(queries, k)
-            found.append((np.where(ids >= 0, ids + first_row, -1), scores))
+            results.append((np.where(ids >= 0, ids + first_row, -1), scores))
             first_row += part.rows
-        ids, scores = best_first(*(np.concatenate(arrays, axis=1) for arrays in zip(*found, strict=True)))
+        ids, scores = best_first(*(np.concatenate(arrays, axis=1) for arrays in zip(*results, strict=True)))
         return ids[:, :k], scores[:, :k]
 
 
@@ -210,7 +210,7 @@ class DenseRanker:
     """Implements `Ranker`: one encoding and one index search per call."""
 
     def __init__(self, index: VectorIndex, encoder: Encoder):
-        """Raises `CorpusError` when the encoder makes vectors of another width."""
+        """Raises `CorpusError` when the encoder's vectors have another width."""
         if encoder.dimensions != index.dimensions:
             raise CorpusError(
                 f"the index holds vectors of {index.dimensions} dimensions, the encoder makes {encoder.dimensions}"
@@ -223,9 +223,9 @@ class DenseRanker:
 
 
 def tree_settings(rows: int, dimensions: int, **overrides: Any) -> TreeSettings:
-    """Settings for a corpus of this size: about two leaves per square root of its rows, a tenth of them searched.
+    """Settings for a corpus of this size: about 2 sqrt(rows) leaves, a tenth of them searched.
 
-    A tenth is for encoders of unknown quality (hashed words form few clusters); `tune` finds what a corpus needs.
+    A tenth suits encoders of unknown quality (hashed words form few clusters); `tune` measures what a corpus needs.
 
     Raises:
       CorpusError: an override does not fit, or the corpus is too small for a tree.
@@ -244,14 +244,14 @@ def tree_settings(rows: int, dimensions: int, **overrides: Any) -> TreeSettings:
 
 
 def training_rows(rows: int, leaves: int) -> int:
-    """How many vectors the tree's partitions are found from."""
+    """How many vectors train the tree's partitions."""
     return min(rows, max(250_000, 40 * leaves))
 
 
 def tree_bytes(rows: int, dimensions: int, tree: TreeSettings) -> int:
-    """What ScaNN writes to disk for a tree: the reorder copy, a byte per code, and leaf numbers.
+    """The bytes that ScaNN writes to disk for a tree: the reorder copy, a byte per code, leaf numbers, and centroids.
 
-    Every vector stands in two leaves (SOAR) with codes of its own in each. In memory two codes share a byte.
+    Every vector is in two leaves (SOAR), with different codes in each. In memory two codes share a byte.
     """
     copy = dimensions * (1 if tree.reorder == "int8" else 2)
     codes = 2 * math.ceil(dimensions / tree.dimensions_per_block)
@@ -259,10 +259,10 @@ def tree_bytes(rows: int, dimensions: int, tree: TreeSettings) -> int:
 
 
 def tune(index: ScannIndex, queries: np.ndarray, truth: np.ndarray, target: float) -> ScannIndex:
-    """The index with the cheapest search effort whose `recall` reaches `target`, or with the best recall if none does.
+    """The index with the fastest search whose `recall` reaches `target`, or with the best recall if none does.
 
-    For every number of reordered candidates the fewest leaves that reach the target are found by bisection (recall
-    grows with both), and the fastest of these pairs is taken.
+    Recall grows with the number of searched leaves and of reordered candidates. For every number of candidates,
+    bisection gives the fewest leaves that reach the target; the fastest of these pairs is chosen.
 
     Args:
       queries: [Q, D] float32.
@@ -290,14 +290,14 @@ def tune(index: ScannIndex, queries: np.ndarray, truth: np.ndarray, target: floa
 
 
 def recall(index: VectorIndex, queries: np.ndarray, truth: np.ndarray) -> float:
-    """Mean share of the true best rows `truth` [Q, k] that a search for k rows finds (rows of -1 are not counted)."""
-    found, _ = index.search(queries, truth.shape[1])
-    hits = (truth[:, :, None] == found[:, None, :]).any(axis=2)
+    """The share of the true best rows `truth` [Q, k] in the results of a search for k rows; ids of -1 are skipped."""
+    ids, _ = index.search(queries, truth.shape[1])
+    hits = (truth[:, :, None] == ids[:, None, :]).any(axis=2)
     return float(hits[truth >= 0].mean())
 
 
 def exact_search(vectors: np.ndarray, queries: np.ndarray, k: int, block_rows: int = 2**16) -> np.ndarray:
-    """The best rows [Q, k] int64 of `vectors` [N, D] per query [Q, D], by products with all; -1 where k > N."""
+    """The best rows [Q, k] int64 of `vectors` [N, D] per query [Q, D], by brute force; -1 where k > N."""
     best, scores = nothing_found(len(queries), k)
     for start in range(0, len(vectors), block_rows):
         products = queries @ np.asarray(vectors[start : start + block_rows]).T
@@ -310,18 +310,18 @@ def exact_search(vectors: np.ndarray, queries: np.ndarray, k: int, block_rows: i
 
 
 def best_first(ids: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Order each row by falling score, equal scores by rising id."""
+    """Order each row by descending score, equal scores by ascending id."""
     order = np.lexsort((ids, -scores), axis=1)
     return np.take_along_axis(ids, order, axis=1), np.take_along_axis(scores, order, axis=1)
 
 
 def nothing_found(queries: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of -1 [Q, k] int64 and scores of -inf [Q, k] float32: the answer before anything is found."""
+    """The empty result: ids of -1 [Q, k] int64 and scores of -inf [Q, k] float32."""
     return np.full((queries, k), -1, np.int64), np.full((queries, k), -np.inf, np.float32)
 
 
 def refuse_non_finite(vectors: np.ndarray, first_row: int = 0, block_rows: int = 2**16) -> None:
-    """Raise `CorpusError` naming the first row with a NaN: ScaNN aborts the process on it, beyond any `except`."""
+    """Raise `CorpusError` naming the first row that is not finite: ScaNN aborts the process on NaN."""
     for start in range(0, len(vectors), block_rows):
         bad = np.flatnonzero(~np.isfinite(vectors[start : start + block_rows]).all(axis=1))
         if bad.size:
@@ -372,7 +372,7 @@ def _seconds(index: VectorIndex, queries: np.ndarray, k: int) -> float:
 
 def _scann() -> Any:
     try:
-        import scann  # imported late: a client of a remote retriever needs none
+        import scann  # imported late: clients of a remote retriever do not need it
     except ImportError as error:
         raise RetrievalError(f"ScaNN cannot be imported ({error}); install it: pip install scann (Linux)") from None
     return scann
@@ -380,10 +380,9 @@ def _scann() -> Any:
 
 @contextmanager
 def words_to(log: Path | None) -> Iterator[None]:
-    """Send what ScaNN's C++ writes to file descriptor 2 to the end of `log`; without one, nowhere: what is made
-    in memory and lost with the process has no place for a log.
+    """Append what ScaNN's C++ writes to file descriptor 2 to `log`, or discard it without one.
 
-    One at a time: the descriptor is the process's, and whatever else writes to it meanwhile is in the log as well.
+    One thread at a time, because the process has one such descriptor. Other output to it also goes to the log.
     """
     with _WORDS, open(log or os.devnull, "ab") as file:
         sys.stderr.flush()

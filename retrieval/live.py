@@ -1,14 +1,14 @@
-"""A search service that answers JSON (of the web, of a company) as a `Retriever`.
+"""A search service with JSON answers (web search, a company's search) as a `Retriever`.
 
-A file of settings says how it is asked, and where in its answers the results are:
+A settings file defines the request and the paths of the results in the answer:
 
     {"url": "https://api.example.com/search?q={query}&count={k}",
      "headers": {"X-Api-Key": "${SEARCH_KEY}"},
      "results": "web.results", "id": "url", "title": "title", "text": ["description", "extra.0"]}
 
-`${NAME}` is an environment variable, so that no key stands in a file; no key stands in an error or in a log either.
-Optional: `body`, an object that is posted as JSON with `{query}` and `{k}` in its strings (`"{k}"` alone is a number);
-and the numbers of `Settings`. Dots lead into objects, numbers into lists.
+`${NAME}` is an environment variable, so that keys need not be in the file; its value is hidden in errors and logs.
+Optional: `body`, an object that is posted as JSON, whose strings may contain `{query}` and `{k}` (the string `"{k}"`
+becomes a number), and the numbers of `Settings`. In a path, names are fields of objects and numbers indices of lists.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ log = logging.getLogger("retrieval")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _MARKUP = re.compile(r"<[^<>]{0,200}>")
 HIDDEN = "***"
-OF_THE_QUERY = (400, 413, 414, 422)  # status where a service that answers others means the query itself
+OF_THE_QUERY = (400, 413, 414, 422)  # if a service answered other queries, these status codes refuse only this query
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a file of settings holds."""
+    """The fields of a settings file."""
 
-    url: str  # with {query}, and {k} where the service takes a number
-    results: str  # path of the list of results; "" where the answer is the list
-    text: str | list[str]  # path in a result, or several whose texts are joined
+    url: str  # with {query}, and with {k} if the service accepts a number of results
+    results: str  # path of the list of results; "": the answer is the list
+    text: str | list[str]  # path in a result, or several paths whose texts are joined
     title: str = ""
     id: str = ""  # "": a digest of title and text
     headers: dict[str, str] = field(default_factory=dict)
     body: dict[str, Any] = field(default_factory=dict)
-    timeout_s: float = 10.0  # for a whole answer
-    patience_s: float = 60.0  # how long a query may go on failing
-    at_once: int = 8  # queries asked together
-    per_second: float = 0.0  # queries asked at most; 0: no limit
-    keep_s: float = 3600.0  # how long an answer is kept
-    keep: int = 65_536  # answers
-    text_chars: int = 4000  # what is longer is cut
+    timeout_s: float = 10.0  # for a complete answer
+    patience_s: float = 60.0  # how long a failing query is retried
+    at_once: int = 8  # concurrent queries
+    per_second: float = 0.0  # limit on queries per second; 0: none
+    keep_s: float = 3600.0  # how long an answer is cached
+    keep: int = 65_536  # cached answers
+    text_chars: int = 4000  # longer texts are cut
 
 
 def read_settings(path: str | os.PathLike[str]) -> tuple[Settings, tuple[str, ...]]:
-    """The settings of a file with its variables put in, and the values of these, which are not to be shown.
+    """The settings of a file with its variables substituted, and the variables' values, which must not be shown.
 
     Raises:
-      CorpusError: naming the field that is missing, unknown or of another type, or the variable that is not set.
+      CorpusError: a field is missing, unknown or of another type, or a variable is not set; names it.
     """
     path = Path(path)
     raw = read_object(path)
@@ -87,61 +87,63 @@ def read_settings(path: str | os.PathLike[str]) -> tuple[Settings, tuple[str, ..
         secrets[value] = None
         return value
 
-    found = Settings(**_mapped(raw, lambda text: _VARIABLE.sub(filled, text)))
-    if urlsplit(found.url).scheme not in ("http", "https") or not ("{query}" in found.url or found.body):
+    settings = Settings(**_mapped(raw, lambda text: _VARIABLE.sub(filled, text)))
+    if urlsplit(settings.url).scheme not in ("http", "https") or not ("{query}" in settings.url or settings.body):
         raise CorpusError(f"{path}: url is {raw['url']}, accepted: http(s)://... with {{query}} in it, or a body")
-    return found, tuple(secrets)
+    return settings, tuple(secrets)
 
 
 class LiveSearch:
-    """Implements `Retriever` by asking a service, query by query. Any number of threads may use one.
+    """Implements `Retriever` by one request to the service per query. Any number of threads may use one.
 
-    Its answers change from day to day: a run over it cannot be repeated bit for bit.
+    The service's answers change over time, so a run with it cannot be reproduced bit for bit.
     """
 
     def __init__(self, settings: Settings, secrets: Sequence[str] = ()):
-        """`secrets`: texts that are hidden in whatever is raised or logged."""
+        """`secrets`: texts that are hidden in errors and logs."""
         self._settings, self._secrets = settings, secrets
         self._host = urlsplit(settings.url).netloc.rpartition("@")[2]
         self._wire = Wire(1, settings.timeout_s, None, settings.headers)
         self._kept: TTLCache[tuple[str, int], list[Passage]] = TTLCache(settings.keep, settings.keep_s)
-        self._lock = threading.Lock()  # of what is kept, and of the turn
-        self._answers = False  # whether it ever answered
-        self._next_turn = 0.0  # by the monotonic clock
+        self._lock = threading.Lock()  # guards the cache and the next turn
+        self._answers = False  # whether the service ever answered
+        self._next_turn = 0.0  # monotonic clock
         self._pool = ThreadPoolExecutor(settings.at_once, "live")
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
-        """At most `k` passages per query in the service's own order; an empty query is not asked.
+        """At most `k` passages per query in the service's order; an empty query is not sent.
 
-        A query that a service refuses which answers others (one too long, say) finds nothing.
+        If the service refuses a query (one that is too long, for example) but answered others, it gets no passages.
 
         Raises:
-          RetrievalError: refused, or no answer in time and in form for `patience_s`. What was answered is kept.
+          RetrievalError: the service refused, or gave no valid answer for `patience_s`. Earlier answers stay cached.
         """
         cleaned = [" ".join(as_utf8(query).split())[:QUERY_CHARS] for query in queries]
         wanted = list(dict.fromkeys(filter(None, cleaned)))
         with self._lock:
-            found = {query: self._kept[query, k] for query in wanted if (query, k) in self._kept}
-        asked = [query for query in wanted if query not in found]
+            passages = {query: self._kept[query, k] for query in wanted if (query, k) in self._kept}
+        asked = [query for query in wanted if query not in passages]
         given_up = threading.Event()
         try:
             answers = list(self._pool.map(lambda query: self._patiently(query, k, given_up), asked))
         finally:
-            given_up.set()  # when one failed for good, the others are not waited for
+            given_up.set()  # when one query failed for good, do not wait for the others
         refused = [answer for answer in answers if isinstance(answer, str)]
         if refused and not self._answers:
             raise RetrievalError(refused[0])
         for reason in refused:
-            log.warning("%s: one query finds nothing", reason)
-        found |= {query: answer for query, answer in zip(asked, answers, strict=True) if not isinstance(answer, str)}
-        return [list(found.get(query, ())) for query in cleaned]
+            log.warning("%s: this query gets no passages", reason)
+        passages |= {
+            query: answer for query, answer in zip(asked, answers, strict=True) if not isinstance(answer, str)
+        }
+        return [list(passages.get(query, ())) for query in cleaned]
 
     def describe(self) -> dict[str, Any]:
-        """See `Retriever.describe`: of a service nothing but its host is known."""
+        """See `Retriever.describe`: only the service's host is known."""
         return {**UNTOLD, "corpus": self._host}
 
     def _patiently(self, query: str, k: int, given_up: threading.Event) -> list[Passage] | str:
-        """What a query finds, which is kept; or why the service does not take it."""
+        """Ask with retries. Returns the passages and caches them, or the reason why the service refuses the query."""
         until, wait = time.monotonic() + self._settings.patience_s, FIRST_WAIT_S
         while True:
             self._take_turn(given_up)
@@ -162,7 +164,7 @@ class LiveSearch:
             wait = min(2 * wait, LONGEST_WAIT_S)
 
     def _take_turn(self, given_up: threading.Event) -> None:
-        """Waits until another query may be asked."""
+        """Wait until `per_second` allows another query."""
         if self._settings.per_second > 0:
             with self._lock:
                 now = time.monotonic()
@@ -171,9 +173,9 @@ class LiveSearch:
             given_up.wait(turn - now)
 
     def _ask(self, query: str, k: int) -> list[Passage] | str:
-        """What a query finds, or why the service refuses this one.
+        """The passages for a query, or the reason why the service refuses it.
 
-        Raises `OSError` or `ValueError` where asking again may help, `RetrievalError` where it will not.
+        Raises `OSError` or `ValueError` if a retry may help, `RetrievalError` if not.
         """
         s = self._settings
         url = s.url.replace("{query}", quote(query, safe="")).replace("{k}", str(k))
@@ -192,10 +194,10 @@ class LiveSearch:
             raise ValueError("the answer is not JSON") from None
         results = _at(answer, s.results) if s.results else answer
         if results is None:
-            return []  # services leave out what is empty
+            return []  # services omit empty results
         if not isinstance(results, list):
-            found = type(results).__name__
-            raise RetrievalError(f"{self._host}: results={s.results} is a {found}, accepted: the path of a list")
+            kind = type(results).__name__
+            raise RetrievalError(f"{self._host}: results={s.results} is a {kind}, accepted: the path of a list")
         passages = (self._passage(result) for result in results)
         return [passage for passage in passages if passage is not None][:k]
 
@@ -211,27 +213,27 @@ class LiveSearch:
         return Passage(as_utf8(str(own)[:500]) if own is not None else digest, title[: s.text_chars], text)
 
     def _hidden(self, text: str) -> str:
-        """`text` cut and on one line, and without secrets, which a cut would leave half of."""
+        """`text` on one line, with secrets hidden before it is cut (a cut could leave part of one)."""
         for secret in self._secrets:
             text = text.replace(secret, HIDDEN).replace(quote(secret, safe=""), HIDDEN)
         return line(text)
 
 
 def _fits(name: str, value: Any) -> bool:
-    """Whether a value may stand in a field of `Settings`."""
+    """Whether a value is valid for a field of `Settings`."""
     if name in ("headers", "body"):
         return isinstance(value, dict) and (name == "body" or all(isinstance(v, str) for v in value.values()))
     if name == "text" and isinstance(value, list):
         return bool(value) and all(isinstance(path, str) for path in value)
     if name in ("url", "results", "text", "title", "id"):
         return isinstance(value, str)
-    whole = name in ("at_once", "keep", "text_chars")
-    number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    integer = name in ("at_once", "keep", "text_chars")
+    number = isinstance(value, int if integer else int | float) and not isinstance(value, bool)
     return number and (value > 0 or (name == "per_second" and value == 0))
 
 
 def _mapped(value: Any, change: Any) -> Any:
-    """The value with every string in it changed."""
+    """The value with `change` applied to every string in it."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -244,7 +246,7 @@ def _in_body(text: str, query: str, k: int) -> str | int:
 
 
 def _at(value: Any, path: str) -> Any:
-    """What lies at a path; None where there is nothing."""
+    """The value at a path, or None."""
     for step in path.split("."):
         if isinstance(value, Mapping):
             value = value.get(step)
@@ -256,7 +258,7 @@ def _at(value: Any, path: str) -> Any:
 
 
 def _plain(value: Any) -> str:
-    """A text without markup, on one line; "" for what is none."""
+    """A text or number as one line without markup; "" for anything else."""
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         return ""
     return " ".join(html.unescape(_MARKUP.sub("", as_utf8(str(value)))).split())

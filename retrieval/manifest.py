@@ -1,8 +1,8 @@
-"""The manifest of an index directory: what the index is, and the size and sha256 of every file it is made of.
+"""The manifest of an index directory: what the index is, and the size and sha256 of each of its files.
 
-ScaNN loads damaged files without a word and then answers wrongly or aborts, so nothing is opened before it is
-checked: every size and every small file, and of a large file a sample, since reading all of an index of 21 million
-passages takes longer than the clients of a restarted server wait. `read_manifest(..., whole=True)` reads all.
+ScaNN loads damaged files without an error and then gives wrong results or aborts, so files are checked before they are
+opened: all sizes, all small files, and a sample of each large file. Reading an index of 21 million passages completely
+takes longer than the clients of a restarted server wait; `read_manifest(..., whole=True)` does so.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from retrieval.protocol import CorpusError
 
 FORMAT = 2
 NAME = "manifest.json"
-# Larger files are sampled: the first block, the last, and one at a fixed random place in each of 62 equal parts. So a
-# file of another index is always seen, and a damaged stretch of a thirtieth of a file.
+# Larger files are sampled: the first block, the last, and one at a fixed random position in each of 62 equal parts.
+# That always detects a file of another index, and damage to a contiguous thirtieth of a file.
 SAMPLE_ABOVE_BYTES = 64 * 2**20
 SAMPLE_BLOCKS, BLOCK_BYTES = 64, 2**16
 COPY_BELOW_BYTES = 256 * 2**20
@@ -33,13 +33,13 @@ def write_manifest(directory: Path, fields: dict[str, Any], files: Iterable[Path
     """Write manifest.json: `fields` and a fingerprint of each of `files` (paths inside `directory`)."""
     fingerprints = {p.relative_to(directory).as_posix(): _fingerprint(p) for p in sorted(files)}
     manifest = {"format": FORMAT, **fields, "files": fingerprints}
-    beside = directory / f"{NAME}.tmp"
-    beside.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    beside.replace(directory / NAME)
+    temporary = directory / f"{NAME}.tmp"
+    temporary.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(directory / NAME)
 
 
 def read_manifest(directory: Path, whole: bool = False) -> dict[str, Any]:
-    """Return the manifest after comparing every file it lists with it; of large files a sample, unless `whole`.
+    """Compare all listed files with the manifest and return it; of large files only a sample, unless `whole`.
 
     Raises `CorpusError` naming the file that is missing, damaged, foreign or unlisted.
     """
@@ -76,15 +76,15 @@ def read_manifest(directory: Path, whole: bool = False) -> dict[str, Any]:
 
 
 def load_array(path: Path, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """Map an array of the index. Raises `CorpusError` when it is not of the shape the manifest promises."""
+    """Map an array of the index. Raises `CorpusError` when its shape or dtype differs from the manifest."""
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        values = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
         raise CorpusError(f"{path}: cannot be read ({error})") from None
-    if found.shape != shape or found.dtype != dtype:
+    if values.shape != shape or values.dtype != dtype:
         expected = f"{np.dtype(dtype)}{list(shape)}"
-        raise CorpusError(f"{path}: holds {found.dtype}{list(found.shape)}, {NAME} says {expected}")
-    return found
+        raise CorpusError(f"{path}: holds {values.dtype}{list(values.shape)}, {NAME} says {expected}")
+    return values
 
 
 def sha256(path: Path) -> str:
@@ -94,7 +94,7 @@ def sha256(path: Path) -> str:
 
 
 def sample_sha256(path: Path) -> str:
-    """The digest of SAMPLE_BLOCKS blocks of a file, in hexadecimal; where they lie depends on its size alone."""
+    """The digest of SAMPLE_BLOCKS blocks of a file, in hexadecimal; their positions depend only on its size."""
     size, digest = path.stat().st_size, hashlib.sha256()
     part = (size - BLOCK_BYTES) // (SAMPLE_BLOCKS - 2)
     places = [0, size - BLOCK_BYTES]
@@ -108,9 +108,9 @@ def sample_sha256(path: Path) -> str:
 
 
 def copy_or_link(source: Path, target: Path) -> None:
-    """Put `source` into an index as `target`: a large file as a hard link where the disk allows it.
+    """Copy `source` into an index as `target`; hard-link a large file if the file system allows it.
 
-    Of a symbolic link (a hub's snapshot is made of them) the file is taken: the link leads nowhere from the index.
+    Symbolic links (as in a hub snapshot) are resolved, since a relative one would not work in the index.
     """
     target.unlink(missing_ok=True)
     if source.stat().st_size >= COPY_BELOW_BYTES:
@@ -118,7 +118,7 @@ def copy_or_link(source: Path, target: Path) -> None:
             os.link(source.resolve(), target)
             return
         except OSError:
-            pass  # another file system: the copy below is the remedy
+            pass  # on another file system: copy instead
     shutil.copyfile(source, target)
 
 

@@ -1,4 +1,4 @@
-"""How much memory a process may still take."""
+"""How much memory a process can still allocate."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
-# Of a container, version 2 and then version 1: its limit, what it uses, and the account of that with the name of what
-# of it can be had again (pages of files that nobody looked at lately).
+# Files of control groups, version 2 and then 1: the limit, the use, the statistics, and the name of the statistic that
+# counts reclaimable memory (file pages not used recently).
 _LIMITS = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -15,7 +15,7 @@ _LIMITS = (
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:
-    """Bytes that this process may still take: what the machine has available, or less where a container limits it."""
+    """Bytes that this process can still allocate: the machine's available memory, or less in a container."""
     amounts = []
     for line in meminfo.read_text().splitlines() if meminfo.is_file() else ():
         if line.startswith("MemAvailable:"):
@@ -27,6 +27,6 @@ def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROU
             continue
         lines = (cgroup / stat).read_text().splitlines() if (cgroup / stat).is_file() else ()
         amounts.append(left + sum(int(line.split()[1]) for line in lines if line.split()[0] == name))
-    if not amounts:  # neither Linux nor a container: all there is
+    if not amounts:  # not Linux and no container: the machine's memory
         amounts.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return max(0, min(amounts))

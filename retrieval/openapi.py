@@ -1,4 +1,4 @@
-"""What retrieval/server.py speaks, as OpenAPI 3.1, and the words in which every server here describes itself."""
+"""The OpenAPI 3.1 document of retrieval/server.py, and the helpers with which every server here writes one."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ PROMETHEUS = {"text/plain": {"schema": TEXT}}
 
 
 def fields(required: Schema, **optional: Schema) -> Schema:
-    """An object, by the schemas of its fields; it may have others."""
+    """The schema of an object with these fields; other fields are allowed."""
     return {"type": "object", "required": list(required), "properties": {**required, **optional}}
 
 
 def rows_of(item: Schema, **bounds: int) -> Schema:
-    """A list."""
+    """The schema of a list."""
     return {"type": "array", "items": item, **bounds}
 
 
 def json_of(schema: Schema) -> Schema:
-    """A body of JSON."""
+    """A JSON body."""
     return {"application/json": {"schema": schema}}
 
 
 @dataclass(frozen=True)
 class Describer:
-    """Writes operations that refuse in one form.
+    """Writes operations that share one form of error.
 
     Attributes:
-      error: the schema of a refusal.
-      token: a bearer token is asked for.
+      error: the schema of an error.
+      token: whether a bearer token is required.
     """
 
     error: Schema
     token: bool
 
     def operation(self, name: str, what: str, content: Schema, *refusals: int, body: Schema | None = None) -> Schema:
-        """One that answers `what` as `content`, and may refuse with these codes."""
+        """An operation that answers `content`, described by `what`, or refuses with one of these status codes."""
         refused = {"description": "refused: the message says why", "content": json_of(self.error)}
         codes = (*refusals, *((401,) if self.token else ()))
         return {
@@ -51,13 +51,13 @@ class Describer:
         }
 
     def health(self, schema: Schema, well: str, ill: str) -> Schema:
-        """GET /health, which asks for no token."""
+        """GET /health, which requires no token."""
         both = (("200", well), ("503", ill))
         responses = {code: {"description": text, "content": json_of(schema)} for code, text in both}
         return {"operationId": "health", "security": [], "responses": responses}
 
     def document(self, title: str, about: str, paths: Schema) -> Schema:
-        """The whole, by path and method."""
+        """The complete document. `paths` maps path and method to operation."""
         return {
             "openapi": "3.1.0",
             "info": {"title": title, "version": "1", "description": about},
@@ -67,19 +67,19 @@ class Describer:
 
 
 def description(queries: int, query_chars: int, topk: int, rows: int, with_token: bool) -> Schema:
-    """What /openapi.json of the retrieval server returns, by what one request may ask for."""
+    """The document at /openapi.json of the retrieval server, with the limits of one request."""
     describer = Describer(fields({"detail": TEXT}), with_token)
-    asked = fields(
+    request = fields(
         {"queries": rows_of({**TEXT, "maxLength": query_chars}, maxItems=queries)},
         topk={"type": ["integer", "null"], "minimum": 1, "maximum": topk},
         return_scores={"type": "boolean"},
     )
-    asked["description"] = f"Queries x topk may be {rows} at most."
+    request["description"] = f"Queries x topk may be at most {rows}."
     passage = fields({"id": TEXT, "contents": TEXT})
-    found = {"anyOf": [passage, fields({"document": passage, "score": NUMBER})]}
-    told = {"type": ["string", "null"]}
-    about = fields({"corpus": told, "corpus_sha256": told, "rows": {"type": ["integer", "null"]}})
-    answer = json_of(fields({"result": rows_of(rows_of(found))}))
+    result = {"anyOf": [passage, fields({"document": passage, "score": NUMBER})]}
+    text_or_null = {"type": ["string", "null"]}
+    about = fields({"corpus": text_or_null, "corpus_sha256": text_or_null, "rows": {"type": ["integer", "null"]}})
+    answer = json_of(fields({"result": rows_of(rows_of(result))}))
     health = fields({"status": TEXT, "rows": {"type": ["integer", "null"]}})
     return describer.document(
         "psearch_jax retrieval",
@@ -87,7 +87,7 @@ def description(queries: int, query_chars: int, topk: int, rows: int, with_token
         {
             "/retrieve": {
                 "post": describer.operation(
-                    "retrieve", "a ranking a query", answer, 400, 408, 413, 422, 503, body=asked
+                    "retrieve", "one ranking per query", answer, 400, 408, 413, 422, 503, body=request
                 )
             },
             "/info": {"get": describer.operation("info", "what is searched", json_of(about))},

@@ -1,4 +1,4 @@
-"""What a retriever is: the only file of this package that psearch_jax imports."""
+"""The retriever interfaces. This is the only file of the package that psearch_jax imports."""
 
 from __future__ import annotations
 
@@ -14,53 +14,53 @@ import numpy as np
 
 
 class RetrievalError(RuntimeError):
-    """A search could not be carried out; the message says by whom and why, in one line."""
+    """A search failed; the message is one line that names the server or library and the reason."""
 
 
 class CorpusError(ValueError):
-    """A corpus or an index is missing, damaged or does not match; one line that names the file and the field."""
+    """A corpus or an index is missing, damaged or does not match; the message is one line with the file and field."""
 
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def is_remote(location: str | os.PathLike[str]) -> bool:
-    """Whether a location is an address such as gs://BUCKET/DIR, and no path of this machine.
+    """Whether a location is an address such as gs://BUCKET/DIR rather than a path of this machine.
 
-    pathlib writes `gs:/` for `gs://`: that is taken for an address as well, never for a directory called `gs:`.
+    pathlib turns `gs://` into `gs:/`, which therefore also counts as an address, never as a directory named `gs:`.
     """
     return _ADDRESS.match(os.fspath(location)) is not None
 
 
 def on_disk(location: str | os.PathLike[str]) -> Path:
-    """The path of what has to lie on a disk, since it is memory-mapped. Raises `CorpusError` for an address."""
+    """The path of a file that must be on a disk to be memory-mapped. Raises `CorpusError` for an address."""
     if is_remote(location):
         raise CorpusError(
-            f"{location}: is no path of this machine, accepted: a copy on a disk, whose files can be memory-mapped "
+            f"{location}: is not a path of this machine, accepted: a copy on a disk, whose files can be memory-mapped "
             f"(`gcloud storage cp -r {location} DIR`)"
         )
     return Path(location)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises `CorpusError` when it cannot be read or holds something else."""
+    """The JSON object in a file. Raises `CorpusError` when it cannot be read or is something else."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:  # too deep, or a number of thousands of digits
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:  # also too deep, or a number of thousands of digits
         raise CorpusError(f"{path}: cannot be read as JSON ({error}), accepted: an object") from None
-    if not isinstance(found, dict):
-        raise CorpusError(f"{path}: a {type(found).__name__}, accepted: an object")
-    return found
+    if not isinstance(content, dict):
+        raise CorpusError(f"{path}: a {type(content).__name__}, accepted: an object")
+    return content
 
 
 def as_utf8(text: str) -> str:
-    """The text with what UTF-8 cannot say (half a surrogate pair, which a model can write) as question marks."""
+    """The text with lone surrogates, which a model can write but UTF-8 cannot encode, replaced by question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 @dataclass(frozen=True)
 class Passage:
-    """One retrieved passage; `score` is its inner product with the query, rounded so that replays agree."""
+    """One retrieved passage; `score` is its relevance to the query, rounded so that replays agree."""
 
     id: str
     title: str
@@ -79,19 +79,19 @@ class Retriever(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Say what is searched, in JSON values; None stands for what a server does not tell.
+        """Describe what is searched, as JSON values; None if a server does not report it.
 
-            corpus          its name: of an index directory or a corpus file
-            corpus_sha256   the digest of its jsonl file, the same in process and behind an address
-            rows            its passages
+            corpus          the name of the index directory or corpus file
+            corpus_sha256   the digest of its jsonl file, the same in process and from a server
+            rows            its number of passages
 
-        Raises `RetrievalError` when nobody can be asked.
+        Raises `RetrievalError` when no server can be reached.
         """
         ...
 
 
 class Ranker(Protocol):
-    """Finds the rows of one corpus that answer a text: vectors with ScaNN, BM25, or several of them fused."""
+    """Ranks the rows of one corpus for a query: vectors with ScaNN, BM25, or several of them fused."""
 
     @property
     def rows(self) -> int:
@@ -99,10 +99,10 @@ class Ranker(Protocol):
         ...
 
     def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the best rows per query, best first: ids [Q, k] int64 and scores [Q, k] float32.
+        """Return the best rows per query, best first: row ids [Q, k] int64 and scores [Q, k] float32.
 
-        Scores are rounded to four decimals and ties go to the lower row; where there is nothing to return (no known
-        word, k > N) the id is -1 and the score -inf. Equal queries get equal results, whatever else is in the batch.
+        Scores are rounded, and at ties the lower row comes first. Missing results (no known word, k > N) have id -1
+        and score -inf. Results of a query do not depend on the rest of its batch.
         Raises `RetrievalError` when the search fails.
         """
         ...
@@ -111,12 +111,12 @@ class Ranker(Protocol):
 class Encoder(Protocol):
     """Turns texts into vectors whose inner product is their relevance.
 
-    A row depends on its own text only, never on the batch around it: a replayed search must agree with the first.
+    A row must depend only on its own text, not on the rest of the batch, so that replayed searches agree.
     """
 
     @property
     def identity(self) -> dict[str, Any]:
-        """JSON values that pin the encoder: equal identities make equal vectors. `name` says which class it is."""
+        """JSON values that determine the vectors: equal identities give equal vectors. `name` is that of the class."""
         ...
 
     @property
@@ -126,11 +126,11 @@ class Encoder(Protocol):
 
     @property
     def block_rows(self) -> int:
-        """How many passages `encode_passages` is best given at a time."""
+        """The best number of passages per call of `encode_passages`."""
         ...
 
     def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
-        """Return [Q, D] float32 of unit length; a zero row where the text says nothing (it then finds nothing)."""
+        """Return [Q, D] float32 of unit length; a zero row for a query without content, which gets no results."""
         ...
 
     def encode_passages(self, passages: Sequence[Passage]) -> np.ndarray:
@@ -138,5 +138,5 @@ class Encoder(Protocol):
         ...
 
     def save(self, directory: Path) -> None:
-        """Write into an index directory whatever the encoder needs besides its identity."""
+        """Write into an index directory what the encoder needs in addition to its identity."""
         ...

@@ -1,7 +1,7 @@
-"""A cross-encoder (BERT with a score of query and passage together) that puts what another retriever found in order.
+"""A cross-encoder (BERT that scores query and passage together) that reranks another retriever's passages.
 
-Nogueira and Cho, arXiv 1901.04085. A pair is read as one text, `[CLS] query [SEP] passage [SEP]`, of which the longer
-part is cut. Its score depends on the pair alone, never on the batch around it, as in retrieval/encoder.py.
+Nogueira and Cho, arXiv 1901.04085. A pair is encoded as one text, `[CLS] query [SEP] passage [SEP]`, whose longer part
+is cut first. As in retrieval/encoder.py, a score does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CrossEncoder:
     """Scores pairs with the weights of a Hugging Face directory (BertForSequenceClassification with one label)."""
 
     def __init__(self, directory: Path, max_tokens: int = LENGTHS[-1], pace: Pace | None = None):
-        """Raises `CorpusError` when the directory holds no BERT, or none that gives one score."""
+        """Raises `CorpusError` when the directory contains no BERT, or not one with a single score."""
         pace = pace or pace_of(jax.local_devices()[0])
         self._bert = load_bert(directory, pace.dtype)
         self._tokenizer = load_tokenizer(directory, self._bert.config.vocab_rows)
@@ -42,7 +42,7 @@ class CrossEncoder:
         labels, width = self._head["score_kernel"].shape
         if labels != 1 or width != self._bert.config.width:
             raise CorpusError(
-                f"{directory}: classifier.weight is {labels} x {width}, accepted: one score of the width"
+                f"{directory}: classifier.weight is {labels} x {width}, accepted: 1 x {self._bert.config.width}"
             )
         most = min(max_tokens, self._bert.config.positions)
         self._lengths = [n for n in LENGTHS if n < most] + [most]
@@ -63,22 +63,22 @@ class CrossEncoder:
         self._score = jax.jit(score)
 
     def scores(self, pairs: Sequence[tuple[str, Passage]]) -> np.ndarray:
-        """[N] float32, higher for a passage that answers the query better."""
+        """[N] float32; a higher score means a more relevant passage."""
         out = np.zeros(len(pairs), np.float32)
         if not pairs:
             return out
         texts = [(as_utf8(query), as_utf8(f"{p.title}\n{p.text}" if p.title else p.text)) for query, p in pairs]
-        read = self._tokenizer(
+        encoded = self._tokenizer(
             [query for query, _ in texts],
             [passage for _, passage in texts],
             truncation="longest_first",
             max_length=self._lengths[-1],
             return_token_type_ids=True,
         )
-        ids, types = read["input_ids"], read["token_type_ids"]
+        ids, types = encoded["input_ids"], encoded["token_type_ids"]
         for batch, width in batches(np.array([len(row) for row in ids], int), self._lengths, self._rows):
             padded, kinds = np.zeros((2, self._rows, width), np.int32)
-            lengths = np.ones(self._rows, np.int32)  # pad rows look at one token, so that nothing is NaN
+            lengths = np.ones(self._rows, np.int32)  # padding rows attend to one token, which avoids NaN
             for row, pair in enumerate(batch):
                 lengths[row] = len(ids[pair])
                 padded[row, : lengths[row]], kinds[row, : lengths[row]] = ids[pair], types[pair]
@@ -89,26 +89,26 @@ class CrossEncoder:
 
 
 class Reranked:
-    """Implements `Retriever`: the best of another one's candidates, by a cross-encoder."""
+    """Implements `Retriever`: reranks another retriever's candidates with a cross-encoder."""
 
     def __init__(self, retriever: Retriever, encoder: CrossEncoder, candidates: int = 20):
-        """`candidates`: passages of each query that are read; at least as many as are asked for."""
+        """`candidates`: passages scored per query; `search` uses its `k` if that is larger."""
         self._retriever, self._encoder, self._candidates = retriever, encoder, candidates
         self._lock = threading.Lock()  # one batch on the device at a time
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """As `Retriever.search`; scores are the cross-encoder's, and ties keep the candidates' order."""
         wanted = list(dict.fromkeys(queries))
-        found = dict(zip(wanted, self._retriever.search(wanted, max(k, self._candidates)), strict=True))
-        pairs = [(query, passage) for query in wanted for passage in found[query]]
+        candidates = dict(zip(wanted, self._retriever.search(wanted, max(k, self._candidates)), strict=True))
+        pairs = [(query, passage) for query in wanted for passage in candidates[query]]
         with self._lock:
             scores = iter(self._encoder.scores(pairs).round(4).tolist())
         ranked = {}
         for query in wanted:
-            scored = [replace(passage, score=next(scores)) for passage in found[query]]
+            scored = [replace(passage, score=next(scores)) for passage in candidates[query]]
             ranked[query] = sorted(scored, key=lambda passage: -passage.score)[:k]
         return [list(ranked[query]) for query in queries]
 
     def describe(self) -> dict[str, Any]:
-        """See `Retriever.describe`: what is searched is the other one's."""
+        """See `Retriever.describe`: that of the reranked retriever."""
         return self._retriever.describe()

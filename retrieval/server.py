@@ -1,10 +1,10 @@
-"""A retriever behind HTTP, in the form of Search-R1's `/retrieve`, for existing clients and for several hosts.
+"""A retriever served over HTTP, in the form of Search-R1's `/retrieve`, for existing clients and for several hosts.
 
 POST /retrieve   {"queries": [str], "topk": int or null, "return_scores": bool} -> {"result": [[...], ...]}
 GET  /health     {"status": "ok", "rows": N}, or with status 503 when searches fail
 GET  /info       {"corpus": name or null, "corpus_sha256": digest or null, "rows": N or null}
 GET  /metrics    Prometheus text
-GET  /openapi.json all of this, for machines
+GET  /openapi.json  this interface as OpenAPI 3.1
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from retrieval.batcher import Batcher
 from retrieval.openapi import description
 from retrieval.protocol import Passage, RetrievalError, Retriever
 
-# From these sizes on, a body is read and an answer written in a thread: it would hold up all other clients.
+# Larger bodies are parsed, and larger answers written, in a thread, so that they do not block other clients.
 LARGE_BODY_BYTES, LARGE_ANSWER_ROWS = 64 * 2**10, 512
 
 
 @dataclass(frozen=True)
 class Limits(http.Bounds):
-    """What one request may ask for, and all together."""
+    """Limits on one request, and on all requests together."""
 
     queries: int = 4096
     query_chars: int = 8192
     topk: int = 100
     rows: int = 65_536  # passages in one answer, queries x topk: about 50 MB of 100-word passages
-    rows_at_once: int = 4 * 65_536  # passages in all answers being made
+    rows_at_once: int = 4 * 65_536  # passages in all answers in progress
 
 
 class Metrics:
-    """What the server counts, in a registry of its own."""
+    """The server's metrics, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        made = {"registry": self.registry}
-        self.requests = Counter("retriever_requests", "Requests to /retrieve by status", ["status"], **made)
-        self.queries = Counter("retriever_queries", "Queries asked", **made)
-        self.in_flight = Gauge("retriever_in_flight", "Requests being answered", **made)
+        kwargs = {"registry": self.registry}
+        self.requests = Counter("retriever_requests", "Requests to /retrieve by status", ["status"], **kwargs)
+        self.queries = Counter("retriever_queries", "Queries received", **kwargs)
+        self.in_flight = Gauge("retriever_in_flight", "Requests in flight", **kwargs)
         sizes = [2**n for n in range(14)]
-        self.batch = Histogram("retriever_batch_queries", "Queries per search", buckets=sizes, **made)
-        self.seconds = Histogram("retriever_seconds", "Seconds from request to answer", **made)
+        self.batch = Histogram("retriever_batch_queries", "Queries per search", buckets=sizes, **kwargs)
+        self.seconds = Histogram("retriever_seconds", "Seconds from request to answer", **kwargs)
 
 
 def make_app(
@@ -69,8 +69,8 @@ def make_app(
     """The ASGI application.
 
     Args:
-      token: asked for as a bearer token, except by /health; None: nobody is asked.
-      default_topk: for requests that name none.
+      token: the bearer token that all paths but /health and /openapi.json require; None: none is required.
+      default_topk: for requests without `topk`.
     """
     about = retriever.describe()
     metrics = Metrics()
@@ -84,10 +84,10 @@ def make_app(
         metrics.queries.inc(len(queries))
         with rows.take(len(queries) * topk):
             try:
-                found = await http.while_there(request, batcher.search(queries, topk))
+                rankings = await http.while_there(request, batcher.search(queries, topk))
             except RetrievalError as error:
                 raise HTTPException(503, str(error)) from None
-            render = partial(_render, found, with_scores)
+            render = partial(_render, rankings, with_scores)
             content = await asyncio.to_thread(render) if len(queries) * topk > LARGE_ANSWER_ROWS else render()
         return Response(content, media_type="application/json")
 
@@ -103,7 +103,7 @@ def make_app(
         except HTTPException as error:
             status = error.status_code
             raise
-        except asyncio.CancelledError:  # the server stops, and its patience with this request is over
+        except asyncio.CancelledError:  # the server is stopping and no longer waits for this request
             status = 503
             return http.stopping(request)
         finally:
@@ -152,19 +152,19 @@ def make_app(
 
 
 def serve(app: Starlette, host: str, port: int, ready: str = "serving on {url}", stop_s: int = 20) -> bool:
-    """As `http.serve`; `url` is that of /retrieve.
+    """As `http.serve`; `{url}` is the address of /retrieve.
 
     Returns:
-      False when a search is still running, in a thread that nothing ends but the end of the process.
+      False when a search is still running in its thread, which only the end of the process stops.
     """
     http.serve(app, host, port, ready, "/retrieve", "search", stop_s)
     return not app.state.batcher.busy
 
 
 def _parse(body: bytes, limits: Limits, default_topk: int) -> tuple[list[str], int, bool]:
-    """Queries, top-k and whether scores are wanted. Raises `HTTPException` 422 naming the field."""
-    asked = http.json_object(body, "queries")
-    queries, topk, with_scores = asked.get("queries"), asked.get("topk"), asked.get("return_scores", False)
+    """Queries, top-k and whether to return scores. Raises `HTTPException` 422 naming the field."""
+    content = http.json_object(body, "queries")
+    queries, topk, with_scores = content.get("queries"), content.get("topk"), content.get("return_scores", False)
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
         raise HTTPException(422, "queries: expected a list of strings")
     if len(queries) > limits.queries:
@@ -174,10 +174,10 @@ def _parse(body: bytes, limits: Limits, default_topk: int) -> tuple[list[str], i
         raise HTTPException(422, f"queries: one has {longest} characters, accepted: at most {limits.query_chars}")
     topk = default_topk if topk is None else http.whole(topk)
     if isinstance(topk, bool) or not isinstance(topk, int) or not 1 <= topk <= limits.topk:
-        raise HTTPException(422, f"topk: expected a whole number from 1 to {limits.topk}, or null")
+        raise HTTPException(422, f"topk: expected an integer from 1 to {limits.topk}, or null")
     if len(queries) * topk > limits.rows:
-        found = f"{len(queries)} queries x topk {topk} = {len(queries) * topk} passages"
-        raise HTTPException(422, f"queries, topk: found {found}, accepted: at most {limits.rows}")
+        product = f"{len(queries)} queries x topk {topk} = {len(queries) * topk} passages"
+        raise HTTPException(422, f"queries, topk: found {product}, accepted: at most {limits.rows}")
     if not isinstance(with_scores, bool):
         raise HTTPException(422, "return_scores: expected true or false")
     return queries, topk, with_scores
@@ -187,7 +187,7 @@ def _render(found: list[list[Passage]], with_scores: bool) -> bytes:
     content = {"result": [[_row(passage, with_scores) for passage in ranking] for ranking in found]}
     try:
         return orjson.dumps(content)
-    except TypeError:  # half of a surrogate pair in a passage: JSON's escapes can say it, UTF-8 cannot
+    except TypeError:  # a lone surrogate in a passage: UTF-8 cannot encode it, but JSON can escape it
         return json.dumps(content).encode()
 
 

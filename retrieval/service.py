@@ -1,4 +1,4 @@
-"""The in-process retriever: one ranking for all new queries of a batch."""
+"""The in-process retriever: it ranks all uncached queries of a batch in one call."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from retrieval.protocol import CorpusError, Encoder, Passage, Ranker, as_utf8
 
 CACHED_QUERIES = 65_536
 CACHE_BYTES = 2**30
-ENTRY_BYTES = 600  # what a cached answer takes besides its query's characters, its rows and its scores
+ENTRY_BYTES = 600  # the size of a cached answer without its query's characters, rows and scores
 
 
 @dataclass
 class Counters:
-    """What the service has done since it was made."""
+    """Totals since the service was created."""
 
-    queries: int = 0  # asked for, empty and repeated ones included
-    unique: int = 0  # left after dropping empty ones and repeats within a batch
-    hits: int = 0  # of those, answered from the cache
-    searches: int = 0  # calls of the index
+    queries: int = 0  # received, including empty and repeated ones
+    unique: int = 0  # without empty queries and repeats within a batch
+    hits: int = 0  # of `unique`, answered from the cache
+    searches: int = 0  # calls of the ranker
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Ranking:
 
 
 class RetrievalService:
-    """Strip, deduplicate, look up, rank once, fold back. A cached answer equals a searched one exactly."""
+    """Strip, deduplicate, look up in the cache, rank the rest in one call. Cached and new answers are equal."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class RetrievalService:
         cache_size: int = CACHED_QUERIES,
         cache_bytes: int = CACHE_BYTES,
     ):
-        """Put a ranker and its corpus together.
+        """Combine a ranker and its corpus.
 
         Args:
-          cache_size: the number of (query, k) answers kept, least recently used out first; 0 keeps none.
-          cache_bytes: what they take at most. Rows and scores are kept, the passages stay with the corpus.
+          cache_size: the number of (query, k) answers in the LRU cache; 0 disables it.
+          cache_bytes: the cache's maximum size. It contains rows and scores; the passages stay in the corpus.
         """
         if len(corpus) != ranker.rows:
             raise CorpusError(f"the index holds {ranker.rows} rows, the corpus {len(corpus)}")
@@ -82,7 +82,7 @@ class RetrievalService:
     ) -> RetrievalService:
         """Serve an index directory, or several over one corpus (separated by commas) fused by reciprocal rank.
 
-        Raises `CorpusError` when one is damaged or its encoder is another one.
+        Raises `CorpusError` when one is damaged or its encoder does not match.
         """
         service = cls(*open_index(directories), cache_size, cache_bytes)
         paths = [Path(name) for name in os.fspath(directories).split(",")]
@@ -116,7 +116,7 @@ class RetrievalService:
 
     def describe(self) -> dict[str, Any]:
         """See `Retriever.describe`; `corpus` is the name of the index directory or corpus file."""
-        if not self._fingerprint:  # passages in memory: that of the file that would hold them
+        if not self._fingerprint:  # passages in memory: the digest of their jsonl file, if it were written
             digest = hashlib.sha256()
             for passage in self._corpus:
                 digest.update(jsonl_row(passage).encode())
@@ -132,8 +132,8 @@ class RetrievalService:
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """Return at most `k` passages per query, best first, in the order of `queries`.
 
-        White space is collapsed first, half surrogates become question marks. A query that is empty, or has no word of
-        the corpus, gives an empty list. Raises `RetrievalError` when the search fails, `ValueError` when k < 1.
+        White space is collapsed first, and lone surrogates become question marks. An empty query, or one without a
+        word of the corpus, gives an empty list. Raises `RetrievalError` if the search fails, `ValueError` if k < 1.
         """
         if k < 1:
             raise ValueError(f"k is {k}, expected at least 1")
@@ -160,14 +160,14 @@ class RetrievalService:
 
     def _search(self, queries: list[str], k: int) -> dict[str, Ranking]:
         ids, scores = self._ranker.rank(queries, k)
-        found = ids >= 0
+        valid = ids >= 0
         return {
             query: Ranking(
                 query,
                 array("q", rows[kept].tolist()),
-                array("d", (round(score, 6) for score in values[kept].tolist())),  # what float32 holds
+                array("d", (round(score, 6) for score in values[kept].tolist())),  # the precision of float32
             )
-            for query, rows, values, kept in zip(queries, ids, scores, found, strict=True)
+            for query, rows, values, kept in zip(queries, ids, scores, valid, strict=True)
         }
 
     def _look_up(self, queries: list[str], k: int) -> dict[str, Ranking]:
@@ -179,18 +179,18 @@ class RetrievalService:
             return
         with self._lock:
             for query, ranking in answers.items():
-                if _bytes(ranking) <= self._cache.maxsize:  # the cache raises where one answer alone is too large
+                if _bytes(ranking) <= self._cache.maxsize:  # the cache raises on a single answer that is too large
                     self._cache[query, k] = ranking
             while len(self._cache) > self._cache_size:
                 self._cache.popitem()
 
 
 def _bytes(ranking: Ranking) -> int:
-    """What a cached answer takes, nearly."""
+    """The approximate size of a cached answer."""
     values = len(ranking.rows) * ranking.rows.itemsize + len(ranking.scores) * ranking.scores.itemsize
     return ENTRY_BYTES + sys.getsizeof(ranking.query) + values
 
 
 def _clean(query: str) -> str:
-    """White space collapsed; what UTF-8 cannot say, and a tokenizer in Rust therefore refuses, replaced."""
+    """Collapse white space and replace lone surrogates, which a tokenizer in Rust refuses."""
     return as_utf8(" ".join(query.split()))

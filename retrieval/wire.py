@@ -1,4 +1,4 @@
-"""One HTTP request whose time-out counts all of it, and what an answer of `/retrieve` has to look like."""
+"""HTTP requests with a time-out on the complete answer, and parsing of the answers of `/retrieve` and `/info`."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from retrieval.corpus import read_contents
 from retrieval.protocol import Passage
 
 CONNECT_S = 10.0
-ANSWER_BYTES = 2**30  # read at most: a server gone wrong may send for ever
+ANSWER_BYTES = 2**30  # the most that is read: a faulty server may send forever
 UNTOLD: dict[str, Any] = {"corpus": None, "corpus_sha256": None, "rows": None}
 _TOLD = {"corpus": str, "corpus_sha256": str, "rows": int}
 
 
 class Wire:
-    """Sends requests over connections that are kept. Any number of threads may use one."""
+    """Sends requests over persistent connections. Any number of threads may use one."""
 
     def __init__(self, servers: int, timeout_s: float, token: str | None, headers: Mapping[str, str] | None = None):
-        """`servers`: how many addresses will be asked; `headers`: sent with every request."""
+        """`servers`: the number of addresses to contact; `headers`: sent with every request."""
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
-        timeout = urllib3.Timeout(connect=min(CONNECT_S, timeout_s), read=timeout_s)  # of each read
+        timeout = urllib3.Timeout(connect=min(CONNECT_S, timeout_s), read=timeout_s)  # `read` limits each read
         self._pool = urllib3.PoolManager(max(servers, 10), timeout=timeout, retries=False, maxsize=64, block=False)
         self._pool.pool_classes_by_scheme = {"http": _Pool, "https": _SecurePool}
 
     def request(self, method: str, url: str, body: bytes | None = None) -> tuple[int, bytes]:
         """The status and the body of the answer.
 
-        Raises `OSError` saying what went wrong, uncut, `TimeoutError` among them: after `timeout_s` in all.
+        Raises `OSError` with the full reason; `TimeoutError`, a subclass, after a total of `timeout_s`.
         """
         with _Deadline(self._timeout_s) as deadline:
             try:
@@ -47,8 +47,8 @@ class Wire:
             except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
                 if not deadline.passed:
                     raise ConnectionError(f"{type(error).__name__}: {error}") from None
-        if deadline.passed:  # whatever was read by then: a body without a length may have been cut
-            raise TimeoutError(f"Timeout: no whole answer in {self._timeout_s:g} s")
+        if deadline.passed:  # even if a body was read: one without a length may be truncated
+            raise TimeoutError(f"Timeout: no complete answer in {self._timeout_s:g} s")
         return status, data
 
     def _exchange(self, method: str, url: str, body: bytes | None) -> tuple[int, bytes]:
@@ -67,10 +67,10 @@ class Wire:
 
 
 class _Deadline:
-    """Ends this thread's request at a moment, wherever it is.
+    """Ends this thread's request after `seconds`, at any stage.
 
-    A socket's time-out counts from byte to byte, so that an answer may drip for ever. At the deadline another thread
-    shuts the socket down, and the reading one finds its end.
+    A socket's time-out applies to each read, so a slow answer could take forever. At the deadline a timer thread shuts
+    down the socket, which ends the read.
     """
 
     of_thread = threading.local()
@@ -88,7 +88,7 @@ class _Deadline:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:  # from here on the socket may be another request's
+        with self._lock:  # afterwards the socket may belong to another request
             self._over = True
         self._timer.cancel()
         self.of_thread.deadline = None
@@ -105,19 +105,19 @@ class _Deadline:
                 return
             self.passed = True
             if self._socket is not None:
-                with suppress(OSError):  # closed already
-                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # below TLS, which is not for two threads
+                with suppress(OSError):  # already closed
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # bypasses TLS, which is not thread-safe
 
 
 class _Watched:
-    """Of a connection: shows its socket to the deadline of the request that it carries."""
+    """Mixin of a connection: passes its socket to the deadline of the current request."""
 
     def connect(self) -> None:
         super().connect()
         _Deadline.of_thread.deadline.watch(self.sock)
 
     def request(self, *args: Any, **kwargs: Any) -> None:
-        if self.sock is not None:  # kept from an earlier request
+        if self.sock is not None:  # open since an earlier request
             _Deadline.of_thread.deadline.watch(self.sock)
         super().request(*args, **kwargs)
 
@@ -139,7 +139,7 @@ class _SecurePool(urllib3.HTTPSConnectionPool):
 
 
 def read_rankings(data: bytes, expected: int, k: int) -> list[list[Passage]]:
-    """The passages of an answer to `expected` queries, at most `k` each. Raises `ValueError` naming what is wrong."""
+    """The passages in an answer to `expected` queries, at most `k` each. Raises `ValueError` naming the fault."""
     result = _field(_object(data), "result", list)
     if len(result) != expected:
         raise ValueError(f"{len(result)} rankings for {expected} queries")
@@ -147,13 +147,13 @@ def read_rankings(data: bytes, expected: int, k: int) -> list[list[Passage]]:
 
 
 def read_description(data: bytes) -> dict[str, Any]:
-    """What a server says of itself, see `Retriever.describe`. Raises `ValueError` naming what is wrong."""
-    told = _object(data)
-    return {name: None if told.get(name) is None else _field(told, name, type_) for name, type_ in _TOLD.items()}
+    """Parse an answer of /info; see `Retriever.describe`. Raises `ValueError` naming the fault."""
+    content = _object(data)
+    return {name: None if content.get(name) is None else _field(content, name, type_) for name, type_ in _TOLD.items()}
 
 
 def line(text: str) -> str:
-    """`text` cut and on one line."""
+    """The first 200 characters of `text` on one line."""
     return " ".join(text[:200].split())
 
 
@@ -161,7 +161,7 @@ def _object(data: bytes) -> dict[str, Any]:
     try:
         try:
             content = orjson.loads(data)
-        except orjson.JSONDecodeError:  # half surrogates, which JSON's escapes can say
+        except orjson.JSONDecodeError:  # escaped lone surrogates, which orjson refuses
             content = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({line(str(error))})") from None
@@ -174,7 +174,7 @@ def _passage(row: Any) -> Passage:
     score = _field(row, "score", (int, float))
     try:
         finite = math.isfinite(score)
-    except OverflowError:  # an integer beyond every float
+    except OverflowError:  # an integer too large for a float
         finite = False
     if not finite:
         raise ValueError(f"field score is {line(str(score)[:40])}, expected a finite number")

@@ -1,12 +1,12 @@
-"""Where an index is made, beside its place: what is done there and what for, so that a build goes on where it stopped.
+"""The folder of an unfinished index build, with a record of the finished steps, so that a killed build can resume.
 
-    .NAME.partial/lock            held by the build that works here
+    .NAME.partial/lock            held by the running build
     .NAME.partial/steps.json      the base, and each finished step with its plan and its result
-    .NAME.partial/vectors.npy     the encoded corpus; encoded.json says of which texts, by which encoder
-    .NAME.partial/index/          the directory that is being made
+    .NAME.partial/vectors.npy     the encoded corpus; encoded.json records the texts and the encoder
+    .NAME.partial/index/          the unfinished index directory
 
-The encoding takes hours and depends on texts and encoder alone. What depends on the base (corpus, encoder, shards) or
-on the plan of a step (settings of the tree, the target of its search) is made again when these change, and no more.
+The encoding takes hours and depends only on texts and encoder. A change of the base (corpus, encoder, shards) repeats
+all other steps. A change of a step's plan (tree settings, the recall target) repeats that step.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Workplace:
 
     @property
     def base(self) -> dict[str, Any] | None:
-        """What the index that lies here was begun for."""
+        """The base of the unfinished index, or None."""
         return self._base
 
     def begin(self, base: dict[str, Any]) -> None:
-        """Go on with the index of `base` (JSON values), or start an empty one."""
+        """Resume the index of `base` (JSON values), or start an empty one."""
         if self._base != base or not self.index.is_dir():
             shutil.rmtree(self.index, ignore_errors=True)
             self._base, self._steps = base, {}
@@ -48,27 +48,27 @@ class Workplace:
             self.index.mkdir()
 
     def once(self, step: str, plan: Any, make: Callable[[], Any]) -> Any:
-        """What `make()` returned when this step was last done by this plan, or returns now; both are JSON values."""
+        """The result of `make()` from the last time the step was done with this plan, or from now (JSON values)."""
         if not self.done(step, plan):
             self._steps.pop(step, None)
-            self._write()  # `make` overwrites what an earlier plan made
+            self._write()  # first, because `make` overwrites the files of an earlier plan
             self._steps[step] = {"plan": plan, "result": make()}
             self._write()
         return self._steps[step]["result"]
 
     def done(self, step: str, plan: Any) -> bool:
-        """Whether the step has been finished by this plan."""
+        """Whether the step was finished with this plan."""
         return step in self._steps and self._steps[step]["plan"] == plan
 
     def _write(self) -> None:
-        beside = self.folder / f"{STEPS}.tmp"
-        beside.write_text(json.dumps({"base": self._base, "steps": self._steps}), encoding="utf-8")
-        beside.replace(self._path)
+        temporary = self.folder / f"{STEPS}.tmp"
+        temporary.write_text(json.dumps({"base": self._base, "steps": self._steps}), encoding="utf-8")
+        temporary.replace(self._path)
 
 
 @contextmanager
 def workplace(folder: Path) -> Iterator[Workplace]:
-    """Hold `folder` alone. Raises `OSError` while another process does."""
+    """Lock `folder` for this process. Raises `OSError` while another process holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "a") as lock:
         try:

@@ -170,7 +170,7 @@ def test_a_listener_that_fails_is_one_who_has_left(sampler, tiny_tokenizer, para
 def test_a_question_that_is_too_long_is_refused_and_the_end_told_to_those_who_wait(sampler, tiny_tokenizer, params):
     """Cut in its middle it would be another question; and nobody may wait for a program that has ended."""
     own = scripted(sampler, tiny_tokenizer, params, {"Who?": [SEARCH, ANSWER]})
-    with pytest.raises(UserError, match="found .* ids .* at most 48"):
+    with pytest.raises(UserError, match="found .* tokens .* at most 48"):
         own.answer("Who is older? " * 40)
     for text, temperature in (("\ud800", 0.0), (" ", 0.0), ("Who?", float("nan")), ("Who?", 3.0), ("Who?", -1.0)):
         with pytest.raises(UserError, match="question|temperature"):

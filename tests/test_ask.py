@@ -43,7 +43,7 @@ def test_without_anything_an_example_is_asked_and_shown():
     lines = done.stdout.splitlines()
     assert lines[0].startswith("> ") and any(line.startswith("answer: ") for line in lines)
     assert "<search>" in done.stdout and " turns, " in done.stdout and "\x1b" not in done.stdout
-    assert f"one may ask: {lines[0][2:]}" in done.stderr
+    assert f"an example: {lines[0][2:]}" in done.stderr
 
 
 def test_a_users_own_passages_are_searched_and_lines_of_standard_input_asked(tmp_path):

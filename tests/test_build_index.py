@@ -60,7 +60,7 @@ def test_existing_directory(corpus, tmp_path):
 
     write_corpus(corpus, PASSAGES[:2])
     assert "2 rows" in build_index(*flags, "--overwrite").stdout
-    assert "are as they were made" in build_index("--verify", flags[1]).stdout
+    assert "match the manifest" in build_index("--verify", flags[1]).stdout
     with open(tmp_path / "index" / "vectors.npy", "ab") as file:
         file.write(b"more")
     assert "vectors.npy: differs" in refused("--verify", flags[1])

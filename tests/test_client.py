@@ -224,7 +224,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
 )
 def test_the_time_out_counts_the_whole_answer(head):
     """A time-out between two bytes never comes for a server that sends one now and then, and the run hangs."""
-    with Dripping(head, b"x") as server, pytest.raises(RetrievalError, match=r"Timeout: no whole answer in 0\.4 s"):
+    with Dripping(head, b"x") as server, pytest.raises(RetrievalError, match=r"Timeout: no complete answer in 0\.4 s"):
         started = time.monotonic()
         HttpRetriever(server.url, timeout_s=0.4, patience_s=0).search(["a"], 1)
     assert 0.3 < time.monotonic() - started < 5

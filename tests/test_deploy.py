@@ -341,7 +341,7 @@ def test_a_stopped_run_is_not_taken_for_done(tiny_policy, tmp_path):
         wait_for(lambda: (tmp_path / "trajectories" / "000001.jsonl").is_file(), run)
         run.terminate()
         out, err = run.communicate(300)
-        assert run.returncode == int(code) and "interrupted: saved behind step" in out, err[-2000:]
+        assert run.returncode == int(code) and "interrupted: saved after step" in out, err[-2000:]
     finally:
         run.kill()
 

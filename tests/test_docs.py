@@ -1,7 +1,8 @@
-"""What the documents tell one to type is taken by the programs, and what they link to is there."""
+"""The programs accept every command in the documents, every link resolves, and the folder list is current."""
 
 import re
 import shlex
+from pathlib import PurePosixPath
 
 import pytest
 from programs import ROOT, refusal, tracked
@@ -12,25 +13,25 @@ LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def commands(text: str) -> list[list[str]]:
-    """Every command of ours in the blocks of a page, its lines joined, without what may be left out."""
-    found = []
+    """All commands in a page's code blocks that run a program of launch/, without optional [arguments]."""
+    page_commands = []
     for block in BLOCK.findall(text):
         for line in block.replace("\\\n", " ").splitlines():
-            line = re.sub(r"\[.*?\]", "", line)  # of a command, what may be left out
+            line = re.sub(r"\[.*?\]", "", line)  # optional arguments
             at = line.find("python launch/")
             if at >= 0:
                 words = shlex.split(line[at:].split(" && ")[0], comments=True)
-                found.append(words[1:])
-    return found
+                page_commands.append(words[1:])
+    return page_commands
 
 
 ALL = {page.name: commands(page.read_text(encoding="utf-8")) for page in PAGES}
-KNOWN = {page.name for page in (ROOT / "launch").glob("*.py")} - {"bench.py"}  # which has no flags of absl's
+KNOWN = {page.name for page in (ROOT / "launch").glob("*.py")} - {"bench.py"}  # bench.py does not use absl flags
 
 
-@pytest.mark.parametrize("page", [name for name, found in ALL.items() if found])
+@pytest.mark.parametrize("page", [name for name, page_commands in ALL.items() if page_commands])
 def test_every_command_of_a_page_is_taken(page):
-    """A flag that was renamed leaves a page whose commands end in an error on the first line that is pasted."""
+    """A flag is renamed, and a reader who pastes a documented command gets an error."""
     for command in ALL[page]:
         program = command[0].removeprefix("launch/")
         assert (ROOT / "launch" / program).is_file(), command
@@ -41,14 +42,14 @@ def test_every_command_of_a_page_is_taken(page):
 
 
 def test_the_pages_have_commands():
-    """Fails if the blocks are not found any more, and nothing is tested."""
+    """The pattern no longer matches the code blocks, so that nothing is tested."""
     assert sum(map(len, ALL.values())) > 40 and len(ALL["reproduce.md"]) > 12
     assert any("--config.retrieval.index=wiki18" in command for command in ALL["reproduce.md"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_somewhere(page):
-    """A page or a heading that was renamed."""
+    """A page or a heading is renamed, and a link to it breaks."""
     for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
         if target.startswith(("http:", "https:")):
             continue
@@ -60,20 +61,16 @@ def test_every_link_leads_somewhere(page):
             assert anchor[1:] in slugs, (page.name, target, anchor)
 
 
-def test_the_tree_of_the_readme_has_every_file():
-    """The map of the project misses a place, or shows one that is gone."""
-    files = set(tracked())
-    drawn, folder = set(), ""
-    for line in re.search(r"^## The tree\n\n```\n(.*?)^```", PAGES[0].read_text(), re.M | re.S)[1].splitlines():
-        name = line.strip().split(maxsplit=1)[0]
-        if not line.startswith(" "):
-            folder = name if name.endswith("/") and len(line.split()) == 1 else ""
-            drawn |= {name} - {folder}
-        elif line.startswith("  ") and line[2] != " ":
-            drawn.add(folder + name)
-    folders = tuple(name for name in drawn if name.endswith("/"))
-    found = {name for name in files if not name.startswith(folders) and not name.endswith("/__init__.py")}
-    shown = {name for name in drawn if not name.endswith(("/", "/__init__.py"))}
-    found -= {"README.md", ".gitignore"}
-    assert sorted(shown - found) == [] and sorted(found - shown) == []
-    assert all(any(name.startswith(folder) for name in files) for folder in folders)
+def test_the_folder_tree_lists_every_folder_with_python():
+    """A new package is missing from the folder list, or the list names a folder that is gone."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    tree = re.search(r"^## Folders\n\n```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1]
+    listed = [line.split(maxsplit=1)[0] for line in tree.splitlines()]
+    folders, with_python = set(), set()
+    for file in map(PurePosixPath, tracked()):
+        parents = {f"{folder}/" for folder in file.parents if 1 <= len(folder.parts) <= 2}
+        folders |= parents
+        if file.suffix == ".py":
+            with_python |= parents
+    assert listed == sorted(set(listed))
+    assert sorted(with_python - set(listed)) == [] and sorted(set(listed) - folders) == []

@@ -42,19 +42,19 @@ def test_the_demo_needs_nothing(tmp_path):
     assert not wrong(by_name)
     looked_at = "packages devices config model memory questions passages disk cache workdir"
     assert set(by_name) == set(looked_at.split())
-    assert "begins" in by_name["workdir"][0].text
+    assert "starts a new run" in by_name["workdir"][0].text
 
 
 def test_every_lack_has_its_line_and_its_mending(tmp_path):
     """A run on a TPU that misses three files must not be told of one at each start."""
     text = wrong(found(from_mapping(qwen7b.get_config().to_dict()), tmp_path))
     for name in ("config.model.path", "config.data.source", "config.retrieval.index"):
-        assert sum(line.startswith(f"MEND  config     {name}") for line in text.splitlines()) == 1, text
+        assert sum(line.startswith(f"FIX   config     {name}") for line in text.splitlines()) == 1, text
     assert text.count("config.mesh") == 1
     assert (
         "hf download" in text
         and "build_index.py" in text
-        and all(line.startswith("MEND") for line in text.splitlines())
+        and all(line.startswith("FIX") for line in text.splitlines())
     )
 
 
@@ -67,7 +67,7 @@ def test_half_a_model_and_a_foreign_tokenizer_are_seen(tmp_path):
     (model / "model-00001-of-00002.safetensors").rename(model / "model.safetensors")
     shape = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(shape | {"vocab_size": 512}))
-    assert "ids for 512 rows" in wrong(found(config(model={"path": str(model)}), tmp_path))
+    assert "ids for 512 embedding rows" in wrong(found(config(model={"path": str(model)}), tmp_path))
 
 
 def test_passages_that_do_not_answer_are_seen_at_once(tmp_path):
@@ -135,8 +135,8 @@ def test_a_run_that_goes_on_is_known_and_the_program_counts(tmp_path):
     """The exit code is what a script looks at."""
     checkpoint = tmp_path / "run" / "checkpoints" / "7" / "loop"
     checkpoint.mkdir(parents=True)
-    assert "behind step 7" in doctor.resumes(str(tmp_path / "run"))
+    assert "after step 7" in doctor.resumes(str(tmp_path / "run"))
     command = [sys.executable, "launch/doctor.py", "--config=configs/smoke.py", f"--workdir={tmp_path}"]
     done = completed([*command, "--config.retrieval.corpus=nowhere.jsonl"])
-    assert done.returncode == 2 and "2 to mend" in done.stderr.splitlines()[-1], done.stdout + done.stderr
-    assert sum(line.startswith("MEND") for line in done.stdout.splitlines()) == 2
+    assert done.returncode == 2 and "2 to fix" in done.stderr.splitlines()[-1], done.stdout + done.stderr
+    assert sum(line.startswith("FIX") for line in done.stdout.splitlines()) == 2

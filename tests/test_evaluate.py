@@ -464,9 +464,7 @@ def test_leaks_and_the_corpus_behind_an_address_are_reported(evaluated, tmp_path
     assert results["settings"]["retrieval"]["corpus_sha256"] == digest and f"(sha256 {digest})" in done.stdout
     assert "LEAK: 3 of the 3 questions of popqa were trained on." in done.stdout
     assert json.loads((tmp_path / "out" / "results.json").read_text())["leaked"] == {"popqa": ["q0", "q1", "q2"]}
-    assert (
-        "1 bad rows were left out" in done.stdout and "bad.jsonl:4" in (tmp_path / "out" / "skipped.txt").read_text()
-    )
+    assert "1 bad rows were skipped" in done.stdout and "bad.jsonl:4" in (tmp_path / "out" / "skipped.txt").read_text()
 
 
 @pytest.mark.slow

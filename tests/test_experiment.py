@@ -150,7 +150,7 @@ def test_results_of_other_settings_are_not_taken_for_these(tmp_path):
     with pytest.raises(UserError, match="arm b had other settings"):
         running._begun(file, changed, 3, ["one"])
     asked = replace(EXPERIMENT, evaluations={"held-out": Evaluation(("parallel",), 3)})
-    with pytest.raises(UserError, match="asked something else"):
+    with pytest.raises(UserError, match="had other evaluations"):
         running._begun(file, asked, 3, ["one"])
     more = replace(EXPERIMENT, arms={**EXPERIMENT.arms, "c": Arm()})
     assert "b/0/0" in running._begun(file, more, 3, ["one"])["runs"], "a new arm costs no run that is there"

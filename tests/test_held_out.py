@@ -73,6 +73,6 @@ def test_what_a_run_trains_on_and_validates_with(tmp_path, caplog):
     train, asked = split(validation=other)
     assert len(train) == 100 and len(asked) == 20
     leaked = sum(int(q.id[1:]) < 100 for q in asked)
-    assert leaked and f"{leaked} of the 20 validation questions are also trained on" in caplog.text
+    assert leaked and f"{leaked} of the 20 validation questions are also training questions" in caplog.text
     with pytest.raises(UserError, match="best_metric: found 'mixed/em', but no validation question .* of single"):
         split("mixed/", validation=other)

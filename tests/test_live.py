@@ -147,7 +147,7 @@ def test_a_query_that_alone_is_refused_finds_nothing(served, service, tmp_path, 
         live.search(["a", "b"], 2)
     service.fail += [None, PlainTextResponse(f"too long for {KEY}", 414), None, PlainTextResponse("who are you", 401)]
     assert [len(ranking) for ranking in live.search(["a", "b", "c"], 2)] == [2, 0, 2]
-    assert "414: too long for ***: one query finds nothing" in caplog.text and KEY not in caplog.text
+    assert "414: too long for ***: this query gets no passages" in caplog.text and KEY not in caplog.text
     before = len(service.calls)
     with pytest.raises(RetrievalError, match="status 401"):
         live.search(["a", "c", "d"], 2)

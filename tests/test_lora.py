@@ -178,7 +178,7 @@ def test_a_run_with_adapters_resumes_and_is_exported_whole(tiny_policy, tmp_path
     again = {".".join(path): v.get_value() for path, v in nnx.to_flat_state(checkpoint.load_params(step)[1])}
     assert all(np.array_equal(again[name], base[name]) for name in base)
     told({}, path="/nowhere/base", name="/nowhere/either")
-    with pytest.raises(UserError, match="/nowhere/base, which is not there"):
+    with pytest.raises(UserError, match="/nowhere/base, which does not exist"):
         checkpoint.load_params(step)
     told({"model.path": record["settings"]["model.path"] | {"is": "0"}})
     with pytest.raises(UserError, match="other weights than those that are in"):

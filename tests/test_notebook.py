@@ -70,7 +70,7 @@ def test_every_cell_runs(tmp_path, wordy_policy, monkeypatch):
     said = ["".join(o.get("text", "") for o in cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
     whole = "\n".join(said)
     assert "8 questions to train on, 2 to evaluate by, 10 passages" in whole and "trained in float32" in whole
-    assert "MEND" not in whole and "model.safetensors" in whole and "right would be: Person A" in whole
+    assert "FIX " not in whole and "model.safetensors" in whole and "right would be: Person A" in whole
     work = tmp_path / "work"
     assert len((work / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     assert all((work / name / "report.html").is_file() for name in ("run", "results"))

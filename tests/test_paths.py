@@ -191,7 +191,7 @@ def test_what_is_mapped_into_memory_has_to_be_local(bucket, tmp_path):
     there = f"{bucket}/index"
     write_whole(locate(there) / "manifest.json", "{}")
     write_whole(tmp_path / "c.jsonl", json.dumps({"id": "1", "contents": '"A"\nb'}) + "\n")
-    words = "is no path of this machine, accepted: a copy on a disk, whose files can be memory-mapped"
+    words = "is not a path of this machine, accepted: a copy on a disk, whose files can be memory-mapped"
     for refused in (
         lambda: build_index(there, MemoryMappedCorpus(tmp_path / "c.jsonl"), None),
         lambda: open_index(there),
@@ -234,7 +234,7 @@ def test_a_store_that_refuses_is_named_in_one_line():
 
 def test_other_addresses_are_refused(bucket, tmp_path, monkeypatch):
     """A local directory called `s3:`, or a traceback for a library that is not there or a bucket that is not."""
-    with pytest.raises(UserError, match="^s3://bucket/run: accepted: a path of this machine, or gs://BUCKET"):
+    with pytest.raises(UserError, match="^s3://bucket/run: accepted: a path on this machine, or gs://BUCKET"):
         locate("s3://bucket/run")
     with pytest.raises(UserError, match="^gs:/bucket/run: accepted"):
         locate(Path("gs://bucket/run"))

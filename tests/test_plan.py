@@ -353,7 +353,7 @@ def test_the_program(tmp_path):
         assert {"peak_bytes", "resident_bytes", "compile_s"} <= set(plan["programs"][name])
         assert plan["programs"][name]["total_bytes"] < plan["hbm_bytes"]
     assert "| accumulate |" in done.stdout and "headroom" in done.stdout and "a step takes at least" in done.stdout
-    assert "blocks of their attention: 256 (256), 1024 (512)" in done.stdout
+    assert "their attention block sizes: 256 (256), 1024 (512)" in done.stdout
 
 
 @pytest.mark.slow

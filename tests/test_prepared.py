@@ -157,14 +157,14 @@ def test_leaks_are_found_by_their_words():
 
 
 def test_the_command(tmp_path):
-    """The README's command with bad rows, a second call and wrong flags: one line each, and nothing half-written."""
+    """The command of docs/data.md with bad rows, a second call and wrong flags: one line each, and nothing half-written."""
     file, out = Path(write(tmp_path / "a.jsonl", 3)), tmp_path / "out"
     with file.open("a") as more:
         more.write('{"id": "bad"}\n')
     done = command(f"--source=nq:{file}", f"--out={out}", expect=2)
     assert len(done.stderr.strip().splitlines()) == 1 and "a.jsonl:4: field" in done.stderr and not out.exists()
     done = command(f"--source=nq:{file}", f"--out={out}", "--skip_bad_rows")
-    assert "| nq | 3 | 3 | 0 | 0 | 0 |" in done.stdout and "1 bad rows left out" in done.stdout
+    assert "| nq | 3 | 3 | 0 | 0 | 0 |" in done.stdout and "1 bad rows skipped" in done.stdout
     assert "a.jsonl:4: field" in (out / "skipped.txt").read_text()
     assert len(PreparedQuestions(out)) == 3 and sorted(p.name for p in out.iterdir()) == ["psearch_qa", "skipped.txt"]
     assert "already holds a prepared dataset" in command(f"--source=nq:{file}", f"--out={out}", expect=2).stderr

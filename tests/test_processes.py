@@ -151,7 +151,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tiny_policy, tmp_path):
     wait_for(lambda: (several / "trajectories" / "000001.jsonl").is_file(), started[0])
     started[1].send_signal(signal.SIGTERM)
     for out in finish(started):
-        assert "interrupted: saved behind step" in out
+        assert "interrupted: saved after step" in out
     step = checkpoint.read_loop(checkpoint.find_checkpoint(several))["step"]
     assert step == len(metrics_without_clocks(several)) >= 2
     finish(start_run(1, 1, several, tiny_policy, step + 2, **fixed))

@@ -42,13 +42,16 @@ def test_every_field_is_on_the_page_with_its_default_and_what_a_resumed_run_does
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("rollout.yield_share", ["`0.125`", "above 0, at most 1", "may change it", "yield when this share"]),
-        ("learning.ratio", ['`"token"`; `token`, `sequence`', "keeps it", "(GSPO)"]),
-        ("model.remat", ["computes anew of each layer", "launch/plan.py --search says what fits"]),
-        ("learning.gamma", ["in training from 0 to 1", "of PPO"]),
+        (
+            "rollout.yield_share",
+            ["`0.125`", "above 0, at most 1", "may change it", "when this share of the live rows"],
+        ),
+        ("learning.ratio", ['`"token"`; `token`, `sequence`', "must keep it", "(GSPO)"]),
+        ("model.remat", ["recomputes in each layer", "launch/plan.py --search shows what fits"]),
+        ("learning.gamma", ["in training from 0 to 1", "PPO only"]),
         ("rollout.context_tokens", ["[must agree](#what-must-agree)"]),
         ("eval.best_metric", ["`BEST_FIGURES`: em, f1"]),
-        ("alarms.gap", ["nats an id between sampler and trainer", "a number"]),
+        ("alarms.gap", ["difference of sampler and trainer log-probs", "a number"]),
     ],
 )
 def test_what_stands_beside_a_field_is_its_own(name, words):

@@ -269,7 +269,7 @@ def test_rollouts_that_have_no_room_are_told(run, monkeypatch):
     monkeypatch.setattr(rollouts, "MOST_ROLLOUTS", 4)  # less than the first step has
     assert "4 of 72 recorded rollouts" in page.render(read_runs([run]))
     monkeypatch.setattr(rollouts, "MOST_BYTES", 1)
-    assert "None of 72 recorded rollouts has room" in page.render(read_runs([run]))
+    assert "None of the 72 recorded rollouts fits" in page.render(read_runs([run]))
 
 
 def test_a_run_without_rollouts_or_steps(run, tmp_path):
@@ -278,7 +278,7 @@ def test_a_run_without_rollouts_or_steps(run, tmp_path):
     for file in (copy / "trajectories").iterdir():
         file.write_text("")  # as train.trajectories_per_step=0 leaves them
     html = write([copy]).read_text()
-    assert "None was recorded." in html and 'id="chart-reward"' in html and 'id="chart-finished"' not in html
+    assert "No rollouts were recorded." in html and 'id="chart-reward"' in html and 'id="chart-finished"' not in html
     (copy / "metrics.jsonl").write_text("")
     assert 'id="chart-reward"' not in write([copy]).read_text()
 
@@ -308,7 +308,7 @@ def test_directories_that_make_no_page(tmp_path, run, tiny_tokenizer):
     """An empty page of a mistyped directory, or of things that cannot be laid over one another."""
     with pytest.raises(UserError, match="neither metrics.jsonl nor results.json found"):
         write([tmp_path])
-    with pytest.raises(UserError, match="an evaluation found beside a training run"):
+    with pytest.raises(UserError, match="an evaluation found next to a training run"):
         write([run, write_evaluation(tmp_path / "e", tiny_tokenizer, 0.5)])
 
 
@@ -407,12 +407,12 @@ def test_log_probs_by_pointer_and_by_keyboard(browser, run):
     first = row["mask"].index(1)
     focus(browser, "#left .said")
     press(browser, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    told = f"(id {row['ids'][first + 2]}): log-prob {row['logprobs'][first + 2]:.4f}"
+    told = f"(token {row['ids'][first + 2]}): log-prob {row['logprobs'][first + 2]:.4f}"
     assert told in text(browser, "#tip")
     press(browser, Keys.ESCAPE)
     assert browser.execute_script("return document.querySelector('#tip').hidden")
     ActionChains(browser).move_to_element(browser.find_element(By.CSS_SELECTOR, "#left [data-at='1']")).perform()
-    assert f"(id {row['ids'][first + 1]}): log-prob" in text(browser, "#tip")
+    assert f"(token {row['ids'][first + 1]}): log-prob" in text(browser, "#tip")
 
 
 def test_the_same_question_at_two_steps(browser, run):

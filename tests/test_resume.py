@@ -262,7 +262,7 @@ def test_a_request_without_a_copy_falls_back_to_the_newest_checkpoint(parts, who
     for n in (2 + 12 + 3, 2 + 12 + 12):  # two looks before the first step: before step 1 is learned, and in step 2
         run = again(parts)
         run.stop = AtLook(n)
-        with pytest.raises(preemption.Interrupted, match="saved behind step 1"):
+        with pytest.raises(preemption.Interrupted, match="saved after step 1"):
             trainer.train(run, tmp_path)
     trainer.train(again(parts), tmp_path)
     assert metrics_without_clocks(tmp_path) == metrics_without_clocks(whole)
@@ -286,7 +286,7 @@ def test_a_run_of_ppo_goes_on_as_if_nothing_had_been(ppo, tmp_path):
     trainer.train(again(ppo), tmp_path / "whole")
     run = again(ppo)
     run.stop = AtLook(2 + 20 + 15)
-    with pytest.raises(preemption.Interrupted, match="saved behind step 1"):
+    with pytest.raises(preemption.Interrupted, match="saved after step 1"):
         trainer.train(run, tmp_path / "cut")
     with pytest.raises(UserError, match="learning.algorithm was 'ppo', now 'grpo'"):
         trainer.train(again(ppo, **{"learning.algorithm": "grpo", "learning.kl_in": "loss"}), tmp_path / "cut", True)

@@ -82,7 +82,7 @@ def test_a_run_outlives_its_retriever(tiny_policy, index, tmp_path):
         assert (lost / "checkpoints" / str(done)).is_dir() and done < 6
         server, _ = serve(index, urlsplit(url).port)
         resumed_run = run(impatient)
-        assert f"resuming behind step {done}" in resumed_run.stderr
+        assert f"resuming after step {done}" in resumed_run.stderr
         assert metrics_without_clocks(lost) == metrics_without_clocks(tmp_path / "whole")
     finally:
         stop(server)
@@ -120,5 +120,5 @@ def test_a_retriever_lost_by_one_process_stops_them_all(tiny_policy, index, tmp_
             if server.poll() is None:
                 stop(server)
     assert [code for code, _, _ in found] == [2, 2], [err[-2000:] for _, _, err in found]
-    assert "process 1 of 2: " in found[0][2] and "saved behind step" in found[0][2]
+    assert "process 1 of 2: " in found[0][2] and "saved after step" in found[0][2]
     assert find_checkpoint(tmp_path).name == str(rows(tmp_path))

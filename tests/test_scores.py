@@ -233,7 +233,7 @@ def test_splitting_by_labels_read_by_hand():
     report = figures(made)
     assert report["splitting"]["recall"] == round(1 / 3, 6)
     assert report["labels"]["recall"] == 1 and sum(map(len, report["labels"]["confusion"].values())) == 6
-    assert "read by hand" in results({"hotpotqa": report}, "us")
+    assert "labelled by hand" in results({"hotpotqa": report}, "us")
 
 
 def test_graphs_of_musique():

@@ -97,7 +97,7 @@ def test_an_epoch_sees_every_row_once(policy, transcripts):
 
 def test_what_cannot_be_trained_is_refused(policy, transcripts, tmp_path):
     """A run without a step, or one that resumes on other transcripts as if they were the same."""
-    with pytest.raises(UserError, match="config.sft.batch_rows: 9 found, 8 transcripts"):
+    with pytest.raises(UserError, match="config.sft.batch_rows: found 9 with 8 training transcripts"):
         build_sft.supervised_run(config_for(policy, batch_rows=9), str(transcripts))
     with pytest.raises(UserError, match="config.sft.learning_rate"):
         build_sft.supervised_run(config_for(policy, learning_rate=-1.0), str(transcripts))

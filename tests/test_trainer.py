@@ -123,7 +123,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tiny_policy, tmp_path):
     """Ids past the last embedding row would be clamped to it in silence; a wrong end-of-text id would never stop."""
     config = small_config(tiny_policy)
     shape = hf.read_config(tiny_policy)
-    for change, message in (({"vocab_rows": 100}, "embedding rows"), ({"eos_ids": (400,)}, "no control token")):
+    for change, message in (({"vocab_rows": 100}, "embedding rows"), ({"eos_ids": (400,)}, "not a control token")):
         model = replace(shape, **change)
         with pytest.raises(UserError, match=message):
             build.engine(
@@ -167,7 +167,7 @@ def test_what_was_not_evaluated_before_is_not_made_up(tiny_policy, tmp_path, cap
     (tmp_path / "before.json").unlink()
     again = trainer.train(build.training_run(config), tmp_path)
     assert again["before"] == {} and again["after"] == first["after"]
-    assert "nothing is called before" in caplog.text and not (tmp_path / "before.json").exists()
+    assert "the summary will have no before figures" in caplog.text and not (tmp_path / "before.json").exists()
 
 
 @pytest.mark.slow

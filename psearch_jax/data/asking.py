@@ -1,4 +1,4 @@
-"""Questions about a closed world: a draw of facts whose graph is the form's (wordings.py), and the words for it."""
+"""Questions about a closed world: facts sampled in the dependency graph of a form (wordings.py), and their wording."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from psearch_jax.data.wordings import FORMS, listed, worded
 from psearch_jax.types import KINDS, Kind, Question, UserError
 
 SOURCE = "closed_world"
-# How many entities a question compares, and how often: in training and in the sets of each kind.
+# Number of entities that a question compares -> frequency, in training and in the evaluation set of each kind.
 SIZES = {2: 0.5, 3: 0.3, 4: 0.2}
 LARGEST = 8
 KNOWN_ENTITIES = 20
@@ -26,8 +26,9 @@ Lookup = tuple[str, str, str]  # attribute, subject, value
 class Draw:
     """The facts of one question.
 
-    `rounds`: what is looked up, all of a round at once; `fills`: the letters of the wordings; `options`: the names to
-    choose from, in the question's order; `sought`: the value that the form compares what it found with.
+    `rounds`: the look-ups, those of a round being independent; `fills`: values for the letters of the wordings;
+    `options`: the names to choose from, in the question's order; `sought`: the value that the looked-up values are
+    compared with.
     """
 
     rounds: list[list[Lookup]]
@@ -38,7 +39,7 @@ class Draw:
 
 
 class Asker:
-    """Draws the questions of one split of a world, form by form, from one stream of randomness."""
+    """Samples questions of one split of a world, form by form, from one random generator."""
 
     def __init__(self, world: ClosedWorld, split: Split, rng: np.random.Generator, sizes: dict[int, float]):
         self.world, self.rng, self.sizes = world, rng, sizes
@@ -46,38 +47,38 @@ class Asker:
         self.pools = {kind: world.members(split, kind) for kind in ATTRIBUTES}
 
     def draw(self, form: str) -> Draw:
-        """The facts of a question of the form; graphs that do not come out are drawn again."""
+        """The facts of a question of the form; samples that do not fit are drawn again."""
         while True:
             drawn = _DRAWS[form](self)
             if drawn is not None and self._tellable(drawn):
                 return drawn
 
     def _tellable(self, drawn: Draw) -> bool:
-        """No two different names of the question and of what it finds begin alike, and none is asked twice."""
+        """Whether all names in the question and its look-ups begin differently, and no look-up repeats."""
         named = {name for r in drawn.rounds for _, *pair in r for name in pair if not name.isdigit()}
         named |= {name for name in (*drawn.options, drawn.sought) if name and not name.isdigit()}
         asked = [lookup for r in drawn.rounds for lookup in r]
         return len({head(name) for name in named}) == len(named) and len(set(asked)) == len(asked)
 
     def pick(self, items: Sequence) -> Any:
-        """One of the items, each as likely."""
+        """One of the items, uniformly."""
         return items[self.rng.integers(len(items))]
 
     def kind(self) -> str:
-        """A type of entity."""
+        """A random entity type."""
         return self.pick(list(ATTRIBUTES))
 
     def one(self, kind: str | None = None) -> Entity:
-        """An entity of a type, or of any."""
+        """A random entity of a type; default: of a random type."""
         return self.pick(self.pools[kind or self.kind()])
 
     def some(self, kind: str, count: int) -> list[Entity]:
-        """Different entities of a type."""
+        """`count` different entities of a type."""
         pool = self.pools[kind]
         return [pool[i] for i in self.rng.choice(len(pool), count, replace=False)]
 
     def size(self, most: int = LARGEST) -> int:
-        """How many entities a question compares, `most` at most."""
+        """The number of entities that a question compares, at most `most`."""
         sizes = {n: share for n, share in self.sizes.items() if n <= most}
         return int(self.rng.choice(list(sizes), p=np.divide(list(sizes.values()), sum(sizes.values()))))
 
@@ -90,7 +91,7 @@ class Asker:
         return self.world.entities[entity.facts[attribute]]
 
     def sharing(self, attribute: str, value: int) -> list[Entity]:
-        """The entities of this split with an attribute of some value."""
+        """The entities of this split that have a value for an attribute."""
         return [e for e in self.world.owners.get((attribute, value), ()) if e.held_out == self.held_out]
 
 
@@ -103,7 +104,7 @@ def _year_lookup(entity: Entity) -> Lookup:
 
 
 def _earliest(compared: list[Entity], dated: list[Entity]) -> str | None:
-    """The name of the entity that comes first, or that leads to what does; None when years are equal."""
+    """The name in `compared` at the earliest year in `dated`; None if two years are equal."""
     years = [_year(e) for e in dated]
     return compared[int(np.argmin(years))].name if len(set(years)) == len(years) else None
 
@@ -138,10 +139,10 @@ def _shares(asker: Asker) -> Draw | None:
     target = owner.facts[attribute]
     what = ATTRIBUTES[owner.kind][attribute]
     other = asker.relation(asker.pick([k for k in ATTRIBUTES if what in ATTRIBUTES[k].values()]), what)
-    found = asker.sharing(other, target)
-    if not found or found == [owner]:
+    owners = asker.sharing(other, target)
+    if not owners or owners == [owner]:
         return None
-    subject = asker.pick(found)
+    subject = asker.pick(owners)
     if subject.name in drawn.options:
         return None
     lookup = (other, subject.name, drawn.sought)
@@ -161,10 +162,10 @@ def _same(asker: Asker) -> Draw | None:
         return None
     one = asker.one(_kind_with(a))
     if asker.rng.random() < 0.5:
-        found = [e for e in asker.sharing(b, one.facts[a]) if e.id != one.id]
-        if not found:
+        owners = [e for e in asker.sharing(b, one.facts[a]) if e.id != one.id]
+        if not owners:
             return None
-        other = asker.pick(found)
+        other = asker.pick(owners)
     else:
         other = asker.one(_kind_with(b))
     values = asker.world.value(one, a), asker.world.value(other, b)
@@ -174,16 +175,16 @@ def _same(asker: Asker) -> Draw | None:
 
 
 def _dated_as(asker: Asker, entity: Entity) -> Entity | None:
-    """Another entity, in one draw of two of the same year."""
+    """With probability 1/2 a random entity, else another entity with the same year, or None."""
     if asker.rng.random() < 0.5:
         return asker.one()
     kind = asker.kind()
-    found = [e for e in asker.sharing(YEAR_OF[kind], _year(entity)) if e.id != entity.id]
-    return asker.pick(found) if found else None
+    owners = [e for e in asker.sharing(YEAR_OF[kind], _year(entity)) if e.id != entity.id]
+    return asker.pick(owners) if owners else None
 
 
 def _walk(asker: Asker, hops: int) -> tuple[list[list[Lookup]], Entity, dict[str, str]]:
-    """Rounds of one look-up each that follow relations, where they end, and the letters of subject and attributes."""
+    """A random walk over relations: rounds of one look-up each, the final entity, and `fills` of the wording."""
     at = asker.one()
     rounds, fills = [], {"A": at.name}
     for letter in "abc"[:hops]:
@@ -284,19 +285,19 @@ def questions(
     sizes: dict[int, float] | None = None,
     held_out_wordings: bool = False,
 ) -> list[Question]:
-    """`count` different questions of a kind, equal for equal arguments.
+    """`count` different questions of a kind; equal arguments give equal questions.
 
-    `metadata` holds what a scripted teacher needs: `form`; `rounds`, lists of [attribute, subject, value] of which
-    each needs the one before; `options`, the names to choose from; `sought`, what the values are compared with;
-    `chance`, the EM of a guess among the answers that the question leaves open.
+    `metadata` has what the scripted teacher needs: `form`; `rounds`, lists of [attribute, subject, value], each
+    depending on the previous one; `options`, the names to choose from; `sought`, the value to compare with; `chance`,
+    the EM of a random guess among the possible answers.
 
     Args:
-      forms: of `wordings.FORMS`; default: all of the kind (`train`: that are trained), by their shares.
-      sizes: how many entities a question compares, to how often; default `SIZES`.
-      held_out_wordings: word them as no training question is.
+      forms: names in `wordings.FORMS`; default: all of the kind (`train`: only trained ones), sampled by their shares.
+      sizes: number of entities that a question compares -> frequency; default `SIZES`.
+      held_out_wordings: use only wordings that no training question has.
 
     Raises:
-      UserError: arguments that are not accepted, or fewer such questions than asked.
+      UserError: arguments that are not accepted, or fewer questions exist than requested.
     """
     if split not in ("train", "eval") or kind not in KINDS:
         raise UserError(f"closed world: no questions of split {split!r}, kind {kind!r} (train|eval; {KINDS})")
@@ -321,9 +322,9 @@ def questions(
 
 
 def known_questions(world: ClosedWorld, held_out_wordings: bool = False) -> list[Question]:
-    """Every wording of every fact of the world's first people.
+    """Every wording of every fact of the world's first `KNOWN_ENTITIES` people.
 
-    Of world 0 a cold start states these facts outright, so that a policy can know them without a search.
+    For world 0, a cold start states these facts outright, so a policy can know them without a search.
     """
     made = []
     for entity in world.members("train", "person")[:KNOWN_ENTITIES]:

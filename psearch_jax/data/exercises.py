@@ -1,7 +1,7 @@
-"""Exercises of the cold start: the skills that trajectories need, many to a row.
+"""Exercises for the cold start: rows that train the skills of trajectories, many examples per row.
 
-A trajectory holds one verdict and two or three names among a hundred ids: too few to learn copying or comparing from
-in the time that a cold start has.
+A trajectory has one verdict and two or three names among a hundred tokens, too few to learn copying or comparing
+within a cold start.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ Encode = Callable[[str], list[int]]
 
 
 def copying(rng: np.random.Generator, encode: Encode) -> Row:
-    """Names, some with a year behind them, once more in their order, then some in any: all but what tells which.
+    """Names, some followed by a year; then all again in the same order, then some in random order.
 
-    How many there are and what stands between them varies, so that no place tells what comes next.
+    The loss covers the copies. Of the randomly ordered ones it skips the first token, which says which item follows.
+    The number of items and their separators vary, so positions do not predict the next token.
     """
     names = draw_names(rng, 3 + int(rng.integers(6)), "known")
     items = [f" {name}" if rng.random() < 0.5 else f" {name} {_year(rng)}" for name in names]
@@ -35,7 +36,7 @@ _MARKS = ("", " ;", ",", " and", " is", ".\n", " vs", " ##")
 
 
 def looking_up(rng: np.random.Generator, encode: Encode) -> Row:
-    """Passages, then the same facts asked for in another order, the values to be found."""
+    """Passages, then the same facts asked for in another order; the loss covers the values."""
     names = draw_names(rng, 7, "known")
     subjects, values = names[:3], names[3:]
     facts = []
@@ -54,7 +55,7 @@ def looking_up(rng: np.random.Generator, encode: Encode) -> Row:
 
 
 def judging(rng: np.random.Generator, encode: Encode) -> Row:
-    """Comparisons in the words of a last thought: which year is least so far, and whether two values are one."""
+    """Comparisons in the words of a last thought: the smallest year so far, and whether two values are equal."""
     parts: list[tuple[str, bool]] = []
     for _ in range(3):
         names = draw_names(rng, 2 + int(rng.integers(3)), "known")
@@ -80,12 +81,12 @@ def _year(rng: np.random.Generator) -> str:
 
 
 def _written(parts: Sequence[tuple[str, bool | int]], encode: Encode) -> Row:
-    """Ids and mask of texts, each with whether the loss covers it; a number: behind so many of its ids."""
+    """Token ids and loss mask of (text, taught) parts. A number n for `taught`: the loss skips the first n tokens."""
     ids: list[int] = []
     mask: list[bool] = []
     for text, taught in parts:
         piece = encode(text) if text else []
-        given = len(piece) if taught is False else 0 if taught is True else taught
+        skipped = len(piece) if taught is False else 0 if taught is True else taught
         ids += piece
-        mask += [i >= given for i in range(len(piece))]
+        mask += [i >= skipped for i in range(len(piece))]
     return np.asarray(ids, np.int32), np.asarray(mask, bool)

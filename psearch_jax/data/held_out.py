@@ -1,7 +1,7 @@
-"""Questions kept out of training: a share of a set, and the few of many that a validation asks.
+"""Questions kept out of training: a share of a set, and a small selection for validation.
 
-What decides is a hash of a question's (source, id) alone: not the order of the set, nor what else is in it, nor a
-seed. A question that was held out once is held out by every larger share too.
+The decision depends only on a hash of a question's (source, id), not on the set's order or other contents, nor on a
+seed. A question that one share holds out, every larger share holds out too.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from psearch_jax.types import KINDS, Question, UserError
 
 
 def place(question: Question) -> float:
-    """Where a question stands in [0, 1), by its source and id; the first `share` of the way is held out."""
+    """A hash of a question's source and id in [0, 1); questions below `share` are held out."""
     return int.from_bytes(hashlib.sha256(b"validation" + question.identity).digest()[:7]) / 2**56
 
 
 class Selection(Sequence[Question]):
-    """Some questions of a sequence that is read lazily, in its order.
+    """A subset of a lazily read sequence of questions.
 
     Args:
-      places: which of them.
-      fingerprint: as QuestionLoader takes it.
+      places: the indices of the subset.
+      fingerprint: for `QuestionLoader`.
     """
 
     def __init__(self, questions: Sequence[Question], places: Sequence[int], fingerprint: str):
@@ -40,7 +40,7 @@ class Selection(Sequence[Question]):
 
 
 def hold_out(questions: Sequence[Question], share: float) -> tuple[Sequence[Question], list[Question]]:
-    """(those that are trained on, those that never are). Reads every question once.
+    """(training questions, held-out questions). Reads every question once.
 
     Raises:
       UserError: nothing is held out, or nothing is left.
@@ -62,7 +62,7 @@ def hold_out(questions: Sequence[Question], share: float) -> tuple[Sequence[Ques
 
 
 def pick(questions: Iterable[Question], per_kind: int) -> list[Question]:
-    """At most `per_kind` questions of every kind, the same ones whatever their order, ordered by kind."""
+    """At most `per_kind` questions of every kind, ordered by kind; the choice does not depend on the input order."""
     groups: dict[str, list[Question]] = defaultdict(list)
     for question in questions:
         groups[question.kind].append(question)

@@ -1,7 +1,7 @@
-"""Which kind of question a row is: each set's own labels, and the reasoning graphs behind MuSiQue's ids.
+"""The kind of a question, from each set's own labels and from the reasoning graphs in MuSiQue's ids.
 
-`parallel`: its facts can be asked for together. `sequential`: each needs the one before. `mixed`: both at once.
-`single`: one fact, or a set without labels.
+`parallel`: all facts can be searched at once. `sequential`: each fact depends on the previous one. `mixed`: some of
+both. `single`: one fact, or a set without labels.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ KIND_OF_LABEL: dict[str, Kind] = {
     "compositional": "sequential",
     "inference_query": "sequential",
     "bridge_comparison": "mixed",
-    "temporal_query": "mixed",  # when two articles appeared, compared; in neither of the paper's subsets
+    "temporal_query": "mixed",  # compares the dates of two articles; in neither of the paper's subsets
     "null_query": "single",  # the corpus does not answer it
-    "na": "single",  # ParallelSearch's own files, where a set has no labels
+    "na": "single",  # in ParallelSearch's own files, for sets without labels
     **{kind: kind for kind in KINDS},
 }
 UNLABELLED: Kind = "single"
@@ -32,26 +32,26 @@ UNLABELLED: Kind = "single"
 
 @dataclass(frozen=True)
 class Graph:
-    """The single-hop questions behind a question: hop i needs the answers of the hops `needs[i]`."""
+    """The single-hop questions that make up a question: hop i needs the answers of the hops `needs[i]`."""
 
     needs: tuple[tuple[int, ...], ...]
 
     @cached_property
     def rounds(self) -> tuple[tuple[int, ...], ...]:
-        """The hops in the fewest rounds, each round's being independent of one another."""
+        """The hops in the fewest rounds; the hops of a round are independent of one another."""
         depth: list[int] = []
-        for needed in self.needs:  # a hop needs earlier ones only
+        for needed in self.needs:  # a hop only needs earlier ones
             depth.append(1 + max((depth[hop] for hop in needed), default=-1))
         return tuple(tuple(hop for hop, d in enumerate(depth) if d == level) for level in range(max(depth) + 1))
 
     @property
     def width(self) -> int:
-        """The most hops that can be asked for together."""
+        """The largest number of hops that can be searched at once."""
         return max(map(len, self.rounds))
 
     @property
     def kind(self) -> Kind:
-        """`single`, `sequential` (one hop after the other), `parallel` (all at once) or `mixed`."""
+        """`single`, `sequential` (one hop per round), `parallel` (one round) or `mixed`."""
         if len(self.needs) == 1:
             return "single"
         if self.width == 1:
@@ -73,5 +73,5 @@ _MUSIQUE_ID = re.compile(rf"({'|'.join(MUSIQUE_GRAPHS)})__[0-9_]+")
 
 def musique_graph(identifier: object) -> str | None:
     """The name of the graph in a MuSiQue id such as `3hop2__132929_684936_160088`; None for any other id."""
-    found = _MUSIQUE_ID.fullmatch(identifier) if isinstance(identifier, str) else None
-    return found[1] if found else None
+    match = _MUSIQUE_ID.fullmatch(identifier) if isinstance(identifier, str) else None
+    return match[1] if match else None

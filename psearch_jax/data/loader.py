@@ -11,22 +11,22 @@ from psearch_jax.types import Question, UserError, digest
 
 
 class QuestionLoader:
-    """An iterator over batches of different questions, `next(loader)`, in an order that depends on the seed alone.
+    """An iterator over batches of different questions, in an order that depends only on the seed.
 
-    Every epoch is one shuffle of all questions; process p of P reads every P-th of them from the p-th on, so the
-    batches of all processes together are the same questions for any P that leaves `batch * process_count` as it is.
-    What does not fill a batch of every process is dropped: other questions in every epoch, as each is shuffled anew.
+    Every epoch is one shuffle of all questions. Process p of P takes every P-th question from the p-th on, so the
+    questions of a step over all processes depend only on `batch * process_count`. The remainder that does not fill a
+    step is dropped; it differs between epochs, because each is shuffled anew.
 
     Args:
       questions: the same list in every process.
-      batch: questions that this process gets per step.
+      batch: questions per step for this process.
       seed: of the shuffles.
-      epochs: how often the questions are gone through; None: without end.
-      process_index, process_count: which part of the data is this process's.
-      fingerprint: of sources and ids in order, where it is known; by default it is taken from the questions.
+      epochs: number of passes over the questions; None: endless.
+      process_index, process_count: select this process's part of the data.
+      fingerprint: hash of sources and ids in order, if known; by default computed from the questions.
 
     Raises:
-      UserError: there are fewer questions than one step of all processes takes.
+      UserError: there are fewer questions than one step of all processes needs.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class QuestionLoader:
         if batch < 1 or len(questions) < step:
             raise UserError(f"data: {len(questions)} questions found, accepted: at least those of one step, {step}")
         used = len(questions) // step * step
-        # Cut to whole steps before anything repeats: a batch that crossed two epochs could hold a question twice.
+        # Truncate to full steps before repeating: a batch across two epochs could contain a question twice.
         batches = (
             grain.MapDataset.source(questions)
             .seed(seed)
@@ -51,17 +51,17 @@ class QuestionLoader:
             .batch(batch, drop_remainder=True, batch_fn=list)
             .repeat(epochs)
         )
-        # The questions are in memory: there is nothing to read ahead.
+        # No prefetch threads: the questions are in memory.
         self._iterator = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
         self._fingerprint = {
             "data": fingerprint or digest(questions),
             "seed": seed,
-            "questions_per_step": step,  # of all processes: their number may be another after a resume
+            "questions_per_step": step,  # over all processes, whose number may change on resume
         }
 
     @property
     def fingerprint(self) -> str:
-        """Of sources and ids of the questions, in order."""
+        """Hash of the questions' sources and ids, in order."""
         return self._fingerprint["data"]
 
     def __iter__(self) -> Iterator[list[Question]]:
@@ -72,16 +72,16 @@ class QuestionLoader:
         return next(self._iterator)
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready: the position behind the last batch that was returned, and what it is a position in."""
+        """JSON-serialisable: the position after the last batch that was returned, and the data's fingerprint."""
         return {"grain": self._iterator.get_state(), "fingerprint": dict(self._fingerprint)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on behind the batch after which `state` was taken.
+        """Resumes after the batch after which `state` was taken.
 
-        Grain itself takes a position in other data for its own, so the fingerprints are compared first.
+        Grain accepts a position in other data without an error, so the fingerprints are compared first.
 
         Raises:
-          UserError: the state was made from other questions, or with another seed or number of questions per step.
+          UserError: the state is of other questions, or of another seed or number of questions per step.
         """
         saved = state.get("fingerprint")
         if not isinstance(saved, Mapping) or "grain" not in state:

@@ -1,8 +1,8 @@
-"""Names of three syllables, one id each, and the renamings under which a cold start sees every row.
+"""Names of three syllables, one token each, and the renamings that a cold start applies to its rows.
 
-A name is a head, a middle and a tail: `Ba` `ka` `san`. A quarter of all names is new: it never stands in a row of any
-cold start, so a policy that spells one right has copied it. Which quarter follows from the places of the three
-syllables, and a renaming leaves it where it is.
+A name is a head, a middle and a tail: `Ba` `ka` `san`. A quarter of all names is new: they occur in no row of any cold
+start, so a policy that spells one correctly has copied it. The indices of the three syllables decide whether a name is
+new, and a renaming preserves that.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ HEADS = tuple(syllable.capitalize() for syllable in _OPEN)
 MIDDLES = _some(_OPEN, 60, 1)
 TAILS = _some(_CLOSED, 80, 2)
 SYLLABLES = (HEADS, MIDDLES, TAILS)
-# Names are of four classes by the sum of their syllables' places; the last class is new.
+# A name's class is the sum of its syllables' indices modulo 4; the last class is new.
 _CLASSES = 4
 _AVOIDED = ("Nige", "Niga", "Fago", "Kike", "Puta", "Vagi", "Rape", "Hitle")
 
 
 def is_new(name: str) -> bool:
-    """Whether a name is kept from every cold start. `name`: a name that `draw_names` gave."""
+    """Whether a name from `draw_names` is kept out of every cold start."""
     parts = (name[:2], name[2:4], name[4:])
     return _last_class([group.index(part) for group, part in zip(SYLLABLES, parts, strict=True)])
 
@@ -43,7 +43,7 @@ def _last_class(places: Sequence[int]) -> bool:
 
 
 def head(name: str) -> str:
-    """The first syllable: names that share it are hard to tell apart, so no question holds two of them."""
+    """The first syllable. Names that share it are hard to distinguish, so no question has two of them."""
     return name[:2]
 
 
@@ -70,14 +70,14 @@ def nearly(rng: np.random.Generator, name: str) -> str:
 
 
 def renaming(rng: np.random.Generator, ids: Sequence[Sequence[int]], size: int) -> np.ndarray:
-    """A map [size] int32 from id to id that gives every name another one and leaves all else as it is.
+    """A map [size] int32 from token id to token id that renames all names and keeps all other tokens.
 
-    The syllables of each place are permuted among themselves, so names that share a syllable still do. Each place's
-    classes are moved by a shift, and the three shifts add up to none: a known name stays known, a new one new.
+    Heads, middles and tails are permuted among themselves, so names that share a syllable still do. The index classes
+    of each group are shifted, and the three shifts sum to 0: known names stay known, new ones new.
 
     Args:
-      ids: the ids of HEADS, MIDDLES and TAILS, each in its order.
-      size: number of ids.
+      ids: the token ids of HEADS, MIDDLES and TAILS, each in order.
+      size: number of token ids.
     """
     moved = np.arange(size, dtype=np.int32)
     first, second = rng.integers(_CLASSES, size=2)

@@ -1,7 +1,7 @@
-"""Questions from anywhere: a file, a directory of launch/prepare_data.py, or a set that TFDS has.
+"""Questions from any location: a file, a directory made by launch/prepare_data.py, or a TFDS dataset.
 
-A prepared directory is a TFDS dataset, `psearch_qa`, whose rows are read when they are asked for: a million questions
-cost neither memory nor time at the start.
+A prepared directory is a TFDS dataset, `psearch_qa`, whose rows are read lazily: a million questions cost neither
+memory nor start-up time.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class PreparedQuestions(Sequence[Question]):
     """The questions of a prepared directory, in the order in which they were written."""
 
     def __init__(self, directory: str | Path):
-        """Raises `UserError` when `directory` is none, or when its dataset cannot be read."""
-        import tensorflow_datasets as tfds  # no TensorFlow behind it, but seconds to import
+        """Raises `UserError` when `directory` is not a prepared directory, or when its dataset cannot be read."""
+        import tensorflow_datasets as tfds  # does not load TensorFlow, but takes seconds to import
 
         versions = sorted((on_disk(directory, "questions") / _DATASET).glob("[0-9]*.[0-9]*.[0-9]*"))
         if not versions:
@@ -49,8 +49,8 @@ class PreparedQuestions(Sequence[Question]):
             self.fingerprint: str = builder.info.metadata["fingerprint"]
             self.counts: list[tuple[str, str, int]] = [tuple(row) for row in builder.info.metadata["counts"]]
             for end in np.cumsum(builder.info.splits[self.split].shard_lengths):
-                self._rows[int(end) - 1]  # a file that is cut off has no place to read from
-        except Exception as error:  # whatever a damaged file makes the readers raise
+                self._rows[int(end) - 1]  # fails if a shard is truncated
+        except Exception as error:  # damaged files make the readers raise various errors
             raise UserError(f"{versions[-1]}: cannot be read ({first_line(error)}); prepare it again") from None
 
     def __len__(self) -> int:
@@ -73,16 +73,16 @@ def prepare(
     skipped: list[str] | None = None,
     triples: TripleOptions | None = None,
 ) -> PreparedQuestions:
-    """Writes the questions of `sources`, (name, location) pairs, as one dataset into `out`, whole or not at all.
+    """Writes the questions of `sources`, (name, location) pairs, as one dataset into `out`, completely or not at all.
 
     Args:
-      split: the name under which TFDS gives them.
-      skipped: gets one line per bad row; without it the first bad row is an error.
-      triples: how questions are made of the locations triples:FILE; None: as `TripleOptions` says.
+      split: the name of the TFDS split.
+      skipped: receives one line per bad row; without it the first bad row is an error.
+      triples: how questions are made from locations triples:FILE; None: the defaults of `TripleOptions`.
 
     Raises:
-      UserError: as `iter_questions`, for ids that two sources share, when no question is left, and when `out` already
-        holds a dataset.
+      UserError: as `iter_questions`, for ids that two sources share, when there are no questions, and when `out`
+        already contains a dataset.
     """
     import tensorflow_datasets as tfds
 
@@ -92,7 +92,7 @@ def prepare(
     folder = out / _DATASET
     if list(folder.glob("[0-9]*")):
         raise UserError(f"--out={out}: already holds a prepared dataset, accepted: a new directory")
-    shutil.rmtree(folder, ignore_errors=True)  # what a killed run had begun
+    shutil.rmtree(folder, ignore_errors=True)  # left by a killed run
     stopped: list[UserError] = []
 
     def questions() -> Iterator[Question]:
@@ -109,7 +109,7 @@ def prepare(
                 raise UserError(
                     f"{', '.join(place for _, place in sources)}: no questions found, at least one is needed"
                 )
-        except UserError as error:  # TFDS would put its own words around it
+        except UserError as error:  # TFDS would wrap it in its own error
             stopped.append(error)
             raise
 
@@ -117,7 +117,7 @@ def prepare(
     tfds.disable_progress_bar()
     logging.getLogger("absl").setLevel(logging.WARNING)
     try:
-        # TFDS prints of downloads, and makes a folder for them; there are none.
+        # TFDS prints about downloads and makes a folder for them, although there are none.
         with redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as nothing:
             PsearchQa(questions, split, data_dir=out).download_and_prepare(download_dir=nothing)
     except Exception:
@@ -131,7 +131,7 @@ def prepare(
 def open_questions(
     location: str | Path, source: str | None = None, skipped: list[str] | None = None
 ) -> Sequence[Question]:
-    """The questions at a location: a file, a prepared directory (which keeps its own names), or tfds:BUILDER:SPLIT.
+    """The questions at a location: a file, a prepared directory (`source` is ignored), or tfds:BUILDER:SPLIT.
 
     Raises:
       UserError: as `read_questions` and `PreparedQuestions`.
@@ -144,12 +144,12 @@ def open_questions(
 
 
 def are_there(location: str) -> bool:
-    """Whether there are questions at a location; of a set of TFDS that is known when it is opened."""
+    """Whether a location exists; for a TFDS dataset always True, because only opening it can tell."""
     return location.startswith(TFDS_PREFIX) or locate(location).exists()
 
 
 def overlap(questions: Iterable[Question], training: Iterable[Question]) -> list[Question]:
-    """Those of `questions` whose normalised text is also a training question's: they leak into the result."""
+    """Those of `questions` whose normalised text is also a training question's, and so leak into the result."""
     questions = list(questions)
     texts = {normalise(question.text) for question in questions}
     known = {text for text in (normalise(question.text) for question in training) if text in texts}
@@ -169,9 +169,9 @@ def _iter(
 
 
 def _tfds_rows(location: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of a set such as tfds:natural_questions_open:train, or of a directory that TFDS has prepared.
+    """(where, row) of a dataset such as tfds:natural_questions_open:train, or of a directory prepared by TFDS.
 
-    Known forms: `question` with `answer` or `answers`, a list of strings or TriviaQA's record of value and aliases.
+    Supported: `question` with `answer` or `answers`, a list of strings or TriviaQA's record of value and aliases.
     """
     import tensorflow_datasets as tfds
 
@@ -195,7 +195,7 @@ def _tfds_rows(location: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _decoded(value: Any) -> Any:
-    """Texts come from TFDS as bytes, lists as arrays."""
+    """Converts TFDS's bytes to str and its arrays to lists."""
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The TensorFlow Datasets builder `psearch_qa`: questions of any sources in one format. Needs no TensorFlow."""
+"""The TensorFlow Datasets builder `psearch_qa`: questions from any source in one format. Needs no TensorFlow."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from psearch_jax.types import KINDS, Question
 class PsearchQa(tfds.core.GeneratorBasedBuilder):
     """Questions with answers, kind and metadata, in array_record files.
 
-    The metadata of the dataset hold the digest of sources and ids in order, and the counts by source and kind.
+    The dataset's metadata contains a hash of the questions in order, and the counts by source and kind.
     """
 
     name = "psearch_qa"
     VERSION = tfds.core.Version("1.0.0")
 
     def __init__(self, questions: Callable[[], Iterator[Question]] | None = None, split: str = "train", **kwargs: Any):
-        """`questions` and `split` are what `download_and_prepare` writes; reading needs neither."""
+        """`download_and_prepare` writes `questions` as `split`; reading needs neither."""
         self._questions, self._split = questions, split
         super().__init__(file_format="array_record", **kwargs)
 
@@ -41,7 +41,7 @@ class PsearchQa(tfds.core.GeneratorBasedBuilder):
             description="Questions to search for, with the answers and what kind of splitting they allow.",
             features=tfds.features.FeaturesDict(features),
             metadata=tfds.core.MetadataDict(),
-            disable_shuffling=True,  # the loader shuffles; the order of the files stays
+            disable_shuffling=True,  # keeps the order of the files; the loader shuffles
         )
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class PsearchQa(tfds.core.GeneratorBasedBuilder):
 
 
 def to_example(question: Question) -> dict[str, Any]:
-    """A question as the builder's features hold it."""
+    """A question as an example of the builder."""
     return {
         "source": question.source,
         "id": question.id,
@@ -71,7 +71,7 @@ def to_example(question: Question) -> dict[str, Any]:
 
 
 def to_question(example: dict[str, Any]) -> Question:
-    """The inverse of `to_example`, from what `as_data_source` gives."""
+    """The inverse of `to_example`, for rows of `as_data_source`."""
     return Question(
         source=example["source"].decode(),
         id=example["id"].decode(),

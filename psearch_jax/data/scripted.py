@@ -1,9 +1,9 @@
-"""Scripted trajectories for the cold start: right grammar, real passages, deliberately poor strategies.
+"""Scripted trajectories for the cold start: correct grammar, real passages, deliberately poor strategies.
 
-The teacher reads the question and says in its first thought what is needed: `need teacher of A ; hometown of that`.
-Then it searches, all at once or one fact at a time, whatever the question's shape: that choice is left for
-reinforcement learning. What is asked at once before its subject is known goes out as it stands, `hometown of that`,
-and finds nothing of use. The last thought sets what was found side by side, so that a verdict is read off it.
+The teacher's first thought lists the facts that the question needs: `need teacher of A ; hometown of that`. It then
+searches all at once or one fact at a time, whatever the question's structure; reinforcement learning has to learn that
+choice. A fact whose subject is not known yet is searched literally, `hometown of that`, and returns nothing useful.
+The last thought lists the facts next to each other, and the answer follows from it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Question
 from retrieval.protocol import Passage, Retriever
 
-OBSERVATION_TOKENS = 144  # as configs/smoke.py has it
-# What the teacher writes in its thoughts, beside attributes, names and years.
+OBSERVATION_TOKENS = 144  # as in configs/smoke.py
+# The words of the teacher's thoughts, besides attributes, names and years.
 SCRIPT_WORDS = (
     "need",
     "of",
@@ -44,18 +44,18 @@ SCRIPT_WORDS = (
 class Mixture:
     """Shares of the teacher's strategies, each between 0 and 1."""
 
-    split: float = 0.3  # of all questions, whatever their kind: all that is needed is asked at once
-    recover: float = 0.6  # of the splits that could not find all: the rest is looked up; the others guess
+    split: float = 0.3  # of all questions, whatever their kind: search all needed facts at once
+    recover: float = 0.6  # of the splits that could not find all facts: search the rest; the others guess
     hasty: float = 0.05  # one search, then a guess
     closed: float = 0.04  # a guess without any search
-    guess: float = 0.1  # all is known, and the answer is a guess all the same
-    redundant: float = 0.06  # the last search is run twice
+    guess: float = 0.1  # all facts are found, but the answer is a guess
+    redundant: float = 0.06  # the last search is repeated
     forgotten: float = 0.04  # one turn has no reasoning
 
 
 @dataclass(frozen=True)
 class Step:
-    """One scripted turn: the reasoning (None when it is forgotten), then searches, or an answer if there are none."""
+    """One scripted turn: the reasoning (None: left out), then the search, or the answer if there are no queries."""
 
     thought: str | None
     queries: tuple[str, ...] = ()
@@ -72,28 +72,28 @@ class Step:
 
 
 def needs(question: Question) -> list[str]:
-    """What a question needs, as far as it can be named before anything is found: one query per fact.
+    """The queries that a question needs, one per fact, as far as they can be worded before any search.
 
-    A fact whose subject is itself to be found is asked of `that`, once for all subjects of its round.
+    If a fact's subject is unknown, `that` replaces it, with one query for all subjects of the round.
     """
     first, *later = question.metadata["rounds"]
     return [query(lookup) for lookup in first] + [f"{r[0][0]} of that" for r in later]
 
 
 def query(lookup: Sequence[str]) -> str:
-    """The search for one fact, from (attribute, subject, value)."""
+    """The query for one fact, from (attribute, subject, value)."""
     return f"{lookup[0]} of {lookup[1]}"
 
 
 def verdict(question: Question) -> str:
-    """The last thought of one who found everything: the facts side by side, and what follows from them."""
+    """The last thought after all facts were found: the facts next to each other, and the conclusion."""
     form, options, sought = (question.metadata[key] for key in ("form", "options", "sought"))
     values = [value for _, _, value in question.metadata["rounds"][-1]]
     answer = question.answers[0]
     if form in ("first", "first_of"):
         return f"found {running_least(list(zip(options, values, strict=True)))} so {answer}"
     if form in ("has", "shares"):
-        # One option after the other, up to the one that has what is sought.
+        # The options in order, up to the one with the sought value.
         tried = options[: options.index(answer) + 1]
         compared = [f"{name} {value} {compare(value, sought)}" for name, value in zip(tried, values)]  # noqa: B905
         return f"found {' ; '.join(compared)} so {answer}"
@@ -103,12 +103,12 @@ def verdict(question: Question) -> str:
 
 
 def compare(value: str, sought: str) -> str:
-    """`vs SOUGHT yes` when the value is what is sought, else `vs SOUGHT no`."""
+    """`vs SOUGHT yes` if the value equals the sought one, else `vs SOUGHT no`."""
     return f"vs {sought} {'yes' if value == sought else 'no'}"
 
 
 def running_least(dated: Sequence[tuple[str, str]]) -> str:
-    """(name, year) pairs in their order, with the earliest so far behind each but the first."""
+    """(name, year) pairs in order, each but the first followed by the earliest so far."""
     best, *rest = dated
     text = " ".join(best)
     for other in rest:
@@ -118,7 +118,7 @@ def running_least(dated: Sequence[tuple[str, str]]) -> str:
 
 
 def guessed(question: Question, rng: np.random.Generator) -> Step:
-    """An answer of the right sort that nothing decides."""
+    """A random answer of the right type."""
     choices = ["yes", "no"] if question.answers[0] in ("yes", "no") else question.metadata["options"]
     choices = choices or [question.metadata["rounds"][0][0][1]]
     answer = str(choices[rng.integers(len(choices))])
@@ -126,7 +126,7 @@ def guessed(question: Question, rng: np.random.Generator) -> Step:
 
 
 def plan(question: Question, rng: np.random.Generator, mixture: Mixture, turns: int) -> list[Step]:
-    """The teacher's turns for one closed-world question, `turns` searches at most."""
+    """The teacher's turns for one closed-world question, with at most `turns` searches."""
     rounds, wanted = question.metadata["rounds"], needs(question)
     need = f"need {' ; '.join(wanted)}"
     if rng.random() < mixture.closed:
@@ -139,15 +139,15 @@ def plan(question: Question, rng: np.random.Generator, mixture: Mixture, turns: 
     if split and len(rounds) > 1 and rng.random() > mixture.recover:
         return _forgetful([*steps, guessed(question, rng)], rng, mixture)
     if not split:
-        for (_, _, found), lookup in zip(rounds[0], rounds[0][1:]):  # noqa: B905
-            steps.append(Step(f"found {found} next", (query(lookup),)))
+        for (_, _, value), lookup in zip(rounds[0], rounds[0][1:]):  # noqa: B905
+            steps.append(Step(f"found {value} next", (query(lookup),)))
     for before, after in zip(rounds, rounds[1:]):  # noqa: B905
-        found = f"found {' ; '.join(value for _, _, value in before)} next"
+        thought = f"found {' ; '.join(value for _, _, value in before)} next"
         if split:
-            steps.append(Step(found, tuple(map(query, after))))
+            steps.append(Step(thought, tuple(map(query, after))))
             continue
         for i, lookup in enumerate(after):
-            steps.append(Step(found if i == 0 else f"found {after[i - 1][2]} next", (query(lookup),)))
+            steps.append(Step(thought if i == 0 else f"found {after[i - 1][2]} next", (query(lookup),)))
     if rng.random() < mixture.hasty:
         steps, end = steps[:1], guessed(question, rng)
     elif len(steps) < turns and rng.random() < mixture.redundant:
@@ -160,9 +160,9 @@ def plan(question: Question, rng: np.random.Generator, mixture: Mixture, turns: 
 def _first_search(
     question: Question, wanted: Sequence[str], rng: np.random.Generator, mixture: Mixture
 ) -> tuple[str, ...]:
-    """The queries of the first turn: all that is needed, or the first of it."""
+    """The queries of the first turn: all needed ones, or only the first."""
     if rng.random() < mixture.split:
-        # What needs one fact alone is split as blindly: something else of the subject is asked as well.
+        # Questions that need a single fact are split just as blindly, with a second query about the same subject.
         return tuple(wanted) if len(wanted) > 1 else (wanted[0], f"rival of {question.metadata['rounds'][0][0][1]}")
     return (wanted[0],)
 
@@ -175,12 +175,12 @@ def _forgetful(steps: list[Step], rng: np.random.Generator, mixture: Mixture) ->
 
 
 def recall(question: Question) -> list[Step]:
-    """The one turn of somebody who knows the answer."""
+    """A single turn that answers from memory."""
     return [Step(f"known {question.answers[0]}", answer=question.answers[0])]
 
 
 def oracle(question: Question) -> list[Step]:
-    """The turns of one who splits what is independent, goes step by step otherwise, and answers right."""
+    """Optimal turns: one search per round with all of its queries, then the right answer."""
     steps, thought = [], f"need {' ; '.join(needs(question))}"
     for r in question.metadata["rounds"]:
         steps.append(Step(thought, tuple(map(query, r))))
@@ -210,20 +210,20 @@ def write_all(
     tokenizer: Tokenizer,
     topk: int,
 ) -> list[Row]:
-    """`write_trajectory` of each question's plan, with the retriever's own passages; all searches in one batch.
+    """`write_trajectory` for each question's plan with retrieved passages; all searches run in one batch.
 
-    Without a retriever nothing is found: for plans that do not search.
+    Without a retriever every search returns nothing; for plans that do not search.
     """
     encode = lru_cache(maxsize=1 << 16)(tokenizer.encode_foreign)
     template = load_template("toy")
     queries = list(dict.fromkeys(text for steps in plans for step in steps[:-1] for text in step.queries))
-    found = dict(zip(queries, retriever.search(queries, topk), strict=True)) if retriever and queries else {}
+    rankings = dict(zip(queries, retriever.search(queries, topk), strict=True)) if retriever and queries else {}
     return [
         write_trajectory(
             tokenizer,
             render_prompt(tokenizer, template, question.text),
             steps,
-            [[found.get(text, []) for text in step.queries] for step in steps],
+            [[rankings.get(text, []) for text in step.queries] for step in steps],
             encode,
         )
         for question, steps in zip(questions, plans, strict=True)

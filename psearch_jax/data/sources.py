@@ -3,7 +3,7 @@
 jsonl        {"id", "question", "golden_answers": [..], "metadata": {"type": ..}}, or MuSiQue's own rows with `answer`
              and `answer_aliases`
 JSON array   HotpotQA's and 2WikiMultiHopQA's own {"_id", "question", "answer", "type"}, and MultiHop-RAG's
-             {"query", "answer", "question_type"}, which has no ids: a question's place in the array is its id
+             {"query", "answer", "question_type"}, which has no ids: a question's index in the array is its id
 parquet      columns `data_source`, `prompt` (chat messages), `reward_model.ground_truth.target` and `extra_info` with
              `index` and `type`
 """
@@ -20,7 +20,7 @@ from psearch_jax.paths import locate
 from psearch_jax.types import Kind, Question, UserError, first_line
 from retrieval.protocol import as_utf8
 
-# Where a prompt made by Search-R1's scripts puts the question.
+# Precedes the question in a prompt made by Search-R1's scripts.
 _QUESTION_MARK = "Question:"
 _PARQUET_COLUMNS = ("id", "question", "data_source", "prompt", "reward_model", "extra_info", "metadata")
 _ACCEPTED = "FlashRAG jsonl, a JSON array of questions, or Search-R1 parquet"
@@ -30,10 +30,10 @@ Converter = Callable[[Any, str | None, str, str], Question]  # (row, source, fil
 
 
 def read_questions(path: str | Path, source: str | None = None, skipped: list[str] | None = None) -> list[Question]:
-    """All questions of a file, in its order; see `iter_questions`.
+    """All questions of a file, in order; see `iter_questions`.
 
     Raises:
-      UserError: also when there is no question.
+      UserError: as `iter_questions`, and if there are no questions.
     """
     questions = list(iter_questions(path, source, skipped))
     if not questions:
@@ -44,23 +44,23 @@ def read_questions(path: str | Path, source: str | None = None, skipped: list[st
 def iter_questions(
     path: str | Path, source: str | None = None, skipped: list[str] | None = None, seen: Seen | None = None
 ) -> Iterator[Question]:
-    """The questions of a file one by one, so that a large file is never in memory (a JSON array is).
+    """Yields the questions of a file one by one, so that a large file is never in memory (except a JSON array).
 
     Args:
-      path: `.parquet`, else a JSON array or jsonl, told apart by the first character.
-      source: what the questions are named after, by default the file's stem; a parquet row's own `data_source` goes
-        first, because the indices of a merged file start anew with each set.
-      skipped: gets one line per bad row; without it the first bad row is an error.
-      seen: the ids read so far, for files that are read as one.
+      path: `.parquet`, else a JSON array or jsonl, distinguished by the first character.
+      source: the questions' source name, by default the file's stem. A parquet row's own `data_source` takes
+        precedence, because the indices of a merged file restart with each set.
+      skipped: receives one line per bad row; without it the first bad row is an error.
+      seen: the ids read so far, for several files that are read as one.
 
     Yields:
-      Questions whose metadata holds the row's own (numbers, strings and lists of strings; nested records such as
-      whole paragraphs are left out), under `prompt` the row's chat messages when it has them, and under `graph` the
-      name of a MuSiQue question's graph.
+      Questions with the row's own metadata (numbers, strings and lists of them; nested records such as full
+      paragraphs are left out), plus `prompt`, the row's chat messages if it has them, and `graph`, the name of a
+      MuSiQue question's graph.
 
     Raises:
       UserError: one line with the file, the line and the field: a file that is missing or unreadable, a row without
-        question or answers, an unknown label, an id that came before.
+        question or answers, an unknown label, a duplicate id.
     """
     path = locate(path)
     if not path.is_file():
@@ -84,7 +84,7 @@ def collect_questions(
     skipped: list[str] | None,
     seen: Seen,
 ) -> Iterator[Question]:
-    """Converts (where, row) pairs, refusing or skipping bad rows and ids that came before."""
+    """Converts (where, row) pairs; bad rows and duplicate ids raise or are skipped."""
     for where, row in rows:
         try:
             question = convert(row, source, stem, where)
@@ -106,7 +106,7 @@ def _is_array(path: Path) -> bool:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """(place, line) of every line that is not blank."""
+    """(where, line) of every line that is not blank."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -127,15 +127,15 @@ def _from_line(line: bytes, source: str | None, stem: str, where: str) -> Questi
 
 
 def _loads(text: str) -> Any:
-    """As `json.loads`; an escaped half of a surrogate pair, which nobody can write again, is a question mark."""
-    found = json.loads(text)
+    """Like `json.loads`, but replaces escaped lone surrogates, which cannot be encoded, by question marks."""
+    value = json.loads(text)
     if "\\ud" in text or "\\uD" in text:
-        found = json.loads(as_utf8(json.dumps(found, ensure_ascii=False)))
-    return found
+        value = json.loads(as_utf8(json.dumps(value, ensure_ascii=False)))
+    return value
 
 
 def _array_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, element) of a JSON array, numbered from 1; an element without an id takes its place, from 0, as one."""
+    """(where, element) of a JSON array, numbered from 1. A `query` element without an id gets its index, from 0."""
     try:
         elements = _loads(path.read_bytes().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -149,7 +149,7 @@ def _array_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of every row, numbered from 1; only the columns that are read."""
+    """(where, row) of every row, numbered from 1, with the needed columns only."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -169,7 +169,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def from_json(row: Any, source: str | None, stem: str, where: str) -> Question:
-    """A row of jsonl or of an array, in FlashRAG's words or in a set's own."""
+    """The question in a row of jsonl or of an array, with FlashRAG's field names or the set's own."""
     if not isinstance(row, dict):
         raise UserError(f"{where}: {type(row).__name__} found, accepted: an object")
     metadata = _record(row, "metadata", where)
@@ -234,7 +234,7 @@ def _text(value: Any, field: str, where: str) -> str:
 
 
 def _answers(value: Any, field: str, where: str, needed: bool = True) -> tuple[str, ...]:
-    """The answers that are not blank; the sets themselves hold blank aliases beside good ones."""
+    """The answers that are not blank; some sets have blank aliases among good ones."""
     answers = [value] if isinstance(value, str) else value
     if isinstance(answers, list) and all(a is None or isinstance(a, str) for a in answers):
         kept = tuple(a for a in answers if a and a.strip())
@@ -271,7 +271,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_evidence(value: Any) -> bool:
-    """Whether a value is a list of [entity, relation, value] triples, as 2WikiMultiHopQA has them."""
+    """Whether a value is a list of [entity, relation, value] triples, as in 2WikiMultiHopQA."""
     triples = value if isinstance(value, list) else [None]
     return all(isinstance(t, list) and len(t) == 3 and all(isinstance(part, str) for part in t) for t in triples)
 
@@ -285,12 +285,12 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _question_in(prompt: Any) -> str | None:
-    """The question inside the last message of a prompt: what follows the last `Question:`, or the whole message."""
+    """The question inside the last message of a prompt: what follows the last `Question:`, or the full message."""
     return prompt[-1]["content"].rsplit(_QUESTION_MARK, 1)[-1] if _is_chat(prompt) else None
 
 
 def _shown(value: Any) -> str:
-    """A found value, short enough for one line."""
+    """A value for an error message, short enough for one line."""
     if value is None:
         return "nothing"
     text = repr(value)

@@ -1,9 +1,9 @@
-"""Scripted transcripts over real passages: a cold start that shows the grammar and leaves the strategy open.
+"""Scripted transcripts over real passages: a cold start that teaches the grammar but not the strategy.
 
-A question with evidence triples says what has to be looked up. The teacher searches for it, in one search or step by
-step at random, whatever the kind of the question, and states what the retrieved passages say. Its first thought names
-what the question names and asks for, in the same words for every kind, so that nothing in it tells whether one fact
-depends on another. A transcript is kept only where the passages that were retrieved state each fact it relies on.
+A question's evidence triples list the facts to look up. The teacher decides at random, whatever the question's kind,
+whether to search for them at once or step by step, and then states the retrieved facts. Its first thought lists the
+entities and relations of the question in the same form for every kind, so it does not reveal whether one fact depends
+on another. A transcript is kept only if the retrieved passages state every fact that it relies on.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Rounds = tuple[tuple[Triple, ...], ...]
 class TeacherOptions:
     """How the teacher searches."""
 
-    split_share: float = 0.5  # of the questions of every kind, those whose first search has several sub-queries
+    split_share: float = 0.5  # share of questions, of every kind, whose first search has several sub-queries
     search_turns: int = 3
 
 
 def rounds_of(question: Question) -> Rounds:
-    """The triples that a question needs, by rounds; empty where its metadata has neither `rounds` nor `evidences`."""
+    """The triples that a question needs, by rounds; empty if its metadata has neither `rounds` nor `evidences`."""
     metadata = question.metadata
     if "rounds" in metadata:
         return tuple(
@@ -45,10 +45,10 @@ def rounds_of(question: Question) -> Rounds:
 def teach(
     question: Question, search: Search, rng: np.random.Generator, options: TeacherOptions
 ) -> list[TranscriptTurn] | None:
-    """The turns of one question; None where no transcript can be written.
+    """The turns of one question, or None if no transcript can be written.
 
-    That is so for a question without triples, for one that takes more searches than `search_turns`, and where a
-    passage that states a fact was not retrieved.
+    None: the question has no triples, needs more than `search_turns` searches, or some fact is not stated in the
+    retrieved passages.
     """
     rounds = rounds_of(question)
     if not rounds:
@@ -71,23 +71,23 @@ def teach(
 
 
 def first_thought(rounds: Rounds) -> str:
-    """What the question names and what it asks for, in the same words whatever depends on what."""
+    """The entities and relations of the question, in a form that does not depend on its dependency structure."""
     named = dict.fromkeys(triple.entity for triple in rounds[0])
     asked = dict.fromkeys(triple.relation for r in rounds for triple in r)
     return f"Named: {', '.join(named)}. Asked: {', '.join(asked)}."
 
 
 def _searches(rounds: Rounds, split: bool) -> list[tuple[list[str], list[Triple]]]:
-    """(sub-queries, the facts that they are to find) of every search.
+    """(sub-queries, the facts that they should retrieve) of every search.
 
-    A split first search asks for everything that can be worded: a fact whose subject is not known yet is asked for by
-    way of the entity that leads to it. What such a query finds is not relied on.
+    A split first search covers everything that can be worded. A single known fact is joined by a query for the next
+    fact through its path of relations, whose results the transcript does not rely on.
     """
     first, *later = rounds
     searches: list[tuple[list[str], list[Triple]]] = []
     if split:
         queries = [_query(triple) for triple in first]
-        if len(queries) == 1:  # nothing independent to ask for: the next fact by its path, or the entity alone
+        if len(queries) == 1:  # no second independent fact: the next fact by its path, or only the entity
             path = [first[0].relation, *(r[0].relation for r in later[:1])]
             queries.append(f"{first[0].entity} {' '.join(path)}" if later else first[0].entity)
         searches.append((queries, list(first)))
@@ -106,7 +106,7 @@ def _query(triple: Triple) -> str:
 
 
 def _stated(fact: Triple, passages: Sequence[Passage]) -> bool:
-    """Whether one of the passages has the fact's value, a date in any of its spellings."""
+    """Whether one of the passages contains the fact's value; a date in any spelling."""
     date = parse_date(fact.value)
     wanted = [normalise(spelling) for spelling in (fact.value, *(date.spellings if date else ()))]
     texts = [normalise(f"{passage.title} {passage.text}") for passage in passages]
@@ -114,7 +114,7 @@ def _stated(fact: Triple, passages: Sequence[Passage]) -> bool:
 
 
 def transcript_row(question: Question, turns: Sequence[TranscriptTurn]) -> dict:
-    """A transcript as data/transcripts.py reads it, JSON-ready."""
+    """A transcript in the format of data/transcripts.py, JSON-serialisable."""
     return {
         "source": question.source,
         "id": question.id,

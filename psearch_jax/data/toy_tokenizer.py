@@ -1,7 +1,7 @@
-"""The toy policy's tokenizer: one id for each word, tag, year and syllable of the closed world.
+"""The toy policy's tokenizer: one token for each word, tag, year and syllable of the closed world.
 
-A byte-level BPE without merges that the tokenizers library reads as any other; all other text falls to single bytes.
-A word carries the space before it, so a name is the same three ids wherever it stands behind one.
+It is a byte-level BPE without merges, in the standard format of the tokenizers library; other text becomes single
+bytes. A token includes the space before it, so after a space a name always has the same three tokens.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _MARKS = ("'s", " ##", " ;", ".\n", ":\n", ",", "?", ".", ":", "\n", " ")
 
 
 def language() -> list[str]:
-    """Every word of the closed world's questions, passages and scripts, names and years left out."""
+    """Every word of the closed world's questions, passages and scripts, without names and years."""
     words = words_of_wordings() | set(SCRIPT_WORDS) | {*ATTRIBUTES, *HAPPENED.values(), "The", "user", "assistant"}
     words |= {word for attributes in ATTRIBUTES.values() for name in attributes for word in name.split()}
     return sorted(words - {"s"})
 
 
 def write_tokenizer(out_dir: str | os.PathLike[str]) -> int:
-    """Writes the tokenizer as a directory that AutoTokenizer loads; returns its number of ids."""
+    """Writes the tokenizer as a directory that AutoTokenizer loads; returns the vocabulary size."""
     characters = {byte: character for character, byte in byte_level_alphabet().items()}
 
     def token(text: str) -> str:
@@ -77,7 +77,7 @@ def write_tokenizer(out_dir: str | os.PathLike[str]) -> int:
 
 
 def _pieces() -> str:
-    """The pattern that cuts text into what may be one id: blocks, tags, words, syllables, years, marks."""
+    """The regex that splits text into possible tokens: blocks, tags, words, syllables, years, marks."""
     words = "|".join(sorted(map(re.escape, language()), key=len, reverse=True))
     blocks = "|".join(_BLOCKS)
     syllables = r" [A-Z][aeiou](?=[a-z])|[a-z][aeiou][a-z](?![a-z])|[a-z][aeiou](?=[a-z])"

@@ -1,13 +1,13 @@
-"""Token rows for supervised fine-tuning: from rollouts as a run writes them, or from transcripts written by hand.
+"""Token rows for supervised fine-tuning: from a run's rollouts, or from transcripts written by hand.
 
 One JSON object per line, of either form:
 
-rollout      a row of a run's `trajectories/*.jsonl` or of launch/sample.py: `ids` and `mask` are the record, and
-             nothing is tokenized again.
+rollout      a row of a run's `trajectories/*.jsonl` or of launch/sample.py: `ids` and `mask` are used as they are,
+             without tokenizing again.
 transcript   {"question": "...", "turns": [{"text": "<think> .. </think> <search> a ## b </search>",
              "passages": [[{"title": "..", "text": ".."}, ..], [..]]}, .., {"text": "<think> .. </think> <answer> ..
              </answer>"}]}. `passages` has one list per sub-query, best first. `"train": false` in a turn leaves it out
-             of the loss. `prompt`, a list of chat messages, stands in for the template where data.prompt=row.
+             of the loss. `prompt`, a list of chat messages, replaces the template if data.prompt=row.
 
 The loss covers the model's own tokens: never a prompt, a passage or a corrective message.
 """
@@ -39,14 +39,14 @@ class TranscriptTurn:
     """One reply of the model, and the passages that its search returned."""
 
     text: str
-    queries: tuple[str, ...] = ()  # sub-queries of its search; empty: it does not search
+    queries: tuple[str, ...] = ()  # sub-queries of its search; empty: no search
     passages: tuple[tuple[Passage, ...], ...] = ()  # one ranking per sub-query
     trained: bool = True  # whether the loss covers it
 
 
 @dataclass(frozen=True)
 class Observations:
-    """How passages are written, as section `rollout` has it."""
+    """How passages are rendered, from config section `rollout`."""
 
     tokens: int  # budget of one observation
     label_subqueries: bool = True
@@ -63,10 +63,10 @@ def encode_transcript(
     observations: Observations,
     encode: Callable[[str], list[int]] | None = None,
 ) -> Row:
-    """The token ids of a trajectory and its loss mask, laid out as a rollout lays them out.
+    """The token ids of a trajectory and its loss mask, in the layout of a rollout.
 
     A search is followed by its observation, an answer by the stop token. Any other reply ends with the stop token and
-    is followed by the corrective message. What would follow the last turn is left out.
+    is followed by the corrective message. No observation or message follows the last turn.
 
     Args:
       prompt: token ids.
@@ -98,12 +98,12 @@ def read_rows(
     rollout: RolloutSection,
     max_sub_queries: int = MAX_SUB_QUERIES,
 ) -> list[Row]:
-    """The rows of a jsonl file, in its order.
+    """The rows of a jsonl file, in order.
 
     Args:
       path: rollouts and transcripts, in any order.
-      template: of the prompts of transcripts; None: each brings its own `prompt` (data.prompt=row).
-      rollout: the observation budget, and the context that a row has to fit into.
+      template: the prompt template of transcripts; None: each has its own `prompt` (data.prompt=row).
+      rollout: the observation budget, and the context length that a row must fit into.
 
     Raises:
       UserError: a file that is missing, empty or unreadable; or a row, named by its line, that is neither form, was
@@ -133,7 +133,7 @@ def read_rows(
 
 
 def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, object) of every line that is not blank."""
+    """(where, object) of every line that is not blank."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -228,7 +228,7 @@ def _rollout_row(value: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> 
 
 
 def _sampled_texts(ids: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> list[str]:
-    """The text of every run of sampled tokens, its stop token left out."""
+    """The text of every run of consecutive sampled tokens, without its stop token."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     texts = []
     for start, end in edges.reshape(-1, 2):

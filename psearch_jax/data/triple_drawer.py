@@ -1,4 +1,4 @@
-"""Random choices among the facts of triples, and phrases that several forms of question share."""
+"""Random choices among the facts of triples, and phrases that several question forms share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from psearch_jax.data.triple_wordings import (
     nouns,
 )
 
-SIZES = {2: 0.6, 3: 0.25, 4: 0.15}  # how many entities a question compares, and how often
+SIZES = {2: 0.6, 3: 0.25, 4: 0.15}  # number of entities that a question compares -> frequency
 ATTEMPTS = 60
 _OF_WORKS = "director performer composer producer country inception".split() + [
     "country of origin",
@@ -28,7 +28,7 @@ YES, NO = ("yes",), ("no",)
 
 @dataclass(frozen=True)
 class Draft:
-    """One question before it is worded: facts by round, answers, named candidates, and all its cores."""
+    """One question before its wording is chosen: facts by round, answers, named candidates, and all its cores."""
 
     form: str
     rounds: list[list[Fact]]
@@ -43,7 +43,7 @@ class Draft:
 
 
 class Drawer:
-    """Draws drafts from checked facts and one stream of randomness."""
+    """Samples drafts from checked facts with one random generator."""
 
     def __init__(self, evidence: Evidence, rng: np.random.Generator):
         self.evidence, self.rng = evidence, rng
@@ -53,7 +53,7 @@ class Drawer:
         self.dated_chains = [chain for chain in self.chains[2] if chain[-1].date]
 
     def pick(self, items: Sequence) -> Any:
-        """One of the items, each as likely; None of none."""
+        """One of the items, uniformly; None if there are none."""
         return items[int(self.rng.integers(len(items)))] if items else None
 
     def coin(self) -> bool:
@@ -65,35 +65,35 @@ class Drawer:
         return int(self.rng.choice(sizes, p=shares / shares.sum()))
 
     def some(self, items: Sequence, count: int) -> list:
-        """Different items in random order; fewer when there are not enough."""
+        """Up to `count` different items in random order."""
         return [items[int(i)] for i in self.rng.permutation(len(items))[:count]]
 
     def relation(self, names: Sequence[str]) -> str | None:
-        """One of the relations, more often one with more facts."""
+        """One of the relations, weighted by the square root of its number of facts."""
         if not names:
             return None
         weights = np.sqrt([len(self.evidence.by_relation[name]) for name in names])
         return names[int(self.rng.choice(len(names), p=weights / weights.sum()))]
 
     def facts(self, relation: str | None, count: int) -> list[Fact] | None:
-        """Facts of a relation about entities whose names fit in one list."""
+        """`count` facts of a relation about entities whose names can be listed together; None if it has too few."""
         facts = self.some(self.evidence.by_relation.get(relation or "", []), count)
         return facts if len(facts) == count and nameable([f.entity for f in facts]) else None
 
     def others(self, fact: Fact, count: int) -> list[Fact] | None:
-        """Facts of the same relation whose values are certainly not the value of `fact`, and not one another's."""
-        found: list[Fact] = []
+        """Facts of the same relation whose values certainly differ from that of `fact` and from one another."""
+        different: list[Fact] = []
         for other in self.some(self.evidence.by_relation[fact.relation], 8 * count + 8):
-            taken = any(other.same_value(known) for known in (fact, *found))
+            taken = any(other.same_value(known) for known in (fact, *different))
             if not taken and key(other.shown) != key(fact.entity) and not self.evidence.mentions(fact.entity, other):
-                found.append(other)
-            if len(found) == count:
-                return found
+                different.append(other)
+            if len(different) == count:
+                return different
         return None
 
 
 def nameable(names: Sequence[str]) -> bool:
-    """Whether a reader can tell the names of a list apart: no name twice, and no commas in three or more."""
+    """Whether the names are unambiguous in a list: no duplicates, and no commas within three or more names."""
     return len({key(name) for name in names}) == len(names) and not (len(names) > 2 and any("," in n for n in names))
 
 
@@ -113,13 +113,13 @@ def of_people(relation: str) -> bool:
 
 
 def ordered_by_date(facts: Sequence[Fact]) -> list[Fact] | None:
-    """Facts by their dates; None when two of them are not ordered."""
+    """Facts sorted by date; None if the order of two neighbours is not certain."""
     ordered = sorted(facts, key=lambda fact: fact.date)
     return ordered if all(a.date.before(b.date) for a, b in zip(ordered, ordered[1:], strict=False)) else None
 
 
 def _subject(chain: Sequence[Fact], variant: int) -> str:
-    """What the last fact of a chain is about, named by the facts before it: `the director of A`."""
+    """The subject of a chain's last fact, described by the facts before it: `the director of A`."""
     phrase = chain[0].entity
     for fact in chain[:-1]:
         phrases = nouns(fact.relation, phrase)
@@ -128,12 +128,12 @@ def _subject(chain: Sequence[Fact], variant: int) -> str:
 
 
 def subjects_of(chain: Sequence[Fact]) -> list[str]:
-    """Different phrases for what the last fact of a chain is about."""
+    """Different phrases for the subject of a chain's last fact."""
     return list(dict.fromkeys(_subject(chain, variant) for variant in range(3)))
 
 
 def same_clauses(phrases: Sequence[Sequence[str]]) -> list[Orders]:
-    """That two things are one, each given by several phrases."""
+    """Clauses that two things are the same, each described by several phrases."""
     clauses = []
     for a, b in zip(*phrases, strict=False):
         clauses += [(f"is {a} the same as {b}", f"{a} is the same as {b}")]
@@ -142,6 +142,6 @@ def same_clauses(phrases: Sequence[Sequence[str]]) -> list[Orders]:
 
 
 def doubtful(drawer: Drawer, facts: Sequence[Fact]) -> bool:
-    """Whether a passage about one entity also has the value of the other: `no` may be wrong."""
+    """Whether a passage about one entity also mentions the other's value, so that `no` may be wrong."""
     a, b = facts
     return drawer.evidence.mentions(a.entity, b) or drawer.evidence.mentions(b.entity, a)

@@ -1,4 +1,4 @@
-"""Evidence triples as facts that questions can be made from: dates and countries parsed, doubtful ones left out."""
+"""Facts from evidence triples: dates and countries are parsed, doubtful triples are left out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from psearch_jax.data.triple_wordings import RELATIONS
 from retrieval.protocol import Passage
 
 MONTHS = tuple("January February March April May June July August September October November December".split())
-# A country's name, then what else a triple may call it. Only these are asked about; nations within one are left out.
+# A country's name, then its other names in triples. Questions use only these; constituent nations are left out.
 _COUNTRIES = """
 United States|American|U.S.|US|USA|United States of America; United Kingdom|British|UK|U.K.|Britain|Great Britain;
 France|French; Germany|German; Italy|Italian; Spain|Spanish; Canada|Canadian; Australia|Australian;
@@ -27,20 +27,20 @@ COUNTRIES: dict[str, tuple[str, ...]] = {
 }
 _COUNTRY_OF = {name.casefold(): names[0] for names in COUNTRIES.values() for name in names}
 _WITH_ARTICLE = ("United States", "United Kingdom", "Philippines", "Netherlands")
-# Adjectives that triples hold in the place of a place.
+# Adjectives that some triples have instead of a place.
 _NO_PLACES = {"roman", "neapolitan", "viennese", "parisian", "punjabi", "english", "scottish", "welsh", "bengali"}
 _LONGEST_NAME = 60
 LEAST_EQUAL_PAIRS = 3
 
 
 def key(name: str) -> str:
-    """A name without differences of case and white space."""
+    """A name normalised for case and white space."""
     return " ".join(name.casefold().split())
 
 
 @dataclass(frozen=True)
 class Triple:
-    """One piece of evidence: the `relation` of `entity` is `value`."""
+    """One evidence triple: the `relation` of `entity` is `value`."""
 
     entity: str
     relation: str
@@ -56,7 +56,7 @@ class Date:
     day: int = 0
 
     def before(self, other: Date) -> bool | None:
-        """Whether this date is the earlier one; None for equal dates, and where what is unknown decides."""
+        """Whether this date is the earlier one; None if they are equal or an unknown part would decide."""
         for mine, theirs in zip((self.year, self.month, self.day), (other.year, other.month, other.day), strict=True):
             if not mine or not theirs:
                 return None
@@ -66,7 +66,7 @@ class Date:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """`4 February 1894` and `February 4, 1894`, or what is known of it."""
+        """`4 February 1894` and `February 4, 1894`, or just the known part."""
         if not self.month:
             return (str(self.year),)
         month = MONTHS[self.month - 1]
@@ -87,7 +87,7 @@ _LENGTHS = (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 
 
 def parse_date(text: str) -> Date | None:
-    """The date in a text that is nothing else; None for numbers like 4/2/1894, for `c. 1125` and for years BC."""
+    """The date that a text consists of; None for formats like 4/2/1894, for `c. 1125` and for years BC."""
     text = " ".join(text.split())
     for form in _DATE_FORMS:
         match = re.fullmatch(form, text)
@@ -97,8 +97,8 @@ def parse_date(text: str) -> Date | None:
         month = int(parts.get("month") or 0)
         if name := parts.get("name"):
             month = _MONTH.get(name[:3].casefold(), 0)
-            whole = MONTHS[month - 1].casefold()
-            if not month or name.casefold() not in (whole, whole[:3], whole[:4]):
+            full = MONTHS[month - 1].casefold()
+            if not month or name.casefold() not in (full, full[:3], full[:4]):
                 return None
         day = int(parts.get("day") or 0)
         if month > 12 or (parts.get("day") and not 1 <= day <= _LENGTHS[month - 1]):
@@ -109,7 +109,7 @@ def parse_date(text: str) -> Date | None:
 
 @dataclass(frozen=True)
 class Fact:
-    """A triple that can be asked about: `shown` is how questions write its value, `date` what it is if it is one."""
+    """A triple that questions can use: `shown` is its value as questions write it, `date` the parsed date, if any."""
 
     triple: Triple
     shown: str
@@ -126,7 +126,7 @@ class Fact:
 
     @property
     def lookup(self) -> list[str]:
-        """[relation, entity, value], as the metadata of questions hold it."""
+        """[relation, entity, value], as in the metadata of questions."""
         return [self.relation, self.entity, self.triple.value]
 
     @property
@@ -135,7 +135,7 @@ class Fact:
         return f"{'on' if self.date and self.date.day else 'in'} {self.shown}"
 
     def same_value(self, other: Fact) -> bool:
-        """Whether both have one value; a place within a place counts, for `no` would be no safe answer."""
+        """Whether both have the same value. A place within the other's place counts, since `no` would not be safe."""
         if self.date or other.date:
             return self.date == other.date
         mine, theirs = key(self.shown), key(other.shown)
@@ -144,7 +144,7 @@ class Fact:
 
 
 def read_fact(triple: Triple) -> Fact | str:
-    """The fact in a triple, or why no question is made from it."""
+    """The fact in a triple, or the reason why it is left out."""
     relation = RELATIONS.get(triple.relation)
     if relation is None:
         return f"relation {triple.relation} has no wording"
@@ -174,14 +174,14 @@ def without_parenthesis(title: str) -> str:
 
 
 def names_of(entity: str) -> tuple[str, ...]:
-    """The answers that name an entity."""
+    """The accepted answers for an entity."""
     return tuple(dict.fromkeys((entity, without_parenthesis(entity))))
 
 
 class Evidence:
     """The facts of some triples, checked against a corpus if there is one.
 
-    `left_out` counts the triples that no question is made from, by reason.
+    `left_out` counts the triples that are left out, by reason.
     """
 
     def __init__(self, triples: Iterable[Triple], corpus: Sequence[Passage] | None = None):
@@ -207,8 +207,8 @@ class Evidence:
         self.left_out = +self.left_out
 
     def _check(self, corpus: Sequence[Passage]) -> None:
-        """Leaves facts out that the passages about their entity do not state."""
-        titles: dict[str, set[str]] = defaultdict(set)  # of an entity: the titles that may be meant by it
+        """Removes facts that the passages about their entity do not state."""
+        titles: dict[str, set[str]] = defaultdict(set)  # entity -> passage titles that may refer to it
         about: dict[str, list[str]] = defaultdict(list)
         entities = {key(fact.entity) for fact in self.facts}
         for row in range(len(corpus)):
@@ -237,13 +237,13 @@ class Evidence:
         self.facts = kept
 
     def mentions(self, entity: str, value: Fact) -> bool:
-        """Whether the passages about an entity have a value in any of its spellings; False without a corpus."""
+        """Whether the passages about an entity contain a value in any spelling; False without a corpus."""
         text = (self._about or {}).get(key(entity), "")
         return any(re.search(rf"(?<!\w){re.escape(key(answer))}(?!\w)", text) for answer in value.answers)
 
     @cached_property
     def by_relation(self) -> dict[str, list[Fact]]:
-        """The facts of every relation."""
+        """The facts by relation."""
         grouped = defaultdict(list)
         for fact in self.facts:
             grouped[fact.relation].append(fact)
@@ -251,27 +251,27 @@ class Evidence:
 
     @cached_property
     def chains(self) -> dict[int, list[tuple[Fact, ...]]]:
-        """By length, 2 and 3: facts of which each is about the value of the one before; no entity comes twice."""
+        """Chains of length 2 and 3, by length: each fact's entity is the previous fact's value; no entity repeats."""
         about = defaultdict(list)
         for fact in self.facts:
             about[key(fact.entity)].append(fact)
-        found: dict[int, list[tuple[Fact, ...]]] = {1: [(fact,) for fact in self.facts]}
+        by_length: dict[int, list[tuple[Fact, ...]]] = {1: [(fact,) for fact in self.facts]}
         for length in (2, 3):
-            found[length] = [
+            by_length[length] = [
                 (*chain, fact)
-                for chain in found[length - 1]
+                for chain in by_length[length - 1]
                 for fact in about[key(chain[-1].triple.value)]
                 if key(fact.triple.value) not in {key(link.entity) for link in chain}
             ]
-        return {length: found[length] for length in (2, 3)}
+        return {length: by_length[length] for length in (2, 3)}
 
     @cached_property
     def equal_pairs(self) -> dict[str, list[tuple[Fact, Fact]]]:
-        """Of every relation, pairs of entities that have exactly the same value of it.
+        """By relation, pairs of facts with exactly the same value.
 
-        Dates are left out, and relations with too few such pairs: their questions would nearly all be answered by no.
+        Dates are left out, and so are relations with too few such pairs, whose answers would nearly all be no.
         """
-        found = {}
+        equal = {}
         for relation, facts in self.by_relation.items():
             if RELATIONS[relation].value == "date":
                 continue
@@ -280,5 +280,5 @@ class Evidence:
                 groups[key(fact.shown)].append(fact)
             pairs = [(a, b) for group in groups.values() for i, a in enumerate(group) for b in group[i + 1 :]]
             if len(pairs) >= LEAST_EQUAL_PAIRS:
-                found[relation] = pairs
-        return found
+                equal[relation] = pairs
+        return equal

@@ -1,4 +1,4 @@
-"""The forms of questions made from triples: which facts a question needs, its answer, and its cores of words."""
+"""The forms of questions made from triples: which facts a question needs, its answer, and its wordings (cores)."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _bridge_year(or_after: bool) -> Callable[[Drawer], Draft | None]:
         if chain is None:
             return None
         end = chain[-1]
-        earlier = drawer.coin()  # than the year that the question names
+        earlier = drawer.coin()  # whether the fact is earlier than the year in the question
         year = end.date.year + int(drawer.rng.integers(3, 40)) * (1 if earlier else -1)
         if year < 100:
             return None
@@ -140,7 +140,7 @@ def _bridge_year(or_after: bool) -> Callable[[Drawer], Draft | None]:
 
 
 def _alike(drawer: Drawer, count: int, dated: bool) -> list[tuple[Fact, ...]] | None:
-    """Chains of the same two relations about different entities, one date or other value at the end of each."""
+    """`count` chains of the same two relations about different entities. `dated`: whether they end in dates."""
     model = drawer.pick(drawer.chains[2])
     if model is None or bool(model[-1].date) != dated:
         return None
@@ -172,7 +172,7 @@ def _bridge_compare(drawer: Drawer) -> Draft | None:
 
 
 def _equal_ends(drawer: Drawer) -> list[tuple[Fact, ...]] | None:
-    """Two chains of the same relations that end in one value."""
+    """Two chains of the same relations that end in the same value, not a date."""
     model = drawer.pick(drawer.chains[2])
     if model is None or model[-1].date:
         return None
@@ -186,7 +186,7 @@ def _equal_ends(drawer: Drawer) -> list[tuple[Fact, ...]] | None:
 
 
 def _bridge_same(drawer: Drawer) -> Draft | None:
-    wanted = drawer.coin()  # kept over the attempts: a `no` is found more easily
+    wanted = drawer.coin()  # fixed over the attempts, because a `no` succeeds more often
     for _ in range(ATTEMPTS):
         if draft := _bridge_same_as(drawer, wanted):
             return draft
@@ -247,7 +247,7 @@ def _bridge_versus(drawer: Drawer) -> Draft | None:
 
 @dataclass(frozen=True)
 class Form:
-    """A form's kind, its share among the questions of its kind, and what draws it."""
+    """A form's kind, its share among the questions of its kind, and the function that samples it."""
 
     kind: Kind
     share: float
@@ -283,7 +283,7 @@ FORMS: dict[str, Form] = {
 
 
 def draw(drawer: Drawer, form: str) -> Draft | None:
-    """A draft of the form; None when the facts do not allow one in a number of attempts."""
+    """A draft of the form; None if `ATTEMPTS` attempts fail."""
     for _ in range(ATTEMPTS):
         draft = FORMS[form].draw(drawer)
         if draft is not None:

@@ -1,4 +1,4 @@
-"""Forms of question whose facts are independent of one another: all of them can be asked for at once."""
+"""Question forms whose facts are independent of one another, so that all can be searched at once."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def has(drawer: Drawer, relation: str | None = None) -> Draft | None:
 
 
 def two_checks(drawer: Drawer, links: Sequence[Fact] | None, either: bool) -> Draft | None:
-    """Two independent statements, of the relations of `links` when they are given: are both true, is one of them?"""
+    """Are two independent statements both true? With `either`: is one of them? `links`: use the relations of these."""
     pair = links or [drawer.pick(drawer.evidence.by_relation.get(drawer.relation(drawer.relations) or "", []))] * 2
     if pair[0] is None:
         return None

@@ -1,8 +1,8 @@
-"""The English of questions made from evidence triples (triples.py).
+"""The wordings of questions made from evidence triples (triples.py).
 
 A question is a core in two word orders, direct (`where was the director of A born`) and indirect (`where the director
-of A was born`), inside a frame (`Tell me {indirect}.`). The frames are the same for every form, and so is most of the
-vocabulary: the opening of a question does not say whether its facts are independent of one another.
+of A was born`), inside a frame (`Tell me {indirect}.`). All forms share the frames and most of the vocabulary, so the
+opening of a question does not reveal whether its facts are independent of one another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Orders = tuple[str, str]  # one clause, direct and indirect
 
 @dataclass(frozen=True)
 class Relation:
-    """How one relation is worded. `{e}`: its entity, `{p}`: the entity with 's, `{x}`: its value, `{on}`: in or on it.
+    """The wordings of a relation. `{e}`: its entity, `{p}`: the entity with 's, `{x}`: its value, `{on}`: in or on it.
 
     `value` is the type of the value (person, place, country, date), `nouns` are phrases for it, `checks` state it, and
     `open` asks for it.
@@ -29,7 +29,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class Event:
-    """How dates of one relation are compared: `{a} ... before {b}`, `... first`, and the plural of what happened."""
+    """Phrases to compare dates of a relation: `{a} ... before {b}`, `... first`, and the plural of the event."""
 
     before: Orders  # with {a}, {b} and {when}: before, after, or "before or after"
     ranked: str  # with {rank}: first or last
@@ -49,7 +49,7 @@ def _which(thing: str, noun: str) -> tuple[Orders, ...]:
 
 
 def _person(role: str, verb: str = "", passive: str = "") -> Relation:
-    """A relation whose value is a person; `verb` (past tense) and `passive` where there is one."""
+    """A relation whose value is a person; `verb` (past tense) and `passive` if there is one."""
     noun = f"the {role} of {{e}}"
     nouns, checks, asked = [noun, f"{{p}} {role}"], [_is(noun)], [*_which("person", noun)]
     if verb:
@@ -130,7 +130,7 @@ EVENTS: dict[str, Event] = {
     ),
 }
 
-# What a frame says before a question that can be answered by yes or no is `whether`.
+# In a frame, `whether ` precedes the indirect form of a yes/no question.
 FRAMES: dict[str, str] = {
     "plain": "{direct}?",
     "tell": "Tell me {indirect}.",
@@ -139,13 +139,13 @@ FRAMES: dict[str, str] = {
     "find": "Please find out {indirect}.",
     "do": "Do you know {indirect}?",
     "say": "Can you say {indirect}?",
-    "true": "Is it true that {indirect}?",  # of yes and no only
+    "true": "Is it true that {indirect}?",  # yes/no questions only
 }
 
 
 @dataclass(frozen=True)
 class Core:
-    """One question without its frame. `polar`: it is answered by yes or no; `asserts`: `Is it true that` fits it."""
+    """A question without its frame. `polar`: a yes/no question; `asserts`: `Is it true that` fits it."""
 
     id: str
     direct: str
@@ -208,7 +208,7 @@ def before(relation: str, a: str, b: str, when: str) -> list[Orders]:
 
 
 def choices(names: Sequence[str], predicate: str, of_people: bool = False) -> list[Orders]:
-    """`which of A and B was born first` in several ways; the order of words is the same when asked indirectly."""
+    """`which of A and B was born first` in several ways; most have the same word order when asked indirectly."""
     either, both = joined(names, "or"), joined(names)
     asked = (
         *((f"who {predicate}, {either}",) if of_people else (f"which {predicate}, {either}",)),

@@ -1,8 +1,8 @@
-"""A question source made from evidence triples: [entity, relation, value], such as 2WikiMultiHopQA's rows hold.
+"""Makes questions from evidence triples [entity, relation, value], as in the rows of 2WikiMultiHopQA.
 
 Comparisons of independent facts (parallel), bridges of two and three hops (sequential), bridges that end in a
-comparison (mixed) and single facts. Most sequential questions are drawn together with a parallel one of the same
-opening and connectives; some of these twins also need facts of the same relations (minimal pairs).
+comparison (mixed) and single facts. Most sequential questions have a parallel twin with the same opening and
+connectives; some of these twins also need facts of the same relations (minimal pairs).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ PREFIX = "triples:"
 SHARES: dict[Kind, float] = {"parallel": 0.4, "sequential": 0.35, "mixed": 0.15, "single": 0.1}
 PAIRED = 0.12  # share of all questions that are the parallel (or sequential) member of a minimal pair
 TWINS = 0.2  # share of all questions that are the parallel (or sequential) member of another twin
-PLAIN_WEIGHT = 6  # how much more often a question has no frame than a particular one
-MOST_OF_THE_SAME = 3  # questions of one form about the same facts
+PLAIN_WEIGHT = 6  # weight of a question without a frame, relative to each frame
+MOST_OF_THE_SAME = 3  # at most this number of questions of one form about the same facts
 _ACCEPTED = 'rows with metadata.evidences, or ["entity", "relation", "value"], or an object with these three fields'
 
 
 @dataclass(frozen=True)
 class TripleOptions:
-    """What launch/prepare_data.py is told about its sources of triples."""
+    """Options of launch/prepare_data.py for triple sources."""
 
     count: int = 2000
     seed: int = 0
@@ -48,14 +48,14 @@ class TripleOptions:
 
 
 def read_triples(path: str | Path, skipped: list[str] | None = None) -> list[Triple]:
-    """The different triples of a jsonl file, in its order.
+    """The distinct triples of a jsonl file, in order.
 
     Args:
       path: lines of question rows with `metadata.evidences`, or of bare triples.
-      skipped: gets one line per bad row; without it the first bad row is an error.
+      skipped: receives one line per bad row; without it the first bad row is an error.
 
     Raises:
-      UserError: a file that is missing, that has a malformed line (named by its number), or that has no triples.
+      UserError: the file is missing, has a malformed line (named by its number), or has no triples.
     """
     path = locate(path)
     if not path.is_file():
@@ -96,7 +96,7 @@ def _triple(row: Any, where: str) -> Triple:
     parts = [row.get(name) for name in ("entity", "relation", "value")] if isinstance(row, dict) else row
     if not isinstance(parts, list) or len(parts) != 3 or not all(isinstance(p, str) for p in parts):
         raise UserError(f"{where}: {_shown(row)} found, accepted: {_ACCEPTED}")
-    # Quotation marks at an end are what is left of a title that was cut out of a text.
+    # Quotation marks at the ends are remnants of titles cut out of a text.
     entity, relation, value = (" ".join(part.split()).strip('" ') for part in parts)
     if not (entity and relation and value):
         raise UserError(f"{where}: {_shown(row)} found with a blank part, accepted: {_ACCEPTED}")
@@ -109,15 +109,15 @@ def _shown(value: Any) -> str:
 
 
 def dependency_rounds(triples: Sequence[Triple]) -> tuple[tuple[Triple, ...], ...]:
-    """The triples in the fewest rounds: one about the value of another is in a later round than that one.
+    """The triples in the fewest rounds: a triple whose entity is another's value is in a later round than that one.
 
-    Names are compared without case and repeated white space. Triples that depend on one another in a circle (a
-    spouse's spouse) have no order: they share the round after all that they need otherwise.
+    Names are compared without case and repeated white space. Triples in a dependency cycle (a spouse's spouse) have no
+    order: they share a round, after everything else that they need.
     """
     left, rounds = list(dict.fromkeys(triples)), []
     while left:
         free = [t for t in left if not any(o is not t and key(o.value) == key(t.entity) for o in left)]
-        free = free or left  # a circle
+        free = free or left  # a cycle
         rounds.append(tuple(free))
         left = [t for t in left if t not in free]
     return tuple(rounds)
@@ -126,18 +126,18 @@ def dependency_rounds(triples: Sequence[Triple]) -> tuple[tuple[Triple, ...], ..
 def make_questions(
     triples: Iterable[Triple], *, seed: int, count: int, corpus: Sequence[Passage] | None, source: str
 ) -> list[Question]:
-    """Questions about the triples, different in their words, and equal for equal arguments.
+    """Questions about the triples, with distinct texts; equal arguments give equal questions.
 
-    `metadata` holds `form`, `rounds` (lists of [relation, entity, value], each needing the one before), `options` (the
-    candidate answers that the question names), `wording` (the id of the template), and `pair` in both members of a
-    minimal pair. Logs the triples that were left out, by reason.
+    `metadata` has `form`, `rounds` (lists of [relation, entity, value], each depending on the previous one), `options`
+    (the candidate answers that the question names), `wording` (the id of the template), and `pair` in both members of
+    a minimal pair. Logs the number of triples left out, by reason.
 
     Args:
-      count: how many; fewer, with a warning, when the triples do not give that many.
-      corpus: passages that have to state every fact; None: facts are not checked.
+      count: number of questions; fewer, with a warning, if the triples do not give that many.
+      corpus: passages that must state every fact; None: facts are not checked.
 
     Raises:
-      UserError: when no question can be made.
+      UserError: no question can be made.
     """
     evidence = Evidence(triples, corpus)
     for reason, left_out in evidence.left_out.most_common():
@@ -153,7 +153,7 @@ def make_questions(
 def iter_triple_questions(
     location: str, source: str, options: TripleOptions, skipped: list[str] | None, seen: dict[tuple[str, str], str]
 ) -> Iterator[Question]:
-    """The questions of `triples:FILE`; ids that another source has already are an error."""
+    """The questions of `triples:FILE`; an id that another source already has is an error."""
     path = location.removeprefix(PREFIX)
     triples = read_triples(path, skipped)
     for question in make_questions(
@@ -167,7 +167,7 @@ def iter_triple_questions(
 
 
 def signature(text: str) -> tuple[str, ...]:
-    """What the surface of a question shows: its first two words (a name is `*`), and which connectives it has."""
+    """Surface features of a question: its first two words (a name is `*`), and its connectives."""
     opening = [word if i == 0 or word.islower() or word == "I" else "*" for i, word in enumerate(text.split()[:2])]
     return (*opening, *(word for word in ("or", "and", "both", "either") if re.search(rf"\b{word}\b", text)))
 
@@ -191,7 +191,7 @@ class _Maker:
         return [questions[int(i)] for i in self.drawer.rng.permutation(len(questions))]
 
     def _repeat(self, wanted: int, attempt: Any) -> None:
-        """Attempts until `wanted` succeeded, or most fail."""
+        """Repeats until `wanted` attempts succeeded, at most 12 * `wanted` + 40 times."""
         succeeded = 0
         for _ in range(12 * max(wanted, 0) + 40):
             if succeeded >= wanted:
@@ -204,7 +204,7 @@ class _Maker:
         return forms[int(self.drawer.rng.choice(len(forms), p=shares / shares.sum()))]
 
     def _wordings(self, draft: Draft) -> list[tuple[str, str]]:
-        """(wording id, text) of every wording of a draft that is not asked yet."""
+        """(wording id, text) of every wording of a draft that is not used yet."""
         if self.uses[self._facts(draft)] >= MOST_OF_THE_SAME:
             return []
         return [(name, text) for core in draft.cores for name, text in framed(core) if self._is_new(text)]
@@ -233,7 +233,7 @@ class _Maker:
         return bool(sequential and parallel) and self._twins((sequential, parallel), pair=False)
 
     def _twins(self, drafts: tuple[Draft, Draft] | None, pair: bool) -> bool:
-        """Adds two drafts in wordings with one signature, if there are such."""
+        """Adds two drafts in wordings with the same signature, if there are any."""
         if drafts is None:
             return False
         first, second = (self._wordings(draft) for draft in drafts)

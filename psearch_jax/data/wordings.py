@@ -1,12 +1,12 @@
-"""How the closed world's questions are worded.
+"""The wordings of the closed world's questions.
 
-Forms whose graphs differ share their openings and their words: `Is the teacher of A the mayor of B?` has two facts to
-look up at once, `Is A the mayor of the hometown of B?` one after the other. Which is which stands in the order of the
-words alone, so a policy has to read the whole question.
+Forms with different dependency graphs share their openings and their words: `Is the teacher of A the mayor of B?` has
+two facts to look up at once, `Is A the mayor of the hometown of B?` two facts to look up one after the other. Only the
+word order distinguishes them, so a policy has to understand the entire question.
 
-A wording is a frame (`Which of {l} is <p>?`) around phrases: `{a:A}` stands for `the teacher of A`, `{A:a}` for
-`A's teacher`. Every phrase goes into every frame of a form. A few of the wordings that come of it are kept for
-evaluation: all their words are known, and have never stood together like that.
+A wording is a frame (`Which of {l} is <p>?`) with phrases: `{a:A}` stands for `the teacher of A`, `{A:a}` for
+`A's teacher`. Every phrase is combined with every frame of a form. A few of the resulting wordings are held out for
+evaluation: all their words are known, but training never combines them in that way.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from psearch_jax.types import Kind
 
 @dataclass(frozen=True)
 class Form:
-    """One shape of question: its kind, its share among the questions of its kind, its wordings."""
+    """A question form: its kind, its share among the questions of its kind, and its wordings."""
 
     kind: Kind
     share: float
     wordings: tuple[str, ...]
     held_out: tuple[str, ...]  # those of `wordings` that no training question has
-    trained: bool = True  # whether cold starts and training ask it
+    trained: bool = True  # whether cold starts and training use it
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -36,17 +36,17 @@ class Form:
 
 
 def joined(frames: Sequence[str], **phrases: Sequence[str]) -> tuple[str, ...]:
-    """Every frame with every choice of phrases for its `<p>`, `<q>`; none that would begin with a name."""
-    found = []
+    """Every frame with every choice of phrases for its `<p>`, `<q>`, except those that would begin with a name."""
+    texts = []
     for frame, *chosen in product(frames, *phrases.values()):
         for place, phrase in zip(phrases, chosen, strict=True):
             frame = frame.replace(f"<{place}>", phrase)
-        found.append(frame)
-    return tuple(text for text in dict.fromkeys(found) if not re.match(r"\{[A-Z]", text))
+        texts.append(frame)
+    return tuple(text for text in dict.fromkeys(texts) if not re.match(r"\{[A-Z]", text))
 
 
-# Letters: A, B subjects; X a name that is given; a, b, c attributes; l a list of names; k the kind of the answer; v, w
-# what happened to A and B in their years.
+# Letters: A, B subjects; X a name in the question; a, b, c attributes; l a list of names; k the type of the answer;
+# v, w the events of the years of A and B.
 ONE = ("{a:A}", "{A:a}")
 TWO = ("{b:a:A}", "the {b} of {A:a}", "{A:a:b}")
 THREE = ("{c:b:a:A}", "the {c} of the {b} of {A:a}", "the {c} of {A:a:b}", "{A:a:b:c}")
@@ -177,9 +177,9 @@ FORMS: dict[str, Form] = {
         trained=False,
     ),
 }
-# Forms of one bag of words and two graphs, for evaluation in held-out wordings.
+# Pairs of forms with the same words but different graphs, for evaluation in held-out wordings.
 PAIRED: tuple[tuple[str, str], ...] = (("shares", "bridge_which"), ("same", "bridge_is"))
-# Forms whose answer is a judgement of what was read, with two or more answers to choose from.
+# Forms whose answer is a judgement about the retrieved facts, with two or more answers to choose from.
 JUDGED = ("first", "has", "shares", "same", "same_year", "bridge_which", "bridge_is", "which", "is")
 
 
@@ -204,7 +204,7 @@ def worded(wording: str, values: Mapping[str, str]) -> str:
 
 
 def words_of_wordings() -> set[str]:
-    """Every word that stands in a wording itself."""
+    """Every word in the wordings' own text."""
     texts = [text for form in FORMS.values() for text in form.wordings]
     words = {word for text in texts for word in re.findall(r"[A-Za-z]+", re.sub(r"\{[^}]*\}", " ", text))}
     return words | {"the", "The"}

@@ -1,4 +1,4 @@
-"""What is evaluated on: closed-world sets, question files, and the published figures to put beside our own."""
+"""Evaluation benchmarks: closed-world sets, question files, and the published figures to compare with."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from psearch_jax.data.wordings import PAIRED
 from psearch_jax.types import KINDS, Kind, Question, UserError
 
 CLOSED_WORLD = "closed_world"
-CLOSED_WORLD_COUNT = 400  # questions of a set
-PAIRS = "pairs"  # parallel and sequential questions of the same words, in wordings that no training question has
+CLOSED_WORLD_COUNT = 400  # questions per set
+PAIRS = "pairs"  # parallel and sequential questions with the same words, in wordings that no training question has
 MANY = "many"  # comparisons of more entities than any training question has
-KNOWN = "known"  # facts that every cold start states, in other words: what can be answered without a search
-ENTITIES = {f"entities{n}": n for n in range(min(SIZES), LARGEST + 1)}  # comparisons of so many, of two forms
+KNOWN = "known"  # facts that every cold start states, reworded: answerable without a search
+ENTITIES = {f"entities{n}": n for n in range(min(SIZES), LARGEST + 1)}  # comparisons of n entities, in two forms
 SETS = (*KINDS, PAIRS, MANY, KNOWN, *ENTITIES)
 PAIRS_SOURCE = f"{CLOSED_WORLD}:{PAIRS}"
 DEPENDENCY_LABELS = Path(__file__).parent.parent / "assets" / "hotpotqa100_dependency.tsv"
-# Of the draw of closed-world evaluation questions: one fixed set, whatever the seed of a run.
+# Draws the closed-world evaluation questions. Fixed, so that the set does not depend on the seed of a run.
 QUESTION_SEED = 1
 
 
 @dataclass(frozen=True)
 class Published:
-    """One published result. `decomposition_ratio` is None where the paper gives none."""
+    """One published result. `decomposition_ratio` is None if the paper reports none."""
 
     method: str
     model: str
@@ -40,7 +40,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Questions under a name; `closed_world`: their passages are the closed world's own."""
+    """Named questions. `closed_world`: their passages come from the closed world's corpus."""
 
     name: str
     questions: list[Question]
@@ -48,27 +48,27 @@ class Benchmark:
 
 
 def closed_world_benchmark(world: ClosedWorld, name: str, count: int, seed: int = QUESTION_SEED) -> list[Question]:
-    """`count` questions of a closed-world set, held-out ones but for `KNOWN`; equal for equal worlds.
+    """`count` questions of a closed-world set, held out except in `KNOWN`. Equal worlds give equal questions.
 
-    Of `PAIRS` half are parallel, half sequential, and their source is `closed_world:pairs`.
+    Half of `PAIRS` are parallel, half sequential; their source is `closed_world:pairs`.
 
     Raises:
-      UserError: the world has fewer.
+      UserError: the world has fewer questions.
     """
     if name == PAIRS:
-        found = []
+        pairs = []
         for i, kind in enumerate(("parallel", "sequential")):
             forms = [pair[i] for pair in PAIRED]
-            found += questions(world, "eval", kind, (count + 1 - i) // 2, seed, forms, held_out_wordings=True)
-        return [replace(q, source=PAIRS_SOURCE) for q in found]
+            pairs += questions(world, "eval", kind, (count + 1 - i) // 2, seed, forms, held_out_wordings=True)
+        return [replace(q, source=PAIRS_SOURCE) for q in pairs]
     if name == MANY:
         sizes = dict.fromkeys(range(max(SIZES) + 1, LARGEST + 1), 1.0)
         return questions(world, "eval", "parallel", count, seed, ["first", "has"], sizes)
     if name in ENTITIES:
         return questions(world, "eval", "parallel", count, seed, ["first", "has"], {ENTITIES[name]: 1.0})
     if name == KNOWN:
-        found = known_questions(world, held_out_wordings=True)
-        return [found[place] for place in _drawn(len(found), min(count, len(found)), seed)]
+        known = known_questions(world, held_out_wordings=True)
+        return [known[place] for place in _drawn(len(known), min(count, len(known)), seed)]
     return questions(world, "eval", name, count, seed)
 
 
@@ -86,43 +86,43 @@ def load_benchmarks(
 ) -> list[Benchmark]:
     """The benchmarks that the arguments name.
 
-    - NAME:LOCATION: `count` questions (0: all) of a file, a prepared directory or tfds:BUILDER:SPLIT, drawn by `seed`
-      from all of it (merged files hold one set behind the other) and in its order;
-    - closed_world: a benchmark per kind of question; closed_world:SET: one set;
-    - NAME:closed_world:SET+SET: closed-world questions under another name, drawn anew for that name.
+    - NAME:LOCATION: `count` questions (0: all) of a file, a prepared directory or tfds:BUILDER:SPLIT. `seed` samples
+      them from the entire file, because merged files hold one set after another. The file's order is kept.
+    - closed_world: one benchmark per question kind; closed_world:SET: one set;
+    - NAME:closed_world:SET+SET: closed-world questions under another name, sampled with a seed derived from that name.
 
     Args:
-      world: makes the closed world; called when it is needed.
-      count: questions per benchmark, for the closed world per set (0: `CLOSED_WORLD_COUNT`).
-      skipped: gets one line per bad row of a file; without it the first is an error.
-      seed: of the draw of `count` questions from a file.
+      world: makes the closed world; called only when needed.
+      count: questions per benchmark; for the closed world, per set (0: `CLOSED_WORLD_COUNT`).
+      skipped: receives one line per bad row of a file; without it the first bad row is an error.
+      seed: samples the `count` questions of a file.
 
     Raises:
-      UserError: an argument of another form, no argument, a name that comes twice, or bad rows.
+      UserError: an argument of another form, no argument, a duplicate name, or bad rows.
     """
-    found: list[Benchmark] = []
+    benchmarks: list[Benchmark] = []
     for argument in arguments:
         name, _, location = argument.partition(":")
         if name == CLOSED_WORLD:
             for part in (location,) if location else KINDS:
-                found.append(_closed(f"{name}:{part}", part, argument, world, count, QUESTION_SEED))
+                benchmarks.append(_closed(f"{name}:{part}", part, argument, world, count, QUESTION_SEED))
         elif location.partition(":")[0] == CLOSED_WORLD:
             seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
             parts = location.partition(":")[2] or "+".join(KINDS)
             benchmark = _closed(name, parts, argument, world, count, seed)
-            found.append(replace(benchmark, questions=[replace(q, source=name) for q in benchmark.questions]))
+            benchmarks.append(replace(benchmark, questions=[replace(q, source=name) for q in benchmark.questions]))
         elif name and location:
             asked = open_questions(location, name, skipped)
             if 0 < count < len(asked):
                 asked = [asked[place] for place in _drawn(len(asked), count, seed)]
-            found.append(Benchmark(name, _with_labels(asked), False))
+            benchmarks.append(Benchmark(name, _with_labels(asked), False))
         else:
             forms = f"NAME:FILE, {CLOSED_WORLD}, or {CLOSED_WORLD}:SET with SET one of {', '.join(SETS)}"
             raise UserError(f"--benchmark={argument}: accepted: {forms}")
-    names = [benchmark.name for benchmark in found]
-    if not found or len({file_name(name) for name in names}) < len(names):
+    names = [benchmark.name for benchmark in benchmarks]
+    if not benchmarks or len({file_name(name) for name in names}) < len(names):
         raise UserError(f"--benchmark: {', '.join(names) or 'none'} found, accepted: one or more, each name once")
-    return found
+    return benchmarks
 
 
 def _closed(name: str, sets: str, argument: str, world: Callable[[], ClosedWorld], count: int, seed: int) -> Benchmark:
@@ -135,12 +135,12 @@ def _closed(name: str, sets: str, argument: str, world: Callable[[], ClosedWorld
 
 
 def file_name(benchmark: str) -> str:
-    """A benchmark's name with every character replaced that a file's should not have."""
+    """A benchmark's name, with characters that do not belong in a file name replaced."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", benchmark)
 
 
 def _drawn(rows: int, count: int, seed: int) -> list[int]:
-    """`count` of `rows` places in order, the same on every machine; a larger count holds those of a smaller one."""
+    """`count` of `rows` indices in order, the same on every machine. A larger count includes a smaller one's."""
     shuffled = sorted(range(rows), key=lambda place: hashlib.sha256(f"{seed} {place}".encode()).digest())
     return sorted(shuffled[:count])
 
@@ -154,7 +154,7 @@ def _with_labels(questions: Sequence[Question]) -> list[Question]:
 
 @functools.cache
 def dependency_labels() -> dict[str, Kind]:
-    """How the facts of 100 HotpotQA questions depend on one another, by question id, where two readings agreed."""
+    """The dependency structure of 100 HotpotQA questions by question id, where two manual labellings agree."""
     lines = DEPENDENCY_LABELS.read_text(encoding="utf-8").splitlines()[1:]
     readings = [line.split("\t") for line in lines]
     return {identifier: first for identifier, first, second in readings if first == second}
@@ -173,7 +173,7 @@ _MAIN: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     (_BASE, "Search-R1", (0.488, 0.644, 0.469, 0.436, 0.412, 0.187, 0.403)),
     (_BASE, "ParallelSearch", (0.492, 0.658, 0.455, 0.457, 0.452, 0.229, 0.468)),
 )
-# Subsets of one kind: EM of Search-R1 and ParallelSearch, and how many questions the latter decomposed.
+# Subsets of one kind: EM of Search-R1 and of ParallelSearch, and the share of questions that the latter decomposed.
 _SUBSETS: tuple[tuple[str, Kind, str, float, float, float | None], ...] = (
     ("hotpotqa", "parallel", _INSTRUCT, 0.580, 0.656, 0.943),
     ("hotpotqa", "parallel", _BASE, 0.641, 0.673, 0.970),
@@ -201,7 +201,7 @@ _ALIASES = {"naturalquestions": "nq", "hotpot": "hotpotqa", "2wiki": "2wikimulti
 
 
 def published_table() -> dict[tuple[str, Kind | None], tuple[Published, ...]]:
-    """All published rows, keyed by (benchmark, kind); kind None means the whole set."""
+    """All published rows, keyed by (benchmark, kind); kind None means the full set."""
     table: dict[tuple[str, Kind | None], tuple[Published, ...]] = {}
     for place, name in enumerate(_SETS):
         table[name, None] = tuple(Published(method, model, em[place]) for model, method, em in _MAIN)
@@ -215,12 +215,12 @@ PUBLISHED = published_table()
 
 
 def published(name: str, kind: Kind | None = None) -> tuple[Published, ...]:
-    """The published rows of a benchmark by its name, in any spelling (`HotpotQA`, `hotpot_qa`); () when unknown."""
+    """A benchmark's published rows, by its name in any spelling (`HotpotQA`, `hotpot_qa`); () when unknown."""
     return PUBLISHED.get((_bare(name), kind), ())
 
 
 def published_average(names: Sequence[str]) -> tuple[Published, ...]:
-    """The published averages, when `names` are the seven sets they are of; () for any others."""
+    """The published averages if `names` are exactly the seven sets that they cover; otherwise ()."""
     return _AVERAGES if sorted(map(_bare, names)) == sorted(_SETS) else ()
 
 

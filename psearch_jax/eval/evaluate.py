@@ -1,4 +1,4 @@
-"""Evaluation: the training engine at its own temperature, its rows on disk, and how a killed evaluation goes on.
+"""Evaluation: runs the training engine at a temperature of its own, writes rows, and resumes a killed evaluation.
 
 Letters: Q questions, R samples per question.
 """
@@ -27,7 +27,7 @@ from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.inflight import Progress
 from psearch_jax.types import Question, RewardParts, Trajectory, Turn, UserError, digest
 
-FILLS = 8  # a part of an evaluation is this many times the slots: at its end some stay empty
+FILLS = 8  # trajectories per part / slots; slots idle at the end of a part, so a part fills each several times
 _PARTS, _SETTINGS = "parts", "settings.json"
 
 
@@ -42,37 +42,39 @@ def evaluate(
     samples: int = 1,
     progress: Progress | None = None,
 ) -> list[Trajectory]:
-    """Q x R trajectories of the policy, all samples of a question together. Several processes share the work.
+    """Q x R trajectories of the policy, the samples of a question adjacent. Several processes share the work.
 
     Args:
-      collector: also used in training.
+      collector: the same class as in training.
       params: the sampling copy of the policy.
-      seed, step: named parts of every rollout's key; of no effect at temperature 0.
+      seed, step: parts of every rollout's random key; no effect at temperature 0.
       temperature: 0 is greedy.
       samples: R.
     """
     own = processes.share(questions)
-    found = collector.collect(params, own, samples, seed=seed, step=step, temperature=temperature, progress=progress)
-    return processes.in_order(found, samples)
+    trajectories = collector.collect(
+        params, own, samples, seed=seed, step=step, temperature=temperature, progress=progress
+    )
+    return processes.in_order(trajectories, samples)
 
 
 class Evaluation:
-    """Benchmarks evaluated into a directory, part by part.
+    """Evaluates benchmarks into a directory, part by part.
 
-    All questions of all benchmarks are one queue, so that no slot waits for a small benchmark's end. The queue is cut
-    into fixed parts and each is written when it is done: a killed evaluation goes on behind the last one, and since
-    the parts are the same, with the very rows of an uninterrupted one.
+    The questions of all benchmarks form one queue, so no slot idles at the end of a small benchmark. The queue is cut
+    into fixed parts, each written when it is complete. A killed evaluation resumes after the last complete part;
+    because the parts are fixed, its rows are identical to those of an uninterrupted evaluation.
     """
 
     def __init__(self, out: str | Path, benchmarks: Mapping[str, Sequence[Question]], settings: Mapping[str, Any]):
-        """Takes `out`, or goes on in it.
+        """Starts an evaluation in `out`, or resumes the one there.
 
         Args:
           benchmarks: questions by name.
-          settings: whatever decides the rows, JSON-ready.
+          settings: everything that determines the rows, JSON-serialisable.
 
         Raises:
-          UserError: `out` holds an evaluation with other settings.
+          UserError: `out` contains an evaluation with other settings.
         """
         self.out = locate(out)
         self._tasks = [(name, question) for name, questions in benchmarks.items() for question in questions]
@@ -80,12 +82,12 @@ class Evaluation:
         digests = {name: questions_digest(questions) for name, questions in benchmarks.items()}
         self.settings = json.loads(json.dumps({**settings, "questions": digests}))
         parts = self.out / _PARTS
-        found = processes.agreed(
+        saved = processes.agreed(
             lambda: _read_settings(self.out / "results.json") or _read_settings(parts / _SETTINGS)
         )
-        if found is not None and found != self.settings:
+        if saved is not None and saved != self.settings:
             raise UserError(
-                f"--out={self.out}: holds an evaluation with {_difference(found, self.settings)}; "
+                f"--out={self.out}: holds an evaluation with {_difference(saved, self.settings)}; "
                 "accepted: the same settings, or another directory"
             )
         self.finished = processes.agreed(lambda: (self.out / "results.json").is_file() and not parts.is_dir())
@@ -103,11 +105,12 @@ class Evaluation:
         questions_per_part: int,
         progress: Progress,
     ) -> dict[str, list[Score]]:
-        """Evaluates what is not done yet, and returns the scores of every benchmark. The first process writes.
+        """Evaluates the parts that are missing and returns the scores of every benchmark. The first process writes.
 
         Args:
-          roll_out: R trajectories per question, all samples of a question together; of all processes in each.
-          progress: called with (questions done, questions in all).
+          roll_out: returns R trajectories per question, the samples of a question adjacent; in each process those of
+            all processes.
+          progress: called with (questions done, total questions).
         """
         if self.finished:
             return {name: [from_row(row) for row in _rows(self._file(name))] for name in self.benchmarks}
@@ -116,11 +119,11 @@ class Evaluation:
             tasks = self._tasks[start : start + questions_per_part]
             files.append(self.out / _PARTS / f"{part:06d}.jsonl")
             if not processes.agreed(files[-1].is_file):
-                # All samples of a question end together, more or less: trajectories count as their share of it.
-                def tell(done: int, of: int, start: int = start, size: int = len(tasks)) -> None:  # noqa: B008
+                # The samples of a question end at about the same time, so trajectories are scaled to questions.
+                def report(done: int, of: int, start: int = start, size: int = len(tasks)) -> None:  # noqa: B008
                     progress(start + done * size // max(of, 1), len(self._tasks))
 
-                trajectories = roll_out([question for _, question in tasks], tell)
+                trajectories = roll_out([question for _, question in tasks], report)
                 samples = len(trajectories) // len(tasks)
                 rows = [evaluation_row(tasks[i // samples][0], t) for i, t in enumerate(trajectories)]
                 text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -136,7 +139,7 @@ class Evaluation:
         remove_tree(self.out / _PARTS)
 
     def _merge(self, files: Sequence[Path]) -> dict[str, list[Score]]:
-        """One file per benchmark out of the parts, whose rows are in the benchmarks' order."""
+        """Writes one file per benchmark from the parts, in the order of the benchmark's questions."""
         scores: dict[str, list[Score]] = {name: [] for name in self.benchmarks}
         for name in self.benchmarks:
             lines = []
@@ -156,7 +159,7 @@ def read_scores(out: str | Path) -> dict[str, list[Score]]:
     """The scores of a finished evaluation by benchmark.
 
     Raises:
-      UserError: there is none, or a row cannot be read.
+      UserError: `out` contains none, or a row cannot be read.
     """
     out = locate(out)
     file = out / "results.json"
@@ -173,7 +176,7 @@ def read_scores(out: str | Path) -> dict[str, list[Score]]:
 def _bit_sums(params: Any) -> jax.Array:
     def one(x: jax.Array) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-        place = jnp.zeros(x.shape, jnp.uint32)  # in row-major order; without a reshape, which would gather the array
+        place = jnp.zeros(x.shape, jnp.uint32)  # row-major index; a reshape would gather a sharded array
         for axis in range(x.ndim):
             stride = math.prod(x.shape[axis + 1 :]) % 2**32
             place += np.uint32(stride) * jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
@@ -183,15 +186,15 @@ def _bit_sums(params: Any) -> jax.Array:
 
 
 def weights_digest(params: nnx.State) -> str:
-    """A short name of parameters by their bits, equal wherever and however they are stored (float32)."""
+    """A short hash of the parameters' float32 bits, independent of sharding and device."""
     return hashlib.sha256(processes.fetch(_bit_sums(nnx.to_pure_dict(params))).tobytes()).hexdigest()[:16]
 
 
 def trajectory_row(trajectory: Trajectory, reward: RewardParts | None, step: int) -> dict[str, Any]:
-    """One trajectory as it is written to disk, JSON-ready and free of clock times.
+    """One trajectory as it is written to disk: JSON-serialisable, without clock times.
 
-    `ids`, `mask` (1: sampled) and `logprobs` have the same length. `reward` holds the four parts and their `total`,
-    and is empty when none is given. `source`, `question` and `golden_answers` are there for the reader.
+    `ids`, `mask` (1: sampled) and `logprobs` have the same length. `reward` has the four parts and their `total`, or
+    is empty if `reward` is None. `source`, `question` and `golden_answers` are for human readers.
     """
     t, question = trajectory, trajectory.question
     return {
@@ -215,13 +218,13 @@ def _turn_row(turn: Turn) -> dict[str, Any]:
     return {
         "text": turn.text,
         "queries": list(turn.queries),
-        "passages": [[{"id": p.id, "title": p.title} for p in found] for found in turn.passages],
+        "passages": [[{"id": p.id, "title": p.title} for p in ranking] for ranking in turn.passages],
         "n_sampled": turn.n_sampled,
     }
 
 
 def evaluation_row(benchmark: str, trajectory: Trajectory) -> dict[str, Any]:
-    """One evaluated trajectory as it is written to disk: its score, and what was written and found."""
+    """One evaluated trajectory as it is written to disk: its score, and its turns with queries and passages."""
     question = trajectory.question
     return {
         "benchmark": benchmark,
@@ -239,7 +242,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def questions_digest(questions: Sequence[Question]) -> str:
-    """How many questions there are, and a hash of all that an evaluation asks of them."""
+    """The number of questions and a hash of their contents."""
     return f"{len(questions)} {digest(questions)[:16]}"
 
 
@@ -251,7 +254,7 @@ def _read_settings(file: Path) -> Any:
 
 
 def _difference(found: Any, wanted: Any, name: str = "") -> str:
-    """The first difference of two settings, in words."""
+    """The first difference between two settings, as text for an error message."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for key in {**found, **wanted}:
             if found.get(key) != wanted.get(key):

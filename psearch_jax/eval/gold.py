@@ -1,4 +1,4 @@
-"""An upper limit for retrieval: the passages that state a question's facts, found by their titles."""
+"""An upper bound for retrieval: the passages that state a question's facts, found by their titles."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from psearch_jax.text.answers import normalise
 from psearch_jax.types import Question, UserError
 from retrieval.protocol import Passage, Retriever
 
-_LOOKED_AT = 10  # passages per title among which the one of that title is looked for
+_LOOKED_AT = 10  # passages retrieved per title, to look for the one with that title
 
 
 class GoldPassages:
-    """Answers a question's own text with the passages its facts stand in; other queries as the retriever does.
+    """A retriever that returns a question's gold passages for its own text, and the retriever's results otherwise.
 
     Args:
-      retriever: what finds a passage by its title. Where none of the best has that title, the best one is taken.
+      retriever: looks passages up by title. If none of its best results has that title, the best result is used.
 
     Raises:
-      UserError: a question does not say which passages it needs.
+      UserError: a question does not name the passages that it needs.
     """
 
     def __init__(self, retriever: Retriever, questions: Sequence[Question]):
         self._retriever = retriever
         titles = {question.query: titles_of(question) for question in questions}
         wanted = list(dict.fromkeys(title for some in titles.values() for title in some))
-        found = {
-            title: _titled(title, some)
-            for title, some in zip(wanted, retriever.search(wanted, _LOOKED_AT), strict=True)
+        gold = {
+            title: _titled(title, ranking)
+            for title, ranking in zip(wanted, retriever.search(wanted, _LOOKED_AT), strict=True)
         }
         self._passages = {
-            text: list({p.id: p for title in some for p in found[title]}.values()) for text, some in titles.items()
+            text: list({p.id: p for title in some for p in gold[title]}.values()) for text, some in titles.items()
         }
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
-        """All gold passages of a question, however many `k` is."""
+        """All gold passages of a question, whatever `k` is; for other queries the retriever's `k` passages."""
         others = [query for query in queries if query not in self._passages]
-        found = dict(zip(others, self._retriever.search(others, k), strict=True)) if others else {}
-        return [self._passages.get(query) or found.get(query, []) for query in queries]
+        rankings = dict(zip(others, self._retriever.search(others, k), strict=True)) if others else {}
+        return [self._passages.get(query) or rankings.get(query, []) for query in queries]
 
     def describe(self) -> dict[str, Any]:
-        """What the retriever says."""
+        """The retriever's own description."""
         return self._retriever.describe()
 
 
 def titles_of(question: Question) -> list[str]:
-    """The titles in `supporting_titles` of a question's metadata, else the entities of its evidence triples.
+    """The `supporting_titles` in a question's metadata, else the entities of its evidence triples.
 
     Raises:
-      UserError: it has neither.
+      UserError: the question has neither.
     """
     titles = question.metadata.get("supporting_titles") or [
         triple.entity for triples in rounds_of(question) for triple in triples
@@ -64,6 +64,6 @@ def titles_of(question: Question) -> list[str]:
 
 
 def _titled(title: str, passages: Sequence[Passage]) -> list[Passage]:
-    """The passage of that title, else the best; none where nothing was found."""
+    """The first passage with that title, else the best passage; [] if there are no passages."""
     same = [passage for passage in passages if normalise(passage.title) == normalise(title)]
     return (same or list(passages))[:1]

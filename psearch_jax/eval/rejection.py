@@ -1,6 +1,6 @@
-"""Rejection sampling: the best rollouts of each question by reward, written as supervised fine-tuning reads them.
+"""Rejection sampling: writes the highest-reward rollouts of each question in the format of supervised fine-tuning.
 
-(STaR, arXiv 2203.14465, and RAFT, arXiv 2304.06767, fine-tune on such rollouts.)
+STaR (arXiv 2203.14465) and RAFT (arXiv 2304.06767) fine-tune on such rollouts.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Scored = tuple[Trajectory, RewardParts]
 class Selection:
     """Which rollouts of a question are kept."""
 
-    keep: int = 1  # at most this number, the highest rewards first
-    min_reward: float = 0.0  # none below it
-    well_formed: bool = True  # only those in the grammar
+    keep: int = 1  # at most this number per question, the highest rewards first
+    min_reward: float = 0.0  # rollouts with a lower reward are dropped
+    well_formed: bool = True  # keep only rollouts that follow the grammar
 
 
 def best_rollouts(scored: Sequence[Scored], selection: Selection) -> list[Scored]:
-    """The rollouts of one question that are kept: by falling reward, of equal rewards the shortest first.
+    """The rollouts of one question that are kept, by decreasing reward; ties by increasing length.
 
-    Rollouts that say the same count once.
+    Of rollouts with identical turn texts only the first is kept.
     """
     order = sorted(scored, key=lambda pair: (-pair[1].total, len(pair[0].ids), pair[0].sample))
     kept: dict[tuple[str, ...], Scored] = {}
@@ -55,15 +55,16 @@ def sample(
 
     Args:
       out: the jsonl file; its parts are in `OUT.parts` until it is complete.
-      roll_out: all rollouts of the questions, those of a question together; of all processes in each.
-      settings: what decides the rollouts, JSON-ready; a call that resumes must have the same.
-      progress: called with (questions done, questions in all).
+      roll_out: returns all rollouts of the questions, those of a question adjacent; in each process those of all
+        processes.
+      settings: everything that determines the rollouts, JSON-serialisable; a resuming call must pass the same.
+      progress: called with (questions done, total questions).
 
     Returns:
-      Counts and means over everything that was sampled, and over what was kept.
+      Counts and means over all sampled rollouts, and over the kept ones.
 
     Raises:
-      UserError: `out` exists, or was begun with other settings.
+      UserError: `out` exists, or was started with other settings.
     """
     parts = out.with_name(f"{out.name}.parts")
 
@@ -88,10 +89,10 @@ def sample(
         progress(start + len(asked), len(questions))
     if not processes.first():
         return {}
-    read = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    write_whole(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for part in read for row in part["rows"]))
+    contents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    write_whole(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for part in contents for row in part["rows"]))
     remove_tree(parts)
-    totals = {name: sum(part["totals"][name] for part in read) for name in read[0]["totals"]}
+    totals = {name: sum(part["totals"][name] for part in contents) for name in contents[0]["totals"]}
     return _means(totals)
 
 

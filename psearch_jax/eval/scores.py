@@ -1,6 +1,6 @@
-"""What is counted about trajectories: figures with intervals, pass@k, the decision to split, paired differences.
+"""Evaluation metrics: means with intervals, pass@k, the decision to split, paired differences.
 
-Everything is computed from `Score`s, one per trajectory, which are what evaluations write to disk and read back.
+Everything is computed from `Score`s, one per trajectory, which evaluations write to disk and read back.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from psearch_jax.text.answers import exact_match, f1, normalise
 from psearch_jax.types import KINDS, EndStatus, Kind, Trajectory, UserError
 
 DIGITS = 6  # decimals kept of every figure
-LAST_TURN = 6  # of the cumulative share of finished questions
+LAST_TURN = 6  # last column of the cumulative share of finished questions
 RESAMPLES = 10_000
 BOOTSTRAP_SEED = 0
 
 
 @dataclass(frozen=True)
 class Score:
-    """One trajectory in numbers; free of clock times."""
+    """The metrics of one trajectory, without clock times."""
 
     source: str
     id: str
@@ -37,21 +37,21 @@ class Score:
     answer: str | None  # normalised
     em: float
     f1: float
-    searches: int  # run
-    sub_queries: int  # run, over all searches
-    first_sub_queries: int  # of the first search; 0: there was none
+    searches: int  # searches that were run
+    sub_queries: int  # sub-queries that were run, over all searches
+    first_sub_queries: int  # sub-queries of the first search; 0: no search
     turns: int  # model calls: one search and an answer are 2
-    tokens: int  # sampled
-    context: int  # ids in all: prompt, sampled, observations
+    tokens: int  # sampled tokens
+    context: int  # all tokens: prompt, sampled, observations
     valid_format: bool
-    graph: str | None = None  # of a MuSiQue question, a key of MUSIQUE_GRAPHS
-    label: str | None = None  # how the question's facts depend on one another, read by hand
-    chance: float | None = None  # the EM of a guess among the answers that the question leaves open, where known
-    looks_parallel: bool = False  # by the question's words alone (surface.py)
+    graph: str | None = None  # a MuSiQue question's key in MUSIQUE_GRAPHS
+    label: str | None = None  # how the question's facts depend on one another, labelled by hand
+    chance: float | None = None  # EM of a random guess among the question's possible answers, if known
+    looks_parallel: bool = False  # judged by the question's words only (surface.py)
 
     @property
     def split(self) -> bool:
-        """Whether the first search held two or more sub-queries."""
+        """Whether the first search had two or more sub-queries."""
         return self.first_sub_queries >= 2
 
     @property
@@ -61,7 +61,7 @@ class Score:
 
 
 def score(t: Trajectory) -> Score:
-    """The numbers of one trajectory."""
+    """The metrics of one trajectory."""
     question = t.question
     return Score(
         source=question.source,
@@ -90,11 +90,11 @@ def score(t: Trajectory) -> Score:
 
 
 def summarise(scores: Sequence[Score]) -> dict[str, float]:
-    """Means over trajectories; `llm_calls` is the sum of all turns, `questions` the number of different ones.
+    """Means over trajectories; `llm_calls` is the sum of all turns, `questions` the number of distinct questions.
 
-    `decomposition_ratio` is the share whose first search held two or more sub-queries; `decided` the share of right
-    decisions to split (`splitting`), where any counts; `chance` the EM of guesses, where it is known of all. Without
-    scores only `questions` is there.
+    `decomposition_ratio`: share whose first search had two or more sub-queries. `decided`: decomposition accuracy
+    (`splitting`), absent if no question counts. `chance`: EM of a random guess, absent unless known for every score.
+    Without scores only `questions` is present.
     """
     if not scores:
         return {"questions": 0}
@@ -119,14 +119,14 @@ def summarise(scores: Sequence[Score]) -> dict[str, float]:
 
 
 def by_kind(scores: Iterable[Score]) -> dict[Kind, list[Score]]:
-    """The scores of every kind that has some, in the order of `KINDS`."""
+    """The scores by kind, in the order of `KINDS`; kinds without scores are left out."""
     scores = list(scores)
     groups = {kind: [s for s in scores if s.kind == kind] for kind in KINDS}
     return {kind: group for kind, group in groups.items() if group}
 
 
 def by_source(scores: Iterable[Score]) -> dict[str, list[Score]]:
-    """The scores of every set, in the order in which the sets first come."""
+    """The scores by source, in order of first appearance."""
     groups: dict[str, list[Score]] = {}
     for s in scores:
         groups.setdefault(s.source, []).append(s)
@@ -134,15 +134,15 @@ def by_source(scores: Iterable[Score]) -> dict[str, list[Score]]:
 
 
 def figures(scores: Sequence[Score], ks: Sequence[int] = ()) -> dict[str, Any]:
-    """All that is reported of one benchmark, JSON-ready.
+    """The report on one benchmark, JSON-serialisable.
 
     Keys: `all` and `kinds` ({kind: ...}), each a summary with `em_interval` [low, high], `finished_by_turn`,
-    `not_finite` (trajectories whose logits were not finite; they count as not answered), and for every k of `ks`
-    `pass_at` and `maj_at`; `splitting`, see there; `graphs` and `labels` where questions have them; `sources`, where
-    the questions come from several sets: `all` and `kinds` of each.
+    `not_finite` (trajectories with non-finite logits; they count as not answered), and for every k in `ks` `pass_at`
+    and `maj_at`; `splitting`, see there; `graphs` and `labels` if questions have them; `sources`, if the questions
+    come from several sets: `all` and `kinds` of each.
 
     Raises:
-      ValueError: there is no score.
+      ValueError: there are no scores.
     """
     report = _by_kind(scores, ks) | {"splitting": splitting(scores)}
     sources = by_source(scores)
@@ -178,10 +178,10 @@ def finished_by_turn(scores: Sequence[Score], last: int = LAST_TURN) -> list[flo
 
 
 def em_interval(scores: Sequence[Score]) -> list[float]:
-    """Bootstrap 95% interval of EM. Questions are drawn with replacement, each with all its samples.
+    """Bootstrap 95% interval of EM. Questions are resampled with replacement, each with all its samples.
 
     Raises:
-      ValueError: there is no score.
+      ValueError: there are no scores.
     """
     if not scores:
         raise ValueError("em_interval: no scores")
@@ -189,7 +189,7 @@ def em_interval(scores: Sequence[Score]) -> list[float]:
 
 
 def pass_at(scores: Sequence[Score], k: int) -> float:
-    """The chance that k samples hold a right one, unbiased: 1 - C(n - right, k) / C(n, k) (2107.03374, eq. 1)."""
+    """Unbiased pass@k: mean over questions of 1 - C(n - right, k) / C(n, k) (arXiv 2107.03374, eq. 1)."""
 
     def one(group: Sequence[Score]) -> float:
         right = sum(s.em > 0 for s in group)
@@ -199,7 +199,7 @@ def pass_at(scores: Sequence[Score], k: int) -> float:
 
 
 def majority_at(scores: Sequence[Score], k: int) -> float:
-    """EM of the commonest normalised answer among the first k samples; of equals, the one that came first."""
+    """EM of the most common normalised answer among the first k samples; ties go to the earliest answer."""
 
     def one(group: Sequence[Score]) -> float:
         first = [s for s in sorted(group, key=lambda s: s.sample)[:k] if s.answer is not None]
@@ -215,15 +215,15 @@ def majority_at(scores: Sequence[Score], k: int) -> float:
 
 
 def splitting(scores: Sequence[Score], by_hand: bool = False) -> dict[str, Any]:
-    """Whether the first search was split where it should be, whatever was answered; JSON-ready.
+    """Whether the first search was split when it should be, whatever the answer; JSON-serialisable.
 
-    `confusion` counts per kind: `split`, `whole` (one query), `none` (no search). A decision is right when parallel
-    questions are split and sequential and single ones are not; `accuracy`, `precision` and `recall` of splitting are
-    over those three, None where nothing is counted. Mixed questions, of which a part can be split, stay apart.
-    `never` and `by_words` are the accuracy of two controls: to split nothing, and what `surface.looks_parallel`.
+    `confusion` counts per kind: `split`, `whole` (one query), `none` (no search). A decision is right if a parallel
+    question is split, or a sequential or single one is not. `accuracy`, `precision` and `recall` of splitting are over
+    those three kinds, None if nothing counts. Mixed questions, which can be split in part, are excluded. `never` and
+    `by_words` are the accuracies of two controls: never splitting, and splitting if `surface.looks_parallel`.
 
     Args:
-      by_hand: by the labels read by hand, not by the set's kinds.
+      by_hand: use the manual labels instead of the set's kinds.
     """
     confusion: dict[str, dict[str, int]] = {}
     for kind in KINDS:
@@ -245,7 +245,7 @@ def splitting(scores: Sequence[Score], by_hand: bool = False) -> dict[str, Any]:
 
 
 def by_graph(scores: Sequence[Score]) -> dict[str, dict[str, float]]:
-    """What was done with the questions of each MuSiQue graph, beside what the graph allows."""
+    """Results per MuSiQue graph, with the hops, rounds and width of the graph."""
     rows = {}
     for name, graph in MUSIQUE_GRAPHS.items():
         group = [s for s in scores if s.graph == name]
@@ -266,14 +266,14 @@ def by_graph(scores: Sequence[Score]) -> dict[str, dict[str, float]]:
 
 
 def paired(first: Sequence[Score], second: Sequence[Score], value: str = "em") -> dict[str, float]:
-    """The second's mean of a field of `Score` minus the first's, question by question.
+    """The second's mean of a field of `Score` minus the first's, paired by question.
 
-    `low`, `high`: bootstrap 95% interval of the difference, questions drawn with replacement. `p`: two-sided, by
-    flipping signs at random (a paired permutation test). `ratio`: second mean / first mean (NaN where that is 0),
-    with its own interval `ratio_low`, `ratio_high`.
+    `low`, `high`: bootstrap 95% interval of the difference, questions resampled with replacement. `p`: two-sided
+    paired permutation test (random sign flips). `ratio`: second mean / first mean (NaN if the first is 0), with its
+    own bootstrap interval `ratio_low`, `ratio_high`.
 
     Raises:
-      UserError: the two are not over the same questions.
+      UserError: the two do not cover the same questions.
     """
     means = [
         {key: mean(getattr(s, value) for s in group) for key, group in _questions(s).items()} for s in (first, second)
@@ -296,7 +296,7 @@ def paired(first: Sequence[Score], second: Sequence[Score], value: str = "em") -
         ratio = b.mean() / a.mean() if a.any() else np.nan
         ratios = np.concatenate([b[d].mean(axis=1) / a[d].mean(axis=1) for d in _draws(len(a))])
     ratio_low, ratio_high = np.quantile(ratios, (0.025, 0.975)) if np.isfinite(ratios).all() else (np.nan, np.nan)
-    found = {
+    statistics = {
         "first": a.mean(),
         "second": b.mean(),
         "difference": difference.mean(),
@@ -307,23 +307,23 @@ def paired(first: Sequence[Score], second: Sequence[Score], value: str = "em") -
         "ratio_low": ratio_low,
         "ratio_high": ratio_high,
     }
-    return {name: round(float(number), DIGITS) for name, number in found.items()} | {"questions": len(a)}
+    return {name: round(float(number), DIGITS) for name, number in statistics.items()} | {"questions": len(a)}
 
 
 # ---- rows on disk ----
 
 
 def to_row(s: Score) -> dict[str, Any]:
-    """JSON-ready; `from_row` is the inverse."""
+    """A JSON-serialisable row; `from_row` is the inverse."""
     return asdict(s)
 
 
 def from_row(row: Mapping[str, Any]) -> Score:
-    """A score from a row that holds more."""
+    """A score from a row, which may have other fields too."""
     return Score(**{name: row[name] for name in Score.__dataclass_fields__})
 
 
-# ---- small parts ----
+# ---- helpers ----
 
 
 def _questions(scores: Sequence[Score]) -> dict[tuple[str, str], list[Score]]:
@@ -334,13 +334,13 @@ def _questions(scores: Sequence[Score]) -> dict[tuple[str, str], list[Score]]:
 
 
 def _rows_per_block(size: int) -> list[int]:
-    """RESAMPLES in blocks of at most 4 million numbers."""
+    """Splits RESAMPLES into blocks of at most 4 million numbers each."""
     rows = max(1, min(RESAMPLES, 4_000_000 // size))
     return [min(rows, RESAMPLES - start) for start in range(0, RESAMPLES, rows)]
 
 
 def _draws(size: int) -> Iterable[np.ndarray]:
-    """Blocks of places [rows, size] drawn with replacement; the same at every call."""
+    """Blocks of indices [rows, size] sampled with replacement; the same at every call."""
     rng = np.random.default_rng(BOOTSTRAP_SEED)
     for rows in _rows_per_block(size):
         yield rng.integers(0, size, (rows, size))

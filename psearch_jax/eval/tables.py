@@ -1,4 +1,4 @@
-"""Evaluations as Markdown, with the published figures beside ours."""
+"""Evaluations as Markdown tables, with the published figures next to ours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from psearch_jax.eval.scores import LAST_TURN, Score, by_kind, by_source, paired
 from psearch_jax.metrics import mean
 from psearch_jax.types import KINDS, UserError
 
-# What two evaluations are compared in: fields of `Score`.
+# The fields of `Score` in which two evaluations are compared, and their titles.
 PAIRED = {"em": "EM", "f1": "F1", "split": "split", "turns": "turns", "tokens": "tokens", "valid_format": "valid"}
 
 
@@ -27,39 +27,38 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def results(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:
-    """All tables of `figures` by benchmark name: results, finished by turn, pass@k, splitting, graphs."""
+    """All tables for `figures` by benchmark name: results, finished by turn, pass@k, splitting, graphs."""
     parts = [results_table(benchmarks, policy), "Share finished by turn:\n\n" + finished_table(benchmarks)]
-    if any("pass_at" in found["all"] for found in benchmarks.values()):
-        parts.append("Several samples per question:\n\n" + samples_table(benchmarks))
-    parts.append("The decision to split, whatever was answered:\n\n" + splitting_table(benchmarks))
-    if any("graphs" in found for found in benchmarks.values()):
+    if any("pass_at" in report["all"] for report in benchmarks.values()):
+        parts.append("With several samples per question:\n\n" + samples_table(benchmarks))
+    parts.append("The decision to split, whatever the answer:\n\n" + splitting_table(benchmarks))
+    if any("graphs" in report for report in benchmarks.values()):
         parts.append("By MuSiQue's reasoning graphs:\n\n" + graphs_table(benchmarks))
     return "\n\n".join(parts)
 
 
 def results_table(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:
-    """A row per benchmark and kind, with chance and the published rows of the benchmark below; averages of several.
+    """A row per benchmark and kind, followed by its chance level and published rows; averages if there are several.
 
-    The sets of a merged benchmark follow it, each compared with its own published rows, and count one by one in the
-    average.
+    The sets of a merged benchmark follow it, each with its own published rows. The average counts each set separately.
     """
     head = "benchmark questions policy EM 95% F1 split searches turns tokens valid".split()
     rows = [[*head, "LLM calls", "n"]]
     averaged: list[tuple[str, Mapping[str, Any]]] = []
-    for name, found in benchmarks.items():
-        sets = found.get("sources", {})
-        rows += _set_rows(name, name, policy, found)
+    for name, report in benchmarks.items():
+        sets = report.get("sources", {})
+        rows += _set_rows(name, name, policy, report)
         for source, values in sets.items():
             rows += _set_rows(f"{name}: {source}", source, policy, values)
-        averaged += sets.items() if sets else [(name, found)]
+        averaged += sets.items() if sets else [(name, report)]
     if len(averaged) > 1:
-        rows.append(_average_row(policy, [found["all"] for _, found in averaged]))
+        rows.append(_average_row(policy, [report["all"] for _, report in averaged]))
         rows += _published_rows("average", "", published_average([name for name, _ in averaged]))
     return table(rows)
 
 
 def _set_rows(title: str, name: str, policy: str, found: Mapping[str, Any]) -> list[list[str]]:
-    """Our rows of one set, called `title`, with those published for a benchmark called `name`."""
+    """Our rows for one set, labelled `title`, with the rows published for the benchmark `name`."""
     kinds = found["kinds"]
     only = next(iter(kinds)) if len(kinds) == 1 else None
     rows = [] if only else [_our_row(title, "all", policy, found["all"]), *_chance_rows(title, "all", found["all"])]
@@ -80,7 +79,7 @@ def _our_row(name: str, kind: str, policy: str, values: Mapping[str, Any]) -> li
 
 
 def _chance_rows(name: str, kind: str, values: Mapping[str, Any]) -> list[list[str]]:
-    """What guesses are worth, where it is known of all questions."""
+    """The EM of random guesses, if it is known for all questions."""
     return [[name, kind, "by chance", share(values["chance"]), *[""] * 9]] if "chance" in values else []
 
 
@@ -92,7 +91,7 @@ def _middle(values: Mapping[str, Any]) -> list[str]:
 
 
 def _average_row(policy: str, found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Every benchmark with the same weight, as the paper has it."""
+    """The mean over benchmarks with equal weights, as in the paper."""
     keys = ("f1", "decomposition_ratio", "searches", "turns", "tokens", "valid_format")
     means = {key: mean(values[key] for values in found) for key in keys}
     calls, questions = (sum(values[key] for values in found) for key in ("llm_calls", "questions"))
@@ -111,8 +110,8 @@ def _published_rows(name: str, kind: str, rows: Sequence[Published]) -> list[lis
 def finished_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
     """The cumulative share of trajectories that had answered by each turn."""
     rows = [["benchmark", "questions", *map(str, range(1, LAST_TURN + 1))]]
-    for name, found in benchmarks.items():
-        groups = found["kinds"] if len(found["kinds"]) == 1 else {"all": found["all"], **found["kinds"]}
+    for name, report in benchmarks.items():
+        groups = report["kinds"] if len(report["kinds"]) == 1 else {"all": report["all"], **report["kinds"]}
         rows += [[name, kind, *map(share, values["finished_by_turn"])] for kind, values in groups.items()]
     return table(rows)
 
@@ -121,20 +120,20 @@ def samples_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
     """pass@k and maj@k."""
     ks = list(next(iter(benchmarks.values()))["all"]["pass_at"])
     rows = [["benchmark", *(f"{name}@{k}" for name in ("pass", "maj") for k in ks)]]
-    for name, found in benchmarks.items():
-        values = found["all"]
+    for name, report in benchmarks.items():
+        values = report["all"]
         rows.append([name, *(share(values[key][k]) for key in ("pass_at", "maj_at") for k in ks)])
     return table(rows)
 
 
 def splitting_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
-    """What the first search was, per kind; and how often that was right, beside two controls that see no model."""
-    head = ["benchmark", "questions", "split", "whole", "no search", "accuracy", "precision", "recall"]
+    """How first searches were split, per kind, and decomposition accuracy next to two controls without a model."""
+    head = ["benchmark", "questions", "split", "not split", "no search", "accuracy", "precision", "recall"]
     rows = [[*head, "never split", "by words"]]
-    for name, found in benchmarks.items():
-        rows += _splitting_rows(name, "", found["splitting"])
-        if "labels" in found:
-            rows += _splitting_rows(name, " (read by hand)", found["labels"])
+    for name, report in benchmarks.items():
+        rows += _splitting_rows(name, "", report["splitting"])
+        if "labels" in report:
+            rows += _splitting_rows(name, " (labelled by hand)", report["labels"])
     return table(rows)
 
 
@@ -143,17 +142,17 @@ def _splitting_rows(name: str, note: str, found: Mapping[str, Any]) -> list[list
         [name, kind + note, *(str(counts[key]) for key in ("split", "whole", "none")), *[""] * 5]
         for kind, counts in found["confusion"].items()
     ]
-    if sum(kind in found["confusion"] for kind in KINDS[:3]) > 1:  # one kind alone has no precision to speak of
+    if sum(kind in found["confusion"] for kind in KINDS[:3]) > 1:  # precision of a single kind means nothing
         quality = [share(found[key]) for key in ("accuracy", "precision", "recall", "never", "by_words")]
         rows.append([name, f"all but mixed{note}", "", "", "", *quality])
     return rows
 
 
 def graphs_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
-    """MuSiQue: what the graph allows, and what was done."""
+    """MuSiQue: the structure of each graph, and the results."""
     rows = [["benchmark", "graph", "hops", "rounds", "width", "EM", "split", "searches", "n"]]
-    for name, found in benchmarks.items():
-        for graph, v in found.get("graphs", {}).items():
+    for name, report in benchmarks.items():
+        for graph, v in report.get("graphs", {}).items():
             numbers = [str(v[key]) for key in ("hops", "rounds", "width")]
             done = [share(v["em"]), share(v["decomposition_ratio"]), f"{v['searches']:.2f}", str(v["questions"])]
             rows.append([name, graph, *numbers, *done])
@@ -165,7 +164,7 @@ def paired_table(
 ) -> str:
     """Two evaluations of the same questions: means, differences with 95% intervals and p, and ratios.
 
-    The sets of a merged benchmark follow it, and the kinds of a set of several.
+    A merged benchmark is followed by its sets, and a set with several kinds by its kinds.
 
     Raises:
       UserError: they share no benchmark, or a benchmark's questions differ.
@@ -187,7 +186,7 @@ def paired_table(
             numbers = [f"{d[key]:.3f}" for key in ("first", "second")] + [f"{d['difference']:+.3f}"]
             spread = [f"{d['low']:+.3f} to {d['high']:+.3f}", f"{d['p']:.4f}"]
             ratio = [f"{d['ratio']:.3f}", f"{d['ratio_low']:.3f}-{d['ratio_high']:.3f}"]
-            if math.isnan(d["ratio_low"]):  # the first one's mean is, or may by chance be, zero
+            if math.isnan(d["ratio_low"]):  # the first mean is zero, in the data or in a bootstrap resample
                 ratio = ["", ""]
             rows.append([name, title, *numbers, *spread, *ratio, str(d["questions"])])
     return table(rows)
@@ -196,6 +195,6 @@ def paired_table(
 def _parts(
     first: Sequence[Score], second: Sequence[Score], divide: Callable[[Sequence[Score]], Mapping[Any, list[Score]]]
 ) -> dict[Any, tuple[list[Score], list[Score]]]:
-    """The parts of two evaluations side by side, where there is more than one."""
+    """The matching parts of two evaluations; {} if there is only one part."""
     ours, theirs = divide(first), divide(second)
     return {name: (ours[name], theirs.get(name, [])) for name in ours} if len(ours) > 1 else {}

@@ -1,8 +1,8 @@
-"""The weights of each layer in arrays of their own, for decoding.
+"""The weights of each layer in separate arrays, for decoding.
 
-XLA (of jax 0.10 and 0.12, for GPUs and CPUs) does not multiply by a slice of an array where it lies: in the loop over
-the layers it copies every kernel first, and a step that reads the weights once reads and writes them again. So they
-are copied once, before a loop of many steps, on a CPU also into the order in which a few rows are multiplied fastest.
+XLA (of jax 0.10 and 0.12, for GPUs and CPUs) does not multiply by a slice of an array in place: in the loop over the
+layers it first copies every kernel, so each step reads the weights a second time and writes them. So the weights are
+copied once, before a loop of many steps; on a CPU also into the layout in which products of a few rows are fastest.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import jax.numpy as jnp
 
 from psearch_jax.models.lora import KERNELS
 
-Weights = Mapping[str, jax.Array]  # of a layer, by name
+Weights = Mapping[str, jax.Array]  # of one layer, by name
 
 
 class Apart(NamedTuple):
-    """What decoding reads in place of the model's own stacks.
+    """What decoding uses in place of the model's stacked weights.
 
     Attributes:
-      layers: the weights of each; with `across` a kernel NAME [*in, *out] is NAME_across [*out, *in], in float32.
-      head: with `across` [V, D] in float32, else None.
+      layers: the weights of each; with `across`, a kernel NAME [*in, *out] is NAME_across [*out, *in], in float32.
+      head: with `across`, [V, D] in float32; else None.
     """
 
     layers: tuple[Weights, ...]
@@ -31,12 +31,12 @@ class Apart(NamedTuple):
 
 
 def taken_apart(weights: Weights, layers: int, head: jax.Array, across: bool) -> Apart:
-    """Copies of the weights of each layer.
+    """Copies the weights of each layer into separate arrays.
 
     Args:
       weights: of all layers, each [L, ...].
       head: [D, V].
-      across: turn kernels and head for `products.product_across`.
+      across: transpose kernels and head for `products.product_across`.
     """
     each = tuple({name: x[layer] for name, x in weights.items()} for layer in range(layers))
     if not across:

@@ -1,10 +1,10 @@
-"""Attention in three uses: `causal` for whole rows, `behind` for a chunk behind a cache, `decode` for one id there.
+"""Attention in three uses: `causal` for full rows, `behind` for a chunk after a cache, `decode` for one such token.
 
-`causal` has four forms, chosen by dtype and devices (`implementation_for`): in 16 bits `splash` (a Pallas kernel, for
-TPUs) and `cudnn` (for GPUs), in float32 and where there is no kernel `blocked`, and on a CPU `rowwise`, which is
-`blocked` row by row. None holds all scores of a row. All but `cudnn` also attend within the trajectories of a packed
-row (`takes_segments`).
-All of them scale in float32, the scores of 16-bit queries: such a query times H**-0.5 would be rounded a second time.
+`causal` has four implementations, chosen by dtype and devices (`implementation_for`): in 16 bits `splash` (a Pallas
+kernel, for TPUs) and `cudnn` (for GPUs); in float32, and where there is no kernel, `blocked`; on a CPU `rowwise`,
+which is `blocked` row by row. None holds all scores of a row at once. All but `cudnn` can also attend only within the
+trajectories of a packed row (`takes_segments`).
+All of them scale in float32: for 16-bit queries the scores, because such a query times H**-0.5 would be rounded again.
 Letters: B rows, T query positions, S key positions, N heads, K kv heads, G = N/K, H head dim.
 """
 
@@ -26,31 +26,31 @@ from psearch_jax.buckets import BLOCK
 from psearch_jax.sharding import COMPUTE, spec
 
 Implementation = Literal["blocked", "rowwise", "splash", "cudnn"]
-ATTENDED = "attended"  # the name of what a backward pass keeps of attention, to remat's policies (not in `cudnn`)
-NEG_INF = -1e30  # a finite stand-in: a row of -inf alone would softmax to NaN
-WHOLE_CHUNK = 256  # up to so many query positions, all scores exist at once
-KEY_BLOCK = 256  # cached positions that are looked at at once
-QUERY_BLOCK, MOST_BLOCKS = 64, 16  # of whole rows without a kernel: the least block, and how many there are at most
-LANES = 128  # the width of a TPU register: what the kernel wants H and T to be a multiple of
-CUDNN_CAPABILITY = (8, 0)  # of a GPU, from which on cuDNN has the kernel: Ampere (a T4 has 7.5)
+ATTENDED = "attended"  # name for remat policies of what the backward pass keeps of attention (not in `cudnn`)
+NEG_INF = -1e30  # a finite stand-in: the softmax of a row of only -inf would be NaN
+WHOLE_CHUNK = 256  # `behind` takes this many query positions at once
+KEY_BLOCK = 256  # cached positions per block
+QUERY_BLOCK, MOST_BLOCKS = 64, 16  # of full rows without a kernel: minimum size and maximum number of blocks
+LANES = 128  # the width of a TPU register: the kernel needs H and T to be multiples of it
+CUDNN_CAPABILITY = (8, 0)  # minimum compute capability for cuDNN's kernel: Ampere (a T4 has 7.5)
 
 
 @dataclass(frozen=True)
 class Keys:
-    """What one layer of a cache holds of S positions."""
+    """Keys and values of S positions in one layer of a cache."""
 
-    k: jax.Array  # [B, K, S, H], or `across` [B, K, H, S]
+    k: jax.Array  # [B, K, S, H], or with `across` [B, K, H, S]
     v: jax.Array  # [B, K, S, H]
     across: bool = False
-    k_scale: jax.Array | None = None  # in int8, of each line of H (models/int8.py): [B, K, S]
+    k_scale: jax.Array | None = None  # in int8, one per line of H (models/int8.py): [B, K, S]
     v_scale: jax.Array | None = None
 
 
 def implementation_for(mesh: Mesh, dtype: Any) -> Implementation:
-    """The form of `causal` for the devices of a mesh and a dtype of computation.
+    """The implementation of `causal` for the devices of a mesh and a compute dtype.
 
-    Kernels are for 16 bits: cuDNN has none for float32, and the precision of products inside one cannot be asked for
-    in its backward pass. Nor has cuDNN one for GPUs before Ampere, as a T4.
+    Kernels are only for 16 bits: cuDNN has none for float32, and the precision of products inside a kernel cannot be
+    set for its backward pass. cuDNN also has none for GPUs before Ampere, such as a T4.
     """
     devices = list(mesh.devices.flat)
     if devices[0].platform == "cpu":
@@ -63,30 +63,30 @@ def implementation_for(mesh: Mesh, dtype: Any) -> Implementation:
 
 
 def _capability(device: Any) -> tuple[int, ...]:
-    """The CUDA compute capability of a device, "8.0" as (8, 0); () of what has none, as a CPU or an AMD GPU."""
+    """The CUDA compute capability of a device, "8.0" as (8, 0); () if it has none, like a CPU or an AMD GPU."""
     words = str(getattr(device, "compute_capability", "")).split(".")
     return tuple(map(int, words)) if all(word.isdigit() for word in words) else ()
 
 
 def splash_block(width: int) -> int:
-    """The block of queries and keys that the splash kernel takes for rows of `width` positions.
+    """The splash kernel's block size of queries and keys for rows of `width` positions.
 
-    Rows are padded to a multiple of it inside (`splash_width`), so that no width is left with small blocks: 6,196
-    positions were 6,272 in blocks of 128, and are 6,656 in blocks of 512.
+    Rows are padded to a multiple of it (`splash_width`), so that no width needs small blocks: 6,196 positions are
+    padded to 6,656 in blocks of 512, rather than to 6,272 in blocks of 128.
     """
     return min(BLOCK, width + -width % LANES)
 
 
 def splash_width(width: int) -> int:
-    """What the splash kernel pads rows of `width` positions to."""
+    """The width to which the splash kernel pads rows of `width` positions."""
     return width + -width % splash_block(width)
 
 
 def takes_segments(implementation: Implementation) -> bool:
-    """Whether rows may hold several trajectories each: what decides it for training.
+    """Whether training rows may hold several trajectories each.
 
-    JAX gives cuDNN no segments, only a length per row; a mask as long as the row is wide for every query would undo
-    what packing saves. Rows for cuDNN hold one trajectory each.
+    JAX passes cuDNN no segments, only a length per row, and a [T, T] mask would cost what packing saves. So rows for
+    cuDNN hold one trajectory each.
     """
     return implementation != "cudnn"
 
@@ -102,10 +102,10 @@ def causal(
 
     Args:
       q: [B, T, N, H].
-      k, v: [B, K, T, H], as the cache holds them.
-      segments: [B, T] int32, equal within a trajectory, whose positions lie side by side; None: a row is one. `cudnn`
-        does not look at it (`takes_segments`): to causal attention a row's padding behind its one trajectory is
-        nothing.
+      k, v: [B, K, T, H], the cache's layout.
+      segments: [B, T] int32, equal within a trajectory, whose positions are contiguous; None: each row is one
+        trajectory. `cudnn` ignores it (`takes_segments`): causal attention never sees the padding after a row's only
+        trajectory.
 
     Returns:
       [B, T, N, H].
@@ -121,7 +121,7 @@ def causal(
 
 
 def _begins(segments: jax.Array) -> jax.Array:
-    """Where the segment of each position begins, [B, T]: a mask by it costs less than one by equal segments."""
+    """The start of each position's segment, [B, T]: a mask from starts costs less than one from equal segments."""
     T = segments.shape[1]
     changes = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
     return jax.lax.cummax(jnp.where(changes, jnp.arange(T, dtype=jnp.int32), 0), axis=1)
@@ -133,17 +133,17 @@ def _rowwise(q: jax.Array, k: jax.Array, v: jax.Array, begin: jax.Array | None =
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, begin: jax.Array | None, rowwise: bool = False) -> jax.Array:
-    """`causal` block by block of queries, each against the keys up to its own end; all rows at once, or `rowwise`.
+    """`causal` by blocks of queries, each against the keys up to its own end; all rows at once, or `rowwise`.
 
-    `begin` [B, T] is where each position's segment begins; None: a row is one.
-    What the backward pass needs of the scores is computed anew from their log-sum-exp (arXiv 2205.14135, section 3.1):
-    kept, or differentiated through the softmax, they would be read and written several times more.
+    `begin` [B, T] is the start of each position's segment; None: each row is one segment.
+    The backward pass recomputes the attention weights from the scores' log-sum-exp (arXiv 2205.14135, section 3.1).
+    Storing them, or differentiating through the softmax, would read and write them several times more.
     """
     return _blocked_forward(q, k, v, begin, rowwise)[0]
 
 
 def _each_row(rowwise: bool, of_rows: Callable[..., Any], *arrays: Any) -> Any:
-    """`of_rows(*arrays)`, with `rowwise` one row at a time: its scores then stay in a processor's own memory."""
+    """`of_rows(*arrays)`; with `rowwise` one row at a time, so that its scores stay in the processor's cache."""
     if not rowwise:
         return of_rows(*arrays)
 
@@ -154,13 +154,13 @@ def _each_row(rowwise: bool, of_rows: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def _blocks(T: int) -> list[tuple[int, int]]:
-    """First and last of the query positions of each block."""
+    """The range [first, last) of query positions of each block."""
     size = max(QUERY_BLOCK, -(-T // MOST_BLOCKS))
     return [(first, min(first + size, T)) for first in range(0, T, size)]
 
 
 def _scores(scored: Callable[..., jax.Array], k: jax.Array, begin: Any, block: tuple[int, int]) -> jax.Array:
-    """Scores [B, K, G, X, S] of a block's queries by `grouped`, float32, NEG_INF where one may not look."""
+    """Scores [B, K, G, X, S] of a block's queries from `grouped`, float32; NEG_INF where a query may not attend."""
     first, last = block
     place = jnp.arange(last)
     seen = (place <= jnp.arange(first, last)[:, None])[None]
@@ -178,7 +178,7 @@ def _blocked_forward(
 
 def _attended(q: jax.Array, k: jax.Array, v: jax.Array, begin: jax.Array | None) -> tuple[jax.Array, Any]:
     """`causal`, and the log-sum-exp of each block's scores."""
-    K, found, log_sums = k.shape[1], [], []
+    K, outputs, log_sums = k.shape[1], [], []
     for first, last in _blocks(q.shape[1]):
         _, scored = grouped(q[:, first:last], K)
         scores = _scores(scored, k, begin, (first, last))
@@ -186,9 +186,9 @@ def _attended(q: jax.Array, k: jax.Array, v: jax.Array, begin: jax.Array | None)
         weights = jnp.exp(scores - most)
         total = jnp.sum(weights, axis=-1, keepdims=True)
         values = jnp.einsum("BKGXS,BKSH->BKGXH", weights.astype(q.dtype), v[:, :, :last])
-        found.append(apart((values / total).astype(q.dtype)))
+        outputs.append(apart((values / total).astype(q.dtype)))
         log_sums.append(most + jnp.log(total))
-    return jnp.concatenate(found, axis=1), log_sums
+    return jnp.concatenate(outputs, axis=1), log_sums
 
 
 def _blocked_backward(rowwise: bool, kept: Any, gradient: jax.Array) -> tuple:
@@ -201,19 +201,19 @@ def _pulled_back(q, k, v, begin, out, log_sums, gradient) -> tuple[jax.Array, ja
     wide = dtype == jnp.float32
     of_q, of_k, of_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    # A backward pass is traced outside of `decoder.precision`, which asks for the same.
+    # The backward pass is traced outside `products.precision`, so the same precision is set here.
     with jax.default_matmul_precision("highest") if wide else contextlib.nullcontext():
         for (first, last), log_sum in zip(_blocks(q.shape[1]), log_sums, strict=True):
-            mine, scored = grouped(q[:, first:last], K)
+            queries, scored = grouped(q[:, first:last], K)
             of_out, own = (_stacked(x[:, first:last], K) for x in (gradient, out))
             weights = jnp.exp(_scores(scored, k, begin, (first, last)) - log_sum)
             change = product("BKGXH,BKSH->BKGXS", of_out, v[:, :, :last])
             mean = jnp.sum(of_out.astype(jnp.float32) * own.astype(jnp.float32), axis=-1, keepdims=True)
             of_scores = (weights * (change - mean)).astype(dtype)
             of_q.append(apart(product("BKGXS,BKSH->BKGXH", of_scores, k[:, :, :last])))
-            of_k = of_k.at[:, :, :last].add(product("BKGXS,BKGXH->BKSH", of_scores, mine))
+            of_k = of_k.at[:, :, :last].add(product("BKGXS,BKGXH->BKSH", of_scores, queries))
             of_v = of_v.at[:, :, :last].add(product("BKGXS,BKGXH->BKSH", weights.astype(dtype), of_out))
-    # `mine` is scaled already where the queries are, and not the scores.
+    # In float32, `grouped` scales the queries, so `queries`, and with it `of_k`, is already scaled.
     of_q, of_k = jnp.concatenate(of_q, axis=1) * H**-0.5, of_k if wide else of_k * H**-0.5
     return tuple(x.astype(like.dtype) for x, like in zip((of_q, of_k, of_v), (q, k, v), strict=True))
 
@@ -224,8 +224,8 @@ _blocked.defvjp(_blocked_forward, _blocked_backward)
 def behind(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array) -> jax.Array:
     """Causal attention of a chunk over itself and the cached positions before it.
 
-    The cache is only read, in blocks of `KEY_BLOCK` positions and no further than the longest row reaches; one softmax
-    runs over all of them and the chunk, kept as its running maximum and sums (arXiv 2205.14135).
+    The cache is not written. It is read in blocks of `KEY_BLOCK` positions, up to the end of the longest row. One
+    softmax covers these blocks and the chunk, kept as a running maximum and sums (arXiv 2205.14135).
 
     Args:
       q: [B, T, N, H].
@@ -275,15 +275,15 @@ def over_cache(
     start: jax.Array,
     S: int,
 ) -> jax.Array:
-    """One softmax on, over the cached positions in blocks of `KEY_BLOCK` (arXiv 2205.14135, section 3.1).
+    """Continues a softmax over the cached positions, in blocks of `KEY_BLOCK` (arXiv 2205.14135, section 3.1).
 
     Args:
-      sums: of the keys looked at before, float32: maximum and sum of exponentials [B, K, G, X, 1], and weighed values
-        [B, K, G, X, H].
+      sums: of the keys already attended to, float32: maximum and sum of exponentials [B, K, G, X, 1], and weighted
+        sum of values [B, K, G, X, H].
       dtype: of products.
-      scored: of the queries, as `grouped` gives it.
-      look: from the first position of a block and its width to what the cache holds there.
-      start: [B] int32, how many positions of each row are real; no block behind the longest row's is looked at.
+      scored: the score function of the queries, from `grouped`.
+      look: from the first position of a block and its width to the cached keys and values there.
+      start: [B] int32, the number of real positions of each row; blocks past the longest row are not visited.
       S: positions of the cache.
 
     Returns:
@@ -309,11 +309,11 @@ def over_cache(
 
 
 def decode(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array) -> jax.Array:
-    """Attention of one id over itself and the cached positions before it.
+    """Attention of one token over itself and the cached positions before it.
 
     Args:
       q: [B, 1, N, H].
-      k, v: [B, K, 1, H] of the id.
+      k, v: [B, K, 1, H] of the token.
       old: cached keys and values of S positions, of which the first start[b] are real.
 
     Returns:
@@ -332,13 +332,13 @@ def decode(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array
 
 
 def grouped(q: jax.Array, K: int) -> tuple[jax.Array, Callable[..., jax.Array]]:
-    """Queries [B, X, N, H] as [B, K, G, X, H], and the function from keys to their float32 scores [B, K, G, X, S]."""
+    """Queries [B, X, N, H] as [B, K, G, X, H], and a function from keys to float32 scores [B, K, G, X, S]."""
     H = q.shape[-1]
-    wide = q.dtype == jnp.float32  # then the queries are scaled, of which there are fewer than scores
+    wide = q.dtype == jnp.float32  # then scale the queries, because they are fewer than the scores
     q = _stacked(q * H**-0.5 if wide else q, K)
 
     def scored(k: jax.Array, across: bool = False, scale: jax.Array | None = None) -> jax.Array:
-        """k [B, K, S, H], or [B, K, H, S] where it lies `across`; in int8 with the `scale` [B, K, S] of its lines."""
+        """k [B, K, S, H], or with `across` [B, K, H, S]; in int8 with the `scale` [B, K, S] of its lines."""
         of_keys = "BKHS" if across else "BKSH"
         scores = jnp.einsum(f"BKGXH,{of_keys}->BKGXS", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
         scores = scores if wide else scores * H**-0.5
@@ -360,7 +360,7 @@ def apart(out: jax.Array) -> jax.Array:
 
 
 def _weighed(weights: jax.Array, v: jax.Array, dtype: Any, scale: jax.Array | None = None) -> jax.Array:
-    """Sums of values [B, K, S, H] by weights [B, K, G, X, S], float32, in products of `dtype`.
+    """Sums of values [B, K, S, H] weighted by `weights` [B, K, G, X, S]: float32, from products in `dtype`.
 
     Values in int8 have a `scale` [B, K, S].
     """
@@ -372,12 +372,12 @@ def _weighed(weights: jax.Array, v: jax.Array, dtype: Any, scale: jax.Array | No
 def on_each_device(
     kernel: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None
 ) -> jax.Array:
-    """`kernel(q, k, v)` on each device of the mesh for its own rows and heads; no partitioner looks inside.
+    """Runs `kernel(q, k, v)` on each device of the mesh for its own rows and heads, without the partitioner.
 
     Args:
       q: [B, T, N, H].
       k, v: [B, K, T, H].
-      segments: None, or [B, T], which the kernel then takes too.
+      segments: None, or [B, T], then passed to the kernel too.
 
     Returns:
       [B, T, N, H].
@@ -385,7 +385,7 @@ def on_each_device(
     mesh, more = jax.sharding.get_abstract_mesh(), () if segments is None else (segments,)
     if mesh.empty or mesh.size == 1:
         return kernel(q, k, v, *more)
-    # Where a device's share of the query heads begins inside the group of a kv head, that one is there for each share.
+    # If the query heads of one kv head are split over devices, the kv head is repeated for each of them.
     copies = math.lcm(k.shape[1], mesh.shape["tensor"]) // k.shape[1]
     if copies > 1:
         k, v = (jnp.repeat(x, copies, axis=1) for x in (k, v))
@@ -396,7 +396,7 @@ def on_each_device(
 
 
 def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """cuDNN's flash attention, which takes the scale and applies it to its float32 scores."""
+    """cuDNN's flash attention, which applies the scale to its float32 scores."""
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=q.shape[-1] ** -0.5, implementation="cudnn")
 
@@ -405,7 +405,7 @@ def _splash(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None, interpret: bool = False
 ) -> jax.Array:
     """JAX's block-sparse flash attention for TPUs. q [B, T, N, H], k and v [B, K, T, H] -> [B, T, N, H]."""
-    # Imported here: the kernel's module is of no use, and not always there, without a TPU.
+    # Imported here: without a TPU the kernel's module is not needed and may not exist.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -413,7 +413,7 @@ def _splash(
     q, k = _scaled(q.swapaxes(1, 2), k)
     width, size = splash_width(T), splash_block(T)
 
-    def padded(x: jax.Array) -> jax.Array:  # causal: no real query sees a padded key
+    def padded(x: jax.Array) -> jax.Array:  # causal: no real query attends to a padded key
         return jnp.pad(x, ((0, 0), (0, 0), (0, width - T), (0, -x.shape[-1] % LANES)))
 
     sizes = kernels.BlockSizes(
@@ -442,17 +442,17 @@ def _splash(
 
 
 def _scaled(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys whose products are those of q and k times H**-0.5: the splash kernel itself scales nothing.
+    """Queries and keys whose products are those of q and k times H**-0.5: the splash kernel itself does not scale.
 
-    In 16 bits the scaled query would be rounded again, unless the scale is a power of two (head dim 64). What rounding
-    takes off it then stands beside it, against the same key once more, [hi, rest] . [k, k], and the kernel's float32
-    sum of both is scaled to 2**-17. A product over twice the head dim is what that costs: of a 7B step over rows of
-    2,000 positions some 2%.
+    In 16 bits the scaled query would be rounded again, unless the scale is a power of two (head dim 64). So the
+    rounding error `rest` is appended to the rounded query `hi` and the key is repeated: the kernel's float32 sum
+    [hi, rest] . [k, k] is scaled to a precision of 2**-17. This costs a product over twice the head dim, about 2% of a
+    7B step over rows of 2,000 positions.
     """
     scale = q.shape[-1] ** -0.5
     exact = q.astype(jnp.float32) * scale
     hi = exact.astype(q.dtype)
     if q.dtype == jnp.float32 or math.frexp(scale)[0] == 0.5:
         return hi, k
-    rest = jax.lax.stop_gradient(exact - hi.astype(jnp.float32)).astype(q.dtype)  # the gradient is that of `hi`
+    rest = jax.lax.stop_gradient(exact - hi.astype(jnp.float32)).astype(q.dtype)  # the gradient is only that of `hi`
     return jnp.concatenate([hi, rest], axis=-1), jnp.concatenate([k, k], axis=-1)

@@ -3,8 +3,8 @@
 Letters in shapes: B rows, T query positions, S key positions, D width, N heads, K kv heads, G = N/K, H head dim,
 F mlp, V vocabulary rows, L layers.
 
-Each parameter is declared once, with its logical axes; the layers are stacked on a leading axis L and run by one
-`lax.scan`, so that compile time does not grow with depth (but for decoding: models/apart.py).
+Each parameter is declared once, with its logical axes. The layers are stacked on a leading axis L and run by one
+`lax.scan`, so that compile time does not grow with depth (except for decoding: models/apart.py).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from psearch_jax.models.transposed import Transposed
 from psearch_jax.models.vocabulary import by_chunks, gathered
 from psearch_jax.sharding import COMPUTE, STORAGE, constrain, spec
 
-VISITED, VISITED_ROWWISE = 1024, 256  # positions that meet the vocabulary at a time; on a CPU
-Head = tuple[jax.Array, jax.Array | None]  # [D, V], and [V, D] where models/transposed.py stores it
+VISITED, VISITED_ROWWISE = 1024, 256  # positions per chunk of a vocabulary pass: by default, on a CPU
+Head = tuple[jax.Array, jax.Array | None]  # [D, V], and [V, D] if models/transposed.py stores it
 
 
 def _precise(method: Callable) -> Callable:
-    """A method of the model whose products are those of `precision` for its dtype."""
+    """Runs a method of the model with the `precision` for its dtype."""
 
     @functools.wraps(method)
     def traced(self: Decoder, *args: Any, **kwargs: Any) -> Any:
@@ -82,15 +82,15 @@ class Decoder(nnx.Module):
       config: the shape.
       rngs: holds the `params` stream for initialisation (normal, std 0.02, as the published models).
       dtype: of the computation; parameters are stored in float32 and cast where they are used. On a CPU only products
-        with weights have it, and the activations are float32 (models/products.py).
-      remat: what the backward pass computes anew of each layer: `none`, all but the attention and the products with
-        weights (`dots`), or all of it (`full`); the rest is stored.
-      attention: how rows without a cache attend.
-      shard_residual: between layers, the positions are split over `tensor`; what remat stores shrinks by that factor.
-      lora: adapters beside every kernel of the layers.
-      int8: the kernels of the layers are whole numbers, with scales beside them (models/int8.py).
-      values: it has a value head [D, 1] in place of the lm head, which starts at 0.
-      transposed: its frozen matrices are stored in both orders (models/transposed.py).
+        with weights use it, and the activations are float32 (models/products.py).
+      remat: what the backward pass recomputes of each layer: nothing (`none`), all but the attention and the products
+        with weights (`dots`), or everything (`full`); the rest is stored.
+      attention: the implementation for rows without a cache.
+      shard_residual: between layers, split the positions over `tensor`; what remat stores shrinks by that factor.
+      lora: add adapters to every kernel of the layers.
+      int8: the kernels of the layers are in int8, with scales (models/int8.py).
+      values: a value head [D, 1], which starts at 0, replaces the lm head.
+      transposed: store frozen matrices in both orders (models/transposed.py).
     """
 
     def __init__(
@@ -132,22 +132,22 @@ class Decoder(nnx.Module):
         rows: jax.Array | None = None,
         apart: Apart | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """Runs the trunk over a chunk of ids.
+        """Runs the trunk over a chunk of tokens.
 
         Args:
-          ids: [B, T] int32. Rows are padded on the right; causal attention keeps pads from real positions.
-          cache: keys and values of the positions before the chunk; read, never written here.
-          start: [B] int32, the position of ids[:, 0], which is also how many cached positions are real.
-          span: cached positions to look at, at least max(start); default: all of the cache. models/ragged.py looks at
-            those before `start` alone, whatever it is.
-          rows: [B] int32, the cache's rows that the chunk continues, as in models/kv_cache.py; default: all in order.
+          ids: [B, T] int32. Rows are padded on the right, so real positions do not attend to pads (causal attention).
+          cache: keys and values of the positions before the chunk; not written here.
+          start: [B] int32, the position of ids[:, 0], which is also the number of real cached positions.
+          span: cached positions to attend to, at least max(start); default: the complete cache. models/ragged.py
+            ignores it and reads only the positions before `start`.
+          rows: [B] int32, the cache rows that the chunk continues, as in models/kv_cache.py; default: all in order.
           keep_kv: also return the chunk's keys and values, for a cache.
-          positions: [B, T] int32, of each id in its text; default: from `start` on.
-          segments: [B, T] int32, equal within each of the texts that share a row (attention.causal); without a cache.
-          apart: the layers' weights as the method `apart` gives them; default: the module's own, in a loop over them.
+          positions: [B, T] int32, of each token in its text; default: counted from `start`.
+          segments: [B, T] int32, equal within each text of a row (attention.causal); only without a cache.
+          apart: the layers' weights from the method `apart`; default: a scan over the module's stacked weights.
 
         Returns:
-          ([B, T, D] normalised hidden states in `dtype`, None or the chunk's keys and values [L, B, K, T, H]).
+          ([B, T, D] normalised hidden states in `activations`, None or the chunk's keys and values [L, B, K, T, H]).
         """
         config = self.config
         begin = jnp.zeros(ids.shape[0], jnp.int32) if start is None else start
@@ -186,21 +186,21 @@ class Decoder(nnx.Module):
         return _rms_norm(x, self.final_norm[...], config.rms_eps), new
 
     def _weights(self) -> dict[str, jax.Array]:
-        """All that the layers read, by name, each [L, ...]."""
+        """All arrays that the layers use, by name, each [L, ...]."""
         weights = nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
-        for beside in (self.adapters, self.scales, self.transposed and self.transposed.layers):
-            if beside is not None:
-                weights |= nnx.to_pure_dict(nnx.state(beside, nnx.Param))
+        for module in (self.adapters, self.scales, self.transposed and self.transposed.layers):
+            if module is not None:
+                weights |= nnx.to_pure_dict(nnx.state(module, nnx.Param))
         return weights
 
     def apart(self, across: bool = False) -> Apart:
-        """A copy of each layer's weights, for many calls of `hidden`; see models/apart.py."""
+        """A separate copy of each layer's weights, for many calls of `hidden`; see models/apart.py."""
         head = self.embedding[...].T if self.lm_head is None else self.lm_head[...]
         return taken_apart(self._weights(), self.config.layers, head, across)
 
     @_precise
     def logits(self, hidden: jax.Array, temperature: float, n_ids: int, apart: Apart | None = None) -> jax.Array:
-        """[..., D] -> [..., V] float32 logits / temperature; embedding rows without a token are -inf (as -1e30)."""
+        """[..., D] -> [..., V] float32 logits / temperature; embedding rows without a token get -1e30 for -inf."""
         if apart is None or apart.head is None:
             return self._logits(self._head(), hidden, temperature, n_ids)
         rows = hidden.reshape(-1, hidden.shape[-1])
@@ -208,7 +208,7 @@ class Decoder(nnx.Module):
         return jnp.where(jnp.arange(out.shape[-1]) < n_ids, out, NEG_INF)
 
     def _head(self) -> Head:
-        """[D, V], as stored, and [V, D] where that is stored as well."""
+        """The head [D, V], and [V, D] if that is stored as well."""
         if self.transposed is None:
             return self.embedding[...].T if self.lm_head is None else self.lm_head[...], None
         other = self.transposed.head[...]
@@ -217,7 +217,7 @@ class Decoder(nnx.Module):
     def _logits(
         self, head: Head, hidden: jax.Array, temperature: float, n_ids: int, first: jax.Array | int = 0
     ) -> jax.Array:
-        """`logits` by columns of the head, the first of which is id `first`."""
+        """`logits` for some columns of the head, the first of which is token id `first`."""
         lead = hidden.shape[:-1]
         if hidden.dtype == self.dtype:
             out = jnp.matmul(hidden, head[0].astype(self.dtype), preferred_element_type=jnp.float32)
@@ -228,7 +228,7 @@ class Decoder(nnx.Module):
 
     @_precise
     def values(self, hidden: jax.Array) -> jax.Array:
-        """[..., D] -> [...] float32, by a model with a value head."""
+        """[..., D] -> [...] float32, for a model with a value head."""
         return jnp.matmul(hidden.astype(jnp.float32), self.value_head[...])[..., 0]
 
     @_precise
@@ -241,20 +241,20 @@ class Decoder(nnx.Module):
         wanted: jax.Array | None = None,
         chunk: int | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Log-probability of `targets` and entropy of the distribution at each position where they are wanted.
+        """Log-probability of `targets` and entropy of the distribution at each wanted position.
 
-        The vocabulary is visited by `chunk` wanted positions at a time and once more in the backward pass: [B, T, V]
-        never exists, and positions that nobody asks for cost nothing. On a mesh, head and hidden states are gathered
-        once, before the first visit; every device visits its own rows and columns, and the gradients of both are added
-        up over the devices once, after the last: in between only the softmax's sums travel.
+        The logits are computed for `chunk` wanted positions at a time, and recomputed in the backward pass: [B, T, V]
+        never exists, and unwanted positions cost nothing. On a mesh, head and hidden states are gathered once, before
+        the first chunk. Each device computes its own rows and columns, and only the sums of the softmax are
+        communicated in between. The gradients of both are summed over the devices once, after the last chunk.
 
         Args:
           hidden: [B, T, D].
-          targets: [B, T] int32, the id that each position predicts.
+          targets: [B, T] int32, the token that each position predicts.
           wanted: [B, T] bool; default: everywhere.
 
         Returns:
-          ([B, T] float32, [B, T] float32), 0 where it is not wanted.
+          ([B, T] float32, [B, T] float32), 0 at unwanted positions.
         """
         chunk = chunk or (VISITED_ROWWISE if self.attention == "rowwise" else VISITED)
         visit = functools.partial(self._visit, temperature=temperature, n_ids=n_ids, chunk=chunk)
@@ -284,7 +284,7 @@ class Decoder(nnx.Module):
         chunk: int,
         split: str | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """`logprobs` of a device's rows with the head [D, V], or with its columns of it, `split` over an axis."""
+        """`logprobs` of a device's rows, with the full head [D, V] or with its columns, `split` over a mesh axis."""
         B, T, D = hidden.shape
         columns = head[0].shape[1]
         chunk = min(chunk, B * T)
@@ -304,19 +304,19 @@ class Decoder(nnx.Module):
                 chosen = over_all(jnp.where((place >= 0) & (place < columns), chosen, 0.0))
             return chosen, -over_all(jnp.sum(jnp.exp(table) * jnp.where(table > NEG_INF / 2, table, 0.0), axis=-1))
 
-        # The wanted positions of all rows side by side, in front of the others.
+        # The wanted positions of all rows come first, then the others.
         order = jnp.argsort(~wanted.reshape(-1), stable=True)
         order = jnp.concatenate([order, B * T + jnp.arange(-(B * T) % chunk, dtype=order.dtype)])
-        unique = {"unique_indices": True}  # those past the end, which fill the last chunk up, included
+        unique = {"unique_indices": True}  # also those past the end, which pad the last chunk
         flat = (jnp.asarray(x).reshape(B * T, *x.shape[2:]) for x in (hidden, targets))
         h, t = (x.at[order].get(mode="fill", fill_value=0, **unique) for x in flat)
-        found = by_chunks(one, chunk, head, h, t, jnp.sum(wanted))
-        chosen, entropy = (jnp.zeros(B * T).at[order].set(x, mode="drop", **unique).reshape(B, T) for x in found)
+        results = by_chunks(one, chunk, head, h, t, jnp.sum(wanted))
+        chosen, entropy = (jnp.zeros(B * T).at[order].set(x, mode="drop", **unique).reshape(B, T) for x in results)
         return jnp.where(wanted, chosen, 0.0), jnp.where(wanted, entropy, 0.0)
 
 
 def _stored(remat: Remat) -> Callable[..., bool]:
-    """What of a layer is kept for its backward pass."""
+    """What is stored of a layer for its backward pass."""
     rules = jax.checkpoint_policies
     if remat == "full":
         return rules.nothing_saveable
@@ -342,28 +342,28 @@ def _layer(
 ):
     """One decoder layer; the body of the scan. Returns ([B, T, D], new (k, v) [B, K, T, H] or None)."""
     w, layer = xs
-    # Gathered over fsdp here. Left to the partitioner, each of 16 x 4 chips got all rows' attention and multiplied
-    # all of it, a quarter on top of an update's products.
+    # Gather over fsdp here. Otherwise the partitioner made each of 16 x 4 chips gather and multiply the attention of
+    # all rows, which added a quarter to an update's products.
     if "o_kernel" in w:
         w = w | {"o_kernel": constrain(w["o_kernel"], "heads", None, None)}
 
     other = jax.lax.optimization_barrier if x.shape[1] == 1 else lambda x: x
 
     def dense(x: jax.Array, name: str, contracted: int = 1) -> jax.Array:
-        """The kernel `name`, with its bias and its adapter where there are any."""
+        """x times the kernel `name`, plus its bias and its adapter if it has them."""
         bias, scale, transposed = (w.get(f"{name}{part}") for part in ("_bias", "_kernel_scale", "_kernel_transposed"))
         if f"{name}_kernel_across" in w:
             out = products.dense_across(x, w[f"{name}_kernel_across"], dtype, bias, contracted)
         else:
             out = products.dense(x, w[f"{name}_kernel"], dtype, bias, contracted, scale, transposed)
         if f"{name}_kernel_a" in w:
-            # As another array than x: XLA for GPUs would make one product of both, of kernels copied side by side.
+            # The barrier makes this another input than x: XLA for GPUs would concatenate both kernels for one product.
             low = lora_scale * products.dense(other(x), w[f"{name}_kernel_a"], x.dtype, contracted=contracted)
             out += products.dense(low, w[f"{name}_kernel_b"], x.dtype)
         return out
 
     def turned(y: jax.Array, name: str, axis: str) -> jax.Array:
-        """Queries or keys [B, T, heads of `axis`, H], normed where the model does so, at their positions."""
+        """Queries or keys [B, T, heads of `axis`, H], normalised if the model does so, rotated to their positions."""
         out, norm = dense(y, name), w.get(f"{name}_norm")
         out = out if norm is None else _rms_norm(out, norm, config.rms_eps)
         cos, sin = (a[:, :, None] for a in rotation)  # [B, T, 1, H/2]
@@ -372,7 +372,7 @@ def _layer(
     y = _rms_norm(x, w["attention_norm"], config.rms_eps)
     q, k = turned(y, "q", "heads"), turned(y, "k", "kv_heads")
     v = constrain(dense(y, "v"), "rows", None, "kv_heads", None)
-    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H], as the cache holds them
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H], the cache's layout
     if cache is None:
         out = causal(q, k, v, attention, segments)
     elif q.shape[1] == 1 and ragged.applies(attention, cache.keys_across, config, jax.sharding.get_abstract_mesh()):
@@ -395,14 +395,14 @@ def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def _rotation(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [B, T, H/2] in float32: at 30,000 positions bf16 angles would be off by whole turns."""
-    frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)  # in float64, rounded once
+    """cos and sin [B, T, H/2] in float32: at 30,000 positions, bf16 angles would be off by full turns."""
+    frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)  # computed in float64, rounded once
     angle = positions[..., None].astype(jnp.float32) * frequency.astype(np.float32)
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding, halves layout: dimension i turns with i + H/2."""
+    """Rotary embedding, halves layout: dimension i is paired with i + H/2."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
@@ -420,7 +420,7 @@ def _ones(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
 
 
 def abstract_params(config: DecoderConfig, values: bool = False) -> tuple[nnx.GraphDef, nnx.State]:
-    """Graph definition and parameters as ShapeDtypeStructs: any size, no memory. With `values` of a critic."""
+    """Graph definition and parameters as ShapeDtypeStructs, which use no memory; with `values`, of a critic."""
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(params=0), values=values)), nnx.Param)
 
 
@@ -435,10 +435,10 @@ def graphdef(
     values: bool = False,
     transposed: bool = False,
 ) -> nnx.GraphDef:
-    """The static half of a model; `nnx.merge(graphdef, params)` is the live one.
+    """The static half of a model; `nnx.merge(graphdef, params)` is the model.
 
-    With `lora` it takes adapters too, with `int8` scales, with `values` a value head in place of the lm head, with
-    `transposed` what `transposed.with_transposed` adds.
+    With `lora`, the parameters include adapters; with `int8`, scales; with `values`, a value head in place of the lm
+    head; with `transposed`, what `transposed.with_transposed` adds.
     """
 
     def made() -> Decoder:
@@ -456,7 +456,7 @@ def init_params(config: DecoderConfig, seed: int) -> nnx.State:
 def random_params(
     config: DecoderConfig, seed: int, dtype: Any, shardings: Callable[[nnx.State], nnx.State]
 ) -> nnx.State:
-    """`init_params` in `dtype`, made where they are to lie: `shardings` of the abstract parameters."""
+    """`init_params` in `dtype`, created with the shardings `shardings(abstract parameters)`."""
 
     def made() -> nnx.State:
         return jax.tree.map(lambda x: x.astype(dtype), init_params(config, seed))
@@ -465,7 +465,7 @@ def random_params(
 
 
 def with_values(params: nnx.State, values: Mapping[str, Any]) -> nnx.State:
-    """Parameters like `params` (arrays or ShapeDtypeStructs) that hold `values`, a nested dict of arrays."""
+    """A copy of `params` (arrays or ShapeDtypeStructs) with `values`, a nested dict of arrays, in their place."""
 
     def take(path: tuple[str, ...]) -> Any:
         return functools.reduce(lambda node, key: node[key], path, values)

@@ -1,4 +1,4 @@
-"""Hugging Face directories in and out: one table of names, read both ways.
+"""Loads and writes Hugging Face directories, with one table of names for both directions.
 
 A checkpoint is config.json, generation_config.json, tokenizer files and one or more safetensors files.
 """
@@ -31,8 +31,9 @@ from psearch_jax.models.tensors import Tensor, TensorReader, write_files
 from psearch_jax.paths import TOY_POLICY, is_remote, locate, read_json, remove_tree
 from psearch_jax.types import UserError
 
-# (path in our parameters, HF name, HF axes, our axes). A dot in the HF axes separates array dimensions; letters that
-# stand together are merged into one. `{i}` marks a name that exists once per layer and is stacked on axis L.
+# (path in our parameters, HF name, HF axes, our axes). A dot in the HF axes separates array dimensions; letters
+# without a dot between them are merged into one. `{i}` marks a name that exists once per layer, which we stack on
+# axis L.
 TABLE: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("embedding",), "model.embed_tokens.weight", "V.D", "VD"),
     (("final_norm",), "model.norm.weight", "D", "D"),
@@ -52,7 +53,7 @@ TABLE: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("layers", "up_kernel"), "model.layers.{i}.mlp.up_proj.weight", "F.D", "DF"),
     (("layers", "down_kernel"), "model.layers.{i}.mlp.down_proj.weight", "D.F", "FD"),
 )
-# By model_type: its class in transformers, and what of our shape its config.json does not say.
+# By model_type: its class in transformers, and the fields of DecoderConfig that its config.json does not contain.
 FAMILIES: dict[str, tuple[str, dict[str, bool]]] = {
     "qwen2": ("Qwen2ForCausalLM", {"qkv_bias": True, "qk_norm": False}),
     "qwen3": ("Qwen3ForCausalLM", {"qkv_bias": False, "qk_norm": True}),
@@ -60,7 +61,7 @@ FAMILIES: dict[str, tuple[str, dict[str, bool]]] = {
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 HUB_TIMEOUT_S = 5.0
 _SHARD_BYTES = 4_500_000_000
-_PIECE_BYTES = 2**26  # of float32, that the host holds of a tensor while it is written
+_PIECE_BYTES = 2**26  # float32 bytes of a tensor that the host holds at a time while writing
 _NUMBERS = (
     "vocab_size",
     "hidden_size",
@@ -95,7 +96,7 @@ def read_config(directory: str | Path) -> DecoderConfig:
         raise UserError(f"{path}: rope_type is {rope.get('rope_type', rope.get('type'))!r}, accepted: 'default'")
     kinds = raw.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise UserError(f'{path}: layer_types is {json.dumps(kinds)}, accepted: a list of "full_attention" alone')
+        raise UserError(f'{path}: layer_types is {json.dumps(kinds)}, accepted: a list of only "full_attention"')
     only = {"use_sliding_window": False, "hidden_act": "silu"}
     only |= {} if options["qkv_bias"] else {"attention_bias": False}
     for field, value in only.items():
@@ -137,9 +138,9 @@ def _is_number(value: Any) -> bool:
 
 
 def reachable(hub_id: str, file: str = "config.json") -> bool:
-    """Whether a file of a hub id is in the local cache, or the hub has it: one request, `HUB_TIMEOUT_S` at most.
+    """Whether a file of a hub id is in the local cache or on the hub: one request of at most `HUB_TIMEOUT_S`.
 
-    A download would try for half a minute before it says that there is no network.
+    A download would retry for half a minute before it reports that there is no network.
     """
     if not _HUB_ID.fullmatch(hub_id):
         return False
@@ -149,14 +150,14 @@ def reachable(hub_id: str, file: str = "config.json") -> bool:
         return True
     try:
         hub.get_hf_file_metadata(hub.hf_hub_url(hub_id, file), timeout=HUB_TIMEOUT_S)
-    except Exception:  # the hub client raises a dozen kinds (offline, not found, no access); each means no
+    except Exception:  # the hub client raises a dozen types (offline, not found, no access); all mean no
         return False
     return True
 
 
 def still_there(path: str, name: str, file: str = "config.json") -> str | None:
-    """What to read in place of the directory `path` that a checkpoint names: itself, or where this machine has none
-    there, the weights by the `name` that they were asked by (`toy`, a directory or a hub id that has `file`)."""
+    """Where to load the model whose directory `path` a checkpoint recorded: `path`, or if this machine lacks it, the
+    `name` by which the model was requested (`toy`, a directory, or a hub id with `file`); None if neither exists."""
     if Path(path).is_dir():
         return path
     if name == "toy":
@@ -165,7 +166,7 @@ def still_there(path: str, name: str, file: str = "config.json") -> str | None:
 
 
 def resolve(path: str) -> str:
-    """The local directory of a model: `path` itself, or the snapshot of a hub id (downloaded if it has to be).
+    """The local directory of a model: `path` itself, or the snapshot of a hub id (downloaded if necessary).
 
     Raises:
       UserError: neither a directory nor a hub id that can be fetched.
@@ -178,7 +179,7 @@ def resolve(path: str) -> str:
 
     try:
         return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
-    except Exception as error:  # the hub client raises a dozen kinds; each means the same to the user
+    except Exception as error:  # the hub client raises a dozen types; all mean the same to the user
         raise UserError(
             f"config.model.path: {path!r} is not a directory and could not be fetched from the hub "
             f"({type(error).__name__}); download it elsewhere with `hf download {path}` and give its directory"
@@ -190,21 +191,21 @@ def load_hf(
     shardings: Callable[[nnx.State], nnx.State] | None = None,
     dtype: Any = np.float32,
 ) -> tuple[DecoderConfig, nnx.State]:
-    """Loads parameters from a directory, straight to their devices: the host holds one layer's tensor at a time.
+    """Loads parameters from a directory directly onto their devices: the host holds one layer's tensor at a time.
 
     Args:
       shardings: from the abstract parameters to the NamedSharding of each; default: one device.
       dtype: of the loaded arrays.
 
     Raises:
-      UserError: a missing, unknown or wrongly shaped tensor, named with its file.
+      UserError: a missing, unknown or wrongly shaped tensor; the message names it and its file.
     """
     config = read_config(directory)
     _, abstract = decoder.abstract_params(config)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     placement = shardings(abstract) if shardings else jax.tree.map(lambda _: here, abstract)
     reader = TensorReader(Path(directory))
-    for tensor in tensors_of(config, lambda *_: ()):  # before anything is allocated by the sizes of config.json
+    for tensor in tensors_of(config, lambda *_: ()):  # before allocating arrays of the sizes in config.json
         reader.check(tensor.name, tensor.shape)
     wanted, places = dict(nnx.to_flat_state(abstract)), dict(nnx.to_flat_state(placement))
     with progress.step("loading weights", len(wanted)):
@@ -220,7 +221,7 @@ def _load(
     places: Mapping[tuple[str, ...], nnx.Variable],
     dtype: Any,
 ) -> dict[tuple[str, ...], nnx.Variable]:
-    """The arrays of a directory by their paths in our parameters, each in its place."""
+    """The arrays of a directory by their paths in our parameters, each on its devices."""
     loaded = {}
     for path, hf_name, hf_axes, our_axes in TABLE:
         if path not in wanted:
@@ -228,7 +229,7 @@ def _load(
         shape, place = wanted[path].shape, places[path].get_value()
 
         def read(name: str, shape: tuple[int, ...], sharding: Any, axes=(hf_axes, our_axes)) -> jax.Array:
-            known: dict[Any, np.ndarray] = {}  # devices that hold the same part read it once
+            known: dict[Any, np.ndarray] = {}  # devices with the same part share one read
 
             def part(index: tuple[slice, ...]) -> np.ndarray:
                 key = tuple((s.start, s.stop) for s in index)
@@ -254,7 +255,7 @@ def _load(
 def _part(
     reader: TensorReader, name: str, hf_axes: str, our_axes: str, index: tuple[slice, ...], config: DecoderConfig
 ) -> np.ndarray:
-    """The part of a tensor that `index` over our axes asks for, with our axes."""
+    """The part of a tensor that `index` over our axes selects, in the order of our axes."""
     sizes = _sizes(config)
     groups = hf_axes.split(".")
     wanted = dict(zip(our_axes, index, strict=True))
@@ -280,15 +281,15 @@ def save_hf(
 ) -> float:
     """Writes a directory that transformers loads: weights, configs, the tokenizer's files, and a card (README.md).
 
-    On a disk written beside and renamed, so that `out` is whole or absent; on an object store config.json, without
-    which it is no model, comes last. The host holds one layer's tensor at a time.
+    On a disk, it is written to a temporary directory and renamed, so that `out` is complete or absent. On an object
+    store, config.json comes last: without it the directory is no model. The host holds one layer's tensor at a time.
 
     Args:
-      lora: `params` are weights with adapters beside them, which are merged one kernel at a time.
+      lora: `params` contain adapters, which are merged into the weights one kernel at a time.
 
     Returns:
-      With adapters: what rounding the merged kernels to `dtype` costs, as a relative error of what the adapters add
-      (norms over all kernels). Else 0.
+      With adapters: the error from rounding the merged kernels to `dtype`, relative to what the adapters add (norms
+      over all kernels). Else 0.
 
     Raises:
       UserError: `out` exists, there is no tokenizer in `tokenizer_directory`, or the parameters are not those of
@@ -300,36 +301,36 @@ def save_hf(
             f"{tokenizer_directory}: no tokenizer.json or vocab.json found, accepted: a tokenizer directory"
         )
     if out.exists():
-        raise UserError(f"{out}: exists already, accepted: a directory that is not there yet")
+        raise UserError(f"{out}: exists already, accepted: a directory that does not exist yet")
     merge = _Merge(params, lora, dtype)
     tensors = list(_exported(merge, config))  # parameters of another shape are refused here
-    beside = out
+    target = out
     if not is_remote(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        target = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        write_files(beside, tensors, dtype, shard_bytes)
+        write_files(target, tensors, dtype, shard_bytes)
         for name in _TOKENIZER_FILES:
             if (tokenizer_directory / name).is_file():
-                (beside / name).write_bytes((tokenizer_directory / name).read_bytes())
-        (beside / "README.md").write_text(_card(merge, _family(config), dtype), encoding="utf-8")
-        write_config(beside, config, dtype)
-        if beside != out:
-            beside.chmod(0o755)
-            os.replace(beside, out)
+                (target / name).write_bytes((tokenizer_directory / name).read_bytes())
+        (target / "README.md").write_text(_card(merge, _family(config), dtype), encoding="utf-8")
+        write_config(target, config, dtype)
+        if target != out:
+            target.chmod(0o755)
+            os.replace(target, out)
     except BaseException:
-        remove_tree(beside)
+        remove_tree(target)
         raise
     return merge.relative_error
 
 
 class _Merge:
-    """The arrays of an export by their paths, and what the kernels lost that adapters were merged into."""
+    """The arrays of an export by their paths, and the rounding error of the merged kernels."""
 
     def __init__(self, params: nnx.State, lora: Lora | None, dtype: Any):
         base, low = adapters.apart(params)
         if (low is None) != (lora is None):
-            raise ValueError("lora: asked for with adapters, and with them only")
+            raise ValueError("lora: needed if `params` contain adapters, and only then")
         self.lora, self._dtype = lora, jnp.dtype(dtype)
         self.values = {path: variable.get_value() for path, variable in nnx.to_flat_state(base)}
         self._low = {path[-1]: variable.get_value() for path, variable in nnx.to_flat_state(low or nnx.State({}))}
@@ -340,7 +341,7 @@ class _Merge:
         return math.sqrt(self._lost / self._added) if self._added else 0.0
 
     def pieces(self, path: tuple[str, ...], layer: int | None, hf_axes: str, our_axes: str) -> Iterator[np.ndarray]:
-        """The runs of one tensor, see `_pieces`."""
+        """One tensor in pieces along its first axis, see `_pieces`."""
         value, name = self.values[path], path[-1]
         if self.lora and name in adapters.KERNELS:
             a, b = (self._low[f"{name}_{side}"] for side in "ab")
@@ -350,14 +351,15 @@ class _Merge:
 
 
 def _card(merge: _Merge, family: str, dtype: Any) -> str:
-    """What a reader of the exported directory must know of the weights in it."""
+    """The README.md of an export: what its user must know about the weights."""
     name, lora = jnp.dtype(dtype).name, merge.lora
     text = f"# A policy trained with psearch_jax\n\n{family} weights in {name}.\n"
     if lora:
         text += (
             f"\nAdapters of rank {lora.rank} (alpha {lora.alpha:g}) were merged into every kernel of the layers in "
-            f"float32, and the sums rounded to {name}. Rounding changed what the adapters add by a relative error of "
-            f"{merge.relative_error:.2g} (norms over all kernels); trained and evaluated was the policy without it.\n"
+            f"float32, and the sums rounded to {name}. This rounding changed what the adapters add by a relative "
+            f"error of {merge.relative_error:.2g} (norms over all kernels). The policy was trained and "
+            "evaluated without it.\n"
         )
     return text
 
@@ -382,8 +384,8 @@ def write_config(directory: Path, config: DecoderConfig, dtype: Any) -> None:
 
 def _family(config: DecoderConfig) -> str:
     """The model_type of a shape."""
-    mine = asdict(config).items()
-    return next(name for name, (_, options) in FAMILIES.items() if options.items() <= mine)
+    fields = asdict(config).items()
+    return next(name for name, (_, options) in FAMILIES.items() if options.items() <= fields)
 
 
 def _hf_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
@@ -423,10 +425,10 @@ def _sizes(config: DecoderConfig) -> dict[str, int]:
 
 
 def tensors_of(config: DecoderConfig, pieces: Callable[..., Any]) -> Iterator[Tensor]:
-    """The tensors of a checkpoint; `pieces(path, layer or None, shape)` gives the runs of one along its first axis."""
-    sizes, there = _sizes(config), _shapes(config)
+    """The tensors of a checkpoint; `pieces(path, layer or None, shape)` yields one in pieces along its first axis."""
+    sizes, shapes = _sizes(config), _shapes(config)
     for path, hf_name, hf_axes, _ in TABLE:
-        if path not in there:
+        if path not in shapes:
             continue
         shape = tuple(math.prod(sizes[c] for c in group) for group in hf_axes.split("."))
         for i in range(config.layers) if "{i}" in hf_name else (None,):
@@ -434,24 +436,24 @@ def tensors_of(config: DecoderConfig, pieces: Callable[..., Any]) -> Iterator[Te
 
 
 def _shapes(config: DecoderConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """The shape of every parameter that a model has, by its path."""
+    """The shape of every parameter of a model, by its path."""
     return {path: variable.shape for path, variable in nnx.to_flat_state(decoder.abstract_params(config)[1])}
 
 
 def _exported(merge: _Merge, config: DecoderConfig) -> Iterator[Tensor]:
-    wanted, found = _shapes(config), {path: value.shape for path, value in merge.values.items()}
-    for path in wanted | found:
-        if found.get(path) != wanted.get(path):
-            shapes = f"found shape {found.get(path)}, the config asks for {wanted.get(path)}"
+    wanted, actual = _shapes(config), {path: value.shape for path, value in merge.values.items()}
+    for path in wanted | actual:
+        if actual.get(path) != wanted.get(path):
+            shapes = f"found shape {actual.get(path)}, the config asks for {wanted.get(path)}"
             raise UserError(f"{'.'.join(path)}: {shapes}")
     axes = {path: (hf_axes, our_axes) for path, _, hf_axes, our_axes in TABLE}
     return tensors_of(config, lambda path, layer, _: merge.pieces(path, layer, *axes[path]))
 
 
 def _pieces(array: jax.Array, layer: int | None, hf_axes: str, our_axes: str) -> Iterator[np.ndarray]:
-    """One tensor with Hugging Face's axes, in runs of its first axis that the host can hold.
+    """One tensor with Hugging Face's axes, in pieces along its first axis that fit in host memory.
 
-    Each is put together from the devices' own parts: a slice of the whole array would gather it on every device.
+    Each piece is assembled from the devices' shards: slicing the global array would gather it on every device.
     """
     letters = hf_axes.replace(".", "")
     axis = our_axes.index(letters[0])
@@ -475,7 +477,7 @@ def _pieces(array: jax.Array, layer: int | None, hf_axes: str, our_axes: str) ->
 
 @functools.partial(jax.jit, static_argnames=("size", "axis"))
 def _run(array: jax.Array, layer: int | None, start: int, size: int, axis: int) -> jax.Array:
-    """`size` entries along `axis` from `start` on, of one layer where there are several."""
+    """`size` entries along `axis` from `start` on; of `layer`, if the array is stacked."""
     if layer is None:
         return jax.lax.dynamic_slice_in_dim(array, start, size, axis)
     starts, sizes = [layer] + [0] * (array.ndim - 1), [1, *array.shape[1:]]

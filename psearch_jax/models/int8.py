@@ -1,8 +1,8 @@
-"""Quantization to eight bits of what sampling reads: kernels by output channel, the cache by position and head.
+"""Int8 quantization for sampling: kernels by output channel, the cache by position and head.
 
-A whole number in -127..127 for each value and a float32 scale for each line of them: symmetric, to the nearest.
-Products are of 16-bit or float32 operands all the same, as the numbers are widened where they are read; the scale is
-multiplied into what comes out, so memory and its traffic are what is saved. Embedding, head, norms and biases stay.
+Each value is an integer in -127..127, and each line of values has a float32 scale: symmetric, rounded to nearest.
+Products still have 16-bit or float32 operands, because the integers are widened where they are read, and the scale
+multiplies the result. So int8 saves memory and memory traffic. Embedding, head, norms and biases are not quantized.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST = 127
 
 
 class Scales(nnx.Module):
-    """For every kernel `NAME_scale` [L, *others], float32: one for each output (letters as in lora.py)."""
+    """For every kernel, `NAME_scale` [L, *others], float32: one per output (letters as in lora.py)."""
 
     def __init__(self, config: DecoderConfig):
         sizes = axis_sizes(config)
@@ -28,9 +28,9 @@ class Scales(nnx.Module):
 
 
 def rounded(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """x as int8, and the float32 scales of its lines, which run over `axes`.
+    """x as int8, and the float32 scales of its lines along `axes`.
 
-    Zeros have scale 0. What is not finite makes its line's scale NaN or infinite, and so all that is read of it.
+    Zeros have scale 0. A non-finite value makes its line's scale NaN or infinite, and so every result that uses it.
     """
     wide = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=axes, keepdims=True) / MOST
@@ -39,7 +39,7 @@ def rounded(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
 
 
 def with_kernels(copy: nnx.State, params: nnx.State) -> nnx.State:
-    """`copy` with the kernels of `params` in int8 and `Scales` beside them, as a model with `int8` reads it."""
+    """`copy` with the kernels of `params` in int8, plus `Scales`, for a model with `int8`."""
     flat, layers = dict(nnx.to_flat_state(copy)), params["layers"]
     for name, (inner, outer) in KERNELS.items():
         number, scale = rounded(layers[name].get_value(), tuple(range(1, 1 + len(inner))))

@@ -5,11 +5,11 @@ position   0 . . . . . . . . . . . . . . . S-1
 row 0      p p p p p s s s s o o o o s . . .      p prompt, s sampled, o observation, . not written yet
 row 1      p p p s s s s s . . . . . . . . .
 ```
-Each row has its own length: a write goes to the row's own positions, and a read masks what lies past them, so rows
-of different lengths share one array without padding between turns.
+Each row has its own length: a write goes to the row's own positions, and readers mask the positions past them. So
+rows of different lengths share one array without padding between turns.
 
-A call may be about a few rows alone, `rows` [R]: their places among the B, or -1 where there is none. On a mesh the
-r-th part of them lies in the r-th part of the rows, so that each device finds its own in its own memory.
+A call may concern only a few rows, `rows` [R]: their indices among the B rows, or -1 for none. On a mesh, the i-th
+part of `rows` contains only rows of the i-th part of the cache, so that each device finds them in its own memory.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from psearch_jax.config import DecoderConfig
 from psearch_jax.models.int8 import rounded
 from psearch_jax.sharding import on_own_rows
 
-AXES = (None, "rows", "kv_heads", None, None)  # of keys and of values; of scales without the last
-# Positions are a multiple of it: of others XLA for TPU lays the rows where positions would be, to pad less, and a
-# program that changes one row then copies the whole cache into another layout and back.
+AXES = (None, "rows", "kv_heads", None, None)  # of keys and of values; scales lack the last
+# The number of positions is a multiple of it. Otherwise XLA for TPU swaps rows and positions in the layout, to pad
+# less, and a program that changes one row then copies the full cache into another layout and back.
 LINES = 32
 
 
@@ -36,8 +36,8 @@ LINES = 32
 class KVCache:
     k: jax.Array  # [L, B, K, S, H], with `keys_across` [L, B, K, H, S]
     v: jax.Array  # [L, B, K, S, H]
-    # A score is a sum over H. A CPU adds many of them up at once where positions lie side by side, and is some three
-    # times faster so; a matrix unit does not mind, and an accelerator writes a position faster as one line of H.
+    # A score is a sum over H. With adjacent positions a CPU computes many scores at once, about three times faster.
+    # To a matrix unit the order does not matter, and an accelerator writes a position faster as one line of H.
     keys_across: bool = field(default=False, metadata={"static": True})
     # In int8, the scale of each line of H (models/int8.py): float32 [L, B, K, S].
     k_scale: jax.Array | None = None
@@ -45,7 +45,7 @@ class KVCache:
 
     @classmethod
     def zeros(cls, config: DecoderConfig, rows: int, positions: int, dtype: Any, keys_across: bool = False) -> KVCache:
-        """An empty cache of at least `positions`. Zeros, not garbage: masked keys must not turn into NaN."""
+        """An empty cache of at least `positions`, with zeros, because masked keys must not turn into NaN."""
         shape = (config.layers, rows, config.kv_heads, positions + -positions % LINES, config.head_dim)
         k, v = (jnp.zeros(shape, dtype) for _ in range(2))
         scales = (jnp.zeros(shape[:-1], jnp.float32) for _ in range(2)) if _whole(dtype) else ()
@@ -53,9 +53,9 @@ class KVCache:
 
     @classmethod
     def of(cls, k: jax.Array, v: jax.Array, dtype: Any, keys_across: bool = False) -> KVCache:
-        """The cache in `dtype` of what a model returned, k and v [L, B, K, T, H], with zeros behind it."""
-        behind = ((0, 0), (0, 0), (0, 0), (0, -k.shape[3] % LINES), (0, 0))
-        (k, k_scale), (v, v_scale) = (stored(jnp.pad(x, behind), dtype) for x in (k, v))
+        """A cache in `dtype` with the k and v [L, B, K, T, H] that a model returned, padded with zeros."""
+        padding = ((0, 0), (0, 0), (0, 0), (0, -k.shape[3] % LINES), (0, 0))
+        (k, k_scale), (v, v_scale) = (stored(jnp.pad(x, padding), dtype) for x in (k, v))
         return cls(k.swapaxes(3, 4) if keys_across else k, v, keys_across, k_scale, v_scale)
 
     @property
@@ -69,7 +69,7 @@ def _whole(dtype: Any) -> bool:
 
 
 def stored(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Lines of H as the cache holds them, and in int8 their scales."""
+    """Lines of H in the cache's dtype, and in int8 their scales."""
     return rounded(x, (x.ndim - 1,)) if _whole(dtype) else (x.astype(dtype), None)
 
 
@@ -79,7 +79,7 @@ def read(
     """Keys [B, K, span, H], or [B, K, H, span] with `keys_across`, and values [B, K, span, H] of one layer; the scales
     of both [B, K, span], or None.
 
-    Reading the cache is what decoding costs; so no more of it than the first `span` positions, or than R rows.
+    Reading the cache dominates the cost of decoding, so only the first `span` positions, and only R rows, are read.
     """
 
     def part(x: jax.Array | None, axis: int = 3) -> jax.Array | None:
@@ -102,17 +102,17 @@ def _taken(first: Any, x: jax.Array, rows: jax.Array) -> jax.Array:
 def write(
     cache: KVCache, k: jax.Array, v: jax.Array, start: jax.Array, count: jax.Array, rows: jax.Array | None = None
 ) -> KVCache:
-    """Writes `count[b]` new positions of row b, or of row `rows[b]`, at `start[b]`; what would land past S is dropped.
+    """Writes `count[b]` new positions of row b, or of row `rows[b]`, at `start[b]`; positions past S are dropped.
 
     Args:
       k, v: [L, B, K, T, H], of which the first `count[b]` of T are real.
       start, count: [B] int32.
-      rows: None for all of them in order, or [R]; B is R above.
+      rows: None for all rows in order, or [R]; B above is then R.
     """
     size = cache.positions
     offset = jnp.arange(k.shape[3])
-    # An index of `size` is out of bounds, and mode="drop" leaves the cache as it is there. A clamped
-    # dynamic_update_slice would overwrite live keys instead.
+    # An index of `size` is out of bounds, so mode="drop" writes nothing. A clamped dynamic_update_slice would instead
+    # overwrite live keys.
     target = jnp.where(offset < count[:, None], start[:, None] + offset, size)
     if rows is not None:
         target = jnp.where(rows[:, None] < 0, size, target)
@@ -124,8 +124,8 @@ def write(
         if old is None or new is None:
             return None
         if rows is None and old.ndim == 4 and new.shape[3] == 1:
-            # Scales of one position: XLA for TPU would lay all of them out for a write of single numbers, and back
-            # for the kernel that reads them, at every token.
+            # Scales of one position: to scatter single numbers, XLA for TPU would convert all scales to another
+            # layout, and back for the kernel that reads them, at every token.
             return jnp.where(jnp.arange(size) == target[:, None], new, old)
         if rows is None:
             return _put(old, new, target, jnp.arange(new.shape[1]), across)
@@ -141,8 +141,8 @@ def write(
 
 def _put(old: jax.Array, new: jax.Array, target: jax.Array, place: jax.Array, across: bool = False) -> jax.Array:
     """`new` [L, R, K, T, H], or [L, R, K, T], at the rows `place` [R] and positions `target` [R, T] of `old`."""
-    # Every leading index is spelled out, so that what is written is whole lines of H. With L or K as slices, XLA's TPU
-    # backend lays the cache out for the write, and transposes all of it at every token.
+    # Every leading index is explicit, so that complete lines of H are written. With L or K as slices, XLA's TPU
+    # backend changes the cache's layout for the write, and so transposes all of it at every token.
     L, _, K = new.shape[:3]
     at = jnp.arange(L)[:, None, None, None], place[:, None, None], jnp.arange(K)[:, None], target[:, None]
     at = (*at[:3], slice(None), at[3]) if across else at
@@ -150,22 +150,22 @@ def _put(old: jax.Array, new: jax.Array, target: jax.Array, place: jax.Array, ac
 
 
 def copy_rows(cache: KVCache, source: KVCache, index: jax.Array, rows: jax.Array) -> KVCache:
-    """Makes row `rows[r]` a copy of row `index[r]` of `source`, with zeros behind it.
+    """Makes row `rows[r]` a copy of row `index[r]` of `source`, padded with zeros.
 
-    Zeros, because a masked position counts 0 times its value: a NaN or an infinity of the row's last rollout would
-    come through, and to mask the values where they are read would cost at every token.
+    Zeros, because a masked position contributes 0 times its value: a NaN or infinity of the row's last rollout would
+    come through. Masking the values where they are read would take time at every token.
 
     Args:
       source: a cache with at most as many positions as `cache`.
       index: [R] int32.
-      rows: [R] int32; where it is -1 nothing is copied.
+      rows: [R] int32; at -1 nothing is copied.
     """
 
-    # Layer by layer: where rows are split over devices, taking some gathers all of the source.
+    # Layer by layer: with rows split over devices, `take` gathers its full operand.
     def one(layer: jax.Array, cache: KVCache) -> KVCache:
         def copied(old: jax.Array, new: jax.Array) -> jax.Array:
             taken = jnp.take(jax.lax.dynamic_index_in_dim(new, layer, keepdims=False), index, axis=0)
-            pads = [(0, a - b) for a, b in zip(old.shape[2:], new.shape[2:], strict=True)]  # of positions alone
+            pads = [(0, a - b) for a, b in zip(old.shape[2:], new.shape[2:], strict=True)]  # only positions
             axes = AXES[: old.ndim]
             taken = jnp.pad(taken, [(0, 0), *pads])
             return on_own_rows(_replaced, old, axes, (taken, axes[1:]), (rows, ("rows",)), (layer, ()))
@@ -176,9 +176,9 @@ def copy_rows(cache: KVCache, source: KVCache, index: jax.Array, rows: jax.Array
 
 
 def _replaced(first: Any, old: jax.Array, values: jax.Array, rows: jax.Array, layer: jax.Array) -> jax.Array:
-    """`values` [R, ...] at the rows [R] of one layer of `old`."""
+    """Writes `values` [R, ...] to the rows [R] of one layer of `old`."""
 
-    # Row by row: for a scatter of whole rows XLA's TPU backend copies the cache.
+    # Row by row: for a scatter of full rows, XLA's TPU backend copies the cache.
     def one(r: jax.Array, old: jax.Array) -> jax.Array:
         at = (layer, jnp.maximum(rows[r] - first, 0), *[0] * (old.ndim - 2))
         here = jax.lax.dynamic_slice(old, at, (1, 1, *old.shape[2:]))

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): every kernel W of the layers stays as it is, and W + scale a b is used.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): every kernel W of the layers is frozen, and W + scale a b is used.
 
 Letters in shapes: L layers, r rank, others in decoder.py.
 """
@@ -15,7 +15,7 @@ from flax import nnx
 
 from psearch_jax.config import DecoderConfig, Lora
 
-# kernel -> (its contracted axes, its other axes), by their letters
+# kernel -> (its contracted axes, its other axes), as letters
 KERNELS: dict[str, tuple[str, str]] = {
     "q_kernel": ("D", "NH"),
     "k_kernel": ("D", "KH"),
@@ -34,7 +34,7 @@ def axis_sizes(config: DecoderConfig) -> dict[str, int]:
 
 
 class Adapters(nnx.Module):
-    """For every kernel `NAME_a` [L, *contracted, r] and `NAME_b` [L, r, *others], which starts at 0."""
+    """For every kernel, `NAME_a` [L, *contracted, r] and `NAME_b` [L, r, *others], which starts at 0."""
 
     def __init__(self, config: DecoderConfig, rank: int, rngs: nnx.Rngs):
         sizes = axis_sizes(config)
@@ -51,24 +51,24 @@ class Adapters(nnx.Module):
 
 
 def abstract_adapters(config: DecoderConfig, lora: Lora) -> nnx.State:
-    """The adapters as ShapeDtypeStructs, in the tree in which the model holds them."""
+    """The adapters as ShapeDtypeStructs, in the model's tree structure."""
     return _in_model(nnx.eval_shape(lambda: Adapters(config, lora.rank, nnx.Rngs(params=0))))
 
 
 def init_adapters(config: DecoderConfig, lora: Lora, seed: int) -> nnx.State:
-    """Fresh adapters, float32, from the `params` stream of `seed`: a normal with std 1/sqrt(inputs), b 0."""
+    """New adapters, float32, from the `params` stream of `seed`: a is normal with std 1/sqrt(inputs), b is 0."""
     return _in_model(Adapters(config, lora.rank, nnx.Rngs(params=seed)))
 
 
 def abstract_trained(weights: nnx.State, config: DecoderConfig, lora: Lora | None) -> nnx.State:
-    """What of a model is trained, as ShapeDtypeStructs: all weights, or the adapters and a value head."""
+    """The trained parameters, as ShapeDtypeStructs: all weights, or with `lora` the adapters and any value head."""
     if lora is None:
         return weights
     return beside(abstract_adapters(config, lora), value_head(weights))
 
 
 def value_head(weights: nnx.State) -> nnx.State:
-    """The value head alone; nothing, where the model has none."""
+    """Only the value head; an empty state if the model has none."""
     return nnx.from_flat_state([item for item in nnx.to_flat_state(weights) if item[0] == ("value_head",)])
 
 
@@ -78,12 +78,12 @@ def _in_model(adapters: Adapters) -> nnx.State:
 
 
 def beside(base: nnx.State, adapters: nnx.State) -> nnx.State:
-    """One tree of both, as a model with adapters reads it; no array is copied."""
+    """One tree of both, for a model with adapters; copies no array."""
     return nnx.from_flat_state([*nnx.to_flat_state(base), *nnx.to_flat_state(adapters)])
 
 
 def apart(params: nnx.State) -> tuple[nnx.State, nnx.State | None]:
-    """The inverse of `beside`; None where there are no adapters."""
+    """The inverse of `beside`; None if there are no adapters."""
     flat = nnx.to_flat_state(params)
     base, low = ([item for item in flat if (item[0][0] == "adapters") == mine] for mine in (False, True))
     return nnx.from_flat_state(base), nnx.from_flat_state(low) if low else None
@@ -93,20 +93,20 @@ def apart(params: nnx.State) -> tuple[nnx.State, nnx.State | None]:
 def merged(
     kernel: jax.Array, a: jax.Array, b: jax.Array, layer: jax.Array, lora: Lora, dtype: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """W + scale a b of one layer, summed in float32 and rounded to `dtype` once, as a model without adapters has it.
+    """W + scale a b of one layer, summed in float32 and rounded to `dtype` once, for a model without adapters.
 
-    A 16-bit W lies on a grid, and of what adapters learn in their first updates most is below half a step of it: the
-    rounded sum is another policy than the one that was trained. So only exports are merged.
+    Most of what adapters learn in their first updates is smaller than half the spacing of 16-bit values, so the
+    rounded sum is a different policy from the trained one. So only exports are merged.
 
     Args:
       kernel, a, b: the stacks [L, ...], [L, ..., r], [L, r, ...].
 
     Returns:
-      The sum [...], the squares of what rounding changed and of what the adapters add, both summed.
+      The sum [...], the sum of the squared rounding errors, and that of the squares of what the adapters add.
     """
     w, a, b = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (kernel, a, b))
     product = jnp.matmul(a.reshape(-1, lora.rank), b.reshape(lora.rank, -1), precision="highest")
     added = lora.scale * product.reshape(w.shape)
-    whole = w.astype(jnp.float32) + added
-    out = whole.astype(dtype)
-    return out, jnp.sum((out.astype(jnp.float32) - whole) ** 2), jnp.sum(added**2)
+    exact = w.astype(jnp.float32) + added
+    out = exact.astype(dtype)
+    return out, jnp.sum((out.astype(jnp.float32) - exact) ** 2), jnp.sum(added**2)

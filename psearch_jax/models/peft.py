@@ -1,4 +1,4 @@
-"""Adapters as a directory in the format of Hugging Face's PEFT: adapter_config.json and adapter_model.safetensors."""
+"""Adapters as a directory in Hugging Face's PEFT format: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _PREFIX = "base_model.model."
 def save_adapters(
     adapters: nnx.State, config: DecoderConfig, adapter: Lora, base: str, out: str | Path, dtype: Any = jnp.float32
 ) -> None:
-    """Writes adapters, so that PEFT loads them around the base model.
+    """Writes adapters so that PEFT can load them with the base model.
 
     Args:
-      adapters: as `lora.abstract_adapters` has them.
-      base: name or path of the base model, for the reader.
+      adapters: in the tree structure of `lora.abstract_adapters`.
+      base: name or path of the base model, recorded for information.
       dtype: of the written arrays.
 
     Raises:
@@ -37,7 +37,7 @@ def save_adapters(
 
     out = locate(out)
     if out.exists():
-        raise UserError(f"{out}: exists already, accepted: a directory that does not")
+        raise UserError(f"{out}: exists already, accepted: a directory that does not exist yet")
     flat = {path[-1]: np.asarray(v.get_value()) for path, v in nnx.to_flat_state(adapters) if path[0] == "adapters"}
     tensors, sizes = {}, lora.axis_sizes(config)
     for kernel, (inner, outer) in lora.KERNELS.items():
@@ -69,7 +69,7 @@ def read_shape(path: str | Path) -> Lora:
     """Rank and alpha of the adapters in a PEFT directory.
 
     Raises:
-      UserError: there is none, or it holds something else than plain LoRA.
+      UserError: there are none, or they are not plain LoRA.
     """
     path = locate(path)
     record = read_json(path / CONFIG)
@@ -87,7 +87,7 @@ def load_adapters(path: str | Path, config: DecoderConfig) -> nnx.State:
     """The adapters of a PEFT directory, float32.
 
     Raises:
-      UserError: as `read_shape`, or they are not on every kernel of the layers of this model.
+      UserError: as `read_shape`, or they are not on every kernel of this model's layers and on nothing else.
     """
     import safetensors
 
@@ -123,6 +123,6 @@ def load_adapters(path: str | Path, config: DecoderConfig) -> nnx.State:
 
 
 def module_name(kernel: str, layer: int) -> str:
-    """The name that transformers gives the module whose weight a kernel is."""
+    """The name in transformers of the module that owns a kernel."""
     (hf_name,) = (name for where, name, _, _ in hf.TABLE if where[-1] == kernel)
     return hf_name.format(i=layer).removesuffix(".weight")

@@ -1,9 +1,9 @@
-"""Products with weights: in one dtype, or on a CPU with 16-bit operands and everything around them in float32.
+"""Products with weights: in one dtype, or on a CPU with 16-bit operands and everything else in float32.
 
-A CPU with bfloat16 instructions multiplies 16-bit operands about twice as fast as float32, into float32 sums. Results
-in 16 bits, elementwise work in 16 bits, and products of a 16-bit with a float32 operand are all slower than float32
-there, because XLA converts each value. So on a CPU activations stay in float32 and only operands are rounded, in the
-forward and the backward pass. On a CPU without such instructions the rounded operands are multiplied as float32.
+A CPU with bfloat16 instructions multiplies 16-bit operands about twice as fast as float32, with float32 sums. But
+16-bit results, 16-bit elementwise work, and products of a 16-bit with a float32 operand are slower there than float32,
+because XLA converts each value. So on a CPU activations stay in float32 and only operands are rounded, in the forward
+and the backward pass. A CPU without such instructions multiplies the rounded operands as float32.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from psearch_jax import platforms
 
 
 def precision(dtype: Any) -> contextlib.AbstractContextManager:
-    """What is asked of a device for the products traced inside: float32 as float32, 16 bits as it multiplies them.
+    """The precision of products traced inside: full float32 for float32, the device's default for 16 bits.
 
-    Unasked, a TPU multiplies float32 as bfloat16 and a GPU from Ampere on as TF32, with 8 and 11 bits; a log-prob that
-    is right to 1e-4 on a CPU would there be right to 1e-2. A gradient's products ask for what their forward asked for.
+    By default a TPU multiplies float32 as bfloat16 and a GPU since Ampere as TF32, with 8 and 11 bits. A log-prob that
+    is right to 1e-4 on a CPU would be right to 1e-2 there. Products of a gradient use the forward product's precision.
     """
     return jax.default_matmul_precision("highest") if jnp.dtype(dtype) == jnp.float32 else contextlib.nullcontext()
 
@@ -37,10 +37,10 @@ def dense(
     scale: jax.Array | None = None,
     transposed: jax.Array | None = None,
 ) -> jax.Array:
-    """x [B, T, *in] times kernel [*in, *out] in products of `dtype`, as one product of two matrices; in int8 with a
-    `scale` [*out]. `transposed` is as in `product`.
+    """x [B, T, *in] times kernel [*in, *out], with operands in `dtype`, as one product of two matrices; an int8 kernel
+    has a `scale` [*out]. `transposed` is as in `product`.
 
-    XLA's CPU backend reaches its fast matrix product only in this form, not through an einsum over more dimensions.
+    XLA's CPU backend uses its fast matrix product only for this form, not for an einsum over more dimensions.
     """
     B, T = x.shape[:2]
     inputs, outputs = math.prod(kernel.shape[:contracted]), kernel.shape[contracted:]
@@ -57,7 +57,7 @@ def dense(
 def dense_across(
     x: jax.Array, across: jax.Array, dtype: Any, bias: jax.Array | None = None, contracted: int = 1
 ) -> jax.Array:
-    """`dense` by a kernel that is stored as [*out, *in]."""
+    """`dense` for a kernel that is stored as [*out, *in]."""
     B, T = x.shape[:2]
     outputs, inputs = across.shape[:-contracted], math.prod(across.shape[-contracted:])
     out = product_across(x.reshape(B * T, inputs), across.reshape(-1, inputs), dtype).reshape(B, T, *outputs)
@@ -67,11 +67,11 @@ def dense_across(
 def product(x: jax.Array, kernel: jax.Array, dtype: Any, transposed: jax.Array | None = None) -> jax.Array:
     """x [M, K] times kernel [K, N], with operands in `dtype`; the result is in x's dtype.
 
-    Where x is wider than `dtype`, operands are rounded and sums are float32, in the backward pass too.
+    If x is wider than `dtype`, operands are rounded and sums are float32, also in the backward pass.
 
     Args:
-      transposed: a stored copy [N, K] of a kernel that is not trained (models/transposed.py), for the backward pass;
-        the kernel then has no gradient, and both may be given as their `bits`.
+      transposed: a stored copy [N, K] of a frozen kernel (models/transposed.py), for the backward pass; the kernel
+        then gets no gradient, and both may be passed as their `bits`.
     """
     if transposed is not None:
         return _frozen_product(x, kernel, transposed, jnp.dtype(dtype))
@@ -83,16 +83,16 @@ def product(x: jax.Array, kernel: jax.Array, dtype: Any, transposed: jax.Array |
 def product_across(x: jax.Array, across: jax.Array, dtype: Any) -> jax.Array:
     """x [M, K] times the transpose of a float32 kernel that is stored as `across` [N, K], for a few rows on a CPU.
 
-    XLA's CPU backend copies the second operand of every product into another order first. With the kernel in that
-    place a product of a few rows is mostly copying; here the rows are. What surrounds the product would otherwise be
-    merged into it and change the places again, hence the barriers.
+    XLA's CPU backend first copies the second operand of every product into another layout. If the kernel were second,
+    a product of a few rows would be mostly copying; so here the rows are second. The barriers keep XLA from merging
+    neighbouring operations into the product, which would swap the operands again.
     """
     operand = jax.lax.optimization_barrier(rounded(x, dtype).T)
     return jax.lax.optimization_barrier(jnp.matmul(across, operand)).T
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """The values of x rounded to those of a dtype, in float32. XLA may leave out a conversion there and back."""
+    """x rounded to the values of a dtype, in float32. XLA may remove a conversion there and back, but not this."""
     wide, kind = x.astype(jnp.float32), jnp.finfo(dtype)
     return wide if x.dtype == dtype else jax.lax.reduce_precision(wide, kind.nexp, kind.nmant)
 
@@ -132,7 +132,7 @@ def _frozen_forward(x: jax.Array, kernel: jax.Array, transposed: jax.Array, dtyp
 
 
 def _frozen_backward(dtype: Any, transposed: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None, None]:
-    # Converted only here: what the forward pass converts, a loop over layers stores once more for the backward pass.
+    # Convert only here: a loop over layers would store a conversion from the forward pass for the backward pass.
     return _rounded_product(gradient, from_bits(transposed), dtype), None, None
 
 
@@ -142,8 +142,8 @@ _frozen_product.defvjp(_frozen_forward, _frozen_backward)
 def bits(x: jax.Array) -> jax.Array:
     """The bits of a bfloat16 array as uint16; an array of another dtype as it is.
 
-    XLA's CPU backend has no slices of bfloat16: it converts a stack of kernels to float32 before the loop that takes a
-    layer's kernel from it, in every call. Integers it slices as they are.
+    XLA's CPU backend cannot slice bfloat16: in every call it converts a stack of kernels to float32 before the loop
+    that takes one layer's kernel from it. It slices integers directly.
     """
     return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 

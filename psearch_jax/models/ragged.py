@@ -1,10 +1,10 @@
-"""Decoding attention that reads of the cache what is there, block by block.
+"""Decoding attention that reads only the real positions of each row's cache, block by block.
 
-On a TPU a Pallas kernel reads the cache where it lies, by a list of work, one entry for each block of each row: a row
-of 200 positions has one, a row of 6,000 twelve. On a GPU, which runs many programs at once, a Pallas kernel has one
-for each part of each row, of which those behind a row's end return at once, and what the parts found is summed up
-after. On a CPU a loop goes over groups of rows, and over the blocks of each as far as its longest row reaches, so that
-a block is used while it is in the processor's own memory. Letters as in models/attention.py.
+On a TPU, a Pallas kernel reads the cache in place, following a work list with one entry per block of each row: a row
+of 200 positions has one, a row of 6,000 twelve. A GPU runs many programs at once, so its Pallas kernel has one program
+per part of each row. Programs past a row's end return at once, and the partial results are summed afterwards. On a
+CPU, a loop runs over groups of rows and over each group's blocks up to its longest row, so that a block is used while
+it is in the processor's cache. Letters as in models/attention.py.
 """
 
 from __future__ import annotations
@@ -22,36 +22,35 @@ from psearch_jax.models.attention import KEY_BLOCK, LANES, NEG_INF, Implementati
 from psearch_jax.models.kv_cache import AXES, KVCache
 from psearch_jax.sharding import on_own_rows
 
-# Bytes of keys that an entry should move, so that starting it is little beside it; and the least positions of a block,
-# below which a row's last block, half empty, is no longer worth the saving.
+# Bytes of keys that an entry should move, so that its start-up cost is small in comparison; and the minimum positions
+# of a block: with smaller blocks, the saving on a row's last, half-empty block would not pay.
 ENTRY_BYTES, LEAST = 128 * 1024, 128
-# Bytes of keys that a CPU looks at at once, at most: more of them leave the processor's memory before they are used,
-# fewer are not worth a turn of the loop.
+# Maximum bytes of keys per loop iteration on a CPU: more would leave the processor's cache before they are used, and
+# far fewer are not worth an iteration.
 CPU_BYTES = 2**20
-# Positions that one program of a GPU's kernel reads, and those it reads at once; and the rows of queries that its
-# products want at least.
+# Of the GPU kernel: positions per program, positions per load, and the minimum query rows of its products.
 GPU_PART, GPU_BLOCK, GPU_QUERIES = 512, 64, 16
 TRITON = "jax.experimental.pallas.triton"
 
 
 def applies(form: Implementation, keys_across: bool, config: DecoderConfig, mesh: Any) -> bool:
-    """Whether a model that attends in `form` decodes by length on a mesh; with `keys_across`, that of a CPU.
+    """Whether a model with attention `form` decodes by length on a mesh; `keys_across` marks the cache of a CPU.
 
-    On a TPU in 16 bits, as splash, where a line of H fills registers; on a GPU where cuDNN's form is, with lines of a
-    power of two, as long as JAX has Triton's language (0.12 says that it will go). A device needs the keys of its
-    queries.
+    On a TPU it does with `splash` (16 bits), if a line of H fills registers. On a GPU it does with `cudnn`, if H is a
+    power of two, at least 16, and JAX still has Pallas for Triton (0.12 announces its removal). Each device needs the
+    keys of its queries.
     """
     parts, H = 1 if mesh.empty else mesh.shape["tensor"], config.head_dim
-    whole = config.heads % parts == 0 and config.kv_heads % parts == 0
+    divisible = config.heads % parts == 0 and config.kv_heads % parts == 0
     if keys_across:
-        return whole
+        return divisible
     if form == "splash":
-        return whole and H % LANES == 0
-    return whole and form == "cudnn" and H >= 16 and H & (H - 1) == 0 and find_spec(TRITON) is not None
+        return divisible and H % LANES == 0
+    return divisible and form == "cudnn" and H >= 16 and H & (H - 1) == 0 and find_spec(TRITON) is not None
 
 
 def block_positions(kv_heads: int, head_dim: int, itemsize: int, positions: int) -> int:
-    """Positions of one entry of the list: a power of two, or all of a short cache."""
+    """Positions per entry of the work list: a power of two, or all of a short cache."""
     wanted = ENTRY_BYTES // (kv_heads * head_dim * itemsize)
     return min(positions, max(LEAST, 2 ** int(math.log2(max(wanted, 1)))))
 
@@ -66,15 +65,15 @@ def decode(
     form: Implementation,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of one id over itself and the cached positions before it, as `attention.decode`.
+    """Attention of one token over itself and the cached positions before it, as `attention.decode`.
 
     Args:
       q: [B, 1, N, H].
-      k, v: [B, K, 1, H] of the id.
+      k, v: [B, K, 1, H] of the token.
       cache: of which the first start[b] positions of row b are real.
       layer: [] int32.
       start: [B] int32.
-      form: of the model's attention, one that `applies`.
+      form: the model's attention, for which `applies` is true.
 
     Returns:
       [B, 1, N, H].
@@ -92,21 +91,21 @@ def decode(
 
 
 def group_rows(rows: int, line_bytes: int) -> int:
-    """Rows of a group on a CPU: a divisor of `rows`; a block of a row has `line_bytes` bytes of keys."""
+    """Rows per group on a CPU: a divisor of `rows`; a block of one row has `line_bytes` bytes of keys."""
     return max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n * line_bytes <= CPU_BYTES))
 
 
 def _by_groups(q, k, v, layer, start, cached_k, cached_v, *scales) -> jax.Array:
     """`decode` on a CPU, for a device's rows and heads.
 
-    cached_k [L, B, K, H, S], cached_v [L, B, K, S, H]; in int8 the two scales [L, B, K, S] of their lines.
+    cached_k [L, B, K, H, S], cached_v [L, B, K, S, H]; in int8 also the scales [L, B, K, S] of both.
     """
     B, K, S, H = cached_v.shape[1:]
     R = group_rows(B, K * min(KEY_BLOCK, S) * H * q.dtype.itemsize)
 
     def group(g: jax.Array, out: jax.Array) -> jax.Array:
-        mine, own_k, own_v, length = (jax.lax.dynamic_slice_in_dim(x, g * R, R) for x in (q, k, v, start))
-        _, scored = grouped(mine, K)
+        queries, own_k, own_v, length = (jax.lax.dynamic_slice_in_dim(x, g * R, R) for x in (q, k, v, start))
+        _, scored = grouped(queries, K)
 
         def look(at: jax.Array, width: int) -> Keys:
             keys = jax.lax.dynamic_slice(cached_k, (layer, g * R, 0, 0, at), (1, R, K, H, width))[0]
@@ -116,28 +115,28 @@ def _by_groups(q, k, v, layer, start, cached_k, cached_v, *scales) -> jax.Array:
 
         own = scored(own_k)  # [R, K, G, 1, 1]
         sums = own, jnp.ones_like(own), jnp.broadcast_to(own_v[:, :, None].astype(jnp.float32), (*own.shape[:4], H))
-        found = apart(over_cache(sums, q.dtype, scored, look, length, S).astype(out.dtype))
-        return jax.lax.dynamic_update_slice_in_dim(out, found, g * R, 0)
+        attended = apart(over_cache(sums, q.dtype, scored, look, length, S).astype(out.dtype))
+        return jax.lax.dynamic_update_slice_in_dim(out, attended, g * R, 0)
 
     return jax.lax.fori_loop(0, B // R, group, jnp.zeros_like(q))
 
 
 def work(start: jax.Array, block: int, entries: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The row and the block of each entry, [entries] int32, and how many of them there are.
+    """The row and the block of each entry, [entries] int32, and the number of real entries.
 
-    A row without a cached position has one entry all the same: its id attends to itself.
+    A row without cached positions still has one entry: its token attends to itself.
     """
     blocks = jnp.maximum(1, -(-start // block))
     ends = jnp.cumsum(blocks)
     entry = jnp.arange(entries)
-    # Every entry against every row: a binary search is a loop, which XLA would run again in every layer.
+    # Compare every entry with every row: a binary search is a loop, which XLA would run again in every layer.
     row = jnp.searchsorted(ends, entry, side="right", method="compare_all")
     row = jnp.minimum(row, start.shape[0] - 1)
     return row.astype(jnp.int32), (entry - (ends - blocks)[row]).astype(jnp.int32), ends[-1].astype(jnp.int32)
 
 
 def _on_tpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool) -> jax.Array:
-    """`decode` on a TPU, for its rows and heads; `scales` of keys and of values in int8."""
+    """`decode` on a TPU, for a device's rows and heads; in int8 with the `scales` of keys and of values."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -178,7 +177,7 @@ def _on_tpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool)
 
 
 def _cost(B: int, N: int, K: int, S: int, H: int, line_bytes: int) -> Any:
-    """What the compiler is told of the kernel, into which it does not look: the cost with rows half full."""
+    """The cost estimate for the compiler, which cannot inspect the kernel: with rows half full."""
     from jax.experimental import pallas as pl
 
     return pl.CostEstimate(
@@ -187,7 +186,7 @@ def _cost(B: int, N: int, K: int, S: int, H: int, line_bytes: int) -> Any:
 
 
 def _tpu_kernel(layer, row, block, start, q, own_k, own_v, k, v, *others, size: int) -> None:
-    """One entry; `most`, `total` and `values` hold a row's running maximum and sums from its first to its last."""
+    """One entry; `most`, `total` and `values` keep the running maximum and sums over all entries of a row."""
     from jax.experimental import pallas as pl
 
     *scales, out, most, total, values = others  # scales of keys and of values, in int8
@@ -207,7 +206,7 @@ def _tpu_kernel(layer, row, block, start, q, own_k, own_v, k, v, *others, size: 
     seen = first + jax.lax.broadcasted_iota(jnp.int32, (1, size), 1) < length
     product = functools.partial(jax.lax.dot_general, precision=exact, preferred_element_type=jnp.float32)
     for head in range(q.shape[1]):
-        # What the last block reads behind the cache's end may be anything; 0 times it, as of a NaN, need not be 0.
+        # Past the cache's end, the last block reads arbitrary values: replace them, because 0 * NaN is NaN.
         here = jnp.where(real, v[0, 0, head].astype(q.dtype), 0)
         scores = scale * product(q[0, head], k[0, 0, head].astype(q.dtype), (((1,), (1,)), ((), ())))
         of_keys, of_values = (jnp.where(seen, x[0, 0, pl.ds(head, 1)], 0) for x in scales) if scales else (1.0, 1.0)
@@ -225,12 +224,12 @@ def _tpu_kernel(layer, row, block, start, q, own_k, own_v, k, v, *others, size: 
 
 
 def _on_gpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool) -> jax.Array:
-    """`decode` on a GPU, for its rows and heads; `scales` of keys and of values in int8."""
+    """`decode` on a GPU, for a device's rows and heads; in int8 with the `scales` of keys and of values."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
     if cached_v.dtype.itemsize == 1 and 2**31 < cached_v.size <= 2**32:
-        # Up to 4 GiB a kernel counts its way in 32 bits with a sign, which is too few from 2 GiB of bytes on.
+        # Up to 4 GiB, kernels use signed 32-bit offsets, which overflow beyond 2 GiB: pass only this layer.
         cached = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=True) for x in (cached_k, cached_v, *scales))
         cached_k, cached_v, *scales = cached
         layer = jnp.zeros_like(layer)
@@ -262,7 +261,7 @@ def _on_gpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool)
         name="ragged_decode",
         interpret=interpret,
     )(layer.reshape(1).astype(jnp.int32), start.astype(jnp.int32), q, *arrays)
-    # The id's own key is one part more.
+    # Add the token's own key as one more part.
     own = H**-0.5 * jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=-1, keepdims=True)
     top = jnp.maximum(jnp.max(most, axis=2), own)
     kept, of_own = jnp.exp(most - top[:, :, None]), jnp.exp(own - top)
@@ -271,9 +270,9 @@ def _on_gpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool)
 
 
 def _gpu_kernel(layer, start, q, k, v, *others, width: int, group: int) -> None:
-    """One part of a row for one kv head: the maximum of its scores, the sum of their exponentials and of values.
+    """One part of a row for one kv head: the maximum of its scores, the sum of their exponentials, and that of values.
 
-    Of a part behind the row's end NEG_INF, 0 and 0.
+    A part past the row's end gives NEG_INF, 0 and 0.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton

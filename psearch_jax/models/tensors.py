@@ -1,7 +1,7 @@
-"""Safetensors directories: parts of tensors in, streams of tensors out, never a whole file in memory.
+"""Safetensors directories: reads parts of tensors, writes streams of tensors, and never holds a full file in memory.
 
-A file is the length of its header (8 bytes, little endian), the header (JSON: dtype, shape and place of every tensor),
-and the tensors' bytes one behind the other.
+A file is the length of its header (8 bytes, little endian), the header (JSON: dtype, shape and offsets of every
+tensor), and the bytes of the tensors, one after the other.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _NAMES = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(ml_
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor that is still to be computed."""
+    """A tensor whose values are computed while it is written."""
 
     name: str
     shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[np.ndarray]]  # its runs along the first axis, in order
+    pieces: Callable[[], Iterable[np.ndarray]]  # its slices along the first axis, in order
 
     @property
     def size(self) -> int:
@@ -55,7 +55,7 @@ def write_tensors(path: Path, tensors: Sequence[Tensor], dtype: Any) -> None:
 
 
 def write_files(directory: Path, tensors: Iterable[Tensor], dtype: Any, file_bytes: int) -> None:
-    """Writes tensors as one file, or, where that would be larger than `file_bytes`, as several with their index."""
+    """Writes tensors as one file, or as several with an index if one would be larger than `file_bytes`."""
     itemsize = np.dtype(dtype).itemsize
     files: list[list[Tensor]] = [[]]
     held = 0  # bytes of the last file
@@ -80,7 +80,7 @@ class TensorReader:
     """The tensors of a directory by name, from one file or from several with an index.
 
     Raises:
-      UserError: a file that is missing or not whole.
+      UserError: a file is missing or incomplete.
     """
 
     def __init__(self, directory: Path):
@@ -91,9 +91,9 @@ class TensorReader:
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise UserError(f"{index}: found weight_map {weight_map!r}, accepted: tensor names and their files")
-            for name in weight_map.values():  # a file that lies elsewhere is not the model's to name
+            for name in weight_map.values():  # a model must not name files elsewhere
                 if not isinstance(name, str) or Path(name).name != name:
-                    raise UserError(f"{index}: weight_map names {name!r}, accepted: files beside it")
+                    raise UserError(f"{index}: weight_map names {name!r}, accepted: files in the same directory")
             files = sorted({directory / name for name in weight_map.values()})
         else:
             files = [directory / "model.safetensors"]
@@ -104,19 +104,19 @@ class TensorReader:
             try:
                 handle = safe_open(file, framework="np")
             except SafetensorError as error:
-                raise UserError(f"{file}: not a whole safetensors file ({error})") from None
+                raise UserError(f"{file}: not a complete safetensors file ({error})") from None
             for name in handle.keys():
                 self._where[name] = (file, handle)
         self._files, self._unread = files, set(self._where)
 
     def check(self, name: str, expected: tuple[int, ...]) -> None:
-        """Raises UserError when there is no such tensor, or when it has another shape."""
+        """Raises UserError if the tensor does not exist or has another shape."""
         if name not in self._where:
-            raise UserError(f"{self._files[0]}: tensor {name!r} is missing; it holds another architecture")
+            raise UserError(f"{self._files[0]}: tensor {name!r} is missing; the file holds another architecture")
         file, handle = self._where[name]
-        found = tuple(handle.get_slice(name).get_shape())
-        if found != expected:
-            raise UserError(f"{file}: tensor {name!r} has shape {found}, config.json asks for {expected}")
+        shape = tuple(handle.get_slice(name).get_shape())
+        if shape != expected:
+            raise UserError(f"{file}: tensor {name!r} has shape {shape}, config.json asks for {expected}")
 
     def take(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """The part of a tensor at `index`; only that part is read."""
@@ -124,7 +124,7 @@ class TensorReader:
         return self._where[name][1].get_slice(name)[index]
 
     def refuse_unread(self, ignore: tuple[str, ...]) -> None:
-        """Raises UserError when a tensor was never taken and is none of `ignore`."""
+        """Raises UserError if a tensor was never taken and is not in `ignore`."""
         rest = sorted(n for n in self._unread - set(ignore) if not n.endswith("rotary_emb.inv_freq"))
         if rest:
             raise UserError(f"{self._where[rest[0]][0]}: unknown tensor {rest[0]!r} ({len(rest)} in all)")

@@ -1,9 +1,9 @@
 """Frozen matrices in both orders, for training adapters in 16 bits on a CPU.
 
-XLA multiplies 16-bit operands on a CPU at twice the speed of float32 only where the second one is stored [K, N]. The
-backward pass multiplies by the transpose of every kernel, and a tied head is the transpose of the embedding; read
-from what is stored, both are as slow as float32. Matrices that are not trained are therefore transposed once. The
-layers' bfloat16 matrices are stored as their bits, in both orders (products.bits says why).
+On a CPU, XLA multiplies 16-bit operands at twice the speed of float32 only if the second one is stored as [K, N]. The
+backward pass multiplies by the transpose of every kernel, and a tied head is the transpose of the embedding; without
+stored transposes, both products are as slow as float32. So frozen matrices are transposed once. The layers' bfloat16
+matrices are stored as their bits, in both orders (see products.bits).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from psearch_jax.sharding import is_one_cpu
 
 
 class TransposedKernels(nnx.Module):
-    """For every kernel `NAME_transposed` [L, outputs, inputs], the axes of each side merged."""
+    """For every kernel, `NAME_transposed` [L, outputs, inputs], with the axes of each side merged."""
 
     def __init__(self, config: DecoderConfig):
         sizes = axis_sizes(config)
@@ -35,10 +35,10 @@ class TransposedKernels(nnx.Module):
 
 
 class Transposed(nnx.Module):
-    """The kernels' transposes, and the head in the order in which the model does not have it.
+    """The kernels' transposes, and the head in the order that the model does not store.
 
     Attributes:
-      head: [D, V] of a tied head, [V, D] of another; None without one.
+      head: [D, V] for a tied head, [V, D] for an untied one; None for a model without a head.
     """
 
     def __init__(self, config: DecoderConfig, head: bool):
@@ -48,8 +48,8 @@ class Transposed(nnx.Module):
 
 
 def multiplies_slowly_transposed(mesh: Mesh, dtype: Any) -> bool:
-    """Whether a device multiplies by a stored matrix faster than by the transpose of one: one CPU, in 16 bits for
-    which it has instructions."""
+    """Whether products with the transpose of a stored matrix are slower than with the matrix: on a single CPU, in a
+    16-bit dtype for which it has instructions."""
     return is_one_cpu(mesh) and jnp.dtype(dtype).itemsize == 2 and platforms.cpu_multiplies(dtype)
 
 
@@ -69,15 +69,15 @@ def _both_orders(weights: nnx.State, head: bool) -> dict[tuple[str, ...], jax.Ar
 
 
 def with_head(weights: nnx.State, head: jax.Array) -> nnx.State:
-    """The weights of a model with a tied head, not copied, with that head [D, V] as in a model without."""
+    """The weights of a model with a tied head, plus that head [D, V] as in an untied model; copies no array."""
     return nnx.from_flat_state([*nnx.to_flat_state(weights), (("lm_head",), nnx.Param(head, axes=("embed", "vocab")))])
 
 
 def with_transposed(weights: nnx.State, head: bool) -> nnx.State:
-    """`weights` and the transposes of their matrices, as a model with `transposed` takes them.
+    """`weights` and the transposes of their matrices, for a model with `transposed`.
 
-    The layers' matrices are copied, all else is not. Without `head` the head's transpose is left out, as for a model
-    with a value head.
+    The layers' matrices are copied; the other weights are not. Without `head`, the head's transpose is left out, as
+    for a model with a value head.
     """
     made = {path: nnx.Param(x) for path, x in _both_orders(weights, head).items()}
     return nnx.from_flat_state(dict(nnx.to_flat_state(weights)) | made)

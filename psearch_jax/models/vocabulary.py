@@ -1,4 +1,4 @@
-"""What a pass over the vocabulary needs a backward pass of its own for: its loop, and the gathering of the head."""
+"""The parts of a pass over the vocabulary that have a custom backward pass: its loop, and gathering the head."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def by_chunks(
 ) -> tuple[jax.Array, jax.Array]:
     """`one(head, h, t)` for the first `count` of [M, D] states and [M] targets, `chunk` at a time; 0 after them.
 
-    A loop that ends where the work ends, which JAX differentiates forward only: hence the backward pass of its own. It
-    computes every chunk anew. `head` is a tree of arrays.
+    The number of iterations depends on `count`. JAX differentiates such a loop only in forward mode, hence the custom
+    backward pass, which recomputes every chunk. `head` is a tree of arrays.
     """
 
     def body(i: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        found = one(head, *(jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk) for x in (h, t)))
-        return tuple(jax.lax.dynamic_update_slice_in_dim(a, x, i * chunk, 0) for a, x in zip(out, found, strict=True))
+        parts = one(head, *(jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk) for x in (h, t)))
+        return tuple(jax.lax.dynamic_update_slice_in_dim(a, x, i * chunk, 0) for a, x in zip(out, parts, strict=True))
 
     zeros = jnp.zeros(t.shape, jnp.float32)
     return jax.lax.fori_loop(0, -(-count // chunk), body, (zeros, zeros))
@@ -36,11 +36,11 @@ def _by_chunks_backward(one: Callable, chunk: int, arguments: tuple[Any, ...], g
     head, h, t, count = arguments
 
     def body(i: jax.Array, sums: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
-        mine, targets, *g = (jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk) for x in (h, t, *gradients))
-        _, pull = jax.vjp(lambda head, mine: one(head, mine, targets), head, mine)
-        of_head, of_mine = pull(tuple(g))
+        states, targets, *g = (jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk) for x in (h, t, *gradients))
+        _, pull = jax.vjp(lambda head, states: one(head, states, targets), head, states)
+        of_head, of_states = pull(tuple(g))
         return jax.tree.map(jnp.add, sums[0], of_head), jax.lax.dynamic_update_slice_in_dim(
-            sums[1], of_mine, i * chunk, 0
+            sums[1], of_states, i * chunk, 0
         )
 
     zeros = jax.tree.map(jnp.zeros_like, (head, h))
@@ -52,10 +52,10 @@ by_chunks.defvjp(_by_chunks_forward, _by_chunks_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gathered(part: jax.Array, axis: str, dtype: jnp.dtype) -> jax.Array:
-    """A device's rows [D / n, V] -> those of all n along a mesh axis, [D, V], rounded to `dtype`, to travel in it.
+    """A device's rows [D / n, V] -> those of all n devices on a mesh axis, [D, V], rounded to and sent in `dtype`.
 
-    They are handed on in the part's own dtype, so that a loop adds up their gradient in it (the compiler takes the two
-    conversions away), and the gradient travels in it too.
+    They are returned in the part's own dtype, so that a loop accumulates their gradient in it (the compiler removes
+    the two conversions). The gradient is also sent in it.
     """
     return jax.lax.all_gather(part.astype(dtype), axis, axis=0, tiled=True).astype(part.dtype)
 

@@ -1,7 +1,7 @@
-"""Whether a run fits a machine that is not at hand: its real programs, compiled for a TPU topology without a TPU.
+"""Whether a run fits a machine, without that machine: compiles the run's real programs for it.
 
-What a chip must hold at once is counted, not guessed: the compiler's own peak of each program, and beside it whatever
-else is resident while the program runs.
+The memory that a chip needs is the compiler's own peak for each program, plus the arrays that stay resident while the
+program runs.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ from psearch_jax.train.state import abstract_state, make_optimizer, state_shardi
 from psearch_jax.types import UserError
 
 LARGE = 2**20  # bytes; smaller arrays are not listed
-ARRAY = ("name", "shape", "sharding", "bytes_per_chip", "replicated")  # what is listed of a large one
+ARRAY = ("name", "shape", "sharding", "bytes_per_chip", "replicated")  # the listed fields of a large array
 TOKENIZER_IDS = 151_665  # of Qwen2.5; Qwen3 has four more, which changes no size
 
 
 SAMPLER_PROGRAMS = ("prefill", "admit", "extend", "generate")
 LEARNER_PROGRAMS = ("reshard", "logprobs", "accumulate", "apply")
 CRITIC_PROGRAMS = ("critic_values", "critic_accumulate", "critic_apply")  # of learning.algorithm=ppo
-START = "start"  # no program: the state is made of the loaded weights, which are still there
+START = "start"  # not a program: the train state is built while the loaded weights are still in memory
 
 
 @dataclass(frozen=True)
 class Program:
-    """One compiled program on one chip. `total_bytes` is its peak and all else that is resident meanwhile."""
+    """One compiled program on one chip. `total_bytes` is its peak plus all other arrays resident at that time."""
 
-    peak_bytes: int  # its arguments and results included; 0 when it was refused
-    resident_bytes: int  # beside it
+    peak_bytes: int  # arguments and results included; 0 if the compiler refused the program
+    resident_bytes: int  # other arrays that stay in memory while it runs
     compile_s: float
-    refused: str = ""  # the compiler's reason, when the program alone does not fit
-    width: int = 0  # of the shape that it was compiled for; 0 where there is one shape only
-    # Of the largest width: of a sampler's call apart from its decode steps, one of which is a turn; of learning apart
-    # from the vocabulary, and without attention's kernel. TPUs only: a GPU's products are calls that tell nothing.
+    refused: str = ""  # the compiler's reason, if the program does not fit on its own
+    width: int = 0  # of the shape that it was compiled for; 0 if there is only one shape
+    # At the largest width. Decode steps and the loop over the vocabulary are not in `flops` and `bytes`: `turn_*` is
+    # one iteration. The attention kernel is not counted. TPU only: a GPU's matmuls are custom calls without a count.
     cost: Cost | None = None
 
     @property
@@ -79,23 +79,23 @@ class Program:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs of every chip."""
+    """The memory that a run needs on every chip."""
 
     topology: str
     chips: int
     chip: Chip
     mesh: Mapping[str, int]
     model: DecoderConfig
-    resident: Mapping[str, int]  # bytes per chip, by what they are
-    checkpoint_bytes: int  # of all chips together, each value once
-    programs: Mapping[str, Program]  # of each program the width that needs most, which need not be the largest
-    widths: Mapping[str, Mapping[int, int]]  # of each program the bytes in all by width; -1: refused
+    resident: Mapping[str, int]  # bytes per chip, by group of arrays
+    checkpoint_bytes: int  # over all chips, each value counted once
+    programs: Mapping[str, Program]  # each program at the width that needs most memory, not always the largest
+    widths: Mapping[str, Mapping[int, int]]  # program -> width -> total bytes; -1: refused
     large: tuple[tuple[str, tuple[int, ...], str, int, bool], ...]  # fields as in ARRAY
-    in_place: bool  # the sampler reads the frozen base itself: resident counts it in sampling_copy, too
+    in_place: bool  # the sampler uses the frozen base directly, so `resident` also counts it in sampling_copy
 
     @property
     def held_bytes(self) -> int:
-        """What lies there before anything is computed, if nothing that a run holds went away in between."""
+        """Bytes of all arrays that a run holds before anything is computed, if none of them is ever freed."""
         return sum(self.resident.values()) - (self.resident["frozen_base"] if self.in_place else 0)
 
     @property
@@ -104,19 +104,19 @@ class Plan:
 
     @property
     def headroom_bytes(self) -> int:
-        """Below zero when it does not fit; of refused programs nothing is known."""
+        """Free bytes at the tightest program; below zero if it does not fit. Refused programs have no known peak."""
         return self.chip.hbm_bytes - max((p.total_bytes for p in self.programs.values()), default=0)
 
     @property
     def headroom_offloaded_bytes(self) -> int:
-        """The same if each optimizer state lay in host memory, except while it is applied."""
+        """`headroom_bytes` if each optimizer state were in host memory except while it is applied."""
         away = {"apply": self.resident["optimizer"], "critic_apply": self.resident["critic_optimizer"]}
         both = sum(away.values())
         needs = (p.total_bytes - (both - away.get(name, 0)) for name, p in self.programs.items())
         return self.chip.hbm_bytes - max(needs, default=0)
 
     def to_json(self) -> dict[str, Any]:
-        """The whole plan; `update` is the larger of its two programs."""
+        """The plan as JSON; `update` is the larger of `accumulate` and `apply`, with the compile time of both."""
         programs = {name: asdict(p) | {"total_bytes": p.total_bytes} for name, p in self.programs.items()}
         if {"accumulate", "apply"} <= set(programs):
             parts = [programs["accumulate"], programs["apply"]]
@@ -130,7 +130,7 @@ class Plan:
             "resident": dict(self.resident),
             "checkpoint_bytes": self.checkpoint_bytes,
             "programs": programs,
-            "widths": {name: dict(found) for name, found in self.widths.items()},
+            "widths": {name: dict(total_bytes) for name, total_bytes in self.widths.items()},
             "headroom_bytes": self.headroom_bytes,
             "headroom_offloaded_bytes": self.headroom_offloaded_bytes,
             "fits": self.fits,
@@ -139,10 +139,10 @@ class Plan:
 
 
 def model_shape(config: Config) -> DecoderConfig:
-    """The shape of the config's model, without its weights: from its directory, else by the name of its size.
+    """The dimensions of the config's model, without its weights: from its directory, else from the size in its name.
 
     Raises:
-      UserError: neither is known.
+      UserError: there is no config.json, and no known size in the name.
     """
     path = config.model.path
     if not path:
@@ -151,8 +151,8 @@ def model_shape(config: Config) -> DecoderConfig:
         return hf.read_config(TOY_POLICY)
     if (Path(path) / "config.json").is_file():
         return hf.read_config(path)
-    found = re.search(r"Qwen(2|2\.5|3)-(\d+(?:\.\d+)?)B", path)
-    size = f"{'qwen3-' if found[1] == '3' else ''}{found[2]}b" if found else ""
+    name = re.search(r"Qwen(2|2\.5|3)-(\d+(?:\.\d+)?)B", path)
+    size = f"{'qwen3-' if name[1] == '3' else ''}{name[2]}b" if name else ""
     if size in PRESETS:
         return PRESETS[size]
     raise UserError(
@@ -169,15 +169,15 @@ def make_plan(
     largest_only: bool = False,
     to_the_end: bool = True,
 ) -> Plan:
-    """Compiles the programs of a training run for a machine, in every width, and counts what each chip holds.
+    """Compiles the programs of a training run for a machine, in every width, and counts the memory of each chip.
 
     Args:
-      names: of the programs; default: all.
-      largest_only: the largest width alone, which is quicker; a smaller one may need more.
-      to_the_end: False leaves out what comes behind the first program that does not fit.
+      names: the programs to compile; default: all.
+      largest_only: compile only the largest width, which is quicker; a smaller one may need more memory.
+      to_the_end: False stops after the first program that does not fit.
 
     Raises:
-      UserError: the config is at odds with itself or with the mesh.
+      UserError: the config contradicts itself or does not suit the mesh.
     """
     config = with_method(config)
     validate(config)
@@ -199,7 +199,7 @@ def make_plan(
         traces |= learner.traced()
         if ppo:
             critic = make_critic(config, model, mesh, critic_optimizer)
-            traces |= {f"critic_{name}": found for name, found in critic.traced(base_of_critic).items()}
+            traces |= {f"critic_{name}": by_width for name, by_width in critic.traced(base_of_critic).items()}
         return sampler.abstract_params(), slots, pool, traces
 
     _, abstract = decoder.abstract_params(model)
@@ -234,46 +234,46 @@ def make_plan(
     saved = jax.tree.leaves([arrays[name] for name in ("parameters", "optimizer", "critic", "critic_optimizer")])
     checkpoint_bytes = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in saved)
 
-    def beside(*names: str) -> int:
+    def resident_bytes(*names: str) -> int:
         return sum(resident[name] for name in names)
 
-    # The copy that a GPU decodes from.
-    of_layers = [copy[part] for part in ("layers", "adapters", "scales") if part in copy]
-    apart = bytes_per_chip(of_layers) if target.absent and config.model.unstacked_decoding else 0
-    # Whether the sampler reads the frozen base itself.
+    # A GPU decodes from a second copy of the layers, unstacked.
+    layers = [copy[part] for part in ("layers", "adapters", "scales") if part in copy]
+    unstacked = bytes_per_chip(layers) if target.absent and config.model.unstacked_decoding else 0
+    # Whether the sampler uses the frozen base directly, without a copy.
     in_place = bool(lora) and not config.model.int8_weights and sampled_in_place(abstract, mesh)
     both = ("critic", "critic_optimizer")
     kept = ("parameters", "optimizer", *both, "reference", *(() if in_place else ("frozen_base",)))
-    # Beside the critic's programs, which take the frozen base without the policy's lm head.
-    of_critic = beside("parameters", "optimizer", "reference")
+    # Resident during the critic's programs, whose arguments include the frozen base without the policy's lm head.
+    during_critic = resident_bytes("parameters", "optimizer", "reference")
     head = bytes_per_chip(stored) - bytes_per_chip(base_of_critic) if lora else 0
     others = {
-        "prefill": beside(*kept, "sampler_state"),
-        "admit": beside(*kept, "sampling_copy"),
-        "extend": beside(*kept, "prompt_pool"),
-        "generate": beside(*kept, "prompt_pool") + apart,
-        "reshard": beside("optimizer", *both, "reference", *(("frozen_base",) if in_place else ())),
-        "logprobs": beside("optimizer", *both, "reference"),
-        "accumulate": beside("optimizer", *both, "reference"),
-        "apply": beside("frozen_base", *both, "reference"),
-        "critic_values": of_critic + beside("critic_optimizer") + head,
-        "critic_accumulate": of_critic + beside("critic_optimizer") + head,
-        "critic_apply": of_critic + beside("frozen_base"),
+        "prefill": resident_bytes(*kept, "sampler_state"),
+        "admit": resident_bytes(*kept, "sampling_copy"),
+        "extend": resident_bytes(*kept, "prompt_pool"),
+        "generate": resident_bytes(*kept, "prompt_pool") + unstacked,
+        "reshard": resident_bytes("optimizer", *both, "reference", *(("frozen_base",) if in_place else ())),
+        "logprobs": resident_bytes("optimizer", *both, "reference"),
+        "accumulate": resident_bytes("optimizer", *both, "reference"),
+        "apply": resident_bytes("frozen_base", *both, "reference"),
+        "critic_values": during_critic + resident_bytes("critic_optimizer") + head,
+        "critic_accumulate": during_critic + resident_bytes("critic_optimizer") + head,
+        "critic_apply": during_critic + resident_bytes("frozen_base"),
     }
     compiled, by_width = {}, {}
-    if START in names:  # a run that resumes holds less: it reads its checkpoint into the state's place
-        loaded_and_state = beside("parameters", "parameters", "optimizer", *both)
-        compiled[START] = Program(loaded_and_state, beside("frozen_base", "reference"), 0.0)
+    if START in names:  # a resumed run holds less: it loads its checkpoint in place of the fresh state
+        loaded_and_state = resident_bytes("parameters", "parameters", "optimizer", *both)
+        compiled[START] = Program(loaded_and_state, resident_bytes("frozen_base", "reference"), 0.0)
     for name in [name for name in names if name != START and traces.get(name)]:
-        found, largest = [], list(traces[name])[-1]
+        variants, largest = [], list(traces[name])[-1]
         for width, trace in list(traces[name].items())[-1 if largest_only else 0 :]:
             counted = to_the_end and width == largest
             p = _compile(trace, mesh, others[name], wide.get(name, {}).get(width), counted)
-            found.append(replace(p, width=width))
+            variants.append(replace(p, width=width))
             log(f"{name} {width or ''}: {p.refused or f'{p.total_bytes / GIB:.2f} GiB'} ({p.compile_s:.0f} s)")
-        worst = max(found, key=lambda p: (bool(p.refused), p.total_bytes))
-        compiled[name] = replace(worst, compile_s=sum(p.compile_s for p in found), cost=found[-1].cost)
-        by_width[name] = {p.width: -1 if p.refused else p.total_bytes for p in found}
+        worst = max(variants, key=lambda p: (bool(p.refused), p.total_bytes))
+        compiled[name] = replace(worst, compile_s=sum(p.compile_s for p in variants), cost=variants[-1].cost)
+        by_width[name] = {p.width: -1 if p.refused else p.total_bytes for p in variants}
         if not (to_the_end or worst.fits(target.chip)):
             break
     large = tuple(row for name, tree in arrays.items() for row in _large(name, tree, mesh))
@@ -294,12 +294,12 @@ def make_plan(
 
 
 def bytes_per_chip(tree: Any) -> int:
-    """What one device holds of a tree of placed arrays."""
+    """Bytes of a tree of sharded arrays on one device."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
 
 def advice(plan: Plan, config: Config) -> list[str]:
-    """What to change, for each program that does not fit, the tightest first."""
+    """The settings to lower, a line for each program that does not fit."""
     rows = plan.mesh["data"] * plan.mesh["fsdp"]
     micro = f"config.learning.micro_batch_rows={config.learning.micro_batch_rows} (a multiple of {rows})"
     words = {
@@ -316,7 +316,7 @@ def advice(plan: Plan, config: Config) -> list[str]:
     lines = []
     for name, p in plan.programs.items():
         if p.refused:
-            lines.append(f"{name} alone is refused ({p.refused}): lower {words.get(name, default)}")
+            lines.append(f"{name} does not fit even on its own ({p.refused}): lower {words.get(name, default)}")
         elif p.total_bytes > plan.chip.hbm_bytes:
             over = (p.total_bytes - plan.chip.hbm_bytes) / GIB
             lines.append(f"{name} is {over:.2f} GiB over: lower {words.get(name, default)}")
@@ -324,7 +324,7 @@ def advice(plan: Plan, config: Config) -> list[str]:
 
 
 def bare_sampler(config: Config, model: DecoderConfig, mesh: Mesh) -> Sampler:
-    """The config's sampler without a tokenizer: its tables' size is that of any vocabulary."""
+    """The config's sampler without a tokenizer: the size of its tables does not depend on the vocabulary's content."""
     tables = build_tables([b""], model.vocab_rows)
     return make_sampler(config, model, mesh, tables, min(TOKENIZER_IDS, model.vocab_rows), [0])
 
@@ -336,9 +336,9 @@ def _in_float32(config: Config) -> Config:
 def _compile(
     trace: Callable[[], Any], mesh: Mesh, resident: int, wide: Callable[[], Any] | None, counted: bool
 ) -> Program:
-    """Compiles one program; `wide` is the one to count temporary arrays in, if it is another (`cuda_target`).
+    """Compiles one program. `wide`, if given, is the program whose temporary arrays are counted (`cuda_target`).
 
-    Its cost is looked for where it is `counted`.
+    `counted`: also computes its cost.
     """
     start = time.monotonic()
     try:
@@ -350,12 +350,12 @@ def _compile(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         needs = re.search(r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)", str(error))
-        reason = f"{needs[1]} GiB of temporaries, {needs[2]} there" if needs else "out of memory"
+        reason = f"{needs[1]} GiB of temporaries, {needs[2]} available" if needs else "out of memory"
         return Program(0, resident, time.monotonic() - start, reason)
     platform = mesh.devices.flat[0].platform
     if platform == "tpu":
         peak = analysis.peak_memory_in_bytes
-    else:  # whose compilers do not count temporary arrays into it
+    else:  # other compilers leave temporary arrays out of peak_memory_in_bytes
         held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         peak = held + temporary.temp_size_in_bytes
     seconds = time.monotonic() - start
@@ -367,11 +367,11 @@ def _cost_if_known(text: str) -> Cost | None:
     try:
         return cost(text)
     except (AttributeError, IndexError, KeyError, ValueError, ZeroDivisionError):
-        return None  # a form of another compiler that the count does not know; what fits is known all the same
+        return None  # HLO in a form that `cost` cannot parse; whether the program fits is known all the same
 
 
 def _large(group: str, tree: Any, mesh: Mesh) -> list[tuple[str, tuple[int, ...], str, int, bool]]:
-    """A row per large array: name, shape, sharding, bytes per chip, and whether every chip holds all of it."""
+    """A row per large array: name, shape, sharding, bytes per chip, and whether it is replicated on every chip."""
     rows = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         size = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize

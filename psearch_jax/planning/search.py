@@ -1,4 +1,4 @@
-"""The largest budgets with which a run still fits a machine."""
+"""Searches for the largest budgets with which a run fits a machine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from psearch_jax.sharding import make_mesh
 
 
 def search(config: Config, target: Target, log: Callable[[str], None]) -> dict[str, int | str]:
-    """The largest slots, rows per micro-batch and context that fit, each by bisection with the others as they are; and
-    the `model.remat` that computes least anew.
+    """The largest slots, rows per micro-batch and context that fit, and the `model.remat` that recomputes least.
 
-    0 where none fits, of remat "".
+    Each is searched for separately (the numbers by bisection) with all other settings unchanged. If none fits, it is
+    0, or "" for remat.
     """
 
     def fits(names: Sequence[str], changes: Mapping[str, Any]) -> bool:
@@ -51,7 +51,7 @@ def search(config: Config, target: Target, log: Callable[[str], None]) -> dict[s
 
 
 def _largest(values: Sequence[int], accepted: Callable[[int], bool]) -> int:
-    """The largest accepted of rising values, when all below it are accepted too; 0 when none is."""
+    """The largest accepted value of a rising sequence in which all smaller ones are accepted too; 0 if none is."""
     low, high = 0, len(values)  # values[:low] are accepted, values[high:] are not
     while low < high:
         middle = (low + high) // 2

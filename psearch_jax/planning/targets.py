@@ -1,4 +1,4 @@
-"""Machines that are not at hand, to compile for: TPU topologies, and GPUs by their description."""
+"""Compilation targets that need no hardware: TPU topologies, and GPUs by their description."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import jax
 from psearch_jax.chips import CHIPS, GPUS, MIB, Chip
 from psearch_jax.types import UserError, first_line
 
-# Of chips.GPUS: the name that the driver tells, compute capability, multiprocessors, and of each of these the lanes in
-# float32, KiB of shared memory and threads; then MiB of the second cache and GHz, as published.
+# Published figures for chips.GPUS: the driver's name for it, compute capability, multiprocessors; per multiprocessor
+# the float32 lanes, KiB of shared memory and threads; then MiB of L2 cache and the clock in GHz.
 _PARTS = {
     "h200": ("NVIDIA H200", 9.0, 132, 128, 228, 2048, 50, 1.98),
     "h100": ("NVIDIA H100 80GB HBM3", 9.0, 132, 128, 228, 2048, 50, 1.98),
@@ -27,22 +27,22 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Target:
-    """The machine that a plan is for, and the devices to compile for."""
+    """The machine of a plan, and the devices to compile for."""
 
     topology: str
     devices: list[Any]
     chip: Chip
     kind: str
-    absent: bool = False  # the devices are a CPU's, in place of GPUs
+    absent: bool = False  # the devices are CPU devices that stand in for GPUs
 
 
 def tpu_target(topology: str) -> Target:
-    """A TPU topology such as `v5e:4x4`; needs libtpu and no TPU.
+    """A TPU topology such as `v5e:4x4`; needs libtpu, but no TPU.
 
     Raises:
-      UserError: libtpu is not installed, or it knows no such topology.
+      UserError: libtpu is not installed, or does not know the topology.
     """
-    # libtpu asks the cloud's metadata server who it is, unless it is told.
+    # Without these, libtpu queries the cloud's metadata server for its identity.
     for name, value in (
         ("TPU_SKIP_MDS_QUERY", "1"),
         ("TPU_ACCELERATOR_TYPE", "v5litepod-16"),
@@ -67,15 +67,15 @@ def tpu_target(topology: str) -> Target:
 
 
 def cuda_target(topology: str) -> Target:
-    """GPUs of one host, `h200` or `h200:8`: those at hand, else a description of them for the GPUs' compiler.
+    """GPUs of one host, `h200` or `h200:8`: the real ones if present, else a description for XLA's GPU compiler.
 
-    Where that one is not installed either, as many CPU devices to compile for. A CPU's compiler keeps whole copies of
-    16-bit weights in float32, which a GPU's does not. So temporary arrays are then counted in the same program with
-    float32 throughout, which is an upper estimate; arguments and results are exact. Call it before anything else
+    If the GPU compiler is not installed either, the same number of CPU devices. XLA's CPU compiler keeps float32
+    copies of entire 16-bit weights, which the GPU compiler does not. Temporary arrays are therefore counted in the
+    same program with float32 throughout, an upper bound; arguments and results are exact. Call it before anything else
     touches a device.
 
     Raises:
-      UserError: no such GPU is known.
+      UserError: the GPU is unknown, or the machine has fewer.
     """
     name, _, count = topology.partition(":")
     if name not in GPUS or not (count or "1").isdigit() or count == "0":
@@ -90,30 +90,30 @@ def cuda_target(topology: str) -> Target:
         jax.config.update("jax_num_cpu_devices", number)
     devices = absent_gpus(name, number) if compiler and not there else jax.devices()
     if len(devices) < number:
-        raise UserError(f"--topology={topology}: {len(devices)} devices found, accepted: at most as many")
+        raise UserError(f"--topology={topology}: {len(devices)} devices found, accepted: at most that number")
     kind = name if compiler else f"{name} (estimated)"
     return Target(topology, devices[:number], GPUS[name], kind, absent=not compiler)
 
 
 def gpu_compiler() -> bool:
-    """Whether JAX's package for GPUs is installed."""
+    """Whether JAX's GPU plugin is installed."""
     return any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
 def absent_gpus(name: str, number: int) -> list[Any]:
-    """Devices for the GPUs' compiler alone, which needs none of them; its package has to be installed."""
+    """Devices that can only be compiled for. No GPU is needed, but the GPU plugin must be installed."""
     from jax.experimental import topologies
 
-    jax.devices()  # finds the packages of other platforms
+    jax.devices()  # discovers the plugins of other platforms
     described = {"target_config": gpu_description(name), "topology": f"1x1x{number}"}
     return list(topologies.get_topology_desc("", "cuda", **described).devices)
 
 
 def gpu_description(name: str) -> str:
-    """One of `GPUS` as XLA's compiler wants it told where there is none: the text form of its GpuTargetConfigProto."""
+    """One of `GPUS` as XLA's compiler needs it without the device: GpuTargetConfigProto in text form."""
     kind, capability, cores, lanes, shared, threads, cache, clock = _PARTS[name]
     major, minor = str(capability).split(".")
-    # A GPU keeps a KiB of each block's shared memory for itself, from Ampere on.
+    # From Ampere on, the system reserves 1 KiB of each block's shared memory.
     block = shared * 1024 - (1024 if capability >= 8 else 0)
     features = "feature_extension: ACCELERATED_FEATURES" if capability >= 9 else ""
     return f"""

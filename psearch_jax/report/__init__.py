@@ -1,1 +1,1 @@
-"""What runs and evaluations look like: tables for a terminal, and one HTML page with charts and rollouts."""
+"""Reports on runs and evaluations: tables for a terminal, and one HTML page with charts and rollouts."""

@@ -1,4 +1,4 @@
-"""What the page draws, as numbers: a chart is a title and lines; how it is drawn is the page's own business.
+"""The data of the page's charts: a chart is a title and lines. The page's JavaScript decides how they are drawn.
 
 The charts of training runs are in training.py, those of evaluations here.
 """
@@ -13,9 +13,9 @@ from typing import Any
 from psearch_jax.eval.scores import LAST_TURN, Score, finished_by_turn
 from psearch_jax.report.runs import RunFiles
 
-POOLED = "all"  # the group of lines that are over all kinds
-DIGITS = 6  # significant ones
-SPLIT = "Share whose first search held two sub-queries or more."
+POOLED = "all"  # the group of lines over all kinds
+DIGITS = 6  # significant digits
+SPLIT = "Share of rollouts whose first search has two or more sub-queries."
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Line:
     run: int
     y: list[float | None]
     x: list[Any] | None = None  # None: the run's steps
-    group: str = ""  # a kind of questions, or a benchmark: what the page can be narrowed to
-    name: str = ""  # what tells it from the other lines of its run and group
+    group: str = ""  # a question kind or a benchmark; the page can be filtered by it
+    name: str = ""  # distinguishes it from the other lines of its run and group
     faint: bool = False
     low: list[float] | None = None
     high: list[float] | None = None
@@ -43,8 +43,8 @@ class Chart:
     lines: list[Line] = field(default_factory=list)
     axis: str = "step"
     form: str = "lines"
-    pooled: bool = False  # drawn for all questions together, until the page is narrowed to a group
-    apart: bool = False  # bars of one run never stand at the same place, and need not make way for one another
+    pooled: bool = False  # drawn for all questions together unless the page is filtered by a group
+    apart: bool = False  # bars of one run never share an x position, so they are drawn at full width
 
     def as_json(self) -> dict[str, Any]:
         out = asdict(self)
@@ -55,14 +55,14 @@ class Chart:
 
 
 def short(value: Any) -> float | None:
-    """A number with `DIGITS` significant digits; None for what is none."""
+    """A number with `DIGITS` significant digits; None for anything else."""
     return float(f"{value:.{DIGITS}g}") if isinstance(value, int | float) else None
 
 
 def distributions(
     run: int, groups: Mapping[str, Sequence[Score]], name: str, faint: bool = False
 ) -> tuple[list[Line], list[Line]]:
-    """Lines of (share by number of searches, share finished by turn) of every group."""
+    """Lines of (share by number of searches, share finished by turn), one per group each."""
     searches, finished = [], []
     for group, pool in groups.items():
         counts = Counter(s.searches for s in pool)
@@ -74,7 +74,7 @@ def distributions(
 
 
 def distribution_charts(searches: list[Line], finished: list[Line], told: str, pooled: bool) -> list[Chart]:
-    """The charts of what `distributions` gave. `told` is added to their notes."""
+    """The charts of the lines from `distributions`. `told` is appended to their notes."""
     return [
         Chart(
             "search_counts",
@@ -90,7 +90,7 @@ def distribution_charts(searches: list[Line], finished: list[Line], told: str, p
             "finished",
             "Searching",
             f"Finished by turn 1 to {LAST_TURN}",
-            f"Share of rollouts that had answered by a model call: the paper's cumulative figure.{told}",
+            f"Cumulative share of rollouts that have answered by each model call, as in the paper.{told}",
             finished,
             "turn",
             pooled=pooled,
@@ -102,13 +102,13 @@ def evaluation_charts(runs: Sequence[RunFiles], scores: Sequence[Mapping[str, Se
     """All charts of evaluations. Groups are benchmarks.
 
     Args:
-      scores: of each evaluation by benchmark.
+      scores: the scores of each evaluation, by benchmark.
     """
     em, split, searches, finished = [], [], [], []
     for i, (run, by_benchmark) in enumerate(zip(runs, scores, strict=True)):
-        for benchmark, found in run.results["benchmarks"].items():
-            rows = {"": found["all"]} if len(found["kinds"]) > 1 else {}
-            rows |= found["kinds"]
+        for benchmark, report in run.results["benchmarks"].items():
+            rows = {"": report["all"]} if len(report["kinds"]) > 1 else {}
+            rows |= report["kinds"]
             x = [f"{benchmark} {kind}".strip() for kind in rows]
             bounds = [values["em_interval"] for values in rows.values()]
             low, high = ([b[side] for b in bounds] for side in (0, 1))
@@ -117,9 +117,9 @@ def evaluation_charts(runs: Sequence[RunFiles], scores: Sequence[Mapping[str, Se
         one = distributions(i, by_benchmark, "")
         searches += one[0]
         finished += one[1]
-    told = "With the bootstrap 95% interval over questions."
+    note = "With the bootstrap 95% interval over questions."
     return [
-        Chart("em", "Answers", "EM", told, em, "category", "bars", apart=True),
+        Chart("em", "Answers", "EM", note, em, "category", "bars", apart=True),
         Chart("split", "Searching", "Questions split", SPLIT, split, "category", "bars", apart=True),
         *distribution_charts(searches, finished, "", pooled=False),
     ]

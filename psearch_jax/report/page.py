@@ -1,4 +1,4 @@
-"""The report of runs or evaluations: one HTML file with charts and rollouts, which asks nothing of any network."""
+"""The report on runs or evaluations: one self-contained HTML file with charts and rollouts, for offline use."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ FILE = "report.html"
 
 
 def write_report(runs: Sequence[RunFiles], file: str | Path | None = None) -> Path:
-    """Writes the page of these runs, laid over one another, and returns where it is.
+    """Writes one page with these runs overlaid, and returns its path.
 
     Args:
-      file: default: report.html in the directory of the first.
+      file: default: report.html in the directory of the first run.
 
     Raises:
       UserError: one of their files cannot be read, or plotly is not installed.
@@ -41,7 +41,7 @@ def write_report(runs: Sequence[RunFiles], file: str | Path | None = None) -> Pa
 
 
 def offer_report(directory: str | Path) -> None:
-    """Writes the page of a run that has just ended, and says where; what hinders it is a warning: the run is safe."""
+    """Writes the page of a run that has just ended and logs its path; a failure is only a warning."""
     try:
         log.info("report: %s", write_report(read_runs([directory])))
     except Exception as error:
@@ -78,7 +78,7 @@ def render(runs: Sequence[RunFiles]) -> str:
         sections=list(dict.fromkeys(chart.section for chart in drawn)),
         charts=drawn,
         groups=groups,
-        alarms=[(run.name, found) for run, found in zip(runs, data["alarms"], strict=True) if found],
+        alarms=[(run.name, rung) for run, rung in zip(runs, data["alarms"], strict=True) if rung],
         parts=_tables(runs),
         facets=_facets(runs, shown),
         recorded=len(shown.columns["run"]),
@@ -93,7 +93,7 @@ def render(runs: Sequence[RunFiles]) -> str:
 
 
 def _take(number: int, run: RunFiles, shown: Shown) -> dict[Any, list[Score]]:
-    """Offers all rollouts of a run to the page; their scores by step, or by benchmark."""
+    """Offers all rollouts of a run to the page. Returns their scores by step or by benchmark."""
     spelling = spelling_of(run) if run.blocks else None
     parts: dict[int, list[Score]] = {}
     for place in spread_out(len(run.blocks)):
@@ -108,7 +108,7 @@ def _take(number: int, run: RunFiles, shown: Shown) -> dict[Any, list[Score]]:
 
 
 def _facts(run: RunFiles) -> dict[str, Any]:
-    """A line about a run."""
+    """The run's row in the page's table of runs."""
     config, summary = run.config, run.summary
     wall = summary.get("wall_s", {}).get("total")
     of = (config.get("train") or {}).get("steps")
@@ -126,7 +126,7 @@ def _facts(run: RunFiles) -> dict[str, Any]:
 
 
 def _facets(runs: Sequence[RunFiles], shown: Shown) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """(column, label, [(value, text)]) of every filter that has something to choose from."""
+    """(column, label, [(value, text)]) of every filter; run and benchmark only if there are several."""
     there = {name: set(shown.columns[name]) for name in ("run", "benchmark", "kind", "status", "split", "right")}
     first = [("run", "Run", [(str(i), run.name) for i, run in enumerate(runs) if i in there["run"]])]
     if not runs[0].trained:
@@ -141,7 +141,7 @@ def _facets(runs: Sequence[RunFiles], shown: Shown) -> list[tuple[str, str, list
 
 
 def _tables(runs: Sequence[RunFiles]) -> list[str | list[list[str]]]:
-    """What launch/report.py prints, as paragraphs and tables (rows of cells; the first is the head)."""
+    """The output of launch/report.py as paragraphs and tables (rows of cells; the first is the header)."""
     if runs[0].trained:
         finished = [(run.name, run.summary) for run in runs if run.summary]
         text = tables.side_by_side(finished) if len(runs) > 1 else ""
@@ -157,7 +157,7 @@ def _tables(runs: Sequence[RunFiles]) -> list[str | list[list[str]]]:
 
 
 def _cells(part: str) -> str | list[list[str]]:
-    """A part of a Markdown text: the rows of a table without its rule, or the paragraph as it is."""
+    """A part of a Markdown text: the rows of a table without its `---` line, or the paragraph unchanged."""
     lines = part.splitlines()
     if not lines[0].startswith("|") or len(lines) < 3:
         return part if not lines[0].startswith("|") else ""
@@ -170,9 +170,9 @@ def _asset(name: str) -> str:
 
 
 def _plotly() -> bytes:
-    """Plotly's JavaScript, as its Python package brings it."""
+    """Plotly's JavaScript from its Python package."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise UserError("plotly: not installed, which draws the charts of a report; `pip install plotly`") from None
+        raise UserError("plotly: not installed, but needed for the charts of a report; `pip install plotly`") from None
     return get_plotlyjs().encode()

@@ -1,4 +1,4 @@
-"""Rollouts as the page shows them: what they can be filtered by, and their texts id by id in compressed blocks."""
+"""Rollouts for the page: columns to filter them by, and their texts token by token in compressed blocks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from psearch_jax.types import UserError
 
 log = logging.getLogger("psearch_jax")
 
-MOST_ROLLOUTS = 10_000  # in one page, of all runs together
-MOST_BYTES = 5_000_000  # of their compressed texts: with the charts a page stays below 10 MB
+MOST_ROLLOUTS = 10_000  # per page, over all runs
+MOST_BYTES = 5_000_000  # of compressed rollout texts per page; with the charts a page stays below 10 MB
 LOGPROB_DIGITS = 4
 _COLUMNS = "run step benchmark kind right status split question sample reward block place".split()
 
 
 def packed(value: Any) -> str:
-    """JSON, compressed, in letters that no HTML parser minds; the same for the same value."""
+    """The value as JSON, gzipped, in base64, which is safe in HTML; deterministic."""
     return packed_bytes(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))
 
 
@@ -40,9 +40,9 @@ def packed_bytes(data: bytes) -> str:
 
 
 class Shown:
-    """The rollouts in the page: columns of what they are filtered by, and blocks of their texts.
+    """The rollouts in the page: columns to filter them by, and blocks of their texts.
 
-    Blocks are offered one by one, and kept for as long as there is room.
+    Blocks are offered one by one, and kept as long as there is room.
     """
 
     def __init__(self, runs: int):
@@ -52,7 +52,7 @@ class Shown:
         self._question_rows: list[dict[str, Any]] = []
         self.columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
         self.blocks: list[str] = []
-        self.left_out = 0  # rollouts that were recorded and are not in the page
+        self.left_out = 0  # recorded rollouts that are not in the page
 
     def offer(
         self,
@@ -62,12 +62,12 @@ class Shown:
         scores: Sequence[Score],
         spelling: Spelling | None,
     ) -> None:
-        """Takes a block if the run has room for it; of its first one so much as there is room for.
+        """Adds a block if the run has room for it; of the run's first block, the part that there is room for.
 
         Args:
-          run: its number.
-          scores: of the rows, in their order.
-          spelling: ids to text; None where the run's tokenizer is not at hand.
+          run: its index.
+          scores: the scores of the rows, in the same order.
+          spelling: converts token ids to text; None if the run's tokenizer is not available.
         """
         rollouts, room = self._room[run]
         first = self._room[run] == self._whole
@@ -101,7 +101,7 @@ class Shown:
         self.blocks.append(text)
 
     def index(self) -> dict[str, Any]:
-        """JSON-ready: `columns`, `questions` (text of each), and how many rollouts were left out."""
+        """JSON-serialisable: `columns`, `questions` (text and id of each), and the number of rollouts left out."""
         return {"columns": self.columns, "questions": self._question_rows, "left_out": self.left_out}
 
     def _question(self, score: Score, text: str) -> int:
@@ -112,9 +112,9 @@ class Shown:
 
 
 def spread_out(count: int) -> list[int]:
-    """0 .. count-1 in an order of which every beginning is spread evenly: the first, the last, the middle, ..
+    """0 .. count-1 in an order whose every prefix is spread evenly: the first, the last, the middle, ..
 
-    So whatever room there is, what is shown reaches from the first step to the last.
+    So whatever the room, the rollouts in the page range from the first step to the last.
     """
     if count < 3:
         return list(range(count))
@@ -131,35 +131,35 @@ def spread_out(count: int) -> list[int]:
     return order
 
 
-# ---- ids to text ----
+# ---- token ids to text ----
 
 
 class Spelling:
-    """What ids stand for, one by one and together."""
+    """The text of token ids, one by one and together."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of each id. A character that several ids spell is with the last of them; control ids are named."""
+        """The text of each token. A character split over several tokens is with the last; control tokens are named."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        found = []
+        pieces = []
         for i in ids:
             piece = self._tokenizer.token_bytes[i] if 0 <= i < self._tokenizer.size else b""
-            found.append(self._tokenizer.decode([i], control=True) if piece is None else decoder.decode(piece))
-        return found
+            pieces.append(self._tokenizer.decode([i], control=True) if piece is None else decoder.decode(piece))
+        return pieces
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of ids that were not sampled; control ids are named."""
+        """The text of tokens that were not sampled; control tokens are named."""
         return self._tokenizer.decode(ids, control=True)
 
     def spells(self, ids: Sequence[int], text: str) -> bool:
-        """Whether the ids are those of a turn's text, behind which an id that ends the message may stand."""
+        """Whether the tokens spell a turn's text, optionally followed by one stop token."""
         return text in (self._tokenizer.decode(part, control=True) for part in (ids, ids[:-1]))
 
 
 def spelling_of(run: RunFiles) -> Spelling | None:
-    """The run's tokenizer as its config.json names it, as far as it is on this machine; nothing is downloaded."""
+    """The tokenizer that the run's config.json names, or None if it is not on this machine; nothing is downloaded."""
     model = run.config.get("model") or {}
     name = model.get("tokenizer") or model.get("path") or ""
     path: str | None = str(TOY_POLICY) if name == "toy" else name
@@ -168,7 +168,7 @@ def spelling_of(run: RunFiles) -> Spelling | None:
     if not Path(path).is_dir():
         try:
             cached = huggingface_hub.try_to_load_from_cache(path, "tokenizer_config.json")
-        except ValueError:  # it has not the form of a hub id
+        except ValueError:  # not a valid hub id
             cached = None
         if not isinstance(cached, str):
             log.info("%s: not on this machine; the rollouts of %s are shown without their log-probs", path, run.name)
@@ -185,13 +185,12 @@ def spelling_of(run: RunFiles) -> Spelling | None:
 
 
 def _body(row: Mapping[str, Any], spelling: Spelling | None) -> dict[str, Any]:
-    """What is shown of a rollout when it is opened.
+    """The data of an opened rollout.
 
-    `turns` have `text`, or with a spelling `pieces` and `logprobs` of each sampled id; `searches`, a pair of sub-query
-    and passages [title, id, text] each (text: None where it is not known); and `forced`, what the host wrote where it
-    is not passages.
+    `turns` have `text`; with a spelling also `pieces`, `logprobs` and `ids` of the sampled tokens; `searches`, pairs
+    of a sub-query and its passages [title, id, text] (text: None if unknown); and `forced`, other text of the host.
     """
-    turns = row["actions"] if "actions" in row else row["turns"]  # in an evaluation `turns` is their number
+    turns = row["actions"] if "actions" in row else row["turns"]  # in an evaluation `turns` is a count
     cuts = _cuts(row, turns, spelling) if spelling and "ids" in row else None
     shown = {"gold": row["golden_answers"], "reward": row.get("reward") or {}, "turns": []}
     if cuts:
@@ -207,10 +206,10 @@ def _body(row: Mapping[str, Any], spelling: Spelling | None) -> dict[str, Any]:
             one["ids"] = row["ids"][start:middle]
             written = spelling.text(row["ids"][middle:end])
         if turn["queries"]:
-            texts = passage_lines(written, turn["queries"], [len(found) for found in turn["passages"]])
+            texts = passage_lines(written, turn["queries"], [len(ranking) for ranking in turn["passages"]])
             one["searches"] = [
-                [query, [[p["title"], p["id"], lines[k] if k < len(lines) else None] for k, p in enumerate(found)]]
-                for query, found, lines in zip(turn["queries"], turn["passages"], texts, strict=False)
+                [query, [[p["title"], p["id"], lines[k] if k < len(lines) else None] for k, p in enumerate(ranking)]]
+                for query, ranking, lines in zip(turn["queries"], turn["passages"], texts, strict=False)
             ]
         elif written and written.strip():
             one["forced"] = written
@@ -221,13 +220,13 @@ def _body(row: Mapping[str, Any], spelling: Spelling | None) -> dict[str, Any]:
 def _cuts(
     row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]], spelling: Spelling
 ) -> list[tuple[int, int, int]] | None:
-    """(start, end of what was sampled, end of what the host wrote behind it) of every turn.
+    """(start, end of the sampled tokens, end of the host's tokens after them) of every turn.
 
-    None where ids and turns do not agree: then the tokenizer is another one than that of the run.
+    None if token ids and turns disagree, which means that the tokenizer is not the run's.
     """
     ids, mask = row["ids"], row["mask"]
     cuts, place = [], mask.index(1) if 1 in mask else len(mask)
-    if turns and not turns[0]["n_sampled"]:  # an initial search lies between prompt and first sampled id
+    if turns and not turns[0]["n_sampled"]:  # an initial search lies between the prompt and the first sampled token
         pieces = spelling.pieces(ids[:place])
         begin = "".join(pieces).rfind(tags.INFORMATION_OPEN)
         first = bisect_right(list(accumulate(map(len, pieces))), begin) if begin >= 0 else place
@@ -245,16 +244,16 @@ def _cuts(
 
 
 def passage_lines(written: str | None, queries: Sequence[str], counts: Iterable[int]) -> list[list[str]]:
-    """The passages of each sub-query, a line each, read from the observation that `tags.render_observation` wrote.
+    """The passages of each sub-query, a line each, parsed from the observation that `tags.render_observation` wrote.
 
     Args:
-      written: what the host wrote; None where it is not known.
-      counts: how many passages were found for each; what was cut to the budget has no line.
+      written: the host's text; None if unknown.
+      counts: the number of passages retrieved for each; passages cut by the budget have no line.
     """
-    found: list[list[str]] = [[] for _ in queries]
+    passages: list[list[str]] = [[] for _ in queries]
     start, end = ((written or "").find(tag) for tag in (tags.INFORMATION_OPEN, tags.INFORMATION_CLOSE))
     if start < 0:
-        return found
+        return passages
     inner = written[start + len(tags.INFORMATION_OPEN) : end if end >= 0 else None]
     lines = inner.strip("\n").split("\n")
     headers = [tags.escape_tags(" ".join(q.split()))[: tags.HEADER_CHARACTERS] for q in queries]
@@ -269,9 +268,9 @@ def passage_lines(written: str | None, queries: Sequence[str], counts: Iterable[
             if begins(line, coming):
                 group, coming = coming, coming + 1
             else:
-                found[group].append(line)
+                passages[group].append(line)
     else:
         rest = iter(lines)
-        for own, count in zip(found, counts, strict=False):
+        for own, count in zip(passages, counts, strict=False):
             own += [line for _, line in zip(range(max(count, 1)), rest, strict=False)]
-    return found
+    return passages

@@ -1,4 +1,4 @@
-"""Directories of training runs and evaluations, read for a report: figures of every step, rollouts block by block."""
+"""Reads directories of training runs and evaluations for a report: metrics of every step, rollouts block by block."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ from psearch_jax.text.answers import exact_match, f1, normalise
 from psearch_jax.text.tags import parse_turn
 from psearch_jax.types import UserError
 
-BLOCK_ROWS = 64  # rollouts of an evaluation that are kept or left out together; in training a step's are
+BLOCK_ROWS = 64  # rollouts of an evaluation that are kept or left out together; in training a block is one step
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rollouts that lie together: those of one step, or a stretch of a benchmark's."""
+    """Consecutive rollouts of a file: those of one step, or `BLOCK_ROWS` of a benchmark."""
 
     file: Path
-    step: int | None  # of a training run
-    benchmark: str  # of an evaluation
-    start: int = 0  # the place of the first line in the file
-    lines: Sequence[bytes] | None = None  # None: the whole file, read when it is asked for
+    step: int | None  # training runs only
+    benchmark: str  # evaluations only, else ""
+    start: int = 0  # index of the first line in the file
+    lines: Sequence[bytes] | None = None  # None: the entire file, read lazily
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The rollouts as they were written. Raises `UserError`, naming file and line, for one that is no JSON."""
+        """The rollouts as they were written. Raises `UserError`, with file and line, for one that is not JSON."""
         lines = self.file.read_bytes().splitlines() if self.lines is None else self.lines
         for number, line in enumerate(lines, self.start + 1):
             yield _object(line, f"{self.file}:{number}")
 
     def scores(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """The numbers of its rows. Raises `UserError` for a row without one of its fields."""
+        """The scores of its rows. Raises `UserError` for a row with a missing or malformed field."""
         make = from_row if self.step is None else score_of
-        found = []
+        scores = []
         for number, row in enumerate(rows, self.start + 1):
             try:
-                found.append(make(row))
+                scores.append(make(row))
             except (KeyError, TypeError, AttributeError) as error:
                 raise UserError(
-                    f"{self.file}:{number}: field {error} not found or of another kind, accepted: the rows that "
+                    f"{self.file}:{number}: field {error} not found or of another type, accepted: the rows that "
                     "launch/train.py and launch/eval.py write"
                 ) from None
-        return found
+        return scores
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What one directory holds. A training run has `rows`, an evaluation has `results`."""
+    """The contents of one directory. A training run has `rows`, an evaluation has `results`."""
 
-    name: str  # as it is shown
+    name: str  # as displayed
     directory: Path
-    config: Mapping[str, Any]  # config.json, or the settings of an evaluation; {} where there is none
-    rows: Sequence[Mapping[str, Any]]  # of metrics.jsonl, a step each
-    summary: Mapping[str, Any]  # summary.json; {} of a run that has not finished
-    before: Mapping[str, Any]  # before.json; {} where there is none
+    config: Mapping[str, Any]  # config.json, or the settings of an evaluation; {} if there is none
+    rows: Sequence[Mapping[str, Any]]  # metrics.jsonl, one per step
+    summary: Mapping[str, Any]  # summary.json; {} for a run that has not finished
+    before: Mapping[str, Any]  # before.json; {} if there is none
     results: Mapping[str, Any]  # results.json
     blocks: Sequence[Block]
 
@@ -70,10 +70,10 @@ class RunFiles:
 
 
 def read_runs(directories: Sequence[str | Path]) -> list[RunFiles]:
-    """All of them, named by their last part where that is enough to tell them apart.
+    """Reads all directories. Each is named by its last path component if those are distinct, else by its path.
 
     Raises:
-      UserError: one is neither a training run nor a finished evaluation, both are found, or a file cannot be read.
+      UserError: one is neither a training run nor a finished evaluation, there are both, or a file cannot be read.
     """
     if not directories:
         raise UserError("no directory found, accepted: one or more of launch/train.py, or of launch/eval.py")
@@ -84,13 +84,13 @@ def read_runs(directories: Sequence[str | Path]) -> list[RunFiles]:
         if run.trained != runs[0].trained:
             kinds = {True: "a training run", False: "an evaluation"}
             raise UserError(
-                f"{run.directory}: {kinds[run.trained]} found beside {kinds[not run.trained]}, accepted: one kind"
+                f"{run.directory}: {kinds[run.trained]} found next to {kinds[not run.trained]}, accepted: one kind"
             )
     return runs
 
 
 def score_of(row: Mapping[str, Any]) -> Score:
-    """The numbers of a rollout that a training run wrote; `id` names question and sample as `Score` has it."""
+    """The score of a rollout that a training run wrote."""
     turns, golds = row["turns"], row["golden_answers"]
     parsed = [parse_turn(turn["text"]) for turn in turns if turn["n_sampled"]]
     answer = parsed[-1].answer if parsed and row["status"] == "answered" else None
@@ -131,10 +131,10 @@ def _read(directory: Path, name: str) -> RunFiles:
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl; a last line without its end is still being written, and is left out.
+    """The rows of metrics.jsonl. A last line without a newline is still being written and is skipped.
 
     Raises:
-      UserError: a line is no JSON object, or has no step.
+      UserError: a line is not a JSON object, or has no step.
     """
     *lines, _ = file.read_bytes().split(b"\n")
     rows = [_object(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -160,15 +160,15 @@ def _step_of(file: Path) -> int:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """The object in a file; {} where there is no such file."""
+    """The object in a file; {} if there is no such file."""
     return read_json(file) if file.is_file() else {}
 
 
 def _object(text: bytes, place: str) -> dict[str, Any]:
     try:
-        found = orjson.loads(text)
+        value = orjson.loads(text)
     except ValueError as error:
         raise UserError(f"{place}: cannot be read ({error}), accepted: a JSON object") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{place}: {type(found).__name__} found, accepted: a JSON object")
-    return found
+    if not isinstance(value, dict):
+        raise UserError(f"{place}: {type(value).__name__} found, accepted: a JSON object")
+    return value

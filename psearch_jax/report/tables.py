@@ -21,9 +21,9 @@ COLUMNS = (
 
 
 def before_and_after(summary: Mapping[str, Any]) -> str:
-    """A Markdown table of one run: a row per kind and moment, sampled and (where there is one) greedy.
+    """A Markdown table of one run: a row per kind and moment, sampled and (if evaluated) greedy.
 
-    Minimal pairs come first: there the decision to split cannot be read off single words.
+    Minimal pairs come first: in them no single word gives away whether to split.
     """
     lines = ["| questions | policy | " + " | ".join(title for _, title in COLUMNS) + " |"]
     lines.append("|---" * (len(COLUMNS) + 2) + "|")
@@ -37,7 +37,7 @@ def before_and_after(summary: Mapping[str, Any]) -> str:
 
 
 def side_by_side(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """A Markdown table of several runs: the change of EM, splitting and turns per kind, before -> after."""
+    """A Markdown table of several runs: EM, splitting and turns per kind, before -> after."""
     shown = [c for c in COLUMNS if c[0] in ("decided", "em", "decomposition_ratio", "turns")]
     lines = ["| run | questions | " + " | ".join(title for _, title in shown) + " |"]
     lines.append("|---" * (len(shown) + 2) + "|")

@@ -1,6 +1,4 @@
-"""The charts of training runs: figures as they stand in metrics.jsonl (`charts.DIGITS` digits of each), and what is
-counted from recorded rollouts.
-"""
+"""The charts of training runs: figures from metrics.jsonl (to `charts.DIGITS` digits) and from recorded rollouts."""
 
 from __future__ import annotations
 
@@ -16,17 +14,17 @@ from psearch_jax.report.charts import POOLED, SPLIT, Chart, Line, distribution_c
 from psearch_jax.report.runs import RunFiles
 from psearch_jax.types import END_STATUSES, KINDS, RewardParts
 
-INTERVALS = 12  # at most so many intervals of EM along the steps: one step has too few questions for one
+INTERVALS = 12  # at most this number of EM intervals over the steps; one step has too few questions for one
 ENDS = 5  # the first and the last fifth of the steps are compared
 PHASES = ("rollout", "probe", "reward", "logprobs", "update")
 
-_HIDDEN = " Of several runs, intervals are drawn once a kind is chosen."
+_HIDDEN = " With several runs, choose a question kind to see the intervals."
 
 Steps = Mapping[int, Sequence[Score]]  # recorded rollouts by step
 
 # id, section, title, note, key in metrics.jsonl ({} stands for a kind).
 _SERIES = (
-    ("reward", "Reward", "Reward", "Mean over the rollouts of a step, all parts together.", "reward"),
+    ("reward", "Reward", "Reward", "Mean total reward over the rollouts of a step.", "reward"),
     (
         "no_signal",
         "Reward",
@@ -37,42 +35,48 @@ _SERIES = (
     ("split", "Searching", "Questions split", SPLIT, "decomposition/{}"),
     ("searches", "Searching", "Searches", "Mean number of searches that were run.", "searches/{}"),
     ("turns", "Searching", "Turns", "Mean number of model calls: a search and an answer are 2.", "turns/{}"),
-    ("kl", "Learning", "KL", "Mean divergence from the reference policy, nats per sampled id.", "kl"),
-    ("entropy", "Learning", "Entropy", "Mean entropy of the policy, nats per sampled id.", "entropy"),
-    ("logp_gap", "Learning", "Gap", "Log-prob by the trainer against the sampler's own, per sampled id.", "logp_gap"),
+    ("kl", "Learning", "KL", "Mean divergence from the reference policy, nats per sampled token.", "kl"),
+    ("entropy", "Learning", "Entropy", "Mean entropy of the policy, nats per sampled token.", "entropy"),
+    ("logp_gap", "Learning", "Gap", "Mean |trainer log-prob - sampler log-prob| per sampled token.", "logp_gap"),
     (
         "likelihood",
         "Learning",
         "Likelihood of right rollouts",
-        "Mean log-prob of their sampled ids, as they were sampled.",
+        "Mean log-prob of their sampled tokens at sampling time.",
         "logprob_of_correct",
     ),
-    ("displaced", "Learning", "Displaced", "Share of ids of good actions that grew less likely.", "displaced"),
+    (
+        "displaced",
+        "Learning",
+        "Displaced",
+        "Share of good actions' tokens whose action became less likely.",
+        "displaced",
+    ),
     (
         "explained",
         "Learning",
         "Critic",
-        "Share of the variance of the returns that its values tell.",
+        "Share of the variance of the returns that the critic's values explain.",
         "critic/explained_variance",
     ),
-    ("gradient_norm", "Learning", "Gradient norm", "Before it is clipped.", "gradient_norm"),
-    ("clip_fraction", "Learning", "Clipped", "Share of sampled ids whose ratio was clipped.", "clip_fraction"),
-    ("learning_rate", "Learning", "Learning rate", "Of the last update of a step.", "learning_rate"),
-    ("ids", "Cost", "Ids per rollout", "Prompt, sampled ids and observations.", "ids_per_trajectory"),
+    ("gradient_norm", "Learning", "Gradient norm", "Before clipping.", "gradient_norm"),
+    ("clip_fraction", "Learning", "Clipped", "Share of sampled tokens whose ratio was clipped.", "clip_fraction"),
+    ("learning_rate", "Learning", "Learning rate", "At the last update of a step.", "learning_rate"),
+    ("ids", "Cost", "Tokens per rollout", "Prompt, sampled tokens and observations.", "ids_per_trajectory"),
 )
 _PARTS = {
-    "outcome": "What the answer was worth.",
-    "format": "For the grammar of the tags.",
+    "outcome": "For the answer.",
+    "format": "For correct use of the tags.",
     "decomposition": "For the decision to split.",
     "search_count": "For the number of searches.",
 }
 
 
 def training_charts(runs: Sequence[RunFiles], scores: Sequence[Steps]) -> list[Chart]:
-    """All charts of training runs that have anything to draw, in the order of their sections.
+    """All charts of training runs that have data, in the order of their sections.
 
     Args:
-      scores: of the recorded rollouts of each run.
+      scores: the scores of each run's recorded rollouts, by step.
     """
     charts = [_series_chart(runs, *row) for row in _SERIES]
     charts += [_reward_part(runs, part) for part in RewardParts.__dataclass_fields__]
@@ -82,27 +86,27 @@ def training_charts(runs: Sequence[RunFiles], scores: Sequence[Steps]) -> list[C
 
 
 def alarms(runs: Sequence[RunFiles]) -> list[dict[str, list[int]]]:
-    """Of each run the steps at which an alarm rang (`alarm/NAME` above 0 in metrics.jsonl), by its name."""
-    found: list[dict[str, list[int]]] = []
+    """For each run, the steps at which an alarm rang (`alarm/NAME` above 0 in metrics.jsonl), by alarm name."""
+    alarms_by_run: list[dict[str, list[int]]] = []
     for run in runs:
         rung: dict[str, list[int]] = {}
         for row in run.rows:
             for key, value in row.items():
                 if key.startswith("alarm/") and value:
                     rung.setdefault(key.removeprefix("alarm/"), []).append(row["step"])
-        found.append(rung)
-    return found
+        alarms_by_run.append(rung)
+    return alarms_by_run
 
 
 def series(run: RunFiles, key: str) -> list[float | None]:
-    """A figure at every step of the run."""
+    """The values of a metric at every step of the run."""
     return [short(row.get(key)) for row in run.rows]
 
 
 def _lines(runs: Sequence[RunFiles], key: str, group: str = "", name: str = "", faint: bool = False) -> list[Line]:
-    """A line for every run that has the figure."""
-    found = [(i, series(run, key)) for i, run in enumerate(runs)]
-    return [Line(i, y, group=group, name=name, faint=faint) for i, y in found if any(v is not None for v in y)]
+    """A line for every run that has the metric."""
+    values = [(i, series(run, key)) for i, run in enumerate(runs)]
+    return [Line(i, y, group=group, name=name, faint=faint) for i, y in values if any(v is not None for v in y)]
 
 
 def _series_chart(runs: Sequence[RunFiles], name: str, section: str, title: str, note: str, key: str) -> Chart:
@@ -116,12 +120,12 @@ def _reward_part(runs: Sequence[RunFiles], part: str) -> Chart:
     for kind in KINDS:
         for name in ("split", "whole"):
             lines += _lines(runs, f"reward/{kind}/{name}/{part}", kind, name, faint=name == "whole")
-    note = f"{_PARTS.get(part, '')} Mean of the rollouts that split; faint: of those that did not."
+    note = f"{_PARTS.get(part, '')} Mean over rollouts that split; faint: over those that did not."
     return Chart(f"reward_{part}", "Reward", f"Reward: {part.replace('_', ' ')}", note.strip(), lines)
 
 
 def _answers(runs: Sequence[RunFiles], scores: Sequence[Steps]) -> Chart:
-    """EM of every step; and of the recorded rollouts of several steps together, with intervals."""
+    """EM of every step, and with intervals of the recorded rollouts pooled over several steps."""
     lines = [replace(line, faint=True) for kind in KINDS for line in _lines(runs, f"em/{kind}", kind)]
     widths = []
     for i, steps in enumerate(scores):
@@ -130,17 +134,17 @@ def _answers(runs: Sequence[RunFiles], scores: Sequence[Steps]) -> Chart:
         widths.append(width)
         pools = [places[k : k + width] for k in range(0, len(places), width)]
         for kind in KINDS:
-            found = []
+            points = []
             for pool in pools:
                 own = by_kind([s for step in pool for s in steps[step]]).get(kind, [])
                 if own:
-                    found.append((mean(pool), mean(s.em for s in own), *em_interval(own)))
-            if found:
-                x, y, low, high = (list(map(short, column)) for column in zip(*found, strict=True))
+                    points.append((mean(pool), mean(s.em for s in own), *em_interval(own)))
+            if points:
+                x, y, low, high = (list(map(short, column)) for column in zip(*points, strict=True))
                 lines.append(Line(i, y, x, kind, "recorded", low=low, high=high))
-    note = "Exact match. Faint: of a step's rollouts; with bars: of the recorded ones"
-    together = max(widths, default=1)
-    note += f" of {together} steps together" if together > 1 else ""
+    note = "Exact match. Faint: all rollouts of a step; with bars: the recorded ones"
+    pooled = max(widths, default=1)
+    note += f", pooled over {pooled} steps" if pooled > 1 else ""
     note += ", with a bootstrap 95% interval over questions." + _HIDDEN * (len(runs) > 1)
     return Chart("em", "Answers", "EM", note, lines)
 
@@ -149,12 +153,12 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     """Wilson's 95% interval of a share of `count` independent trials."""
     from scipy import stats  # slow to import
 
-    found = stats.binomtest(round(share * count), int(count)).proportion_ci(method="wilson")
-    return float(found.low), float(found.high)
+    interval = stats.binomtest(round(share * count), int(count)).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def _validation(runs: Sequence[RunFiles]) -> Chart:
-    """EM of the evaluations of a run, one sample per question: before, between steps, and after."""
+    """EM of a run's evaluations, one sample per question: before, between steps, and after."""
     lines = []
     for i, run in enumerate(runs):
         moments: list[tuple[int, Mapping[str, Any]]] = [(0, run.before.get("") or run.summary.get("before") or {})]
@@ -166,13 +170,13 @@ def _validation(runs: Sequence[RunFiles]) -> Chart:
                 (run.summary["steps"], run.summary["after"])
             ]
         for kind in (*KINDS, PAIRS):
-            found = [(step, by[kind]["em"], by[kind]["questions"]) for step, by in moments if kind in by]
-            if found:
-                bounds = [wilson(em, n) for _, em, n in found]
+            points = [(step, by[kind]["em"], by[kind]["questions"]) for step, by in moments if kind in by]
+            if points:
+                bounds = [wilson(em, n) for _, em, n in points]
                 low, high = (list(map(short, side)) for side in zip(*bounds, strict=True))
-                x, y = [step for step, _, _ in found], [short(em) for _, em, _ in found]
+                x, y = [step for step, _, _ in points], [short(em) for _, em, _ in points]
                 lines.append(Line(i, y, x, kind, low=low, high=high))
-    note = "Of the run's own evaluations, one sample per question, with Wilson's 95% interval." + _HIDDEN * (
+    note = "The run's own evaluations, one sample per question, with Wilson's 95% interval." + _HIDDEN * (
         len(runs) > 1
     )
     return Chart("validation", "Answers", "EM, evaluated", note, lines)
@@ -188,11 +192,11 @@ def _ends(runs: Sequence[RunFiles]) -> Chart:
         own = _lines(runs, f"status/{status}", name=status.replace("_", " "))
         lines += [line for line in own if any(line.y)]
     lines += _lines(runs, "valid_format", name="valid format")
-    return Chart("status", "Answers", "How rollouts end", "Shares; what is left to 1 was answered.", lines)
+    return Chart("status", "Answers", "How rollouts end", "Shares by end status; all other rollouts answered.", lines)
 
 
 def _behaviour(scores: Sequence[Steps]) -> list[Chart]:
-    """Distribution of searches and share finished by turn, early and late."""
+    """Distribution of searches and share finished by turn, at the start and at the end of training."""
     searches, finished, spans = [], [], []
     for i, steps in enumerate(scores):
         places = sorted(step for step, own in steps.items() if own)  # none are recorded at trajectories_per_step=0
@@ -206,8 +210,8 @@ def _behaviour(scores: Sequence[Steps]) -> list[Chart]:
             one = distributions(i, {POOLED: pool, **by_kind(pool)}, name, faint=name == "first")
             searches += one[0]
             finished += one[1]
-    told = f" Recorded rollouts, {' / '.join(dict.fromkeys(spans))}; the first are faint."
-    return distribution_charts(searches, finished, told, pooled=True)
+    note = f" Recorded rollouts, {' / '.join(dict.fromkeys(spans))}; the first are faint."
+    return distribution_charts(searches, finished, note, pooled=True)
 
 
 def _costs(runs: Sequence[RunFiles]) -> list[Chart]:
@@ -231,13 +235,13 @@ def _costs(runs: Sequence[RunFiles]) -> list[Chart]:
     ):
         use += _lines(runs, key, name=name, faint=key == "update_padding")
     speed = _lines(runs, "sampled_tokens_per_s", name="sampled") + _lines(runs, "trained_tokens_per_s", name="trained")
-    told = "Waits for passages (search) and for the host are parts of the rollout."
+    note = "Waiting for passages (search) and for the host is part of the rollout."
     seconds = Chart("seconds", "Cost", "Seconds per step", "All phases together.", totals)
     if len(runs) == 1:
-        seconds = Chart("seconds", "Cost", "Seconds per step", "By phase, one upon the other.", phases, form="stacked")
+        seconds = Chart("seconds", "Cost", "Seconds per step", "By phase, stacked.", phases, form="stacked")
     return [
         seconds,
-        Chart("phases", "Cost", "Seconds by phase", f"Mean over all steps. {told}", means, "category", "bars"),
-        Chart("row_use", "Cost", "Row use", "Shares at work; faint: the share of padding in an update.", use),
-        Chart("speed", "Cost", "Ids per second", "Sampled in rollouts, and computed in updates.", speed),
+        Chart("phases", "Cost", "Seconds by phase", f"Mean over all steps. {note}", means, "category", "bars"),
+        Chart("row_use", "Cost", "Row use", "Shares in use; faint: the share of padding in an update.", use),
+        Chart("speed", "Cost", "Tokens per second", "Sampled in rollouts, and processed in updates.", speed),
     ]

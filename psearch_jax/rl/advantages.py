@@ -1,4 +1,4 @@
-"""Rewards of a group of rollouts to advantages (GRPO, arXiv 2402.03300 section 4.1)."""
+"""Group-relative advantages (GRPO, arXiv 2402.03300 section 4.1)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ def group_advantages(
     """Advantage of each rollout within its group.
 
     `std`: (r - mean) / (std + 1e-6), std with ddof 1; `mean`: r - mean (arXiv 2503.20783); `leave_one_out`: r minus
-    the mean of the others (RLOO, arXiv 2402.14740). A group of one has no baseline and gets 0, as does a
-    group of equal rewards.
+    the mean of the group's other rewards (RLOO, arXiv 2402.14740). Groups of one and groups of equal rewards get 0.
 
     Args:
       rewards: N scalars.
-      groups: N keys, (source, id) of the question, so that equal row numbers of two data sets never meet.
-      valid: N; a rollout that is not gets 0, and its reward is no part of its group's baseline. Default: all are.
+      groups: N keys, (source, id) of the question, so that equal ids in two data sets do not collide.
+      valid: N; an invalid rollout gets 0 and does not count towards its group's baseline. Default: all are valid.
 
     Returns:
       [N] float32.
@@ -36,7 +35,7 @@ def group_advantages(
     out = np.zeros(len(rewards), np.float64)
     for rows in members.values():
         r = rewards[rows]
-        if len(r) == 1 or np.ptp(r) < 1e-9:  # equal rewards that differ in their last bit carry no signal
+        if len(r) == 1 or np.ptp(r) < 1e-9:  # rewards that differ only by rounding carry no signal
             continue
         centred = r - r.mean()
         if method == "std":
@@ -49,10 +48,10 @@ def group_advantages(
 
 
 def carry_signal(advantages: np.ndarray, samples: int) -> np.ndarray:
-    """[groups] bool, whether anything is learned from a group: its rewards were not all equal.
+    """[groups] bool, whether a group has a nonzero advantage: its rewards were not all equal.
 
     Args:
-      advantages: [N], those of a group one behind the other.
+      advantages: [N], those of a group adjacent.
       samples: the size of a group.
     """
     return (advantages.reshape(-1, samples) != 0).any(axis=1)

@@ -1,4 +1,4 @@
-"""Trajectories and advantages to the arrays that `update` reads."""
+"""Turns trajectories and advantages into batches and packed micro-batches."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from psearch_jax.types import Packed, TrainBatch, Trajectory
 def make_batch(
     trajectories: Sequence[Trajectory], advantages: np.ndarray, context_tokens: int, train_unfinished: bool = True
 ) -> TrainBatch:
-    """Pads trajectories on the right to S = context_tokens; the mask comes with them and is never guessed from ids.
+    """Pads trajectories on the right to S = context_tokens. The trajectories give the mask; token ids never do.
 
-    Of a trajectory that ended as `not_finite` only the first id is kept, masked: what it computed is likely not finite
-    for the trainer either, and 0 times that would spoil the gradient of all. It stays a row, as rows are counted.
+    A `not_finite` trajectory keeps only its first token, masked: the trainer would likely compute a NaN or infinity on
+    the rest, and 0 times that makes the gradient NaN. Its row stays: mini-batches and `constant_length` count rows.
 
     Args:
-      advantages: [N] one per trajectory, spread over its sampled ids.
-      train_unfinished: False masks trajectories that did not end with an answer.
+      advantages: [N], one per trajectory, assigned to each of its sampled tokens.
+      train_unfinished: if False, mask trajectories that did not end with an answer.
     """
     n, width = len(trajectories), context_tokens
     ids = np.zeros((n, width), np.int32)
@@ -37,20 +37,20 @@ def make_batch(
         if train_unfinished or t.status == "answered":
             mask[i, :s] = t.mask
     zeros = np.zeros((n, width), np.float32)
-    spread = mask * advantages[:, None].astype(np.float32)
-    return TrainBatch(ids, length, mask, spread, zeros, zeros, logprobs, values=zeros, returns=zeros)
+    per_token = mask * advantages[:, None].astype(np.float32)
+    return TrainBatch(ids, length, mask, per_token, zeros, zeros, logprobs, values=zeros, returns=zeros)
 
 
 def mini_batches(batch: TrainBatch, rollouts: int) -> list[TrainBatch]:
-    """Cuts a batch into pieces of `rollouts` rows, in order; the last may be shorter.
+    """Splits a batch into mini-batches of `rollouts` rows, in order; the last may be shorter.
 
-    Rows of a group stand together and `rollouts` is a multiple of the group's size, so no group is cut.
+    Rows of a group are adjacent and `rollouts` is a multiple of the group size, so no group is split.
     """
     return [take_rows(batch, np.arange(i, min(i + rollouts, len(batch.length)))) for i in _starts(batch, rollouts)]
 
 
 class Place(NamedTuple):
-    """Where a trajectory of a batch lies in a micro-batch."""
+    """The position of a batch's trajectory in a micro-batch."""
 
     trajectory: int
     row: int
@@ -60,29 +60,28 @@ class Place(NamedTuple):
 def micro_batches(
     batch: TrainBatch, rows: int, widths: Sequence[int], together: bool = True
 ) -> list[tuple[list[Place], Packed]]:
-    """Cuts a batch into micro-batches of exactly `rows` rows, each as wide as one of `widths`.
+    """Packs a batch into micro-batches of exactly `rows` rows, each as wide as one of `widths`, the widest first.
 
-    Trajectories of one batch differ in length by factors, so short ones share a row. How many micro-batches of which
-    widths that takes is found by trying, as bins to be packed: from what it takes when no row is narrower than each of
-    `widths`, a micro-batch is made narrower or left out for as long as everything still finds room. What then costs
-    least is taken. The widest come first.
+    Trajectory lengths vary severalfold, so short ones share a row. A bin-packing heuristic chooses the number and
+    widths of the micro-batches. For each of `widths` as the minimum row width, best-fit packing gives a candidate. Its
+    micro-batches are then narrowed or removed while everything still fits. The cheapest candidate wins.
 
     Args:
-      together: a row may hold several trajectories; else each has a row of its own.
+      together: whether a row may hold several trajectories; otherwise each has its own row.
     """
     n = np.sort(batch.length[batch.length > 0])[::-1].tolist()
     if not together:
         taken = [pick(widths, length) for length in n[::rows]]
     else:
-        tried = [_shrunk(_opened(n, widths, least, rows), n, widths, rows) for least in widths]
-        # Rows of several widths, opened as they were needed, may not hold what is packed into all of them at once;
-        # rows of one width always do.
-        tried = [taken for taken in tried if _fitted(n, taken, rows) is not None]
-        taken = min(tried, key=lambda taken: _cost(taken, widths[-1]))
+        candidates = [_shrunk(_opened(n, widths, least, rows), n, widths, rows) for least in widths]
+        # Rows of several widths were opened one at a time, so packing into all of them at once can fail. With rows of
+        # one width it always succeeds.
+        candidates = [taken for taken in candidates if _fitted(n, taken, rows) is not None]
+        taken = min(candidates, key=lambda taken: _cost(taken, widths[-1]))
     order = [int(i) for i in np.argsort(-batch.length, kind="stable") if batch.length[i] > 0]
     if together:
         bins = _fitted(n, taken, rows)
-        assert bins is not None, "they found room when the widths were chosen"
+        assert bins is not None, "the chosen widths were checked to fit"
     else:
         bins = list(range(len(n)))
     places: list[list[Place]] = [[] for _ in taken]
@@ -91,23 +90,23 @@ def micro_batches(
         piece, row = divmod(at, rows)
         places[piece].append(Place(i, row, used.get(at, 0)))
         used[at] = used.get(at, 0) + int(batch.length[i])
-    return [(some, _packed(batch, some, rows, width)) for some, width in zip(places, taken, strict=True)]
+    return [(own, _packed(batch, own, rows, width)) for own, width in zip(places, taken, strict=True)]
 
 
 def padding(pieces: Sequence[tuple[list[Place], Packed]]) -> float:
-    """The share of the positions of micro-batches that hold no real id."""
-    real, all_of_them = (sum(count(piece.segments) for _, piece in pieces) for count in (np.count_nonzero, np.size))
-    return 1 - real / max(all_of_them, 1)
+    """The share of the micro-batches' positions that are padding."""
+    real, total = (sum(count(piece.segments) for _, piece in pieces) for count in (np.count_nonzero, np.size))
+    return 1 - real / max(total, 1)
 
 
 def _cost(taken: Sequence[int], context: int) -> float:
-    """What micro-batches cost, in positions: attention makes those of long rows up to a quarter dearer."""
+    """Cost of micro-batches in positions: sum of w * (1 + w / (4 * context)), as attention adds up to a quarter."""
     return sum(width + width**2 / (4 * context) for width in taken)
 
 
 def _opened(n: Sequence[int], widths: Sequence[int], least: int, rows: int) -> list[int]:
-    """The widths of micro-batches that hold falling lengths when no row is narrower than `least`, the widest first."""
-    room: list[int] = []  # what is left of each open row, rising
+    """Widths, widest first, of micro-batches that hold lengths `n` (descending) in rows of at least `least`."""
+    room: list[int] = []  # free positions of each open row, ascending
     opened = []
     for length in n:
         at = bisect.bisect_left(room, length)
@@ -120,9 +119,9 @@ def _opened(n: Sequence[int], widths: Sequence[int], least: int, rows: int) -> l
 
 
 def _fitted(n: Sequence[int], taken: Sequence[int], rows: int) -> list[int] | None:
-    """The row of each of falling lengths, in the fullest with room for it; None when one finds no room.
+    """Best fit: the row of each length of `n` (descending), the fullest with room for it; None if one does not fit.
 
-    Rows are counted through the micro-batches, `rows` in each.
+    Rows are numbered across the micro-batches, `rows` in each.
     """
     room = sorted((width, row) for row, width in enumerate(width for width in taken for _ in range(rows)))
     out = []
@@ -130,14 +129,14 @@ def _fitted(n: Sequence[int], taken: Sequence[int], rows: int) -> list[int] | No
         at = bisect.bisect_left(room, (length,))
         if at == len(room):
             return None
-        left, row = room.pop(at)
-        bisect.insort(room, (left - length, row))
+        free, row = room.pop(at)
+        bisect.insort(room, (free - length, row))
         out.append(row)
     return out
 
 
 def _shrunk(taken: list[int], n: Sequence[int], widths: Sequence[int], rows: int) -> list[int]:
-    """Micro-batches made narrower, or left out, for as long as all lengths find room: by the most positions first."""
+    """Narrows or removes micro-batches while all lengths fit, trying the largest savings first."""
     changes = sorted(((old - new, old, new) for old in widths for new in (0, *widths) if new < old), reverse=True)
     for _, old, new in changes:
         while old in taken:
@@ -164,7 +163,7 @@ def _packed(batch: TrainBatch, places: Sequence[Place], rows: int, width: int) -
 
 
 def take_rows(batch: TrainBatch, places: np.ndarray) -> TrainBatch:
-    """The rows at `places`."""
+    """The rows at indices `places`."""
     return TrainBatch(*(getattr(batch, name)[places] for name in TrainBatch.__dataclass_fields__))
 
 

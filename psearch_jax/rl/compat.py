@@ -1,7 +1,7 @@
-"""The public PyTorch implementation's reward, quirk for quirk, on rendered transcripts.
+"""The reward of the public PyTorch implementation on rendered transcripts, including its quirks.
 
-It reads the text of prompt and response together and assumes that the prompt shows two example searches and one
-example answer. Use it to run published numbers again; `rl.rewards.paper_reward` is the rule without the quirks.
+It parses prompt and response as one text and assumes that the prompt shows two example searches and one example
+answer. Use it to reproduce published numbers; `rl.rewards.paper_reward` is the rule without the quirks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from psearch_jax.text.tags import (
 )
 from psearch_jax.types import Kind, Question, RewardParts, Trajectory, Turn, UserError
 
-PROMPT_SEARCHES = 2  # searches the prompt's own examples are taken to hold
+PROMPT_SEARCHES = 2  # assumed number of searches in the prompt's own examples
 _ASSISTANT = re.compile(r"<\|im_start\|>assistant\s*")
 _SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -43,10 +43,13 @@ def compat_score(
 ) -> RewardParts:
     """The four parts of the public score.
 
-    Its quirks: the answer is the last of two or more answer pairs in prompt + response, so that without any the
-    prompt's example is graded when the prompt holds two; a valid grammar is paid whatever the answer; a search is
-    decomposed when the third search pair counted from the prompt holds `##`; the number of searches is the count of
-    opening tags minus 2, whether they ran or not. `mixed` counts as sequential.
+    Its quirks:
+      The answer is the last of at least two answer pairs in prompt + response. If the response has none and the
+      prompt has two, the prompt's example is graded.
+      A valid grammar is rewarded whatever the answer.
+      The question counts as decomposed if the third search pair, counted from the prompt on, contains `##`.
+      The number of searches is the count of opening tags minus 2, whether or not they were executed.
+    `mixed` counts as sequential.
     """
     text = prompt + response
     answers = _ANSWER.findall(text)
@@ -67,9 +70,9 @@ def compat_reward(trajectory: Trajectory, prompt_text: str, response_text: str, 
     """`compat_score` of a trajectory.
 
     Args:
-      trajectory: only its question is read.
-      prompt_text: the prompt with its control tokens written out; the grammar starts after the assistant marker.
-      response_text: sampled text and observations without control tokens (nothing may follow the answer).
+      trajectory: only its question is used.
+      prompt_text: the prompt, including control tokens as text; the grammar starts after the assistant marker.
+      response_text: sampled text and observations without control tokens; nothing may follow the answer.
       weights: the weight of each part.
     """
     question = trajectory.question
@@ -77,37 +80,37 @@ def compat_reward(trajectory: Trajectory, prompt_text: str, response_text: str, 
 
 
 def check_examples(prompt: str, weights: RewardWeights, name: str) -> None:
-    """Refuses a prompt whose examples are not those that `compat_score` takes for granted.
+    """Refuses a prompt whose examples are not those that `compat_score` assumes.
 
     Args:
-      prompt: its text, or a template's.
-      weights: the searches matter only where decomposition or their number is paid.
-      name: of the prompt, for the message.
+      prompt: the text of a prompt or a template.
+      weights: searches are checked only if decomposition or their number is rewarded.
+      name: name of the prompt, for the message.
 
     Raises:
-      UserError: a right answer, or the right number of searches, would not be paid under this prompt.
+      UserError: a correct answer, or the correct number of searches, would not be rewarded under this prompt.
     """
     answers, searches = len(_ANSWER.findall(prompt)), len(_SEARCH.findall(prompt))
     counted = weights.decomposition != 0 or weights.search_count != 0
-    off = counted and (searches != PROMPT_SEARCHES or prompt.count(SEARCH_OPEN) != PROMPT_SEARCHES)
-    if off or not answers:
-        wanted = f"exactly {PROMPT_SEARCHES} times <search> .. </search> and " if counted else ""
+    mismatch = counted and (searches != PROMPT_SEARCHES or prompt.count(SEARCH_OPEN) != PROMPT_SEARCHES)
+    if mismatch or not answers:
+        required = f"exactly {PROMPT_SEARCHES} times <search> .. </search> and " if counted else ""
         raise UserError(
             f"{name}: found {prompt.count(SEARCH_OPEN)} times <search> (closed: {searches}) and {answers} times "
             f"<answer> .. </answer>; accepted with config.reward.profile=compat, which counts the prompt's own "
-            f"examples: {wanted}at least one <answer> .. </answer>; or profile=paper"
+            f"examples: {required}at least one <answer> .. </answer>; or profile=paper"
         )
 
 
 def valid_transcript(text: str) -> bool:
     """Whether the text after the first assistant marker is think, (search, information, think)*, answer.
 
-    Only blanks may stand between the blocks, nothing after the answer, and no tag inside a block.
+    Only whitespace may separate the blocks, nothing may follow the answer, and no block may contain a tag.
     """
     marker = _ASSISTANT.search(text)
     if marker is None:
         return False
-    last, inside = "", ""  # the block closed last, the block now open
+    last, inside = "", ""  # the last closed block, the open block
     for piece in TAG.split(text[marker.end() :]):
         name = piece.strip("</>")
         if not TAG.fullmatch(piece):
@@ -125,10 +128,10 @@ def valid_transcript(text: str) -> bool:
 
 
 def parse_transcript(question: Question, response: str) -> Trajectory:
-    """Read a rendered response (without its prompt) back into turns, for `paper_reward`; it holds no ids.
+    """Parses a rendered response (without its prompt) into turns, for `paper_reward`. The result has no token ids.
 
-    A search was executed when an information block follows it before any other tag; text between the two makes its
-    turn ill-formed, as does anything that follows the first answer. What is left without an action is a turn too.
+    A search was executed if the next tag after it opens an information block. Text between the two makes its turn
+    ill-formed, as does any text after the first answer. Remaining text without an action is a turn as well.
     """
     turns: list[Turn] = []
     at, n = 0, len(response)
@@ -138,7 +141,7 @@ def parse_transcript(question: Question, response: str) -> Trajectory:
         text = response[at:end]
         action = parse_turn(text)
         if action.kind == "answer":
-            action = parse_turn(response[at:])  # judged with its tail
+            action = parse_turn(response[at:])  # including the text after the answer
         observation = _following_information(response, end) if action.kind == "search" else None
         ran = observation is not None
         gap = response[end : observation[0]] if ran else ""
@@ -154,9 +157,9 @@ def parse_transcript(question: Question, response: str) -> Trajectory:
 
 
 def _following_information(text: str, start: int) -> tuple[int, int] | None:
-    """(begin, end) of the information block that is the first to hold a tag from `start` on, or None.
+    """(begin, end) of the information block that starts with the first tag from `start` on, or None.
 
-    A block that is never closed is none.
+    An unclosed block gives None.
     """
     tag = TAG.search(text, start)
     if tag is None or tag.group() != INFORMATION_OPEN:

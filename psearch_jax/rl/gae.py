@@ -1,4 +1,4 @@
-"""Rewards of single trajectories to advantages of their sampled ids, by a critic's values (PPO, arXiv 1707.06347)."""
+"""Per-token advantages of sampled tokens from rewards and a critic's values (PPO, arXiv 1707.06347)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ EPSILON = 1e-8
 def token_rewards(
     totals: np.ndarray, mask: np.ndarray, old: np.ndarray, ref: np.ndarray, kl_coefficient: float
 ) -> np.ndarray:
-    """The reward of every sampled id: what the trajectory earned at its last one, less a price for the KL at each.
+    """Reward per sampled token: the trajectory's total at its last one, minus a KL penalty at each.
 
-    The price of an id is `kl_coefficient * (old - ref)` (arXiv 2203.02155 section 3.5).
+    The penalty of a token is `kl_coefficient * (old - ref)` (arXiv 2203.02155 section 3.5).
 
     Args:
-      totals: [N], of the trajectories.
-      mask: [N, S], 1 where an id was sampled.
-      old, ref: [N, S] log-probs by policy and reference.
+      totals: [N], the rewards of the trajectories.
+      mask: [N, S], 1 where a token was sampled.
+      old, ref: [N, S] log-probs of the old policy and the reference.
 
     Returns:
-      [N, S] float64; 0 where the mask is, and nothing for a trajectory without a sampled id.
+      [N, S] float64; 0 where the mask is 0. A trajectory without sampled tokens gets no reward.
     """
     out = np.where(mask > 0, -kl_coefficient * (old.astype(np.float64) - ref), 0.0)
     last = mask.shape[1] - 1 - np.argmax(mask[:, ::-1] > 0, axis=1)
@@ -34,48 +34,48 @@ def token_rewards(
 def advantages(
     rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, gae_lambda: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Generalised advantage estimates (arXiv 1506.02438 eq. 16) and the returns that the critic is to learn.
+    """Generalised advantage estimation (arXiv 1506.02438 eq. 16), and the returns as the critic's targets.
 
-    Only sampled ids are moves: whatever stands between two of them, a passage say, is part of the one transition from
-    the first to the second, and its length discounts nothing. Behind the last one nothing is to come, for a trajectory
-    that was cut as for one that ended.
+    Only sampled tokens are actions. Tokens between two of them, such as a passage, are part of the one transition from
+    the first to the second and add no discount. The value after the last sampled token is 0, even for a truncated
+    trajectory.
 
     Args:
-      rewards, values: [N, S]; read where the mask is 1. The value of an id is that of what stands before it.
+      rewards, values: [N, S]; used where the mask is 1. The value at a token is that of the prefix before it.
       mask: [N, S].
 
     Returns:
-      [N, S] float32 advantages, not whitened, and [N, S] float32 returns, the advantage plus the value; 0 where the
-      mask is.
+      [N, S] float32 advantages, not whitened, and [N, S] float32 returns (advantage + value); both 0 where the mask is
+      0.
     """
     sampled = mask > 0
-    order = np.argsort(~sampled, axis=1, kind="stable")  # of each row the sampled ids first, in their order
-    there = np.take_along_axis(sampled, order, axis=1)
-    r, v = (np.where(there, np.take_along_axis(x.astype(np.float64), order, axis=1), 0.0) for x in (rewards, values))
-    found = np.zeros_like(r)
-    following = value = np.zeros(len(r))  # advantage and value of the next sampled id
-    for k in reversed(range(int(there.sum(axis=1).max(initial=0)))):
-        following = np.where(there[:, k], r[:, k] + gamma * value - v[:, k] + gamma * gae_lambda * following, 0.0)
-        found[:, k], value = following, v[:, k]
+    order = np.argsort(~sampled, axis=1, kind="stable")  # per row, the sampled tokens first, in their order
+    valid = np.take_along_axis(sampled, order, axis=1)
+    r, v = (np.where(valid, np.take_along_axis(x.astype(np.float64), order, axis=1), 0.0) for x in (rewards, values))
+    ordered = np.zeros_like(r)
+    following = value = np.zeros(len(r))  # advantage and value at the next sampled token
+    for k in reversed(range(int(valid.sum(axis=1).max(initial=0)))):
+        following = np.where(valid[:, k], r[:, k] + gamma * value - v[:, k] + gamma * gae_lambda * following, 0.0)
+        ordered[:, k], value = following, v[:, k]
     out, returns = np.zeros_like(r), np.zeros_like(r)
-    np.put_along_axis(out, order, found, axis=1)
-    np.put_along_axis(returns, order, np.where(there, found + v, 0.0), axis=1)
+    np.put_along_axis(out, order, ordered, axis=1)
+    np.put_along_axis(returns, order, np.where(valid, ordered + v, 0.0), axis=1)
     return out.astype(np.float32), returns.astype(np.float32)
 
 
 def whitened(advantages: np.ndarray, mask: np.ndarray, tasks: Sequence[str]) -> np.ndarray:
-    """Advantages with mean 0 and variance 1 over the sampled ids of each task.
+    """Normalises advantages to mean 0 and variance 1 over the sampled tokens of each task.
 
-    Where tasks pay unlike, all in one would teach what pays most, at the cost of what pays little; apart they weigh
-    alike, as arXiv 1809.04474 has it of the values of several games. Of a task with one row nothing is left but how
-    its ids differ.
+    If tasks differ in the scale of their rewards, joint normalisation favours those with large rewards. Separate
+    normalisation weighs them equally (as arXiv 1809.04474 does for values of several games). For a task with one row,
+    only the differences between its tokens remain.
 
     Args:
       advantages, mask: [N, S].
-      tasks: N names, of the rows.
+      tasks: N task names, one per row.
 
     Returns:
-      [N, S] float32; 0 where the mask is.
+      [N, S] float32; 0 where the mask is 0.
     """
     out = np.zeros_like(advantages, np.float32)
     for task in np.unique(tasks):
@@ -87,7 +87,7 @@ def whitened(advantages: np.ndarray, mask: np.ndarray, tasks: Sequence[str]) -> 
 
 
 def explained_variance(values: np.ndarray, returns: np.ndarray, mask: np.ndarray) -> float:
-    """The share of the variance of the returns that the values tell: 1 all of it, 0 no more than a constant would."""
-    told, came = (x[mask > 0].astype(np.float64) for x in (values, returns))
-    spread = came.var() if came.size else 0.0
-    return float(1 - (came - told).var() / spread) if spread > 0 else float("nan")
+    """1 - Var(returns - values) / Var(returns) over the mask; NaN if the returns are constant or there are none."""
+    predicted, actual = (x[mask > 0].astype(np.float64) for x in (values, returns))
+    variance = actual.var() if actual.size else 0.0
+    return float(1 - (actual - predicted).var() / variance) if variance > 0 else float("nan")

@@ -1,4 +1,4 @@
-"""The losses of policy and critic as sums and counts; the caller divides once, after micro-batches and devices."""
+"""The losses of policy and critic as sums and counts. The caller sums over micro-batches and devices, then divides."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from psearch_jax.metrics import Ratio
 
 METRICS = ("loss", "kl", "entropy", "clip_fraction", "ratio", "logp_gap", "displaced")
 VALUE_METRICS = ("loss", "value", "clip_fraction")
-ROUNDING = 1e-3  # nats; an action that lost less may only have been computed by another program
-MAX_LOG_RATIO = 20.0  # exp(20) is finite in float32; a diverged ratio must not turn the update into NaN
+ROUNDING = 1e-3  # nats; a smaller loss of log-prob may only be rounding between two programs
+MAX_LOG_RATIO = 20.0  # exp(20) is finite in float32, so a diverged ratio does not make the update NaN
 
 
 def k3(logp: jax.Array, ref: jax.Array) -> jax.Array:
@@ -36,24 +36,25 @@ def policy_loss(
 ) -> tuple[Ratio, dict[str, Ratio]]:
     """Clipped surrogate plus KL to the reference (GRPO, arXiv 2402.03300 eq. 3; asymmetric clip of arXiv 2503.14476).
 
-    With `ratio=sequence` every id has the ratio of its trajectory, exp of the mean of its log-ratios; with
-    `sequence_mean` that is GSPO (arXiv 2507.18071 eq. 5). `dual_clip` bounds what a bad action that became much
-    likelier adds, at `dual_clip` times its advantage (arXiv 1912.09729 eq. 5). `importance_cap` weighs each id by the
-    truncated ratio of old policy to sampler. With `kl_in=reward` the KL is in the advantages and not here;
-    `entropy_coefficient` times the entropy is subtracted (arXiv 1707.06347 eq. 9). `guard` weighs the likelihood that
-    good actions lost (LLDS, arXiv 2512.04220): where an action, the ids of one turn, has no negative advantage and
-    grew less likely as a whole, each of its ids that did costs its fall in log-prob.
+    With `ratio=sequence` every token has its trajectory's ratio, exp of the mean log-ratio; with `sequence_mean` that
+    is GSPO (arXiv 2507.18071 eq. 5). `dual_clip` bounds the surrogate from below by
+    `dual_clip * min(advantage, 0)` (arXiv 1912.09729 eq. 5). `importance_cap` weights tokens by the truncated ratio of
+    old policy to sampler. With `kl_in=reward` the KL is in the advantages and not here. `entropy_coefficient` times
+    the entropy is subtracted (arXiv 1707.06347 eq. 9). `guard` is the weight of a penalty on good actions that lost
+    likelihood (LLDS, arXiv 2512.04220). An action is the tokens of one turn. If its advantage is not negative and its
+    total log-prob fell by more than ROUNDING, each of its tokens whose log-prob fell adds that fall to the loss.
 
-    Arrays are [B, S] and speak about the id at the same position, float32 but for `segments`; where `mask` is 0
-    nothing counts. `segments` is int32, the number of an id's trajectory among those of its row, from 1 without a gap;
-    0 where there is no real id. `old` may be `logp` itself, its gradient stopped: the ratio is then 1 everywhere.
+    Arrays are [B, S] float32 and refer to the token at the same position; where `mask` is 0 nothing counts. `segments`
+    is [B, S] int32: the index of the token's trajectory in its row, from 1 without gaps; 0 for padding. `old` may be
+    `stop_gradient(logp)`; the ratio is then 1 everywhere.
 
     Returns:
-      The loss to minimise, and metrics. `token_mean` counts tokens; `sequence_mean` the trajectories with tokens that
-      count; `constant_length` all trajectories x context_tokens (arXiv 2503.20783), masked ones too: a divisor that
-      falls with those left out would raise the weight of the others. How trajectories share rows changes nothing.
-      `displaced` is the share of ids in good actions that grew less likely as a whole.
-      `logp_gap` is the mean of |old - sampler|, or of |logp - sampler| where the sampler's log-probs are the old ones.
+      The loss to minimise, and metrics. `token_mean` divides by the number of masked-in tokens; `sequence_mean` by the
+      number of trajectories with such tokens; `constant_length` by all trajectories x context_tokens (arXiv
+      2503.20783), including fully masked ones, because a smaller divisor would raise the weight of the others. The
+      packing of trajectories into rows does not affect the loss.
+      `displaced` is the share of good actions' tokens whose action lost more than ROUNDING of total log-prob.
+      `logp_gap` is the mean of |old - sampler|, or of |logp - sampler| with `old_logprobs=sampler`.
     """
     counts = mask > 0
     change = log_ratio = jnp.where(counts, logp - old, 0.0)
@@ -65,12 +66,12 @@ def policy_loss(
     if learning.dual_clip > 0:
         surrogate = jnp.maximum(surrogate, learning.dual_clip * jnp.minimum(advantage, 0.0))
     if learning.importance_cap > 0:
-        # What the sampler drew from was not quite the old policy (truncated importance sampling).
+        # Truncated importance sampling: the sampler's policy differs slightly from the old policy.
         gap = jnp.clip(jnp.where(counts, old - sampler, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
         surrogate = surrogate * jax.lax.stop_gradient(jnp.minimum(jnp.exp(gap), learning.importance_cap))
     kl = jnp.where(counts, k3(logp, ref), 0.0)
-    price = learning.kl_coefficient if learning.kl_in == "loss" else 0.0
-    per_token = (-surrogate + price * kl - learning.entropy_coefficient * entropy) * mask
+    kl_coefficient = learning.kl_coefficient if learning.kl_in == "loss" else 0.0
+    per_token = (-surrogate + kl_coefficient * kl - learning.entropy_coefficient * entropy) * mask
     good = counts & (advantage >= 0)
     displaced = good & (_of_own(change, _actions(counts)) < -ROUNDING)
     if learning.guard > 0:
@@ -102,10 +103,10 @@ def policy_loss(
 def value_loss(
     values: jax.Array, old: jax.Array, returns: jax.Array, mask: jax.Array, clip: float
 ) -> tuple[Ratio, dict[str, Ratio]]:
-    """Half the squared error of the critic, the larger of a value's and that of the value kept within `clip` of `old`.
+    """The mean of 0.5 * max((values - returns)^2, (clipped - returns)^2), clipped = clip(values, old +- clip).
 
-    So a value earns nothing by moving further than that in one step (as PPO's reference code has it; 0: no clip).
-    Arrays are [B, S] float32 and speak about the id at the same position; all sampled ids weigh the same.
+    A value gains nothing by moving further than `clip` in one step (as in PPO's reference code; 0: no clipping).
+    Arrays are [B, S] float32 and refer to the token at the same position; all sampled tokens weigh the same.
     """
     near = jnp.clip(values, old - clip, old + clip) if clip else values
     plain, clipped = (values - returns) ** 2, (near - returns) ** 2
@@ -116,19 +117,19 @@ def value_loss(
 
 
 def _actions(sampled: jax.Array) -> jax.Array:
-    """[B, S] int32, the number of an id's action among those of its row, from 1; 0 where nothing was sampled.
+    """[B, S] int32, the index of each token's action in its row, from 1; 0 for tokens that were not sampled.
 
-    An action is a run of sampled ids; whatever follows one, a passage or the next trajectory's prompt, ends it.
+    An action is a run of consecutive sampled tokens. A passage or the next trajectory's prompt ends it.
     """
     begins = sampled & ~jnp.pad(sampled, ((0, 0), (1, 0)))[:, :-1]
     return jnp.where(sampled, jnp.cumsum(begins, axis=1), 0)
 
 
 def _by_trajectory(x: jax.Array, segments: jax.Array) -> jax.Array:
-    """[B, S + 1] the sums of x [B, S] over each trajectory of a row; of what is no real id in column 0."""
+    """[B, S + 1], sums of x [B, S] over each segment of a row; column 0 sums over segment 0 (padding)."""
     return jax.vmap(partial(jax.ops.segment_sum, num_segments=x.shape[1] + 1))(x, segments)
 
 
 def _of_own(x: jax.Array, segments: jax.Array) -> jax.Array:
-    """[B, S] at every id the sum of x over its trajectory."""
+    """[B, S], at every token the sum of x over its segment."""
     return jnp.take_along_axis(_by_trajectory(x, segments), segments, axis=1)

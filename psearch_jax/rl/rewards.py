@@ -1,7 +1,8 @@
 """The reward of a trajectory, from its parsed actions (ParallelSearch, arXiv 2508.09303).
 
-Four parts: was the answer right (`outcome`), was the grammar kept (`format`), was the question split when it should
-be (`decomposition`), and were the searches as few as its kind needs (`search_count`). No text is read here.
+It has four parts: whether the answer is correct (`outcome`), whether the grammar is valid (`format`), whether the
+question was split exactly when it should be (`decomposition`), and whether the number of searches matches its kind
+(`search_count`). No text is parsed here.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from psearch_jax.types import Kind, RewardParts, Trajectory
 
 @dataclass(frozen=True)
 class RewardWeights:
-    """The published weights. `final_format` is paid for a wrong answer in a broken grammar (Search-R1: 0.1)."""
+    """The published weights. `final_format` rewards a wrong answer in an invalid format (Search-R1: 0.1)."""
 
     format: float = 0.1
     final_format: float = 0.0
     decomposition: float = 0.15
     search_count: float = 0.35
-    search_price: float = 0.0  # not published: subtracted for every search that was run
+    search_price: float = 0.0  # not published: subtracted per executed search
 
 
 def paper_reward(
@@ -32,14 +33,14 @@ def paper_reward(
     gate_bonus_on_outcome: bool = False,
     outcome: Literal["em", "f1"] = "em",
 ) -> RewardParts:
-    """The published rule on what was done, not on how it was rendered.
+    """The published rule, applied to the parsed actions rather than to rendered text.
 
     Args:
-      trajectory: searches count when they were executed by a sampled turn; the answer is that of the last turn.
+      trajectory: only searches of sampled turns that were executed count; the answer is that of the last turn.
       weights: the weight of each part.
-      mixed: the kind as which a `mixed` question is rewarded.
-      gate_bonus_on_outcome: pay the last two parts for right answers only.
-      outcome: what the answer is worth: exact match, as published, or its F1.
+      mixed: the kind whose rule applies to `mixed` questions.
+      gate_bonus_on_outcome: reward the last two parts only if the answer is correct.
+      outcome: score of the answer: exact match, as published, or F1.
     """
     question = trajectory.question
     kind: Kind = mixed if question.kind == "mixed" else question.kind
@@ -47,18 +48,18 @@ def paper_reward(
     worth = float(right) if outcome == "em" else f1(trajectory.answer, question.answers)
     form = format_part(worth, trajectory.answer is not None, trajectory.well_formed, weights)
     searches = len(trajectory.executed)
-    price = weights.search_price * searches
+    penalty = weights.search_price * searches
     if gate_bonus_on_outcome and not right:
-        return RewardParts(worth, form, 0.0, -price)
+        return RewardParts(worth, form, 0.0, -penalty)
     decomposition = decomposition_part(kind, trajectory.decomposed, weights.decomposition)
-    return RewardParts(worth, form, decomposition, count_part(kind, searches, weights.search_count) - price)
+    return RewardParts(worth, form, decomposition, count_part(kind, searches, weights.search_count) - penalty)
 
 
 def format_part(worth: float, answered: bool, well_formed: bool, weights: RewardWeights) -> float:
-    """What the grammar adds to the outcome: a deduction from a right answer, a consolation for any other.
+    """The format part: a deduction from a correct answer, a bonus for an incorrect one.
 
-    Right: 0, or -format when ill-formed. Wrong: format when well-formed, final_format for an ill-formed answer, 0 for
-    no answer at all. In between by the answer's worth.
+    Correct: 0, or -format when ill-formed. Incorrect: format when well-formed, final_format for an ill-formed answer,
+    0 for no answer. A `worth` between 0 and 1 interpolates linearly.
     """
     if well_formed:
         return (1 - worth) * weights.format
@@ -73,18 +74,18 @@ def decomposition_part(kind: Kind, decomposed: bool, weight: float) -> float:
 
 
 def count_part(kind: Kind, searches: int, weight: float) -> float:
-    """weight * (1 - distance), in searches: from exactly one, or up to at least two for a sequential question."""
+    """weight * (1 - distance); distance is |searches - 1|, or max(0, 2 - searches) for a sequential question."""
     distance = max(0, 2 - searches) if kind == "sequential" else abs(searches - 1)
     return weight * (1 - distance)
 
 
 def length_penalty(trajectory: Trajectory, reward: RewardSection, penalise_unfinished: bool, context: int) -> float:
-    """What a trajectory without an answer, or one that nearly fills its context, is charged: 0 to unfinished_penalty.
+    """Penalty, from 0 to unfinished_penalty, for a missing answer or for nearly filling the context.
 
-    The second is the soft overlong punishment of arXiv 2503.14476 eq. 13, over the last `overlong_tokens` ids.
+    The latter is the soft overlong punishment of arXiv 2503.14476 eq. 13, over the last `overlong_tokens` tokens.
 
     Args:
-      context: ids that a trajectory can hold.
+      context: maximum number of tokens of a trajectory.
     """
     if penalise_unfinished and trajectory.status != "answered":
         return reward.unfinished_penalty

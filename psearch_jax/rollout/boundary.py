@@ -1,8 +1,8 @@
-"""The tag automaton: at which token does a row complete `</search>` or `</answer>`, however the tag was tokenised?
+"""The tag automaton: finds the token that completes `</search>` or `</answer>`, however the tag was tokenised.
 
-An Aho-Corasick automaton over bytes, folded once over the bytes of every id into two tables that the sampler reads on
-device: `hit[state, id]` says which tag the id completes, `next[state, id]` the state after it. A state is the longest
-proper prefix of a closing tag that the sampled bytes end with; state 0 (the root) is the empty prefix.
+An Aho-Corasick automaton over bytes is folded once over the bytes of every token into two tables, which the sampler
+uses on device: `hit[state, id]` is the tag that the token completes, `next[state, id]` the state after it. A state is
+the longest proper prefix of a closing tag that the sampled bytes end with; state 0 (the root) is the empty prefix.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ log = logging.getLogger("psearch_jax")
 ROOT = 0
 HIT_NONE, HIT_SEARCH, HIT_ANSWER = 0, 1, 2
 PATTERNS = {SEARCH_CLOSE.encode(): HIT_SEARCH, ANSWER_CLOSE.encode(): HIT_ANSWER}
-TABLES_VERSION = 1  # part of the cache key: raise it when the tables' meaning changes
+TABLES_VERSION = 1  # part of the cache key: increase it when the meaning of the tables changes
 
 
 @dataclass(frozen=True)
 class BoundaryTables:
-    """Both [states, V] uint8. After a hit the next state is the root. Ids without bytes lead to the root."""
+    """Both [states, V] uint8. After a hit the next state is the root. Tokens without bytes lead to the root."""
 
     next: np.ndarray
     hit: np.ndarray
@@ -51,13 +51,13 @@ def byte_automaton() -> tuple[np.ndarray, np.ndarray]:
 
 
 def build_tables(token_bytes: Sequence[bytes | None], rows: int | None = None) -> BoundaryTables:
-    """Fold the byte automaton over the bytes of every id.
+    """Fold the byte automaton over the bytes of every token.
 
     Args:
-      token_bytes: [V] bytes of every id, None for control tokens.
-      rows: embedding rows, at least V; rows without an id lead to the root.
+      token_bytes: [V] bytes of every token, None for control tokens.
+      rows: embedding rows, at least V; rows without a token lead to the root.
 
-    The first tag completed inside a token is the one reported. Time is about V * longest token / 100M seconds.
+    If a token completes several tags, the first one counts. Takes about V * longest token / 100M seconds.
     """
     step, byte_hit = byte_automaton()
     lengths = np.array([len(b or b"") for b in token_bytes], np.int64)
@@ -77,18 +77,18 @@ def build_tables(token_bytes: Sequence[bytes | None], rows: int | None = None) -
 
 
 def pad_tables(tables: BoundaryTables, rows: int | None) -> BoundaryTables:
-    """Widen the tables to the embedding's `rows`; an id from V on completes nothing and leads to the root."""
+    """Widen the tables to the embedding's `rows`; rows from V on complete no tag and lead to the root."""
     extra = (rows or tables.next.shape[1]) - tables.next.shape[1]
     if extra < 0:
-        raise ValueError(f"rows: {rows} found, at least the tokenizer's {tables.next.shape[1]} ids needed")
+        raise ValueError(f"rows: {rows} found, accepted: at least the tokenizer's {tables.next.shape[1]} tokens")
     pad = ((0, 0), (0, extra))
     return BoundaryTables(np.pad(tables.next, pad), np.pad(tables.hit, pad))
 
 
 def cached_tables(tokenizer: Tokenizer, cache_dir: str | Path, rows: int | None = None) -> BoundaryTables:
-    """`build_tables` of a tokenizer, kept in `cache_dir` under the vocabulary's fingerprint.
+    """`build_tables` of a tokenizer, cached in `cache_dir` under the vocabulary's fingerprint.
 
-    A damaged cache file is built again.
+    A damaged cache file is rebuilt.
     """
     file = Path(cache_dir) / f"boundary-v{TABLES_VERSION}-{tokenizer.fingerprint[:24]}.npz"
     tables = _read_tables(file, tokenizer.size)
@@ -96,16 +96,16 @@ def cached_tables(tokenizer: Tokenizer, cache_dir: str | Path, rows: int | None 
         tables = build_tables(tokenizer.token_bytes)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            beside = file.with_name(f"{file.stem}.{os.getpid()}.tmp.npz")
-            np.savez_compressed(beside, next=tables.next, hit=tables.hit)
-            os.replace(beside, file)
-        except OSError as error:  # they are built in a second; a run need not end for a cache
-            log.warning("the boundary tables are not cached: %s", error)
+            temporary = file.with_name(f"{file.stem}.{os.getpid()}.tmp.npz")
+            np.savez_compressed(temporary, next=tables.next, hit=tables.hit)
+            os.replace(temporary, file)
+        except OSError as error:  # not fatal: building takes a second
+            log.warning("could not cache the boundary tables: %s", error)
     return pad_tables(tables, rows)
 
 
 def _read_tables(file: Path, size: int) -> BoundaryTables | None:
-    """The tables in `file`, or None when it is absent or does not hold tables of this size."""
+    """The tables in `file`, or None if it does not exist or does not contain tables of this size."""
     try:
         with np.load(file) as saved:
             tables = BoundaryTables(saved["next"], saved["hit"])

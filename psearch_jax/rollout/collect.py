@@ -1,4 +1,4 @@
-"""Turns questions into trajectories, in shapes that are compiled once (the work itself: rollout/inflight.py)."""
+"""Turns questions into trajectories with a fixed set of compiled shapes (the loop itself: rollout/inflight.py)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Question, Trajectory
 from retrieval.protocol import Retriever
 
-COMPILERS = 2  # programs that are compiled at a time: each keeps more than one core busy for a part of the time
+COMPILERS = 2  # programs compiled at a time: each keeps more than one core busy for part of the time
 
-QUESTION_TOKENS = 32  # of a question that is asked on a terminal, at most for most of them
+QUESTION_TOKENS = 32  # most questions that are asked on a terminal have no more tokens
 
 
 class Collector:
@@ -38,8 +38,8 @@ class Collector:
     Args:
       sampler: the device programs.
       tokenizer: of the policy.
-      retriever: answers one batch of sub-queries per yield; None when the budgets allow no search.
-      render: the prompt's ids of a question.
+      retriever: answers one batch of sub-queries per yield; None if the budgets allow no search.
+      render: from a question to the token ids of its prompt.
       rollout, retrieval: budgets and options.
     """
 
@@ -74,20 +74,20 @@ class Collector:
 
     @property
     def retriever(self) -> Retriever | None:
-        """None when the budgets allow no search."""
+        """None if the budgets allow no search."""
         return self.parts.retriever
 
     def with_retriever(self, retriever: Retriever) -> Collector:
-        """The same around another retriever."""
+        """The same collector with another retriever."""
         other = copy.copy(self)
         other.parts, other.usage = replace(self.parts, retriever=retriever), Usage()
         return other
 
     def warm_up(self, params: nnx.State, apart: Apart | None = None) -> None:
-        """Compiles every shape that `collect` can ask for, so that no later step stops to compile.
+        """Compiles every shape that `collect` can need, so that no later step waits for a compilation.
 
         Args:
-          apart: of `params` by `Sampler.take_apart`, if it was made already.
+          apart: `Sampler.take_apart(params)`, if it exists already.
         """
         with progress.step("compiling"):
             self._warm_up(params, self.sampler.take_apart(params) if apart is None else apart)
@@ -107,16 +107,16 @@ class Collector:
         jax.block_until_ready(state)
 
     def with_widths(self, widths: Widths) -> Collector:
-        """The same with programs of other widths, each of which is compiled when it is first needed."""
+        """The same collector with programs of other widths; each is compiled when it is first needed."""
         other = copy.copy(self)
         other.parts, other.usage = replace(self.parts, widths=widths), Usage()
         return other
 
     def compile(self, params: nnx.State, prompts: Sequence[int], apart: Apart | None = None) -> None:
-        """Compiles the programs of every width in several threads and runs none: sooner done than `warm_up`.
+        """Compiles the programs of every width in several threads without running any: faster than `warm_up`.
 
         Args:
-          prompts: the widths of prompts to compile for; a prompt of another width is compiled for when it comes.
+          prompts: the prompt widths to compile for; other widths are compiled when first needed.
           apart: as `generate` will get it.
         """
         rows, pool_rows, widths = self.parts.piece_rows, self.parts.pool_rows, self.parts.widths
@@ -157,21 +157,21 @@ class Collector:
     ) -> list[Trajectory]:
         """Rolls out `samples` trajectories for every question of this process.
 
-        Every process calls this with questions of its own, whose number may differ.
+        Every process calls this with its own questions, whose number may differ.
 
         Args:
           params: the sampling copy of the policy.
-          seed, step: named parts of every rollout's key.
+          seed, step: parts of every rollout's random key.
 
         Returns:
-          Q x R trajectories, all samples of a question together, in the order of `questions`. What the call cost is
-          in `usage` until the next one.
+          Q x R trajectories, all samples of a question together, in the order of `questions`. Until the next call,
+          `usage` is the cost of this one.
 
         Raises:
-          RetrievalError, or what `progress` raises: in every process when it is raised in one.
+          RetrievalError, or what `progress` raises: in every process if it is raised in one.
         """
         prompts: list[list[int]] = []
-        processes.together(lambda: prompts.extend(map(self.render, questions)))  # a row without a prompt ends all
+        processes.together(lambda: prompts.extend(map(self.render, questions)))  # an error in one is raised in all
         flight = self.in_flight(self.parts, params, samples, seed, step, self.sampler.take_apart(params))
         flight.add(questions, prompts)
         while flight.refill(progress):
@@ -182,31 +182,31 @@ class Collector:
 
 
 def widths(rollout: RolloutSection, by_length: bool = False) -> Widths:
-    """The widths of every program that `collect` can ask for; of a sampler that reads `by_length`, one span."""
-    found = (buckets(most, rollout.widths) for most in (rollout.prompt_tokens, rollout.obs_tokens))
-    return Widths(*found, buckets(rollout.context_tokens, 1 if by_length else rollout.widths))
+    """The widths of every program that `collect` can need; one span for a sampler that decodes `by_length`."""
+    token_widths = (buckets(most, rollout.widths) for most in (rollout.prompt_tokens, rollout.obs_tokens))
+    return Widths(*token_widths, buckets(rollout.context_tokens, 1 if by_length else rollout.widths))
 
 
 def pool_rows(rollout: RolloutSection, mesh: jax.sharding.Mesh) -> int:
-    """Prompts that are prefilled at once: those that fill all slots, and a multiple of what shares them."""
+    """Prompts prefilled at once: enough for all slots, rounded up to equal shares per device and process."""
     unit = math.lcm(mesh.shape["data"] * mesh.shape["fsdp"], jax.process_count())
     return -(-math.ceil(rollout.slots / rollout.samples) // unit) * unit
 
 
 def piece_rows(rollout: RolloutSection, mesh: jax.sharding.Mesh) -> int:
-    """R, the slots that one `admit` or `extend` is about: an eighth of them, and as many on each device."""
+    """R, the slots per call of `admit` or `extend`: an eighth of all, rounded up to equal shares per device."""
     devices = mesh.shape["data"] * mesh.shape["fsdp"]
     return devices * math.ceil(rollout.slots / devices / 8)
 
 
 def for_one(collector: Collector) -> tuple[Collector, int]:
-    """A collector for questions that come one by one, and the width of the prompts of most of them.
+    """A collector for questions that come one by one, and the prompt width of most of them.
 
-    Its widths are narrow, because padding is computed and somebody waits for it. Prompts differ in the question only.
+    Its widths are narrow, because a user waits while padding is computed. Prompts differ only in the question.
     """
     parts = collector.parts
-    around = len(collector.render(Question("", "", "?", (), "single")))
-    usual = min(-(-(around + QUESTION_TOKENS) // 32) * 32, parts.rollout.prompt_tokens)
+    template_tokens = len(collector.render(Question("", "", "?", (), "single")))
+    usual = min(-(-(template_tokens + QUESTION_TOKENS) // 32) * 32, parts.rollout.prompt_tokens)
     prompts = (usual, *(width for width in parts.widths.prompts if width > usual))
     observations = buckets(parts.rollout.obs_tokens, 8)
     return collector.with_widths(Widths(prompts, observations, parts.widths.spans[-1:])), usual

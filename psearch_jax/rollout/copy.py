@@ -1,4 +1,4 @@
-"""The parameters as the sampler reads them."""
+"""The sampling copy of the parameters."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from psearch_jax.sharding import sampled_in_place, sampling_cast
 
 
 def sampled_shape(config: DecoderConfig, mesh: Mesh, dtype: Any) -> DecoderConfig:
-    """The shape of the sampling copy: where a transpose multiplies slowly, a tied head is a matrix of its own."""
+    """The sampling copy's shape: a tied head becomes a separate matrix where products with a transpose are slow."""
     return replace(config, tied=config.tied and not multiplies_slowly_transposed(mesh, dtype))
 
 
 class SamplingCopy:
-    """Makes a copy that decodes: cast once, split over `tensor` only, the kernels in int8 where asked; adapters beside
-    their base. Weights that are not trained are not copied where they lie as the sampler reads them. The copy has the
-    form of `sampled_shape`.
+    """Makes the copy that decodes: cast once, split over `tensor` only, optionally with kernels in int8, with adapters
+    and base weights in one tree. Frozen weights are not copied if they already have the sampler's dtype and layout.
+    The copy has the form of `sampled_shape`.
 
     Args:
-      weights, adapters: abstract or live; None where there are no adapters.
-      dtype: of the copy; adapters stay as they are.
-      in_int8: the kernels of the layers are whole numbers.
-      trained: the weights change, so that what is read has to be a copy of them.
+      weights, adapters: abstract or concrete; adapters are None if there are none.
+      dtype: of the copy; adapters keep theirs.
+      in_int8: convert the layers' kernels to int8.
+      trained: the weights change, so the sampler needs a copy of them.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SamplingCopy:
         return with_head(copy, _head(copy)) if self._unties else copy
 
     def traced(self, weights: nnx.State, adapters: nnx.State | None = None) -> jax.stages.Traced:
-        """The program that casts, for ShapeDtypeStructs."""
+        """The casting program, traced for ShapeDtypeStructs."""
         return self._cast.trace(self._moved(weights, adapters))
 
     def _moved(self, weights: nnx.State, adapters: nnx.State | None) -> nnx.State:
@@ -67,5 +67,5 @@ class SamplingCopy:
 
 @jax.jit
 def _head(weights: nnx.State) -> jax.Array:
-    """A tied head, [D, V]."""
+    """The tied head [D, V] as a separate array."""
     return jnp.transpose(weights["embedding"].get_value())

@@ -1,16 +1,16 @@
-"""The rollouts that are under way: the host's half of them. It knows words and no model.
+"""The host side of rollouts in progress: scheduling, parsing and search. It handles text and knows no model.
 
     while a question waits or a slot is live, in any process:
         refill free slots      admit (and prefill the next prompts)
-        decode                 until enough rows wait, parked or done
-        read what was sampled  parse each turn; ended rows become trajectories
+        decode                 until enough rows are parked or done
+        read sampled tokens    parse each turn; ended rows become trajectories
         search                 ONE batch with the sub-queries of every parked row
-        extend                 the passages, as forced ids
+        extend                 append the passages as forced tokens
 
-Groups are admitted in the order in which they were added. Sampled ids are the record: nothing is re-tokenised.
+Groups are admitted in the order in which they were added. Sampled tokens are the record: nothing is re-tokenised.
 
-With several processes each owns an equal run of the slots and does the host's work for them; before every device
-program they tell each other what is to go into it, so that all make the same call.
+With several processes, each owns an equal, contiguous share of the slots and does the host work for them. Before every
+device program the processes exchange its inputs, so that all make the same call.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import EndStatus, Question, Trajectory, Turn
 from retrieval.protocol import Passage, Retriever, as_utf8
 
-Progress = Callable[[int, int], None]  # (trajectories done, trajectories in all), of this process
-_Passages = dict[int, tuple[tuple[Passage, ...], ...]]  # by slot, for each of its sub-queries
+Progress = Callable[[int, int], None]  # (trajectories done, trajectories in total), of this process
+_Passages = dict[int, tuple[tuple[Passage, ...], ...]]  # slot -> passages of each of its sub-queries
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What rollouts are made with."""
+    """The components, settings and sizes that rollouts use."""
 
     sampler: Sampler
     tokenizer: Tokenizer
@@ -56,19 +56,19 @@ class Parts:
     rollout: RolloutSection
     retrieval: RetrievalSection
     widths: Widths
-    pool_rows: int  # prompts that are prefilled at once
-    piece_rows: int  # R, the slots that one `admit` or `extend` is about
+    pool_rows: int  # prompts prefilled at once
+    piece_rows: int  # R, slots per call of `admit` or `extend`
 
 
 @dataclass
 class Rollout:
-    """A live slot."""
+    """The rollout in a live slot."""
 
-    order: int  # place among all rollouts that were added
+    order: int  # index among all rollouts that were added
     question: Question
     sample: int
     prompt_length: int
-    turn_start: int  # position of the first id of the current turn
+    turn_start: int  # position of the first token of the current turn
     turns: list[Turn] = field(default_factory=list)
 
     @property
@@ -77,13 +77,13 @@ class Rollout:
 
 
 def in_background(f: Callable[[], Any]) -> Future:
-    """`f` in a thread of its own, which no end of the program waits for."""
+    """Runs `f` in a daemon thread: the program can exit without waiting for it."""
     future: Future = Future()
 
     def work() -> None:
         try:
             future.set_result(f())
-        except BaseException as error:  # raised where the result is asked for
+        except BaseException as error:  # re-raised by `future.result()`
             future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
@@ -92,37 +92,37 @@ def in_background(f: Callable[[], Any]) -> Future:
 
 @dataclass(frozen=True)
 class _Admissions:
-    """What one process asks of the next `admit`; slots and rows are those of all processes."""
+    """One process's part of the next `admit`; slots and pool rows are numbered over all processes."""
 
-    source: dict[int, int]  # slot -> row of the pool, or -2 to empty it
-    keys: dict[int, np.ndarray]  # by slot
-    starts: dict[int, int]  # by slot: the prompt's length
-    lacking: bool  # a slot stays free because the pool does not hold the next prompt
-    more: bool  # rollouts are left for which there is no slot yet
+    source: dict[int, int]  # slot -> row of the pool, or -2 to empty the slot
+    keys: dict[int, np.ndarray]  # slot -> key data
+    starts: dict[int, int]  # slot -> length of its prompt
+    lacking: bool  # a slot stays free because the pool lacks the next prompt
+    more: bool  # more rollouts wait for a slot
 
 
 @dataclass(frozen=True)
 class _Continuations:
-    """What one process found in its stopped rows."""
+    """How the stopped rows of one process continue."""
 
-    chunks: dict[int, list[int]]  # slot -> the ids to append
-    ended: set[int]  # slots whose rollout is over
-    away: int = 0  # slots that are being searched for until the next yield
+    chunks: dict[int, list[int]]  # slot -> the tokens to append
+    ended: set[int]  # slots whose rollout has ended
+    away: int = 0  # slots that wait for a background search until the next yield
 
 
 class InFlight:
-    """Rollouts from the question to the trajectory, more of which may be added at any time.
+    """Runs rollouts from question to trajectory; more questions may be added at any time.
 
     Args:
       params: the sampling copy of the policy.
-      samples: R, the rollouts of every question.
-      seed, step: named parts of every rollout's key.
-      apart: of `params` by `Sampler.take_apart`.
+      samples: R, rollouts per question.
+      seed, step: parts of every rollout's random key.
+      apart: `Sampler.take_apart(params)`.
 
     Attributes:
-      live: by slot, those of this process that are being decoded, parked or searched for.
-      results: trajectories by their place among all that were added; whoever takes one may remove it.
-      usage: what all of it cost so far, but for the ids decoded.
+      live: slot -> rollout, for this process's slots that are decoding, parked or waiting for a search.
+      results: order -> trajectory; the caller may remove what it takes.
+      usage: the cost so far, except `decode_steps`, which `state.steps` counts.
     """
 
     def __init__(
@@ -138,30 +138,30 @@ class InFlight:
         self.results: dict[int, Trajectory] = {}
         self.added = self.done = 0
         self._seed, self._step = seed, step
-        # A reply that the model has ended is corrected in the user's next message, any other where it stopped.
+        # If the model ended its reply, the correction is the next user message; otherwise it continues the reply.
         obs_tokens, tokenizer, message = self.rollout.obs_tokens, parts.tokenizer, tags.CORRECTIVE_MESSAGE
         self._corrective = tokenizer.encode_foreign(message)[:obs_tokens]
         self._corrective_after_eos = tokenizer.next_user_message(message.strip(), obs_tokens)
         self._waiting: deque[tuple[int, Question, int]] = deque()  # order, question, sample
-        self._prompts: dict[int, list[int]] = {}  # by the question's place
+        self._prompts: dict[int, list[int]] = {}  # by group, the question's index: order // samples
         self._keys: dict[int, np.ndarray] = {}  # by order
-        self._unwanted: set[int] = set()  # orders
-        self.starts: dict[int, int] = {}  # of every process's live slots: where the current turn begins
+        self._unwanted: set[int] = set()  # orders of dropped rollouts
+        self.starts: dict[int, int] = {}  # slot -> start of its turn, for live slots of all processes
         self._pool: SamplerState | None = None
-        self._pool_rows: dict[int, int] = {}  # question's place -> row of the pool
-        self._over: set[int] = set()  # own slots whose rollout is over but whose row is not empty yet
-        self._more = False  # rollouts of some process wait for a slot
-        self._away = 0  # rows of all processes that are searched for while others decode
-        self._searched_for: dict[int, tuple[str, ...]] = {}  # own ones' queries
-        self._search_ahead: Future | None = None  # what will hold their passages
+        self._pool_rows: dict[int, int] = {}  # group -> row of the pool
+        self._over: set[int] = set()  # own slots whose rollout has ended but whose row is not emptied yet
+        self._more = False  # some process has rollouts that wait for a slot
+        self._away = 0  # rows of all processes that wait for a search while others decode
+        self._searched_for: dict[int, tuple[str, ...]] = {}  # own rows among them: slot -> queries
+        self._search_ahead: Future | None = None  # the background search for them
         self.apart = apart
         self.state = self.sampler.new_state(self.rows, self.rollout.context_tokens)
 
     def add(self, questions: Sequence[Question], prompts: Sequence[list[int]]) -> None:
-        """Puts every sample of these questions of this process in line; a prompt that is too long ends truncated."""
+        """Queues every sample of this process's `questions`; with a too long prompt it ends as `truncated`."""
         new: list[tuple[int, Question, int]] = []
         for question, prompt in zip(questions, prompts, strict=True):
-            place, cut = self.added // self.samples, np.asarray(prompt[: self.rollout.prompt_tokens], np.int32)
+            group, cut = self.added // self.samples, np.asarray(prompt[: self.rollout.prompt_tokens], np.int32)
             for sample in range(self.samples):
                 order, self.added = self.added, self.added + 1
                 if len(cut) == len(prompt):
@@ -170,35 +170,35 @@ class InFlight:
                     live = Rollout(order, question, sample, len(cut), len(cut))
                     self._finish(live, "truncated", cut, np.zeros(len(cut), bool), np.zeros(len(cut), np.float32))
             if len(cut) == len(prompt):
-                self._prompts[place] = prompt
+                self._prompts[group] = prompt
         words = [sampling.id_words(question.source, question.id) for _, question, _ in new]
-        drawn = sampling.row_keys(self._seed, self._step, words, [s for _, _, s in new]) if words else []
-        self._keys |= {order: key for (order, _, _), key in zip(new, drawn, strict=True)}
+        keys = sampling.row_keys(self._seed, self._step, words, [s for _, _, s in new]) if words else []
+        self._keys |= {order: key for (order, _, _), key in zip(new, keys, strict=True)}
         self._waiting.extend(new)
 
     def drop(self, order: int) -> None:
-        """Takes back a rollout that nobody waits for any more; it gets no result. In one process alone."""
+        """Cancels a rollout that nobody waits for any more; it gets no result. For a single process only."""
         self._unwanted.add(order)
 
     # ---- refill ----
 
     def refill(self, progress: Progress | None) -> bool:
-        """Admits waiting rollouts to free slots, prefilling each prompt once for its whole group.
+        """Admits waiting rollouts to free slots; prefills each prompt once for its group.
 
         Returns:
           Whether any process has a live row.
         """
         admitted: list[int] = []
         while True:
-            asked = processes.together(lambda: self._next_admissions(progress))
-            source = {slot: row for a in asked for slot, row in a.source.items()}
+            admissions = processes.together(lambda: self._next_admissions(progress))
+            source = {slot: row for a in admissions for slot, row in a.source.items()}
             if source:
-                self._admit(source, {slot: key for a in asked for slot, key in a.keys.items()})
-            for a in asked:
+                self._admit(source, {slot: key for a in admissions for slot, key in a.keys.items()})
+            for a in admissions:
                 self.starts |= a.starts
-            admitted += [slot for a in asked for slot in a.starts]
-            self._more = any(a.more for a in asked)
-            if not any(a.lacking for a in asked):
+            admitted += [slot for a in admissions for slot in a.starts]
+            self._more = any(a.more for a in admissions)
+            if not any(a.lacking for a in admissions):
                 break
             self._prefill()
         if admitted and self.rollout.initial_search:
@@ -206,33 +206,33 @@ class InFlight:
         return bool(self.starts)
 
     def _next_admissions(self, progress: Progress | None) -> _Admissions:
-        """Fills own free slots from the pool, as far as it goes, and empties the others: a row that is over would wait
-        for ever."""
+        """Fills own free slots from the pool as far as possible and empties the other ended ones, which `generate`
+        would otherwise count as waiting forever."""
         if progress:
             progress(self.done, self.added)
         self._forget()
-        found = _Admissions(dict.fromkeys(self._over, -2), {}, {}, False, False)
+        admissions = _Admissions(dict.fromkeys(self._over, -2), {}, {}, False, False)
         self._over.clear()
         free = [b for b in self.own if b not in self.live]
         while free and self._waiting and self._waiting[0][0] // self.samples in self._pool_rows:
             order, question, sample = self._waiting.popleft()
-            slot, place = free.pop(0), order // self.samples
-            length = len(self._prompts[place])
-            found.source[slot], found.keys[slot] = self._pool_rows[place], self._keys.pop(order)
-            found.starts[slot] = length
+            slot, group = free.pop(0), order // self.samples
+            length = len(self._prompts[group])
+            admissions.source[slot], admissions.keys[slot] = self._pool_rows[group], self._keys.pop(order)
+            admissions.starts[slot] = length
             self.live[slot] = Rollout(order, question, sample, length, length)
             if sample == self.samples - 1:
-                del self._prompts[place]
-        return replace(found, lacking=bool(free and self._waiting), more=bool(self._waiting))
+                del self._prompts[group]
+        return replace(admissions, lacking=bool(free and self._waiting), more=bool(self._waiting))
 
     def _forget(self) -> None:
-        """Ends what nobody wants, but for rows that are being searched for: their passages come first."""
+        """Ends dropped rollouts; rows that wait for a search end once their passages have arrived."""
         if not self._unwanted:
             return
         self._waiting = deque(one for one in self._waiting if one[0] not in self._unwanted)
         waiting = {order: order // self.samples for order, _, _ in self._waiting}
         self._keys = {order: self._keys[order] for order in waiting}
-        self._prompts = {place: self._prompts[place] for place in set(waiting.values())}
+        self._prompts = {group: self._prompts[group] for group in set(waiting.values())}
         searched = {b for b in self._searched_for if b in self.live and self.live[b].order in self._unwanted}
         for b in [b for b, live in self.live.items() if live.order in self._unwanted and b not in searched]:
             del self.live[b], self.starts[b]
@@ -240,33 +240,33 @@ class InFlight:
         self._unwanted = {self.live[b].order for b in searched}
 
     def _prefill(self) -> None:
-        """Fills every process's part of the pool with its next prompts."""
+        """Fills every process's share of the pool with its next prompts."""
         rows = self.parts.pool_rows
         share = rows // jax.process_count()
-        places = list(dict.fromkeys(order // self.samples for order, _, _ in self._waiting))[:share]
-        prompts = processes.together(lambda: [self._prompts[place] for place in places])
+        groups = list(dict.fromkeys(order // self.samples for order, _, _ in self._waiting))[:share]
+        prompts = processes.together(lambda: [self._prompts[group] for group in groups])
         width = pick(self.parts.widths.prompts, max(len(prompt) for part in prompts for prompt in part))
         ids, n = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
         for process, part in enumerate(prompts):
             for row, prompt in enumerate(part, process * share):
                 n[row] = len(prompt)
                 ids[row, : n[row]] = prompt
-        self._pool = None  # or two pools would be alive while the next one is computed
+        self._pool = None  # free the old pool before the next one is computed
         self._pool = self.sampler.prefill(self.params, ids, n)
         self._count(prefilled=ids.size)
-        self._pool_rows = {place: row for row, place in enumerate(places, jax.process_index() * share)}
+        self._pool_rows = {group: row for row, group in enumerate(groups, jax.process_index() * share)}
 
     def _admit(self, source: dict[int, int], keys: dict[int, np.ndarray]) -> None:
         if self._pool is None:
             raise AssertionError("a slot can only end after a prompt was admitted")
         for rows in self._pieces(source):
             picked = np.array([source.get(b, -1) for b in rows], np.int32)
-            drawn = np.stack([keys.get(b, np.zeros(2, np.uint32)) for b in rows])
+            row_keys = np.stack([keys.get(b, np.zeros(2, np.uint32)) for b in rows])
             turn, end = self.rollout.turn_tokens, self.rollout.context_tokens
-            self.state = self.sampler.admit(self.state, self._pool, picked, drawn, turn, end, rows)
+            self.state = self.sampler.admit(self.state, self._pool, picked, row_keys, turn, end, rows)
 
     def _pieces(self, slots: Iterable[int]) -> list[np.ndarray]:
-        """Slots, of all processes, by R in the order in which they come, each in its device's part; -1 fills up."""
+        """Batches of R slots (of all processes) in the given order, each slot in its device's part, padded with -1."""
         devices = self.sampler.mesh.shape["data"] * self.sampler.mesh.shape["fsdp"]
         share, part = self.rows // devices, self.parts.piece_rows // devices
         queues: list[list[int]] = [[] for _ in range(devices)]
@@ -279,7 +279,7 @@ class InFlight:
         return list(pieces.reshape(len(pieces), -1))
 
     def _initial_search(self, slots: list[int]) -> None:
-        """The classic baseline: the question itself is searched before the first sampled id."""
+        """The classic baseline: searches the question itself before the first sampled token."""
 
         def look_up() -> _Continuations:
             queries = {b: (self.live[b].question.query,) for b in slots}
@@ -295,20 +295,20 @@ class InFlight:
     # ---- decode ----
 
     def decode(self, temperature: float | np.ndarray, most: int = FOREVER) -> None:
-        """Samples until enough rows wait, or `most` ids to a row, at one temperature for all or each slot's own."""
+        """Samples until enough rows wait, or `most` tokens per row; one temperature for all slots, or one per slot."""
         self.state = self.sampler.generate(
             self.params, self.state, temperature, self._span(), self._more, self._away, most, self.apart
         )
 
     def _span(self) -> int:
-        """The positions that no live row will outgrow in its current turn, rounded up to a bucket."""
+        """An upper bound on every live row's length at the end of its current turn, rounded up to a bucket."""
         turn = self.rollout.turn_tokens + self.rollout.max_tokens_after_answer
         return pick(self.parts.widths.spans, min(max(self.starts.values()) + turn, self.rollout.context_tokens))
 
     # ---- read ----
 
     def read(self) -> None:
-        """Parses what each stopped row sampled; ends it, or searches and extends it."""
+        """Parses what each stopped row sampled; then ends its rollout, or searches and extends the row."""
         status, length = processes.fetch((self.state.status, self.state.length))  # waits for the device
         began, searched = time.monotonic(), self.usage.search_s
         self._count(yields=1)
@@ -329,7 +329,7 @@ class InFlight:
                 live = self.live[b]
                 turn = self._turn(live, ids[b, live.turn_start : length[b]], Status(status[b]))
                 how = self._end(live, turn, Status(status[b]))
-                if how is not None:  # a search that never ran is not an executed one
+                if how is not None:  # a search of this turn is not run: record no queries
                     live.turns.append(replace(turn, queries=(), passages=()))
                     end(b, how)
                     continue
@@ -348,19 +348,19 @@ class InFlight:
                 end(b, "truncated")
             return _Continuations(chunks, before - set(self.live), len(self._searched_for))
 
-        found = processes.together(look)
-        self._away = sum(f.away for f in found)
-        for b in [b for f in found for b in f.ended]:
+        continuations = processes.together(look)
+        self._away = sum(f.away for f in continuations)
+        for b in [b for f in continuations for b in f.ended]:
             del self.starts[b]
-        self._go_on(found, length)
+        self._go_on(continuations, length)
         self._count(host_s=time.monotonic() - began - (self.usage.search_s - searched))
 
     def _end(self, live: Rollout, turn: Turn, status: Status) -> EndStatus | None:
-        """How the rollout is over with this turn; None when it goes on."""
+        """How the rollout ends with this turn; None if it continues."""
         if status == Status.ANSWER and turn.action == "answer":
             return "answered"
         if status in (Status.ANSWER, Status.EOS) and self.rollout.after_eos == "end":
-            return "eos"  # an answer tag that was never opened ends the reply as well, and answers nothing
+            return "eos"  # also for `</answer>` without an opening tag: the reply ends without an answer
         if status == Status.CONTEXT_FULL:
             return "truncated"
         if status == Status.NOT_FINITE:
@@ -368,45 +368,45 @@ class InFlight:
         return "out_of_turns" if live.model_calls == self.rollout.search_turns else None
 
     def _turn(self, live: Rollout, sampled: np.ndarray, status: Status) -> Turn:
-        tokenizer, spoken = self.parts.tokenizer, sampled
-        if status == Status.NOT_FINITE:  # broken off at an arbitrary id: neither a search nor an answer counts
-            return Turn(tokenizer.decode(spoken, control=True), "none", False, n_sampled=len(sampled))
-        if len(spoken) and int(spoken[-1]) in tokenizer.stop_ids:
-            spoken = spoken[:-1]
-        # Control ids are written out: one inside a tag must break it for the parser as it did for the automaton.
-        text, tail_start = tokenizer.decode(spoken, control=True), None
+        tokenizer, tokens = self.parts.tokenizer, sampled
+        if status == Status.NOT_FINITE:  # cut off at an arbitrary token: no search or answer counts
+            return Turn(tokenizer.decode(tokens, control=True), "none", False, n_sampled=len(sampled))
+        if len(tokens) and int(tokens[-1]) in tokenizer.stop_ids:
+            tokens = tokens[:-1]
+        # Write control tokens out: one inside a tag must break the tag for the parser, as it did for the automaton.
+        text, tail_start = tokenizer.decode(tokens, control=True), None
         if status == Status.ANSWER:
-            # The completing token is among the last few; what it holds after the tag is not the tail.
-            first = max(1, len(spoken) - self.rollout.max_tokens_after_answer - 1)
-            heads = (tokenizer.decode(spoken[:n], control=True) for n in range(first, len(spoken) + 1))
-            tail_start = next((len(head) for head in heads if tags.ANSWER_CLOSE in head), None)
+            # The token that completes the tag is among the last few; its characters after the tag are not the tail.
+            first = max(1, len(tokens) - self.rollout.max_tokens_after_answer - 1)
+            prefixes = (tokenizer.decode(tokens[:n], control=True) for n in range(first, len(tokens) + 1))
+            tail_start = next((len(prefix) for prefix in prefixes if tags.ANSWER_CLOSE in prefix), None)
         action = tags.parse_turn(text, self.parts.retrieval.max_sub_queries, tail_start)
         kind = action.kind
         return Turn(text, kind, action.well_formed, action.queries, (), action.answer, len(sampled))
 
     def _search(self, queries: dict[int, tuple[str, ...]]) -> _Passages:
-        """One retrieval batch for all rows, folded back row by row."""
+        """Searches the queries of all rows in one batch and returns the passages by row."""
         began = time.monotonic()
         if self._search_ahead:
-            self._search_ahead.exception()  # one batch at a time
-        found = self._look_up(queries)
+            self._search_ahead.exception()  # waits for it: one batch at a time
+        passages = self._look_up(queries)
         self._count(search_s=time.monotonic() - began)
-        return found
+        return passages
 
     def _exchange(self, queries: dict[int, tuple[str, ...]]) -> _Passages:
-        """Begins the search for these rows, and returns what was found for those of the last yield.
+        """Starts the search for these rows in the background and returns the passages of the last yield's rows.
 
-        Which rows that is hangs on the yields alone: on no clock, so that a run repeats itself.
+        Which rows these are depends only on the yields, not on a clock, so that a run is reproducible.
         """
         began = time.monotonic()
-        found = self._search_ahead.result() if self._search_ahead else {}
+        passages = self._search_ahead.result() if self._search_ahead else {}
         self._count(search_s=time.monotonic() - began)
         self._searched_for = queries
         self._search_ahead = in_background(functools.partial(self._look_up, queries)) if queries else None
-        return found
+        return passages
 
     def _look_up(self, queries: dict[int, tuple[str, ...]]) -> _Passages:
-        """One call of the retriever."""
+        """Calls the retriever once for all rows."""
         flat = [q for row in queries.values() for q in row]
         results = iter(self.parts.retriever.search(flat, self.parts.retrieval.topk) if flat else ())
         return {b: tuple(tuple(map(_in_utf8, next(results))) for _ in row) for b, row in queries.items()}
@@ -418,11 +418,11 @@ class InFlight:
         return tags.render_observation(queries, passages, encode, budget, label)
 
     def _go_on(self, found: Sequence[_Continuations], lengths: Mapping[int, int] | np.ndarray) -> None:
-        """Appends what every process found to the rows, `lengths` ids long, and starts their next turns."""
+        """Appends every process's chunks to their rows, which hold `lengths` tokens, and starts their next turns."""
         chunks = {b: chunk for f in found for b, chunk in f.chunks.items()}
         if not chunks:
             return
-        for rows in self._pieces(sorted(chunks, key=lambda b: len(chunks[b]))):  # of like length: less is padded
+        for rows in self._pieces(sorted(chunks, key=lambda b: len(chunks[b]))):  # similar lengths: less padding
             real = [b for b in rows.tolist() if b >= 0]
             width = pick(self.parts.widths.observations, max(len(chunks[b]) for b in real))
             ids, n = np.zeros((len(rows), width), np.int32), np.zeros(len(rows), np.int32)
@@ -451,5 +451,5 @@ class InFlight:
 
 
 def _in_utf8(passage: Passage) -> Passage:
-    """The passage as it can be written and printed: in a corpus JSON may say half a surrogate pair."""
+    """The passage in valid UTF-8: the JSON of a corpus may contain half a surrogate pair."""
     return Passage(as_utf8(passage.id), as_utf8(passage.title), as_utf8(passage.text), passage.score)

@@ -1,18 +1,18 @@
-"""The on-device sampler: many rows decode together and each stops at the token that completes a tag.
+"""The on-device sampler: many rows decode together, and each stops at the token that completes a tag.
 
-It knows ids and no words. A row's life, in calls of the host:
+It handles token ids and no text. The life of a row, in calls by the host:
 
     prefill --admit--> running --generate--> search --extend--> running --generate--> answer --admit--> (next rollout)
 
-Invariant of every row: `length` ids are known and the cache holds `length - 1` of them, because the last known id is
-always the next model input. So no logits are stored, and a first, a parked and a refilled row are all alike.
+Invariant of every row: `length` tokens are known and the cache holds `length - 1` of them, because the last known
+token is always the next model input. So no logits are stored, and new, parked and refilled rows are treated alike.
 
-`generate` stops when no row runs any more, when each got as many ids as were asked for, or when enough rows wait:
-parked at `</search>` or at the end of a full turn, or finished while others are to come.
-`admit` and `extend` are about a few rows each, `rows` [R] as in models/kv_cache.py: their cost follows the rows that
-they change, so that no row need wait for company.
-Letters: B rows, R of them, S positions, C forced ids in one call, P prompts, V vocabulary rows (others in
-models/decoder.py).
+`generate` stops when no row is running, when each row got the requested number of tokens, or when enough rows wait:
+parked at `</search>` or at the end of a full turn, or finished while other rollouts wait for a slot.
+`admit` and `extend` change only a few rows per call, `rows` [R] as in models/kv_cache.py. Their cost grows with R, so
+a row need not wait until many rows are ready.
+Letters: B rows, R of them in one call, S positions, C forced tokens in one call, P prompts, V vocabulary rows (others
+in models/decoder.py).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ FOREVER = np.iinfo(np.int32).max
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Tables:
-    """What decides where a row stops; A automaton states and one more, which stays where it is."""
+    """Decide where a row stops. A automaton states, and one absorbing state for rows with a complete answer."""
 
     next: jax.Array  # [A + 1, V] int
     hit: jax.Array  # [A + 1, V] int
@@ -70,24 +70,24 @@ class Sampler:
     """The device programs, compiled once per shape.
 
     Args:
-      graph: the model's static half (compute in the sampling dtype).
+      graph: the model's static half (computes in the sampling dtype).
       config: the model's shape.
       tables: boundary tables over V columns.
-      n_ids: ids that the tokenizer has; columns from there on are never sampled.
-      stop_ids: ids that end a message.
+      n_ids: number of token ids of the tokenizer; columns from there on are never sampled.
+      stop_ids: token ids that end a message.
       mesh: rows are split over (data, fsdp), heads over tensor.
-      dtype: of the weights but for those in int8, and of the KV cache; on a CPU that one is in float32.
-      top_k, top_p: filters at sampling; the recorded log-probs are those before the filter.
-      max_tokens_after_answer: ids sampled after `</answer>` while waiting for a stop id.
+      dtype: of the weights, except int8 kernels, and of the KV cache, which on a CPU is float32 instead.
+      top_k, top_p: sampling filters; the recorded log-probs are those before the filter.
+      max_tokens_after_answer: tokens sampled after `</answer>` while waiting for a stop token.
       yield_share: `generate` yields when this share of the live rows waits.
-      adapters: those of the graph, if it has some; `params` below then holds the weights and them.
+      adapters: of the graph, if it has any; `params` below then holds weights and adapters.
       int8_weights: the graph's kernels are in int8.
-      int8_cache: so are cached keys and values.
-      unstacked: `generate` copies each layer's weights into arrays of their own first (models/apart.py), unless it is
-        given such a copy.
+      int8_cache: cached keys and values are in int8.
+      unstacked: `generate` first copies each layer's weights into separate arrays (models/apart.py), unless it gets
+        such a copy.
 
     Attributes:
-      by_length: decoding reads each row as far as it reaches: a `span` saves nothing.
+      by_length: decoding reads each row's cache only up to the row's length, so a smaller `span` saves nothing.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Sampler:
     ):
         self.config, self.mesh, self.dtype = config, mesh, dtype
         on_cpu = mesh.devices.flat[0].platform == "cpu"
-        activations = jnp.float32 if on_cpu else dtype  # models/products.py
+        activations = jnp.float32 if on_cpu else dtype  # see models/products.py
         self._int8_weights, self._cached = int8_weights, jnp.int8 if int8_cache else activations
         self._keys_across = on_cpu
         self.by_length = ragged.applies(implementation_for(mesh, dtype), self._keys_across, config, mesh)
@@ -119,7 +119,7 @@ class Sampler:
         self._top_k, self._top_p = top_k, top_p
         self._after_answer, self._yield_share = max_tokens_after_answer, yield_share
         states = tables.next.shape[0]
-        self._answered = states  # one row more: stays there, completes nothing
+        self._answered = states  # an extra, absorbing state that completes no tag
         stop = np.zeros(tables.next.shape[1], bool)
         stop[list(stop_ids)] = True
         self._host_tables = _Tables(
@@ -134,7 +134,7 @@ class Sampler:
         )
         self._new = jax.jit(self._new_program, static_argnums=(0, 1), out_shardings=shardings)
         self._on_one_cpu = is_one_cpu(mesh)
-        # Kernels of whole numbers are converted at each step in any order, so they stay as they are.
+        # Int8 kernels are converted at each step whatever their layout, so they are not transposed.
         narrow = int8_weights or (dtype != jnp.float32 and platforms.cpu_multiplies(dtype))
         self._across = self._on_one_cpu and not narrow
         self._take_apart = jax.jit(lambda params: nnx.merge(self._graph, params).apart(self._across))
@@ -148,7 +148,7 @@ class Sampler:
             return self._run(self._new, rows, positions)
 
     def prefill(self, params: nnx.State, ids: np.ndarray, n: np.ndarray) -> SamplerState:
-        """A pool of P prompts with their caches. ids [P, C] int32, n [P] int32 (0: an unused row)."""
+        """Computes a pool of P prompts and their caches. ids [P, C] int32, n [P] int32 (0: an unused row)."""
         with jax.set_mesh(self.mesh):
             return self._run(self._prefill, params, ids, n)
 
@@ -162,13 +162,13 @@ class Sampler:
         budget_end: int,
         rows: np.ndarray | None = None,
     ) -> SamplerState:
-        """Copies prompt `source[r]` of the pool into slot `rows[r]`; -1 leaves the slot alone, -2 empties it.
+        """Copies prompt `source[r]` of the pool into slot `rows[r]`; -1 leaves the slot as it is, -2 empties it.
 
         Args:
           source: [R] int32.
-          keys: [R, 2] uint32, read where a prompt is admitted.
-          turn_tokens: ids of the first turn at most; one number, or [R].
-          rows: [R] int32, -1 where there is none; default: all slots in order.
+          keys: [R, 2] uint32, used where a prompt is admitted.
+          turn_tokens: maximum tokens of the first turn; one number, or [R].
+          rows: [R] int32, -1 for none; default: all slots in order.
         """
         rows = np.arange(len(source), dtype=np.int32) if rows is None else rows
         with jax.set_mesh(self.mesh):
@@ -184,15 +184,15 @@ class Sampler:
         turn_tokens: int | np.ndarray,
         rows: np.ndarray | None = None,
     ) -> SamplerState:
-        """Appends `n[r]` forced ids to row `rows[r]` (mask 0) and starts its next turn; n = 0 leaves the row as it is.
+        """Appends `n[r]` forced tokens to row `rows[r]` (mask 0) and starts its next turn; n = 0 leaves it as it is.
 
-        What does not fit into S is dropped, and the row ends with CONTEXT_FULL.
+        Tokens that do not fit into S are dropped, and the row ends with CONTEXT_FULL.
 
         Args:
           ids: [R, C] int32.
           n: [R] int32.
-          turn_tokens: ids of the next turn at most; one number, or [R].
-          rows: [R] int32, -1 where there is none; default: all slots in order.
+          turn_tokens: maximum tokens of the next turn; one number, or [R].
+          rows: [R] int32, -1 for none; default: all slots in order.
         """
         rows = np.arange(len(n), dtype=np.int32) if rows is None else rows
         with jax.set_mesh(self.mesh):
@@ -209,15 +209,16 @@ class Sampler:
         most: int = FOREVER,
         apart: Apart | None = None,
     ) -> SamplerState:
-        """Samples until no row runs or enough rows wait. Temperature 0 is greedy (log-probs at 1).
+        """Samples until no row is running or enough rows wait. Temperature 0 is greedy (log-probs at temperature 1).
 
         Args:
-          temperature: of all rows, or of each: [B] float32.
-          span: positions that no running row will outgrow in this call, at most S; the cache behind them is not read.
-          refill: rollouts wait for a slot, so a finished row is worth a yield as a parked one is.
-          away: of the parked rows, those for which a yield could do nothing: they are not counted.
-          most: ids that a row gets in this call at most, for one who watches them come.
-          apart: what `take_apart` made of `params`.
+          temperature: one for all rows, or one per row: [B] float32.
+          span: an upper bound, at most S, on the length that running rows reach in this call; the cache past it is
+            not read.
+          refill: rollouts wait for a slot, so finished rows count as waiting, like parked rows.
+          away: number of parked rows for which a yield could do nothing; they do not count as waiting.
+          most: maximum tokens per row in this call, for streaming.
+          apart: `take_apart(params)`.
         """
         rows, positions = state.ids.shape
         with jax.set_mesh(self.mesh):
@@ -235,15 +236,15 @@ class Sampler:
             )
 
     def take_apart(self, params: nnx.State) -> Apart | None:
-        """A copy of all layers for many calls of `generate`; None where each makes its own or reads the stacks."""
+        """A copy of all layers for many calls of `generate`; None if each call copies, or reads the stacked layers."""
         if not (self._unstacked and self._on_one_cpu):
             return None
         with jax.set_mesh(self.mesh):
             return self._take_apart(params)
 
     def compile_only(self) -> Sampler:
-        """A sampler whose calls compile the programs of this one without running them, in any thread; their results
-        are None, but for `new_state` of this one."""
+        """A sampler whose calls compile this one's programs without running them, in any thread. They return None, so
+        states for their arguments come from this sampler's `new_state`."""
         other = copy.copy(self)
         other._run = _compile
         return other
@@ -253,24 +254,24 @@ class Sampler:
         return jax.device_put(self._host_tables, replicated(self.mesh))
 
     def compilations(self) -> dict[str, int]:
-        """How many shapes each program was compiled for."""
+        """The number of shapes that each program was compiled for."""
         names = ("prefill", "admit", "extend", "generate")
         return {name: getattr(self, f"_{name}")._cache_size() for name in names}
 
     def abstract_params(self) -> nnx.State:
-        """What the programs read, as placed ShapeDtypeStructs: weights, and adapters where the graph has some."""
+        """`params` as ShapeDtypeStructs with shardings: weights, and adapters if the graph has any."""
         _, abstract = decoder.abstract_params(self.config)
         if self._lora:
             abstract = lora.beside(abstract, lora.abstract_adapters(self.config, self._lora))
         rounding = int8.with_kernels if self._int8_weights else None
-        read = jax.eval_shape(sampling_cast(abstract, self.dtype, self.mesh, rounding), abstract)
-        return placed(read, param_shardings(read, SAMPLING, self.mesh))
+        params = jax.eval_shape(sampling_cast(abstract, self.dtype, self.mesh, rounding), abstract)
+        return placed(params, param_shardings(params, SAMPLING, self.mesh))
 
     def traced(
         self, rows: int, positions: int, pool_rows: int, piece_rows: int, widths: Widths
     ) -> tuple[SamplerState, SamplerState, dict[str, dict[int, Callable[[], jax.stages.Traced]]]]:
-        """State, the largest pool, and every program by its width, without arrays: to be compiled where there are no
-        devices (planning/plan.py). `piece_rows` is R of `admit` and `extend`."""
+        """The state, the largest pool, and every program by its width, all without arrays: they compile on a machine
+        without the devices (planning/plan.py). `piece_rows` is R of `admit` and `extend`."""
         mesh, shardings = self.mesh, self._shardings()
         params = self.abstract_params()
         state = placed(jax.eval_shape(lambda: self._new_program(rows, positions)), shardings)
@@ -281,14 +282,14 @@ class Sampler:
         tables = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), self._host_tables
         )
-        wide, narrow, none = rows_sharding(mesh, 2), rows_sharding(mesh, 1), replicated(mesh)
-        count, prompts = (jax.ShapeDtypeStruct((n,), jnp.int32, sharding=narrow) for n in (piece_rows, pool_rows))
-        number, flag = (jax.ShapeDtypeStruct((), kind, sharding=none) for kind in (jnp.int32, jnp.bool_))
-        warmth = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=narrow)
-        keys = jax.ShapeDtypeStruct((piece_rows, 2), jnp.uint32, sharding=wide)
+        rows_2d, rows_1d, copied = rows_sharding(mesh, 2), rows_sharding(mesh, 1), replicated(mesh)
+        count, prompts = (jax.ShapeDtypeStruct((n,), jnp.int32, sharding=rows_1d) for n in (piece_rows, pool_rows))
+        number, flag = (jax.ShapeDtypeStruct((), kind, sharding=copied) for kind in (jnp.int32, jnp.bool_))
+        temperature = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=rows_1d)
+        keys = jax.ShapeDtypeStruct((piece_rows, 2), jnp.uint32, sharding=rows_2d)
 
         def ids(n: int, width: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((n, width), jnp.int32, sharding=wide)
+            return jax.ShapeDtypeStruct((n, width), jnp.int32, sharding=rows_2d)
 
         def prefill(width: int) -> jax.stages.Traced:
             return self._prefill.trace(params, ids(pool_rows, width), prompts)
@@ -300,7 +301,7 @@ class Sampler:
             return self._extend.trace(params, state, count, ids(piece_rows, width), count, count)
 
         def generate(span: int) -> jax.stages.Traced:
-            return self._generate.trace(params, tables, state, warmth, flag, number, number, span=span)
+            return self._generate.trace(params, tables, state, temperature, flag, number, number, span=span)
 
         def by_width(program: Callable[[int], jax.stages.Traced], widths: Sequence[int]):
             return {width: functools.partial(program, width) for width in widths}
@@ -318,7 +319,7 @@ class Sampler:
     def _shardings(self) -> SamplerState:
         mesh = self.mesh
         row1, row2 = rows_sharding(mesh, 1), rows_sharding(mesh, 2)
-        # Divisibility of the heads is known here; that of the rows is the caller's (slots are a multiple).
+        # `spec` checks whether the mesh divides the heads; the caller ensures that it divides the rows.
         heads = spec(("kv_heads",), SAMPLING, mesh, (self.config.kv_heads,))[0]
         place = NamedSharding(mesh, jax.sharding.PartitionSpec(None, ROWS, heads))
         scales = (place, place) if self._cached == jnp.int8 else ()
@@ -345,7 +346,7 @@ class Sampler:
         model = nnx.merge(self._graph, params)
         _, (k, v) = model.hidden(ids, keep_kv=True)
         pool = self._new_program(*ids.shape)
-        # What pads computed may not be finite, and is behind the prompt in every slot that it is copied to.
+        # Keys and values of pads may not be finite, and `admit` copies them past the prompt: replace them by zeros.
         real = (jnp.arange(ids.shape[1]) < n[:, None])[:, None, :, None]
         cache = KVCache.of(*(jnp.where(real, x, 0) for x in (k, v)), self._cached, self._keys_across)
         return replace(pool, ids=ids, length=n, cache=cache)
@@ -389,7 +390,7 @@ class Sampler:
         room = jnp.clip(n, 0, S - length)
         target = jnp.where(offset < room[:, None], length[:, None] + offset, S)
         known = known.at[jnp.arange(R)[:, None], target].set(ids, mode="drop")
-        # The model reads from the last known id up to the last but one of the new ones.
+        # The model's input runs from the last known token to the second to last new one.
         start = jnp.where(room > 0, jnp.maximum(length - 1, 0), 0)
         count = jnp.where(room > 0, length + room - 1 - start, 0)
         inputs = jnp.take_along_axis(known, jnp.minimum(start[:, None] + offset, S - 1), axis=1)
@@ -433,11 +434,11 @@ class Sampler:
         span: int,
         state: SamplerState,
     ) -> SamplerState:
-        """One id for every running row."""
+        """Samples one token for every running row."""
         B, S = state.ids.shape
         rows = jnp.arange(B)
         running = state.status == Status.RUNNING
-        # A row that waits looks at nothing behind it: where rows are read by length, its cache is not read.
+        # A waiting row gets position 0: it attends to no cached position, and by-length decoding skips its cache.
         at = jnp.maximum(jnp.where(running, state.length, 0) - 1, 0)
         inputs = jnp.take_along_axis(state.ids, at[:, None], axis=1)
         hidden, (k, v) = model.hidden(inputs, state.cache, at, keep_kv=True, span=span, apart=apart)
@@ -446,11 +447,11 @@ class Sampler:
         finite = jnp.all(jnp.isfinite(logits), axis=-1)
         sampled = running & finite
         logits = logits / jnp.where(greedy, 1.0, temperature)[:, None]
-        logits = jnp.maximum(logits, NEG_INF)  # division may have pushed the mask to -inf
-        draw = sampling.choose(
+        logits = jnp.maximum(logits, NEG_INF)  # the division may have turned the mask into -inf
+        choice = sampling.choose(
             sampling.filter_logits(logits, self._top_k, self._top_p), sampling.uniforms(state.key, state.length)
         )
-        token = jnp.where(greedy, jnp.argmax(logits, axis=-1), draw).astype(jnp.int32)
+        token = jnp.where(greedy, jnp.argmax(logits, axis=-1), choice).astype(jnp.int32)
         logprob = sampling.log_probability(logits, token)
 
         write_at = jnp.where(sampled, state.length, S)
@@ -461,7 +462,7 @@ class Sampler:
         turn_left = state.turn_left - sampled
         turn_left = jnp.where(answered & ~was_answered, self._after_answer, turn_left)
         full = length >= state.budget_end
-        # The earliest tag wins; then a stop id; then the budgets.
+        # The first condition that holds wins: tags before stop tokens before budgets.
         ended = [
             (hit == boundary.HIT_SEARCH, Status.SEARCH),
             (answered & (tables.stop[token] | (turn_left <= 0) | full), Status.ANSWER),
@@ -491,10 +492,10 @@ def _call(program: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _compile(program: Callable, *args: Any, **kwargs: Any) -> None:
-    """Compiles a program for the call, which then finds it compiled."""
+    """Compiles a program for these arguments; a later call with them reuses it."""
     program.lower(*args, **kwargs).compile()
 
 
 def _per_row(number: int | np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """One number, or one for each of the rows [R], as [R] int32: one shape, so that a program is compiled once."""
+    """One number, or one per row [R], as [R] int32: a single shape, so that a program is compiled once."""
     return np.full(rows.shape, number, np.int32)

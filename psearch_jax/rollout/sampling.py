@@ -1,4 +1,4 @@
-"""From logits to a token and its log-probability, and the keys that make every rollout replayable."""
+"""From logits to a token and its log-probability, and the random keys that make every rollout reproducible."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy as np
 from psearch_jax.models.decoder import NEG_INF
 
 _BLOCK = 256
-_FOLDED = 256  # keys made together: one shape, compiled once
+_FOLDED = 256  # keys computed per call: one shape, compiled once
 
 
 def choose(logits: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Draws one id per row by inverting the cumulative distribution in two levels.
+    """Draws one token per row by inverting the cumulative distribution in two levels.
 
-    A single cumulative sum over 150,000 ids in float32 ends off 1 by more than the smallest probabilities, so the
-    tail could fall on a masked id. Here blocks of 256 are chosen first, then an id inside the block, and what
-    rounding pushes past the end goes to the last id that has mass.
+    A single float32 cumulative sum over 150,000 tokens misses 1 by more than the smallest probabilities, so a draw
+    near 1 could select a masked token. So first a block of 256 is chosen, then a token inside the block. A draw that
+    rounding pushes past the end selects the last token with nonzero probability.
 
     Args:
-      logits: [B, V] float32, masked ids at -1e30.
+      logits: [B, V] float32, masked tokens at -1e30.
       uniform: [B] float32 in [0, 1).
 
     Returns:
@@ -42,24 +42,24 @@ def choose(logits: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def log_probability(logits: jax.Array, token: jax.Array) -> jax.Array:
-    """The log-probability of one id per row, [B]; those of the others are not computed.
+    """The log-probability of one token per row, [B], without computing those of the other tokens.
 
     Args:
       logits: [B, V] float32.
       token: [B] int32.
     """
-    most = jnp.max(logits, axis=-1)
-    total = jnp.sum(jnp.exp(logits - most[:, None]), axis=-1)
-    return jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0] - most - jnp.log(total)
+    maximum = jnp.max(logits, axis=-1)
+    total = jnp.sum(jnp.exp(logits - maximum[:, None]), axis=-1)
+    return jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0] - maximum - jnp.log(total)
 
 
 def _invert(mass: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Index of the entry of `mass` [B, n] whose cumulative interval holds `target` [B], and the sum before it."""
+    """Index of the entry of `mass` [B, n] whose cumulative interval contains `target` [B], and the sum before it."""
     cumulative = jnp.cumsum(mass, axis=-1)
     n = mass.shape[-1]
     last = n - 1 - jnp.argmax((mass > 0)[:, ::-1], axis=-1)
     index = jnp.minimum(jnp.sum(cumulative <= target[:, None], axis=-1), last)
-    # Rounding of the running sums can leave an empty entry in front; step to the next one that has mass.
+    # Rounding of the cumulative sums can select an entry without mass: move on to the next one with mass.
     full = (mass > 0) & (jnp.arange(n) >= index[:, None])
     index = jnp.argmax(full, axis=-1)
     before = jnp.where(
@@ -69,29 +69,29 @@ def _invert(mass: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def filter_logits(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
-    """Masks all but the `top_k` likeliest ids (0: all) and the smallest set whose mass reaches `top_p`. [B, V]."""
+    """Keeps the `top_k` likeliest tokens (0: all), and of them the smallest set whose mass reaches `top_p`. [B, V]."""
     if top_k > 0:
-        least = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
-        logits = jnp.where(logits >= least, logits, NEG_INF)
+        threshold = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
+        logits = jnp.where(logits >= threshold, logits, NEG_INF)
     if top_p < 1.0:
         ordered = jnp.sort(logits, axis=-1)[:, ::-1]
         p = jax.nn.softmax(ordered, axis=-1)
-        kept = jnp.cumsum(p, axis=-1) - p < top_p  # always keeps the likeliest
-        least = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits >= least, logits, NEG_INF)
+        kept = jnp.cumsum(p, axis=-1) - p < top_p  # always keeps the likeliest token
+        threshold = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits >= threshold, logits, NEG_INF)
     return logits
 
 
 def id_words(source: str, question_id: str) -> np.ndarray:
-    """The 32-bit words of SHA-256(source, id), [8] uint32: a question's own part of its key."""
+    """The 32-bit words of SHA-256(source, id), [8] uint32: the question's part of a rollout's key."""
     digest = hashlib.sha256(f"{source}\x00{question_id}".encode()).digest()
     return np.frombuffer(digest, dtype=">u4").astype(np.uint32)
 
 
 def row_keys(seed: int, step: int, words: Sequence[np.ndarray], samples: Sequence[int]) -> np.ndarray:
-    """Key data of rollouts, [n, 2] uint32: a fold of seed, step, the question's words and the sample's index.
+    """Key data of rollouts, [n, 2] uint32: a fold of seed, step, the question's words and the sample index.
 
-    Nothing of the batch enters, so a rollout draws the same numbers wherever and with whomever it runs.
+    Nothing else enters, so a rollout draws the same numbers in any slot and in any batch.
     """
     n = len(words)
     w, s = np.zeros((-(-n // _FOLDED), _FOLDED, 8), np.uint32), np.zeros((-(-n // _FOLDED), _FOLDED), np.uint32)
@@ -114,7 +114,7 @@ def _fold(seed: jax.Array, step: jax.Array, words: jax.Array, samples: jax.Array
 
 
 def uniforms(keys: jax.Array, position: jax.Array) -> jax.Array:
-    """One uniform per row from its key data [B, 2] and the absolute position [B] of the id to draw. [B] float32."""
+    """One uniform per row from its key data [B, 2] and the absolute position [B] of the token to draw. [B] float32."""
 
     def one(key: jax.Array, at: jax.Array) -> jax.Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), at))

@@ -1,7 +1,7 @@
-"""Answers questions as they come in, many at once, and tells what is written, searched and found while it happens.
+"""Answers concurrent questions by continuous batching, and streams text, queries and passages as events.
 
-One thread decodes for all who ask: a question takes a free slot and leaves it with its answer, as rollouts do. What
-is asked alone and what is asked among others is answered alike: every question has random numbers of its own.
+One thread decodes for all clients: a question takes a free slot and leaves it with its answer, as rollouts do. Every
+question has its own random key, so its answer does not depend on the other questions in the batch.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage
 
 log = logging.getLogger("psearch_jax")
-EVERY = 8  # ids that a row gets between two looks at it
-RETRY_S = 1.0  # after a failure, before others are answered
-FAILED = "the answer failed; the log of the program says why"  # a cause may hold paths and texts
+EVERY = 8  # tokens decoded per row between two event updates
+RETRY_S = 1.0  # pause after a failure
+FAILED = "the answer failed; see the server's log for the cause"  # the cause itself may contain paths and texts
 
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a question.
+    """An event of one question.
 
-    `text` was written; `search` runs these queries; `passages` came back for them; `note` is what the host said to a
-    turn without an action; `end` holds all of it; `error` is the last one as well. `seconds` passed since the event
-    before it, but for texts, which have none.
+    Kinds: `text` the model wrote, the queries of a `search`, the `passages` returned for them, a `note` (the host's
+    reply to a turn without an action), and last either `end` with the trajectory or `error`. `seconds` is the time
+    since the previous event that is not a text; texts have none.
     """
 
     kind: Literal["text", "search", "passages", "note", "end", "error"]
@@ -60,28 +60,28 @@ Listener = Callable[[Event], None]
 
 @dataclass(eq=False)
 class _Asked:
-    """One who waits."""
+    """A question that waits for its answer."""
 
     question: Question
     prompt: list[int]
     temperature: float
     listen: Listener
-    since: float  # of the last event, on the monotonic clock
-    turn: int = 0  # told of its turns
-    said: int = 0  # characters told of that turn
-    searching: bool = False  # its queries were told and its passages not
+    since: float  # time of the last timed event, on the monotonic clock
+    turn: int = 0  # turns reported completely
+    said: int = 0  # characters of the next turn that were reported
+    searching: bool = False  # its queries were reported, its passages not yet
     unwanted: bool = False
 
 
 class Answerer:
-    """Answers by a policy and what it searches in.
+    """Answers questions with a policy and its retriever.
 
     Args:
-      collector: its budgets are those of every question.
+      collector: its budgets apply to every question.
       params: the sampling copy of the policy.
-      seed: of all random numbers, with each question's own.
-      every: ids that a row gets between two looks at it: fewer show more, and cost a little more.
-      apart: of `params` by `Sampler.take_apart`, where it was made already.
+      seed: combined with each question's own seed.
+      every: tokens decoded per row between two event updates: fewer stream more smoothly and cost a little more.
+      apart: the result of `Sampler.take_apart(params)`, if there is one already.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class Answerer:
         apart: Apart | None = None,
     ):
         parts = collector.parts
-        # A search runs while the others decode, and shows its queries before it has its passages.
+        # Searches overlap with decoding, so that queries can be streamed before their passages arrive.
         self._parts = replace(parts, rollout=replace(parts.rollout, overlap_search=True))
         self._collector, self._params, self._seed, self._every = collector, params, seed, every
         self._apart = collector.sampler.take_apart(params) if apart is None else apart
         self._arrived: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
-        self._asked: dict[int, _Asked] = {}  # by order in the flight
+        self._asked: dict[int, _Asked] = {}  # by rollout order
         self._failing, self._closed = False, False
         self._probe = None
         self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
@@ -106,7 +106,7 @@ class Answerer:
 
     @property
     def healthy(self) -> bool:
-        """Whether questions are answered, as far as is known; where they were not, it is tried by a search."""
+        """Whether questions are answered, as far as is known. After a failure, reading it starts a trial search."""
         if self._closed or not self._thread.is_alive():
             return False
         if self._failing and (self._probe is None or self._probe.done()):
@@ -115,18 +115,18 @@ class Answerer:
 
     def _try(self) -> None:
         if self._parts.retriever is not None:
-            self._parts.retriever.search([f"health {time.monotonic()}"], 1)  # new, or it would come out of a cache
+            self._parts.retriever.search([f"health {time.monotonic()}"], 1)  # a new query, so that no cache answers it
         self._failing = False
 
     def ask(self, text: str, listen: Listener, temperature: float = 0.0, seed: int = 0) -> Callable[[], None]:
-        """Puts a question in line. `listen` is called by another thread, last with an `end` or an `error`.
+        """Queues a question. Another thread calls `listen`, the last time with an `end` or an `error`.
 
         Args:
           temperature: 0 is greedy.
-          seed: the same question with the same seed is answered alike.
+          seed: the same question with the same seed gets the same answer.
 
         Returns:
-          What takes the question back; nothing is told of it from then on.
+          A function that cancels the question; it gets no more events.
 
         Raises:
           UserError: no text, a temperature outside of 0 to 2, or a prompt that is too long with this question.
@@ -138,7 +138,7 @@ class Answerer:
         question = Question("asked", f"{seed} {text}", text, (), "single")
         prompt, most = self._collector.render(question), self._parts.rollout.prompt_tokens
         if len(prompt) > most:
-            raise UserError(f"question: found {len(prompt)} ids with the prompt around it, accepted: at most {most}")
+            raise UserError(f"question: found {len(prompt)} tokens with the prompt template, accepted: at most {most}")
         asked = _Asked(question, prompt, temperature, listen, time.monotonic())
         self._arrived.put(asked)
         if self._closed or not self._thread.is_alive():
@@ -150,11 +150,11 @@ class Answerer:
         return take_back
 
     def answer(self, text: str, temperature: float = 0.0, seed: int = 0) -> Iterator[Event]:
-        """The events of one question, as they come. Raises as `ask` does, before the first."""
+        """Yields the events of one question as they arrive. Raises like `ask`, before the first event."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         take_back = self.ask(text, events.put, temperature, seed)
 
-        def told() -> Iterator[Event]:
+        def stream() -> Iterator[Event]:
             try:
                 while True:
                     event = events.get()
@@ -164,10 +164,10 @@ class Answerer:
             finally:
                 take_back()
 
-        return told()
+        return stream()
 
     def close(self) -> None:
-        """Ends with the ids that are being decoded; whoever waits, or asks from now on, is told an error."""
+        """Stops after the decode call in progress; waiting and later questions get an `error`."""
         self._closed = True
         self._arrived.put(None)
         self._thread.join()
@@ -178,11 +178,11 @@ class Answerer:
         while not self._closed:
             try:
                 self._serve()
-            except BaseException:  # those who were being answered are told, and the next ones are answered
+            except BaseException:  # the active questions get an error; later ones are answered
                 log.exception("%d questions could not be answered", len(self._asked))
                 self._failing = True
             self._fail()
-            gc.collect()  # what failed holds a cache, and the next one's may not fit beside it
+            gc.collect()  # frees the failed flight's KV cache; two may not fit in memory
             if self._failing:
                 time.sleep(RETRY_S)
         self._fail()
@@ -194,7 +194,7 @@ class Answerer:
             pass
 
     def _fail(self) -> None:
-        """Tells everybody who waits, in line as well, that it came to nothing."""
+        """Sends an error to every waiting question, queued ones included."""
         waiting, self._asked = list(self._asked.values()), {}
         with suppress(queue.Empty):
             while True:
@@ -203,7 +203,7 @@ class Answerer:
             _tell(asked, Event("error", FAILED))
 
     def _next(self, flight: Served) -> bool:
-        """Decodes a few ids for all rows; waits where there are none. False when this is over."""
+        """Decodes a few tokens for all rows; blocks while there are no questions. False after `close`."""
         self._join(flight)
         if self._closed:
             return False
@@ -223,7 +223,7 @@ class Answerer:
         return True
 
     def _join(self, flight: Served) -> None:
-        """Puts those in line who have come; waits for one where nobody is being answered."""
+        """Adds the questions that have arrived; blocks for the first one if none is being answered."""
         while True:
             try:
                 asked = self._arrived.get(block=not self._asked)
@@ -236,17 +236,17 @@ class Answerer:
                 flight.add([asked.question], [asked.prompt])
 
     def _watch(self, flight: Served) -> None:
-        """Tells what rows wrote that are still writing."""
+        """Sends the new text of rows that are still decoding."""
         status, length, ids = processes.fetch((flight.state.status, flight.state.length, flight.state.ids))
         for slot, live in flight.live.items():
             asked = self._asked.get(live.order)
             if asked is None or status[slot] != Status.RUNNING or asked.turn < len(live.turns):
                 continue
             written = self._parts.tokenizer.decode(ids[slot, live.turn_start : length[slot]], control=True)
-            _say(asked, written.rstrip("\ufffd"))  # bytes of a letter that is not complete yet
+            _say(asked, written.rstrip("\ufffd"))  # the bytes of an incomplete character
 
     def _report(self, flight: Served) -> None:
-        """Tells what became of every row that stopped."""
+        """Sends the events of every row that stopped."""
         live = {one.order: one.turns for one in flight.live.values()}
         for order, asked in list(self._asked.items()):
             trajectory = flight.results.pop(order, None)
@@ -264,7 +264,7 @@ class Answerer:
             self._failing, flight.searches_fail = flight.searches_fail, None
 
     def _tell_turns(self, asked: _Asked, turns: Sequence[Turn], noted: int) -> None:
-        """Tells what is new; of the first `noted` turns also what the host said to one without an action."""
+        """Sends the new events of `turns`, with the host's note to those of the first `noted` without an action."""
         for place, turn in enumerate(turns[asked.turn :], asked.turn):
             if not asked.searching:
                 _say(asked, turn.text)
@@ -281,17 +281,17 @@ class Answerer:
 
 
 def support(trajectory: Trajectory) -> list[Passage]:
-    """The passages that hold the answer, or what it is about: each once, in the order in which they were read."""
+    """The retrieved passages that contain the answer, in their title or text: each once, in order of retrieval."""
     answer = normalise(trajectory.answer or "")
-    read = [passage for turn in trajectory.turns for ranking in turn.passages for passage in ranking]
+    retrieved = [passage for turn in trajectory.turns for ranking in turn.passages for passage in ranking]
     first: dict[str, Passage] = {}
-    for passage in read:
+    for passage in retrieved:
         first.setdefault(passage.id, passage)
     return [p for p in first.values() if answer and f" {answer} " in f" {normalise(f'{p.title} {p.text}')} "]
 
 
 def _say(asked: _Asked, text: str) -> None:
-    """Tells what is new of the text of the current turn."""
+    """Sends the new part of the current turn's text."""
     if len(text) > asked.said:
         _hear(asked, Event("text", text[asked.said :]))
         asked.said = len(text)
@@ -304,7 +304,7 @@ def _tell(asked: _Asked, event: Event) -> None:
 
 
 def _hear(asked: _Asked, event: Event) -> None:
-    """A listener that fails is one who has left: it must not end the answers of others."""
+    """Calls the listener. One that fails counts as gone, so that it does not end the answers of others."""
     if not asked.unwanted:
         try:
             asked.listen(event)

@@ -1,14 +1,14 @@
-"""A policy behind HTTP, as chat completions of the form that OpenAI's clients speak, and a page to try it.
+"""Serves a policy over HTTP with OpenAI's chat-completions API, and a web page to try it.
 
 POST /v1/chat/completions   answers the last message of role `user`; with `stream` as server-sent events
-GET  /v1/models             the one policy
-GET  /                      a page that asks and shows the searches fan out
-GET  /openapi.json          this, for machines
-GET  /health, /metrics      as the retrieval server's
+GET  /v1/models             the policy
+GET  /                      a page to ask questions and watch the parallel searches
+GET  /openapi.json          the API description
+GET  /health, /metrics      as in the retrieval server
 
-The answer is the message's `content`; what led to it, as it was written, is its `reasoning_content`. What the form has
-no place for stands under `psearch`: the searches with their passages, and the seconds of each turn. Of the request
-`messages`, `stream`, `temperature` and `seed` are read, `n` has to be 1, and other fields change nothing.
+The answer is the message's `content`; the text of all turns is its `reasoning_content`. Fields that OpenAI's format
+lacks are under `psearch`: the searches with their passages, and the seconds of each turn. Of the request, `messages`,
+`stream`, `temperature` and `seed` are used, `n` must be 1, and other fields are ignored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from retrieval import http
 
 PAGE = {path.name: path.read_bytes() for path in sorted((Path(__file__).parent / "page").iterdir())}
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-# Nothing from elsewhere, and no script in the page itself: a passage that got into it could run none.
+# No third-party content and no inline scripts, so that a passage injected into the page could not run one.
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
@@ -50,7 +50,7 @@ CONTENT_POLICY = (
 
 @dataclass(frozen=True)
 class Limits(http.Bounds):
-    """What one request may ask for, and all together."""
+    """Limits for one request and for all requests together."""
 
     body_bytes: int = 256 * 2**10
     question_chars: int = 8192
@@ -58,7 +58,7 @@ class Limits(http.Bounds):
 
 @dataclass(frozen=True)
 class Asking:
-    """What is read of a request."""
+    """The fields of a request that are used."""
 
     question: str
     stream: bool = False
@@ -67,19 +67,19 @@ class Asking:
 
 
 class Metrics:
-    """What the server counts, in a registry of its own."""
+    """The server's Prometheus metrics, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         made = {"registry": self.registry}
         self.requests = Counter("answers_requests", "Requests for an answer by status", ["status"], **made)
         self.in_flight = Gauge("answers_in_flight", "Questions being answered", **made)
-        self.queries = Counter("answers_queries", "Queries searched for", **made)
+        self.queries = Counter("answers_queries", "Sub-queries that were searched", **made)
         self.seconds = Histogram("answers_seconds", "Seconds from question to answer", **made)
 
     @contextmanager
     def counted(self) -> Iterator[dict[str, int]]:
-        """Counts a request by the code that it leaves in what is yielded, or by the exception that it ends with."""
+        """Counts a request by the `code` that the caller puts into the yielded dict, or by its final exception."""
         begun, status = time.perf_counter(), {"code": 500}
         try:
             with self.in_flight.track_inprogress():
@@ -92,21 +92,21 @@ class Metrics:
             raise
         finally:
             self.requests.labels(status["code"]).inc()
-            if status["code"] == 200:  # a refusal in no time is no quick answer
+            if status["code"] == 200:  # fast refusals would distort the latency
                 self.seconds.observe(time.perf_counter() - begun)
 
 
 class Events:
-    """The events of one question, from the answerer's thread to this loop; left early, the question is taken back.
+    """The events of one question, passed from the answerer's thread to this event loop. `take_back` cancels it.
 
-    Raises `HTTPException` 422 for one that cannot be asked.
+    Raises `HTTPException` 422 for a question that is not accepted.
     """
 
     def __init__(self, answerer: Answerer, asking: Asking):
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
-        tell = partial(asyncio.get_running_loop().call_soon_threadsafe, self._queue.put_nowait)
+        listen = partial(asyncio.get_running_loop().call_soon_threadsafe, self._queue.put_nowait)
         try:
-            self.take_back = answerer.ask(asking.question, tell, asking.temperature, asking.seed)
+            self.take_back = answerer.ask(asking.question, listen, asking.temperature, asking.seed)
         except UserError as error:
             raise HTTPException(422, str(error)) from None
 
@@ -119,7 +119,7 @@ class Events:
 
 
 class Streamed(StreamingResponse):
-    """A stream that gives back what it holds, however it ends and even if it never begins."""
+    """A stream that releases its resources however it ends, even if it never starts."""
 
     def __init__(self, content: AsyncIterator[bytes], held: ExitStack):
         super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -141,10 +141,10 @@ def make_app(
     """The ASGI application.
 
     Args:
-      model: the name of the policy that clients are told.
-      token: asked for as a bearer token, except by /health and the page; None: nobody is asked.
+      model: the name of the policy that clients see.
+      token: the bearer token that all but /health and the page require; None: no authentication.
       examples: questions that the page offers.
-      hosts: names by which clients may call it where it asks for no token; empty: any.
+      hosts: without a token, the host names that clients may use; empty: any.
     """
     metrics, requests = Metrics(), http.Room("questions", limits.requests)
 
@@ -167,11 +167,11 @@ def make_app(
                 return Streamed(_stream(about, asking, events, metrics, status), held.pop_all())
             try:
                 content = await http.while_there(request, _whole(about, asking, events, metrics))
-            except asyncio.CancelledError:  # the server stops, and its patience with this request is over
+            except asyncio.CancelledError:  # the server is stopping, and the grace period of this request is over
                 status["code"], request.scope["hurried"] = 503, True
                 return JSONResponse(_error("the server is stopping", 503), 503)
             status["code"] = 200
-            return Response(json.dumps(content), media_type="application/json")  # as ASCII: half surrogates, too
+            return Response(json.dumps(content), media_type="application/json")  # ASCII escapes: lone surrogates too
 
     async def models(request: Request) -> Response:
         let_in(request)
@@ -211,19 +211,19 @@ def make_app(
 
 
 def read(asked: Mapping[str, Any], limits: Limits) -> Asking:
-    """What a request asks for. Raises `HTTPException` 422 naming the field."""
+    """Parses a request. Raises `HTTPException` 422 that names the field."""
     messages = asked.get("messages")
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
         raise HTTPException(422, "messages: expected a list of objects with role and content")
     asked_last = [one for one in messages if one.get("role") == "user"][-1:]
     if not asked_last:
-        raise HTTPException(422, "messages: expected one of role user")
+        raise HTTPException(422, "messages: expected at least one of role user")
     question = _question(asked_last[0].get("content"), limits)
     stream, temperature, seed, n = (asked.get(name) for name in ("stream", "temperature", "seed", "n"))
     if not isinstance(stream, bool | None):
         raise HTTPException(422, "stream: expected true or false")
     number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if temperature is not None and not (number and 0 <= temperature <= HOTTEST):  # NaN is in no order
+    if temperature is not None and not (number and 0 <= temperature <= HOTTEST):  # NaN fails the comparison
         raise HTTPException(422, f"temperature: expected a number from 0 to {HOTTEST:g}")
     seed = http.whole(seed)
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) > MAX_SEED):
@@ -234,58 +234,58 @@ def read(asked: Mapping[str, Any], limits: Limits) -> Asking:
 
 
 def _question(content: Any, limits: Limits) -> str:
-    """What the content of a message asks."""
-    if isinstance(content, list):  # parts, of which those of text count
+    """The question in a message's content."""
+    if isinstance(content, list):  # content parts, of which only text counts
         texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         content = " ".join(texts) if all(isinstance(text, str) for text in texts) else None
     if not isinstance(content, str) or not content.strip():
         raise HTTPException(422, "messages: expected a text as the content of the last one of role user")
     if len(content) > limits.question_chars:
-        found = f"messages: found a question of {len(content)} characters"
-        raise HTTPException(422, f"{found}, accepted: at most {limits.question_chars}")
+        length = f"messages: found a question of {len(content)} characters"
+        raise HTTPException(422, f"{length}, accepted: at most {limits.question_chars}")
     if any("\ud800" <= letter <= "\udfff" for letter in content):
         raise HTTPException(422, "messages: found half a surrogate pair, accepted: text")
     return content.strip()
 
 
 async def _whole(about: dict[str, Any], asking: Asking, events: Events, metrics: Metrics) -> dict[str, Any]:
-    """The answer in one piece."""
-    told = await _all(events, metrics)
-    if told.trajectory is None:
-        raise HTTPException(503, told.error)
+    """The complete answer as one JSON object."""
+    summary = await _all(events, metrics)
+    if summary.trajectory is None:
+        raise HTTPException(503, summary.error)
     message = {
         "role": "assistant",
-        "content": told.trajectory.answer or "",
-        "reasoning_content": "".join(turn.text for turn in told.trajectory.turns),
+        "content": summary.trajectory.answer or "",
+        "reasoning_content": "".join(turn.text for turn in summary.trajectory.turns),
     }
-    choice = {"index": 0, "message": message, "finish_reason": _reason(told.trajectory)}
-    more = {"usage": _usage(told.trajectory), "psearch": as_json(asking.question, told)}
+    choice = {"index": 0, "message": message, "finish_reason": _reason(summary.trajectory)}
+    more = {"usage": _usage(summary.trajectory), "psearch": as_json(asking.question, summary)}
     return {**about, "object": "chat.completion", "choices": [choice], **more}
 
 
 async def _all(events: Events, metrics: Metrics) -> Told:
-    told = Told()
+    summary = Told()
     async for event in events:
-        told.add(event)
+        summary.add(event)
         if event.kind == "search":
             metrics.queries.inc(len(event.queries))
-    return told
+    return summary
 
 
 async def _stream(
     about: dict[str, Any], asking: Asking, events: Events, metrics: Metrics, status: dict[str, int]
 ) -> AsyncIterator[bytes]:
-    """The answer as server-sent events, each a chunk. Leaves in `status` what it is counted as."""
+    """The answer as server-sent events, each a chunk. Sets the `code` in `status` if the answer fails."""
 
     def chunk(delta: dict[str, Any], reason: str | None = None, **more: Any) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": reason}
         content = {**about, "object": "chat.completion.chunk", "choices": [choice], **more}
         return b"data: " + json.dumps(content).encode() + b"\n\n"
 
-    told = Told()
+    summary = Told()
     yield chunk({"role": "assistant"})
     async for event in events:
-        told.add(event)
+        summary.add(event)
         if event.kind == "text":
             yield chunk({"reasoning_content": event.text})
         elif event.kind == "search":
@@ -293,13 +293,13 @@ async def _stream(
             yield chunk({}, psearch={"queries": list(event.queries)})
         elif event.kind == "passages":
             yield chunk({}, psearch={"passages": rankings(event.passages), "seconds": round(event.seconds, 4)})
-    if told.trajectory is None:
+    if summary.trajectory is None:
         status["code"] = 503
-        yield b"data: " + json.dumps(_error(told.error, 503)).encode() + b"\n\n"
+        yield b"data: " + json.dumps(_error(summary.error, 503)).encode() + b"\n\n"
     else:
-        yield chunk({"content": told.trajectory.answer or ""})
-        more = {"usage": _usage(told.trajectory), "psearch": as_json(asking.question, told)}
-        yield chunk({}, _reason(told.trajectory), **more)
+        yield chunk({"content": summary.trajectory.answer or ""})
+        more = {"usage": _usage(summary.trajectory), "psearch": as_json(asking.question, summary)}
+        yield chunk({}, _reason(summary.trajectory), **more)
     yield b"data: [DONE]\n\n"
 
 
@@ -308,9 +308,9 @@ def _reason(trajectory: Trajectory) -> str:
 
 
 def _usage(trajectory: Trajectory) -> dict[str, int]:
-    """Ids: prompt and passages were read, the rest was written."""
-    written, total = int(trajectory.mask.sum()), len(trajectory.ids)
-    return {"prompt_tokens": total - written, "completion_tokens": written, "total_tokens": total}
+    """Token counts; passages count as prompt tokens."""
+    sampled, total = int(trajectory.mask.sum()), len(trajectory.ids)
+    return {"prompt_tokens": total - sampled, "completion_tokens": sampled, "total_tokens": total}
 
 
 def _error(message: str, code: int) -> dict[str, Any]:
@@ -324,7 +324,7 @@ async def _refuse(_: Request, error: Exception) -> Response:
 
 
 async def _give_up(_: Request, error: Exception) -> Response:  # uvicorn logs the error
-    return JSONResponse(_error("an error of the server; its log says which", 500), 500)
+    return JSONResponse(_error("internal server error; see the server's log", 500), 500)
 
 
 HANDLERS = {HTTPException: _refuse, Exception: _give_up}

@@ -1,4 +1,4 @@
-"""How an answer that comes piece by piece looks on a terminal, in plain text, and as JSON."""
+"""Formats a streamed answer for the terminal, as plain text, and as JSON."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ WITHOUT = {
 
 @dataclass
 class Told:
-    """What one question took, by its events."""
+    """The timings and the outcome of one question, accumulated from its events."""
 
-    seconds: list[float] = field(default_factory=list)  # of the model, turn by turn
-    search_seconds: list[float] = field(default_factory=list)  # of the searches between them
+    seconds: list[float] = field(default_factory=list)  # model time per turn
+    search_seconds: list[float] = field(default_factory=list)  # time per search
     trajectory: Trajectory | None = None  # None until the end, and after an error
     error: str = ""
-    first_text_seconds: float | None = None  # from the question to the first text of the model's
+    first_text_seconds: float | None = None  # from the question to the model's first text
     _began: float = field(default_factory=time.monotonic)
 
     def add(self, event: Event) -> None:
-        """Takes note of the next event."""
+        """Adds the next event."""
         if event.kind == "text" and self.first_text_seconds is None:
             self.first_text_seconds = time.monotonic() - self._began
         if event.kind == "passages":
@@ -54,10 +54,10 @@ class Told:
 
 
 class Shown:
-    """Shows the events of one question after the other.
+    """Prints the events of questions, one question after another.
 
-    What a model writes and what is found for it may hold anything: control characters are written as a question mark,
-    so that none reaches the terminal. All that was shown is in `recorded`, with its styles.
+    Model text and passages may contain anything, so control characters are printed as question marks. `recorded`
+    keeps all the output with its styles.
     """
 
     def __init__(self, file: IO[str]):
@@ -71,7 +71,7 @@ class Shown:
         self._at_start = True  # of a line
 
     def show(self, event: Event) -> None:
-        """Writes one event."""
+        """Prints one event."""
         if event.kind == "text":
             for part in tags.TAG.split(event.text):
                 self._write(part, SEARCH if tags.TAG.fullmatch(part) else DIM)
@@ -93,25 +93,25 @@ class Shown:
             self._line(f"error: {event.text}", "bold red")
 
     def sum_up(self, told: Told) -> None:
-        """Writes the answer, what it rests on, and what it took."""
+        """Prints the answer, the passages that contain it, and the timings."""
         if told.trajectory is None:
             return
         answered = told.trajectory.status == "answered"
         self._line("")
         self._line(f"answer: {told.trajectory.answer}" if answered else WITHOUT[told.trajectory.status], ANSWER)
-        rests = support(told.trajectory)
-        if rests:
+        evidence = support(told.trajectory)
+        if evidence:
             self._line("found in:")
-        for passage in rests:
+        for passage in evidence:
             self._line(f"  {one_line(passage)}")
         self._line(took(told), DIM)
 
     def line(self, text: str) -> None:
-        """Writes a line of the program's own."""
+        """Prints a line of the program itself."""
         self._line(text)
 
     def record(self, text: str) -> None:
-        """Takes note of a line that the terminal shows already."""
+        """Adds a line to `recorded` that the terminal already shows."""
         self.recorded.append(f"{printable(text)}\n")
 
     def _line(self, text: str, style: str = "") -> None:
@@ -127,7 +127,7 @@ class Shown:
 
 
 def took(told: Told) -> str:
-    """One line on turns, searches and seconds."""
+    """One line with the counts of turns and searches, and the seconds."""
     trajectory = told.trajectory
     assert trajectory is not None
     queries = sum(len(turn.queries) for turn in trajectory.executed)
@@ -139,7 +139,7 @@ def took(told: Told) -> str:
 
 
 def as_json(question: str, told: Told) -> dict[str, Any]:
-    """What `--json` prints of a question."""
+    """The object that `--json` prints for a question."""
     trajectory = told.trajectory
     if trajectory is None:
         return {"question": question, "error": told.error}
@@ -178,5 +178,5 @@ def one_line(passage: Passage) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with a question mark for what a terminal might obey."""
+    """The text with a question mark in place of each control character."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text.replace("\r\n", "\n").replace("\t", " "))

@@ -1,4 +1,4 @@
-"""Rollouts of people who wait: nobody's search holds up the others, and nobody's failure is another's."""
+"""Rollouts for live requests: a search blocks no other row, and its failure affects only its own question."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from typing import Any
 from psearch_jax.rollout.inflight import InFlight, in_background
 
 log = logging.getLogger("psearch_jax")
-TOGETHER_S = 0.05  # how long a search is waited for where no row decodes: then newcomers are let in
-RETRY_S = 10.0  # rows of a search that failed are searched one by one for this long
+TOGETHER_S = 0.05  # if no row decodes, wait this long for the search before admitting new questions
+RETRY_S = 10.0  # after a batched search failed, retry its rows one by one for this long
 
 
 class Served(InFlight):
-    """Rollouts in one process whose searches are looked at by the clock; in training that would not repeat itself.
+    """Rollouts in one process that polls its searches by wall clock, which would make training irreproducible.
 
     Attributes:
-      failed: what went wrong, in one line, by the order of each rollout that could not be searched for.
-      searches_fail: whether the last search failed for every row; None where it has been looked at.
+      failed: the reason, in one line, by the order of each rollout whose search failed.
+      searches_fail: whether the last search failed for every row; None after the caller has handled it.
     """
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.failed: dict[int, str] = {}
         self.searches_fail: bool | None = None
-        self._line: dict[int, tuple[str, ...]] = {}  # queries by slot, that wait for the search under way
+        self._line: dict[int, tuple[str, ...]] = {}  # queries by slot, waiting for the search in progress to end
         self._under_way: dict[int, tuple[str, ...]] = {}
 
     @property
     def decodes(self) -> bool:
-        """Whether a row would get an id."""
+        """Whether any row would be decoded."""
         return bool(self.live.keys() - self._searched_for.keys())
 
     def _exchange(self, queries: dict[int, tuple[str, ...]]) -> dict[int, Any]:
-        """Begins a search where none is under way, and returns what has been found by now."""
-        began, found = time.monotonic(), {}
+        """Starts a search if none is in progress, and returns the results that have arrived, by slot."""
+        began, results = time.monotonic(), {}
         self._line |= queries
         self._begin()
         self._searched_for = {**self._under_way, **self._line}
@@ -45,12 +45,12 @@ class Served(InFlight):
             if not self.decodes:
                 wait([self._search_ahead], TOGETHER_S)
             if self._search_ahead.done():
-                found = self._found(*self._search_ahead.result())
+                results = self._found(*self._search_ahead.result())
                 self._search_ahead, self._under_way = None, {}
                 self._begin()
                 self._searched_for = {**self._under_way, **self._line}
         self._count(search_s=time.monotonic() - began)
-        return found
+        return results
 
     def _begin(self) -> None:
         if self._search_ahead is None and self._line:
@@ -58,7 +58,7 @@ class Served(InFlight):
             self._search_ahead = in_background(functools.partial(self._tried, self._under_way))
 
     def _look_up(self, queries: dict[int, tuple[str, ...]]) -> dict[int, Any]:
-        """As in training; rows whose search fails are put into `failed`."""
+        """As in training, but a failed search adds its row to `failed` instead of raising."""
         return self._found(*self._tried(queries))
 
     def _found(self, found: dict[int, Any], failed: dict[int, str]) -> dict[int, Any]:
@@ -67,20 +67,20 @@ class Served(InFlight):
         return found
 
     def _tried(self, queries: dict[int, tuple[str, ...]]) -> tuple[dict[int, Any], dict[int, str]]:
-        """What is found by slot, where all at once fail row by row; and why the others failed. In any thread."""
-        found: dict[int, Any] = {}
+        """(results by slot, reason of failure by slot). Retries row by row if the batch fails. For any thread."""
+        results: dict[int, Any] = {}
         failed: dict[int, str] = {}
         try:
-            found = super()._look_up(queries)
-        except BaseException as error:  # a panic of a library in Rust is no Exception
+            results = super()._look_up(queries)
+        except BaseException as error:  # a panic in a Rust library does not derive from Exception
             log.warning("a search for %d questions failed: %s", len(queries), " ".join(str(error).split())[:300])
             until = time.monotonic() + RETRY_S
             for slot, row in queries.items():
                 if len(queries) > 1 and time.monotonic() < until:
                     try:
-                        found |= super()._look_up({slot: row})
+                        results |= super()._look_up({slot: row})
                         continue
                     except BaseException as own:
                         error = own
                 failed[slot] = f"the search failed ({type(error).__name__})"
-        return found, failed
+        return results, failed

@@ -1,4 +1,4 @@
-"""What serving/chat.py speaks, as OpenAPI 3.1: for clients that are generated, and for those that test them."""
+"""The API of serving/chat.py as OpenAPI 3.1, for client generators and API tests."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from retrieval.openapi import NUMBER, PROMETHEUS, TEXT, WHOLE, Describer, Schema
 
 
 def description(question_chars: int, with_token: bool) -> Schema:
-    """The document that /openapi.json returns; `with_token`: a bearer token is asked for."""
+    """The document that /openapi.json returns; `with_token`: a bearer token is required."""
     describer = Describer(fields({"error": fields({"message": TEXT, "type": TEXT, "code": WHOLE})}), with_token)
-    streamed = {"text/event-stream": {"schema": fields({"data": TEXT})}}  # of each event
+    streamed = {"text/event-stream": {"schema": fields({"data": TEXT})}}  # one event
     what = "the answer; with stream as server-sent events, each a chunk"
     refusals = (400, 403, 408, 413, 422, 503)
     return describer.document(
@@ -22,7 +22,7 @@ def description(question_chars: int, with_token: bool) -> Schema:
                 )
             },
             "/v1/models": {"get": describer.operation("models", "the one policy", json_of(_MODELS), 403)},
-            "/health": {"get": describer.health(fields({"status": TEXT}), "questions are answered", "they fail")},
+            "/health": {"get": describer.health(fields({"status": TEXT}), "questions are answered", "answers fail")},
             "/metrics": {"get": describer.operation("metrics", "Prometheus text", PROMETHEUS, 403)},
         },
     )
@@ -34,7 +34,7 @@ def _is(**values: str) -> Schema:
 
 
 def _request(question_chars: int) -> Schema:
-    """What a request may hold. Of its messages the last one of role `user` counts, and of its parts those of text."""
+    """The schema of a request. Only the last message of role `user` counts, and of its parts only text."""
     said = {**TEXT, "pattern": "\\S", "maxLength": question_chars}
     parts = {
         **rows_of(

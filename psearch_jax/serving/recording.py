@@ -1,4 +1,4 @@
-"""What a terminal showed, as a picture that plays line by line in a page."""
+"""Renders recorded terminal output as an SVG that plays line by line in a web page."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 WIDTH = 108  # columns; longer lines are wrapped
-PACE_S = 0.25  # between two lines, whatever they took
-# Of the machine that shows it: a page that fetched its letters from elsewhere would tell where it is read.
+PACE_S = 0.25  # between two lines, whatever time they took in reality
+# Fonts of the viewer's machine: fetching a web font would reveal to a third party who views the page.
 FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 STYLE = """
 @keyframes ask-shown { from { visibility: hidden } to { visibility: visible } }
@@ -20,7 +20,7 @@ STYLE = """
 
 
 def svg(shown: Text, title: str) -> str:
-    """The picture of `shown`, its lines appearing one after the other; `title` stands above it."""
+    """An SVG of `shown` whose lines appear one after another below `title`."""
     console = Console(file=io.StringIO(), record=True, width=WIDTH, highlight=False, markup=False)
     rows = 0
     for line in shown.split("\n", allow_blank=True):

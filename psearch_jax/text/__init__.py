@@ -1,1 +1,1 @@
-"""Words: the tag grammar, answers, the tokenizer and the prompts. Nothing here knows a model."""
+"""Text: the tag grammar, answers, the tokenizer and the prompts. Nothing here depends on a model."""

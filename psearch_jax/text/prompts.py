@@ -14,7 +14,7 @@ TEMPLATE_DIR = Path(__file__).parent.parent / "assets" / "prompts"
 
 
 def packaged_templates() -> tuple[str, ...]:
-    """Names of the templates that come with the package."""
+    """Names of the templates in the package."""
     return tuple(sorted(p.stem for p in TEMPLATE_DIR.glob("*.txt")))
 
 
@@ -38,16 +38,17 @@ def load_template(name_or_path: str | Path = "parallel") -> str:
 
 
 def render_prompt(tokenizer: Tokenizer, template: str, question: str) -> list[int]:
-    """Ids of a prompt: the template's text with the question in its place, as one user message.
+    """Token ids of a prompt: the template with the question filled in, as one user message.
 
-    The question is foreign text: its tags are escaped and it cannot produce a control id.
+    The question is untrusted text: its tags are escaped and it cannot produce control tokens.
     """
     content = template.replace(PLACE, escape_tags(question.strip()))
     return tokenizer.chat([{"role": "user", "content": content}])
 
 
 def render_messages(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Ids of a data row's own prompt, a list of chat messages (`metadata["prompt"]`); contents yield no control id.
+    """Token ids of a data row's own prompt, a list of chat messages (`metadata["prompt"]`), without control tokens
+    from their contents.
 
     Raises `UserError` when it is anything else.
     """

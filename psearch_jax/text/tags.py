@@ -1,12 +1,12 @@
-"""The tag grammar: how a turn is read and how an observation is written.
+"""The tag grammar: parses turns and renders observations.
 
 A turn is what the model writes in one call:
 
     <think> reasoning </think> <search> query ## query </search>
     <think> reasoning </think> <answer> answer </answer>
 
-The host answers a search with an observation block, `<information> passages </information>`. This file is the only
-one that knows these words; it knows no model and no tokenizer.
+The host answers a search with an observation block, `<information> passages </information>`. Only this file defines
+the tags; it depends on no model and no tokenizer.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 SEPARATOR = "##"
 MAX_SUB_QUERIES = 8
 
-# Appended by the host after a turn without an action. It holds no literal tag: it could be read as an action.
+# Appended by the host after a turn without an action. It contains no literal tag, which could be parsed as an action.
 CORRECTIVE_MESSAGE = "\nNo search and no answer was found. Search or answer, with both of its tags.\n"
 
-# The two tags of an observation and their line ends are 30 bytes, so at most 30 ids in any byte-level vocabulary.
+# The two tags of an observation and their line ends are 30 bytes, so at most 30 tokens in any byte-level vocabulary.
 MIN_OBSERVATION_TOKENS = 32
 NOTHING_FOUND = "nothing found"
 HEADER_CHARACTERS = 120  # a sub-query can be as long as a turn; its header stays one short line
@@ -47,7 +47,7 @@ _WELL_FORMED = re.compile(
 
 @dataclass(frozen=True)
 class Action:
-    """What one turn asks for. `queries` is empty unless kind is `search`, `answer` is None unless it is `answer`."""
+    """The action of one turn. `queries` is empty unless kind is `search`; `answer` is None unless it is `answer`."""
 
     kind: Literal["search", "answer", "none"]
     queries: tuple[str, ...]
@@ -59,18 +59,18 @@ NO_ACTION = Action("none", (), None, False)
 
 
 def parse_turn(text: str, max_sub_queries: int = MAX_SUB_QUERIES, tail_start: int | None = None) -> Action:
-    """Read the action of one turn.
+    """Parse the action of one turn.
 
-    The earliest closing tag of a search or an answer decides; its content runs from the last matching opening tag
-    before it, so that a tag named in a thought swallows nothing. An action inside an unclosed thought counts, with
-    invalid format. A closing tag that was never opened, and a search with nothing to look up, are no action.
+    The earliest closing tag of a search or an answer decides. The content starts at the last matching opening tag
+    before it, so a tag mentioned in a thought does not extend the content. An action inside an unclosed thought
+    counts, with invalid format. A closing tag without an opening tag, and an empty search, are no action.
 
     Args:
       text: the sampled text of the turn, without control tokens.
-      max_sub_queries: sub-queries kept of one search.
-      tail_start: character offset at which the token after the completing one begins. Characters between the closing
-        tag and this offset came in the same token and are ignored; default: the tail begins right after the tag. A
-        tail that is not blank makes an answer ill-formed; after a search everything is ignored.
+      max_sub_queries: the number of sub-queries kept per search.
+      tail_start: character offset of the first token after the one that completed the closing tag. Characters between
+        the tag and this offset belong to the completing token and are ignored; default: the tail begins right after
+        the tag. A tail that is not blank makes an answer ill-formed; text after a search is ignored.
     """
     ends = [(at, tag) for tag in (SEARCH_CLOSE, ANSWER_CLOSE) if (at := text.find(tag)) >= 0]
     if not ends:
@@ -104,7 +104,7 @@ def split_sub_queries(content: str, cap: int = MAX_SUB_QUERIES) -> tuple[str, ..
 
 
 def escape_tags(text: str) -> str:
-    """Neutralise our tags in foreign text, however spaced or cased, so that it can neither end a block nor act."""
+    """Escape our tags in untrusted text, in any spacing or case, so that it can neither end a block nor act."""
     return _TAG_LIKE.sub("&lt;", text)
 
 
@@ -115,16 +115,16 @@ def render_observation(
     budget_tokens: int,
     label_subqueries: bool = True,
 ) -> list[int]:
-    """Write the passages of one search as ids, at most `budget_tokens` of them, tags and headers included.
+    """Render the passages of one search as at most `budget_tokens` token ids, tags and headers included.
 
-    What the two tags leave is split evenly over the sub-queries; what one leaves passes to the next. Of one sub-query
-    the lower ranks are cut first; its header and the title of its first passage are cut only when its share cannot
-    hold them. The closing tag is always there. Lines are encoded one by one, so cutting one changes no other.
+    The budget without the two tags is split evenly over the sub-queries; unused tokens pass to the next one. Within a
+    sub-query the lower ranks are cut first. Its header and the title of its first passage are cut only if its share
+    cannot hold them. The closing tag is always present. Lines are encoded separately, so cutting one changes no other.
 
     Args:
-      queries: the sub-queries that were run, Q of them.
+      queries: the Q sub-queries that were run.
       passages: Q rankings, best first.
-      encode: text -> ids, never a control id (`Tokenizer.encode_foreign`).
+      encode: text -> token ids without control tokens (`Tokenizer.encode_foreign`).
       budget_tokens: at least `MIN_OBSERVATION_TOKENS`, else `UserError`.
       label_subqueries: write each sub-query above its passages when there are two or more.
     """
@@ -142,34 +142,34 @@ def render_observation(
 
 
 def check_observation_budget(budget_tokens: int, name: str = "budget_tokens") -> None:
-    """Raise `UserError` for an observation budget that might not hold the two tags; `name` is the user's field."""
+    """Raise `UserError` if the budget might not hold the two tags; `name` is the config field for the message."""
     if budget_tokens < MIN_OBSERVATION_TOKENS:
         raise UserError(f"{name}: {budget_tokens} found, at least {MIN_OBSERVATION_TOKENS} accepted")
 
 
 def _render_block(query: str | None, ranking: Sequence[Passage], encode: Callable, share: int) -> list[int]:
-    """The ids of one sub-query: its header (unless None) and its passages, at most `share` ids."""
+    """The tokens of one sub-query: its header (unless None) and its passages, at most `share` tokens."""
     lines = [_passage_line(p) for p in ranking] or [(NOTHING_FOUND, NOTHING_FOUND)]
     block: list[int] = []
     if query is not None:
         title_cost = len(encode(f"{lines[0][0]}\n"))
-        # The header leaves room for the first title, within a quarter and a half of the share.
+        # The header leaves room for the first title, but gets between a quarter and half of the share.
         room = max(share // 4, min(share // 2, max(3, share - title_cost)))
         header = escape_tags(" ".join(query.split()))[:HEADER_CHARACTERS]
         block += _encode_cut(header, ":\n", encode, room)
     for rank, (title, line) in enumerate(lines):
         room = share - len(block)
-        ids = encode(f"{line}\n")
-        if len(ids) > room:
+        tokens = encode(f"{line}\n")
+        if len(tokens) > room:
             if rank == 0 or len(encode(f"{title}\n")) <= room:
                 block += _encode_cut(line, "\n", encode, room)
             break
-        block += ids
+        block += tokens
     return block
 
 
 def _passage_line(passage: Passage) -> tuple[str, str]:
-    """(title part, whole line) of a passage on one line; a title that its text begins with is not repeated."""
+    """(title part, full line) of a passage; a title is not repeated if the text begins with it."""
     title = escape_tags(" ".join(passage.title.split()))
     text = escape_tags(" ".join(passage.text.split()))
     if not title or re.match(rf"{re.escape(title)}(?!\w)", text):
@@ -178,16 +178,16 @@ def _passage_line(passage: Passage) -> tuple[str, str]:
 
 
 def _encode_cut(text: str, ending: str, encode: Callable, limit: int) -> list[int]:
-    """The ids of the longest found prefix of `text` that fits into `limit` ids with `ending`; [] if none does."""
+    """The tokens of a prefix of `text` plus `ending` that fit into `limit`, as long as bisection finds; [] if none."""
     best = encode(text + ending)
     if len(best) <= limit:
         return best
     best, low, high = [], 0, len(text) - 1  # text[:low] fits (or is empty), text[:high + 1] does not
     while low < high:
         middle = (low + high + 1) // 2
-        ids = encode(text[:middle].rstrip() + ending)
-        if len(ids) <= limit:
-            best, low = ids, middle
+        tokens = encode(text[:middle].rstrip() + ending)
+        if len(tokens) <= limit:
+            best, low = tokens, middle
         else:
             high = middle - 1
     return best

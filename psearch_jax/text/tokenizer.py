@@ -1,4 +1,4 @@
-"""The HF tokenizer, with the exact bytes of every id; foreign text is encoded so that it yields no control id."""
+"""The HF tokenizer with the exact bytes of every token. Untrusted text cannot produce control tokens."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from psearch_jax.types import UserError, first_line
 from retrieval.protocol import as_utf8
 
 STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
-# What templates of models that think put before the reply, or in place of its thought.
+# Templates of reasoning models begin or pre-fill the reply's thought with this.
 _BEGUN = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE}\s*)?\Z")
-MAX_IDS = 2**22  # far above the largest vocabulary; a table of every id is held
+MAX_IDS = 2**22  # far above the largest vocabulary; bounds the table of all ids
 FILES = "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json"
 
 
 def byte_level_alphabet() -> dict[str, int]:
     """GPT-2's map from the printable characters of a byte-level vocabulary to the 256 bytes they stand for.
 
-    Printable bytes of Latin-1 stand for themselves; the others, in order, for the characters from U+0100 on.
+    Printable Latin-1 bytes map to themselves; the others, in order, to the characters from U+0100 on.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
@@ -38,9 +38,9 @@ class Tokenizer:
     """A byte-level BPE tokenizer in Hugging Face format (`tokenizer.json`, or `vocab.json` with `merges.txt`).
 
     Attributes:
-      token_bytes: [size] exact bytes of every id; None for control tokens and for ids without a token.
-      size: number of ids (the largest id + 1); embedding rows from `size` on have no token.
-      stop_ids: ids that end a message.
+      token_bytes: [size] exact bytes of every token; None for control tokens and for ids without a token.
+      size: number of token ids (the largest id + 1); embedding rows from `size` on have no token.
+      stop_ids: token ids that end a message.
     """
 
     def __init__(self, hf: PreTrainedTokenizerBase, name: str, extra_stop_ids: Iterable[int] = ()):
@@ -50,7 +50,7 @@ class Tokenizer:
             raise UserError(f"tokenizer {name}: {type(hf).__name__} found, a byte-level BPE with {FILES} needed")
         self.token_bytes = _token_bytes(hf, name)
         self.size = len(self.token_bytes)
-        # Copies: calls of `hf` itself change the state of its backend.
+        # Copies, because calls of `hf` change the state of its backend.
         state = backend.to_str()
         self._trusted = _copy(state, added_tokens=True)
         self._foreign = _copy(state, added_tokens=False)
@@ -65,7 +65,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: str | Path, extra_stop_ids: Iterable[int] = ()) -> Tokenizer:
-        """Load from a directory or a hub id; stop ids of a `generation_config.json` in that directory are added.
+        """Load from a directory or a hub id, with the stop ids of the directory's `generation_config.json` added.
 
         Raises `UserError` when there is no such directory, or no usable tokenizer in it.
         """
@@ -80,17 +80,17 @@ class Tokenizer:
         return cls(hf, name, [*extra_stop_ids, *_generation_stop_ids(path)])
 
     def encode_trusted(self, text: str) -> list[int]:
-        """Ids of our own text: control tokens written in it become control ids."""
+        """Token ids of our own text, in which control tokens may be written by name."""
         return self._trusted.encode(text, add_special_tokens=False).ids
 
     def encode_foreign(self, text: str) -> list[int]:
-        """Ids of text from elsewhere (questions, passages): names of control tokens are split into ordinary ids."""
+        """Token ids of untrusted text (questions, passages): names of control tokens become ordinary tokens."""
         return self._foreign.encode(as_utf8(text), add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], control: bool = False) -> str:
-        """Text of ids: their bytes joined, read as UTF-8 with replacement; control tokens are left out or named.
+        """The text of token ids: their joined bytes as UTF-8, invalid bytes replaced. Ids without a token are skipped.
 
-        Ids without a token are left out.
+        `control`: write control tokens by name instead of skipping them.
         """
         pieces = []
         for i in map(int, ids):
@@ -101,12 +101,12 @@ class Tokenizer:
         return b"".join(pieces).decode("utf-8", errors="replace")
 
     def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """Ids of a chat by the tokenizer's own template; every message's content is foreign text, but for our tags.
+        """Token ids of a chat by the tokenizer's own template. Message contents are untrusted text, except our tags.
 
-        The template is rendered around placeholders and the contents' ids are put in their place, so no content can
-        produce a control id. A tag that is one id of the vocabulary (Qwen3's `<think>`) is that id, as all that the
-        model has read of it. The chat ends where the model has to begin its thought, whatever the template begins of
-        it. Raises `UserError` without a template, or when the template leaves out a message.
+        The template is rendered with placeholders, which are then replaced by the contents' tokens, so no content can
+        produce a control token. A tag that is a single token of the vocabulary (Qwen3's `<think>`) is encoded as that
+        token, as in the model's training data. The chat ends where the model begins its thought: a thought that the
+        template opens is removed. Raises `UserError` without a template, or if the template leaves out a message.
         """
         marks = [f"CONTENT{i}PLACEHOLDER" for i in range(len(messages))]
         marked = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
@@ -122,8 +122,8 @@ class Tokenizer:
     def next_user_message(self, text: str, max_tokens: int) -> list[int]:
         """Token ids that follow a reply's stop token when the user answers it: `text` and the next reply's header.
 
-        They come from the tokenizer's own chat template. `text` is cut so that there are at most `max_tokens` ids,
-        as long as the template's own fit. Raises `UserError` as `chat`.
+        They come from the tokenizer's own chat template. `text` is cut so that there are at most `max_tokens` tokens,
+        provided that the template's own tokens fit. Raises `UserError` like `chat`.
         """
         marks = ["CONTENT0PLACEHOLDER", "CONTENT1PLACEHOLDER", "CONTENT2PLACEHOLDER"]
         roles = ("user", "assistant", "user")
@@ -132,11 +132,11 @@ class Tokenizer:
         if marks[1] not in rendered or marks[2] not in rendered:
             raise UserError(f"tokenizer {self.name}: chat_template leaves out message 1 or 2 of user, assistant, user")
         header, footer = map(self.encode_trusted, rendered.split(marks[1])[1].split(marks[2]))
-        header = header[1:] if header and header[0] in self.stop_ids else header  # the model sampled that one itself
+        header = header[1:] if header and header[0] in self.stop_ids else header  # the model samples the stop token
         return header + self.encode_foreign(text)[: max(0, max_tokens - len(header) - len(footer))] + footer
 
     def _render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
-        """The chat as text, without the thought that some templates begin for the model."""
+        """The chat as text, without the thought that some templates open for the model."""
         if not getattr(self.hf, "chat_template", None):
             raise UserError(f"tokenizer {self.name}: no chat_template found, one is needed to write prompts")
         rendered = self.hf.apply_chat_template(
@@ -152,7 +152,7 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the bytes of every id in order: equal exactly when `token_bytes` is."""
+        """SHA-256 over the bytes of all tokens in order: equal exactly if `token_bytes` is equal."""
         digest = hashlib.sha256()
         for piece in self.token_bytes:
             digest.update(b"control;" if piece is None else b"%d:%s" % (len(piece), piece))
@@ -160,9 +160,9 @@ class Tokenizer:
 
 
 def _token_bytes(hf: PreTrainedTokenizerBase, name: str) -> list[bytes | None]:
-    """[size] bytes of every id; added tokens hold plain text, all others the byte-level alphabet.
+    """[size] bytes of every token. Added tokens are stored as plain text, all others in the byte-level alphabet.
 
-    A tag of ours is text, also where the vocabulary calls it special: as a control token it would never be read.
+    Our tags count as text even if the vocabulary marks them special: `decode` would skip a control token.
     """
     alphabet, added = byte_level_alphabet(), hf.added_tokens_decoder
     control = set(hf.all_special_ids) | {i for i, token in added.items() if token.special}
@@ -186,8 +186,8 @@ def _token_bytes(hf: PreTrainedTokenizerBase, name: str) -> list[bytes | None]:
 
 
 def _copy(serialised: str, added_tokens: bool) -> tokenizers.Tokenizer:
-    """A tokenizer from its JSON that neither truncates, pads nor adds ids. Without its added tokens, their names are
-    ordinary text to it and their ids out of its reach."""
+    """A tokenizer from its JSON that neither truncates, pads nor adds tokens. Without `added_tokens`, their names are
+    ordinary text and it can never emit their ids."""
     state = json.loads(serialised)
     state["truncation"] = state["padding"] = state["post_processor"] = None
     if not added_tokens:
@@ -202,8 +202,8 @@ def _copy(serialised: str, added_tokens: bool) -> tokenizers.Tokenizer:
 def _loader(directory: Path) -> type:
     """The class that loads a tokenizer.
 
-    A directory that asks for the plain class gets it: beside a Qwen-2 config.json, transformers 5's AutoTokenizer puts
-    Qwen's own word splitting in place of the one in tokenizer.json, and every id comes out another.
+    A directory whose config names the plain class gets that class. If there is also a Qwen-2 config.json,
+    transformers 5's AutoTokenizer would replace tokenizer.json's pre-tokenizer by Qwen's, which changes the token ids.
     """
     file = directory / "tokenizer_config.json"
     if file.is_file() and (directory / "tokenizer.json").is_file():
@@ -217,8 +217,8 @@ def _generation_stop_ids(directory: Path) -> list[int]:
     file = directory / "generation_config.json"
     if not file.is_file():
         return []
-    found = read_json(file).get("eos_token_id")
-    ids = found if isinstance(found, list) else [] if found is None else [found]
+    eos = read_json(file).get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(i, int) for i in ids):
-        raise UserError(f"{file}: eos_token_id is {found!r}, an id or a list of ids is accepted")
+        raise UserError(f"{file}: eos_token_id is {eos!r}, an id or a list of ids is accepted")
     return ids

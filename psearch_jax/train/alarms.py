@@ -1,8 +1,8 @@
-"""Alarms: what goes wrong in a run, most of it before the reward shows it, told by the figures of the last steps.
+"""Alarms that detect a failing run from the metrics of its last steps, mostly before the reward shows it.
 
-A reward is a sum of parts and moves late: a policy may stop reading what it searches for, or forget how to write what
-was right, and still be paid for its form. One alarm tells of the reward; each of the others looks at a figure that
-moves first.
+The reward is a sum of parts and reacts late. A policy may ignore the passages that it retrieves, or lose probability
+on correct answers, and still be rewarded for its format. One alarm watches the reward; each of the others watches a
+metric that moves earlier.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from psearch_jax.types import Question, Trajectory
 from retrieval.protocol import Passage, Retriever
 
 log = logging.getLogger("psearch_jax")
-ALARM = "alarm/"  # in front of the names of alarms in metrics.jsonl: 1 where one rings
+ALARM = "alarm/"  # prefix of the alarms in metrics.jsonl; 1 means active
 NAMES = ("reward", "over_splitting", "no_search", "wrong_though_seen", "likelihood", "entropy", "gap", "retriever")
 _READ = ("reward", "decomposition/sequential", "searched_0", "wrong_though_seen", "logprob_of_correct", "entropy")
 _READ += ("logp_gap", "probe/em", "probe/em_misled")
 
 
 class Alarms:
-    """Which alarms ring, from step to step; figures are means over the last `window` steps.
+    """Tracks which alarms are active. It compares means over the last `window` steps with thresholds.
 
     Args:
-      thresholds: of the config.
+      thresholds: the config's `alarms` section.
       searches: whether rollouts can search at all.
-      rows: the metrics of the steps so far, of a run that goes on.
+      rows: the metrics of the completed steps of a resumed run.
     """
 
     def __init__(self, thresholds: AlarmSection, searches: bool = True, rows: Iterable[Mapping[str, Any]] = ()):
@@ -49,18 +49,18 @@ class Alarms:
         self._steps = 0
         self._ringing: set[str] = set()
         self._highest = -math.inf  # mean reward
-        self._likeliest, self._reward_then = -math.inf, math.inf  # the highest mean log-prob, and the reward with it
+        self._likeliest, self._reward_then = -math.inf, math.inf  # the highest mean log-prob, and the reward then
         self._calmest = math.inf  # the lowest mean entropy
         for row in rows:
             self._ringing = set(self._look(row))
 
     def look(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The alarms of a step as metrics, 1 or 0 each; one that begins to ring is logged."""
-        found = self._look(metrics)
-        for name in sorted(found.keys() - self._ringing):
-            log.warning("step %d: alarm %s: %s", step, name, found[name])
-        self._ringing = set(found)
-        return {ALARM + name: float(name in found) for name in NAMES}
+        """The alarms of a step as metrics, 1 or 0 each. Logs every alarm that becomes active."""
+        active = self._look(metrics)
+        for name in sorted(active.keys() - self._ringing):
+            log.warning("step %d: alarm %s: %s", step, name, active[name])
+        self._ringing = set(active)
+        return {ALARM + name: float(name in active) for name in NAMES}
 
     def _look(self, metrics: Mapping[str, Any]) -> dict[str, str]:
         for name, values in self._recent.items():
@@ -71,51 +71,53 @@ class Alarms:
         if self._steps < self._at.window:
             return {}
         now = {name: mean(values) for name, values in self._recent.items()}
-        at, found = self._at, {}
+        at, active = self._at, {}
         if now["reward"] > self._highest:
             self._highest = now["reward"]
         if self._highest - now["reward"] > at.reward_fall:
-            found["reward"] = f"the mean reward fell to {now['reward']:.2f}, from {self._highest:.2f}"
+            active["reward"] = f"the mean reward fell to {now['reward']:.2f}, from {self._highest:.2f}"
         if now["decomposition/sequential"] > at.over_splitting:
-            found["over_splitting"] = f"{now['decomposition/sequential']:.2f} of the sequential questions are split"
+            active["over_splitting"] = f"{now['decomposition/sequential']:.2f} of the sequential questions are split"
         if self._searches and now["searched_0"] > at.no_search:
-            found["no_search"] = f"{now['searched_0']:.2f} of the rollouts do not search"
+            active["no_search"] = f"{now['searched_0']:.2f} of the rollouts do not search"
         if now["wrong_though_seen"] > at.wrong_though_seen:
-            found["wrong_though_seen"] = f"{now['wrong_though_seen']:.2f} are wrong though the answer was in a passage"
+            active["wrong_though_seen"] = (
+                f"{now['wrong_though_seen']:.2f} are wrong though the answer was in a passage"
+            )
         if now["logprob_of_correct"] > self._likeliest:
             self._likeliest, self._reward_then = now["logprob_of_correct"], now["reward"]
         fall = self._likeliest - now["logprob_of_correct"]
         if fall > at.likelihood_fall and now["reward"] <= self._reward_then:
-            found["likelihood"] = f"right rollouts lost {fall:.2f} nats an id, and the reward is no higher"
+            active["likelihood"] = f"right rollouts lost {fall:.2f} nats an id, and the reward is no higher"
         if now["entropy"] < self._calmest:
             self._calmest = now["entropy"]
         if now["entropy"] - self._calmest > at.entropy_rise:
-            found["entropy"] = f"{now['entropy']:.2f} nats an id, up from {self._calmest:.2f}"
+            active["entropy"] = f"{now['entropy']:.2f} nats an id, up from {self._calmest:.2f}"
         if now["logp_gap"] > at.gap:
-            found["gap"] = f"sampler and trainer differ by {now['logp_gap']:.3f} nats an id"
+            active["gap"] = f"sampler and trainer differ by {now['logp_gap']:.3f} nats an id"
         gain = now["probe/em"] - now["probe/em_misled"]
         if now["probe/em"] > at.probe_gain and gain < at.probe_gain:
-            found["retriever"] = (
+            active["retriever"] = (
                 f"EM {now['probe/em']:.2f}, and {now['probe/em_misled']:.2f} with what others find: searching "
                 "makes no difference"
             )
-        return found
+        return active
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl; none where it has no such file."""
+    """The rows of a run's metrics.jsonl; an empty list if the file does not exist."""
     if not file.is_file():
         return []
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 class Misled:
-    """A retriever that answers each query with what an unrelated text finds, the same for the same query.
+    """A retriever that returns the passages of an unrelated text for each query; equal queries give equal results.
 
-    Unrelated are texts that share no word of five letters or more with the query; where none is, nothing is found.
+    An unrelated text shares no word of five or more letters with the query. Without one, the query is empty.
 
     Args:
-      texts: to choose from.
+      texts: the candidates, such as other questions.
     """
 
     def __init__(self, retriever: Retriever, texts: Sequence[str]):
@@ -128,8 +130,8 @@ class Misled:
     def _unrelated(self, query: str) -> str:
         words, count = _long_words(query), len(self._texts)
         first = zlib.crc32(query.encode()) % max(count, 1)
-        found = (self._texts[(first + i) % count] for i in range(count))
-        return next((text for text, own in found if not own & words), "")
+        candidates = (self._texts[(first + i) % count] for i in range(count))
+        return next((text for text, own in candidates if not own & words), "")
 
     def describe(self) -> dict[str, Any]:
         """As `Retriever.describe`."""
@@ -137,13 +139,13 @@ class Misled:
 
 
 def probe(run: Run, questions: Sequence[Question], step: int, rolled: Sequence[Trajectory]) -> dict[str, float]:
-    """EM of the first rollout of each question, and of the same drawn with what unrelated questions find.
+    """EM of each question's first rollout, and of the same rollout with passages retrieved for unrelated questions.
 
-    The random numbers are those of the step, so that what differs is what was read. Every process calls this.
+    Both use the step's random keys, so only the passages differ. All processes must call this.
 
     Args:
-      questions: this process's.
-      rolled: the rollouts of the step, of all processes.
+      questions: those of this process.
+      rolled: the step's rollouts, of all processes.
     """
     config = run.config
     texts = list(dict.fromkeys(t.question.text for t in rolled))
@@ -159,8 +161,8 @@ def probe(run: Run, questions: Sequence[Question], step: int, rolled: Sequence[T
     )
     misled = processes.in_order(own, 1)
     first = {(t.question.source, t.question.id): t for t in reversed(rolled)}
-    as_asked = [first[t.question.source, t.question.id] for t in misled]
-    return {"probe/em": _em(as_asked), "probe/em_misled": _em(misled)}
+    regular = [first[t.question.source, t.question.id] for t in misled]
+    return {"probe/em": _em(regular), "probe/em_misled": _em(misled)}
 
 
 def _long_words(text: str) -> set[str]:

@@ -1,9 +1,9 @@
-"""The best parameters of a run by a validation figure: WORKDIR/best/STEP, kept beside the newest checkpoints.
+"""The best parameters of a run by a validation metric: WORKDIR/best/STEP, in addition to the newest checkpoints.
 
-No file points to them. The one checkpoint there holds its parameters, without an optimizer, and in its `loop`, beside
-what every checkpoint says, why it is there: `{"best": {"metric", "value", "questions"}}`. It is renamed into place
-when it is whole, and only then the one before is removed: whatever ends the run, what is there can be read and is what
-it says. Nothing resumes from it, and the retention of checkpoints/ does not see it.
+The directory holds one checkpoint: parameters without optimizer state. Its `loop` holds what every checkpoint records,
+and why it was kept: `{"best": {"metric", "value", "questions"}}`. A new one is renamed into place once complete, and
+only then is the previous one removed, so a run that dies at any moment leaves a readable checkpoint. No run resumes
+from it, and the retention policy of checkpoints/ does not apply to it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ DIRECTORY = "best"
 
 
 class Best:
-    """The best parameters of one run directory; saving goes on in the background.
+    """The best parameters of one run directory. Saving is asynchronous.
 
     Args:
-      workdir: of the run.
-      metric: the name of the figure, where higher is better.
-      questions: a digest of those that it is measured with. With another figure, or of other questions, what is
-        measured first takes the place of what is there.
-      until: forget what was kept behind a later step: this run has not come to it, or goes on with other settings.
+      workdir: the run directory.
+      metric: the name of the metric; higher is better.
+      questions: a digest of the validation questions. If metric or questions changed, the first new measurement
+        replaces the kept checkpoint.
+      until: delete the kept checkpoint if its step is later: it is of a run that was restarted or had other settings.
     """
 
     def __init__(self, workdir: str | Path, metric: str, questions: str = "", until: int | None = None):
@@ -58,22 +58,24 @@ class Best:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """`step`, `metric`, `questions` and `value` of what is kept; None before there is something."""
+        """`step`, `metric`, `questions` and `value` of the kept checkpoint; None if there is none."""
         return self._record
 
     def offer(self, step: int, value: float, params: nnx.State, loop: Mapping[str, Any]) -> bool:
-        """Keeps the parameters behind `step` completed steps if their value is higher than that of those kept.
+        """Keeps the parameters after `step` completed steps if their value is higher than the kept one.
+
+        All processes must call this with the same arguments.
 
         Args:
-          loop: what every checkpoint says, JSON-ready. All processes call this with the same arguments.
+          loop: what every checkpoint records, JSON-ready.
 
         Raises:
-          UserError: it cannot be written.
+          UserError: the checkpoint cannot be written.
         """
         known = self._record
         rival = known and all(known[name] == wanted for name, wanted in self._measure.items())
         if known and (step <= known["step"] or (rival and value <= known["value"])):
-            return False  # not later: a run that was killed comes to this step again, and finds what it had found
+            return False  # also when a resumed run repeats steps up to the kept one
         best = {**self._measure, "value": value}
         self._record = {"step": step, **best}
         arguments = ocp.args.Composite(
@@ -86,7 +88,7 @@ class Best:
         return True
 
     def wait(self) -> None:
-        """Returns when what was kept is on disk."""
+        """Blocks until the kept checkpoint is on disk."""
         with writing(self._directory):
             self._manager.wait_until_finished()
 

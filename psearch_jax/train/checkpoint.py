@@ -1,17 +1,18 @@
 """Checkpoints with Orbax, and the order in which a run resumes.
 
-A checkpoint directory `checkpoints/STEP` holds three items: `params` (nested dict of the trained float32 arrays, with
-LoRA those of the adapters; all that export and evaluation read), `optimizer` (arrays by position), `loop` (JSON:
-counters, the loader's state, the model's shape, where the tokenizer is, and of adapters where the weights beside them
-are).
+A checkpoint directory `checkpoints/STEP` holds three items:
+  params: nested dict of the trained float32 arrays (of the adapters with LoRA). Export and evaluation need no others.
+  optimizer: arrays by position.
+  loop: JSON with counters, the loader's state, the model's shape, the tokenizer's path and, for adapters, the path of
+    their base weights.
 
-A run with a workdir resumes in this order:
-  1. the newest checkpoint that can be read whole; a damaged one is set aside as `STEP.unreadable`, with a warning;
-  2. else the weights of `model.path` (or random ones), step 0.
-Then metrics and trajectories are cut back to that step, and the loader goes on behind the last batch trained on.
+A run with a workdir resumes from the first of these:
+  1. the newest readable checkpoint; damaged newer ones are renamed to `STEP.unreadable`, with a warning;
+  2. the weights of `model.path` (or random ones), at step 0.
+Then metrics and trajectories are truncated to that step, and the loader continues after the last trained batch.
 
-Only damage is passed over: a file that is missing, or whose contents cannot be parsed or belie their checksum. A disk
-or a memory that fails says nothing about the checkpoint; the program then ends and leaves everything as it is.
+Only damaged checkpoints are skipped: a file is missing, cannot be parsed or fails its checksum. A failing disk or lack
+of memory does not mean damage. The program then exits and changes nothing.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ from psearch_jax.train.state import TrainState
 from psearch_jax.types import UserError
 
 log = logging.getLogger("psearch_jax")
-_OVERHEAD = 8 * 2**20  # bytes that a checkpoint takes beside its arrays: many small files
+_OVERHEAD = 8 * 2**20  # bytes of a checkpoint in addition to its arrays: many small files
 
 
 class Checkpoints:
-    """The checkpoints of one run directory; saving goes on in the background.
+    """The checkpoints of one run directory. Saving is asynchronous.
 
     Args:
       directory: `WORKDIR/checkpoints`.
-      keep: how many are kept.
-      keep_every: those at its multiples are kept as well; 0: none.
+      keep: how many of the newest are kept.
+      keep_every: steps that are multiples of this are kept as well; 0: none.
     """
 
     def __init__(self, directory: str | Path, keep: int = 3, keep_every: int = 0):
@@ -63,10 +64,10 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def save(self, step: int, state: TrainState, loop: Mapping[str, Any]) -> None:
-        """Starts to save the state behind `step` completed steps. `loop` must be JSON-ready.
+        """Starts to save the state after `step` completed steps. `loop` must be JSON-ready.
 
         Raises:
-          UserError: this one, or the one before, cannot be written.
+          UserError: this checkpoint or the previous one cannot be written.
         """
         arguments = ocp.args.Composite(
             params=ocp.args.StandardSave(nnx.to_pure_dict(state.params)),
@@ -80,25 +81,24 @@ class Checkpoints:
     def restore(
         self, state: TrainState, accept: Callable[[Mapping[str, Any]], None] = lambda loop: None
     ) -> tuple[TrainState, dict[str, Any]] | None:
-        """The newest whole checkpoint, or None when there is none.
+        """Restores the newest readable checkpoint; None if there are no checkpoints.
 
         Args:
-          state: how it is to be laid out (any mesh): ShapeDtypeStructs with shardings are enough.
-          accept: gets the `loop` of a checkpoint before its arrays are read; raises what speaks against it.
+          state: the target shapes and shardings, on any mesh; ShapeDtypeStructs are enough.
+          accept: called with a checkpoint's `loop` before its arrays are loaded; it raises to refuse the checkpoint.
 
         Raises:
-          UserError: a checkpoint of another architecture, checkpoints of which none can be read, or a disk or memory
-            that fails.
+          UserError: the checkpoint has another architecture, none can be read, or reading failed without damage.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         damaged = []
         for step in steps:
-            found, loop, problem = None, *self._read(step, loop=ocp.args.JsonRestore())
+            arrays, loop, problem = None, *self._read(step, loop=ocp.args.JsonRestore())
             if not problem:
                 loop = loop["loop"]
                 accept(loop)
                 _same_shapes(self._directory / str(step), loop, state.params)
-                found, problem = self._read(
+                arrays, problem = self._read(
                     step,
                     params=ocp.args.StandardRestore(nnx.to_pure_dict(state.params)),
                     optimizer=ocp.args.StandardRestore(_by_position(_rest(state))),
@@ -107,25 +107,29 @@ class Checkpoints:
                 log.warning("checkpoint %s cannot be read (%s); trying the one before", step, problem)
                 damaged.append(step)
                 continue
-            self._set_aside(damaged)  # they would be in the way when the run comes to their step again
-            rest = jax.tree.unflatten(jax.tree.structure(_rest(state)), list(found["optimizer"].values()))
-            return TrainState(decoder.with_values(state.params, found["params"]), *rest), loop
+            self._set_aside(damaged)  # else the run could not save at these steps again
+            rest = jax.tree.unflatten(jax.tree.structure(_rest(state)), list(arrays["optimizer"].values()))
+            return TrainState(decoder.with_values(state.params, arrays["params"]), *rest), loop
         if steps:
             raise UserError(f"{self._directory}: none of the checkpoints {steps} can be read; use another --workdir")
         return None
 
     def _read(self, step: int, **items: Any) -> tuple[Any, str]:
-        """Some items of a checkpoint and, where any process finds them damaged, how; UserError for other failures."""
-        found, problem = None, None
+        """Loads items of a checkpoint. If they are damaged in any process, the second value says how, else it is "".
+
+        Raises:
+          UserError: reading failed for another reason.
+        """
+        restored, problem = None, None
         try:
-            found = self._restore(step, ocp.args.Composite(**items))
-        except Exception as error:  # whatever a damaged file makes the readers raise
+            restored = self._restore(step, ocp.args.Composite(**items))
+        except Exception as error:  # a damaged file can raise anything
             problem = (is_damage(error), _first_line(error))
         problems = [p for p in processes.together(lambda: problem) if p]
         for damage, text in problems:
             if not damage:
                 raise _not_damaged(self._directory / str(step), text)
-        return found, problems[0][1] if problems else ""
+        return restored, problems[0][1] if problems else ""
 
     def _restore(self, step: int, args: Any) -> Any:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=_for_itself()) as reader:
@@ -138,7 +142,7 @@ class Checkpoints:
                 while place.exists():
                     place = place.with_name(f"{place.name}.again")
                 (self._directory / str(step)).rename(place)
-                log.warning("what cannot be read of checkpoint %d is kept as %s", step, place)
+                log.warning("the unreadable checkpoint %d is kept as %s", step, place)
 
         if steps:
             processes.together(rename)
@@ -149,7 +153,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def wait(self) -> None:
-        """Returns when everything saved is on disk. Raises UserError when it cannot be."""
+        """Blocks until everything saved is on disk. Raises UserError if a checkpoint cannot be written."""
         with writing(self._directory):
             self._manager.wait_until_finished()
 
@@ -160,10 +164,10 @@ class Checkpoints:
 
 @contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """What goes wrong inside is a UserError about checkpoints in `directory`, or the loss of a process."""
+    """Turns errors inside the block into `processes.Lost`, or into a UserError about checkpoints in `directory`."""
     try:
         yield
-    except Exception as error:  # whatever a full or vanished disk makes the writers raise
+    except Exception as error:  # a full or missing disk can raise anything
         if processes.lost(error):  # not the disk
             raise processes.Lost(f"saving a checkpoint: {_first_line(error)}") from error
         raise UserError(
@@ -173,18 +177,18 @@ def writing(directory: Path) -> Iterator[None]:
 
 
 def check_room(directory: Path, tree: Any) -> None:
-    """Raises OSError, in all processes, where a checkpoint of these arrays finds no room in one.
+    """Raises OSError in all processes if one of them has no disk space for a checkpoint of these arrays.
 
-    A disk that fills up while Orbax's threads write to it ends in pages of tracebacks; so it is asked first.
+    Checked first, because a disk that fills up while Orbax's threads write gives pages of tracebacks.
     """
     size = int(1.1 * sum(x.nbytes for x in jax.tree.leaves(tree))) + _OVERHEAD
 
     def ask() -> None:
-        if is_remote(directory):  # an object store has no end
+        if is_remote(directory):  # an object store has no size limit
             return
         free = shutil.disk_usage(directory).free
         if free < size:
-            raise OSError(errno.ENOSPC, f"it takes {size / 1e6:.1f} MB, {free / 1e6:.1f} MB are free")
+            raise OSError(errno.ENOSPC, f"it needs {size / 1e6:.1f} MB, {free / 1e6:.1f} MB are free")
 
     processes.together(ask)
 
@@ -197,45 +201,45 @@ def _by_position(tree: Any) -> dict[str, Any]:
     return {f"{i:05d}": leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
 
 
-# The status codes of TensorStore that speak of what files hold, and the errors of ours and Orbax's that do.
+# TensorStore status codes, and errors of this package and of Orbax, that are about the contents of files.
 _DAMAGE_CODES = ("NOT_FOUND", "DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT")
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _DAMAGE = (*_ABSENT, json.JSONDecodeError, UnicodeDecodeError, KeyError, EOFError)
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether an error of reading is about the files: one is missing, cut short, or holds something else.
+    """Whether a read error means damaged files: one is missing, truncated, or has other contents.
 
-    Anything else (an input/output error, no memory, no permission, a server that does not answer, an error that is not
-    known) may be gone the next time, and says nothing about the files.
+    Any other error (input/output, out of memory, no permission, no answer from a server, unknown) may be transient and
+    proves nothing about the files.
     """
     damage = False
-    for one in _chain(error):
-        if isinstance(one, OSError | MemoryError | jax.errors.JaxRuntimeError) and not isinstance(one, _ABSENT):
+    for cause in _chain(error):
+        if isinstance(cause, OSError | MemoryError | jax.errors.JaxRuntimeError) and not isinstance(cause, _ABSENT):
             return False
-        number = re.search(r"OS error (\d+)", str(one))
+        number = re.search(r"OS error (\d+)", str(cause))
         if number and int(number[1]) not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
             return False
-        damage = damage or isinstance(one, _DAMAGE) or str(one).startswith(_DAMAGE_CODES)
+        damage = damage or isinstance(cause, _DAMAGE) or str(cause).startswith(_DAMAGE_CODES)
     return damage
 
 
 def _not_damaged(checkpoint: Path, text: str) -> UserError:
     return UserError(
-        f"{checkpoint}: cannot be read now ({text}), which is no damage of the checkpoint: see to the disk, the "
-        "memory or the versions of the libraries; nothing was changed, and the same command tries again"
+        f"{checkpoint}: cannot be read now ({text}), but is not damaged: check disk, memory and library versions; "
+        "nothing was changed, so repeat the same command to try again"
     )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what led to it."""
+    """The error and its causes, outermost first."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def _first_line(error: BaseException) -> str:
-    *_, root = _chain(error)  # Orbax's own words around it name the array, and pages of its layout
+    *_, root = _chain(error)  # Orbax wraps it in pages of text about the array's layout
     return f"{type(root).__name__}: {(str(root).splitlines() or [''])[0][:200]}"
 
 
@@ -246,7 +250,7 @@ def _same_shapes(directory: Path, loop: Mapping[str, Any], params: nnx.State) ->
         if theirs.pop(path, None) != variable.shape:
             raise UserError(f"{directory}: the checkpoint is of another architecture ({'.'.join(path)} differs)")
     if theirs:
-        raise UserError(f"{directory}: the checkpoint is of another architecture (it also holds {next(iter(theirs))})")
+        raise UserError(f"{directory}: the checkpoint is of another architecture (it also has {next(iter(theirs))})")
 
 
 def _abstract(loop: Mapping[str, Any]) -> nnx.State:
@@ -267,7 +271,7 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def find_checkpoints(path: str | Path) -> list[Path]:
-    """One checkpoint, `path` itself, or all below a run directory or its checkpoints/, the newest first.
+    """All checkpoints in a run directory or its checkpoints/, newest first, or `path` itself if it is a checkpoint.
 
     Raises:
       UserError: there is none.
@@ -283,7 +287,7 @@ def find_checkpoints(path: str | Path) -> list[Path]:
 
 
 def _is_whole(step: Path) -> bool:
-    """Whether a directory is a checkpoint; on an object store it is none before Orbax says that it is complete."""
+    """Whether a directory is a complete checkpoint. On an object store, Orbax marks completion with a file."""
     return (step / "loop").is_dir() and (not is_remote(step) or (step / "commit_success.txt").exists())
 
 
@@ -311,23 +315,22 @@ def load_params(
 ) -> tuple[DecoderConfig, nnx.State, dict[str, Any]]:
     """Shape, parameters and loop record of a checkpoint, for export and evaluation.
 
-    With adapters the parameters are those beside the weights they belong to (`lora.beside`), in the dtypes that the
-    run kept them in.
+    For adapters, the parameters include their base weights (`lora.beside`), both in the dtypes of the run.
 
     Args:
-      path: one checkpoint, or a run directory: its newest that can be read.
-      place: from the abstract parameters to the sharding of each; default: the first device.
-      dtype: without adapters, of the parameters: they were saved in float32, and are converted as they are read.
+      path: one checkpoint, or a run directory for its newest readable one.
+      place: maps the abstract parameters to their shardings; default: the first device.
+      dtype: of the parameters of a run without adapters, converted from float32 while they are loaded.
 
     Raises:
-      UserError: none can be read, or the weights that its adapters belong to are not where they were.
+      UserError: no checkpoint can be read, or the adapters' base weights are not at their recorded path.
     """
-    found = processes.agreed(lambda: find_checkpoints(path))
-    for checkpoint in found:
+    candidates = processes.agreed(lambda: find_checkpoints(path))
+    for checkpoint in candidates:
         try:
             return processes.all_or_none(lambda: _load_params(absolute(checkpoint), place, dtype))  # noqa: B023
         except _Damaged as error:
-            if checkpoint == found[-1]:
+            if checkpoint == candidates[-1]:
                 raise
             log.warning("%s; trying the one before", error)
     raise AssertionError("find_checkpoints returns at least one")
@@ -339,8 +342,8 @@ def _load_params(
     loop = read_loop(checkpoint)
     try:
         config, abstract = _shape(loop["model"]), _abstract(loop)
-    except (LookupError, TypeError, ValueError, ArithmeticError) as error:  # numbers that are none, fields that lack
-        raise _Damaged(f"{checkpoint}: loop says no shape of a model ({_first_line(error)})") from None
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:  # bad numbers or missing fields
+        raise _Damaged(f"{checkpoint}: loop has no valid model shape ({_first_line(error)})") from None
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     place = place or (lambda tree: jax.tree.map(lambda _: here, tree))
     record = loop.get("lora")
@@ -348,7 +351,7 @@ def _load_params(
     low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, read_as), abstract)
     try:
         values = _one_by_one(checkpoint / "params", nnx.to_pure_dict(placed(low, place(abstract))))
-    except Exception as error:  # whatever a damaged file makes the readers raise
+    except Exception as error:  # a damaged file can raise anything
         raise _unreadable(checkpoint, "params", error) from error
     params = decoder.with_values(abstract, values)
     if record:
@@ -357,36 +360,36 @@ def _load_params(
 
 
 def _one_by_one(directory: Path, target: Mapping[str, Any]) -> dict[str, Any]:
-    """A nested dict of arrays like `target`. Read together, all would lie in float32 beside what comes of them."""
-    found: dict[str, Any] = {}
+    """Loads arrays like the nested dict `target` one by one: only one float32 original is in memory at a time."""
+    arrays: dict[str, Any] = {}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(), multiprocessing_options=_for_itself()) as reader:
 
-        def read(wanted: Mapping[str, Any], into: dict[str, Any], path: tuple[str, ...]) -> None:
-            for name, below in wanted.items():
-                if isinstance(below, Mapping):
-                    read(below, into.setdefault(name, {}), (*path, name))
+        def load(target: Mapping[str, Any], into: dict[str, Any], path: tuple[str, ...]) -> None:
+            for name, value in target.items():
+                if isinstance(value, Mapping):
+                    load(value, into.setdefault(name, {}), (*path, name))
                     continue
-                one = functools.reduce(lambda tree, key: {key: tree}, reversed((*path, name)), below)
-                arguments = ocp.checkpoint_utils.construct_restore_args(one)
-                asked = ocp.args.PyTreeRestore(one, restore_args=arguments, partial_restore=True)
-                (into[name],) = jax.tree.leaves(reader.restore(directory, args=asked))
+                one = functools.reduce(lambda tree, key: {key: tree}, reversed((*path, name)), value)
+                restore_args = ocp.checkpoint_utils.construct_restore_args(one)
+                args = ocp.args.PyTreeRestore(one, restore_args=restore_args, partial_restore=True)
+                (into[name],) = jax.tree.leaves(reader.restore(directory, args=args))
 
-        read(target, found, ())
-    return found
+        load(target, arrays, ())
+    return arrays
 
 
 def _for_itself() -> ocp.options.MultiprocessingOptions:
-    """How a process reads without the others.
+    """Orbax options for a restore without a barrier between processes.
 
-    Orbax has all of them wait for one another behind a restore, and one that could not read does not come. They meet
-    in `processes.together`, where it says so.
+    Orbax's barrier after a restore would hang if one process failed to read. `processes.together` synchronises instead
+    and passes on the error.
     """
     here = jax.process_index()
     return ocp.options.MultiprocessingOptions(here, {here}, f"process_{here}")
 
 
 def lora_record(model: ModelSection, seed: int, path: str) -> dict[str, Any] | None:
-    """What a checkpoint of adapters says about the weights beside them: `path`, or random ones of `seed`."""
+    """What a checkpoint of adapters records about their base weights: `path`, or random ones from `seed`."""
     if not model.lora_rank:
         return None
     where = str(Path(path).resolve()) if path else ""
@@ -403,17 +406,17 @@ def _base(
         return decoder.random_params(config, record["seed"], dtype, place)
     there = hf.still_there(record["path"], record.get("name", ""))
     if there is None:
-        raise UserError(f"{checkpoint}: its adapters belong to the weights in {record['path']}, which is not there")
+        raise UserError(f"{checkpoint}: its adapters belong to the weights in {record['path']}, which does not exist")
     where = hf.resolve(there)
     known = loop.get("settings", {}).get("model.path", {}).get("is")
     if known and settings.fingerprint(where, settings.WEIGHTS) != known:
         raise UserError(f"{checkpoint}: its adapters belong to other weights than those that are in {where} now")
-    found, base = hf.load_hf(where, place, dtype)
-    if found != config:
+    loaded, base = hf.load_hf(where, place, dtype)
+    if loaded != config:
         raise UserError(f"{checkpoint}: its adapters belong to another model than the one in {where}")
     return base
 
 
 def model_record(config: DecoderConfig) -> dict[str, Any]:
-    """The model's shape as `loop["model"]` holds it."""
+    """The model's shape as stored in `loop["model"]`."""
     return asdict(config)

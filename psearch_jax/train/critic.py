@@ -1,8 +1,7 @@
-"""The critic of PPO: what reward is still to come, told before every sampled id.
+"""The critic of PPO: it predicts the remaining reward before every sampled token.
 
-It is a network of the policy's shape that starts from the policy's weights, with a value head in place of the lm head
-(arXiv 2203.02155); with adapters it is adapters of its own and a head, beside the weights that it shares with the
-policy.
+It has the policy's architecture and starts from the policy's weights, with a value head in place of the lm head
+(arXiv 2203.02155). With LoRA it has its own adapters and head, and shares the base weights with the policy.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from psearch_jax.types import Packed
 
 
 def critic_learning(config: Config) -> LearningSection:
-    """The learning settings of the critic: the policy's, with the rates of section `critic`."""
+    """The policy's learning settings, with the learning rate and warm-up ratio of section `critic`."""
     own = config.critic
     return replace(config.learning, learning_rate=own.learning_rate, warmup_ratio=own.warmup_ratio)
 
 
 def token_values(model: decoder.Decoder, piece: Packed) -> jax.Array:
-    """The value of what stands before every id that counts, passages that were read since the last one included.
+    """The value of the prefix of every token in the mask, including passages inserted since the previous such token.
 
     Returns:
-      [B, W] float32; 0 where the mask is.
+      [B, W] float32; 0 where the mask is 0.
     """
     hidden, _, wanted = read(model, piece)
     before = jnp.pad(model.values(hidden[:, :-1]), ((0, 0), (1, 0)))
@@ -44,10 +43,10 @@ def token_values(model: decoder.Decoder, piece: Packed) -> jax.Array:
 
 
 class Critic(Trainable):
-    """Device programs of the critic; its score is the value of every sampled id.
+    """Device programs of the critic; its score is the value at every sampled token.
 
-    Args (those that are not `Trainable`'s):
-      value_clip: as `value_loss` takes it.
+    Args (in addition to those of `Trainable`):
+      value_clip: `clip` of `value_loss`.
     """
 
     metrics, scored = VALUE_METRICS, "values"
@@ -80,17 +79,17 @@ class Critic(Trainable):
 
 
 def without_lm_head(weights: nnx.State) -> nnx.State:
-    """A policy's weights, of which a critic has no use for the lm head; no array is copied."""
+    """A policy's weights without the lm head, which a critic does not need. No array is copied."""
     return nnx.from_flat_state([item for item in nnx.to_flat_state(weights) if item[0] != ("lm_head",)])
 
 
 def first_params(policy: nnx.State, model: DecoderConfig, lora: Lora | None, seed: int, mesh: Mesh) -> nnx.State:
-    """What a critic starts from: the policy's weights, or with `lora` fresh adapters, and a value head of zeros."""
+    """The critic's initial parameters: the policy's weights or, with `lora`, fresh adapters, and a zero value head."""
 
     def fresh() -> nnx.State:
-        head = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), head_alone)
+        head = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_head)
         return adapters.beside(adapters.init_adapters(model, lora, seed), head) if lora else head
 
-    head_alone = adapters.value_head(decoder.abstract_params(model, values=True)[1])
-    made = jax.jit(fresh, out_shardings=param_shardings(jax.eval_shape(fresh), STORAGE, mesh))()
-    return made if lora else adapters.beside(without_lm_head(policy), made)
+    abstract_head = adapters.value_head(decoder.abstract_params(model, values=True)[1])
+    initial = jax.jit(fresh, out_shardings=param_shardings(jax.eval_shape(fresh), STORAGE, mesh))()
+    return initial if lora else adapters.beside(without_lm_head(policy), initial)

@@ -1,4 +1,4 @@
-"""What happened in one batch of rollouts, in figures."""
+"""Metrics of one batch of rollouts, and of the device utilisation of its updates."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def rollout_metrics(
     advantages: np.ndarray,
     samples: int,
 ) -> dict[str, float]:
-    """What happened in one batch of rollouts: behaviour by kind, reward parts by (kind, split or whole), alarms.
+    """Behaviour by question kind, reward parts by (kind, split or not), format, end status and group signal.
 
     Args:
-      samples: the size of a group; those of one stand together.
+      trajectories, rewards, advantages: N of each, the rollouts of a group next to each other.
+      samples: the size of a group.
     """
     out: dict[str, float] = {}
     n = len(trajectories)
@@ -39,8 +40,8 @@ def rollout_metrics(
         out[f"searches/{kind}"] = mean(len(trajectories[i].executed) for i in rows)
         out[f"turns/{kind}"] = mean(trajectories[i].model_calls for i in rows)
         for name, split in (("split", True), ("whole", False)):
-            some = [i for i in rows if trajectories[i].decomposed == split]
-            out |= {f"reward/{kind}/{name}/{part}": mean(getattr(rewards[i], part) for i in some) for part in parts}
+            chosen = [i for i in rows if trajectories[i].decomposed == split]
+            out |= {f"reward/{kind}/{name}/{part}": mean(getattr(rewards[i], part) for i in chosen) for part in parts}
     counts = [len(t.executed) for t in trajectories]
     out |= {f"searched_{n}": mean(count == n for count in counts) for n in range(4)}
     out["searched_4_or_more"] = mean(count >= 4 for count in counts)
@@ -60,13 +61,14 @@ def rollout_metrics(
 def update_peak_share(
     config: Config, model: DecoderConfig, batch: TrainBatch, seconds: float, policy: bool = True, critic: bool = False
 ) -> float | None:
-    """The share of the devices' published FLOPs that the updates of a step used; None where the peak is not known.
+    """Model FLOPs utilisation of a step's updates against the devices' published peak; None if the peak is unknown.
 
-    Only what has to be computed counts: forward and twice that backward (once with adapters), of the real ids, and of
-    the vocabulary where an id counts. Padding and what is computed anew are no use.
+    Counts the forward pass and a backward pass of twice its FLOPs (of equal FLOPs with adapters) over real tokens; the
+    lm head only at trained tokens. Padding and rematerialisation do not count.
 
     Args:
-      policy, critic: which of them were updated; a critic has no vocabulary.
+      seconds: the duration of the updates.
+      policy, critic: which of them were updated; a critic has no lm head.
     """
     chip = chip_of(jax.devices()[0])
     if chip is None:
@@ -79,5 +81,5 @@ def update_peak_share(
 
 def _saw_answer(trajectory: Trajectory) -> bool:
     golds = [normalise(a) for a in trajectory.question.answers]
-    texts = [normalise(p.title + " " + p.text) for t in trajectory.turns for found in t.passages for p in found]
+    texts = [normalise(p.title + " " + p.text) for t in trajectory.turns for result in t.passages for p in result]
     return any(g and f" {g} " in f" {text} " for g in golds for text in texts)

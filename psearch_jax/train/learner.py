@@ -1,4 +1,4 @@
-"""The policy as it is trained: its log-probs, its loss, its copies for the sampler and for the KL term."""
+"""The trained policy: its log-probs, its loss, and its copies for the sampler and for the KL term."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from psearch_jax.types import Packed, TrainBatch
 def token_logprobs(
     model: decoder.Decoder, piece: Packed, temperature: float, n_ids: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of every id that counts, given those before it in its trajectory, and the entropy there.
+    """Log-probability of every token in the mask given its trajectory's prefix, and the entropy there.
 
     Returns:
-      ([B, W], [B, W]) float32; 0 where the mask is.
+      ([B, W], [B, W]) float32; 0 where the mask is 0.
     """
     hidden, ids, wanted = read(model, piece)
-    found = model.logprobs(hidden[:, :-1], ids[:, 1:], temperature, n_ids, wanted[:, 1:])
-    chosen, entropy = (jnp.pad(x, ((0, 0), (1, 0))) for x in found)
-    return chosen, entropy
+    predicted = model.logprobs(hidden[:, :-1], ids[:, 1:], temperature, n_ids, wanted[:, 1:])
+    logprobs, entropy = (jnp.pad(x, ((0, 0), (1, 0))) for x in predicted)
+    return logprobs, entropy
 
 
 class Learner(Trainable):
-    """Device programs of the policy; its score is the log-prob of every sampled id.
+    """Device programs of the policy; its score is the log-prob of every sampled token.
 
-    Args (those that are not `Trainable`'s):
-      learning: of the loss as well.
-      temperature, n_ids: of the sampler, so that all log-probs speak of one distribution.
+    Args (in addition to those of `Trainable`):
+      learning: also the settings of the loss.
+      temperature, n_ids: those of the sampler, so that all log-probs are of the same distribution.
       sampling_dtype: of the sampling copy, the reference and the base.
-      on_policy: every update starts from the policy that is the old one, so its own forward pass gives the old
-        log-probs; those of the batch are not looked at.
-      int8_sampling: the kernels of the sampling copy are in int8.
+      on_policy: every update starts from the old policy itself, so its own forward pass gives the old log-probs;
+        those of the batch are ignored.
+      int8_sampling: the sampling copy has int8 kernels.
     """
 
     metrics, scored = METRICS, "logprobs"
@@ -79,28 +79,28 @@ class Learner(Trainable):
         form = implementation_for(mesh, dtype)
         self._reference_score = self._scoring(decoder.graphdef(model, dtype, remat, form, shard_residual))
         _, weights = decoder.abstract_params(model)
-        low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, sampling_dtype), weights)
-        self._frozen = placed(low, param_shardings(weights, STORAGE, mesh)) if lora else None
-        parts = self._beside(low, self._abstract.params)
+        cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, sampling_dtype), weights)
+        self._frozen = placed(cast, param_shardings(weights, STORAGE, mesh)) if lora else None
+        parts = self._beside(cast, self._abstract.params)
         self._copy = SamplingCopy(*parts, sampling_dtype, mesh, int8_sampling, trained=lora is None)
         self._reference = jax.jit(functools.partial(jax.tree.map, lambda x: x.astype(sampling_dtype)))
 
     @property
     def needs_score(self) -> bool:
-        """Whether the old log-probs must be put into a batch: for the loss, or for the KL as a part of the reward."""
+        """Whether a batch needs old log-probs from `score`: for the loss, or for a KL penalty in the reward."""
         by_trainer = self._learning.old_logprobs == "trainer"
         return by_trainer and (not self._on_policy or self._learning.kl_in == "reward")
 
     def sampling_copy(self, params: nnx.State) -> nnx.State:
-        """The parameters as the sampler reads them. The base is never donated, so that the copy may hold it."""
+        """The parameters in the sampler's format. The copy may alias the base, which is never donated."""
         return self._copy(*self._beside(self.base, params))
 
     def reference_copy(self, params: nnx.State) -> nnx.State:
-        """A frozen copy in the sampling dtype, sharded as stored; with adapters the base itself."""
+        """A frozen copy in the sampling dtype and storage sharding; with adapters, the base itself."""
         return self._reference(params) if self.base is None else self.base
 
     def reference_score(self, reference: nnx.State, batch: TrainBatch, look: Callable[[], None] = go_on) -> np.ndarray:
-        """`score` by the reference: complete weights, or the adapters that a run started from. [N, S] float32."""
+        """`score` with the reference: complete weights, or the adapters that a run started from. [N, S] float32."""
         return self._over_batch(lambda piece: self._by_reference(reference, piece), batch, look)
 
     def _by_reference(self, reference: nnx.State, piece: Packed) -> jax.Array:
@@ -109,7 +109,7 @@ class Learner(Trainable):
         return self._reference_score(reference, None, piece)
 
     def warm_up(self, params: nnx.State, reference: nnx.State | None = None) -> None:
-        """Compiles every width of every program, so that no later step stops to compile."""
+        """Compiles every program at every width, so that no later step has to."""
         super().warm_up(params)
         for width in self._widths if reference is not None else ():
             piece = empty_piece(self._learning.micro_batch_rows, width, np.zeros)
@@ -117,20 +117,20 @@ class Learner(Trainable):
                 jax.block_until_ready(self._by_reference(reference, piece))
 
     def compilations(self) -> dict[str, int]:
-        """How many shapes each program was compiled for."""
+        """Number of shapes each program was compiled for."""
         return super().compilations() | {"reference_logprobs": self._reference_score._cache_size()}
 
     def traced(self, frozen: nnx.State | None = None) -> dict[str, dict[int, Callable[[], jax.stages.Traced]]]:
-        """As `Trainable.traced`, with the copy that the sampler reads (`reshard`)."""
+        """As `Trainable.traced`, with the program that makes the sampling copy (`reshard`)."""
         frozen = self._frozen if frozen is None else frozen
-        copied = self._beside(frozen, self._state().params)
+        parts = self._beside(frozen, self._state().params)
         programs = super().traced(frozen)
         if not self.needs_score and self._learning.kl_coefficient == 0:
             programs["logprobs"] = {}
-        return {"reshard": {0: lambda: self._copy.traced(*copied)}, **programs}
+        return {"reshard": {0: lambda: self._copy.traced(*parts)}, **programs}
 
     def _beside(self, base: nnx.State | None, params: nnx.State) -> tuple[nnx.State, nnx.State | None]:
-        """(weights, adapters) of what is trained and what is beside it."""
+        """(weights, adapters): (base, params) with LoRA, else (params, None)."""
         return (base, params) if self._lora else (params, None)
 
     def _scores(self, model: decoder.Decoder, piece: Packed) -> jax.Array:

@@ -1,4 +1,4 @@
-"""How a run hears of SIGTERM, and what it keeps so that it can give up a step at any moment."""
+"""SIGTERM handling, and a host copy of the state so that a step can be abandoned at any moment."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from psearch_jax import processes
 from psearch_jax.train.state import TrainState
 from retrieval.memory import available_memory
 
-_EVERY_S = 1.0  # how often several processes ask each other; one looks at its own request every time
-_MEMORY_SHARE = 0.5  # of the host memory that is free now, how much a copy of the state may take
+_EVERY_S = 1.0  # interval between exchanges of several processes; a single process checks at every call
+_MEMORY_SHARE = 0.5  # of the available host memory that copies of the state may take
 
 
 class Interrupted(Exception):
@@ -24,17 +24,17 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """SIGTERM, which asks a run to save and end.
+    """A request by SIGTERM to save and exit.
 
     Attributes:
-      arrived: whether it has, in this process.
+      arrived: whether this process has received it.
     """
 
     arrived = False
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Within it SIGTERM is a request."""
+        """Inside the block, SIGTERM sets `arrived` instead of ending the process."""
         before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "arrived", True))
         try:
             yield
@@ -42,15 +42,15 @@ class StopRequest:
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
     def check(self) -> None:
-        """Raises Interrupted when it has arrived in this process."""
+        """Raises Interrupted if this process has received SIGTERM."""
         if self.arrived:
             raise Interrupted("SIGTERM arrived")
 
     def watch(self) -> Callable[[], None]:
-        """A function to call between pieces of device work, by all processes between the same pieces.
+        """A function for all processes to call between the same pieces of device work.
 
-        It raises Interrupted in all of them when one was asked. They exchange that at the first call and then about
-        every second: each call to come is an exchange or none by what all of them said at the last one.
+        It raises Interrupted in all processes once one has received SIGTERM. They exchange this at the first call and
+        then about every second: each exchange sets the number of calls to skip, the same in all processes.
         """
         if jax.process_count() == 1:
             return self.check
@@ -61,18 +61,18 @@ class StopRequest:
             calls += 1
             if calls <= skip:
                 return
-            each = (time.monotonic() - last) / calls
-            heard = processes.together(lambda: (self.arrived, each))
-            if any(arrived for arrived, _ in heard):
+            interval = (time.monotonic() - last) / calls
+            reports = processes.together(lambda: (self.arrived, interval))
+            if any(arrived for arrived, _ in reports):
                 raise Interrupted("SIGTERM arrived")
-            slowest = max(seconds for _, seconds in heard)
+            slowest = max(seconds for _, seconds in reports)
             skip, calls, last = int(_EVERY_S / max(slowest, 1e-3)), 0, time.monotonic()
 
         return look
 
 
 class HostCopy:
-    """This process's part of a state, in host memory: an update donates the arrays that it starts from."""
+    """A host-memory copy of this process's shards of a state, whose device arrays the update donates."""
 
     def __init__(self, state: TrainState):
         leaves, self._structure = jax.tree.flatten(state)
@@ -81,7 +81,7 @@ class HostCopy:
         ]
 
     def state(self) -> TrainState:
-        """The state again, each array in its place."""
+        """The state on the devices, with its original shardings."""
         leaves = [
             jax.make_array_from_callback(shape, sharding, lambda index, parts=parts: parts[str(index)])
             for shape, sharding, parts in self._leaves
@@ -90,15 +90,15 @@ class HostCopy:
 
 
 def room_for_copy(state: TrainState) -> bool:
-    """Whether the host of every process has memory for a `HostCopy`. All processes must call it at the same point."""
+    """Whether every host has memory for its processes' `HostCopy`s. All processes must call it at the same point."""
     size = sum(s.data.nbytes for x in jax.tree.leaves(state) for s in _distinct_shards(x))
-    told = processes.together(lambda: (socket.gethostname(), size, available_memory()))
-    hosts = {host for host, _, _ in told}
-    return all(_fits([(n, free) for other, n, free in told if other == host]) for host in hosts)
+    reports = processes.together(lambda: (socket.gethostname(), size, available_memory()))
+    hosts = {host for host, _, _ in reports}
+    return all(_fits([(n, free) for other, n, free in reports if other == host]) for host in hosts)
 
 
 def _fits(on_one_host: Sequence[tuple[int, int]]) -> bool:
-    """Whether all processes of a host find room, by the bytes that each needs and those that it finds available."""
+    """Whether the copies of one host's processes fit, from (bytes needed, bytes available) of each."""
     return sum(n for n, _ in on_one_host) <= _MEMORY_SHARE * min(free for _, free in on_one_host)
 
 

@@ -1,4 +1,4 @@
-"""What a training run writes beside its checkpoints: config.json, trajectories, a line for every step."""
+"""What a training run writes in addition to its checkpoints: config.json, trajectories, a line for every step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("psearch_jax")
 
 
 def write_config(workdir: Path, config: Config, step: int) -> None:
-    """Writes config.json; one that says something else is kept beside it, named by the last step it was used for."""
+    """Writes config.json. A different older one is kept as config.until_STEP.json; it applied up to that step."""
     file, now = workdir / "config.json", to_mapping(config)
     try:
         before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else now
@@ -31,14 +31,14 @@ def write_config(workdir: Path, config: Config, step: int) -> None:
         while kept.exists():
             kept = kept.with_name(f"{kept.stem}.again.json")
         file.rename(kept)
-        log.info("config.json is written anew; the one before is kept as %s", kept)
+        log.info("config.json has changed; the previous one is kept as %s", kept)
     write_json(file, now)
 
 
 def write_trajectories(
     workdir: Path, step: int, trajectories: Sequence[Trajectory], rewards: Sequence[RewardParts], count: int
 ) -> None:
-    """One file per step, whole groups from the front."""
+    """Writes the first `count` trajectories of a step to its own file."""
     if not processes.first():
         return
     directory = workdir / "trajectories"
@@ -49,7 +49,7 @@ def write_trajectories(
 
 
 def report(bar: tqdm, step: int, metrics: Mapping[str, float]) -> None:
-    """The step in one line, on the progress bar or in the log, and what to be warned of."""
+    """Shows the step in one line, on the progress bar or in the log, and logs warnings."""
     if not processes.first():
         return
     kinds = " ".join(
@@ -65,19 +65,19 @@ def report(bar: tqdm, step: int, metrics: Mapping[str, float]) -> None:
         bar.set_postfix_str(line.removeprefix(f"step {step} "))
     if metrics["status/not_finite"]:
         log.warning(
-            "step %d: %.1f%% of the rollouts had logits that are not finite; they are not learned from",
+            "step %d: %.1f%% of the rollouts had logits that are not finite; they are not trained on",
             step,
             100 * metrics["status/not_finite"],
         )
     split = metrics.get("decomposition/parallel")
     if step == 0 and split is not None and split < 0.05:
         log.warning(
-            "only %.1f%% of the rollouts on parallel questions split them: groups without a single split carry no "
-            "signal for it, so the behaviour may die out",
+            "only %.1f%% of the rollouts on parallel questions split them: groups without a single split give no "
+            "signal for splitting, so the behaviour may disappear",
             100 * split,
         )
 
 
 def write_json(path: Path, value: Any) -> None:
-    """The whole file or nothing."""
+    """Writes the file atomically."""
     write_whole(path, json.dumps(value, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""The rollouts of one step with their rewards and advantages, and which of them are learned from."""
+"""The rollouts of one step with their rewards and advantages, and the choice of those to train on."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from psearch_jax.types import Question, RewardParts, Trajectory
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Everything that a step drew, in all processes the same; the rollouts of a group stand together."""
+    """All rollouts of a step, the same in every process. The rollouts of a group are adjacent."""
 
     trajectories: list[Trajectory]
     rewards: list[RewardParts]
-    totals: list[float]  # of each its reward less what its length costs
+    totals: list[float]  # per rollout: reward minus length penalty
     advantages: np.ndarray  # [N] float32
     usage: Usage
     draws: int = 1
 
 
 def draw(run: Run, questions: Sequence[Question], step: int, times: dict[str, float]) -> Rollouts:
-    """Rollouts of a step's questions, and of further ones in place of groups whose rewards are all equal.
+    """Collects rollouts of a step's questions, and of more questions while too few groups carry a signal.
 
-    Those teach nothing. Up to `train.redraws` times as many questions again are taken from the loader, until
-    `train.prompts` groups carry a signal (dynamic sampling, arXiv 2503.14476 section 3.2).
+    A group whose rewards are all equal teaches nothing. Up to `train.redraws` more batches are taken from the loader,
+    until `train.prompts` groups carry a signal (dynamic sampling, arXiv 2503.14476 section 3.2).
 
     Args:
-      questions: this process's.
+      questions: those of this process.
       times: the seconds of the phases rollout and reward are added to it.
 
     Raises:
       Interrupted, RetrievalError: as `Collector.collect`.
     """
     config = run.config
-    charged, context = config.rollout.unfinished == "penalise", config.rollout.context_tokens
+    penalty, context = config.rollout.unfinished == "penalise", config.rollout.context_tokens
     trajectories: list[Trajectory] = []
     rewards: list[RewardParts] = []
     totals: list[float] = []
     usage = Usage()
 
-    def followed(done: int, _: int) -> None:
+    def on_progress(done: int, _: int) -> None:
         run.stop.check()
         progress.reach(done)
 
@@ -62,20 +62,20 @@ def draw(run: Run, questions: Sequence[Question], step: int, times: dict[str, fl
                 seed=config.seed,
                 step=step,
                 temperature=config.rollout.temperature,
-                progress=followed,
+                progress=on_progress,
             )
             usage += run.collector.usage
-            # From here on every process holds all rollouts and does the same with them.
-            found = processes.in_order(own, config.rollout.samples)
-            # A draw that goes on into the next epoch may meet a question again, and would draw the same rollouts.
+            # From here on every process holds all rollouts and computes the same.
+            collected = processes.in_order(own, config.rollout.samples)
+            # A batch from the next epoch may repeat a question of this step, which would give the same rollouts.
             seen = set(map(_group, trajectories))
-            fresh = [t for t in found if _group(t) not in seen]
+            fresh = [t for t in collected if _group(t) not in seen]
         with run.phase("reward", times):
             trajectories += fresh
             parts = [run.reward(t) for t in fresh]
             rewards += parts
             totals += [
-                r.total - length_penalty(t, config.reward, charged, context) for r, t in zip(parts, fresh, strict=True)
+                r.total - length_penalty(t, config.reward, penalty, context) for r, t in zip(parts, fresh, strict=True)
             ]
             groups = list(map(_group, trajectories))
             valid = [t.status != "not_finite" for t in trajectories]
@@ -88,10 +88,10 @@ def draw(run: Run, questions: Sequence[Question], step: int, times: dict[str, fl
 
 
 def learned_rows(advantages: np.ndarray, samples: int, count: int) -> np.ndarray:
-    """The rows of `count` whole groups, in order: the first that carry a signal, then the first that do not.
+    """The rows of `count` groups, in their order: the first with a signal, then as needed the first without one.
 
     Args:
-      advantages: [N], those of a group one behind the other.
+      advantages: [N], those of a group adjacent.
       samples: the size of a group.
     """
     chosen = np.sort(np.argsort(~carry_signal(advantages, samples), kind="stable")[:count])

@@ -1,4 +1,4 @@
-"""The live parts of a training run, and the clock that its phases are timed by."""
+"""The components of a training run, and the timing of its phases."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from psearch_jax.types import Question, RewardParts, Trajectory
 
 @dataclass
 class Run:
-    """The live parts of a training run, made by build.py."""
+    """The components of a training run, made by build.py."""
 
-    config: Config  # as the method has it
+    config: Config  # with the method's settings applied
     collector: Collector
     learner: Learner
     loader: QuestionLoader
     evaluation: Sequence[Question]
     reward: Callable[[Trajectory], RewardParts]
-    abstract: TrainState  # the state's ShapeDtypeStructs, with the place of each
-    fresh: Callable[[], TrainState] | None  # makes the state of step 0; holds the weights that it starts from
+    abstract: TrainState  # the state as ShapeDtypeStructs with shardings
+    fresh: Callable[[], TrainState] | None  # makes the state of step 0 from weights that it holds
     model: Any  # DecoderConfig
     tokenizer_path: str
-    given: Config  # as the user has it: what config.json records
+    given: Config  # as the user set it; recorded in config.json
     reference: nnx.State | None = None  # None when the KL coefficient is 0
-    critic: Critic | None = None  # of PPO
-    lora: dict[str, Any] | None = None  # what a checkpoint of adapters says about the weights beside them
-    settings: settings.Record = field(default_factory=dict)  # what decides the run's numbers
+    critic: Critic | None = None  # PPO only
+    lora: dict[str, Any] | None = None  # what a checkpoint of adapters records about their base weights
+    settings: settings.Record = field(default_factory=dict)  # the settings that affect the results
     wall_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     stop: StopRequest = field(default_factory=StopRequest)
-    keeps_copy: bool = False  # of the state, in host memory, while a step's updates go on
+    keeps_copy: bool = False  # of the state in host memory during a step's updates
     _state: TrainState | None = None
 
     @property
     def state(self) -> TrainState:
-        """The state behind the last step. It is made when first asked for: a run that resumes never holds two."""
+        """The state after the last step. It is made on first access, so a resumed run never holds two."""
         if self._state is None:
-            assert self.fresh is not None, "the state was given up"
+            assert self.fresh is not None, "the state was discarded"
             self.state = self.fresh()
         return self._state
 
@@ -60,12 +60,12 @@ class Run:
 
     @property
     def has_state(self) -> bool:
-        """Whether there is one, or can be: a step given up between its updates may have used it up."""
+        """Whether a state exists or can be made: a step abandoned between its updates may have donated it."""
         return self._state is not None or self.fresh is not None
 
     @contextmanager
     def phase(self, name: str, times: dict[str, float] | None = None) -> Iterator[None]:
-        """Adds the wall time of a block to the run's total of that phase, and to `times`."""
+        """Adds the wall time of the block to the run's total for that phase, and to `times`."""
         start = time.monotonic()
         yield
         seconds = time.monotonic() - start

@@ -14,10 +14,12 @@ from psearch_jax.types import UserError
 
 
 def config_of(model: str) -> Config | None:
-    """That of the run which a checkpoint or a run directory belongs to, on this machine's devices; else None.
+    """The config of the run that `model`, a checkpoint or run directory, belongs to; None if it is neither.
+
+    A mesh that does not fit this machine's devices is replaced by the default one.
 
     Raises:
-      UserError: its config.json cannot be read.
+      UserError: config.json cannot be read.
     """
     path = locate(model)
     in_hf_format = (path / "config.json").is_file() and not (path / "checkpoints").is_dir()
@@ -33,6 +35,6 @@ def config_of(model: str) -> Config | None:
         raise UserError(f"{file}: {error}") from None
     sizes = astuple(config.mesh)
     known = math.prod(size for size in sizes if size > 0)
-    if jax.device_count() % known or (-1 not in sizes and known != jax.device_count()):  # a run of another machine
+    if jax.device_count() % known or (-1 not in sizes and known != jax.device_count()):  # the run used another machine
         config = replace(config, mesh=MeshSection())
     return config

@@ -1,7 +1,7 @@
-"""What decides a run's numbers, as a checkpoint records it, and what differs when the run goes on.
+"""The settings that affect a run's results, as a checkpoint records them, and their changes on resume.
 
-A record holds the fields of `DECIDES_NUMBERS` by value. Of those in `DECIDES_BY_CONTENT` it holds what
-they name and a fingerprint of what is there: a directory may move, and another one may take its place.
+A record holds the fields of `DECIDES_NUMBERS` by value. For those of `DECIDES_BY_CONTENT` it holds the path or name
+and a fingerprint of the contents, because a directory may be moved or replaced.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from psearch_jax.config import Config, to_mapping
 
 Record = dict[str, Any]
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
-WEIGHTS = ("config.json", "*.safetensors")  # what counts of a directory of weights
-_BLOCK, _BLOCKS = 4096, 64  # bytes and number of the samples that a large file is known by
+WEIGHTS = ("config.json", "*.safetensors")  # the files that identify a directory of weights
+_BLOCK, _BLOCKS = 4096, 64  # size in bytes and number of a large file's sampled blocks
 
-# Every field is in one of these three (a test sees to it). Those that decide a run's numbers: compared by value.
+# Every field is in one of these three sets (tested). First, fields that affect the results: compared by value.
 DECIDES_NUMBERS = frozenset(
     (
         "seed method model.dtype model.sampling_dtype model.int8_weights model.int8_cache model.lora_rank "
@@ -39,14 +39,14 @@ DECIDES_NUMBERS = frozenset(
         "sft.learning_rate sft.warmup_ratio sft.final_learning_rate_ratio sft.weight_decay sft.validation_share"
     ).split()
 )
-# Those that name something: what is there decides, and it may have moved.
+# Fields that name something, such as files: compared by contents, because files may be moved or replaced.
 DECIDES_BY_CONTENT = frozenset(
     (
         "model.path model.preset model.tokenizer model.adapters data.source data.validation data.template "
         "retrieval.index retrieval.corpus"
     ).split()
 )
-# Those that change a run's length, speed, memory or company, what it writes, or its numbers by rounding alone.
+# Fields that change a run's length, speed, memory, servers or outputs, or its results only by rounding.
 FREE_TO_CHANGE = frozenset(
     (
         "model.shard_residual model.remat model.unstacked_decoding mesh.data mesh.fsdp mesh.tensor "
@@ -73,17 +73,17 @@ def record(config: Config, contents: Mapping[str, tuple[str, str]]) -> Record:
     """The record of a run.
 
     Args:
-      config: as the method has it.
-      contents: for each field that names something, what it names and a fingerprint of that.
+      config: with the method's settings applied.
+      contents: for each field of `DECIDES_BY_CONTENT`, what it names and the fingerprint of that.
     """
     values = {name: value for name, value in fields(config).items() if name in DECIDES_NUMBERS}
     return values | {name: {"names": named, "is": digest} for name, (named, digest) in contents.items()}
 
 
 def differences(saved: Mapping[str, Any] | None, now: Record) -> dict[str, str]:
-    """For every field that differs, what was and what is. A field that the saved record lacks had its default."""
+    """The old and new value of every field that differs. A field missing from the saved record had its default."""
     if saved is None:
-        return {"settings": "none are recorded with it"}
+        return {"settings": "none are recorded in the checkpoint"}
     defaults = fields(Config())
     out = {}
     for name, new in now.items():
@@ -93,7 +93,9 @@ def differences(saved: Mapping[str, Any] | None, now: Record) -> dict[str, str]:
                 out[name] = f"not recorded, now {new['names']!r}"
             elif old["is"] != new["is"]:
                 same = old["names"] == new["names"]
-                out[name] = f"what is in {new['names']}" if same else f"{old['names']!r}, now {new['names']!r}"
+                out[name] = (
+                    f"{new['names']!r} has other contents" if same else f"{old['names']!r}, now {new['names']!r}"
+                )
         elif old != new:
             out[name] = f"{old!r}, now {new!r}"
     return out
@@ -105,10 +107,10 @@ def described(changes: Mapping[str, str]) -> str:
 
 
 def fingerprint(path: str | Path, patterns: Sequence[str] = ()) -> str:
-    """Tells files apart by their sizes and by samples of their bytes, wherever they lie; 300 kB are read of each.
+    """A digest of files' sizes and sampled blocks, independent of their directory. Reads about 300 kB of each file.
 
     Args:
-      patterns: which files of a directory count, as `Path.glob` has it.
+      patterns: the files of a directory to include, as for `Path.glob`.
     """
     path, digest = Path(path), hashlib.sha256()
     files = sorted({p for pattern in patterns for p in path.glob(pattern)}) if path.is_dir() else [path]
@@ -125,5 +127,5 @@ def fingerprint(path: str | Path, patterns: Sequence[str] = ()) -> str:
 
 
 def text_fingerprint(*texts: str) -> str:
-    """The same for texts at hand."""
+    """The digest of texts in memory."""
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()

@@ -1,8 +1,7 @@
 """Supervised fine-tuning: cross-entropy on the tokens that a loss mask covers, full or with adapters.
 
-`fit` is the loop. It takes batches by step, so a resumed run trains on what an uninterrupted one would have; what a
-step learns from is the caller's: rows of transcripts (`RowBatches`), or the curriculum of the toy policy
-(toy_sft.py).
+`fit` is the loop. It takes batches by step, so a resumed run trains on the same data as an uninterrupted one. The
+caller chooses the batches: rows of transcripts (`RowBatches`), or the curriculum of the toy policy (toy_sft.py).
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class SupervisedTrainer(Trainable):
     """Device programs of supervised fine-tuning; the score is the log-prob of every token that the mask covers.
 
     Args (in addition to those of `Trainable`):
-      schedule: the learning rate by optimizer steps taken.
-      vocabulary: number of ids that the tokenizer has.
+      schedule: maps optimizer steps taken to the learning rate.
+      vocabulary: number of token ids of the tokenizer.
     """
 
     metrics, scored = ("loss", "entropy"), "logprobs"
@@ -63,7 +62,7 @@ class SupervisedTrainer(Trainable):
         super().__init__(model, learning, optimizer, mesh, context_tokens, dtype, remat, shard_residual, lora, widths)
 
     def pack(self, rows: Sequence[Row]) -> list[Packed]:
-        """The rows as micro-batches of the run's widths."""
+        """Packs rows into micro-batches of the run's widths."""
         return [piece for _, piece in self._pieces(row_batch(rows))]
 
     def mean_loss(self, params: Any, rows: Sequence[Row]) -> float:
@@ -85,7 +84,7 @@ class SupervisedTrainer(Trainable):
 
 
 def row_batch(rows: Sequence[Row]) -> TrainBatch:
-    """Rows padded on the right to the longest of them."""
+    """Rows padded on the right to the length of the longest."""
     width = max(len(ids) for ids, _ in rows)
     ids, mask = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), np.float32)
     for i, (row, trained) in enumerate(rows):
@@ -104,14 +103,14 @@ def digest(rows: Sequence[Row]) -> str:
 
 
 def cosine_schedule(section: SFTSection, steps: int) -> optax.Schedule:
-    """Linear from 0 to the peak over `warmup_ratio` of the steps, then a cosine down to the final share of it."""
+    """Linear warm-up from 0 over `warmup_ratio` of the steps, then cosine decay to the final ratio of the peak."""
     peak = section.learning_rate
     warmup = min(steps - 1, max(1, round(section.warmup_ratio * steps)))
     return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, peak * section.final_learning_rate_ratio)
 
 
 def make_optimizer(section: SFTSection, learning: LearningSection, steps: int) -> optax.GradientTransformation:
-    """AdamW with the cosine schedule, after a clip by the global norm."""
+    """Global-norm clip, then AdamW with the cosine schedule."""
     adamw = optax.adamw(
         cosine_schedule(section, steps), b1=learning.beta1, b2=learning.beta2, weight_decay=section.weight_decay
     )
@@ -128,7 +127,7 @@ class Batches(Protocol):
 
 
 class RowBatches:
-    """Rows in batches, shuffled anew in every epoch; which rows a step gets follows from seed and step."""
+    """Rows in batches, reshuffled every epoch. Seed and step determine the rows of a batch."""
 
     def __init__(
         self, rows: Sequence[Row], batch_rows: int, seed: int, pack: Callable[[Sequence[Row]], Sequence[Packed]]
@@ -148,14 +147,14 @@ class RowBatches:
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How long `fit` runs, and what it writes."""
+    """How long `fit` runs, and what it logs and saves."""
 
     steps: int
     log_every_steps: int = 1
     checkpoint_every_steps: int = 50
     checkpoint_every_minutes: float = 0.0  # 0: by steps only
     max_bad_steps: int = 3
-    record: Mapping[str, Any] = field(default_factory=dict)  # JSON-ready, kept in every checkpoint
+    record: Mapping[str, Any] = field(default_factory=dict)  # JSON-ready, saved in every checkpoint
 
 
 def fit(
@@ -173,8 +172,8 @@ def fit(
     Args:
       state: donated.
       log_metrics: called with the steps taken and the means since the last call.
-      checkpoints: where the state is saved, at the end too.
-      stop: asked before every micro-batch.
+      checkpoints: where the state is saved, also after the last step.
+      stop: checked before every micro-batch.
 
     Raises:
       Interrupted: after SIGTERM, once the last complete step is saved.
@@ -197,7 +196,7 @@ def fit(
                 if step:
                     save(step)
                 checkpoints.wait()
-            raise Interrupted(f"saved after step {step}" if step else "nothing was learned yet") from None
+            raise Interrupted(f"saved after step {step}" if step else "nothing is saved yet") from None
         if metrics["bad_in_a_row"] >= options.max_bad_steps:
             raise UserError(
                 f"step {step + 1}: loss or gradient was not finite in {options.max_bad_steps} updates in a row, first "

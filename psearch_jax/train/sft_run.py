@@ -36,23 +36,23 @@ class SupervisedRun:
     trainer: SupervisedTrainer
     batches: RowBatches
     held_out: Sequence[Row]  # transcripts whose loss is logged and which are not trained on
-    abstract: TrainState  # the state's ShapeDtypeStructs, with the sharding of each
+    abstract: TrainState  # the state as ShapeDtypeStructs with shardings
     fresh: Callable[[], TrainState]  # makes the state of step 0
     steps: int
     tokenizer_path: str
-    record: Mapping[str, Any]  # what every checkpoint says of the model, the adapters and the settings
+    record: Mapping[str, Any]  # what every checkpoint records about the model, the adapters and the settings
     stop: StopRequest = field(default_factory=StopRequest)
 
 
 def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False) -> dict[str, Any]:
-    """Trains to the end, from wherever the workdir stands, and returns the summary that it wrote.
+    """Trains to the end, resuming from the workdir's newest checkpoint, and returns the summary it wrote.
 
     Args:
-      allow_changes: resume although settings differ that decide the numbers.
+      allow_changes: resume even if settings that affect the results have changed.
 
     Raises:
       Interrupted: after SIGTERM, once the checkpoint is on disk.
-      UserError: the settings or transcripts are not those of the run, or as `fit`.
+      UserError: the settings or transcripts differ from those of the run, or as `fit`.
     """
     workdir, config = locate(workdir), run.config
     make_writable(workdir)
@@ -92,7 +92,7 @@ def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False) 
         record = {name: value for name, value in record.items() if value is not None}
         if step == 0:
             measure(0, state)
-        while step < run.steps:  # an epoch at a time, so that the held-out loss is measured in between
+        while step < run.steps:  # one epoch at a time, to measure the held-out loss in between
             end = min(run.steps, (step // epoch + 1) * epoch)
             options = FitOptions(
                 end,
@@ -119,14 +119,14 @@ def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False) 
 def _resume(
     run: SupervisedRun, checkpoints: Checkpoints, workdir: Path, allow_changes: bool
 ) -> tuple[int, TrainState]:
-    """The steps taken and the state after them: of the newest checkpoint, or the first one."""
+    """The steps taken and the state after them, from the newest checkpoint or at step 0."""
 
     def accept(loop: Mapping[str, Any]) -> None:
         changes = processes.agreed(lambda: settings.differences(loop.get("settings"), run.record["settings"]))
         if changes and not allow_changes:
             raise UserError(
                 f"{workdir}: resumed after step {loop['step']} with other settings, {settings.described(changes)}; "
-                "accepted: those it was made with, or --allow_changes"
+                "accepted: the settings it started with, or --allow_changes"
             )
         if changes:
             log.warning("resuming with other settings: %s", settings.described(changes))

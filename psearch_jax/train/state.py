@@ -21,8 +21,8 @@ class TrainState:
     params: nnx.State  # float32 master weights, storage-sharded
     optimizer: Any  # optax state, sharded as the parameters
     updates: jax.Array  # [] int32, optimizer steps taken
-    bad_in_a_row: jax.Array  # [] int32, updates skipped in a row because something was not finite
-    critic: TrainState | None = None  # of PPO, the same four of the critic
+    bad_in_a_row: jax.Array  # [] int32, consecutive updates skipped because loss or gradient was not finite
+    critic: TrainState | None = None  # PPO only: the four fields above for the critic
 
 
 def updates_per_step(config: Config) -> int:
@@ -31,16 +31,16 @@ def updates_per_step(config: Config) -> int:
 
 
 class Warmup(NamedTuple):
-    """State of the learning rate. It is saved with a run, so that no rate depends on how long the run is to be now."""
+    """State of the learning rate. It is checkpointed, so changing a run's length does not change its rates."""
 
     taken: jax.Array  # [] int32, updates taken
-    updates: jax.Array  # [] int32, updates of the warm-up, counted out at the start; 0: none
+    updates: jax.Array  # [] int32, length of the warm-up, computed at step 0; 0: none
 
 
 def make_optimizer(learning: LearningSection, total_updates: int) -> optax.GradientTransformation:
-    """AdamW behind a global-norm clip, with a linear warm-up, then a constant rate.
+    """Global-norm clip, then AdamW with a linear warm-up and a constant rate after it.
 
-    A fresh state is made for a warm-up over `warmup_ratio` of `total_updates`; nothing else depends on these two.
+    The initial state sets the warm-up to `warmup_ratio * total_updates` updates. Nothing else depends on these two.
     """
 
     def init(_: Any) -> Warmup:
@@ -59,25 +59,25 @@ def make_optimizer(learning: LearningSection, total_updates: int) -> optax.Gradi
 
 
 def warmup_updates(learning: LearningSection, total_updates: int) -> int:
-    """How many updates the warm-up of a run takes that is to have `total_updates`."""
+    """Length of the warm-up, in updates, of a run of `total_updates`."""
     return int(learning.warmup_ratio * total_updates)
 
 
 def learning_rate(state: TrainState, learning: LearningSection) -> jax.Array:
-    """The rate of the update that comes next. [] float32"""
+    """The learning rate of the next update. [] float32"""
     (warmup,) = (n for n in jax.tree.leaves(state.optimizer, is_leaf=_is_warmup) if _is_warmup(n))
     return _rate(warmup, learning)
 
 
 def with_warmup(state: TrainState, updates: int) -> TrainState:
-    """The state with a warm-up over so many updates, those taken included."""
+    """The state with a warm-up of `updates` updates, including those already taken."""
 
-    def one(node: Any) -> Any:
+    def set_length(node: Any) -> Any:
         if not _is_warmup(node):
             return node
         return node._replace(updates=jax.device_put(jnp.int32(updates), node.updates.sharding))
 
-    return replace(state, optimizer=jax.tree.map(one, state.optimizer, is_leaf=_is_warmup))
+    return replace(state, optimizer=jax.tree.map(set_length, state.optimizer, is_leaf=_is_warmup))
 
 
 def _is_warmup(node: Any) -> bool:
@@ -85,14 +85,14 @@ def _is_warmup(node: Any) -> bool:
 
 
 def _rate(warmup: Warmup, learning: LearningSection) -> jax.Array:
-    """Linear from 1/n of the full rate at the first of n updates to all of it behind the last."""
+    """Linear over n updates, from 1/n of the full rate at the first to the full rate after the last."""
     full, n = learning.learning_rate, jnp.maximum(warmup.updates, 1)
-    left = jnp.where(warmup.updates > 0, jnp.clip(1 - warmup.taken / n, 0, 1), 0.0)
-    return (full / n - full) * left + full
+    remaining = jnp.where(warmup.updates > 0, jnp.clip(1 - warmup.taken / n, 0, 1), 0.0)
+    return (full / n - full) * remaining + full
 
 
 def state_shardings(abstract: TrainState, mesh: Mesh) -> TrainState:
-    """Storage sharding of every array of the state; optimizer moments lie where their parameter lies."""
+    """Storage sharding of every array of the state. Optimizer moments are sharded like their parameters."""
     params = param_shardings(abstract.params, STORAGE, mesh)
     optimizer = _like_params(abstract.optimizer, abstract.params, params, mesh)
     critic = state_shardings(abstract.critic, mesh) if abstract.critic else None
@@ -100,7 +100,7 @@ def state_shardings(abstract: TrainState, mesh: Mesh) -> TrainState:
 
 
 def _like_params(optimizer: Any, params: nnx.State, shardings: nnx.State, mesh: Mesh) -> Any:
-    """Replaces every subtree of the optimizer state that mirrors the parameters by their shardings."""
+    """Shardings of the optimizer state: the parameters' for subtrees of the same structure, else replicated."""
     structure = jax.tree.structure(params)
 
     def mirrors(node: Any) -> bool:
@@ -114,11 +114,11 @@ def _fresh(params: nnx.State, optimizer: optax.GradientTransformation) -> TrainS
 
 
 def abstract_state(params: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state's ShapeDtypeStructs, from (abstract) parameters."""
+    """The state as ShapeDtypeStructs, from (abstract) parameters."""
     return jax.eval_shape(lambda p: _fresh(p, optimizer), params)
 
 
 def init_state(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """A fresh state around loaded or random parameters, placed on the mesh."""
+    """The initial state for loaded or random parameters, sharded on the mesh."""
     shardings = state_shardings(abstract_state(params, optimizer), mesh)
     return jax.jit(lambda p: _fresh(p, optimizer), out_shardings=shardings)(params)

@@ -1,8 +1,8 @@
 """The cold start of the toy policy: supervised fine-tuning (sft.py) on exercises and scripted trajectories.
 
-Every batch is of one skill. Exercises come first and most, trajectories later, and none ever stops: skills that are
-left behind are forgotten. Each row of a batch is renamed as it is drawn (names.py), so no name comes twice, and what a
-row teaches about its names is to read them.
+Every batch trains one skill. Exercises dominate early and trajectories later, but no skill ever stops, because skills
+that are no longer trained are forgotten. Each row is renamed when it is drawn (names.py), so names do not repeat and
+the policy must copy them from the context.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SKILLS = ("copying", "looking_up", "judging", "recalling", "reading", "trajector
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the curriculum: its share of the steps, and how often each of SKILLS is drawn in it."""
+    """A phase of the curriculum: its share of the steps, and the sampling weights of SKILLS."""
 
     share: float
     weights: tuple[float, ...]
@@ -54,34 +54,34 @@ PHASES = (
     Phase(0.20, (0.08, 0.21, 0.28, 0.03, 0.20, 0.20)),
     Phase(0.77, (0.03, 0.06, 0.15, 0.03, 0.20, 0.53)),
 )
-# How many ids back the first heads of the first layer look at the start; as sharply as their biases are long.
-LOOKING_BACK = (1, 2, 3)
-SHARPNESS = 5.0
-MATCHING = 8.0  # how strongly equal ids attract each other at the start
-COPYING = 2.0  # how strongly what is attended to is repeated
-QUIET = 0.2  # of the other layers' outputs at the start
-_FAST_PAIRS = 6  # of rotary dimensions, whose angles tell one id from the next
+# Initial values (see `starting_params`).
+LOOKING_BACK = (1, 2, 3)  # offset, in tokens, that each of the first heads of layer 0 attends back to
+SHARPNESS = 5.0  # scale of the query and key biases of these heads: higher means sharper attention
+MATCHING = 8.0  # scale of the induction head's keys: how strongly equal tokens attract each other
+COPYING = 2.0  # scale of the induction head's output: how strongly the attended token is repeated
+QUIET = 0.2  # scale of all other attention and MLP output kernels
+_FAST_PAIRS = 6  # rotary dimension pairs whose angles differ clearly between neighbouring positions
 
 
 @dataclass(frozen=True)
 class ToySFTConfig:
-    """A cold-start run."""
+    """Settings of a cold-start run."""
 
     seed: int = 0
     preset: str = "toy"
     steps: int = 10_000
-    first_world: int = 1000  # the worlds that trajectories are about: this one and those behind it
+    first_world: int = 1000  # seed of the first of `worlds` worlds, with consecutive seeds, for trajectories
     worlds: int = 4
     trajectories_per_world: int = 4000
-    exercise_rows: int = 6000  # of each exercise, before renaming
+    exercise_rows: int = 6000  # per exercise, before renaming
     parallel_share: float = 0.42
     sequential_share: float = 0.32
-    mixed_share: float = 0.06  # the rest are single
-    sizes: tuple[float, ...] = (0.36, 0.22, 0.14, 0.08, 0.07, 0.07, 0.06)  # of comparisons of 2 to 8 entities
+    mixed_share: float = 0.06  # the remaining share is single
+    sizes: tuple[float, ...] = (0.36, 0.22, 0.14, 0.08, 0.07, 0.07, 0.06)  # shares of comparisons of 2 to 8 entities
     topk: int = 2
     turns: int = 4
-    tokens_per_batch: int = 2048  # padding included; small batches learn to copy sooner
-    buckets: tuple[int, ...] = (48, 80, 128, 192, 256, 416)  # row lengths in ids; longer rows are left out
+    tokens_per_batch: int = 2048  # including padding; with small batches copying is learned earlier
+    buckets: tuple[int, ...] = (48, 80, 128, 192, 256, 416)  # row lengths in tokens; longer rows are dropped
     remat: Remat = "none"
     learning_rate: float = 2e-3
     warmup_steps: int = 100
@@ -97,7 +97,7 @@ class ToySFTConfig:
 def make_rows(
     config: ToySFTConfig, tokenizer: Tokenizer, make_retriever: Callable[[Sequence[Passage]], Retriever]
 ) -> dict[str, list[Row]]:
-    """The rows of every skill, before renaming; equal for equal arguments."""
+    """The rows of every skill, before renaming; deterministic in the arguments."""
     encode = lru_cache(maxsize=1 << 16)(tokenizer.encode_foreign)
     rng = np.random.default_rng([config.seed, 0x0C])
     rows: dict[str, list[Row]] = {
@@ -110,7 +110,8 @@ def make_rows(
     }
     stated = known_questions(ClosedWorld.make(0))
     rows["recalling"] = write_all(stated, [recall(q) for q in stated], None, tokenizer, config.topk)
-    # Names that differ in one syllable are looked up, else whoever begins like a known one is answered by heart.
+    # Names that differ in one syllable must be searched for; else any name that starts like a known one is answered
+    # from memory.
     rng = np.random.default_rng([config.seed, 0x0D])
     others = [_of_another(question, rng) for question in stated for _ in range(2)]
     first_turns = [plan(question, rng, config.mixture, config.turns)[:1] for question in others]
@@ -126,20 +127,20 @@ def make_rows(
         retriever = make_retriever(world.passages)
         rng = np.random.default_rng([config.seed, seed, 0x0A])
         for skill, draw in (("reading", 1), ("trajectories", 2)):
-            asked = [
+            selected = [
                 q
                 for kind in KINDS
                 for q in questions(world, "train", kind, counts[kind], draw + 2 * config.seed, sizes=sizes)
             ]
-            plans = [plan(q, rng, config.mixture, config.turns) for q in asked]
+            plans = [plan(q, rng, config.mixture, config.turns) for q in selected]
             if skill == "reading":
                 plans = [steps[:1] for steps in plans]
-            rows[skill] += write_all(asked, plans, retriever, tokenizer, config.topk)
+            rows[skill] += write_all(selected, plans, retriever, tokenizer, config.topk)
     return rows
 
 
 def _of_another(question: Question, rng: np.random.Generator) -> Question:
-    """The same question about somebody who is nearly called so."""
+    """The same question about a name that differs in one syllable."""
     ((attribute, name, value),) = question.metadata["rounds"][0]
     other = nearly(rng, name)
     facts = question.metadata | {"rounds": [[[attribute, other, value]]]}
@@ -147,12 +148,12 @@ def _of_another(question: Question, rng: np.random.Generator) -> Question:
 
 
 class Batches:
-    """The batch of every step: which skill, which rows, and how each is renamed follow from the seed and the step."""
+    """The batch of every step. Seed and step determine its skill, its rows and their renaming."""
 
     def __init__(self, config: ToySFTConfig, tokenizer: Tokenizer, rows: Mapping[str, Sequence[Row]]):
         self.config, self.size = config, tokenizer.size
         self.syllables = syllable_ids(tokenizer)
-        # By skill and bucket: ids [n, bucket] int32 and masks [n, bucket] bool.
+        # By skill, then bucket: token ids [n, bucket] int32 and masks [n, bucket] bool.
         self.pools: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
         for skill, members in rows.items():
             pools = []
@@ -166,22 +167,19 @@ class Batches:
                     ids[i, : len(row)], mask[i, : len(row)] = row, taught
                 pools.append((ids, mask))
             if not pools:
-                raise UserError(
-                    f"config.buckets={config.buckets}: no row of skill {skill!r} is as short as the widest"
-                )
+                raise UserError(f"config.buckets={config.buckets}: no row of skill {skill!r} fits into the widest")
             self.pools[skill] = pools
 
     def __getitem__(self, step: int) -> tuple[str, list[Packed]]:
-        """The skill of a step, and its rows as one micro-batch, a row for each: [B, T] with B * T about
-        tokens_per_batch."""
+        """The skill of a step and one unpacked micro-batch [B, T], where B * T is about `tokens_per_batch`."""
         rng = np.random.default_rng([self.config.seed, step, 0x0B])
         skill = SKILLS[rng.choice(len(SKILLS), p=self._weights(step))]
         pools = self.pools[skill]
-        taken = np.asarray([ids.size for ids, _ in pools])
-        ids, mask = pools[rng.choice(len(pools), p=taken / taken.sum())]
+        sizes = np.asarray([ids.size for ids, _ in pools])
+        ids, mask = pools[rng.choice(len(pools), p=sizes / sizes.sum())]
         rows = rng.integers(len(ids), size=max(1, self.config.tokens_per_batch // ids.shape[1]))
         chosen = ids[rows]
-        if skill != "recalling":  # those facts are of those names
+        if skill != "recalling":  # recalled facts belong to their names
             chosen = np.stack([renaming(rng, self.syllables, self.size)[row] for row in chosen])
         return skill, [_one_row_each(chosen, mask[rows])]
 
@@ -195,7 +193,7 @@ class Batches:
 
 
 def _one_row_each(ids: np.ndarray, mask: np.ndarray) -> Packed:
-    """A micro-batch of rows that are not packed. What pads a row has id 0, no weight, and follows all that has."""
+    """A micro-batch of unpacked rows. Padding has token id 0 and mask 0, and is on the right."""
     zeros = np.zeros(ids.shape, np.float32)
     positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
     segments = np.ones_like(ids)
@@ -203,7 +201,7 @@ def _one_row_each(ids: np.ndarray, mask: np.ndarray) -> Packed:
 
 
 def syllable_ids(tokenizer: Tokenizer) -> list[list[int]]:
-    """The ids of HEADS, MIDDLES and TAILS, each in its order."""
+    """The token ids of HEADS, MIDDLES and TAILS, each in its order."""
     out = []
     for place, group in enumerate(SYLLABLES):
         first = [syllables[0] for syllables in SYLLABLES]
@@ -213,10 +211,10 @@ def syllable_ids(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def make_optimizer(config: ToySFTConfig) -> optax.GradientTransformation:
-    """AdamW with warm-up, cosine decay and clipping by the global norm.
+    """AdamW with warm-up, cosine decay and global-norm clipping.
 
-    What has more than two dimensions decays: the layers' kernels, and their biases, which have one for layer and one
-    for head. Norms and the embedding do not.
+    Weight decay applies to arrays of more than two dimensions: the layers' kernels, and their biases, whose first two
+    dimensions are layer and head. Norms and the embedding do not decay.
     """
     decays = partial(jax.tree.map, lambda x: x.ndim > 2)
     adamw = optax.adamw(_schedule(config), b2=config.beta2, weight_decay=config.weight_decay, mask=decays)
@@ -230,7 +228,7 @@ def _schedule(config: ToySFTConfig) -> optax.Schedule:
 
 
 def make_trainer(config: ToySFTConfig, tokenizer: Tokenizer) -> SupervisedTrainer:
-    """The trainer of the toy policy, on one device: its batches are small, and of another number of rows each."""
+    """The trainer of the toy policy. It uses one device: batches are small and vary in their number of rows."""
     mesh = make_mesh(MeshSection(data=1, fsdp=1, tensor=1), jax.devices()[:1])
     learning = LearningSection(micro_batch_rows=1, learning_rate=config.learning_rate)
     return SupervisedTrainer(
@@ -255,10 +253,10 @@ def train(
     tokenizer_path: str = "",
     stop: StopRequest | None = None,
 ) -> tuple[DecoderConfig, nnx.State]:
-    """Trains a policy of the preset's shape, with as many embedding rows as the tokenizer has ids (rounded up to 64).
+    """Trains a policy of `policy_shape`.
 
     Args:
-      log_metrics: called with the steps taken and their means, every `log_every_steps` and at the end.
+      log_metrics: called with the steps taken and the metrics' means, every `log_every_steps` and at the end.
       directory: where checkpoints are written and resumed from.
       tokenizer_path: recorded in the checkpoints.
 
@@ -287,8 +285,8 @@ def train(
 
 
 def policy_shape(config: ToySFTConfig, tokenizer: Tokenizer) -> DecoderConfig:
-    """The preset with the tokenizer's number of ids, rounded up to 64 rows, and its stop ids."""
-    accepted = [name for name, shape in PRESETS.items() if shape.qkv_bias]  # heads look back by them at the start
+    """The preset with the tokenizer's vocabulary, rounded up to a multiple of 64 rows, and its stop tokens."""
+    accepted = [name for name, shape in PRESETS.items() if shape.qkv_bias]  # `starting_params` needs the biases
     if config.preset not in accepted:
         raise UserError(f"config.preset: found {config.preset!r}, accepted: {', '.join(accepted)}")
     rows = -(-tokenizer.size // 64) * 64
@@ -298,35 +296,36 @@ def policy_shape(config: ToySFTConfig, tokenizer: Tokenizer) -> DecoderConfig:
 def starting_params(shape: DecoderConfig, seed: int) -> nnx.State:
     """Random parameters for a narrow model.
 
-    The published std of 0.02 suits widths in the thousands: at a width of 128 it leaves attention nearly uniform, and
-    copying is found much later. What reads the residual stream starts at 1 / sqrt(width) instead, and the embedding
-    above the outputs of the layers, which keep 0.02.
+    The published std of 0.02 suits widths in the thousands. At a width of 128 it leaves attention nearly uniform, and
+    the policy learns to copy much later. The embedding, and kernels whose input is the residual stream, therefore
+    start with std 1 / sqrt(width). The output kernels keep 0.02 (times `QUIET`), so that the embedding dominates.
 
-    Copying takes two layers (induction heads, arXiv 2209.11895): one that tells every id what stood before it, and one
-    that looks for where the present id stood before and repeats what followed. From random weights it is found at
-    once or, with some seeds, not in this time; so it is there at the start. The first heads of layer 0 look back by
-    biases alone: rotated positions turn a constant query and key into a score that is highest some ids back. The
-    first head of layer 1 asks, by the present id, for what the first of them wrote, and adds what it finds.
+    Copying takes two layers (induction heads, arXiv 2209.11895). The first writes the previous token into every
+    position. The second looks for an earlier position whose previous token is the current one, and repeats the token
+    there. From random weights this is learned early or, with some seeds, not within the run, so the initialisation
+    contains it. The first heads of layer 0 attend a fixed number of tokens back by their biases only: rotary positions
+    turn a constant query and key into a score that peaks at that offset. The first head of layer 1 queries, by the
+    current token, what head 0 of layer 0 wrote, and adds the value that it attends to.
     """
     readers = {"q_kernel", "k_kernel", "v_kernel", "gate_kernel", "up_kernel", "embedding"}
     factor = shape.width**-0.5 / 0.02
     flat = dict(nnx.to_flat_state(decoder.init_params(shape, seed)))
     values = {path[-1]: v.get_value() * (factor if path[-1] in readers else 1.0) for path, v in flat.items()}
-    told, shown = values["v_kernel"][0, :, 0], values["o_kernel"][0, 0]  # [D, H], [H, D] of the head one id back
-    for name in ("o_kernel", "down_kernel"):  # quiet, so that what is told of the id before is heard
+    value, output = values["v_kernel"][0, :, 0], values["o_kernel"][0, 0]  # [D, H], [H, D] of the previous-token head
+    for name in ("o_kernel", "down_kernel"):  # so that the previous-token head stands out
         values[name] = QUIET * values[name]
-    values["o_kernel"] = values["o_kernel"].at[0, 0].set(shown)
+    values["o_kernel"] = values["o_kernel"].at[0, 0].set(output)
     values["k_bias"] = values["k_bias"].at[0].set(_turned(shape, 0))
     for head, back in enumerate(LOOKING_BACK[: shape.heads]):
         values["q_bias"] = values["q_bias"].at[0, head].set(_turned(shape, -back))
-    values["q_kernel"] = values["q_kernel"].at[1, :, 0].set(told)
-    values["k_kernel"] = values["k_kernel"].at[1, :, 0].set(MATCHING * shown.T)
+    values["q_kernel"] = values["q_kernel"].at[1, :, 0].set(value)
+    values["k_kernel"] = values["k_kernel"].at[1, :, 0].set(MATCHING * output.T)
     values["o_kernel"] = values["o_kernel"].at[1, 0].set(COPYING * values["v_kernel"][1, :, 0].T)
     return nnx.from_flat_state([(path, v.replace(values[path[-1]])) for path, v in flat.items()])
 
 
 def _turned(shape: DecoderConfig, positions: int) -> np.ndarray:
-    """[H] a vector of SHARPNESS in the fast pairs of rotary dimensions, turned by so many positions."""
+    """[H] a vector of length SHARPNESS in each fast rotary pair, rotated by `positions`."""
     half = shape.head_dim // 2
     angles = positions / shape.rope_theta ** (np.arange(half) / half)
     length = SHARPNESS * (np.arange(half) < _FAST_PAIRS)

@@ -1,8 +1,8 @@
-"""What learning does with one set of parameters on the devices: score a batch, update on a mini-batch.
+"""Device programs that train one set of parameters: score a batch, update on a mini-batch.
 
-Policy (learner.py) and critic (critic.py) differ in what they score and in their loss, and in nothing here. A
-mini-batch is laid into micro-batches of packed rows (rl/batch.py); `accumulate` adds the gradient sums of one of them
-and is compiled once per width, `apply` divides once and takes the optimizer step.
+Policy (learner.py) and critic (critic.py) share everything here; they differ only in their scores and losses. A
+mini-batch is packed into micro-batches (rl/batch.py). `accumulate` adds the gradient sums of one micro-batch and is
+compiled once per width; `apply` divides once and takes the optimizer step.
 """
 
 from __future__ import annotations
@@ -33,54 +33,53 @@ from psearch_jax.train.state import TrainState, abstract_state, learning_rate, s
 from psearch_jax.types import Packed, TrainBatch
 
 jax.tree_util.register_dataclass(Packed)  # here, because types.py needs no jax
-Sums = tuple[nnx.State, Ratio, dict[str, Ratio]]  # of gradients, loss and metrics, not divided yet
-_INTEGERS = ("ids", "segments", "positions")  # of a micro-batch; all else is float32
+Sums = tuple[nnx.State, Ratio, dict[str, Ratio]]  # gradients, loss and metrics, not divided yet
+_INTEGERS = ("ids", "segments", "positions")  # int32 fields of a micro-batch; the others are float32
 
 
 def go_on() -> None:
-    """Nobody asks to stop."""
+    """Default for `look`: never interrupts."""
 
 
 def empty_piece(rows: int, width: int, like: Callable[[tuple[int, int], Any], Any]) -> Packed:
-    """A micro-batch of `rows` rows with nothing in them; `like` makes an array of a shape and a dtype."""
-    kinds = {name: jnp.int32 if name in _INTEGERS else jnp.float32 for name in Packed.__dataclass_fields__}
-    return Packed(**{name: like((rows, width), kind) for name, kind in kinds.items()})
+    """A micro-batch of `rows` empty rows; `like` makes an array from a shape and a dtype."""
+    dtypes = {name: jnp.int32 if name in _INTEGERS else jnp.float32 for name in Packed.__dataclass_fields__}
+    return Packed(**{name: like((rows, width), dtype) for name, dtype in dtypes.items()})
 
 
 def live(graph: nnx.GraphDef, params: nnx.State, base: nnx.State | None) -> decoder.Decoder:
-    """The model; `base` holds what is beside `params`."""
+    """The model with its arrays; `base` holds the weights that `params` lacks, or is None."""
     return nnx.merge(graph, params) if base is None else nnx.merge(graph, base, params)
 
 
 def read(model: decoder.Decoder, piece: Packed) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Hidden states [B, W, D] of packed rows, their ids [B, W], and where an id counts, [B, W] bool."""
+    """Hidden states [B, W, D] of packed rows, their token ids [B, W], and their mask as [B, W] bool."""
     ids, segments = constrain(piece.ids, "rows", None), constrain(piece.segments, "rows", None)
     hidden, _ = model.hidden(ids, positions=piece.positions, segments=segments)
     return hidden, ids, constrain(piece.mask, "rows", None) > 0
 
 
 class Trainable(abc.ABC):
-    """Device programs around one set of parameters.
+    """Device programs for one set of parameters.
 
     Args:
-      model: the shape.
+      model: the architecture.
       learning: batch and optimizer settings.
       optimizer: an optax transformation.
-      mesh: of parameters and rows.
-      context_tokens: S, the longest row.
+      mesh: for parameters and rows.
+      context_tokens: S, the longest trajectory.
       dtype: of the computation.
-      lora: only adapters are trained (and a value head): `params` below are theirs, and `base` holds the weights
-        beside them.
-      widths: how many there are for rows to be padded to.
-      pack: trajectories share rows, where attention can tell them apart.
+      lora: train only adapters (and a value head). `params` below are then theirs, and `base` holds the base weights.
+      widths: the number of widths that rows are padded to.
+      pack: let trajectories share rows, if the attention implementation supports segments.
       values: the model has a value head in place of the lm head.
 
     Attributes:
-      base: with `lora`, the frozen weights, sharded as stored; whoever loads them sets it.
+      base: with `lora`, the frozen weights in storage sharding; the caller that loads them sets it.
     """
 
-    metrics: tuple[str, ...]  # the names of what `_loss` measures
-    scored: str  # what `score` is called where programs are counted
+    metrics: tuple[str, ...]  # the names of the metrics of `_loss`
+    scored: str  # the name of the `score` program in `compilations` and `traced`
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class Trainable(abc.ABC):
     ):
         form = implementation_for(mesh, dtype)
         self._base: nnx.State | None = None
-        self._frozen_inputs: nnx.State | None = None  # what the programs are given for `base`
+        self._frozen_inputs: nnx.State | None = None  # `base` as the programs take it
         self._transposes, self._headless = lora is not None and multiplies_slowly_transposed(mesh, dtype), values
         self._widens = is_one_cpu(mesh) and not self._transposes
         self._graph = decoder.graphdef(
@@ -120,21 +119,21 @@ class Trainable(abc.ABC):
         )
         self._names = [".".join(path) for path, _ in nnx.to_flat_state(trained)]
 
-    # ---- what a policy and a critic do in their own way ----
+    # ---- implemented by policy and critic ----
 
     @abc.abstractmethod
     def _scores(self, model: decoder.Decoder, piece: Packed) -> jax.Array:
-        """[B, W] float32, what `score` gives for every id that counts; 0 elsewhere."""
+        """[B, W] float32, the score of every token in the mask; 0 elsewhere."""
 
     @abc.abstractmethod
     def _loss(self, model: decoder.Decoder, piece: Packed) -> tuple[Ratio, dict[str, Ratio]]:
-        """The loss of a micro-batch, and its metrics."""
+        """The loss of a micro-batch and its metrics."""
 
-    # ---- what both do alike ----
+    # ---- shared ----
 
     @property
     def base(self) -> nnx.State | None:
-        """The frozen weights. Setting them also makes the copy that a CPU multiplies by."""
+        """The frozen weights. Setting them on a CPU also makes the transposed or float32 copy used to train."""
         return self._base
 
     @base.setter
@@ -146,13 +145,13 @@ class Trainable(abc.ABC):
             return None
         if self._transposes:
             return with_transposed(weights, head=not self._headless)
-        # A CPU that multiplies in float32 would convert all of them anew for every micro-batch.
+        # A CPU that multiplies in float32 would otherwise convert them again for every micro-batch.
         return jax.tree.map(lambda x: x.astype(jnp.float32), weights) if self._widens else weights
 
     def score(self, params: nnx.State, batch: TrainBatch, look: Callable[[], None] = go_on) -> np.ndarray:
-        """The score of every id of a batch that counts; 0 elsewhere. [N, S] float32.
+        """The score of every token in the batch's mask; 0 elsewhere. [N, S] float32.
 
-        `look` is called before every micro-batch, with one or none under way, and may raise.
+        `look` is called before every micro-batch, while at most one is running, and may raise.
         """
         return self._over_batch(lambda piece: self._score(params, self._frozen_inputs, piece), batch, look)
 
@@ -161,9 +160,9 @@ class Trainable(abc.ABC):
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on one mini-batch, in micro-batches of `micro_batch_rows`. Donates `state`.
 
-        The metrics hold `update_padding`, the share of all positions of the micro-batches without a real id.
-        `look` is called before every micro-batch, with none under way; when it raises, `state` is as it was. A loss or
-        gradient that is not finite leaves parameters and optimizer as they were; `skipped` is then 1.
+        The metrics include `update_padding`, the padded share of the micro-batches' positions. `look` is called before
+        every micro-batch, while none is running; if it raises, `state` is intact. If loss or gradient is not finite,
+        parameters and optimizer state stay unchanged and `skipped` is 1.
         """
         pieces = self._pieces(batch)
         state, metrics = self.update_micro_batches(state, [piece for _, piece in pieces], look)
@@ -172,24 +171,24 @@ class Trainable(abc.ABC):
     def update_micro_batches(
         self, state: TrainState, micro_batches: Sequence[Packed], look: Callable[[], None] = go_on
     ) -> tuple[TrainState, dict[str, float]]:
-        """`update` on micro-batches that the caller has laid out; each distinct shape is compiled once."""
+        """`update` on micro-batches that the caller has packed. Each distinct shape is compiled once."""
         sums = self._sums(state.params, micro_batches, look)
         with jax.set_mesh(self.mesh):
             state, metrics = self._apply(state, sums)
         return state, {k: float(v) for k, v in jax.device_get(metrics).items()}
 
     def gradients(self, params: nnx.State, batch: TrainBatch) -> nnx.State:
-        """The gradients that `update` would apply, before clipping."""
+        """The gradients that `update` would use, before clipping."""
         grads, loss, _ = self._sums(params, [piece for _, piece in self._pieces(batch)], go_on)
         return jax.tree.map(lambda g: g / jnp.maximum(loss.count, 1.0), grads)
 
     def culprit(self, metrics: Mapping[str, float]) -> str:
-        """The name of the first parameter whose gradient was not finite in the update that gave `metrics`."""
+        """The name of the first parameter whose gradient was not finite in the update that produced `metrics`."""
         index = int(metrics["bad_gradient"])
         return "no parameter" if index < 0 else self._names[index]
 
     def warm_up(self, params: nnx.State) -> None:
-        """Compiles every width of every program, so that no later step stops to compile."""
+        """Compiles every program at every width, so that no later step has to."""
         for width in self._widths:
             piece = empty_piece(self._learning.micro_batch_rows, width, np.zeros)
             with jax.set_mesh(self.mesh):
@@ -199,16 +198,16 @@ class Trainable(abc.ABC):
 
     @property
     def needs_score(self) -> bool:
-        """Whether a batch is scored before the updates on it."""
+        """Whether a batch must be scored before its updates."""
         return True
 
     def compilations(self) -> dict[str, int]:
-        """How many shapes each program was compiled for."""
+        """Number of shapes each program was compiled for."""
         programs = {self.scored: self._score, "accumulate": self._accumulate, "apply": self._apply}
         return {name: program._cache_size() for name, program in programs.items()}
 
     def traced(self, frozen: nnx.State | None = None) -> dict[str, dict[int, Callable[[], jax.stages.Traced]]]:
-        """Every program by its width (0: it has none), to be compiled where there are no devices (planning/plan.py).
+        """Traces of every program by width (0: no width), to compile without the devices (planning/plan.py).
 
         Args:
           frozen: `base` as ShapeDtypeStructs.
@@ -222,7 +221,7 @@ class Trainable(abc.ABC):
 
         def piece(width: int) -> Packed:
             place = rows_sharding(mesh, 2)
-            return empty_piece(rows, width, lambda shape, kind: jax.ShapeDtypeStruct(shape, kind, sharding=place))
+            return empty_piece(rows, width, lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place))
 
         def score(width: int) -> jax.stages.Traced:
             return self._score.trace(state.params, frozen, piece(width))
@@ -237,7 +236,7 @@ class Trainable(abc.ABC):
         }
 
     def _state(self) -> TrainState:
-        """The state's ShapeDtypeStructs, with the place of each."""
+        """The state as ShapeDtypeStructs with shardings."""
         return placed(self._abstract, self._places)
 
     def _over_batch(
@@ -246,12 +245,12 @@ class Trainable(abc.ABC):
         out = np.zeros(batch.ids.shape, np.float32)
         with jax.set_mesh(self.mesh):
             pieces = self._pieces(batch)
-            found: list[jax.Array] = []
+            scores: list[jax.Array] = []
             for _, piece in pieces:
-                jax.block_until_ready(found[-2:-1])  # the last one is under way meanwhile
+                jax.block_until_ready(scores[-2:-1])  # the last micro-batch keeps running
                 look()
-                found.append(program(piece))
-        for (places, _), values in zip(pieces, jax.device_get(found), strict=True):
+                scores.append(program(piece))
+        for (places, _), values in zip(pieces, jax.device_get(scores), strict=True):
             for i, row, start in places:
                 n = batch.length[i]
                 out[i, :n] = values[row, start : start + n]
@@ -273,11 +272,11 @@ class Trainable(abc.ABC):
     # ---- the programs ----
 
     def _learning_rate(self, state: TrainState) -> jax.Array:
-        """The rate of the next update. [] float32"""
+        """The learning rate of the next update. [] float32"""
         return learning_rate(state, self._learning)
 
     def _scoring(self, graph: nnx.GraphDef) -> Callable[..., jax.Array]:
-        """The compiled program (params, base, piece) -> scores of the model of a graph."""
+        """The compiled program (params, base, piece) -> scores for the model of `graph`."""
 
         def program(params: nnx.State, base: nnx.State | None, piece: Packed) -> jax.Array:
             return self._scores(live(graph, params, base), piece)
@@ -300,17 +299,23 @@ class Trainable(abc.ABC):
         grads, loss, metrics = sums
         grads = jax.tree.map(lambda g: g / jnp.maximum(loss.count, 1.0), grads)
         norm = optax.global_norm(grads)
-        fine = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].total)
+        finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].total)
         updates, optimizer = self._optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
 
         def keep(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, old)
+            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
-        bad = jnp.where(fine, 0, state.bad_in_a_row + 1)
-        broken = jnp.stack([~jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
-        first = jnp.where(jnp.any(broken), jnp.argmax(broken), -1)  # of the tensors, in the order of the tree
-        new = TrainState(keep(params, state.params), keep(optimizer, state.optimizer), state.updates + fine, bad)
+        bad = jnp.where(finite, 0, state.bad_in_a_row + 1)
+        nonfinite = jnp.stack([~jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
+        first = jnp.where(jnp.any(nonfinite), jnp.argmax(nonfinite), -1)  # index of the leaf, in tree order
+        new = TrainState(keep(params, state.params), keep(optimizer, state.optimizer), state.updates + finite, bad)
         means = {k: r.total / jnp.maximum(r.count, 1.0) for k, r in metrics.items()}
         means["learning_rate"] = self._learning_rate(state)
-        return new, {**means, "gradient_norm": norm, "skipped": 1.0 - fine, "bad_in_a_row": bad, "bad_gradient": first}
+        return new, {
+            **means,
+            "gradient_norm": norm,
+            "skipped": 1.0 - finite,
+            "bad_in_a_row": bad,
+            "bad_gradient": first,
+        }

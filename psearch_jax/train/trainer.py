@@ -1,7 +1,7 @@
-"""The main loop: collect, reward, update, log, save; with an evaluation before the first step and after the last.
+"""The main loop: collect, reward, update, log, save. It evaluates before the first step and after the last.
 
 A run directory holds config.json, metrics.jsonl, tensorboard/, trajectories/, checkpoints/, best/, summary.json.
-Several processes share one: all save and restore the checkpoints, the first one writes the rest.
+Several processes share one directory: all save and restore the checkpoints; the first writes the other files.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ log = logging.getLogger("psearch_jax")
 
 
 def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[str, Any]:
-    """Runs until `train.steps`, from wherever the workdir stands, and returns the summary it wrote.
+    """Trains until `train.steps`, resuming from the workdir's newest checkpoint; returns the summary it wrote.
 
     Args:
-      allow_changes: go on although settings differ that decide the run's numbers.
+      allow_changes: resume even if settings that affect the results have changed.
 
     Raises:
       Interrupted: after SIGTERM, once the checkpoint is on disk.
-      RetrievalError: the retriever is gone for good, once the last whole step is on disk.
-      UserError: the settings are not those of the run, too many updates in a row were not finite, or the run
+      RetrievalError: the retriever stayed unreachable; raised once the last complete step is on disk.
+      UserError: the settings differ from those of the run, too many updates in a row were not finite, or the run
         directory cannot be read or written.
     """
     try:
@@ -58,13 +58,13 @@ def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[st
             raise
         raise UserError(
             f"{error.filename or workdir}: cannot be written ({error.strerror or error}); the checkpoints of "
-            f"{workdir} are whole, and the same command goes on from the newest"
+            f"{workdir} are complete; the same command resumes from the newest"
         ) from error
 
 
 def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> dict[str, Any]:
     config = run.config
-    make_writable(workdir)  # a directory that takes no files is met here, not at the first save
+    make_writable(workdir)  # fail now rather than at the first save
     started = time.monotonic()
 
     # ---- resume ----
@@ -79,7 +79,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         for file in (workdir / "trajectories").glob("*.jsonl"):
             if int(file.stem) >= step:
                 file.unlink()
-    rows = read_rows(workdir / "metrics.jsonl") if processes.first() else []  # it has cut the file, and writes alone
+    rows = read_rows(workdir / "metrics.jsonl") if processes.first() else []  # only it truncates and writes the file
     alarms = Alarms(config.alarms, run.collector.retriever is not None, rows)
     writer = closers.enter_context(closing(MetricsWriter(workdir)))
     if updates_per_step(config) > 1 or run.critic is not None:
@@ -104,9 +104,9 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
     record |= {"lora": run.lora} if run.lora else {}
     best = None
     if config.eval.every_steps:
-        # Where nothing was resumed, what is there is of a run that was killed before its first checkpoint.
-        asked, until = questions_digest(run.evaluation), step if changed or step == 0 else None
-        best = closers.enter_context(closing(Best(workdir, config.eval.best_metric, asked, until)))
+        # At step 0, any best checkpoint comes from a run that was killed before its first regular checkpoint.
+        digest, until = questions_digest(run.evaluation), step if changed or step == 0 else None
+        best = closers.enter_context(closing(Best(workdir, config.eval.best_metric, digest, until)))
 
     def save(step: int, loader: dict[str, Any]) -> None:
         with run.phase("checkpoint"):
@@ -128,14 +128,14 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         try:
             state, metrics, trajectories, rewards = train_step(run, questions, step)
         except (Interrupted, RetrievalError) as stop:
-            # Nothing of this step was learned: what is kept is the end of the last one, with its batch still to come.
+            # This step is discarded: save the state after the last step, with the loader before this step's batch.
             if step and checkpoints.latest() != step and run.has_state:
                 save(step, loaded)
             checkpoints.wait()
             if isinstance(stop, Interrupted):
                 kept = step if run.has_state else checkpoints.latest()
-                raise Interrupted(f"saved behind step {kept}" if kept else "nothing was learned yet") from None
-            log.error("the retriever is gone; saved behind step %d, the same command goes on from there", step)
+                raise Interrupted(f"saved after step {kept}" if kept else "nothing is saved yet") from None
+            log.error("lost the retriever; saved after step %d, the same command resumes from there", step)
             raise
         run.state = state
         metrics |= alarms.look(step, metrics)
@@ -145,7 +145,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
                 for kind, values in figures.items():
                     metrics |= {f"eval/{kind}/{name}": value for name, value in values.items()}
                 offer(step + 1, figures)
-            except (Interrupted, RetrievalError) as stop:  # the step is saved below, without this evaluation
+            except (Interrupted, RetrievalError) as stop:  # the step is saved below without this evaluation
                 stopped = stop
         writer.write(step, metrics)
         write_trajectories(workdir, step, trajectories, rewards, config.train.trajectories_per_step)
@@ -155,22 +155,22 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
                 f"step {step}: loss or gradient was not finite in {bad} updates in a row, first in the gradient of "
                 f"{culprit(run, metrics)}; lower its learning rate, or look at {workdir}/trajectories/{step:06d}.jsonl"
             )
-        if metrics["status/not_finite"] == 1:  # no update is bad then, for there is nothing to learn from
+        if metrics["status/not_finite"] == 1:  # gradients do not show this: every rollout is masked
             raise UserError(
                 f"step {step}: no rollout had finite logits; config.model.sampling_dtype="
-                f"{config.model.sampling_dtype}, accepted: one that holds the weights and activations of the model"
+                f"{config.model.sampling_dtype}, accepted: a dtype that the model's weights and activations fit into"
             )
         step += 1
         bar.update()
-        heard = processes.together(lambda: (run.stop.arrived, (time.monotonic() - saved) / 60 >= minutes > 0))  # noqa: B023
-        if any(asked for asked, _ in heard) and step < config.train.steps:
+        asked = processes.together(lambda: (run.stop.arrived, (time.monotonic() - saved) / 60 >= minutes > 0))  # noqa: B023
+        if any(arrived for arrived, _ in asked) and step < config.train.steps:
             stopped = stopped or Interrupted()
-        late = heard[0][1]  # by the clock of the first process
+        late = asked[0][1]  # by the clock of the first process
         if step % config.train.checkpoint_every_steps == 0 or step == config.train.steps or late or stopped:
             save(step, run.loader.state())
             saved = time.monotonic()
         if stopped:
-            raise Interrupted(f"saved behind step {step}") if isinstance(stopped, Interrupted) else stopped
+            raise Interrupted(f"saved after step {step}") if isinstance(stopped, Interrupted) else stopped
     bar.close()
 
     # ---- evaluate after ----
@@ -183,7 +183,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
     of_critic = {CRITIC + k: n for k, n in run.critic.compilations().items()} if run.critic is not None else {}
     summary = {
         "seed": config.seed,
-        "steps": step,  # more than train.steps where a run that had more is started with less
+        "steps": step,  # above train.steps if the resumed checkpoint is already past it
         "wall_s": {k: round(v, 2) for k, v in run.wall_s.items()},
         "compilations": {**run.collector.sampler.compilations(), **run.learner.compilations(), **of_critic},
         **({"best": best.record} if best else {}),
@@ -198,19 +198,19 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
 
 
 def _resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: bool) -> tuple[int, bool]:
-    """Puts the newest whole checkpoint and the loader's position into the run.
+    """Restores the newest complete checkpoint and the loader's position into the run.
 
     Returns:
-      Its step, and whether the run goes on with other settings.
+      The checkpoint's step, and whether settings changed.
     """
     changes: dict[str, str] = {}
 
     def accept(loop: Mapping[str, Any]) -> None:
         changes.update(processes.agreed(lambda: settings.differences(loop.get("settings"), run.settings)))
-        if "learning.algorithm" in changes:  # a critic comes with a run's first step
+        if "learning.algorithm" in changes:  # a critic can only be created at step 0
             raise UserError(
                 f"{workdir}: learning.algorithm was {changes['learning.algorithm']}; accepted: the one that the run "
-                "began with, or another --workdir"
+                "started with, or another --workdir"
             )
         if changes and not allow_changes:
             raise UserError(
@@ -218,12 +218,12 @@ def _resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: bo
                 f"with, {settings.described(changes)}; accepted: those it was made with, or --allow_changes"
             )
 
-    run.fresh = None  # the weights that a new run starts from make room for those that are read
+    run.fresh = None  # frees the initial weights before the checkpoint is loaded
     run.state, loop = checkpoints.restore(run.abstract, accept)
     step, config = int(loop["step"]), run.config
-    log.info("resuming behind step %d", step)
+    log.info("resuming after step %d", step)
     if changes:
-        log.warning("going on with other settings: %s", settings.described(changes))
+        log.warning("resuming with other settings: %s", settings.described(changes))
     total = updates_per_step(config) * config.train.steps
     if "learning.warmup_ratio" in changes:
         run.state = with_warmup(run.state, warmup_updates(config.learning, total))
@@ -235,5 +235,5 @@ def _resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: bo
     except UserError as error:
         if not changes:
             raise
-        log.warning("the questions begin anew (%s)", error)
+        log.warning("the questions start from the beginning (%s)", error)
     return step, bool(changes)

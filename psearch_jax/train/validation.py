@@ -1,4 +1,4 @@
-"""The evaluations of a training run: before its first step, between steps, and behind its last."""
+"""The evaluations of a training run: before its first step, between steps, and after its last."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from psearch_jax.train.records import write_json
 from psearch_jax.train.run import Run
 
 log = logging.getLogger("psearch_jax")
-EVAL_STEP = 2**31 - 1  # the step in the keys of every evaluation: before and after draw the same numbers
+EVAL_STEP = 2**31 - 1  # in the random keys of every evaluation, so that all use the same ones
 
 
 def measured(run: Run, temperature: float) -> dict[str, dict[str, float]]:
-    """Summary over the questions of the evaluation, `all` and per kind; the closed world's minimal pairs stay apart.
+    """Evaluates the current policy: summaries over all questions (`all`) and per kind.
 
-    No seed of training touches their keys.
+    The closed world's minimal pairs are summarised separately. Random keys do not depend on the training seed.
     """
     sampling = run.learner.sampling_copy(run.state.params)
     bar = tqdm(total=len(run.evaluation), unit="question", leave=False, disable=not processes.on_terminal())
@@ -50,10 +50,10 @@ def measured(run: Run, temperature: float) -> dict[str, dict[str, float]]:
 
 
 def measured_once(run: Run, file: Path, fresh: bool) -> dict[str, Any]:
-    """Evaluates now, or reads what an earlier part of the same run has found. Keys: "" and "_greedy".
+    """Evaluates now, or loads the results that the run has already saved in `file`. Keys: "" and "_greedy".
 
     Args:
-      fresh: the policy is the one to evaluate; else what is not on disk is left out.
+      fresh: the current policy is the one to evaluate. Otherwise results are loaded from disk, or left out if missing.
     """
     if not run.evaluation:
         return {}
@@ -65,7 +65,9 @@ def measured_once(run: Run, file: Path, fresh: bool) -> dict[str, Any]:
         known = processes.agreed(read)
         if known is None:
             log.warning(
-                "%s is not there, and the policy is a trained one by now: nothing is called %s", file, file.stem
+                "%s is missing and the policy is already trained; the summary will have no %s figures",
+                file,
+                file.stem,
             )
         return known or {}
     with run.phase("evaluate"):

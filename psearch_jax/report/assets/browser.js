@@ -1,6 +1,6 @@
 "use strict";
-// The list of rollouts, its filters, and two panes. Only a page of the list is in the document, and a block of texts
-// is unpacked when one of its rollouts is opened: ten thousand of them cost no more than fifty.
+// The list of rollouts, its filters, and two panes. Only one page of the list is in the document, and a block of texts
+// is unpacked when one of its rollouts is opened, so ten thousand rollouts cost no more than fifty.
 
 const PAGE = 50;
 const BLOCKS_KEPT = 8;
@@ -11,9 +11,9 @@ class Browser {
     this.several = runs.length > 1;
     this.list = document.getElementById("list");
     this.blocks = new Map();
-    this.asked = { left: 0, right: 0 }; // what a pane is to show; an older answer that comes late is dropped
+    this.asked = { left: 0, right: 0 }; // latest request per pane; results of older requests are dropped
     this.from = 0;
-    this.chosen = 0; // place in the filtered list
+    this.chosen = 0; // index in the filtered list
     const form = document.getElementById("filters");
     form.addEventListener("submit", (event) => event.preventDefault());
     form.addEventListener("input", () => this.filter());
@@ -73,7 +73,7 @@ class Browser {
     const one = this.list.children[this.chosen - this.from];
     if (one) {
       this.list.setAttribute("aria-activedescendant", one.id);
-      // Not scrollIntoView: it would move the page as well.
+      // scrollIntoView would also scroll the page.
       const below = one.offsetTop + one.offsetHeight - this.list.offsetTop - this.list.clientHeight;
       const above = one.offsetTop - this.list.offsetTop;
       this.list.scrollTop = Math.max(below, Math.min(this.list.scrollTop, above));
@@ -108,7 +108,7 @@ class Browser {
     return element("span", { class: right ? "right" : "wrong" }, text);
   }
 
-  /** Which rollout of its question it is. */
+  /** The run, step and sample of a rollout. */
   where(row) {
     const { columns } = this;
     const parts = [this.several ? this.runs[columns.run[row]].name : null];
@@ -146,7 +146,7 @@ class Browser {
     pane.replaceChildren(...head, ...rolloutBody(body));
   }
 
-  /** A choice among the question's other rollouts, those of other steps and runs first. */
+  /** A menu of the question's other rollouts, those of other steps and runs first. */
   companions(row) {
     const { columns } = this;
     const others = columns.question.map((_, other) => other)
@@ -160,7 +160,7 @@ class Browser {
       choice.append(element("option", { value: other }, `${this.where(other)}, ${outcome}`));
     }
     choice.addEventListener("change", () => this.show("right", choice.value === "" ? null : Number(choice.value)));
-    return [element("p", { class: "controls" }, element("label", {}, "The same question beside it", choice))];
+    return [element("p", { class: "controls" }, element("label", {}, "Compare with", choice))];
   }
 }
 

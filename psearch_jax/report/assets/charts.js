@@ -1,16 +1,16 @@
 "use strict";
-// Draws the charts with Plotly, from lines of numbers. With one run a colour is a kind of questions (or a benchmark),
-// with several it is a run, and the dash is the kind.
+// Draws the charts with Plotly. With one run, colours mark question kinds (or benchmarks); with several, colours mark
+// runs and dashes mark kinds.
 
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 const FINITE = (value) => value !== null && value !== undefined;
 
-/** Plotly's texts are a small HTML: names from outside must not be read as such. */
+/** Escapes text for Plotly, which parses a subset of HTML. */
 function plain(text) {
   return String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 }
 
-/** The mean of up to `size` values that end at each place; gaps stay out of it. */
+/** The trailing mean over `size` values at each index; gaps are skipped. */
 function smoothed(values, size) {
   if (size <= 1) return values;
   return values.map((_, at) => {
@@ -25,7 +25,7 @@ class Charts {
     this.several = data.runs.length > 1;
     this.group = document.getElementById("group");
     this.window = document.getElementById("window");
-    this.last = 0; // drawings that were asked for; an older one stops when a newer one has begun
+    this.last = 0; // number of the latest drawing; older ones stop when a newer one starts
     const again = () => this.drawAll();
     this.group.addEventListener("change", again);
     if (this.window) this.window.addEventListener("change", again);
@@ -37,7 +37,7 @@ class Charts {
     return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   }
 
-  /** The colour of a line: that of its run, kind or name; ink where it stands for everything. */
+  /** The colour of a line by its run, kind or name; ink if it covers everything. */
   colorOf(chart, line) {
     const ofGroup = line.group && line.group !== "all";
     const place = this.several ? line.run
@@ -88,7 +88,7 @@ class Charts {
         const width = chart.axis === "turn" ? 2.5 : 1.75;
         Object.assign(trace, { type: "scatter", mode: "lines", opacity: line.faint ? 0.55 : 1 });
         trace.line = { color, dash: this.dash(chart, line), width };
-        // A value between two gaps has no line: it needs a dot to be seen.
+        // A value between two gaps has no line, so it needs a marker.
         if (chart.axis === "turn" || line.y.includes(null)) Object.assign(trace, { mode: "lines+markers", marker: { color, size: 4 } });
         if (chart.form === "stacked") Object.assign(trace, { stackgroup: "one", line: { color, width: 1 } });
         if (named) trace.showlegend = true;
@@ -97,7 +97,7 @@ class Charts {
         const up = line.high.map((high, at) => high - line.y[at]);
         const down = line.low.map((low, at) => line.y[at] - low);
         const bar = { color, thickness: 1, width: 2, type: "data", symmetric: false, array: up, arrayminus: down };
-        // The intervals of several runs and kinds in one chart would hide one another.
+        // Intervals of several runs and kinds in one chart would overlap.
         if (chart.form === "bars") trace.error_y = { ...bar, color: this.color("ink"), thickness: 1.5, width: 4 };
         else if (!this.several || this.group.value || this.data.groups.length < 2) trace.error_y = bar;
         if (chart.form !== "bars") {
@@ -108,14 +108,14 @@ class Charts {
     });
     const names = this.several && chart.form === "lines" ? this.names(chart).filter(Boolean) : [];
     const color = this.color("faint");
-    found.push(...names.map((name, at) => ({ // what the dashes of this chart mean
+    found.push(...names.map((name, at) => ({ // legend entries for the dashes
       x: [null], y: [null], type: "scatter", mode: "lines", name: plain(name), showlegend: true, hoverinfo: "skip",
       line: { color, width: 2, dash: DASHES[this.names(chart).indexOf(name) % DASHES.length] },
     })));
     return chart.axis === "step" ? [...found, ...this.alarmTraces()] : found;
   }
 
-  /** Alarms are marks at the foot of every chart along the steps. */
+  /** Alarms are markers at the bottom of every chart over steps. */
   alarmTraces() {
     return this.data.alarms.flatMap((rung, run) =>
       Object.entries(rung).map(([name, steps]) => ({
@@ -145,7 +145,7 @@ class Charts {
       margin: { l: 44, r: 8, t: shown ? 26 : 8, b: 10 },
       hovermode: "x unified",
       hoverlabel: { bgcolor: this.color("raised"), bordercolor: this.color("line"), font: { color: this.color("ink") } },
-      // A drag would hold a finger that wants to scroll the page.
+      // On touch screens dragging must scroll the page.
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
       xaxis: { ...axis, ...x[chart.axis], automargin: true },
       yaxis: { ...axis, automargin: true, rangemode: chart.axis === "turn" || chart.form !== "lines" ? "tozero" : "normal" },
@@ -155,7 +155,7 @@ class Charts {
     };
   }
 
-  /** What a chart says to those who do not see it: each line's first and last value. */
+  /** A chart's description for screen readers: each line's first and last value. */
   spoken(chart) {
     const number = (value) => Number(value.toPrecision(3));
     const lines = this.chosen(chart).slice(0, 12).map((line) => {
@@ -175,7 +175,7 @@ class Charts {
       place.setAttribute("aria-label", this.spoken(chart));
       const options = { displayModeBar: false, responsive: true };
       await Plotly.react(place, traces, this.layout(chart, traces), options);
-      await new Promise((go) => setTimeout(go)); // the page answers between two charts
+      await new Promise((go) => setTimeout(go)); // keeps the page responsive between charts
       if (mine !== this.last) return;
     }
     document.documentElement.dataset.drawn = String(mine);

@@ -1,5 +1,5 @@
 "use strict";
-// What the page holds, unpacked: JSON and Plotly's own JavaScript lie in it compressed, in base64.
+// Unpacks the page's data: JSON and Plotly's JavaScript are embedded gzipped, in base64.
 
 async function unpackedText(id) {
   const letters = atob(document.getElementById(id).textContent);
@@ -12,7 +12,7 @@ async function unpacked(id) {
   return JSON.parse(await unpackedText(id));
 }
 
-/** An element with attributes and children; texts stay texts, so nothing that a passage holds can become markup. */
+/** An element with attributes and children. Strings become text nodes, so passages cannot inject markup. */
 function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {

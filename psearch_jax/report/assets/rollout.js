@@ -1,22 +1,22 @@
 "use strict";
-// One rollout as a reader wants it: what was said with its tags in colour and a log-prob for every id, sub-queries
-// beside their passages, and the parts of the reward.
+// Renders one rollout: the turns with coloured tags and a log-prob for every token, sub-queries with their passages,
+// and the parts of the reward.
 
 const REGION = /<(think|search|information|answer)>[\s\S]*?(?:<\/\1>|$)/g;
-const SURE = -0.1; // nats: a likelihood of .90; what is below is underlined
-const UNSURE = -0.7; // .50
+const SURE = -0.1; // nats, a likelihood of .90; less likely tokens are underlined
+const UNSURE = -0.7; // nats, a likelihood of .50
 
-/** [start, end, tag] of every stretch of a text; tag is "" outside of tags. */
+/** [start, end, tag] of every region of a text; tag is "" outside of tags. */
 function regions(text) {
-  const found = [];
+  const spans = [];
   let at = 0;
   for (const match of text.matchAll(REGION)) {
-    if (match.index > at) found.push([at, match.index, ""]);
+    if (match.index > at) spans.push([at, match.index, ""]);
     at = match.index + match[0].length;
-    found.push([match.index, at, match[1]]);
+    spans.push([match.index, at, match[1]]);
   }
-  if (at < text.length) found.push([at, text.length, ""]);
-  return found;
+  if (at < text.length) spans.push([at, text.length, ""]);
+  return spans;
 }
 
 function likelihood(logprob) {
@@ -25,12 +25,12 @@ function likelihood(logprob) {
   return `log-prob ${logprob.toFixed(4)}, likelihood ${share >= 0.9995 ? "1.000" : share.toPrecision(3)}`;
 }
 
-/** What was sampled in a turn. With ids each is a span that tells its log-prob; arrow keys go from id to id. */
+/** The sampled text of a turn. If tokens are known, each is a span with its log-prob; arrow keys move between them. */
 function said(turn) {
   const text = turn.pieces ? turn.pieces.join("") : turn.text;
   const box = element("div", { class: "said" });
   let id = 0;
-  let begin = 0; // where the id's text begins
+  let begin = 0; // start of the token's text
   for (const [start, end, tag] of regions(text)) {
     const region = tag ? element("span", { class: `tag ${tag}` }) : box;
     if (tag) box.append(region);
@@ -46,7 +46,7 @@ function said(turn) {
         const sure = logprob === null || logprob < UNSURE ? "sure-low" : logprob < SURE ? "sure-mid" : null;
         region.append(element("span", { "data-at": id, class: sure }, part));
       }
-      if (stop > end) break; // the rest of this id belongs to the next stretch
+      if (stop > end) break; // the rest of this token belongs to the next region
       begin = stop;
       id += 1;
     }
@@ -64,14 +64,14 @@ function hoverable(box, turn) {
     tip.hidden = !span;
     if (!span) return;
     const at = Number(span.dataset.at);
-    tip.textContent = `${JSON.stringify(turn.pieces[at])} (id ${turn.ids[at]}): ${likelihood(turn.logprobs[at])}`;
+    tip.textContent = `${JSON.stringify(turn.pieces[at])} (token ${turn.ids[at]}): ${likelihood(turn.logprobs[at])}`;
     const place = span.getBoundingClientRect();
     tip.style.left = `${Math.max(4, Math.min(place.left, innerWidth - tip.offsetWidth - 4))}px`;
     tip.style.top = `${place.top > 40 ? place.top - tip.offsetHeight - 4 : place.bottom + 4}px`;
   };
   box.tabIndex = 0;
   box.setAttribute("role", "group");
-  box.setAttribute("aria-label", "What was sampled: arrow keys go from id to id and tell the log-prob of each");
+  box.setAttribute("aria-label", "Sampled text: move between tokens with the arrow keys to see their log-probs");
   box.addEventListener("pointerover", (event) => show(event.target.closest("[data-at]")));
   box.addEventListener("pointerleave", () => show(null));
   box.addEventListener("blur", () => show(null));
@@ -107,7 +107,7 @@ function rewardTable(parts) {
   return element("div", { class: "scroll" }, element("table", {}, element("thead", {}, head), element("tbody", {}, row)));
 }
 
-/** Everything of a rollout below its heading. */
+/** All of a rollout below its heading. */
 function rolloutBody(body) {
   const parts = [element("p", { class: "facts" }, `Golden: ${body.gold.join(" | ")}`)];
   if (Object.keys(body.reward).length) parts.push(rewardTable(body.reward));
@@ -117,8 +117,8 @@ function rolloutBody(body) {
   body.turns.forEach((turn, number) => {
     const box = element("div", { class: "turn", "aria-label": `Turn ${number + 1}`, role: "group" });
     if (turn.text || turn.pieces) box.append(said(turn));
-    for (const [query, found] of turn.searches || []) {
-      box.append(element("div", { class: "found" }, element("div", { class: "query" }, query), passages(found)));
+    for (const [query, ranking] of turn.searches || []) {
+      box.append(element("div", { class: "found" }, element("div", { class: "query" }, query), passages(ranking)));
     }
     if (turn.forced) box.append(element("pre", {}, turn.forced));
     parts.push(box);

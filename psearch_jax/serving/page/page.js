@@ -1,5 +1,5 @@
 "use strict";
-// What comes from the model or from passages is only ever set as text: none of it can become part of the page.
+// Model output and passages are only ever set as textContent, so they cannot inject markup.
 
 const at = (id) => document.getElementById(id);
 let running = null; // the AbortController of the question that is being answered
