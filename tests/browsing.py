@@ -1,17 +1,17 @@
-"""Pages in a headless Chromium, as a reader uses them; the fixture `browser` of conftest.py starts it."""
+"""Drives pages in a headless Chromium as a reader would; the fixture `browser` in conftest.py starts it."""
 
 import json
 import time
 
 
 def opened(browser, url: str, width: int = 1280, scheme: str = "light") -> None:
-    """Opens a page in a window of some width, light or dark; what other pages said is forgotten."""
+    """Opens a page at a window width, in light or dark mode, and discards the logs of earlier pages."""
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
     for kind in ("browser", "performance"):
-        browser.get_log(kind)  # what is there is another page's
+        browser.get_log(kind)  # left by an earlier page
     browser.get(url)
 
 
@@ -37,7 +37,7 @@ def focus(browser, selector: str) -> None:
 
 
 def asked(browser) -> list[str]:
-    """What the page asked for, of files and networks. Fails if it said anything on the console."""
+    """The URLs that the page requested. Fails if the page logged anything to the console."""
     assert browser.get_log("browser") == []
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     return [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed, jax looks for a TPU and says much about it
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # if libtpu is installed, jax would look for a TPU and log much
 
 import pytest
 import tokenizers
@@ -28,13 +28,13 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with the most slow tests first: a long one begun last would keep one process busy and the others idle."""
+    """Runs files with the most slow tests first: a slow file started last would leave all but one process idle."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])  # stable: files stay together, tests in their order
+    items.sort(key=lambda item: -slow[item.path])  # stable: the tests of a file stay together and in order
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """The figures that tests recorded (tests/test_real.py), in one table."""
+    """Prints the figures that tests recorded (tests/test_real.py) as one table."""
     reports = [r for outcome in ("passed", "failed") for r in terminalreporter.getreports(outcome)]
     rows = [value for r in reports if r.when == "call" for name, value in r.user_properties if name == "figure"]
     if rows:
@@ -46,7 +46,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The optional folder with the real vocabulary, questions and reward vectors, beside the repository."""
+    """The optional folder, next to the repository, with the real vocabulary, questions and reward vectors."""
     if not SHARED_DATA.is_dir():
         pytest.skip("the optional data folder ../shared/data is absent")
     return SHARED_DATA
@@ -60,7 +60,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer(tmp_path_factory) -> Tokenizer:
-    """A byte-level BPE of about 400 ids trained on a few tagged lines, loaded from its tokenizer.json."""
+    """A byte-level BPE of about 400 tokens trained on a few tagged lines, loaded from its tokenizer.json."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -96,7 +96,7 @@ def real_tokenizer(shared_data) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory) -> Tokenizer:
-    """The toy policy's tokenizer, made anew."""
+    """The toy policy's tokenizer, newly written."""
     directory = tmp_path_factory.mktemp("toy_tokenizer")
     write_tokenizer(directory)
     return Tokenizer.load(directory)
@@ -125,13 +125,13 @@ def tiny_policy(tmp_path_factory, tokenizer) -> Path:
 
 @pytest.fixture(scope="session")
 def wordy_policy(tmp_path_factory, tiny_tokenizer) -> Path:
-    """A random policy whose tokenizer writes any text."""
+    """A random policy whose tokenizer can produce any text."""
     return random_policy(tmp_path_factory.mktemp("wordy"), tiny_tokenizer)
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory) -> Path:
-    """The directory of an index of a few passages, with hashed vectors."""
+    """The directory of an index of a few passages with hashed vectors."""
     folder = tmp_path_factory.mktemp("index")
     write_corpus(folder / "corpus.jsonl", PASSAGES)
     corpus = MemoryMappedCorpus(folder / "corpus.jsonl")

@@ -33,7 +33,7 @@ LEARNING = LearningSection(
 
 
 def rollouts(sampler: Sampler, params: nnx.State):
-    """Two turns of eight ragged rows."""
+    """Samples two turns of eight rows of different lengths."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 256, n).tolist() for n in rng.integers(3, 12, B)]
     keys = rng.integers(0, 2**32, (B, 2), np.uint32)
@@ -44,9 +44,9 @@ def rollouts(sampler: Sampler, params: nnx.State):
 
 
 def check_kernels(mesh) -> None:
-    """The accelerators' attention on each device's own rows and heads, against the whole.
+    """Compares the attention kernels, each device running its own rows and heads, with unsharded attention.
 
-    The TPU's kernel is interpreted; in place of the GPU's stands JAX's own attention, called in the same way.
+    The TPU kernel is interpreted; JAX's own attention, called with the same arguments, replaces cuDNN's.
     """
     rng = np.random.default_rng(1)
     splash = functools.partial(attention._splash, interpret=True)
@@ -68,7 +68,7 @@ def check_kernels(mesh) -> None:
     with jax.set_mesh(mesh):
         ours = jax.jit(functools.partial(attention.causal, implementation="rowwise"))(q, k, v, segments=segments)
     np.testing.assert_allclose(ours, wanted, atol=1e-5)
-    if mesh.shape["tensor"] > 2:  # not asked for where kv heads are not divided (models/ragged.py)
+    if mesh.shape["tensor"] > 2:  # not used where `tensor` does not divide the kv heads (models/ragged.py)
         return
     q, k, v = q[:, :1], k[:, :, :1], v[:, :, :1]
     cache = KVCache(*(rng.normal(size=(2, B, 2, 64, 16)).astype(np.float32) for _ in range(2)))
@@ -83,7 +83,7 @@ def check_kernels(mesh) -> None:
 
 
 def check_adapters(mesh, config: DecoderConfig, optimizer) -> None:
-    """With adapters the sampler reads whole weights, those of the learner themselves where they lie so, in 16 bits."""
+    """With adapters the sampler gets the base weights unsharded over `fsdp`: for fsdp=1, the learner's own arrays."""
     adapters, half = Lora(2, 4.0), jnp.dtype("bfloat16")
     learner = Learner(config, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), sampling_dtype=half, lora=adapters)
     learner.base = decoder.random_params(config, 0, half, lambda a: param_shardings(a, STORAGE, mesh))
@@ -93,33 +93,33 @@ def check_adapters(mesh, config: DecoderConfig, optimizer) -> None:
     sampler = Sampler(graph, config, tables, len(TOKENS), [STOP], mesh, half, adapters=adapters)
     for x, planned in zip(jax.tree.leaves(copy), jax.tree.leaves(sampler.abstract_params()), strict=True):
         if x.dtype != planned.dtype or not x.sharding.is_equivalent_to(planned.sharding, x.ndim):
-            raise SystemExit(f"{x.sharding}, {x.dtype}: {planned} planned")
+            raise SystemExit(f"found {x.sharding}, {x.dtype}, expected {planned}")
     shared = [any(x is y for y in jax.tree.leaves(learner.base)) for x in jax.tree.leaves(lora.apart(copy)[0])]
     if set(shared) != {mesh.shape["fsdp"] == 1}:
-        raise SystemExit(f"of the base {sum(shared)} arrays of {len(shared)} are shared")
+        raise SystemExit(f"{sum(shared)} of {len(shared)} base arrays are shared")
 
 
 def check_critic(mesh, config: DecoderConfig, optimizer) -> None:
-    """Values and gradients of a critic on the mesh are those on one device, and its head lies as it is stored."""
+    """A critic's values and gradients on the mesh equal those on one device; its head has the storage sharding."""
     rng, shape = np.random.default_rng(3), (B, S)
     length = rng.integers(20, S + 1, B).astype(np.int32)
     mask = ((np.arange(S) < length[:, None]) & (rng.random(shape) < 0.5) & (np.arange(S) > 0)).astype(np.float32)
     ids = rng.integers(0, 256, shape).astype(np.int32)
-    told, came = (rng.normal(size=shape).astype(np.float32) * mask for _ in range(2))
-    batch = TrainBatch(ids, length, mask, mask, *[np.zeros(shape, np.float32)] * 3, values=told, returns=came)
+    predicted, returns = (rng.normal(size=shape).astype(np.float32) * mask for _ in range(2))
+    batch = TrainBatch(ids, length, mask, mask, *[np.zeros(shape, np.float32)] * 3, values=predicted, returns=returns)
     head = rng.normal(size=(config.width, 1)).astype(np.float32)
-    found = []
+    results = []
     for where in (mesh, make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])):
         critic = Critic(config, LEARNING, optimizer, where, S, 0.5, shard_residual=where.shape["tensor"] > 1)
         start = first_params(random_params(config, seed=6), config, None, 0, where)
         params = init_state(
             decoder.with_values(start, nnx.to_pure_dict(start) | {"value_head": head}), optimizer, where
         ).params
-        found.append((critic.score(params, batch), by_name(critic.gradients(params, batch))))
+        results.append((critic.score(params, batch), by_name(critic.gradients(params, batch))))
         place = param_shardings(params, STORAGE, where)["value_head"].get_value()
         if not params["value_head"].get_value().sharding.is_equivalent_to(place, 2):
-            raise SystemExit("the value head does not lie as it is stored")
-    (values, gradients), (wanted, theirs) = found
+            raise SystemExit("the value head does not have the storage sharding")
+    (values, gradients), (wanted, theirs) = results
     np.testing.assert_allclose(values, wanted, atol=2e-4)
     for name, value in gradients.items():
         np.testing.assert_allclose(
@@ -128,24 +128,24 @@ def check_critic(mesh, config: DecoderConfig, optimizer) -> None:
 
 
 def check_vocabulary(mesh) -> None:
-    """Log-probs by chunks, and their gradients, where every device visits the vocabulary for its own rows."""
+    """Log-probs in chunks, and their gradients, with each device computing the vocabulary for its own rows."""
     config = tiny_config(V, tied=False)
     graph, params = decoder.graphdef(config, jnp.float32), random_params(config, seed=7)
     rng = np.random.default_rng(2)
     hidden = rng.normal(size=(B, 40, config.width)).astype(np.float32)
     ids = rng.integers(0, 400, (B, 40)).astype(np.int32)
 
-    wanted = rng.random((B, 40)) < rng.random((B, 1))  # of some rows many, of others few
+    wanted = rng.random((B, 40)) < rng.random((B, 1))  # many in some rows, few in others
 
     def total(params, hidden):
         chosen, entropy = nnx.merge(graph, params).logprobs(hidden, ids, 0.7, 400, wanted, chunk=16)
         return jnp.sum(jnp.sin(chosen) + entropy)
 
     both = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))
-    whole = both(params, hidden)
+    expected = both(params, hidden)
     with jax.set_mesh(mesh):
         ours = both(jax.device_put(params, param_shardings(params, STORAGE, mesh)), hidden)
-    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(whole), strict=True):
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(x), y, rtol=1e-4, atol=1e-5 * float(jnp.max(jnp.abs(y))))
 
 
@@ -162,7 +162,7 @@ def main(sizes: str, out: str) -> None:
     state = init_state(random_params(config, seed=6), optimizer, mesh)
     check_kernels(mesh)
     check_vocabulary(mesh)
-    if mesh.size == 8:  # a mesh that does not divide the kv heads
+    if mesh.size == 8:  # `tensor` does not divide the kv heads
         check_kernels(make_mesh(MeshSection(1, 2, 4)))
     normed = tiny_config(V, tied=False, **QWEN3)
     check_adapters(mesh, normed, optimizer)
@@ -175,8 +175,10 @@ def main(sizes: str, out: str) -> None:
     narrow = Learner(normed, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), int8_sampling=True)
     graph, options = decoder.graphdef(normed, jnp.float32, int8=True), {"int8_weights": True, "int8_cache": True}
     options["unstacked"] = mesh.size > 1  # as GPUs decode
-    whole = Sampler(graph, normed, tables, len(TOKENS), [STOP], mesh, **options)
-    in_int8 = rollouts(whole, narrow.sampling_copy(init_state(random_params(normed, seed=6), optimizer, mesh).params))
+    int8_sampler = Sampler(graph, normed, tables, len(TOKENS), [STOP], mesh, **options)
+    in_int8 = rollouts(
+        int8_sampler, narrow.sampling_copy(init_state(random_params(normed, seed=6), optimizer, mesh).params)
+    )
 
     mask = rolled.mask.astype(np.float32)
     advantage = mask * np.linspace(-1, 1, B, dtype=np.float32)[:, None]
@@ -208,5 +210,5 @@ def main(sizes: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    configure_jax()  # its programs are compiled once and kept
+    configure_jax()  # sets the compilation cache
     main(*sys.argv[1:])

@@ -1,11 +1,11 @@
-"""Fuzzes one property test, led by the code that is reached: `python tests/fuzz.py FILE::TEST [libFuzzer's flags]`.
+"""Fuzzes one property test, guided by code coverage: `python tests/fuzz.py FILE::TEST [libFuzzer flags]`.
 
     .venv/bin/python tests/fuzz.py tests/test_hostile.py::test_corpora_are_read_or_refused -max_total_time=600
 
-Where hypothesis draws examples blindly, atheris changes the bytes that examples are made of, and keeps those that
-reach lines of psearch_jax and retrieval that no other did. The test gets its fixtures from pytest. It goes on until a
-limit is reached (`-runs=`, `-max_total_time=`: seconds) or the test fails; then the exit code is 77, and the bytes lie
-in a file that is named, with which the failure comes again: `python tests/fuzz.py FILE::TEST THAT_FILE`.
+Hypothesis samples examples without feedback. atheris mutates the bytes that examples are made from, and keeps those
+that reach new lines of psearch_jax and retrieval. The test gets its fixtures from pytest. Fuzzing runs until a limit
+is reached (`-runs=`, `-max_total_time=` in seconds) or the test fails. On a failure the exit code is 77, and the bytes
+are saved to a file whose name is printed: `python tests/fuzz.py FILE::TEST THAT_FILE` reproduces the failure.
 """
 
 import functools
@@ -18,7 +18,7 @@ import pytest
 
 
 class Fuzz:
-    """Calls the one property test that was collected with what atheris draws."""
+    """Runs the one collected property test on inputs from atheris."""
 
     def __init__(self, flags: list[str]):
         self._flags = flags
@@ -41,7 +41,7 @@ class Fuzz:
             test(*args, **fixtures, **drawn)
 
         drawn_for.inner_test, pyfuncitem.obj.__signature__ = with_fixtures, inspect.Signature()
-        # Of fewer bytes than a test draws from comes no example: their number is not to grow from one on.
+        # Inputs shorter than the test consumes give no example, so lengths must not start at one byte.
         atheris.Setup([sys.argv[0], "-len_control=0", *self._flags], drawn_for.fuzz_one_input)
         atheris.Fuzz()
 

@@ -1,4 +1,4 @@
-"""Parts that several tests share: a tiny policy, a sampler whose words come from a script, questions and passages."""
+"""Shared parts of tests: a tiny policy, a sampler whose tokens come from a script, questions and passages."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from psearch_jax.types import Question
 from retrieval.protocol import Passage
 from retrieval.service import RetrievalService
 
-# What makes a shape one of Qwen3, whose heads together are wider than the model.
+# The settings of a Qwen3 architecture; its heads together are wider than the model.
 QWEN3 = {"head_dim": 16, "qkv_bias": False, "qk_norm": True}
 
 
 def tiny_config(vocab_rows: int = 416, **changes) -> DecoderConfig:
-    """A policy of two layers that computes in microseconds."""
+    """A policy of two layers that runs in microseconds."""
     shape = dict(width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=64, tied=True, rope_theta=10_000.0)
     return DecoderConfig(vocab_rows, **{**shape, **changes})
 
 
 def random_params(config: DecoderConfig, seed: int = 0, scale: float = 0.2) -> nnx.State:
-    """Parameters in which nothing is left at 0 or 1: biases and norms are random too."""
+    """Random parameters, biases and norms included, so that none is left at 0 or 1."""
     rng = np.random.default_rng(seed)
 
     def one(path: tuple, variable: nnx.Variable) -> nnx.Variable:
@@ -59,7 +59,7 @@ def tables_for(tokenizer: Tokenizer, config: DecoderConfig) -> BoundaryTables:
 
 
 def make_sampler(tokenizer: Tokenizer, config: DecoderConfig, mesh: Mesh | None = None, cls=Sampler, **options):
-    """A float32 sampler of `cls` with the tokenizer's real boundary tables and stop ids."""
+    """A float32 sampler of class `cls` with the tokenizer's real boundary tables and stop tokens."""
     graph = decoder.graphdef(config, jnp.float32, int8=options.get("int8_weights", False))
     stops = sorted(tokenizer.stop_ids)
     tables = tables_for(tokenizer, config)
@@ -67,14 +67,14 @@ def make_sampler(tokenizer: Tokenizer, config: DecoderConfig, mesh: Mesh | None 
 
 
 class ScriptedSampler(Sampler):
-    """The sampler itself, except that the drawn id is the next one of the row's script.
+    """The real sampler, except that each sampled token is the next one of the row's script.
 
-    Log-probs, cache, automaton, budgets and statuses are the real ones. A script is the flat list of ids that a
-    rollout samples over all of its turns; it belongs to a rollout's key; after its end comes `after`. At a -1 the id
-    is really drawn.
+    Log-probs, cache, automaton, budgets and statuses are real. A script lists the tokens that a rollout samples over
+    all of its turns, and is looked up by the rollout's key. After its end every token is `after`. At a -1 the sampler
+    really samples.
     """
 
-    after = 0  # an id
+    after = 0  # a token id
     scripts: Mapping[tuple[int, int], Sequence[int]] = {}
 
     def _decode(self, *args) -> SamplerState:
@@ -86,7 +86,7 @@ class ScriptedSampler(Sampler):
         def choose(logits: jax.Array, uniform: jax.Array) -> jax.Array:
             return jnp.where(forced < 0, draw(logits, uniform), forced)
 
-        with mock.patch.object(sampling, "choose", choose):  # while it is traced
+        with mock.patch.object(sampling, "choose", choose):  # during tracing
             return super()._decode(*args)
 
     def _next_ids(self, keys, said) -> np.ndarray:
@@ -95,14 +95,14 @@ class ScriptedSampler(Sampler):
         return np.array([s[n] if n < len(s) else self.after for s, n in zip(scripts, said, strict=True)], np.int32)
 
     def give(self, seed: int, step: int, rollouts: Sequence[tuple[Question, int]], scripts: Sequence[Sequence[int]]):
-        """Hands one script to each (question, sample) of the coming `collect(seed=seed, step=step)`."""
+        """Sets one script for each (question, sample) of the next `collect(seed=seed, step=step)`."""
         words = [sampling.id_words(q.source, q.id) for q, _ in rollouts]
         keys = sampling.row_keys(seed, step, words, [sample for _, sample in rollouts])
         self.scripts = {(int(a), int(b)): list(s) for (a, b), s in zip(keys, scripts, strict=True)}
 
 
 def scripted_sampler(tokenizer: Tokenizer, config: DecoderConfig) -> ScriptedSampler:
-    """One whose rollouts end their message after their scripts."""
+    """A sampler whose rollouts end their message after their scripts."""
     made = make_sampler(tokenizer, config, cls=ScriptedSampler)
     made.after = tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
     return made
@@ -134,7 +134,7 @@ def rollout_section(**changes) -> RolloutSection:
 
 
 def make_collector(tokenizer: Tokenizer, sampler: Sampler, rollout: RolloutSection, service=None, **retrieval):
-    """A collector with real parts; a prompt is the question's own text as a chat message."""
+    """A collector with real parts; a prompt is the question's text as a chat message."""
 
     def render(q: Question) -> list[int]:
         return tokenizer.chat([{"role": "user", "content": q.text}])
@@ -154,7 +154,7 @@ def make_learner(tokenizer: Tokenizer, config: DecoderConfig, context_tokens: in
 def started(
     sampler: Sampler, params, prompts, keys, positions: int, turn_tokens: int, budget_end: int | None = None, width=0
 ):
-    """A state whose slots hold the prompts, padded to at least `width` ids; None leaves a slot empty."""
+    """A state whose slots hold the prompts, padded to at least `width` tokens; None leaves a slot empty."""
     ids = np.zeros((len(prompts), max(width, *(len(p or ()) for p in prompts))), np.int32)
     n = np.array([len(p or ()) for p in prompts], np.int32)
     for row, prompt in enumerate(prompts):
@@ -188,7 +188,8 @@ SIZES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "u8": 1, "s8": 1, "p
 
 
 def collectives_in_loops(text: str, least_bytes: int, kinds: str = "all-gather") -> list[str]:
-    """The collectives in a compiled program's text that run at every turn of a loop and give at least `least_bytes`.
+    """The collectives in a compiled program's text that run in every iteration of a loop and output `least_bytes` or
+    more.
 
     Args:
       kinds: a regular expression of names such as "all-gather|reduce-scatter", or of other operations.
@@ -210,11 +211,11 @@ def collectives_in_loops(text: str, least_bytes: int, kinds: str = "all-gather")
         if name not in inside:
             inside.add(name)
             waiting += called.get(name, ())
-    found = []
+    matching = []
     for line in (line for name in sorted(inside) for line in computations.get(name, ())):
         match = re.match(rf"(?:ROOT )?\S+ = (.*?) (?:{kinds})(?:-start)?\(", line)
         shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1]) if match else ()
         sizes = [math.prod(int(d) for d in dims.split(",") if d) * SIZES.get(kind, 8) for kind, dims in shapes]
         if max(sizes, default=0) >= least_bytes:
-            found.append(line[:160])
-    return found
+            matching.append(line[:160])
+    return matching

@@ -1,4 +1,4 @@
-"""Closed-world questions and passages in the files of MultiHop-RAG: a JSON array each, as its authors publish them."""
+"""Writes closed-world questions and passages in the two published file formats of MultiHop-RAG, both JSON arrays."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from psearch_jax.data.asking import questions
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.paths import write_whole
 
-TYPES = {"parallel": "comparison_query", "sequential": "inference_query"}  # the two of the paper's subsets
+TYPES = {"parallel": "comparison_query", "sequential": "inference_query"}  # the two types in the paper's subsets
 
 
 def write_multihop_rag(world: ClosedWorld, folder: Path, count: int) -> tuple[Path, Path]:
     """Writes `count` held-out questions of each type, and all articles; returns the two paths."""
-    asked = [
+    rows = [
         {"query": q.text, "answer": q.answers[0], "question_type": label, "evidence_list": []}
         for kind, label in TYPES.items()
         for q in questions(world, "eval", kind, count, seed=1)
     ]
     articles = [
         {
-            "title": p.text.split(" is ")[0],  # an article has one; here the words that its text begins with
+            "title": p.text.split(" is ")[0],  # every article has a title; here, the first words of its text
             "body": p.text,
             "author": None,
             "source": "",
@@ -30,7 +30,7 @@ def write_multihop_rag(world: ClosedWorld, folder: Path, count: int) -> tuple[Pa
         }
         for p in world.passages
     ]
-    asked_file, corpus = folder / "MultiHopRAG.json", folder / "corpus.json"
-    write_whole(asked_file, json.dumps(asked, indent=1) + "\n")
+    questions_file, corpus = folder / "MultiHopRAG.json", folder / "corpus.json"
+    write_whole(questions_file, json.dumps(rows, indent=1) + "\n")
     write_whole(corpus, json.dumps(articles, indent=1) + "\n")
-    return asked_file, corpus
+    return questions_file, corpus

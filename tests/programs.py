@@ -1,8 +1,8 @@
-"""Programs as the tests start them: real processes, forked from one that has imported already what all of them import.
+"""Starts programs for tests: real processes, forked from a server that has already imported the common modules.
 
-Importing jax, transformers and the rest takes several times as long as most of what a test asks of a program. So the
-first program of a test session starts a server (`python tests/programs.py SOCKET`), which imports and waits; each
-program is a fork of it, with its own arguments, environment, streams and process id, and no device was touched before.
+Importing jax, transformers and the rest takes several times as long as most of what a test does with a program. So the
+first program of a test session starts a server (`python tests/programs.py SOCKET`), which imports them and waits. Each
+program is a fork of it with its own arguments, environment, streams and process id. The server never uses a device.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _WARM = (
 
 
 class Program:
-    """A program that runs; what it has in common with subprocess.Popen behaves alike.
+    """A running program; what it shares with subprocess.Popen behaves alike.
 
     Args:
       arguments: [sys.executable,] script and flags; the script's path is relative to the repository.
-      env: the whole environment; default: this process's.
+      env: the complete environment; default: this process's.
       stdout, stderr: subprocess.PIPE or subprocess.DEVNULL.
     """
 
@@ -86,11 +86,11 @@ class Program:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
-        """All that it still writes, once it has ended."""
-        said: dict[int, str] = {}
+        """Waits for the end and returns the rest of stdout and stderr."""
+        output: dict[int, str] = {}
 
         def read(number: int, stream) -> None:
-            said[number] = stream.read()
+            output[number] = stream.read()
 
         streams = [s for s in (self.stdout, self.stderr) if s is not None and not s.closed]
         readers = [threading.Thread(target=read, args=(id(s), s), daemon=True) for s in streams]
@@ -99,7 +99,7 @@ class Program:
         self.wait(timeout)
         for reader in readers:
             reader.join(timeout)
-        return tuple(said.get(id(s)) for s in (self.stdout, self.stderr))
+        return tuple(output.get(id(s)) for s in (self.stdout, self.stderr))
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -113,7 +113,7 @@ class Program:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    """Returns when the condition holds; fails where it does not in time."""
+    """Returns once the condition holds; fails after `seconds`."""
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until
@@ -134,10 +134,10 @@ def completed(
 
 
 def tracked() -> list[str]:
-    """The files of the project, by git; skips the test outside a checkout."""
+    """The project's files, from git; skips the test outside a checkout."""
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
-        import pytest  # not for the server of this file
+        import pytest  # the server does not need it
 
         pytest.skip("this is no git checkout")
     return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
@@ -151,7 +151,7 @@ def copied(names: Iterable[str], to: Path) -> None:
 
 
 def refusal(command: Sequence[str]) -> str:
-    """What a program says to a command line of script and flags that it does not take; empty where it does."""
+    """The error of a program that refuses a command line (script and flags); empty if it accepts it."""
     done = completed([sys.executable, *command, "--only_check_args"])
     return f"exit code {done.returncode}: {done.stderr[-500:]}" if done.returncode else ""
 
@@ -165,18 +165,18 @@ def _stream(kind: int):
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        part = connection.recv(count - len(found))
+    data = b""
+    while len(data) < count:
+        part = connection.recv(count - len(data))
         if not part:
             raise ConnectionError("the server of tests/programs.py is gone")
-        found += part
-    return found
+        data += part
+    return data
 
 
 @functools.cache
 def _server() -> str:
-    """Starts the server of this process, once; the path of its socket."""
+    """Starts this process's server once and returns the path of its socket."""
     path = os.path.join(tempfile.mkdtemp(), "socket")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     server = subprocess.Popen(
@@ -197,7 +197,7 @@ def _serve(path: str) -> None:
     listener.bind(path)
     listener.listen(64)
     listener.settimeout(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for whoever answers a request
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # processes that answer a request are not waited for
     print("ready", flush=True)
     parent = os.getppid()
     while os.getppid() == parent:
@@ -216,7 +216,7 @@ def _serve(path: str) -> None:
 
 
 def _answer(connection: socket.socket) -> list[str]:
-    """Returns in the program's own process, ready to run; the process that it is a child of tells how it ends."""
+    """Returns in the new program's process, ready to run. Its parent process reports its pid and exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     connection.setblocking(True)
     length, fds, _, _ = socket.recv_fds(connection, 4, 2)

@@ -1,4 +1,4 @@
-"""Short passages and questions for tests/test_real.py, written for it: facts that a small model has to look up."""
+"""Short passages and questions, written for tests/test_real.py: facts that a small model has to look up."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ Who died first, Niels Bohr or Lise Meitner?
 
 
 def passages() -> list[Passage]:
-    """37 of them."""
+    """The 37 passages."""
     rows = [line.split("|") for line in _PASSAGES.strip().splitlines()]
     return [Passage(f"real-{i}", title, text) for i, (title, text) in enumerate(rows)]
 
 
 def questions() -> list[Question]:
-    """25 of them; no test looks at an answer."""
+    """The 25 questions, without answers: no test uses them."""
     return [Question("real", str(i), text, (), "single") for i, text in enumerate(_QUESTIONS.strip().splitlines())]

@@ -1,4 +1,4 @@
-"""Training runs as the tests start and read them."""
+"""Starts training runs for tests and reads their results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = {
     "rollout.turn_tokens": 24,
     "rollout.obs_tokens": 128,
     "rollout.search_turns": 1,
-    "rollout.widths": 1,  # of which every one is compiled
+    "rollout.widths": 1,  # every width costs a compilation
     "learning.mini_batch_rollouts": 4,
     "learning.micro_batch_rows": 4,
     "train.prompts": 4,
@@ -48,7 +48,7 @@ def run(arguments: list[str], expect: int = 0) -> subprocess.CompletedProcess:
 
 
 def metrics_without_clocks(workdir: Path) -> list[dict]:
-    """What a run found; not how long it took, nor what that cost, which depends on mesh and processes."""
+    """A run's metrics without times, and without costs, which depend on the mesh and the processes."""
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if not k.endswith(("_s", "_per_s")) and k[:5] != "cost/"} for row in rows]
 
@@ -61,8 +61,8 @@ def final_params(workdir: Path) -> dict[str, np.ndarray]:
 def assert_same_params(workdir: Path, other: Path) -> None:
     """Equal up to the rounding of another mesh.
 
-    Where a gradient is nothing but rounding, AdamW makes a whole step of it: of a few entries everywhere, and of all
-    key biases, which attention does not depend on.
+    Where a gradient is only rounding noise, AdamW still takes a full step. That concerns a few entries everywhere, and
+    all key biases, because attention does not depend on them.
     """
     theirs = final_params(other)
     for name, value in final_params(workdir).items():
@@ -101,7 +101,7 @@ def free_port() -> int:
 
 
 def start(arguments: list[str], devices: int = 1, **streams) -> Program:
-    """One process with so many devices; its stdout and stderr are pipes unless `streams` names others."""
+    """Starts one process with `devices` devices; stdout and stderr are pipes unless `streams` says otherwise."""
     environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     return Program(arguments, environment, **streams)
 
@@ -109,7 +109,7 @@ def start(arguments: list[str], devices: int = 1, **streams) -> Program:
 def start_run(
     count: int, devices: int, workdir: Path, policy: Path, steps: int, each: Sequence[dict] = (), **fields
 ) -> list[Program]:
-    """The processes of one training run over count x devices devices; `each` holds what only one of them is told."""
+    """Starts the processes of one run over count x devices devices; `each`: config fields of single processes."""
     several = [f"--coordinator=127.0.0.1:{free_port()}", f"--processes={count}"] if count > 1 else []
     started = []
     for i in range(count):
@@ -120,14 +120,14 @@ def start_run(
 
 
 def ended(started: list[Program], seconds: float = 600) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each."""
+    """Exit code, stdout and stderr of each process."""
     deadline = time.monotonic() + seconds
-    found = []
+    results = []
     try:
         for process in started:
             out, err = process.communicate(timeout=max(1, deadline - time.monotonic()))
-            found.append((process.returncode, out, err))
+            results.append((process.returncode, out, err))
     finally:
         for process in started:
             process.kill()
-    return found
+    return results

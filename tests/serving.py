@@ -1,4 +1,4 @@
-"""An application behind real HTTP on loopback."""
+"""Serves an application over real HTTP on loopback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HTTP = urllib3.PoolManager(retries=False)
 
 
 class Running:
-    """An application on a free port, in a thread of this process."""
+    """Serves an application on a free port, in a thread of this process."""
 
     def __init__(self, app):
         listener = listen("127.0.0.1", 0)
@@ -37,7 +37,7 @@ class Running:
         return len(self._server.server_state.connections)
 
     def raw(self, body: bytes, length: int | None = None, path: str = "/retrieve", headers: str = "") -> socket.socket:
-        """A connection on which `body` was sent, announced as `length` bytes."""
+        """A connection that has sent `body`, with a Content-Length of `length`."""
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
         length = len(body) if length is None else length
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n{headers}\r\n"

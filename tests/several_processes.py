@@ -1,4 +1,4 @@
-"""One of several processes that exchange what they know; test_processes.py starts them and reads what they print.
+"""One of several processes that exchange host data; tests/test_processes.py starts them and reads their output.
 
 python tests/several_processes.py HOST:PORT COUNT INDEX DIRECTORY
 """
@@ -31,7 +31,7 @@ class Odd(Exception):
 
 
 BARRIER = "Barrier timed out. Id: orbax:9. This usually happens because a task triggered the barrier too early"
-# What jaxlib and Orbax raised in runs whose other process was killed, and what only sounds like it.
+# LOST: what jaxlib and Orbax raised when another process was killed. NOT_LOST: what only looks similar.
 LOST = (
     jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {BARRIER}"),
     jax.errors.JaxRuntimeError("INTERNAL: Gloo all-reduce failed: [gloo/transport/tcp/pair.cc:547] closed by peer"),
@@ -64,7 +64,7 @@ def failing(index: int, error: Exception, by=processes.together) -> str:
 
 
 def stopped(index: int) -> tuple[int, int]:
-    """Looks and exchanges until all hear that process `index` was asked to stop, at its fourth look."""
+    """Calls the check until all learn that process `index` was to stop at its fourth call: (calls, exchanges)."""
     request, together, exchanges = StopRequest(), processes.together, []
     processes.together = lambda work: exchanges.append(1) or together(work)
     look = request.watch()
@@ -80,7 +80,7 @@ def stopped(index: int) -> tuple[int, int]:
 
 
 def one_reads_badly(folder: Path, mesh: jax.sharding.Mesh) -> dict:
-    """A checkpoint that all have written is whole for process 0 and damaged for process 1."""
+    """A checkpoint that all processes wrote is intact for process 0 and damaged for process 1."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     config = tiny_config(8)
 
@@ -105,12 +105,12 @@ def one_reads_badly(folder: Path, mesh: jax.sharding.Mesh) -> dict:
     read = checkpoint.load_params(find_best(folder), place)[2]["best"]
     start = time.monotonic()
     try:
-        os.chdir(own.parent)  # one path in both, and behind it another file
+        os.chdir(own.parent)  # the same relative path in both, but different files
         checkpoint.load_params("run", place)
-        said = "nothing was raised"
+        text = "nothing was raised"
     except UserError as error:
-        said = str(error)
-    return {"best": read, "record": Best(folder, "em", "these").record, "said": said, "took": time.monotonic() - start}
+        text = str(error)
+    return {"best": read, "record": Best(folder, "em", "these").record, "said": text, "took": time.monotonic() - start}
 
 
 if __name__ == "__main__":
@@ -120,8 +120,8 @@ if __name__ == "__main__":
     place = NamedSharding(mesh, PartitionSpec("all"))
     spread = jax.make_array_from_callback((4,), place, lambda index: np.arange(4)[index])
     rows = list(range(11))
-    long = {"process": here, "text": "x" * (20_000_000 * here + 3)}  # longer than one message may be
-    found = {
+    long = {"process": here, "text": "x" * (20_000_000 * here + 3)}  # longer than one exchange can carry
+    results = {
         "first": processes.first(),
         "agreed": processes.agreed(lambda: f"of {here}"),
         "unreadable": failing(0, OSError(5, "Input/output error", "before.json"), processes.agreed),
@@ -138,4 +138,4 @@ if __name__ == "__main__":
         "damaged": one_reads_badly(Path(sys.argv[4]), mesh),
         "array": processes.fetch(spread).tolist(),
     }
-    print("FOUND " + json.dumps(found), flush=True)
+    print("FOUND " + json.dumps(results), flush=True)

@@ -9,7 +9,7 @@ from psearch_jax.rl.advantages import carry_signal, group_advantages
 
 REWARDS = [1.0, 0.0, 0.5, 2.0, 1.0, 0.3]
 GROUPS = [("a", "0"), ("a", "0"), ("b", "0"), ("a", "0"), ("b", "0"), ("c", "0")]
-# Group a: 1, 0, 2 (mean 1, std 1); group b: .5, 1 (mean .75, std sqrt(.125)); group c alone.
+# Group a: 1, 0, 2 (mean 1, std 1); group b: .5, 1 (mean .75, std sqrt(.125)); group c: one rollout.
 STD_B = math.sqrt(0.125)
 HAND = {
     "std": [0.0, -1 / 1.000001, -0.25 / (STD_B + 1e-6), 1 / 1.000001, 0.25 / (STD_B + 1e-6), 0.0],
@@ -20,7 +20,7 @@ HAND = {
 
 @pytest.mark.parametrize("method", HAND)
 def test_by_hand(method):
-    """Groups that mix, a biased std or a group of one that keeps its raw reward push the policy the wrong way."""
+    """Mixed groups, a biased std, or a raw reward for a group of one would push the policy the wrong way."""
     out = group_advantages(REWARDS, GROUPS, method)
     assert out.dtype == np.float32
     np.testing.assert_allclose(out, HAND[method], rtol=1e-6, atol=1e-7)
@@ -28,30 +28,30 @@ def test_by_hand(method):
 
 @pytest.mark.parametrize("method", HAND)
 def test_equal_rewards_carry_no_signal(method):
-    """Rounding noise of an equal group must not be blown up to an advantage of 1."""
+    """Rounding noise in a group of equal rewards would be scaled up to an advantage of 1."""
     out = group_advantages([0.1 + 0.2] * 3 + [0.7] * 5, ["x"] * 3 + ["y"] * 5, method)
     np.testing.assert_allclose(out, 0.0, atol=1e-9)
 
 
 def test_small_parts_of_the_reward_count():
-    """A group that differs by its search count alone, some hundredths, would teach nothing, or be drawn again."""
+    """Rewards that differ only in a small part, such as the search count, would count as equal and teach nothing."""
     out = group_advantages([1.0, 1.001, 0.999, 1.0], list("aaaa"), "mean")
     np.testing.assert_allclose(out, [0.0, 0.001, -0.001, 0.0], atol=1e-8)
 
 
 def test_which_groups_carry_signal():
-    """Drawn again is what teaches nothing; a group too many, and good rollouts are thrown away."""
+    """Groups without signal are sampled again: good rollouts would be discarded, or useless groups kept."""
     advantages = np.array([0.0, 0.0, 0.0, 0.0, 0.0, -0.001, 0.0, 0.002, 1.0, 0.0, -1.0, 0.0], np.float32)
     assert carry_signal(advantages, 4).tolist() == [False, True, True]
 
 
 def test_a_rollout_that_is_not_valid_is_in_no_baseline():
-    """A reward of 0 for numbers that broke off would pay all other rollouts of its group."""
+    """A reward of 0 for a rollout that stopped being finite would raise the advantages of its group."""
     out = group_advantages([1.0, 0.0, 0.0, 1.0], list("aaaa"), "mean", [True, True, False, True])
     np.testing.assert_allclose(out, [1 / 3, -2 / 3, 0, 1 / 3], rtol=1e-6)
 
 
 def test_questions_of_two_sources_with_one_id_never_meet():
-    """Row numbers restart in every data set: keyed by id alone, unrelated questions would share a baseline."""
+    """Ids restart in every data set: keyed by id only, unrelated questions would share a baseline."""
     out = group_advantages([1.0, 0.0, 0.0, 0.0], [("a", "7"), ("a", "7"), ("b", "7"), ("b", "7")], "mean")
     np.testing.assert_allclose(out, [0.5, -0.5, 0.0, 0.0])

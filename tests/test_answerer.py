@@ -1,4 +1,4 @@
-"""Answers as they come: what is told, in what order, to whom, and that company changes nothing."""
+"""Streamed answers: which events are sent, in which order and to whom; other questions in the batch change nothing."""
 
 import io
 import threading
@@ -43,7 +43,7 @@ def sampler(tiny_tokenizer):
 
 
 def scripted(sampler, tokenizer, params, scripts: dict[str, list[str]], service=None, every=3) -> Answerer:
-    """An answerer whose model says these turns to these questions, at temperature 1."""
+    """An answerer whose model replies to these questions with these turns, at temperature 1."""
     asked = [(Question("asked", f"0 {text}", text, (), "single"), 0) for text in scripts]
     sampler.give(
         0, 0, asked, [[i for part in parts for i in tokenizer.encode_foreign(part)] for parts in scripts.values()]
@@ -53,7 +53,7 @@ def scripted(sampler, tokenizer, params, scripts: dict[str, list[str]], service=
 
 
 def test_what_is_told_of_a_question_is_what_happened_in_its_order(sampler, tiny_tokenizer, params):
-    """Fails if a word is told twice or not at all, a letter of several ids half, or passages before their queries."""
+    """Text would be sent twice or never, a character of several tokens in halves, or passages before their queries."""
     own = scripted(sampler, tiny_tokenizer, params, {"Who?": [SEARCH, ANSWER]})
     events = list(own.answer("Who?", 1.0))
     own.close()
@@ -72,30 +72,30 @@ def test_what_is_told_of_a_question_is_what_happened_in_its_order(sampler, tiny_
 
 
 def test_a_turn_without_an_action_and_an_end_without_an_answer_are_told(sampler, tiny_tokenizer, params):
-    """A turn that the host corrects must neither stop the telling nor be told as part of the next one."""
+    """A turn that gets a correction would end the stream, or be sent as part of the next turn."""
     own = scripted(sampler, tiny_tokenizer, params, {"Who?": [MUSING * 9, ANSWER], "What?": [MUSING]})
-    found = {text: list(own.answer(text, 1.0)) for text in ("Who?", "What?")}
+    streams = {text: list(own.answer(text, 1.0)) for text in ("Who?", "What?")}
     own.close()
-    for events in found.values():
+    for events in streams.values():
         trajectory = events[-1].trajectory
         said = "".join(e.text for e in events if e.kind == "text")
         assert said == "".join(turn.text for turn in trajectory.turns)
-    assert found["Who?"][-1].trajectory.model_calls > 1
-    notes = [e for e in found["Who?"] if e.kind == "note"]
-    assert len(notes) == found["Who?"][-1].trajectory.model_calls - 1 and "No search" in notes[0].text
-    told = Told()
-    for event in found["Who?"]:
-        told.add(event)
-    assert all(turn["seconds"] > 0 for turn in as_json("Who?", told)["turns"]), "each turn has its own"
-    assert found["What?"][-1].trajectory.status == "out_of_turns" and found["What?"][-1].trajectory.answer is None
+    assert streams["Who?"][-1].trajectory.model_calls > 1
+    notes = [e for e in streams["Who?"] if e.kind == "note"]
+    assert len(notes) == streams["Who?"][-1].trajectory.model_calls - 1 and "No search" in notes[0].text
+    summary = Told()
+    for event in streams["Who?"]:
+        summary.add(event)
+    assert all(turn["seconds"] > 0 for turn in as_json("Who?", summary)["turns"]), "each turn has its own time"
+    assert streams["What?"][-1].trajectory.status == "out_of_turns" and streams["What?"][-1].trajectory.answer is None
 
 
 class Panic(BaseException):
-    """As a library in another language raises it."""
+    """Like an exception from native code: no subclass of Exception."""
 
 
 class Breaking:
-    """A retriever that fails, or stalls, on some queries, or on all."""
+    """A retriever that fails or stalls on some queries, or fails on all."""
 
     def __init__(self, error=RetrievalError):
         self.service, self.error, self.broken, self.seconds = retriever(), error, lambda query: True, 0.0
@@ -110,40 +110,40 @@ class Breaking:
 
 @pytest.mark.parametrize("error", [RetrievalError, Panic])
 def test_a_failed_search_is_told_and_the_next_one_answered(sampler, tiny_tokenizer, params, error):
-    """A retriever that is gone for a minute must not end the program, hang its clients, or tell them paths."""
+    """A short outage of the retriever would end the program, hang its clients, or show them internal paths."""
     service = Breaking(error)
     own = scripted(sampler, tiny_tokenizer, params, {"Who?": [SEARCH, ANSWER]}, service)
     last = list(own.answer("Who?", 1.0))[-1]
     assert last.kind == "error" and "secret" not in last.text and not own.healthy
     service.broken = lambda query: False
-    wait_until(lambda: own.healthy, 30)  # nobody asks: it tries by itself
+    wait_until(lambda: own.healthy, 30)  # it retries on its own
     assert list(own.answer("Who?", 1.0))[-1].trajectory.answer == "Ada Lovelace"
     own.close()
 
 
 def test_one_refused_query_ends_one_answer(sampler, tiny_tokenizer, params):
-    """Whoever finds a query that a retriever refuses could end everybody's answers."""
+    """A client with a query that the retriever refuses could end everybody's answers."""
     service = Breaking()
     service.broken = lambda query: "bad" in query
     bad = SEARCH.replace("Alan Turing born", "bad")
     own = scripted(sampler, tiny_tokenizer, params, {"Who?": [SEARCH, ANSWER], "Bad?": [bad, ANSWER]}, service)
-    found = {text: [] for text in ("Bad?", "Who?")}
-    for text, events in found.items():
+    streams = {text: [] for text in ("Bad?", "Who?")}
+    for text, events in streams.items():
         own.ask(text, events.append, 1.0)
-    wait_until(lambda: all(e and e[-1].kind in ("end", "error") for e in found.values()), 60)
-    assert found["Bad?"][-1].kind == "error" and found["Who?"][-1].trajectory.answer == "Ada Lovelace"
+    wait_until(lambda: all(e and e[-1].kind in ("end", "error") for e in streams.values()), 60)
+    assert streams["Bad?"][-1].kind == "error" and streams["Who?"][-1].trajectory.answer == "Ada Lovelace"
     assert own.healthy
     own.close()
 
 
 def test_a_slow_search_holds_up_nobody_else(sampler, tiny_tokenizer, params):
-    """One query to a far server, and every stream stands still for as long as it takes."""
+    """One query to a slow server would stall every stream for as long as it takes."""
     service = Breaking()
     service.broken, service.seconds = (lambda query: False), 2.0
     slow = SEARCH.replace("Alan Turing born", "slow")
     long = [MUSING * 3, MUSING * 3, ANSWER]
     own = scripted(sampler, tiny_tokenizer, params, {"Slow?": [slow, ANSWER], "Who?": long}, service)
-    list(own.answer("Who?", 1.0))  # everything is compiled
+    list(own.answer("Who?", 1.0))  # compiles everything
     searching, events = threading.Event(), []
     own.ask("Slow?", lambda e: (events.append(e), searching.set() if e.kind == "search" else None), 1.0)
     assert searching.wait(60)
@@ -156,7 +156,7 @@ def test_a_slow_search_holds_up_nobody_else(sampler, tiny_tokenizer, params):
 
 
 def test_a_listener_that_fails_is_one_who_has_left(sampler, tiny_tokenizer, params):
-    """A client's closed loop must not end the answers of all others."""
+    """A callback that raises, as when a client's event loop is closed, would end the answers of all others."""
     own = scripted(sampler, tiny_tokenizer, params, {"Who?": [SEARCH, ANSWER], "What?": [SEARCH, ANSWER]})
 
     def deaf(event):
@@ -168,7 +168,7 @@ def test_a_listener_that_fails_is_one_who_has_left(sampler, tiny_tokenizer, para
 
 
 def test_a_question_that_is_too_long_is_refused_and_the_end_told_to_those_who_wait(sampler, tiny_tokenizer, params):
-    """Cut in its middle it would be another question; and nobody may wait for a program that has ended."""
+    """A question cut in the middle would be another question; after `close`, clients would wait for ever."""
     own = scripted(sampler, tiny_tokenizer, params, {"Who?": [SEARCH, ANSWER]})
     with pytest.raises(UserError, match="found .* tokens .* at most 48"):
         own.answer("Who is older? " * 40)
@@ -176,14 +176,14 @@ def test_a_question_that_is_too_long_is_refused_and_the_end_told_to_those_who_wa
         with pytest.raises(UserError, match="question|temperature"):
             own.ask(text, print, temperature)
     own.close()
-    told = []
-    own.ask("Who?", told.append)
-    assert [e.kind for e in told] == ["error"] and not own.healthy
+    events = []
+    own.ask("Who?", events.append)
+    assert [e.kind for e in events] == ["error"] and not own.healthy
 
 
 @pytest.fixture(scope="module")
 def toy():
-    """The policy that ships, in four slots, and questions of several kinds."""
+    """The shipped policy with four slots, and questions of several kinds."""
     config = from_mapping(get_config().to_dict())
     rollout = replace(config.rollout, slots=4, samples=2, widths=1)
     parts = build.from_path(replace(config, rollout=rollout), "toy")
@@ -193,48 +193,48 @@ def toy():
 
 
 def test_company_changes_no_answer_and_everybody_hears_their_own(toy):
-    """Twelve at once over four slots, greedy and sampled: each must get, id for id, what it gets alone."""
+    """Of twelve concurrent questions over four slots, one would get other tokens than when it is asked alone."""
     parts, params, asked = toy
     own = Answerer(parts.collector, params)
-    heat = [0.0 if i % 2 else 1.0 for i in range(len(asked))]
-    alone = [list(own.answer(text, temperature=t))[-1].trajectory for text, t in zip(asked, heat, strict=True)]
-    told: list[list[Event]] = [[] for _ in asked]
-    for text, t, mine in zip(asked, heat, told, strict=True):
+    temperatures = [0.0 if i % 2 else 1.0 for i in range(len(asked))]
+    alone = [list(own.answer(text, temperature=t))[-1].trajectory for text, t in zip(asked, temperatures, strict=True)]
+    events: list[list[Event]] = [[] for _ in asked]
+    for text, t, mine in zip(asked, temperatures, events, strict=True):
         own.ask(text, mine.append, temperature=t)
-    wait_until(lambda: all(mine and mine[-1].kind == "end" for mine in told), 300)
-    for before, mine in zip(alone, told, strict=True):
+    wait_until(lambda: all(mine and mine[-1].kind == "end" for mine in events), 300)
+    for before, mine in zip(alone, events, strict=True):
         after = mine[-1].trajectory
         np.testing.assert_array_equal(before.ids, after.ids)
         assert before.question.text == after.question.text
         assert "".join(e.text for e in mine) == "".join(turn.text for turn in after.turns)
     again = [list(own.answer(asked[0], temperature=1.0, seed=s))[-1].trajectory for s in range(6)]
-    assert len({t.ids.tobytes() for t in again}) > 1, "another seed draws anew"
+    assert len({t.ids.tobytes() for t in again}) > 1, "another seed samples another answer"
     own.close()
 
 
 def test_who_leaves_is_told_nothing_more_and_makes_room(toy):
-    """A slot that is held by a client who has gone is lost to all others; four of them would stop a server."""
+    """The slot of a client that has left would stay taken: four such clients would stop a server."""
     parts, params, asked = toy
     own = Answerer(parts.collector, params, every=1)
-    told, gone = [], []
-    for text in asked[:4]:  # in their first words, or behind them
+    events, gone = [], []
+    for text in asked[:4]:  # during the first words, or later
         seen = threading.Event()
-        take_back = own.ask(text, lambda event, seen=seen: (told.append(event), seen.set()))
+        take_back = own.ask(text, lambda event, seen=seen: (events.append(event), seen.set()))
         assert seen.wait(60)
         take_back()
         gone.append(take_back)
-    waiting = [own.ask(text, told.append) for text in asked[4:8]]
-    for take_back in waiting:  # in line
+    waiting = [own.ask(text, events.append) for text in asked[4:8]]
+    for take_back in waiting:  # still queued
         take_back()
     time.sleep(0.2)
-    before = len(told)
+    before = len(events)
     assert list(own.answer(asked[8]))[-1].kind == "end"
-    assert len(told) == before and not any(e.kind == "end" for e in told)
+    assert len(events) == before and not any(e.kind == "end" for e in events)
     assert not own._asked
     own.close()
 
 
-# ---- what is shown ----
+# ---- output formats ----
 
 PASSAGES = (Passage("p1", "Ada Lovelace", "Born in 1815."), Passage("p2", "", "\x1b[2J\x07 Alan\tTuring, 1912"))
 
@@ -253,22 +253,22 @@ def told_of(status="answered", answer="Ada Lovelace") -> tuple[list[Event], Told
         Event("text", turns[1].text),
         Event("end", trajectory=trajectory, seconds=1.0),
     ]
-    told = Told()
+    summary = Told()
     for event in events:
-        told.add(event)
-    return events, told
+        summary.add(event)
+    return events, summary
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_the_fan_out_is_shown_and_nothing_obeys_what_was_found(encoding):
-    """Control characters could clear a terminal or forge an answer; a terminal without UTF-8 must not end it."""
-    events, told = told_of()
+    """Control characters could clear the terminal or forge an answer; one without UTF-8 would end the program."""
+    events, summary = told_of()
     raw = io.BytesIO()
-    file = io.TextIOWrapper(raw, encoding=encoding, errors="replace")  # as launch/ask.py sets its own
+    file = io.TextIOWrapper(raw, encoding=encoding, errors="replace")  # as launch/ask.py configures stdout
     shown = Shown(file)
     for event in events:
         shown.show(event)
-    shown.sum_up(told)
+    shown.sum_up(summary)
     file.flush()
     text = raw.getvalue().decode(encoding)
     assert "\x1b" not in text and "\x07" not in text and "?[2J? Alan Turing, 1912" in text
@@ -283,31 +283,31 @@ def test_the_fan_out_is_shown_and_nothing_obeys_what_was_found(encoding):
 
 
 def test_no_answer_is_said_to_be_none():
-    """An empty line in place of an answer leaves open what happened."""
-    _, told = told_of("out_of_turns", None)
+    """An empty line in place of the answer would not say what happened."""
+    _, summary = told_of("out_of_turns", None)
     file = io.StringIO()
-    Shown(file).sum_up(told)
+    Shown(file).sum_up(summary)
     assert "no answer: the last turn ended without one" in file.getvalue() and "found in" not in file.getvalue()
 
 
 def test_json_has_each_turn_with_its_own_seconds_and_passages():
-    """Fails if passages stand with another query, or seconds with another turn."""
-    _, told = told_of()
-    found = as_json("c", told)
-    assert found["answer"] == "Ada Lovelace" and found["found_in"] == ["p1"] and found["seconds"] == 1.75
-    first, last = found["turns"]
+    """Passages would be listed under another query, or seconds under another turn."""
+    _, summary = told_of()
+    record = as_json("c", summary)
+    assert record["answer"] == "Ada Lovelace" and record["found_in"] == ["p1"] and record["seconds"] == 1.75
+    first, last = record["turns"]
     assert first["queries"] == ["Ada Lovelace born", "x"] and [len(r) for r in first["passages"]] == [2, 0]
     assert (first["seconds"], first["search_seconds"], last["seconds"]) == (0.5, 0.25, 1.0)
-    assert took(told).startswith("2 turns")
+    assert took(summary).startswith("2 turns")
 
 
 def test_an_answer_rests_on_passages_that_hold_all_of_it():
-    """`Ada` in `Adam` is no support, and neither is an empty answer's."""
-    _, told = told_of(answer="Ada")
-    held = [Passage("1", "", "Adam spoke."), Passage("2", "The Ada", "x"), Passage("2", "The Ada", "x")]
-    turn = replace(told.trajectory.turns[0], passages=(tuple(held),))
-    trajectory = replace(told.trajectory, turns=(turn, told.trajectory.turns[1]))
+    """`Ada` in `Adam` would count as support, or an empty answer would be supported by any passage."""
+    _, summary = told_of(answer="Ada")
+    candidates = [Passage("1", "", "Adam spoke."), Passage("2", "The Ada", "x"), Passage("2", "The Ada", "x")]
+    turn = replace(summary.trajectory.turns[0], passages=(tuple(candidates),))
+    trajectory = replace(summary.trajectory, turns=(turn, summary.trajectory.turns[1]))
     assert [p.id for p in support(trajectory)] == ["2"]
-    empty = replace(trajectory, turns=(turn, replace(told.trajectory.turns[1], answer=" ")))
+    empty = replace(trajectory, turns=(turn, replace(summary.trajectory.turns[1], answer=" ")))
     assert support(empty) == []
     assert printable("a\u202eb\r\nc\x00") == "a?b\nc?"

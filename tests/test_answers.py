@@ -18,12 +18,12 @@ from psearch_jax.text.answers import exact_match, f1, normalise
     ],
 )
 def test_normalise(text, expected):
-    """A different normalisation would make our EM incomparable with the published tables."""
+    """Another normalisation would make our EM incomparable with the published tables."""
     assert normalise(text) == expected
 
 
 def test_exact_match():
-    """Matching by part of an answer, or None, would pay for wrong answers."""
+    """Matching part of an answer, or None, would reward wrong answers."""
     assert exact_match("the NILE!", ["Amazon", "Nile"])
     assert not exact_match("Nile river", ["Nile"])
     assert not exact_match(None, ["none"]) and not exact_match("Nile", [])
@@ -44,5 +44,5 @@ def test_exact_match():
     ],
 )
 def test_f1(prediction, golds, expected):
-    """F1 by sets instead of multisets, or by the first gold answer only, differs from the published measure."""
+    """F1 over sets instead of multisets, or against only the first gold answer, would not be the published metric."""
     assert f1(prediction, golds) == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""The forms of attention against the plain definition: values and gradients, with and without a cache."""
+"""The implementations of attention against the plain definition: values and gradients, with and without a cache."""
 
 import functools
 import importlib
@@ -67,13 +67,13 @@ def draw(B=2, T=40, N=4, K=2, H=8, S=0, seed=0):
 @pytest.mark.parametrize("form", ["blocked", "rowwise"])
 @pytest.mark.parametrize("length", [1, 40, WHOLE_CHUNK, WHOLE_CHUNK + 1, 2 * QUERY_BLOCK + 130])
 def test_blocked_attention(length, form):
-    """A block whose queries see the wrong keys, or padding that is returned as an answer."""
+    """A block's queries would attend to the wrong keys, or padding would be returned as output."""
     q, k, v, _ = draw(T=length)
     np.testing.assert_allclose(causal(q, k, v, form), plain(q, k, v), atol=2e-6)
 
 
 def keys(old, across):
-    """A cache's layer as it lies on a CPU, or elsewhere."""
+    """A cache layer; with `across` the keys are transposed, as on a CPU."""
     k, v = map(jnp.asarray, old)
     return Keys(k.swapaxes(2, 3) if across else k, v, across)
 
@@ -81,8 +81,8 @@ def keys(old, across):
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize(("length", "S"), [(1, 20), (40, 20), (WHOLE_CHUNK + 30, 20), (9, 2 * KEY_BLOCK + 50)])
 def test_attention_behind_a_cache(length, S, across):
-    """Rows of different lengths that see each other's stale keys, in the first or in a later block of queries or keys;
-    positions that two blocks of keys share counted twice."""
+    """Rows of different lengths would attend to stale keys, in the first or a later block of queries or keys;
+    positions that two key blocks share would count twice."""
     q, k, v, old = draw(T=length, S=S, B=3)
     start = np.array([0, 13, S - 7], np.int32)
     wanted = plain(q, k, v, old, start)
@@ -98,22 +98,22 @@ def gradients(function, q, k, v):
 
 
 def whole(q, k, v):
-    """All scores at once, differentiable."""
+    """Attention with all scores at once, differentiable."""
     return dense(q, k, v, np.zeros(q.shape[:2], np.int32))
 
 
 @pytest.mark.parametrize("form", ["blocked", "rowwise"])
 def test_gradients_of_blocked_attention(form):
-    """A block's recomputation in the backward pass that differs from its forward pass."""
+    """A block's recomputation in the backward pass would differ from its forward pass."""
     q, k, v, _ = draw(T=WHOLE_CHUNK + 70)
-    found = gradients(functools.partial(causal, implementation=form), q, k, v)
-    for ours, wanted in zip(found, gradients(whole, q, k, v), strict=True):
+    computed = gradients(functools.partial(causal, implementation=form), q, k, v)
+    for ours, wanted in zip(computed, gradients(whole, q, k, v), strict=True):
         np.testing.assert_allclose(ours, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize(("length", "heads", "kv_heads", "size"), [(128, 4, 2, 128), (200, 4, 1, 64), (130, 2, 2, 16)])
 def test_the_tpu_kernel(length, heads, kv_heads, size):
-    """Padding to the kernel's widths that leaks into values or gradients, a missing scale, or heads paired wrongly."""
+    """The kernel's padding would leak into values or gradients, a scale be missing, or heads be paired wrongly."""
     q, k, v, _ = draw(T=length, N=heads, K=kv_heads, H=size)
     np.testing.assert_allclose(splash(q, k, v), plain(q, k, v), atol=1e-5)
     for ours, wanted in zip(gradients(splash, q, k, v), gradients(whole, q, k, v), strict=True):
@@ -121,13 +121,13 @@ def test_the_tpu_kernel(length, heads, kv_heads, size):
 
 
 def in_segments(length):
-    """Two rows of several trajectories, one of which ends with padding."""
+    """Segment ids of two rows: three trajectories; one trajectory and padding."""
     place = np.arange(length)
     return np.stack([1 + (place > 5) + (place > length // 2), np.where(place < length - 9, 1, 0)]).astype(np.int32)
 
 
 def dense(q, k, v, segments):
-    """All scores at once by the definition, differentiable."""
+    """Attention by the definition, with all scores at once, differentiable."""
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[1], axis=1) for x in (k, v))
     seen = jnp.tril(segments[:, :, None] == segments[:, None])[:, None]
     scores = jnp.einsum("BTNH,BNSH->BNTS", q, k) / math.sqrt(q.shape[-1])
@@ -139,7 +139,7 @@ def dense(q, k, v, segments):
     [("blocked", 40), ("blocked", 2 * QUERY_BLOCK + 30), ("rowwise", 2 * QUERY_BLOCK + 30), ("splash", 200)],
 )
 def test_attention_within_segments(form, length):
-    """A trajectory that sees the one before it in its row, in values or in gradients."""
+    """A trajectory would attend to the one before it in its row, in values or in gradients."""
     q, k, v, _ = draw(T=length)
     segments = in_segments(length)
     function = splash if form == "splash" else functools.partial(causal, implementation=form)
@@ -153,11 +153,11 @@ def test_attention_within_segments(form, length):
         np.testing.assert_allclose(x, y, atol=1e-4)
 
 
-SIXTEEN = 0.03  # of values drawn from N(0, 1) behind scores of std 16; a query that is rounded twice misses it by 3
+SIXTEEN = 0.03  # for values from N(0, 1) and scores of std 16; rounding the query twice gives 3 times this error
 
 
 def sixteen_bits(length, dtype=jnp.bfloat16):
-    """Queries, keys and values in 16 bits at the models' head dim, with scores as large as trained heads have."""
+    """16-bit queries, keys and values at the models' head dim, with scores as large as trained heads have."""
     rng = np.random.default_rng(3)
     q, k = (4 * rng.normal(size=shape) for shape in ((1, length, 2, 128), (1, 1, length, 128)))
     return [jnp.asarray(x, dtype) for x in (q, k, rng.normal(size=(1, 1, length, 128)))]
@@ -177,14 +177,14 @@ def splash(q, k, v, segments=None):
     ],
 )
 def test_sixteen_bits(length, form, dtype):
-    """A scale applied to 16-bit queries, which rounds every score by 2**-9 of itself once more."""
+    """Scaling 16-bit queries would round every score once more, by 2**-9 of its value."""
     q, k, v = sixteen_bits(length, jnp.dtype(dtype))
     np.testing.assert_allclose(np.asarray(form(q, k, v), np.float64), plain(q, k, v), atol=SIXTEEN)
 
 
 @pytest.mark.parametrize("form", [causal, splash])
 def test_sixteen_bits_within_segments(form):
-    """The same of a packed row, whose later trajectories are alone with their keys."""
+    """The same for a packed row, whose trajectories attend only to their own keys."""
     q, k, v = sixteen_bits(WHOLE_CHUNK)
     segments = (1 + np.arange(WHOLE_CHUNK) // 100)[None].astype(np.int32)
     got = np.asarray(form(q, k, v, segments=segments), np.float64)
@@ -194,7 +194,7 @@ def test_sixteen_bits_within_segments(form):
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize(("length", "form"), [(20, behind), (1, behind), (1, decode)])
 def test_sixteen_bits_behind_a_cache(length, form, across):
-    """The same of the scores against cached keys, which are a product of their own."""
+    """The same for scores against cached keys, which a separate product computes."""
     q, k, v = sixteen_bits(40 + length)
     old, start = [x[:, :, :40] for x in (k, v)], np.array([40], np.int32)
     q, k, v = q[:, 40:], k[:, :, 40:], v[:, :, 40:]
@@ -203,7 +203,7 @@ def test_sixteen_bits_behind_a_cache(length, form, across):
 
 
 def test_gradients_of_the_tpu_kernel_in_sixteen_bits():
-    """What stands beside the rounded queries counted twice in a gradient, or left out of the keys'."""
+    """The rounding error appended to queries would count twice in a gradient, or be missing in that of the keys."""
     low = sixteen_bits(100)
     wide = [x.astype(jnp.float32) for x in low]
     for ours, wanted in zip(gradients(splash, *low), gradients(whole, *wide), strict=True):
@@ -213,7 +213,7 @@ def test_gradients_of_the_tpu_kernel_in_sixteen_bits():
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's kernel needs a GPU")
 def test_the_gpu_kernel():
-    """Axes in another order, keys of other heads, or a scale that is not that of the other forms."""
+    """cuDNN would get axes in another order, keys of other heads, or another scale than the other implementations."""
     q, k, v, _ = draw(T=300, N=4, K=2, H=64)
     low = [x.astype(jnp.bfloat16) for x in (q, k, v)]
     np.testing.assert_allclose(causal(*low, "cudnn").astype(np.float32), plain(q, k, v), atol=3e-2)
@@ -222,7 +222,7 @@ def test_the_gpu_kernel():
 
 
 def mesh_of(*described):
-    """A mesh of devices that are not there, each described by its platform and compute capability."""
+    """A mesh of simulated devices, each described by its platform and compute capability."""
     devices = [
         SimpleNamespace(platform=p, compute_capability=c) if c else SimpleNamespace(platform=p) for p, c in described
     ]
@@ -230,13 +230,13 @@ def mesh_of(*described):
 
 
 def test_the_form_follows_the_device():
-    """A kernel asked for where there is none: on a T4, the card of configs/colab.py, a run ends in its prefill."""
+    """A GPU without the kernel would be asked for it: a run on a T4 (configs/colab.py) would end in prefill."""
     t4, a100, b200, amd, tpu = ("gpu", "7.5"), ("gpu", "8.0"), ("gpu", "10.0"), ("gpu", "gfx942"), ("tpu", None)
     for devices, wanted in (
         ([t4], "blocked"),
         ([a100], "cudnn"),
         ([b200], "cudnn"),
-        ([a100, t4], "blocked"),  # one program for all
+        ([a100, t4], "blocked"),  # one program for all devices
         ([amd], "blocked"),
         ([tpu, tpu], "splash"),
         ([("cpu", None)], "rowwise"),
@@ -252,7 +252,7 @@ def test_the_form_follows_the_device():
 
 @pytest.mark.parametrize(("heads", "kv_heads", "tensor"), [(16, 2, 4), (28, 4, 4), (28, 4, 7), (12, 2, 1), (6, 3, 2)])
 def test_every_device_has_the_keys_of_its_queries(heads, kv_heads, tensor):
-    """Kv heads that the mesh does not divide stay whole: cuDNN's partitioner refuses them beside split query heads."""
+    """If the mesh does not divide the kv heads, a device would lack the keys of its queries, or hold spare copies."""
     mesh = AbstractMesh((1, 2, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
     q, k = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4, 16, heads, 8), (4, kv_heads, 16, 8)))
     seen = []
@@ -265,7 +265,7 @@ def test_every_device_has_the_keys_of_its_queries(heads, kv_heads, tensor):
         assert jax.eval_shape(functools.partial(attention.on_each_device, kernel), q, k, k).shape == q.shape
     ((local, keys, values),) = seen
     assert local == (4 // 2, 16, heads // tensor, 8) and keys == values and local[2] % keys[1] == 0
-    # No more copies than that takes.
+    # No more copies than needed.
     assert keys == (4 // 2, math.lcm(kv_heads, tensor) // tensor, 16, 8)
 
 
@@ -273,12 +273,12 @@ def test_every_device_has_the_keys_of_its_queries(heads, kv_heads, tensor):
     "name", ["colab", "qwen0p5b", "qwen7b", "qwen7b_lora", "qwen14b", "qwen3_8b", "hotpot_sample", "smoke"]
 )
 def test_no_row_is_left_with_small_blocks(name):
-    """A width that only 128 divides: the kernel's small blocks leave most of the matrix unit idle."""
+    """A width that only 128 divides would get the kernel's small blocks, which leave most of the matrix unit idle."""
     rollout = importlib.import_module(name).get_config().rollout
     widths = {*buckets(rollout.context_tokens), *buckets(rollout.prompt_tokens)}
     for width in widths:
         block, padded = splash_block(width), splash_width(width)
         assert padded % block == 0 <= padded - width < max(block, 128) and block % 128 == 0
-        assert block == 512 or block == padded, width  # one block holds a short row
-    if rollout.context_tokens >= 2048:  # the last is padded in the kernel alone
+        assert block == 512 or block == padded, width  # a short row is one block
+    if rollout.context_tokens >= 2048:  # the last width is padded only inside the kernel
         assert all(width % 512 == 0 for width in buckets(rollout.context_tokens)[:-1])

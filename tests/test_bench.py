@@ -1,4 +1,4 @@
-"""The benchmarks run, at sizes that say nothing about speed."""
+"""Runs the benchmarks, at sizes too small to measure speed."""
 
 import json
 import runpy
@@ -24,7 +24,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_searches_and_batching(tmp_path):
-    """A benchmark that nobody can run any more measures nothing; methods at different recall are no comparison."""
+    """A benchmark would no longer run, or would compare methods at different recall."""
     pytest.importorskip("faiss")
     sizes = ["--rows", "3000", "--queries", "64", "--dimensions", "32", "--batching_rows", "500", "--http_rows", "50"]
     sizes += ["--bm25_rows", "500", "--bm25_queries", "40"]
@@ -32,7 +32,7 @@ def test_searches_and_batching(tmp_path):
     report = json.loads((tmp_path / "out.json").read_text())
     lines = {(line["method"], line["target"]): line for line in report["vectors"]}
     assert lines["faiss Flat", None]["recall"] == 1
-    assert lines["scann", None]["recall"] > 0.97  # of scores equal in four decimals, the lower row comes first
+    assert lines["scann", None]["recall"] > 0.97  # ties in four decimals go to the lower row
     for method in ("faiss IVF-Flat", "faiss IVF-PQ", "faiss HNSW"):
         for target in (0.95, 0.99):
             assert lines[method, target]["recall"] >= target
@@ -43,7 +43,7 @@ def test_searches_and_batching(tmp_path):
 
 
 def test_encoder(tmp_path):
-    """The encoder is compared with a PyTorch model of other weights, or pools in another way."""
+    """The encoder would be compared with a PyTorch model of other weights or other pooling."""
     pytest.importorskip("torch")
     bench("retrieval", "--parts", "encoder", "--sentences", "24", f"--json={tmp_path / 'out.json'}")
     for line in json.loads((tmp_path / "out.json").read_text())["encoder"]:
@@ -51,7 +51,7 @@ def test_encoder(tmp_path):
 
 
 def test_corpus(tmp_path):
-    """A measurement that leaves a gigabyte behind."""
+    """A measurement would leave a gigabyte of files behind."""
     (tmp_path / "work").mkdir()
     flags = ["--rows=2000", f"--folder={tmp_path / 'work'}", f"--json={tmp_path / 'out.json'}"]
     bench("corpus", *flags)
@@ -60,39 +60,39 @@ def test_corpus(tmp_path):
 
 
 def test_recall(shared_data, tmp_path):
-    """Each retriever finds what it should on real questions: a broken one would still give a table."""
+    """A broken retriever would still give a table, but find less than it should on real questions."""
     folder = shared_data / "hotpotqa100"
     files = [f"--questions={folder / 'questions.jsonl'}", f"--corpus={folder / 'corpus.jsonl'}"]
     done = bench("recall", *files, f"--json={tmp_path / 'out.json'}")
-    found = json.loads((tmp_path / "out.json").read_text())["retrievers"]
-    shares = {name: figures["supporting titles in the top 3"] for name, figures in found.items()}
+    retrievers = json.loads((tmp_path / "out.json").read_text())["retrievers"]
+    shares = {name: figures["supporting titles in the top 3"] for name, figures in retrievers.items()}
     assert shares["hashing"] > 0.6 and shares["BM25"] > 0.65 and shares["hashing + BM25"] > 0.65
-    assert all(figures["passages found by title and first eight words"] >= 0.95 for figures in found.values())
+    assert all(figures["passages found by title and first eight words"] >= 0.95 for figures in retrievers.values())
     assert "| hashing + BM25 |" in done.stdout
 
 
 def test_help_lists_every_benchmark():
-    """`--help` taken for the name of a benchmark, or one that nobody learns of."""
-    spoken = bench("--help").stdout
-    assert all(f"launch/bench.py {subject} --" in spoken for subject in SUBJECTS) and "SUBJECT --help" in spoken
+    """`--help` would be taken for a benchmark's name, or would not list every benchmark."""
+    help_text = bench("--help").stdout
+    assert all(f"launch/bench.py {subject} --" in help_text for subject in SUBJECTS) and "SUBJECT --help" in help_text
 
 
 def test_other_subjects_are_refused():
-    """A misspelt subject ends in a traceback."""
+    """A misspelt subject would end in a traceback."""
     done = subprocess.run([sys.executable, str(PROGRAM), "retreival"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "accepted: retrieval, recall, corpus" in done.stderr
 
 
 def test_questions(tmp_path):
-    """The figures of docs/data.md that nobody can measure again."""
+    """The figures of docs/data.md could not be measured again."""
     bench("questions", "--rows", "2000", f"--json={tmp_path / 'out.json'}")
     figures = json.loads((tmp_path / "out.json").read_text())
     assert figures["rows"] == 2000 and all(figures[key]["peak_mb"] > 10 for key in list(figures)[1:])
 
 
 def test_rollouts(tmp_path, monkeypatch, capsys):
-    """Contenders that do not do the same work, or sample from other weights; row use that counts what nobody ran; a
-    wait for passages that is not seen."""
+    """Contenders would do different work or sample from other weights, row use would count rows that nobody ran, or
+    time spent waiting for passages would be missed."""
     pytest.importorskip("torch")
     monkeypatch.syspath_prepend(PROGRAM.parents[1])
     from benchmarks import rollout
@@ -116,7 +116,7 @@ def test_rollouts(tmp_path, monkeypatch, capsys):
 
 
 def test_rollouts_of_a_model_in_16_bits(tiny_policy, tmp_path, monkeypatch):
-    """Figures of random weights, or of float32, under the name of a model in bfloat16."""
+    """Figures of random weights, or of float32, would be reported for a model in bfloat16."""
     pytest.importorskip("torch")
     monkeypatch.syspath_prepend(PROGRAM.parents[1])
     from benchmarks import rollout
@@ -129,17 +129,17 @@ def test_rollouts_of_a_model_in_16_bits(tiny_policy, tmp_path, monkeypatch):
     for line in (ours, theirs):
         assert line["max_difference"] < 0.5 and line["products_gflops"] > 0
         assert line["rollouts_per_s"]["median"] == pytest.approx(8 / line["seconds"][0], rel=0.1)
-    assert ours["max_difference"] > 1e-5, "rounded to 16 bits; PyTorch's own steps may equal its full pass exactly"
+    assert ours["max_difference"] > 1e-5, "computed in 16 bits; PyTorch's steps may equal its full pass exactly"
     with pytest.raises(SystemExit):
         rollout.main([*flags, "--slots=12"])
 
 
 def test_methods(tmp_path, monkeypatch, capsys):
-    """A method under another's name, or a figure of another benchmark; flags that change what a method is."""
+    """A method would get another's name or another benchmark's figures, or flags could change what a method is."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     chosen = ["--methods", "closed book", "parallel", f"--out={tmp_path}"]
-    asked = ["--config=configs/smoke.py", "--benchmark=closed_world:parallel", "--benchmark=closed_world:sequential"]
-    methods.main(["--policy", "toy", "toy", *chosen, *asked, "--count=8"])
+    flags = ["--config=configs/smoke.py", "--benchmark=closed_world:parallel", "--benchmark=closed_world:sequential"]
+    methods.main(["--policy", "toy", "toy", *chosen, *flags, "--count=8"])
     lines = json.loads((tmp_path / "methods.json").read_text())["methods"]
     assert [(line["method"], line["benchmark"]) for line in lines] == [
         (method, f"closed_world:{kind}")
@@ -161,7 +161,7 @@ def test_methods(tmp_path, monkeypatch, capsys):
 
 
 def test_growth(tmp_path, monkeypatch, capsys):
-    """A proportion taken to the line before, or to the first of another kind; a picture without its lines."""
+    """`to_linear` would refer to the previous line or to one of another kind, or the chart would lack its lines."""
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(PROGRAM.parents[1])
     from benchmarks import growth, rollout
@@ -187,7 +187,7 @@ def test_growth(tmp_path, monkeypatch, capsys):
 
 
 def test_updates(tmp_path, monkeypatch, capsys):
-    """A peer that takes another step, real ids that are counted wrong, or one left out without a word."""
+    """A peer would compute another step, real tokens would be miscounted, or a missing peer be left out silently."""
     pytest.importorskip("torch")
     monkeypatch.syspath_prepend(PROGRAM.parents[1])
     from benchmarks import update
@@ -216,7 +216,7 @@ def test_updates(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_updates_of_adapters(dtype, tiny_policy, tmp_path, monkeypatch):
-    """Adapters that a peer does not have, or on other weights; a peer that trains everything."""
+    """A peer would lack the adapters, have them on other weights, or train everything."""
     pytest.importorskip("torch")
     monkeypatch.syspath_prepend(PROGRAM.parents[1])
     from benchmarks import update
@@ -238,7 +238,7 @@ def test_updates_of_adapters(dtype, tiny_policy, tmp_path, monkeypatch):
 
 
 def test_steps(tmp_path, monkeypatch, capsys):
-    """A contender that learns from other ids than it sampled, or whose compiling is counted."""
+    """A contender would train on other tokens than it sampled, or its compilation would be timed."""
     pytest.importorskip("torch")
     monkeypatch.syspath_prepend(PROGRAM.parents[1])
     from benchmarks import step
@@ -256,7 +256,7 @@ def test_steps(tmp_path, monkeypatch, capsys):
 
 
 def test_a_file_without_lengths_is_told_in_one_line(tmp_path, monkeypatch, capsys):
-    """Bad input ends in a traceback."""
+    """Bad input would end in a traceback."""
     monkeypatch.setattr(sys, "argv", ["bench.py", "update", "--works=ragged", f"--lengths={tmp_path / 'none.jsonl'}"])
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert runpy.run_path(str(PROGRAM))["main"]() == 2
@@ -265,11 +265,11 @@ def test_a_file_without_lengths_is_told_in_one_line(tmp_path, monkeypatch, capsy
 
 
 def test_a_corpus_that_is_missing_is_told_in_one_line(tmp_path, monkeypatch, capsys):
-    """What retrieval refuses ends in a traceback, since it is no error of the package's own kind."""
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text(json.dumps({"id": "1", "question": "Who?", "golden_answers": ["Ada"]}) + "\n")
-    given = ["recall", f"--questions={asked}", f"--corpus={tmp_path / 'none.jsonl'}"]
-    monkeypatch.setattr(sys, "argv", ["bench.py", *given])
+    """An error of the retrieval package would end in a traceback, because its class is not the package's own."""
+    questions_file = tmp_path / "asked.jsonl"
+    questions_file.write_text(json.dumps({"id": "1", "question": "Who?", "golden_answers": ["Ada"]}) + "\n")
+    arguments = ["recall", f"--questions={questions_file}", f"--corpus={tmp_path / 'none.jsonl'}"]
+    monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert runpy.run_path(str(PROGRAM))["main"]() == 2
     error = capsys.readouterr().err
@@ -278,7 +278,7 @@ def test_a_corpus_that_is_missing_is_told_in_one_line(tmp_path, monkeypatch, cap
 
 @dataclass
 class Asking:
-    """In place of a collector: it needs no time but for its calls of the retriever."""
+    """A stand-in for a collector: only its retriever calls take time."""
 
     at_once: bool
     retriever: object = None
@@ -288,7 +288,7 @@ class Asking:
 
 
 def test_only_what_can_be_split_counts_as_saved(monkeypatch):
-    """Questions of one fact, averaged in, hide what splitting saves; under another number of facts they feign it."""
+    """One-fact questions in the average would hide what splitting saves; miscounted facts would fake a saving."""
     now = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda s: now.append(now.pop() + s))
     monkeypatch.setattr(latency, "time", clock)
@@ -315,7 +315,7 @@ def test_only_what_can_be_split_counts_as_saved(monkeypatch):
 
 @pytest.mark.slow
 def test_latency(tmp_path):
-    """The delay is added to no call, or to one policy's alone; a call that is not counted is a saving that is none."""
+    """The delay would be added to no call or to one policy's only, or an uncounted call would look like a saving."""
     flags = ["--parallel=toy", "--count=1", "--together=2", "--delays", "0", "300", f"--json={tmp_path / 'out.json'}"]
     done = bench("latency", *flags)
     lines = json.loads((tmp_path / "out.json").read_text())["lines"]
@@ -339,14 +339,16 @@ def test_latency(tmp_path):
 
 @pytest.mark.slow
 def test_users(tmp_path, monkeypatch):
-    """Answers that are not those got alone are counted as if they were, or a user is never asked for."""
+    """Answers that differ from those of single requests would count as equal, or a user would never send a request."""
     done = bench("users", "--users=6", "--slots=3", "--seconds=2", "--count=1", f"--json={tmp_path / 'out.json'}")
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["outcomes"] == {"as alone": sum(found["by_user"]), "otherwise": 0, "failed": 0}
-    assert min(found["by_user"]) > 0 and len(found["seconds"]) == sum(found["by_user"])
-    assert f"| as alone | {sum(found['by_user'])} |" in done.stdout
-    monkeypatch.setattr(users, "told", lambda pool, url, asked, stream: ("alone",) if url else None)
-    asked = [{"seed": 0}]
-    assert users.together(None, "there", asked, [("alone",)], 2, 0.1)["outcomes"]["otherwise"] == 0
-    found = users.together(None, "there", asked, [("something else",)], 2, 0.1)
-    assert found["outcomes"]["otherwise"] > 0 == found["outcomes"]["as alone"] and "something else" in found["first"]
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["outcomes"] == {"as alone": sum(report["by_user"]), "otherwise": 0, "failed": 0}
+    assert min(report["by_user"]) > 0 and len(report["seconds"]) == sum(report["by_user"])
+    assert f"| as alone | {sum(report['by_user'])} |" in done.stdout
+    monkeypatch.setattr(users, "told", lambda pool, url, requests, stream: ("alone",) if url else None)
+    requests = [{"seed": 0}]
+    assert users.together(None, "there", requests, [("alone",)], 2, 0.1)["outcomes"]["otherwise"] == 0
+    report = users.together(None, "there", requests, [("something else",)], 2, 0.1)
+    assert (
+        report["outcomes"]["otherwise"] > 0 == report["outcomes"]["as alone"] and "something else" in report["first"]
+    )

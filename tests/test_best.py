@@ -1,4 +1,4 @@
-"""The best checkpoint of a run: by which figure, what removes it, and who takes it."""
+"""The best checkpoint of a run: which metric selects it, what removes it, and which programs use it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def kept(workdir) -> list[str]:
 
 
 def test_only_what_is_better_is_kept(tmp_path):
-    """The last that was saved instead of the best, or a best that the next start has forgotten."""
+    """The last saved checkpoint would be kept instead of the best, or a restart would forget the best."""
     config = tiny_config(8)
     loop = {"model": checkpoint.model_record(config), "tokenizer": "x"}
 
@@ -52,20 +52,20 @@ def test_only_what_is_better_is_kept(tmp_path):
     assert first.record is None
     assert offered(first, (1, 0.2), (2, 0.5), (3, 0.5), (4, 0.1)) == WON
     assert kept(tmp_path) == ["2"]
-    (tmp_path / "best" / "9.orbax-checkpoint-tmp").mkdir()  # what a kill while saving leaves
+    (tmp_path / "best" / "9.orbax-checkpoint-tmp").mkdir()  # left by a kill while saving
     again = Best(tmp_path, "em", "of these")
     assert again.record == first.record and kept(tmp_path) == ["2"]
-    # A killed run comes to the step again, with what it had found there; then it goes on.
+    # A killed run repeats steps with the same values, and then continues.
     assert offered(again, (1, 0.2), (2, 0.5), (3, 0.5), (5, 0.6))["step"] == 5
     assert kept(tmp_path) == ["5"]
     _, params, read = checkpoint.load_params(find_best(tmp_path))
     assert read["best"] == {"metric": "em", "questions": "of these", "value": 0.6} and read["step"] == 5
     same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), params, decoder.init_params(config, 5))
     assert all(jax.tree.leaves(same))
-    # Another figure, or that of other questions, is no rival of this one.
+    # A value of another metric, or of other questions, replaces the kept one.
     assert offered(Best(tmp_path, "f1", "of these"), (6, 0.1))["metric"] == "f1"
     assert offered(Best(tmp_path, "f1", "of others"), (7, 0.05), (8, 0.04))["step"] == 7 and kept(tmp_path) == ["7"]
-    # With other settings the run goes on from step 6: what it had found later is of a branch that is gone.
+    # A run that restarts from an earlier step with other settings deletes a best checkpoint of a later step.
     assert offered(Best(tmp_path, "f1", "of others", until=7))["step"] == 7
     assert offered(Best(tmp_path, "f1", "of others", until=6), (7, 0.01))["value"] == 0.01 and kept(tmp_path) == ["7"]
     assert offered(Best(tmp_path, "f1", "of others", until=5), (6, 0.01))["step"] == 6 and kept(tmp_path) == ["6"]
@@ -75,37 +75,37 @@ def test_only_what_is_better_is_kept(tmp_path):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_checkpoint_is_read_in_the_dtype_asked_for(tmp_path, dtype):
-    """Weights of 7B take 30 GB in float32; an export in 16 bits that holds them so needs twice its room, and more."""
+    """A 16-bit export would load float32 weights, 30 GB for 7B, and need more than twice the memory."""
     config = tiny_config(8)
     best, written = Best(tmp_path, "em"), random_params(config)
     best.offer(1, 0.5, written, {"model": checkpoint.model_record(config), "tokenizer": "x"})
     best.close()
     _, params, _ = checkpoint.load_params(find_best(tmp_path), dtype=dtype)
-    for found, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(written), strict=True):
-        assert found.dtype == dtype and np.array_equal(np.asarray(found), np.asarray(wanted).astype(dtype))
+    for loaded, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(written), strict=True):
+        assert loaded.dtype == dtype and np.array_equal(np.asarray(loaded), np.asarray(wanted).astype(dtype))
 
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory):
     """Training questions of the closed world, as a user's file."""
     file = tmp_path_factory.mktemp("questions") / "train.jsonl"
-    found = asking.questions(ClosedWorld.make(0), "train", "single", 60, 0)
-    rows = [{"id": q.id, "question": q.text, "golden_answers": list(q.answers)} for q in found]
+    sampled = asking.questions(ClosedWorld.make(0), "train", "single", 60, 0)
+    rows = [{"id": q.id, "question": q.text, "golden_answers": list(q.answers)} for q in sampled]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return file
 
 
 def settings(policy, file, **fields):
-    """A run on a user's file, without a corpus."""
+    """The config of a run on a user's file, without a corpus."""
     values = {"data.source": str(file), "data.validation_share": 0.2, "rollout.search_turns": 0}
     values |= {"eval.every_steps": 1, "eval.questions_per_kind": 3, "train.checkpoint_every_steps": 1}
     return small_config(policy, **{**values, **fields})
 
 
 def test_a_file_of_questions_is_validated(tiny_policy, questions, tmp_path):
-    """A run on real questions that shows nothing but its training reward until somebody evaluates it by hand."""
+    """A run on real questions would show only its training reward until somebody evaluates it by hand."""
     parts = build.training_run(settings(tiny_policy, questions, **{"train.steps": 2}))
-    left = Best(tmp_path, "em", questions_digest(parts.evaluation))  # of a run that was killed before its checkpoint
+    left = Best(tmp_path, "em", questions_digest(parts.evaluation))  # of a run killed before its first checkpoint
     left.offer(9, 1.0, parts.state.params, {"model": checkpoint.model_record(parts.model), "tokenizer": "x"})
     left.close()
     held = {q.id for q in parts.evaluation}
@@ -123,11 +123,11 @@ def test_a_file_of_questions_is_validated(tiny_policy, questions, tmp_path):
 
 @pytest.mark.slow
 def test_the_best_survives_retention_and_an_interruption(tiny_policy, questions, tmp_path, monkeypatch):
-    """A best checkpoint removed by the newest ones, or by a run that was killed before and after it."""
+    """Newer checkpoints, or a run that was killed and resumed, would remove the best checkpoint."""
     config = settings(tiny_policy, questions, **{"train.steps": 5, "train.keep_checkpoints": 1})
     values = {0: 0.9, 1: 0.2, 2: 0.6, 3: 0.4, 4: 0.5, 5: 0.6}
 
-    def measured(run, temperature):  # a random policy is always wrong, so its figures are told
+    def measured(run, temperature):  # a random policy is always wrong, so its EM is set here
         return {"all": {"em": values[int(run.state.updates) // 2]}}
 
     monkeypatch.setattr(validation, "measured", measured)
@@ -135,7 +135,7 @@ def test_the_best_survives_retention_and_an_interruption(tiny_policy, questions,
     rewards, left = parts.reward, iter(range(8 * 3))
 
     def reward(trajectory):
-        next(left)  # its end stops the run in step 3
+        next(left)  # raises StopIteration in step 3
         return rewards(trajectory)
 
     parts.reward = reward
@@ -152,7 +152,7 @@ def test_the_best_survives_retention_and_an_interruption(tiny_policy, questions,
 
 @pytest.mark.slow
 def test_export_and_evaluation_take_the_best(tiny_policy, questions, tmp_path):
-    """A user who evaluates the newest checkpoint under the name of the best."""
+    """The newest checkpoint would be evaluated or exported under the name of the best."""
     run_dir, parts = tmp_path / "run", build.training_run(settings(tiny_policy, questions))
     record = {"model": checkpoint.model_record(parts.model), "tokenizer": parts.tokenizer_path}
     best = Best(run_dir, "em")
@@ -167,7 +167,7 @@ def test_export_and_evaluation_take_the_best(tiny_policy, questions, tmp_path):
     keeper.close()
     program = [sys.executable, "launch/export_hf.py", f"--checkpoint={run_dir}"]
     assert "step 4 ->" in run([*program, f"--out={tmp_path / 'newest'}"]).stdout
-    done = subprocess.run(  # it needs no accelerator, whatever the environment says of one
+    done = subprocess.run(  # needs no accelerator, whatever JAX_PLATFORMS says
         [*program, "--best", f"--out={tmp_path / 'best'}"],
         cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cuda", "PYTHONPATH": str(ROOT)},
@@ -175,7 +175,7 @@ def test_export_and_evaluation_take_the_best(tiny_policy, questions, tmp_path):
         text=True,
     )
     assert "step 3, the best by em (0.2500) ->" in done.stdout, done.stderr[-2000:]
-    assert "orbax" not in done.stderr.lower(), "pages of another library's log"
+    assert "orbax" not in done.stderr.lower(), "Orbax's log is hidden"
     files = [tmp_path / name / "model.safetensors" for name in ("newest", "best")]
     assert files[0].read_bytes() != files[1].read_bytes() == (tiny_policy / "model.safetensors").read_bytes()
     program = [sys.executable, "launch/eval.py", f"--model={run_dir}", "--best", "--benchmark=closed_world:single"]
@@ -183,7 +183,7 @@ def test_export_and_evaluation_take_the_best(tiny_policy, questions, tmp_path):
     run([*program, *small, f"--out={tmp_path / 'results'}"])
     results = json.loads((tmp_path / "results" / "results.json").read_text())
     assert results["model"] == str(run_dir / "best" / "3")
-    shutil.rmtree(run_dir / "checkpoints")  # as one copies it who wants the best alone
+    shutil.rmtree(run_dir / "checkpoints")  # as in a copy of only the best checkpoint
     write_config(run_dir, replace(parts.given, method="r1"), 0)
     if "retriever_url" not in flags.FLAGS:
         given.define_flags("toy")

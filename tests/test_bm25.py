@@ -17,7 +17,7 @@ from retrieval.protocol import CorpusError, Passage, Ranker
 
 
 def by_hand(passages: list[Passage], query: str) -> list[float]:
-    """The formula of Robertson and Zaragoza with Lucene's idf, over the words themselves."""
+    """The BM25 formula of Robertson and Zaragoza with Lucene's idf, computed from the words themselves."""
     texts = [[w for w in words(f"{f'{p.title} ' * TITLE_COUNT}{p.text}") if w not in STOPWORDS_EN] for p in passages]
     mean = np.mean([len(text) for text in texts])
     scores = []
@@ -33,18 +33,18 @@ def by_hand(passages: list[Passage], query: str) -> list[float]:
 
 
 def test_scores_are_those_of_the_formula():
-    """A library's other variant, a title counted otherwise, or stop words in the length of a passage."""
+    """Scores would follow another BM25 variant, weigh titles otherwise, or count stop words in a passage's length."""
     passages = people()[:40] + [Passage("x", "Moss", "Baro of the moss, moss and more moss in the moss.")]
     ids, scores = Bm25Ranker.build(passages).rank(["Baro Quill", "moss"], 5)
-    for query, row, found in zip(["Baro Quill", "moss"], ids, scores, strict=True):
+    for query, row, row_scores in zip(["Baro Quill", "moss"], ids, scores, strict=True):
         expected = np.round(by_hand(passages, query), 4)
         order = [i for i in np.argsort(-expected, kind="stable")[:5] if expected[i] > 0]
         assert row[row >= 0].tolist() == order
-        assert np.allclose(found[row >= 0], expected[order], atol=2e-4)
+        assert np.allclose(row_scores[row >= 0], expected[order], atol=2e-4)
 
 
 def made_up(count: int, vocabulary: int = 60) -> tuple[list[Passage], list[str]]:
-    """Passages of few words, so that many score alike, and queries, some of which ask for a word twice."""
+    """Passages of few words, so that many scores are equal, and queries, some of which repeat a word."""
     rng = np.random.default_rng(0)
     known = np.array([*sorted(STOP_WORDS)[:5], *(f"w{n}" for n in range(vocabulary))])
 
@@ -62,49 +62,49 @@ def small() -> tuple[Bm25Ranker, list[str], np.ndarray]:
 
 
 def test_the_best_are_those_of_the_formula(small):
-    """A posting that is lost or counted twice between two blocks, a tie at the cut, or a K-th best taken too high."""
+    """A posting would be lost or counted twice between two blocks, a tie be cut wrongly, or a good row be pruned."""
     ranker, queries, expected = small
     for k in (1, 3, 40, 200):
         ids, scores = ranker.rank(queries, k)
-        for row, found, wanted in zip(ids, scores, expected, strict=True):
+        for row, row_scores, wanted in zip(ids, scores, expected, strict=True):
             count = min(k, int((wanted > 0).sum()))
-            assert (row[:count] >= 0).all() and (row[count:] == -1).all() and np.isneginf(found[count:]).all()
+            assert (row[:count] >= 0).all() and (row[count:] == -1).all() and np.isneginf(row_scores[count:]).all()
             assert len(set(row[:count])) == count
-            assert np.allclose(found[:count], -np.sort(-wanted)[:count], atol=2e-4)
-            assert np.allclose(found[:count], wanted[row[:count]], atol=2e-4)
-            assert np.lexsort((row[:count], -found[:count])).tolist() == list(range(count))
+            assert np.allclose(row_scores[:count], -np.sort(-wanted)[:count], atol=2e-4)
+            assert np.allclose(row_scores[:count], wanted[row[:count]], atol=2e-4)
+            assert np.lexsort((row[:count], -row_scores[:count])).tolist() == list(range(count))
 
 
 def test_cut_in_any_way(small, monkeypatch):
-    """What is counted depends on where a part of the corpus, a block of rows or a piece of the batch ends."""
+    """Scores would depend on where a part of the corpus, a block of rows or a piece of the batch ends."""
     ranker, queries, _ = small
-    whole = ranker.rank(queries, 5)
+    expected = ranker.rank(queries, 5)
     monkeypatch.setattr(bm25, "BLOCK_ROWS", 7)
     monkeypatch.setattr(bm25, "QUERIES_PER_TASK", 3)
     monkeypatch.setattr(bm25, "PART_WORDS", 100)
     again = Bm25Ranker.build(made_up(150)[0])
     for one, other in zip(again._postings, ranker._postings, strict=True):
         assert np.array_equal(one, other)
-    for one, other in zip(again.rank(queries, 5), whole, strict=True):
+    for one, other in zip(again.rank(queries, 5), expected, strict=True):
         assert np.array_equal(one, other)
 
 
 def test_scores_are_those_of_bm25s(small):
-    """The formula written above repeats a mistake of the code."""
+    """The formula above might repeat a mistake of the code."""
     library = pytest.importorskip("bm25s")
     passages, queries = made_up(150)
     texts = [words(f"{f'{p.title} ' * TITLE_COUNT}{p.text}") for p in passages]
     peer = library.BM25(k1=K1, b=B, method="lucene")
     peer.index([[w for w in text if w not in STOPWORDS_EN] for text in texts], show_progress=False)
     ids, scores = small[0].rank(queries, 3)
-    for query, rows, found in zip(queries, ids, scores, strict=True):
+    for query, rows, row_scores in zip(queries, ids, scores, strict=True):
         known = [word for word in words(query) if word in peer.vocab_dict]
         theirs = peer.get_scores(known) if known else np.zeros(len(passages))
-        assert np.allclose(found[rows >= 0], theirs[rows[rows >= 0]], atol=2e-4)
+        assert np.allclose(row_scores[rows >= 0], theirs[rows[rows >= 0]], atol=2e-4)
 
 
 def test_words_of_any_script():
-    """A word is taken for one that begins like it, or the order of bytes differs from that of letters."""
+    """A word would match one that begins like it, or byte order would not match letter order."""
     names = ["bar", "baro", "baros", "zebra", "東京", "東", "ω", "ωμ", "_x", "9", "ß"]
     ranker = Bm25Ranker.build([Passage(name, name, "") for name in names])
     ids, _ = ranker.rank(["ba", "b", "東京都", "zz", "", *names], 2)
@@ -113,7 +113,7 @@ def test_words_of_any_script():
 
 
 def test_a_million_passages_are_searched_in_seconds():
-    """Adding up and sorting the scores of all passages takes a tenth of a second a query: minutes a step."""
+    """Adding up and sorting the scores of all passages would take a tenth of a second per query: minutes per step."""
     rows, known, rng = 2**20, 2000, np.random.default_rng(0)
     sizes = np.maximum(rows // (4 * np.arange(1, known + 1)), 50)  # 2 M postings in all, the longest 260,000
     held = np.concatenate([np.sort(rng.choice(rows, size, replace=False)) for size in sizes]).astype(np.int32)
@@ -135,21 +135,21 @@ def test_a_million_passages_are_searched_in_seconds():
 
 
 def test_every_passage_by_its_name():
-    """Names are cut into pieces, lower case differs from upper case, or accents keep a word from being found."""
+    """Names would be cut into pieces, or upper case or accents would keep a word from matching."""
     ranker = Bm25Ranker.build([*people(), Passage("e", "José Čapek", "Wrote plays.")])
     ids, _ = ranker.rank([f"When was {p.title.upper()} born?" for p in people()] + ["jose capek"], 1)
     assert ids[:, 0].tolist() == list(range(321))
 
 
 def test_ties_go_to_the_lower_row():
-    """Which of many equal passages comes back is left to chance, so that a replay differs."""
+    """The order of equal passages would be arbitrary, so that a replay differs."""
     passages = [Passage(str(i), "Same", "words") for i in range(50)] + [Passage("z", "Other", "thing")]
     ids, _ = Bm25Ranker.build(passages).rank(["same words"], 3)
     assert ids.tolist() == [[0, 1, 2]]
 
 
 def test_company_makes_no_difference():
-    """A ranking that depends on the batch cannot be replayed."""
+    """A ranking that depends on the rest of its batch could not be replayed."""
     ranker = Bm25Ranker.build(people())
     queries = [f"{p.title} born" for p in people()[:60]]
     ids, scores = ranker.rank(queries, 4)
@@ -159,7 +159,7 @@ def test_company_makes_no_difference():
 
 
 def test_queries_without_an_answer():
-    """Unknown and empty queries are answered with the first rows, or k may not be larger than the corpus."""
+    """Unknown and empty queries would return the first rows, or k could not exceed the size of the corpus."""
     ranker = Bm25Ranker.build(people()[:2])
     ids, scores = ranker.rank(["", "zzyzx", "the of", "\x00\ud800", "Baro", "Baro " * 5000], 5)
     assert (ids[:4] == -1).all() and np.isneginf(scores[:4]).all()
@@ -172,7 +172,7 @@ def test_queries_without_an_answer():
 
 
 def test_saved_and_loaded(tmp_path):
-    """The index on disk answers otherwise than the one in memory, or holds a pickle that runs foreign code."""
+    """The index on disk would rank differently from the one in memory, or contain a pickle that runs foreign code."""
     ranker = Bm25Ranker.build(people())
     Bm25Ranker.build(people(), tmp_path / "bm25")
     assert {p.suffix for p in (tmp_path / "bm25").iterdir()} == {".npy", ".json"}
@@ -207,7 +207,7 @@ def test_saved_and_loaded(tmp_path):
 
 
 def test_damaged_postings_end_nothing(small):
-    """An index is opened by a sample of its bytes, and a row far outside of the corpus ends the server."""
+    """Opening an index checks only a sample of its bytes: a row far outside the corpus would crash the server."""
     ranker, queries, _ = small
     rng, arrays = np.random.default_rng(0), ranker._postings
     size = len(arrays.rows)
@@ -219,7 +219,7 @@ def test_damaged_postings_end_nothing(small):
 
 
 def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
-    """The arrays are files with holes, and writing into one on a full disk ends the process by SIGBUS."""
+    """The arrays are files with holes: writing into one on a full disk would kill the process with SIGBUS."""
     taken = []
 
     def full(descriptor: int, offset: int, size: int) -> None:
@@ -233,7 +233,7 @@ def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
 
 
 class Fixed:
-    """A ranking that is given."""
+    """A ranker that always returns the same ranking."""
 
     def __init__(self, order: list[int], rows: int = 10):
         self.order, self.rows = order, rows
@@ -244,7 +244,7 @@ class Fixed:
 
 
 def test_fusion_by_hand():
-    """Ranks counted from another start, a row of -1 that scores, or equal sums in another order."""
+    """Ranks would start at another number, a row of -1 would score, or equal sums would be ordered otherwise."""
     first: Ranker = Fixed([4, 7, 2])
     second: Ranker = Fixed([7, 9])
     ids, scores = HybridRanker([first, second]).rank(["q"], 5)
@@ -257,13 +257,13 @@ def test_fusion_by_hand():
 
 
 def test_fusion_reads_deep():
-    """A row that all rankings hold a little below the cut is better than one that a single ranking puts first."""
+    """Rows below rank k would be lost, although one in all rankings can beat one that a single ranking puts first."""
     shared = list(range(20, 20 + DEPTH - 2))
     rankers = [Fixed([n, *shared], 200) for n in range(4)]
     assert HybridRanker(rankers).rank(["q"], 1)[0].tolist() == [[20]]
 
 
 def test_fusion_of_two_corpora_is_refused():
-    """Rows of different corpora are added up as if they were one passage."""
+    """Rows of different corpora would be added up as if they were the same passage."""
     with pytest.raises(CorpusError, match=r"\[10, 11\]"):
         HybridRanker([Fixed([1]), Fixed([1], rows=11)])

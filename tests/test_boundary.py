@@ -1,4 +1,4 @@
-"""The boundary tables against plain string search, over every way a closing tag can be tokenised."""
+"""Compares the boundary tables with plain string search, over every tokenisation of a closing tag."""
 
 from collections import defaultdict
 from itertools import combinations
@@ -32,16 +32,17 @@ def tables(tokenizer):
 
 
 def all_tokenisations(token_bytes, tag):
-    """[N, MAX_TOKENS] ids, padded with -1: every sequence of up to 6 ids that completes `tag` at its last id.
+    """[N, MAX_TOKENS] token ids, padded with -1: every sequence of up to 6 that completes `tag` at its last token.
 
-    The first id may hold bytes before the tag and the last one bytes after it; those in between are exact.
+    The first token may hold bytes before the tag and the last one bytes after it; those in between are exact.
+
     """
-    exact, ending, starting, whole = defaultdict(list), defaultdict(list), defaultdict(list), []
+    exact, ending, starting, single = defaultdict(list), defaultdict(list), defaultdict(list), []
     for i, piece in enumerate(token_bytes):
         if piece is None:
             continue
         if tag in piece:
-            whole.append(i)
+            single.append(i)
         if piece in tag:
             exact[piece].append(i)
         for n in range(1, len(tag)):
@@ -49,7 +50,7 @@ def all_tokenisations(token_bytes, tag):
                 ending[n].append(i)
             if piece.startswith(tag[n:]):
                 starting[n].append(i)
-    cases = [np.array(whole, int)[:, None]]
+    cases = [np.array(single, int)[:, None]]
     for k in range(2, MAX_TOKENS + 1):
         for cuts in combinations(range(1, len(tag)), k - 1):
             middle = [exact[tag[a:b]] for a, b in zip(cuts, cuts[1:], strict=False)]
@@ -59,20 +60,20 @@ def all_tokenisations(token_bytes, tag):
 
 
 def walk(tables, ids):
-    """(first completing position or T, hit there) of rows of ids [N, T]; -1 pads."""
+    """(first completing position or T, the hit there) of rows of token ids [N, T]; -1 pads."""
     state = np.zeros(len(ids), np.uint8)
     at, hit = np.full(len(ids), ids.shape[1]), np.zeros(len(ids), np.uint8)
     for t in range(ids.shape[1]):
         real = ids[:, t] >= 0
-        found = np.where(real, tables.hit[state, ids[:, t]], HIT_NONE)
-        fresh = (found > 0) & (hit == 0)
-        at[fresh], hit[fresh] = t, found[fresh]
+        hits = np.where(real, tables.hit[state, ids[:, t]], HIT_NONE)
+        fresh = (hits > 0) & (hit == 0)
+        at[fresh], hit[fresh] = t, hits[fresh]
         state = np.where(real, tables.next[state, ids[:, t]], state)
     return at, hit
 
 
 def search(token_bytes, row):
-    """(position of the id that completes the first closing tag, which tag) of one row of ids, by string search."""
+    """(position of the token that completes the first closing tag, which tag) of one row, by string search."""
     pieces = [token_bytes[i] for i in row if i >= 0]
     text = b"".join(pieces)
     ends = [(at + len(tag), hit) for tag, hit in TAGS.items() if (at := text.find(tag)) >= 0]
@@ -88,13 +89,13 @@ def search(token_bytes, row):
 
 @pytest.mark.parametrize("tag", TAGS)
 def test_every_tokenisation_stops_at_the_completing_token(tokenizer, tables, tag):
-    """A tokenisation the automaton misses would let a row run on past its search or answer."""
+    """A tokenisation that the automaton misses would let a row continue past its search or answer."""
     cases = all_tokenisations(tokenizer.token_bytes, tag)
     at, hit = walk(tables, cases)
     expected = np.array([search(tokenizer.token_bytes, row) for row in cases.tolist()])
     np.testing.assert_array_equal(at, expected[:, 0])
     np.testing.assert_array_equal(hit, expected[:, 1])
-    # The enumeration itself: every row completes the tag with its last id, or an earlier tag before.
+    # The enumeration itself: every row completes the tag with its last token, or another tag earlier.
     last = (cases >= 0).sum(axis=1) - 1
     assert np.all(hit > 0) and np.all(at <= last) and np.mean((at == last) & (hit == TAGS[tag])) > 0.9
     print(f"{tag.decode()}: {len(cases)} tokenisations")
@@ -102,7 +103,7 @@ def test_every_tokenisation_stops_at_the_completing_token(tokenizer, tables, tag
 
 
 def test_the_enumeration_is_complete(tokenizer):
-    """A hole in the enumeration would make the proof empty: the tokenizer's own ways must be among its rows."""
+    """A gap in the enumeration would make the test above worthless: the tokenizer's own encodings must be in it."""
     rows = {tuple(i for i in row if i >= 0) for row in all_tokenisations(tokenizer.token_bytes, b"</search>").tolist()}
     for before, after in [("", ""), (" x", "\n\n"), ("", "."), ("a", "</think>"), ("", " "), ("<", "<think>")]:
         ids = tokenizer.encode_foreign(f"{before}</search>{after}")
@@ -122,7 +123,7 @@ def test_the_enumeration_is_complete(tokenizer):
 
 
 def test_random_rows_of_ids(tokenizer, tables):
-    """States reached by other ids (half tags, repeated `<`, mixed tags) must not hide or forge a boundary."""
+    """States left by other tokens (half tags, repeated `<`, mixed tags) would hide or forge a boundary."""
     rng = np.random.default_rng(0)
     near = [i for i, p in enumerate(tokenizer.token_bytes) if p and any(p in tag or tag[:2] in p for tag in TAGS)]
     rows = np.array(near)[rng.integers(len(near), size=(20_000, 24))]
@@ -137,7 +138,7 @@ def test_random_rows_of_ids(tokenizer, tables):
 
 
 def test_encoded_text(tokenizer, tables):
-    """Ordinary text, as the model writes it, must stop where string search does."""
+    """Ordinary text, as the model writes it, would not stop where string search does."""
     text = "<think> a < b </ search> or <search> </searc </think>\n<search> x ## y </search>\n\n<answer> z </answer>."
     for start in range(len(text)):
         row = np.array([tokenizer.encode_foreign(text[start:])])
@@ -146,7 +147,7 @@ def test_encoded_text(tokenizer, tables):
 
 
 def test_control_tokens_and_rows_without_an_id_lead_to_the_root(tokenizer):
-    """A control token inside a tag breaks it; padding rows of the embedding must be inert."""
+    """A control token inside a tag would not break it, or padding rows of the embedding would change the state."""
     rows = tokenizer.size + 11
     tables = build_tables(tokenizer.token_bytes, rows)
     assert tables.next.shape == tables.hit.shape == (len(byte_automaton()[0]), rows)
@@ -160,7 +161,7 @@ def test_control_tokens_and_rows_without_an_id_lead_to_the_root(tokenizer):
 
 
 def test_first_of_two_tags_in_one_token():
-    """With both tags inside one token the earlier one is the action; an empty token must change nothing."""
+    """With both tags in one token, the later one would become the action; an empty token would change the state."""
     tables = build_tables([b"</answer></search>", b"</search></answer>", b"", b"x</sea", b"rch></answer>", b"<"])
     assert tables.hit[ROOT, :2].tolist() == [HIT_ANSWER, HIT_SEARCH]
     half = tables.next[ROOT, 3]
@@ -182,8 +183,8 @@ def test_cache(tiny_tokenizer, tmp_path):
     written = file.stat().st_mtime_ns
     check()
     assert file.stat().st_mtime_ns == written
-    whole = file.read_bytes()
-    for damaged in (b"", whole[: len(whole) // 2], b"\0" * len(whole), whole[:200] + b"\xff" * 40 + whole[240:]):
+    data = file.read_bytes()
+    for damaged in (b"", data[: len(data) // 2], b"\0" * len(data), data[:200] + b"\xff" * 40 + data[240:]):
         file.write_bytes(damaged)
         check()
         assert list((tmp_path / "cache").iterdir()) == [file]

@@ -1,4 +1,4 @@
-"""What a build takes: the shards that fit a machine, memory of containers, room on the disk before it is written."""
+"""What an index build needs: shards that fit the memory, container limits, disk space reserved before writing."""
 
 import subprocess
 import sys
@@ -20,15 +20,15 @@ WIKI18 = (21_015_324, 768)
 
 
 def test_wiki18_on_a_machine_of_128_gib():
-    """The documented command asks for more memory than the machine it is documented for."""
+    """The documented command would need more memory than the machine it is documented for."""
     rows, dimensions = WIKI18
-    whole, halves = (peak_bytes(n, dimensions, tree_settings(n, dimensions).leaves) for n in (rows, -(-rows // 2)))
-    assert 132e9 < whole < 136e9 and halves < 0.8 * 120 * 2**30 < whole
+    full, half = (peak_bytes(n, dimensions, tree_settings(n, dimensions).leaves) for n in (rows, -(-rows // 2)))
+    assert 132e9 < full < 136e9 and half < 0.8 * 120 * 2**30 < full
     assert 26e9 < tree_bytes(rows, dimensions, tree_settings(rows, dimensions)) < 28e9
 
 
 def test_shards_come_from_the_memory_there_is(tmp_path, monkeypatch, caplog):
-    """A build takes more memory than there is, does not say so before it starts, or overrides what was asked for."""
+    """A build would take more memory than there is, not log its need before it starts, or override --shards."""
     caplog.set_level("INFO", "retrieval")
     write_corpus(tmp_path / "people.jsonl", people())
     corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
@@ -46,7 +46,7 @@ def test_shards_come_from_the_memory_there_is(tmp_path, monkeypatch, caplog):
 
 
 def test_memory_of_a_container(tmp_path):
-    """A container's limit is not seen, and the build is killed at it."""
+    """A container's memory limit would be missed, and the build killed at it."""
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       131072000 kB\nMemAvailable:   120000000 kB\n")
     assert available_memory(meminfo, tmp_path) == 120_000_000 * 1024
@@ -59,14 +59,14 @@ def test_memory_of_a_container(tmp_path):
         (tmp_path / use).write_text("4000000000\n")
         assert available_memory(meminfo, tmp_path) == 60_000_000_000
         (tmp_path / stat).write_text(f"active_file 7\n{name} 1000000000\n")
-        assert available_memory(meminfo, tmp_path) == 61_000_000_000, "cached files make room for what is asked"
+        assert available_memory(meminfo, tmp_path) == 61_000_000_000, "the page cache counts as available"
         (tmp_path / limit).write_text("max\n")
         assert available_memory(meminfo, tmp_path) == 120_000_000 * 1024
     assert available_memory() > 0
 
 
 def test_vectors_have_their_room_before_the_first_is_encoded(tmp_path):
-    """A file with holes is mapped: when the disk fills up, hours later, the process dies by SIGBUS."""
+    """A file with holes is memory-mapped: a disk that fills up hours later would kill the process by SIGBUS."""
     write_corpus(tmp_path / "people.jsonl", people())
     idf = HashingEncoder(4096).fit(people()).idf
 
@@ -102,7 +102,7 @@ except OSError as error:
 
 
 def test_a_full_disk_is_met_before_the_work(tmp_path):
-    """A disk that cannot hold the index ends in a signal in the middle of the build, without a word."""
+    """A disk that cannot hold the index would end the build midway by a signal, without a message."""
     write_corpus(tmp_path / "people.jsonl", people())
     (tmp_path / "full").mkdir()
     mount = 'mount -t tmpfs -o size=2m tmpfs full && exec "$@"'
@@ -118,7 +118,7 @@ def test_a_full_disk_is_met_before_the_work(tmp_path):
 
 
 def test_room_for_more_and_for_less(tmp_path):
-    """A file that goes on with another number of rows loses what it held, or keeps a tail of the old ones."""
+    """A file resized for another number of rows would lose its content, or keep a tail of old rows."""
     path = tmp_path / "x"
     reserve(path, 10)
     path.write_bytes(b"0123456789")
@@ -131,10 +131,10 @@ def test_room_for_more_and_for_less(tmp_path):
 
 
 def test_a_disk_that_is_too_small_is_refused(tmp_path, monkeypatch):
-    """The room for tree and shards is looked for when the vectors are encoded."""
+    """Disk space for the tree and shards would be checked only after the vectors are encoded."""
     write_corpus(tmp_path / "people.jsonl", people())
     monkeypatch.setattr(retrieval.directory, "disk_bytes", lambda *_: 2**60)
     encoder = HashingEncoder(64).fit(people())
-    encoder.encode_passages = lambda _: pytest.fail("encoded before the disk was looked at")
+    encoder.encode_passages = lambda _: pytest.fail("encoded before the disk space was checked")
     with pytest.raises(CorpusError, match="it takes .* GB, .* GB are free"):
         build_index(tmp_path / "index", MemoryMappedCorpus(tmp_path / "people.jsonl"), encoder)

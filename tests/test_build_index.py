@@ -1,4 +1,4 @@
-"""The command that makes an index."""
+"""The command that builds an index, launch/build_index.py."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def build_index(*flags: str) -> subprocess.CompletedProcess:
 
 
 def refused(*flags: str) -> str:
-    """Run with bad flags; return the one line on stderr."""
+    """Runs with bad flags; returns the one line on stderr."""
     result = build_index(*flags)
     assert result.returncode == 2 and result.stdout == "", result
     (line,) = result.stderr.splitlines()
@@ -37,7 +37,7 @@ def corpus(tmp_path) -> Path:
 
 
 def test_build_then_serve(corpus, tmp_path):
-    """The command's directory cannot be served, leans on the source file, or leaves scraps beside it."""
+    """The built index could not be served, would need the source file, or would leave scraps next to it."""
     result = build_index(f"--corpus={corpus}", "--encoder=hashing", f"--out={tmp_path / 'index'}")
     assert result.returncode == 0 and result.stderr == "", result
     for words in ("3 rows", "1024 dimensions", " s\n", "3 of 3"):
@@ -45,12 +45,12 @@ def test_build_then_serve(corpus, tmp_path):
     assert json.loads((tmp_path / "index" / "manifest.json").read_text())["self_check"] == {"queries": 3, "found": 3}
     corpus.unlink()
     assert [p.name for p in tmp_path.iterdir()] == ["index"]
-    (found,) = RetrievalService.open(tmp_path / "index").search(["fox"], 1)
-    assert (found[0].id, found[0].title, found[0].text) == ("1", PASSAGES[1].title, PASSAGES[1].text)
+    (passages,) = RetrievalService.open(tmp_path / "index").search(["fox"], 1)
+    assert (passages[0].id, passages[0].title, passages[0].text) == ("1", PASSAGES[1].title, PASSAGES[1].text)
 
 
 def test_existing_directory(corpus, tmp_path):
-    """A directory is overwritten unasked, or --overwrite deletes one that never was an index."""
+    """A directory would be overwritten unasked, or --overwrite would delete one that is not an index."""
     flags = f"--corpus={corpus}", f"--out={tmp_path / 'index'}"
     (tmp_path / "index").mkdir()
     assert build_index(*flags).returncode == 0  # an empty one is fine
@@ -75,7 +75,7 @@ def test_existing_directory(corpus, tmp_path):
 
 
 def test_bad_input_is_one_line(corpus, tmp_path):
-    """Bad input ends in a traceback, or leaves half an index behind."""
+    """Bad input would end in a traceback, or leave a partial index."""
     out = f"--out={tmp_path / 'index'}"
     assert "flag --corpus" in refused(out)
     assert "flag --out" in refused(f"--corpus={corpus}")
@@ -99,12 +99,12 @@ def many(tmp_path_factory) -> Path:
 
 
 def first_found(index: str) -> list[str]:
-    found = RetrievalService.open(index).search([f"{p.title} born" for p in people()], 1)
-    return [ranking[0].id if ranking else "" for ranking in found]
+    rankings = RetrievalService.open(index).search([f"{p.title} born" for p in people()], 1)
+    return [ranking[0].id if ranking else "" for ranking in rankings]
 
 
 def test_every_encoder_and_their_fusion(many, tmp_path):
-    """An index that one program makes cannot be opened by the next, or the two halves of a hybrid do not fit."""
+    """An index that one program builds could not be opened by the next, or the parts of a hybrid would not match."""
     model = write_model(tmp_path / "tiny-e5")
     for name, encoder in (("words", "bm25"), ("hashed", "hashing"), ("bert", str(model))):
         result = build_index(f"--corpus={many}", f"--encoder={encoder}", f"--out={tmp_path / name}")
@@ -119,7 +119,7 @@ def test_every_encoder_and_their_fusion(many, tmp_path):
 
 
 def test_a_tree_in_shards_by_flags(many, tmp_path):
-    """A flag that does not reach the tree, or a recall that nobody sees."""
+    """A flag would not reach the tree, or the recall would not be printed."""
     flags = ["--exact_below_rows=100", "--target_recall=0.9", "--leaves=20", "--dimensions_per_block=4"]
     result = build_index(f"--corpus={many}", f"--out={tmp_path / 'index'}", "--reorder=bfloat16", *flags)
     assert "recall@3 0.9" in result.stdout or "recall@3 1.0" in result.stdout, result
@@ -132,7 +132,7 @@ def test_a_tree_in_shards_by_flags(many, tmp_path):
 
 
 def test_real_corpus(shared_data, tmp_path):
-    """The self-check of an index over real passages falls below what the encoder can do."""
+    """The self-check of an index over real passages would fall below what the encoder can do."""
     corpus = shutil.copyfile(shared_data / "hotpotqa100" / "corpus.jsonl", tmp_path / "corpus.jsonl")
     result = build_index(f"--corpus={corpus}", f"--out={tmp_path / 'index'}")
     check = json.loads((tmp_path / "index" / "manifest.json").read_text())["self_check"]

@@ -1,4 +1,4 @@
-"""Checkpoints: what is read, what is passed over, and what is never touched."""
+"""Checkpoints: which are loaded, which are skipped, and which are never changed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def abstract() -> object:
 
 @pytest.fixture
 def kept(tmp_path):
-    """A run directory's checkpoints of steps 1 and 2; (their keeper, the state of step 2)."""
+    """Checkpoints of steps 1 and 2 in a run directory: (their `Checkpoints`, the state of step 2)."""
     keeper = checkpoint.Checkpoints(tmp_path / "checkpoints")
     for step in (1, 2):
         state = init_state(random_params(CONFIG, seed=step), OPTIMIZER, one_device_mesh())
@@ -49,13 +49,13 @@ def listing(directory: Path) -> dict[str, bytes | str]:
 
 
 def break_disk(file: Path) -> None:
-    """Whoever reads the file gets a real EIO."""
+    """Makes every read of the file fail with a real EIO."""
     file.unlink()
     file.symlink_to("/proc/self/mem")
 
 
 def fails_with(keeper, error: Exception, item: str):
-    """Lets the reading of one item fail."""
+    """Makes restoring one item raise `error`."""
     read = keeper._restore
 
     def restore(step, args):
@@ -68,7 +68,7 @@ def fails_with(keeper, error: Exception, item: str):
 
 @pytest.mark.parametrize("trouble", ["input/output", "memory", "device memory", "permission"])
 def test_a_failing_machine_costs_no_checkpoint(kept, tmp_path, trouble):
-    """A night's checkpoint removed, or passed over for an older one, because a disk was slow to wake up."""
+    """A checkpoint would be removed, or skipped for an older one, because a disk was slow or memory ran out."""
     keeper, state = kept
     if trouble == "input/output":
         break_disk(tmp_path / "checkpoints" / "2" / "loop" / "metadata")
@@ -83,7 +83,7 @@ def test_a_failing_machine_costs_no_checkpoint(kept, tmp_path, trouble):
         keeper.restore(abstract())
     assert "\n" not in str(caught.value)
     assert listing(tmp_path) == before
-    if trouble == "input/output":  # export and evaluation do not take the older one for the newest either
+    if trouble == "input/output":  # export and evaluation do not fall back to the older one either
         with pytest.raises(UserError, match="cannot be read now"):
             checkpoint.load_params(tmp_path)
 
@@ -91,7 +91,7 @@ def test_a_failing_machine_costs_no_checkpoint(kept, tmp_path, trouble):
 @pytest.mark.parametrize("item, name", [("loop", "metadata"), ("params", "largest"), ("params", "manifest.ocdbt")])
 @pytest.mark.parametrize("damage", ["gone", "cut"])
 def test_what_is_damaged_is_set_aside(kept, tmp_path, caplog, item, name, damage):
-    """A file cut short by a full disk must cost some steps, not the run, and nothing that could still be mended."""
+    """A file cut short by a full disk would cost the run instead of some steps, or delete repairable data."""
     keeper, _ = kept
     directory = tmp_path / "checkpoints"
     files = [p for p in (directory / "2" / item).rglob("*") if p.is_file()]
@@ -108,14 +108,14 @@ def test_what_is_damaged_is_set_aside(kept, tmp_path, caplog, item, name, damage
     assert all(jax.tree.leaves(same))
     assert listing(directory / "2.unreadable") == before
     record = {"model": checkpoint.model_record(CONFIG), "tokenizer": "x"}
-    keeper.save(2, state, record)  # the run comes to that step again: what was damaged must not be in its way
+    keeper.save(2, state, record)  # the run reaches that step again: the damaged one must not block it
     keeper.wait()
     assert keeper.restore(abstract())[1]["step"] == 2
     assert sorted(p.name for p in directory.iterdir()) == ["1", "2", "2.unreadable"]
 
 
 def test_nothing_is_set_aside_when_nothing_can_be_read(kept, tmp_path):
-    """With no checkpoint left to go on from, moving them all away would start the run over at the next command."""
+    """If all checkpoints were moved away, the next command would start the run from scratch."""
     for step in "12":
         (tmp_path / "checkpoints" / step / "loop" / "metadata").write_text("{")
     with pytest.raises(UserError, match="none of the checkpoints"):
@@ -124,7 +124,7 @@ def test_nothing_is_set_aside_when_nothing_can_be_read(kept, tmp_path):
 
 
 def wrapped(error: Exception) -> Exception:
-    """As Orbax wraps what TensorStore raises."""
+    """The error as Orbax wraps what TensorStore raises."""
     try:
         raise Exception("Encountered error while reading array index") from error
     except Exception as outer:
@@ -147,5 +147,5 @@ def wrapped(error: Exception) -> Exception:
     ],
 )
 def test_damage_is_told_from_a_failing_machine(error, damage):
-    """Whatever is taken for damage is passed over, and with it the newest steps of the run."""
+    """A machine's failure taken for damage would skip a good checkpoint, and with it the newest steps of the run."""
     assert checkpoint.is_damage(error) == damage

@@ -1,4 +1,4 @@
-"""Retrievers over HTTP, against real servers on loopback that fail in every way."""
+"""HTTP retrievers against real servers on loopback, which fail in many ways."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOCUMENT = {"id": "7", "contents": '"Ada Lovelace"\nAda Lovelace was born in 181
 
 
 class Server:
-    """Answers with the given statuses in turn, then with 200; `answers` make the bodies, the last one for good."""
+    """Answers with the given statuses in order, then with 200; `answers` make the bodies, and the last one repeats."""
 
     def __init__(self, statuses: Iterable[int] = (), answers: Iterable[Callable[[dict], Any]] = ()):
         self.requests: list[dict] = []
@@ -65,40 +65,40 @@ class Server:
 
 
 def gone() -> str:
-    """The address of a server that is no more."""
+    """The address of a server that has shut down."""
     with Server() as server:
         return server.url
 
 
 def test_one_request_carries_every_query():
-    """One call per query makes retrieval the bottleneck; empty and repeated queries must not travel."""
+    """One call per query would make retrieval the bottleneck; empty and repeated queries would be sent."""
     with Server() as server:
-        found = HttpRetriever([server.url]).search(["Ada  Lovelace", "", "ada", "Ada Lovelace"], 3)
+        rankings = HttpRetriever([server.url]).search(["Ada  Lovelace", "", "ada", "Ada Lovelace"], 3)
     assert server.requests == [{"queries": ["Ada Lovelace", "ada"], "topk": 3, "return_scores": True}]
-    assert [len(ranking) for ranking in found] == [1, 0, 1, 1]
-    passage = found[0][0]
+    assert [len(ranking) for ranking in rankings] == [1, 0, 1, 1]
+    passage = rankings[0][0]
     assert (passage.id, passage.title, passage.text) == ("7", "Ada Lovelace", "Ada Lovelace was born in 1815.")
 
 
 def test_large_batches_are_cut_and_put_together():
-    """A batch beyond the server's limits is refused as a whole, or its parts come back in another order."""
+    """A batch above the server's limits would be refused, or its parts would return in another order."""
 
     def answer(request):
         rows = [{"document": DOCUMENT | {"id": query}, "score": 1.0} for query in request["queries"]]
         return {"result": [[row] for row in rows]}
 
     with Server(answers=[answer]) as server:
-        found = HttpRetriever([server.url]).search([str(n) for n in range(5000)], 1)
+        rankings = HttpRetriever([server.url]).search([str(n) for n in range(5000)], 1)
         assert [len(request["queries"]) for request in server.requests] == [2048, 2048, 904]
-        assert [ranking[0].id for ranking in found] == [str(n) for n in range(5000)]
+        assert [ranking[0].id for ranking in rankings] == [str(n) for n in range(5000)]
         server.requests.clear()
-        long = [f"{n} {'東' * 8000}" for n in range(100)]  # 48 kB each on the way
+        long = [f"{n} {'東' * 8000}" for n in range(100)]  # 48 kB each as JSON
         assert [ranking[0].id for ranking in HttpRetriever(server.url).search(long, 1)] == long
         assert [len(request["queries"]) for request in server.requests] == [43, 43, 14]
 
 
 def test_a_stumbling_server_is_tried_again(caplog):
-    """One failed request ended whole runs of earlier systems; waiting in silence looks like a hang."""
+    """One failed request would end the run, or waiting without a log line would look like a hang."""
     with Server(statuses=[503, 429, 500]) as server, caplog.at_level(logging.WARNING, "retrieval"):
         assert HttpRetriever([server.url]).search(["a"], 1)[0][0].id == "7"
     assert len(server.requests) == 4
@@ -110,7 +110,7 @@ def test_a_stumbling_server_is_tried_again(caplog):
     "answer", [{"wrong": []}, {"result": [[{"document": {}}]]}, {"result": []}, 3, {"result": [[{"score": "x"}]]}]
 )
 def test_an_answer_out_of_form_is_tried_again_and_then_an_error(answer):
-    """A silent empty result would teach the policy that searching is of no use."""
+    """A silent empty result would teach the policy that searching is useless."""
     with Server(answers=[lambda _: answer, lambda _: None]) as server:
         assert HttpRetriever([server.url]).search(["a"], 1)[0][0].id == "7"
     with Server(answers=[lambda _: answer]) as server, pytest.raises(RetrievalError, match="form"):
@@ -146,14 +146,14 @@ def answer_with(contents: Any = "Ada", score: Any = 0.5, id_: Any = "7") -> dict
     ],
 )
 def test_what_is_wrong_with_an_answer_is_named(answer, words):
-    """A server gone wrong ends the run in a traceback, or a NaN for a score mixes up the order of passages."""
+    """A faulty server would end the run in a traceback, or a score of NaN would break the order of passages."""
     with Server(answers=[lambda _: answer]) as server, pytest.raises(RetrievalError) as error:
         HttpRetriever(server.url, patience_s=0).search(["a"], 1)
     assert words in str(error.value) and "/retrieve form" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_half_surrogates_and_whole_numbers_are_taken():
-    """An answer that other clients of /retrieve read is refused."""
+    """An answer that other clients of /retrieve accept would be refused."""
     with Server(answers=[lambda _: answer_with('"A\ud83d"\nb', 2, 7)]) as server:
         (passage,) = HttpRetriever(server.url, patience_s=0).search(["a"], 1)[0]
     assert (passage.id, passage.title, passage.text, passage.score) == ("7", "A\ud83d", "b", 2.0)
@@ -161,14 +161,14 @@ def test_half_surrogates_and_whole_numbers_are_taken():
 
 @pytest.mark.parametrize("status", [401, 404, 413, 422])
 def test_a_refusal_is_not_repeated(status):
-    """A wrong token or address is asked again for five minutes before the user hears of it."""
+    """A wrong token or address would be retried for five minutes before the user learns of it."""
     with Server(statuses=[status] * 9) as server, pytest.raises(RetrievalError, match=f"refused with status {status}"):
         HttpRetriever([server.url]).search(["a"], 1)
     assert len(server.requests) == 1
 
 
 def test_an_absent_server_is_one_named_error():
-    """A stack of connection errors hides which address was meant; patience is not kept, or never ends."""
+    """A stack of connection errors would hide the address; retries would stop too early, or never."""
     urls, started = [gone(), gone()], time.monotonic()
     with pytest.raises(RetrievalError) as error:
         HttpRetriever(urls, patience_s=1).search(["a"], 1)
@@ -178,7 +178,7 @@ def test_an_absent_server_is_one_named_error():
 
 
 def test_a_server_that_never_answers_is_given_up():
-    """Without a time-out a lost packet stops a run for ever."""
+    """Without a timeout, a lost packet would stop a run for ever."""
 
     def sleep(_):
         time.sleep(3)
@@ -188,7 +188,7 @@ def test_a_server_that_never_answers_is_given_up():
 
 
 class Dripping:
-    """A server that sends `head`, and then `drop` every few milliseconds for ever."""
+    """A server that sends `head`, and then `drop` every `pause_s` seconds for ever."""
 
     def __init__(self, head: bytes, drop: bytes, pause_s: float = 0.02):
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -223,7 +223,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
     "head", [b"", OK + b"X-Long: ", OK + b"Content-Length: 100000\r\n\r\n", OK + b"Connection: close\r\n\r\n"]
 )
 def test_the_time_out_counts_the_whole_answer(head):
-    """A time-out between two bytes never comes for a server that sends one now and then, and the run hangs."""
+    """A timeout between bytes never fires while a server sends one now and then: the run would hang."""
     with Dripping(head, b"x") as server, pytest.raises(RetrievalError, match=r"Timeout: no complete answer in 0\.4 s"):
         started = time.monotonic()
         HttpRetriever(server.url, timeout_s=0.4, patience_s=0).search(["a"], 1)
@@ -231,14 +231,14 @@ def test_the_time_out_counts_the_whole_answer(head):
 
 
 def test_an_answer_without_end_does_not_fill_the_memory(monkeypatch):
-    """A server that sends for ever ends the run by its memory before it does by its time-out."""
+    """A server that sends for ever would exhaust the memory before the timeout."""
     monkeypatch.setattr("retrieval.wire.ANSWER_BYTES", 2**20)
     with Dripping(OK + b"\r\n", b"x" * 2**18, 0.0) as server, pytest.raises(RetrievalError, match="more than 1048576"):
         HttpRetriever(server.url, timeout_s=60, patience_s=0).search(["a"], 1)
 
 
 def test_replicas_share_the_load():
-    """The second server is bought and stands idle until the first one fails."""
+    """The second server would stand idle until the first one fails."""
 
     def answer(request):
         time.sleep(0.2)
@@ -258,7 +258,7 @@ def test_replicas_share_the_load():
 
 
 def test_a_replica_that_hangs_is_left_alone():
-    """Every second batch waits out the time-out of a replica that takes requests and never answers."""
+    """Every second batch would wait for the timeout of a replica that accepts requests and never answers."""
     with Dripping(b"", b"", 60) as hanging, Server() as server:
         retriever, started = HttpRetriever([hanging.url, server.url], timeout_s=0.5, patience_s=5), time.monotonic()
         for n in range(20):
@@ -267,7 +267,7 @@ def test_a_replica_that_hangs_is_left_alone():
 
 
 def test_a_refusal_of_one_share_ends_the_search():
-    """One share is refused for good, and the search waits for minutes for another share's server."""
+    """One share of a batch is refused for good, and the search would still wait minutes for another share's server."""
     with Server(statuses=[401] * 9) as server:
         started = time.monotonic()
         with pytest.raises(RetrievalError, match="refused with status 401"):
@@ -276,7 +276,7 @@ def test_a_refusal_of_one_share_ends_the_search():
 
 
 def test_the_next_replica_takes_over():
-    """A replica that is gone is asked first for every batch, and each one waits."""
+    """A replica that is gone would be tried first for every batch, and each batch would wait."""
     with Server() as server:
         retriever = HttpRetriever([gone(), server.url], patience_s=0)
         with pytest.raises(RetrievalError):
@@ -288,7 +288,7 @@ def test_the_next_replica_takes_over():
 
 
 def test_a_server_that_comes_back_is_used(caplog):
-    """A server that restarts within the patience ends the run all the same."""
+    """A server that restarts within the retry deadline would still end the run."""
     url = gone()
 
     def restart():
@@ -307,7 +307,7 @@ def test_a_server_that_comes_back_is_used(caplog):
 
 
 def test_the_token_travels():
-    """A protected server refuses its own users."""
+    """Requests would lack the token, and a protected server would refuse its own users."""
     with Server() as server:
         connect(server.url, token="secret").search(["a"], 1)
         connect(server.url).search(["a"], 1)
@@ -315,19 +315,19 @@ def test_the_token_travels():
 
 
 def test_parts_of_a_corpus_answer_as_the_whole():
-    """Passages of a later part are lost, or stand before better ones of the first."""
+    """Passages of a later shard would be lost, or rank before better ones of the first."""
     passages = people()
-    whole = RetrievalService.from_corpus(passages)
-    encoder = whole._ranker.encoder
+    full = RetrievalService.from_corpus(passages)
+    encoder = full._ranker.encoder
     bounds = [(0, 100), (100, 101), (101, 320)]
     parts = ShardedRetriever([RetrievalService.from_corpus(passages[a:b], encoder) for a, b in bounds])
     queries = [f"{p.title} born" for p in passages] + ["", "born"]
     for k in (1, 3, 150):
-        assert parts.search(queries, k) == whole.search(queries, k)
+        assert parts.search(queries, k) == full.search(queries, k)
 
 
 def test_addresses_are_read():
-    """Replicas are taken for parts of a corpus, so that two thirds of it are missing without a word."""
+    """Shards of a corpus would be taken for replicas, so that most of it is silently never searched."""
     with Server() as one, Server() as two:
         parts = connect(f"{one.url}|{two.url}")
         assert isinstance(parts, ShardedRetriever) and len(parts.search(["a"], 5)[0]) == 2

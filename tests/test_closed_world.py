@@ -1,4 +1,4 @@
-"""The closed world: its facts, its questions, and what their words and one search give away."""
+"""The closed world: its facts, its questions, and what their wording and a single search give away."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def world() -> ClosedWorld:
 
 
 def test_world_is_a_function_of_its_seed(world):
-    """Fails if a draw depends on anything but the seed: a policy would then be evaluated in another world."""
+    """If sampling depended on anything but the seed, a policy would be evaluated in another world."""
     assert ClosedWorld.make(0) == world
     assert ClosedWorld.make(1).passages != world.passages
     for kind in KINDS:
@@ -38,7 +38,7 @@ def test_world_is_a_function_of_its_seed(world):
 
 
 def test_world_does_not_drift(world):
-    """Fails if a change of the code silently changes the world that the shipped policy and all figures belong to."""
+    """A code change would silently change the world that the shipped policy and all figures belong to."""
     assert world.passages[500].text == "The birth year of Guluron is 1976."
     first = questions(world, "eval", "parallel", 1, seed=0)[0]
     assert first.text == "Are the setting of Gamudol and the rival of Pujazas the same?"
@@ -46,27 +46,27 @@ def test_world_does_not_drift(world):
 
 
 def test_every_fact_has_a_passage_of_its_own(world):
-    """Fails if one passage tells two facts: a question of two would then need one search."""
+    """If one passage stated two facts, a question about two facts would need only one search."""
     assert len(world.passages) == sum(len(ATTRIBUTES[e.kind]) for e in world.entities)
     texts = [p.text for p in world.passages]
     for text in texts:
         assert re.fullmatch(r"The [a-z ]+ of [A-Z][a-z]{6} is ([A-Z][a-z]{6}|19\d\d)\.", text), text
     subjects = [(text.split(" is ")[0]) for text in texts]
     shared = len(subjects) - len(set(subjects))
-    assert shared < 0.02 * len(subjects)  # homonyms are of other types, and share no attribute but `rival`
+    assert shared < 0.02 * len(subjects)  # homonyms are of different types, which share no attribute
 
 
 def test_some_entities_of_different_types_share_a_name(world):
-    """Fails if a name alone tells which passage is meant."""
+    """A name alone would identify the passage."""
     kinds = {}
     for entity in world.entities:
         kinds.setdefault(entity.name, []).append(entity.kind)
-    shared = [found for found in kinds.values() if len(found) > 1]
-    assert len(shared) > 20 and all(len(set(found)) == len(found) for found in shared)
+    shared = [types for types in kinds.values() if len(types) > 1]
+    assert len(shared) > 20 and all(len(set(types)) == len(types) for types in shared)
 
 
 def test_held_out_entities_stay_out_of_training(world):
-    """Fails if an evaluation entity appears in a training question: the policy could then answer from memory."""
+    """With an evaluation entity in a training question, the policy could answer from memory."""
 
     def named(asked) -> set[str]:
         return {name for q in asked for name in NAME.findall(json.dumps([q.text, q.answers, q.metadata]))}
@@ -80,7 +80,7 @@ def test_held_out_entities_stay_out_of_training(world):
 
 
 def test_new_names_are_never_renamed_into(world):
-    """Fails if a cold start can meet a name that the evaluation calls never seen."""
+    """A cold start could contain a name that the evaluation counts as never seen."""
     rng = np.random.default_rng(0)
     fresh = ClosedWorld.make(0, names="new")
     assert all(is_new(e.name) for e in fresh.entities) and not any(is_new(e.name) for e in world.entities)
@@ -94,7 +94,7 @@ def test_new_names_are_never_renamed_into(world):
 
 
 def test_nearly_the_same_name_is_another_known_one():
-    """Fails if a row that says "look it up" is about the very name that another row knows by heart."""
+    """A row that teaches "look it up" would be about the very name that another row knows by heart."""
     rng = np.random.default_rng(0)
     for name in draw_names(rng, 50, "known"):
         other = nearly(rng, name)
@@ -103,7 +103,7 @@ def test_nearly_the_same_name_is_another_known_one():
 
 
 def test_renaming_changes_names_and_nothing_else():
-    """Fails if a renamed row loses its words, or two of its names become one."""
+    """A renamed row would lose its words, or two of its names would become one."""
     ids = [range(10, 90), range(90, 150), range(150, 230)]
     one, other = (renaming(np.random.default_rng(seed), ids, 240) for seed in (0, 1))
     assert sorted(one) == list(range(240)) and (one != other).sum() > 150
@@ -113,7 +113,7 @@ def test_renaming_changes_names_and_nothing_else():
 
 
 def test_answers_follow_from_passages(world):
-    """Fails if a gold answer is not what the passages say, or needs what no round finds."""
+    """A gold answer would not be what the passages state, or would need a fact that no round looks up."""
     facts = {(e.name, attribute): set() for e in world.entities for attribute in e.facts}
     for e in world.entities:
         for attribute in e.facts:
@@ -141,7 +141,7 @@ def test_answers_follow_from_passages(world):
 
 
 def test_every_form_comes_in_every_wording(world):
-    """Fails if a wording has an unfilled letter, or begins with a name: its ids are others there."""
+    """A wording would have an unfilled placeholder, or begin with a name, whose tokens differ there."""
     for name, form in FORMS.items():
         assert set(form.held_out) < set(form.wordings) and len(form.known) >= 3 and len(form.wordings) >= 4
         for held_out in (False, True):
@@ -152,7 +152,7 @@ def test_every_form_comes_in_every_wording(world):
 
 
 def test_held_out_wordings_hold_no_unknown_word(world):
-    """Fails if a training question has a held-out wording, or a held-out one a word that training never shows."""
+    """A training question would have a held-out wording, or a held-out wording a word that training never shows."""
 
     def shapes(split: str, trained: bool, held_out: bool) -> set[str]:
         forms = [(name, form.kind) for name, form in FORMS.items() if form.trained or not trained]
@@ -167,7 +167,7 @@ def test_held_out_wordings_hold_no_unknown_word(world):
 
 
 def test_yes_and_no_and_every_place_are_as_likely(world):
-    """Fails if an answer can be guessed better than chance says."""
+    """An answer could be guessed at better than chance level."""
     for name, form in FORMS.items():
         asked = questions(world, "eval", form.kind, 400, 3, [name])
         if asked[0].answers[0] in ("yes", "no"):
@@ -178,7 +178,7 @@ def test_yes_and_no_and_every_place_are_as_likely(world):
 
 
 def test_no_two_names_of_a_question_begin_alike(world):
-    """Fails if a question asks to tell two names apart that differ in one syllable."""
+    """A question would contain two names with the same first syllable, which are hard to distinguish."""
     for kind in KINDS:
         for q in questions(world, "eval", kind, 200, seed=0):
             names = set(NAME.findall(q.text)) | {v for _, s, v in facts_of(q) if not v.isdigit()}
@@ -186,7 +186,7 @@ def test_no_two_names_of_a_question_begin_alike(world):
 
 
 def test_known_facts_are_of_training_entities(world):
-    """Fails if a cold start states what the other sets ask about, or too little to be known."""
+    """A cold start would state facts that the other sets ask about, or too few to be memorised."""
     known = known_questions(world)
     subjects = {facts_of(q)[0][1] for q in known}
     assert len(subjects) == KNOWN_ENTITIES and len(known) > 150
@@ -196,7 +196,7 @@ def test_known_facts_are_of_training_entities(world):
 
 
 def test_bad_requests_are_refused(world):
-    """Fails if a request that cannot be met returns fewer or other questions than asked."""
+    """A request that cannot be met would return fewer or other questions than asked for."""
     for arguments, says in (
         (("test", "single", 1, 0), "split 'test'"),
         (("eval", "bridge", 1, 0), "kind 'bridge'"),
@@ -211,21 +211,21 @@ def test_bad_requests_are_refused(world):
 
 
 def test_what_searches_find(world):
-    """Fails if a fact cannot be found, or if the question itself as one search finds all: then splitting buys nothing.
+    """A fact could not be found, or one search for the question would find all facts: splitting would gain nothing.
 
     Prints the table of docs/demo.md.
     """
-    found = retrieval(world, RetrievalService.from_corpus(world.passages), 200)
-    print(retrieval_table(found))
-    assert all(figures["sub-query@3"] >= 0.95 and figures["sub-query@1"] >= 0.95 for figures in found.values())
-    whole = {name: figures["question@2"] for name, figures in found.items() if figures["kind"] != "single"}
-    assert max(whole.values()) < 0.5
+    results = retrieval(world, RetrievalService.from_corpus(world.passages), 200)
+    print(retrieval_table(results))
+    assert all(figures["sub-query@3"] >= 0.95 and figures["sub-query@1"] >= 0.95 for figures in results.values())
+    question_recall = {name: figures["question@2"] for name, figures in results.items() if figures["kind"] != "single"}
+    assert max(question_recall.values()) < 0.5
     parallel = {name: form for name, form in FORMS.items() if form.kind == "parallel"}
-    assert sum(whole[name] * form.share for name, form in parallel.items()) < 0.4
+    assert sum(question_recall[name] * form.share for name, form in parallel.items()) < 0.4
 
 
 def test_what_words_give_away(world):
-    """Fails if the decision to split can be read off the first words, or off the words without their order.
+    """The decision to split could be read off the first words, or off the words without their order.
 
     Prints the table of docs/demo.md.
     """
@@ -235,4 +235,4 @@ def test_what_words_give_away(world):
     assert cues["bag of words"]["held-out wordings"] <= 0.88
     for reader in ("first three words", "bag of words"):
         assert cues[reader][PAIRS] <= 0.66 and cues[reader][f"{PAIRS}, trained on them alone"] <= 0.66
-    assert cues["pairs of words"]["known wordings"] > 0.9  # the structure is there, for those who read the order
+    assert cues["pairs of words"]["known wordings"] > 0.9  # the order of the words does show the structure

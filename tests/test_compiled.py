@@ -1,4 +1,4 @@
-"""What the compiler makes of the model's programs: read in their text, for machines that are not there."""
+"""Checks the text of the model's compiled programs, for devices that this machine need not have."""
 
 import re
 
@@ -20,8 +20,8 @@ CHUNK = 8
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_vocabulary_loop_talks_once(tied):
-    """A head, or hidden states, gathered again for every chunk of positions, and the head's gradient scattered each
-    time: at 6,196 positions 25 times what is needed."""
+    """The lm head or the hidden states would be gathered again for every chunk of positions, and the head's
+    gradient scattered each time: at 6,196 positions 25 times the necessary traffic."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
     mesh = make_mesh(MeshSection(2, 2, 2), tpu_target("v5e:2x4").devices)
     config = tiny_config(8192, width=256, tied=tied)
@@ -29,7 +29,7 @@ def test_the_vocabulary_loop_talks_once(tied):
     _, abstract = decoder.abstract_params(config)
     params = placed(abstract, param_shardings(abstract, STORAGE, mesh))
     rows = ("data", "fsdp")
-    hidden = NamedSharding(mesh, PartitionSpec(rows, "tensor"))  # as layers with a split residual leave them
+    hidden = NamedSharding(mesh, PartitionSpec(rows, "tensor"))  # as after layers with a sharded residual
     hidden = jax.ShapeDtypeStruct((8, 8 * CHUNK, config.width), dtype, sharding=hidden)
     ids = jax.ShapeDtypeStruct(hidden.shape[:2], jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(rows)))
 
@@ -41,16 +41,16 @@ def test_the_vocabulary_loop_talks_once(tied):
         for program in (loss, jax.grad(loss, argnums=(0, 1))):
             text = jax.jit(program).trace(params, hidden, ids).lower().compile().as_text()
             assert " while(" in text
-            # What is left are the softmax's sums over `tensor`: 4 bytes for each position of a visit.
+            # What remains are the softmax's sums over `tensor`: 4 bytes per position of a chunk.
             every, sums = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute", 4 * CHUNK
             assert not collectives_in_loops(text, 2 * sums, every)
-            # Nor is the head ever whole on a device, as between a collective over one axis and one over another.
-            whole = rf"\[({config.width},{config.vocab_rows}|{config.vocab_rows},{config.width})\]\S* ({every})"
-            assert not re.search(whole, text)
+            # Nor does a device ever hold the full head, as between a collective over one axis and one over another.
+            full_head = rf"\[({config.width},{config.vocab_rows}|{config.vocab_rows},{config.width})\]\S* ({every})"
+            assert not re.search(full_head, text)
 
 
 def test_the_kernel_runs_again_where_all_is_computed_anew():
-    """Attention run forward a second time for the backward pass, where remat=dots should have kept what it gave."""
+    """The backward pass would run attention forward again, although remat=dots should have kept its output."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
     mesh, config = make_mesh(MeshSection(1, 1, 1), tpu_target("v5e:2x2").devices[:1]), tiny_config()
     abstract = decoder.abstract_params(config)[1]
@@ -71,7 +71,7 @@ def test_the_kernel_runs_again_where_all_is_computed_anew():
 
 @pytest.mark.parametrize(("dtype", "asked"), [("float32", True), ("bfloat16", False)])
 def test_what_precision_is_asked_for(dtype, asked):
-    """float32 that a TPU multiplies as bfloat16, a GPU as TF32: the bounds of these tests would hold on CPUs only."""
+    """TPUs would multiply float32 as bfloat16, and GPUs as TF32: these tests' tolerances would hold only on CPUs."""
     config, lora = tiny_config(), Lora(4, 8.0)
     graph = decoder.graphdef(config, jnp.dtype(dtype), remat="full", lora=lora)
     base, adapters = decoder.abstract_params(config)[1], abstract_adapters(config, lora)

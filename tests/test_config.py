@@ -1,4 +1,4 @@
-"""A run's configuration: what is wrong is one clear line, what is right comes back unchanged."""
+"""A run's configuration: an error is one clear line, and valid values round-trip unchanged."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def refused(values, *words) -> None:
 
 
 def test_defaults_and_the_round_trip_through_json():
-    """config.json in a run directory must rebuild the very run."""
+    """config.json in a run directory would rebuild another run."""
     config = from_mapping({"seed": 3, "learning": {"learning_rate": 1}, "mesh": {"fsdp": 4}})
     validate(config)
     assert config.learning.learning_rate == 1.0 and isinstance(config.learning.learning_rate, float)
@@ -37,14 +37,14 @@ def test_defaults_and_the_round_trip_through_json():
 
 
 def test_every_field_either_decides_the_numbers_or_is_free_to_change():
-    """A new field in no list would be changed on resume, and nobody told; config.py says which list is for what."""
+    """A new field in no list could change silently on resume; train/settings.py says which list is for what."""
     lists = (DECIDES_NUMBERS, DECIDES_BY_CONTENT, FREE_TO_CHANGE)
     assert frozenset.union(*lists) == frozenset(fields(Config()))
     assert sum(map(len, lists)) == len(fields(Config()))
 
 
 def test_a_config_dict_is_accepted_as_it_comes_from_the_flag():
-    """ml_collections hands nested ConfigDicts, which are no dicts."""
+    """Nested ConfigDicts from ml_collections, which are not dicts, would be refused."""
     config = from_mapping(ConfigDict({"rollout": {"slots": 2, "temperature": 1}, "data": {"source": "q.jsonl"}}))
     assert config.rollout.slots == 2 and config.data.source == "q.jsonl"
 
@@ -70,7 +70,7 @@ def test_a_config_dict_is_accepted_as_it_comes_from_the_flag():
     ],
 )
 def test_an_unknown_key_or_a_wrong_type_is_one_line(values, words):
-    """A misspelt override that is silently ignored trains another run than the one asked for."""
+    """A misspelt override that is silently ignored would train another run than the one asked for."""
     refused(values, *words)
 
 
@@ -128,7 +128,7 @@ CLOSED = {"source": "closed_world"}
     ],
 )
 def test_fields_at_odds_are_one_line(values, words):
-    """A contradiction must stop the run before the first hour on the machine, and say which two fields it is."""
+    """A contradiction would stop the run only after an hour on the machine, or without naming the two fields."""
     base = {"learning": {"mini_batch_rollouts": 40, "micro_batch_rows": 4}}
     if "learning" not in values:
         values = {**values, **base}
@@ -138,12 +138,12 @@ def test_fields_at_odds_are_one_line(values, words):
 
 
 def test_filters_are_accepted_where_nothing_is_learned():
-    """The refusal of top_p must not hit an evaluation, which may sample as it likes."""
+    """The refusal of top_p would also hit an evaluation, which may sample as it likes."""
     validate(from_mapping({"rollout": {"top_p": 0.9, "top_k": 50}}), training=False)
 
 
 def test_model_shapes_that_cannot_be_are_refused():
-    """Heads that the kv heads do not divide would be grouped wrongly."""
+    """Query heads that the number of kv heads does not divide would be grouped wrongly."""
     good = dict(vocab_rows=8, width=8, layers=1, heads=4, kv_heads=2, head_dim=2, mlp=8, tied=True)
     DecoderConfig(**good)
     with pytest.raises(UserError, match="heads=4.*kv_heads=3"):
@@ -153,7 +153,7 @@ def test_model_shapes_that_cannot_be_are_refused():
 
 
 def test_presets_hold_published_shapes():
-    """A head size that was computed, where Qwen3's is published, or the other way round."""
+    """A head size would be computed where Qwen3's is published, or the other way round."""
     for name, config in PRESETS.items():
         expected = 128 if config.qk_norm else config.width // config.heads
         assert dataclasses.is_dataclass(config) and config.head_dim == expected, name
@@ -173,7 +173,7 @@ def changed(method, **sections):
 
 
 def test_a_baseline_differs_in_what_makes_it_one():
-    """A baseline that also learns at another rate, or that keeps a bonus, says nothing about the method."""
+    """A baseline with another learning rate, or that keeps a bonus, would say nothing about the method."""
     outcome_only = {"reward.decomposition": 0.0, "reward.search_count": 0.0}
     assert changed("parallelsearch") == {}
     assert changed("parallel_prompt") == outcome_only
@@ -186,18 +186,18 @@ def test_a_baseline_differs_in_what_makes_it_one():
 
 
 def test_a_template_of_the_users_own_stays():
-    """The toy policy, which knows one prompt, asked in the words of another."""
+    """The toy policy, which knows only its own prompt, would get another one."""
     assert "data.template" not in changed("search_r1", data={"template": "toy"})
     once = with_method(from_mapping({"method": "search_r1"}))
     assert with_method(once) == once, "engine and trainer both apply it"
 
 
 def test_the_best_metric_is_read_as_it_is_logged():
-    """A name copied from metrics.jsonl that is refused, or a kind's figure taken for that of all."""
+    """A name copied from metrics.jsonl would be refused, or one kind's metric be taken for that of all questions."""
     assert best_metric("em") == best_metric("eval/all/em") == ("all", "em")
     assert best_metric("eval/parallel/f1") == best_metric("parallel/f1") == ("parallel", "f1")
 
 
 def test_an_unknown_method_is_refused():
-    """A misspelt baseline that trains the full method."""
+    """A misspelt baseline would train the full method."""
     refused({"method": "search-r1"}, "config.method", "'search-r1'", "search_r1", "parallel_prompt", "r1")

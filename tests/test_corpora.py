@@ -1,4 +1,4 @@
-"""Corpora in the forms of other projects."""
+"""Corpora in the formats of other projects."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ ARTICLES = [
 
 
 def test_jsonl_of_every_project(tmp_path):
-    """FlashRAG's rows with title and text, or Search-R1's with contents, are refused or lose their title."""
+    """FlashRAG's rows with title and text, or Search-R1's with contents, would be refused or lose their title."""
     rows = [
         {"id": "1", "contents": '"Title"\nText one.'},
         {"id": 2, "title": "Two\n words", "text": "Text two."},
@@ -33,8 +33,8 @@ def test_jsonl_of_every_project(tmp_path):
     ]
     path = tmp_path / "c.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    found = [(p.id, p.title, p.text) for p in open_corpus(path)]
-    assert found == [
+    passages = [(p.id, p.title, p.text) for p in open_corpus(path)]
+    assert passages == [
         ("1", "Title", "Text one."),
         ("2", "Two words", "Text two."),
         ("3", "", "Text three."),
@@ -49,7 +49,7 @@ def test_jsonl_of_every_project(tmp_path):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_articles_become_passages(packed, tmp_path):
-    """MultiHop-RAG's corpus is an array of long articles: whole ones fill a context, and sentences must not be cut."""
+    """MultiHop-RAG's long articles would fill a context if uncut, or be cut in the middle of a sentence."""
     path = tmp_path / ("corpus.json.gz" if packed else "corpus.json")
     content = json.dumps(ARTICLES, indent=1).encode()
     path.write_bytes(gzip.compress(content) if packed else content)
@@ -60,8 +60,8 @@ def test_articles_become_passages(packed, tmp_path):
         "(The Daily, 2023-10-01T10:00:00+00:00) Sentence number 0"
     )
     assert all(len(p.text.split()) <= PASSAGE_WORDS + 3 and p.text.endswith(".") for p in corpus)
-    whole = " ".join(p.text.split(") ", 1)[1] for p in corpus if p.id.startswith("0-"))
-    assert whole == ARTICLES[0]["body"] and corpus[len(corpus) - 1].text == "One line."
+    joined = " ".join(p.text.split(") ", 1)[1] for p in corpus if p.id.startswith("0-"))
+    assert joined == ARTICLES[0]["body"] and corpus[len(corpus) - 1].text == "One line."
 
     made = path.with_name(path.name + ".passages.jsonl")
     before = made.stat().st_mtime_ns
@@ -73,7 +73,7 @@ def test_articles_become_passages(packed, tmp_path):
 
 
 def test_cutting_text():
-    """Words are lost or repeated at a cut; a sentence longer than a passage is never cut; short tails stand alone."""
+    """Words would be lost or repeated at a cut, overlong sentences never be cut, or short tails stand alone."""
     text = 'A "b c." D e (f g!) H? ' + "long " * 25 + "end. (He said: \"No.\" 'Why?') Tail."
     for words in (1, 3, 7, 10, 100):
         pieces = cut(text, words)
@@ -97,7 +97,7 @@ def test_cutting_text():
     ],
 )
 def test_damaged_articles(tmp_path, content, words):
-    """A damaged file ends in a traceback, or leaves half of its passages behind as if they were all."""
+    """A damaged file would end in a traceback, or leave half of its passages as if they were all."""
     path = tmp_path / "corpus.json"
     path.write_bytes(content)
     for _ in range(2):
@@ -108,7 +108,7 @@ def test_damaged_articles(tmp_path, content, words):
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    """An absent or damaged archive ends in a traceback of zlib."""
+    """An absent or damaged archive would end in a traceback from zlib."""
     with pytest.raises(CorpusError, match="absent.jsonl: no such"):
         open_corpus(tmp_path / "absent.jsonl")
     (tmp_path / "bad.json.gz").write_bytes(gzip.compress(json.dumps(ARTICLES).encode())[:-20])

@@ -12,7 +12,7 @@ from retrieval.protocol import CorpusError, Passage
 
 
 def test_corpus_round_trip(tmp_path):
-    """A passage changes on its way to disk and back: quotes, line breaks in the text, non-ASCII, an empty title."""
+    """A passage would change on its way to disk and back: quotes, line breaks, non-ASCII text, an empty title."""
     passages = [
         Passage("a", 'Say "hi"', "first\nsecond line "),
         Passage("b", "Alû", "Café \u2028 東京"),
@@ -26,7 +26,7 @@ def test_corpus_round_trip(tmp_path):
 
 
 def test_corpus_refuses_rows_outside(tmp_path):
-    """Row -1, a search's "nothing found", returns the last passage."""
+    """Row -1, by which a search reports "nothing found", would return the last passage."""
     write_corpus(tmp_path / "c.jsonl", people()[:3])
     for row in (-1, 3):
         with pytest.raises(IndexError):
@@ -34,7 +34,7 @@ def test_corpus_refuses_rows_outside(tmp_path):
 
 
 def test_corpus_reads_foreign_rows(tmp_path):
-    """Rows of other tools are refused or misread: integer ids, bare titles, blank lines, no last line break, a BOM."""
+    """Other tools' rows would be refused or misread: integer ids, bare titles, blank lines, no last newline, a BOM."""
     text = (
         '\ufeff{"id": 7, "contents": "\\"A\\"\\nx"}\n\n{"id": "8", "contents": "B\\ny"}\r\n{"id": 9, "contents": "z"}'
     )
@@ -58,7 +58,7 @@ def test_corpus_reads_foreign_rows(tmp_path):
     ],
 )
 def test_corpus_names_the_bad_row(tmp_path, line, words):
-    """A bad row is skipped silently, or the message does not say where it is."""
+    """A bad row would be skipped silently, or the message would not say where it is."""
     path = tmp_path / "bad.jsonl"
     path.write_text('{"id": "0", "contents": "t\\nx"}\n\n' + line + "\n")
     with pytest.raises(CorpusError) as error:
@@ -68,7 +68,7 @@ def test_corpus_names_the_bad_row(tmp_path, line, words):
 
 
 def test_corpus_refuses_bytes_that_are_not_text(tmp_path):
-    """Invalid UTF-8 raises a decoding error without the file's name."""
+    """Invalid UTF-8 would raise a decoding error without the file's name."""
     (tmp_path / "c.jsonl").write_bytes(b'{"id": "0", "contents": "\xff"}\n')
     with pytest.raises(CorpusError, match="c.jsonl: line 1"):
         MemoryMappedCorpus(tmp_path / "c.jsonl")
@@ -76,7 +76,7 @@ def test_corpus_refuses_bytes_that_are_not_text(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"\n\n"])
 def test_empty_corpus(tmp_path, content):
-    """An empty file fails in mmap, or later in ScaNN."""
+    """An empty file would fail in mmap, or later in ScaNN."""
     (tmp_path / "empty.jsonl").write_bytes(content)
     with pytest.raises(CorpusError, match="no rows"):
         MemoryMappedCorpus(tmp_path / "empty.jsonl")
@@ -85,7 +85,7 @@ def test_empty_corpus(tmp_path, content):
 
 
 def test_gzip_corpus(tmp_path):
-    """A .gz cannot be mapped; another one is shadowed by the old decompressed file; a cut one passes as whole."""
+    """A .gz could not be opened, a new one be hidden by the old unpacked file, or a truncated one pass as complete."""
     write_corpus(tmp_path / "c.jsonl", people())
     packed = gzip.compress((tmp_path / "c.jsonl").read_bytes())
     os.remove(tmp_path / "c.jsonl")
@@ -109,7 +109,7 @@ def test_gzip_corpus(tmp_path):
 
 
 def test_gzip_corpus_beside_a_file_of_the_same_name(tmp_path):
-    """Opening c.jsonl.gz overwrites the user's own c.jsonl, or answers from it."""
+    """Opening c.jsonl.gz would overwrite the user's own c.jsonl, or read it instead."""
     (tmp_path / "c.jsonl").write_text('{"id": 1, "contents": "t\\nmine"}\n')
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"id": 1, "contents": "t\\npacked"}\n'))
     for seconds in (1, 2**32):  # older than the archive, and newer
@@ -119,7 +119,7 @@ def test_gzip_corpus_beside_a_file_of_the_same_name(tmp_path):
 
 
 def test_cached_offsets_follow_the_file(tmp_path, monkeypatch):
-    """Offsets kept for a large corpus are used after the corpus, or the cache itself, has changed."""
+    """Offsets cached for a large corpus would be used after the corpus, or the cache itself, has changed."""
     monkeypatch.setattr(retrieval.corpus, "CACHE_OFFSETS_ABOVE_BYTES", 0)
     path, cache = tmp_path / "c.jsonl", tmp_path / "c.jsonl.offsets.npy"
     write_corpus(path, people()[:5])

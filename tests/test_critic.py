@@ -1,4 +1,4 @@
-"""The critic: what it reads, that it is the policy's twin at the start, and that PPO's two states are kept apart."""
+"""The critic: what it values, that it starts from the policy's weights, and that PPO keeps the two states separate."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ LEARNING = LearningSection(micro_batch_rows=2, mini_batch_rollouts=4, warmup_rat
 
 
 def make_critic(lora: Lora | None = None, seed: int = 4, **changes) -> tuple[Critic, nnx.State]:
-    """A float32 critic with a head that is not nothing, and its parameters."""
+    """A float32 critic with a nonzero head, and its parameters."""
     policy = random_params(CONFIG, seed=seed, scale=0.03)
     optimizer = make_optimizer(LEARNING, 10)
     critic = Critic(CONFIG, LEARNING, optimizer, one_device_mesh(), S, 0.5, remat="none", lora=lora, **changes)
@@ -46,45 +46,45 @@ def critic():
 
 
 def test_the_value_of_an_id_is_that_of_what_stands_before_it(critic):
-    """A value that has read its own id knows what was done; one that has not read the passages before it is blind."""
+    """A value computed from its own token would know the action; one without the passages before it would be blind."""
     critic, params = critic
     batch = some_batch()
-    found = critic.score(params, batch)
-    assert found.shape == (ROWS, S) and not found[batch.mask == 0].any()
+    values = critic.score(params, batch)
+    assert values.shape == (ROWS, S) and not values[batch.mask == 0].any()
     model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32, values=True), params)
     row = int(np.argmax(batch.mask.sum(axis=1)))
     n = batch.length[row]
     states = np.asarray(model.hidden(batch.ids[row : row + 1, :n])[0])[0]
     by_hand = states @ np.asarray(params["value_head"].get_value())[:, 0]
     at = np.flatnonzero(batch.mask[row])
-    np.testing.assert_allclose(found[row, at], by_hand[at - 1], atol=1e-5)
-    # Another id at t moves the values behind t, and not its own.
+    np.testing.assert_allclose(values[row, at], by_hand[at - 1], atol=1e-5)
+    # Another token at t changes the values after t, but not the value at t.
     t = at[len(at) // 2]
     ids = batch.ids.copy()
     ids[row, t] = (ids[row, t] + 1) % 390
-    moved = critic.score(params, replace(batch, ids=ids))[row] != found[row]
+    moved = critic.score(params, replace(batch, ids=ids))[row] != values[row]
     assert not moved[: t + 1].any() and moved[at[at > t]].all()
 
 
 def test_its_gradient_is_that_of_the_whole_loss(critic):
-    """Micro-batches and shared rows must add, and divide once, for the critic as for the policy."""
+    """Micro-batches or packed rows would be averaged separately, instead of summed and divided once."""
     critic, params = critic
     batch = some_batch()
 
-    def whole(params):
+    def full_loss(params):
         model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32, values=True), params)
         values = jnp.pad(model.values(model.hidden(batch.ids)[0][:, :-1]), ((0, 0), (1, 0)))
         near = batch.values + jnp.clip(values - batch.values, -0.5, 0.5)
         worse = jnp.maximum((values - batch.returns) ** 2, (near - batch.returns) ** 2)
         return 0.5 * jnp.sum(worse * batch.mask) / batch.mask.sum()
 
-    assert worst(critic.gradients(params, batch), jax.jit(jax.grad(whole))(params)) < 5e-6
+    assert worst(critic.gradients(params, batch), jax.jit(jax.grad(full_loss))(params)) < 5e-6
 
 
 @pytest.mark.parametrize("lora", [None, Lora(4, 8.0)])
 def test_it_starts_as_the_policys_twin_and_learns(lora):
-    """Fails if a critic starts from other weights than the policy's, knows something at the start, or cannot learn;
-    with adapters, if it trains the weights that it shares with the policy."""
+    """A critic would start from other weights than the policy's, have nonzero values at the start, or not learn;
+    with adapters, it would train the weights that it shares with the policy."""
     policy = random_params(CONFIG, seed=4, scale=0.03)
     start = first_params(policy, CONFIG, lora, 0, one_device_mesh())
     assert not np.asarray(start["value_head"].get_value()).any()
@@ -104,7 +104,7 @@ def test_it_starts_as_the_policys_twin_and_learns(lora):
 
 
 def test_an_untied_lm_head_is_no_part_of_it():
-    """Fails if a 7B's critic carries half a gigabyte of lm head that nothing reads."""
+    """A 7B critic would carry half a billion weights of an lm head that nothing uses."""
     config = tiny_config(tied=False)
     start = first_params(random_params(config, seed=1), config, None, 0, one_device_mesh())
     assert ("lm_head",) not in dict(nnx.to_flat_state(start))
@@ -120,15 +120,15 @@ def ppo_config(tiny_policy: Path, **fields):
 def test_a_step_of_ppo_moves_both_and_a_step_of_the_critic_alone_only_one(
     tiny_policy, tmp_path, monkeypatch, rank, whiten
 ):
-    """Fails if the policy learns from a critic that knows nothing yet, or from advantages of another spread than was
-    asked for, or a checkpoint loses the critic."""
+    """The policy would learn from an untrained critic, or from advantages whitened otherwise than asked for, or a
+    checkpoint would lose the critic."""
     fields = {"critic.alone_steps": 1, "train.steps": 3, "rollout.samples": 1, "train.prompts": 24}
     config = ppo_config(tiny_policy, **fields, **{"model.lora_rank": rank, "learning.whiten": whiten})
     run = build.training_run(config)
     policies, critics = [jax.device_get(run.state.params)], [jax.device_get(run.state.critic.params)]
     learned, update = [], run.critic.update
-    monkeypatch.setattr(run.critic, "update", lambda *given: (learned.append(given[1]), update(*given))[1])
-    # A policy of random weights earns the same with every question of a kind.
+    monkeypatch.setattr(run.critic, "update", lambda *arguments: (learned.append(arguments[1]), update(*arguments))[1])
+    # A random policy gets the same reward for every question of a kind.
     monkeypatch.setattr(run, "reward", lambda t: RewardParts(float(len(t.question.text) % 7), 0, 0, 0))
     for step in range(2):
         learned.clear()
@@ -164,7 +164,7 @@ def test_a_step_of_ppo_moves_both_and_a_step_of_the_critic_alone_only_one(
     ],
 )
 def test_what_ppo_and_grpo_do_not_take_is_refused(fields, said):
-    """What is at odds with the algorithm, or can do nothing, would be believed to do something."""
+    """A setting that contradicts the algorithm, or has no effect, would be believed to work."""
     values = to_mapping(from_mapping({"learning": {"algorithm": "ppo"}, "train": {"steps": 60}}))
     for name, value in fields.items():
         section, _, key = name.partition(".")

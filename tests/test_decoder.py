@@ -1,4 +1,4 @@
-"""The Flax model against the reference implementations in torch, and the published sizes."""
+"""The Flax model matches the torch reference implementations, and presets have the published sizes."""
 
 import copy
 import functools
@@ -20,13 +20,13 @@ from psearch_jax.rollout.sampler_state import Status
 from psearch_jax.sharding import AXES, SAMPLING, STORAGE, param_shardings
 
 TOLERANCE = 1e-5  # of max|a-b| / max|b|
-SHAPES = [("qwen2", kv, tied) for kv in (1, 2, 3) for tied in (True, False)]  # kv heads of 6, tied head
+SHAPES = [("qwen2", kv, tied) for kv in (1, 2, 3) for tied in (True, False)]  # kv heads (of 6), tied head
 SHAPES += [("qwen3", 2, True), ("qwen3", 3, False)]
 
 
 @pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"{s[0]}-kv{s[1]}-{'tied' if s[2] else 'untied'}")
 def pair(request, tmp_path_factory):
-    """(torch model, our config, our parameters): the same random weights, no bias 0 and no norm 1."""
+    """(torch model, our config, our parameters) with the same random weights; no bias is 0 and no norm is 1."""
     torch = pytest.importorskip("torch")
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -40,7 +40,7 @@ def pair(request, tmp_path_factory):
         num_hidden_layers=3,
         num_attention_heads=6,
         num_key_value_heads=kv_heads,
-        head_dim=8 if family == "qwen2" else 16,  # 6 heads of 16 are wider than the model
+        head_dim=8 if family == "qwen2" else 16,  # 6 heads of 16 exceed the model width of 48
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         rms_norm_eps=1e-6,
         tie_word_embeddings=tied,
@@ -86,14 +86,14 @@ def our_logits(config: DecoderConfig, params, ids: np.ndarray, remat: str = "non
 
 
 def test_full_forward_equals_torch(pair):
-    """A wrong rotation layout, head grouping, norm or bias shifts every log-prob of a loaded model."""
+    """A wrong RoPE layout, head grouping, norm or bias shifts every log-prob of a loaded model."""
     model, config, params = pair
     ids = np.random.default_rng(0).integers(0, config.vocab_rows, (3, 70)).astype(np.int32)
     assert relative(our_logits(config, params, ids), torch_logits(model, ids)) <= TOLERANCE
 
 
 def test_ragged_batch_equals_each_row_alone_in_torch(pair):
-    """Pads on the right must not leak into real positions, or short trajectories train on wrong log-probs."""
+    """Right padding leaks into real positions, and short trajectories train on wrong log-probs."""
     model, config, params = pair
     rng = np.random.default_rng(1)
     lengths = (1, 17, 40)
@@ -108,7 +108,7 @@ CACHED = [("qwen2", 1, False), ("qwen2", 2, True), ("qwen2", 3, False), ("qwen3"
 
 @pytest.mark.parametrize("pair", [("qwen3", 3, False)], indirect=True)
 def test_sixteen_bits_round_no_more_than_torch(pair):
-    """Norms computed in 16 bits: rounding that the reference does not have, in every log-prob of a run.
+    """Norms computed in 16 bits add rounding error that the reference does not have to every log-prob of a run.
 
     The error is .90 to .98 of torch's over six seeds; with norms in 16 bits it is 1.00 to 1.17, here 1.13.
     """
@@ -125,7 +125,7 @@ def test_sixteen_bits_round_no_more_than_torch(pair):
 
 @pytest.mark.parametrize("pair", CACHED, indirect=True)
 def test_cached_multi_turn_decode_equals_torch(pair, tiny_tokenizer):
-    """Prefill, admit, extend at each row's own length and decode must see exactly what a full forward sees."""
+    """Prefill, admit, extend at each row's own length and decode give other logits than a full forward pass."""
     model, config, params = pair
     rng = np.random.default_rng(2)
 
@@ -171,7 +171,7 @@ def test_cached_multi_turn_decode_equals_torch(pair, tiny_tokenizer):
 
 
 def test_logprobs_and_entropy_by_chunks_equal_the_whole_table():
-    """A chunk's padding or order must not move a log-prob to another position."""
+    """A chunk's padding or order moves a log-prob to another position."""
     config = tiny_config(tied=False)
     params = random_params(config)
     rng = np.random.default_rng(3)
@@ -181,11 +181,11 @@ def test_logprobs_and_entropy_by_chunks_equal_the_whole_table():
     hidden, _ = model.hidden(ids)
     wanted = rng.random((2, 37)) < 0.6
     got, entropy = model.logprobs(hidden, targets, 0.7, 400, chunk=8)
-    some = model.logprobs(hidden, targets, 0.7, 400, wanted, chunk=8)
-    for all_of_them, asked in zip((got, entropy), some, strict=True):
-        np.testing.assert_allclose(asked, np.where(wanted, all_of_them, 0.0), atol=1e-6)
-    for nothing in model.logprobs(hidden, targets, 0.7, 400, np.zeros_like(wanted)):
-        assert not np.any(nothing)
+    selected = model.logprobs(hidden, targets, 0.7, 400, wanted, chunk=8)
+    for full, partial in zip((got, entropy), selected, strict=True):
+        np.testing.assert_allclose(partial, np.where(wanted, full, 0.0), atol=1e-6)
+    for empty in model.logprobs(hidden, targets, 0.7, 400, np.zeros_like(wanted)):
+        assert not np.any(empty)
     logits = np.asarray(model.logits(hidden, 1.0, 416), np.float64)[..., :400] / 0.7
     table = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
     table -= logits.max(-1, keepdims=True)
@@ -195,7 +195,7 @@ def test_logprobs_and_entropy_by_chunks_equal_the_whole_table():
 
 
 def test_recomputation_changes_no_gradient():
-    """Recomputed layers and vocabulary chunks must give the gradients of stored ones."""
+    """Recomputed layers or vocabulary chunks give other gradients than stored ones."""
     config = tiny_config()
     params = random_params(config)
     rng = np.random.default_rng(4)
@@ -203,10 +203,10 @@ def test_recomputation_changes_no_gradient():
 
     def loss(params, remat, chunk):
         model = nnx.merge(decoder.graphdef(config, jnp.float32, remat), params)
-        found = model.logprobs(model.hidden(ids)[0], ids, 1.0, 400, wanted if chunk else None, chunk or 256)
-        return jnp.sum(jnp.where(wanted, jnp.sin(found[0]) + found[1], 0.0))
+        scores = model.logprobs(model.hidden(ids)[0], ids, 1.0, 400, wanted if chunk else None, chunk or 256)
+        return jnp.sum(jnp.where(wanted, jnp.sin(scores[0]) + scores[1], 0.0))
 
-    def plain(params):  # by JAX's own differentiation of the whole table
+    def plain(params):  # plain JAX differentiation of the full table
         model = nnx.merge(decoder.graphdef(config, jnp.float32), params)
         table = jax.nn.log_softmax(model.logits(model.hidden(ids)[0], 1.0, 400))
         chosen = jnp.take_along_axis(table, ids[..., None], -1)[..., 0]
@@ -214,8 +214,8 @@ def test_recomputation_changes_no_gradient():
         return jnp.sum(jnp.where(wanted, jnp.sin(chosen) + entropy, 0.0))
 
     cases = [plain, *(functools.partial(loss, remat=r, chunk=c) for r, c in (("none", 0), ("full", 4), ("dots", 4)))]
-    wanted_gradient, stored, *others = (jax.jit(jax.grad(f))(params) for f in cases)
-    for x, y in zip(jax.tree.leaves(stored), jax.tree.leaves(wanted_gradient), strict=True):
+    expected, stored, *others = (jax.jit(jax.grad(f))(params) for f in cases)
+    for x, y in zip(jax.tree.leaves(stored), jax.tree.leaves(expected), strict=True):
         assert relative(x, y) < 3e-5
     for other in others:
         for x, y in zip(jax.tree.leaves(other), jax.tree.leaves(stored), strict=True):
@@ -224,7 +224,7 @@ def test_recomputation_changes_no_gradient():
 
 @pytest.mark.parametrize("form", ["blocked", "rowwise"])
 def test_what_remat_computes_anew(form):
-    """Attention computed a second time where only what is cheap should be: a fifth of a long row's update."""
+    """remat="dots" recomputes attention, not only cheap operations: a fifth of the update time of a long row."""
     config, ids = tiny_config(), np.zeros((2, 130), np.int32)
     params = random_params(config)
 
@@ -239,7 +239,7 @@ def test_what_remat_computes_anew(form):
 
 
 def test_cache_write_past_the_end_is_dropped():
-    """A clamped write would overwrite the keys of earlier positions."""
+    """A clamped write overwrites the keys of earlier positions."""
     config = tiny_config()
     rng = np.random.default_rng(5)
     old = KVCache(*(jnp.asarray(rng.normal(size=(2, 3, 2, 6, 8)), jnp.float32) for _ in "kv"))
@@ -259,7 +259,7 @@ COUNTS = {
     "14b": 14_770_033_664,
     "32b": 32_763_876_352,
     "72b": 72_706_203_648,
-    # Those on the hub hold the tied head of 0.6B and 1.7B once more.
+    # The checkpoints of 0.6B and 1.7B on the hub store the tied head a second time.
     "qwen3-0.6b": 596_049_920,
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
@@ -271,7 +271,7 @@ COUNTS = {
 
 @pytest.mark.parametrize("size", COUNTS)
 def test_published_sizes_and_their_sharding(size):
-    """A wrong shape in a preset, or a large array that every chip would hold whole, shows without any memory."""
+    """A preset has a wrong shape, or every chip holds a full copy of a large array (checked without allocation)."""
     _, abstract = decoder.abstract_params(PRESETS[size])
     leaves = jax.tree.leaves(abstract)
     assert sum(math.prod(x.shape) for x in leaves) == COUNTS[size]
@@ -282,7 +282,7 @@ def test_published_sizes_and_their_sharding(size):
             used = [axis for axis in place.spec if axis is not None]
             assert len(used) == len(set(used))
             if rules is STORAGE and math.prod(x.shape) > 1_000_000:
-                assert used, f"{size}: an array of shape {x.shape} is whole on every device"
+                assert used, f"{size}: an array of shape {x.shape} is replicated on every device"
                 assert math.prod(place.shard_shape(x.shape)) <= math.prod(x.shape) // 4
             if rules is SAMPLING:
                 assert "fsdp" not in used

@@ -1,4 +1,4 @@
-"""What launch/deploy starts: its commands are taken, its probes answered, its mounts read, its stops in time."""
+"""The files of launch/deploy: commands are accepted, probes answered, mounts used, and stops finish in time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOKEN = {"authorization": "Bearer s3cret"}
 
 
 def instructions(name: str) -> list[str]:
-    """The rests of all lines of one kind in the Dockerfile, continued lines joined."""
+    """The arguments of all Dockerfile instructions of one kind, with continued lines joined."""
     text = re.sub(r"^\s*#.*\n", "", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", "")
     return [line.split(None, 1)[1].strip() for line in text.splitlines() if line.startswith(f"{name} ")]
 
@@ -43,7 +43,7 @@ def manifests(name: str) -> list[dict]:
 
 
 def unit(name: str) -> dict[str, str]:
-    """The settings of a systemd unit, continued lines joined."""
+    """The settings of a systemd unit, with continued lines joined."""
     lines = (DEPLOY / name).read_text().replace("\\\n", " ").splitlines()
     return dict(line.split("=", 1) for line in lines if re.match(r"\w+=", line))
 
@@ -53,7 +53,7 @@ class Start:
     """A command that one of the files starts."""
 
     command: list[str]
-    mounts: list[str] = field(default_factory=list)  # where files of the machine are seen
+    mounts: list[str] = field(default_factory=list)  # where host files are mounted
     grace_s: float = math.inf  # from SIGTERM to SIGKILL
     probes: list[tuple[int, str]] = field(default_factory=list)  # port and path
 
@@ -67,7 +67,7 @@ class Start:
 
 
 def health(check: list[str]) -> tuple[int, str]:
-    """The port and path that a health check asks."""
+    """The port and path that a health check requests."""
     return int(re.search(r"'127\.0\.0\.1', (\d+)", check[-1])[1]), re.search(r"'GET', '([^']+)'", check[-1])[1]
 
 
@@ -77,7 +77,7 @@ HOME = re.search(r"HOME=(\S+)", instructions("ENV")[0])[1]
 
 def starts() -> dict[str, Start]:
     image = health(HEALTHCHECK)
-    found = {"Dockerfile": Start(json.loads(instructions("CMD")[0]), ["/index"], probes=[image])}
+    by_name = {"Dockerfile": Start(json.loads(instructions("CMD")[0]), ["/index"], probes=[image])}
     for name, service in manifests("compose.yaml")[0]["services"].items():
         mounts = [volume.removesuffix(":ro").rsplit(":", 1)[1] for volume in service["volumes"]]
         mounts += [f"/run/secrets/{secret}" for secret in service.get("secrets", [])]
@@ -85,13 +85,13 @@ def starts() -> dict[str, Start]:
         probes = [] if check.get("disable") else [health(check["test"]) if check else image]
         grace = service.get("stop_grace_period", "inf")
         seconds = float(grace.rstrip("sm")) * (60 if grace.endswith("m") else 1)
-        found[f"compose.yaml {name}"] = Start(service["command"], mounts, seconds, probes)
+        by_name[f"compose.yaml {name}"] = Start(service["command"], mounts, seconds, probes)
     for path in sorted(DEPLOY.glob("*.service")):
         settings = unit(path.name)
         words = ["python", *shlex.split(settings["ExecStart"])[1:]]
         secrets = re.findall(r"^LoadCredential=(\w+):", path.read_text(), re.MULTILINE)
         mounts = [settings["ReadOnlyPaths"], *(f"${{CREDENTIALS_DIRECTORY}}/{secret}" for secret in secrets)]
-        found[path.name] = Start(words, mounts, float(settings["TimeoutStopSec"]))
+        by_name[path.name] = Start(words, mounts, float(settings["TimeoutStopSec"]))
     for path in sorted(DEPLOY.glob("gke-*.yaml")):
         for pod in (m["spec"]["template"]["spec"] for m in manifests(path.name) if "template" in m["spec"]):
             (container,) = pod["containers"]
@@ -101,9 +101,9 @@ def starts() -> dict[str, Start]:
             sleep = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [0])[-1]
             grace = pod["terminationGracePeriodSeconds"] - float(sleep)
             probes = [(ports[get["port"]], get["path"]) for get in gets]
-            assert "command" not in container, "it would take the place of tini"
-            found[path.name] = Start(container["args"], mounts, grace, probes)
-    return found
+            assert "command" not in container, "a command would replace tini"
+            by_name[path.name] = Start(container["args"], mounts, grace, probes)
+    return by_name
 
 
 STARTS = starts()
@@ -111,7 +111,7 @@ SERVERS = {name: start for name, start in STARTS.items() if start.serves}
 
 
 def test_every_file_starts_something():
-    """Fails if a file's command is not found any more, and nothing of it is tested."""
+    """The command of a file is no longer extracted, so that nothing in this file is tested."""
     files = {path.name for path in DEPLOY.iterdir() if not path.name.endswith("_token")}
     assert {name.split()[0] for name in STARTS} == files
     assert len(SERVERS) == 6 and sum(bool(start.probes) for start in STARTS.values()) == 4
@@ -119,14 +119,14 @@ def test_every_file_starts_something():
 
 @pytest.mark.parametrize("name", STARTS)
 def test_every_command_is_taken(name):
-    """A flag that was renamed leaves containers that end as they start."""
+    """A flag is renamed, and containers exit as soon as they start."""
     assert STARTS[name].command[0] == "python"
     assert not refusal(STARTS[name].command[1:])
 
 
 @pytest.mark.parametrize("name", STARTS)
 def test_a_command_reads_what_is_mounted(name):
-    """A path in a command that no mount leads to, or a mount that no command reads: an empty or a lost directory."""
+    """A command uses a path outside every mount, or a mount that no command uses: files are missing or lost."""
     start = STARTS[name]
     values = [word.split("=", 1)[1] for word in start.command if "=" in word]
     read = [value for value in values if value.startswith(("/", "$"))]
@@ -137,15 +137,15 @@ def test_a_command_reads_what_is_mounted(name):
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_probes_ask_the_port_that_is_served_and_stops_are_waited_for(name):
-    """A probe of another port is never answered; a grace shorter than the server's own cuts answers off."""
+    """A probe of another port is never answered, or a grace period below the server's own cuts replies off."""
     start = SERVERS[name]
     assert all(port == int(start.flag("port")) for port, _ in start.probes)
     assert start.flag("host") == "0.0.0.0" and start.grace_s > int(start.flag("stop_seconds")) + 3
-    assert name == "Dockerfile" or start.flag("token_file"), "whoever reaches it may use it"
+    assert name == "Dockerfile" or start.flag("token_file"), "anyone who reaches it can use it without a token"
 
 
 def test_clients_ask_the_addresses_that_are_served():
-    """A renamed service, or another port or token than the server's, and the trainer waits for minutes and ends."""
+    """Service name, port or token differ between client and server: the trainer waits for minutes and exits."""
     compose, gke = "compose.yaml {}".format, STARTS["gke-retriever.yaml"]
     service = next(m for m in manifests("gke-retriever.yaml") if m["kind"] == "Service")
     deployment = next(m for m in manifests("gke-retriever.yaml") if m["kind"] == "Deployment")
@@ -164,7 +164,7 @@ def test_clients_ask_the_addresses_that_are_served():
 
 
 def test_the_job_fits_its_slice():
-    """Another topology with as many pods as before leaves hosts idle, or processes that wait for each other."""
+    """The topology changes but the number of pods does not: hosts stay idle, or processes wait for each other."""
     service, job = manifests("gke-tpu-train.yaml")
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     chips = math.prod(map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")))
@@ -180,7 +180,7 @@ def test_the_job_fits_its_slice():
     assert config.rollout.slots % spec["parallelism"] == config.train.prompts % spec["parallelism"] == 0
     assert chips % config.mesh.tensor == 0
     codes = [rule["onExitCodes"]["values"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
-    killed = [128 + number for number in (signal.SIGABRT, signal.SIGTERM)]  # by JAX, and while it loads
+    killed = [128 + number for number in (signal.SIGABRT, signal.SIGTERM)]  # by JAX; while the program loads
     assert codes == [[launching.LOST, int(start.flag("stopped_code")), *killed]]
 
 
@@ -188,13 +188,13 @@ def test_the_job_fits_its_slice():
 
 
 def kept(path: str, rules: list[str]) -> bool:
-    """Whether .dockerignore leaves a file in the context: the last rule that matches it or a parent decides."""
-    found, parts = True, path.split("/")
+    """Whether .dockerignore keeps a file in the context: the last rule that matches it or a parent decides."""
+    included, parts = True, path.split("/")
     for rule in rules:
         pattern = re.escape(rule.lstrip("!")).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
         if any(re.fullmatch(pattern, "/".join(parts[:n])) for n in range(1, len(parts) + 1)):
-            found = rule.startswith("!")
-    return found
+            included = rule.startswith("!")
+    return included
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ RULES = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if l
 
 @pytest.fixture(scope="module")
 def image(files, tmp_path_factory) -> Path:
-    """The files that the image gets besides what pip installs, by .dockerignore and the COPY lines."""
+    """The files of the image, except those that pip installs, according to .dockerignore and the COPY lines."""
     context, root = tmp_path_factory.mktemp("context"), tmp_path_factory.mktemp("image")
     copied((path for path in files if kept(path, RULES)), context)
     for line in instructions("COPY"):
@@ -218,7 +218,7 @@ def image(files, tmp_path_factory) -> Path:
 
 
 def test_the_image_holds_the_programs_and_nothing_of_its_users(image, files):
-    """A directory that is not copied is missed by the first command to need it; a token that is copied is public."""
+    """A directory is not copied, and the first command to need it fails; or a token is copied and published."""
     there = {str(path.relative_to(image)) for path in image.rglob("*") if path.is_file()}
     needed = {p for p in files if p.startswith(("configs/", "launch/", "psearch_jax/", "retrieval/"))}
     assert needed - there == {p for p in files if p.startswith("launch/deploy/")}
@@ -228,7 +228,7 @@ def test_the_image_holds_the_programs_and_nothing_of_its_users(image, files):
 
 
 def test_dependencies_are_read_from_setup_py_alone(image, tmp_path):
-    """The layer of the dependencies cannot be built, or leaves out the libraries of an accelerator."""
+    """The image layer of the dependencies fails to build, or lacks the libraries of an accelerator."""
     shutil.copyfile(image / "setup.py", tmp_path / "setup.py")
     (tmp_path / "README.md").touch()
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
@@ -242,12 +242,12 @@ def test_dependencies_are_read_from_setup_py_alone(image, tmp_path):
     assert "Requires-Dist: scann" in text
 
 
-# ---- what runs ----
+# ---- running servers ----
 
 
 @dataclass
 class Server:
-    """The retriever of compose.yaml, started in the image's files with paths and port of this machine."""
+    """The retriever of compose.yaml, started from the image's files with local paths and a free port."""
 
     process: subprocess.Popen
     port: int
@@ -256,7 +256,7 @@ class Server:
 
 @pytest.fixture
 def place(tmp_path) -> Path:
-    """An index of a small corpus and a token, read-only."""
+    """A directory with an index of a small corpus and a token."""
     write_corpus(tmp_path / "people.jsonl", people())
     corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
     build_index(tmp_path / "index", corpus, HashingEncoder(256).fit(corpus))
@@ -286,17 +286,17 @@ def retriever(image, place) -> Iterator[Server]:
 
 
 def checked(check: list[str], port: int) -> int:
-    """What a health check ends with, asked of another port."""
+    """The exit code of a health check that is sent to another port."""
     own, _ = health(check)
     return subprocess.run([sys.executable, *check[1:-1], check[-1].replace(str(own), str(port))]).returncode
 
 
 def test_probes_are_answered_with_a_token_set_and_sigterm_ends_in_time(retriever):
-    """A probe that is asked for the token kills every server; a stop that is not heard loses what is in flight."""
+    """Probes are refused without the token and the server is killed, or an ignored SIGTERM loses open requests."""
     start, port = STARTS["compose.yaml retriever"], retriever.port
-    asked = {"queries": ["Baro Quill born"], "topk": 1}
-    refused = HTTP.request("POST", f"{retriever.url}/retrieve", json=asked)
-    answered = HTTP.request("POST", f"{retriever.url}/retrieve", json=asked, headers=TOKEN)
+    request = {"queries": ["Baro Quill born"], "topk": 1}
+    refused = HTTP.request("POST", f"{retriever.url}/retrieve", json=request)
+    answered = HTTP.request("POST", f"{retriever.url}/retrieve", json=request, headers=TOKEN)
     assert refused.status == 401 and answered.json()["result"][0][0]["id"] == "p0"
     paths = {path for one in SERVERS.values() for _, path in one.probes}
     assert [HTTP.request("GET", retriever.url + path).status for path in paths] == [200]
@@ -308,7 +308,7 @@ def test_probes_are_answered_with_a_token_set_and_sigterm_ends_in_time(retriever
 
 
 def test_an_agent_searches_in_a_retriever_that_asks_for_a_token(retriever, place):
-    """The agent server is healthy and every answer fails, since it was not told the retriever's token."""
+    """The agent server is healthy but every answer fails, because it does not have the retriever's token."""
     start = STARTS["compose.yaml agent"]
     here = {"model": "toy", "retriever_url": f"{retriever.url}/retrieve", "port": "0"}
     here |= {name: place / "token" for name in ("token_file", "retriever_token_file")}
@@ -319,14 +319,14 @@ def test_an_agent_searches_in_a_retriever_that_asks_for_a_token(retriever, place
     try:
         url = "http://127.0.0.1:" + re.search(r":(\d+)/", program.stdout.readline())[1]
         check = manifests("compose.yaml")[0]["services"]["agent"]["healthcheck"]["test"][1:]
-        asked = {
+        request = {
             "messages": [{"role": "user", "content": "Are the setting of Gamudol and the rival of Pujazas the same?"}]
         }
-        answer = HTTP.request("POST", f"{url}/v1/chat/completions", json=asked, headers=TOKEN, timeout=120)
+        answer = HTTP.request("POST", f"{url}/v1/chat/completions", json=request, headers=TOKEN, timeout=120)
         assert answer.status == 200, answer.data
         assert checked(check, int(url.rsplit(":", 1)[1])) == 0
-        counted = HTTP.request("GET", f"{retriever.url}/metrics", headers=TOKEN).data.decode()
-        assert 'retriever_requests_total{status="200"}' in counted
+        metrics = HTTP.request("GET", f"{retriever.url}/metrics", headers=TOKEN).data.decode()
+        assert 'retriever_requests_total{status="200"}' in metrics
         program.terminate()
         assert program.wait(start.grace_s) == 0
     finally:
@@ -334,7 +334,7 @@ def test_an_agent_searches_in_a_retriever_that_asks_for_a_token(retriever, place
 
 
 def test_a_stopped_run_is_not_taken_for_done(tiny_policy, tmp_path):
-    """To a Job of Kubernetes exit code 0 is the end of the work: after a drained node nothing would go on."""
+    """A Kubernetes Job takes exit code 0 as completion, so that a run does not resume after a node is drained."""
     code = STARTS["gke-tpu-train.yaml"].flag("stopped_code")
     run = Program([*command(tmp_path, tiny_policy, 1000), f"--stopped_code={code}"])
     try:
@@ -346,15 +346,15 @@ def test_a_stopped_run_is_not_taken_for_done(tiny_policy, tmp_path):
         run.kill()
 
 
-# ---- linters, where they are installed ----
+# ---- linters, if installed ----
 
 
 def tool(name: str) -> str:
-    """The path of a program; skips the test without it."""
-    found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-    if found is None:
+    """The path of a program; skips the test if it is not installed."""
+    path = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if path is None:
         pytest.skip(f"{name} is not installed")
-    return found
+    return path
 
 
 @pytest.mark.parametrize(
@@ -367,18 +367,18 @@ def tool(name: str) -> str:
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_linters_find_nothing(words, files):
-    """A misspelt field is ignored in silence by what reads these files."""
+    """A misspelt field is silently ignored by the program that loads the file."""
     paths = sorted(map(str, DEPLOY.glob(files)))
     done = subprocess.run([tool(words[0]), *words[1:], *paths], capture_output=True, text=True)
     assert paths and done.returncode == 0, done.stdout + done.stderr
 
 
 def test_systemd_knows_every_setting_of_the_units(tmp_path):
-    """A misspelt setting is ignored with a line in the journal, and a server runs without what it was to keep from."""
+    """systemd only logs a misspelt setting, and the server runs without the protection that it should give."""
     paths = []
     for path in sorted(DEPLOY.glob("*.service")):
         paths.append(tmp_path / path.name)
         paths[-1].write_text(path.read_text().replace("/opt/psearch/.venv/bin/python", sys.executable))
     done = subprocess.run([tool("systemd-analyze"), "verify", "--man=no", *paths], capture_output=True, text=True)
-    said = [line for line in done.stderr.splitlines() if "psearch-" in line]  # not of other units of the machine
-    assert len(paths) == 2 and not said, said
+    warnings = [line for line in done.stderr.splitlines() if "psearch-" in line]  # ignores other units
+    assert len(paths) == 2 and not warnings, warnings

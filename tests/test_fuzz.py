@@ -1,4 +1,4 @@
-"""The property tests under atheris, as processes: `tests/fuzz.py`."""
+"""`tests/fuzz.py`: the property tests under atheris, in separate processes."""
 
 import re
 import subprocess
@@ -29,19 +29,19 @@ def fuzz(test, *flags, cwd):
 
 
 def test_a_planted_fault_is_found_and_comes_again(tmp_path):
-    """A fuzzer that draws nothing that reaches the code, or whose failure cannot be repeated, is green for ever."""
+    """A fuzzer whose inputs never reach the code, or whose failures cannot be reproduced, always passes."""
     (tmp_path / "test_planted.py").write_text(PLANTED)
-    found = fuzz("test_planted.py", "-runs=200000", "-seed=1", cwd=tmp_path)
-    assert found.returncode == 77 and "AssertionError" in found.stderr + found.stdout
-    (kept,) = tmp_path.glob("crash-*")
-    again = fuzz("test_planted.py", kept.name, cwd=tmp_path)
+    crash = fuzz("test_planted.py", "-runs=200000", "-seed=1", cwd=tmp_path)
+    assert crash.returncode == 77 and "AssertionError" in crash.stderr + crash.stdout
+    (crash_file,) = tmp_path.glob("crash-*")
+    again = fuzz("test_planted.py", crash_file.name, cwd=tmp_path)
     assert again.returncode == 77 and "AssertionError" in again.stderr + again.stdout
-    whole = fuzz("test_planted.py", "-runs=0", cwd=tmp_path)
-    assert whole.returncode == 0
+    no_runs = fuzz("test_planted.py", "-runs=0", cwd=tmp_path)
+    assert no_runs.returncode == 0
 
 
 def test_fixtures_come_from_pytest_and_lines_of_ours_lead(tmp_path):
-    """Without coverage of the package the fuzzer is hypothesis at a lower speed."""
+    """Without coverage of the package, fuzzing is the same as hypothesis, only slower."""
     test = f"{ROOT}/tests/test_hostile.py::test_corpora_are_read_or_refused"
     done = fuzz(test, "-runs=300", "-seed=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -49,7 +49,7 @@ def test_fixtures_come_from_pytest_and_lines_of_ours_lead(tmp_path):
 
 
 def test_what_hypothesis_does_not_draw_for_is_refused(tmp_path):
-    """A test of its own would be called once, and pass."""
+    """A test that does not use hypothesis would be called once, and pass."""
     (tmp_path / "test_plain.py").write_text("def test_something():\n    pass\n")
     refused = fuzz("test_plain.py", "-runs=1", cwd=tmp_path)
     assert refused.returncode == 4 and "accepted: one that hypothesis draws for" in refused.stderr

@@ -1,4 +1,4 @@
-"""Advantages by a critic: sampled ids are the moves, whatever is read between them is not."""
+"""GAE with a critic: the sampled tokens are the actions; observation tokens between them are not."""
 
 import numpy as np
 import pytest
@@ -7,14 +7,14 @@ from psearch_jax.rl.gae import advantages, explained_variance, token_rewards, wh
 
 
 def slow(rewards, values, gamma, gae_lambda):
-    """Advantages as the sum that arXiv 1506.02438 eq. 16 writes, of a list of moves."""
+    """Advantages as the sum in arXiv 1506.02438 eq. 16, for a list of actions."""
     n = len(rewards)
     deltas = [rewards[t] + gamma * (values[t + 1] if t + 1 < n else 0.0) - values[t] for t in range(n)]
     return [sum((gamma * gae_lambda) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)]
 
 
 def some(rows=6, positions=40, seed=0):
-    """Ragged rows of sampled turns with passages between them; the last row has no sampled id."""
+    """Ragged rows of sampled turns with passages between them; the last row has no sampled token."""
     rng = np.random.default_rng(seed)
     mask = np.zeros((rows, positions), np.float32)
     for row in range(rows - 1):
@@ -23,38 +23,38 @@ def some(rows=6, positions=40, seed=0):
             turn = int(rng.integers(1, 6))
             mask[row, at : at + turn] = 1
             at += turn + int(rng.integers(0, 7))
-    # What stands where nothing was sampled must not be read: it is not even a number.
+    # Values where nothing was sampled must not be used, so they are NaN.
     rewards, values = (np.where(mask > 0, rng.normal(size=mask.shape), np.nan).astype(np.float32) for _ in range(2))
     return rewards, values, mask
 
 
 @pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.5, 1.0)])
 def test_advantages_are_those_of_the_papers_sum(gamma, gae_lambda):
-    """A recursion that is off by one move, or sees a pad, gives plausible numbers that teach the wrong id."""
+    """A recursion that is off by one action, or uses a pad, gives plausible numbers for the wrong token."""
     rewards, values, mask = some()
-    found, returns = advantages(rewards, values, mask, gamma, gae_lambda)
-    assert not found[mask == 0].any() and not returns[mask == 0].any()
+    computed, returns = advantages(rewards, values, mask, gamma, gae_lambda)
+    assert not computed[mask == 0].any() and not returns[mask == 0].any()
     for row in range(len(mask)):
         at = np.flatnonzero(mask[row])
         by_hand = slow(rewards[row, at].tolist(), values[row, at].tolist(), gamma, gae_lambda)
-        np.testing.assert_allclose(found[row, at], by_hand, atol=1e-5)
+        np.testing.assert_allclose(computed[row, at], by_hand, atol=1e-5)
         np.testing.assert_allclose(returns[row, at], np.add(by_hand, values[row, at]), atol=1e-5)
 
 
 def test_two_observations_by_hand():
-    """Two searches and an answer, gamma .5, lambda .5, reward 1 behind the last id, worked out on paper."""
+    """Two searches and an answer, gamma .5, lambda .5, reward 1 at the last token, worked out on paper."""
     mask = np.array([[0, 1, 0, 0, 1, 0, 0, 0, 1]], np.float32)
     values = np.array([[9, 0.2, 9, 9, 0.4, 9, 9, 9, 0.6]], np.float32)
     rewards = token_rewards(np.array([1.0]), mask, np.zeros_like(mask), np.zeros_like(mask), 0.0)
-    found, returns = advantages(rewards, values, mask, 0.5, 0.5)
+    computed, returns = advantages(rewards, values, mask, 0.5, 0.5)
     # deltas: .5 * .4 - .2 = 0; .5 * .6 - .4 = -.1; 1 - .6 = .4
     # advantages: .4; -.1 + .25 * .4 = 0; 0 + .25 * 0 = 0
-    np.testing.assert_allclose(found[0, [1, 4, 8]], [0.0, 0.0, 0.4], atol=1e-7)
+    np.testing.assert_allclose(computed[0, [1, 4, 8]], [0.0, 0.0, 0.4], atol=1e-7)
     np.testing.assert_allclose(returns[0, [1, 4, 8]], [0.2, 0.4, 1.0], atol=1e-7)
 
 
 def test_an_observation_changes_no_advantage():
-    """Longer passages between the same moves must discount nothing and bring no value of their own."""
+    """Longer passages between the same actions add discount, or values of their own."""
     rewards, values, mask = some(rows=2)
     at = np.flatnonzero(mask[0])
     wide = np.full((1, 90), np.nan, np.float32)
@@ -62,57 +62,57 @@ def test_an_observation_changes_no_advantage():
     wide_mask = np.zeros((1, 90), np.float32)
     wide_mask[0, spread] = 1
     moved = [wide.copy(), wide.copy()]
-    for array, given in zip(moved, (rewards, values), strict=True):
-        array[0, spread] = given[0, at]
-    found, _ = advantages(*moved, wide_mask, 0.9, 0.8)
+    for array, original in zip(moved, (rewards, values), strict=True):
+        array[0, spread] = original[0, at]
+    computed, _ = advantages(*moved, wide_mask, 0.9, 0.8)
     expected, _ = advantages(rewards, values, mask, 0.9, 0.8)
-    np.testing.assert_array_equal(found[0, spread], expected[0, at])
+    np.testing.assert_array_equal(computed[0, spread], expected[0, at])
 
 
 def test_what_a_trajectory_earned_is_paid_at_its_last_sampled_id_and_the_kl_at_each():
-    """Fails if the reward lands on a passage or a pad, or a KL is paid where nothing was sampled."""
+    """The reward lands on a passage or a pad, or a KL is paid where nothing was sampled."""
     mask = np.array([[0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0]], np.float32)
     old = np.array([[5, -1, -2, 5, -3, 5]] * 2, np.float32)
     ref = np.array([[0, -1.5, -1, 0, -3, 0]] * 2, np.float32)
-    found = token_rewards(np.array([2.0, 7.0]), mask, old, ref, 0.1)
-    np.testing.assert_allclose(found, [[0, -0.05, 0.1, 0, 2.0, 0], [0] * 6], atol=1e-9)
+    rewards = token_rewards(np.array([2.0, 7.0]), mask, old, ref, 0.1)
+    np.testing.assert_allclose(rewards, [[0, -0.05, 0.1, 0, 2.0, 0], [0] * 6], atol=1e-9)
 
 
 def test_whitening_looks_at_sampled_ids_alone():
-    """Ids that nobody sampled, if they counted, would shrink every advantage of a batch with long passages."""
+    """Tokens that were not sampled count, and shrink every advantage of a batch with long passages."""
     rewards, values, mask = some(seed=3)
-    found, returns = advantages(rewards, values, mask, 1.0, 1.0)
+    computed, returns = advantages(rewards, values, mask, 1.0, 1.0)
     tasks = [""] * len(mask)
-    white = whitened(found, mask, tasks)
+    white = whitened(computed, mask, tasks)
     assert white[mask > 0].mean() == pytest.approx(0, abs=1e-6) and white[mask > 0].std() == pytest.approx(1, abs=1e-4)
     assert not white[mask == 0].any()
-    assert not whitened(found, np.zeros_like(mask), tasks).any()
+    assert not whitened(computed, np.zeros_like(mask), tasks).any()
     assert explained_variance(returns, returns, mask) == 1
     assert explained_variance(np.full_like(returns, 0.3), returns, mask) == pytest.approx(0, abs=1e-6)
 
 
 def test_explained_variance_by_hand():
-    """A critic that is judged by what it says of passages, or of nothing at all, looks as if it had learned."""
+    """A critic that is judged on passage tokens, or on no tokens at all, looks as if it had learned."""
     returns, values = np.array([[1.0, 50.0, 2.0, 3.0]]), np.array([[1.5, -9.0, 2.0, 2.5]])
-    # Over the three sampled ids: errors -.5, 0, .5, of variance 1/6; returns of variance 2/3.
+    # Over the three sampled tokens: errors -.5, 0, .5, of variance 1/6; returns of variance 2/3.
     assert explained_variance(values, returns, np.array([[1, 0, 1, 1]])) == pytest.approx(0.75)
     assert np.isnan(explained_variance(values, returns, np.zeros((1, 4))))
-    assert np.isnan(explained_variance(values, np.ones((1, 4)), np.array([[1, 0, 1, 1]]))), "nothing to be told"
+    assert np.isnan(explained_variance(values, np.ones((1, 4)), np.array([[1, 0, 1, 1]]))), "returns without variance"
 
 
 def test_tasks_that_pay_unlike_weigh_alike():
-    """One task whose rewards are ten times another's would decide alone what both do."""
+    """A task with rewards ten times as large as another's dominates the update for both."""
     rewards, values, mask = some(rows=9, seed=4)
     tasks = ["much", "little", "much", "little", "much", "little", "much", "little", "none sampled"]
-    found, _ = advantages(rewards * np.where(np.array(tasks) == "much", 10, 1)[:, None], values, mask, 1.0, 1.0)
-    both, apart = whitened(found, mask, [""] * len(mask)), whitened(found, mask, tasks)
+    computed, _ = advantages(rewards * np.where(np.array(tasks) == "much", 10, 1)[:, None], values, mask, 1.0, 1.0)
+    joint, per_task = whitened(computed, mask, [""] * len(mask)), whitened(computed, mask, tasks)
     sampled = mask > 0
     for task in ("much", "little"):
         rows = np.flatnonzero(np.array(tasks) == task)
-        own = apart[rows][sampled[rows]]
+        own = per_task[rows][sampled[rows]]
         assert own.mean() == pytest.approx(0, abs=1e-6) and own.std() == pytest.approx(1, abs=1e-4)
-        np.testing.assert_array_equal(apart[rows], whitened(found[rows], mask[rows], [task] * len(rows)))
+        np.testing.assert_array_equal(per_task[rows], whitened(computed[rows], mask[rows], [task] * len(rows)))
         order = np.argsort(own, kind="stable")
-        assert np.all(np.diff(found[rows][sampled[rows]][order]) >= -1e-6), "moved and scaled, and no more"
-    assert both[1][sampled[1]].std() < 0.5 * apart[1][sampled[1]].std()
-    assert not apart[~sampled].any()
+        assert np.all(np.diff(computed[rows][sampled[rows]][order]) >= -1e-6), "whitening must only shift and scale"
+    assert joint[1][sampled[1]].std() < 0.5 * per_task[1][sampled[1]].std()
+    assert not per_task[~sampled].any()

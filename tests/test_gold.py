@@ -31,29 +31,29 @@ def asked(text="When was the  director of The Jerk born?", **metadata):
 
 
 def test_the_passages_of_the_evidence_are_found(service):
-    """An upper limit measured with the passage of a similar title, or with that of the first fact alone."""
+    """The upper limit is measured with the passage of a similar title, or only with that of the first fact."""
     gold = GoldPassages(service, [asked(evidences=EVIDENCE)])
-    (found,) = gold.search(["When was the director of The Jerk born?"], 1)
-    assert [passage.title for passage in found] == ["The Jerk", "Carl Reiner"]
+    (passages,) = gold.search(["When was the director of The Jerk born?"], 1)
+    assert [passage.title for passage in passages] == ["The Jerk", "Carl Reiner"]
     assert gold.describe() == service.describe()
 
 
 def test_titles_given_by_the_set_go_first(service):
-    """HotpotQA's own titles ignored for triples that it does not have."""
+    """HotpotQA's own titles are ignored in favour of evidence triples, which it does not have."""
     assert titles_of(asked(evidences=EVIDENCE, supporting_titles=["Frank Launder"])) == ["Frank Launder"]
     gold = GoldPassages(service, [asked(supporting_titles=["Frank Launder", "Folly to be wise"])])
-    (found,) = gold.search(["When was the director of The Jerk born?"], 5)
-    assert [passage.id for passage in found] == ["4", "3"]
+    (passages,) = gold.search(["When was the director of The Jerk born?"], 5)
+    assert [passage.id for passage in passages] == ["4", "3"]
 
 
 def test_other_queries_are_searched(service):
-    """A policy that may search on beside its gold passages and finds nothing."""
+    """A policy that may search in addition to its gold passages gets no results."""
     gold = GoldPassages(service, [asked(evidences=EVIDENCE)])
     assert gold.search(["Frank Launder", ""], 2) == service.search(["Frank Launder", ""], 2)
 
 
 def test_a_question_without_titles_is_refused(service, tmp_path):
-    """An upper limit over questions whose passages nobody knows, reported as if it were one."""
+    """An upper limit is reported although the gold passages of some questions are unknown."""
     with pytest.raises(UserError, match=r"question '7' of 2wiki has neither metadata.supporting_titles nor"):
         GoldPassages(service, [asked()])
     file = tmp_path / "bamboogle.jsonl"
@@ -61,15 +61,15 @@ def test_a_question_without_titles_is_refused(service, tmp_path):
     assert len(read_questions(file)) == 1
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps({"id": "0", "contents": '"A"\nB'}) + "\n")
-    given = ["--model=toy", f"--benchmark=b:{file}", f"--out={tmp_path / 'out'}", f"--corpus={corpus}"]
-    done = completed([str(ROOT / "launch" / "eval.py"), *given, "--gold_passages"])
+    arguments = ["--model=toy", f"--benchmark=b:{file}", f"--out={tmp_path / 'out'}", f"--corpus={corpus}"]
+    done = completed([str(ROOT / "launch" / "eval.py"), *arguments, "--gold_passages"])
     assert done.returncode == 2 and "question 'b1' of b has neither" in done.stderr
-    done = completed([str(ROOT / "launch" / "eval.py"), *given, "--gold_passages", "--method=r1"])
+    done = completed([str(ROOT / "launch" / "eval.py"), *arguments, "--gold_passages", "--method=r1"])
     assert done.returncode == 2 and "--gold_passages: found with method r1" in done.stderr
 
 
 def test_the_program_puts_them_in_front_of_the_first_turn(tmp_path):
-    """An evaluation "with gold passages" whose policy saw none, or searched beside them."""
+    """In an evaluation with gold passages, the policy did not see them, or searched as well."""
     questions, corpus = tmp_path / "questions.jsonl", tmp_path / "corpus.jsonl"
     row = {"id": "q", "question": "When was the director of The Jerk born?", "golden_answers": ["1922"]}
     questions.write_text(json.dumps(row | {"metadata": {"type": "inference", "evidences": EVIDENCE}}) + "\n")

@@ -1,4 +1,4 @@
-"""Hugging Face directories: what we write transformers loads, and what is damaged is refused by name."""
+"""Hugging Face directories: transformers loads our exports, and the error for a damaged file names it."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def assert_equal_params(a, b) -> None:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory, tiny_tokenizer):
-    """A whole exported directory; a test that damages it works on a copy."""
+    """A complete exported directory; a test that damages it works on a copy."""
     config = tiny_config(tied=False, eos_ids=tuple(sorted(tiny_tokenizer.stop_ids)))
     out = tmp_path_factory.mktemp("export") / "policy"
     save_hf(random_params(config), config, tiny_tokenizer.name, out)
@@ -43,7 +43,7 @@ def exported(tmp_path_factory, tiny_tokenizer):
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(("shard_bytes", "family"), [(10**9, {}), (20_000, {}), (20_000, QWEN3)], ids=EXPORTS)
 def test_transformers_loads_what_we_write(tmp_path, tiny_tokenizer, tied, shard_bytes, family):
-    """An export with a transposed, renamed or missing tensor would be another model for everybody else."""
+    """An export with a transposed, renamed or missing tensor is another model in every other library."""
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -85,7 +85,7 @@ def test_transformers_loads_what_we_write(tmp_path, tiny_tokenizer, tied, shard_
 
 
 def test_bfloat16_export_keeps_every_value_rounded(tmp_path, tiny_tokenizer):
-    """The bf16 export must be the float32 weights rounded once, and load again."""
+    """The bf16 export is not the float32 weights rounded once, or does not load again."""
     config = tiny_config()
     params = random_params(config)
     save_hf(params, config, tiny_tokenizer.name, tmp_path / "out", dtype=jnp.bfloat16)
@@ -96,7 +96,7 @@ def test_bfloat16_export_keeps_every_value_rounded(tmp_path, tiny_tokenizer):
 
 
 def test_an_existing_directory_is_never_overwritten(exported, tmp_path):
-    """A second export must not mix its files with those of the first."""
+    """A second export mixes its files with those of the first."""
     config = tiny_config()
     (tmp_path / "taken").mkdir()
     with pytest.raises(UserError, match="taken: exists already"):
@@ -104,7 +104,7 @@ def test_an_existing_directory_is_never_overwritten(exported, tmp_path):
 
 
 def test_a_failed_export_leaves_nothing(exported, tmp_path):
-    """A half-written directory looks like a model; a failure on the way must leave no trace."""
+    """A failed export leaves a half-written directory that looks like a model."""
     config = tiny_config()
     wrong = random_params(tiny_config(mlp=32))
     with pytest.raises(UserError, match="down_kernel: found shape"):
@@ -112,7 +112,7 @@ def test_a_failed_export_leaves_nothing(exported, tmp_path):
     with pytest.raises(UserError, match="k_norm: found shape None, the config asks for"):
         save_hf(random_params(config), replace(config, qk_norm=True), exported, tmp_path / "out")
     gone = random_params(config)
-    dict(nnx.to_flat_state(gone))["layers", "up_kernel"].get_value().delete()  # met in the middle of the file
+    dict(nnx.to_flat_state(gone))["layers", "up_kernel"].get_value().delete()  # reached in the middle of the file
     with pytest.raises(RuntimeError):
         save_hf(gone, config, exported, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -139,12 +139,12 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 
 def test_a_missing_tensor_is_refused(exported, tmp_path):
-    """Silently keeping random weights in place of a missing tensor ruins the run."""
+    """Random weights silently stay in place of a missing tensor and ruin the run."""
     refused(edited(exported, tmp_path, lambda w: w.pop(NAME)), NAME, "missing", "model.safetensors")
 
 
 def test_an_unknown_tensor_is_refused(exported, tmp_path):
-    """A tensor that nobody reads means that the checkpoint is another architecture."""
+    """A tensor that is never loaded means that the checkpoint has another architecture."""
 
     def add(weights):
         weights["model.layers.2.mlp.up_proj.weight"] = weights[NAME]
@@ -153,7 +153,7 @@ def test_an_unknown_tensor_is_refused(exported, tmp_path):
 
 
 def test_a_wrong_shape_is_refused(exported, tmp_path):
-    """A reshape could accept a transposed tensor of the same number of entries."""
+    """A reshape accepts a transposed tensor with the same number of entries."""
 
     def transpose(weights):
         weights[NAME] = np.ascontiguousarray(weights[NAME].T)
@@ -163,16 +163,16 @@ def test_a_wrong_shape_is_refused(exported, tmp_path):
 
 @pytest.mark.parametrize("size", [0, 5, 300, -100], ids=["empty", "stub", "header-cut", "tail-cut"])
 def test_a_truncated_file_is_refused(exported, tmp_path, size):
-    """A download that broke off must be named, not end in a traceback or in zeros."""
+    """An incomplete download ends in a traceback or in zeros, not in an error that names the file."""
     out = tmp_path / "damaged"
     shutil.copytree(exported, out)
-    whole = (out / "model.safetensors").read_bytes()
-    (out / "model.safetensors").write_bytes(whole[:size])
+    content = (out / "model.safetensors").read_bytes()
+    (out / "model.safetensors").write_bytes(content[:size])
     refused(out, "model.safetensors")
 
 
 def test_files_that_hold_no_tensor_or_no_map_are_refused(exported, tmp_path):
-    """An empty weight file or an index without its map must be one line, not an IndexError."""
+    """An empty weight file, or an index without its map, ends in an IndexError instead of one line."""
     out = tmp_path / "damaged"
     shutil.copytree(exported, out)
     save_file({}, out / "model.safetensors")
@@ -200,7 +200,7 @@ def test_files_that_hold_no_tensor_or_no_map_are_refused(exported, tmp_path):
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )
 def test_another_architecture_is_refused(exported, tmp_path, change, words):
-    """A Llama, a mixture of experts or a yarn-scaled checkpoint would load and compute nonsense."""
+    """A Llama, a mixture-of-experts or a YaRN-scaled checkpoint loads and computes nonsense."""
     out = tmp_path / "other"
     shutil.copytree(exported, out)
     raw = json.loads((out / "config.json").read_text()) | change
@@ -210,7 +210,7 @@ def test_another_architecture_is_refused(exported, tmp_path, change, words):
 
 
 def test_damaged_or_absent_json_is_refused(exported, tmp_path):
-    """A config.json that is cut, a list, or absent must be named."""
+    """The error for a config.json that is truncated, a list, or absent does not name the file."""
     out = tmp_path / "other"
     shutil.copytree(exported, out)
     for text in ('{"model_type": "qwen2"', "[1]"):
@@ -223,7 +223,7 @@ def test_damaged_or_absent_json_is_refused(exported, tmp_path):
 
 
 def test_both_spellings_of_the_rotary_base_are_read(exported, tmp_path):
-    """transformers 4 writes rope_theta, transformers 5 rope_parameters; a missed one falls back to 10,000."""
+    """transformers 4 writes rope_theta, version 5 rope_parameters; if one is ignored, the base becomes 10,000."""
     out = tmp_path / "other"
     shutil.copytree(exported, out)
     raw = json.loads((out / "config.json").read_text())
@@ -236,11 +236,11 @@ def test_both_spellings_of_the_rotary_base_are_read(exported, tmp_path):
 
 @pytest.mark.slow
 def test_the_host_holds_one_tensor_at_a_time(tmp_path):
-    """A host of 16 GB that assembles every layer of a 7B model before it hands one out is killed by the system."""
+    """A 16 GB host that assembles all layers of a 7B model before it passes one on runs out of memory."""
     out = tmp_path / "figures.json"
     command = [sys.executable, "launch/bench.py", "weights", "--layers=2", "--vocab-rows=8192", f"--dir={tmp_path}"]
     done = subprocess.run([*command, f"--json={out}"], cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]  # it also compares what went in with what came out
+    assert done.returncode == 0, done.stderr[-2000:]  # it also compares the loaded and the written weights
     figures = json.loads(out.read_text())
     assert figures["arrays_gb"] == pytest.approx(1.05, abs=0.01)
     assert figures["load_over_arrays_gb"] < 0.7 and figures["export_over_arrays_gb"] < 0.3

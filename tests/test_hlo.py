@@ -1,4 +1,4 @@
-"""Costs of programs that are known by hand, compiled for a TPU that is not there."""
+"""Costs of programs compiled for an absent TPU, compared with values worked out by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ L, R, D = 6, 256, 1024  # loops, rows, width
 
 @pytest.fixture(scope="module")
 def counted():
-    """The cost of a function of arrays of the given shapes, in bfloat16, on one chip of v5e."""
+    """Function that gives the cost of a function of bfloat16 arrays of the given shapes on one v5e chip."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
     from psearch_jax.planning.targets import tpu_target
 
@@ -25,75 +25,75 @@ def counted():
 
 
 def test_a_loop_counts_by_its_turns(counted):
-    """A model of 28 layers that costs as much as one, or a layer's weights read as all of them."""
+    """A model of 28 layers costs as much as one layer, or every layer counts as loading the weights of all."""
 
     def layers(x, weights):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
 
-    found = counted(layers, (R, D), (L, D, D))
-    assert found.flops == L * 2 * R * D * D and found.turn_flops == 0
-    assert L * D * D * 2 < found.bytes < 1.2 * L * D * D * 2
+    measured = counted(layers, (R, D), (L, D, D))
+    assert measured.flops == L * 2 * R * D * D and measured.turn_flops == 0
+    assert L * D * D * 2 < measured.bytes < 1.2 * L * D * D * 2
 
 
 def test_a_gradient_that_computes_anew(counted):
-    """FLOPs of a recomputation that are not seen: the reason for counting at all."""
+    """The FLOPs of recomputation are missed: the reason for counting at all."""
 
     def loss(weights, x):
         layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
         return jnp.sum(jax.lax.scan(layer, x, weights)[0].astype(jnp.float32))
 
-    found = counted(jax.grad(loss), (L, D, D), (R, D))
-    assert found.flops == pytest.approx(4 * L * 2 * R * D * D, rel=0.1)
+    measured = counted(jax.grad(loss), (L, D, D), (R, D))
+    assert measured.flops == pytest.approx(4 * L * 2 * R * D * D, rel=0.1)
 
 
 def test_a_loop_that_counts_by_twos(counted):
-    """A product that XLA unrolled, as those that gather their operand on the way, counted twice."""
+    """A product that XLA unrolled, as it does with those that gather an operand in the loop, counts twice."""
 
     def steps(x, w):
         return jax.lax.while_loop(lambda s: s[0] < 2 * L - 1, lambda s: (s[0] + 2, s[1] @ w), (0, x))[1]
 
-    found = counted(steps, (R, D), (D, D))
-    assert found.flops == L * 2 * R * D * D and found.turn_flops == 0
+    measured = counted(steps, (R, D), (D, D))
+    assert measured.flops == L * 2 * R * D * D and measured.turn_flops == 0
 
 
 def test_a_loop_without_a_known_end_is_told_apart(counted):
-    """A decode step hidden in a call whose length nobody knows."""
+    """A decode step is hidden in the cost of a call whose length is unknown."""
 
     def until(x, w, n):
         return jax.lax.while_loop(lambda s: s[0] < n, lambda s: (s[0] + 1, s[1] @ w), (0, x @ w))[1]
 
-    found = counted(until, (R, D), (D, D), ())
-    assert found.flops == found.turn_flops == 2 * R * D * D
+    measured = counted(until, (R, D), (D, D), ())
+    assert measured.flops == measured.turn_flops == 2 * R * D * D
 
 
 def test_a_write_in_place_is_what_is_written(counted):
-    """A cache of gigabytes counted at every position that is written to it, or a slice of it as the whole."""
+    """A cache of gigabytes counts in full for every position that is written to it or sliced from it."""
     S = 4096
 
-    def put(cache, line, at):
+    def write_line(cache, line, at):
         return jax.lax.dynamic_update_slice(cache, line, (0, at, 0))
 
-    found = counted(put, (8, S, D), (8, 8, D), (), donate=(0,))
-    assert found.bytes <= 4 * 8 * 8 * D * 2
+    measured = counted(write_line, (8, S, D), (8, 8, D), (), donate=(0,))
+    assert measured.bytes <= 4 * 8 * 8 * D * 2
 
-    def look(cache, at):
+    def read_slice(cache, at):
         return jax.lax.dynamic_slice(cache, (0, at, 0), (8, 8, D)) * 2
 
-    assert counted(look, (8, S, D), ()).bytes <= 4 * 8 * 8 * D * 2
+    assert counted(read_slice, (8, S, D), ()).bytes <= 4 * 8 * 8 * D * 2
 
 
 def test_products_of_many_pairs(counted):
-    """Batched products, which a TPU's compiler writes as convolutions over padding that is never multiplied."""
+    """A TPU compiler writes batched products as convolutions; their padding, never multiplied, counts as FLOPs."""
 
     def pairs(x, y):
         return jnp.einsum("bij,bjk->bik", x, y)
 
-    found = counted(pairs, (7, R, 384), (7, 384, 128))
-    assert found.flops == 7 * 2 * R * 384 * 128
+    measured = counted(pairs, (7, R, 384), (7, 384, 128))
+    assert measured.flops == 7 * 2 * R * 384 * 128
 
 
 def test_forms_that_few_programs_have():
-    """A weight fetched ahead that counts nothing, a branch that is not taken, a loop whose end is only bounded."""
+    """The cost of a prefetched weight, a conditional's branch, or a loop with only a bound on its end is wrong."""
     text = """
 %sum (a: s32[], b: s32[]) -> pred[] {
   %a = s32[] parameter(0)
@@ -123,7 +123,7 @@ ENTRY %main (p: bf16[4,512], q: f32[8], i: s32[]) -> f32[8] {
 
 
 def test_a_kernel_counts_as_it_declares():
-    """What XLA does not look into would cost nothing."""
+    """A custom kernel, which XLA does not look into, costs nothing."""
     text = """
 ENTRY %main (p: bf16[8,128]) -> bf16[8,128] {
   %p = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)

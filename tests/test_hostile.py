@@ -1,6 +1,6 @@
-"""Input that means harm, or that nobody meant: no exception but the one that says what is wrong, and nothing forged.
+"""Malicious or malformed input: every exception is one that explains the problem, and nothing is forged.
 
-Some hundreds of examples of each kind, the same at each run; `HOSTILE=100000` draws so many, and anew.
+A few hundred examples of each kind, the same in each run; `HOSTILE=100000` draws that number, with new seeds.
 """
 
 import json
@@ -49,7 +49,7 @@ JSON = st.recursive(
 @many
 @given(WRITTEN, st.integers(1, 8))
 def test_whatever_a_model_writes_is_one_action_of_what_it_wrote(text, cap):
-    """A turn that raises ends a run of days; a query that the model did not write is searched in its name."""
+    """Parsing a turn raises and ends a run of days, or a query that the model did not write is searched."""
     action = tags.parse_turn(text, cap)
     assert (action.kind == "search") == bool(action.queries) and (action.kind == "answer") == (
         action.answer is not None
@@ -65,7 +65,7 @@ def test_whatever_a_model_writes_is_one_action_of_what_it_wrote(text, cap):
     st.lists(st.tuples(WRITTEN, st.lists(st.tuples(WRITTEN, WRITTEN), max_size=3)), min_size=1, max_size=4), st.data()
 )
 def test_no_passage_forges_a_tag_an_action_or_a_control_id(tiny_tokenizer, found, data):
-    """A poisoned corpus could answer in the policy's place, end its message, or begin another turn."""
+    """A poisoned corpus could answer for the policy, end its message, or begin another turn."""
     budget = data.draw(st.integers(tags.MIN_OBSERVATION_TOKENS, 400))
     queries = [query for query, _ in found]
     rankings = [[Passage(str(i), *p) for i, p in enumerate(ranking)] for _, ranking in found]
@@ -79,7 +79,7 @@ def test_no_passage_forges_a_tag_an_action_or_a_control_id(tiny_tokenizer, found
 
 
 class Forger:
-    """Finds passages made of tags, control words and whatever else, each of which says `forged`."""
+    """Returns passages of tags, control tokens and other text, each of which contains `forged`."""
 
     def __init__(self, rng: np.random.Generator):
         self._rng = rng
@@ -89,7 +89,7 @@ class Forger:
 
 
 def written(rng: np.random.Generator, *words: str) -> str:
-    """Some of everything, and the words."""
+    """A random mix of tags, odd pieces and text, followed by `words`."""
     parts = [*ACTS, *PIECES, *words, "Ada", "Baro Quill", "1912", " ", "\n"]
     return "".join(
         parts[i] + " " * rng.integers(2) for i in rng.integers(len(parts), size=rng.integers(24))
@@ -98,26 +98,26 @@ def written(rng: np.random.Generator, *words: str) -> str:
 
 @pytest.mark.parametrize("first", range(0, COUNT, 50 * BATCH))
 def test_whatever_is_written_and_found_a_rollout_is_what_was_sampled(tiny_tokenizer, rollouts, first):
-    """Ids, mask and log-probs out of step teach the policy what it did not write; a passage that acts teaches it to
-    obey passages."""
+    """Misaligned ids, mask and log-probs train the policy on tokens it did not write; a passage that acts as an action
+    trains it to obey passages."""
     sampler, params = rollouts
     rng = np.random.default_rng(first if ALIKE else None)
     rollout, searches = rollout_section(samples=1, slots=16, context_tokens=448, turn_tokens=96, obs_tokens=96), 0
     for start in range(first, min(COUNT, first + 50 * BATCH), BATCH):
         turns = [[written(rng)[:30] + act for act in rng.choice(WHOLE, 3)] for _ in range(BATCH)]
         scripts = [say(tiny_tokenizer, *parts) for parts in turns]
-        asked = [question(f"{start}-{i}") for i in range(BATCH)]
-        for t in collect(sampler, tiny_tokenizer, params, scripts, rollout, Forger(rng), questions=asked):
+        batch = [question(f"{start}-{i}") for i in range(BATCH)]
+        for t in collect(sampler, tiny_tokenizer, params, scripts, rollout, Forger(rng), questions=batch):
             assert "forged" not in (t.answer or "")
             for turn in t.turns:
                 action = tags.parse_turn(turn.text, tags.MAX_SUB_QUERIES)
                 assert not turn.queries or turn.queries == action.queries
                 assert turn.answer is None or turn.answer == action.answer
                 assert "forged" not in turn.text
-            found = [tiny_tokenizer.decode(part, control=True) for part in observations(t)]
-            assert all(tags.parse_turn(text) == tags.NO_ACTION for text in found)
-            searches += sum(tags.INFORMATION_OPEN in text and "forged" in text for text in found)
-    assert searches > 10  # or nothing was put to the test
+            texts = [tiny_tokenizer.decode(part, control=True) for part in observations(t)]
+            assert all(tags.parse_turn(text) == tags.NO_ACTION for text in texts)
+            searches += sum(tags.INFORMATION_OPEN in text and "forged" in text for text in texts)
+    assert searches > 10  # otherwise nothing was tested
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def rollouts(tiny_tokenizer):
 
 
 def observations(t) -> list[list[int]]:
-    """What the host put behind the prompt, piece by piece."""
+    """The tokens that the host inserted after the prompt, one list per insertion."""
     edges = np.flatnonzero(np.diff(np.concatenate([[1], t.mask[t.prompt_length :].astype(int), [1]])))
     return [t.ids[t.prompt_length + a : t.prompt_length + b].tolist() for a, b in edges.reshape(-1, 2)]
 
@@ -134,7 +134,7 @@ def observations(t) -> list[list[int]]:
 @many
 @given(st.text(max_size=60), st.text(max_size=60))
 def test_nothing_found_obeys_a_terminal(title, text):
-    """A passage could clear a terminal, or print an answer of its own in the place of the policy's."""
+    """A passage could clear the terminal, or print an answer in place of the policy's."""
     shown = printable(one_line(Passage("1", title, text)))
     assert "\n" not in shown and all(letter.isprintable() for letter in shown)
 
@@ -142,16 +142,16 @@ def test_nothing_found_obeys_a_terminal(title, text):
 @few
 @given(rows=st.lists(JSON | st.fixed_dictionaries({"id": JSON, "question": JSON, "golden_answers": JSON}), max_size=4))
 def test_question_files_are_read_or_refused(tmp_path_factory, rows):
-    """A row of another form must be named by its line, and never become a question of something else."""
+    """The error for a malformed row does not name it, or the row becomes a different question."""
     file = tmp_path_factory.getbasetemp() / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8", errors="replace")
     try:
-        found = read_questions(file)
+        questions = read_questions(file)
     except UserError as error:
         assert "rows.jsonl" in str(error) and "\n" not in str(error)
     else:
-        assert all(isinstance(q, Question) and isinstance(q.text, str) and q.answers for q in found)
-        assert all(isinstance(answer, str) for q in found for answer in q.answers)
+        assert all(isinstance(q, Question) and isinstance(q.text, str) and q.answers for q in questions)
+        assert all(isinstance(answer, str) for q in questions for answer in q.answers)
 
 
 @few
@@ -159,15 +159,15 @@ def test_question_files_are_read_or_refused(tmp_path_factory, rows):
     content=st.binary(max_size=200) | st.lists(JSON, max_size=3).map(lambda r: "\n".join(map(json.dumps, r)).encode())
 )
 def test_corpora_are_read_or_refused(tmp_path_factory, content):
-    """Bytes that are no text, or rows that are no passages, are found when a corpus is opened, not in a search."""
+    """Bytes that are not text, or rows that are not passages, are noticed in a search, not at opening."""
     file = tmp_path_factory.getbasetemp() / "corpus.jsonl"
     file.write_bytes(content)
     try:
-        found = list(MemoryMappedCorpus(file))
+        passages = list(MemoryMappedCorpus(file))
     except CorpusError as error:
         assert "corpus.jsonl" in str(error)
     else:
-        assert all(isinstance(p.text, str) and isinstance(p.id, str) for p in found)
+        assert all(isinstance(p.text, str) and isinstance(p.id, str) for p in passages)
 
 
 SECTIONS = get_config().to_dict()
@@ -177,7 +177,7 @@ NAMES = [(s, f) for s, fields in SECTIONS.items() if isinstance(fields, dict) fo
 @many
 @given(st.sampled_from(NAMES), JSON | st.sampled_from([0, -1, 1, 2**40, 1e-300, float("nan"), "", "x", [], True]))
 def test_any_value_of_any_field_is_taken_or_refused_by_its_name(name, value):
-    """A field that takes nonsense fails hours later, as something else."""
+    """A field that accepts nonsense fails hours later with an unrelated error."""
     section, field = name
     values = {**SECTIONS, section: {**SECTIONS[section], field: value}}
     try:
@@ -192,7 +192,7 @@ def test_any_value_of_any_field_is_taken_or_refused_by_its_name(name, value):
 @many
 @given(st.binary(max_size=80) | JSON.map(lambda value: json.dumps(value).encode()), st.data())
 def test_servers_and_clients_read_or_refuse(body, data):
-    """A request is never an error 500 of ours; an answer of a broken server never a traceback in a run."""
+    """A request causes an error 500, or the reply of a broken server causes a traceback in a run."""
     asked = data.draw(st.fixed_dictionaries({}, optional={"queries": JSON, "topk": JSON, "return_scores": JSON}))
     for content in (body, json.dumps(asked).encode()):
         try:
@@ -213,14 +213,14 @@ def test_servers_and_clients_read_or_refuse(body, data):
 
 
 class Bomb:
-    """What a pickle of somebody else's may do when it is loaded."""
+    """An object whose pickle runs a command when it is loaded."""
 
     def __reduce__(self):
         return (os.system, ("touch exploded",))
 
 
 def test_an_index_with_a_pickle_in_it_is_refused_and_not_run(index, tmp_path, monkeypatch):
-    """An index is copied from machine to machine: it must hold numbers and texts, and nothing that is executed."""
+    """An index that is copied between machines executes code when it is opened; it must contain only data."""
     monkeypatch.chdir(tmp_path)
     for name in ("vectors.npy", "corpus.offsets.npy", "manifest.json"):
         poisoned = tmp_path / name
@@ -235,7 +235,7 @@ def test_an_index_with_a_pickle_in_it_is_refused_and_not_run(index, tmp_path, mo
 
 
 def test_any_damage_to_an_index_is_an_error_of_its_own_kind(index, tmp_path):
-    """Bits that rot or files that are cut must end in one line that names the file, whatever they hold."""
+    """A flipped bit or a truncated file ends in a traceback, not in one line that names the index."""
     rng = np.random.default_rng(0)
     files = [path for path in index.rglob("*") if path.is_file() and path.name != "scann.log"]
     for trial in range(min(400, COUNT // 4)):
@@ -257,7 +257,7 @@ def test_any_damage_to_an_index_is_an_error_of_its_own_kind(index, tmp_path):
 
 
 def test_a_model_of_pickles_is_refused_and_not_run(tiny_policy, tmp_path, monkeypatch):
-    """pytorch_model.bin is a program: only safetensors are read, whatever else lies beside them."""
+    """Loading pytorch_model.bin executes code; only safetensors may be loaded."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_policy, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()

@@ -1,6 +1,6 @@
-"""Directories that others made: whatever their files hold, they are read, or refused in one line that names the file.
+"""Untrusted directories: whatever their files contain, they load or are refused in one line that names them.
 
-`HOSTILE=100000` draws so many, and anew (see test_hostile.py).
+`HOSTILE=100000` draws that number of examples, with new seeds (see test_hostile.py).
 """
 
 import json
@@ -29,13 +29,13 @@ EDGES = [0, -1, 1, 3, 2**31, 10**30, math.nan, math.inf, True, None, "", "x", ".
 
 
 def paths(value, here=()):
-    """Where something stands in what a JSON file holds."""
+    """The path of every entry inside a JSON value."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [here + (key,) for key, _ in inner] + [p for key, part in inner for p in paths(part, here + (key,))]
 
 
 def changed(value, data):
-    """The same, but for one to three places in it that hold something else, or nothing."""
+    """A copy of the value with one to three entries replaced or deleted."""
     value = json.loads(json.dumps(value))
     for _ in range(data.draw(st.integers(1, 3))):
         places = paths(value)
@@ -53,7 +53,7 @@ def changed(value, data):
 
 
 def damaged(file, data):
-    """Writes into a file what it does not hold: other values of its fields, or bytes that are cut or put in."""
+    """Damages a file in place: replaces or deletes fields of its JSON, or removes, replaces or inserts bytes."""
     content = file.read_bytes()
     if content[:1] == b"{" and data.draw(st.integers(0, 3)):
         file.write_text(json.dumps(changed(json.loads(content), data)))
@@ -66,8 +66,8 @@ def damaged(file, data):
 
 @contextmanager
 def changed_for_now(file, data, named=None):
-    """As `damaged`, until it ends; what refuses it has to name the directory `named`, by default the file's own."""
-    whole = file.read_bytes()
+    """Damages a file and restores it on exit; an error has to name the directory `named`, by default the file's."""
+    original = file.read_bytes()
     damaged(file, data)
     try:
         yield
@@ -75,7 +75,7 @@ def changed_for_now(file, data, named=None):
         text = str(error)
         assert "\n" not in text and str(named or file.parent) in text, text
     finally:
-        file.write_bytes(whole)
+        file.write_bytes(original)
 
 
 def one_of(folder, data):
@@ -86,7 +86,7 @@ def one_of(folder, data):
 @few
 @given(data=st.data())
 def test_a_model_is_loaded_or_refused(tiny_policy, load, data):
-    """A directory of a hub may say anything: a size that no machine has, a file outside, a list where a number was."""
+    """A hub directory asks for an impossible size, a file outside it, or has a list in place of a number."""
     with changed_for_now(one_of(tiny_policy, data), data):
         load(tiny_policy)
 
@@ -99,7 +99,7 @@ def encoder(tmp_path_factory):
 @few
 @given(data=st.data())
 def test_an_encoder_is_loaded_or_refused(encoder, data):
-    """As a model's, and it is the retriever's process that ends."""
+    """A damaged encoder directory ends the retriever's process with a traceback."""
     with changed_for_now(one_of(encoder, data), data):
         BertEncoder.from_model(encoder)
 
@@ -116,10 +116,10 @@ def step(tmp_path_factory):
     return directory / "checkpoints" / "1"
 
 
-@settings(few, max_examples=max(15, COUNT // 50))  # Orbax takes a second or two
+@settings(few, max_examples=max(15, COUNT // 50))  # Orbax takes a second or two per example
 @given(data=st.data())
 def test_a_checkpoint_is_loaded_or_refused(step, data):
-    """Its record says which arrays are asked for: what it says must not be taken for granted."""
+    """The record that says which arrays to load is trusted although it may be damaged."""
     with changed_for_now(step / "loop" / "metadata", data, step):
         checkpoint.load_params(step)
 
@@ -127,6 +127,6 @@ def test_a_checkpoint_is_loaded_or_refused(step, data):
 @few
 @given(data=st.data())
 def test_an_index_is_opened_or_refused(index, data):
-    """The manifest says what else is read: it may name itself as a shard, or a file that is none of the index."""
+    """The manifest lists the files to open: it may name itself as a shard, or a file outside the index."""
     with changed_for_now(index / "manifest.json", data):
         RetrievalService.open(index).search(["Ada Lovelace born"], 2)

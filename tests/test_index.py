@@ -1,4 +1,4 @@
-"""ScaNN: exact and tree search, shards, tuning, and the guards around both."""
+"""ScaNN indexes: exact and tree search, shards, tuning, and checks of their inputs and results."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_exact_search_equals_numpy():
 
 @pytest.mark.parametrize("tree", [True, False])
 def test_equal_scores_go_to_the_lower_row(tree):
-    """More equal passages than candidates: which of them come back is left to chance."""
+    """If more passages tie than there are candidates, the choice of those returned is arbitrary."""
     vectors = unit_rows(300, 32)
     vectors[50:250] = vectors[50]
     index = ScannIndex.from_vectors(vectors, small_tree(vectors) if tree else None)
@@ -34,7 +34,7 @@ def test_equal_scores_go_to_the_lower_row(tree):
 
 
 def test_ties_by_rounding_go_to_the_lower_row():
-    """Rows whose scores differ by float noise are cut by that noise, before rounding makes them equal."""
+    """Rows that are equal after rounding are selected by float noise before rounding."""
     vectors = np.zeros((300, 4), np.float32)
     vectors[:, 0] = 0.5 + 1e-7 * np.arange(300)
     ids, scores = ScannIndex.from_vectors(vectors).search(np.eye(4)[:1], 3)
@@ -42,7 +42,7 @@ def test_ties_by_rounding_go_to_the_lower_row():
 
 
 def test_search_does_not_depend_on_the_batch():
-    """ScaNN's last bits change with the batch size; results must not, or a rollout cannot be replayed."""
+    """ScaNN's last bits change with the batch size; if results do, a rollout cannot be replayed."""
     vectors, queries = unit_rows(2000, 64), unit_rows(130, 64, seed=1)
     index = ScannIndex.from_vectors(vectors)
     ids, scores = index.search(queries, 4)
@@ -60,10 +60,10 @@ def test_search_guards(tree):
     ids, scores = index.search(np.stack([np.zeros(32), vectors[7]]), 60)
     assert ids.shape == scores.shape == (2, 60)
     assert (ids[0] == -1).all() and np.isneginf(scores[0]).all()
-    found = ids[1][ids[1] >= 0]
-    assert found[0] == 7 and len(set(found)) == len(found) and np.isneginf(scores[1][len(found) :]).all()
-    assert tree or len(found) == 40
-    assert len(found) >= 1
+    rows = ids[1][ids[1] >= 0]
+    assert rows[0] == 7 and len(set(rows)) == len(rows) and np.isneginf(scores[1][len(rows) :]).all()
+    assert tree or len(rows) == 40
+    assert len(rows) >= 1
     empty_ids, empty_scores = index.search(np.zeros((0, 32)), 3)
     assert empty_ids.shape == empty_scores.shape == (0, 3)
     for bad in (np.nan, np.inf):
@@ -75,7 +75,7 @@ def test_search_guards(tree):
 
 
 def test_vectors_that_cannot_be_indexed():
-    """A NaN row aborts the whole process inside ScaNN; no rows fail without a word on why."""
+    """A NaN row aborts the process inside ScaNN, or an array without rows fails without an explanation."""
     vectors = unit_rows(40, 8)
     vectors[31, 2] = np.nan
     with pytest.raises(CorpusError, match="row 31"):
@@ -85,37 +85,37 @@ def test_vectors_that_cannot_be_indexed():
 
 
 def test_one_passage():
-    """A corpus of one breaks the exact search or the tree's minimum size."""
+    """A corpus of one passage breaks the exact search or the tree's minimum size."""
     index = ScannIndex.from_vectors(unit_rows(1, 8))
     assert index.search(unit_rows(1, 8), 2)[0].tolist() == [[0, -1]]
-    (found,) = RetrievalService.from_corpus(people()[:1]).search(["Baro Quill"], 3)
-    assert [p.id for p in found] == ["p0"]
+    (ranking,) = RetrievalService.from_corpus(people()[:1]).search(["Baro Quill"], 3)
+    assert [p.id for p in ranking] == ["p0"]
 
 
 def test_build_is_silent(capfd):
-    """ScaNN writes its build log over the progress bar of a run."""
+    """ScaNN prints its build log over the progress bar of a run."""
     vectors = unit_rows(300, 32)
     ScannIndex.from_vectors(vectors, small_tree(vectors)).search(unit_rows(2, 32), 3)
     assert capfd.readouterr() == ("", "")
 
 
 def test_shards_equal_the_whole():
-    """Rows of the second shard keep their local numbers, or a tie at the border goes to the higher row."""
+    """Rows of the second shard keep their local numbers, or a tie at a shard boundary goes to the higher row."""
     vectors, queries = unit_rows(301, 16), unit_rows(40, 16, seed=1)
     vectors[150:153] = vectors[149]
     queries[0] = vectors[149]
-    whole = ScannIndex.from_vectors(vectors)
-    parts = ShardedIndex([ScannIndex.from_vectors(vectors[a:b]) for a, b in ((0, 151), (151, 300), (300, 301))])
-    assert parts.rows == 301
+    single = ScannIndex.from_vectors(vectors)
+    sharded = ShardedIndex([ScannIndex.from_vectors(vectors[a:b]) for a, b in ((0, 151), (151, 300), (300, 301))])
+    assert sharded.rows == 301
     for k in (1, 3, 160, 400):
-        for one, other in zip(whole.search(queries, k), parts.search(queries, k), strict=True):
+        for one, other in zip(single.search(queries, k), sharded.search(queries, k), strict=True):
             assert np.array_equal(one, other)
     with pytest.raises(CorpusError, match="dimensions"):
-        ShardedIndex([whole, ScannIndex.from_vectors(unit_rows(3, 8))])
+        ShardedIndex([single, ScannIndex.from_vectors(unit_rows(3, 8))])
 
 
 def test_exact_search_in_blocks():
-    """The truth that recall is measured against misses rows where two blocks meet."""
+    """The ground truth for recall misses rows at the boundary of two blocks."""
     vectors, queries = unit_rows(500, 16), unit_rows(20, 16, seed=1)
     order = np.argsort(-(queries @ vectors.T), axis=1, kind="stable")[:, :5]
     for block_rows in (3, 64, 1000):
@@ -124,7 +124,7 @@ def test_exact_search_in_blocks():
 
 
 def test_tuning_finds_the_cheapest_that_reaches_the_target():
-    """Tuning stops short of the target, or takes all leaves where a few would do."""
+    """Tuning stops short of the target, or searches all leaves where a few would do."""
     vectors = unit_rows(4000, 32)
     queries = vectors[::8] + 0.3 * unit_rows(500, 32, seed=1)
     index = ScannIndex.from_vectors(vectors, tree_settings(4000, 32, searched_leaves=1, reordered=16))
@@ -139,7 +139,7 @@ def test_tuning_finds_the_cheapest_that_reaches_the_target():
 
 
 def test_tree_settings_that_do_not_fit():
-    """ScaNN aborts, or quietly uses something else, when a setting is out of range."""
+    """ScaNN aborts, or silently uses another value, when a setting is out of range."""
     for overrides in ({"leaves": 1001}, {"searched_leaves": 64}, {"reordered": 0}, {"dimensions_per_block": 33}):
         (name,) = overrides
         with pytest.raises(CorpusError, match=f"{name} is"):

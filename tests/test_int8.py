@@ -1,4 +1,4 @@
-"""Sampling in eight bits: what is rounded and by how much, and that all else is as it was."""
+"""int8 sampling: what is rounded and by how much; everything else stays the same."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def widened(copy):
 
 
 def test_a_number_is_the_nearest():
-    """Values off by a step, a scale of the wrong lines, a division by 0, or a NaN that is gone."""
+    """Values are off by one step, scales are of the wrong axis, zeros are divided by, or a NaN disappears."""
     x = np.random.default_rng(0).normal(size=(3, 5, 7)).astype(np.float32)
     x[1] *= 100
     x[2, :, 3] = 0
@@ -47,7 +47,7 @@ def test_a_number_is_the_nearest():
     ("dtype", "bound", "family"), [("float32", 1e-5, {}), ("bfloat16", 3e-2, {}), ("float32", 1e-5, QWEN3)]
 )
 def test_a_model_of_whole_numbers(dtype, bound, family):
-    """A scale at the wrong output, twice or not at all; a bias, a norm or an adapter that is scaled too."""
+    """A scale is applied to the wrong output, twice or never, or to a bias, a norm or an adapter."""
     adapters, config = Lora(2, 4.0), tiny_config(tied=False, **family)
     low = jax.tree.map(lambda x: x + 0.05, lora.init_adapters(config, adapters, 0))  # b starts at 0
     copy = int8.with_kernels(random_params(config), random_params(config))
@@ -59,16 +59,16 @@ def test_a_model_of_whole_numbers(dtype, bound, family):
         graph = decoder.graphdef(config, jnp.dtype(dtype), lora=adapters, **options)
         return np.asarray(nnx.merge(graph, lora.beside(params, low)).hidden(ids)[0], np.float64)
 
-    exact, wanted = hidden(random_params(config)), hidden(widened(copy))
+    exact, expected = hidden(random_params(config)), hidden(widened(copy))
     ours = hidden(copy, int8=True)
-    assert np.linalg.norm(ours - wanted) <= bound * np.linalg.norm(wanted)
+    assert np.linalg.norm(ours - expected) <= bound * np.linalg.norm(expected)
     assert 1e-3 < np.linalg.norm(ours - exact) / np.linalg.norm(exact) < 0.1
 
 
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize(("T", "S"), [(1, 64), (40, 64), (9, 576)])
 def test_attention_behind_whole_numbers(T, S, across):
-    """A scale of a neighbour's line, in the first or in a later block of keys; the chunk's own keys scaled."""
+    """A key in the first or a later block gets the scale of another, or the chunk's own keys are scaled."""
     rng = np.random.default_rng(0)
     B, K, N, H = 3, 2, 4, 16
     q, *kv = (rng.normal(size=size).astype(np.float32) for size in ((B, T, N, H), (B, K, T, H), (B, K, T, H)))
@@ -84,7 +84,7 @@ def test_attention_behind_whole_numbers(T, S, across):
 
 @pytest.mark.parametrize(("T", "span", "rows"), [(1, None, None), (1, 32, None), (5, None, [2, 0])])
 def test_a_model_behind_a_cache_of_whole_numbers(T, span, rows):
-    """Scales of another layer, of other rows or of positions behind the span, where a GPU reads the cache."""
+    """Where a GPU reads the cache, scales are of another layer, other rows or positions after the span."""
     rng, B = np.random.default_rng(0), len(rows) if rows else 3
     shape = (CONFIG.layers, 3, CONFIG.kv_heads, 64, CONFIG.head_dim)
     cache = KVCache.of(*(jnp.asarray(rng.normal(size=shape)) for _ in range(2)), jnp.int8)
@@ -92,12 +92,12 @@ def test_a_model_behind_a_cache_of_whole_numbers(T, span, rows):
     ids, start = rng.integers(0, 400, (B, T)).astype(np.int32), np.array([0, 31, 17], np.int32)[:B]
     model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32), random_params(CONFIG))
     of_rows = None if rows is None else jnp.array(rows)
-    found = [model.hidden(ids, c, start, keep_kv=True, span=span, rows=of_rows)[0] for c in (cache, wide)]
-    np.testing.assert_allclose(*found, atol=1e-4)
+    hidden = [model.hidden(ids, c, start, keep_kv=True, span=span, rows=of_rows)[0] for c in (cache, wide)]
+    np.testing.assert_allclose(*hidden, atol=1e-4)
 
 
 def test_rollouts_by_whole_numbers(tiny_tokenizer):
-    """Positions written without their scales: the next step would read others. And the gap is that of rounding."""
+    """Positions are written without scales, so later steps get wrong values; or the gap exceeds rounding error."""
     params, rng, rows = random_params(CONFIG, scale=0.1), np.random.default_rng(0), 4
     copy = int8.with_kernels(params, params)
     prompts = [rng.integers(3, 390, n).tolist() for n in (3, 9, 5, 12)]
@@ -110,9 +110,9 @@ def test_rollouts_by_whole_numbers(tiny_tokenizer):
         return jax.device_get(sampler.generate(params, sampler.extend(params, state, forced, n, 10), 1.0))
 
     weights = rolled(copy, int8_weights=True)
-    wanted = rolled(widened(copy))
-    np.testing.assert_array_equal(weights.ids, wanted.ids)
-    np.testing.assert_allclose(weights.logprobs, wanted.logprobs, atol=1e-5)
+    expected = rolled(widened(copy))
+    np.testing.assert_array_equal(weights.ids, expected.ids)
+    np.testing.assert_allclose(weights.logprobs, expected.logprobs, atol=1e-5)
 
     cached = rolled(params, int8_cache=True)
     graph, ids = decoder.graphdef(CONFIG, jnp.float32), cached.ids
@@ -123,21 +123,21 @@ def test_rollouts_by_whole_numbers(tiny_tokenizer):
 
 
 def test_an_evaluation_reads_what_a_run_samples_from(tiny_policy):
-    """A policy that is evaluated in other bits than were asked for, or than it was trained with."""
+    """A policy is evaluated in another precision than was requested, or than it was trained with."""
     config = small_config(tiny_policy, **{"model.int8_weights": True, "model.int8_cache": True})
     parts = build.from_path(config, str(tiny_policy))
     sampler, made = parts.collector.sampler, dict(nnx.to_flat_state(parts.sampling_copy()))
     planned = {path: (v.shape, v.dtype) for path, v in nnx.to_flat_state(sampler.abstract_params())}
     assert planned == {path: (v.shape, v.dtype) for path, v in made.items()}
-    wanted = dict(nnx.to_flat_state(int8.with_kernels(parts.params, parts.params)))
+    expected = dict(nnx.to_flat_state(int8.with_kernels(parts.params, parts.params)))
     for name in lora.KERNELS:
         for path in (("layers", name), ("scales", f"{name}_scale")):
-            np.testing.assert_array_equal(made[path].get_value(), wanted[path].get_value())
+            np.testing.assert_array_equal(made[path].get_value(), expected[path].get_value())
     assert sampler.new_state(2, 32).cache.v.dtype == jnp.int8
 
 
 def test_adapters_beside_whole_numbers(tiny_tokenizer):
-    """With adapters the base is shared with the learner, which must keep its own; and what a plan counts is made."""
+    """The int8 copy changes the base that the learner shares, or differs from what a plan counts."""
     half, adapters, mesh = jnp.dtype("bfloat16"), Lora(2, 4.0), one_device_mesh()
     learning = LearningSection(micro_batch_rows=2, mini_batch_rollouts=4)
     optimizer = make_optimizer(learning, 10)

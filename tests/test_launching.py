@@ -1,4 +1,4 @@
-"""How programs start: flags that cannot be read and errors that are the user's end in one line and exit code 2."""
+"""Program start: invalid flags and errors of the user end in one line and exit code 2."""
 
 import os
 import subprocess
@@ -70,14 +70,14 @@ def program(tmp_path_factory):
     ],
 )
 def test_bad_input_is_one_line(program, argument, message):
-    """A user's slip that ends in a traceback, in a page of usage, or in another exit code than 2."""
+    """A user's mistake ends in a traceback, in a page of usage, or in an exit code other than 2."""
     done = program("flags_only", *argument.split())
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1 and done.stdout == ""
 
 
 def test_several_things_stand_in_lines_of_their_own(program):
-    """What a run still needs, run together into one line of a thousand characters."""
+    """The list of what a run still needs is joined into one line of a thousand characters."""
     done = program("flags_only", "--n=6")
     assert done.returncode == 2
     assert done.stderr == "flags_only: this run needs:\n  - a model of some size\n  - a file\n"
@@ -85,15 +85,15 @@ def test_several_things_stand_in_lines_of_their_own(program):
 
 @pytest.mark.slow
 def test_a_hub_that_is_down_is_asked_once(tmp_path):
-    """Half a minute of retries, each announced twice, before lines that could be said at once.
+    """A hub that is down is retried for half a minute, with two messages per try, before the errors are printed.
 
-    What is in the cache is not asked for at all.
+    Cached files are not requested at all.
     """
-    asked = []
+    requested = []
 
     class Down(BaseHTTPRequestHandler):
         def do_HEAD(self):
-            asked.append(self.path)
+            requested.append(self.path)
             self.send_error(503)
 
         do_GET = do_HEAD
@@ -117,21 +117,21 @@ def test_a_hub_that_is_down_is_asked_once(tmp_path):
     assert done.returncode == 2 and not (tmp_path / "run").exists()
     headline, *needs = done.stderr.splitlines()
     assert headline == "train: this run needs:", done.stderr
-    wanted = ("config.model.path=", "config.retrieval.index", "config.data.source=no.jsonl: ")
-    assert len(needs) == 3 and all(n.startswith(f"  - {w}") for n, w in zip(needs, wanted, strict=True)), needs
-    assert [path for path in asked if "Qwen" in path or "cached" in path] == [
+    expected = ("config.model.path=", "config.retrieval.index", "config.data.source=no.jsonl: ")
+    assert len(needs) == 3 and all(n.startswith(f"  - {w}") for n, w in zip(needs, expected, strict=True)), needs
+    assert [path for path in requested if "Qwen" in path or "cached" in path] == [
         "/Qwen/Qwen2.5-7B-Instruct/resolve/main/config.json"
     ]
 
 
 def test_a_bug_keeps_its_traceback(program):
-    """An error of ours that is dressed up as bad input cannot be found."""
+    """A bug of this program that is reported as bad input cannot be located."""
     done = program("flags_only", "--n=5")
     assert done.returncode == 1 and "Traceback" in done.stderr and "ZeroDivisionError" in done.stderr
 
 
 def test_arguments_and_compilation_cache(program, tmp_path):
-    """Arguments lost on the way, or a cache that forgets small programs or ignores the user's own directory."""
+    """Arguments are lost, or the compilation cache skips small programs or ignores the user's directory."""
     done = program("positional", "a.jsonl", "b.jsonl", JAX_COMPILATION_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0 and done.stdout == f"['a.jsonl', 'b.jsonl'] {tmp_path} -1\n", done.stderr
     done = program("positional", JAX_COMPILATION_CACHE_DIR="", HOME=str(tmp_path))

@@ -1,4 +1,4 @@
-"""A search service of others as a retriever: a real one on loopback that answers as the services of the web do."""
+"""External search services as retrievers: a real server on loopback that responds as web services do."""
 
 import json
 import logging
@@ -22,11 +22,11 @@ KEY = "s3cret/key"
 
 
 class Service:
-    """Answers each query with results that name it; fails, stalls or talks nonsense on demand."""
+    """Answers each query with results that contain it; fails, stalls or returns nonsense on demand."""
 
     def __init__(self):
         self.calls: list[tuple[str, str, dict]] = []
-        self.fail: list = []  # of the next answers; None: as it should
+        self.fail: list = []  # the next responses; None: a normal one
         self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
 
@@ -90,35 +90,37 @@ def opened(tmp_path, monkeypatch, **given) -> LiveSearch:
 
 
 def test_results_become_passages_of_their_own_query(served, service, tmp_path, monkeypatch):
-    """Fails if markup stays, a path is read wrongly, a query gets another's results, or one is asked twice."""
+    """Markup stays, a path is applied wrongly, a query gets another's results, or one is requested twice."""
     live = opened(tmp_path, monkeypatch, **settings(served[1]))
     queries = ["who & what?", "", "é {k} ##", "who & what?", "nothing", "x" * 9000, "\ud800"]
-    found = live.search(queries, 3)
-    first = found[0][0]
+    rankings = live.search(queries, 3)
+    first = rankings[0][0]
     assert (first.id, first.title, first.text) == ("https://e/who & what?/0", "who & what? & 0", "text 0")
-    assert [len(ranking) for ranking in found] == [3, 0, 3, 3, 0, 3, 3] and found[0] == found[3]
-    assert found[2][1].title == "é {k} ## & 1"
+    assert [len(ranking) for ranking in rankings] == [3, 0, 3, 3, 0, 3, 3] and rankings[0] == rankings[3]
+    assert rankings[2][1].title == "é {k} ## & 1"
     assert sorted(query for _, query, _ in service.calls) == sorted(
         {"who & what?", "é {k} ##", "nothing", "x" * 8192, "?"}
     )
     assert all(headers["x-key"] == KEY for *_, headers in service.calls) and 1 < service.most_at_once <= 8
     before = len(service.calls)
-    assert live.search(queries[:1], 3) == found[:1] and len(service.calls) == before, "kept"
+    assert live.search(queries[:1], 3) == rankings[:1] and len(service.calls) == before, (
+        "the ranking must come from the cache"
+    )
     live.search(queries[:1], 2)
-    assert len(service.calls) == before + 1, "another number is another answer"
+    assert len(service.calls) == before + 1, "another k needs another request"
     assert live.describe() == {"corpus": served[1].removeprefix("http://"), "corpus_sha256": None, "rows": None}
 
 
 def test_a_service_that_takes_json_and_answers_a_list(served, service, tmp_path, monkeypatch):
-    """Half of the services are asked by POST; the number must stay one."""
+    """Half of the services take POST requests, where the number of results must stay a number."""
     body = {"q": ["{query}"], "num": "{k}"}
-    given = settings(served[1]) | {"url": f"{served[1]}/ask", "body": body, "text": "about.short", "id": ""}
-    first, second = opened(tmp_path, monkeypatch, **given).search(["a {k}"], 2)[0]
+    fields = settings(served[1]) | {"url": f"{served[1]}/ask", "body": body, "text": "about.short", "id": ""}
+    first, second = opened(tmp_path, monkeypatch, **fields).search(["a {k}"], 2)[0]
     assert service.calls[0][:2] == ("POST", "a {k}") and first.id != second.id and len(first.id) == 16
 
 
 def test_failures_are_waited_out_and_then_told_without_the_key(served, service, tmp_path, monkeypatch, caplog):
-    """A busy minute must not end a run, a refusal must, at once; and a key in a log is a key lost."""
+    """A busy minute ends a run, a refusal does not end it at once, or the API key appears in a log."""
     live = opened(tmp_path, monkeypatch, **settings(served[1], patience_s=5))
     busy = PlainTextResponse(f"slow down, {KEY}", 429)
     service.fail += [busy, PlainTextResponse("<html>", 200)]
@@ -131,7 +133,7 @@ def test_failures_are_waited_out_and_then_told_without_the_key(served, service, 
         service.fail += [RedirectResponse("http://elsewhere/")]
         with pytest.raises(RetrievalError, match="status 307"):
             live.search(["moved"], 2)
-        assert len(service.calls) == 5, "neither is asked again"
+        assert len(service.calls) == 5, "a refusal or a redirect must not be retried"
         service.fail += [JSONResponse({"web": {"results": {}}})]
         with pytest.raises(RetrievalError, match="results=web.results is a dict"):
             live.search(["other"], 2)
@@ -139,8 +141,8 @@ def test_failures_are_waited_out_and_then_told_without_the_key(served, service, 
 
 
 def test_a_query_that_alone_is_refused_finds_nothing(served, service, tmp_path, monkeypatch, caplog):
-    """One query too long for a service ends a run, and what was answered beside it is asked, and paid, again; while
-    settings that fit no query must not pass for questions that find nothing."""
+    """One query too long for a service ends a run, and the answers to the others are requested, and paid for, again;
+    or settings that fail for every query look like queries without results."""
     live = opened(tmp_path, monkeypatch, **settings(served[1], at_once=1))
     service.fail += [PlainTextResponse("no such field", 422)] * 2
     with pytest.raises(RetrievalError, match="status 422: no such field"):
@@ -151,17 +153,19 @@ def test_a_query_that_alone_is_refused_finds_nothing(served, service, tmp_path, 
     before = len(service.calls)
     with pytest.raises(RetrievalError, match="status 401"):
         live.search(["a", "c", "d"], 2)
-    assert len(service.calls) == before + 1, "what was answered is kept"
+    assert len(service.calls) == before + 1, "answered queries must come from the cache"
     with pytest.raises(RetrievalError, match="status 401"):
         service.fail += [None, PlainTextResponse("who are you", 401)]
         live.search(["e", "f"], 2)
     before = len(service.calls)
-    assert len(live.search(["e"], 2)[0]) == 2 and len(service.calls) == before, "also beside one that failed"
+    assert len(live.search(["e"], 2)[0]) == 2 and len(service.calls) == before, (
+        "also if another query of the batch failed"
+    )
 
 
 @pytest.mark.parametrize("end", ["\n", " "])
 def test_a_key_of_a_file_ends_with_its_line(served, service, tmp_path, monkeypatch, caplog, end):
-    """A mounted secret's line break makes a header that is refused with the key in the message, at every try."""
+    """The line break of a mounted secret makes an invalid header, and every error message shows the key."""
     live = opened(tmp_path, monkeypatch, **settings(served[1]))
     monkeypatch.setenv("TEST_KEY", KEY + end)
     live = LiveSearch(*read_settings(tmp_path / "live.json"))
@@ -169,7 +173,7 @@ def test_a_key_of_a_file_ends_with_its_line(served, service, tmp_path, monkeypat
 
 
 def test_a_key_is_hidden_before_a_message_is_cut(served, service, tmp_path, monkeypatch):
-    """What is cut to a line first may end in the half of a key."""
+    """A message that is shortened before the key is hidden may end with a part of the key."""
     service.fail += [PlainTextResponse("a" * 195 + KEY, 403)]
     with pytest.raises(RetrievalError) as error:
         opened(tmp_path, monkeypatch, **settings(served[1])).search(["a"], 1)
@@ -177,15 +181,15 @@ def test_a_key_is_hidden_before_a_message_is_cut(served, service, tmp_path, monk
 
 
 def test_half_a_surrogate_pair_of_a_service(served, service, tmp_path, monkeypatch):
-    """A digest of what UTF-8 cannot say fails the search for its whole patience."""
+    """A digest of text that UTF-8 cannot encode makes the search fail until its retry deadline."""
     odd = {"link": "1\ud83d", "name": "T\ud83d", "about": {"short": "b\ud83d"}}
     service.fail += [PlainTextResponse(json.dumps({"web": {"results": [odd]}}))]
-    (found,) = opened(tmp_path, monkeypatch, **settings(served[1])).search(["a"], 1)[0]
-    assert (found.id, found.title, found.text) == ("1?", "T?", "b?")
+    (passage,) = opened(tmp_path, monkeypatch, **settings(served[1])).search(["a"], 1)[0]
+    assert (passage.id, passage.title, passage.text) == ("1?", "T?", "b?")
 
 
 def test_a_service_that_is_gone_costs_its_patience_and_no_more(tmp_path, monkeypatch):
-    """Fails if queries wait for each other's patience, one behind the other."""
+    """Queries wait one after another, each until its own retry deadline."""
     gone = settings("http://127.0.0.1:9", patience_s=0.5, timeout_s=1, at_once=2)
     live = opened(tmp_path, monkeypatch, **gone)
     began = time.monotonic()
@@ -195,7 +199,7 @@ def test_a_service_that_is_gone_costs_its_patience_and_no_more(tmp_path, monkeyp
 
 
 def test_no_more_than_so_many_a_second(served, service, tmp_path, monkeypatch):
-    """Services bill and block whoever asks faster than agreed."""
+    """Requests exceed the agreed rate, which services bill or block."""
     live = opened(tmp_path, monkeypatch, **settings(served[1], per_second=20))
     began = time.monotonic()
     live.search([f"q{i}" for i in range(11)], 1)
@@ -216,23 +220,23 @@ def test_no_more_than_so_many_a_second(served, service, tmp_path, monkeypatch):
     ],
 )
 def test_settings_that_cannot_be_meant_are_named(tmp_path, monkeypatch, changed, named):
-    """A typing error in a field would otherwise be a default, found out by a bill."""
+    """A misspelt field silently gets its default, and is noticed on a bill."""
     with pytest.raises(CorpusError) as error:
         opened(tmp_path, monkeypatch, **settings("https://x") | changed)
     assert named in str(error.value) and "live.json" in str(error.value)
 
 
 def test_it_is_served_as_every_other_retriever(served, service, tmp_path, monkeypatch):
-    """A run trains against /retrieve and must not know what is behind it."""
+    """A live service that is served at /retrieve differs from other retrievers, which a run must not notice."""
     monkeypatch.setenv("TEST_KEY", KEY)
     (tmp_path / "live.json").write_text(json.dumps(settings(served[1])))
     command = [sys.executable, "launch/serve_retriever.py", f"--live={tmp_path / 'live.json'}", "--port=0"]
     program = Program(command, stderr=subprocess.DEVNULL)
     line = program.stdout.readline()
     assert line.startswith(f"serving {served[1].removeprefix('http://')} on http://127.0.0.1:"), line
-    found = HttpRetriever([line.split()[-1]]).search(["first", "second"], 2)
+    rankings = HttpRetriever([line.split()[-1]]).search(["first", "second"], 2)
     program.terminate()
-    assert [ranking[0].text for ranking in found] == ["text 0", "text 0"] and found[1][0].title == "second & 0"
+    assert [ranking[0].text for ranking in rankings] == ["text 0", "text 0"] and rankings[1][0].title == "second & 0"
     assert program.wait(60) == 0
     done = completed([sys.executable, "launch/serve_retriever.py"])
     assert done.returncode == 2 and "--index, --live: found neither" in done.stderr

@@ -1,4 +1,4 @@
-"""Low-rank adapters: what they compute, what is trained, and that a run with them ends as an ordinary model."""
+"""Low-rank adapters: what they compute, what is trained, and their export as an ordinary model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pair() -> tuple[nnx.State, nnx.State]:
 
 
 def merged(base, adapters, dtype=jnp.float32) -> nnx.State:
-    """The parameters of an ordinary model that computes the same."""
+    """The parameters of an ordinary model that computes the same function."""
     low = nnx.to_pure_dict(adapters)["adapters"]
 
     def value(path, variable):
@@ -54,9 +54,9 @@ def merged(base, adapters, dtype=jnp.float32) -> nnx.State:
 
 
 def test_a_merged_kernel_is_w_plus_scale_a_b(pair):
-    """A scale forgotten or axes mixed up in the merge exports another policy than the learner trained."""
+    """A missing scale or swapped axes in the merge export another policy than the learner trained."""
     base, adapters = pair
-    whole = nnx.to_pure_dict(merged(base, adapters))
+    combined = nnx.to_pure_dict(merged(base, adapters))
     before, low = nnx.to_pure_dict(base), nnx.to_pure_dict(adapters)["adapters"]
     for name, (inner, _) in lora.KERNELS.items():
         a, b = np.asarray(low[f"{name}_a"], np.float64), np.asarray(low[f"{name}_b"], np.float64)
@@ -65,7 +65,7 @@ def test_a_merged_kernel_is_w_plus_scale_a_b(pair):
         delta = 2.0 * np.stack([x.reshape(rows, 3) @ y.reshape(3, -1) for x, y in zip(a, b, strict=True)])
         kernel = np.asarray(before["layers"][name], np.float64)
         expected = kernel + delta.reshape(kernel.shape)
-        np.testing.assert_allclose(whole["layers"][name], expected, atol=1e-5)
+        np.testing.assert_allclose(combined["layers"][name], expected, atol=1e-5)
         stacks = before["layers"][name], low[f"{name}_a"], low[f"{name}_b"]
         rounded, lost, added = lora.merged(*stacks, 1, ADAPTERS, jnp.dtype("bfloat16"))
         error = np.asarray(rounded, np.float64) - expected[1]
@@ -75,7 +75,7 @@ def test_a_merged_kernel_is_w_plus_scale_a_b(pair):
 
 @pytest.mark.parametrize("family", [{}, QWEN3], ids=["qwen2", "qwen3"])
 def test_the_live_model_is_the_merged_one(family):
-    """What is learned about W + scale a b must hold for the weights that are exported."""
+    """The exported weights compute another function than the W + scale a b that was trained."""
     config = tiny_config(tied=False, **family)
     base, adapters = some_pair(config)
     ids = np.random.default_rng(0).integers(0, 400, (2, 40)).astype(np.int32)
@@ -89,7 +89,7 @@ def test_the_live_model_is_the_merged_one(family):
 
 
 def test_layers_apart_keep_their_adapters(pair):
-    """A GPU that decodes without them, or with another layer's, samples from another policy than is trained."""
+    """A GPU that decodes without the adapters, or with those of another layer, samples from another policy."""
     model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32, lora=ADAPTERS), lora.beside(*pair))
     ids = np.random.default_rng(0).integers(0, 400, (3, 1)).astype(np.int32)
     wanted, kept = model.hidden(ids, keep_kv=True)
@@ -100,14 +100,14 @@ def test_layers_apart_keep_their_adapters(pair):
 
 
 def test_fresh_adapters_change_nothing():
-    """Adapters that start elsewhere than at the base throw the policy away before the first step."""
+    """Adapters whose initial product is not 0 throw the policy away before the first step."""
     base = random_params(CONFIG)
     same = merged(base, lora.init_adapters(CONFIG, ADAPTERS, 0))
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), base, same)))
 
 
 def test_adapters_lie_where_their_kernels_lie():
-    """Replicated adapters of a large model would waste what they are there to save."""
+    """Replicated adapters of a large model waste the memory that they should save."""
     mesh = AbstractMesh((1, 4, 2), AXES, axis_types=(AxisType.Auto,) * 3)
     places = param_shardings(lora.abstract_adapters(CONFIG, ADAPTERS), STORAGE, mesh)
     specs = {path[-1]: tuple(v.get_value().spec) for path, v in nnx.to_flat_state(places)}
@@ -120,7 +120,7 @@ def fields(**changes) -> dict:
 
 
 def test_only_adapters_are_trained(tiny_policy):
-    """An optimizer over the frozen weights, or a base that moves, makes LoRA neither small nor a reference."""
+    """The optimizer covers the frozen weights, so LoRA saves nothing, or the base changes and is no reference."""
     parts = build.training_run(small_config(tiny_policy, **fields(**{"learning.learning_rate": 1e-2})))
     parts.reward = lambda t: RewardParts(float(t.sample % 2), 0.0, 0.0, 0.0)  # every group has a signal
     shapes = [x.shape for x in jax.tree.leaves(parts.state.params)]
@@ -140,46 +140,46 @@ def test_only_adapters_are_trained(tiny_policy):
 
 @pytest.mark.slow
 def test_a_run_with_adapters_resumes_and_is_exported_whole(tiny_policy, tmp_path):
-    """A checkpoint that holds adapters alone must find its base again; users want one ordinary model in the end."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(command(whole, tiny_policy, 4, **fields()))
-    run(command(parts, tiny_policy, 2, **fields()))
-    run(command(parts, tiny_policy, 4, **fields()))
-    # The warm-up is counted out of `train.steps` at the start: the runs are compared where it does not matter.
-    assert [row["step"] for row in metrics_without_clocks(parts)] == [0, 1, 2, 3]
-    assert sum(f.stat().st_size for f in (whole / "checkpoints" / "4" / "params").rglob("*") if f.is_file()) < 200_000
+    """A checkpoint that has only adapters cannot locate its base, or its export is not one ordinary model."""
+    full, resumed = tmp_path / "whole", tmp_path / "parts"
+    run(command(full, tiny_policy, 4, **fields()))
+    run(command(resumed, tiny_policy, 2, **fields()))
+    run(command(resumed, tiny_policy, 4, **fields()))
+    # The warm-up length depends on `train.steps` at the start: the runs are compared where it does not matter.
+    assert [row["step"] for row in metrics_without_clocks(resumed)] == [0, 1, 2, 3]
+    assert sum(f.stat().st_size for f in (full / "checkpoints" / "4" / "params").rglob("*") if f.is_file()) < 200_000
 
-    run([sys.executable, "launch/export_hf.py", f"--checkpoint={whole}", f"--out={tmp_path / 'hf'}"])
+    run([sys.executable, "launch/export_hf.py", f"--checkpoint={full}", f"--out={tmp_path / 'hf'}"])
     config, exported = hf.load_hf(tmp_path / "hf")
     flat = {".".join(path): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(exported)}
-    ours = final_params(whole)
+    ours = final_params(full)
     base = {".".join(path): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(hf.load_hf(tiny_policy)[1])}
     assert all(np.array_equal(ours[name], base[name]) for name in base)
     changed = {name for name in base if not np.array_equal(flat[name], base[name])}
     assert changed == {f"layers.{name}" for name in lora.KERNELS}
     assert "Adapters of rank 4" in (tmp_path / "hf" / "README.md").read_text()
 
-    flags = [f"--model={whole}", "--benchmark=closed_world:single", "--count=4", f"--out={tmp_path / 'e'}"]
+    flags = [f"--model={full}", "--benchmark=closed_world:single", "--count=4", f"--out={tmp_path / 'e'}"]
     run([sys.executable, "launch/eval.py", *flags])
     assert "closed_world:single" in json.loads((tmp_path / "e" / "results.json").read_text())["benchmarks"]
 
-    plain = command(whole, tiny_policy, 6, **fields(**{"model.lora_rank": 0}))
+    plain = command(full, tiny_policy, 6, **fields(**{"model.lora_rank": 0}))
     assert "model.lora_rank: 4, now 0" in run(plain, expect=2).stderr
     assert "another architecture" in run([*plain, "--allow_changes"], expect=2).stderr
-    # On another machine the base lies elsewhere: it is found by the name it was asked by, and known by what it is.
-    step = whole / "checkpoints" / "4"
+    # On another machine the base has another path: it is located by its requested name and checked by its digest.
+    step = full / "checkpoints" / "4"
     record = checkpoint.read_loop(step)
 
-    def told(settings: dict, **changed: str) -> None:
+    def rewrite_record(settings: dict, **changed: str) -> None:
         written = record | {"lora": record["lora"] | changed, "settings": record["settings"] | settings}
         (step / "loop" / "metadata").write_text(json.dumps(written))
 
-    told({}, path="/nowhere/base")
+    rewrite_record({}, path="/nowhere/base")
     again = {".".join(path): v.get_value() for path, v in nnx.to_flat_state(checkpoint.load_params(step)[1])}
     assert all(np.array_equal(again[name], base[name]) for name in base)
-    told({}, path="/nowhere/base", name="/nowhere/either")
+    rewrite_record({}, path="/nowhere/base", name="/nowhere/either")
     with pytest.raises(UserError, match="/nowhere/base, which does not exist"):
         checkpoint.load_params(step)
-    told({"model.path": record["settings"]["model.path"] | {"is": "0"}})
+    rewrite_record({"model.path": record["settings"]["model.path"] | {"is": "0"}})
     with pytest.raises(UserError, match="other weights than those that are in"):
         checkpoint.load_params(step)

@@ -11,7 +11,7 @@ import pytest
 from psearch_jax.config import LearningSection
 from psearch_jax.rl.losses import k3, policy_loss, value_loss
 
-# Two rows of four positions; row 0 has two sampled ids, row 1 one. All log-probs elsewhere are junk on purpose.
+# Two rows of four positions; row 0 has two sampled tokens, row 1 one. All other log-probs are junk on purpose.
 JUNK = 99.0
 CONTEXT = 16
 MASK = np.array([[0, 1, 1, 0], [0, 0, 1, 0]], np.float32)
@@ -45,7 +45,7 @@ def loss(logp=LOGP, old=OLD, ref=REF, sampler=OLD, mask=MASK, advantage=ADVANTAG
     [
         ("token_mean", sum(TOKENS), 3),
         ("sequence_mean", (TOKENS[0] + TOKENS[1]) / 2 + TOKENS[2], 2),
-        ("constant_length", sum(TOKENS), 2 * CONTEXT),  # whatever the rows were padded to
+        ("constant_length", sum(TOKENS), 2 * CONTEXT),  # independent of the padded row length
     ],
 )
 def test_aggregations_by_hand(aggregation, total, count):
@@ -60,7 +60,7 @@ def test_aggregations_by_hand(aggregation, total, count):
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
 def test_trajectories_of_one_row_count_as_several(aggregation, ratio):
-    """A mean over a packed row, or a count of rows, weighs trajectories by the company they are packed with."""
+    """A mean over a packed row, or a count of rows, weighs trajectories by what they are packed with."""
     settings = dataclasses.replace(SETTINGS, aggregation=aggregation, ratio=ratio, kl_coefficient=0.5)
 
     def value(segments, shape):
@@ -82,7 +82,7 @@ def test_trajectories_of_one_row_count_as_several(aggregation, ratio):
     ],
 )
 def test_the_clip_is_asymmetric_and_pessimistic(ratio, advantage, expected, cut):
-    """A swapped pair of clips, or max for min, lets the policy run away from the old one."""
+    """Swapped clips, or max instead of min, let the policy run away from the old one."""
     one = np.array([[1.0]], np.float32)
 
     def measured(logp):
@@ -98,7 +98,7 @@ def test_the_clip_is_asymmetric_and_pessimistic(ratio, advantage, expected, cut)
 
 
 def test_k3_by_hand():
-    """The estimator must be that of KL(policy || reference): never negative, zero where they agree."""
+    """The estimator is not that of KL(policy || reference): it is negative, or not zero where they agree."""
     np.testing.assert_allclose(k3(jnp.array([-1.0, -1.0, -2.0]), jnp.array([-1.0, -2.0, -1.0])),
                                [0.0, math.exp(-1), math.e - 2], rtol=1e-6)  # fmt: skip
     value, metrics = loss(kl_coefficient=0.5)
@@ -109,7 +109,7 @@ def test_k3_by_hand():
 
 
 def test_the_importance_cap_by_hand():
-    """Uncapped weights of ids that the sampler drew by a rounding accident would dominate the batch."""
+    """Uncapped importance weights of tokens that were sampled because of rounding dominate the batch."""
     sampler = at_sampled(-1.0 - math.log(3.0), -2.0 - math.log(0.5), -0.5)  # old / sampler = 3, .5, 1
     value, metrics = loss(sampler=sampler, importance_cap=2.0)
     np.testing.assert_allclose(value.total, 2.0 * TOKENS[0] + 0.5 * TOKENS[1] + TOKENS[2], rtol=1e-5)
@@ -118,17 +118,17 @@ def test_the_importance_cap_by_hand():
 
 
 def test_the_samplers_logprobs_as_the_old_ones():
-    """A bad action that became much likelier than it was for the sampler has no clip: it would dominate the batch."""
+    """A bad action that became much likelier than it was for the sampler is not clipped, and dominates the batch."""
     logp = at_sampled(-1.0 + math.log(1.5), -2.0 + math.log(0.5), -0.5 + math.log(5.0), elsewhere=-JUNK)
     value, metrics = loss(logp=logp, old_logprobs="sampler", dual_clip=2.0)
     np.testing.assert_allclose(value.total, TOKENS[0] + TOKENS[1] + 2.0, rtol=1e-5)
-    gap = sum(map(abs, (math.log(1.5), math.log(0.5), math.log(5.0)))) / 3  # of the policy, as it is now
+    gap = sum(map(abs, (math.log(1.5), math.log(0.5), math.log(5.0)))) / 3  # relative to the current policy
     np.testing.assert_allclose(metrics["logp_gap"].value, gap, rtol=1e-5)
     np.testing.assert_allclose(loss(logp=logp, old_logprobs="sampler")[0].total, TOKENS[0] + TOKENS[1] + 5, rtol=1e-5)
 
 
 def test_the_dual_clip_by_hand():
-    """It must bound bad actions alone, and where the ratio is below it must change nothing."""
+    """The dual clip bounds good actions too, or changes the loss where the ratio is below it."""
     logp = at_sampled(-1.0 + math.log(9.0), -2.0 + math.log(0.5), -0.5 + math.log(5.0), elsewhere=-JUNK)
     value, _ = loss(logp=logp, dual_clip=3.0)
     np.testing.assert_allclose(value.total, TOKENS[0] + TOKENS[1] + 3.0, rtol=1e-5)
@@ -138,9 +138,9 @@ def test_the_dual_clip_by_hand():
 
 
 def test_sequence_ratios_against_the_paper():
-    """A ratio of ids where that of trajectories is asked for, or one of a packed row, is another objective.
+    """A ratio per token or per packed row, in place of one per trajectory, is another objective.
 
-    GSPO (arXiv 2507.18071 eq. 5 and 7) written out: a ratio to each trajectory, clipped once, the mean over them.
+    GSPO (arXiv 2507.18071 eq. 5 and 7) written out: one ratio per trajectory, clipped once, and the mean over them.
     """
     rng = np.random.default_rng(0)
     segments = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 2, 2, 3, 3, 3, 3]], np.int32)
@@ -165,14 +165,14 @@ def test_sequence_ratios_against_the_paper():
     np.testing.assert_allclose([out.total, out.count], [-sum(terms), len(terms)], rtol=1e-5)
     slope = np.asarray(jax.grad(lambda x: value(x).total)(jnp.asarray(logp)))
     assert np.all(np.isfinite(slope)) and np.all(slope[mask == 0] == 0)
-    for row in range(3):  # every id of a trajectory is pulled alike
+    for row in range(3):  # every token of a trajectory has the same gradient
         for segment in range(1, segments[row].max() + 1):
             own = slope[row][(segments[row] == segment) & (mask[row] > 0)]
             np.testing.assert_allclose(own, own[:1].repeat(len(own)), rtol=1e-5)
 
 
 def test_extreme_ratios_stay_finite_with_their_gradients():
-    """One diverged token must not turn the whole update into NaN."""
+    """One diverged token turns the entire update into NaN."""
     far = at_sampled(500.0, -500.0, 300.0)
 
     for ratio in ("token", "sequence"):
@@ -186,7 +186,7 @@ def test_extreme_ratios_stay_finite_with_their_gradients():
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
 def test_positions_that_were_not_sampled_and_empty_rows_count_nothing(aggregation):
-    """Prompt, passages and padding rows must neither move the loss nor its gradient."""
+    """Prompt, passages or padding rows change the loss or its gradient."""
 
     def value(logp, rows=2):
         pad = np.zeros((rows - 2, 4), np.float32)
@@ -206,7 +206,7 @@ def test_positions_that_were_not_sampled_and_empty_rows_count_nothing(aggregatio
 
 @pytest.mark.parametrize(("aggregation", "count"), [("sequence_mean", 1), ("constant_length", 2 * CONTEXT)])
 def test_what_a_masked_row_weighs(aggregation, count):
-    """A divisor that shrinks with the rows left out gives the rest a greater weight, in the batches with the most."""
+    """A divisor that shrinks with excluded rows gives the rest more weight, most where most are excluded."""
     only_first = MASK * np.array([[1.0], [0.0]], np.float32)  # row 1 ended without an answer and is not trained on
     value, _ = loss(mask=only_first, advantage=ADVANTAGE * only_first, aggregation=aggregation)
     share = TOKENS[0] + TOKENS[1]
@@ -215,20 +215,20 @@ def test_what_a_masked_row_weighs(aggregation, count):
 
 
 def test_nothing_sampled_at_all_is_a_zero_over_a_zero_count():
-    """A batch of prompts alone must not divide by zero inside the loss."""
+    """A batch that contains only prompts divides by zero inside the loss."""
     value, metrics = loss(mask=np.zeros_like(MASK), advantage=np.zeros_like(MASK))
     assert float(value.total) == 0.0 and float(value.count) == 0.0
     assert math.isnan(metrics["kl"].value)
 
 
 def test_a_kl_that_is_paid_in_the_reward_is_not_paid_again():
-    """Fails if kl_in=reward leaves the term in the loss: the coefficient would count twice."""
+    """kl_in=reward leaves the term in the loss, so that the coefficient counts twice."""
     plain, twice = loss(kl_coefficient=0.0)[0], loss(kl_coefficient=0.5, kl_in="reward")
     assert float(plain.total) == float(twice[0].total) and twice[1]["kl"].value > 0
 
 
 def test_the_entropy_bonus_by_hand_and_in_the_gradient():
-    """A bonus that is only logged, or whose gradient is cut off, keeps no policy from narrowing."""
+    """A bonus that is only logged, or whose gradient is cut off, does not keep a policy from narrowing."""
     plain, more = loss()[0], loss(entropy_coefficient=0.1)[0]
     np.testing.assert_allclose(plain.total - more.total, 0.1 * (0.3 + 0.6 + 0.9), rtol=1e-5)
     settings = dataclasses.replace(SETTINGS, entropy_coefficient=0.1)
@@ -238,12 +238,12 @@ def test_the_entropy_bonus_by_hand_and_in_the_gradient():
 
 
 def test_the_value_loss_by_hand():
-    """Fails if a clip lets a value earn by moving too far, hides an error, or reads what was not sampled."""
+    """A clip rewards a value for moving too far or hides an error, or positions that were not sampled count."""
     returns, old = at_sampled(1.0, 1.0, 0.0), at_sampled(0.0, 0.0, 0.4)
     values = at_sampled(0.9, 0.3, 0.5, elsewhere=-JUNK)
-    found, metrics = value_loss(*map(jnp.asarray, (values, old, returns, MASK)), 0.5)
-    # .9 counts as .5, error .25, not .01; .3 is within the clip, error .49; .5 within it, error .25
-    np.testing.assert_allclose([found.total, found.count], [(0.25 + 0.49 + 0.25) / 2, 3], rtol=1e-6)
+    clipped, metrics = value_loss(*map(jnp.asarray, (values, old, returns, MASK)), 0.5)
+    # Squared errors: .9 counts as .5, so .25, not .01; .3 is within the clip: .49; .5 is within the clip: .25
+    np.testing.assert_allclose([clipped.total, clipped.count], [(0.25 + 0.49 + 0.25) / 2, 3], rtol=1e-6)
     np.testing.assert_allclose(metrics["clip_fraction"].value, 1 / 3, rtol=1e-6)
     np.testing.assert_allclose(metrics["value"].value, 1.7 / 3, rtol=1e-6)
     free, _ = value_loss(*map(jnp.asarray, (values, old, returns, MASK)), 0.0)
@@ -253,28 +253,30 @@ def test_the_value_loss_by_hand():
 
 
 def test_the_guard_by_hand():
-    """Fails if it holds what may fall: a bad action, an action that grew likelier as a whole, an id that rose."""
+    """The guard holds what may fall: a bad action, an action that became likelier in total, or a token that rose."""
     mask = np.array([[0, 1, 1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 0, 0, 0, 0]], np.float32)
     segments = np.array([[1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0, 0]], np.int32)
-    # Row 0, of advantage 1: an action that fell (-.5, +.2), one that rose (-.1, +.4), one that fell (-.3).
-    # Row 1, of advantage -1: an action that fell.
+    # Row 0, with advantage 1: an action that fell (-.5, +.2), one that rose (-.1, +.4), one that fell (-.3).
+    # Row 1, with advantage -1: an action that fell.
     change = np.array([[9, -0.5, 0.2, -9, -0.1, 0.4, 9, -0.3], [0, -1, -1, 0, 0, 0, 0, 0]], np.float32)
     advantage = np.array([[1.0] * 8, [-1.0] * 8], np.float32)
     old = np.full((2, 8), -2.0, np.float32)
 
-    def found(logp, **changes):
+    def guarded_loss(logp, **changes):
         settings = dataclasses.replace(SETTINGS, **changes)
         zeros = jnp.zeros((2, 8))
         arrays = (old, old, old, advantage, mask, segments)
         return policy_loss(logp, zeros, *map(jnp.asarray, arrays), settings, CONTEXT)
 
     logp = jnp.asarray(old + change)
-    plain, (guarded, metrics) = found(logp)[0], found(logp, guard=0.1)
+    plain, (guarded, metrics) = guarded_loss(logp)[0], guarded_loss(logp, guard=0.1)
     np.testing.assert_allclose(guarded.total - plain.total, 0.1 * (0.5 + 0.3), rtol=1e-5)
     np.testing.assert_allclose(metrics["displaced"].value, 3 / 5, rtol=1e-6)
-    pull = jax.grad(lambda x: found(x, guard=0.1)[0].total - found(x)[0].total)(logp)
+    pull = jax.grad(lambda x: guarded_loss(x, guard=0.1)[0].total - guarded_loss(x)[0].total)(logp)
     expected = np.zeros((2, 8), np.float32)
     expected[0, [1, 7]] = -0.1
     np.testing.assert_allclose(pull, expected, atol=1e-6)
-    # Where the policy is the old one, as in the only update of a step, nothing has fallen yet.
-    assert not np.any(jax.grad(lambda x: found(x, guard=0.1)[0].total - found(x)[0].total)(jnp.asarray(old)))
+    # If the policy is still the old one, as in the only update of a step, nothing has fallen yet.
+    assert not np.any(
+        jax.grad(lambda x: guarded_loss(x, guard=0.1)[0].total - guarded_loss(x)[0].total)(jnp.asarray(old))
+    )

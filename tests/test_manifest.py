@@ -1,4 +1,4 @@
-"""What opening reads of an index, and what it sees."""
+"""How much of an index is read when it opens, and which damage that detects."""
 
 import os
 
@@ -14,7 +14,7 @@ FIELDS = {"kind": "dense", "rows": 1, "encoder": {}, "corpus_sha256": ""}
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """An index of one large file and a small one."""
+    """An index with one large file and one small file."""
     folder = tmp_path_factory.mktemp("large")
     (folder / "vectors.npy").write_bytes(np.random.default_rng(0).bytes(SIZE))
     (folder / "small").write_bytes(b"small")
@@ -28,7 +28,7 @@ def bytes_read() -> int:
 
 
 def test_opening_reads_a_sample(directory):
-    """Opening 21 million passages reads 106 GB: longer than the clients of a restarted server wait."""
+    """Opening 21 million passages reads 106 GB, longer than the clients of a restarted server wait."""
     before = bytes_read()
     read_manifest(directory)
     assert bytes_read() - before < 65 * BLOCK_BYTES < SIZE / 20
@@ -37,7 +37,7 @@ def test_opening_reads_a_sample(directory):
 
 
 def test_what_a_sample_sees_and_what_only_all_of_it(directory):
-    """A torn write passes as whole; or one bit between the sampled blocks passes even when all is asked for."""
+    """A torn write passes as complete, or one flipped bit between the sampled blocks passes even a full check."""
     path, rng = directory / "vectors.npy", np.random.default_rng(0)
 
     def replaced(place: int, content: bytes) -> bytes:

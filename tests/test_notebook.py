@@ -1,4 +1,4 @@
-"""notebooks/colab_smoke.ipynb from first cell to last, on a CPU with a tiny model and a file of HotpotQA's form."""
+"""Runs notebooks/colab_smoke.ipynb from first to last cell on a CPU, with a tiny model and a HotpotQA-like file."""
 
 import json
 
@@ -22,7 +22,7 @@ SMALL = {
 
 
 def rows() -> list[dict]:
-    """Questions as HotpotQA's own file has them."""
+    """Questions in the format of HotpotQA's own file."""
     names = [f"Person {chr(65 + i)}" for i in range(10)]
     return [
         {
@@ -42,7 +42,7 @@ def rows() -> list[dict]:
 
 
 def test_outputs_are_not_kept():
-    """What a cell printed on somebody's machine is no part of the notebook."""
+    """The output of cells on somebody's machine becomes part of the notebook."""
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     assert all(
         not cell["outputs"] and cell["execution_count"] is None for cell in cells if cell["cell_type"] == "code"
@@ -51,26 +51,31 @@ def test_outputs_are_not_kept():
 
 @pytest.mark.slow
 def test_every_cell_runs(tmp_path, wordy_policy, monkeypatch):
-    """A renamed flag or field would leave a newcomer in the middle of a notebook that worked when it was written."""
+    """A renamed flag or field stops a newcomer in the middle of a notebook that worked when it was written."""
     nbformat, nbclient = (
         pytest.importorskip(name, reason=f"{name} is not installed") for name in ("nbformat", "nbclient")
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "hotpot.json").write_text(json.dumps(rows()))
-    given = {"MODEL": str(wordy_policy), "QUESTIONS": str(tmp_path / "hotpot.json"), "STEPS": 2}
-    given |= {"WORK": str(tmp_path / "work"), "MORE": [f"--config.{name}={value}" for name, value in SMALL.items()]}
+    parameters = {"MODEL": str(wordy_policy), "QUESTIONS": str(tmp_path / "hotpot.json"), "STEPS": 2}
+    parameters |= {
+        "WORK": str(tmp_path / "work"),
+        "MORE": [f"--config.{name}={value}" for name, value in SMALL.items()],
+    }
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     first = next(cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
-    assert all(f"\n{name} = " in f"\n{first.source}" for name in given), "a parameter that is there no more"
-    first.source += "".join(f"\n{name} = {value!r}" for name, value in given.items())
+    assert all(f"\n{name} = " in f"\n{first.source}" for name in parameters), (
+        "a parameter is missing from the notebook"
+    )
+    first.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
     client = nbclient.NotebookClient(
         notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     )
     client.execute()
-    said = ["".join(o.get("text", "") for o in cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
-    whole = "\n".join(said)
-    assert "8 questions to train on, 2 to evaluate by, 10 passages" in whole and "trained in float32" in whole
-    assert "FIX " not in whole and "model.safetensors" in whole and "right would be: Person A" in whole
+    outputs = ["".join(o.get("text", "") for o in cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
+    output = "\n".join(outputs)
+    assert "8 questions to train on, 2 to evaluate by, 10 passages" in output and "trained in float32" in output
+    assert "FIX " not in output and "model.safetensors" in output and "right would be: Person A" in output
     work = tmp_path / "work"
     assert len((work / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     assert all((work / name / "report.html").is_file() for name in ("run", "results"))

@@ -1,7 +1,7 @@
-"""Both servers keep what their OpenAPI says, for requests made from it, within its bounds and outside them.
+"""Both servers conform to their OpenAPI schemas, for requests within the bounds of the schemas and outside them.
 
-Some fifty drawn requests an operation beside the edges of every field, the same at each run; `HOSTILE=1000` draws so
-many, and anew.
+About fifty random requests per operation, in addition to the edge cases of every field, the same in each run;
+`HOSTILE=1000` draws that number, with new seeds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SETTINGS = "[checks.negative_data_rejection]\nexpected-statuses = [401, 413, 422
 
 
 def check(running: Running, directory: Path, without: str = "") -> None:
-    """Every check that schemathesis has, on every operation; what it says where one fails."""
+    """Runs every schemathesis check on every operation, and fails with its output."""
     (directory / "schemathesis.toml").write_text(SETTINGS)
     program = Path(sys.executable).with_name("schemathesis")
     options = ["--checks=all", f"--max-examples={COUNT}", ALIKE, "--continue-on-failure", "--no-color"]
@@ -46,20 +46,20 @@ def check(running: Running, directory: Path, without: str = "") -> None:
 
 
 def test_the_retrieval_server_is_what_it_says(tmp_path):
-    """A request that nobody thought of is answered with 500, or with a form that clients made from it cannot read."""
+    """An unexpected request gets a 500, or a reply that clients generated from the schema cannot parse."""
     with Running(server.make_app(RetrievalService.from_corpus(people()), token=TOKEN)) as running:
         check(running, tmp_path)
 
 
 @pytest.mark.slow
 def test_chat_completions_are_what_they_say(tmp_path):
-    """As above, with the policy that ships answering."""
+    """As above, for the chat server with the policy that is shipped."""
     config = from_mapping(get_config().to_dict())
     parts = build.from_path(replace(config, rollout=replace(config.rollout, slots=4, samples=2, widths=1)), "toy")
     answerer = Answerer(parts.collector, parts.sampling_copy())
     try:
         with Running(chat.make_app(answerer, "toy", token=TOKEN)) as running:
-            # Of the messages the last one of role user alone is read, which no schema can say.
+            # Only the last message with role user is used, which no schema can express.
             check(running, tmp_path, without="negative_data_rejection")
     finally:
         answerer.close()

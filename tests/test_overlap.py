@@ -27,7 +27,7 @@ ROWS = 6
 
 
 class Sampler(ScriptedSampler):
-    """Counts how often `generate` was asked for."""
+    """Counts the calls of `generate`."""
 
     calls, more = 0, threading.Condition()
 
@@ -39,7 +39,7 @@ class Sampler(ScriptedSampler):
 
 
 class OneAtATime:
-    """The real service, which takes no second batch before the first is answered."""
+    """The real service, which accepts no second batch before the first is answered."""
 
     def __init__(self):
         self._service, self._busy = real_retriever(), threading.Lock()
@@ -71,27 +71,27 @@ def sampler(tiny_tokenizer):
 
 @pytest.fixture
 def searches(sampler, monkeypatch):
-    """Each search in the background begins when the next `generate` was asked for; how many there were."""
+    """Delays each background search until the next call of `generate`; returns one entry per search."""
     done = []
 
-    def behind_the_next_generate(search):
+    def after_the_next_generate(search):
         at = sampler.calls
 
         def waited():
             with sampler.more:
-                assert sampler.more.wait_for(lambda: sampler.calls > at, 60), "nothing decodes meanwhile"
+                assert sampler.more.wait_for(lambda: sampler.calls > at, 60), "no row is decoded during the search"
             done.append(at)
             return search()
 
         return in_background(waited)
 
-    monkeypatch.setattr(inflight, "in_background", behind_the_next_generate)
+    monkeypatch.setattr(inflight, "in_background", after_the_next_generate)
     return done
 
 
 @pytest.fixture
 def run(tiny_tokenizer, sampler, params):
-    """Two searches and an answer after turns of many lengths, twice as many rollouts as slots."""
+    """Two searches and an answer, with turns of many lengths and twice as many rollouts as slots."""
     encode, rng = tiny_tokenizer.encode_foreign, np.random.default_rng(0)
     word, query = encode("a")[0], encode("<search> Ada Lovelace ## Alan Turing </search>")
     answer = encode("<answer> Ada Lovelace </answer>")
@@ -100,43 +100,42 @@ def run(tiny_tokenizer, sampler, params):
 
     def collected(service, overlap, **changes):
         rollout = rollout_section(slots=3, context_tokens=240, turn_tokens=60, overlap_search=overlap, **changes)
-        asked = [question(i) for i in range(ROWS)]
-        sampler.give(0, 0, [(q, 0) for q in asked], scripts)
+        questions = [question(i) for i in range(ROWS)]
+        sampler.give(0, 0, [(q, 0) for q in questions], scripts)
         collector = make_collector(tiny_tokenizer, sampler, rollout, service)
-        return collector.collect(params, asked, 1, seed=0, step=0, temperature=1.0), collector.usage
+        return collector.collect(params, questions, 1, seed=0, step=0, temperature=1.0), collector.usage
 
     return collected
 
 
 def test_other_rows_decode_while_a_row_is_searched_for(run, searches):
-    """A search that is waited for all the same; passages of another row, or of the search before; a row that is
-    extended twice, or never."""
+    """Decoding waits for a search, a row gets other or outdated passages, or is extended twice or never."""
     ahead, _ = run(OneAtATime(), True)
     assert len(searches) >= 5
-    for ours, wanted in zip(ahead, run(real_retriever(), False)[0], strict=True):
-        assert ours.status == wanted.status == "answered" and len(ours.turns) == 3
-        assert [t.queries for t in ours.turns] == [t.queries for t in wanted.turns]
-        assert [t.passages for t in ours.turns] == [t.passages for t in wanted.turns]
-        np.testing.assert_array_equal(ours.ids, wanted.ids)
-        np.testing.assert_array_equal(ours.mask, wanted.mask)
-        np.testing.assert_allclose(ours.logprobs, wanted.logprobs, atol=1e-5)
+    for ours, expected in zip(ahead, run(real_retriever(), False)[0], strict=True):
+        assert ours.status == expected.status == "answered" and len(ours.turns) == 3
+        assert [t.queries for t in ours.turns] == [t.queries for t in expected.turns]
+        assert [t.passages for t in ours.turns] == [t.passages for t in expected.turns]
+        np.testing.assert_array_equal(ours.ids, expected.ids)
+        np.testing.assert_array_equal(ours.mask, expected.mask)
+        np.testing.assert_allclose(ours.logprobs, expected.logprobs, atol=1e-5)
 
 
 def test_an_initial_search_beside_them(run, searches):
-    """Two batches at once in a retriever that takes one: the first search of a new row comes while others are out."""
-    found, _ = run(OneAtATime(), True, initial_search=True)
-    assert [len(t.turns) for t in found] == [4] * ROWS and searches
+    """The first search of a new row overlaps another search in a retriever that takes one batch at a time."""
+    trajectories, _ = run(OneAtATime(), True, initial_search=True)
+    assert [len(t.turns) for t in trajectories] == [4] * ROWS and searches
 
 
 def test_one_that_fails_ends_the_rollouts(run):
-    """An error lost in its thread: rows that wait for passages for ever, or go on without."""
+    """An error is lost in its thread, and rows wait for passages forever, or continue without them."""
     with pytest.raises(RetrievalError, match="nobody answers"):
         run(Gone(), True)
     assert all(t.status == "answered" for t in run(real_retriever(), True)[0])
 
 
 def test_no_end_of_the_program_waits_for_one():
-    """A preempted machine whose retriever is gone would wait out the client's patience before it may stop."""
+    """A preempted machine whose retriever is gone waits for the client's retry deadline before it stops."""
     code = (
         "import time; from psearch_jax.rollout.inflight import in_background; in_background(lambda: time.sleep(900))"
     )

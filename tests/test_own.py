@@ -1,4 +1,4 @@
-"""docs/own.md: what a user brings along is taken, block by block, as the page says."""
+"""docs/own.md: every code block for a user's own data, prompt, reward or retriever works as described."""
 
 import json
 import os
@@ -15,7 +15,7 @@ PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 @pytest.mark.slow
 def test_every_block_runs(tmp_path, wordy_policy):
-    """Fails if a user's corpus, questions, prompt, reward or retriever is not taken, or taken and not used."""
+    """A user's corpus, questions, prompt, reward or retriever is refused, or accepted and not used."""
     (tmp_path / "texts").mkdir()
     for i in range(20):
         (tmp_path / "texts" / f"note_{i}.txt").write_text(f"The note {i} was written by Ada.")
@@ -48,7 +48,7 @@ except UserError as refused:
 
 
 def test_the_index_is_built_as_the_page_says(tmp_path):
-    """A user's first command on a corpus of their own."""
+    """The first command that users run on their own corpus fails."""
     row = {"id": "note_1", "title": "note 1", "text": "The note 1 was written by Ada."}
     (tmp_path / "corpus.jsonl").write_text(json.dumps(row) + "\n")
     command = next(line for line in PAGE.splitlines() if line.startswith("python launch/build_index.py")).split()[1:]

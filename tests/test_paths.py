@@ -1,4 +1,4 @@
-"""Run directories, evaluations, exports and questions on an object store: the real clients, before an emulated one."""
+"""Run directories, evaluations, exports and questions on an object store: real clients, emulated store."""
 
 import contextlib
 import functools
@@ -38,7 +38,7 @@ from retrieval.protocol import CorpusError
 
 
 def with_generation(download, request, response, storage, *args, **kwargs):
-    """What is read comes with its generation, as from the store itself: TensorStore needs it to write a file again."""
+    """Adds the object's generation to a download as the real store does: TensorStore needs it to rewrite a file."""
     name = request.params["bucket_name"], request.params["object_id"]
     with contextlib.suppress(NotFound):
         response["x-goog-generation"] = storage.get_file_obj(*name)["generation"]
@@ -47,7 +47,7 @@ def with_generation(download, request, response, storage, *args, **kwargs):
 
 @pytest.fixture(scope="module")
 def bucket():
-    """The address of an empty bucket, as gcsfs and TensorStore find it."""
+    """The address of an empty bucket, with gcsfs and TensorStore set up to use it."""
     port = free_port()
     server = create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
     server.start()
@@ -61,7 +61,7 @@ def bucket():
 
 @pytest.fixture(autouse=True)
 def nothing_local(tmp_path, monkeypatch):
-    """Whatever a test does with addresses, no directory called `gs:` comes of it."""
+    """No test may create a local directory called `gs:`."""
     monkeypatch.chdir(tmp_path)
     yield
     assert not (tmp_path / "gs:").exists()
@@ -73,12 +73,12 @@ def jsonl(path):
 
 @pytest.mark.slow
 def test_a_run_lives_and_resumes_on_an_object_store(bucket, tiny_policy, tmp_path):
-    """A run of days in a local directory called `gs:`, which is gone with the machine; or one that cannot resume."""
+    """A run of days is saved in a local directory called `gs:`, gone with the machine, or cannot resume."""
     workdir = f"{bucket}/runs/one"
     fields = {"eval.questions_per_kind": 0, "train.checkpoint_every_steps": 1, "train.steps": 1}
     parts = build.training_run(small_config(tiny_policy, **fields))
     trainer.train(parts, workdir)
-    # Started again with the same programs, which are compiled already; all it knows is what is on the store.
+    # A restart that reuses the compiled programs; everything else comes from the store.
     parts.config = replace(parts.config, train=replace(parts.config.train, steps=2))
     parts.state = jax.tree.map(jnp.zeros_like, parts.state)
     summary = trainer.train(parts, workdir)
@@ -89,13 +89,13 @@ def test_a_run_lives_and_resumes_on_an_object_store(bucket, tiny_policy, tmp_pat
     assert sorted(path.name for path in (place / "trajectories").iterdir()) == ["000000.jsonl", "000001.jsonl"]
     assert jsonl(place / "trajectories" / "000001.jsonl")[0]["step"] == 1
     assert json.loads((place / "summary.json").read_text())["steps"] == 2 == summary["steps"]
-    assert len(list((place / "tensorboard").iterdir())) == 2  # one file of events per start
+    assert len(list((place / "tensorboard").iterdir())) == 2  # one event file per start
     assert [path.name for path in checkpoint.find_checkpoints(workdir)] == ["2", "1"]
     mark = place / "checkpoints" / "2" / "commit_success.txt"
-    said = mark.read_bytes()
-    mark.unlink()  # as if the machine had gone while it was being written
+    content = mark.read_bytes()
+    mark.unlink()  # as if the machine had been lost during the write
     assert [path.name for path in checkpoint.find_checkpoints(workdir)] == ["1"]
-    mark.write_bytes(said)
+    mark.write_bytes(content)
 
     model, params, loop = checkpoint.load_params(workdir)
     same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), params, parts.state.params)
@@ -106,14 +106,14 @@ def test_a_run_lives_and_resumes_on_an_object_store(bucket, tiny_policy, tmp_pat
     (tmp_path / "copy").mkdir()
     for file in locate(f"{bucket}/export").iterdir():
         (tmp_path / "copy" / file.name).write_bytes(file.read_bytes())
-    found, exported = hf.load_hf(tmp_path / "copy")
-    assert found == model and len(list((tmp_path / "copy").glob("*.safetensors"))) > 1
+    config, exported = hf.load_hf(tmp_path / "copy")
+    assert config == model and len(list((tmp_path / "copy").glob("*.safetensors"))) > 1
     for path, value in nnx.to_flat_state(exported):
         assert np.array_equal(value.get_value(), dict(nnx.to_flat_state(params))[path].get_value()), path
 
 
 def test_an_export_that_fails_leaves_no_model(bucket, tiny_policy, monkeypatch):
-    """Half of the weights on a store, with the config.json that makes them look like a model."""
+    """A store has half of the weights, with a config.json that makes them look like a model."""
     model, params = hf.load_hf(tiny_policy)
 
     def stop(*_):
@@ -126,7 +126,7 @@ def test_an_export_that_fails_leaves_no_model(bucket, tiny_policy, monkeypatch):
 
 
 def test_metrics_are_put_whole(bucket, monkeypatch):
-    """Rows lost where nothing can be appended, or a whole file put for each of a thousand quick steps."""
+    """Rows are lost on a store that cannot append, or a full upload follows each of a thousand quick steps."""
     place = locate(f"{bucket}/metrics")
     writer = MetricsWriter(place, active=True)
     for step in range(3):
@@ -146,8 +146,8 @@ def test_metrics_are_put_whole(bucket, monkeypatch):
 
 
 def test_an_evaluation_goes_on_on_an_object_store(bucket):
-    """An evaluation that was killed begins anew, or leaves its parts behind."""
-    asked = [Question("set", str(i), f"{i}?", ("x",), "single") for i in range(5)]
+    """A killed evaluation starts over, or leaves its parts in the directory."""
+    all_questions = [Question("set", str(i), f"{i}?", ("x",), "single") for i in range(5)]
     empty, seen = np.zeros(4), []
 
     def roll_out(questions, tell):
@@ -158,19 +158,19 @@ def test_an_evaluation_goes_on_on_an_object_store(bucket):
 
     out = f"{bucket}/evaluation"
     with pytest.raises(KeyboardInterrupt):
-        Evaluation(out, {"a": asked}, {"seed": 1}).run(roll_out, 3, lambda *_: None)
-    evaluation = Evaluation(out, {"a": asked}, {"seed": 1})
+        Evaluation(out, {"a": all_questions}, {"seed": 1}).run(roll_out, 3, lambda *_: None)
+    evaluation = Evaluation(out, {"a": all_questions}, {"seed": 1})
     scores = evaluation.run(roll_out, 3, lambda *_: None)
     assert seen == [["0", "1", "2"], ["3", "4"], ["3", "4"]]
     evaluation.finish({"benchmarks": {"a": {}}}, "a table\n")
     assert sorted(path.name for path in locate(out).iterdir()) == ["a.jsonl", "results.json", "results.md"]
     assert read_scores(out) == scores and len(scores["a"]) == 5
     with pytest.raises(UserError, match="--out=gs://bucket/evaluation: holds an evaluation with seed 1, found 2"):
-        Evaluation(out, {"a": asked}, {"seed": 2})
+        Evaluation(out, {"a": all_questions}, {"seed": 2})
 
 
 def test_questions_are_read_from_an_object_store(bucket, tmp_path):
-    """Question files that have to be copied to every host first."""
+    """Question files have to be copied to every host first."""
     rows = [{"id": f"q{i}", "question": "Who is older?", "golden_answers": ["Ada"]} for i in range(3)]
     place = locate(f"{bucket}/questions")
     write_whole(place / "nq.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -180,14 +180,14 @@ def test_questions_are_read_from_an_object_store(bucket, tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "nq.parquet")
     write_whole(place / "nq.parquet", (tmp_path / "nq.parquet").read_bytes())
     for name in ("nq.jsonl", "array.json", "nq.parquet"):
-        found = open_questions(f"{bucket}/questions/{name}", "nq")
-        assert [(q.source, q.id, q.answers) for q in found] == [("nq", f"q{i}", ("Ada",)) for i in range(3)], name
+        questions = open_questions(f"{bucket}/questions/{name}", "nq")
+        assert [(q.source, q.id, q.answers) for q in questions] == [("nq", f"q{i}", ("Ada",)) for i in range(3)], name
     with pytest.raises(UserError, match="^gs://bucket/questions/no.jsonl: no such file"):
         open_questions(f"{bucket}/questions/no.jsonl")
 
 
 def test_what_is_mapped_into_memory_has_to_be_local(bucket, tmp_path):
-    """An index in a local directory called `gs:`, or a traceback out of mmap."""
+    """An index is made in a local directory called `gs:`, or mmap ends in a traceback."""
     there = f"{bucket}/index"
     write_whole(locate(there) / "manifest.json", "{}")
     write_whole(tmp_path / "c.jsonl", json.dumps({"id": "1", "contents": '"A"\nb'}) + "\n")
@@ -214,7 +214,7 @@ def test_what_is_mapped_into_memory_has_to_be_local(bucket, tmp_path):
 
 
 def test_a_store_that_refuses_is_named_in_one_line():
-    """Pages of traceback out of an HTTP library for a bucket that the user may not read."""
+    """A bucket that the user may not access ends in pages of traceback from an HTTP library."""
 
     class Closed(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -233,7 +233,7 @@ def test_a_store_that_refuses_is_named_in_one_line():
 
 
 def test_other_addresses_are_refused(bucket, tmp_path, monkeypatch):
-    """A local directory called `s3:`, or a traceback for a library that is not there or a bucket that is not."""
+    """A local directory called `s3:` is made, or a missing library or bucket ends in a traceback."""
     with pytest.raises(UserError, match="^s3://bucket/run: accepted: a path on this machine, or gs://BUCKET"):
         locate("s3://bucket/run")
     with pytest.raises(UserError, match="^gs:/bucket/run: accepted"):

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: written for PEFT, read from it, and continued by training."""
+"""LoRA adapters in PEFT's format: written for PEFT, loaded from it, and trained further."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def logits(params, adapter=ADAPTER):
 
 
 def test_what_is_written_is_read_again(adapters, tmp_path):
-    """Axes that are swapped on the way, or a layer in another's place."""
+    """Saving and loading swaps axes, or exchanges layers."""
     peft.save_adapters(adapters, CONFIG, ADAPTER, "base", tmp_path / "a")
     assert peft.read_shape(tmp_path / "a") == ADAPTER
     for ours, theirs in zip(
@@ -52,7 +52,7 @@ def test_what_is_written_is_read_again(adapters, tmp_path):
 
 
 def test_peft_computes_the_same_with_them(adapters, tiny_tokenizer, tmp_path):
-    """A directory that only this project can read, or one that PEFT reads as another policy."""
+    """Only this project can load the directory, or PEFT loads another policy from it."""
     pytest.importorskip("torch", reason="torch is not installed")
     library = pytest.importorskip("peft", reason="peft is not installed")
     import torch
@@ -76,7 +76,7 @@ def test_peft_computes_the_same_with_them(adapters, tiny_tokenizer, tmp_path):
 
 
 def test_other_adapters_are_refused(adapters, tmp_path):
-    """Adapters of another model or kind, of which a part is silently used."""
+    """Adapters of another model or kind are silently used in part."""
     good = tmp_path / "good"
     peft.save_adapters(adapters, CONFIG, ADAPTER, "base", good)
 
@@ -107,9 +107,9 @@ def weights(parts):
 
 
 def test_training_continues_adapters_and_evaluation_takes_them(tiny_policy, tmp_path):
-    """A run that starts from the bare weights, or one whose reference is not the policy that it started from."""
-    lower = {"model.lora_rank": 3, "model.lora_alpha": 6.0, "learning.learning_rate": 1e-2}
-    run(command(tmp_path / "first", tiny_policy, 2, **lower))
+    """A run starts from the bare weights, or its reference is not the policy that it started from."""
+    fields = {"model.lora_rank": 3, "model.lora_alpha": 6.0, "learning.learning_rate": 1e-2}
+    run(command(tmp_path / "first", tiny_policy, 2, **fields))
     exported = tmp_path / "adapters"
     run([sys.executable, "launch/export_hf.py", "--adapters_only", f"--checkpoint={tmp_path / 'first'}",
          f"--out={exported}"])  # fmt: skip
@@ -123,7 +123,7 @@ def test_training_continues_adapters_and_evaluation_takes_them(tiny_policy, tmp_
 
     learning = replace(config.learning, kl_coefficient=0.01)
     batch = row_batch([(np.arange(3, 60, dtype=np.int32), np.arange(57) > 20)])
-    for dtype in ("float32", "bfloat16"):  # on a CPU the programs of the second are given the weights in another form
+    for dtype in ("float32", "bfloat16"):  # on a CPU, programs in bfloat16 get the weights in another form
         model = replace(config.model, dtype=dtype, sampling_dtype=dtype)
         made = build.training_run(replace(config, learning=learning, model=model))
         for a, b in zip(jax.tree.leaves(made.state.params), weights(parts), strict=True):
@@ -134,12 +134,14 @@ def test_training_continues_adapters_and_evaluation_takes_them(tiny_policy, tmp_
 
     with pytest.raises(UserError, match="config.model.lora_rank: found 4 with adapters of rank 3"):
         build.engine(replace(config, model=replace(config.model, lora_rank=4)))
-    none = completed([sys.executable, *command(tmp_path / "x", tiny_policy, 1, **{"model.adapters": "/absent"})[1:]])
-    assert none.returncode == 2 and "/absent" in none.stderr and "Traceback" not in none.stderr
+    missing = completed(
+        [sys.executable, *command(tmp_path / "x", tiny_policy, 1, **{"model.adapters": "/absent"})[1:]]
+    )
+    assert missing.returncode == 2 and "/absent" in missing.stderr and "Traceback" not in missing.stderr
 
 
 def test_a_run_without_adapters_exports_none(tiny_policy, tmp_path):
-    """An empty adapter directory."""
+    """The export of a run without adapters is an empty adapter directory."""
     run(command(tmp_path / "full", tiny_policy, 1))
     asked = ["launch/export_hf.py", "--adapters_only", f"--checkpoint={tmp_path / 'full'}", f"--out={tmp_path / 'a'}"]
     refused = completed([sys.executable, *asked])

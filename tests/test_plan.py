@@ -1,4 +1,4 @@
-"""Plans for TPUs that are not there: what every chip holds, what is replicated, what is refused."""
+"""Plans for absent TPUs: the memory of every chip, replicated arrays, and refused configs."""
 
 import ast
 import json
@@ -54,13 +54,13 @@ def target():
 
 @pytest.fixture(scope="module")
 def qwen7b(target):
-    """The plan of the sampler's and the small programs of configs/qwen7b.py."""
+    """The plan of configs/qwen7b.py, with the sampler's programs and the small ones."""
     names = ("start", "prefill", "admit", "extend", "generate", "reshard", "apply")
     return make_plan(config_file("qwen7b"), target, names=names, largest_only=True)
 
 
 def test_what_a_chip_holds(qwen7b):
-    """A count that forgets the optimizer, or takes the whole model for a chip's share."""
+    """The count omits the optimizer, or takes the full model for one chip's share."""
     share = 7.6e9 / 16
     assert qwen7b.resident["parameters"] == pytest.approx(4 * share, rel=0.01)
     assert qwen7b.resident["optimizer"] == pytest.approx(8 * share, rel=0.01)
@@ -69,25 +69,25 @@ def test_what_a_chip_holds(qwen7b):
     cache = 2 * 28 * (128 / 4) * (4 / 4) * 6196 * 128 * 2
     assert cache < qwen7b.resident["sampler_state"] < 1.02 * cache
     start = 2 * qwen7b.resident["parameters"] + qwen7b.resident["optimizer"] + qwen7b.resident["reference"]
-    assert qwen7b.programs["start"].total_bytes == start, "the weights are loaded before the state is made of them"
+    assert qwen7b.programs["start"].total_bytes == start, "the weights are loaded before the state is built from them"
     assert qwen7b.chips == 16 and qwen7b.fits and qwen7b.headroom_bytes > 0
 
 
 def test_nothing_large_is_replicated(qwen7b):
-    """A parameter, moment or cache that every chip holds whole by accident."""
+    """A parameter, moment or cache is replicated on every chip by accident."""
     assert len(qwen7b.large) > 50
     assert not [row for row in qwen7b.large if row[-1]]
 
 
 def test_the_cache_is_not_copied(qwen7b):
-    """A layout that transposes the whole cache at every token: `generate` would need it three times over."""
+    """A layout transposes the full cache at every token, so that `generate` needs its memory three times."""
     state = qwen7b.resident["sampler_state"]
     assert qwen7b.programs["generate"].peak_bytes < qwen7b.resident["sampling_copy"] + 1.2 * state
     assert qwen7b.programs["admit"].peak_bytes < 1.1 * (state + qwen7b.resident["prompt_pool"])
 
 
 def test_no_weight_is_gathered_while_decoding(target):
-    """Weights left sharded over fsdp would be gathered for every layer and token."""
+    """Weights that stay sharded over fsdp are gathered for every layer and token."""
     config = config_file("qwen7b", model={"path": "", "preset": "0.5b"}, mesh={"tensor": 2})
     config = replace(config, rollout=replace(config.rollout, context_tokens=1024, prompt_tokens=256, slots=16))
     mesh = make_mesh(config.mesh, target.devices)
@@ -103,19 +103,19 @@ def test_no_weight_is_gathered_while_decoding(target):
 
 
 def test_every_width_is_planned():
-    """Only the largest shapes planned, where a narrower one may need more: it attends in another way."""
+    """Only the largest shape is planned; a narrower one, with another form of attention, may need more."""
     budgets = {"slots": 8, "context_tokens": 2048, "prompt_tokens": 64, "obs_tokens": 512}
     config = config_file("smoke", model={"path": "", "preset": "toy"}, rollout=budgets)
     target = Target("here", jax.devices()[:1], Chip(2**34, 1e12, 1e12), "cpu")
     plan = make_plan(config, target, names=("extend",))
-    found = plan.widths["extend"]
-    assert tuple(found) == widths(config.rollout).observations == (128, 256, 384, 512)
-    assert plan.programs["extend"].total_bytes == found[plan.programs["extend"].width] == max(found.values())
-    assert len(set(found.values())) == 4
+    sizes = plan.widths["extend"]
+    assert tuple(sizes) == widths(config.rollout).observations == (128, 256, 384, 512)
+    assert plan.programs["extend"].total_bytes == sizes[plan.programs["extend"].width] == max(sizes.values())
+    assert len(set(sizes.values())) == 4
 
 
 def test_what_is_planned_is_what_a_run_compiles(tiny_policy):
-    """A shape that the first step compiles and the plan never saw; of a critic as well."""
+    """The first step, of the policy or of a critic, compiles a shape that is not in the plan."""
     config = small_config(tiny_policy, **{"rollout.widths": 4, "learning.algorithm": "ppo"})
     parts = build.training_run(config)
     sampling = parts.learner.sampling_copy(parts.state.params)
@@ -125,20 +125,20 @@ def test_what_is_planned_is_what_a_run_compiles(tiny_policy):
     collector = parts.collector
     rows = (r.slots, r.context_tokens, collector.parts.pool_rows, collector.parts.piece_rows)
     *_, programs = sampler.traced(*rows, widths(r, sampler.by_length))
-    planned = {name: len(found) for name, found in {**programs, **parts.learner.traced()}.items()}
+    planned = {name: len(shapes) for name, shapes in {**programs, **parts.learner.traced()}.items()}
     compiled = {**sampler.compilations(), **parts.learner.compilations()}
     assert compiled.pop("reference_logprobs") == 0 and compiled.pop("apply") == 0 and planned.pop("apply") == 1
     assert planned.pop("reshard") == 1 and planned == compiled
     parts.critic.warm_up(parts.state.critic.params)
-    planned = {name: len(found) for name, found in parts.critic.traced().items()}
+    planned = {name: len(shapes) for name, shapes in parts.critic.traced().items()}
     assert planned == parts.critic.compilations() | {"apply": 1}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [0, 4])
 def test_a_critic_is_counted_beside_every_program(target, lora):
-    """A plan that forgets the critic calls a run of PPO fitting that holds two of everything; with adapters the two
-    share their frozen base, which is to be counted once."""
+    """A plan without the critic says that a PPO run fits, although it has two of everything. With adapters, policy and
+    critic share their frozen base, which must count once."""
     fields = {"model": {"path": "", "preset": "tiny", "lora_rank": lora}, "mesh": {"tensor": 2}}
     fields["rollout"] = {"context_tokens": 512, "prompt_tokens": 128, "obs_tokens": 128, "widths": 1}
     names = ("accumulate", "critic_accumulate")
@@ -152,15 +152,14 @@ def test_a_critic_is_counted_beside_every_program(target, lora):
     assert held["critic"] == pytest.approx(held["parameters"], rel=0.05) and grpo.resident["critic"] == 0
     more = ppo.programs["accumulate"].resident_bytes - grpo.programs["accumulate"].resident_bytes
     assert more == held["critic"] + held["critic_optimizer"]
-    beside = held["parameters"] + held["optimizer"] + held["critic_optimizer"] + ppo.resident["reference"]
-    assert (
-        ppo.programs["critic_accumulate"].resident_bytes == beside
-    )  # of a tied model the critic reads all of the base
+    # In a tied model, the critic uses all of the base.
+    expected = held["parameters"] + held["optimizer"] + held["critic_optimizer"] + ppo.resident["reference"]
+    assert ppo.programs["critic_accumulate"].resident_bytes == expected
     assert (ppo.resident["frozen_base"] > 0) == (lora > 0) and (ppo.resident["reference"] > 0) == (lora == 0)
 
 
 def test_what_a_chip_holds_of_qwen3(target):
-    """Heads of width / heads, 80 in place of 128: a plan with three fifths of the cache and of attention's weights."""
+    """A head size of width / heads, 80 in place of 128, plans three fifths of the cache and attention weights."""
     config = config_file("qwen3_8b", model={"path": "Qwen/Qwen3-32B"}, mesh={"tensor": 8})
     plan = make_plan(config, target, names=())
     share = 32_762_123_264 / 16
@@ -171,7 +170,7 @@ def test_what_a_chip_holds_of_qwen3(target):
 
 
 def test_what_does_not_fit_is_said(target):
-    """A plan that calls a run fitting which the compiler refuses, or that leaves the user without a next step."""
+    """A plan accepts a run that the compiler refuses, or leaves the user without a next step."""
     config = config_file("qwen7b", rollout={"slots": 2048})
     plan = make_plan(config, target, names=("generate",), largest_only=True)
     assert not plan.fits
@@ -180,7 +179,7 @@ def test_what_does_not_fit_is_said(target):
 
 
 def test_configs_at_odds_with_the_mesh(target):
-    """A plan for a mesh that the run itself would refuse."""
+    """A plan is made for a mesh that the run itself refuses."""
     for section, fields, message in (
         ("mesh", {"tensor": 8, "fsdp": 2}, "config.mesh.tensor: found 8, accepted for 28 query heads"),
         ("rollout", {"slots": 126}, "config.rollout.slots: found 126, accepted: a multiple"),
@@ -193,18 +192,18 @@ def test_configs_at_odds_with_the_mesh(target):
 
 
 def test_a_mesh_that_splits_the_slices_axes(target):
-    """An axis of 8 on a slice of 4x4 would end in a traceback on the pod."""
+    """An axis of 8 on a slice of 4x4 ends in a traceback on the pod."""
     mesh = make_mesh(MeshSection(1, 2, 8), target.devices)
     assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "tensor": 8} and len(set(mesh.devices.flat)) == 16
 
 
 def test_shapes_are_known_without_weights():
-    """A plan that needs a 15 GB download."""
+    """A plan needs a 15 GB download."""
     assert model_shape(Config(model=ModelSection(path="Qwen/Qwen2.5-14B-Instruct"))).layers == 48
     assert model_shape(Config(model=ModelSection(path="Qwen/Qwen2.5-0.5B"))).layers == 24
     for name in ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base", "Qwen/Qwen3-4B-Instruct-2507"):
-        found = model_shape(Config(model=ModelSection(path=name)))
-        assert (found.qk_norm, found.layers, found.head_dim) == (True, 36, 128)
+        shape = model_shape(Config(model=ModelSection(path=name)))
+        assert (shape.qk_norm, shape.layers, shape.head_dim) == (True, 36, 128)
     assert model_shape(Config(model=ModelSection(path="toy", preset="7b"))).width == 128
     assert model_shape(Config(model=ModelSection(path=str(ROOT / "psearch_jax/assets/toy_policy")))).width == 128
     for name in ("some/model", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3.5-9B"):
@@ -213,7 +212,7 @@ def test_shapes_are_known_without_weights():
 
 
 def test_the_floor_by_hand(qwen7b):
-    """FLOPs counted once too often: of the whole model per chip, or of the embedding as a product."""
+    """FLOPs are counted too often: the full model for each chip, or the embedding as a product."""
     config = config_file("qwen7b")
     seconds = floor_seconds(qwen7b, config, 2000, 500)
     layers, head = 28 * (3584 * (28 + 8) * 128 + 28 * 128 * 3584 + 3 * 3584 * 18_944), 152_064 * 3584
@@ -222,18 +221,18 @@ def test_the_floor_by_hand(qwen7b):
     everywhere = 2560 * (2 * (layers + head) * 2000 + scores) / (16 * 197e12)
     assert seconds["update"] == pytest.approx(4 * forward) and seconds["logprobs"] == pytest.approx(2 * forward)
     assert seconds["prefill"] == pytest.approx(0.75 * everywhere)
-    weights = qwen7b.resident["sampling_copy"] - 152_064 * 3584 * 2 / 4  # but for the table of the input ids
+    weights = qwen7b.resident["sampling_copy"] - 152_064 * 3584 * 2 / 4  # without the input embedding table
     read = weights + 2 * 28 * 1 * 128 * 2 * 32 * 1000
     assert seconds["decode"] == pytest.approx(2560 * 500 / 128 * read / 819e9)
 
 
 def test_a_decode_step_beside_the_least(qwen7b, target):
-    """A count that sees one layer of 28; eight bits that are widened in memory, or scales of the whole cache that are
-    laid out anew at every token, which takes longer than to read it."""
+    """The count includes one layer of 28. Or int8 values are widened in memory, or the scales of the full cache are
+    copied at every token, which takes longer than reading the cache."""
     config = config_file("qwen7b")
     half = config.rollout.context_tokens / 2
-    least = decode_floor_bytes(qwen7b, config, half)
-    assert least <= qwen7b.programs["generate"].cost.turn_bytes < 1.03 * least
+    lower_bound = decode_floor_bytes(qwen7b, config, half)
+    assert lower_bound <= qwen7b.programs["generate"].cost.turn_bytes < 1.03 * lower_bound
     narrow = config_file("qwen7b", model={"int8_weights": True, "int8_cache": True})
     plan, mesh, r = make_plan(narrow, target, names=()), make_mesh(narrow.mesh, target.devices), narrow.rollout
     sampler = bare_sampler(narrow, plan.model, mesh)
@@ -241,15 +240,15 @@ def test_a_decode_step_beside_the_least(qwen7b, target):
     (generate,) = sampler.traced(*shapes)[-1]["generate"].values()
     with jax.set_mesh(mesh):
         text = generate().lower().compile().as_text()
-    least_narrow = decode_floor_bytes(plan, narrow, half)
-    assert least_narrow < 0.55 * least
-    assert least_narrow <= cost(text).turn_bytes < 1.03 * least_narrow
-    assert not [line for line in collectives_in_loops(text, LARGE, "copy") if ",6208" in line]  # the cache's positions
+    narrow_lower_bound = decode_floor_bytes(plan, narrow, half)
+    assert narrow_lower_bound < 0.55 * lower_bound
+    assert narrow_lower_bound <= cost(text).turn_bytes < 1.03 * narrow_lower_bound
+    assert not [line for line in collectives_in_loops(text, LARGE, "copy") if ",6208" in line]  # cache positions
     assert plan.resident["sampler_state"] < 0.53 * qwen7b.resident["sampler_state"]
 
 
 def test_the_peak_of_a_device():
-    """A share of the peak by the figures of another card, or of a CPU, whose peak nobody knows."""
+    """Utilisation is computed with the peak of another card, or for a CPU, whose peak is unknown."""
 
     def of(platform, kind):
         return chip_of(SimpleNamespace(platform=platform, device_kind=kind))
@@ -260,21 +259,21 @@ def test_the_peak_of_a_device():
 
 
 def test_bisection():
-    """The largest value that fits missed by one."""
+    """The largest value that fits is missed by one."""
     for most in range(0, 9):
         assert _largest(list(range(1, 9)), lambda n, most=most: n <= most) == most
 
 
 @pytest.mark.slow
 def test_the_search_ends_at_what_fits():
-    """Rows and context named as the largest that do not fit, or that leave half of the memory unused."""
+    """The search reports rows and context that do not fit, or that leave half of the memory unused."""
     budgets = {"slots": 2, "context_tokens": 512, "prompt_tokens": 256, "obs_tokens": 128, "widths": 1}
     batches = {"mini_batch_rollouts": 8, "micro_batch_rows": 1}
     config = config_file("smoke", model={"path": "", "preset": "toy"}, rollout=budgets, learning=batches)
-    target, said = Target("here", jax.devices()[:1], Chip(64_000_000, 1e12, 1e12), "cpu"), []
-    found = search(config, target, said.append)
-    tried = {field: {} for field in found}
-    for line in said:
+    target, log = Target("here", jax.devices()[:1], Chip(64_000_000, 1e12, 1e12), "cpu"), []
+    largest = search(config, target, log.append)
+    tried = {field: {} for field in largest}
+    for line in log:
         changes, _, verdict = line.rpartition(": ")
         ((field, value),) = ast.literal_eval(changes).items()
         tried[field][value] = verdict == "fits"
@@ -282,23 +281,23 @@ def test_the_search_ends_at_what_fits():
         "rollout.slots": {12: 16, 16: 24, 24: 32, 32: 48},
         "learning.micro_batch_rows": {1: 2, 2: 4, 4: 8},
         "rollout.context_tokens": {512: 1024, 1024: 1536, 1536: 2048, 2048: 2560, 2560: 3072},
-        "model.remat": {"dots": "none", "full": "dots"},  # behind it what computes less anew
+        "model.remat": {"dots": "none", "full": "dots"},  # the value recomputes less than its key
     }
-    for field, behind in grids.items():
-        best = found[field]
-        assert tried[field][best] and not tried[field][behind[best]], (field, best, tried[field])
-    changed = replace(config, rollout=replace(config.rollout, slots=found["rollout.slots"]))
+    for field, next_value in grids.items():
+        best = largest[field]
+        assert tried[field][best] and not tried[field][next_value[best]], (field, best, tried[field])
+    changed = replace(config, rollout=replace(config.rollout, slots=largest["rollout.slots"]))
     plan = make_plan(changed, target, names=SAMPLER_PROGRAMS)
     assert plan.fits and plan.headroom_bytes < 0.5 * target.chip.hbm_bytes
 
 
 def test_what_a_gpu_holds():
-    """Adapters whose base is forgotten: the plan would promise 7B on a card of 12 GB; counted twice, on none of 40."""
+    """Without the base, a plan for adapters promises 7B on a 12 GB card; with it counted twice, on no 40 GB card."""
     config = config_file("qwen7b_lora")
     target = Target("h200", jax.devices()[:1], GPUS["h200"], "h200", absent=True)
     config = replace(config, rollout=replace(config.rollout, slots=2, widths=1))
     plan = make_plan(config, target, names=("generate", "reshard", "apply"))
-    # A GPU decodes from a copy of the layers, all but the two tables of 152,064 ids.
+    # A GPU decodes from a copy of the layers, without the two tables of 152,064 tokens.
     stacked = replace(config, model=replace(config.model, unstacked_decoding=False))
     less = make_plan(stacked, target, names=("generate",)).programs["generate"]
     layers = plan.resident["sampling_copy"] - 2 * 2 * 152_064 * 3584
@@ -317,7 +316,7 @@ def test_what_a_gpu_holds():
 
 @pytest.mark.slow
 def test_the_program_for_gpus(tmp_path):
-    """A user of one GPU is told that 7B's adapters fit there, and what does not."""
+    """A user of one GPU is not told that adapters of 7B fit there, or what does not fit."""
 
     def run(config, topology, *flags):
         command = [sys.executable, "launch/plan.py", f"--config=configs/{config}.py", "--platform=cuda"]
@@ -333,7 +332,7 @@ def test_the_program_for_gpus(tmp_path):
 
 @pytest.mark.slow
 def test_the_program(tmp_path):
-    """The README's command: its table and its JSON. (What it says of a run that does not fit is tested for GPUs.)"""
+    """The README's command gives a wrong table or JSON. (Its report of a run that does not fit is tested for GPUs.)"""
     flags = {
         "model.path": "",
         "model.preset": "toy",
@@ -344,7 +343,7 @@ def test_the_program(tmp_path):
     }
     command = [sys.executable, "launch/plan.py", "--config=configs/qwen7b.py", "--topology=v5e:2x4"]
     command += [f"--json={tmp_path / 'p.json'}", *(f"--config.{name}={value}" for name, value in flags.items())]
-    environment = os.environ | {"JAX_PLATFORMS": "cuda"}  # whatever it says of devices, none is asked for
+    environment = os.environ | {"JAX_PLATFORMS": "cuda"}  # no device is used, whatever this says
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     plan = json.loads((tmp_path / "p.json").read_text())
@@ -358,20 +357,20 @@ def test_the_program(tmp_path):
 
 @pytest.mark.slow
 def test_the_largest_training_program(target):
-    """Long rows whose scores are kept for the backward pass: no micro-batch of the published length would fit. What is
-    computed anew where nothing asks for it."""
+    """Attention scores of long rows are kept for the backward pass, so that no micro-batch of the published length
+    fits; or more is recomputed than necessary."""
     config = config_file("qwen7b")
     plan = make_plan(config, target, names=("accumulate",), largest_only=True)
     assert plan.fits and plan.programs["accumulate"].peak_bytes < 12 * GIB
-    # Every layer's products forward, again and backward twice; but for the last one again, which nothing asks for.
-    again = 1 - 3584 * 18_944 / (3584 * (28 + 8 + 28) * 128 + 3 * 3584 * 18_944)
-    wanted = update_products_flops(plan, config) * (3 + again) / 4
-    assert plan.programs["accumulate"].cost.flops == pytest.approx(wanted, rel=0.01)
+    # Each layer's products: forward, recomputed, and twice backward; the last product is not recomputed.
+    recomputed = 1 - 3584 * 18_944 / (3584 * (28 + 8 + 28) * 128 + 3 * 3584 * 18_944)
+    expected = update_products_flops(plan, config) * (3 + recomputed) / 4
+    assert plan.programs["accumulate"].cost.flops == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.slow
 def test_many_chips_share_their_work():
-    """Rows of all chips multiplied on each where a chip has one row: the partitioner did so with 16 x 4."""
+    """Where a chip has one row, each chip multiplies the rows of all, as the partitioner did with 16 x 4."""
     lengths = {"context_tokens": 2048, "prompt_tokens": 512, "obs_tokens": 256, "turn_tokens": 128}
     config = config_file("qwen7b", model={"remat": "dots"}, rollout=lengths)
     plan = make_plan(config, tpu_target("v5p:4x4x4"), names=("accumulate",), largest_only=True)

@@ -1,4 +1,4 @@
-"""Which devices programs look for: no warnings of libtpu's on a machine without a TPU, and no TPU is ever hidden."""
+"""Device selection: no libtpu warnings on a machine without a TPU, and no TPU is ever hidden."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from psearch_jax import platforms
 
 @pytest.fixture
 def no_choice(monkeypatch):
-    """JAX as it is where nobody chose a platform, on a machine with libtpu and no plugin; the choice is undone."""
+    """JAX without a chosen platform, on a machine with libtpu and no plugin; restores the setting."""
     before = jax.config.jax_platforms
     jax.config.update("jax_platforms", None)
     monkeypatch.setattr(platforms, "find_spec", lambda name: object())
@@ -33,7 +33,7 @@ def pci_device(root, vendor, kind):
 
 
 def test_only_cpus_are_looked_for_where_nothing_suggests_a_tpu(no_choice, tmp_path):
-    """Every program would begin with warnings about a TPU that is not there."""
+    """Every program begins with warnings about a TPU that does not exist."""
     pci_device(tmp_path, platforms.GOOGLE, platforms.NOT_TPUS[1])  # the network card of a virtual machine
     platforms.skip_absent_tpu(tmp_path)
     assert jax.config.jax_platforms == "cpu"
@@ -41,7 +41,7 @@ def test_only_cpus_are_looked_for_where_nothing_suggests_a_tpu(no_choice, tmp_pa
 
 @pytest.mark.parametrize("sign", ["dev/accel0", "dev/vfio/0", "pci", "TPU_WORKER_HOSTNAMES", "JAX_FORCE_TPU_INIT"])
 def test_a_tpu_is_never_hidden(no_choice, tmp_path, monkeypatch, sign):
-    """A run on a TPU that computes on the host's processor instead."""
+    """A run on a TPU computes on the host's processor instead."""
     if sign == "pci":
         pci_device(tmp_path, platforms.GOOGLE, "0x0076")
     elif "/" in sign:
@@ -54,7 +54,7 @@ def test_a_tpu_is_never_hidden(no_choice, tmp_path, monkeypatch, sign):
 
 
 def test_gpus_and_the_users_choice_are_left_alone(no_choice, tmp_path, monkeypatch):
-    """A GPU that is not used, or a platform other than the one that the user asked for."""
+    """A GPU is not used, or a platform other than the one that the user chose."""
     with monkeypatch.context() as patch:
         patch.setattr(platforms, "_plugins", lambda: True)
         platforms.skip_absent_tpu(tmp_path)
@@ -65,7 +65,7 @@ def test_gpus_and_the_users_choice_are_left_alone(no_choice, tmp_path, monkeypat
 
 
 def test_a_program_says_nothing_of_a_tpu(tmp_path):
-    """The first thing that a newcomer sees would be a page of libtpu's warnings."""
+    """The first thing that a newcomer sees is a page of libtpu's warnings."""
     if find_spec("libtpu") is None or platforms.may_have_tpu():
         pytest.skip("this machine has a TPU, or no libtpu")
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS" and not k.startswith("TPU_")}
@@ -74,5 +74,5 @@ def test_a_program_says_nothing_of_a_tpu(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "answer: " in done.stdout
-    said = [line for line in done.stderr.splitlines() if "tpu" in line.lower() or "InitGoogle" in line]
-    assert not said, done.stderr
+    warnings = [line for line in done.stderr.splitlines() if "tpu" in line.lower() or "InitGoogle" in line]
+    assert not warnings, done.stderr

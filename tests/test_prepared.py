@@ -1,4 +1,4 @@
-"""Merged data sets: written whole, read lazily, equal to their sources; sets of TFDS; leaks."""
+"""Merged data sets: written completely, read lazily, equal to their sources; sets of TFDS; leaks."""
 
 import json
 from pathlib import Path
@@ -33,24 +33,24 @@ def command(*arguments, expect=0):
 
 
 def test_prepared_questions_are_those_of_their_files(tmp_path):
-    """Answers, kinds, metadata or order changed on the way into array_record files."""
+    """Writing to array_record files changes answers, kinds, metadata or order."""
     first, second = write(tmp_path / "a.jsonl", 7), write(tmp_path / "b.jsonl", 5, "bridge")
     prepared = prepare([("hotpotqa", first), ("nq", second)], "train", tmp_path / "out")
-    wanted = read_questions(first, "hotpotqa") + read_questions(second, "nq")
-    assert list(prepared) == wanted and prepared[np.int64(8)] == wanted[8] and prepared[2:4] == wanted[2:4]
+    expected = read_questions(first, "hotpotqa") + read_questions(second, "nq")
+    assert list(prepared) == expected and prepared[np.int64(8)] == expected[8] and prepared[2:4] == expected[2:4]
     assert prepared.counts == [("hotpotqa", "parallel", 7), ("nq", "sequential", 5)] and prepared.split == "train"
-    assert list(open_questions(tmp_path / "out")) == wanted
+    assert list(open_questions(tmp_path / "out")) == expected
 
 
 def test_tfds_reads_it_by_its_name(tmp_path):
-    """A data set that only this project can open."""
+    """Only this project can open the data set."""
     prepare([("nq", write(tmp_path / "a.jsonl", 3))], "validation", tmp_path / "out")
     rows = tfds.data_source("psearch_qa", data_dir=tmp_path / "out", split="validation")
     assert [row["question"] for row in rows] == [b"Who is 0?", b"Who is 1?", b"Who is 2?"]
 
 
 def test_position_in_a_prepared_set(tmp_path):
-    """A resumed run that sees other questions, or goes on in another set without a word."""
+    """A resumed run sees other questions, or silently continues in another set."""
     files = [write(tmp_path / f"{name}.jsonl", 20) for name in "ab"]
     first = prepare([("x", files[0])], "train", tmp_path / "first")
     second = prepare([("y", files[1])], "train", tmp_path / "second")
@@ -61,7 +61,7 @@ def test_position_in_a_prepared_set(tmp_path):
     again = QuestionLoader(PreparedQuestions(tmp_path / "first"), 4, 0, fingerprint=first.fingerprint)
     again.restore(json.loads(json.dumps(state)))
     assert [next(again) for _ in range(6)] == rest
-    in_memory = QuestionLoader(read_questions(files[0], "x"), 4, 0)  # the same questions by another way
+    in_memory = QuestionLoader(read_questions(files[0], "x"), 4, 0)  # the same questions, not from a prepared set
     in_memory.restore(state)
     assert next(in_memory) == rest[0]
     with pytest.raises(UserError, match="other questions"):
@@ -69,7 +69,7 @@ def test_position_in_a_prepared_set(tmp_path):
 
 
 def test_an_id_in_two_sources_of_one_name(tmp_path):
-    """Two halves of a set that overlap: a question twice in one epoch, and its groups taken for one."""
+    """Two halves of a set overlap: a question is twice in one epoch, and its groups are taken for one."""
     files = [write(tmp_path / f"{name}.jsonl", 3) for name in "ab"]
     with pytest.raises(UserError, match=r"b\.jsonl:1: field id: 'q0' was already used in .*a\.jsonl:1"):
         prepare([("nq", files[0]), ("nq", files[1])], "train", tmp_path / "out")
@@ -78,12 +78,12 @@ def test_an_id_in_two_sources_of_one_name(tmp_path):
 
 
 def test_damaged_sets_are_refused(tmp_path):
-    """A truncated file that ends a run at a random step."""
+    """A truncated file ends a run at a random step."""
     out = tmp_path / "out"
     prepare([("nq", write(tmp_path / "a.jsonl", 50))], "train", out)
     (record,) = out.rglob("*array_record*")
-    whole = record.read_bytes()
-    for damage in (whole[: len(whole) // 2], b""):
+    content = record.read_bytes()
+    for damage in (content[: len(content) // 2], b""):
         record.write_bytes(damage)
         with pytest.raises(UserError, match=r"psearch_qa.*cannot be read .*; prepare it again"):
             PreparedQuestions(out)
@@ -95,7 +95,7 @@ def test_damaged_sets_are_refused(tmp_path):
 
 
 class NaturalQuestionsOpen(tfds.core.GeneratorBasedBuilder):
-    """A few rows in the form of TFDS's own set."""
+    """A few rows in the format of TFDS's own set."""
 
     name = "natural_questions_open"
     VERSION = tfds.core.Version("1.0.0")
@@ -113,7 +113,7 @@ class NaturalQuestionsOpen(tfds.core.GeneratorBasedBuilder):
 
 
 class TriviaQa(NaturalQuestionsOpen):
-    """The same in TriviaQA's form, whose answer is a record."""
+    """The same in TriviaQA's format, where the answer is a record."""
 
     name = "trivia_qa"
 
@@ -130,7 +130,7 @@ class TriviaQa(NaturalQuestionsOpen):
 
 @pytest.mark.parametrize("builder", [NaturalQuestionsOpen, TriviaQa])
 def test_sets_of_tfds(tmp_path, builder):
-    """The answers of TFDS's sets read as bytes, as one string, or not at all."""
+    """The answers of TFDS's sets are read as bytes, as one string, or not at all."""
     made = builder(data_dir=tmp_path / "tfds", file_format="array_record")
     made.download_and_prepare()
     questions = open_questions(f"tfds:{made.data_path}:train", "set")
@@ -147,7 +147,7 @@ def test_sets_of_tfds(tmp_path, builder):
 
 
 def test_leaks_are_found_by_their_words():
-    """Training questions in a benchmark, written with other capitals, articles and punctuation."""
+    """Training questions in a benchmark go unnoticed if capitals, articles or punctuation differ."""
     training = [Question("nq", "1", "Who wrote the Iliad?", ("Homer",), "single")]
     asked = [
         Question("dev", "a", "who wrote Iliad", ("Homer",), "single"),
@@ -157,7 +157,7 @@ def test_leaks_are_found_by_their_words():
 
 
 def test_the_command(tmp_path):
-    """The command of docs/data.md with bad rows, a second call and wrong flags: one line each, and nothing half-written."""
+    """docs/data.md: bad rows, a second call and wrong flags get one line each, and nothing is half-written."""
     file, out = Path(write(tmp_path / "a.jsonl", 3)), tmp_path / "out"
     with file.open("a") as more:
         more.write('{"id": "bad"}\n')

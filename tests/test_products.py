@@ -1,4 +1,4 @@
-"""Products with operands in 16 bits and float32 around them."""
+"""Matrix products with 16-bit operands and float32 accumulation."""
 
 from unittest import mock
 
@@ -28,15 +28,15 @@ def operands(kernel_dtype):
 
 @pytest.fixture
 def with_instructions(monkeypatch):
-    """As on a processor with instructions for products in 16 bits, whatever this one has."""
+    """Pretends that this CPU has instructions for 16-bit products."""
     monkeypatch.setattr(platforms, "cpu_multiplies", lambda dtype: True)
 
 
 @pytest.mark.parametrize("instructions", [True, False])
 @pytest.mark.parametrize("kernel_dtype", [jnp.float32, jnp.bfloat16])
 def test_operands_are_rounded_once_and_sums_are_float32(kernel_dtype, instructions, monkeypatch):
-    """A product that rounds its sums as well, or a backward pass that multiplies at another precision; on a processor
-    without instructions for 16 bits, operands that are not rounded."""
+    """A product that also rounds its sums, a backward pass that multiplies in another precision, or operands that are
+    not rounded on a CPU without 16-bit instructions."""
     monkeypatch.setattr(platforms, "cpu_multiplies", lambda dtype: instructions)
     x, w, g = operands(kernel_dtype)
     half = jnp.bfloat16
@@ -56,7 +56,7 @@ def with_gradients(x, w, g):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_product_across_is_the_product(dtype):
-    """Kernels whose axes are exchanged, or activations that decoding alone does not round."""
+    """A transposed kernel that gives other products, or activations that only decoding leaves unrounded."""
     x, w, _ = operands(jnp.float32)
     w = w.astype(dtype).astype(jnp.float32)
     across = jax.jit(lambda x, w: product_across(x, w, dtype))(x, w.T)
@@ -64,16 +64,16 @@ def test_a_product_across_is_the_product(dtype):
 
 
 def test_a_product_across_is_compiled_as_one():
-    """A compiler that exchanges the operands again, after which a step of few rows copies every kernel first."""
+    """A compiler that swaps the operands back: a decoding step with few rows would first copy every kernel."""
     x, across = jnp.ones((4, 96)), jnp.ones((40, 96))
     text = jax.jit(lambda x, w: product_across(x, w, jnp.float32).sum()).lower(x, across).compile().as_text()
     assert "f32[40,4]" in text and "f32[96,4]" in text
 
 
 def test_instructions_are_read_off_the_processor(tmp_path):
-    """Products in 16 bits on a processor that converts every operand, or none on one that need not."""
-    told = {"avx2 fma": False, "avx512f avx512_bf16 avx512_vnni": True, "fp asimd bf16 i8mm": True}
-    for i, (flags, expected) in enumerate(told.items()):
+    """16-bit products on a CPU that has to convert every operand, or none on a CPU that does not."""
+    multiplies = {"avx2 fma": False, "avx512f avx512_bf16 avx512_vnni": True, "fp asimd bf16 i8mm": True}
+    for i, (flags, expected) in enumerate(multiplies.items()):
         file = tmp_path / str(i)
         file.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
         assert platforms.cpu_multiplies(jnp.bfloat16, file) is expected
@@ -82,13 +82,13 @@ def test_instructions_are_read_off_the_processor(tmp_path):
 
 
 def test_equal_dtypes_are_a_plain_product():
-    """A float32 model that is rounded on the way."""
+    """A float32 model whose operands are rounded."""
     x, w, _ = operands(jnp.float32)
     np.testing.assert_array_equal(product(x, w, jnp.float32), jnp.matmul(x, w))
 
 
 def test_bfloat16_on_a_cpu_is_closer_to_float32_than_bfloat16_activations():
-    """The form for CPUs not being taken: log-probs as far off as with every activation rounded."""
+    """If the CPU form is not used, log-probs are as far off as when every activation is rounded."""
     config, mesh = tiny_config(tied=True), one_device_mesh()
     params = random_params(config, scale=0.1)
     ids = np.random.default_rng(0).integers(3, 300, (2, 48)).astype(np.int32)
@@ -106,7 +106,7 @@ def test_bfloat16_on_a_cpu_is_closer_to_float32_than_bfloat16_activations():
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_gradients_with_transposed_copies_are_those_without(tied, remat):
-    """A transpose of the wrong axes, or of the wrong matrix: a loss that falls by other gradients."""
+    """A transpose of the wrong axes or of the wrong matrix: the loss falls, but the gradients are wrong."""
     config, mesh, adapters = tiny_config(tied=tied), one_device_mesh(), Lora(4, 8.0)
     base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config, scale=0.1))
     params = jax.tree.map(lambda x: x + 0.01, lora.init_adapters(config, adapters, 0))
@@ -128,7 +128,7 @@ def test_gradients_with_transposed_copies_are_those_without(tied, remat):
 
 
 def test_no_stack_of_frozen_kernels_is_converted_to_float32(with_instructions):
-    """An update that copies all kernels to float32 first, which a loop over slices of bfloat16 does on a CPU."""
+    """An update that first copies all kernels to float32, as a loop over bfloat16 slices does on a CPU."""
     trained = learner(jnp.bfloat16, Lora(4, 8.0))
     programs = trained.traced(jax.eval_shape(lambda: trained.base))["accumulate"]
     text = next(iter(programs.values()))().lower().compile().as_text()
@@ -139,7 +139,7 @@ def test_no_stack_of_frozen_kernels_is_converted_to_float32(with_instructions):
 
 
 def test_frozen_weights_that_are_multiplied_in_float32_are_converted_once(monkeypatch):
-    """An update that converts every frozen matrix anew for each micro-batch, a tenth of its time."""
+    """An update that converts every frozen matrix again for each micro-batch, which takes a tenth of its time."""
     monkeypatch.setattr(platforms, "cpu_multiplies", lambda dtype: False)
     trained = learner(jnp.bfloat16, Lora(4, 8.0))
     assert {x.dtype for x in jax.tree.leaves(trained.base)} == {jnp.dtype("bfloat16")}
@@ -147,7 +147,7 @@ def test_frozen_weights_that_are_multiplied_in_float32_are_converted_once(monkey
     assert "bf16" not in next(iter(programs.values()))().lower().compile().as_text()
     with stand_in():
         other = learner(jnp.bfloat16, Lora(4, 8.0))
-    assert other._frozen_inputs is other.base, "what is planned for a GPU counts a CPU's copy"
+    assert other._frozen_inputs is other.base, "a plan for a GPU includes the copy that only a CPU makes"
 
 
 def learner(dtype, adapters):
@@ -160,25 +160,25 @@ def learner(dtype, adapters):
 
 
 def test_transposes_are_made_only_for_a_frozen_base_in_16_bits(with_instructions):
-    """Twice the memory for float32 or full training, or transposes in what the reference and the sampler are given."""
+    """Twice the memory in float32 or full training, or transposes in what the reference and the sampler receive."""
     half = learner(jnp.bfloat16, Lora(4, 8.0))
     assert "transposed" in half._frozen_inputs and "transposed" not in half.base
     assert half.reference_copy(None) is half.base
     params = lora.init_adapters(tiny_config(tied=True), Lora(4, 8.0), 0)
     assert "transposed" not in half.sampling_copy(params)
     wide = learner(jnp.float32, Lora(4, 8.0))
-    for kept, given in zip(*map(jax.tree.leaves, (wide.base, wide._frozen_inputs)), strict=True):
-        assert kept is given
+    for base_array, input_array in zip(*map(jax.tree.leaves, (wide.base, wide._frozen_inputs)), strict=True):
+        assert base_array is input_array
     assert learner(jnp.bfloat16, None)._frozen_inputs is None
 
 
 def test_a_separate_head_samples_with_the_log_probs_of_the_tied_one(tiny_tokenizer, with_instructions):
-    """The head transposed wrongly, or a copy that the sampler of the same config does not accept."""
+    """A head that is transposed wrongly, or a copy that the sampler of the same config rejects."""
     config, mesh, half = tiny_config(tied=True), one_device_mesh(), jnp.dtype("bfloat16")
     weights = jax.tree.map(lambda x: x.astype(half), random_params(config, scale=0.1))
     make_copy = SamplingCopy(weights, None, half, mesh, in_int8=False, trained=False)
     copy, n_ids = make_copy(weights), tiny_tokenizer.size
-    assert make_copy(weights)["lm_head"].get_value() is copy["lm_head"].get_value(), "made once for frozen weights"
+    assert make_copy(weights)["lm_head"].get_value() is copy["lm_head"].get_value(), "a frozen head is made once"
     assert copy["embedding"].get_value() is weights["embedding"].get_value()
 
     def log_probs(shape, params):
@@ -201,7 +201,7 @@ def test_a_separate_head_samples_with_the_log_probs_of_the_tied_one(tiny_tokeniz
 
 
 def test_only_a_cpu_in_16_bits_samples_with_a_separate_head():
-    """A float32 sampler, or one of full training on another platform, that holds the embedding twice."""
+    """A float32 sampler, or full training on another platform, that stores the embedding twice."""
     config, mesh, weights = tiny_config(tied=True), one_device_mesh(), random_params(tiny_config(tied=True))
     assert sampled_shape(config, mesh, jnp.float32) == config
     assert SamplingCopy(weights, None, jnp.dtype("float32"), mesh, False, trained=False)(weights) is weights

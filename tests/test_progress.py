@@ -1,4 +1,4 @@
-"""What is shown while something takes long: lines in a log, one line that is rewritten on a terminal, or nothing."""
+"""Progress of slow steps: lines in a log, one line that is rewritten on a terminal, or nothing."""
 
 import io
 import os
@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Steps are shown after milliseconds, to the stream that a test hands to `show`; afterwards nothing is shown."""
+    """Steps appear after milliseconds, on the stream that a test passes to `show`; afterwards nothing is shown."""
     for name in ("FIRST_S", "TERMINAL_S", "LOG_S"):
         monkeypatch.setattr(progress, name, 0.02)
     monkeypatch.setattr(progress, "_stream", None)
@@ -35,7 +35,7 @@ def wait_for(stream, text):
 
 
 def test_a_log_gets_lines_with_counts_and_seconds(quick):
-    """A log that says nothing for the minutes that large weights take, or fills with carriage returns."""
+    """A log that stays silent for the minutes that loading large weights takes, or fills with carriage returns."""
     log = io.StringIO()
     progress.show(log)
     with progress.step("loading weights", 3):
@@ -45,7 +45,7 @@ def test_a_log_gets_lines_with_counts_and_seconds(quick):
 
 
 def test_a_log_of_hours_stays_short_and_short_steps_stay_out_of_it(quick, monkeypatch):
-    """Two lines for every training step of a second, or a line every four seconds of a step of ten minutes."""
+    """Two lines for every one-second training step, or a line every four seconds in a step of ten minutes."""
     monkeypatch.setattr(progress, "PATIENT_S", 0.1)
     log = io.StringIO()
     progress.show(log)
@@ -60,7 +60,7 @@ def test_a_log_of_hours_stays_short_and_short_steps_stay_out_of_it(quick, monkey
 
 
 def test_a_terminal_keeps_one_line_that_is_gone_at_the_end(quick):
-    """A terminal full of progress, or a last line that stays in front of the answer."""
+    """A terminal that fills with progress lines, or a last line that stays in front of the answer."""
     terminal = Terminal()
     progress.show(terminal)
     with progress.step("starting"):
@@ -69,7 +69,7 @@ def test_a_terminal_keeps_one_line_that_is_gone_at_the_end(quick):
 
 
 def test_only_the_innermost_step_is_shown(quick):
-    """Two steps that overwrite each other's lines by turns."""
+    """Two steps that alternately overwrite each other's lines."""
     log = io.StringIO()
     progress.show(log)
     with progress.step("outer"):
@@ -80,7 +80,7 @@ def test_only_the_innermost_step_is_shown(quick):
 
 
 def test_nothing_is_shown_unless_a_program_asks_for_it(quick, capfd):
-    """A library that writes to the stderr of tests and notebooks; and a step that fails must end all the same."""
+    """A library that writes to the stderr of tests and notebooks, or a failed step that stays active."""
     with pytest.raises(ZeroDivisionError), progress.step("loading"):
         time.sleep(0.1)
         raise ZeroDivisionError
@@ -89,20 +89,20 @@ def test_nothing_is_shown_unless_a_program_asks_for_it(quick, capfd):
 
 
 def test_a_user_at_a_terminal_sees_that_the_policy_is_being_loaded():
-    """A terminal that stays empty for longer than a few seconds looks like a program that hangs."""
+    """A terminal that stays empty for more than a few seconds looks like a program that hangs."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "launch/ask.py", "What is the setting of Gamudol?"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     program = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=theirs)
     os.close(theirs)
-    said = b""
+    output = b""
     while True:
         try:
-            piece = os.read(ours, 4096)
+            chunk = os.read(ours, 4096)
         except OSError:  # the program has closed its end
             break
-        if not piece:
+        if not chunk:
             break
-        said += piece
+        output += chunk
     assert program.wait(600) == 0 and b"answer: " in program.stdout.read()
-    assert b"starting: " in said or b"compiling: " in said, said
+    assert b"starting: " in output or b"compiling: " in output, output

@@ -1,4 +1,4 @@
-"""docs/quickstart.md as a newcomer meets it: typed from top to bottom, in a clone."""
+"""docs/quickstart.md as a newcomer follows it: typed from top to bottom in a clone."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ QUICK = {
 
 @pytest.mark.slow
 def test_the_newcomers_path(tmp_path):
-    """From the clone to an export and a question to it: a step that needs what an earlier one did not leave.
+    """From the clone to an export and a question to it: a step that needs something that no earlier step produced.
 
-    The demo takes one step instead of sixty; all else is typed as it stands.
+    The demo takes one step instead of sixty; everything else is typed as written.
     """
     clone = tmp_path / "clone"
     copied(tracked(), clone)
-    python = clone / ".venv" / "bin" / "python"  # this one, as if `make` had installed all of it
+    python = clone / ".venv" / "bin" / "python"  # this interpreter, as if `make` had installed everything
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -40,22 +40,22 @@ def test_the_newcomers_path(tmp_path):
     def typed(kind: str, block: str) -> str:
         commands = [["bash", "-c", line] for line in block.replace("\\\n", "").splitlines()]
         commands = [[sys.executable, "-c", block]] if kind == "python" else commands
-        said = ""
+        output = ""
         for command in commands:
-            done = subprocess.run(
+            process = subprocess.run(
                 command, cwd=clone, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
             )
-            assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-4000:])
-            said += done.stdout
-        return said
+            assert process.returncode == 0, (command, process.stdout[-2000:], process.stderr[-4000:])
+            output += process.stdout
+        return output
 
     demo, asked, own, trained, _ = BLOCKS
     typed(demo[0], f"{demo[1].strip()} ARGS='{' '.join(f'--config.{name}={value}' for name, value in QUICK.items())}'")
     assert "search_r1:" in typed(*asked)
     typed(*own)
     assert len((clone / "corpus.jsonl").read_text().splitlines()) == 20 == len(list((clone / "texts").iterdir()))
-    said = typed(*trained)
-    assert re.search(r"^answer: (Vivifor|Nuhojun)$", said, re.MULTILINE), said[-2000:]
-    (found,) = json.loads((clone / "results" / "results.json").read_text())["benchmarks"].values()
-    assert found["all"]["em"] > 0.6, found  # a guess between two: .5 of 45, and nothing of the 10 years
+    output = typed(*trained)
+    assert re.search(r"^answer: (Vivifor|Nuhojun)$", output, re.MULTILINE), output[-2000:]
+    (figures,) = json.loads((clone / "results" / "results.json").read_text())["benchmarks"].values()
+    assert figures["all"]["em"] > 0.6, figures  # guessing: .5 on the 45 with two options, 0 on the 10 about years
     assert (clone / "report.html").stat().st_size > 1e6

@@ -1,4 +1,4 @@
-"""Decoding that reads each row's own length: on a CPU, for TPUs and GPUs interpreted and compiled."""
+"""Decode attention over each row's own length: on a CPU, and for TPUs and GPUs, interpreted and compiled."""
 
 import functools
 from dataclasses import replace
@@ -22,7 +22,7 @@ BOUNDS = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2}
 
 
 def drawn(B, K, G, S, dtype, cached, seed=0):
-    """Queries, keys and values of an id, and a cache."""
+    """Random queries, the keys and values of one new token per row, and a cache."""
     rng = np.random.default_rng(seed)
     shapes = (B, 1, K * G, H), (B, K, 1, H), (B, K, 1, H), (LAYERS, B, K, S, H), (LAYERS, B, K, S, H)
     q, k, v, *old = (jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
@@ -30,7 +30,7 @@ def drawn(B, K, G, S, dtype, cached, seed=0):
 
 
 def by_definition(q, k, v, cache, start):
-    """Row by row and head by head in float64."""
+    """Attention computed row by row and head by head in float64."""
     q, k, v, ks, vs = (np.asarray(x, np.float64) for x in (q, k, v, cache.k[LAYER], cache.v[LAYER]))
     if cache.k_scale is not None:
         ks, vs = ks * cache.k_scale[LAYER][..., None], vs * cache.v_scale[LAYER][..., None]
@@ -46,11 +46,11 @@ def by_definition(q, k, v, cache, start):
 
 
 def with_behind(cache, start, value):
-    """The cache with `value` behind the rows' ends, in int8 in the scales and the largest number in the lines."""
+    """The cache with `value` past each row's end. An int8 cache gets `value` in its scales and 127 in its numbers."""
 
     def put(x):
-        behind = (np.arange(S) >= start[:, None]).reshape(1, len(start), 1, S, *[1] * (x.ndim - 4))
-        return jnp.where(behind, jnp.asarray(127 if x.dtype == jnp.int8 else value, x.dtype), x)
+        past_end = (np.arange(S) >= start[:, None]).reshape(1, len(start), 1, S, *[1] * (x.ndim - 4))
+        return jnp.where(past_end, jnp.asarray(127 if x.dtype == jnp.int8 else value, x.dtype), x)
 
     S = cache.positions
     return jax.tree.map(put, cache)
@@ -69,8 +69,8 @@ def with_behind(cache, start, value):
     ],
 )
 def test_every_row_to_its_own_length(K, G, S, dtype, cached, form):
-    """A block left out at a row's end, or one of its neighbour's read; another layer's; heads paired wrongly; a NaN
-    behind a row's end, or behind the cache's, that comes through."""
+    """A block skipped at a row's end or read from its neighbour, another layer's cache, heads paired wrongly, or a NaN
+    past a row's end or the cache's end that reaches the output."""
     size = ragged.block_positions(K, H, jnp.dtype(cached).itemsize, S) if form == "splash" else ragged.GPU_BLOCK
     ends = [0, 1, size - 1, size, size + 1, S // 2, ragged.GPU_PART, ragged.GPU_PART + 1, S - 1, S]
     start = np.array(sorted({min(end, S) for end in ends}), np.int32)
@@ -88,7 +88,7 @@ def test_every_row_to_its_own_length(K, G, S, dtype, cached, form):
 )
 @pytest.mark.parametrize(("K", "G", "S", "B"), [(1, 7, 1120, 6), (2, 2, 832, 24), (4, 1, 96, 3), (2, 3, 288, 1)])
 def test_rows_in_groups(K, G, S, B, dtype, cached):
-    """A group that ends with its first row, or a block that two visits count; what lies behind a row's end."""
+    """A group that ends with its first row, a block that two visits count, or reads past a row's end."""
     start = np.random.default_rng(1).integers(0, S + 1, B).astype(np.int32)
     start[:3] = [S, 0, min(257, S)][:B]
     q, k, v, cache = drawn(B, K, G, S, dtype, cached)
@@ -100,13 +100,13 @@ def test_rows_in_groups(K, G, S, B, dtype, cached):
 
 
 def test_groups_fill_what_they_may():
-    """Groups that leave rows over, or whose blocks are more than a processor keeps."""
+    """Groups that do not divide the rows, or whose blocks exceed a processor's cache."""
     for rows, line, wanted in ((64, 2**16, 16), (48, 2**16, 16), (7, 2**16, 7), (34, 2**16, 2), (8, 2**21, 1)):
         assert ragged.group_rows(rows, line) == wanted
 
 
 def test_the_work_is_what_the_rows_hold():
-    """An entry for every block of every row, one for an empty row, and none besides: what is listed is read."""
+    """Every entry is read: one for each block of every row, one for an empty row, and no others."""
     start = np.array([0, 1, 512, 513, 6208, 0, 1024], np.int32)
     row, block, count = jax.jit(functools.partial(ragged.work, block=512, entries=7 * 13))(start)
     listed = list(zip(row[:count].tolist(), block[:count].tolist(), strict=True))
@@ -116,7 +116,7 @@ def test_the_work_is_what_the_rows_hold():
 
 
 def test_where_it_is_asked_for(tiny_tokenizer):
-    """A kernel asked for where its lines do not fill registers, or where a device lacks the keys of its heads."""
+    """A kernel used where its heads do not fill registers, or where a device lacks the keys of its query heads."""
     one, split = one_device_mesh(), jax.sharding.AbstractMesh((1, 2, 4), ("data", "fsdp", "tensor"))
     asked = {size: ragged.applies("splash", False, shape, one) for size, shape in PRESETS.items()}
     assert asked == {size: shape.head_dim == 128 for size, shape in PRESETS.items()} and asked["7b"]
@@ -133,7 +133,7 @@ def test_where_it_is_asked_for(tiny_tokenizer):
 
 @pytest.mark.parametrize("form", ["splash", "cudnn"])
 def test_a_model_that_decodes_with_it(monkeypatch, form):
-    """Another position, layer or rotation than in the form that stands everywhere else."""
+    """Another position, layer or rotation than in the portable form."""
     config = tiny_config(head_dim=H)
     params, rng = random_params(config, scale=0.1), np.random.default_rng(0)
     shape = (config.layers, 4, config.kv_heads, 64, H)
@@ -161,7 +161,7 @@ def test_a_model_that_decodes_with_it(monkeypatch, form):
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_it_compiles_for_tpus(topology):
-    """What an interpreter allows and the TPU's compiler refuses, or a cache that is copied to another layout first."""
+    """Code that only the interpreter accepts, or a cache that is first copied to another layout."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
     from psearch_jax.planning.targets import tpu_target
 
@@ -180,16 +180,16 @@ def test_it_compiles_for_tpus(topology):
 
         number = placed(cache.shape, None, rows, "tensor", dtype=jnp.int8)
         scale = placed(cache.shape[:-1], None, rows, "tensor", dtype=jnp.float32)
-        for one in (KVCache(cache, cache), KVCache(number, number, False, scale, scale)):
+        for kv_cache in (KVCache(cache, cache), KVCache(number, number, False, scale, scale)):
             with jax.set_mesh(mesh):
                 decode = functools.partial(ragged.decode, form="splash")
-                compiled = jax.jit(decode).lower(q, own, own, one, layer, start).compile()
-            assert compiled.memory_analysis().temp_size_in_bytes < 2**22, (size, one.v.dtype)
+                compiled = jax.jit(decode).lower(q, own, own, kv_cache, layer, start).compile()
+            assert compiled.memory_analysis().temp_size_in_bytes < 2**22, (size, kv_cache.v.dtype)
             assert "all-gather" not in compiled.as_text()
 
 
 def described(size, B, S, cached, sharding=None):
-    """The arguments of `ragged.decode` for a published model."""
+    """The abstract arguments of `ragged.decode` for a published model."""
     shape = PRESETS[size]
 
     def of(sizes, dtype=jnp.bfloat16):
@@ -205,19 +205,19 @@ def described(size, B, S, cached, sharding=None):
 @pytest.mark.parametrize("cached", ["bfloat16", "int8"])
 @pytest.mark.parametrize("size", ["1.5b", "7b"])
 def test_it_is_told_to_gpus(size, cached):
-    """What an interpreter allows and the language of the GPU's kernels has no word for."""
+    """Code that the interpreter accepts and the GPU kernel language cannot express."""
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="cuda")
     mesh = jax.sharding.AbstractMesh((1, 1, 1), ("data", "fsdp", "tensor"), abstract_device=device)
     decode = jax.jit(functools.partial(ragged.decode, form="cudnn"))
     with jax.sharding.use_abstract_mesh(mesh):
-        told = decode.trace(*described(size, 32, 6208, cached)).lower(lowering_platforms=("cuda",)).as_text()
-    assert "triton" in told and "ragged_decode" in told
+        lowered = decode.trace(*described(size, 32, 6208, cached)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton" in lowered and "ragged_decode" in lowered
 
 
 @pytest.mark.parametrize("cached", ["bfloat16", "int8"])
 @pytest.mark.parametrize("gpu", ["h100", "a100-80", "l4"])
 def test_it_compiles_for_gpus(gpu, cached):
-    """More shared memory than a block may have, or a cache that is copied before it is read."""
+    """More shared memory than a block may use, or a cache that is copied before it is read."""
     from psearch_jax.planning.targets import absent_gpus, gpu_compiler
 
     if not gpu_compiler():
@@ -228,12 +228,12 @@ def test_it_compiles_for_gpus(gpu, cached):
         decode = jax.jit(functools.partial(ragged.decode, form="cudnn"))
         with jax.set_mesh(mesh):
             compiled = decode.lower(*described(size, 32, 6208, cached, place)).compile()
-        # What the parts found, and what is made of it.
+        # The partial results of the parts, and their combination.
         assert compiled.memory_analysis().temp_size_in_bytes < 2**23, size
 
 
 def test_a_cache_of_bytes_that_32_bits_do_not_count():
-    """From 2 GiB on, a place in a cache of bytes would turn negative in the kernel and read another's memory."""
+    """From 2 GiB on, a 32-bit offset into a cache of bytes would turn negative and read unrelated memory."""
     B = 384
     arguments = described("7b", B, 6208, "int8")
     assert 2**31 < arguments[3].v.size <= 2**32

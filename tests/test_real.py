@@ -1,9 +1,9 @@
-"""A real model, Qwen2.5-0.5B-Instruct or another of its family: `make test-real PSEARCH_QWEN=DIR`.
+"""Tests with a real model, Qwen2.5-0.5B-Instruct or another of its family: `make test-real PSEARCH_QWEN=DIR`.
 
-Random weights are forgiving: their distributions are flat, nothing in them depends on the twentieth layer, and a tiny
-vocabulary has no token that ends a tag in its middle. These tests roll out, score, export and shard a trained model on
-two short turns (tests/real_policy.py) over passages of their own, or over the corpus that PSEARCH_CORPUS names. Their
-figures are printed in one table at the end of the run.
+Random weights are forgiving: their distributions are flat, nothing in them depends on the twentieth layer, and no
+token of a tiny vocabulary ends a tag in its middle. These tests roll out, score, export and shard a trained model on
+two short turns (tests/real_policy.py), over passages written for the tests or over the corpus that PSEARCH_CORPUS
+names. Their figures are printed in one table at the end of the run.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ pytestmark = [
     pytest.mark.real,
     pytest.mark.skipif(not MODEL, reason="PSEARCH_QWEN names no directory with real weights (make test-real)"),
 ]
-MARGIN = 1e-3  # logits closer to each other than this are a tie, in float32
+MARGIN = 1e-3  # float32 logits closer to each other than this are a tie
 SAMPLED = (25, 12)  # questions and samples of each: 300 trajectories
 
 
 @pytest.fixture(scope="module")
 def loaded():
-    """(shape, float32 weights) as everything below starts from."""
+    """(shape, float32 weights), the start of all tests below."""
     from psearch_jax.models import hf
 
     return hf.load_hf(MODEL)
@@ -39,7 +39,7 @@ def loaded():
 
 @pytest.fixture(scope="module")
 def policy(loaded):
-    """In float32."""
+    """The policy in float32."""
     from real_policy import Policy
 
     return Policy.make(MODEL, *loaded)
@@ -54,7 +54,7 @@ def greedy(policy):
 
 @pytest.fixture(scope="module")
 def sampled(loaded):
-    """300 trajectories at temperature 1, many at a time."""
+    """300 trajectories at temperature 1, sampled in large batches."""
     from real_policy import Policy
 
     return Policy.make(MODEL, *loaded, slots=100).collect(*SAMPLED)
@@ -72,13 +72,13 @@ def figure(record_property):
 
 @pytest.fixture(autouse=True)
 def memory_back():
-    """What a test loaded is gone before the next one loads."""
+    """Frees what a test loaded before the next one loads."""
     yield
     gc.collect()
 
 
 def turns_of(trajectory):
-    """(first, end) of each run of sampled ids."""
+    """(first, end) of each span of sampled tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], trajectory.mask.astype(np.int8), [0]])))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
@@ -103,7 +103,7 @@ def torch_logits(model, ids) -> np.ndarray:
 
 
 def torch_logprobs(model, trajectory, size) -> np.ndarray:
-    """Of the sampled ids, over the ids that the tokenizer has."""
+    """Log-probs of the sampled tokens, over the tokenizer's token ids only."""
     logits = torch_logits(model, trajectory.ids)[:, :size].astype(np.float64)
     at = np.flatnonzero(trajectory.mask)
     rows = logits[at - 1]
@@ -123,7 +123,7 @@ def _forward(graph):
 
 
 def our_logits(graph, params, ids) -> np.ndarray:
-    """[S, V] float32 of one row by one forward pass without a cache; rows are padded to one width."""
+    """[S, V] float32 of one row from one forward pass without a cache; rows are padded to one width."""
     from real_policy import CONTEXT
 
     padded = np.zeros((1, CONTEXT), np.int32)
@@ -132,19 +132,19 @@ def our_logits(graph, params, ids) -> np.ndarray:
 
 
 def test_logprobs_equal_those_of_transformers_in_float32(policy, sampled, figure):
-    """A rotation, a norm or a bias that is off in a way which tiny random weights hide; a mask that is off by one
-    behind the passages."""
+    """A wrong rotation, norm or bias that tiny random weights hide, or a mask that is off by one after the
+    passages."""
     some = sampled[:: len(sampled) // 12]
     assert any(len(turns_of(t)) > 1 for t in some), "no trajectory of several turns"
     theirs, size = torch_model(MODEL, "float32"), policy.engine.tokenizer.size
     ours = policy.score(some)
-    away = np.concatenate([np.abs(o - torch_logprobs(theirs, t, size)) for o, t in zip(ours, some, strict=True)])
-    figure(f"log-probs and transformers', float32, {len(away)} ids", summary(away))
-    assert away.max() < 2e-3
+    gaps = np.concatenate([np.abs(o - torch_logprobs(theirs, t, size)) for o, t in zip(ours, some, strict=True)])
+    figure(f"log-probs and transformers', float32, {len(gaps)} ids", summary(gaps))
+    assert gaps.max() < 2e-3
 
 
 def test_logprobs_equal_those_of_transformers_in_bfloat16(policy, sampled, loaded, figure):
-    """In 16 bits no two programs agree exactly: ours must be no further from float32 than transformers is."""
+    """In 16 bits no two programs agree exactly: ours must be about as close to float32 as transformers is."""
     from real_policy import Policy
 
     some = sampled[:: len(sampled) // 12]
@@ -159,8 +159,8 @@ def test_logprobs_equal_those_of_transformers_in_bfloat16(policy, sampled, loade
 
 
 def test_greedy_decoding_is_one_forward_pass(policy, loaded, greedy, figure):
-    """A cache whose positions shift behind an observation, or a prefill that reads its pads: each turn looks plausible
-    and is another model's. Where the best two logits are nearly equal, either may be taken."""
+    """A cache whose positions shift after an observation, or a prefill that attends to padding: each turn looks
+    plausible but comes from another model. Where the best two logits are nearly equal, either token may be chosen."""
     from psearch_jax.models import decoder
 
     graph, params = decoder.graphdef(loaded[0], jnp.float32), loaded[1]
@@ -168,16 +168,16 @@ def test_greedy_decoding_is_one_forward_pass(policy, loaded, greedy, figure):
     for trajectory in greedy:
         at = np.flatnonzero(trajectory.mask)
         logits = our_logits(graph, params, trajectory.ids)[at - 1][:, : policy.engine.tokenizer.size]
-        behind = logits.max(axis=-1) - logits[np.arange(len(at)), trajectory.ids[at]]
-        assert (behind <= MARGIN).all(), f"{trajectory.question.text}: {behind.max()} below the best logit"
-        count, ties = count + len(at), ties + int((behind > 0).sum())
+        deficit = logits.max(axis=-1) - logits[np.arange(len(at)), trajectory.ids[at]]
+        assert (deficit <= MARGIN).all(), f"{trajectory.question.text}: {deficit.max()} below the best logit"
+        count, ties = count + len(at), ties + int((deficit > 0).sum())
     assert sum(len(turns_of(t)) > 1 for t in greedy) >= 2, "too few trajectories of several turns"
     figure(f"greedy ids that one forward pass gives, of {count}", f"{count - ties}; ties within {MARGIN:g}: {ties}")
 
 
 def test_the_device_stops_where_the_host_reads_a_tag(policy, sampled, figure):
-    """With 150,000 tokens a tag ends in the middle of many: a row that runs past one learns from text that the host
-    never read, and one that stops early is cut."""
+    """Many of the 150,000 tokens contain the end of a tag and more text. A row that runs past a tag learns from text
+    that the host never read, and one that stops early is cut."""
     tokenizer, closing = policy.engine.tokenizer, (b"</search>", b"</answer>")
     after, stops = policy.config.rollout.max_tokens_after_answer, {"search": 0, "answer": 0, "none": 0}
     assert len(sampled) >= 300
@@ -185,7 +185,7 @@ def test_the_device_stops_where_the_host_reads_a_tag(policy, sampled, figure):
         spans, called = turns_of(trajectory), [t for t in trajectory.turns if t.n_sampled]
         assert [end - first for first, end in spans] == [t.n_sampled for t in called]
         for (first, end), turn in zip(spans, called, strict=True):
-            text, complete = b"", None  # complete: the place of the id that completes the first tag
+            text, complete = b"", None  # complete: the index of the token that completes the first tag
             for place, i in enumerate(trajectory.ids[first:end].tolist()):
                 piece = tokenizer.token_bytes[i]
                 text = b"" if piece is None else text + piece  # a control token breaks a tag
@@ -200,20 +200,20 @@ def test_the_device_stops_where_the_host_reads_a_tag(policy, sampled, figure):
             else:
                 assert end - first - 1 - complete <= after, turn.text
     assert min(stops.values()) > 0, stops
-    told = ", ".join(f"{count} {name}" for name, count in stops.items())
-    figure(f"turns of {len(sampled)} trajectories that end alike on device and host", told)
+    counts = ", ".join(f"{count} {name}" for name, count in stops.items())
+    figure(f"turns of {len(sampled)} trajectories that end alike on device and host", counts)
 
 
 def test_text_does_not_say_which_tokens_were_sampled(policy, sampled, figure):
-    """Why ids are the record: from the text, some would come back as others. A share of none would mean that this
-    measures nothing."""
+    """Why token ids are recorded: re-tokenizing the text gives some other tokens. A share of zero would mean that this
+    test measures nothing."""
     tokenizer = policy.engine.tokenizer
     changed = total = turns = skipped = 0
     for trajectory in sampled:
         for first, end in turns_of(trajectory):
             ids = [i for i in trajectory.ids[first:end].tolist() if tokenizer.token_bytes[i]]
             text = tokenizer.decode(ids)
-            if "\ufffd" in text:  # broken off inside a letter
+            if "\ufffd" in text:  # the turn ends inside a character
                 skipped += 1
                 continue
             again = tokenizer.encode_foreign(text)
@@ -241,7 +241,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_sampler_is_close_to_its_trainer(policy, loaded, variant, figure):
-    """Learning from another policy's samples as if they were one's own: importance ratios that no update explains."""
+    """Samples of another policy that are trained on as the policy's own: importance ratios that no update explains."""
     from real_policy import Policy, gap
 
     fields, bound = VARIANTS[variant]
@@ -254,13 +254,13 @@ def test_the_sampler_is_close_to_its_trainer(policy, loaded, variant, figure):
     else:
         own = Policy.make(MODEL, model, params, **fields)
     rollouts = own.collect(12)
-    away = gap(rollouts, own.score(rollouts))
-    figure(f"sampler and trainer, {variant}, {len(away)} ids", summary(away))
-    assert away.mean() < bound
+    differences = gap(rollouts, own.score(rollouts))
+    figure(f"sampler and trainer, {variant}, {len(differences)} ids", summary(differences))
+    assert differences.mean() < bound
 
 
 def adapters(model):
-    """Random, none of them 0; what they add is small next to the weights."""
+    """Random adapters, none of them 0, whose contribution is small compared with the weights."""
     from real_policy import ALPHA, RANK
 
     from psearch_jax.config import Lora
@@ -273,7 +273,7 @@ def adapters(model):
 
 @pytest.mark.parametrize("with_adapters", [False, True], ids=["weights", "LoRA"])
 def test_an_export_is_the_same_model(loaded, greedy, tmp_path, with_adapters, figure):
-    """What others load is not what was trained: a kernel transposed, an adapter merged at another scale."""
+    """An export that is not the trained model: a transposed kernel, or an adapter merged with another scale."""
     from real_policy import ALPHA, RANK
 
     from psearch_jax.config import Lora
@@ -286,21 +286,21 @@ def test_an_export_is_the_same_model(loaded, greedy, tmp_path, with_adapters, fi
     hf.save_hf(params, model, MODEL, tmp_path / "exported", lora=record)
     graph = decoder.graphdef(model, jnp.float32, lora=record)
     theirs = torch_model(tmp_path / "exported", "float32")
-    away = added = 0.0
+    difference = added = 0.0
     for trajectory in greedy[:3]:
         ours, exported = our_logits(graph, params, trajectory.ids), torch_logits(theirs, trajectory.ids)
-        away = max(away, float(np.abs(ours - exported).max() / np.abs(ours).max()))
+        difference = max(difference, float(np.abs(ours - exported).max() / np.abs(ours).max()))
         if with_adapters:
             plain = our_logits(decoder.graphdef(model, jnp.float32), loaded[1], trajectory.ids)
             added = max(added, float(np.abs(ours - plain).max() / np.abs(ours).max()))
     name = "with merged adapters" if with_adapters else "of the weights"
-    figure(f"logits of an export {name}, float32", f"largest relative difference {away:.1g}")
-    assert away < 1e-4
-    assert not with_adapters or added > 100 * away, "the adapters add nothing that could be missed"
+    figure(f"logits of an export {name}, float32", f"largest relative difference {difference:.1g}")
+    assert difference < 1e-4
+    assert not with_adapters or added > 100 * difference, "the adapters are too small for a wrong merge to show"
 
 
 def test_eight_devices_give_the_tokens_of_one(policy, loaded, greedy, tmp_path, figure):
-    """Rows, heads or vocabulary that are put together wrongly where they do not divide as those of tiny models do."""
+    """Rows, heads or vocabulary reassembled wrongly where they do not divide as evenly as those of tiny models."""
     from psearch_jax.models import decoder
 
     program, out = Path(__file__).with_name("real_policy.py"), tmp_path / "eight.npz"

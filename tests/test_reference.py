@@ -1,4 +1,4 @@
-"""docs/configuration.md is what the code says now, of every field."""
+"""docs/configuration.md agrees with the code for every field."""
 
 import re
 import sys
@@ -18,19 +18,19 @@ FIELDS = fields(Config())
 
 
 def test_the_page_is_what_the_code_says():
-    """A default, a limit or a config file that was changed, and a page that tells the old one."""
+    """A default, limit or config file that changed while the page still shows the old one."""
     assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run `python docs/reference.py`"
 
 
 def test_every_field_is_explained():
-    """A field that is there without a word of what it does."""
-    said = reference.explanations()
-    assert set(FIELDS) <= set(said)
-    assert [name for name, text in said.items() if len(text) < 10] == []
+    """A field without an explanation."""
+    explanations = reference.explanations()
+    assert set(FIELDS) <= set(explanations)
+    assert [name for name, text in explanations.items() if len(text) < 10] == []
 
 
 def test_every_field_is_on_the_page_with_its_default_and_what_a_resumed_run_does():
-    """A section or a field that the program leaves out: the page would be up to date and not whole."""
+    """A section or field that the generator leaves out: the page would be up to date but incomplete."""
     page = reference.page()
     for name in FIELDS:
         (entry,) = re.findall(rf"^### {re.escape(name)}\n\n(.*?)(?=\n\n##)", page, re.MULTILINE | re.DOTALL)
@@ -55,7 +55,7 @@ def test_every_field_is_on_the_page_with_its_default_and_what_a_resumed_run_does
     ],
 )
 def test_what_stands_beside_a_field_is_its_own(name, words):
-    """The comment of the field above, the limit of another, or a comment of two lines of which one is lost."""
+    """The comment of the field above, the limit of another field, or a two-line comment that loses one line."""
     entry = reference.page().split(f"### {name}\n")[1].split("\n## ")[0].split("\n### ")[0]
     for word in words:
         assert word in entry, (word, entry)
@@ -65,12 +65,12 @@ def test_every_rule_between_fields_is_listed():
     """A rule of limits.py that the page leaves out, or one that lost the fields it is about."""
     rules = reference.rules()
     source = (ROOT / "psearch_jax" / "limits.py").read_text(encoding="utf-8")
-    assert len(rules) == source.count("raise UserError(") - 1  # the one of a field by itself
+    assert len(rules) == source.count("raise UserError(") - 1  # one rule checks a single field
     assert all(rule.startswith("config.") and len(rule.replace("…", "")) > 30 for rule in rules)
 
 
 def test_config_files_list_what_they_change():
-    """A delta that is missed, so that a reader takes a default for what a file sets."""
+    """A missing difference, so that a reader takes a default for the value that a file sets."""
     files = reference.config_files()
     assert set(files) == {file.name for file in (ROOT / "configs").glob("*.py")}
     about, changed = files["qwen7b_lora.py"]
@@ -79,7 +79,7 @@ def test_config_files_list_what_they_change():
 
 
 def test_every_anchor_of_the_page_is_a_heading_of_it():
-    """A table of a config file whose fields lead nowhere."""
+    """A config file's table whose links to fields lead nowhere."""
     page = reference.page()
     headings = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", page, re.M)}
     links = set(re.findall(r"\]\(#([^)]+)\)", page))

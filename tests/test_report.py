@@ -1,4 +1,4 @@
-"""The report: numbers as they were written, rollouts as they were sampled, and a page that works in a real browser."""
+"""The report: recorded numbers, rollouts as they were sampled, and a page that works in a real browser."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ KINDS = ("parallel", "sequential", "single")
 
 
 def rollout(tokenizer, number: int, sample: int, right: bool, split: bool, obs_tokens: int = 400) -> Trajectory:
-    """A search and an answer, written and rendered by the project's own functions."""
-    asked = Question("test", f"q{number}", f"Who is older, <b>{number}</b>?", ("Ada",), KINDS[number % 3])
+    """A rollout of one search and one answer, rendered by the project's own functions."""
+    question = Question("test", f"q{number}", f"Who is older, <b>{number}</b>?", ("Ada",), KINDS[number % 3])
     queries = ("Ada Lovelace born", "Alan Turing born in Brünn")[: 2 if split else 1]
     search = f"<think> who </think> <search> {' ## '.join(queries)} </search>"
     answer = f"<think> é so </think> <answer> {'Ada' if right else 'Alan'} </answer>"
-    found = tuple(PASSAGES for _ in queries)
+    passages = tuple(PASSAGES for _ in queries)
     parts = [
-        (tokenizer.encode_foreign(f"Question: {asked.text}\n"), False),
+        (tokenizer.encode_foreign(f"Question: {question.text}\n"), False),
         (tokenizer.encode_foreign(search), True),
-        (tags.render_observation(queries, found, tokenizer.encode_foreign, obs_tokens), False),
+        (tags.render_observation(queries, passages, tokenizer.encode_foreign, obs_tokens), False),
         ([*tokenizer.encode_foreign(answer), min(tokenizer.stop_ids)], True),
     ]
     ids = np.array([i for part, _ in parts for i in part], np.int32)
     mask = np.concatenate([np.full(len(part), sampled) for part, sampled in parts])
     logprobs = np.where(mask, -0.01 * (1 + np.arange(len(ids)) % 90), 0).astype(np.float32)
     turns = (
-        Turn(search, "search", True, queries, found, None, len(parts[1][0])),
+        Turn(search, "search", True, queries, passages, None, len(parts[1][0])),
         Turn(answer, "answer", True, (), (), "Ada" if right else "Alan", len(parts[3][0])),
     )
-    return Trajectory(asked, sample, "answered", turns, ids, mask, logprobs, len(parts[0][0]))
+    return Trajectory(question, sample, "answered", turns, ids, mask, logprobs, len(parts[0][0]))
 
 
 def write_run(directory: Path, tokenizer, steps: int = 12, questions: int = 3, alarm: int | None = None) -> Path:
-    """A run directory; questions come again every four steps. Metrics go through the writer of training runs."""
+    """A run directory whose questions repeat every four steps. Metrics go through the writer of training runs."""
     directory.mkdir()
     config = {"seed": 0, "method": "parallelsearch", "model": {"path": "", "tokenizer": tokenizer.name}}
     (directory / "config.json").write_text(json.dumps(config | {"train": {"steps": steps}}))
@@ -83,8 +83,8 @@ def write_run(directory: Path, tokenizer, steps: int = 12, questions: int = 3, a
         for q in range(questions):
             for sample in range(2):
                 split = bool(rng.random() < 0.5)
-                made = rollout(tokenizer, step % 4 * questions + q, sample, bool(rng.random() < 0.7), split)
-                rows.append(trajectory_row(made, RewardParts(1.0, 0.0, 0.15, 0.35), step))
+                trajectory = rollout(tokenizer, step % 4 * questions + q, sample, bool(rng.random() < 0.7), split)
+                rows.append(trajectory_row(trajectory, RewardParts(1.0, 0.0, 0.15, 0.35), step))
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (directory / "trajectories" / f"{step:06d}.jsonl").write_text(text)
     writer.close()
@@ -94,15 +94,15 @@ def write_run(directory: Path, tokenizer, steps: int = 12, questions: int = 3, a
 def write_evaluation(directory: Path, tokenizer, right: float) -> Path:
     """An evaluation of two benchmarks, written by the class that launch/eval.py uses."""
     rng = np.random.default_rng(1)
-    made = {
+    rollouts = {
         name: [rollout(tokenizer, 10 * k + i, 0, bool(rng.random() < right), True) for i in range(9)]
         for k, name in enumerate(("nq", "popqa"))
     }
-    evaluation = Evaluation(directory, {n: [t.question for t in ts] for n, ts in made.items()}, {"method": "us"})
-    by_question = {t.question.id: t for ts in made.values() for t in ts}
+    evaluation = Evaluation(directory, {n: [t.question for t in ts] for n, ts in rollouts.items()}, {"method": "us"})
+    by_question = {t.question.id: t for ts in rollouts.values() for t in ts}
     scores = evaluation.run(lambda asked, _: [by_question[q.id] for q in asked], 5, lambda *_: None)
-    found = {name: figures(own) for name, own in scores.items()}
-    evaluation.finish({"model": "toy", "benchmarks": found}, results(found, "us") + "\n")
+    benchmarks = {name: figures(own) for name, own in scores.items()}
+    evaluation.finish({"model": "toy", "benchmarks": benchmarks}, results(benchmarks, "us") + "\n")
     return directory
 
 
@@ -129,19 +129,19 @@ def html(run) -> str:
 
 
 def test_lines_are_the_numbers_of_metrics_jsonl(run, html):
-    """A chart of another figure, run or step than its title says; a NaN drawn as a number."""
+    """A chart of another metric, run or step than its title says, or a NaN drawn as a number."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     data = unpacked(html, "data")
     charts = {chart["id"]: chart["lines"] for chart in data["charts"]}
     assert data["runs"] == [{"name": "one", "steps": list(range(12))}]
-    wanted = {("reward", "", ""): "reward", ("kl", "", ""): "kl", ("entropy", "", ""): "entropy"}
-    wanted |= {("logp_gap", "", ""): "logp_gap", ("row_use", "", "decoded rows"): "cost/row_use"}
-    wanted |= {("seconds", "", phase): f"{phase}_s" for phase in ("rollout", "reward", "logprobs", "update")}
+    expected_keys = {("reward", "", ""): "reward", ("kl", "", ""): "kl", ("entropy", "", ""): "entropy"}
+    expected_keys |= {("logp_gap", "", ""): "logp_gap", ("row_use", "", "decoded rows"): "cost/row_use"}
+    expected_keys |= {("seconds", "", phase): f"{phase}_s" for phase in ("rollout", "reward", "logprobs", "update")}
     for kind in KINDS:
-        wanted |= {(name, kind, ""): f"{name}/{kind}" for name in ("em", "searches", "turns")}
-        wanted |= {("reward_outcome", kind, d): f"reward/{kind}/{d}/outcome" for d in ("split", "whole")}
-    del wanted["reward_outcome", "single", "split"]
-    for (chart, group, name), key in wanted.items():
+        expected_keys |= {(name, kind, ""): f"{name}/{kind}" for name in ("em", "searches", "turns")}
+        expected_keys |= {("reward_outcome", kind, d): f"reward/{kind}/{d}/outcome" for d in ("split", "whole")}
+    del expected_keys["reward_outcome", "single", "split"]
+    for (chart, group, name), key in expected_keys.items():
         (line,) = [
             x for x in charts[chart] if (x.get("group", ""), x.get("name", "")) == (group, name) and "x" not in x
         ]
@@ -151,17 +151,17 @@ def test_lines_are_the_numbers_of_metrics_jsonl(run, html):
 
 
 def test_rollouts_count_as_they_did_when_they_were_scored(tiny_tokenizer):
-    """Figures of recorded rollouts that are not those of the same rollouts in an evaluation."""
+    """Scores of recorded rollouts that differ from those of the same rollouts in an evaluation."""
     for right, split in ((True, True), (False, False)):
-        made = rollout(tiny_tokenizer, 1, 3, right, split)
-        row = json.loads(json.dumps(trajectory_row(made, None, 7)))
-        assert score_of(row) == score(made)
-    cut = replace(made, status="out_of_turns", turns=(*made.turns[:1], replace(made.turns[1], answer=None)))
+        full = rollout(tiny_tokenizer, 1, 3, right, split)
+        row = json.loads(json.dumps(trajectory_row(full, None, 7)))
+        assert score_of(row) == score(full)
+    cut = replace(full, status="out_of_turns", turns=(*full.turns[:1], replace(full.turns[1], answer=None)))
     assert score_of(trajectory_row(cut, None, 7)).em == 0.0 == score(cut).em
 
 
 def test_intervals_and_shares_come_from_the_recorded_rollouts(run, html):
-    """Intervals over other questions than those of the step, and a cumulative figure of other rollouts."""
+    """Intervals over questions of another step, or a cumulative share of other rollouts."""
     lines = {chart["id"]: chart["lines"] for chart in unpacked(html, "data")["charts"]}
     rows = [json.loads(line) for line in (run / "trajectories" / "000000.jsonl").read_text().splitlines()]
     single = [s for s in map(score_of, rows) if s.kind == "single"]
@@ -177,7 +177,7 @@ def test_intervals_and_shares_come_from_the_recorded_rollouts(run, html):
 
 
 def test_evaluations_of_a_run_stand_where_they_were_made(run, html, tmp_path):
-    """The figure after training at its beginning, an interval of another number of questions, tables left out."""
+    """The score after training plotted at the start, an interval for another sample size, or missing tables."""
     charts = {chart["id"]: chart["lines"] for chart in unpacked(html, "data")["charts"]}
     (line,) = charts["validation"]
     assert (line["x"], line["y"]) == ([0, 8, 12], [0.5, 0.7, 0.9])
@@ -192,24 +192,24 @@ def test_evaluations_of_a_run_stand_where_they_were_made(run, html, tmp_path):
 
 
 def test_sub_queries_stand_beside_their_own_passages():
-    """A passage shown beside another sub-query than the one it was found for, or lost where the budget cut others."""
+    """A passage shown with a sub-query that it was not retrieved for, or lost where the budget cut others."""
     queries = ("who: a", "what b", "c")
-    found = ((Passage("1", "One", "first"), Passage("2", "Two", "second")), (), (Passage("3", "", "third"),))
+    passages = ((Passage("1", "One", "first"), Passage("2", "Two", "second")), (), (Passage("3", "", "third"),))
 
     def written(budget: int, label: bool = True, n: int = 3) -> list[list[str]]:
-        ids = tags.render_observation(queries[:n], found[:n], lambda text: list(text.encode()), budget, label)
-        return passage_lines(bytes(ids).decode(), queries[:n], [len(f) for f in found[:n]])
+        ids = tags.render_observation(queries[:n], passages[:n], lambda text: list(text.encode()), budget, label)
+        return passage_lines(bytes(ids).decode(), queries[:n], [len(f) for f in passages[:n]])
 
-    whole = [["(One) first", "(Two) second"], ["nothing found"], ["third"]]
-    assert written(400) == written(400, label=False) == whole
-    assert written(400, n=1) == whole[:1]
+    complete = [["(One) first", "(Two) second"], ["nothing found"], ["third"]]
+    assert written(400) == written(400, label=False) == complete
+    assert written(400, n=1) == complete[:1]
     cut = written(90)
     assert cut[0] == ["(One) first"] and cut[2] == ["third"]
     assert passage_lines(None, queries, [2, 0, 1]) == [[], [], []]
 
 
 def test_every_id_has_its_text_and_log_prob(run, html, tiny_tokenizer):
-    """A log-prob told for another id than the one it was recorded for; broken characters where ids cut them."""
+    """A log-prob shown with another token than its own, or broken characters where tokens split them."""
     spelling = Spelling(tiny_tokenizer)
     ids = tiny_tokenizer.encode_foreign("Brünn 東京 é")
     assert "".join(spelling.pieces(ids)) == "Brünn 東京 é" and len(spelling.pieces(ids)) == len(ids)
@@ -222,21 +222,21 @@ def test_every_id_has_its_text_and_log_prob(run, html, tiny_tokenizer):
     ]
     body = unpacked(html, f"block-{index['block'][place]}")[2]
     sampled = [(i, p) for i, p, m in zip(row["ids"], row["logprobs"], row["mask"], strict=True) if m]
-    told = [pair for turn in body["turns"] for pair in zip(turn["ids"], turn["logprobs"], strict=True)]
-    assert told == [(i, pytest.approx(p, abs=1e-4)) for i, p in sampled]
+    shown = [pair for turn in body["turns"] for pair in zip(turn["ids"], turn["logprobs"], strict=True)]
+    assert shown == [(i, pytest.approx(p, abs=1e-4)) for i, p in sampled]
     assert "".join(body["turns"][0]["pieces"]) == row["turns"][0]["text"]
     assert body["turns"][0]["searches"][0][1][0][2].startswith("(Ada Lovelace) </script>")
     assert body["prompt"].startswith("Question: Who is older")
 
 
 def test_an_initial_search_stands_before_the_first_turn(tiny_tokenizer):
-    """The passages of a search that the model never asked for, shown as a part of the prompt."""
-    made = rollout(tiny_tokenizer, 1, 0, True, False)
-    start, n = made.prompt_length, made.turns[0].n_sampled
-    keep = np.r_[0:start, start + n : len(made.ids)]  # what the host wrote comes right behind the prompt
-    searched = replace(made.turns[0], text="", n_sampled=0)
-    made = replace(made, ids=made.ids[keep], mask=made.mask[keep], logprobs=made.logprobs[keep])
-    row = trajectory_row(replace(made, turns=(searched, made.turns[1])), None, 0)
+    """The passages of a search that the model never requested, shown as a part of the prompt."""
+    t = rollout(tiny_tokenizer, 1, 0, True, False)
+    start, n = t.prompt_length, t.turns[0].n_sampled
+    keep = np.r_[0:start, start + n : len(t.ids)]  # the host's tokens directly follow the prompt
+    searched = replace(t.turns[0], text="", n_sampled=0)
+    t = replace(t, ids=t.ids[keep], mask=t.mask[keep], logprobs=t.logprobs[keep])
+    row = trajectory_row(replace(t, turns=(searched, t.turns[1])), None, 0)
     body = rollouts._body(row, Spelling(tiny_tokenizer))
     assert "information" not in body["prompt"] and body["prompt"].startswith("Question: ")
     assert body["turns"][0]["searches"][0][1][1] == ["", "p1", PASSAGES[1].text]
@@ -244,7 +244,7 @@ def test_an_initial_search_stands_before_the_first_turn(tiny_tokenizer):
 
 
 def test_ids_of_another_tokenizer_are_not_shown(tiny_tokenizer, tokenizer):
-    """Words that nobody sampled, because the tokenizer of the run was replaced."""
+    """Words that were never sampled, because the run's tokenizer was replaced."""
     row = trajectory_row(rollout(tiny_tokenizer, 1, 0, True, True), None, 0)
     assert "pieces" in rollouts._body(row, Spelling(tiny_tokenizer))["turns"][0]
     shown = rollouts._body(row, Spelling(tokenizer))
@@ -253,7 +253,7 @@ def test_ids_of_another_tokenizer_are_not_shown(tiny_tokenizer, tokenizer):
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 64, 1000])
 def test_what_is_kept_is_spread_over_the_run(count):
-    """A page with the first steps alone; a step that is offered twice or never."""
+    """A page with only the first steps, or a step that is offered twice or never."""
     order = spread_out(count)
     assert sorted(order) == list(range(count))
     if count > 60:
@@ -261,19 +261,19 @@ def test_what_is_kept_is_spread_over_the_run(count):
 
 
 def test_rollouts_that_have_no_room_are_told(run, monkeypatch):
-    """A page that looks whole and is not."""
+    """A page that looks complete but leaves rollouts out."""
     monkeypatch.setattr(rollouts, "MOST_ROLLOUTS", 20)
     html = page.render(read_runs([run]))
     assert "18 of 72 recorded rollouts" in html
     assert set(unpacked(html, "index")["columns"]["step"]) == {0, 11, 5}
-    monkeypatch.setattr(rollouts, "MOST_ROLLOUTS", 4)  # less than the first step has
+    monkeypatch.setattr(rollouts, "MOST_ROLLOUTS", 4)  # fewer than the first step has
     assert "4 of 72 recorded rollouts" in page.render(read_runs([run]))
     monkeypatch.setattr(rollouts, "MOST_BYTES", 1)
     assert "None of the 72 recorded rollouts fits" in page.render(read_runs([run]))
 
 
 def test_a_run_without_rollouts_or_steps(run, tmp_path):
-    """A division by zero where nothing was recorded, or nothing has happened yet."""
+    """A division by zero where nothing was recorded, or before the first step."""
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     for file in (copy / "trajectories").iterdir():
         file.write_text("")  # as train.trajectories_per_step=0 leaves them
@@ -287,7 +287,7 @@ def test_a_run_without_rollouts_or_steps(run, tmp_path):
 
 
 def test_a_broken_line_is_named(tmp_path, run):
-    """A traceback of the JSON parser; or a run that cannot be looked at while it is being written."""
+    """A traceback of the JSON parser, or a run that cannot be viewed while it is being written."""
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     with (copy / "metrics.jsonl").open("a") as file:
         file.write('{"step": 12, "rew')
@@ -305,7 +305,7 @@ def test_a_broken_line_is_named(tmp_path, run):
 
 
 def test_directories_that_make_no_page(tmp_path, run, tiny_tokenizer):
-    """An empty page of a mistyped directory, or of things that cannot be laid over one another."""
+    """An empty page for a mistyped directory, or for results that cannot share a chart."""
     with pytest.raises(UserError, match="neither metrics.jsonl nor results.json found"):
         write([tmp_path])
     with pytest.raises(UserError, match="an evaluation found next to a training run"):
@@ -313,14 +313,14 @@ def test_directories_that_make_no_page(tmp_path, run, tiny_tokenizer):
 
 
 def test_a_run_is_not_lost_with_its_report(tmp_path, caplog):
-    """A run of days that ends with an error code because its page could not be drawn."""
+    """A run of days that exits with an error code because its report could not be written."""
     with caplog.at_level(logging.WARNING, "psearch_jax"):
         page.offer_report(tmp_path)
     assert "no report was written" in caplog.text
 
 
 def test_program_prints_tables_and_writes_the_page(tmp_path, tiny_tokenizer):
-    """Tables that changed under those who read them by a program, or a page nobody is told of."""
+    """Tables whose format changed for programs that parse them, or a page whose path is not printed."""
     evaluation = write_evaluation(tmp_path / "e", tiny_tokenizer, 0.5)
     done = completed(["launch/report.py", evaluation, f"--html={tmp_path / 'page.html'}"])
     assert done.returncode == 0 and done.stdout == (evaluation / "results.md").read_text(), done.stderr
@@ -333,14 +333,14 @@ def test_program_prints_tables_and_writes_the_page(tmp_path, tiny_tokenizer):
 
 
 def show(browser, file: Path, width: int = 1280, scheme: str = "light") -> None:
-    """Opens a page, and waits until all is drawn."""
+    """Opens a page and waits until everything is drawn."""
     opened(browser, file.as_uri(), width, scheme)
     wait(browser, "const d = document.documentElement.dataset; return d.drawn && d.browser === 'ready'")
     wait(browser, "return document.querySelector('#left h3') !== null")
 
 
 def check_quiet(browser) -> None:
-    """Nothing on the console, and nothing asked of any network."""
+    """Nothing on the console, and no network request."""
     urls = asked(browser)
     assert urls and all(url.startswith(("file:", "data:", "blob:")) for url in urls), urls
 
@@ -350,7 +350,7 @@ DRAWN = """return [...document.querySelectorAll('.chart')].map(chart => [chart.i
 
 
 def test_page_in_a_browser(browser, run, html):
-    """A chart that stays empty, an error on the console, a request to a server, or a passage that runs as a script."""
+    """An empty chart, an error on the console, a request to a server, or a passage that runs as a script."""
     assert len(html.encode()) < 10e6
     show(browser, run / "report.html")
     data = unpacked(html, "data")
@@ -364,7 +364,7 @@ def test_page_in_a_browser(browser, run, html):
 
 
 def test_filters_by_keyboard(browser, run, html):
-    """Rollouts that only a mouse can reach; a count that is not that of the list."""
+    """Rollouts that only a mouse can reach, or a count that differs from the list."""
     from selenium.webdriver.common.keys import Keys
 
     show(browser, run / "report.html")
@@ -397,7 +397,7 @@ def test_filters_by_keyboard(browser, run, html):
 
 
 def test_log_probs_by_pointer_and_by_keyboard(browser, run):
-    """A log-prob that cannot be read, or is told of another id."""
+    """A log-prob that cannot be displayed, or that belongs to another token."""
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
@@ -407,8 +407,8 @@ def test_log_probs_by_pointer_and_by_keyboard(browser, run):
     first = row["mask"].index(1)
     focus(browser, "#left .said")
     press(browser, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    told = f"(token {row['ids'][first + 2]}): log-prob {row['logprobs'][first + 2]:.4f}"
-    assert told in text(browser, "#tip")
+    expected_tip = f"(token {row['ids'][first + 2]}): log-prob {row['logprobs'][first + 2]:.4f}"
+    assert expected_tip in text(browser, "#tip")
     press(browser, Keys.ESCAPE)
     assert browser.execute_script("return document.querySelector('#tip').hidden")
     ActionChains(browser).move_to_element(browser.find_element(By.CSS_SELECTOR, "#left [data-at='1']")).perform()
@@ -432,7 +432,7 @@ def test_the_same_question_at_two_steps(browser, run):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_narrow_and_dark(browser, run, html, scheme):
-    """A page that scrolls sideways on a telephone, or is white at night."""
+    """A page that scrolls sideways on a phone, or stays white in dark mode."""
     show(browser, run / "report.html", 400, scheme)
     assert browser.execute_script("const e = document.documentElement; return e.scrollWidth - e.clientWidth") == 0
     paper = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
@@ -441,7 +441,7 @@ def test_narrow_and_dark(browser, run, html, scheme):
 
 
 def test_runs_and_their_alarms_laid_over_one_another(browser, run, tmp_path, tiny_tokenizer):
-    """A run that is missing from a chart, or an alarm that nobody sees."""
+    """A run that is missing from a chart, or an alarm that is not shown."""
     other = write_run(tmp_path / "two", tiny_tokenizer, steps=6, alarm=4)
     show(browser, write([run, other], tmp_path / "both.html"))
     assert "two: kl_high, 1 step, first at step 4." in " ".join(text(browser, "#alarms").split())
@@ -455,16 +455,16 @@ def test_evaluations_in_a_browser(browser, tmp_path, tiny_tokenizer):
     """An evaluation whose page has no charts, no intervals or no rollouts."""
     outs = [write_evaluation(tmp_path / name, tiny_tokenizer, right) for name, right in (("a", 0.3), ("b", 0.9))]
     show(browser, write(outs))
-    found = json.loads((outs[1] / "results.json").read_text())["benchmarks"]["popqa"]["all"]
+    scores = json.loads((outs[1] / "results.json").read_text())["benchmarks"]["popqa"]["all"]
     bars = browser.execute_script("return document.getElementById('chart-em').data.map(t => [t.y, t.error_y.array])")
-    assert bars[3][0][0] == found["em"] and bars[3][1][0] == pytest.approx(found["em_interval"][1] - found["em"])
+    assert bars[3][0][0] == scores["em"] and bars[3][1][0] == pytest.approx(scores["em_interval"][1] - scores["em"])
     assert all(dict(browser.execute_script(DRAWN)).values())
     assert text(browser, "#count").startswith("36 of 36 rollouts")
     check_quiet(browser)
 
 
 def test_a_thousand_steps_and_ten_thousand_rollouts(browser, tmp_path, tiny_tokenizer):
-    """A page that hangs on a long run: a list with ten thousand entries, or all texts unpacked at once."""
+    """A page that hangs on a long run: a list of ten thousand entries, or all texts unpacked at once."""
     from selenium.webdriver.common.keys import Keys
 
     run = write_run(tmp_path / "long", tiny_tokenizer, steps=4)

@@ -1,4 +1,4 @@
-"""The cross-encoder beside transformers, in any company, and as the last word on what a retriever found."""
+"""The cross-encoder compared with transformers, in any batch, and as a re-ranker of a retriever's candidates."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from retrieval.service import RetrievalService
 
 
 def write_cross_encoder(folder: Path, labels: int = 1) -> Path:
-    """A small BERT with a pooler and a score on top, as BertForSequenceClassification stores them."""
+    """A small BERT with a pooler and a score head, stored as BertForSequenceClassification does."""
     write_model(folder, prefix="bert.")
     rng = np.random.default_rng(1)
     shapes = {"bert.pooler.dense.weight": (48, 48), "bert.pooler.dense.bias": (48,)}
@@ -49,7 +49,7 @@ def pairs(count: int = 40) -> list[tuple[str, Passage]]:
 
 
 def test_random_weights_equal_torch(directory, encoder):
-    """Types of the wrong text, a pooler left out, a cut in the wrong place: all still give numbers."""
+    """Wrong token types, a missing pooler, or truncation in the wrong place: all of them still give numbers."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = transformers.BertForSequenceClassification.from_pretrained(directory, num_labels=1).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
@@ -57,16 +57,16 @@ def test_random_weights_equal_torch(directory, encoder):
     with torch.no_grad():
         for query, p in pairs():
             text = f"{p.title}\n{p.text}" if p.title else p.text
-            read = tokenizer(
+            inputs = tokenizer(
                 query, text, truncation="longest_first", max_length=64, return_tensors="pt", return_token_type_ids=True
             )
-            wanted.append(float(model(**read).logits[0, 0]))
+            wanted.append(float(model(**inputs).logits[0, 0]))
     ours = encoder.scores(pairs())
     assert np.std(wanted) > 0.01 and np.abs(ours - wanted).max() < 1e-5
 
 
 def test_a_pair_scores_alike_in_any_company(encoder):
-    """A replayed search must agree with the first, whatever else was asked with it."""
+    """A replayed search must agree with the first one, whatever else is in the batch."""
     together = encoder.scores(pairs())
     alone = [encoder.scores([pair])[0] for pair in pairs()]
     np.testing.assert_array_equal(together, alone)
@@ -74,24 +74,24 @@ def test_a_pair_scores_alike_in_any_company(encoder):
 
 
 def test_the_order_is_the_cross_encoders_among_more_candidates(encoder):
-    """Fails if only what was asked for is read, or if a query gets another's passages."""
+    """Re-ranking only the requested number of candidates, or giving a query the passages of another one."""
     service = RetrievalService.from_corpus(people())
     reranked = Reranked(service, encoder, 12)
     queries = ["Baro Quill born", "", "Zora Crane", "Baro Quill born", "\ud800"]
-    found = reranked.search(queries, 3)
-    for query, ranking in zip(queries, found, strict=True):
+    rankings = reranked.search(queries, 3)
+    for query, ranking in zip(queries, rankings, strict=True):
         candidates = service.search([query], 12)[0]
         scores = dict(zip((p.id for p in candidates), encoder.scores([(query, p) for p in candidates]), strict=True))
         best = sorted(candidates, key=lambda p: -round(float(scores[p.id]), 4))[:3]
         assert [p.id for p in ranking] == [p.id for p in best]
         assert all(abs(p.score - scores[p.id]) < 1e-3 for p in ranking)
-    assert found[0] == found[3] and found[1] == [] and len(found[0]) == 3
-    assert [p.id for p in found[0]] != [p.id for p in service.search(queries[:1], 3)[0]], "the order changes"
+    assert rankings[0] == rankings[3] and rankings[1] == [] and len(rankings[0]) == 3
+    assert [p.id for p in rankings[0]] != [p.id for p in service.search(queries[:1], 3)[0]], "same order"
     assert len(reranked.search(queries[:1], 20)[0]) == 20 and reranked.describe() == service.describe()
 
 
 def test_directories_that_give_no_score_are_refused(tmp_path, directory):
-    """A sentence encoder, or a classifier of three labels, would rank by noise."""
+    """A sentence encoder, or a classifier with three labels, would rank by noise."""
     three = write_cross_encoder(tmp_path / "three", labels=3)
     with pytest.raises(CorpusError, match="3 x 48, accepted: one score"):
         CrossEncoder(three)

@@ -1,5 +1,5 @@
-"""How a run goes on: what must be as before, what may change, and SIGTERM at any moment. One set of compiled programs
-serves all runs, as if each were a process of its own."""
+"""How a run resumes: which settings must match, which may change, and SIGTERM at any moment. One set of compiled
+programs serves all runs, as if each were a process of its own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FIELDS = {
 
 @pytest.fixture(scope="module")
 def parts(tiny_policy):
-    """A run whose steps have two updates of two micro-batches each; what it starts from is kept for those to come."""
+    """A run whose steps have two updates of two micro-batches each, with its initial state kept for later runs."""
     return kept(tiny_policy)
 
 
@@ -49,13 +49,13 @@ def ppo(tiny_policy):
 
 def kept(policy: Path, **fields) -> trainer.Run:
     built = build.training_run(small_config(policy, **FIELDS, **fields))
-    built.reward = lambda t: RewardParts(int(t.ids.sum()) % 7 / 7, 0.0, 0.0, 0.0)  # a random policy earns nothing else
+    built.reward = lambda t: RewardParts(int(t.ids.sum()) % 7 / 7, 0.0, 0.0, 0.0)  # a random policy earns no other
     built.start = preemption.HostCopy(built.state), built.loader.state()
     return built
 
 
 def again(parts: trainer.Run, **fields) -> trainer.Run:
-    """The run as a new process has it, with other settings."""
+    """The run as a new process would build it, with other settings."""
     values = to_mapping(parts.config)
     for name, value in fields.items():
         section, _, key = name.partition(".")
@@ -84,17 +84,17 @@ def listing(directory: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def whole(parts, tmp_path_factory):
-    """The directory of a run of three steps that nothing interrupted."""
+    """The directory of an uninterrupted run of three steps."""
     directory = tmp_path_factory.mktemp("whole")
     trainer.train(again(parts), directory)
     return directory
 
 
-# ---- what must be as before ----
+# ---- settings that must match ----
 
 
 def test_every_difference_is_listed_and_nothing_changes(parts, tmp_path):
-    """A resume with another penalty or rate goes on as if nothing had been, and config.json says it always was so."""
+    """A resume that silently uses another penalty or rate, while config.json claims that it always was so."""
     trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
     before = listing(tmp_path)
     other = {"reward.format": 0.2, "learning.kl_coefficient": 0.5, "rollout.samples": 4, "model.lora_alpha": 8.0}
@@ -116,7 +116,7 @@ def test_every_difference_is_listed_and_nothing_changes(parts, tmp_path):
 
 
 def test_changes_are_accepted_by_a_flag_and_recorded(parts, tmp_path, caplog):
-    """Whoever means the change must be able to make it, and to see later until when the run was another one."""
+    """A deliberate change must be possible, and the record must show until which step the old settings applied."""
     trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
     old = (tmp_path / "config.json").read_text()
     changed = {"reward.format": 0.2, "learning.warmup_ratio": 1.0, "train.steps": 2}
@@ -126,13 +126,13 @@ def test_changes_are_accepted_by_a_flag_and_recorded(parts, tmp_path, caplog):
     assert json.loads((tmp_path / "config.json").read_text())["reward"]["format"] == 0.2
     rates = [row["learning_rate"] for row in metrics_without_clocks(tmp_path)]
     full = parts.config.learning.learning_rate
-    assert rates == pytest.approx([full, full * (0.25 + 0.75 * 0.75)])  # the fourth update of now four
-    trainer.train(again(parts, **{**changed, "train.steps": 3}), tmp_path)  # what was accepted is what it now is
+    assert rates == pytest.approx([full, full * (0.25 + 0.75 * 0.75)])  # the fourth of four updates in all
+    trainer.train(again(parts, **{**changed, "train.steps": 3}), tmp_path)  # accepted settings are now the run's
     assert len(metrics_without_clocks(tmp_path)) == 3
 
 
 def test_other_questions_begin_anew_once_accepted(parts, tmp_path):
-    """A position in other data, taken for one in these, would repeat some questions and never ask others."""
+    """A loader position that belongs to other data would repeat some questions and never ask others."""
     trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
     run = again(parts, **{"train.steps": 2})
     run.settings["data.source"] = {"names": "other.jsonl", "is": "0"}
@@ -150,9 +150,9 @@ def test_other_questions_begin_anew_once_accepted(parts, tmp_path):
 
 
 def test_a_longer_run_keeps_its_rates(parts, whole, tmp_path):
-    """A run lengthened at step 2 would warm up anew, at half of the rate it had reached."""
+    """A run extended at step 2 would warm up again, from half of the rate it had reached."""
     trainer.train(again(parts, **{"train.steps": 2}), tmp_path)
-    run = again(parts, **{"train.steps": 3})  # its warm-up was counted out for 2
+    run = again(parts, **{"train.steps": 3})  # its warm-up was computed for 2 steps
     trainer.train(run, tmp_path)
     rates = [row["learning_rate"] for row in metrics_without_clocks(tmp_path)]
     full = parts.config.learning.learning_rate
@@ -161,7 +161,7 @@ def test_a_longer_run_keeps_its_rates(parts, whole, tmp_path):
 
 
 def test_weights_are_known_by_what_they_are(tiny_policy, tmp_path):
-    """Another model under an old name would be taken for the old one, and a moved directory for another model."""
+    """Another model under an old name would be taken for the old one, or a moved directory for another model."""
     patterns = ("config.json", "*.safetensors")
     here = settings.fingerprint(tiny_policy, patterns)
     moved = tmp_path / "moved"
@@ -172,20 +172,20 @@ def test_weights_are_known_by_what_they_are(tiny_policy, tmp_path):
     assert settings.fingerprint(moved, patterns) == here
     weights = moved / "model.safetensors"
     raw = bytearray(weights.read_bytes())
-    for place in range(len(raw) // 2, len(raw)):  # as other training leaves them
+    for place in range(len(raw) // 2, len(raw)):  # as other training would change them
         raw[place] ^= 1
     weights.write_bytes(bytes(raw))
     assert settings.fingerprint(moved, patterns) != here
 
 
-# ---- what is alive meanwhile ----
+# ---- memory during a resume ----
 
 
 def test_a_resumed_run_never_holds_two_states(parts, tmp_path, monkeypatch):
-    """12 bytes per parameter of a fresh state beside those that are read: a run that fits could not be resumed."""
+    """A fresh state, 12 bytes per parameter, next to the restored one: a run that fits could not be resumed."""
     trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
     run = again(parts, **{"train.steps": 1})
-    weights = run.fresh()  # stands for the loaded weights, which only `fresh` holds
+    weights = run.fresh()  # stands for the loaded weights, referenced only by `fresh`
     held = [weakref.ref(x) for x in jax.tree.leaves(weights)]
     run.fresh = lambda weights=weights: weights
     del weights
@@ -206,7 +206,7 @@ def test_a_resumed_run_never_holds_two_states(parts, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("minutes, expected", [(1e-9, [1, 2, 3]), (0.0, [3]), (1e9, [3])])
 def test_checkpoints_by_time(parts, tmp_path, minutes, expected):
-    """50 steps of a large model are hours, which a machine that dies takes along."""
+    """50 steps of a large model are hours of work, lost if the machine dies."""
     trainer.train(again(parts, **{"train.checkpoint_every_minutes": minutes}), tmp_path)
     assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == expected
 
@@ -215,7 +215,7 @@ def test_checkpoints_by_time(parts, tmp_path, minutes, expected):
 
 
 class AtLook(preemption.StopRequest):
-    """SIGTERM arrives just before the n-th look of a step."""
+    """SIGTERM arrives just before the n-th interrupt check of a step."""
 
     def __init__(self, n: int):
         self.left = n
@@ -236,14 +236,14 @@ class AtLook(preemption.StopRequest):
     "n, copied", [(2, True), (7, True), (9, True), (10, True), (11, True), (12, True), (12, False)]
 )
 def test_a_step_is_given_up_between_any_two_micro_batches(parts, n, copied):
-    """Half of a step's updates kept, or the state lost with the step: four looks each at log-probs, at the reference's
-    and at the updates, of which the last two come behind the first update."""
+    """Half of a step's updates kept, or the state lost with the step. There are four checks each at log-probs, at
+    reference log-probs and at updates; the last two follow the first update."""
     run = again(parts)
     run.stop, run.keeps_copy = AtLook(n), copied
     before = jax.tree.map(np.array, run.state)
     with run.stop.heard(), pytest.raises(preemption.Interrupted):
         train_step(run, next(run.loader), 0)
-    assert run.stop.left == 0, "given up at once"
+    assert run.stop.left == 0, "the step must stop at the n-th check"
     if copied or n <= 10:
         assert equal(run.state, before)
     else:
@@ -251,15 +251,15 @@ def test_a_step_is_given_up_between_any_two_micro_batches(parts, n, copied):
 
 
 def test_processes_of_one_host_share_its_memory():
-    """Eight processes that each promise themselves half of what is free: the host runs out in the first step."""
+    """Eight processes that each plan to use half of the free memory: the host would run out in the first step."""
     assert preemption._fits([(22, 150)]) and preemption._fits([(22, 150), (22, 140), (22, 150)])
     assert not preemption._fits([(22, 150)] * 8)
 
 
 def test_a_request_without_a_copy_falls_back_to_the_newest_checkpoint(parts, whole, tmp_path, monkeypatch):
-    """A state that its updates have used up must not be saved, and what was saved must do."""
+    """A state that the updates have consumed must not be saved; the newest checkpoint must do."""
     monkeypatch.setattr(trainer, "room_for_copy", lambda state: False)
-    for n in (2 + 12 + 3, 2 + 12 + 12):  # two looks before the first step: before step 1 is learned, and in step 2
+    for n in (2 + 12 + 3, 2 + 12 + 12):  # two checks before step 0; stops before step 1's updates, and in step 2's
         run = again(parts)
         run.stop = AtLook(n)
         with pytest.raises(preemption.Interrupted, match="saved after step 1"):
@@ -270,8 +270,8 @@ def test_a_request_without_a_copy_falls_back_to_the_newest_checkpoint(parts, who
 
 @pytest.mark.parametrize("n, copied", [(13, True), (15, True), (16, True), (19, True), (15, False)])
 def test_a_step_of_ppo_is_given_up_between_critic_and_policy(ppo, n, copied):
-    """A critic that has learned from a step which the policy has not is saved with it: twelve looks at log-probs,
-    reference and values, then two each at critic and policy, twice."""
+    """A critic saved after learning from a step that the policy has not learned from. There are twelve checks at
+    log-probs, reference and values, then two each at critic and policy, twice."""
     run = again(ppo)
     run.stop, run.keeps_copy = AtLook(n), copied
     before = jax.tree.map(np.array, run.state)
@@ -282,7 +282,7 @@ def test_a_step_of_ppo_is_given_up_between_critic_and_policy(ppo, n, copied):
 
 
 def test_a_run_of_ppo_goes_on_as_if_nothing_had_been(ppo, tmp_path):
-    """Critic, its optimizer and its rate must come back with the policy; and no run changes its algorithm."""
+    """The critic, its optimizer and its rate must be restored with the policy, and no run may change its algorithm."""
     trainer.train(again(ppo), tmp_path / "whole")
     run = again(ppo)
     run.stop = AtLook(2 + 20 + 15)
@@ -291,13 +291,13 @@ def test_a_run_of_ppo_goes_on_as_if_nothing_had_been(ppo, tmp_path):
     with pytest.raises(UserError, match="learning.algorithm was 'ppo', now 'grpo'"):
         trainer.train(again(ppo, **{"learning.algorithm": "grpo", "learning.kl_in": "loss"}), tmp_path / "cut", True)
     trainer.train(again(ppo), tmp_path / "cut")
-    found = metrics_without_clocks(tmp_path / "cut")
-    assert found == metrics_without_clocks(tmp_path / "whole")
-    assert all(np.isfinite(row["critic/loss"]) for row in found) and found[0]["critic/gradient_norm"] > 0
+    rows = metrics_without_clocks(tmp_path / "cut")
+    assert rows == metrics_without_clocks(tmp_path / "whole")
+    assert all(np.isfinite(row["critic/loss"]) for row in rows) and rows[0]["critic/gradient_norm"] > 0
 
 
 class Alarm:
-    """A loader at whose n-th batch a clock starts that sends a real SIGTERM to this process."""
+    """A loader whose n-th batch starts a timer that sends a real SIGTERM to this process."""
 
     def __init__(self, loader, n: int, seconds: float):
         self.loader, self.left = loader, n
@@ -315,7 +315,7 @@ class Alarm:
 
 @pytest.fixture
 def deaf():
-    """What arrives when no run listens must not end the tests."""
+    """A signal that arrives when no run handles it must not end the tests."""
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -323,27 +323,27 @@ def deaf():
 
 @pytest.mark.slow
 def test_twenty_sigterms_change_nothing(parts, deaf, tmp_path):
-    """A machine is taken away at any moment of a step; a batch, a key or an update used twice shows in the end."""
+    """A machine may be taken away at any moment of a step: a batch, a key or an update used twice shows in the end."""
     steps, rng = {"train.steps": 24}, np.random.default_rng(0)
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    trainer.train(again(parts, **steps), whole)
-    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    assert all(row["gradient_norm"] > 0 for row in rows), "something is learned"
+    uninterrupted, stopped = tmp_path / "whole", tmp_path / "stopped"
+    trainer.train(again(parts, **steps), uninterrupted)
+    rows = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["gradient_norm"] > 0 for row in rows), "every step must have a gradient"
     phases = ("rollout_s", "reward_s", "logprobs_s", "update_s")
     seconds = np.mean([sum(row[name] for name in phases) for row in rows[1:]])
-    found = []
+    interruptions = []
     for _ in range(20):
         run = again(parts, **steps)
         run.loader = Alarm(run.loader, 1 + int(rng.random() < 0.3), rng.uniform(0, seconds))
         try:
             trainer.train(run, stopped)
         except preemption.Interrupted as stop:
-            found.append(str(stop))
+            interruptions.append(str(stop))
         run.loader.timer.cancel()
-    assert len(found) == 20
+    assert len(interruptions) == 20
     trainer.train(again(parts, **steps), stopped)
-    assert metrics_without_clocks(stopped) == metrics_without_clocks(whole)
-    ours, theirs = final_params(stopped), final_params(whole)
+    assert metrics_without_clocks(stopped) == metrics_without_clocks(uninterrupted)
+    ours, theirs = final_params(stopped), final_params(uninterrupted)
     assert ours.keys() == theirs.keys() and all(np.array_equal(ours[k], theirs[k]) for k in ours)
-    for file in (whole / "trajectories").iterdir():
+    for file in (uninterrupted / "trajectories").iterdir():
         assert file.read_bytes() == (stopped / "trajectories" / file.name).read_bytes()

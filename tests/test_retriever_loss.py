@@ -1,4 +1,4 @@
-"""A training run whose retriever dies: it waits, goes on unharmed, or saves and stops."""
+"""A training run whose retriever dies: it waits and continues unharmed, or saves and stops."""
 
 import json
 import signal
@@ -18,7 +18,7 @@ from retrieval.corpus import MemoryMappedCorpus, write_corpus
 from retrieval.directory import build_index
 from retrieval.hashing import HashingEncoder
 
-# The tiny policy is random and never asks for anything itself.
+# The tiny policy is random and never searches by itself.
 SEARCHING = {"rollout.initial_search": True}
 SERVE = ROOT / "launch" / "serve_retriever.py"
 
@@ -51,7 +51,7 @@ def rows(workdir: Path) -> int:
 
 @pytest.mark.slow
 def test_a_run_outlives_its_retriever(tiny_policy, index, tmp_path):
-    """kill -9 of the server ends the run, feeds it empty results, or changes what it learns."""
+    """kill -9 of the server that ends the run, gives it empty results, or changes what it learns."""
     server, url = serve(index)
     try:
         fields = {"retrieval.url": url, "eval.questions_per_kind": 0, **SEARCHING}
@@ -66,10 +66,10 @@ def test_a_run_outlives_its_retriever(tiny_policy, index, tmp_path):
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
         assert metrics_without_clocks(tmp_path / "hit") == metrics_without_clocks(tmp_path / "whole")
-        resumed, whole = final_params(tmp_path / "hit"), final_params(tmp_path / "whole")
-        assert all(np.array_equal(resumed[name], whole[name]) for name in whole)
+        interrupted, uninterrupted = final_params(tmp_path / "hit"), final_params(tmp_path / "whole")
+        assert all(np.array_equal(interrupted[name], uninterrupted[name]) for name in uninterrupted)
 
-        # Gone for good: the run stops in order, and the same command goes on when the retriever is back.
+        # Gone for good: the run stops cleanly, and the same command resumes it once the retriever is back.
         lost = tmp_path / "lost"
         impatient = command(lost, tiny_policy, 6, **fields, **{"retrieval.patience_s": 1.0})
         process = start(impatient)
@@ -78,18 +78,18 @@ def test_a_run_outlives_its_retriever(tiny_policy, index, tmp_path):
         _, errors = process.communicate(timeout=300)
         last = errors.strip().splitlines()[-1]
         assert process.returncode == 2 and "no answer in 1 s" in last and url in last, errors
-        done = rows(lost)
-        assert (lost / "checkpoints" / str(done)).is_dir() and done < 6
+        steps_done = rows(lost)
+        assert (lost / "checkpoints" / str(steps_done)).is_dir() and steps_done < 6
         server, _ = serve(index, urlsplit(url).port)
         resumed_run = run(impatient)
-        assert f"resuming after step {done}" in resumed_run.stderr
+        assert f"resuming after step {steps_done}" in resumed_run.stderr
         assert metrics_without_clocks(lost) == metrics_without_clocks(tmp_path / "whole")
     finally:
         stop(server)
 
 
 def test_an_absent_retriever_stops_the_start(tiny_policy, tmp_path):
-    """A run without any retriever trains on empty results, or ends in a traceback."""
+    """A run without any retriever that trains on empty results, or ends in a traceback."""
     fields = {
         "retrieval.url": "http://127.0.0.1:9/retrieve",
         "retrieval.patience_s": 0.5,
@@ -106,7 +106,7 @@ def test_an_absent_retriever_stops_the_start(tiny_policy, tmp_path):
 
 @pytest.mark.slow
 def test_a_retriever_lost_by_one_process_stops_them_all(tiny_policy, index, tmp_path):
-    """One host without its server would leave the others waiting in a device call, with nothing saved."""
+    """One host that loses its server would leave the others waiting in a device call, with nothing saved."""
     servers = [serve(index) for _ in range(2)]
     try:
         each = [{"retrieval.url": url} for _, url in servers]
@@ -114,11 +114,11 @@ def test_a_retriever_lost_by_one_process_stops_them_all(tiny_policy, index, tmp_
         started = start_run(2, 1, tmp_path, tiny_policy, 1000, each, **fields)
         wait_for(lambda: rows(tmp_path) >= 2, started[0])
         stop(servers[1][0])
-        found = ended(started, 120)
+        results = ended(started, 120)
     finally:
         for server, _ in servers:
             if server.poll() is None:
                 stop(server)
-    assert [code for code, _, _ in found] == [2, 2], [err[-2000:] for _, _, err in found]
-    assert "process 1 of 2: " in found[0][2] and "saved after step" in found[0][2]
+    assert [code for code, _, _ in results] == [2, 2], [err[-2000:] for _, _, err in results]
+    assert "process 1 of 2: " in results[0][2] and "saved after step" in results[0][2]
     assert find_checkpoint(tmp_path).name == str(rows(tmp_path))

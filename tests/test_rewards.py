@@ -22,7 +22,7 @@ SCORE_VECTORS = Path(__file__).resolve().parents[1] / "launch" / "score_vectors.
 
 
 def trajectory(kind, searches, answer, well_formed=True, initial=False):
-    """One turn per entry of `searches` (its number of sub-queries; 0: nothing was run), then the answer, if any."""
+    """One turn per entry of `searches` (its number of sub-queries; 0: no search ran), then the answer, if any."""
     turns = []
     if initial:
         turns.append(Turn("", "search", True, ("the question",), ((Passage("1", "t", "x"),),), n_sampled=0))
@@ -45,7 +45,7 @@ CASES = [
     ("parallel", [2], "Alan", True, (0, 0.1, 0.45, 0.35)),
     ("parallel", [2], "Alan", False, (0, 0, 0.45, 0.35)),
     ("parallel", [2], None, True, (0, 0, 0.45, 0.35)),
-    ("parallel", [2, 0], "Ada", True, (1, -0.1, 0.45, 0.35)),  # one ill-formed turn spoils the whole, and is no search
+    ("parallel", [2, 0], "Ada", True, (1, -0.1, 0.45, 0.35)),  # an ill-formed turn fails the format and is no search
     # Decomposition of a parallel question: only the first search counts.
     ("parallel", [1], "Ada", True, (1, 0, 0, 0.35)),
     ("parallel", [3], "Ada", True, (1, 0, 0.45, 0.35)),
@@ -77,14 +77,14 @@ CASES = [
 
 @pytest.mark.parametrize("kind, searches, answer, well_formed, expected", CASES)
 def test_paper_reward(kind, searches, answer, well_formed, expected):
-    """A wrong sign or a swapped kind teaches the opposite behaviour, and no curve shows why."""
+    """A wrong sign or swapped kinds would teach the opposite behaviour, and no curve would show why."""
     parts = paper_reward(trajectory(kind, searches, answer, well_formed), WEIGHTS)
     assert (parts.outcome, parts.format, parts.decomposition, parts.search_count) == pytest.approx(expected)
     assert parts.total == pytest.approx(sum(expected))
 
 
 def test_paper_reward_options():
-    """Each option must change the part it names and no other."""
+    """Each option must change the part that it names and no other."""
     wrong = trajectory("parallel", [2], "Alan", well_formed=False)
     assert paper_reward(wrong, RewardWeights(final_format=0.3)).format == 0.3
     assert paper_reward(trajectory("parallel", [2], None), RewardWeights(final_format=0.3)).format == 0
@@ -97,7 +97,7 @@ def test_paper_reward_options():
 
 
 def test_f1_as_the_outcome_lies_between_wrong_and_right():
-    """A half right answer that pays more than a right one is learned instead of it."""
+    """A partly right answer that pays more than a right one would be learned instead of it."""
     totals = []
     for answer in ("Alan", "Lovelace Byron King", "Ada Byron", "Ada Lovelace"):
         for well_formed in (False, True):
@@ -116,7 +116,7 @@ def test_f1_as_the_outcome_lies_between_wrong_and_right():
 
 
 def test_every_search_has_its_price():
-    """A price that is paid once, or by those alone who answer, does not make searching dearer."""
+    """A penalty charged only once, or only if the model answers, would not make each search cost something."""
     priced = RewardWeights(search_price=0.2)
     for searches, answer in (([], None), ([2], "Ada"), ([1, 1, 2], "Alan")):
         t = trajectory("sequential", searches, answer)
@@ -126,7 +126,7 @@ def test_every_search_has_its_price():
 
 
 def test_format_by_the_answers_worth():
-    """Half right is half of each: a right answer that also drew the consolation would pay for a broken grammar."""
+    """Half right is half of each rule: a right answer must not also earn the consolation for a wrong one."""
     weights = RewardWeights(format=0.2, final_format=0.3)
     ill = [format_part(worth, True, False, weights) for worth in (0.0, 0.5, 1.0)]
     assert ill == pytest.approx([0.3, 0.15 - 0.1, -0.2])
@@ -135,7 +135,7 @@ def test_format_by_the_answers_worth():
 
 
 def test_what_fills_the_context_is_charged_by_the_end():
-    """A penalty off by its window teaches short answers, or none."""
+    """A length penalty with a wrong window would teach short answers, or none at all."""
     reward = RewardSection(unfinished_penalty=0.5, overlong_tokens=100)
 
     def charged(length, status="answered", penalise=False):
@@ -149,7 +149,7 @@ def test_what_fills_the_context_is_charged_by_the_end():
 
 
 def test_initial_search_is_not_counted():
-    """The search of the question itself is the option's, not the policy's: it must move neither n nor d."""
+    """The initial search is an option, not the policy's action: it must change neither n nor d."""
     for kind, searches in [("parallel", [2]), ("sequential", [1]), ("single", [])]:
         plain = paper_reward(trajectory(kind, searches, "Ada"), WEIGHTS)
         assert paper_reward(trajectory(kind, searches, "Ada", initial=True), WEIGHTS) == plain
@@ -159,7 +159,7 @@ def test_initial_search_is_not_counted():
 
 
 def test_compat_reproduces_the_public_scores(shared_data):
-    """A `compat` that differs anywhere cannot rerun published numbers."""
+    """If `compat` differs anywhere, published numbers cannot be reproduced."""
     rows = [json.loads(line) for line in (shared_data / "reward_vectors.jsonl").read_text().splitlines()]
     ours = [
         compat_score(r["prompt"], r["response"], r["golden_answers"], r["kind"], RewardWeights(**r["weights"])).total
@@ -170,19 +170,19 @@ def test_compat_reproduces_the_public_scores(shared_data):
 
 
 def test_both_profiles_agree_on_clean_transcripts(shared_data):
-    """Where prompt and response have none of the quirks, the two profiles are one rule read in two ways."""
+    """Where prompt and response have none of the quirks, both profiles must give the same reward."""
     clean = 0
     for line in (shared_data / "reward_vectors.jsonl").read_text().splitlines():
         row = json.loads(line)
         prompt, response = row["prompt"], row["response"]
         question = Question("v", "1", row["question"], tuple(row["golden_answers"]), row["kind"])
-        read = parse_transcript(question, response)
+        parsed = parse_transcript(question, response)
         contents = [part.split("</search>")[0] for part in response.split("<search>")[1:]]
-        as_written = [len(turn.queries) for turn in read.executed] == [text.count("##") + 1 for text in contents]
+        as_written = [len(turn.queries) for turn in parsed.executed] == [text.count("##") + 1 for text in contents]
         usual_prompt = prompt.count("<search>") == 2 and "<answer>" in prompt and "<|im_start|>assistant" in prompt
-        if usual_prompt and as_written and read.answer is not None and response.count("<answer>") == 1:
+        if usual_prompt and as_written and parsed.answer is not None and response.count("<answer>") == 1:
             weights = RewardWeights(**row["weights"])
-            assert paper_reward(read, weights) == compat_reward(read, prompt, response, weights), response
+            assert paper_reward(parsed, weights) == compat_reward(parsed, prompt, response, weights), response
             clean += 1
     assert clean > 300
 
@@ -211,7 +211,7 @@ INFO = "<information>x</information>"
     ],
 )
 def test_valid_transcript(response, valid):
-    """The transcript's grammar and the turns' own check must draw the same line."""
+    """The transcript's grammar and the turns' own check must accept the same responses."""
     assert valid_transcript(PROMPT + response) is valid
     assert not valid_transcript(response)
     question = Question("v", "1", "q", ("x",), "single")
@@ -219,7 +219,7 @@ def test_valid_transcript(response, valid):
 
 
 def test_compat_quirks():
-    """The quirks that only `compat` may have: the prompt's examples are read as if they were the policy's."""
+    """The quirks that only `compat` may have: it reads the prompt's examples as if the policy had written them."""
     golds, bare = ("Beijing",), RewardWeights(format=0.1, decomposition=0, search_count=0)
     two_answers = "<answer> x </answer> <answer> Beijing </answer><|im_start|>assistant\n"
     assert compat_score(two_answers, "", golds, "single", bare).total == 0.9
@@ -239,14 +239,14 @@ def test_compat_quirks():
     [
         ("parallel", False, True),
         ("sequential", False, False),  # one example search
-        ("sequential", True, True),  # whose number is not paid then
+        ("sequential", True, True),  # the search count is not rewarded then
         ("direct", False, False),
         ("direct", True, True),
-        ("toy", True, False),  # no example answer: the right one would be taken for it
+        ("toy", True, False),  # no example answer: the right answer would be taken for one
     ],
 )
 def test_a_prompt_without_the_examples_is_refused(template, outcome_only, accepted):
-    """A run in which every right answer is paid 0, for hours, because the prompt has no example answer."""
+    """A run of hours that pays 0 for every right answer, because the prompt has no example answer."""
     weights = RewardWeights(decomposition=0, search_count=0) if outcome_only else WEIGHTS
     text = load_template(template)
     right = "<think>a</think><search>b ## c</search>" + INFO + "<think>d</think><answer>Ada</answer>"
@@ -264,17 +264,17 @@ def test_a_prompt_without_the_examples_is_refused(template, outcome_only, accept
 
 
 def test_parse_transcript():
-    """A transcript read wrongly would show mismatches that are not the reward's."""
+    """A misread transcript would show mismatches that the reward does not cause."""
     question = Question("v", "1", "q", ("x",), "single")
-    read = parse_transcript(
+    parsed = parse_transcript(
         question,
         f"<think>a</think><search>b ## c</search>\n\n{INFO}\n\n<search>d</search> stray {INFO}"
         "<think>e</think><search>f</search><think>g</think><answer> h </answer><search>i</search>",
     )
-    assert [t.action for t in read.turns] == ["search", "search", "search", "answer"]
-    assert [t.queries for t in read.turns] == [("b", "c"), ("d",), (), ()]
-    assert [t.well_formed for t in read.turns] == [True, False, False, False]
-    assert (read.answer, read.status, read.decomposed, len(read.executed)) == ("h", "answered", True, 2)
+    assert [t.action for t in parsed.turns] == ["search", "search", "search", "answer"]
+    assert [t.queries for t in parsed.turns] == [("b", "c"), ("d",), (), ()]
+    assert [t.well_formed for t in parsed.turns] == [True, False, False, False]
+    assert (parsed.answer, parsed.status, parsed.decomposed, len(parsed.executed)) == ("h", "answered", True, 2)
     cut = parse_transcript(question, "<think>a</think><search>b</search><information>c <search>d</search>")
     assert (cut.answer, cut.executed, cut.status, cut.well_formed) == (None, (), "out_of_turns", False)
     assert parse_transcript(question, " \n").turns == ()
@@ -288,7 +288,7 @@ def run_command(*arguments):
 
 
 def test_score_vectors_command(shared_data, tmp_path):
-    """The command must count what differs, and say in one line what is wrong with its input."""
+    """The command must count the differences, and report bad input in one line."""
     lines = (shared_data / "reward_vectors.jsonl").read_text().splitlines()[:40]
     file = tmp_path / "vectors.jsonl"
     changed = json.loads(lines[3])
@@ -304,7 +304,7 @@ def test_score_vectors_command(shared_data, tmp_path):
 
 
 def test_score_vectors_with_a_line_separator_inside(tmp_path):
-    """U+2028 inside a text is no end of a line (str.splitlines takes it for one)."""
+    """U+2028 inside a text does not end a line, although str.splitlines splits there."""
     file = tmp_path / "vectors.jsonl"
     file.write_text(json.dumps(ROW | {"prompt": "p\u2028q"}, ensure_ascii=False) + "\n", encoding="utf-8")
     done = run_command(file, "--profile=paper")
@@ -325,7 +325,7 @@ ROW = {"prompt": "p", "response": "r", "golden_answers": ["x"], "kind": "single"
     ],
 )
 def test_score_vectors_bad_input(tmp_path, text, found):
-    """A traceback, or a silent `mismatches: 0` on an empty file, would look like success."""
+    """A traceback, or a silent `mismatches: 0` for an empty file that looks like success."""
     file = tmp_path / "vectors.jsonl"
     file.write_text(text)
     done = run_command(file, "--profile=paper")

@@ -1,4 +1,4 @@
-"""launch/sample.py: which rollouts are kept, and that supervised fine-tuning takes them."""
+"""launch/sample.py: which rollouts are kept, and that supervised fine-tuning accepts them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def kept(pairs, **selection):
 
 
 def test_the_best_are_kept_once_each():
-    """A worse rollout kept for a better one, one text kept twice, or a rollout outside the grammar."""
+    """A worse rollout kept instead of a better one, a text kept twice, or an ill-formed rollout kept."""
     pairs = [
         scored(0, 1.0, "a"),
         scored(1, 2.0, "b", length=9),
@@ -66,7 +66,7 @@ def sampled(tmp_path_factory):
 
 
 def test_rows_are_rollouts_with_their_reward(sampled):
-    """Kept rollouts that are not the best of their question, or a report of other numbers."""
+    """Kept rollouts that are not the best of their question, or a report with other counts."""
     out, printed = sampled
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert 8 < len(rows) <= 64 and f"{len(rows)} kept, of {len(rows)} questions" in printed
@@ -78,7 +78,7 @@ def test_rows_are_rollouts_with_their_reward(sampled):
 
 
 def test_a_killed_call_resumes(sampled, tmp_path):
-    """Hours of sampling lost, or other rollouts after the kill."""
+    """Hours of sampling lost, or different rollouts after a kill."""
     out = tmp_path / "best.jsonl"
     process = Program(command(out, "--count=64"))
     wait_until(lambda: list(tmp_path.glob("best.jsonl.parts/0*.json")) or process.poll() is not None, 300)
@@ -93,7 +93,7 @@ def test_a_killed_call_resumes(sampled, tmp_path):
 
 
 def test_fine_tuning_takes_them(sampled, tmp_path):
-    """A format that the one program writes and the other refuses, or a loss that the chosen rollouts do not lower."""
+    """A format that launch/sft.py refuses, or a loss that does not fall on the chosen rollouts."""
     arguments = [
         "launch/sft.py",
         "--config=configs/smoke.py",

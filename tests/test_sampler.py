@@ -1,4 +1,4 @@
-"""The device programs: where a row stops, what is recorded, and that rows never touch each other."""
+"""The device programs: where a row stops, what is recorded, and that rows never affect each other."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from psearch_jax.models import decoder, int8
 from psearch_jax.rollout.sampler_state import SamplerState, Status
 from psearch_jax.types import TrainBatch
 
-B, S, C = 8, 64, 8  # slots, positions, forced ids of one call
+B, S, C = 8, 64, 8  # slots, positions, forced tokens of one call
 TURN = 14
 CONFIG = tiny_config()
 KEYS = np.stack([np.arange(B), np.arange(B) + 100], axis=1).astype(np.uint32)
@@ -36,11 +36,11 @@ def sampler(tiny_tokenizer):
 
 @pytest.fixture(scope="module", params=["float32", "int8"])
 def either(request, tiny_tokenizer, sampler, params):
-    """A sampler and the weights that it reads: as they are trained, or eight bits of them and of the cache."""
+    """A sampler and its weights: in float32, or with int8 weights and an int8 cache."""
     if request.param == "float32":
         return sampler, params
-    whole = make_sampler(tiny_tokenizer, CONFIG, int8_weights=True, int8_cache=True)
-    return whole, int8.with_kernels(params, params)
+    int8_sampler = make_sampler(tiny_tokenizer, CONFIG, int8_weights=True, int8_cache=True)
+    return int8_sampler, int8.with_kernels(params, params)
 
 
 def fetch(state):
@@ -53,7 +53,7 @@ def prompts(rows: int = B) -> list[list[int]]:
 
 
 def spell(tokenizer, text: str) -> list[int]:
-    """One id per byte: the longest way to write a text, of ids that every byte-level vocabulary has."""
+    """One token per byte: the longest encoding of a text, with tokens of every byte-level vocabulary."""
     single = {piece: i for i, piece in enumerate(tokenizer.token_bytes) if piece and len(piece) == 1}
     return [single[bytes([b])] for b in text.encode()]
 
@@ -67,19 +67,19 @@ def run_scripts(sampler, params, scripts, turn_tokens=TURN, budget_end=S):
 
 
 def test_each_end_stops_a_row_at_its_own_id(tiny_tokenizer, scripted, params):
-    """A row that samples past its boundary is trained on ids that no host ever read; one that stops short is cut."""
+    """A row that samples past its boundary is trained on tokens that no host read; one that stops early is cut."""
     encode, stop = tiny_tokenizer.encode_foreign, sorted(tiny_tokenizer.stop_ids)
     im_end = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
     search, answer = spell(tiny_tokenizer, "</search>"), spell(tiny_tokenizer, "</answer>")
     word = encode("a")[0]
     tail = [word] * 9
-    cases = [  # ids to say, ids that are sampled, status
+    cases = [  # scripted tokens, number of sampled tokens, status
         ([word, *search, *tail], 10, Status.SEARCH),
         ([word, *answer, im_end, *tail], 11, Status.ANSWER),
-        ([word, *answer, *tail], 14, Status.ANSWER),  # four more ids, then it ends
-        ([*answer, word, *search], 13, Status.ANSWER),  # a search after the answer is none
+        ([word, *answer, *tail], 14, Status.ANSWER),  # four more tokens, then it ends
+        ([*answer, word, *search], 13, Status.ANSWER),  # a search after the answer does not count
         ([word, stop[0], *search], 2, Status.EOS),
-        ([*search[:-1], stop[-1], *search], 9, Status.EOS),  # a control id breaks a tag
+        ([*search[:-1], stop[-1], *search], 9, Status.EOS),  # a control token breaks a tag
         ([word] * 40, TURN, Status.TURN_FULL),
         ([*[word] * 5, *answer, *tail], 18, Status.ANSWER),  # the answer's tail may pass the turn's budget
     ]
@@ -97,14 +97,14 @@ def test_each_end_stops_a_row_at_its_own_id(tiny_tokenizer, scripted, params):
 
 
 def test_no_answer_tail_at_all(tiny_tokenizer, params):
-    """max_tokens_after_answer=0 must end the row with the tag, not one id later or never."""
+    """max_tokens_after_answer=0 must end the row at the tag, neither one token later nor never."""
     one = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, max_tokens_after_answer=0)
     before, after = run_scripts(one, params, [[*spell(tiny_tokenizer, "</answer>"), 5, 5]])
     assert after.length[0] - before.length[0] == 9 and after.status[0] == Status.ANSWER
 
 
 def test_a_full_context_ends_a_row_and_a_tag_at_its_last_id_still_counts(tiny_tokenizer, scripted, params):
-    """Writing past S would be dropped silently while the length runs on."""
+    """Writes past S would be dropped silently while the length keeps growing."""
     search, answer = spell(tiny_tokenizer, "</search>"), spell(tiny_tokenizer, "</answer>")
     lengths = [len(p) for p in prompts()]
     end = 24
@@ -120,7 +120,7 @@ def test_a_full_context_ends_a_row_and_a_tag_at_its_last_id_still_counts(tiny_to
 
 
 def test_a_prompt_that_fills_the_context_never_runs(sampler, params):
-    """There is no room for one id: the row must end before it samples."""
+    """Without room for a single token, the row must end before it samples."""
     rows = [list(range(3, 3 + n)) for n in (12, 11, 5)] + [None] * 5
     state = started(sampler, params, rows, KEYS, 12, TURN)
     assert np.asarray(state.status)[:4].tolist() == [Status.CONTEXT_FULL, Status.RUNNING, Status.RUNNING, Status.EMPTY]
@@ -130,7 +130,7 @@ def test_a_prompt_that_fills_the_context_never_runs(sampler, params):
 
 
 def rollout(sampler, params, rows, keys, chunks, temperature=1.0, positions=S, width=0):
-    """Three turns: generate, extend by `chunks[turn][row]` ids, generate, ..."""
+    """Three turns: generate, extend by `chunks[turn][row]` tokens, generate, ..."""
     return follow(
         sampler, params, started(sampler, params, rows, keys, positions, TURN, width=width), chunks, temperature
     )
@@ -145,7 +145,7 @@ def follow(sampler, params, state, chunks, temperature=1.0):
 
 
 def padded(lists, width=0) -> tuple[np.ndarray, np.ndarray]:
-    """Ragged lists of ids as [rows, width] and their lengths."""
+    """Ragged lists of tokens as [rows, width], and their lengths."""
     n = np.array([len(x) for x in lists], np.int32)
     ids = np.zeros((len(lists), max(width, *n)), np.int32)
     for row, x in zip(ids, lists, strict=True):
@@ -160,7 +160,7 @@ def ragged_chunks(seed: int = 3, rows: int = B) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampled_logprobs_are_the_trainers(tiny_tokenizer, sampler, params, temperature):
-    """The ratio of PPO is 1 before the first update only if both programs compute the same numbers."""
+    """PPO's ratio is 1 before the first update only if sampler and trainer compute the same log-probs."""
     rows = prompts()
     rows[3] = None
     state = rollout(sampler, params, rows, KEYS, ragged_chunks(), temperature)
@@ -176,7 +176,7 @@ def test_sampled_logprobs_are_the_trainers(tiny_tokenizer, sampler, params, temp
 
 
 def test_a_rollout_alone_is_bit_equal(either):
-    """A result that depends on its neighbours cannot be replayed or debugged."""
+    """A result that depends on neighbouring rows cannot be replayed or debugged."""
     sampler, params = either
     rows, chunks = prompts(), ragged_chunks()
     together = rollout(sampler, params, rows, KEYS, chunks)
@@ -192,7 +192,7 @@ def test_a_rollout_alone_is_bit_equal(either):
 
 
 def test_another_number_of_slots_samples_the_same_ids(sampler, params):
-    """The bucket is a matter of speed: it may move a log-prob by rounding, not a token."""
+    """The number of slots is a matter of speed: it may change a log-prob by rounding, but not a token."""
     rows, chunks = prompts(), ragged_chunks()
     together = rollout(sampler, params, rows, KEYS, chunks)
     pair = rollout(sampler, params, rows[4:6], KEYS[4:6], [turn[4:6] for turn in chunks], positions=96)
@@ -201,7 +201,7 @@ def test_another_number_of_slots_samples_the_same_ids(sampler, params):
 
 
 def test_rows_with_nothing_to_add_are_untouched_bit_for_bit(tiny_tokenizer, scripted, params):
-    """A parked row that moves while others are extended, admitted or sampled is corrupted silently."""
+    """A parked row that changes while others are extended, admitted or sampled would be corrupted silently."""
     search = spell(tiny_tokenizer, "</search>")
     _, parked = run_scripts(scripted, params, [search[: 9 - (b % 3)] if b % 2 else search for b in range(6)])
     state = jax.tree.map(jnp.asarray, parked)
@@ -222,12 +222,12 @@ def test_rows_with_nothing_to_add_are_untouched_bit_for_bit(tiny_tokenizer, scri
 
 
 def check_rows(a, b, rows, rounding: float = 0.0) -> None:
-    """Equal rows; keys, values and log-probs up to `rounding`."""
+    """Checks that rows are equal; keys, values and log-probs up to `rounding`."""
     for name in ("ids", "mask", "length", "turn_left", "budget_end", "automaton", "status", "key"):
         np.testing.assert_array_equal(getattr(a, name)[rows], getattr(b, name)[rows], err_msg=name)
     np.testing.assert_allclose(a.logprobs[rows], b.logprobs[rows], rtol=0, atol=rounding)
     for mine, theirs in ((a.cache.k, b.cache.k), (a.cache.v, b.cache.v)):
-        if mine.dtype == np.int8:  # a value on the edge of two falls to either
+        if mine.dtype == np.int8:  # a value between two integers may round to either
             np.testing.assert_allclose(
                 mine[:, rows].astype(int), theirs[:, rows].astype(int), rtol=0, atol=rounding > 0
             )
@@ -236,7 +236,7 @@ def check_rows(a, b, rows, rounding: float = 0.0) -> None:
 
 
 def test_an_extension_forgets_half_a_tag(tiny_tokenizer, scripted, params):
-    """Half a tag before an observation and half behind it are no tag: the host reads each turn on its own."""
+    """Half a tag before an observation and half after it are not a tag: the host parses each turn separately."""
     search = spell(tiny_tokenizer, "</search>")
     half = [5] * (TURN - 8) + search[:-1]
     _, state = run_scripts(scripted, params, [[*half, search[-1], *[5] * 20]])
@@ -249,8 +249,8 @@ def test_an_extension_forgets_half_a_tag(tiny_tokenizer, scripted, params):
 
 
 def test_an_extension_past_the_end_is_dropped_and_overwrites_nothing(scripted, params):
-    """A clamped write would replace the last known ids and keys by the overflow."""
-    prompt = list(range(10, 22))  # 12 ids, then S = 16: room for 4
+    """A clamped write would overwrite the last tokens and keys with the overflow."""
+    prompt = list(range(10, 22))  # 12 tokens, then S = 16: room for 4
     keys = KEYS[:3]
     state = started(scripted, params, [prompt, prompt, prompt], keys, 16, TURN)
     before = fetch(state)
@@ -281,7 +281,7 @@ def test_empty_rows_make_no_nan(sampler, params):
 
 
 def test_a_refilled_slot_is_like_a_fresh_one(either):
-    """Keys left by the slot's last rollout must never be read by the next one."""
+    """The next rollout in a slot must never attend to keys that the last one left there."""
     sampler, params = either
     rows, chunks = prompts(), ragged_chunks()
     fresh = rollout(sampler, params, rows, KEYS, chunks)
@@ -295,11 +295,11 @@ def test_a_refilled_slot_is_like_a_fresh_one(either):
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_what_is_not_finite_ends_its_own_row_and_leaves_with_it(either, poison):
-    """A masked position counts 0 times its value: a NaN would end every later rollout of the slot, and no figure
-    would say so."""
+    """A masked position contributes 0 times its value: a NaN would end every later rollout of the slot, and no metric
+    would show it."""
     sampler, params = either
 
-    def of(x):  # a whole number is always finite: its scale is what tells
+    def of(x):  # an integer is always finite, so its scale is poisoned instead
         return jnp.asarray(poison if jnp.issubdtype(x.dtype, jnp.floating) else 1, x.dtype)
 
     rows, chunks = prompts(), ragged_chunks()
@@ -313,7 +313,7 @@ def test_what_is_not_finite_ends_its_own_row_and_leaves_with_it(either, poison):
     others = np.setdiff1d(np.arange(B), [1, 4])
     assert np.all(ended.status[others] != Status.NOT_FINITE) and ended.mask[others].any(axis=1).all()
 
-    emptied = jax.tree.map(lambda x: jnp.full_like(x, of(x)), used.cache)  # as if all rows had ended so
+    emptied = jax.tree.map(lambda x: jnp.full_like(x, of(x)), used.cache)  # as if all rows had ended with such values
     pool = sampler.prefill(params, *padded(rows))
     state = sampler.admit(dataclasses.replace(used, cache=emptied), pool, np.arange(B, dtype=np.int32), KEYS, TURN, S)
     refilled = follow(sampler, params, state, chunks)
@@ -331,7 +331,7 @@ def test_an_emptied_slot_neither_runs_nor_waits(tiny_tokenizer, scripted, params
 
 
 def test_greedy_takes_the_likeliest_id(tiny_tokenizer, sampler, params):
-    """Evaluation at temperature 0 must be the argmax of a plain forward pass, its log-probs those at 1."""
+    """Evaluation at temperature 0 must be the argmax of a plain forward pass, with log-probs at temperature 1."""
     state = rollout(sampler, params, prompts(), KEYS, [], temperature=0.0)
     model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32), params)
     logits = np.asarray(model.logits(model.hidden(jnp.asarray(state.ids))[0], 1.0, tiny_tokenizer.size))
@@ -342,7 +342,7 @@ def test_greedy_takes_the_likeliest_id(tiny_tokenizer, sampler, params):
 
 
 def test_yielding_early_changes_no_rollout(tiny_tokenizer, params):
-    """yield_share is a matter of speed: rows that still run go on where they were."""
+    """yield_share is a matter of speed: rows that are still running must resume where they were."""
     search = spell(tiny_tokenizer, "</search>")
     early = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=0.5)
     scripts = [[5] * b + search for b in range(4)]
@@ -368,7 +368,7 @@ def test_yielding_early_changes_no_rollout(tiny_tokenizer, params):
 
 @pytest.mark.parametrize("refill", [False, True])
 def test_a_finished_row_makes_room_only_where_others_wait(tiny_tokenizer, params, refill):
-    """Rows that ended while rollouts wait for a slot are computed for nothing; where none waits, each yield is."""
+    """Finished rows computed for nothing while rollouts wait for a slot, or early returns when no rollout waits."""
     early = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=0.5)
     im_end = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
     scripts = [[5] * b + [im_end] for b in (1, 3, 8, 10)]
@@ -381,7 +381,7 @@ def test_a_finished_row_makes_room_only_where_others_wait(tiny_tokenizer, params
 
 
 def test_a_full_turn_waits_as_a_search_does(tiny_tokenizer, params):
-    """The host has something to say to it, too: a row that nobody counts idles until all others have stopped."""
+    """A row whose turn is full also waits for the host: uncounted, it would idle until all others have stopped."""
     early = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=0.5)
     early.scripts = {tuple(k): [5] * 40 for k in KEYS[:4].tolist()}
     rows = [p if i < 4 else None for i, p in enumerate(prompts())]
@@ -393,7 +393,7 @@ def test_a_full_turn_waits_as_a_search_does(tiny_tokenizer, params):
 
 
 def test_rows_picked_out_of_order_are_extended_as_in_place(either):
-    """Passages appended to another row than the one that asked for them, or a filler that overwrites a row."""
+    """Passages appended to another row than the one that searched, or a padding row that overwrites a real one."""
     sampler, params = either
     chunk = ragged_chunks()[0]
     state = sampler.generate(params, started(sampler, params, prompts(), KEYS, S, TURN), 1.0)
@@ -404,14 +404,14 @@ def test_rows_picked_out_of_order_are_extended_as_in_place(either):
     picked = sampler.extend(
         params, jax.tree.map(jnp.asarray, before), ids[rows], np.where(rows < 0, 3, n[rows]), TURN, rows
     )
-    # Another number of rows adds up in another order on some processors.
+    # With another number of rows, some processors add in another order.
     check_rows(fetch(picked), wanted, np.arange(B), rounding=1e-5)
 
 
 def test_a_shorter_span_of_the_cache_changes_no_rollout(sampler, params):
-    """What lies behind the span must be what nobody reads; one position too few and rows forget their own ids."""
+    """No row may need positions past the span; one position too few and rows forget their own tokens."""
     spans = []
-    for span in (None, 28):  # the longest prompt has 11 ids, a turn 14 and what follows an answer
+    for span in (None, 28):  # prompts of up to 11 tokens, turns of 14 and an answer's tail
         state = started(sampler, params, prompts(), KEYS, S, TURN)
         spans.append(fetch(sampler.generate(params, state, 1.0, span)))
     np.testing.assert_array_equal(spans[0].ids, spans[1].ids)
@@ -420,76 +420,76 @@ def test_a_shorter_span_of_the_cache_changes_no_rollout(sampler, params):
 
 
 def test_layers_apart_change_no_rollout(tiny_tokenizer, either):
-    """As a GPU decodes: a layer's weights in another's place, or those of the call before."""
+    """Separate layers, as a GPU decodes: a layer's weights in another's place, or those of the call before."""
     sampler, params = either
-    whole = {"int8_weights": True, "int8_cache": True} if sampler.new_state(1, 32).cache.k_scale is not None else {}
-    apart = make_sampler(tiny_tokenizer, CONFIG, unstacked=True, **whole)
-    states = [fetch(s.generate(params, started(s, params, prompts(), KEYS, S, TURN), 1.0)) for s in (sampler, apart)]
+    extra = {"int8_weights": True, "int8_cache": True} if sampler.new_state(1, 32).cache.k_scale is not None else {}
+    split = make_sampler(tiny_tokenizer, CONFIG, unstacked=True, **extra)
+    states = [fetch(s.generate(params, started(s, params, prompts(), KEYS, S, TURN), 1.0)) for s in (sampler, split)]
     np.testing.assert_array_equal(states[0].ids, states[1].ids)
     np.testing.assert_allclose(states[0].logprobs, states[1].logprobs, atol=1e-5)
     assert states[0].mask.sum() > 50
 
 
 def test_weights_taken_apart_once_change_no_rollout(tiny_tokenizer, either):
-    """As a CPU decodes: layers in another order, those of other weights, or kernels whose axes are exchanged."""
+    """Weights split once, as a CPU decodes: layers reordered or of other weights, or kernels with swapped axes."""
     sampler, params = either
-    whole = {"int8_weights": True, "int8_cache": True} if sampler.new_state(1, 32).cache.k_scale is not None else {}
-    alone = make_sampler(tiny_tokenizer, CONFIG, unstacked=True, **whole)
-    apart = alone.take_apart(params)
-    assert (apart.head is None) == bool(whole) and sampler.take_apart(params) is None
+    extra = {"int8_weights": True, "int8_cache": True} if sampler.new_state(1, 32).cache.k_scale is not None else {}
+    split_sampler = make_sampler(tiny_tokenizer, CONFIG, unstacked=True, **extra)
+    split_weights = split_sampler.take_apart(params)
+    assert (split_weights.head is None) == bool(extra) and sampler.take_apart(params) is None
     state = started(sampler, params, prompts(), KEYS, S, TURN)
     expected = fetch(sampler.generate(params, state, 1.0))
     state = started(sampler, params, prompts(), KEYS, S, TURN)
-    found = fetch(alone.generate(params, state, 1.0, apart=apart))
-    np.testing.assert_array_equal(found.ids, expected.ids)
-    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+    actual = fetch(split_sampler.generate(params, state, 1.0, apart=split_weights))
+    np.testing.assert_array_equal(actual.ids, expected.ids)
+    np.testing.assert_allclose(actual.logprobs, expected.logprobs, atol=1e-5)
 
 
 def test_what_was_only_compiled_is_not_compiled_again(tiny_tokenizer, params, caplog):
-    """Whoever asks would wait for the compilation a second time."""
+    """The first real call would wait for the compilation a second time."""
     sampler = make_sampler(tiny_tokenizer, CONFIG, unstacked=True)
-    apart = sampler.take_apart(params)
+    split_weights = sampler.take_apart(params)
     state = started(sampler, params, prompts(), KEYS, S, TURN)
-    assert sampler.compile_only().generate(params, state, 1.0, apart=apart) is None
+    assert sampler.compile_only().generate(params, state, 1.0, apart=split_weights) is None
     with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
-        jax.block_until_ready(sampler.generate(params, state, 1.0, apart=apart))
+        jax.block_until_ready(sampler.generate(params, state, 1.0, apart=split_weights))
     assert not [r for r in caplog.records if "Compiling" in r.message and "generate" in r.message]
 
 
 def test_a_row_that_waits_reads_no_cache(tiny_tokenizer, params, monkeypatch):
-    """Where each row is read to its own length, one that waits would be read as far as one that samples."""
-    looked, hidden = [], decoder.Decoder.hidden
+    """Where each row attends to its own length, a waiting row would cost as much as one that samples."""
+    starts, hidden = [], decoder.Decoder.hidden
 
-    def noted(model, ids, cache=None, start=None, *arguments, **options):
+    def recorded(model, ids, cache=None, start=None, *arguments, **options):
         if start is not None:
-            jax.debug.callback(lambda start: looked.append(start), start, ordered=True)
+            jax.debug.callback(lambda start: starts.append(start), start, ordered=True)
         return hidden(model, ids, cache, start, *arguments, **options)
 
-    monkeypatch.setattr(decoder.Decoder, "hidden", noted)
+    monkeypatch.setattr(decoder.Decoder, "hidden", recorded)
     word = tiny_tokenizer.encode_foreign("a")[0]
     fresh = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler)
     search = spell(tiny_tokenizer, "</search>")
     _, state = run_scripts(fresh, params, [search, [word] * 40], TURN)
     jax.effects_barrier()
-    far = np.stack(looked)
-    assert state.status[:2].tolist() == [Status.SEARCH, Status.TURN_FULL] and len(far) == TURN
-    assert np.all(far[: len(search), 0] > 0) and not far[len(search) :, 0].any() and not far[:, 2:].any()
-    assert far[:, 1].tolist() == list(range(state.length[1] - TURN - 1, state.length[1] - 1))
+    lengths = np.stack(starts)
+    assert state.status[:2].tolist() == [Status.SEARCH, Status.TURN_FULL] and len(lengths) == TURN
+    assert np.all(lengths[: len(search), 0] > 0) and not lengths[len(search) :, 0].any() and not lengths[:, 2:].any()
+    assert lengths[:, 1].tolist() == list(range(state.length[1] - TURN - 1, state.length[1] - 1))
 
 
 def test_turn_budgets_may_differ_by_row(scripted, params):
-    """A row that takes another row's budget samples another number of ids than it was given."""
+    """A row that takes another row's budget samples another number of tokens than it was granted."""
     rows, budgets = np.array([3, 9, 1, 14, 5, 7, 2, 11]), np.array([4, 1, 6, 2, 8, 3, 5, 7])
     before, first = run_scripts(scripted, params, [[5] * 40] * B, turn_tokens=rows)
     np.testing.assert_array_equal(first.length - before.length, rows)
-    n = np.where(np.arange(B) % 2, 2, 0).astype(np.int32)  # every other row goes on
+    n = np.where(np.arange(B) % 2, 2, 0).astype(np.int32)  # every other row continues
     state = scripted.extend(params, jax.tree.map(jnp.asarray, first), np.full((B, C), 6, np.int32), n, budgets)
     second = fetch(scripted.generate(params, state, 1.0))
     np.testing.assert_array_equal(second.length - first.length, np.where(n > 0, n + budgets, 0))
 
 
 def test_one_compilation_per_shape(tiny_tokenizer, params):
-    """A program that recompiles for another count, key or temperature stops every step for a minute."""
+    """A program that recompiles for another count, key or temperature would stop every step for a minute."""
     fresh = make_sampler(tiny_tokenizer, CONFIG)
     for temperature in (1.0, 0.0):
         rollout(fresh, params, prompts(), KEYS, ragged_chunks(), temperature)
@@ -500,7 +500,7 @@ def test_one_compilation_per_shape(tiny_tokenizer, params):
 
 
 def test_state_fields_are_all_compared():
-    """A field added to the state must be added to the comparisons above."""
+    """A field added to the state must also be added to the comparisons above."""
     names = {f.name for f in dataclasses.fields(SamplerState)}
     compared = {"ids", "mask", "logprobs", "length", "turn_left", "budget_end", "automaton", "status", "key", "cache"}
     assert names == {*compared, "steps"}

@@ -1,4 +1,4 @@
-"""From logits to an id: never a masked one, the right distribution, keys that depend on the rollout alone."""
+"""From logits to a token: never a masked one, the right distribution, and keys that depend only on the rollout."""
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,13 @@ draw = jax.jit(choose)
 def extreme_logits(kind: str, V: int) -> np.ndarray:
     rng = np.random.default_rng(V)
     logits = rng.normal(0, 3, V).astype(np.float32)
-    if kind == "one":  # a single id has mass
+    if kind == "one":  # a single token has mass
         logits = np.full(V, NEG_INF, np.float32)
         logits[V // 2] = -5.0
-    elif kind == "spread":  # masses over the whole range of float32
+    elif kind == "spread":  # masses over the full range of float32
         logits = np.linspace(-200, 60, V).astype(np.float32)
         rng.shuffle(logits)
-    elif kind == "tail":  # far more mass in many small ids than one float32 sum can tell apart
+    elif kind == "tail":  # many small masses, which a single float32 sum would lose
         logits[:] = -16.0
         logits[3] = 0.0
     return logits
@@ -31,10 +31,10 @@ def extreme_logits(kind: str, V: int) -> np.ndarray:
 @pytest.mark.parametrize("V", [5, 256, 257, 1000, 152_064])
 @pytest.mark.parametrize("kind", ["one", "spread", "tail", "plain"])
 def test_never_a_masked_id(kind, V):
-    """A masked id has log-prob -1e30: drawn once, it ends the run with a loss that is not finite."""
+    """A masked token has log-prob -1e30: sampled once, it ends the run with a loss that is not finite."""
     logits = extreme_logits(kind, V)
     masked = np.random.default_rng(0).random(V) < 0.3
-    masked[-max(1, V // 100) :] = True  # rows of the embedding without a token stand at the end
+    masked[-max(1, V // 100) :] = True  # embedding rows without a token are at the end
     masked[V // 2] = False
     logits[masked] = NEG_INF
     ids = np.asarray(draw(jnp.asarray(np.tile(logits, (len(EDGES), 1))), jnp.asarray(EDGES)))
@@ -44,7 +44,7 @@ def test_never_a_masked_id(kind, V):
 
 
 def test_the_last_moment_of_a_thousand_distributions():
-    """Two sums of the same masses round apart: at u just below 1 the target can lie past the end of the second."""
+    """Two sums of the same masses round differently: with u near 1, the target can lie past the second's end."""
     rng = np.random.default_rng(4)
     logits = rng.normal(0, 2, (4000, 700)).astype(np.float32)
     logits[:, :256][:, ::7] = logits[:, 500:] = NEG_INF
@@ -55,7 +55,7 @@ def test_the_last_moment_of_a_thousand_distributions():
 
 
 def test_the_draw_inverts_the_cumulative_distribution():
-    """Against the same inversion in float64; an id off by one block would be another word."""
+    """Compared with the same inversion in float64: an index off by one block would be another word."""
     rng = np.random.default_rng(1)
     logits = rng.normal(0, 2, (512, 1000)).astype(np.float32)
     u = rng.random(512).astype(np.float32)
@@ -69,7 +69,7 @@ def test_the_draw_inverts_the_cumulative_distribution():
 
 
 def test_the_distribution_of_1000_ids():
-    """A biased draw is a policy gradient of another policy. Chi-square with fixed keys, so it cannot flicker."""
+    """Biased sampling is another policy's gradient. Chi-square with fixed keys, so the result never varies."""
     rng = np.random.default_rng(2)
     logits = rng.normal(0, 1, 1000).astype(np.float32)
     p = np.exp(logits.astype(np.float64))
@@ -83,7 +83,7 @@ def test_the_distribution_of_1000_ids():
 
 
 def test_top_k_and_top_p_by_hand():
-    """A filter that drops the likeliest id, or keeps one too many, samples another distribution."""
+    """A filter that drops the likeliest token, or keeps one too many, samples from another distribution."""
     logits = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3], [0.97, 0.01, 0.01, 0.01]]))
 
     def kept(top_k, top_p):
@@ -100,7 +100,7 @@ def test_top_k_and_top_p_by_hand():
 
 
 def test_recorded_logprobs_are_those_before_the_filter(tiny_tokenizer):
-    """Filtered log-probs would not be comparable with the trainer's."""
+    """Log-probs after the filter would not be comparable with the trainer's."""
     config = tiny_config()
     params = random_params(config)
     sampler = make_sampler(tiny_tokenizer, config, top_k=3)
@@ -114,7 +114,7 @@ def test_recorded_logprobs_are_those_before_the_filter(tiny_tokenizer):
 
 
 def test_keys_depend_on_the_rollout_alone():
-    """A sampler whose samples share a key gives equal rollouts; one keyed by row changes with the batch."""
+    """Samples that share a key would be equal rollouts; a key that depends on the row would change with the batch."""
     words = [id_words("hotpot", "1"), id_words("hotpot", "2"), id_words("nq", "1"), id_words("hotpot", "1")]
     keys = row_keys(0, 5, words, [0, 0, 0, 1])
     assert keys.shape == (4, 2) and keys.dtype == np.uint32
@@ -130,7 +130,7 @@ def test_keys_depend_on_the_rollout_alone():
 
 
 def test_uniforms_change_with_the_position_and_the_key_only():
-    """The position, not the count of calls, drives the draw: a parked row must not shift its own future."""
+    """A random number that depends on the number of calls, so that waiting changes a row's later tokens."""
     keys = row_keys(0, 0, [id_words("a", "b")] * 3, [0, 1, 0])
     at = jnp.array([7, 7, 7])
     u = np.asarray(uniforms(jnp.asarray(keys), at))

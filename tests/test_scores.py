@@ -1,4 +1,4 @@
-"""What is counted about trajectories: by hand, and against the definitions; the tables made of it."""
+"""Figures about trajectories, by hand and by their definitions, and the tables made from them."""
 
 import json
 import math
@@ -37,9 +37,9 @@ def answer(text, well_formed=True):
 
 
 def trajectory(*turns, kind="parallel", status="answered", id=0, sample=0, text="Who is older?", **metadata):
-    asked = Question("test", str(id), text, ("Ada Lovelace",), kind, metadata)
+    question = Question("test", str(id), text, ("Ada Lovelace",), kind, metadata)
     empty = np.zeros(30)
-    return Trajectory(asked, sample, status, turns, empty.astype(np.int32), empty.astype(bool), empty, 3)
+    return Trajectory(question, sample, status, turns, empty.astype(np.int32), empty.astype(bool), empty, 3)
 
 
 def scored(*turns, **facts):
@@ -58,7 +58,7 @@ FOUR = [SPLIT, SLOW, LOST, DIRECT]
 
 
 def test_summary_by_hand():
-    """A ratio over the wrong denominator, a search that never ran counted, or a missing answer taken for right."""
+    """A wrong denominator, a search counted that never ran, or a missing answer taken for a right one."""
     assert summarise(FOUR) == {
         "em": 0.5,
         "f1": round((1 + 2 / 3 + 0 + 1) / 4, 6),
@@ -77,7 +77,7 @@ def test_summary_by_hand():
 
 
 def test_chance_is_told_only_where_it_is_known_of_all():
-    """A figure of fictional questions beside real ones whose chance nobody knows."""
+    """A chance level shown for real questions, where it is unknown, because fictional ones have it."""
     known = [scored(answer("x"), id=i, chance=c) for i, c in enumerate((0.5, 0.25))]
     assert summarise(known)["chance"] == 0.375
     assert "chance" not in summarise([*known, scored(answer("x"), id=9)])
@@ -88,47 +88,47 @@ def test_chance_is_told_only_where_it_is_known_of_all():
 
 
 def test_initial_search_is_not_the_models():
-    """With rollout.initial_search a policy that never searches would look as if it searched and split."""
-    found = summarise([scored(search("a", "b", n=0), answer("Ada Lovelace"))])
-    assert (found["searches"], found["sub_queries"], found["decomposition_ratio"], found["turns"]) == (0, 0, 0, 1)
+    """With rollout.initial_search, a policy that never searches would appear to search and split."""
+    means = summarise([scored(search("a", "b", n=0), answer("Ada Lovelace"))])
+    assert (means["searches"], means["sub_queries"], means["decomposition_ratio"], means["turns"]) == (0, 0, 0, 1)
 
 
 def test_only_the_first_search_decomposes():
-    """The published rule reads the first executed search; a later split must not count."""
+    """The published rule looks at the first executed search; a later split must not count."""
     assert summarise([SLOW])["decomposition_ratio"] == 0
     assert summarise([LOST])["decomposition_ratio"] == 1
 
 
 def test_by_kind_keeps_kinds_apart():
     """Single-hop questions averaged into the figures of parallel ones."""
-    found = by_kind(FOUR)
-    assert list(found) == ["parallel", "single"]
-    assert len(found["parallel"]) == 3 and summarise(found["single"])["em"] == 1
-    assert summarise(found["parallel"])["em"] == pytest.approx(1 / 3, abs=1e-6)
+    groups = by_kind(FOUR)
+    assert list(groups) == ["parallel", "single"]
+    assert len(groups["parallel"]) == 3 and summarise(groups["single"])["em"] == 1
+    assert summarise(groups["parallel"])["em"] == pytest.approx(1 / 3, abs=1e-6)
 
 
 def test_several_samples_are_one_question():
     """Counting samples as questions would make a small benchmark look large."""
-    found = summarise([SPLIT, scored(answer("Alan"), id=0, sample=1)])
-    assert found["questions"] == 1 and found["em"] == 0.5
+    summary = summarise([SPLIT, scored(answer("Alan"), id=0, sample=1)])
+    assert summary["questions"] == 1 and summary["em"] == 0.5
 
 
 def test_finished_by_turn_is_cumulative():
-    """The share must grow with the turns, and a trajectory that gave no answer never finishes."""
+    """The share must grow with the turns, and a trajectory without an answer never finishes."""
     assert finished_by_turn(FOUR) == [0.25, 0.5, 0.75, 0.75, 0.75, 0.75]
     assert finished_by_turn([]) == []
 
 
 def test_numbers_that_broke_off_are_counted():
-    """A run whose logits overflow scores a little worse, and nothing else would tell of it."""
+    """A run whose logits overflow scores a little lower, and nothing else would show it."""
     broken = scored(Turn("", "none", False, n_sampled=3), status="not_finite", id=4)
-    found = figures([*FOUR, broken])
-    assert found["all"]["not_finite"] == 1
-    assert {kind: own["not_finite"] for kind, own in found["kinds"].items()} == {"parallel": 1, "single": 0}
+    report = figures([*FOUR, broken])
+    assert report["all"]["not_finite"] == 1
+    assert {kind: own["not_finite"] for kind, own in report["kinds"].items()} == {"parallel": 1, "single": 0}
 
 
 def test_interval_of_em():
-    """An interval that changes between runs, is wrong in width, or treats samples of a question as independent."""
+    """An interval that changes between runs, has the wrong width, or treats samples of a question as independent."""
     rng = np.random.default_rng(0)
     right = rng.random(400) < 0.6
     many = [scored(answer("Ada Lovelace" if r else "no"), id=i) for i, r in enumerate(right)]
@@ -140,7 +140,7 @@ def test_interval_of_em():
     assert em_interval([SPLIT, SPLIT]) == [1, 1]
     copies = [scored(answer(s0.answer), id=s0.id, sample=s) for s0 in many for s in range(4)]
     low4, high4 = em_interval(copies)
-    assert high4 - low4 == pytest.approx(high - low, abs=0.012), "copies of an answer are no new evidence"
+    assert high4 - low4 == pytest.approx(high - low, abs=0.012), "copies of an answer must not narrow the interval"
     with pytest.raises(ValueError, match="no scores"):
         em_interval([])
 
@@ -149,22 +149,22 @@ def test_interval_of_em():
 
 
 def samples(right, wrong="no", id=0):
-    """One question's samples: right where the list says so."""
+    """One question's samples, right where the list is true."""
     return [scored(answer("Ada Lovelace" if r else wrong), id=id, sample=i) for i, r in enumerate(right)]
 
 
 def test_pass_at_k_is_the_share_of_drawn_sets():
-    """The biased 1 - (1 - p)^k, or the first k samples only: drawn sets are counted one by one instead."""
+    """The biased 1 - (1 - p)^k, or only the first k samples. Here all sets of k samples are enumerated instead."""
     right = [True, False, False, True, False]
     for k in (1, 2, 3, 5):
-        drawn = list(combinations(right, k))
-        assert pass_at(samples(right), k) == pytest.approx(sum(map(any, drawn)) / len(drawn), abs=1e-6)
+        subsets = list(combinations(right, k))
+        assert pass_at(samples(right), k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-6)
     two = samples(right) + samples([False] * 5, id=1)
-    assert pass_at(two, 1) == pytest.approx(0.2, abs=1e-6), "the mean over questions"
+    assert pass_at(two, 1) == pytest.approx(0.2, abs=1e-6), "pass@k must be the mean over questions"
 
 
 def test_majority_at_k():
-    """A vote that counts spellings apart, counts missing answers, or lets a later answer win a tie."""
+    """A vote that counts spellings separately, counts missing answers, or lets a later answer win a tie."""
     votes = ["Alan", "the Ada Lovelace", "ada lovelace", "Alan", None]
     group = [
         scored(answer(v) if v else Turn("", "none", False, n_sampled=1), id=0, sample=i) for i, v in enumerate(votes)
@@ -178,40 +178,40 @@ def test_majority_at_k():
 
 def test_splitting_by_hand():
     """Mixed questions counted as errors, no search counted as a split, or recall taken for precision."""
-    made = [
+    scores = [
         *[scored(search("a", "b"), answer("x"), id=i) for i in range(3)],  # parallel, split
-        scored(search("a"), answer("Ada Lovelace"), id=3),  # parallel, whole
+        scored(search("a"), answer("Ada Lovelace"), id=3),  # parallel, not split
         scored(search("a", "b"), answer("x"), kind="sequential", id=4),  # wrongly split
         scored(answer("x"), kind="sequential", id=5),
         scored(search("a"), search("b", "c"), answer("x"), kind="single", id=6),  # the second search does not count
         scored(search("a", "b"), answer("x"), kind="mixed", id=7),
     ]
-    found = splitting(made)
-    assert found["confusion"] == {
+    decisions = splitting(scores)
+    assert decisions["confusion"] == {
         "parallel": {"split": 3, "whole": 1, "none": 0},
         "sequential": {"split": 1, "whole": 0, "none": 1},
         "single": {"split": 0, "whole": 1, "none": 0},
         "mixed": {"split": 1, "whole": 0, "none": 0},
     }
-    assert (found["accuracy"], found["precision"], found["recall"]) == (round(5 / 7, 6), 0.75, 0.75)
-    alone = splitting(made[-1:])
-    assert (alone["accuracy"], alone["precision"], alone["recall"]) == (None, None, None)
+    assert (decisions["accuracy"], decisions["precision"], decisions["recall"]) == (round(5 / 7, 6), 0.75, 0.75)
+    only_mixed = splitting(scores[-1:])
+    assert (only_mixed["accuracy"], only_mixed["precision"], only_mixed["recall"]) == (None, None, None)
 
 
 def test_controls_of_the_decision_to_split():
-    """A policy that splits what holds the word "or" taken for one that knows what depends on what."""
+    """A policy that splits every question with the word "or" taken for one that recognizes dependencies."""
     comparison = scored(search("a", "b"), answer("x"), id=0, text="Who is older, Ada Lovelace or Alan Turing?")
     bridge = [
         scored(search("a"), answer("x"), id=1, kind="sequential", text="When was the mother of Ada Lovelace born?"),
         scored(search("a"), answer("x"), id=2, kind="sequential", text="Which war was between Rome and Carthage?"),
     ]
-    found = splitting([comparison, *bridge])
-    assert (found["accuracy"], found["never"], found["by_words"]) == (1.0, round(2 / 3, 6), round(2 / 3, 6))
+    rates = splitting([comparison, *bridge])
+    assert (rates["accuracy"], rates["never"], rates["by_words"]) == (1.0, round(2 / 3, 6), round(2 / 3, 6))
     assert "| 1.000 | 1.000 | 1.000 | .667 | .667 |" in results({"2wiki": figures([comparison, *bridge])}, "us")
 
 
 def test_two_evaluations_are_compared_kind_by_kind():
-    """A gain on comparisons that is made good by a loss on sequential questions, in a table of their sum alone."""
+    """A gain on comparisons offset by a loss on sequential questions, in a table that shows only their average."""
     kinds = ("parallel", "sequential")
     first, second = (
         [replace(SPLIT, id=str(i), kind=kind, em=em) for i, (kind, em) in enumerate(zip(kinds, ems, strict=True))]
@@ -224,25 +224,25 @@ def test_two_evaluations_are_compared_kind_by_kind():
 
 
 def test_splitting_by_labels_read_by_hand():
-    """A comparison whose facts are in one place marked by its set's type although a reader said otherwise."""
-    made = [
+    """A comparison whose facts are in one passage, judged by its set's label instead of the manual one."""
+    scores = [
         scored(search("a"), answer("x"), id=0, dependency="single"),
         scored(search("a", "b"), answer("x"), id=1, dependency="parallel"),
-        scored(search("a"), answer("x"), id=2),  # nobody read it
+        scored(search("a"), answer("x"), id=2),  # not labelled by hand
     ]
-    report = figures(made)
+    report = figures(scores)
     assert report["splitting"]["recall"] == round(1 / 3, 6)
     assert report["labels"]["recall"] == 1 and sum(map(len, report["labels"]["confusion"].values())) == 6
     assert "labelled by hand" in results({"hotpotqa": report}, "us")
 
 
 def test_graphs_of_musique():
-    """Questions of a branching graph lost among the chains."""
-    made = [
+    """Questions with a branching graph lost among the chains."""
+    scores = [
         scored(search("a", "b"), answer("Ada Lovelace"), kind="mixed", id=0, graph="3hop2"),
         scored(search("a"), answer("x"), kind="sequential", id=1, graph="2hop"),
     ]
-    rows = by_graph(made)
+    rows = by_graph(scores)
     assert list(rows) == ["2hop", "3hop2"] and by_graph([SPLIT]) == {}
     assert rows["3hop2"] == {
         "hops": 3,
@@ -253,21 +253,21 @@ def test_graphs_of_musique():
         "decomposition_ratio": 1.0,
         "searches": 1.0,
     }
-    assert "3hop2" in results({"musique": figures(made)}, "us")
+    assert "3hop2" in results({"musique": figures(scores)}, "us")
 
 
 # ---- two methods ----
 
 
 def test_paired_difference_against_the_exact_test():
-    """An interval that ignores the pairing, or a p that is off: sign flips of few questions can be counted out."""
+    """An interval that ignores the pairing, or a wrong p: with few questions, the sign flips can be enumerated."""
     first = [scored(answer("no"), id=i) for i in range(8)]
     second = [scored(answer("Ada Lovelace" if i < 6 else "no"), id=i) for i in range(8)]
-    found = paired(first, second[::-1])
-    assert (found["first"], found["second"], found["difference"], found["questions"]) == (0, 0.75, 0.75, 8)
-    assert found["p"] == pytest.approx(2 / 2**6, abs=0.005), "six signs must agree"
-    assert 0.37 <= found["low"] <= 0.5 and found["high"] == 1
-    assert math.isnan(found["ratio"]) and paired(first, second) == pytest.approx(found, nan_ok=True)
+    stats = paired(first, second[::-1])
+    assert (stats["first"], stats["second"], stats["difference"], stats["questions"]) == (0, 0.75, 0.75, 8)
+    assert stats["p"] == pytest.approx(2 / 2**6, abs=0.005), "p must be the chance that six signs agree"
+    assert 0.37 <= stats["low"] <= 0.5 and stats["high"] == 1
+    assert math.isnan(stats["ratio"]) and paired(first, second) == pytest.approx(stats, nan_ok=True)
     assert paired(first, first)["p"] == 1
 
 
@@ -279,11 +279,11 @@ def test_paired_interval_has_the_textbook_width():
     pairs = list(zip(base, flip, strict=True))
     first = [scored(answer("Ada Lovelace" if r else "no"), id=i) for i, r in enumerate(base)]
     second = [scored(answer("Ada Lovelace" if r or f else "no"), id=i) for i, (r, f) in enumerate(pairs)]
-    found, difference = paired(first, second), (base | flip).astype(float) - base
+    stats, difference = paired(first, second), (base | flip).astype(float) - base
     half_width = 1.96 * difference.std() / np.sqrt(500)
-    assert found["difference"] == pytest.approx(difference.mean(), abs=1e-6)
-    assert found["high"] - found["low"] == pytest.approx(2 * half_width, rel=0.1)
-    assert found["low"] > 0 and found["p"] < 0.001
+    assert stats["difference"] == pytest.approx(difference.mean(), abs=1e-6)
+    assert stats["high"] - stats["low"] == pytest.approx(2 * half_width, rel=0.1)
+    assert stats["low"] > 0 and stats["p"] < 0.001
 
 
 def test_ratio_of_turns():
@@ -294,7 +294,7 @@ def test_ratio_of_turns():
 
 
 def test_other_questions_cannot_be_compared():
-    """Two evaluations of different samples of a set, compared as if paired."""
+    """Two evaluations of different samples of a set, compared as if they were paired."""
     with pytest.raises(UserError, match="2 questions are in one evaluation only"):
         paired([SPLIT], [SLOW])
     with pytest.raises(UserError, match="no benchmark in common"):
@@ -306,13 +306,13 @@ def test_other_questions_cannot_be_compared():
 
 
 def test_scores_come_back_from_disk():
-    """A resumed evaluation whose figures differ because a field was lost or rounded on the way."""
-    for one in (*FOUR, scored(answer("x"), kind="mixed", id=9, graph="4hop2", dependency="mixed")):
-        assert from_row(json.loads(json.dumps({"question": "?", **to_row(one)}))) == one
+    """A resumed evaluation whose figures differ because a field was lost or rounded."""
+    for original in (*FOUR, scored(answer("x"), kind="mixed", id=9, graph="4hop2", dependency="mixed")):
+        assert from_row(json.loads(json.dumps({"question": "?", **to_row(original)}))) == original
 
 
 def test_results_table():
-    """A table whose rows do not fit its head, or that sets the whole set's figure beside one kind of it."""
+    """Rows that do not fit the header, or a set's published average shown next to a single kind of question."""
     mixed = [scored(answer("Ada Lovelace"), id=i, kind=kind) for i, kind in enumerate(("parallel", "sequential"))]
     table = results_table({"HotpotQA": figures(mixed), "mine": figures([DIRECT])}, "this policy")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
@@ -327,7 +327,7 @@ def test_results_table():
 
 
 def test_averages_stand_beside_the_published_ones():
-    """The paper's average over seven sets beside an average over other sets."""
+    """The paper's average over seven sets shown next to an average over other sets."""
     sets = ("nq", "TriviaQA", "popqa", "hotpotqa", "2wiki", "musique", "bamboogle")
     every = {name: figures([DIRECT]) for name in sets}
     table = results_table(every, "us")
@@ -338,20 +338,20 @@ def test_averages_stand_beside_the_published_ones():
 
 
 def merged_scores():
-    """Two questions of one set and one of another in one benchmark; the first set is answered, the second is not."""
+    """One benchmark with two questions of one set, answered right, and one of another, answered wrong."""
     kinds = [("nq", "single", 1.0), ("nq", "single", 1.0), ("hotpotqa", "parallel", 0.0)]
     return [replace(SPLIT, source=s, id=str(i), kind=kind, em=em) for i, (s, kind, em) in enumerate(kinds)]
 
 
 def test_a_merged_file_reports_by_source():
-    """Seven sets in one test file come out as one figure, beside which nothing published stands."""
-    found = figures(merged_scores())
-    assert {name: (v["all"]["em"], v["all"]["questions"]) for name, v in found["sources"].items()} == {
+    """Seven sets in one test file reported as a single figure, which cannot be compared with published ones."""
+    report = figures(merged_scores())
+    assert {name: (v["all"]["em"], v["all"]["questions"]) for name, v in report["sources"].items()} == {
         "nq": (1.0, 2),
         "hotpotqa": (0.0, 1),
     }
     assert "sources" not in figures(merged_scores()[:2])
-    text = results_table({"test": found}, "ours")
+    text = results_table({"test": report}, "ours")
     assert "| test | all | ours | .667 |" in text and "| test: nq | single | ours | 1.000 |" in text
     assert "| test: hotpotqa | parallel | ours | .000 |" in text
     assert "| test: nq | all | ParallelSearch, Qwen2.5-7B (published) | .492 |" in text
@@ -361,6 +361,6 @@ def test_a_merged_file_reports_by_source():
 
 
 def test_pass_at_in_the_tables():
-    """Figures that were asked for and are nowhere to be read."""
+    """Requested figures that appear in no table."""
     text = results({"nq": figures(samples([True, False, False]), (1, 3))}, "us")
     assert "| benchmark | pass@1 | pass@3 | maj@1 | maj@3 |" in text and "| nq | .333 | 1.000 | 1.000 | .000 |" in text

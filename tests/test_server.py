@@ -1,4 +1,4 @@
-"""The server: real processes and real HTTP on loopback, as Search-R1's clients speak it."""
+"""The server: real processes and real HTTP on loopback, as Search-R1's clients use it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROGRAM = ROOT / "launch" / "serve_retriever.py"
 
 
 class Watched:
-    """A real service whose calls are recorded, slowed down or broken on demand."""
+    """A real service whose calls are recorded, and slowed down or broken on demand."""
 
     def __init__(self, service: RetrievalService, seconds: float = 0.0):
         self.service, self.seconds, self.calls = service, seconds, []
@@ -68,7 +68,7 @@ def contents(passage: Passage) -> dict:
 
 
 def test_both_shapes_of_the_answer(running, service):
-    """An existing client finds other field names, or the shape without scores fails as in the original."""
+    """Field names that existing clients do not expect, or a reply without scores that fails as in the original."""
     queries = ["Baro Quill born", "", "Zora Crane"]
     wanted = service.search(queries, 2)
     with_scores = running.post({"queries": queries, "topk": 2, "return_scores": True})
@@ -82,7 +82,7 @@ def test_both_shapes_of_the_answer(running, service):
 
 
 def test_a_client_written_for_search_r1(running):
-    """The original's own way of reading an answer: title from the first line, text from the rest."""
+    """Search-R1's own parsing of a reply must work: title from the first line, text from the rest."""
     payload = {"queries": ["Baro Quill born"], "topk": 3, "return_scores": True}
     results = running.post(payload).json()["result"]
     text = ""
@@ -115,21 +115,21 @@ def test_a_client_written_for_search_r1(running):
     ],
 )
 def test_malformed_requests_are_refused(running, body, words):
-    """A wrong request is answered with a traceback, a guess, or the end of the server."""
+    """A malformed request answered with a traceback or a guess, or one that ends the server."""
     answer = running.post(body)
     assert answer.status == 422 and words in answer.json()["detail"]
     assert "\n" not in answer.json()["detail"]
 
 
 def test_other_requests_are_refused(running):
-    """A wrong path or method gives a page of HTML to a client that reads JSON."""
+    """A wrong path or method answered with an HTML page to a client that parses JSON."""
     assert running.post({}, path="/search").status == 404
     answer = HTTP.request("GET", running.url + "/retrieve")
     assert answer.status == 405 and answer.json()["detail"]
 
 
 def test_oversized_bodies_are_cut_off(service):
-    """A body without a length fills the memory of the server."""
+    """A body without a length that fills the server's memory."""
     with Running(make_app(service, Limits(body_bytes=1000))) as running:
         assert running.post(b" " * 1001).status == 413
         connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=20)
@@ -140,14 +140,14 @@ def test_oversized_bodies_are_cut_off(service):
 
 
 def test_queries_of_any_kind_over_http(running):
-    """What a model writes (half surrogates, control characters) ends in a 500, which is tried again for minutes."""
+    """Model output (half surrogates, control characters) that causes a 500, which clients retry for minutes."""
     odd = ["\ud800 Baro Quill", "\x00", "東京 born", "## ##", "word " * 20_000]
-    found = HttpRetriever([running.url + "/retrieve"], patience_s=1).search(odd, 3)
-    assert found[0][0].id == "p0" and found[1] == []
+    rankings = HttpRetriever([running.url + "/retrieve"], patience_s=1).search(odd, 3)
+    assert rankings[0][0].id == "p0" and rankings[1] == []
 
 
 def test_a_token_is_asked_for(service):
-    """A server on a network answers whoever asks."""
+    """A server on a network that answers any client."""
     with Running(make_app(service, token="s3cret")) as running:
         body = {"queries": ["Baro Quill"]}
         for headers in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "s3cret"}):
@@ -159,7 +159,7 @@ def test_a_token_is_asked_for(service):
 
 
 def test_concurrent_requests_share_searches(service):
-    """Every client waits for a search of its own, or gets the passages of another one's query."""
+    """Every client waits for a search of its own, or gets the passages of another client's query."""
     watched = Watched(service, seconds=0.05)
     passages = people()
     with Running(make_app(watched)) as running, ThreadPoolExecutor(32) as pool:
@@ -179,12 +179,12 @@ def test_concurrent_requests_share_searches(service):
 
 
 class Panic(BaseException):
-    """What a library in Rust raises when it panics is no Exception either."""
+    """Like the exception of a panicking Rust library, this is not an Exception."""
 
 
 @pytest.mark.parametrize("error", [RetrievalError("the disk is\ngone"), MemoryError("/secret"), Panic("/secret")])
 def test_a_failed_search_is_told_and_survived(service, error):
-    """One failed search ends the server, its clients get empty results or its inside, or /health calls it healthy."""
+    """One failed search that ends the server, gives clients empty results or internals, or that /health hides."""
     watched = Watched(service)
     with Running(make_app(watched)) as running:
 
@@ -203,7 +203,7 @@ def test_a_failed_search_is_told_and_survived(service, error):
 
 
 def test_one_poisoned_query_spoils_one_answer(service):
-    """Whoever shares a search with a query that cannot be searched gets its error."""
+    """A query that cannot be searched would make every request in its batch fail."""
     watched = Watched(service, seconds=0.1)
     with Running(make_app(watched)) as running, ThreadPoolExecutor(9) as pool:
         first = pool.submit(running.post, {"queries": ["Lena Wend"]})
@@ -219,7 +219,7 @@ def test_one_poisoned_query_spoils_one_answer(service):
 
 
 def test_nobody_searches_for_clients_that_have_gone(service):
-    """A client that gives up and asks again doubles the work of a server that is too slow already."""
+    """A client that gives up and retries would double the work of a server that is already too slow."""
     watched = Watched(service, seconds=0.4)
     with Running(make_app(watched)) as running:
         for n in range(8):
@@ -235,7 +235,7 @@ def test_nobody_searches_for_clients_that_have_gone(service):
     ("path", "size", "status"), [("/retrieve", 10 * 2**20, 413), ("/retrieve", 2**20, 401), ("/nowhere", 2**23, 404)]
 )
 def test_a_refused_client_reads_why(service, path, size, status):
-    """Closing a connection on which a body still arrives resets it: the client sees no 413, and tries for minutes."""
+    """Closing a connection while a body still arrives resets it: the client sees no 413 and retries for minutes."""
     with Running(make_app(service, token="s3cret" if status == 401 else None)) as running:
         for _ in range(3):
             connection = running.raw(b" " * size, path=path, headers="Connection: close\r\n")
@@ -246,7 +246,7 @@ def test_a_refused_client_reads_why(service, path, size, status):
 
 
 def test_a_body_without_end_is_not_heard_out(service):
-    """A server that reads on to be polite reads for ever."""
+    """A server that keeps reading a refused body would read forever."""
     with Running(make_app(service, Limits(body_bytes=1000, linger_bytes=2**20))) as running:
         connection, sent = running.raw(b"", 2**40), 0
         with pytest.raises(OSError):
@@ -256,7 +256,7 @@ def test_a_body_without_end_is_not_heard_out(service):
     with Running(make_app(service, Limits(body_bytes=1000, linger_s=0.3))) as running:
         connection, started = running.raw(b" " * 2000, 2**40), time.monotonic()
         with suppress(OSError):
-            while time.monotonic() - started < 10:  # slowly, so that no silence ends it
+            while time.monotonic() - started < 10:  # slowly but steadily, so that no idle timeout ends it
                 connection.send(b" ")
                 time.sleep(0.02)
         assert time.monotonic() - started < 5
@@ -264,10 +264,10 @@ def test_a_body_without_end_is_not_heard_out(service):
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(service):
-    """A client that is cut off in the middle of a body holds its place for ever."""
+    """A client cut off in the middle of a body would hold its place forever."""
     with Running(make_app(service, Limits(body_s=0.3, requests=1))) as running:
         connection = running.raw(b'{"queries": ', 100)
-        wait_until(lambda: running.post({"queries": []}).status == 503)  # its place is taken
+        wait_until(lambda: running.post({"queries": []}).status == 503)  # the only place is taken
         answer = http.client.HTTPResponse(connection)
         answer.begin()
         assert answer.status == 408 and json.loads(answer.read()) == {"detail": "the body did not arrive in 0.3 s"}
@@ -276,7 +276,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(service):
 
 
 def test_more_than_fits_is_refused(service):
-    """Requests pile up until the server is killed for its memory."""
+    """Requests that pile up until the server is killed for its memory."""
     watched = Watched(service, seconds=0.5)
     with Running(make_app(watched, Limits(requests=3, rows_at_once=100))) as running, ThreadPoolExecutor(4) as pool:
         waiting = [pool.submit(running.post, {"queries": ["Baro Quill"], "topk": 30}) for _ in range(3)]
@@ -292,7 +292,7 @@ def test_more_than_fits_is_refused(service):
 
 
 def test_a_client_that_reads_nothing_is_hung_up_on(monkeypatch):
-    """Answers to clients that do not take them fill the memory, and a stop waits for them."""
+    """Replies to clients that do not read them would fill the memory, and delay a stop."""
     monkeypatch.setattr("retrieval.http.STALLED_S", 1)
     long = RetrievalService.from_corpus([Passage(str(n), f"Baro {n}", "quill " * 5000) for n in range(20)])
     with Running(make_app(long)) as running:
@@ -304,25 +304,25 @@ def test_a_client_that_reads_nothing_is_hung_up_on(monkeypatch):
 
 
 def test_half_a_surrogate_pair(tmp_path):
-    """Half a pair in a passage, which JSON can say and UTF-8 cannot, turns the whole answer into a 500."""
+    """Half a surrogate pair in a passage, valid in JSON but not in UTF-8, would turn the entire reply into a 500."""
     passages = [Passage("odd", "Baro Quill", "Baro Quill wrote \ud83d once."), *people()[1:]]
     service = RetrievalService.from_corpus(passages)
     with Running(make_app(service)) as running:
         answer = running.post(b'{"queries": ["Baro Quill \\ud800", "Lena Wend"], "topk": 1}')
         assert answer.status == 200 and answer.json()["result"][0][0]["contents"].endswith("wrote \ud83d once.")
-        found = HttpRetriever(running.url + "/retrieve", patience_s=0).search(["Baro Quill", "Lena Wend"], 2)
-    assert found == service.search(["Baro Quill", "Lena Wend"], 2)
+        rankings = HttpRetriever(running.url + "/retrieve", patience_s=0).search(["Baro Quill", "Lena Wend"], 2)
+    assert rankings == service.search(["Baro Quill", "Lena Wend"], 2)
 
 
 def test_a_large_answer_comes_in_parts(service, monkeypatch):
-    """A client asks for more passages than the server gives at once, and its run ends with a refusal."""
+    """A client that asks for more passages than the server returns at once would end its run with a refusal."""
     assert client.ROWS_PER_REQUEST <= Limits().rows
     monkeypatch.setattr(client, "ROWS_PER_REQUEST", 1000)
     queries = [passage.title for passage in people()][:45]
     watched = Watched(service)
     with Running(make_app(watched, Limits(rows=1000))) as running:
-        found = HttpRetriever(running.url + "/retrieve", patience_s=0).search(queries, 50)
-    assert found == service.search(queries, 50) and [len(asked) for asked, _ in watched.calls] == [20, 20, 5]
+        rankings = HttpRetriever(running.url + "/retrieve", patience_s=0).search(queries, 50)
+    assert rankings == service.search(queries, 50) and [len(asked) for asked, _ in watched.calls] == [20, 20, 5]
 
 
 STUCK = """
@@ -342,7 +342,7 @@ os._exit(0)
 
 
 def test_a_stop_has_an_end():
-    """One body that never ends, or one search, keeps the server from stopping until it is killed."""
+    """One endless body, or one long search, that keeps the server from stopping until it is killed."""
     process = subprocess.Popen(
         [sys.executable, "-c", STUCK],
         cwd=PROGRAM.parents[1],
@@ -359,10 +359,10 @@ def test_a_stop_has_an_end():
     time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
     started = time.monotonic()
-    said = [connection.makefile("rb").read().decode() for connection in connections]
+    replies = [connection.makefile("rb").read().decode() for connection in connections]
     output, errors = process.communicate(timeout=30)
     assert time.monotonic() - started < 10 and process.returncode == 0 and output == "whole stop: False\n"
-    assert all("503" in text.split("\r\n")[0] and "stopping" in text for text in said), said
+    assert all("503" in text.split("\r\n")[0] and "stopping" in text for text in replies), replies
     assert "--host=0.0.0.0 without --token_file" in errors and "Traceback" not in errors
     for connection in connections:
         connection.close()
@@ -381,7 +381,7 @@ uvicorn.Server.run = stopped
 
 
 def test_a_stop_right_behind_the_start_is_heard():
-    """A server that is taken back as it starts runs until it is killed."""
+    """A server that is stopped as it starts would run until it is killed."""
     script = EARLY + STUCK
     process = subprocess.run(
         [sys.executable, "-c", script], cwd=PROGRAM.parents[1], capture_output=True, text=True, timeout=60
@@ -399,7 +399,7 @@ def directory(tmp_path_factory) -> Path:
 
 
 def start(directory: Path, *flags: str) -> tuple[Program, str]:
-    """A server process, and its address."""
+    """A server process and its address."""
     process = Program([PROGRAM, f"--index={directory}", *flags])
     line = process.stdout.readline()
     assert line.startswith("serving 320 passages on http://127.0.0.1:"), line + process.stderr.read()
@@ -407,7 +407,7 @@ def start(directory: Path, *flags: str) -> tuple[Program, str]:
 
 
 def test_the_program_serves_and_stops(directory, tmp_path):
-    """SIGTERM cuts off a request in flight, or leaves the program with the exit code of a crash."""
+    """A SIGTERM that cuts off a request in progress, or exits with the code of a crash."""
     (tmp_path / "token").write_text("s3cret\n")
     process, url = start(directory, "--port=0", f"--token_file={tmp_path / 'token'}")
     retriever = HttpRetriever([url], token="s3cret")
@@ -425,7 +425,7 @@ def test_the_program_serves_and_stops(directory, tmp_path):
 
 
 def test_the_corpus_behind_an_address_has_a_name(directory, tmp_path):
-    """An evaluation cannot say what it searched: results over another corpus look like those over the right one."""
+    """An evaluation that cannot name its corpus: results over a wrong one look like those over the right one."""
     service = RetrievalService.open(directory)
     digest = hashlib.sha256((directory / "corpus.jsonl").read_bytes()).hexdigest()
     named = {"corpus": "index", "corpus_sha256": digest, "rows": 320}
@@ -450,7 +450,7 @@ def test_the_corpus_behind_an_address_has_a_name(directory, tmp_path):
 
 
 def test_a_request_in_flight_is_finished(service):
-    """A stop in the middle of a search drops the answer that a client waits for."""
+    """A stop in the middle of a search that drops the reply that a client waits for."""
     with ThreadPoolExecutor() as pool:
         with Running(make_app(Watched(service, seconds=1.0))) as running:
             answer = pool.submit(running.post, {"queries": ["Baro Quill"]})
@@ -459,7 +459,7 @@ def test_a_request_in_flight_is_finished(service):
 
 
 def test_a_killed_server_is_waited_for(directory):
-    """kill -9 of the server ends the run of every client, or a client gets another one's answer after it."""
+    """kill -9 of the server that ends every client's run, or makes a client receive another one's reply afterwards."""
     process, url = start(directory, "--port=0")
     retriever = HttpRetriever([url], patience_s=60)
     direct = RetrievalService.open(directory)
@@ -471,14 +471,14 @@ def test_a_killed_server_is_waited_for(directory):
         waiting = pool.submit(retriever.search, queries, 2)
         time.sleep(0.5)
         assert not waiting.done()
-        again, _ = start(directory, f"--port={urlsplit(url).port}")
+        restarted, _ = start(directory, f"--port={urlsplit(url).port}")
         assert waiting.result(timeout=60) == direct.search(queries, 2)
-    again.terminate()
-    again.communicate()
+    restarted.terminate()
+    restarted.communicate()
 
 
 def test_bad_flags_are_one_line(directory, tmp_path):
-    """A wrong flag ends in a traceback, or in a server that serves something else."""
+    """A wrong flag that ends in a traceback, or in a server that serves something else."""
     (tmp_path / "empty").write_text("\n")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -499,7 +499,7 @@ def test_bad_flags_are_one_line(directory, tmp_path):
 
 @pytest.mark.slow
 def test_a_minute_of_sixty_four_clients(directory):
-    """Under load an answer goes to the wrong client, a connection is reset, or the server runs out of something."""
+    """Under load, a reply to the wrong client, a reset connection, or a server that runs out of a resource."""
     process, url = start(directory, "--port=0", "--cache_queries=100")
     passages, direct = people(), RetrievalService.open(directory)
     until = time.monotonic() + 60

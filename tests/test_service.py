@@ -1,4 +1,4 @@
-"""The in-process retriever: deduplication, cache, and what it finds."""
+"""The in-process retriever: deduplication, cache and results."""
 
 import json
 import shutil
@@ -18,40 +18,40 @@ from retrieval.service import RetrievalService
 
 
 def test_service_finds_the_passage_among_look_alikes():
-    """Shared name words or the question's own words outweigh the title, so the right passage is missing."""
+    """Shared name words, or the question's own words, that outweigh the title: the right passage is missing."""
     service = RetrievalService.from_corpus(people())
     for template in ("{} born", "When was {} born?", "birthplace of {}"):
-        found = service.search([template.format(p.title) for p in people()], 3)
-        assert [row[0].id for row in found] == [p.id for p in people()]
-        assert all(len(row) == 3 for row in found)
+        rankings = service.search([template.format(p.title) for p in people()], 3)
+        assert [row[0].id for row in rankings] == [p.id for p in people()]
+        assert all(len(row) == 3 for row in rankings)
 
 
 def test_title_outweighs_a_mention():
-    """A query for a name returns whoever mentions it before the passage that is about it."""
+    """A query for a name that returns a passage mentioning it before the passage about it."""
     passages = [
         Passage("mention", "Red Harbor", "Baro Quill directed it."),
         Passage("subject", "Baro Quill", "A painter of the far north who lived in Veldt until the great fire."),
     ]
-    (found,) = RetrievalService.from_corpus(passages + people()[1:]).search(["Baro Quill"], 1)
-    assert found[0].id == "subject"
+    (ranking,) = RetrievalService.from_corpus(passages + people()[1:]).search(["Baro Quill"], 1)
+    assert ranking[0].id == "subject"
 
 
 def test_service_searches_once_per_batch():
-    """Repeated sub-queries are searched again, or the batch is cut into several ScaNN calls."""
+    """Repeated sub-queries searched again, or a batch cut into several ScaNN calls."""
     service = RetrievalService.from_corpus(people())
     batch = ["Baro Quill born", " Baro  Quill\tborn ", "", "  ", "Lena Wend", "Baro Quill born"]
-    found = service.search(batch, 2)
-    assert [len(row) for row in found] == [2, 2, 0, 0, 2, 2]
-    assert found[0] == found[1] == found[5] and found[4][0].title == "Lena Wend"
+    rankings = service.search(batch, 2)
+    assert [len(row) for row in rankings] == [2, 2, 0, 0, 2, 2]
+    assert rankings[0] == rankings[1] == rankings[5] and rankings[4][0].title == "Lena Wend"
     assert service.counters == {"queries": 6, "unique": 2, "hits": 0, "searches": 1}
-    assert service.search(batch, 2) == found
+    assert service.search(batch, 2) == rankings
     assert service.counters == {"queries": 12, "unique": 4, "hits": 2, "searches": 1}
     assert service.search(["", " "], 2) == [[], []] and service.search([], 2) == []
     assert service.counters["searches"] == 1
 
 
 def test_cache_hit_equals_miss():
-    """A cached answer differs from a searched one in a score's last bit, its order, or its k."""
+    """A cached answer that differs from a searched one in a score's last bit, in order, or in k."""
     cached, uncached = RetrievalService.from_corpus(people()), RetrievalService.from_corpus(people(), cache_size=0)
     queries = [f"{p.title} born" for p in people()[:50]]
     cached.search(queries[::2], 3)
@@ -62,14 +62,14 @@ def test_cache_hit_equals_miss():
 
 
 def test_cached_answers_are_not_shared():
-    """A caller that cuts its list of passages changes what later callers get."""
+    """A caller that shortens its list of passages would change what later callers get."""
     service = RetrievalService.from_corpus(people())
     service.search(["Baro Quill"], 3)[0].clear()
     assert len(service.search(["Baro Quill"], 3)[0]) == 3
 
 
 def test_cache_keeps_the_most_recently_used():
-    """The cache grows without bound, or throws out what is in use."""
+    """A cache that grows without bound, or evicts recently used queries."""
     service = RetrievalService.from_corpus(people(), cache_size=2)
     for query in ("Baro Quill", "Lena Wend", "Baro Quill", "Zora Crane", "Baro Quill", "Lena Wend"):
         service.search([query], 3)
@@ -77,7 +77,7 @@ def test_cache_keeps_the_most_recently_used():
 
 
 def test_the_cache_is_bounded_in_bytes():
-    """Answers to long queries, counted by number only, take gigabytes in a run of days."""
+    """Answers to long queries, limited only by number, would take gigabytes in a run of days."""
     service = RetrievalService.from_corpus(people(), cache_bytes=2**20)
     service.search(["Baro Quill"], 3)
     tracemalloc.start()
@@ -86,11 +86,11 @@ def test_the_cache_is_bounded_in_bytes():
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert 2**19 < taken < 1.3 * 2**20
-    assert service.search(["Baro Quill " + "x" * 2**21], 1)[0][0].id == "p0"  # larger than the whole cache
+    assert service.search(["Baro Quill " + "x" * 2**21], 1)[0][0].id == "p0"  # larger than the cache itself
 
 
 class RustTokens:
-    """A ranker that reads queries with a tokenizer in Rust, as sentence encoders do."""
+    """A ranker that tokenizes queries in Rust, as sentence encoders do."""
 
     rows = 320
 
@@ -98,35 +98,35 @@ class RustTokens:
         self._tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
 
     def rank(self, queries, k):
-        found = [len(encoding.ids) for encoding in self._tokenizer.encode_batch(list(queries))]
-        return np.tile(np.arange(k), (len(found), 1)), np.zeros((len(found), k), np.float32)
+        lengths = [len(encoding.ids) for encoding in self._tokenizer.encode_batch(list(queries))]
+        return np.tile(np.arange(k), (len(lengths), 1)), np.zeros((len(lengths), k), np.float32)
 
 
 def test_half_surrogates_reach_no_tokenizer():
-    """Half a surrogate pair, which a model writes and JSON carries, is refused by tokenizers: the search fails."""
+    """Half a surrogate pair from the model, which JSON can carry, makes tokenizers raise: the search would fail."""
     service = RetrievalService(RustTokens(), people())
     assert [len(row) for row in service.search(["\ud800 Baro", "Baro \udfff Quill"], 2)] == [2, 2]
 
 
 def test_queries_of_any_kind():
-    """Model output (control characters, half surrogates, huge texts, unknown words) raises inside a rollout."""
+    """Model output (control characters, half surrogates, huge texts, unknown words) that raises inside a rollout."""
     service = RetrievalService.from_corpus(people())
-    found = service.search(["\x00", "\ud800 Baro Quill", "word " * 20_000, "## ##", "zzyzx", "東京"], 3)
-    assert [bool(row) for row in found] == [False, True, False, False, False, False]
-    assert found[1][0].id == "p0"
+    rankings = service.search(["\x00", "\ud800 Baro Quill", "word " * 20_000, "## ##", "zzyzx", "東京"], 3)
+    assert [bool(row) for row in rankings] == [False, True, False, False, False, False]
+    assert rankings[1][0].id == "p0"
     with pytest.raises(ValueError, match="k is 0"):
         service.search(["Baro Quill"], 0)
 
 
 def test_scores_are_rounded_and_ordered():
-    """Scores carry float noise that breaks equal replays, or the worst passage comes first."""
+    """Scores with float noise that makes replays differ, or the worst passage first."""
     (row,) = RetrievalService.from_corpus(people()).search(["Baro Quill born"], 8)
     scores = [p.score for p in row]
     assert scores == sorted(scores, reverse=True) and all(s == round(s, 4) for s in scores)
 
 
 def test_mismatched_parts_are_refused():
-    """An index is served with another corpus or encoder: every answer is then a wrong passage."""
+    """An index served with another corpus or encoder: every answer would be a wrong passage."""
     encoder = HashingEncoder(256)
     index = ScannIndex.from_vectors(encode_corpus(people(), encoder))
     with pytest.raises(CorpusError, match="320 rows"):
@@ -138,12 +138,12 @@ def test_mismatched_parts_are_refused():
 
 
 def test_real_questions_and_passages(shared_data, tmp_path):
-    """Real text (accents, brackets, long passages) is not found by its title, or hardly by real questions."""
+    """Real passages (accents, brackets, long texts) not found by their titles, or rarely by real questions."""
     path = shutil.copyfile(shared_data / "hotpotqa100" / "corpus.jsonl", tmp_path / "corpus.jsonl")
     service, corpus = RetrievalService.from_corpus(path), MemoryMappedCorpus(path)
     queries = [" ".join([p.title, *p.text.split()[:6]]) for p in corpus]
-    found = service.search(queries, 3)
-    assert np.mean([p.id in [f.id for f in row] for p, row in zip(corpus, found, strict=True)]) >= 0.99
+    rankings = service.search(queries, 3)
+    assert np.mean([p.id in [f.id for f in row] for p, row in zip(corpus, rankings, strict=True)]) >= 0.99
     lines = (shared_data / "hotpotqa100" / "questions.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     wanted = [set(row["metadata"]["supporting_titles"]) for row in rows]

@@ -31,14 +31,14 @@ def policy(wordy_policy, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def transcripts(tmp_path_factory):
-    """Each says its last letter in the answer, after a search of two queries."""
+    """Transcripts that answer with the first name after a search of two queries."""
     file = tmp_path_factory.mktemp("transcripts") / "rows.jsonl"
     rows = []
     for i, name in enumerate(NAMES):
         other = NAMES[(i + 1) % len(NAMES)]
-        found = [[{"title": n, "text": f"{n} was born in {1800 + len(n)}."}] for n in (name, other)]
+        passages = [[{"title": n, "text": f"{n} was born in {1800 + len(n)}."}] for n in (name, other)]
         search = f"<think> need </think> <search> {name} ## {other} </search>"
-        turns = [{"text": search, "passages": found}, {"text": f"<think> so </think> <answer> {name} </answer>"}]
+        turns = [{"text": search, "passages": passages}, {"text": f"<think> so </think> <answer> {name} </answer>"}]
         rows.append({"question": f"{name} or {other}?", "turns": turns})
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
@@ -86,7 +86,7 @@ def test_the_loss_is_the_mean_over_the_models_tokens(policy, transcripts):
 
 
 def test_an_epoch_sees_every_row_once(policy, transcripts):
-    """Rows that come twice in an epoch and others never, or batches that a resumed run draws anew."""
+    """Rows that occur twice in an epoch while others never do, or batches that a resumed run draws differently."""
     run = build_sft.supervised_run(config_for(policy), str(transcripts))
     batches = run.batches._batches
     first, second = ([i for step in steps for i in batches[step].tolist()] for steps in ((0, 1), (2, 3)))
@@ -160,7 +160,7 @@ def _checkpoints(workdir) -> set[str]:
 
 
 def test_bad_input_is_one_line(policy, transcripts, tmp_path):
-    """A traceback, or a run directory begun for a file that cannot be read."""
+    """A traceback, or a run directory created for a file that cannot be read."""
     broken = tmp_path / "broken.jsonl"
     broken.write_text(transcripts.read_text() + "{\n")
     refused = completed([sys.executable, *command(policy, broken, tmp_path / "run")])

@@ -1,4 +1,4 @@
-"""The mesh and the tables from logical axes to mesh axes."""
+"""The mesh, and the tables from logical axes to mesh axes."""
 
 import jax
 import pytest
@@ -32,19 +32,19 @@ def abstract_mesh(*sizes: int) -> AbstractMesh:
     [MeshSection(2, 1, 1), MeshSection(1, -1, 2), MeshSection(-1, -1, 1), MeshSection(0, 1, 1), MeshSection(1, -2, 1)],
 )
 def test_a_mesh_that_does_not_divide_the_devices_is_one_line(section):
-    """A mesh that leaves devices out, or asks for more than there are, must say what was found."""
+    """A mesh that leaves devices out, or needs more than there are, must be reported with its values."""
     with pytest.raises(UserError) as caught:
         make_mesh(section, jax.devices()[:1])
     assert str(caught.value).startswith("config.mesh") and "\n" not in str(caught.value)
 
 
 def test_the_open_axis_takes_what_the_others_leave():
-    """-1 must resolve to a whole mesh of all devices."""
+    """-1 must resolve so that the mesh covers all devices."""
     assert dict(make_mesh(MeshSection(1, -1, 1), jax.devices()[:1]).shape) == {"data": 1, "fsdp": 1, "tensor": 1}
 
 
 def test_heads_that_tensor_does_not_divide_are_refused_with_the_accepted_sizes():
-    """14 query heads over 4 chips would be padded or replicated without a word."""
+    """14 query heads over 4 devices would be padded or replicated silently."""
     check_heads(abstract_mesh(1, 4, 7), 14)
     with pytest.raises(UserError, match="config.mesh.tensor: found 4, accepted for 14 query heads: 1, 2, 7, 14$"):
         check_heads(abstract_mesh(1, 4, 4), 14)
@@ -68,20 +68,20 @@ def test_one_mesh_axis_never_splits_two_dimensions():
 
 
 def test_every_parameter_gets_the_sharding_of_its_own_axes():
-    """Shardings must line up with the parameters' tree, or a weight is laid out by its neighbour's rule."""
+    """Shardings that do not match the parameter tree: a weight would be laid out by its neighbour's rule."""
     params = random_params(tiny_config(tied=False))
     places = dict(nnx.to_flat_state(param_shardings(params, STORAGE, abstract_mesh(2, 2, 2))))
-    found = {path[-1]: places[path].get_value().spec for path, _ in nnx.to_flat_state(params)}
-    assert found["embedding"] == PartitionSpec("tensor", "fsdp")
-    assert found["lm_head"] == PartitionSpec("fsdp", "tensor")
-    assert found["o_kernel"] == PartitionSpec(None, "tensor", None, "fsdp")
-    assert found["down_kernel"] == PartitionSpec(None, "tensor", "fsdp")
-    assert found["final_norm"] == PartitionSpec(None)
-    assert len(found) == len(jax.tree.leaves(decoder.abstract_params(tiny_config(tied=False))[1]))
+    specs = {path[-1]: places[path].get_value().spec for path, _ in nnx.to_flat_state(params)}
+    assert specs["embedding"] == PartitionSpec("tensor", "fsdp")
+    assert specs["lm_head"] == PartitionSpec("fsdp", "tensor")
+    assert specs["o_kernel"] == PartitionSpec(None, "tensor", None, "fsdp")
+    assert specs["down_kernel"] == PartitionSpec(None, "tensor", "fsdp")
+    assert specs["final_norm"] == PartitionSpec(None)
+    assert len(specs) == len(jax.tree.leaves(decoder.abstract_params(tiny_config(tied=False))[1]))
 
 
 def test_constrain_needs_no_mesh_and_takes_one():
-    """The same model code must run where no mesh is set, and be pinned where one is."""
+    """The same model code must run without a mesh, and be sharded with one."""
     x = jax.numpy.ones((2, 3))
     assert constrain(x, "rows", None) is x
     mesh = one_device_mesh()

@@ -1,4 +1,4 @@
-"""The documents as a site: whole, without a network, searched and followed as a reader does."""
+"""The documentation site: complete, usable offline, and searched and browsed as a reader does."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def site(tmp_path_factory):
 
 
 class Read(HTMLParser):
-    """What a page loads, what it links to, and its anchors."""
+    """What a page loads, its links, and its anchors."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -39,36 +39,36 @@ class Read(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
-        found = dict(attributes)
-        if found.get("id"):
-            self.anchors.add(found["id"])
-        if found.get(LOADS.get(tag, "")):
-            self.loads.append(found[LOADS[tag]])
-        if tag == "a" and found.get("href"):
-            self.links.append(found["href"])
+        values = dict(attributes)
+        if values.get("id"):
+            self.anchors.add(values["id"])
+        if values.get(LOADS.get(tag, "")):
+            self.loads.append(values[LOADS[tag]])
+        if tag == "a" and values.get("href"):
+            self.links.append(values["href"])
 
 
 def test_every_page_is_on_the_site_and_every_link_of_it_leads_somewhere(site):
-    """A document that nobody finds on the site, or a link that holds in the repository and not there."""
-    read = {file: Read(file.read_text(encoding="utf-8")) for file in site.glob("*.html") if file.name != "404.html"}
-    assert {file.name for file in read} == set(PAGES)
+    """A document missing from the site, or a link that works in the repository but not on the site."""
+    pages = {file: Read(file.read_text(encoding="utf-8")) for file in site.glob("*.html") if file.name != "404.html"}
+    assert {file.name for file in pages} == set(PAGES)
     own = 0
-    for file, page in read.items():
+    for file, page in pages.items():
         for link in page.links:
             path, anchor = urldefrag(link)
             if re.match(r"\w+:", path):
                 continue
             target = (file.parent / path).resolve() if path else file
             assert target.is_file(), (file.name, link)
-            assert not anchor or target not in read or anchor in read[target].anchors, (file.name, link)
+            assert not anchor or target not in pages or anchor in pages[target].anchors, (file.name, link)
             own += 1
     assert own > 300
     home = (site / "index.html").read_text(encoding="utf-8")
-    assert 'href="code/notebooks/colab_smoke.ipynb"' in home, "a file that is no page"
+    assert 'href="code/notebooks/colab_smoke.ipynb"' in home, "not a page, but linked"
 
 
 def test_no_page_loads_anything_from_a_network(site):
-    """A font or a script from another host: a page that is slow or broken offline, and tells others who reads it."""
+    """A font or script from another host: slow or broken pages offline, and readers reported to third parties."""
     loads = 0
     for file in site.glob("*.html"):
         for address in Read(file.read_text(encoding="utf-8")).loads:
@@ -76,24 +76,24 @@ def test_no_page_loads_anything_from_a_network(site):
             loads += 1
     assert loads > 100
     for file in site.rglob("*.css"):
-        found = re.findall(
+        addresses = re.findall(
             r"(?:url\(\s*|@import\s+)[\"']?((?:https?:)?//[^\"')\s]+)", file.read_text(encoding="utf-8")
         )
-        assert not found, (file, found)
+        assert not addresses, (file, addresses)
 
 
 def test_every_page_can_be_searched_for(site):
-    """A search box that finds nothing, or a page that it leaves out."""
+    """A search box without results, or a page that the index leaves out."""
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     titles = {doc["location"]: doc["title"] for doc in index["docs"]}
     for name, page in PAGES.items():
         assert titles[name] == re.search(r"^# (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)[1]
     assert "configuration.html#rolloutslots" in titles
-    assert (site / "search" / "search_index.js").is_file(), "what a page reads that was opened from a disk"
+    assert (site / "search" / "search_index.js").is_file(), "pages opened from a disk need this file to search"
 
 
 def test_the_home_page_is_read_from_a_disk(browser, site):
-    """A site that works from a server alone: menus, links or the search that ask for what a disk does not give."""
+    """A site that works only from a server: menus, links or a search that fail when opened from a disk."""
     home = (site / "index.html").as_uri()
     browsing.opened(browser, home)
     browsing.wait(browser, "return document.readyState == 'complete'")

@@ -1,4 +1,4 @@
-"""Runs in 16 bits, as on accelerators: samplers that are their trainers, gaps that stay small, nothing skipped."""
+"""16-bit runs, as on accelerators: samplers that match trainers, small log-prob gaps, and no skipped updates."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ BRIEF = {
 
 @pytest.fixture
 def no_warm_up(monkeypatch):
-    """Only the shapes that are met are compiled."""
+    """Compiles only the shapes that occur."""
     for part in (Collector, Learner):
         monkeypatch.setattr(part, "warm_up", lambda *_: None)
 
 
 def colab(policy: Path) -> Config:
-    """configs/colab.py, float16 beside float32, with small budgets and the closed world."""
+    """configs/colab.py (float16 sampling, float32 training) with small budgets and the closed world."""
     sys.path.insert(0, str(ROOT / "configs"))
     values = __import__("colab").get_config().to_dict()
     small = {**SMALL, **BRIEF, "rollout.samples": 4, "learning.mini_batch_rollouts": 16}
@@ -58,12 +58,12 @@ def colab(policy: Path) -> Config:
 
 
 def by_parity(trajectory: Trajectory) -> RewardParts:
-    """A reward that a random policy earns now and then: without one there is no gradient to look at."""
+    """A reward that a random policy sometimes earns; without one there would be no gradient."""
     return RewardParts(float(trajectory.ids.sum() % 2), 0.0, 0.0, 0.0)
 
 
 def check_run(workdir: Path, summary: dict, bound: float) -> None:
-    """`bound`: of the mean |log-prob of the sampler - of the trainer| per sampled id, of log-probs around -6."""
+    """`bound` is for the mean |sampler - trainer| log-prob per sampled token; the log-probs are around -6."""
     rows = metrics_without_clocks(workdir)
     assert [row["skipped"] for row in rows] == [0, 0, 0] and all(row["status/not_finite"] == 0 for row in rows)
     assert all(0 < row["logp_gap"] < bound for row in rows), [row["logp_gap"] for row in rows]
@@ -76,8 +76,8 @@ def check_run(workdir: Path, summary: dict, bound: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [16, 8])
 def test_a_run_in_bfloat16(tiny_policy, tmp_path, no_warm_up, bits, caplog):
-    """What is proved in float32 alone says little of the type that every accelerator trains in, nor of a sampling copy
-    in eight bits that is made anew in each step; whoever does not weigh for those is told."""
+    """Tests in float32 say little about the dtype that every accelerator trains in, or about an int8 sampling copy
+    that is rebuilt in each step. A run with such a copy but no importance weights must get a warning."""
     changes = {"model.dtype": "bfloat16", "model.sampling_dtype": "bfloat16"}
     if bits == 8:
         changes |= {"model.int8_weights": True, "model.int8_cache": True}
@@ -89,7 +89,7 @@ def test_a_run_in_bfloat16(tiny_policy, tmp_path, no_warm_up, bits, caplog):
 
 
 def test_what_is_only_sampled_from_is_held_once(tiny_policy, monkeypatch):
-    """A policy of 7B that is asked on one GPU lies there in float32 and again in 16 bits: 42 GB for 14."""
+    """A 7B policy that is only sampled, held on a GPU in float32 and again in 16 bits: 42 GB instead of 14."""
     monkeypatch.setattr(platforms, "cpu_multiplies", lambda dtype: True)
 
     def params(dtype: str, **changes) -> tuple[nnx.State, nnx.State]:
@@ -98,23 +98,23 @@ def test_what_is_only_sampled_from_is_held_once(tiny_policy, monkeypatch):
         )
         return parts.params, parts.sampling_copy()
 
-    whole, copy = params("float32")
-    held, read = params("bfloat16")
-    flat = [item for item in nnx.to_flat_state(read) if item[0] != ("lm_head",)]  # on a CPU also as [D, V]
-    assert len(flat) + 1 == len(nnx.to_flat_state(read))
-    read = nnx.from_flat_state(flat)
-    for kept, own, sampled, exact in zip(*map(jax.tree.leaves, (held, copy, read, whole)), strict=True):
+    full, copy = params("float32")
+    held, used = params("bfloat16")
+    flat = [item for item in nnx.to_flat_state(used) if item[0] != ("lm_head",)]  # a CPU also has it as [D, V]
+    assert len(flat) + 1 == len(nnx.to_flat_state(used))
+    used = nnx.from_flat_state(flat)
+    for kept, own, sampled, exact in zip(*map(jax.tree.leaves, (held, copy, used, full)), strict=True):
         assert sampled is kept and own is exact and kept.dtype == jnp.bfloat16
         np.testing.assert_array_equal(np.asarray(kept), np.asarray(exact.astype(jnp.bfloat16)))
-    rounded, read = params("bfloat16", **{"model.int8_weights": True})  # rounded once, from what was trained
+    rounded, used = params("bfloat16", **{"model.int8_weights": True})  # rounded once, from the trained weights
     assert {x.dtype.name for x in jax.tree.leaves(rounded)} == {"float32"}
-    assert "int8" in {x.dtype.name for x in jax.tree.leaves(read)}
+    assert "int8" in {x.dtype.name for x in jax.tree.leaves(used)}
 
 
 @pytest.mark.slow
 def test_the_colab_settings_run(tiny_policy, tmp_path, no_warm_up):
-    """Float16 sampling beside float32 training is met nowhere else: an overflow would only show on the user's GPU.
-    What is evaluated afterwards is the policy that was trained, not a rounded merge of it."""
+    """Float16 sampling with float32 training occurs nowhere else: an overflow would only show on the user's GPU. A
+    later evaluation must use the trained policy, not a rounded merge of it."""
     run = build.training_run(colab(tiny_policy))
     run.reward = by_parity
     check_run(tmp_path, trainer.train(run, tmp_path), 0.003)
@@ -127,7 +127,7 @@ def test_the_colab_settings_run(tiny_policy, tmp_path, no_warm_up):
 
     wanted = keys(run.collector.sampler, run.learner.sampling_copy(run.state.params))
     other = replace(run.config, model=replace(run.config.model, lora_rank=0))
-    parts = build.from_path(other, str(tmp_path))  # what is loaded decides, not what the config would train
+    parts = build.from_path(other, str(tmp_path))  # the checkpoint decides about adapters, not the config
     np.testing.assert_array_equal(keys(parts.collector.sampler, parts.sampling_copy()), wanted)
     plain = build.from_path(run.config, str(tiny_policy))
     assert not np.array_equal(keys(plain.collector.sampler, plain.sampling_copy()), wanted)
@@ -144,8 +144,8 @@ def test_the_colab_settings_run(tiny_policy, tmp_path, no_warm_up):
 
 @pytest.mark.slow
 def test_adapters_sample_from_the_policy_they_train(tiny_tokenizer):
-    """A merged copy lies on the 16-bit grid of its base, and what the first updates add is below half a step of it:
-    the rollouts would come from another policy than the one that learns from them."""
+    """A merged copy is rounded to the 16-bit grid of its base, and the first updates add less than half a step of it:
+    the rollouts would come from another policy than the one that is trained."""
     config, adapters, half, mesh = tiny_config(tied=False), Lora(32, 64.0), jnp.dtype("bfloat16"), one_device_mesh()
     rows, positions, width = 16, 64, 12
     learning = LearningSection(micro_batch_rows=rows, learning_rate=2e-5, warmup_ratio=0.0)  # configs/qwen7b_lora.py
@@ -190,7 +190,7 @@ def test_adapters_sample_from_the_policy_they_train(tiny_tokenizer):
         moved, wanted = by_sampler() - first[0], as_array(*trained(state.params)) - first[1]
         assert np.linalg.norm(wanted) > 0 and metrics["skipped"] == 0
         assert np.linalg.norm(moved - wanted) <= 0.05 * np.linalg.norm(wanted), step
-    assert 0 < max(gaps) < 1.3 * gaps[0] < 0.05, gaps  # at the first step the adapters are 0: it is the base's own
+    assert 0 < max(gaps) < 1.3 * gaps[0] < 0.05, gaps  # at the first step the adapters are 0, so its gap is the base's
 
     held = dict(nnx.to_flat_state(base))
     for path, variable in nnx.to_flat_state(learner.sampling_copy(state.params)):
@@ -198,4 +198,4 @@ def test_adapters_sample_from_the_policy_they_train(tiny_tokenizer):
         if path[0] == "adapters":
             assert value.dtype == np.float32
         else:
-            assert value is held[path].get_value(), "a second copy of all weights"
+            assert value is held[path].get_value(), "the sampling copy must not copy the base weights"

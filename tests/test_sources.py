@@ -25,7 +25,7 @@ def write(path, rows):
 
 
 def parquet_row(i=0, label="comparison", source="hotpotqa"):
-    """As ParallelSearch's own preparation writes it; Search-R1's has no `type`."""
+    """A row as ParallelSearch's own preparation writes it; Search-R1's has no `type`."""
     content = (
         f"Answer the given question. For example, <answer> Beijing </answer>. Question: Who is older, {i} or 1?\n"
     )
@@ -57,8 +57,8 @@ def test_hotpot_file(shared_data):
 
 
 def test_every_label_of_the_sets(tmp_path):
-    """A label of 2Wiki or MultihopRAG falling back to a kind whose reward is another."""
-    wanted = {
+    """A 2Wiki or MultiHop-RAG label that falls back to a kind with another reward."""
+    kind_of_label = {
         "comparison": "parallel",
         "comparison_query": "parallel",
         "bridge": "sequential",
@@ -72,8 +72,8 @@ def test_every_label_of_the_sets(tmp_path):
         None: "single",
         "": "single",
     }
-    questions = read_questions(write(tmp_path / "two.jsonl", [row(i, label) for i, label in enumerate(wanted)]))
-    assert [q.kind for q in questions] == list(wanted.values())
+    questions = read_questions(write(tmp_path / "two.jsonl", [row(i, label) for i, label in enumerate(kind_of_label)]))
+    assert [q.kind for q in questions] == list(kind_of_label.values())
     assert set(KIND_OF_LABEL.values()) == set(KINDS)
 
 
@@ -87,7 +87,7 @@ def test_unlabelled_sets_are_single_hop(tmp_path):
 
 
 def test_metadata_is_kept_small_and_holds_the_prompt(tmp_path):
-    """Whole context paragraphs kept in memory for 90,000 questions, or a row's own prompt lost."""
+    """Full context paragraphs kept in memory for 90,000 questions, or a row's own prompt lost."""
     prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
     metadata = {"type": "bridge", "level": "easy", "titles": ["A", "B"], "context": {"sentences": [["long"]]}}
     (question,) = read_questions(write(tmp_path / "x.jsonl", [row(metadata=metadata, prompt=prompt)]))
@@ -103,7 +103,7 @@ def test_blank_lines_and_whole_number_ids(tmp_path):
 
 
 def test_a_blank_alias_costs_only_itself(tmp_path):
-    """A question with good answers is refused, or left out of a merged set, for one empty alias among them."""
+    """A question with good answers that is refused, or left out of a merged set, for one empty alias."""
     own = {"id": "m", "question": "Who?", "answer": "Ada", "answer_aliases": ["", None, "Ada L."]}
     none = {**own, "id": "n", "answer_aliases": [" "]}
     file = write(tmp_path / "x.jsonl", [row(golden_answers=["Ada", " ", ""]), own, none])
@@ -117,21 +117,21 @@ def test_text_that_cannot_be_written_is_replaced(tmp_path):
     (question,) = read_questions(file)
     assert question.text == "Who ? is \U0001f600 older?"
     question.text.encode("utf-8")
-    array = tmp_path / "x.json"  # as HotpotQA's own
+    array = tmp_path / "x.json"  # the format of HotpotQA's own file
     array.write_text(json.dumps([{"_id": "a\udc00", "question": "\ud83d \U0001f600?", "answer": "b\ud83d"}]))
     (question,) = read_questions(array)
     assert (question.id, question.text, question.answers) == ("a?", "? \U0001f600?", ("b?",))
 
 
 def test_line_separators_inside_text(tmp_path):
-    """U+2028 inside a question is no end of a line (str.splitlines takes it for one)."""
+    """U+2028 inside a question does not end a line, although str.splitlines splits there."""
     file = tmp_path / "x.jsonl"
     file.write_text(json.dumps(row(question="Who\u2028is older?"), ensure_ascii=False) + "\n", encoding="utf-8")
     assert read_questions(file)[0].text == "Who\u2028is older?"
 
 
 def test_parquet_of_parallel_search(tmp_path, tiny_tokenizer):
-    """Groups of unrelated questions merged: indices start anew with each set of a merged file."""
+    """Unrelated questions put into one group: indices start again with each set of a merged file."""
     rows = [parquet_row(0), parquet_row(1, "bridge"), parquet_row(0, "na", source="nq")]
     questions = read_questions(write_parquet(tmp_path / "train.parquet", rows), "ignored")
     assert [(q.source, q.id, q.kind) for q in questions] == [
@@ -146,7 +146,7 @@ def test_parquet_of_parallel_search(tmp_path, tiny_tokenizer):
 
 
 def test_parquet_with_the_original_columns(tmp_path):
-    """Search-R1's published file keeps FlashRAG's columns beside its own: the plain question is there."""
+    """Search-R1's published file also has FlashRAG's columns, which contain the plain question."""
     rows = [
         {**parquet_row(i), "id": f"train_{i}", "question": f"q{i}?", "metadata": {"type": "bridge"}} for i in (0, 1)
     ]
@@ -157,7 +157,7 @@ def test_parquet_with_the_original_columns(tmp_path):
 
 
 def test_array_of_hotpotqa_and_2wiki(tmp_path):
-    """The sets' own files, which name their fields otherwise, refused or read with every question unlabelled."""
+    """The sets' own files have other field names: they would be refused, or read without labels."""
     rows = [
         {"_id": "5a8b", "question": "Who?", "answer": "Ada", "type": "comparison", "level": "hard", "context": [[1]]},
         {"_id": "5a8c", "question": "Where?", "answer": "Rome", "type": "bridge_comparison", "evidences": [["a"]]},
@@ -173,7 +173,7 @@ def test_array_of_hotpotqa_and_2wiki(tmp_path):
 
 
 def test_array_of_multihop_rag(tmp_path):
-    """Its rows have no ids; a place that moves when a bad row is skipped would make them other questions."""
+    """Its rows have no ids: indices that shift when a bad row is skipped would name other questions."""
     kinds = ("comparison_query", "inference_query", "temporal_query", "null_query")
     rows = [
         {"query": f"q{i}?", "answer": "Yes", "question_type": kind, "evidence_list": []}
@@ -196,7 +196,7 @@ def test_array_of_multihop_rag(tmp_path):
 
 
 def test_rows_of_musique(tmp_path):
-    """The graph lost on the way, in MuSiQue's own rows or in FlashRAG's: branching questions counted as chains."""
+    """The graph lost in MuSiQue's own rows or in FlashRAG's: branching questions would count as chains."""
     own = {
         "id": "3hop2__132929_684936_160088",
         "question": "Who?",
@@ -217,10 +217,10 @@ def test_rows_of_musique(tmp_path):
 
 def test_graphs_of_musique():
     """A table that says a chain can be split, or that a branch cannot."""
-    found = {
+    properties = {
         name: (len(graph.needs), graph.width, len(graph.rounds), graph.kind) for name, graph in MUSIQUE_GRAPHS.items()
     }
-    assert found == {
+    assert properties == {
         "2hop": (2, 1, 2, "sequential"),
         "3hop1": (3, 1, 3, "sequential"),
         "3hop2": (3, 2, 2, "mixed"),
@@ -238,7 +238,7 @@ def test_graphs_of_musique():
 
 
 def test_bad_rows_are_skipped_when_asked(tmp_path):
-    """One broken line in 90,000 that costs the whole file, or that is left out without a word."""
+    """One broken line in 90,000 that makes the file unusable, or that is skipped without a report."""
     file = tmp_path / "x.jsonl"
     lines = [
         json.dumps(row(0)),
@@ -255,7 +255,7 @@ def test_bad_rows_are_skipped_when_asked(tmp_path):
 
 
 def test_a_file_of_bad_rows_is_no_file(tmp_path):
-    """Nothing left after skipping, and a run that starts on nothing."""
+    """A run that starts although no question is left after skipping."""
     with pytest.raises(UserError, match="no questions found"):
         read_questions(write(tmp_path / "x.jsonl", [row(question="")]), skipped=[])
 
@@ -284,7 +284,7 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize("name", BAD_ROWS)
 def test_bad_row_names_file_line_and_field(tmp_path, name):
-    """A row without answers would be trained as always wrong; the user must learn which row it is."""
+    """A row without answers would always be scored as wrong; the user must learn which row it is."""
     bad, message = BAD_ROWS[name]
     file = write(tmp_path / "x.jsonl", [row(0), bad])
     with pytest.raises(UserError, match=r"x\.jsonl:2: " + message) as error:
@@ -306,7 +306,7 @@ def test_bad_row_names_file_line_and_field(tmp_path, name):
     ],
 )
 def test_bad_file(tmp_path, content, message):
-    """An empty or damaged download that ends in a traceback, or in a run on nothing."""
+    """An empty or damaged download that ends in a traceback, or in a run without questions."""
     file = tmp_path / "x.jsonl"
     file.write_bytes(content)
     with pytest.raises(UserError, match=message):
@@ -320,13 +320,13 @@ def test_missing_file(tmp_path):
 
 
 def test_bad_parquet(tmp_path):
-    """A parquet file that is none, is cut off, or lacks the answers."""
+    """A file that is not parquet, is cut off, or lacks the answers."""
     broken = tmp_path / "a.parquet"
     broken.write_bytes(b"PAR1 but not really")
     with pytest.raises(UserError, match=r"a\.parquet: not a readable parquet file"):
         read_questions(broken)
-    whole = write_parquet(tmp_path / "b.parquet", [parquet_row(i) for i in range(500)])
-    broken.write_bytes(whole.read_bytes()[:-40])
+    complete = write_parquet(tmp_path / "b.parquet", [parquet_row(i) for i in range(500)])
+    broken.write_bytes(complete.read_bytes()[:-40])
     with pytest.raises(UserError, match=r"a\.parquet: not a readable parquet file"):
         read_questions(broken)
     nothing = {**parquet_row(), "reward_model": {"style": "rule", "ground_truth": {"target": []}}}

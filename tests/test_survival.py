@@ -1,4 +1,4 @@
-"""What a run survives: kills at any moment, other machines, disks that fill up, turn read-only or vanish."""
+"""What a run survives: kills at any moment, other machines, and disks that fill up, turn read-only or vanish."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from psearch_jax.types import UserError
 
 QUICK = {"eval.questions_per_kind": 0, "rollout.context_tokens": 192, "rollout.obs_tokens": 96}
 KILLS, STEPS = 20, 90
-QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # nobody reads what a killed process says
+QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # nobody reads the output of a killed process
 
 
 def steps_on_disk(workdir: Path) -> int:
@@ -43,7 +43,7 @@ def times_of_steps(workdir: Path) -> dict[str, int]:
     """When the file of each step was written, in nanoseconds."""
     times = {}
     for file in (workdir / "trajectories").glob("*.jsonl"):
-        # A run that goes on removes the steps after its checkpoint, which may be while we look.
+        # A resumed run removes the steps after its checkpoint, perhaps during this loop.
         with contextlib.suppress(FileNotFoundError):
             times[file.name] = file.stat().st_mtime_ns
     return times
@@ -51,13 +51,13 @@ def times_of_steps(workdir: Path) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_twenty_kills_change_nothing(tiny_policy, tmp_path):
-    """A file half written, a key or a batch used twice, a checkpoint mistaken for whole: each shows in the end."""
+    """A half-written file, a key or a batch used twice, or an incomplete checkpoint used: each shows in the end."""
     rng = np.random.default_rng(0)
     fields = {**QUICK, "train.checkpoint_every_steps": 2}
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run(command(whole, tiny_policy, STEPS, **fields))
-    written = times_of_steps(whole).values()
-    a_step, a_start = (max(written) - min(written)) / 1e9 / STEPS, None  # seconds, of this machine
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
+    run(command(uninterrupted, tiny_policy, STEPS, **fields))
+    written = times_of_steps(uninterrupted).values()
+    step_s, start_s = (max(written) - min(written)) / 1e9 / STEPS, None  # seconds on this machine
     for _ in range(KILLS):
         began = time.monotonic()
         process = start(command(killed, tiny_policy, STEPS, **fields), **QUIET)
@@ -66,33 +66,33 @@ def test_twenty_kills_change_nothing(tiny_policy, tmp_path):
         def new_steps(before: dict = before) -> int:
             return len(times_of_steps(killed).items() - before.items())
 
-        # In one kill of five the process is still starting; else it has come some steps further.
-        if a_start is not None and rng.random() < 0.2:
-            time.sleep(rng.uniform(0, a_start))
+        # In one kill of five the process is still starting; otherwise it has done some steps.
+        if start_s is not None and rng.random() < 0.2:
+            time.sleep(rng.uniform(0, start_s))
         else:
-            more = int(rng.integers(1, 3))  # it comes further while nobody looks, on a busy machine by many steps
+            more = int(rng.integers(1, 3))  # more steps can follow before it is killed, many on a busy machine
             wait_for(lambda more=more, new_steps=new_steps: new_steps() >= more, process)
-            a_start = min(a_start or 60.0, time.monotonic() - began)
-            time.sleep(rng.uniform(0, a_step))
+            start_s = min(start_s or 60.0, time.monotonic() - began)
+            time.sleep(rng.uniform(0, step_s))
         assert process.poll() is None, "the run ended before it was killed often enough"
         process.send_signal(signal.SIGKILL)
         process.wait()
     run(command(killed, tiny_policy, STEPS, **fields))
-    assert metrics_without_clocks(killed) == metrics_without_clocks(whole)
+    assert metrics_without_clocks(killed) == metrics_without_clocks(uninterrupted)
     assert [row["step"] for row in metrics_without_clocks(killed)] == list(range(STEPS))
-    ours, theirs = final_params(killed), final_params(whole)
+    ours, theirs = final_params(killed), final_params(uninterrupted)
     assert ours.keys() == theirs.keys() and all(np.array_equal(ours[k], theirs[k]) for k in ours)
     for step in range(STEPS):
         name = f"{step:06d}.jsonl"
-        assert (killed / "trajectories" / name).read_text() == (whole / "trajectories" / name).read_text()
+        assert (killed / "trajectories" / name).read_text() == (uninterrupted / "trajectories" / name).read_text()
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_over_another_mesh(tmp_path):
-    """A slice that comes back smaller or larger would end the run if a checkpoint knew the old one."""
-    policy = Path("toy")  # which earns something: rewards that are all equal leave gradients of rounding alone
-    whole, moved = tmp_path / "whole", tmp_path / "moved"
-    run(command(whole, policy, 4, **QUICK))
+    """A checkpoint tied to its mesh would end the run on a slice that comes back smaller or larger."""
+    policy = Path("toy")  # earns rewards; if all were equal, gradients would only be rounding errors
+    uninterrupted, moved = tmp_path / "whole", tmp_path / "moved"
+    run(command(uninterrupted, policy, 4, **QUICK))
     process = start(command(moved, policy, 4, **QUICK), **QUIET)
     wait_for(lambda: (moved / "trajectories" / "000002.jsonl").is_file(), process)
     process.send_signal(signal.SIGKILL)
@@ -100,13 +100,13 @@ def test_a_run_goes_on_over_another_mesh(tmp_path):
     over = {"mesh.fsdp": 2, "mesh.tensor": 2}
     process = start(command(moved, policy, 4, **QUICK, **over), devices=4)
     assert process.wait(600) == 0, process.stderr.read()[-2000:]
-    assert_same_params(moved, whole)
-    for a, b in zip(metrics_without_clocks(moved), metrics_without_clocks(whole), strict=True):
+    assert_same_params(moved, uninterrupted)
+    for a, b in zip(metrics_without_clocks(moved), metrics_without_clocks(uninterrupted), strict=True):
         assert a["reward"] == pytest.approx(b["reward"]) and a["loss"] == pytest.approx(b["loss"], abs=1e-5)
 
 
 def in_namespace(script: str) -> subprocess.CompletedProcess:
-    """Runs a shell script that may mount file systems which nobody else sees."""
+    """Runs a shell script that may mount file systems visible only to itself."""
     return subprocess.run(
         ["unshare", "-rm", "bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
@@ -119,7 +119,7 @@ def namespaces() -> None:
 
 
 def one_line(stderr: str) -> str:
-    """The line about the run's end; there is no traceback beside it."""
+    """The line about the run's end; there must be no traceback."""
     assert "Traceback" not in stderr, stderr[-3000:]
     (line,) = [line for line in stderr.splitlines() if line.startswith("train: ")]
     return line
@@ -128,13 +128,13 @@ def one_line(stderr: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["full", "read-only"])
 def test_a_disk_that_takes_no_more(namespaces, tiny_policy, tmp_path, trouble):
-    """A night's run must end with one line and its last good checkpoint, not with a damaged one and a traceback."""
+    """A run overnight must end with one line and its last good checkpoint, not with a damaged one and a traceback."""
     disk, saved = tmp_path / "disk", tmp_path / "saved"
     disk.mkdir()
     fields = {**QUICK, "train.checkpoint_every_steps": 1, "train.keep_checkpoints": 1000}
     endless = " ".join(map(str, command(disk / "run", tiny_policy, 1000, **fields)))
     short = " ".join(map(str, command(disk / "run", tiny_policy, 2, **fields)))
-    # A full disk fills by itself; a read-only one is met when the run comes back.
+    # A full disk fills during the run; a read-only one is there when the run resumes.
     first = "true" if trouble == "full" else f"{short} && mount -o remount,ro {disk}"
     script = f"mount -t tmpfs -o size=24m none {disk}; {first} && {endless}; code=$?; "
     done = in_namespace(script + f"cp -r {disk}/run {saved}; exit $code")
@@ -149,7 +149,7 @@ def test_a_disk_that_takes_no_more(namespaces, tiny_policy, tmp_path, trouble):
 
 @pytest.mark.slow
 def test_a_directory_that_vanishes(tiny_policy, tmp_path):
-    """A directory removed under a run: hours of steps that end nowhere."""
+    """A run whose directory is removed would compute for hours without saving anything."""
     fields = {**QUICK, "train.checkpoint_every_steps": 3}
     process = start(command(tmp_path / "run", tiny_policy, 1000, **fields))
     wait_for(lambda: steps_on_disk(tmp_path / "run") >= 2, process)
@@ -159,7 +159,7 @@ def test_a_directory_that_vanishes(tiny_policy, tmp_path):
 
 
 def saved_run(policy: Path, workdir: Path, steps: int, **train) -> list[int]:
-    """The steps kept of a run that saved behind each."""
+    """The steps kept by a run that saved after each of them."""
     parts = build.training_run(small_config(policy))
     record = {"model": checkpoint.model_record(parts.model), "loader": parts.loader.state(), "tokenizer": str(policy)}
     keeper = checkpoint.Checkpoints(workdir / "checkpoints", **train)
@@ -171,13 +171,13 @@ def saved_run(policy: Path, workdir: Path, steps: int, **train) -> list[int]:
 
 
 def test_which_checkpoints_are_kept(tiny_policy, tmp_path):
-    """A disk filled by old checkpoints, or a milestone removed that was to be evaluated."""
+    """A disk filled by old checkpoints, or a milestone removed before it was evaluated."""
     assert saved_run(tiny_policy, tmp_path / "a", 5, keep=2) == [4, 5]
     assert saved_run(tiny_policy, tmp_path / "b", 7, keep=2, keep_every=3) == [3, 6, 7]
 
 
 def test_export_and_evaluation_pass_over_a_damaged_checkpoint(tiny_policy, tmp_path, caplog):
-    """The newest checkpoint may be the one that the disk cut short; a whole one stands beside it."""
+    """The newest checkpoint may be cut short by a full disk; an older complete one must be used."""
     saved_run(tiny_policy, tmp_path, 2)
     params = tmp_path / "checkpoints" / "2" / "params"
     largest = max(params.rglob("*"), key=lambda p: p.is_file() and p.stat().st_size)

@@ -70,7 +70,7 @@ def taught(question, search, seed, **options):
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_it_answers_right_from_what_was_retrieved(questions, search, kind):
-    """A transcript that teaches to make facts up, breaks the grammar or answers wrong."""
+    """A transcript that teaches the model to invent facts, breaks the grammar or gives a wrong answer."""
     for seed in range(8):
         turns = taught(questions[kind], search, seed)
         *searches, last = turns
@@ -84,19 +84,19 @@ def test_it_answers_right_from_what_was_retrieved(questions, search, kind):
 
 
 def test_splitting_is_drawn_alike_for_every_kind(questions, search):
-    """A cold start that already splits what it should: nothing would be left for reinforcement learning to show."""
+    """A cold start that already splits the right questions would leave nothing for reinforcement learning to show."""
     split = Counter()
     for kind in ROWS:
         split[kind] = sum(len(taught(questions[kind], search, seed)[0].queries) > 1 for seed in range(200))
     assert all(70 < count < 130 for count in split.values()), split
-    for share, wanted in ((0.0, 0), (1.0, 10)):
+    for share, expected in ((0.0, 0), (1.0, 10)):
         for kind in ROWS:
-            found = [taught(questions[kind], search, seed, split_share=share)[0].queries for seed in range(10)]
-            assert sum(len(queries) > 1 for queries in found) == wanted
+            first_queries = [taught(questions[kind], search, seed, split_share=share)[0].queries for seed in range(10)]
+            assert sum(len(queries) > 1 for queries in first_queries) == expected
 
 
 def test_the_first_thought_is_worded_alike_for_every_kind(questions):
-    """A thought from which the kind can be read, so that splitting is copied from it and not decided."""
+    """A thought that reveals the kind: splitting would be copied from it instead of decided."""
     thoughts = [first_thought(rounds_of(question)) for question in questions.values()]
     assert all(thought.startswith("Named: ") and thought.count(". Asked: ") == 1 for thought in thoughts)
     assert thoughts[0] == "Named: Alfred Hitchcock, Orson Welles. Asked: date of birth."
@@ -106,7 +106,7 @@ def test_the_first_thought_is_worded_alike_for_every_kind(questions):
 
 
 def test_the_first_thought_does_not_depend_on_whether_the_question_is_split(questions, search):
-    """The choice is announced before it is made: what is learned is to follow the announcement."""
+    """A thought that announces the choice: the model would learn to follow the announcement."""
     for kind in ROWS:
         openings = {taught(questions[kind], search, seed)[0].text.split("</think>")[0] for seed in range(20)}
         assert len(openings) == 1
@@ -114,16 +114,16 @@ def test_the_first_thought_does_not_depend_on_whether_the_question_is_split(ques
 
 def test_questions_whose_facts_are_not_retrieved_are_left_out(questions, search):
     """A thought that states what no passage says."""
-    without = RetrievalService.from_corpus(PASSAGES[:3])
-    asked = questions["comparison"]
-    assert all(teach(asked, lambda q: without.search(list(q), 2), np.random.default_rng(s), TeacherOptions()) is None
+    subset = RetrievalService.from_corpus(PASSAGES[:3])
+    example = questions["comparison"]
+    assert all(teach(example, lambda q: subset.search(list(q), 2), np.random.default_rng(s), TeacherOptions()) is None
                for s in range(4))  # fmt: skip
     assert taught(Question("s", "1", "Who?", ("A",), "single"), search, 0) is None
     assert taught(questions["bridge_comparison"], search, 0, search_turns=1) is None
 
 
 def test_a_round_that_a_prepared_question_names(search):
-    """Questions made from triples carry their rounds, not the triples."""
+    """Questions made from triples store their rounds, not the triples."""
     rounds = [[["director", "Citizen Kane", "Orson Welles"]], [["place of birth", "Orson Welles", "Kenosha"]]]
     question = Question("s", "1", "Where?", ("Kenosha",), "sequential", {"rounds": rounds})
     assert [[t.entity for t in r] for r in rounds_of(question)] == [["Citizen Kane"], ["Orson Welles"]]
@@ -131,11 +131,11 @@ def test_a_round_that_a_prepared_question_names(search):
 
 
 def test_the_program_writes_what_fine_tuning_reads(tmp_path):
-    """A file that launch/sft.py refuses, or questions without triples taken without a word."""
+    """A file that launch/sft.py refuses, or questions without triples accepted without a message."""
     questions, corpus, out = (tmp_path / name for name in ("questions.jsonl", "corpus.jsonl", "out.jsonl"))
     questions.write_text("".join(json.dumps(row(kind)) + "\n" for kind in ROWS))
     corpus.write_text("".join(json.dumps({"id": p.id, "contents": f'"{p.title}"\n{p.text}'}) + "\n" for p in PASSAGES))
-    asked = [
+    program = [
         sys.executable,
         "launch/write_transcripts.py",
         "--config=configs/qwen0p5b_cpu.py",
@@ -143,11 +143,11 @@ def test_the_program_writes_what_fine_tuning_reads(tmp_path):
         f"--questions={questions}",
         f"--out={out}",
     ]
-    done = completed(asked)
+    done = completed(program)
     assert done.returncode == 0 and "3 transcripts" in done.stdout, done.stderr[-2000:]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {r["id"] for r in rows} == set(ROWS) and all(r["turns"][0]["passages"][0][0]["text"] for r in rows)
     plain = tmp_path / "plain.jsonl"
     plain.write_text(json.dumps({"id": "1", "question": "Who?", "golden_answers": ["A"]}) + "\n")
-    refused = completed([*asked[:4], f"--questions={plain}", f"--out={tmp_path / 'none.jsonl'}"])
+    refused = completed([*program[:4], f"--questions={plain}", f"--out={tmp_path / 'none.jsonl'}"])
     assert refused.returncode == 2 and "none of 1 questions has evidence triples" in refused.stderr

@@ -45,15 +45,15 @@ def with_added_tokens(shared_data):
 
 @pytest.fixture(scope="module", params=["text", "special"])
 def thinking(request, shared_data):
-    """The vocabulary of Qwen3, as far as it matters: Qwen2's with the tags of a thought as ids of their own. Those of
-    Qwen3 are text; others call theirs special."""
+    """A vocabulary like Qwen3's: Qwen2's with the two thought tags as single tokens. Qwen3's are ordinary text tokens;
+    other models' are special tokens."""
     hf = AutoTokenizer.from_pretrained(shared_data / "qwen2_tokenizer")
     hf.add_tokens(["<think>", "</think>"], special_tokens=request.param == "special")
     return Tokenizer(hf, request.param)
 
 
 NO_THOUGHT = "<think>\n\n</think>\n\n"
-REPLIES = {  # what templates put before a reply
+REPLIES = {  # the text that templates put before a reply
     "Qwen3": "{% if enable_thinking is defined and not enable_thinking %}" + NO_THOUGHT + "{% endif %}",
     "Qwen3-Thinking": "<think>\n",
     "thinks only where asked to": "{% if not enable_thinking %}" + NO_THOUGHT + "{% endif %}",
@@ -61,12 +61,12 @@ REPLIES = {  # what templates put before a reply
 
 
 def test_a_thought_is_the_models_own(thinking, monkeypatch):
-    """A prompt that begins the thought, or ends it, leaves a turn without its `<think>`: no turn is well-formed."""
+    """A prompt that opens or closes the thought leaves the turn without its `<think>`: it is never well-formed."""
     text = "<|im_start|>user\nThink in <think> and </think>. who?<|im_end|>\n<|im_start|>assistant\n"
     for reply in REPLIES.values():
-        said = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        said += "{% if add_generation_prompt %}<|im_start|>assistant\n" + reply + "{% endif %}"
-        monkeypatch.setattr(thinking.hf, "chat_template", said)
+        template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        template += "{% if add_generation_prompt %}<|im_start|>assistant\n" + reply + "{% endif %}"
+        monkeypatch.setattr(thinking.hf, "chat_template", template)
         ids = prompts.render_prompt(thinking, "Think in <think> and </think>. {question}", "who?")
         assert thinking.decode(ids, control=True) == text
         assert ids == thinking.hf(text, add_special_tokens=False)["input_ids"]
@@ -74,8 +74,8 @@ def test_a_thought_is_the_models_own(thinking, monkeypatch):
 
 
 def test_tags_that_are_ids_are_read_as_tags(thinking):
-    """A tag that is one id and is left out of the text, as control tokens are, makes every turn ill-formed; and one
-    that a question or a passage spells must not become that id."""
+    """A tag that is a single token but is dropped from the text, like control tokens, would make every turn
+    ill-formed; and a question or passage that spells a tag must not produce that token."""
     opened = thinking.hf.convert_tokens_to_ids("<think>")
     turn = thinking.encode_trusted("<think>\nx\n</think>\n\n<search> a ## b </search>")
     assert turn[0] == opened
@@ -87,8 +87,8 @@ def test_tags_that_are_ids_are_read_as_tags(thinking):
         hits.append(int(tables.hit[state, i]))
         state = tables.next[state, i]
     assert hits == [0] * (len(turn) - 1) + [HIT_SEARCH]
-    asked = prompts.render_prompt(thinking, "{question}", "is <think> </think> a tag?")
-    assert opened not in asked + thinking.encode_foreign("<think> </think>")
+    prompt = prompts.render_prompt(thinking, "{question}", "is <think> </think> a tag?")
+    assert opened not in prompt + thinking.encode_foreign("<think> </think>")
 
 
 def control_ids(tokenizer):
@@ -97,7 +97,7 @@ def control_ids(tokenizer):
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_bytes_of_ids_are_the_text(tokenizer, text):
-    """Wrong token bytes would make the boundary tables and the decoded turns lie."""
+    """Wrong token bytes would make the boundary tables and the decoded turns wrong."""
     ids = tokenizer.encode_foreign(text)
     assert b"".join(tokenizer.token_bytes[i] for i in ids) == text.encode()
     assert ids == tokenizer.encode_trusted(text)
@@ -105,7 +105,7 @@ def test_bytes_of_ids_are_the_text(tokenizer, text):
 
 
 def test_every_byte_and_every_id(tokenizer):
-    """A gap in the alphabet would make some text unreachable; a control token with bytes could complete a tag."""
+    """A missing byte would make some text unreachable; a control token with bytes could complete a tag."""
     pieces = [p for p in tokenizer.token_bytes if p is not None]
     assert {bytes([b]) for b in range(256)} <= set(pieces)
     assert tokenizer.size == max(tokenizer.hf.get_vocab().values()) + 1 == len(tokenizer.token_bytes)
@@ -116,7 +116,7 @@ def test_every_byte_and_every_id(tokenizer):
 
 
 def test_added_tokens_plain_and_special(shared_data):
-    """An added token that is ordinary text would be invisible to the boundary tables without its bytes."""
+    """Without its bytes, an added token that is ordinary text would be invisible to the boundary tables."""
     tokenizer = Tokenizer(with_added_tokens(shared_data), "added")
     vocabulary = tokenizer.hf.get_vocab()
     assert tokenizer.token_bytes[vocabulary["<tool_call>"]] == b"<tool_call>"
@@ -136,7 +136,7 @@ def test_foreign_text_yields_no_control_id(tokenizer, text):
 
 
 def test_foreign_equals_split_special_tokens(real_tokenizer):
-    """Our own splitting must agree with transformers' on the real vocabulary."""
+    """Our own splitting must agree with that of transformers on the real vocabulary."""
     hf = AutoTokenizer.from_pretrained(real_tokenizer.name)
     for text in TEXTS + ATTACKS:
         assert (
@@ -146,14 +146,14 @@ def test_foreign_equals_split_special_tokens(real_tokenizer):
 
 
 def test_hf_calls_do_not_change_the_wrapper(tiny_tokenizer):
-    """transformers switches its backend's state per call; sharing it would let one call change another's ids."""
+    """transformers changes its backend's state per call; sharing it would let one call change another's tokens."""
     before = tiny_tokenizer.encode_trusted(ATTACKS[0])
     tiny_tokenizer.hf("x", split_special_tokens=True, truncation=True, max_length=1, padding="max_length")
     assert tiny_tokenizer.encode_trusted(ATTACKS[0]) == before
 
 
 def test_chat_equals_the_template_and_is_closed_to_attacks(tokenizer):
-    """Splicing must not change ordinary prompts, and no content may add a control id."""
+    """Splicing must not change ordinary prompts, and no content may add a control token."""
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXTS[0]}]
     plain = tokenizer.chat(messages)
     rendered = tokenizer.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -168,7 +168,7 @@ def test_chat_equals_the_template_and_is_closed_to_attacks(tokenizer):
 
 
 def test_decode_of_anything(tiny_tokenizer):
-    """Sampled ids may cut a character or have no token; reading them must not raise."""
+    """Sampled tokens may split a character, and an id may have no token; decoding must not raise."""
     e_acute = tiny_tokenizer.encode_foreign("é")
     single = [tiny_tokenizer.token_bytes.index(bytes([b])) for b in "é".encode()]
     assert tiny_tokenizer.decode(single) == tiny_tokenizer.decode(e_acute) == "é"
@@ -180,7 +180,7 @@ def test_decode_of_anything(tiny_tokenizer):
 
 
 def test_fingerprint_follows_the_vocabulary(tiny_tokenizer, real_tokenizer):
-    """A cache key that misses a change would hand one vocabulary the boundary tables of another."""
+    """A cache key that misses a change would give one vocabulary the boundary tables of another."""
     again = Tokenizer.load(tiny_tokenizer.name)
     assert again.fingerprint == tiny_tokenizer.fingerprint != real_tokenizer.fingerprint
     again.token_bytes = [*again.token_bytes[:-1], None]
@@ -196,7 +196,7 @@ def copy_tokenizer(tokenizer, target):
 
 @pytest.mark.parametrize("ids", [3, [3, 5]])
 def test_generation_config_adds_stop_ids(tiny_tokenizer, tmp_path, ids):
-    """A model that ends its message with an id only its generation_config names would never stop."""
+    """A model that ends its message with a token named only in its generation_config would never stop."""
     copy_tokenizer(tiny_tokenizer, tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     expected = tiny_tokenizer.stop_ids | set(ids if isinstance(ids, list) else [ids])
@@ -215,7 +215,7 @@ def test_generation_config_adds_stop_ids(tiny_tokenizer, tmp_path, ids):
     ],
 )
 def test_damaged_tokenizer_files(tiny_tokenizer, tmp_path, file, text, found):
-    """A damaged file must be one clear line, not a traceback from inside a library."""
+    """A damaged file must be reported in one clear line, not with a traceback from inside a library."""
     (copy_tokenizer(tiny_tokenizer, tmp_path) / file).write_text(text)
     with pytest.raises(UserError, match=re.escape(found)) as caught:
         Tokenizer.load(tmp_path)
@@ -223,7 +223,7 @@ def test_damaged_tokenizer_files(tiny_tokenizer, tmp_path, file, text, found):
 
 
 def test_missing_tokenizer(tmp_path):
-    """A mistyped directory must be named at once, without asking the network for it."""
+    """A mistyped directory must be reported at once, without a network request."""
     with pytest.raises(UserError, match="no such directory"):
         Tokenizer.load(tmp_path / "nowhere")
     with pytest.raises(UserError, match="cannot be loaded"):
@@ -231,7 +231,7 @@ def test_missing_tokenizer(tmp_path):
 
 
 def test_other_kinds_of_tokenizer_are_refused(tmp_path):
-    """A vocabulary whose bytes are unknown would leave the boundary tables blind."""
+    """With a vocabulary whose bytes are unknown, the boundary tables could not detect tags."""
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"§hello world": 0, "<eos>": 1}, unk_token="<eos>"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(tmp_path)
     with pytest.raises(UserError, match="byte-level"):
@@ -239,7 +239,7 @@ def test_other_kinds_of_tokenizer_are_refused(tmp_path):
 
 
 def test_packaged_templates(tiny_tokenizer):
-    """A template without its tags would never teach the grammar; the toy one must cost nothing."""
+    """A template without its tags would never teach the grammar; the toy one must cost no tokens."""
     assert prompts.packaged_templates() == ("compact", "direct", "parallel", "sequential", "toy")
     texts = {name: prompts.load_template(name) for name in prompts.packaged_templates()}
     assert texts["toy"] == "{question}"
@@ -251,7 +251,7 @@ def test_packaged_templates(tiny_tokenizer):
 
 
 def test_user_template(tmp_path):
-    """A user's file without the question's place would ask every question the same way."""
+    """A user's template without a place for the question would ask the same thing every time."""
     file = tmp_path / "mine.txt"
     file.write_text("Q: {question}\n")
     assert prompts.load_template(file) == "Q: {question}"
@@ -263,7 +263,7 @@ def test_user_template(tmp_path):
 
 
 def test_row_prompt(tiny_tokenizer):
-    """A row's own prompt goes through the same chat template; anything but messages is named."""
+    """A row's own prompt uses the same chat template; anything but messages is reported."""
     messages = [{"role": "user", "content": "Use <search>. Who?"}]
     assert prompts.render_messages(tiny_tokenizer, messages) == tiny_tokenizer.chat(messages)
     for bad in (None, "text", [], [{"role": "user"}], [{"role": "user", "content": 3}]):

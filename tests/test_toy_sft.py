@@ -1,4 +1,4 @@
-"""The cold start: its batches, how it begins, and how it goes on."""
+"""The cold start: its batches, its initial weights, and how it resumes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rows(tokenizer):
 
 
 def test_rows_of_every_skill(tokenizer, rows):
-    """A skill without rows, a row without anything taught, or rows that change from call to call."""
+    """A skill without rows, a row without a trained token, or rows that change from call to call."""
     assert tuple(sorted(rows)) == tuple(sorted(SKILLS))
     assert all(len(ids) == len(mask) and mask.any() for members in rows.values() for ids, mask in members)
     again = make_rows(SMALL, tokenizer, RetrievalService.from_corpus)
@@ -50,7 +50,7 @@ def test_rows_of_every_skill(tokenizer, rows):
 
 
 def test_batches_follow_from_seed_and_step(tokenizer, rows):
-    """A run that goes on would train on other batches; a shape per row would compile for ever."""
+    """A resumed run that trains on other batches, or a separate shape per row that makes it compile forever."""
     batches, again = (Batches(SMALL, tokenizer, rows) for _ in range(2))
     shapes, skills = set(), set()
     for step in range(SMALL.steps):
@@ -66,7 +66,7 @@ def test_batches_follow_from_seed_and_step(tokenizer, rows):
 
 
 def test_no_name_comes_twice_and_no_new_one_at_all(tokenizer, rows):
-    """A policy that learns names by heart, or one that was taught what it is later said never to have seen."""
+    """A policy that memorizes names, or one trained on names that are later reported as never seen."""
     config = replace(SMALL, steps=400)
     batches = Batches(config, tokenizer, rows)
     first, later = set(), set()
@@ -75,9 +75,9 @@ def test_no_name_comes_twice_and_no_new_one_at_all(tokenizer, rows):
         if skill == "recalling":
             continue
         text = "\n".join(tokenizer.decode(row) for row in piece.ids)
-        found = {word for word in text.replace("'s", " ").replace("?", " ").split() if _is_name(word)}
-        assert found and not any(is_new(name) for name in found)
-        (first if step < 200 else later).update(found)
+        names = {word for word in text.replace("'s", " ").replace("?", " ").split() if _is_name(word)}
+        assert names and not any(is_new(name) for name in names)
+        (first if step < 200 else later).update(names)
     assert len(first & later) < 0.02 * len(first)
 
 
@@ -86,29 +86,29 @@ def _is_name(word: str) -> bool:
 
 
 def test_a_shape_that_cannot_look_back_is_refused(tokenizer):
-    """The start writes biases: a shape without them would end in a KeyError."""
+    """The initial weights include biases: a shape without them would end in a KeyError."""
     with pytest.raises(UserError, match="config.preset: found 'qwen3-0.6b', accepted: toy"):
         toy_sft.policy_shape(replace(SMALL, preset="qwen3-0.6b"), tokenizer)
 
 
 def test_the_first_heads_look_back(tokenizer):
-    """Copying found late or never: with some seeds the exercises then teach nothing in the time there is."""
+    """Copying learned late or never: with some seeds the exercises would teach nothing in the available time."""
     shape = toy_sft.policy_shape(SMALL, tokenizer)
     graph = decoder.graphdef(shape, jnp.float32, "none")
     rng = np.random.default_rng(0)
-    made = [exercises.copying(rng, tokenizer.encode_foreign) for _ in range(32)]
+    exercise_rows = [exercises.copying(rng, tokenizer.encode_foreign) for _ in range(32)]
     ids, mask = np.zeros((32, 160), np.int32), np.zeros((32, 160), bool)
-    for i, (row, taught) in enumerate(made):
+    for i, (row, taught) in enumerate(exercise_rows):
         ids[i, : len(row)], mask[i, : len(row)] = row, taught
     for seed in range(3):
         model = nnx.merge(graph, toy_sft.starting_params(shape, seed))
         likeliest = jnp.argmax(model.logits(model.hidden(ids[:, :-1])[0], 1.0, tokenizer.size), axis=-1)
         right = float(jnp.mean((likeliest == ids[:, 1:])[mask[:, 1:]]))
-        assert right > 20 / tokenizer.size  # before any training; a guess is right once in so many ids
+        assert right > 20 / tokenizer.size  # before any training; a random guess is right once in `size`
 
 
 def test_sft_learns(tokenizer, rows):
-    """A few steps that do not lower the loss, or a shape that the tokenizer does not fit."""
+    """A few steps that do not lower the loss, or a shape that does not fit the tokenizer."""
     losses = []
     config = replace(SMALL, steps=60)
     only = {skill: rows["copying"] for skill in SKILLS}
@@ -144,15 +144,15 @@ def command(workdir, **fields) -> list[str]:
 
 
 def whole_checkpoints(workdir) -> list:
-    """One that is being written has a longer name."""
+    """Complete checkpoints; one that is being written has a longer name."""
     return [place for place in (workdir / "checkpoints").glob("*") if place.name.isdigit()]
 
 
 @pytest.mark.slow
 def test_a_killed_cold_start_goes_on(tmp_path):
     """Ninety minutes of work lost with the machine, or another policy than without the kill."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    done = completed([sys.executable, *command(whole)])
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
+    done = completed([sys.executable, *command(uninterrupted)])
     assert done.returncode == 0, done.stderr[-2000:]
     process = Program(command(killed))
     wait_until(lambda: whole_checkpoints(killed), 300)
@@ -162,7 +162,7 @@ def test_a_killed_cold_start_goes_on(tmp_path):
     again = completed([sys.executable, *command(killed)])
     assert again.returncode == 0 and "resuming after step" in again.stderr, again.stderr[-2000:]
     for name in ("model.safetensors", "tokenizer.json"):
-        assert (whole / "policy" / name).read_bytes() == (killed / "policy" / name).read_bytes()
+        assert (uninterrupted / "policy" / name).read_bytes() == (killed / "policy" / name).read_bytes()
     steps = [json.loads(line)["step"] for line in (killed / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, FLAGS["steps"] + 1))
     refused = completed([sys.executable, *command(killed)])

@@ -1,4 +1,4 @@
-"""The main loop, its run directory, and how it survives."""
+"""The main loop, its run directory, and how it survives interruptions and bad inputs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from psearch_jax.types import UserError
 
 
 def test_a_killed_run_resumes_bit_for_bit(tiny_policy, tmp_path):
-    """A resume that repeats a batch, a key or a metric row, or restarts the optimizer, makes results unrepeatable."""
+    """A resume that repeats a batch, a key or a metrics row, or restarts the optimizer, makes results unrepeatable."""
     run(command(tmp_path / "whole", tiny_policy, 4))
     killed = tmp_path / "killed"
     process = Program(command(killed, tiny_policy, 4), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    # Kill behind step 3: later than the checkpoint, so that rows have to be cut back.
+    # Kill after step 3: later than the checkpoint, so that rows have to be removed.
     wait_for(lambda: (killed / "trajectories" / "000002.jsonl").is_file(), process)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -44,12 +44,12 @@ def test_a_killed_run_resumes_bit_for_bit(tiny_policy, tmp_path):
 
 
 def test_sigterm_saves_and_exits_cleanly(tiny_policy, tmp_path):
-    """A preempted machine that loses its last steps, or reports a failure, makes the scheduler start over."""
+    """A preempted run that loses its last steps, or exits with an error, would make the scheduler start over."""
     long = command(tmp_path, tiny_policy, 1000, **{"train.checkpoint_every_steps": 1000})
     process = Program(long, stderr=subprocess.DEVNULL)
     wait_for(lambda: (tmp_path / "trajectories" / "000000.jsonl").is_file(), process)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=30)  # what a preempted machine is granted
+    out, _ = process.communicate(timeout=30)  # the grace period of a preempted machine
     assert process.returncode == 0 and "the same command resumes" in out
     step = checkpoint.read_loop(checkpoint.find_checkpoint(tmp_path))["step"]
     assert step == len(metrics_without_clocks(tmp_path)) >= 1
@@ -73,7 +73,7 @@ def test_no_step_after_the_first_compiles(tiny_policy):
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(tiny_policy, tmp_path):
-    """Weights of another shape would end in a traceback from the readers, or be taken for damage."""
+    """Weights of another shape would end in a traceback from the reader, or be taken for damage."""
     parts = build.training_run(small_config(tiny_policy))
     record = {"model": checkpoint.model_record(parts.model), "loader": parts.loader.state(), "tokenizer": "x"}
     keeper = checkpoint.Checkpoints(tmp_path / "checkpoints")
@@ -86,7 +86,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(tiny_policy, tmp_path):
 
 
 def test_everything_missing_is_listed_at_once(tmp_path):
-    """A user who learns of one missing input per start gives up at the third."""
+    """A user who is told of only one missing input per start gives up at the third."""
     done = run(
         [sys.executable, "launch/train.py", "--config=configs/qwen7b.py", f"--workdir={tmp_path / 'w'}"]
         + ["--config.model.path=/nowhere/qwen"],
@@ -113,14 +113,14 @@ def test_everything_missing_is_listed_at_once(tmp_path):
     ],
 )
 def test_a_bad_field_is_one_line(tiny_policy, tmp_path, field, message):
-    """A traceback instead of a line that names the field sends the user into our code."""
+    """A traceback instead of a line that names the field would send the user into our code."""
     done = run([*command(tmp_path / "w", tiny_policy, 1), f"--config.{field}"], expect=2)
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1 and message in lines[0]
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(tiny_policy, tmp_path):
-    """Ids past the last embedding row would be clamped to it in silence; a wrong end-of-text id would never stop."""
+    """Tokens past the last embedding row are clamped silently; with a wrong end-of-text token, rows never stop."""
     config = small_config(tiny_policy)
     shape = hf.read_config(tiny_policy)
     for change, message in (({"vocab_rows": 100}, "embedding rows"), ({"eos_ids": (400,)}, "not a control token")):
@@ -146,7 +146,7 @@ def test_a_run_that_turns_bad_stops(tiny_policy, tmp_path):
 
 
 def test_bad_updates_inside_a_step_stop_the_run(tiny_policy, tmp_path):
-    """Two mini-batches a step, the first always bad: every last one is good, and a run of half its data goes on."""
+    """The first of two mini-batches is always bad, the last good: a run that ignores half of its data continues."""
     fields = {"train.steps": 3, "learning.max_bad_steps": 1, "eval.questions_per_kind": 0}
     parts = build.training_run(small_config(tiny_policy, **fields))
     rewards, poisoned = parts.reward, iter([np.nan] * 4 + [0.0] * 1000)  # of 8 rollouts, in mini-batches of 4
@@ -159,7 +159,7 @@ def test_bad_updates_inside_a_step_stop_the_run(tiny_policy, tmp_path):
 
 @pytest.mark.slow
 def test_what_was_not_evaluated_before_is_not_made_up(tiny_policy, tmp_path, caplog):
-    """An evaluation of the trained policy under the name of the first one hides all that was learned."""
+    """An evaluation of the trained policy reported as the one before training would hide everything learned."""
     fields = {"train.steps": 2, "train.checkpoint_every_steps": 1, "eval.questions_per_kind": 2}
     config = small_config(tiny_policy, **fields)
     first = trainer.train(build.training_run(config), tmp_path)
@@ -172,7 +172,7 @@ def test_what_was_not_evaluated_before_is_not_made_up(tiny_policy, tmp_path, cap
 
 @pytest.mark.slow
 def test_the_export_of_a_run_loads_in_transformers(tiny_policy, tmp_path):
-    """A run whose result only we can read is of no use to anyone."""
+    """A result that only this project can load is of no use to anyone else."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     run(command(tmp_path / "run", tiny_policy, 2))
@@ -195,19 +195,19 @@ def test_the_export_of_a_run_loads_in_transformers(tiny_policy, tmp_path):
 
 @pytest.mark.slow
 def test_real_questions_and_passages_run_through(shared_data, tmp_path):
-    """The closed world hides what real text does: long passages, foreign scripts, a vocabulary of 151,646 ids."""
-    done = [sys.executable, "launch/train.py", "--config=configs/hotpot_sample.py", f"--workdir={tmp_path}"]
-    done += [f"--config.data.source={shared_data / 'hotpotqa100' / 'questions.jsonl'}"]
-    done += [f"--config.retrieval.corpus={shared_data / 'hotpotqa100' / 'corpus.jsonl'}"]
-    done += [f"--config.model.tokenizer={shared_data / 'qwen2_tokenizer'}", "--config.train.steps=2"]
-    done += ["--config.rollout.widths=1"]  # of which every one is compiled
-    run(done)
+    """The closed world lacks what real text has: long passages, foreign scripts, a vocabulary of 151,646 tokens."""
+    arguments = [sys.executable, "launch/train.py", "--config=configs/hotpot_sample.py", f"--workdir={tmp_path}"]
+    arguments += [f"--config.data.source={shared_data / 'hotpotqa100' / 'questions.jsonl'}"]
+    arguments += [f"--config.retrieval.corpus={shared_data / 'hotpotqa100' / 'corpus.jsonl'}"]
+    arguments += [f"--config.model.tokenizer={shared_data / 'qwen2_tokenizer'}", "--config.train.steps=2"]
+    arguments += ["--config.rollout.widths=1"]  # every width is compiled
+    run(arguments)
     corpus = (shared_data / "hotpotqa100" / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
     known = {json.loads(line)["id"] for line in corpus}
     rows = [json.loads(line) for file in (tmp_path / "trajectories").glob("*.jsonl") for line in file.open()]
-    found = [{p["id"] for turn in row["turns"] for ps in turn["passages"] for p in ps} for row in rows]
-    assert len(rows) == 16 and all(ids <= known for ids in found)
-    assert np.mean([bool(ids) for ids in found]) >= 0.9
+    passage_ids = [{p["id"] for turn in row["turns"] for ps in turn["passages"] for p in ps} for row in rows]
+    assert len(rows) == 16 and all(ids <= known for ids in passage_ids)
+    assert np.mean([bool(ids) for ids in passage_ids]) >= 0.9
     for row in rows:
         assert len(row["ids"]) == len(row["mask"]) == len(row["logprobs"])
         assert sum(row["mask"]) == sum(turn["n_sampled"] for turn in row["turns"])
@@ -215,8 +215,8 @@ def test_real_questions_and_passages_run_through(shared_data, tmp_path):
 
 @pytest.mark.slow
 def test_learning_to_split_in_a_few_steps(tmp_path):
-    """Everything can run and nothing be learned: a wrong sign, a mask off by one, a reward paid to the wrong row."""
-    # Parallel questions alone: what is learned in few steps of all kinds is first one share of splitting for all.
+    """A run that works but learns nothing: a wrong sign, a mask off by one, or a reward assigned to the wrong row."""
+    # Only parallel questions: a few steps on all kinds would first learn one splitting rate for all of them.
     fields = {"train.steps": 10, "eval.questions_per_kind": 60, "eval.also_greedy": False, "data.parallel_share": 1.0}
     fields["data.sequential_share"] = 0.0
     flags = [f"--config.{name}={value}" for name, value in fields.items()]

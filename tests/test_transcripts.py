@@ -1,4 +1,4 @@
-"""Rows of supervised fine-tuning from transcripts and rollouts, and which lines are refused."""
+"""Supervised fine-tuning rows from transcripts and rollouts, and which lines are refused."""
 
 import json
 
@@ -39,7 +39,7 @@ def trained_texts(tokenizer, row) -> list[str]:
 
 
 def test_a_transcript_is_laid_out_as_a_rollout(tmp_path, tiny_tokenizer):
-    """Fine-tuning on prompts or passages, or on a layout that the model never meets when it is sampled."""
+    """Fine-tuning on prompts or passages, or on a layout that the model never sees when it samples."""
     (row,) = read_rows(written(tmp_path, GOOD), tiny_tokenizer, TEMPLATE, ROLLOUT)
     ids, mask = row
     assert ids.dtype == np.int32 and mask.dtype == bool and len(ids) == len(mask)
@@ -53,17 +53,17 @@ def test_a_transcript_is_laid_out_as_a_rollout(tmp_path, tiny_tokenizer):
 
 
 def test_turns_can_be_left_out_of_the_loss(tmp_path, tiny_tokenizer):
-    """A mistake that is shown so that its correction can be learned, and that is learned itself."""
+    """A mistake that is included only so that its correction can be learned, and is itself learned."""
     bad = {"text": "Ada, I guess.", "train": False}
     row = {**GOOD, "turns": [bad, *GOOD["turns"]]}
-    (read,) = read_rows(written(tmp_path, row), tiny_tokenizer, TEMPLATE, ROLLOUT)
-    assert trained_texts(tiny_tokenizer, read) == [SEARCH, ANSWER + "<|im_end|>"]
-    text = tiny_tokenizer.decode(read[0], control=True)
+    (parsed,) = read_rows(written(tmp_path, row), tiny_tokenizer, TEMPLATE, ROLLOUT)
+    assert trained_texts(tiny_tokenizer, parsed) == [SEARCH, ANSWER + "<|im_end|>"]
+    text = tiny_tokenizer.decode(parsed[0], control=True)
     assert f"Ada, I guess.<|im_end|>\n<|im_start|>user\n{tags.CORRECTIVE_MESSAGE.strip()}<|im_end|>" in text
 
 
 def rollout(tokenizer) -> dict:
-    """A trajectory as a run writes it, whose tokens no tokenizer would choose for its text."""
+    """A trajectory as a run writes it, with tokens that no tokenizer would choose for its text."""
     prompt = render_prompt(tokenizer, TEMPLATE, "Who?")
     letters = [i for letter in ANSWER for i in tokenizer.encode_foreign(letter)]
     sampled = letters + tokenizer.encode_trusted("<|im_end|>")
@@ -76,19 +76,19 @@ def rollout(tokenizer) -> dict:
 
 
 def test_a_rollout_is_read_as_it_was_sampled(tmp_path, tiny_tokenizer):
-    """Tokens that are tokenized again: the model is taught what it did not sample."""
+    """Re-tokenized text: the model would be trained on tokens that it did not sample."""
     row = rollout(tiny_tokenizer)
-    (read,) = read_rows(written(tmp_path, row), tiny_tokenizer, TEMPLATE, ROLLOUT)
-    assert read[0].tolist() == row["ids"] and read[1].astype(int).tolist() == row["mask"]
+    (parsed,) = read_rows(written(tmp_path, row), tiny_tokenizer, TEMPLATE, ROLLOUT)
+    assert parsed[0].tolist() == row["ids"] and parsed[1].astype(int).tolist() == row["mask"]
     again = say(tiny_tokenizer, ANSWER)
-    assert read[0][read[1]][:-1].tolist() != again and tiny_tokenizer.decode(again) == ANSWER
+    assert parsed[0][parsed[1]][:-1].tolist() != again and tiny_tokenizer.decode(again) == ANSWER
 
 
 def test_prompts_of_the_rows(tmp_path, tiny_tokenizer):
-    """data.prompt=row: a template in place of the chat that the user wrote."""
+    """With data.prompt=row, a template used in place of the chat that the user wrote."""
     row = {"prompt": [{"role": "user", "content": "Look it up."}], "turns": [{"text": ANSWER}]}
-    (read,) = read_rows(written(tmp_path, row), tiny_tokenizer, None, ROLLOUT)
-    assert "user\nLook it up.<|im_end|>" in tiny_tokenizer.decode(read[0], control=True)
+    (parsed,) = read_rows(written(tmp_path, row), tiny_tokenizer, None, ROLLOUT)
+    assert "user\nLook it up.<|im_end|>" in tiny_tokenizer.decode(parsed[0], control=True)
 
 
 TURNS = GOOD["turns"]
@@ -113,14 +113,14 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_malformed_line_is_refused_with_its_number(tmp_path, tiny_tokenizer, name):
-    """A row that is silently left out or learned from half read, in a file of thousands."""
+    """A row, in a file of thousands, that is silently skipped or learned from after being half parsed."""
     row, words = BAD[name]
     with pytest.raises(UserError, match=f"rows.jsonl: line 3: .*{words}|rows.jsonl: line 3: {words}"):
         read_rows(written(tmp_path, GOOD, "", row, GOOD), tiny_tokenizer, TEMPLATE, ROLLOUT)
 
 
 def test_rollouts_of_another_tokenizer_are_refused(tmp_path, tiny_tokenizer, tokenizer):
-    """Ids of one vocabulary taught to a model of another: noise, without an error."""
+    """Tokens of one vocabulary used to train a model of another: noise, without an error."""
     row = rollout(tokenizer)
     with pytest.raises(UserError, match="line 1: .*(token ids up to|do not spell)"):
         read_rows(written(tmp_path, row), tiny_tokenizer, TEMPLATE, ROLLOUT)

@@ -83,7 +83,7 @@ def facts_of(question):
 
 
 def test_the_three_forms_of_rows_are_one_set_of_triples(tmp_path):
-    """A form of row that is read as nothing, or a triple that counts twice for each question that needs it."""
+    """A form of row that is silently ignored, or a triple that counts again for each question that needs it."""
     row = {"id": "q", "question": "?", "metadata": {"evidences": [["Psycho", "director", "Alfred Hitchcock"]]}}
     bare = ["Psycho", "director", "Alfred  Hitchcock "]
     named = {"entity": '"Jaws', "relation": "director", "value": "Steven Spielberg"}
@@ -98,7 +98,7 @@ def test_the_three_forms_of_rows_are_one_set_of_triples(tmp_path):
     ['["A", "b"]', '["A", "b", 3]', '{"entity": "A"}', "{", '{"metadata": {}}', '["A", " ", "c"]', "7"],
 )
 def test_a_malformed_line_is_refused_with_its_number(tmp_path, bad):
-    """A broken row that is dropped without a word, or named by nothing to find it with."""
+    """A broken row that is dropped silently, or an error that does not say where it is."""
     path = tmp_path / "t.jsonl"
     path.write_text(f'["Psycho", "director", "Alfred Hitchcock"]\n\n{bad}\n', encoding="utf-8")
     with pytest.raises(UserError, match=r"t\.jsonl:3: .*found.*accepted|t\.jsonl:3: not JSON.*accepted"):
@@ -110,7 +110,7 @@ def test_a_malformed_line_is_refused_with_its_number(tmp_path, bad):
 
 
 def test_rounds_follow_the_values():
-    """A bridge whose second hop is put in the first round, through case or white space: it would look parallel."""
+    """A bridge whose second hop lands in the first round, because of case or white space: it would look parallel."""
     first = Triple("Psycho", "director", "alfred  hitchcock")
     second, third = Triple("Alfred Hitchcock", "place of birth", "London"), Triple("London", "country", "UK")
     other = Triple("Jaws", "director", "Steven Spielberg")
@@ -124,7 +124,7 @@ names = st.sampled_from("abcdef")
 
 @given(st.lists(st.builds(Triple, names, st.just("r"), names), max_size=12))
 def test_rounds_keep_every_triple_once(triples):
-    """Triples that are lost, or a loop without end, where they depend on one another in a circle."""
+    """Lost triples, or an endless loop, where triples depend on one another in a circle."""
     rounds = dependency_rounds(triples)
     assert sorted(map(repr, (t for r in rounds for t in r))) == sorted(map(repr, set(triples)))
     assert all(rounds)
@@ -152,12 +152,12 @@ def test_rounds_keep_every_triple_once(triples):
     ],
 )
 def test_dates(text, date):
-    """Day and month changed places, or a guess at a date that is not clear: wrong answers to comparisons."""
+    """Day and month swapped, or a guess at an ambiguous date: wrong answers to comparisons."""
     assert parse_date(text) == date
 
 
 def test_dates_that_are_not_ordered():
-    """A comparison within one year of which one day is unknown, or of one and the same day."""
+    """A comparison within a year of which one day is unknown, or of the same day."""
     assert Date(1900).before(Date(1900, 5, 1)) is None and Date(1900, 5, 1).before(Date(1900, 5, 1)) is None
     assert Date(1899).before(Date(1900, 5, 1)) is True and Date(1900, 5, 2).before(Date(1900, 5, 1)) is False
 
@@ -171,7 +171,7 @@ def test_both_spellings_are_read_back(day):
 
 
 def test_ties_are_dropped():
-    """`Which of Sabrina and Rear Window was released first?`, both known by their year only, has no answer."""
+    """`Which of Sabrina and Rear Window was released first?` has no answer if both are known only by the same year."""
     tied = [Triple("Sabrina", "publication date", "1954"), Triple("Rear Window", "publication date", "1954")]
     questions = make_questions(tied, seed=0, count=40, corpus=None, source="x")
     assert questions and {q.kind for q in questions} == {"single"}
@@ -181,7 +181,7 @@ def test_ties_are_dropped():
 
 
 def test_answers_are_right_by_recomputation(made):
-    """A wrong answer, the same as a reward for being wrong: each form is recomputed from the facts it names."""
+    """A wrong answer would reward being wrong. Each form is recomputed from the facts that it names."""
     known = {(t.relation, t.entity): t.value for t in TRIPLES}
     country = {name: row[0] for row in COUNTRIES.values() for name in row}
     forms = set()
@@ -245,16 +245,16 @@ def test_yes_and_no_are_balanced(made):
 
 
 def test_a_statement_of_two_facts_is_true_when_both_are(made):
-    """`and` and `or` exchanged, or a wrong value that is right: what is stated is read from the words."""
+    """`and` and `or` exchanged, or a wrong value that is true; the truth is derived from the question's words."""
     for q in (q for q in made if q.metadata["form"] in ("both_true", "either_true")):
-        said = []
+        truths = []
         for relation, _, value in facts_of(q):
             if RELATIONS[relation].value == "date":
-                said.append(any(spelling in q.text for spelling in parse_date(value).spellings))
+                truths.append(any(spelling in q.text for spelling in parse_date(value).spellings))
             else:
                 row = next((row for row in COUNTRIES.values() if value in row), (value,))
-                said.append(row[0] in q.text)
-        right = all(said) if q.metadata["form"] == "both_true" else any(said)
+                truths.append(row[0] in q.text)
+        right = all(truths) if q.metadata["form"] == "both_true" else any(truths)
         assert q.answers == (("yes",) if right else ("no",)), q.text
 
 
@@ -262,7 +262,7 @@ def test_a_statement_of_two_facts_is_true_when_both_are(made):
 
 
 def test_every_form_has_eight_wordings():
-    """A form that is recognised by its one wording."""
+    """A form that can be recognized by its only wording."""
     drawer, wordings = Drawer(Evidence(TRIPLES), np.random.default_rng(0)), defaultdict(set)
     for form in FORMS:
         for _ in range(6):
@@ -271,11 +271,11 @@ def test_every_form_has_eight_wordings():
                 path = tuple(sorted(draft.relations))
                 wordings[form, path, len(draft.options)] |= {name for core in draft.cores for name, _ in framed(core)}
     assert {form for form, *_ in wordings} == set(FORMS)
-    assert {name: len(found) for name, found in wordings.items() if len(found) < 8} == {}
+    assert {name: len(texts) for name, texts in wordings.items() if len(texts) < 8} == {}
 
 
 def test_openings_are_shared_between_parallel_and_sequential(made):
-    """`Which of` or `Tell me` saying by itself whether to split."""
+    """An opening such as `Which of` or `Tell me` that reveals whether to split."""
     openings = {kind: {signature(q.text)[:2] for q in made if q.kind == kind} for kind in ("parallel", "sequential")}
     shared = openings["parallel"] & openings["sequential"]
     assert {("Tell", "me"), ("I", "would"), ("Which", "of"), ("Could", "you")} <= shared
@@ -285,7 +285,7 @@ def test_openings_are_shared_between_parallel_and_sequential(made):
 
 
 def test_a_pair_has_one_of_each_kind_and_the_same_relations(made):
-    """A minimal pair that is told apart by which relations its members name, or by how they begin."""
+    """A minimal pair whose members can be told apart by their relations or their openings."""
     pairs = defaultdict(list)
     for q in made:
         if "pair" in q.metadata:
@@ -315,7 +315,7 @@ def test_every_relation_has_its_parts():
 
 
 def test_the_same_seed_gives_the_same_questions():
-    """A run that cannot be repeated, or a seed that changes nothing; the order of the triples must not matter."""
+    """A run that cannot be repeated, a seed without effect, or questions that depend on the order of the triples."""
     one = make_questions(TRIPLES, seed=3, count=60, corpus=None, source="x")
     assert one == make_questions(reversed(TRIPLES), seed=3, count=60, corpus=None, source="x")
     assert {q.text for q in one} != {
@@ -324,7 +324,7 @@ def test_the_same_seed_gives_the_same_questions():
 
 
 def test_kinds_are_in_their_shares(made):
-    """One kind that crowds out another, or questions twice."""
+    """One kind that crowds out another, or duplicate questions."""
     shares = {kind: sum(q.kind == kind for q in made) / len(made) for kind in ("parallel", "sequential", "mixed")}
     assert shares["parallel"] == pytest.approx(0.4, abs=0.08) and shares["sequential"] == pytest.approx(0.35, abs=0.08)
     assert shares["mixed"] > 0.05 and len({q.id for q in made}) == len({q.text for q in made}) == len(made)
@@ -335,7 +335,7 @@ def test_kinds_are_in_their_shares(made):
 
 
 def test_few_triples_give_few_questions(caplog):
-    """A loop without end, or a set that is smaller than asked for without a word."""
+    """An endless loop, or a set that is silently smaller than requested."""
     few = [Triple("Psycho", "director", "Alfred Hitchcock"), Triple("Jaws", "director", "Steven Spielberg")]
     questions = make_questions(few, seed=0, count=500, corpus=None, source="x")
     assert 0 < len(questions) < 500
@@ -345,7 +345,7 @@ def test_few_triples_give_few_questions(caplog):
 
 
 def test_doubtful_triples_are_left_out_by_reason():
-    """A question with two right answers, or about a country that is an empire; counted, so that it is seen."""
+    """A question with two right answers, or about a country that is an empire. Such triples are counted by reason."""
     evidence = Evidence(
         [
             Triple("Fritz Lang", "country of citizenship", "Austrian"),
@@ -360,7 +360,7 @@ def test_doubtful_triples_are_left_out_by_reason():
 
 
 def test_facts_are_checked_against_the_corpus():
-    """Questions that the passages cannot answer: no passage, a passage without the value, two titles for one name."""
+    """Questions that the passages cannot answer: no passage, one without the value, or two titles for one name."""
     corpus = [
         Passage("1", "Alfred Hitchcock", "Born on August 13, 1899 in London, he was an English director."),
         Passage("2", "Jaws (film)", "A film directed by Steven Spielberg."),
@@ -385,7 +385,7 @@ def test_facts_are_checked_against_the_corpus():
 
 
 def test_prepare_data_merges_made_questions_with_a_file(tmp_path):
-    """Nested rounds that do not survive the prepared dataset, or a source of triples that takes no company."""
+    """Nested rounds lost in the prepared dataset, or a triple source that cannot be combined with others."""
     real = {"id": "1", "question": "Who?", "golden_answers": ["A"], "metadata": {"type": "bridge"}}
     triples = write(tmp_path / "t.jsonl", [[t.entity, t.relation, t.value] for t in TRIPLES])
     questions = write(tmp_path / "q.jsonl", [real])
@@ -416,7 +416,7 @@ def test_prepare_data_merges_made_questions_with_a_file(tmp_path):
 
 
 def test_real_triples_give_enough_and_leak_nothing(shared_data):
-    """Fewer than two thousand questions, a test question among them, or openings that give the kind away."""
+    """Fewer than two thousand questions, a test question among them, or openings that reveal the kind."""
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     from retrieval.corpus import MemoryMappedCorpus
 

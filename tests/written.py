@@ -1,4 +1,4 @@
-"""Rollouts whose ids are written by the test: whole trajectories with every other part real, each of them checked."""
+"""Rollouts whose tokens the test writes: complete trajectories with every other part real, each of them checked."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ CONFIG = tiny_config(tied=False)
 
 
 def say(tokenizer, *parts) -> list[int]:
-    """Ids of texts; an int is an id itself, -1 a drawn one."""
+    """The tokens of texts; an int is a token id itself, -1 a sampled one."""
     out: list[int] = []
     for part in parts:
         out += [part] if isinstance(part, int) else tokenizer.encode_foreign(part)
@@ -19,21 +19,21 @@ def say(tokenizer, *parts) -> list[int]:
 
 
 def check(trajectory, tokenizer, script, rollout) -> None:
-    """What must hold of any trajectory, whatever the model wrote."""
+    """Checks what must hold for any trajectory, whatever the model wrote."""
     t = trajectory
     assert t.ids.dtype == np.int32 and t.mask.dtype == bool and t.logprobs.dtype == np.float32
     assert len(t.ids) == len(t.mask) == len(t.logprobs) <= rollout.context_tokens
     assert not t.mask[: t.prompt_length].any()
     assert np.all(t.logprobs[~t.mask] == 0) and np.all(t.logprobs[t.mask] < 0) and np.all(np.isfinite(t.logprobs))
-    said = t.ids[t.mask].tolist()
-    script = [*script, *[tokenizer.hf.convert_tokens_to_ids("<|im_end|>")] * (len(said) - len(script))]
-    assert all(a == b for a, b in zip(said, script, strict=False) if b >= 0), "the record is not what was sampled"
-    assert sum(turn.n_sampled for turn in t.turns) == len(said)
+    sampled = t.ids[t.mask].tolist()
+    script = [*script, *[tokenizer.hf.convert_tokens_to_ids("<|im_end|>")] * (len(sampled) - len(script))]
+    assert all(a == b for a, b in zip(sampled, script, strict=False) if b >= 0), "the record is not what was sampled"
+    assert sum(turn.n_sampled for turn in t.turns) == len(sampled)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], t.mask.astype(int), [0]])))
     runs = [t.ids[a:b] for a, b in edges.reshape(-1, 2)]
-    spoken = [turn for turn in t.turns if turn.n_sampled]
-    assert len(spoken) <= rollout.search_turns + 1 and len(t.turns) - len(spoken) <= 2
-    assert [len(r) for r in runs] == [turn.n_sampled for turn in spoken]
+    sampled_turns = [turn for turn in t.turns if turn.n_sampled]
+    assert len(sampled_turns) <= rollout.search_turns + 1 and len(t.turns) - len(sampled_turns) <= 2
+    assert [len(r) for r in runs] == [turn.n_sampled for turn in sampled_turns]
     for turn in t.turns:
         assert len(turn.queries) == len(turn.passages) <= tags.MAX_SUB_QUERIES
         assert all(q.strip() == q and q for q in turn.queries)
@@ -43,7 +43,7 @@ def check(trajectory, tokenizer, script, rollout) -> None:
 def collect(
     sampler, tokenizer, params, scripts, rollout=None, service=None, samples=1, questions=None, one_bucket=False
 ):
-    """Trajectories of scripted rollouts, every one checked. scripts: one list of ids per question (and sample)."""
+    """Trajectories of scripted rollouts, all checked. scripts: one list of tokens per question (and sample)."""
     rollout = rollout or rollout_section(samples=samples)
     questions = questions or [question(i) for i in range(len(scripts) // samples)]
     pairs = [(q, s) for q in questions for s in range(samples)]
