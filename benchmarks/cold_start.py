@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.world import facts_of, finds_all
 from configs.smoke import get_config
-from psearch_jax import build, launching
+from psearch_jax import build, cli
 from psearch_jax.config import Config, from_mapping
 from psearch_jax.data.asking import questions
 from psearch_jax.data.scripted import oracle
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
     parser.add_argument("--json", help="file for the figures")
     flags = parser.parse_args(argv)
-    launching.configure_jax()
+    cli.configure_jax()
     report: dict[str, Any] = {}
     for model in flags.model.split(","):
         for names, held_out in (("known", False), ("new", False), ("known", True)):

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.timing import log, machine, written
 from configs.smoke import get_config
-from psearch_jax import build, launching
+from psearch_jax import build, cli
 from psearch_jax.config import from_mapping
 from psearch_jax.data.asking import questions
 from psearch_jax.data.closed_world import ClosedWorld
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--together", type=int, default=64, help="questions asked in one batch")
     parser.add_argument("--json", help="file for the figures")
     flags = parser.parse_args(argv)
-    launching.configure_jax()
+    cli.configure_jax()
     world = ClosedWorld.make(0)
     compared = questions(world, "eval", "parallel", 8 * flags.count + flags.together, 1)
     singles = questions(world, "eval", "single", flags.count, 1)

@@ -95,7 +95,7 @@ def over_http(rows: int) -> list[dict[str, Any]]:
         command = [sys.executable, str(ROOT / "launch" / "serve_retriever.py"), f"--index={folder}/index"]
         server = subprocess.Popen([*command, "--port=0", "--cache_queries=0"], stdout=subprocess.PIPE, text=True)
         try:
-            client = HttpRetriever(server.stdout.readline().split()[-1], patience_s=0)
+            client = HttpRetriever(server.stdout.readline().split()[-1], retry_deadline_s=0)
             with ThreadPoolExecutor(CONCURRENT_CLIENTS) as pool:
                 ways: dict[str, Callable[[], Any]] = {
                     "one batch": lambda: client.search(queries, K),

@@ -24,8 +24,8 @@ from benchmarks.growth import drawn, growth
 from benchmarks.scripted import WORKS, Ours, Work, on_slots
 from benchmarks.timing import SIZES, by_turns, log, machine, missing, parser, rates, tabled, written
 from benchmarks.yields import table_of_rules
+from psearch_jax.cli import configure_jax
 from psearch_jax.config import DecoderConfig
-from psearch_jax.launching import configure_jax
 from psearch_jax.models import decoder
 from psearch_jax.models.hf import load_hf
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from psearch_jax.chips import CHIPS, GIB, GPUS
+from psearch_jax.accelerators import CHIPS, GIB, GPUS
 from psearch_jax.config import PRESETS
 from psearch_jax.eval.tables import table
 from psearch_jax.models import decoder

@@ -24,7 +24,7 @@ from psearch_jax.rollout import sampling
 from psearch_jax.rollout.boundary import BoundaryTables
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.copy import SamplingCopy
-from psearch_jax.rollout.inflight import InFlight
+from psearch_jax.rollout.inflight import RolloutScheduler
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.rollout.sampler_state import SamplerState, Status
 from psearch_jax.sharding import SAMPLING, make_mesh, param_shardings
@@ -181,7 +181,7 @@ class ScriptedSampler(Sampler):
         return replace(state, status=jnp.where(state.status == Status.TURN_FULL, ended, state.status))
 
 
-class _ScriptedFlight(InFlight):
+class _ScriptedFlight(RolloutScheduler):
     """The script defines each turn's action, whatever its tokens are."""
 
     def _turn(self, live: Any, sampled: np.ndarray, *_: Any) -> Turn:

@@ -21,8 +21,8 @@ from benchmarks.scripted import WORKS, Ours, Work
 from benchmarks.timing import SIZES, by_turns, log, machine, missing, parser, rates, tabled, written
 from benchmarks.update import OURS, config_of, learner_of
 from psearch_jax.buckets import buckets
+from psearch_jax.cli import configure_jax
 from psearch_jax.config import DecoderConfig
-from psearch_jax.launching import configure_jax
 from psearch_jax.models import decoder
 from psearch_jax.rl.batch import make_batch
 from psearch_jax.types import TrainBatch
@@ -124,7 +124,7 @@ class TorchStep(_Step):
         self._work, policy = work, torch_model(params, model)
         self._reference = copy.deepcopy(policy)
         self._rollouts = TorchRollouts(work, model, policy, keep=True)
-        widths = buckets(self.config.rollout.context_tokens, self.config.rollout.widths) if compiled else None
+        widths = buckets(self.config.rollout.context_tokens, self.config.rollout.num_buckets) if compiled else None
         self._update = TorchUpdate(policy, self.config.learning, widths, compiled)
 
     def run(self) -> None:

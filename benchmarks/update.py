@@ -28,8 +28,8 @@ from benchmarks.scripted import Script, ragged
 from benchmarks.timing import SIZES, by_turns, log, machine, missing, parser, rates, tabled, written
 from psearch_jax import programs
 from psearch_jax.buckets import buckets
+from psearch_jax.cli import configure_jax
 from psearch_jax.config import Config, DecoderConfig, Lora, MeshSection, from_mapping
-from psearch_jax.launching import configure_jax
 from psearch_jax.models import decoder, lora
 from psearch_jax.models.hf import load_hf
 from psearch_jax.sharding import make_mesh
@@ -100,7 +100,7 @@ def compare(
             peer = TrlUpdate(theirs, config.learning)
         else:
             compiled = name == "torch.compile"  # compiles a program per width, so it uses few widths
-            widths = buckets(longest, config.rollout.widths) if compiled else None
+            widths = buckets(longest, config.rollout.num_buckets) if compiled else None
             peer = TorchUpdate(theirs, config.learning, widths, compiled)
         peer.lay(ours.batch)
         contenders[name] = peer.run

@@ -1,4 +1,4 @@
-"""What `make docs` does beside mkdocs: pages from outside docs/, and links that hold both on the site and off it.
+"""What `make docs` adds to mkdocs: pages from outside docs/, and links that work on the site and off it.
 
 README.md is the home page. A link to another file of the repository leads to a copy of it below code/ on the site.
 """

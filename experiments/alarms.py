@@ -13,7 +13,7 @@ EXPERIMENT = Experiment(
         "as shipped": Arm(),
         "reward": Arm(RISING),
         "over_splitting": Arm({"reward.decomposition": 0.0}),  # needless splitting costs nothing
-        "no_search": Arm({"reward.search_price": 1.5}),  # a search costs more than a right answer earns
+        "no_search": Arm({"reward.search_penalty": 1.5}),  # a search costs more than a right answer earns
         "wrong_though_seen": Arm({"reward.format": 2.0}),  # a wrong answer earns more than a right one
         "likelihood": Arm(RISING),
         "entropy": Arm({"learning.entropy_coefficient": 0.5}),

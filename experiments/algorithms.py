@@ -26,7 +26,7 @@ EXPERIMENT = Experiment(
                 "learning.clip_high": 4e-4,
             }
         ),
-        "dynamic sampling": Arm({"train.redraws": 1}),
+        "dynamic sampling": Arm({"train.dynamic_sampling_rounds": 1}),
         "guard": Arm(SEVERAL | {"learning.guard": 0.1}),
         "PPO": Arm(config="smoke_ppo"),
         "PPO whitened as one": Arm({"learning.whiten": "batch"}, config="smoke_ppo"),

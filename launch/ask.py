@@ -2,7 +2,7 @@
 
     python launch/ask.py                                  the toy policy in its closed world, with example questions
     python launch/ask.py "QUESTION" ... --model=RUN|CHECKPOINT|HF_DIR --index=DIR
-    python launch/ask.py --model=runs/demo --beside=search_r1    answers each question by a second method, too
+    python launch/ask.py --model=runs/demo --compare=search_r1    answers each question by a second method, too
 
 Without a question on the command line, questions are read from standard input, one per line. Token budgets, prompt and
 retrieval come from --config, or else from the run of the checkpoint, or else are the defaults.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from psearch_jax import given, launching, progress
+from psearch_jax import cli, policy_flags, progress
 from psearch_jax.config import Config
 from psearch_jax.limits import HOTTEST
 from psearch_jax.paths import locate, make_writable, write_whole
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from psearch_jax.serving.console import Shown
 
 ROOT = Path(__file__).resolve().parent.parent
-given.define_flags("toy")
-BESIDE = flags.DEFINE_enum("beside", None, given.METHODS, "A second method that also answers each question.")
+policy_flags.define_flags("toy")
+COMPARE = flags.DEFINE_enum("compare", None, policy_flags.METHODS, "A second method that also answers each question.")
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0 is greedy.", 0.0, HOTTEST)
 SEED = flags.DEFINE_integer("seed", 0, "Sampling seed; no effect at temperature 0.", 0, 2**32 - 1)
 JSON = flags.DEFINE_bool("json", False, "Print only one JSON object per question and method.")
@@ -39,10 +39,10 @@ SVG = flags.DEFINE_string("svg", None, "Also write the output to this SVG file, 
 
 
 def main(argv: list[str]) -> None:
-    launching.configure_jax()
+    cli.configure_jax()
     for stream in (sys.stdout, sys.stdin):
         stream.reconfigure(errors="replace")
-    config = given.to_serve(ROOT, slots=1)
+    config = policy_flags.to_serve(ROOT, slots=1)
     if SVG.value:
         if JSON.value:
             raise UserError("--svg, --json: both found, accepted: one of them; --svg draws the text that --json omits")
@@ -90,22 +90,22 @@ def start(config: Config) -> tuple[dict[str, Answerer], tuple[str, ...]]:
         from psearch_jax.serving.answerer import Answerer
 
     began = time.monotonic()
-    parts = build.from_path(config, given.model())
+    parts = build.from_path(config, policy_flags.model())
     params, collectors = parts.sampling_copy(), {config.method: parts.collector}
-    if BESIDE.value not in (None, config.method):
-        collectors[BESIDE.value] = build.by_method(parts, config, BESIDE.value)
-    examples = given.examples(parts.world)
+    if COMPARE.value not in (None, config.method):
+        collectors[COMPARE.value] = build.by_method(parts, config, COMPARE.value)
+    examples = policy_flags.examples(parts.world)
     del parts  # free the parameters: only their copy is used
     sampler = collectors[config.method].sampler
     with progress.step("copying the weights layer by layer"):
-        unstacked = sampler.take_apart(params)
+        unstacked = sampler.unstack(params)
     loaded = time.monotonic()
     print("compiling; the next start is faster", file=sys.stderr, flush=True)
     answerers = {}
     for name, collector in collectors.items():
         collector, prompt = for_one(collector)
         collector.compile(params, (prompt,), unstacked)
-        answerers[name] = Answerer(collector, params, SEED.value, apart=unstacked)
+        answerers[name] = Answerer(collector, params, SEED.value, unstacked=unstacked)
     ready = time.monotonic()
     seconds = f"{loaded - began:.1f} s to load, {ready - loaded:.1f} s to compile"
     print(f"ready ({seconds})", file=sys.stderr, flush=True)
@@ -114,11 +114,11 @@ def start(config: Config) -> tuple[dict[str, Answerer], tuple[str, ...]]:
 
 def ask(question: str, answerers: Mapping[str, Answerer], shown: Shown) -> bool:
     """Asks every method in turn and shows the events. Returns whether every method finished without an error."""
-    from psearch_jax.serving.console import Told, as_json, took
+    from psearch_jax.serving.console import AnswerSummary, as_json, took
 
     results = {}
     for method, answerer in answerers.items():
-        result = results[method] = Told()
+        result = results[method] = AnswerSummary()
         if len(answerers) > 1 and not JSON.value:
             shown.line(f"{method}:")
         for event in answerer.answer(question, TEMPERATURE.value, SEED.value):
@@ -170,4 +170,4 @@ def typed(examples: Sequence[str], shown: Shown) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    launching.run(main, positional=True)
+    cli.run(main, positional=True)

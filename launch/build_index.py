@@ -19,7 +19,7 @@ import time
 
 from absl import flags
 
-from psearch_jax import launching
+from psearch_jax import cli
 from psearch_jax.types import UserError
 from retrieval.corpora import open_corpus
 from retrieval.directory import BuildOptions, build_index, check_options, refuse_occupied, verify_index
@@ -87,7 +87,7 @@ def make_encoder(name: str) -> Encoder | None:
         return None
     if name == HashingEncoder.name:
         return HashingEncoder()
-    launching.configure_jax()
+    cli.configure_jax()
     from retrieval.encoder import BertEncoder  # imported late: loads JAX
 
     return BertEncoder.from_model(
@@ -118,4 +118,4 @@ def summary(manifest: dict) -> str:
 
 
 if __name__ == "__main__":
-    launching.run(main)
+    cli.run(main)

@@ -21,14 +21,14 @@ from typing import Any
 
 from absl import flags
 
-from psearch_jax import given, launching, processes
+from psearch_jax import cli, policy_flags, processes
 from psearch_jax.config import Config, from_mapping, with_method
 from psearch_jax.paths import locate, write_whole
 from psearch_jax.types import Question, UserError
 
 log = logging.getLogger("psearch_jax")
 
-given.define_flags(None)
+policy_flags.define_flags(None)
 BENCHMARK = flags.DEFINE_multi_string("benchmark", [], "NAME:FILE, closed_world or closed_world:SET; repeatable.")
 OUT = flags.DEFINE_string("out", None, "The directory to write to.")
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0 is greedy.", lower_bound=0.0)
@@ -46,7 +46,7 @@ GOLD = flags.DEFINE_bool(
     False,
     "Do not search: put the passages named in the questions' metadata into the context.",
 )
-launching.process_flags()
+cli.process_flags()
 flags.mark_flag_as_required("out")
 
 # Flags that set one field of the config: flag -> section, type, help.
@@ -88,7 +88,7 @@ def with_passages(config: Config, closed_world: list[bool]) -> Config:
     """The config with the passages that the benchmarks need: the closed world's, or an index, corpus or URL."""
     retrieval, source, rollout = config.retrieval, "", with_method(config).rollout
     if all(closed_world):
-        if given.passages():
+        if policy_flags.passages():
             raise UserError(
                 "--index, --corpus, --retriever_url: found with the closed world, which brings its own passages"
             )
@@ -133,9 +133,9 @@ def leaks(benchmarks: dict[str, list[Question]], trained_on: str, held_out: floa
 
 
 def main(_: list[str]) -> None:
-    launching.configure_jax()
-    model = given.model()
-    base = with_flags(given.config(model))
+    cli.configure_jax()
+    model = policy_flags.model()
+    base = with_flags(policy_flags.config(model))
     if any(k > SAMPLES.value for k in K.value):
         raise UserError(f"--k={max(K.value)}: accepted: at most --samples={SAMPLES.value}")
 
@@ -247,4 +247,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launching.run(main)
+    cli.run(main)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from absl import flags
 
-from psearch_jax import launching
+from psearch_jax import cli
 from psearch_jax.types import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,4 +53,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launching.run(main, positional=True)
+    cli.run(main, positional=True)

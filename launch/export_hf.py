@@ -5,7 +5,7 @@ LoRA adapters are merged into the weights; --adapters_only writes only the adapt
 
 from absl import flags
 
-from psearch_jax import launching
+from psearch_jax import cli
 
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run directory, or one step of its checkpoints.")
 BEST = flags.DEFINE_bool("best", False, "Export the run's best checkpoint by validation instead of its newest.")
@@ -22,14 +22,14 @@ def main(_: list[str]) -> None:
 
     from psearch_jax.config import Lora
     from psearch_jax.models.hf import save_hf
-    from psearch_jax.models.lora import apart
+    from psearch_jax.models.lora import split_adapters
     from psearch_jax.models.peft import save_adapters
     from psearch_jax.train.best import find_best
     from psearch_jax.train.checkpoint import load_params
     from psearch_jax.types import UserError
 
     jax.config.update("jax_platforms", "cpu")  # a large model may not fit one accelerator, and none is needed
-    launching.configure_jax()
+    cli.configure_jax()
     dtype = jnp.dtype(DTYPE.value)
     checkpoint = find_best(CHECKPOINT.value) if BEST.value else CHECKPOINT.value
     config, params, loop = load_params(checkpoint, dtype=dtype)
@@ -38,7 +38,7 @@ def main(_: list[str]) -> None:
     if ADAPTERS.value:
         if lora is None:
             raise UserError(f"--adapters_only: no adapters in {CHECKPOINT.value}, accepted: a run with lora_rank")
-        adapters = apart(params)[1]
+        adapters = split_adapters(params)[1]
         save_adapters(adapters, config, lora, record["name"] or record["path"], OUT.value, dtype)
         print(f"{CHECKPOINT.value}, step {loop['step']} -> {OUT.value} (adapters of rank {lora.rank}, {DTYPE.value})")
         return
@@ -50,4 +50,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launching.run(main)
+    cli.run(main)

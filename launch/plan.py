@@ -18,7 +18,7 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from psearch_jax import launching
+from psearch_jax import cli
 from psearch_jax.types import UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/qwen7b.py.", lock_config=False)
@@ -37,14 +37,14 @@ flags.mark_flags_as_required(["config", "topology"])
 def main(_: list[str]) -> None:
     if PLATFORM.value == "tpu":
         jax.config.update("jax_platforms", "cpu")  # nothing runs on a device, so do not occupy a TPU
-    from psearch_jax.chips import GIB
+    from psearch_jax.accelerators import GIB
     from psearch_jax.config import from_mapping
     from psearch_jax.eval.tables import table
     from psearch_jax.models.attention import splash_block
     from psearch_jax.paths import locate, make_writable, write_whole
     from psearch_jax.planning import targets
-    from psearch_jax.planning.floor import floor_seconds
     from psearch_jax.planning.plan import advice, make_plan
+    from psearch_jax.planning.roofline import floor_seconds
     from psearch_jax.planning.search import search
     from psearch_jax.rollout.collect import widths as widths_of
 
@@ -103,7 +103,7 @@ def main(_: list[str]) -> None:
 
 def _beside_floors(plan: Any, config: Any) -> dict[str, Any]:
     """Prints the bytes and FLOPs of the compiled programs next to their lower bounds; returns them for the JSON."""
-    from psearch_jax.planning.floor import decode_floor_bytes, update_products_flops
+    from psearch_jax.planning.roofline import decode_floor_bytes, update_products_flops
 
     figures = {}
     decoding, update = (plan.programs.get(name) for name in ("generate", "accumulate"))
@@ -124,4 +124,4 @@ def _beside_floors(plan: Any, config: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    launching.run(main)
+    cli.run(main)

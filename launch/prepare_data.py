@@ -16,7 +16,7 @@ from pathlib import Path
 
 from absl import flags
 
-from psearch_jax import launching
+from psearch_jax import cli
 from psearch_jax.paths import write_whole
 from psearch_jax.types import KINDS, UserError
 from retrieval.corpus import MemoryMappedCorpus
@@ -34,7 +34,7 @@ flags.mark_flags_as_required(["source", "out"])
 
 
 def main(_: list[str]) -> None:
-    launching.configure_jax()  # also sets up logging
+    cli.configure_jax()  # also sets up logging
     from psearch_jax.data.prepared import prepare  # slow import, not needed for --help
     from psearch_jax.data.triples import PREFIX, TripleOptions
     from psearch_jax.eval.tables import table
@@ -63,4 +63,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launching.run(main)
+    cli.run(main)

@@ -12,7 +12,7 @@ import sys
 
 from absl import flags
 
-from psearch_jax import launching
+from psearch_jax import cli
 
 HTML = flags.DEFINE_string("html", None, "File for the page; default: report.html in the first directory.")
 
@@ -40,4 +40,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launching.run(main, positional=True)
+    cli.run(main, positional=True)

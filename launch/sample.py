@@ -16,13 +16,13 @@ from typing import Any
 
 from absl import flags
 
-from psearch_jax import given, launching, processes
+from psearch_jax import cli, policy_flags, processes
 from psearch_jax.paths import on_disk
 from psearch_jax.types import Question, UserError
 
 log = logging.getLogger("psearch_jax")
 
-given.define_flags(None)
+policy_flags.define_flags(None)
 QUESTIONS = flags.DEFINE_string(
     "questions",
     None,
@@ -36,13 +36,13 @@ MIN_REWARD = flags.DEFINE_float("min_reward", 1.0, "Minimum reward of a kept rol
 ILL_FORMED = flags.DEFINE_bool("ill_formed", False, "Also keep rollouts that violate the grammar.")
 SEED = flags.DEFINE_integer("seed", 0, "Sampling seed.", 0, 2**32 - 1)
 OUT = flags.DEFINE_string("out", None, "The jsonl file to write.")
-launching.process_flags()
+cli.process_flags()
 flags.mark_flags_as_required(["questions", "out"])
 
 
 def main(_: list[str]) -> None:
-    launching.configure_jax()
-    out, model = on_disk(OUT.value, "--out"), given.model()
+    cli.configure_jax()
+    out, model = on_disk(OUT.value, "--out"), policy_flags.model()
     if out.exists():
         raise UserError(f"--out={out}: exists already, accepted: a new file")
 
@@ -55,7 +55,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.eval.evaluate import FILLS, evaluate, questions_digest, weights_digest
     from psearch_jax.eval.rejection import Selection, sample
 
-    config = given.config(model)
+    config = policy_flags.config(model)
     in_closed_world = QUESTIONS.value == CLOSED_WORLD
     source = CLOSED_WORLD if in_closed_world else ""
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=source))
@@ -113,4 +113,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launching.run(main)
+    cli.run(main)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from absl import flags
 
-from psearch_jax import launching
+from psearch_jax import cli
 from psearch_jax.rl.compat import compat_score, parse_transcript
 from psearch_jax.rl.rewards import RewardWeights, paper_reward
 from psearch_jax.types import KINDS, Question, RewardParts, UserError
@@ -86,4 +86,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launching.run(main, positional=True)
+    cli.run(main, positional=True)

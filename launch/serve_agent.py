@@ -14,37 +14,37 @@ from pathlib import Path
 
 from absl import flags
 
-from psearch_jax import given, launching
+from psearch_jax import cli, policy_flags
 from retrieval import http
 
 ROOT = Path(__file__).resolve().parent.parent
-given.define_flags("toy")
-launching.server_flags(8001)
+policy_flags.define_flags("toy")
+cli.server_flags(8001)
 _SLOTS = flags.DEFINE_integer("slots", 32, "questions answered in one batch; others wait for a slot", 1)
 _REQUESTS = flags.DEFINE_integer("requests", 256, "maximum concurrent requests; others get status 503", 1)
 _NAME = flags.DEFINE_string("name", None, "model name for clients; default: the last part of --model")
 
 
 def main(_: list[str]) -> None:
-    launching.configure_jax()
+    cli.configure_jax()
     logging.getLogger("retrieval").addHandler(logging.StreamHandler())
-    host, token = flags.FLAGS.host, launching.server_token()
+    host, token = flags.FLAGS.host, cli.server_token()
     listener = http.listen(host, flags.FLAGS.port)  # before loading weights, which may take minutes
     # Questions arrive one by one: prompts are prefilled for a quarter of the slots at a time.
-    config = given.to_serve(ROOT, _SLOTS.value, samples=4)
+    config = policy_flags.to_serve(ROOT, _SLOTS.value, samples=4)
 
     from psearch_jax import build  # slow import, after bad input was refused
     from psearch_jax.serving.answerer import Answerer
     from psearch_jax.serving.chat import Limits, make_app
 
-    model = given.model()
+    model = policy_flags.model()
     parts = build.from_path(config, model)
-    params, collector, examples = parts.sampling_copy(), parts.collector, given.examples(parts.world)
+    params, collector, examples = parts.sampling_copy(), parts.collector, policy_flags.examples(parts.world)
     del parts  # free the parameters: only their copy is used
     print("compiling for every length of prompts and passages", file=sys.stderr, flush=True)
-    unstacked = collector.sampler.take_apart(params)
+    unstacked = collector.sampler.unstack(params)
     collector.warm_up(params, unstacked)
-    answerer = Answerer(collector, params, apart=unstacked)
+    answerer = Answerer(collector, params, unstacked=unstacked)
     name = _NAME.value or flags.FLAGS.model.rstrip("/").rpartition("/")[2]
     hosts = () if host in ("0.0.0.0", "::") else (*http.LOOPBACK, f"[{host}]" if ":" in host else host)
     app = make_app(answerer, name, Limits(requests=_REQUESTS.value), token, examples, hosts)
@@ -54,4 +54,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launching.run(main)
+    cli.run(main)

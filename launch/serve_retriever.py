@@ -4,8 +4,8 @@
     python launch/serve_retriever.py --live=SETTINGS.json
 
 DIR is made by launch/build_index.py; several over one corpus, separated by commas, are fused by reciprocal rank.
-SETTINGS.json defines the requests to a service with JSON answers and where its results are (retrieval/live.py). With
---reranker, a cross-encoder reranks --candidates passages per query. The address is printed once connections are
+SETTINGS.json defines the requests to a service with JSON answers and where its results are (retrieval/json_api.py).
+With --reranker, a cross-encoder reranks --candidates passages per query. The address is printed once connections are
 accepted. SIGTERM finishes the requests in flight, for at most --stop_seconds.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from absl import flags
 
-from psearch_jax import launching
+from psearch_jax import cli
 from psearch_jax.types import UserError
 from retrieval.protocol import Retriever
 
@@ -27,17 +27,17 @@ _CANDIDATES = flags.DEFINE_integer("candidates", 20, "passages per query that th
 _TOPK = flags.DEFINE_integer("topk", 3, "passages per query if a request has no topk", 1, 100)
 _CACHE = flags.DEFINE_integer("cache_queries", 65_536, "maximum number of cached answers of --index", 0)
 _CACHE_MB = flags.DEFINE_integer("cache_mb", 1024, "maximum megabytes of cached answers of --index", 0)
-launching.server_flags(8000)
+cli.server_flags(8000)
 
 
 def main(_: list[str]) -> None:
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
-    token = launching.server_token()
+    token = cli.server_token()
     if bool(_INDEX.value) == bool(_LIVE.value):
         raise UserError(f"--index, --live: found {'both' if _LIVE.value else 'neither'}, accepted: one of them")
     from retrieval.server import make_app, serve
 
-    launching.configure_jax()  # for a BERT encoder or a reranker
+    cli.configure_jax()  # for a BERT encoder or a reranker
     retriever = _live() if _LIVE.value else _index()
     if _RERANKER.value:
         from retrieval.rerank import CrossEncoder, Reranked
@@ -58,10 +58,10 @@ def _index() -> Retriever:
 
 
 def _live() -> Retriever:
-    from retrieval.live import LiveSearch, read_settings
+    from retrieval.json_api import LiveSearch, read_settings
 
     return LiveSearch(*read_settings(_LIVE.value))
 
 
 if __name__ == "__main__":
-    launching.run(main)
+    cli.run(main)

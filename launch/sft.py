@@ -17,14 +17,14 @@ import sys
 from absl import flags
 from ml_collections import config_flags
 
-from psearch_jax import launching
+from psearch_jax import cli
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "A run such as configs/qwen0p5b_cpu.py, or toy_sft.py.")
 WORKDIR = flags.DEFINE_string("workdir", None, "The run directory: created if absent, otherwise resumed.")
 TRANSCRIPTS = flags.DEFINE_string("transcripts", "", "jsonl files of rollouts or transcripts, separated by commas.")
 EXPORT = flags.DEFINE_bool("export", True, "Write DIR/policy at the end.")
 CHANGES = flags.DEFINE_bool("allow_changes", False, "Resume even if settings that affect the numbers changed.")
-launching.process_flags()
+cli.process_flags()
 flags.mark_flags_as_required(["config", "workdir"])
 
 
@@ -41,7 +41,7 @@ def main(_: list[str]) -> None:
     policy = on_disk(WORKDIR.value, "--workdir") / "policy"
     if policy.exists():
         raise UserError(f"{policy}: exists already, accepted: a --workdir without a policy")
-    launching.configure_jax()
+    cli.configure_jax()
     try:
         (_train_toy if is_toy else _train)(values)
     except Interrupted as stop:
@@ -133,4 +133,4 @@ def _train_toy(values: dict) -> None:
 
 
 if __name__ == "__main__":
-    launching.run(main)
+    cli.run(main)

@@ -9,7 +9,7 @@ import sys
 from absl import flags
 from ml_collections import config_flags
 
-from psearch_jax import launching
+from psearch_jax import cli
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/smoke.py.", lock_config=False)
 WORKDIR = flags.DEFINE_string("workdir", None, "The run directory: created if absent, otherwise resumed.")
@@ -21,7 +21,7 @@ STOPPED = flags.DEFINE_integer(
     0,
     255,
 )
-launching.process_flags()
+cli.process_flags()
 flags.mark_flags_as_required(["config", "workdir"])
 
 
@@ -32,7 +32,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.train import trainer
 
     config = from_mapping(CONFIG.value.to_dict())
-    launching.configure_jax()
+    cli.configure_jax()
     run = build.training_run(config)
     try:
         summary = trainer.train(run, WORKDIR.value, CHANGES.value)
@@ -53,4 +53,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launching.run(main)
+    cli.run(main)

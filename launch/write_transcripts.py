@@ -15,7 +15,7 @@ from collections import Counter
 from absl import flags
 from ml_collections import config_flags
 
-from psearch_jax import launching
+from psearch_jax import cli
 from psearch_jax.paths import on_disk, write_whole
 from psearch_jax.types import KINDS, UserError
 
@@ -40,7 +40,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.data.teacher import TeacherOptions, rounds_of, teach, transcript_row
     from psearch_jax.eval.tables import table
 
-    launching.configure_jax()
+    cli.configure_jax()
     out, config = on_disk(OUT.value, "--out"), from_mapping(CONFIG.value.to_dict())
     questions = [question for place in QUESTIONS.value for question in open_questions(place)]
     usable = [question for question in questions if rounds_of(question)]
@@ -84,4 +84,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launching.run(main)
+    cli.run(main)

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from psearch_jax import progress
+from psearch_jax.cli import CACHE_HOME, read_token
 from psearch_jax.config import Config, DecoderConfig, Method, best_metric, with_method
 from psearch_jax.data.asking import questions
 from psearch_jax.data.closed_world import ClosedWorld
@@ -23,7 +24,6 @@ from psearch_jax.data.loader import QuestionLoader
 from psearch_jax.data.prepared import are_there, open_questions, overlap
 from psearch_jax.eval.benchmarks import CLOSED_WORLD, PAIRS, closed_world_benchmark
 from psearch_jax.eval.evaluate import questions_digest
-from psearch_jax.launching import CACHE_HOME, read_token
 from psearch_jax.limits import validate
 from psearch_jax.models import hf, lora
 from psearch_jax.paths import is_remote, locate, on_disk
@@ -79,7 +79,7 @@ class Engine:
 
     def sampling_copy(self) -> nnx.State:
         """The parameters in the sampler's dtype and sharding; arrays that already have both are not copied."""
-        m, parts = self.config.model, lora.apart(self.params)
+        m, parts = self.config.model, lora.split_adapters(self.params)
         return SamplingCopy(*parts, jnp.dtype(m.sampling_dtype), self.mesh, m.int8_weights, trained=False)(*parts)
 
     def describe(self) -> str:
@@ -186,8 +186,8 @@ def engine(
     loaded = params is None
     model, params, path = load_weights(config, mesh, model, params, dtype)
     if config.model.adapters and loaded and not training:
-        params = lora.beside(params, first_adapters(config, model, mesh))
-    if not training and lora.apart(params)[1] is None:  # the config may ask for adapters that are not loaded
+        params = lora.join_adapters(params, first_adapters(config, model, mesh))
+    if not training and lora.split_adapters(params)[1] is None:  # the config may ask for adapters that are not loaded
         config = replace(config, model=replace(config.model, lora_rank=0))
     check_heads(mesh, model.heads)
     if config.rollout.context_tokens > model.max_positions:
@@ -353,19 +353,19 @@ def _searches(config: Config) -> bool:
     return config.rollout.search_turns > 0 or config.rollout.initial_search
 
 
-def retriever_of(config: Config, world: ClosedWorld | None, patience_s: float | None = None) -> Retriever:
+def retriever_of(config: Config, world: ClosedWorld | None, retry_deadline_s: float | None = None) -> Retriever:
     """The retriever that the config names, or else one over the world's passages.
 
     Args:
-      patience_s: seconds to retry failing servers; default: the config's.
+      retry_deadline_s: seconds to retry failing servers; default: the config's.
     """
     section = config.retrieval
-    patience_s = section.patience_s if patience_s is None else patience_s
+    retry_deadline_s = section.retry_deadline_s if retry_deadline_s is None else retry_deadline_s
     if section.url:
         from retrieval.client import connect
 
         token = read_token(section.token_file, "config.retrieval.token_file") if section.token_file else None
-        return connect(section.url, section.timeout_s, patience_s, token)
+        return connect(section.url, section.timeout_s, retry_deadline_s, token)
     from retrieval.service import RetrievalService  # loads ScaNN
 
     cache = {"cache_size": section.cache_queries, "cache_bytes": section.cache_mb * 2**20}
@@ -394,7 +394,7 @@ def _renderer(config: Config, tokenizer: Tokenizer) -> Callable[[Question], list
 
 def _reward_weights(config: Config) -> RewardWeights:
     r = config.reward
-    return RewardWeights(r.format, r.final_format, r.decomposition, r.search_count, r.search_price)
+    return RewardWeights(r.format, r.final_format, r.decomposition, r.search_count, r.search_penalty)
 
 
 def _check_template(config: Config) -> None:

@@ -70,7 +70,7 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
         m.remat,
         m.shard_residual,
         m.lora,
-        config.rollout.widths,
+        config.rollout.num_buckets,
     )
     first = params
     if m.lora:

@@ -171,7 +171,7 @@ class RetrievalSection:
     # Servers that speak Search-R1's /retrieve: "," separates replicas of one index, "|" the parts of a sharded corpus.
     url: str = ""
     timeout_s: float = 60.0  # seconds that a server may take for its complete answer
-    patience_s: float = 300.0  # seconds that a run retries failing servers before it saves and stops
+    retry_deadline_s: float = 300.0  # seconds that a run retries failing servers before it saves and stops
     token_file: str = ""  # file with the bearer token for the servers
     topk: int = 3  # passages per sub-query
     cache_queries: int = 65_536  # maximum number of answers in this process's LRU cache; 0: no cache
@@ -196,7 +196,7 @@ class RolloutSection:
     # Samples from the most likely tokens whose probabilities add up to this share; 1: from all tokens.
     top_p: float = 1.0
     top_k: int = 0  # samples from this many most likely tokens; 0: from all tokens
-    widths: int = 4  # number of padded widths for prompts, passages and rows: fewer compile faster, more pad less
+    num_buckets: int = 4  # number of padded widths for prompts, passages and rows: fewer compile faster, more pad less
     # Decoding returns to the host when this share of the live rows waits for passages or for the next rollout.
     yield_share: float = 0.125
     # Runs the searches of one yield while the other rows decode, and inserts the passages at the next yield. Useful
@@ -224,7 +224,7 @@ class RewardSection:
     # Kind as which mixed questions (a comparison that contains a bridge) are rewarded.
     mixed: Literal["sequential", "parallel"] = "sequential"
     gate_bonus_on_outcome: bool = False  # pays `decomposition` and `search_count` only for right answers
-    search_price: float = 0.0  # subtracted for every search that was run
+    search_penalty: float = 0.0  # subtracted for every search that was run
     # Subtracted from a rollout without an answer when rollout.unfinished is "penalise".
     unfinished_penalty: float = 0.5
     # Over the last `overlong_tokens` tokens of the context, a penalty rises linearly from 0 to `unfinished_penalty`
@@ -280,7 +280,7 @@ class TrainSection:
     prompts: int = 512  # questions per step
     # Dynamic sampling (DAPO): up to this many times, a step draws `prompts` more questions to replace groups whose
     # rewards are all equal; 0: off.
-    redraws: int = 0
+    dynamic_sampling_rounds: int = 0
     checkpoint_every_steps: int = 50  # writes a checkpoint at multiples of this step, and at the end
     # Also writes a checkpoint after a step that ends at least this many minutes after the last one; 0: off.
     checkpoint_every_minutes: float = 20.0
@@ -296,7 +296,7 @@ class CriticSection:
     learning_rate: float = 1e-5  # learning rate of the critic's AdamW
     warmup_ratio: float = 0.015  # share of all updates over which the critic's learning rate rises linearly
     value_clip: float = 0.5  # a value that moves further than this in one step does not lower the loss; 0: no clip
-    alone_steps: int = 0  # number of first steps in which only the critic is trained
+    pretrain_steps: int = 0  # number of first steps in which only the critic is trained
 
 
 @dataclass(frozen=True)
@@ -388,16 +388,28 @@ class Config:
     sft: SFTSection = field(default_factory=SFTSection)  # supervised fine-tuning before a run
 
 
+# Fields of older runs and config files that have another name now.
+RENAMED = {
+    "config.critic.alone_steps": "config.critic.pretrain_steps",
+    "config.retrieval.patience_s": "config.retrieval.retry_deadline_s",
+    "config.reward.search_price": "config.reward.search_penalty",
+    "config.rollout.widths": "config.rollout.num_buckets",
+    "config.train.redraws": "config.train.dynamic_sampling_rounds",
+}
+
+
 def from_mapping(values: Mapping[str, Any], cls: type = Config, prefix: str = "config") -> Any:
     """Builds a dataclass from a nested mapping and checks keys and types; missing keys take their defaults.
 
     Raises:
-      UserError: an unknown key (the message suggests the nearest known one) or a value of the wrong type.
+      UserError: an unknown key (the message gives its new name or the nearest known one) or a value of another type.
     """
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls)}
     arguments = {}
     for key, value in values.items():
+        if f"{prefix}.{key}" in RENAMED:
+            raise UserError(f"{prefix}.{key}: this field is now called {RENAMED[f'{prefix}.{key}']}")
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"accepted: {', '.join(sorted(known))}"

@@ -16,13 +16,13 @@ import jax
 from packaging.requirements import Requirement
 
 from psearch_jax import build
-from psearch_jax.chips import GIB, Chip, chip_of
+from psearch_jax.accelerators import GIB, Chip, chip_of
+from psearch_jax.cli import CACHE_VARIABLE, DEFAULT_CACHE
 from psearch_jax.config import Config, with_method
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.data.held_out import hold_out
 from psearch_jax.data.prepared import are_there, open_questions
 from psearch_jax.eval.benchmarks import CLOSED_WORLD
-from psearch_jax.launching import CACHE_VARIABLE, DEFAULT_CACHE
 from psearch_jax.limits import validate
 from psearch_jax.paths import TOY_POLICY, is_remote, locate
 from psearch_jax.planning.plan import Plan, make_plan, model_shape
@@ -209,7 +209,7 @@ def passages(config: Config) -> str | None:
     world = ClosedWorld.make(config.data.world_seed) if config.data.source == CLOSED_WORLD else None
     if not (world or config.retrieval.index or config.retrieval.corpus or config.retrieval.url):
         return None
-    retriever = build.retriever_of(config, world, patience_s=0.0)
+    retriever = build.retriever_of(config, world, retry_deadline_s=0.0)
     queries = [f"a query of launch/doctor.py, number {i}" for i in range(64)]
     retriever.search(queries[:1], config.retrieval.topk)  # warm-up: the first search may load files
     begun = time.monotonic()

@@ -38,7 +38,7 @@ class Cost:
     def times(self, turns: int) -> Cost:
         return Cost(*(turns * n for n in astuple(self)))
 
-    def apart(self) -> Cost:
+    def per_turn(self) -> Cost:
         """The cost of a loop with this body and an unknown trip count."""
         return Cost(0.0, 0.0, self.flops + self.turn_flops, self.bytes + self.turn_bytes)
 
@@ -99,7 +99,7 @@ class _Program:
             if i.kind == "while":
                 turns = self._turns(i)
                 body = sum((self.of(c) for c in i.called("body", "condition")), Cost())
-                total += body.apart() if turns is None else body.times(turns)
+                total += body.per_turn() if turns is None else body.times(turns)
             elif i.kind in ("call", "async-start"):
                 total += sum((self.of(c) for c in i.called("to_apply", "calls")), Cost())
             elif i.kind == "conditional":

@@ -36,8 +36,9 @@ _SEED = Limit("at least 0, below 2**32", lambda value: 0 <= value < 2**32)
 LIMITS: dict[str, Limit] = {
     **dict.fromkeys(
         (
-            "rollout.slots rollout.samples rollout.turn_tokens rollout.prompt_tokens rollout.widths train.prompts "
-            "train.steps train.checkpoint_every_steps train.keep_checkpoints retrieval.topk retrieval.max_sub_queries "
+            "rollout.slots rollout.samples rollout.turn_tokens rollout.prompt_tokens rollout.num_buckets "
+            "train.prompts train.steps train.checkpoint_every_steps train.keep_checkpoints retrieval.topk "
+            "retrieval.max_sub_queries "
             "learning.micro_batch_rows learning.mini_batch_rollouts learning.max_bad_steps data.world_questions "
             "alarms.window sft.epochs sft.batch_rows"
         ).split(),
@@ -47,10 +48,10 @@ LIMITS: dict[str, Limit] = {
         (
             "eval.temperature eval.questions_per_kind eval.every_steps train.trajectories_per_step "
             "rollout.search_turns rollout.max_tokens_after_answer rollout.top_k retrieval.cache_queries "
-            "retrieval.cache_mb retrieval.patience_s data.parallel_share data.sequential_share data.world_seed "
+            "retrieval.cache_mb retrieval.retry_deadline_s data.parallel_share data.sequential_share data.world_seed "
             "learning.kl_coefficient learning.entropy_coefficient learning.dual_clip learning.guard "
-            "reward.search_price reward.overlong_tokens train.redraws train.keep_every_steps "
-            "train.checkpoint_every_minutes model.lora_rank critic.value_clip critic.alone_steps "
+            "reward.search_penalty reward.overlong_tokens train.dynamic_sampling_rounds train.keep_every_steps "
+            "train.checkpoint_every_minutes model.lora_rank critic.value_clip critic.pretrain_steps "
             "alarms.probe_every_steps"
         ).split(),
         _AT_LEAST_0,
@@ -123,8 +124,8 @@ def _validate_validation(config: Config) -> None:
 def _validate_learning(config: Config) -> None:
     _validate_validation(config)
     r, le, t, w = config.rollout, config.learning, config.train, config.reward
-    if w.profile == "compat" and (w.outcome != "em" or w.search_price):
-        raise UserError("config.reward: profile=compat requires outcome=em and search_price=0")
+    if w.profile == "compat" and (w.outcome != "em" or w.search_penalty):
+        raise UserError("config.reward: profile=compat requires outcome=em and search_penalty=0")
     if r.top_p < 1 or r.top_k > 0:
         # learning.importance_cap cannot correct for this: the recorded log-probs are taken before the filter.
         raise UserError(
@@ -178,13 +179,13 @@ def _validate_algorithm(config: Config) -> None:
         if le.whiten == "kind":
             raise UserError("config.learning.whiten=kind: accepted with learning.algorithm=ppo")
         return
-    if config.train.redraws:
+    if config.train.dynamic_sampling_rounds:
         raise UserError(
-            f"config.train.redraws={config.train.redraws} replaces groups with equal rewards, but "
-            "learning.algorithm=ppo has no groups; accepted: 0"
+            f"config.train.dynamic_sampling_rounds={config.train.dynamic_sampling_rounds} replaces groups with equal "
+            "rewards, but learning.algorithm=ppo has no groups; accepted: 0"
         )
-    if config.critic.alone_steps >= config.train.steps:
+    if config.critic.pretrain_steps >= config.train.steps:
         raise UserError(
-            f"config.critic.alone_steps={config.critic.alone_steps} leaves no step for the policy, train.steps="
+            f"config.critic.pretrain_steps={config.critic.pretrain_steps} leaves no step for the policy, train.steps="
             f"{config.train.steps}; accepted: fewer than that"
         )

@@ -68,7 +68,7 @@ def make_learner(
         config.model.remat,
         config.model.shard_residual,
         config.model.lora,
-        config.rollout.widths,
+        config.rollout.num_buckets,
         on_policy=updates_per_step(config) == 1,
         int8_sampling=config.model.int8_weights,
         pack=pack,
@@ -88,5 +88,5 @@ def make_critic(config: Config, model: DecoderConfig, mesh: Mesh, optimizer: opt
         config.model.remat,
         config.model.shard_residual,
         config.model.lora,
-        config.rollout.widths,
+        config.rollout.num_buckets,
     )

@@ -1,6 +1,6 @@
 """Progress of work that takes longer than a few seconds: one rewritten line on a terminal, or lines in a log.
 
-The library reports progress everywhere, but it is shown only after `show`, which launching.run calls; tests and
+The library reports progress everywhere, but it is shown only after `show`, which cli.run calls; tests and
 notebooks stay silent. Only the innermost step is shown.
 """
 

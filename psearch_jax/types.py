@@ -164,7 +164,7 @@ class TrainBatch:
 
 
 @dataclass(frozen=True)
-class Packed:
+class MicroBatch:
     """A micro-batch: rows of one width, each with one or more consecutive trajectories.
 
     Fields with the names of `TrainBatch` fields have the same meaning, at the packed positions.

@@ -47,7 +47,11 @@ class HttpRetriever:
     """Implements `Retriever` over HTTP. Any number of threads may use one."""
 
     def __init__(
-        self, urls: str | Sequence[str], timeout_s: float = 60.0, patience_s: float = 300.0, token: str | None = None
+        self,
+        urls: str | Sequence[str],
+        timeout_s: float = 60.0,
+        retry_deadline_s: float = 300.0,
+        token: str | None = None,
     ):
         """Send nothing yet.
 
@@ -55,19 +59,19 @@ class HttpRetriever:
           urls: replicas of one index, like http://127.0.0.1:8000/retrieve. A batch is split over the replicas. Each
             part goes to the replica with the lowest load, and to the next one when that fails.
           timeout_s: for a complete answer.
-          patience_s: how long one search is retried, with increasing waits, before it fails.
+          retry_deadline_s: how long one search is retried, with increasing waits, before it fails.
           token: sent as a bearer token.
         """
         self._replicas = [Replica(url) for url in ([urls] if isinstance(urls, str) else urls)]
         self._lock = threading.Lock()  # guards the state of the replicas
-        self._patience_s = patience_s
+        self._retry_deadline_s = retry_deadline_s
         self._wire = Wire(len(self._replicas), timeout_s, token)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """At most `k` passages per query, best first; an empty query gives an empty list and is not sent.
 
         Raises:
-          RetrievalError: a server refused, or none gave a valid answer for `patience_s`.
+          RetrievalError: a server refused, or none gave a valid answer for `retry_deadline_s`.
         """
         cleaned = [" ".join(query.split())[:QUERY_CHARS] for query in queries]
         sent = list(dict.fromkeys(filter(None, cleaned)))
@@ -127,7 +131,7 @@ class HttpRetriever:
     def _patiently(self, ask: Callable[[Replica], T], size: int, given_up: threading.Event) -> T:
         """Call `ask` with one replica after another until it succeeds; each call adds a load of `size` queries.
 
-        `OSError` and `ValueError` are retried. Raises `RetrievalError` after `patience_s` of failures.
+        `OSError` and `ValueError` are retried. Raises `RetrievalError` after `retry_deadline_s` of failures.
         """
         failures = waits = 0
         deadline = 0.0
@@ -152,11 +156,11 @@ class HttpRetriever:
                     log.warning("%s answers; going on", replica.url)
                 return answer
             if not failures:
-                deadline = time.monotonic() + self._patience_s
-                log.warning("%s; trying for up to %.0f s", cause, self._patience_s)
+                deadline = time.monotonic() + self._retry_deadline_s
+                log.warning("%s; trying for up to %.0f s", cause, self._retry_deadline_s)
             failures += 1
             if given_up.is_set() or time.monotonic() >= deadline:
-                raise RetrievalError(f"{self._urls()}: no answer in {self._patience_s:.0f} s; last: {cause}")
+                raise RetrievalError(f"{self._urls()}: no answer in {self._retry_deadline_s:.0f} s; last: {cause}")
 
     def _take(self, size: int, waiting: bool) -> Replica | None:
         """Take the replica with the lowest load, among equals the one asked longest ago.
@@ -220,10 +224,12 @@ class ShardedRetriever:
         return {"corpus": joined("corpus"), "corpus_sha256": joined("corpus_sha256"), "rows": total}
 
 
-def connect(addresses: str, timeout_s: float = 60.0, patience_s: float = 300.0, token: str | None = None) -> Retriever:
+def connect(
+    addresses: str, timeout_s: float = 60.0, retry_deadline_s: float = 300.0, token: str | None = None
+) -> Retriever:
     """The retriever served at `addresses`: "," separates replicas of one index, "|" parts of a sharded corpus."""
     parts = [
-        HttpRetriever([url.strip() for url in part.split(",")], timeout_s, patience_s, token)
+        HttpRetriever([url.strip() for url in part.split(",")], timeout_s, retry_deadline_s, token)
         for part in addresses.split("|")
     ]
     return parts[0] if len(parts) == 1 else ShardedRetriever(parts)

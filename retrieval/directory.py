@@ -27,6 +27,7 @@ import numpy as np
 
 from retrieval.bm25 import Bm25Ranker
 from retrieval.budget import SHARE, disk_bytes, peak_bytes
+from retrieval.build_journal import BuildJournal, build_journal
 from retrieval.corpus import ConcatenatedCorpus, MemoryMappedCorpus
 from retrieval.encoding import RECORD, VECTORS, copy_to, encode_to, refuse_foreign_vectors
 from retrieval.hashing import HashingEncoder
@@ -46,7 +47,6 @@ from retrieval.index import (
 from retrieval.manifest import copy_or_link, load_array, read_manifest, sha256, write_manifest
 from retrieval.memory import available_memory
 from retrieval.protocol import CorpusError, Encoder, Passage, Ranker, on_disk
-from retrieval.workplace import Workplace, workplace
 
 log = logging.getLogger("retrieval")
 SAMPLE_ROWS = 1000  # passages sampled as queries for recall and self-check
@@ -110,7 +110,7 @@ def build_index(
     partial = directory.with_name(f".{directory.name}.partial")
     replaced = directory.with_name(f".{directory.name}.{os.getpid()}.replaced")
     try:
-        with workplace(partial) as work:
+        with build_journal(partial) as work:
             identity = encoder.identity if encoder else Bm25Ranker.name
             base = {"corpus": sha256(corpus.path), "encoder": identity, "given": sample}
             base = json.loads(json.dumps(base))
@@ -262,7 +262,7 @@ def _shards(
 
 
 def _fill(
-    work: Workplace,
+    work: BuildJournal,
     corpus: MemoryMappedCorpus,
     encoder: Encoder | None,
     options: BuildOptions,
@@ -319,7 +319,7 @@ def _fill_bm25(directory: Path, corpus: MemoryMappedCorpus, digest: str) -> None
 
 
 def _fill_dense(
-    work: Workplace,
+    work: BuildJournal,
     name: str,
     corpus: MemoryMappedCorpus,
     encoder: Encoder,

@@ -13,7 +13,7 @@ import tokenizers
 from helpers import PASSAGES
 from transformers import PreTrainedTokenizerFast
 
-from psearch_jax import launching
+from psearch_jax import cli
 from psearch_jax.config import PRESETS
 from psearch_jax.data.toy_tokenizer import write_tokenizer
 from psearch_jax.models import decoder, hf
@@ -22,7 +22,7 @@ from retrieval.corpus import MemoryMappedCorpus, write_corpus
 from retrieval.directory import build_index
 from retrieval.hashing import HashingEncoder
 
-launching.configure_jax()  # tests and the programs they start share one compilation cache
+cli.configure_jax()  # tests and the programs they start share one compilation cache
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 from helpers import QWEN3, random_params, started, tiny_config
 
+from psearch_jax.cli import configure_jax
 from psearch_jax.config import DecoderConfig, LearningSection, Lora, MeshSection
-from psearch_jax.launching import configure_jax
 from psearch_jax.models import attention, decoder, lora, ragged
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.rl.batch import mini_batches
@@ -94,7 +94,8 @@ def check_adapters(mesh, config: DecoderConfig, optimizer) -> None:
     for x, planned in zip(jax.tree.leaves(copy), jax.tree.leaves(sampler.abstract_params()), strict=True):
         if x.dtype != planned.dtype or not x.sharding.is_equivalent_to(planned.sharding, x.ndim):
             raise SystemExit(f"found {x.sharding}, {x.dtype}, expected {planned}")
-    shared = [any(x is y for y in jax.tree.leaves(learner.base)) for x in jax.tree.leaves(lora.apart(copy)[0])]
+    base, copied = jax.tree.leaves(learner.base), jax.tree.leaves(lora.split_adapters(copy)[0])
+    shared = [any(x is y for y in base) for x in copied]
     if set(shared) != {mesh.shape["fsdp"] == 1}:
         raise SystemExit(f"{sum(shared)} of {len(shared)} base arrays are shared")
 

@@ -20,8 +20,8 @@ from flax import nnx
 from real_questions import passages, questions
 
 from psearch_jax import build
+from psearch_jax.cli import configure_jax
 from psearch_jax.config import Config, DecoderConfig, from_mapping
-from psearch_jax.launching import configure_jax
 from psearch_jax.models import hf, lora
 from psearch_jax.programs import make_learner
 from psearch_jax.rl.batch import make_batch
@@ -40,7 +40,7 @@ def config(directory: str, slots: int = 12, **model: Any) -> Config:
     template = Path(__file__).with_name("real_template.txt")
     section = {"tokenizer": directory, "preset": "0.5b", "dtype": "float32", "sampling_dtype": "float32", **model}
     rollout = {"slots": slots, "samples": 4, "context_tokens": CONTEXT, "prompt_tokens": 112, "turn_tokens": 32}
-    rollout |= {"obs_tokens": 72, "search_turns": 1, "widths": 1}
+    rollout |= {"obs_tokens": 72, "search_turns": 1, "num_buckets": 1}
     return from_mapping(
         {
             "model": section,
@@ -75,7 +75,7 @@ class Policy:
         if adapters is not None:
             fields |= {"lora_rank": RANK, "lora_alpha": ALPHA}
         settings = config(directory, **fields)
-        both = params if adapters is None else lora.beside(params, adapters)
+        both = params if adapters is None else lora.join_adapters(params, adapters)
         engine = build.engine(settings, params=both, model=model, retriever=retriever())
         return cls(settings, engine, params if adapters is None else adapters, params if adapters else None)
 

@@ -25,7 +25,7 @@ SMALL = {
     "rollout.turn_tokens": 24,
     "rollout.obs_tokens": 128,
     "rollout.search_turns": 1,
-    "rollout.widths": 1,  # every width costs a compilation
+    "rollout.num_buckets": 1,  # every width costs a compilation
     "learning.mini_batch_rollouts": 4,
     "learning.micro_batch_rows": 4,
     "train.prompts": 4,

@@ -22,7 +22,7 @@ from psearch_jax import build
 from psearch_jax.config import from_mapping
 from psearch_jax.data.asking import questions
 from psearch_jax.serving.answerer import Answerer, Event, support
-from psearch_jax.serving.console import Shown, Told, as_json, printable, took
+from psearch_jax.serving.console import AnswerSummary, Shown, as_json, printable, took
 from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage, RetrievalError
 
@@ -83,7 +83,7 @@ def test_a_turn_without_an_action_and_an_end_without_an_answer_are_told(sampler,
     assert streams["Who?"][-1].trajectory.model_calls > 1
     notes = [e for e in streams["Who?"] if e.kind == "note"]
     assert len(notes) == streams["Who?"][-1].trajectory.model_calls - 1 and "No search" in notes[0].text
-    summary = Told()
+    summary = AnswerSummary()
     for event in streams["Who?"]:
         summary.add(event)
     assert all(turn["seconds"] > 0 for turn in as_json("Who?", summary)["turns"]), "each turn has its own time"
@@ -185,7 +185,7 @@ def test_a_question_that_is_too_long_is_refused_and_the_end_told_to_those_who_wa
 def toy():
     """The shipped policy with four slots, and questions of several kinds."""
     config = from_mapping(get_config().to_dict())
-    rollout = replace(config.rollout, slots=4, samples=2, widths=1)
+    rollout = replace(config.rollout, slots=4, samples=2, num_buckets=1)
     parts = build.from_path(replace(config, rollout=rollout), "toy")
     kinds = ("parallel", "sequential", "single")
     asked = [q.text for kind in kinds for q in questions(parts.world, "eval", kind, 4, 0)]
@@ -239,7 +239,7 @@ def test_who_leaves_is_told_nothing_more_and_makes_room(toy):
 PASSAGES = (Passage("p1", "Ada Lovelace", "Born in 1815."), Passage("p2", "", "\x1b[2J\x07 Alan\tTuring, 1912"))
 
 
-def told_of(status="answered", answer="Ada Lovelace") -> tuple[list[Event], Told]:
+def told_of(status="answered", answer="Ada Lovelace") -> tuple[list[Event], AnswerSummary]:
     turns = (
         Turn(SEARCH, "search", True, ("Ada Lovelace born", "x"), (PASSAGES, ()), n_sampled=9),
         Turn(ANSWER, "answer", True, answer=answer, n_sampled=3),
@@ -253,7 +253,7 @@ def told_of(status="answered", answer="Ada Lovelace") -> tuple[list[Event], Told
         Event("text", turns[1].text),
         Event("end", trajectory=trajectory, seconds=1.0),
     ]
-    summary = Told()
+    summary = AnswerSummary()
     for event in events:
         summary.add(event)
     return events, summary

@@ -12,7 +12,7 @@ from absl.testing import flagsaver
 from programs import ROOT, completed
 
 from configs import smoke
-from psearch_jax import build, given
+from psearch_jax import build, policy_flags
 from psearch_jax.config import Config, RetrievalSection, from_mapping
 from psearch_jax.data.asking import questions
 from psearch_jax.data.closed_world import ClosedWorld
@@ -25,7 +25,7 @@ ASK = [sys.executable, "launch/ask.py"]
 def test_questions_are_answered_by_two_methods_beside_each_other():
     """An answer would belong to another question, or the method of one search at a time would run several at once."""
     asked = questions(ClosedWorld.make(0), "eval", "parallel", 2, 0)
-    done = completed([*ASK, "--json", "--beside=search_r1", *(q.text for q in asked)])
+    done = completed([*ASK, "--json", "--compare=search_r1", *(q.text for q in asked)])
     assert done.returncode == 0, done.stderr[-2000:]
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [f["question"] for f in answers] == [q.text for q in asked for _ in range(2)]
@@ -100,11 +100,11 @@ def test_the_token_of_a_runs_server_goes_to_no_other(tmp_path):
     """The token of the run's own server would be sent to the server of --retriever_url, or be required for it."""
     with flagsaver.flagsaver(model="toy", retriever_url="http://127.0.0.1:9/retrieve"):
         own = Config(retrieval=RetrievalSection(url="http://own:1/retrieve", token_file="/run/secrets/own"))
-        assert given.config("toy", own).retrieval == RetrievalSection(url="http://127.0.0.1:9/retrieve")
+        assert policy_flags.config("toy", own).retrieval == RetrievalSection(url="http://127.0.0.1:9/retrieve")
         with flagsaver.flagsaver(retriever_token_file="mine"):
-            assert given.config("toy", own).retrieval.token_file == "mine"
+            assert policy_flags.config("toy", own).retrieval.token_file == "mine"
     with flagsaver.flagsaver(model="toy"):
-        assert given.config("toy", own).retrieval.token_file == "/run/secrets/own"
+        assert policy_flags.config("toy", own).retrieval.token_file == "/run/secrets/own"
 
 
 @pytest.mark.parametrize("first", ["search_r1", "r1"])
@@ -142,5 +142,5 @@ def test_a_tokenizer_that_lies_elsewhere_now(tmp_path):
 def defined():
     """The program's flags, parsed from an empty command line."""
     if "retriever_url" not in flags.FLAGS:
-        given.define_flags("toy")
+        policy_flags.define_flags("toy")
     flags.FLAGS([""])

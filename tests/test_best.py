@@ -20,7 +20,7 @@ from helpers import random_params, tiny_config
 from programs import ROOT
 from runs import metrics_without_clocks, run, small_config
 
-from psearch_jax import build, given
+from psearch_jax import build, policy_flags
 from psearch_jax.data import asking
 from psearch_jax.data.closed_world import ClosedWorld
 from psearch_jax.eval.evaluate import questions_digest
@@ -186,9 +186,9 @@ def test_export_and_evaluation_take_the_best(tiny_policy, questions, tmp_path):
     shutil.rmtree(run_dir / "checkpoints")  # as in a copy of only the best checkpoint
     write_config(run_dir, replace(parts.given, method="r1"), 0)
     if "retriever_url" not in flags.FLAGS:
-        given.define_flags("toy")
+        policy_flags.define_flags("toy")
     flags.FLAGS([""])
     with flagsaver.flagsaver(model=str(run_dir), best=True):
-        served = given.to_serve(ROOT, 8)
+        served = policy_flags.to_serve(ROOT, 8)
     assert served.method == "r1" and served.rollout.turn_tokens == parts.config.rollout.turn_tokens
     assert "holds no checkpoint" in run([*program, *small, f"--model={tiny_policy}", "--out=x"], expect=2).stderr

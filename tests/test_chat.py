@@ -57,7 +57,7 @@ class Watched:
 def toy():
     """The shipped policy with four slots, its retriever, and an answerer that uses both."""
     config = from_mapping(get_config().to_dict())
-    parts = build.from_path(replace(config, rollout=replace(config.rollout, slots=4, samples=2, widths=1)), "toy")
+    parts = build.from_path(replace(config, rollout=replace(config.rollout, slots=4, samples=2, num_buckets=1)), "toy")
     watched = Watched(parts.collector.retriever)
     answerer = Answerer(parts.collector.with_retriever(watched), parts.sampling_copy())
     asked = [q.text for kind in ("parallel", "sequential") for q in questions(parts.world, "eval", kind, 6, 0)]

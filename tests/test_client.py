@@ -114,7 +114,7 @@ def test_an_answer_out_of_form_is_tried_again_and_then_an_error(answer):
     with Server(answers=[lambda _: answer, lambda _: None]) as server:
         assert HttpRetriever([server.url]).search(["a"], 1)[0][0].id == "7"
     with Server(answers=[lambda _: answer]) as server, pytest.raises(RetrievalError, match="form"):
-        HttpRetriever([server.url], patience_s=0.3).search(["a"], 1)
+        HttpRetriever([server.url], retry_deadline_s=0.3).search(["a"], 1)
 
 
 def answer_with(contents: Any = "Ada", score: Any = 0.5, id_: Any = "7") -> dict:
@@ -148,14 +148,14 @@ def answer_with(contents: Any = "Ada", score: Any = 0.5, id_: Any = "7") -> dict
 def test_what_is_wrong_with_an_answer_is_named(answer, words):
     """A faulty server would end the run in a traceback, or a score of NaN would break the order of passages."""
     with Server(answers=[lambda _: answer]) as server, pytest.raises(RetrievalError) as error:
-        HttpRetriever(server.url, patience_s=0).search(["a"], 1)
+        HttpRetriever(server.url, retry_deadline_s=0).search(["a"], 1)
     assert words in str(error.value) and "/retrieve form" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_half_surrogates_and_whole_numbers_are_taken():
     """An answer that other clients of /retrieve accept would be refused."""
     with Server(answers=[lambda _: answer_with('"A\ud83d"\nb', 2, 7)]) as server:
-        (passage,) = HttpRetriever(server.url, patience_s=0).search(["a"], 1)[0]
+        (passage,) = HttpRetriever(server.url, retry_deadline_s=0).search(["a"], 1)[0]
     assert (passage.id, passage.title, passage.text, passage.score) == ("7", "A\ud83d", "b", 2.0)
 
 
@@ -171,7 +171,7 @@ def test_an_absent_server_is_one_named_error():
     """A stack of connection errors would hide the address; retries would stop too early, or never."""
     urls, started = [gone(), gone()], time.monotonic()
     with pytest.raises(RetrievalError) as error:
-        HttpRetriever(urls, patience_s=1).search(["a"], 1)
+        HttpRetriever(urls, retry_deadline_s=1).search(["a"], 1)
     assert 1 <= time.monotonic() - started < 20
     assert all(url in str(error.value) for url in urls) and "no answer in 1 s" in str(error.value)
     assert "\n" not in str(error.value)
@@ -184,7 +184,7 @@ def test_a_server_that_never_answers_is_given_up():
         time.sleep(3)
 
     with Server(answers=[sleep]) as server, pytest.raises(RetrievalError, match="Timeout"):
-        HttpRetriever([server.url], timeout_s=0.2, patience_s=0.5).search(["a"], 1)
+        HttpRetriever([server.url], timeout_s=0.2, retry_deadline_s=0.5).search(["a"], 1)
 
 
 class Dripping:
@@ -226,7 +226,7 @@ def test_the_time_out_counts_the_whole_answer(head):
     """A timeout between bytes never fires while a server sends one now and then: the run would hang."""
     with Dripping(head, b"x") as server, pytest.raises(RetrievalError, match=r"Timeout: no complete answer in 0\.4 s"):
         started = time.monotonic()
-        HttpRetriever(server.url, timeout_s=0.4, patience_s=0).search(["a"], 1)
+        HttpRetriever(server.url, timeout_s=0.4, retry_deadline_s=0).search(["a"], 1)
     assert 0.3 < time.monotonic() - started < 5
 
 
@@ -234,7 +234,7 @@ def test_an_answer_without_end_does_not_fill_the_memory(monkeypatch):
     """A server that sends for ever would exhaust the memory before the timeout."""
     monkeypatch.setattr("retrieval.wire.ANSWER_BYTES", 2**20)
     with Dripping(OK + b"\r\n", b"x" * 2**18, 0.0) as server, pytest.raises(RetrievalError, match="more than 1048576"):
-        HttpRetriever(server.url, timeout_s=60, patience_s=0).search(["a"], 1)
+        HttpRetriever(server.url, timeout_s=60, retry_deadline_s=0).search(["a"], 1)
 
 
 def test_replicas_share_the_load():
@@ -260,7 +260,10 @@ def test_replicas_share_the_load():
 def test_a_replica_that_hangs_is_left_alone():
     """Every second batch would wait for the timeout of a replica that accepts requests and never answers."""
     with Dripping(b"", b"", 60) as hanging, Server() as server:
-        retriever, started = HttpRetriever([hanging.url, server.url], timeout_s=0.5, patience_s=5), time.monotonic()
+        retriever, started = (
+            HttpRetriever([hanging.url, server.url], timeout_s=0.5, retry_deadline_s=5),
+            time.monotonic(),
+        )
         for n in range(20):
             assert retriever.search([str(n)], 1)[0][0].id == "7"
         assert time.monotonic() - started < 3 and len(server.requests) == 20
@@ -271,17 +274,17 @@ def test_a_refusal_of_one_share_ends_the_search():
     with Server(statuses=[401] * 9) as server:
         started = time.monotonic()
         with pytest.raises(RetrievalError, match="refused with status 401"):
-            HttpRetriever([server.url, gone()], patience_s=300).search([str(n) for n in range(100)], 1)
+            HttpRetriever([server.url, gone()], retry_deadline_s=300).search([str(n) for n in range(100)], 1)
         assert time.monotonic() - started < 5
 
 
 def test_the_next_replica_takes_over():
     """A replica that is gone would be tried first for every batch, and each batch would wait."""
     with Server() as server:
-        retriever = HttpRetriever([gone(), server.url], patience_s=0)
+        retriever = HttpRetriever([gone(), server.url], retry_deadline_s=0)
         with pytest.raises(RetrievalError):
-            HttpRetriever([gone()], patience_s=0).search(["a"], 1)
-        retriever = HttpRetriever([gone(), server.url], patience_s=5)
+            HttpRetriever([gone()], retry_deadline_s=0).search(["a"], 1)
+        retriever = HttpRetriever([gone(), server.url], retry_deadline_s=5)
         for query in "abc":
             assert retriever.search([query], 1)[0][0].id == "7"
     assert [request["queries"] for request in server.requests] == [["a"], ["b"], ["c"]]
@@ -300,7 +303,7 @@ def test_a_server_that_comes_back_is_used(caplog):
     thread = threading.Thread(target=restart)
     thread.start()
     with caplog.at_level(logging.WARNING, "retrieval"):
-        assert HttpRetriever([url], patience_s=30).search(["a"], 1)[0][0].id == "7"
+        assert HttpRetriever([url], retry_deadline_s=30).search(["a"], 1)[0][0].id == "7"
     thread.join()
     working.http.server_close()
     assert "going on" in caplog.records[-1].getMessage()

@@ -368,7 +368,7 @@ def test_what_a_call_cost(tiny_tokenizer, params, service):
     used = {}
     for share in (RolloutSection().yield_share, 1.0):
         sampler = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=share)
-        rollout = rollout_section(slots=8, turn_tokens=60, context_tokens=240, widths=1)
+        rollout = rollout_section(slots=8, turn_tokens=60, context_tokens=240, num_buckets=1)
         collector = make_collector(tiny_tokenizer, sampler, rollout, service)
         rollouts = [(question(i), 0) for i in range(len(scripts))]
         sampler.give(0, 0, rollouts, scripts)

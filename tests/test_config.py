@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from ml_collections import ConfigDict
 
 from psearch_jax.config import (
     PRESETS,
+    RENAMED,
     Config,
     DecoderConfig,
     best_metric,
@@ -196,6 +198,16 @@ def test_the_best_metric_is_read_as_it_is_logged():
     """A name copied from metrics.jsonl would be refused, or one kind's metric be taken for that of all questions."""
     assert best_metric("em") == best_metric("eval/all/em") == ("all", "em")
     assert best_metric("eval/parallel/f1") == best_metric("parallel/f1") == ("parallel", "f1")
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_renamed_field_is_refused_with_its_new_name(old, new):
+    """A config of an older version ends in a list of all fields, and its user has to guess which one is meant."""
+    _, section, field = old.split(".")
+    with pytest.raises(UserError, match=f"^{re.escape(old)}: this field is now called {re.escape(new)}$"):
+        from_mapping({section: {field: 1}})
+    _, section, field = new.split(".")
+    assert hasattr(getattr(Config(), section), field)
 
 
 def test_an_unknown_method_is_refused():

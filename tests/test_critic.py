@@ -122,7 +122,7 @@ def test_a_step_of_ppo_moves_both_and_a_step_of_the_critic_alone_only_one(
 ):
     """The policy would learn from an untrained critic, or from advantages whitened otherwise than asked for, or a
     checkpoint would lose the critic."""
-    fields = {"critic.alone_steps": 1, "train.steps": 3, "rollout.samples": 1, "train.prompts": 24}
+    fields = {"critic.pretrain_steps": 1, "train.steps": 3, "rollout.samples": 1, "train.prompts": 24}
     config = ppo_config(tiny_policy, **fields, **{"model.lora_rank": rank, "learning.whiten": whiten})
     run = build.training_run(config)
     policies, critics = [jax.device_get(run.state.params)], [jax.device_get(run.state.critic.params)]
@@ -157,8 +157,8 @@ def test_a_step_of_ppo_moves_both_and_a_step_of_the_critic_alone_only_one(
         ({"learning.algorithm": "grpo", "learning.kl_in": "reward"}, "kl_in"),
         ({"learning.algorithm": "grpo", "learning.whiten": "kind"}, "whiten"),
         ({"learning.algorithm": "grpo", "rollout.samples": 1}, "samples"),
-        ({"train.redraws": 1}, "redraws"),
-        ({"critic.alone_steps": 60}, "alone_steps"),
+        ({"train.dynamic_sampling_rounds": 1}, "dynamic_sampling_rounds"),
+        ({"critic.pretrain_steps": 60}, "pretrain_steps"),
         ({"learning.gamma": 1.5}, "gamma"),
         ({"learning.guard": 0.1, "learning.mini_batch_rollouts": 2560}, "guard"),
     ],

@@ -23,7 +23,7 @@ from programs import ROOT, Program, copied, refusal, tracked
 from runs import command, wait_for
 from serving import HTTP
 
-from psearch_jax import launching
+from psearch_jax import cli
 from retrieval.corpus import MemoryMappedCorpus, write_corpus
 from retrieval.directory import build_index
 from retrieval.hashing import HashingEncoder
@@ -181,7 +181,7 @@ def test_the_job_fits_its_slice():
     assert chips % config.mesh.tensor == 0
     codes = [rule["onExitCodes"]["values"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
     killed = [128 + number for number in (signal.SIGABRT, signal.SIGTERM)]  # by JAX; while the program loads
-    assert codes == [[launching.LOST, int(start.flag("stopped_code")), *killed]]
+    assert codes == [[cli.LOST, int(start.flag("stopped_code")), *killed]]
 
 
 # ---- the image ----

@@ -205,7 +205,7 @@ def test_an_experiment_is_run_once_and_kept(tmp_path, monkeypatch):
     """Real runs of one step: results are saved after each run; neither a second call nor another experiment with the
     same training and evaluation starts a program; a failing program reports why. Two concurrent calls share the work:
     if one overwrote the other's file, runs would be lost, and both would train the same run in one directory."""
-    small = {"train.prompts": 2, "rollout.samples": 2, "rollout.slots": 4, "rollout.widths": 1}
+    small = {"train.prompts": 2, "rollout.samples": 2, "rollout.slots": 4, "rollout.num_buckets": 1}
     small |= {"learning.mini_batch_rollouts": 4, "learning.micro_batch_rows": 4}
     arms = {"cold start": Arm(trained=False), "a": Arm(small, steps=(1,))}
     experiment = replace(EXPERIMENT, arms=arms)
@@ -223,7 +223,9 @@ def test_an_experiment_is_run_once_and_kept(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: calls.append(a))
     assert running.run_all(experiment, tmp_path / "x.json", tmp_path / "gone", ["toy"], [0], 2) == result and not calls
-    alike = replace(experiment, arms={"by another name": Arm({**small, "train.redraws": 0}, steps=(1,))})
+    alike = replace(
+        experiment, arms={"by another name": Arm({**small, "train.dynamic_sampling_rounds": 0}, steps=(1,))}
+    )
     shared = running.run_all(alike, tmp_path / "y.json", tmp_path / "work", ["toy"], [0], 2)
     assert shared["runs"] == {"by another name/0/0": trained} and not calls
     monkeypatch.undo()

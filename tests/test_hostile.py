@@ -24,7 +24,7 @@ from psearch_jax.models import hf
 from psearch_jax.serving.console import one_line, printable
 from psearch_jax.text import tags
 from psearch_jax.types import Question, UserError
-from retrieval import live, server, wire
+from retrieval import json_api, server, wire
 from retrieval.corpus import MemoryMappedCorpus
 from retrieval.protocol import CorpusError, Passage, RetrievalError
 from retrieval.service import RetrievalService
@@ -206,7 +206,7 @@ def test_servers_and_clients_read_or_refuse(body, data):
                 read()
             except ValueError as error:
                 assert str(error)
-    search = live.LiveSearch(live.Settings(url="http://x/{query}", results="a", text="b", title="c", id="d"))
+    search = json_api.LiveSearch(json_api.Settings(url="http://x/{query}", results="a", text="b", title="c", id="d"))
     for result in (asked, data.draw(JSON), {"b": data.draw(JSON), "c": data.draw(JSON), "d": data.draw(JSON)}):
         passage = search._passage(result)
         assert passage is None or all(isinstance(text, str) for text in (passage.id, passage.title, passage.text))

@@ -57,7 +57,7 @@ def test_a_model_of_whole_numbers(dtype, bound, family):
 
     def hidden(params, **options):
         graph = decoder.graphdef(config, jnp.dtype(dtype), lora=adapters, **options)
-        return np.asarray(nnx.merge(graph, lora.beside(params, low)).hidden(ids)[0], np.float64)
+        return np.asarray(nnx.merge(graph, lora.join_adapters(params, low)).hidden(ids)[0], np.float64)
 
     exact, expected = hidden(random_params(config)), hidden(widened(copy))
     ours = hidden(copy, int8=True)

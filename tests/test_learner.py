@@ -21,7 +21,7 @@ from psearch_jax.rl.batch import make_batch, micro_batches, mini_batches, paddin
 from psearch_jax.rl.losses import policy_loss
 from psearch_jax.train.learner import Learner, token_logprobs
 from psearch_jax.train.state import init_state, learning_rate, make_optimizer, with_warmup
-from psearch_jax.types import Packed, TrainBatch, Trajectory
+from psearch_jax.types import MicroBatch, TrainBatch, Trajectory
 
 CONFIG = tiny_config()
 ROWS, S = 8, 16
@@ -139,9 +139,9 @@ def test_the_gradient_is_that_of_the_whole_loss(tiny_tokenizer, params, learner)
     def full_gradient(params):
         model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32), params)
         place = np.arange(S, dtype=np.int32)
-        fields = {name: getattr(batch, name) for name in Packed.__dataclass_fields__ if hasattr(batch, name)}
+        fields = {name: getattr(batch, name) for name in MicroBatch.__dataclass_fields__ if hasattr(batch, name)}
         segments, positions = (place < batch.length[:, None]).astype(np.int32), np.tile(place, (ROWS, 1))
-        rows = jax.tree.map(jnp.asarray, Packed(segments=segments, positions=positions, **fields))
+        rows = jax.tree.map(jnp.asarray, MicroBatch(segments=segments, positions=positions, **fields))
         logp, entropy = token_logprobs(model, rows, 1.0, tiny_tokenizer.size)
         arrays = (rows.old_logprobs, rows.ref_logprobs, rows.sampler_logprobs, rows.advantage)
         arrays += (rows.mask, rows.segments)

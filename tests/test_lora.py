@@ -79,9 +79,9 @@ def test_the_live_model_is_the_merged_one(family):
     config = tiny_config(tied=False, **family)
     base, adapters = some_pair(config)
     ids = np.random.default_rng(0).integers(0, 400, (2, 40)).astype(np.int32)
-    live = nnx.merge(decoder.graphdef(config, jnp.float32, lora=ADAPTERS), lora.beside(base, adapters))
+    live = nnx.merge(decoder.graphdef(config, jnp.float32, lora=ADAPTERS), lora.join_adapters(base, adapters))
     plain = nnx.merge(decoder.graphdef(config, jnp.float32), merged(base, adapters))
-    off = nnx.merge(decoder.graphdef(config, jnp.float32), lora.apart(lora.beside(base, adapters))[0])
+    off = nnx.merge(decoder.graphdef(config, jnp.float32), lora.split_adapters(lora.join_adapters(base, adapters))[0])
     with jax.default_matmul_precision("highest"):
         ours, theirs, without = (m.logits(m.hidden(ids)[0], 1.0, CONFIG.vocab_rows) for m in (live, plain, off))
     assert np.abs(ours - theirs).max() <= 2e-5 * np.abs(theirs).max()
@@ -90,11 +90,11 @@ def test_the_live_model_is_the_merged_one(family):
 
 def test_layers_apart_keep_their_adapters(pair):
     """A GPU that decodes without the adapters, or with those of another layer, samples from another policy."""
-    model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32, lora=ADAPTERS), lora.beside(*pair))
+    model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32, lora=ADAPTERS), lora.join_adapters(*pair))
     ids = np.random.default_rng(0).integers(0, 400, (3, 1)).astype(np.int32)
     wanted, kept = model.hidden(ids, keep_kv=True)
     for across in (False, True):
-        ours, ours_kept = model.hidden(ids, keep_kv=True, apart=model.apart(across))
+        ours, ours_kept = model.hidden(ids, keep_kv=True, unstacked=model.unstack(across))
         for x, y in zip((ours, *ours_kept), (wanted, *kept), strict=True):
             np.testing.assert_allclose(x, y, atol=1e-5)
 
@@ -133,7 +133,7 @@ def test_only_adapters_are_trained(tiny_policy):
         parts.state, metrics, *_ = train_step(parts, next(parts.loader), step)
         first = first or metrics
     assert first["kl"] == pytest.approx(0, abs=1e-6) and metrics["gradient_norm"] > 0
-    base, moved = lora.apart(jax.tree.map(np.asarray, parts.learner.sampling_copy(parts.state.params)))
+    base, moved = lora.split_adapters(jax.tree.map(np.asarray, parts.learner.sampling_copy(parts.state.params)))
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, before, base)))
     assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, start, moved)))
 

@@ -14,7 +14,7 @@ SMALL = {
     "rollout.turn_tokens": 16,
     "rollout.obs_tokens": 128,
     "rollout.search_turns": 1,
-    "rollout.widths": 1,
+    "rollout.num_buckets": 1,
     "rollout.initial_search": True,
     "learning.mini_batch_rollouts": 4,
     "train.prompts": 2,

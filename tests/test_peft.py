@@ -65,7 +65,7 @@ def test_peft_computes_the_same_with_them(adapters, tiny_tokenizer, tmp_path):
     model = library.PeftModel.from_pretrained(model, tmp_path / "adapters")
     with torch.no_grad():
         theirs = model(torch.as_tensor(IDS, dtype=torch.int64)).logits.numpy()
-    ours = logits(lora.beside(base, adapters))
+    ours = logits(lora.join_adapters(base, adapters))
     np.testing.assert_allclose(ours, theirs, atol=2e-4, rtol=1e-4)
     assert np.abs(ours - logits(base, None)).max() > 0.1  # the adapters do something
 
@@ -103,7 +103,7 @@ def test_other_adapters_are_refused(adapters, tmp_path):
 
 
 def weights(parts):
-    return jax.tree.leaves(lora.apart(parts.params)[1])
+    return jax.tree.leaves(lora.split_adapters(parts.params)[1])
 
 
 def test_training_continues_adapters_and_evaluation_takes_them(tiny_policy, tmp_path):

@@ -16,10 +16,9 @@ from programs import completed
 from runs import small_config
 
 from psearch_jax import build
-from psearch_jax.chips import GIB, GPUS, Chip, chip_of
+from psearch_jax.accelerators import GIB, GPUS, Chip, chip_of
 from psearch_jax.config import Config, MeshSection, ModelSection, from_mapping
 from psearch_jax.hlo import cost
-from psearch_jax.planning.floor import decode_floor_bytes, floor_seconds, update_products_flops
 from psearch_jax.planning.plan import (
     LARGE,
     SAMPLER_PROGRAMS,
@@ -28,6 +27,7 @@ from psearch_jax.planning.plan import (
     make_plan,
     model_shape,
 )
+from psearch_jax.planning.roofline import decode_floor_bytes, floor_seconds, update_products_flops
 from psearch_jax.planning.search import _largest, search
 from psearch_jax.planning.targets import Target, cuda_target, tpu_target
 from psearch_jax.rollout.collect import piece_rows, pool_rows, widths
@@ -116,7 +116,7 @@ def test_every_width_is_planned():
 
 def test_what_is_planned_is_what_a_run_compiles(tiny_policy):
     """The first step, of the policy or of a critic, compiles a shape that is not in the plan."""
-    config = small_config(tiny_policy, **{"rollout.widths": 4, "learning.algorithm": "ppo"})
+    config = small_config(tiny_policy, **{"rollout.num_buckets": 4, "learning.algorithm": "ppo"})
     parts = build.training_run(config)
     sampling = parts.learner.sampling_copy(parts.state.params)
     parts.collector.warm_up(sampling)
@@ -140,7 +140,7 @@ def test_a_critic_is_counted_beside_every_program(target, lora):
     """A plan without the critic says that a PPO run fits, although it has two of everything. With adapters, policy and
     critic share their frozen base, which must count once."""
     fields = {"model": {"path": "", "preset": "tiny", "lora_rank": lora}, "mesh": {"tensor": 2}}
-    fields["rollout"] = {"context_tokens": 512, "prompt_tokens": 128, "obs_tokens": 128, "widths": 1}
+    fields["rollout"] = {"context_tokens": 512, "prompt_tokens": 128, "obs_tokens": 128, "num_buckets": 1}
     names = ("accumulate", "critic_accumulate")
     grpo, ppo = (
         make_plan(config_file("qwen7b", **fields, learning={"algorithm": a}), target, names=names, largest_only=True)
@@ -267,7 +267,7 @@ def test_bisection():
 @pytest.mark.slow
 def test_the_search_ends_at_what_fits():
     """The search reports rows and context that do not fit, or that leave half of the memory unused."""
-    budgets = {"slots": 2, "context_tokens": 512, "prompt_tokens": 256, "obs_tokens": 128, "widths": 1}
+    budgets = {"slots": 2, "context_tokens": 512, "prompt_tokens": 256, "obs_tokens": 128, "num_buckets": 1}
     batches = {"mini_batch_rollouts": 8, "micro_batch_rows": 1}
     config = config_file("smoke", model={"path": "", "preset": "toy"}, rollout=budgets, learning=batches)
     target, log = Target("here", jax.devices()[:1], Chip(64_000_000, 1e12, 1e12), "cpu"), []
@@ -295,7 +295,7 @@ def test_what_a_gpu_holds():
     """Without the base, a plan for adapters promises 7B on a 12 GB card; with it counted twice, on no 40 GB card."""
     config = config_file("qwen7b_lora")
     target = Target("h200", jax.devices()[:1], GPUS["h200"], "h200", absent=True)
-    config = replace(config, rollout=replace(config.rollout, slots=2, widths=1))
+    config = replace(config, rollout=replace(config.rollout, slots=2, num_buckets=1))
     plan = make_plan(config, target, names=("generate", "reshard", "apply"))
     # A GPU decodes from a copy of the layers, without the two tables of 152,064 tokens.
     stacked = replace(config, model=replace(config.model, unstacked_decoding=False))
@@ -320,7 +320,8 @@ def test_the_program_for_gpus(tmp_path):
 
     def run(config, topology, *flags):
         command = [sys.executable, "launch/plan.py", f"--config=configs/{config}.py", "--platform=cuda"]
-        command += [f"--topology={topology}", f"--json={tmp_path / config}.json", "--config.rollout.widths=1", *flags]
+        command += [f"--topology={topology}", f"--json={tmp_path / config}.json"]
+        command += ["--config.rollout.num_buckets=1", *flags]
         return completed(command)
 
     done = run("qwen7b_lora", "a100-80")
@@ -339,7 +340,7 @@ def test_the_program(tmp_path):
         "mesh.tensor": 2,
         "rollout.context_tokens": 1024,
         "rollout.prompt_tokens": 256,
-        "rollout.widths": 1,
+        "rollout.num_buckets": 1,
     }
     command = [sys.executable, "launch/plan.py", "--config=configs/qwen7b.py", "--topology=v5e:2x4"]
     command += [f"--json={tmp_path / 'p.json'}", *(f"--config.{name}={value}" for name, value in flags.items())]

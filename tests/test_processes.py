@@ -22,7 +22,7 @@ from runs import (
     wait_for,
 )
 
-from psearch_jax import launching, processes
+from psearch_jax import cli, processes
 from psearch_jax.train import checkpoint
 from psearch_jax.types import UserError
 
@@ -137,7 +137,7 @@ def test_a_dead_process_ends_the_others(tiny_policy, tmp_path, victim):
     killed = time.monotonic()
     code, _, err = ended(started)[1 - victim]
     assert time.monotonic() - killed < 60
-    assert code in (launching.LOST, -signal.SIGABRT), err[-2000:]  # either our thread or jax's own may notice first
+    assert code in (cli.LOST, -signal.SIGABRT), err[-2000:]  # either our thread or jax's own may notice first
     assert "the processes of this run lost each other" in err or "another task died" in err
     assert checkpoint.read_loop(checkpoint.find_checkpoint(tmp_path))["step"] >= 1
 

@@ -94,7 +94,7 @@ def test_rows_in_groups(K, G, S, B, dtype, cached):
     q, k, v, cache = drawn(B, K, G, S, dtype, cached)
     wanted = by_definition(q, k, v, cache, start)
     cache = with_behind(cache, start, 3e4)
-    cache = replace(cache, k=cache.k.swapaxes(3, 4), keys_across=True)
+    cache = replace(cache, k=cache.k.swapaxes(3, 4), k_transposed=True)
     got = jax.jit(functools.partial(ragged.decode, form="rowwise"))(q, k, v, cache, jnp.int32(LAYER), start)
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=BOUNDS[dtype])
 

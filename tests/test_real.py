@@ -282,7 +282,7 @@ def test_an_export_is_the_same_model(loaded, greedy, tmp_path, with_adapters, fi
     (model, params), record = loaded, None
     if with_adapters:
         record = Lora(RANK, ALPHA)
-        params = lora.beside(params, adapters(model))
+        params = lora.join_adapters(params, adapters(model))
     hf.save_hf(params, model, MODEL, tmp_path / "exported", lora=record)
     graph = decoder.graphdef(model, jnp.float32, lora=record)
     theirs = torch_model(tmp_path / "exported", "float32")

@@ -71,7 +71,7 @@ def test_a_run_outlives_its_retriever(tiny_policy, index, tmp_path):
 
         # Gone for good: the run stops cleanly, and the same command resumes it once the retriever is back.
         lost = tmp_path / "lost"
-        impatient = command(lost, tiny_policy, 6, **fields, **{"retrieval.patience_s": 1.0})
+        impatient = command(lost, tiny_policy, 6, **fields, **{"retrieval.retry_deadline_s": 1.0})
         process = start(impatient)
         wait_for(lambda: rows(lost) >= 3, process)
         stop(server)
@@ -92,7 +92,7 @@ def test_an_absent_retriever_stops_the_start(tiny_policy, tmp_path):
     """A run without any retriever that trains on empty results, or ends in a traceback."""
     fields = {
         "retrieval.url": "http://127.0.0.1:9/retrieve",
-        "retrieval.patience_s": 0.5,
+        "retrieval.retry_deadline_s": 0.5,
         "eval.questions_per_kind": 0,
         **SEARCHING,
     }
@@ -101,7 +101,7 @@ def test_an_absent_retriever_stops_the_start(tiny_policy, tmp_path):
     for url in ("127.0.0.1:8000/retrieve", "http://127.0.0.1:8000", "ftp://host/retrieve"):
         done = run(command(tmp_path / "v", tiny_policy, 1, **{"retrieval.url": url}), expect=2)
         assert "config.retrieval.url" in done.stderr and len(done.stderr.strip().splitlines()) == 1
-    assert json.loads((tmp_path / "w" / "config.json").read_text())["retrieval"]["patience_s"] == 0.5
+    assert json.loads((tmp_path / "w" / "config.json").read_text())["retrieval"]["retry_deadline_s"] == 0.5
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_a_retriever_lost_by_one_process_stops_them_all(tiny_policy, index, tmp_
     servers = [serve(index) for _ in range(2)]
     try:
         each = [{"retrieval.url": url} for _, url in servers]
-        fields = {**SEARCHING, "retrieval.patience_s": 1.0, "train.checkpoint_every_steps": 1000}
+        fields = {**SEARCHING, "retrieval.retry_deadline_s": 1.0, "train.checkpoint_every_steps": 1000}
         started = start_run(2, 1, tmp_path, tiny_policy, 1000, each, **fields)
         wait_for(lambda: rows(tmp_path) >= 2, started[0])
         stop(servers[1][0])

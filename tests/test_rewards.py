@@ -117,7 +117,7 @@ def test_f1_as_the_outcome_lies_between_wrong_and_right():
 
 def test_every_search_has_its_price():
     """A penalty charged only once, or only if the model answers, would not make each search cost something."""
-    priced = RewardWeights(search_price=0.2)
+    priced = RewardWeights(search_penalty=0.2)
     for searches, answer in (([], None), ([2], "Ada"), ([1, 1, 2], "Alan")):
         t = trajectory("sequential", searches, answer)
         assert paper_reward(t, priced).total == pytest.approx(paper_reward(t, WEIGHTS).total - 0.2 * len(searches))

@@ -40,7 +40,7 @@ def test_groups_with_a_signal_come_first_and_none_is_cut():
 
 def test_silent_groups_are_drawn_again(tiny_policy):
     """A step that learns from groups of equal rewards, uses a question twice, or draws forever."""
-    parts = made(tiny_policy, **{"train.redraws": 3})
+    parts = made(tiny_policy, **{"train.dynamic_sampling_rounds": 3})
     once, several = made(tiny_policy), 0
     for step in range(3):
         questions = next(parts.loader)
@@ -63,7 +63,12 @@ def test_silent_groups_are_drawn_again(tiny_policy):
 @pytest.mark.slow
 def test_a_run_that_draws_again_goes_on_as_if_uninterrupted(tiny_policy, tmp_path):
     """If the loader's position were saved before the extra draws, their questions would be asked twice."""
-    fields = {"train.redraws": 2, "train.steps": 4, "eval.questions_per_kind": 0, "learning.warmup_ratio": 0.0}
+    fields = {
+        "train.dynamic_sampling_rounds": 2,
+        "train.steps": 4,
+        "eval.questions_per_kind": 0,
+        "learning.warmup_ratio": 0.0,
+    }
     trainer.train(made(tiny_policy, **fields), tmp_path / "whole")
     trainer.train(made(tiny_policy, **{**fields, "train.steps": 2}), tmp_path / "parts")
     trainer.train(made(tiny_policy, **fields), tmp_path / "parts")

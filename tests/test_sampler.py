@@ -262,7 +262,7 @@ def test_an_extension_past_the_end_is_dropped_and_overwrites_nothing(scripted, p
         assert again.ids[b, 12 : 12 + added].tolist() == ids[b, :added].tolist()
         assert not again.ids[b, 12 + added :].any() and not again.mask[b].any()
     assert again.status.tolist() == [Status.CONTEXT_FULL, Status.CONTEXT_FULL, Status.RUNNING]
-    new, old = ((c.v, c.k.swapaxes(3, 4) if c.keys_across else c.k) for c in (again.cache, before.cache))
+    new, old = ((c.v, c.k.swapaxes(3, 4) if c.k_transposed else c.k) for c in (again.cache, before.cache))
     for x, y in zip(new, old, strict=True):
         np.testing.assert_array_equal(x[:, :, :, :11], y[:, :, :, :11])
         assert np.abs(x[:, 0, :, 11:15]).min() > 0 and np.all(x[:, 0, :, 15] == 0)
@@ -435,12 +435,12 @@ def test_weights_taken_apart_once_change_no_rollout(tiny_tokenizer, either):
     sampler, params = either
     extra = {"int8_weights": True, "int8_cache": True} if sampler.new_state(1, 32).cache.k_scale is not None else {}
     split_sampler = make_sampler(tiny_tokenizer, CONFIG, unstacked=True, **extra)
-    split_weights = split_sampler.take_apart(params)
-    assert (split_weights.head is None) == bool(extra) and sampler.take_apart(params) is None
+    split_weights = split_sampler.unstack(params)
+    assert (split_weights.head is None) == bool(extra) and sampler.unstack(params) is None
     state = started(sampler, params, prompts(), KEYS, S, TURN)
     expected = fetch(sampler.generate(params, state, 1.0))
     state = started(sampler, params, prompts(), KEYS, S, TURN)
-    actual = fetch(split_sampler.generate(params, state, 1.0, apart=split_weights))
+    actual = fetch(split_sampler.generate(params, state, 1.0, unstacked=split_weights))
     np.testing.assert_array_equal(actual.ids, expected.ids)
     np.testing.assert_allclose(actual.logprobs, expected.logprobs, atol=1e-5)
 
@@ -448,11 +448,11 @@ def test_weights_taken_apart_once_change_no_rollout(tiny_tokenizer, either):
 def test_what_was_only_compiled_is_not_compiled_again(tiny_tokenizer, params, caplog):
     """The first real call would wait for the compilation a second time."""
     sampler = make_sampler(tiny_tokenizer, CONFIG, unstacked=True)
-    split_weights = sampler.take_apart(params)
+    split_weights = sampler.unstack(params)
     state = started(sampler, params, prompts(), KEYS, S, TURN)
-    assert sampler.compile_only().generate(params, state, 1.0, apart=split_weights) is None
+    assert sampler.compile_only().generate(params, state, 1.0, unstacked=split_weights) is None
     with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
-        jax.block_until_ready(sampler.generate(params, state, 1.0, apart=split_weights))
+        jax.block_until_ready(sampler.generate(params, state, 1.0, unstacked=split_weights))
     assert not [r for r in caplog.records if "Compiling" in r.message and "generate" in r.message]
 
 

@@ -142,7 +142,7 @@ def test_oversized_bodies_are_cut_off(service):
 def test_queries_of_any_kind_over_http(running):
     """Model output (half surrogates, control characters) that causes a 500, which clients retry for minutes."""
     odd = ["\ud800 Baro Quill", "\x00", "東京 born", "## ##", "word " * 20_000]
-    rankings = HttpRetriever([running.url + "/retrieve"], patience_s=1).search(odd, 3)
+    rankings = HttpRetriever([running.url + "/retrieve"], retry_deadline_s=1).search(odd, 3)
     assert rankings[0][0].id == "p0" and rankings[1] == []
 
 
@@ -310,7 +310,7 @@ def test_half_a_surrogate_pair(tmp_path):
     with Running(make_app(service)) as running:
         answer = running.post(b'{"queries": ["Baro Quill \\ud800", "Lena Wend"], "topk": 1}')
         assert answer.status == 200 and answer.json()["result"][0][0]["contents"].endswith("wrote \ud83d once.")
-        rankings = HttpRetriever(running.url + "/retrieve", patience_s=0).search(["Baro Quill", "Lena Wend"], 2)
+        rankings = HttpRetriever(running.url + "/retrieve", retry_deadline_s=0).search(["Baro Quill", "Lena Wend"], 2)
     assert rankings == service.search(["Baro Quill", "Lena Wend"], 2)
 
 
@@ -321,7 +321,7 @@ def test_a_large_answer_comes_in_parts(service, monkeypatch):
     queries = [passage.title for passage in people()][:45]
     watched = Watched(service)
     with Running(make_app(watched, Limits(rows=1000))) as running:
-        rankings = HttpRetriever(running.url + "/retrieve", patience_s=0).search(queries, 50)
+        rankings = HttpRetriever(running.url + "/retrieve", retry_deadline_s=0).search(queries, 50)
     assert rankings == service.search(queries, 50) and [len(asked) for asked, _ in watched.calls] == [20, 20, 5]
 
 
@@ -446,7 +446,7 @@ def test_the_corpus_behind_an_address_has_a_name(directory, tmp_path):
             with pytest.raises(RetrievalError, match="different corpora"):
                 connect(f"{two.url}/retrieve,{three.url}/retrieve").describe()
     with pytest.raises(RetrievalError, match="no answer in 0 s"):
-        connect(one.url + "/retrieve", patience_s=0).describe()
+        connect(one.url + "/retrieve", retry_deadline_s=0).describe()
 
 
 def test_a_request_in_flight_is_finished(service):
@@ -461,7 +461,7 @@ def test_a_request_in_flight_is_finished(service):
 def test_a_killed_server_is_waited_for(directory):
     """kill -9 of the server that ends every client's run, or makes a client receive another one's reply afterwards."""
     process, url = start(directory, "--port=0")
-    retriever = HttpRetriever([url], patience_s=60)
+    retriever = HttpRetriever([url], retry_deadline_s=60)
     direct = RetrievalService.open(directory)
     queries = [f"{p.title} born" for p in people()]
     assert retriever.search(queries[:5], 2) == direct.search(queries[:5], 2)
@@ -505,7 +505,7 @@ def test_a_minute_of_sixty_four_clients(directory):
     until = time.monotonic() + 60
 
     def client(seed: int) -> int:
-        rng, retriever, asked = random.Random(seed), HttpRetriever([url], patience_s=0), 0
+        rng, retriever, asked = random.Random(seed), HttpRetriever([url], retry_deadline_s=0), 0
         while time.monotonic() < until:
             queries = [f"{rng.choice(passages).title} born {rng.randrange(50)}" for _ in range(rng.randrange(1, 5))]
             k = rng.randrange(1, 4)

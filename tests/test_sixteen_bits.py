@@ -168,7 +168,7 @@ def test_adapters_sample_from_the_policy_they_train(tiny_tokenizer):
 
     def by_sampler() -> np.ndarray:
         cache = sampler.prefill(learner.sampling_copy(state.params), prompts, np.full(rows, width, np.int32)).cache
-        return as_array(cache.k.swapaxes(3, 4) if cache.keys_across else cache.k, cache.v)[..., :width, :]
+        return as_array(cache.k.swapaxes(3, 4) if cache.k_transposed else cache.k, cache.v)[..., :width, :]
 
     trained = jax.jit(
         lambda params: nnx.merge(learner._graph, learner._frozen_inputs, params).hidden(prompts, keep_kv=True)[1]

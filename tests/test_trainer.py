@@ -61,7 +61,7 @@ def test_sigterm_saves_and_exits_cleanly(tiny_policy, tmp_path):
 
 def test_no_step_after_the_first_compiles(tiny_policy):
     """A shape that changes from step to step would stop a run for minutes each time it first occurs."""
-    parts = build.training_run(small_config(tiny_policy, **{"rollout.widths": 4}))
+    parts = build.training_run(small_config(tiny_policy, **{"rollout.num_buckets": 4}))
     sampling = parts.learner.sampling_copy(parts.state.params)
     parts.collector.warm_up(sampling)
     parts.learner.warm_up(parts.state.params, parts.reference)
@@ -200,7 +200,7 @@ def test_real_questions_and_passages_run_through(shared_data, tmp_path):
     arguments += [f"--config.data.source={shared_data / 'hotpotqa100' / 'questions.jsonl'}"]
     arguments += [f"--config.retrieval.corpus={shared_data / 'hotpotqa100' / 'corpus.jsonl'}"]
     arguments += [f"--config.model.tokenizer={shared_data / 'qwen2_tokenizer'}", "--config.train.steps=2"]
-    arguments += ["--config.rollout.widths=1"]  # every width is compiled
+    arguments += ["--config.rollout.num_buckets=1"]  # every width is compiled
     run(arguments)
     corpus = (shared_data / "hotpotqa100" / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
     known = {json.loads(line)["id"] for line in corpus}

@@ -186,7 +186,7 @@ def _attended(q: jax.Array, k: jax.Array, v: jax.Array, begin: jax.Array | None)
         weights = jnp.exp(scores - most)
         total = jnp.sum(weights, axis=-1, keepdims=True)
         values = jnp.einsum("BKGXS,BKSH->BKGXH", weights.astype(q.dtype), v[:, :, :last])
-        outputs.append(apart((values / total).astype(q.dtype)))
+        outputs.append(merge_heads((values / total).astype(q.dtype)))
         log_sums.append(most + jnp.log(total))
     return jnp.concatenate(outputs, axis=1), log_sums
 
@@ -210,7 +210,7 @@ def _pulled_back(q, k, v, begin, out, log_sums, gradient) -> tuple[jax.Array, ja
             change = product("BKGXH,BKSH->BKGXS", of_out, v[:, :, :last])
             mean = jnp.sum(of_out.astype(jnp.float32) * own.astype(jnp.float32), axis=-1, keepdims=True)
             of_scores = (weights * (change - mean)).astype(dtype)
-            of_q.append(apart(product("BKGXS,BKSH->BKGXH", of_scores, k[:, :, :last])))
+            of_q.append(merge_heads(product("BKGXS,BKSH->BKGXH", of_scores, k[:, :, :last])))
             of_k = of_k.at[:, :, :last].add(product("BKGXS,BKGXH->BKSH", of_scores, queries))
             of_v = of_v.at[:, :, :last].add(product("BKGXS,BKGXH->BKSH", weights.astype(dtype), of_out))
     # In float32, `grouped` scales the queries, so `queries`, and with it `of_k`, is already scaled.
@@ -264,7 +264,7 @@ def _behind_block(q: jax.Array, first: jax.Array, *, k: jax.Array, v: jax.Array,
         return Keys(part(old.k, 3 if old.across else 2), part(old.v), old.across, part(old.k_scale), part(old.v_scale))
 
     out = over_cache((most, total, out), q.dtype, scored, look, start, old.v.shape[2])
-    return apart(out.astype(v.dtype))
+    return merge_heads(out.astype(v.dtype))
 
 
 def over_cache(
@@ -328,7 +328,7 @@ def decode(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array
     weights, of_own = jnp.exp(scores - most), jnp.exp(own - most)
     total = jnp.sum(weights, axis=-1, keepdims=True) + of_own
     out = (_weighed(weights, old.v, q.dtype, old.v_scale) + of_own * v[:, :, None].astype(jnp.float32)) / total
-    return apart(out.astype(v.dtype))
+    return merge_heads(out.astype(v.dtype))
 
 
 def grouped(q: jax.Array, K: int) -> tuple[jax.Array, Callable[..., jax.Array]]:
@@ -353,7 +353,7 @@ def _stacked(x: jax.Array, K: int) -> jax.Array:
     return x.reshape(B, X, K, N // K, H).transpose(0, 2, 3, 1, 4)
 
 
-def apart(out: jax.Array) -> jax.Array:
+def merge_heads(out: jax.Array) -> jax.Array:
     """[B, K, G, X, H] as [B, X, N, H]."""
     B, K, G, X, H = out.shape
     return out.transpose(0, 3, 1, 2, 4).reshape(B, X, K * G, H)

@@ -4,7 +4,7 @@ Letters in shapes: B rows, T query positions, S key positions, D width, N heads,
 F mlp, V vocabulary rows, L layers.
 
 Each parameter is declared once, with its logical axes. The layers are stacked on a leading axis L and run by one
-`lax.scan`, so that compile time does not grow with depth (except for decoding: models/apart.py).
+`lax.scan`, so that compile time does not grow with depth (except for decoding: models/unstacked.py).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from flax import nnx
 
 from psearch_jax.config import DecoderConfig, Lora, Remat
 from psearch_jax.models import kv_cache, products, ragged
-from psearch_jax.models.apart import Apart, taken_apart
 from psearch_jax.models.attention import ATTENDED, NEG_INF, Implementation, Keys, behind, causal, decode
 from psearch_jax.models.int8 import Scales
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.lora import Adapters
 from psearch_jax.models.products import precision, product, product_across
 from psearch_jax.models.transposed import Transposed
+from psearch_jax.models.unstacked import Unstacked, unstack
 from psearch_jax.models.vocabulary import by_chunks, gathered
 from psearch_jax.sharding import COMPUTE, STORAGE, constrain, spec
 
@@ -130,7 +130,7 @@ class Decoder(nnx.Module):
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
         rows: jax.Array | None = None,
-        apart: Apart | None = None,
+        unstacked: Unstacked | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """Runs the trunk over a chunk of tokens.
 
@@ -144,7 +144,7 @@ class Decoder(nnx.Module):
           keep_kv: also return the chunk's keys and values, for a cache.
           positions: [B, T] int32, of each token in its text; default: counted from `start`.
           segments: [B, T] int32, equal within each text of a row (attention.causal); only without a cache.
-          apart: the layers' weights from the method `apart`; default: a scan over the module's stacked weights.
+          unstacked: the layers' weights from the method `unstack`; default: a scan over the module's stacked weights.
 
         Returns:
           ([B, T, D] normalised hidden states in `activations`, None or the chunk's keys and values [L, B, K, T, H]).
@@ -153,7 +153,7 @@ class Decoder(nnx.Module):
         begin = jnp.zeros(ids.shape[0], jnp.int32) if start is None else start
         if positions is None:
             positions = begin[:, None] + jnp.arange(ids.shape[1])
-        rotation = _rotation(positions, config.head_dim, config.rope_theta)
+        rotation = _rope_cos_sin(positions, config.head_dim, config.rope_theta)
         table = constrain(self.embedding[...], "vocab", None)  # gathered over fsdp once, not once per row
         x = jnp.take(table, ids, axis=0).astype(self.activations)
         split = "positions" if self.shard_residual else None
@@ -175,11 +175,11 @@ class Decoder(nnx.Module):
         )
         if self.remat != "none" and not keep_kv:
             step = jax.checkpoint(step, policy=_stored(self.remat))
-        if apart is None:
+        if unstacked is None:
             x, new = jax.lax.scan(step, x, (self._weights(), jnp.arange(config.layers)))
         else:
             each = []
-            for layer, weights in enumerate(apart.layers):
+            for layer, weights in enumerate(unstacked.layers):
                 x, kept = step(x, (weights, jnp.int32(layer)))
                 each.append(kept)
             new = jax.tree.map(lambda *parts: jnp.stack(parts), *each)
@@ -193,18 +193,20 @@ class Decoder(nnx.Module):
                 weights |= nnx.to_pure_dict(nnx.state(module, nnx.Param))
         return weights
 
-    def apart(self, across: bool = False) -> Apart:
-        """A separate copy of each layer's weights, for many calls of `hidden`; see models/apart.py."""
+    def unstack(self, across: bool = False) -> Unstacked:
+        """A separate copy of each layer's weights, for many calls of `hidden`; see models/unstacked.py."""
         head = self.embedding[...].T if self.lm_head is None else self.lm_head[...]
-        return taken_apart(self._weights(), self.config.layers, head, across)
+        return unstack(self._weights(), self.config.layers, head, across)
 
     @_precise
-    def logits(self, hidden: jax.Array, temperature: float, n_ids: int, apart: Apart | None = None) -> jax.Array:
+    def logits(
+        self, hidden: jax.Array, temperature: float, n_ids: int, unstacked: Unstacked | None = None
+    ) -> jax.Array:
         """[..., D] -> [..., V] float32 logits / temperature; embedding rows without a token get -1e30 for -inf."""
-        if apart is None or apart.head is None:
+        if unstacked is None or unstacked.head is None:
             return self._logits(self._head(), hidden, temperature, n_ids)
         rows = hidden.reshape(-1, hidden.shape[-1])
-        out = product_across(rows, apart.head, self.dtype).reshape(*hidden.shape[:-1], -1) / temperature
+        out = product_across(rows, unstacked.head, self.dtype).reshape(*hidden.shape[:-1], -1) / temperature
         return jnp.where(jnp.arange(out.shape[-1]) < n_ids, out, NEG_INF)
 
     def _head(self) -> Head:
@@ -375,11 +377,11 @@ def _layer(
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H], the cache's layout
     if cache is None:
         out = causal(q, k, v, attention, segments)
-    elif q.shape[1] == 1 and ragged.applies(attention, cache.keys_across, config, jax.sharding.get_abstract_mesh()):
+    elif q.shape[1] == 1 and ragged.applies(attention, cache.k_transposed, config, jax.sharding.get_abstract_mesh()):
         out = ragged.decode(q, k, v, cache, layer, start, attention)
     else:
         k_old, v_old, *scales = kv_cache.read(cache, layer, span, rows)
-        old = Keys(k_old, v_old, cache.keys_across, *scales)
+        old = Keys(k_old, v_old, cache.k_transposed, *scales)
         out = (decode if q.shape[1] == 1 else behind)(q, k, v, old, start)
     x = constrain(x + dense(out, "o", contracted=2), "rows", split, None)
     y = _rms_norm(x, w["mlp_norm"], config.rms_eps)
@@ -394,7 +396,7 @@ def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return wide.astype(x.dtype) * scale.astype(x.dtype)
 
 
-def _rotation(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+def _rope_cos_sin(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
     """cos and sin [B, T, H/2] in float32: at 30,000 positions, bf16 angles would be off by full turns."""
     frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)  # computed in float64, rounded once
     angle = positions[..., None].astype(jnp.float32) * frequency.astype(np.float32)

@@ -328,7 +328,7 @@ class _Merge:
     """The arrays of an export by their paths, and the rounding error of the merged kernels."""
 
     def __init__(self, params: nnx.State, lora: Lora | None, dtype: Any):
-        base, low = adapters.apart(params)
+        base, low = adapters.split_adapters(params)
         if (low is None) != (lora is None):
             raise ValueError("lora: needed if `params` contain adapters, and only then")
         self.lora, self._dtype = lora, jnp.dtype(dtype)

@@ -34,29 +34,31 @@ LINES = 32
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    k: jax.Array  # [L, B, K, S, H], with `keys_across` [L, B, K, H, S]
+    k: jax.Array  # [L, B, K, S, H], with `k_transposed` [L, B, K, H, S]
     v: jax.Array  # [L, B, K, S, H]
     # A score is a sum over H. With adjacent positions a CPU computes many scores at once, about three times faster.
     # To a matrix unit the order does not matter, and an accelerator writes a position faster as one line of H.
-    keys_across: bool = field(default=False, metadata={"static": True})
+    k_transposed: bool = field(default=False, metadata={"static": True})
     # In int8, the scale of each line of H (models/int8.py): float32 [L, B, K, S].
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
 
     @classmethod
-    def zeros(cls, config: DecoderConfig, rows: int, positions: int, dtype: Any, keys_across: bool = False) -> KVCache:
+    def zeros(
+        cls, config: DecoderConfig, rows: int, positions: int, dtype: Any, k_transposed: bool = False
+    ) -> KVCache:
         """An empty cache of at least `positions`, with zeros, because masked keys must not turn into NaN."""
         shape = (config.layers, rows, config.kv_heads, positions + -positions % LINES, config.head_dim)
         k, v = (jnp.zeros(shape, dtype) for _ in range(2))
         scales = (jnp.zeros(shape[:-1], jnp.float32) for _ in range(2)) if _whole(dtype) else ()
-        return cls(k.swapaxes(3, 4) if keys_across else k, v, keys_across, *scales)
+        return cls(k.swapaxes(3, 4) if k_transposed else k, v, k_transposed, *scales)
 
     @classmethod
-    def of(cls, k: jax.Array, v: jax.Array, dtype: Any, keys_across: bool = False) -> KVCache:
+    def of(cls, k: jax.Array, v: jax.Array, dtype: Any, k_transposed: bool = False) -> KVCache:
         """A cache in `dtype` with the k and v [L, B, K, T, H] that a model returned, padded with zeros."""
         padding = ((0, 0), (0, 0), (0, 0), (0, -k.shape[3] % LINES), (0, 0))
         (k, k_scale), (v, v_scale) = (stored(jnp.pad(x, padding), dtype) for x in (k, v))
-        return cls(k.swapaxes(3, 4) if keys_across else k, v, keys_across, k_scale, v_scale)
+        return cls(k.swapaxes(3, 4) if k_transposed else k, v, k_transposed, k_scale, v_scale)
 
     @property
     def positions(self) -> int:
@@ -76,8 +78,8 @@ def stored(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
 def read(
     cache: KVCache, layer: jax.Array, span: int | None = None, rows: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Keys [B, K, span, H], or [B, K, H, span] with `keys_across`, and values [B, K, span, H] of one layer; the scales
-    of both [B, K, span], or None.
+    """Keys [B, K, span, H], or [B, K, H, span] with `k_transposed`, and values [B, K, span, H] of one layer; the
+    scales of both [B, K, span], or None.
 
     Reading the cache dominates the cost of decoding, so only the first `span` positions, and only R rows, are read.
     """
@@ -92,7 +94,7 @@ def read(
             here = on_own_rows(_taken, here, AXES[: x.ndim], (rows, ("rows",)))
         return here[0]
 
-    return part(cache.k, 4 if cache.keys_across else 3), part(cache.v), part(cache.k_scale), part(cache.v_scale)
+    return part(cache.k, 4 if cache.k_transposed else 3), part(cache.v), part(cache.k_scale), part(cache.v_scale)
 
 
 def _taken(first: Any, x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -133,7 +135,7 @@ def write(
         places = ((new, axes), (target, ("rows", None)), (rows, ("rows",)))
         return on_own_rows(functools.partial(local, across=across), old, axes, *places)
 
-    across = cache.keys_across
+    across = cache.k_transposed
     (k, k_scale), (v, v_scale) = (stored(x, cache.v.dtype) for x in (k, v))
     scales = put(cache.k_scale, k_scale), put(cache.v_scale, v_scale)
     return KVCache(put(cache.k, k, across), put(cache.v, v), across, *scales)

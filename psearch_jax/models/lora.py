@@ -64,7 +64,7 @@ def abstract_trained(weights: nnx.State, config: DecoderConfig, lora: Lora | Non
     """The trained parameters, as ShapeDtypeStructs: all weights, or with `lora` the adapters and any value head."""
     if lora is None:
         return weights
-    return beside(abstract_adapters(config, lora), value_head(weights))
+    return join_adapters(abstract_adapters(config, lora), value_head(weights))
 
 
 def value_head(weights: nnx.State) -> nnx.State:
@@ -77,13 +77,13 @@ def _in_model(adapters: Adapters) -> nnx.State:
     return nnx.from_flat_state({("adapters", *path): variable for path, variable in flat})
 
 
-def beside(base: nnx.State, adapters: nnx.State) -> nnx.State:
+def join_adapters(base: nnx.State, adapters: nnx.State) -> nnx.State:
     """One tree of both, for a model with adapters; copies no array."""
     return nnx.from_flat_state([*nnx.to_flat_state(base), *nnx.to_flat_state(adapters)])
 
 
-def apart(params: nnx.State) -> tuple[nnx.State, nnx.State | None]:
-    """The inverse of `beside`; None if there are no adapters."""
+def split_adapters(params: nnx.State) -> tuple[nnx.State, nnx.State | None]:
+    """The inverse of `join_adapters`; None if there are no adapters."""
     flat = nnx.to_flat_state(params)
     base, low = ([item for item in flat if (item[0][0] == "adapters") == mine] for mine in (False, True))
     return nnx.from_flat_state(base), nnx.from_flat_state(low) if low else None

@@ -18,7 +18,16 @@ import jax
 import jax.numpy as jnp
 
 from psearch_jax.config import DecoderConfig
-from psearch_jax.models.attention import KEY_BLOCK, LANES, NEG_INF, Implementation, Keys, apart, grouped, over_cache
+from psearch_jax.models.attention import (
+    KEY_BLOCK,
+    LANES,
+    NEG_INF,
+    Implementation,
+    Keys,
+    grouped,
+    merge_heads,
+    over_cache,
+)
 from psearch_jax.models.kv_cache import AXES, KVCache
 from psearch_jax.sharding import on_own_rows
 
@@ -33,8 +42,8 @@ GPU_PART, GPU_BLOCK, GPU_QUERIES = 512, 64, 16
 TRITON = "jax.experimental.pallas.triton"
 
 
-def applies(form: Implementation, keys_across: bool, config: DecoderConfig, mesh: Any) -> bool:
-    """Whether a model with attention `form` decodes by length on a mesh; `keys_across` marks the cache of a CPU.
+def applies(form: Implementation, k_transposed: bool, config: DecoderConfig, mesh: Any) -> bool:
+    """Whether a model with attention `form` decodes by length on a mesh; `k_transposed` marks the cache of a CPU.
 
     On a TPU it does with `splash` (16 bits), if a line of H fills registers. On a GPU it does with `cudnn`, if H is a
     power of two, at least 16, and JAX still has Pallas for Triton (0.12 announces its removal). Each device needs the
@@ -42,7 +51,7 @@ def applies(form: Implementation, keys_across: bool, config: DecoderConfig, mesh
     """
     parts, H = 1 if mesh.empty else mesh.shape["tensor"], config.head_dim
     divisible = config.heads % parts == 0 and config.kv_heads % parts == 0
-    if keys_across:
+    if k_transposed:
         return divisible
     if form == "splash":
         return divisible and H % LANES == 0
@@ -81,7 +90,7 @@ def decode(
     own = ("rows", "kv_heads", None, None)
     scales = [(x, AXES[:4]) for x in (cache.k_scale, cache.v_scale) if x is not None]
     kernel = functools.partial(_on_gpu if form == "cudnn" else _on_tpu, interpret=interpret)
-    here = _by_groups if cache.keys_across else kernel
+    here = _by_groups if cache.k_transposed else kernel
     return on_own_rows(
         lambda first, *arrays: here(*arrays),
         q,
@@ -115,7 +124,7 @@ def _by_groups(q, k, v, layer, start, cached_k, cached_v, *scales) -> jax.Array:
 
         own = scored(own_k)  # [R, K, G, 1, 1]
         sums = own, jnp.ones_like(own), jnp.broadcast_to(own_v[:, :, None].astype(jnp.float32), (*own.shape[:4], H))
-        attended = apart(over_cache(sums, q.dtype, scored, look, length, S).astype(out.dtype))
+        attended = merge_heads(over_cache(sums, q.dtype, scored, look, length, S).astype(out.dtype))
         return jax.lax.dynamic_update_slice_in_dim(out, attended, g * R, 0)
 
     return jax.lax.fori_loop(0, B // R, group, jnp.zeros_like(q))

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from psearch_jax.chips import GIB, GPUS, Chip
+from psearch_jax.accelerators import GIB, GPUS, Chip
 from psearch_jax.config import PRESETS, Config, DecoderConfig, with_method
 from psearch_jax.hlo import Cost, cost
 from psearch_jax.limits import validate

@@ -44,7 +44,7 @@ class Chart:
     axis: str = "step"
     form: str = "lines"
     pooled: bool = False  # drawn for all questions together unless the page is filtered by a group
-    apart: bool = False  # bars of one run never share an x position, so they are drawn at full width
+    full_width: bool = False  # bars of one run never share an x position, so they are drawn at full width
 
     def as_json(self) -> dict[str, Any]:
         out = asdict(self)
@@ -119,7 +119,7 @@ def evaluation_charts(runs: Sequence[RunFiles], scores: Sequence[Mapping[str, Se
         finished += one[1]
     note = "With the bootstrap 95% interval over questions."
     return [
-        Chart("em", "Answers", "EM", note, em, "category", "bars", apart=True),
-        Chart("split", "Searching", "Questions split", SPLIT, split, "category", "bars", apart=True),
+        Chart("em", "Answers", "EM", note, em, "category", "bars", full_width=True),
+        Chart("split", "Searching", "Questions split", SPLIT, split, "category", "bars", full_width=True),
         *distribution_charts(searches, finished, "", pooled=False),
     ]

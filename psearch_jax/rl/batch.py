@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from psearch_jax.buckets import pick
-from psearch_jax.types import Packed, TrainBatch, Trajectory
+from psearch_jax.types import MicroBatch, TrainBatch, Trajectory
 
 
 def make_batch(
@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
 def micro_batches(
     batch: TrainBatch, rows: int, widths: Sequence[int], together: bool = True
-) -> list[tuple[list[Place], Packed]]:
+) -> list[tuple[list[Place], MicroBatch]]:
     """Packs a batch into micro-batches of exactly `rows` rows, each as wide as one of `widths`, the widest first.
 
     Trajectory lengths vary severalfold, so short ones share a row. A bin-packing heuristic chooses the number and
@@ -93,7 +93,7 @@ def micro_batches(
     return [(own, _packed(batch, own, rows, width)) for own, width in zip(places, taken, strict=True)]
 
 
-def padding(pieces: Sequence[tuple[list[Place], Packed]]) -> float:
+def padding(pieces: Sequence[tuple[list[Place], MicroBatch]]) -> float:
     """The share of the micro-batches' positions that are padding."""
     real, total = (sum(count(piece.segments) for _, piece in pieces) for count in (np.count_nonzero, np.size))
     return 1 - real / max(total, 1)
@@ -149,7 +149,7 @@ def _shrunk(taken: list[int], n: Sequence[int], widths: Sequence[int], rows: int
     return taken
 
 
-def _packed(batch: TrainBatch, places: Sequence[Place], rows: int, width: int) -> Packed:
+def _packed(batch: TrainBatch, places: Sequence[Place], rows: int, width: int) -> MicroBatch:
     moved = [name for name in TrainBatch.__dataclass_fields__ if name != "length"]
     out = {name: np.zeros((rows, width), getattr(batch, name).dtype) for name in moved}
     segments, positions = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.int32)
@@ -159,7 +159,7 @@ def _packed(batch: TrainBatch, places: Sequence[Place], rows: int, width: int) -
             out[name][row, start : start + n] = getattr(batch, name)[i, :n]
         segments[row, start : start + n] = segments[row].max() + 1
         positions[row, start : start + n] = np.arange(n)
-    return Packed(segments=segments, positions=positions, **out)
+    return MicroBatch(segments=segments, positions=positions, **out)
 
 
 def take_rows(batch: TrainBatch, places: np.ndarray) -> TrainBatch:

@@ -23,7 +23,7 @@ class RewardWeights:
     final_format: float = 0.0
     decomposition: float = 0.15
     search_count: float = 0.35
-    search_price: float = 0.0  # not published: subtracted per executed search
+    search_penalty: float = 0.0  # not published: subtracted per executed search
 
 
 def paper_reward(
@@ -48,7 +48,7 @@ def paper_reward(
     worth = float(right) if outcome == "em" else f1(trajectory.answer, question.answers)
     form = format_part(worth, trajectory.answer is not None, trajectory.well_formed, weights)
     searches = len(trajectory.executed)
-    penalty = weights.search_price * searches
+    penalty = weights.search_penalty * searches
     if gate_bonus_on_outcome and not right:
         return RewardParts(worth, form, 0.0, -penalty)
     decomposition = decomposition_part(kind, trajectory.decomposed, weights.decomposition)

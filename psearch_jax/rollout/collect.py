@@ -16,9 +16,9 @@ from flax import nnx
 from psearch_jax import processes, progress
 from psearch_jax.buckets import buckets
 from psearch_jax.config import RetrievalSection, RolloutSection
-from psearch_jax.models.apart import Apart
+from psearch_jax.models.unstacked import Unstacked
 from psearch_jax.rollout import sampling
-from psearch_jax.rollout.inflight import InFlight, Parts, Progress
+from psearch_jax.rollout.inflight import Parts, Progress, RolloutScheduler
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.rollout.sampler_state import Widths
 from psearch_jax.rollout.usage import Usage
@@ -43,7 +43,7 @@ class Collector:
       rollout, retrieval: budgets and options.
     """
 
-    in_flight: type[InFlight] = InFlight
+    in_flight: type[RolloutScheduler] = RolloutScheduler
 
     def __init__(
         self,
@@ -83,16 +83,16 @@ class Collector:
         other.parts, other.usage = replace(self.parts, retriever=retriever), Usage()
         return other
 
-    def warm_up(self, params: nnx.State, apart: Apart | None = None) -> None:
+    def warm_up(self, params: nnx.State, unstacked: Unstacked | None = None) -> None:
         """Compiles every shape that `collect` can need, so that no later step waits for a compilation.
 
         Args:
-          apart: `Sampler.take_apart(params)`, if it exists already.
+          unstacked: `Sampler.unstack(params)`, if it exists already.
         """
         with progress.step("compiling"):
-            self._warm_up(params, self.sampler.take_apart(params) if apart is None else apart)
+            self._warm_up(params, self.sampler.unstack(params) if unstacked is None else unstacked)
 
-    def _warm_up(self, params: nnx.State, apart: Apart | None) -> None:
+    def _warm_up(self, params: nnx.State, unstacked: Unstacked | None) -> None:
         rows, pool, widths = self.parts.piece_rows, self.parts.pool_rows, self.parts.widths
         state = self.sampler.new_state(self.parts.rollout.slots, self.parts.rollout.context_tokens)
         nothing = np.zeros(rows, np.int32)
@@ -102,7 +102,7 @@ class Collector:
             prompts = self.sampler.prefill(params, np.zeros((pool, width), np.int32), np.zeros(pool, np.int32))
             state = self.sampler.admit(state, prompts, nothing - 1, np.zeros((rows, 2), np.uint32), 1, 1, nothing - 1)
         for span in widths.spans:
-            state = self.sampler.generate(params, state, 1.0, span, apart=apart)
+            state = self.sampler.generate(params, state, 1.0, span, unstacked=unstacked)
         sampling.row_keys(0, 0, [np.zeros(8, np.uint32)], [0])
         jax.block_until_ready(state)
 
@@ -112,12 +112,12 @@ class Collector:
         other.parts, other.usage = replace(self.parts, widths=widths), Usage()
         return other
 
-    def compile(self, params: nnx.State, prompts: Sequence[int], apart: Apart | None = None) -> None:
+    def compile(self, params: nnx.State, prompts: Sequence[int], unstacked: Unstacked | None = None) -> None:
         """Compiles the programs of every width in several threads without running any: faster than `warm_up`.
 
         Args:
           prompts: the prompt widths to compile for; other widths are compiled when first needed.
-          apart: as `generate` will get it.
+          unstacked: as `generate` will get it.
         """
         rows, pool_rows, widths = self.parts.piece_rows, self.parts.pool_rows, self.parts.widths
         sampler, compiler = self.sampler, self.sampler.compile_only()
@@ -125,7 +125,7 @@ class Collector:
         nothing, keys = np.zeros(rows, np.int32), np.zeros((rows, 2), np.uint32)
 
         def generate(span: int) -> None:
-            compiler.generate(params, state, 1.0, span, apart=apart)
+            compiler.generate(params, state, 1.0, span, unstacked=unstacked)
 
         def prefill(width: int) -> None:
             compiler.prefill(params, np.zeros((pool_rows, width), np.int32), np.zeros(pool_rows, np.int32))
@@ -172,7 +172,7 @@ class Collector:
         """
         prompts: list[list[int]] = []
         processes.together(lambda: prompts.extend(map(self.render, questions)))  # an error in one is raised in all
-        flight = self.in_flight(self.parts, params, samples, seed, step, self.sampler.take_apart(params))
+        flight = self.in_flight(self.parts, params, samples, seed, step, self.sampler.unstack(params))
         flight.add(questions, prompts)
         while flight.refill(progress):
             flight.decode(temperature)
@@ -183,8 +183,8 @@ class Collector:
 
 def widths(rollout: RolloutSection, by_length: bool = False) -> Widths:
     """The widths of every program that `collect` can need; one span for a sampler that decodes `by_length`."""
-    token_widths = (buckets(most, rollout.widths) for most in (rollout.prompt_tokens, rollout.obs_tokens))
-    return Widths(*token_widths, buckets(rollout.context_tokens, 1 if by_length else rollout.widths))
+    token_widths = (buckets(most, rollout.num_buckets) for most in (rollout.prompt_tokens, rollout.obs_tokens))
+    return Widths(*token_widths, buckets(rollout.context_tokens, 1 if by_length else rollout.num_buckets))
 
 
 def pool_rows(rollout: RolloutSection, mesh: jax.sharding.Mesh) -> int:

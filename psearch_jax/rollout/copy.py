@@ -52,7 +52,7 @@ class SamplingCopy:
             return weights
         copy = self._cast(self._moved(weights, adapters))
         if self._in_place:
-            return lora.beside(weights, copy)
+            return lora.join_adapters(weights, copy)
         return with_head(copy, _head(copy)) if self._unties else copy
 
     def traced(self, weights: nnx.State, adapters: nnx.State | None = None) -> jax.stages.Traced:
@@ -62,7 +62,7 @@ class SamplingCopy:
     def _moved(self, weights: nnx.State, adapters: nnx.State | None) -> nnx.State:
         if adapters is None:
             return weights
-        return adapters if self._in_place else lora.beside(weights, adapters)
+        return adapters if self._in_place else lora.join_adapters(weights, adapters)
 
 
 @jax.jit

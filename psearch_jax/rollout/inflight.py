@@ -32,7 +32,7 @@ from flax import nnx
 from psearch_jax import processes
 from psearch_jax.buckets import pick
 from psearch_jax.config import RetrievalSection, RolloutSection
-from psearch_jax.models.apart import Apart
+from psearch_jax.models.unstacked import Unstacked
 from psearch_jax.rollout import sampling
 from psearch_jax.rollout.sampler import FOREVER, Sampler
 from psearch_jax.rollout.sampler_state import SamplerState, Status, Widths
@@ -110,14 +110,14 @@ class _Continuations:
     away: int = 0  # slots that wait for a background search until the next yield
 
 
-class InFlight:
+class RolloutScheduler:
     """Runs rollouts from question to trajectory; more questions may be added at any time.
 
     Args:
       params: the sampling copy of the policy.
       samples: R, rollouts per question.
       seed, step: parts of every rollout's random key.
-      apart: `Sampler.take_apart(params)`.
+      unstacked: `Sampler.unstack(params)`.
 
     Attributes:
       live: slot -> rollout, for this process's slots that are decoding, parked or waiting for a search.
@@ -126,7 +126,7 @@ class InFlight:
     """
 
     def __init__(
-        self, parts: Parts, params: nnx.State, samples: int, seed: int, step: int, apart: Apart | None = None
+        self, parts: Parts, params: nnx.State, samples: int, seed: int, step: int, unstacked: Unstacked | None = None
     ):
         self.parts, self.params, self.samples = parts, params, samples
         self.rollout, self.sampler = parts.rollout, parts.sampler
@@ -154,7 +154,7 @@ class InFlight:
         self._away = 0  # rows of all processes that wait for a search while others decode
         self._searched_for: dict[int, tuple[str, ...]] = {}  # own rows among them: slot -> queries
         self._search_ahead: Future | None = None  # the background search for them
-        self.apart = apart
+        self.unstacked = unstacked
         self.state = self.sampler.new_state(self.rows, self.rollout.context_tokens)
 
     def add(self, questions: Sequence[Question], prompts: Sequence[list[int]]) -> None:
@@ -297,7 +297,7 @@ class InFlight:
     def decode(self, temperature: float | np.ndarray, most: int = FOREVER) -> None:
         """Samples until enough rows wait, or `most` tokens per row; one temperature for all slots, or one per slot."""
         self.state = self.sampler.generate(
-            self.params, self.state, temperature, self._span(), self._more, self._away, most, self.apart
+            self.params, self.state, temperature, self._span(), self._more, self._away, most, self.unstacked
         )
 
     def _span(self) -> int:

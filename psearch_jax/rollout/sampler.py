@@ -32,10 +32,10 @@ from jax.sharding import Mesh, NamedSharding
 from psearch_jax import platforms
 from psearch_jax.config import DecoderConfig, Lora
 from psearch_jax.models import decoder, int8, kv_cache, lora, ragged
-from psearch_jax.models.apart import Apart
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.models.decoder import NEG_INF
 from psearch_jax.models.kv_cache import KVCache
+from psearch_jax.models.unstacked import Unstacked
 from psearch_jax.rollout import boundary, sampling
 from psearch_jax.rollout.boundary import BoundaryTables
 from psearch_jax.rollout.sampler_state import SamplerState, Status, Widths
@@ -83,8 +83,8 @@ class Sampler:
       adapters: of the graph, if it has any; `params` below then holds weights and adapters.
       int8_weights: the graph's kernels are in int8.
       int8_cache: cached keys and values are in int8.
-      unstacked: `generate` first copies each layer's weights into separate arrays (models/apart.py), unless it gets
-        such a copy.
+      unstacked: `generate` first copies each layer's weights into separate arrays (models/unstacked.py), unless it
+        gets such a copy.
 
     Attributes:
       by_length: decoding reads each row's cache only up to the row's length, so a smaller `span` saves nothing.
@@ -137,7 +137,7 @@ class Sampler:
         # Int8 kernels are converted at each step whatever their layout, so they are not transposed.
         narrow = int8_weights or (dtype != jnp.float32 and platforms.cpu_multiplies(dtype))
         self._across = self._on_one_cpu and not narrow
-        self._take_apart = jax.jit(lambda params: nnx.merge(self._graph, params).apart(self._across))
+        self._unstack = jax.jit(lambda params: nnx.merge(self._graph, params).unstack(self._across))
         self._run = _call
 
     # ---- the five calls ----
@@ -207,7 +207,7 @@ class Sampler:
         refill: bool = False,
         away: int = 0,
         most: int = FOREVER,
-        apart: Apart | None = None,
+        unstacked: Unstacked | None = None,
     ) -> SamplerState:
         """Samples until no row is running or enough rows wait. Temperature 0 is greedy (log-probs at temperature 1).
 
@@ -218,7 +218,7 @@ class Sampler:
           refill: rollouts wait for a slot, so finished rows count as waiting, like parked rows.
           away: number of parked rows for which a yield could do nothing; they do not count as waiting.
           most: maximum tokens per row in this call, for streaming.
-          apart: `take_apart(params)`.
+          unstacked: `unstack(params)`.
         """
         rows, positions = state.ids.shape
         with jax.set_mesh(self.mesh):
@@ -231,16 +231,16 @@ class Sampler:
                 np.bool_(refill),
                 np.int32(away),
                 np.int32(most),
-                apart,
+                unstacked,
                 span=span or positions,
             )
 
-    def take_apart(self, params: nnx.State) -> Apart | None:
+    def unstack(self, params: nnx.State) -> Unstacked | None:
         """A copy of all layers for many calls of `generate`; None if each call copies, or reads the stacked layers."""
         if not (self._unstacked and self._on_one_cpu):
             return None
         with jax.set_mesh(self.mesh):
-            return self._take_apart(params)
+            return self._unstack(params)
 
     def compile_only(self) -> Sampler:
         """A sampler whose calls compile this one's programs without running them, in any thread. They return None, so
@@ -262,7 +262,7 @@ class Sampler:
         """`params` as ShapeDtypeStructs with shardings: weights, and adapters if the graph has any."""
         _, abstract = decoder.abstract_params(self.config)
         if self._lora:
-            abstract = lora.beside(abstract, lora.abstract_adapters(self.config, self._lora))
+            abstract = lora.join_adapters(abstract, lora.abstract_adapters(self.config, self._lora))
         rounding = int8.with_kernels if self._int8_weights else None
         params = jax.eval_shape(sampling_cast(abstract, self.dtype, self.mesh, rounding), abstract)
         return placed(params, param_shardings(params, SAMPLING, self.mesh))
@@ -409,10 +409,20 @@ class Sampler:
         )
 
     def _generate_program(
-        self, params, tables: _Tables, state: SamplerState, temperature, refill, away, most, apart=None, *, span: int
+        self,
+        params,
+        tables: _Tables,
+        state: SamplerState,
+        temperature,
+        refill,
+        away,
+        most,
+        unstacked: Unstacked | None = None,
+        *,
+        span: int,
     ) -> SamplerState:
         model = nnx.merge(self._graph, params)
-        apart = model.apart(self._across) if apart is None and self._unstacked else apart
+        unstacked = model.unstack(self._across) if unstacked is None and self._unstacked else unstacked
         begun = state.steps
 
         def go_on(state: SamplerState) -> jax.Array:
@@ -422,13 +432,13 @@ class Sampler:
             enough = waiting >= self._yield_share * (running + waiting)
             return (running > 0) & ~enough & (state.steps - begun < most)
 
-        decode = functools.partial(self._decode, model, apart, tables, temperature, span)
+        decode = functools.partial(self._decode, model, unstacked, tables, temperature, span)
         return jax.lax.while_loop(go_on, decode, state)
 
     def _decode(
         self,
         model: Any,
-        apart: Apart | None,
+        unstacked: Unstacked | None,
         tables: _Tables,
         temperature: jax.Array,  # [B]
         span: int,
@@ -441,9 +451,9 @@ class Sampler:
         # A waiting row gets position 0: it attends to no cached position, and by-length decoding skips its cache.
         at = jnp.maximum(jnp.where(running, state.length, 0) - 1, 0)
         inputs = jnp.take_along_axis(state.ids, at[:, None], axis=1)
-        hidden, (k, v) = model.hidden(inputs, state.cache, at, keep_kv=True, span=span, apart=apart)
+        hidden, (k, v) = model.hidden(inputs, state.cache, at, keep_kv=True, span=span, unstacked=unstacked)
         greedy = temperature == 0
-        logits = model.logits(hidden[:, 0], 1.0, self._n_ids, apart)
+        logits = model.logits(hidden[:, 0], 1.0, self._n_ids, unstacked)
         finite = jnp.all(jnp.isfinite(logits), axis=-1)
         sampled = running & finite
         logits = logits / jnp.where(greedy, 1.0, temperature)[:, None]

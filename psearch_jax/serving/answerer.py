@@ -22,11 +22,11 @@ from flax import nnx
 
 from psearch_jax import processes
 from psearch_jax.limits import HOTTEST
-from psearch_jax.models.apart import Apart
+from psearch_jax.models.unstacked import Unstacked
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.inflight import in_background
 from psearch_jax.rollout.sampler_state import Status
-from psearch_jax.serving.flight import Served
+from psearch_jax.serving.flight import ServingScheduler
 from psearch_jax.text import tags
 from psearch_jax.text.answers import normalise
 from psearch_jax.types import Question, Trajectory, Turn, UserError
@@ -81,7 +81,7 @@ class Answerer:
       params: the sampling copy of the policy.
       seed: combined with each question's own seed.
       every: tokens decoded per row between two event updates: fewer stream more smoothly and cost a little more.
-      apart: the result of `Sampler.take_apart(params)`, if there is one already.
+      unstacked: the result of `Sampler.unstack(params)`, if there is one already.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class Answerer:
         params: nnx.State,
         seed: int = 0,
         every: int = EVERY,
-        apart: Apart | None = None,
+        unstacked: Unstacked | None = None,
     ):
         parts = collector.parts
         # Searches overlap with decoding, so that queries can be streamed before their passages arrive.
         self._parts = replace(parts, rollout=replace(parts.rollout, overlap_search=True))
         self._collector, self._params, self._seed, self._every = collector, params, seed, every
-        self._apart = collector.sampler.take_apart(params) if apart is None else apart
+        self._unstacked = collector.sampler.unstack(params) if unstacked is None else unstacked
         self._arrived: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._asked: dict[int, _Asked] = {}  # by rollout order
         self._failing, self._closed = False, False
@@ -188,7 +188,7 @@ class Answerer:
         self._fail()
 
     def _serve(self) -> None:
-        flight = Served(self._parts, self._params, 1, self._seed, 0, self._apart)
+        flight = ServingScheduler(self._parts, self._params, 1, self._seed, 0, self._unstacked)
         self._failing = False
         while self._next(flight):
             pass
@@ -202,7 +202,7 @@ class Answerer:
         for asked in filter(None, waiting):
             _tell(asked, Event("error", FAILED))
 
-    def _next(self, flight: Served) -> bool:
+    def _next(self, flight: ServingScheduler) -> bool:
         """Decodes a few tokens for all rows; blocks while there are no questions. False after `close`."""
         self._join(flight)
         if self._closed:
@@ -222,7 +222,7 @@ class Answerer:
         self._report(flight)
         return True
 
-    def _join(self, flight: Served) -> None:
+    def _join(self, flight: ServingScheduler) -> None:
         """Adds the questions that have arrived; blocks for the first one if none is being answered."""
         while True:
             try:
@@ -235,7 +235,7 @@ class Answerer:
                 self._asked[flight.added] = asked
                 flight.add([asked.question], [asked.prompt])
 
-    def _watch(self, flight: Served) -> None:
+    def _watch(self, flight: ServingScheduler) -> None:
         """Sends the new text of rows that are still decoding."""
         status, length, ids = processes.fetch((flight.state.status, flight.state.length, flight.state.ids))
         for slot, live in flight.live.items():
@@ -245,7 +245,7 @@ class Answerer:
             written = self._parts.tokenizer.decode(ids[slot, live.turn_start : length[slot]], control=True)
             _say(asked, written.rstrip("\ufffd"))  # the bytes of an incomplete character
 
-    def _report(self, flight: Served) -> None:
+    def _report(self, flight: ServingScheduler) -> None:
         """Sends the events of every row that stopped."""
         live = {one.order: one.turns for one in flight.live.values()}
         for order, asked in list(self._asked.items()):

@@ -34,7 +34,7 @@ from starlette.types import Receive, Scope, Send
 
 from psearch_jax.limits import HOTTEST, MAX_SEED
 from psearch_jax.serving.answerer import Answerer, Event
-from psearch_jax.serving.console import Told, as_json, rankings
+from psearch_jax.serving.console import AnswerSummary, as_json, rankings
 from psearch_jax.serving.openapi import description
 from psearch_jax.types import Trajectory, UserError
 from retrieval import http
@@ -263,8 +263,8 @@ async def _whole(about: dict[str, Any], asking: Asking, events: Events, metrics:
     return {**about, "object": "chat.completion", "choices": [choice], **more}
 
 
-async def _all(events: Events, metrics: Metrics) -> Told:
-    summary = Told()
+async def _all(events: Events, metrics: Metrics) -> AnswerSummary:
+    summary = AnswerSummary()
     async for event in events:
         summary.add(event)
         if event.kind == "search":
@@ -282,7 +282,7 @@ async def _stream(
         content = {**about, "object": "chat.completion.chunk", "choices": [choice], **more}
         return b"data: " + json.dumps(content).encode() + b"\n\n"
 
-    summary = Told()
+    summary = AnswerSummary()
     yield chunk({"role": "assistant"})
     async for event in events:
         summary.add(event)

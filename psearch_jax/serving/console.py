@@ -27,7 +27,7 @@ WITHOUT = {
 
 
 @dataclass
-class Told:
+class AnswerSummary:
     """The timings and the outcome of one question, accumulated from its events."""
 
     seconds: list[float] = field(default_factory=list)  # model time per turn
@@ -92,7 +92,7 @@ class Shown:
         elif event.kind == "error":
             self._line(f"error: {event.text}", "bold red")
 
-    def sum_up(self, told: Told) -> None:
+    def sum_up(self, told: AnswerSummary) -> None:
         """Prints the answer, the passages that contain it, and the timings."""
         if told.trajectory is None:
             return
@@ -126,7 +126,7 @@ class Shown:
             self._at_start = text.endswith("\n")
 
 
-def took(told: Told) -> str:
+def took(told: AnswerSummary) -> str:
     """One line with the counts of turns and searches, and the seconds."""
     trajectory = told.trajectory
     assert trajectory is not None
@@ -138,7 +138,7 @@ def took(told: Told) -> str:
     return f"{counted}{of}, {told.total:.2f} s (model {model}; searching {sum(told.search_seconds):.2f})"
 
 
-def as_json(question: str, told: Told) -> dict[str, Any]:
+def as_json(question: str, told: AnswerSummary) -> dict[str, Any]:
     """The object that `--json` prints for a question."""
     trajectory = told.trajectory
     if trajectory is None:

@@ -8,14 +8,14 @@ import time
 from concurrent.futures import wait
 from typing import Any
 
-from psearch_jax.rollout.inflight import InFlight, in_background
+from psearch_jax.rollout.inflight import RolloutScheduler, in_background
 
 log = logging.getLogger("psearch_jax")
 TOGETHER_S = 0.05  # if no row decodes, wait this long for the search before admitting new questions
 RETRY_S = 10.0  # after a batched search failed, retry its rows one by one for this long
 
 
-class Served(InFlight):
+class ServingScheduler(RolloutScheduler):
     """Rollouts in one process that polls its searches by wall clock, which would make training irreproducible.
 
     Attributes:

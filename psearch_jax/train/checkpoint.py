@@ -315,7 +315,7 @@ def load_params(
 ) -> tuple[DecoderConfig, nnx.State, dict[str, Any]]:
     """Shape, parameters and loop record of a checkpoint, for export and evaluation.
 
-    For adapters, the parameters include their base weights (`lora.beside`), both in the dtypes of the run.
+    For adapters, the parameters include their base weights (`lora.join_adapters`), both in the dtypes of the run.
 
     Args:
       path: one checkpoint, or a run directory for its newest readable one.
@@ -355,7 +355,7 @@ def _load_params(
         raise _unreadable(checkpoint, "params", error) from error
     params = decoder.with_values(abstract, values)
     if record:
-        params = lora.beside(_base(config, loop, place, checkpoint), params)
+        params = lora.join_adapters(_base(config, loop, place, checkpoint), params)
     return config, params, loop
 
 

@@ -22,7 +22,7 @@ from psearch_jax.models import lora as adapters
 from psearch_jax.rl.losses import VALUE_METRICS, value_loss
 from psearch_jax.sharding import STORAGE, param_shardings
 from psearch_jax.train.trainable import Trainable, read
-from psearch_jax.types import Packed
+from psearch_jax.types import MicroBatch
 
 
 def critic_learning(config: Config) -> LearningSection:
@@ -31,7 +31,7 @@ def critic_learning(config: Config) -> LearningSection:
     return replace(config.learning, learning_rate=own.learning_rate, warmup_ratio=own.warmup_ratio)
 
 
-def token_values(model: decoder.Decoder, piece: Packed) -> jax.Array:
+def token_values(model: decoder.Decoder, piece: MicroBatch) -> jax.Array:
     """The value of the prefix of every token in the mask, including passages inserted since the previous such token.
 
     Returns:
@@ -70,10 +70,10 @@ class Critic(Trainable):
             model, learning, optimizer, mesh, context_tokens, dtype, remat, shard_residual, lora, widths, values=True
         )
 
-    def _scores(self, model: decoder.Decoder, piece: Packed) -> jax.Array:
+    def _scores(self, model: decoder.Decoder, piece: MicroBatch) -> jax.Array:
         return token_values(model, piece)
 
-    def _loss(self, model: decoder.Decoder, piece: Packed) -> tuple[Ratio, dict[str, Ratio]]:
+    def _loss(self, model: decoder.Decoder, piece: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
         values = token_values(model, piece)
         return value_loss(values, piece.values, piece.returns, piece.mask, self._value_clip)
 
@@ -88,8 +88,8 @@ def first_params(policy: nnx.State, model: DecoderConfig, lora: Lora | None, see
 
     def fresh() -> nnx.State:
         head = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_head)
-        return adapters.beside(adapters.init_adapters(model, lora, seed), head) if lora else head
+        return adapters.join_adapters(adapters.init_adapters(model, lora, seed), head) if lora else head
 
     abstract_head = adapters.value_head(decoder.abstract_params(model, values=True)[1])
     initial = jax.jit(fresh, out_shardings=param_shardings(jax.eval_shape(fresh), STORAGE, mesh))()
-    return initial if lora else adapters.beside(without_lm_head(policy), initial)
+    return initial if lora else adapters.join_adapters(without_lm_head(policy), initial)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from psearch_jax.chips import chip_of, forward_flops
+from psearch_jax.accelerators import chip_of, forward_flops
 from psearch_jax.config import Config, DecoderConfig
 from psearch_jax.metrics import mean
 from psearch_jax.rl.advantages import carry_signal

@@ -21,11 +21,11 @@ from psearch_jax.rl.losses import METRICS, policy_loss
 from psearch_jax.rollout.copy import SamplingCopy
 from psearch_jax.sharding import STORAGE, param_shardings, placed
 from psearch_jax.train.trainable import Trainable, empty_piece, go_on, read
-from psearch_jax.types import Packed, TrainBatch
+from psearch_jax.types import MicroBatch, TrainBatch
 
 
 def token_logprobs(
-    model: decoder.Decoder, piece: Packed, temperature: float, n_ids: int
+    model: decoder.Decoder, piece: MicroBatch, temperature: float, n_ids: int
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of every token in the mask given its trajectory's prefix, and the entropy there.
 
@@ -103,7 +103,7 @@ class Learner(Trainable):
         """`score` with the reference: complete weights, or the adapters that a run started from. [N, S] float32."""
         return self._over_batch(lambda piece: self._by_reference(reference, piece), batch, look)
 
-    def _by_reference(self, reference: nnx.State, piece: Packed) -> jax.Array:
+    def _by_reference(self, reference: nnx.State, piece: MicroBatch) -> jax.Array:
         if "adapters" in reference:
             return self._score(reference, self._frozen_inputs, piece)
         return self._reference_score(reference, None, piece)
@@ -133,10 +133,10 @@ class Learner(Trainable):
         """(weights, adapters): (base, params) with LoRA, else (params, None)."""
         return (base, params) if self._lora else (params, None)
 
-    def _scores(self, model: decoder.Decoder, piece: Packed) -> jax.Array:
+    def _scores(self, model: decoder.Decoder, piece: MicroBatch) -> jax.Array:
         return token_logprobs(model, piece, self._temperature, self._n_ids)[0]
 
-    def _loss(self, model: decoder.Decoder, piece: Packed) -> tuple[Ratio, dict[str, Ratio]]:
+    def _loss(self, model: decoder.Decoder, piece: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
         learning = self._learning
         logp, entropy = token_logprobs(model, piece, self._temperature, self._n_ids)
         old = piece.sampler_logprobs if learning.old_logprobs == "sampler" else piece.old_logprobs

@@ -30,8 +30,8 @@ class Rollouts:
 def draw(run: Run, questions: Sequence[Question], step: int, times: dict[str, float]) -> Rollouts:
     """Collects rollouts of a step's questions, and of more questions while too few groups carry a signal.
 
-    A group whose rewards are all equal teaches nothing. Up to `train.redraws` more batches are taken from the loader,
-    until `train.prompts` groups carry a signal (dynamic sampling, arXiv 2503.14476 section 3.2).
+    A group whose rewards are all equal teaches nothing. Up to `train.dynamic_sampling_rounds` more batches are taken
+    from the loader, until `train.prompts` groups carry a signal (dynamic sampling, arXiv 2503.14476 section 3.2).
 
     Args:
       questions: those of this process.
@@ -53,7 +53,7 @@ def draw(run: Run, questions: Sequence[Question], step: int, times: dict[str, fl
 
     with run.phase("rollout", times):
         sampling = run.learner.sampling_copy(run.state.params)
-    for draws in range(1, config.train.redraws + 2):
+    for draws in range(1, config.train.dynamic_sampling_rounds + 2):
         with run.phase("rollout", times), progress.step("rollouts", len(questions) * config.rollout.samples, True):
             own = run.collector.collect(
                 sampling,
@@ -81,7 +81,7 @@ def draw(run: Run, questions: Sequence[Question], step: int, times: dict[str, fl
             valid = [t.status != "not_finite" for t in trajectories]
             advantages = group_advantages(totals, groups, config.learning.advantage, valid)
         enough = carry_signal(advantages, config.rollout.samples).sum() >= config.train.prompts
-        if enough or draws > config.train.redraws:
+        if enough or draws > config.train.dynamic_sampling_rounds:
             break
         questions = next(run.loader)
     return Rollouts(trajectories, rewards, totals, advantages, usage, draws)

@@ -28,13 +28,13 @@ DECIDES_NUMBERS = frozenset(
         "rollout.max_tokens_after_answer rollout.after_eos rollout.temperature rollout.top_p rollout.top_k "
         "rollout.label_subqueries rollout.initial_search rollout.unfinished reward.profile reward.format "
         "reward.final_format reward.decomposition reward.search_count reward.mixed reward.gate_bonus_on_outcome "
-        "reward.unfinished_penalty reward.outcome reward.search_price reward.overlong_tokens learning.advantage "
+        "reward.unfinished_penalty reward.outcome reward.search_penalty reward.overlong_tokens learning.advantage "
         "learning.clip_low learning.clip_high learning.kl_coefficient learning.aggregation learning.ratio "
         "learning.dual_clip learning.guard learning.algorithm learning.gamma learning.gae_lambda learning.kl_in "
         "learning.whiten learning.entropy_coefficient critic.learning_rate critic.warmup_ratio critic.value_clip "
-        "critic.alone_steps learning.importance_cap learning.old_logprobs learning.mini_batch_rollouts "
+        "critic.pretrain_steps learning.importance_cap learning.old_logprobs learning.mini_batch_rollouts "
         "learning.learning_rate learning.warmup_ratio learning.weight_decay learning.beta1 learning.beta2 "
-        "learning.gradient_clip train.prompts train.redraws eval.questions_per_kind eval.temperature "
+        "learning.gradient_clip train.prompts train.dynamic_sampling_rounds eval.questions_per_kind eval.temperature "
         "eval.also_greedy eval.seed eval.best_metric data.validation_share sft.epochs sft.batch_rows "
         "sft.learning_rate sft.warmup_ratio sft.final_learning_rate_ratio sft.weight_decay sft.validation_share"
     ).split()
@@ -50,8 +50,8 @@ DECIDES_BY_CONTENT = frozenset(
 FREE_TO_CHANGE = frozenset(
     (
         "model.shard_residual model.remat model.unstacked_decoding mesh.data mesh.fsdp mesh.tensor "
-        "retrieval.url retrieval.timeout_s retrieval.patience_s retrieval.token_file "
-        "retrieval.cache_queries retrieval.cache_mb rollout.slots rollout.widths rollout.yield_share "
+        "retrieval.url retrieval.timeout_s retrieval.retry_deadline_s retrieval.token_file "
+        "retrieval.cache_queries retrieval.cache_mb rollout.slots rollout.num_buckets rollout.yield_share "
         "rollout.overlap_search learning.micro_batch_rows learning.max_bad_steps train.steps "
         "train.checkpoint_every_steps train.checkpoint_every_minutes train.keep_checkpoints "
         "train.keep_every_steps train.trajectories_per_step eval.every_steps alarms.window alarms.over_splitting "

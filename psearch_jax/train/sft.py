@@ -28,7 +28,7 @@ from psearch_jax.train.learner import token_logprobs
 from psearch_jax.train.preemption import Interrupted, StopRequest
 from psearch_jax.train.state import TrainState
 from psearch_jax.train.trainable import Trainable
-from psearch_jax.types import Packed, TrainBatch, UserError
+from psearch_jax.types import MicroBatch, TrainBatch, UserError
 
 log = logging.getLogger("psearch_jax")
 
@@ -61,7 +61,7 @@ class SupervisedTrainer(Trainable):
         self._schedule, self._vocabulary = schedule, vocabulary
         super().__init__(model, learning, optimizer, mesh, context_tokens, dtype, remat, shard_residual, lora, widths)
 
-    def pack(self, rows: Sequence[Row]) -> list[Packed]:
+    def pack(self, rows: Sequence[Row]) -> list[MicroBatch]:
         """Packs rows into micro-batches of the run's widths."""
         return [piece for _, piece in self._pieces(row_batch(rows))]
 
@@ -73,10 +73,10 @@ class SupervisedTrainer(Trainable):
     def _learning_rate(self, state: TrainState) -> jax.Array:
         return self._schedule(state.updates)
 
-    def _scores(self, model: decoder.Decoder, piece: Packed) -> jax.Array:
+    def _scores(self, model: decoder.Decoder, piece: MicroBatch) -> jax.Array:
         return token_logprobs(model, piece, 1.0, self._vocabulary)[0]
 
-    def _loss(self, model: decoder.Decoder, piece: Packed) -> tuple[Ratio, dict[str, Ratio]]:
+    def _loss(self, model: decoder.Decoder, piece: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
         logprobs, entropy = token_logprobs(model, piece, 1.0, self._vocabulary)
         count = piece.mask.sum()
         loss = Ratio(-logprobs.sum(), count)  # 0 where the mask is 0
@@ -123,14 +123,14 @@ def make_optimizer(section: SFTSection, learning: LearningSection, steps: int) -
 class Batches(Protocol):
     """The micro-batches of every step, and a name under which its loss is logged ("" for plain `loss`)."""
 
-    def __getitem__(self, step: int) -> tuple[str, Sequence[Packed]]: ...
+    def __getitem__(self, step: int) -> tuple[str, Sequence[MicroBatch]]: ...
 
 
 class RowBatches:
     """Rows in batches, reshuffled every epoch. Seed and step determine the rows of a batch."""
 
     def __init__(
-        self, rows: Sequence[Row], batch_rows: int, seed: int, pack: Callable[[Sequence[Row]], Sequence[Packed]]
+        self, rows: Sequence[Row], batch_rows: int, seed: int, pack: Callable[[Sequence[Row]], Sequence[MicroBatch]]
     ):
         self._rows, self._pack = rows, pack
         self.rows, self.steps_per_epoch = len(rows), len(rows) // batch_rows
@@ -138,7 +138,7 @@ class RowBatches:
         order = grain.MapDataset.range(len(rows)).seed(seed).shuffle()[:used].repeat(None)
         self._batches = order.batch(batch_rows, drop_remainder=True)
 
-    def __getitem__(self, step: int) -> tuple[str, Sequence[Packed]]:
+    def __getitem__(self, step: int) -> tuple[str, Sequence[MicroBatch]]:
         return "", self._pack([self._rows[i] for i in self._batches[step]])
 
 
@@ -200,7 +200,7 @@ def fit(
         if metrics["bad_in_a_row"] >= options.max_bad_steps:
             raise UserError(
                 f"step {step + 1}: loss or gradient was not finite in {options.max_bad_steps} updates in a row, first "
-                f"in the gradient of {trainer.culprit(metrics)}; lower the learning rate"
+                f"in the gradient of {trainer.first_nonfinite_param(metrics)}; lower the learning rate"
             )
         window.append({f"{name}/{key}" if name and key in trainer.metrics else key: v for key, v in metrics.items()})
         tokens += sum(int(np.count_nonzero(piece.segments)) for piece in pieces)

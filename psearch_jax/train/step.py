@@ -68,15 +68,15 @@ def bad_in_a_row(metrics: Mapping[str, float]) -> int:
     return int(max(metrics.get(f"{who}bad_in_a_row", 0) for who in ("", CRITIC)))
 
 
-def culprit(run: Run, metrics: Mapping[str, float]) -> str:
+def first_nonfinite_param(run: Run, metrics: Mapping[str, float]) -> str:
     """The first parameter whose gradient was not finite in the updates that produced `metrics`."""
     if run.critic is None or metrics.get("bad_in_a_row", 0) >= metrics[f"{CRITIC}bad_in_a_row"]:
-        return run.learner.culprit(metrics)
-    return CRITIC + run.critic.culprit({"bad_gradient": metrics[f"{CRITIC}bad_gradient"]})
+        return run.learner.first_nonfinite_param(metrics)
+    return CRITIC + run.critic.first_nonfinite_param({"bad_gradient": metrics[f"{CRITIC}bad_gradient"]})
 
 
 def _policy_learns(run: Run, step: int) -> bool:
-    return run.critic is None or step >= run.config.critic.alone_steps
+    return run.critic is None or step >= run.config.critic.pretrain_steps
 
 
 def _is_probed(run: Run, step: int) -> bool:

@@ -33,7 +33,7 @@ from psearch_jax.train.checkpoint import Checkpoints, model_record
 from psearch_jax.train.preemption import StopRequest
 from psearch_jax.train.sft import FitOptions, SupervisedTrainer, fit
 from psearch_jax.train.state import init_state
-from psearch_jax.types import KINDS, Packed, Question, UserError
+from psearch_jax.types import KINDS, MicroBatch, Question, UserError
 from retrieval.protocol import Passage, Retriever
 
 log = logging.getLogger("psearch_jax")
@@ -170,7 +170,7 @@ class Batches:
                 raise UserError(f"config.buckets={config.buckets}: no row of skill {skill!r} fits into the widest")
             self.pools[skill] = pools
 
-    def __getitem__(self, step: int) -> tuple[str, list[Packed]]:
+    def __getitem__(self, step: int) -> tuple[str, list[MicroBatch]]:
         """The skill of a step and one unpacked micro-batch [B, T], where B * T is about `tokens_per_batch`."""
         rng = np.random.default_rng([self.config.seed, step, 0x0B])
         skill = SKILLS[rng.choice(len(SKILLS), p=self._weights(step))]
@@ -192,12 +192,12 @@ class Batches:
         return np.asarray(phase.weights) / sum(phase.weights)
 
 
-def _one_row_each(ids: np.ndarray, mask: np.ndarray) -> Packed:
+def _one_row_each(ids: np.ndarray, mask: np.ndarray) -> MicroBatch:
     """A micro-batch of unpacked rows. Padding has token id 0 and mask 0, and is on the right."""
     zeros = np.zeros(ids.shape, np.float32)
     positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
     segments = np.ones_like(ids)
-    return Packed(ids, segments, positions, mask.astype(np.float32), zeros, zeros, zeros, zeros, zeros, zeros)
+    return MicroBatch(ids, segments, positions, mask.astype(np.float32), zeros, zeros, zeros, zeros, zeros, zeros)
 
 
 def syllable_ids(tokenizer: Tokenizer) -> list[list[int]]:

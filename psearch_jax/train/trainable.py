@@ -30,9 +30,9 @@ from psearch_jax.models.transposed import multiplies_slowly_transposed, with_tra
 from psearch_jax.rl.batch import Place, micro_batches, padding
 from psearch_jax.sharding import constrain, is_one_cpu, placed, replicated, rows_sharding
 from psearch_jax.train.state import TrainState, abstract_state, learning_rate, state_shardings
-from psearch_jax.types import Packed, TrainBatch
+from psearch_jax.types import MicroBatch, TrainBatch
 
-jax.tree_util.register_dataclass(Packed)  # here, because types.py needs no jax
+jax.tree_util.register_dataclass(MicroBatch)  # here, because types.py needs no jax
 Sums = tuple[nnx.State, Ratio, dict[str, Ratio]]  # gradients, loss and metrics, not divided yet
 _INTEGERS = ("ids", "segments", "positions")  # int32 fields of a micro-batch; the others are float32
 
@@ -41,10 +41,10 @@ def go_on() -> None:
     """Default for `look`: never interrupts."""
 
 
-def empty_piece(rows: int, width: int, like: Callable[[tuple[int, int], Any], Any]) -> Packed:
+def empty_piece(rows: int, width: int, like: Callable[[tuple[int, int], Any], Any]) -> MicroBatch:
     """A micro-batch of `rows` empty rows; `like` makes an array from a shape and a dtype."""
-    dtypes = {name: jnp.int32 if name in _INTEGERS else jnp.float32 for name in Packed.__dataclass_fields__}
-    return Packed(**{name: like((rows, width), dtype) for name, dtype in dtypes.items()})
+    dtypes = {name: jnp.int32 if name in _INTEGERS else jnp.float32 for name in MicroBatch.__dataclass_fields__}
+    return MicroBatch(**{name: like((rows, width), dtype) for name, dtype in dtypes.items()})
 
 
 def live(graph: nnx.GraphDef, params: nnx.State, base: nnx.State | None) -> decoder.Decoder:
@@ -52,7 +52,7 @@ def live(graph: nnx.GraphDef, params: nnx.State, base: nnx.State | None) -> deco
     return nnx.merge(graph, params) if base is None else nnx.merge(graph, base, params)
 
 
-def read(model: decoder.Decoder, piece: Packed) -> tuple[jax.Array, jax.Array, jax.Array]:
+def read(model: decoder.Decoder, piece: MicroBatch) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Hidden states [B, W, D] of packed rows, their token ids [B, W], and their mask as [B, W] bool."""
     ids, segments = constrain(piece.ids, "rows", None), constrain(piece.segments, "rows", None)
     hidden, _ = model.hidden(ids, positions=piece.positions, segments=segments)
@@ -122,11 +122,11 @@ class Trainable(abc.ABC):
     # ---- implemented by policy and critic ----
 
     @abc.abstractmethod
-    def _scores(self, model: decoder.Decoder, piece: Packed) -> jax.Array:
+    def _scores(self, model: decoder.Decoder, piece: MicroBatch) -> jax.Array:
         """[B, W] float32, the score of every token in the mask; 0 elsewhere."""
 
     @abc.abstractmethod
-    def _loss(self, model: decoder.Decoder, piece: Packed) -> tuple[Ratio, dict[str, Ratio]]:
+    def _loss(self, model: decoder.Decoder, piece: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
         """The loss of a micro-batch and its metrics."""
 
     # ---- shared ----
@@ -169,7 +169,7 @@ class Trainable(abc.ABC):
         return state, metrics | {"update_padding": padding(pieces)}
 
     def update_micro_batches(
-        self, state: TrainState, micro_batches: Sequence[Packed], look: Callable[[], None] = go_on
+        self, state: TrainState, micro_batches: Sequence[MicroBatch], look: Callable[[], None] = go_on
     ) -> tuple[TrainState, dict[str, float]]:
         """`update` on micro-batches that the caller has packed. Each distinct shape is compiled once."""
         sums = self._sums(state.params, micro_batches, look)
@@ -182,7 +182,7 @@ class Trainable(abc.ABC):
         grads, loss, _ = self._sums(params, [piece for _, piece in self._pieces(batch)], go_on)
         return jax.tree.map(lambda g: g / jnp.maximum(loss.count, 1.0), grads)
 
-    def culprit(self, metrics: Mapping[str, float]) -> str:
+    def first_nonfinite_param(self, metrics: Mapping[str, float]) -> str:
         """The name of the first parameter whose gradient was not finite in the update that produced `metrics`."""
         index = int(metrics["bad_gradient"])
         return "no parameter" if index < 0 else self._names[index]
@@ -219,7 +219,7 @@ class Trainable(abc.ABC):
         others = jax.tree.map(lambda _: replicated(mesh), sums[1:])
         sums = placed(sums, (self._places.params, *others))
 
-        def piece(width: int) -> Packed:
+        def piece(width: int) -> MicroBatch:
             place = rows_sharding(mesh, 2)
             return empty_piece(rows, width, lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place))
 
@@ -240,7 +240,7 @@ class Trainable(abc.ABC):
         return placed(self._abstract, self._places)
 
     def _over_batch(
-        self, program: Callable[[Packed], jax.Array], batch: TrainBatch, look: Callable[[], None]
+        self, program: Callable[[MicroBatch], jax.Array], batch: TrainBatch, look: Callable[[], None]
     ) -> np.ndarray:
         out = np.zeros(batch.ids.shape, np.float32)
         with jax.set_mesh(self.mesh):
@@ -256,10 +256,10 @@ class Trainable(abc.ABC):
                 out[i, :n] = values[row, start : start + n]
         return out
 
-    def _pieces(self, batch: TrainBatch) -> list[tuple[list[Place], Packed]]:
+    def _pieces(self, batch: TrainBatch) -> list[tuple[list[Place], MicroBatch]]:
         return micro_batches(batch, self._learning.micro_batch_rows, self._widths, self._together)
 
-    def _sums(self, params: nnx.State, pieces: Sequence[Packed], look: Callable[[], None]) -> Sums:
+    def _sums(self, params: nnx.State, pieces: Sequence[MicroBatch], look: Callable[[], None]) -> Sums:
         with jax.set_mesh(self.mesh), progress.step("update", len(pieces), patient=True):
             sums = self._zero(params)
             for done, piece in enumerate(pieces):
@@ -278,7 +278,7 @@ class Trainable(abc.ABC):
     def _scoring(self, graph: nnx.GraphDef) -> Callable[..., jax.Array]:
         """The compiled program (params, base, piece) -> scores for the model of `graph`."""
 
-        def program(params: nnx.State, base: nnx.State | None, piece: Packed) -> jax.Array:
+        def program(params: nnx.State, base: nnx.State | None, piece: MicroBatch) -> jax.Array:
             return self._scores(live(graph, params, base), piece)
 
         return jax.jit(program, out_shardings=replicated(self.mesh))
@@ -287,7 +287,7 @@ class Trainable(abc.ABC):
         zero = Ratio(jnp.float32(0), jnp.float32(0))
         return jax.tree.map(jnp.zeros_like, params), zero, dict.fromkeys(self.metrics, zero)
 
-    def _accumulate_program(self, params: nnx.State, base: nnx.State | None, sums: Sums, piece: Packed) -> Sums:
+    def _accumulate_program(self, params: nnx.State, base: nnx.State | None, sums: Sums, piece: MicroBatch) -> Sums:
         def total(params: nnx.State) -> tuple[jax.Array, tuple[Ratio, dict[str, Ratio]]]:
             loss, metrics = self._loss(live(self._graph, params, base), piece)
             return loss.total, (loss, metrics)

@@ -30,7 +30,7 @@ from psearch_jax.train.preemption import Interrupted, room_for_copy
 from psearch_jax.train.records import report, write_config, write_json, write_trajectories
 from psearch_jax.train.run import Run
 from psearch_jax.train.state import updates_per_step, warmup_updates, with_warmup
-from psearch_jax.train.step import CRITIC, bad_in_a_row, culprit, train_step
+from psearch_jax.train.step import CRITIC, bad_in_a_row, first_nonfinite_param, train_step
 from psearch_jax.types import UserError
 from retrieval.protocol import RetrievalError
 
@@ -153,7 +153,8 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         if (bad := bad_in_a_row(metrics)) >= config.learning.max_bad_steps:
             raise UserError(
                 f"step {step}: loss or gradient was not finite in {bad} updates in a row, first in the gradient of "
-                f"{culprit(run, metrics)}; lower its learning rate, or look at {workdir}/trajectories/{step:06d}.jsonl"
+                f"{first_nonfinite_param(run, metrics)}; lower its learning rate, or look at "
+                f"{workdir}/trajectories/{step:06d}.jsonl"
             )
         if metrics["status/not_finite"] == 1:  # gradients do not show this: every rollout is masked
             raise UserError(

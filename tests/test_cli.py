@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = """
 from absl import flags
 from ml_collections import config_flags
-from psearch_jax import launching
+from psearch_jax import cli
 from psearch_jax.types import UserError, listed
 from retrieval.protocol import CorpusError, RetrievalError
 
@@ -29,10 +29,10 @@ def main(argv):
     if flags.FLAGS.n == 5:
         raise ZeroDivisionError("a bug")
     import jax
-    launching.configure_jax()
+    cli.configure_jax()
     print(argv[1:], jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_entry_size_bytes)
 
-launching.run(main, positional={positional})
+cli.run(main, positional={positional})
 """
 
 

@@ -22,7 +22,7 @@ from typing import Any
 STEPS = "steps.json"
 
 
-class Workplace:
+class BuildJournal:
     """The folder of an unfinished build."""
 
     def __init__(self, folder: Path):
@@ -67,7 +67,7 @@ class Workplace:
 
 
 @contextmanager
-def workplace(folder: Path) -> Iterator[Workplace]:
+def build_journal(folder: Path) -> Iterator[BuildJournal]:
     """Lock `folder` for this process. Raises `OSError` while another process holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "a") as lock:
@@ -75,4 +75,4 @@ def workplace(folder: Path) -> Iterator[Workplace]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise OSError(f"{folder} is in use by another build") from None
-        yield Workplace(folder)
+        yield BuildJournal(folder)

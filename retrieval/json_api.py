@@ -53,7 +53,7 @@ class Settings:
     headers: dict[str, str] = field(default_factory=dict)
     body: dict[str, Any] = field(default_factory=dict)
     timeout_s: float = 10.0  # for a complete answer
-    patience_s: float = 60.0  # how long a failing query is retried
+    retry_deadline_s: float = 60.0  # how long a failing query is retried
     at_once: int = 8  # concurrent queries
     per_second: float = 0.0  # limit on queries per second; 0: none
     keep_s: float = 3600.0  # how long an answer is cached
@@ -116,7 +116,8 @@ class LiveSearch:
         If the service refuses a query (one that is too long, for example) but answered others, it gets no passages.
 
         Raises:
-          RetrievalError: the service refused, or gave no valid answer for `patience_s`. Earlier answers stay cached.
+          RetrievalError: the service refused, or gave no valid answer for `retry_deadline_s`. Earlier answers stay
+            cached.
         """
         cleaned = [" ".join(as_utf8(query).split())[:QUERY_CHARS] for query in queries]
         wanted = list(dict.fromkeys(filter(None, cleaned)))
@@ -144,7 +145,7 @@ class LiveSearch:
 
     def _patiently(self, query: str, k: int, given_up: threading.Event) -> list[Passage] | str:
         """Ask with retries. Returns the passages and caches them, or the reason why the service refuses the query."""
-        until, wait = time.monotonic() + self._settings.patience_s, FIRST_WAIT_S
+        until, wait = time.monotonic() + self._settings.retry_deadline_s, FIRST_WAIT_S
         while True:
             self._take_turn(given_up)
             if given_up.is_set():

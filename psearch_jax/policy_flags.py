@@ -17,7 +17,7 @@ from psearch_jax.types import UserError
 
 METHODS = list(get_args(Method))
 EXAMPLES = ("parallel", "sequential", "parallel")  # kinds of the example questions
-PATIENCE_S = 10.0  # maximum retrieval.patience_s while somebody waits for an answer
+PATIENCE_S = 10.0  # maximum retrieval.retry_deadline_s while somebody waits for an answer
 
 
 def define_flags(model: str | None) -> None:
@@ -104,7 +104,7 @@ def to_serve(root: Path, slots: int, samples: int = 1) -> Config:
         default = from_mapping(importlib.import_module("configs.smoke").get_config().to_dict())
     base = config(model(), default)
     # A user who waits should learn within seconds that a server is down.
-    retrieval = replace(base.retrieval, patience_s=min(PATIENCE_S, base.retrieval.patience_s))
+    retrieval = replace(base.retrieval, retry_deadline_s=min(PATIENCE_S, base.retrieval.retry_deadline_s))
     # A question that a user asks has no stored prompt, so the template is used.
     data = replace(base.data, prompt="template", source="" if passages() else base.data.source)
     rollout = replace(base.rollout, slots=-(-slots // jax.device_count()) * jax.device_count(), samples=samples)

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 
 from retrieval.client import HttpRetriever
-from retrieval.live import LiveSearch, read_settings
+from retrieval.json_api import LiveSearch, read_settings
 from retrieval.protocol import CorpusError, RetrievalError
 
 KEY = "s3cret/key"
@@ -121,7 +121,7 @@ def test_a_service_that_takes_json_and_answers_a_list(served, service, tmp_path,
 
 def test_failures_are_waited_out_and_then_told_without_the_key(served, service, tmp_path, monkeypatch, caplog):
     """A busy minute ends a run, a refusal does not end it at once, or the API key appears in a log."""
-    live = opened(tmp_path, monkeypatch, **settings(served[1], patience_s=5))
+    live = opened(tmp_path, monkeypatch, **settings(served[1], retry_deadline_s=5))
     busy = PlainTextResponse(f"slow down, {KEY}", 429)
     service.fail += [busy, PlainTextResponse("<html>", 200)]
     with caplog.at_level(logging.DEBUG):
@@ -190,7 +190,7 @@ def test_half_a_surrogate_pair_of_a_service(served, service, tmp_path, monkeypat
 
 def test_a_service_that_is_gone_costs_its_patience_and_no_more(tmp_path, monkeypatch):
     """Queries wait one after another, each until its own retry deadline."""
-    gone = settings("http://127.0.0.1:9", patience_s=0.5, timeout_s=1, at_once=2)
+    gone = settings("http://127.0.0.1:9", retry_deadline_s=0.5, timeout_s=1, at_once=2)
     live = opened(tmp_path, monkeypatch, **gone)
     began = time.monotonic()
     with pytest.raises(RetrievalError, match="127.0.0.1:9: no answer"):

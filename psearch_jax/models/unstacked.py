@@ -18,7 +18,7 @@ from psearch_jax.models.lora import KERNELS
 Weights = Mapping[str, jax.Array]  # of one layer, by name
 
 
-class Apart(NamedTuple):
+class Unstacked(NamedTuple):
     """What decoding uses in place of the model's stacked weights.
 
     Attributes:
@@ -30,7 +30,7 @@ class Apart(NamedTuple):
     head: jax.Array | None
 
 
-def taken_apart(weights: Weights, layers: int, head: jax.Array, across: bool) -> Apart:
+def unstack(weights: Weights, layers: int, head: jax.Array, across: bool) -> Unstacked:
     """Copies the weights of each layer into separate arrays.
 
     Args:
@@ -40,8 +40,8 @@ def taken_apart(weights: Weights, layers: int, head: jax.Array, across: bool) ->
     """
     each = tuple({name: x[layer] for name, x in weights.items()} for layer in range(layers))
     if not across:
-        return Apart(each, None)
-    return Apart(tuple(map(_turned, each)), head.T.astype(jnp.float32))
+        return Unstacked(each, None)
+    return Unstacked(tuple(map(_turned, each)), head.T.astype(jnp.float32))
 
 
 def _turned(layer: Weights) -> Weights:
