@@ -153,11 +153,11 @@ class HttpRetriever:
             else:
                 self._give(replica, size, failed=False)
                 if failures:
-                    log.warning("%s answers; going on", replica.url)
+                    log.warning("%s answers again; continuing", replica.url)
                 return answer
             if not failures:
                 deadline = time.monotonic() + self._retry_deadline_s
-                log.warning("%s; trying for up to %.0f s", cause, self._retry_deadline_s)
+                log.warning("%s; retrying for up to %.0f s", cause, self._retry_deadline_s)
             failures += 1
             if given_up.is_set() or time.monotonic() >= deadline:
                 raise RetrievalError(f"{self._urls()}: no answer in {self._retry_deadline_s:.0f} s; last: {cause}")

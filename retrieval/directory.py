@@ -255,7 +255,7 @@ def _shards(
             *(needed / 1e9, free / 1e9),
         )
         if shards < fitting:
-            log.warning("--shards=%d takes more memory than there may be; %d would fit", shards, fitting)
+            log.warning("--shards=%d may need more memory than is available; %d would fit", shards, fitting)
     if needed - used > free:
         raise OSError(errno.ENOSPC, f"it takes {needed / 1e9:.1f} GB, {(used + free) / 1e9:.1f} GB are free")
     return shards

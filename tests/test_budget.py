@@ -42,7 +42,7 @@ def test_shards_come_from_the_memory_there_is(tmp_path, monkeypatch, caplog):
         "320 rows of 64 dimensions in 3 shards: the build is expected to take up to 0.3 GB of memory"
     )
     assert build_index(tmp_path / "one", corpus, encoder, BuildOptions(1, 50))["kind"] == "dense"
-    assert "--shards=1 takes more memory than there may be; 3 would fit" in caplog.text
+    assert "--shards=1 may need more memory than is available; 3 would fit" in caplog.text
 
 
 def test_memory_of_a_container(tmp_path):

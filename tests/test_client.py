@@ -103,7 +103,7 @@ def test_a_stumbling_server_is_tried_again(caplog):
         assert HttpRetriever([server.url]).search(["a"], 1)[0][0].id == "7"
     assert len(server.requests) == 4
     first, last = (record.getMessage() for record in caplog.records)
-    assert "status 503" in first and "trying for up to 300 s" in first and "going on" in last
+    assert "status 503" in first and "retrying for up to 300 s" in first and "continuing" in last
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_a_server_that_comes_back_is_used(caplog):
         assert HttpRetriever([url], retry_deadline_s=30).search(["a"], 1)[0][0].id == "7"
     thread.join()
     working.http.server_close()
-    assert "going on" in caplog.records[-1].getMessage()
+    assert "continuing" in caplog.records[-1].getMessage()
 
 
 def test_the_token_travels():

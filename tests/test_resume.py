@@ -103,7 +103,7 @@ def test_every_difference_is_listed_and_nothing_changes(parts, tmp_path):
     with pytest.raises(UserError) as caught:
         trainer.train(run, tmp_path)
     line = str(caught.value)
-    assert "behind step 1" in line and "--allow_changes" in line and "\n" not in line
+    assert "after step 1" in line and "--allow_changes" in line and "\n" not in line
     for words in (
         "reward.format: 0.1, now 0.2",
         "learning.kl_coefficient: 0.001, now 0.5",

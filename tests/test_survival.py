@@ -183,7 +183,7 @@ def test_export_and_evaluation_pass_over_a_damaged_checkpoint(tiny_policy, tmp_p
     largest = max(params.rglob("*"), key=lambda p: p.is_file() and p.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
     assert checkpoint.load_params(tmp_path)[2]["step"] == 1
-    assert "trying the one before" in caplog.text
+    assert "trying the previous one" in caplog.text
     with pytest.raises(UserError, match="cannot be read"):
         checkpoint.load_params(tmp_path / "checkpoints" / "2")
     run([sys.executable, "launch/export_hf.py", f"--checkpoint={tmp_path}", f"--out={tmp_path / 'hf'}"])

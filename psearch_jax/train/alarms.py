@@ -88,18 +88,18 @@ class Alarms:
             self._likeliest, self._reward_then = now["logprob_of_correct"], now["reward"]
         fall = self._likeliest - now["logprob_of_correct"]
         if fall > at.likelihood_fall and now["reward"] <= self._reward_then:
-            active["likelihood"] = f"right rollouts lost {fall:.2f} nats an id, and the reward is no higher"
+            active["likelihood"] = f"correct rollouts lost {fall:.2f} nats per token, and the reward is no higher"
         if now["entropy"] < self._calmest:
             self._calmest = now["entropy"]
         if now["entropy"] - self._calmest > at.entropy_rise:
-            active["entropy"] = f"{now['entropy']:.2f} nats an id, up from {self._calmest:.2f}"
+            active["entropy"] = f"{now['entropy']:.2f} nats per token, up from {self._calmest:.2f}"
         if now["logp_gap"] > at.gap:
-            active["gap"] = f"sampler and trainer differ by {now['logp_gap']:.3f} nats an id"
+            active["gap"] = f"sampler and trainer differ by {now['logp_gap']:.3f} nats per token"
         gain = now["probe/em"] - now["probe/em_misled"]
         if now["probe/em"] > at.probe_gain and gain < at.probe_gain:
             active["retriever"] = (
-                f"EM {now['probe/em']:.2f}, and {now['probe/em_misled']:.2f} with what others find: searching "
-                "makes no difference"
+                f"EM {now['probe/em']:.2f}, and {now['probe/em_misled']:.2f} with passages retrieved for other questions: "
+                "searching makes no difference"
             )
         return active
 

@@ -104,7 +104,7 @@ class Checkpoints:
                     optimizer=ocp.args.StandardRestore(_by_position(_rest(state))),
                 )
             if problem:
-                log.warning("checkpoint %s cannot be read (%s); trying the one before", step, problem)
+                log.warning("checkpoint %s cannot be read (%s); trying the previous one", step, problem)
                 damaged.append(step)
                 continue
             self._set_aside(damaged)  # else the run could not save at these steps again
@@ -171,8 +171,8 @@ def writing(directory: Path) -> Iterator[None]:
         if processes.lost(error):  # not the disk
             raise processes.Lost(f"saving a checkpoint: {_first_line(error)}") from error
         raise UserError(
-            f"{directory}: a checkpoint cannot be written ({_first_line(error)}); those before are whole, "
-            "and the same command goes on from the newest"
+            f"{directory}: a checkpoint cannot be written ({_first_line(error)}); earlier ones are complete; "
+            "the same command resumes from the newest"
         ) from error
 
 
@@ -332,7 +332,7 @@ def load_params(
         except _Damaged as error:
             if checkpoint == candidates[-1]:
                 raise
-            log.warning("%s; trying the one before", error)
+            log.warning("%s; trying the previous one", error)
     raise AssertionError("find_checkpoints returns at least one")
 
 

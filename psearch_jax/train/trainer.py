@@ -85,7 +85,9 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
     if updates_per_step(config) > 1 or run.critic is not None:
         run.keeps_copy = room_for_copy(run.state)
         if not run.keeps_copy:
-            log.warning("no host memory for a copy of the state: SIGTERM during updates costs what is not saved yet")
+            log.warning(
+                "no host memory for a copy of the state: SIGTERM during updates loses the steps since the last checkpoint"
+            )
 
     # ---- evaluate before ----
     run.stop.watch()()
@@ -215,8 +217,8 @@ def _resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: bo
             )
         if changes and not allow_changes:
             raise UserError(
-                f"{workdir}: behind step {loop['step']} this run would go on with other settings than it was made "
-                f"with, {settings.described(changes)}; accepted: those it was made with, or --allow_changes"
+                f"{workdir}: after step {loop['step']} this run would resume with other settings, "
+                f"{settings.described(changes)}; accepted: the original settings, or --allow_changes"
             )
 
     run.fresh = None  # frees the initial weights before the checkpoint is loaded
