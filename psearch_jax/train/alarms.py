@@ -98,8 +98,8 @@ class Alarms:
         gain = now["probe/em"] - now["probe/em_misled"]
         if now["probe/em"] > at.probe_gain and gain < at.probe_gain:
             active["retriever"] = (
-                f"EM {now['probe/em']:.2f}, and {now['probe/em_misled']:.2f} with passages retrieved for other questions: "
-                "searching makes no difference"
+                f"EM {now['probe/em']:.2f}, and {now['probe/em_misled']:.2f} with passages retrieved for other "
+                "questions: searching makes no difference"
             )
         return active
 
