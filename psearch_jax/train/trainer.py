@@ -86,7 +86,8 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         run.keeps_copy = room_for_copy(run.state)
         if not run.keeps_copy:
             log.warning(
-                "no host memory for a copy of the state: SIGTERM during updates loses the steps since the last checkpoint"
+                "no host memory for a copy of the state: SIGTERM during updates loses the steps since the last "
+                "checkpoint"
             )
 
     # ---- evaluate before ----
