@@ -93,7 +93,7 @@ def test_the_order_is_the_cross_encoders_among_more_candidates(encoder):
 def test_directories_that_give_no_score_are_refused(tmp_path, directory):
     """A sentence encoder, or a classifier with three labels, would rank by noise."""
     three = write_cross_encoder(tmp_path / "three", labels=3)
-    with pytest.raises(CorpusError, match="3 x 48, accepted: one score"):
+    with pytest.raises(CorpusError, match="3 x 48, accepted: 1 x 48"):
         CrossEncoder(three)
     plain = write_model(tmp_path / "plain")
     with pytest.raises(CorpusError, match="pooler.dense.weight is missing"):
