@@ -12,22 +12,31 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from benchmarks.growth import drawn, growth
 from benchmarks.scripted import WORKS, Ours, Work, on_slots
-from benchmarks.timing import SIZES, by_turns, log, machine, missing, parser, rates, tabled, written
+from benchmarks.timing import (
+    SIZES,
+    add_model_flags,
+    by_turns,
+    log,
+    machine,
+    missing,
+    parser,
+    policies,
+    rates,
+    tabled,
+    written,
+)
 from benchmarks.yields import table_of_rules
 from psearch_jax.cli import configure_jax
 from psearch_jax.config import DecoderConfig
 from psearch_jax.models import decoder
-from psearch_jax.models.hf import load_hf
 
 OURS = "this project"
 PEERS = {"torch": True, "torch, re-prefilling": False}  # whether the cache is kept
@@ -69,10 +78,7 @@ def main(argv: Sequence[str]) -> None:
     if peers and (lacking := missing("torch", "transformers")):
         report["skipped"] = [f"{name}: left out, {lacking} is not installed" for name in peers]
         peers = {}
-    policies: dict[str, Any] = dict.fromkeys(flags.sizes)
-    if flags.model:
-        policies = {Path(flags.model).name: load_hf(flags.model, dtype=jnp.dtype(flags.dtype))}
-    for size, policy in policies.items():
+    for size, policy in policies(flags).items():
         for name in flags.works:
             work, settings = on_slots(WORKS[name](flags.scale), flags.slots), (flags.settings, flags.search_s)
             report["rollout"] += compare(size, work, list(peers), flags.repeats, *settings, flags.dtype, policy)
@@ -145,8 +151,7 @@ def compare(
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
     flags = parser("bench rollout", __doc__, WORKS, PEERS)
     flags.add_argument("--simulate", action="store_true", help="only simulate the cost of yielding rules, on the host")
-    flags.add_argument("--model", help="a Hugging Face directory, instead of the random policies of --sizes")
-    flags.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and products")
+    add_model_flags(flags)
     flags.add_argument("--slots", type=int, default=64, help="rows decoded in one batch, a multiple of 8")
     flags.add_argument("--growth", action="store_true", help="only ours, with more rows, turns or positions")
     flags.add_argument("--figure", help="as --growth, and plot it to this file (.svg, .png or .pdf)")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from psearch_jax.config import DecoderConfig
@@ -36,6 +37,23 @@ def parser(prog: str, description: str, works: Collection[str], peers: Collectio
     parser.add_argument("--repeats", type=int, default=5, help="timed runs per contender")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all lengths; below 1 for a quick test")
     return parser
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """--model and --dtype, for `policies`."""
+    parser.add_argument("--model", help="a Hugging Face directory, instead of the random policies of --sizes")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and products")
+
+
+def policies(flags: argparse.Namespace) -> dict[str, Any]:
+    """By name, the shape and weights of --model, or None for each random policy of --sizes."""
+    if not flags.model:
+        return dict.fromkeys(flags.sizes)
+    import jax.numpy as jnp
+
+    from psearch_jax.models.hf import load_hf
+
+    return {Path(flags.model).name: load_hf(flags.model, dtype=jnp.dtype(flags.dtype))}
 
 
 def by_turns(

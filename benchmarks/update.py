@@ -25,13 +25,24 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.scripted import Script, ragged
-from benchmarks.timing import SIZES, by_turns, log, machine, missing, parser, rates, tabled, written
+from benchmarks.timing import (
+    SIZES,
+    add_model_flags,
+    by_turns,
+    log,
+    machine,
+    missing,
+    parser,
+    policies,
+    rates,
+    tabled,
+    written,
+)
 from psearch_jax import programs
 from psearch_jax.buckets import buckets
 from psearch_jax.cli import configure_jax
 from psearch_jax.config import Config, DecoderConfig, Lora, MeshSection, from_mapping
 from psearch_jax.models import decoder, lora
-from psearch_jax.models.hf import load_hf
 from psearch_jax.sharding import make_mesh
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import TrainState, init_state, make_optimizer
@@ -53,10 +64,7 @@ def main(argv: Sequence[str]) -> None:
     lacking = {name: missing(*PEERS[name]) for name in flags.peers}
     report["skipped"] = [f"{name}: left out, {what} is not installed" for name, what in lacking.items() if what]
     peers = [name for name, what in lacking.items() if not what]
-    policies: dict[str, Any] = dict.fromkeys(flags.sizes)
-    if flags.model:
-        policies = {Path(flags.model).name: load_hf(flags.model, dtype=jnp.dtype(flags.dtype))}
-    for size, policy in policies.items():
+    for size, policy in policies(flags).items():
         for name in flags.works:
             masks = _masks(name, flags.scale, flags.lengths, flags.rows)
             lines = compare(size, masks, peers, flags.repeats, flags.dtype, policy)
@@ -232,10 +240,7 @@ def _recorded(path: Path) -> list[np.ndarray]:
 
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
     flags = parser("bench update", __doc__, WORKS, PEERS)
-    flags.add_argument("--model", help="a Hugging Face directory, instead of the random policies of --sizes")
-    flags.add_argument(
-        "--dtype", default="float32", choices=("float32", "bfloat16"), help="of products; needs --model"
-    )
+    add_model_flags(flags)
     flags.add_argument(
         "--rows", type=int, default=2 * MICRO_ROWS, help="rows of `equal`; `ragged` has twice that number"
     )

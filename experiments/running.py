@@ -34,7 +34,7 @@ from psearch_jax.types import UserError
 from retrieval.corpus import write_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
-Found = dict[str, dict[str, Any]]  # figures by "evaluation/set"
+Figures = dict[str, dict[str, Any]]  # figures by "evaluation/set"
 CONFIGS = {"smoke": smoke, "smoke_ppo": smoke_ppo}
 
 
@@ -201,8 +201,8 @@ def _corpus(work: Path, seed: int) -> Path:
     return file
 
 
-def _evaluated(experiment: Experiment, arm: Arm, place: Path, moment: str, model: str) -> Found:
-    figures: Found = {}
+def _evaluated(experiment: Experiment, arm: Arm, place: Path, moment: str, model: str) -> Figures:
+    figures: Figures = {}
     for name, evaluation in experiment.evaluations.items():
         out = place / f"{moment}-{_digest(asdict(evaluation), arm.arguments)}"
         if not (out / "results.json").is_file():

@@ -73,14 +73,14 @@ def distributions(
     return searches, finished
 
 
-def distribution_charts(searches: list[Line], finished: list[Line], told: str, pooled: bool) -> list[Chart]:
-    """The charts of the lines from `distributions`. `told` is appended to their notes."""
+def distribution_charts(searches: list[Line], finished: list[Line], note: str, pooled: bool) -> list[Chart]:
+    """The charts of the lines from `distributions`. `note` is appended to their notes."""
     return [
         Chart(
             "search_counts",
             "Searching",
             "Searches per rollout",
-            f"Share of rollouts by the number of searches.{told}",
+            f"Share of rollouts by the number of searches.{note}",
             searches,
             "category",
             "bars",
@@ -90,7 +90,7 @@ def distribution_charts(searches: list[Line], finished: list[Line], told: str, p
             "finished",
             "Searching",
             f"Finished by turn 1 to {LAST_TURN}",
-            f"Cumulative share of rollouts that have answered by each model call, as in the paper.{told}",
+            f"Cumulative share of rollouts that have answered by each model call, as in the paper.{note}",
             finished,
             "turn",
             pooled=pooled,

@@ -409,17 +409,7 @@ class Sampler:
         )
 
     def _generate_program(
-        self,
-        params,
-        tables: _Tables,
-        state: SamplerState,
-        temperature,
-        refill,
-        away,
-        most,
-        unstacked: Unstacked | None = None,
-        *,
-        span: int,
+        self, params, tables: _Tables, state: SamplerState, temperature, refill, away, most, unstacked=None, *, span
     ) -> SamplerState:
         model = nnx.merge(self._graph, params)
         unstacked = model.unstack(self._across) if unstacked is None and self._unstacked else unstacked

@@ -92,19 +92,19 @@ class Shown:
         elif event.kind == "error":
             self._line(f"error: {event.text}", "bold red")
 
-    def sum_up(self, told: AnswerSummary) -> None:
+    def sum_up(self, summary: AnswerSummary) -> None:
         """Prints the answer, the passages that contain it, and the timings."""
-        if told.trajectory is None:
+        if summary.trajectory is None:
             return
-        answered = told.trajectory.status == "answered"
+        answered = summary.trajectory.status == "answered"
         self._line("")
-        self._line(f"answer: {told.trajectory.answer}" if answered else WITHOUT[told.trajectory.status], ANSWER)
-        evidence = support(told.trajectory)
+        self._line(f"answer: {summary.trajectory.answer}" if answered else WITHOUT[summary.trajectory.status], ANSWER)
+        evidence = support(summary.trajectory)
         if evidence:
             self._line("found in:")
         for passage in evidence:
             self._line(f"  {one_line(passage)}")
-        self._line(took(told), DIM)
+        self._line(took(summary), DIM)
 
     def line(self, text: str) -> None:
         """Prints a line of the program itself."""
@@ -126,25 +126,25 @@ class Shown:
             self._at_start = text.endswith("\n")
 
 
-def took(told: AnswerSummary) -> str:
+def took(summary: AnswerSummary) -> str:
     """One line with the counts of turns and searches, and the seconds."""
-    trajectory = told.trajectory
+    trajectory = summary.trajectory
     assert trajectory is not None
     queries = sum(len(turn.queries) for turn in trajectory.executed)
     turns, searches = trajectory.model_calls, len(trajectory.executed)
     counted = f"{turns} turn{'s' * (turns != 1)}, {searches} search{'es' * (searches != 1)}"
     of = f" of {queries} queries" if queries != searches else ""
-    model = " + ".join(f"{seconds:.2f}" for seconds in told.seconds)
-    return f"{counted}{of}, {told.total:.2f} s (model {model}; searching {sum(told.search_seconds):.2f})"
+    model = " + ".join(f"{seconds:.2f}" for seconds in summary.seconds)
+    return f"{counted}{of}, {summary.total:.2f} s (model {model}; searching {sum(summary.search_seconds):.2f})"
 
 
-def as_json(question: str, told: AnswerSummary) -> dict[str, Any]:
+def as_json(question: str, summary: AnswerSummary) -> dict[str, Any]:
     """The object that `--json` prints for a question."""
-    trajectory = told.trajectory
+    trajectory = summary.trajectory
     if trajectory is None:
-        return {"question": question, "error": told.error}
-    searching: Iterator[float] = iter(told.search_seconds)
-    model: Iterator[float] = iter(told.seconds)
+        return {"question": question, "error": summary.error}
+    searching: Iterator[float] = iter(summary.search_seconds)
+    model: Iterator[float] = iter(summary.seconds)
     turns = [
         {
             "text": turn.text,
@@ -161,8 +161,8 @@ def as_json(question: str, told: AnswerSummary) -> dict[str, Any]:
         "status": trajectory.status,
         "turns": turns,
         "found_in": [passage.id for passage in support(trajectory)],
-        "first_text_seconds": round(told.first_text_seconds or told.total, 4),
-        "seconds": round(told.total, 4),
+        "first_text_seconds": round(summary.first_text_seconds or summary.total, 4),
+        "seconds": round(summary.total, 4),
     }
 
 

@@ -54,7 +54,8 @@ def draw(run: Run, questions: Sequence[Question], step: int, times: dict[str, fl
     with run.phase("rollout", times):
         sampling = run.learner.sampling_copy(run.state.params)
     for draws in range(1, config.train.dynamic_sampling_rounds + 2):
-        with run.phase("rollout", times), progress.step("rollouts", len(questions) * config.rollout.samples, True):
+        count = len(questions) * config.rollout.samples
+        with run.phase("rollout", times), progress.step("rollouts", count, patient=True):
             own = run.collector.collect(
                 sampling,
                 questions,
