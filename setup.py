@@ -25,7 +25,7 @@ EXTRAS = {
         "atheris>=3; sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.15'",
         "schemathesis>=4",  # sends the servers valid and invalid requests by their OpenAPI schemas
         "ruff>=0.8",
-        "import-linter>=2",
+        "import-linter>=2.16",
         "gcsfs>=2025.2",
         "gcp-storage-emulator>=2026",
         "bm25s>=0.2.6",  # the reference for BM25

@@ -4,14 +4,14 @@
 
 writes `runs/toy_sft/policy`, a Hugging Face directory; psearch_jax/assets/toy_policy is a copy of it. The same command
 resumes an interrupted run. `--config.seed=1` makes another cold start with other rows and initial weights. The fields
-and defaults are in psearch_jax/train/toy_sft.py.
+and defaults are in psearch_jax/sft/cold_start.py.
 """
 
 import dataclasses
 
 from ml_collections import ConfigDict
 
-from psearch_jax.train.toy_sft import ToySFTConfig
+from psearch_jax.sft.cold_start import ToySFTConfig
 
 
 def get_config() -> ConfigDict:

@@ -2,8 +2,8 @@
 
 Only the headings and the text between the entries are written here. The description of a field is the comment above
 or after it in psearch_jax/config.py. Its accepted values come from psearch_jax/limits.py, whether a resumed run may
-change it from psearch_jax/train/settings.py, and the changes of each config file from configs/. A test checks that the
-page is up to date.
+change it from psearch_jax/train/checkpointing/settings.py, and the changes of each config file from configs/. A test
+checks that the page is up to date.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 
 from psearch_jax import config, limits
 from psearch_jax.config import PRESETS, Config, from_mapping, with_method
-from psearch_jax.train import settings
-from psearch_jax.train.settings import fields
+from psearch_jax.train.checkpointing import settings
+from psearch_jax.train.checkpointing.settings import fields
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
@@ -190,7 +190,7 @@ def _files() -> Iterable[str]:
         if name.removesuffix(".py") == COLD_START:
             parts.append(
                 "A config of `launch/sft.py` with the fields of `ToySFTConfig` "
-                "([psearch_jax/train/toy_sft.py](../psearch_jax/train/toy_sft.py))."
+                "([psearch_jax/sft/cold_start.py](../psearch_jax/sft/cold_start.py))."
             )
         else:
             rows = [[_linked(n), f"`{_shown(defaults[n])}`", f"`{_shown(v)}`"] for n, v in changed.items()]

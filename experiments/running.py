@@ -23,13 +23,13 @@ from typing import Any
 
 from configs import smoke, smoke_ppo
 from experiments import Arm, Experiment
-from psearch_jax.data.closed_world import ClosedWorld
+from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.eval.evaluate import read_scores
 from psearch_jax.eval.scores import finished_by_turn, splitting, summarise
-from psearch_jax.paths import TOY_POLICY, write_whole
-from psearch_jax.train.alarms import ALARM, NAMES, read_rows
-from psearch_jax.train.settings import WEIGHTS, fingerprint
+from psearch_jax.runtime.paths import TOY_POLICY, write_whole
+from psearch_jax.train.checkpointing.settings import WEIGHTS, fingerprint
+from psearch_jax.train.monitoring.alarms import ALARM, NAMES, read_rows
 from psearch_jax.types import UserError
 from retrieval.corpus import write_corpus
 

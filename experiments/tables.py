@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments import Experiment
 from psearch_jax.eval.tables import share, table
-from psearch_jax.metrics import mean, spread
+from psearch_jax.runtime.metrics import mean, spread
 
 TITLES = {
     "em": "EM",

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from psearch_jax import cli, policy_flags, progress
+from psearch_jax.assembly import policy_flags
 from psearch_jax.config import Config
 from psearch_jax.limits import HOTTEST
-from psearch_jax.paths import locate, make_writable, write_whole
+from psearch_jax.runtime import cli, progress
+from psearch_jax.runtime.paths import locate, make_writable, write_whole
 from psearch_jax.types import UserError
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def main(argv: list[str]) -> None:
 def start(config: Config) -> tuple[dict[str, Answerer], tuple[str, ...]]:
     """The compiled answerers, by method, and example questions."""
     with progress.step("starting"):  # slow imports, after bad input was refused
-        from psearch_jax import build
+        from psearch_jax.assembly import build
         from psearch_jax.rollout.collect import for_one
         from psearch_jax.serving.answerer import Answerer
 

@@ -25,23 +25,12 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SUBJECTS = (
-    "retrieval",
-    "recall",
-    "corpus",
-    "questions",
-    "scale",
-    "weights",
-    "rollout",
-    "update",
-    "step",
-    "world",
-    "triples",
-    "cold_start",
-    "methods",
-    "latency",
-    "users",
-)
+GROUPS = {  # the folders of benchmarks/
+    "speed": ("latency", "rollout", "scale", "step", "update", "users", "weights"),
+    "search": ("corpus", "recall", "retrieval"),
+    "quality": ("cold_start", "methods", "questions", "triples", "world"),
+}
+SUBJECTS = {subject: group for group, subjects in GROUPS.items() for subject in subjects}
 
 
 def main() -> int:
@@ -57,7 +46,7 @@ def main() -> int:
     from retrieval.protocol import CorpusError, RetrievalError
 
     try:
-        import_module(f"benchmarks.{sys.argv[1]}").main(sys.argv[2:])
+        import_module(f"benchmarks.{SUBJECTS[sys.argv[1]]}.{sys.argv[1]}").main(sys.argv[2:])
     except (UserError, CorpusError, RetrievalError) as error:
         print(f"bench {sys.argv[1]}: {error}", file=sys.stderr)
         return 2

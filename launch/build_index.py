@@ -19,14 +19,14 @@ import time
 
 from absl import flags
 
-from psearch_jax import cli
+from psearch_jax.runtime import cli
 from psearch_jax.types import UserError
 from retrieval.corpora import open_corpus
-from retrieval.directory import BuildOptions, build_index, check_options, refuse_occupied, verify_index
-from retrieval.faiss_flat import read_flat
-from retrieval.hashing import HashingEncoder
-from retrieval.index import EXACT_BELOW_ROWS, REORDER_TYPES
+from retrieval.encoders.hashing import HashingEncoder
+from retrieval.indexing.directory import BuildOptions, build_index, check_options, refuse_occupied, verify_index
+from retrieval.indexing.faiss_flat import read_flat
 from retrieval.protocol import Encoder, on_disk
+from retrieval.ranking.index import EXACT_BELOW_ROWS, REORDER_TYPES
 
 _CORPUS = flags.DEFINE_string("corpus", None, "passages: jsonl, or MultiHop-RAG's json; plain or .gz")
 _ENCODER = flags.DEFINE_string("encoder", "hashing", "hashing, bm25, or the directory of a BERT sentence encoder")
@@ -88,7 +88,7 @@ def make_encoder(name: str) -> Encoder | None:
     if name == HashingEncoder.name:
         return HashingEncoder()
     cli.configure_jax()
-    from retrieval.encoder import BertEncoder  # imported late: loads JAX
+    from retrieval.encoders.encoder import BertEncoder  # imported late: loads JAX
 
     return BertEncoder.from_model(
         name, query_prefix=_QUERY_PREFIX.value, passage_prefix=_PASSAGE_PREFIX.value, dtype=_DTYPE.value

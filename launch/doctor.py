@@ -10,7 +10,7 @@ each. Exit code 2 means that something must be fixed.
 from absl import flags
 from ml_collections import config_flags
 
-from psearch_jax import cli
+from psearch_jax.runtime import cli
 from psearch_jax.types import UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/qwen7b.py.", lock_config=False)
@@ -21,7 +21,7 @@ flags.mark_flag_as_required("config")
 def main(_: list[str]) -> None:
     cli.configure_jax()
     from psearch_jax.config import from_mapping
-    from psearch_jax.doctor import examine
+    from psearch_jax.planning.doctor import examine
 
     config, wrong = from_mapping(CONFIG.value.to_dict()), 0
     for finding in examine(config, WORKDIR.value):

@@ -21,9 +21,10 @@ from typing import Any
 
 from absl import flags
 
-from psearch_jax import cli, policy_flags, processes
+from psearch_jax.assembly import policy_flags
 from psearch_jax.config import Config, from_mapping, with_method
-from psearch_jax.paths import locate, write_whole
+from psearch_jax.runtime import cli, processes
+from psearch_jax.runtime.paths import locate, write_whole
 from psearch_jax.types import Question, UserError
 
 log = logging.getLogger("psearch_jax")
@@ -139,7 +140,7 @@ def main(_: list[str]) -> None:
     if any(k > SAMPLES.value for k in K.value):
         raise UserError(f"--k={max(K.value)}: accepted: at most --samples={SAMPLES.value}")
 
-    from psearch_jax.data.closed_world import ClosedWorld
+    from psearch_jax.closed_world.encyclopedia import ClosedWorld
     from psearch_jax.eval.benchmarks import load_benchmarks
 
     skipped: list[str] | None = [] if SKIP.value else None
@@ -159,13 +160,13 @@ def main(_: list[str]) -> None:
 
     from tqdm import tqdm
 
-    from psearch_jax import build  # slow import, after bad input was refused
+    from psearch_jax.assembly import build  # slow import, after bad input was refused
     from psearch_jax.eval import tables
     from psearch_jax.eval.evaluate import FILLS, Evaluation, evaluate, weights_digest
     from psearch_jax.eval.gold import GoldPassages
     from psearch_jax.eval.scores import figures
     from psearch_jax.report import page
-    from psearch_jax.train.validation import EVAL_STEP
+    from psearch_jax.train.monitoring.validation import EVAL_STEP
 
     parts = build.from_path(config, model)
     sampling = {"temperature": TEMPERATURE.value, "seed": SEED.value, "samples": SAMPLES.value}

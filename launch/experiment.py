@@ -12,7 +12,7 @@ from pathlib import Path
 
 from absl import flags
 
-from psearch_jax import cli
+from psearch_jax.runtime import cli
 from psearch_jax.types import UserError
 
 ROOT = Path(__file__).resolve().parent.parent

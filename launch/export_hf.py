@@ -5,7 +5,7 @@ LoRA adapters are merged into the weights; --adapters_only writes only the adapt
 
 from absl import flags
 
-from psearch_jax import cli
+from psearch_jax.runtime import cli
 
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run directory, or one step of its checkpoints.")
 BEST = flags.DEFINE_bool("best", False, "Export the run's best checkpoint by validation instead of its newest.")
@@ -24,8 +24,8 @@ def main(_: list[str]) -> None:
     from psearch_jax.models.hf import save_hf
     from psearch_jax.models.lora import split_adapters
     from psearch_jax.models.peft import save_adapters
-    from psearch_jax.train.best import find_best
-    from psearch_jax.train.checkpoint import load_params
+    from psearch_jax.train.checkpointing.best import find_best
+    from psearch_jax.train.checkpointing.checkpoint import load_params
     from psearch_jax.types import UserError
 
     jax.config.update("jax_platforms", "cpu")  # a large model may not fit one accelerator, and none is needed

@@ -18,7 +18,7 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from psearch_jax import cli
+from psearch_jax.runtime import cli
 from psearch_jax.types import UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/qwen7b.py.", lock_config=False)
@@ -37,16 +37,16 @@ flags.mark_flags_as_required(["config", "topology"])
 def main(_: list[str]) -> None:
     if PLATFORM.value == "tpu":
         jax.config.update("jax_platforms", "cpu")  # nothing runs on a device, so do not occupy a TPU
-    from psearch_jax.accelerators import GIB
     from psearch_jax.config import from_mapping
     from psearch_jax.eval.tables import table
     from psearch_jax.models.attention import splash_block
-    from psearch_jax.paths import locate, make_writable, write_whole
     from psearch_jax.planning import targets
     from psearch_jax.planning.plan import advice, make_plan
     from psearch_jax.planning.roofline import floor_seconds
     from psearch_jax.planning.search import search
     from psearch_jax.rollout.collect import widths as widths_of
+    from psearch_jax.runtime.accelerators import GIB
+    from psearch_jax.runtime.paths import locate, make_writable, write_whole
 
     config = from_mapping(CONFIG.value.to_dict())
     if JSON.value:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from absl import flags
 
-from psearch_jax import cli
-from psearch_jax.paths import write_whole
+from psearch_jax.runtime import cli
+from psearch_jax.runtime.paths import write_whole
 from psearch_jax.types import KINDS, UserError
 from retrieval.corpus import MemoryMappedCorpus
 
@@ -35,8 +35,8 @@ flags.mark_flags_as_required(["source", "out"])
 
 def main(_: list[str]) -> None:
     cli.configure_jax()  # also sets up logging
+    from psearch_jax.data.evidence.triples import PREFIX, TripleOptions
     from psearch_jax.data.prepared import prepare  # slow import, not needed for --help
-    from psearch_jax.data.triples import PREFIX, TripleOptions
     from psearch_jax.eval.tables import table
 
     sources = [argument.partition(":")[::2] for argument in SOURCE.value]

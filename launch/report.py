@@ -12,7 +12,7 @@ import sys
 
 from absl import flags
 
-from psearch_jax import cli
+from psearch_jax.runtime import cli
 
 HTML = flags.DEFINE_string("html", None, "File for the page; default: report.html in the first directory.")
 

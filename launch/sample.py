@@ -16,8 +16,9 @@ from typing import Any
 
 from absl import flags
 
-from psearch_jax import cli, policy_flags, processes
-from psearch_jax.paths import on_disk
+from psearch_jax.assembly import policy_flags
+from psearch_jax.runtime import cli, processes
+from psearch_jax.runtime.paths import on_disk
 from psearch_jax.types import Question, UserError
 
 log = logging.getLogger("psearch_jax")
@@ -48,7 +49,7 @@ def main(_: list[str]) -> None:
 
     from tqdm import tqdm
 
-    from psearch_jax import build
+    from psearch_jax.assembly import build
     from psearch_jax.config import with_method
     from psearch_jax.data.prepared import open_questions
     from psearch_jax.eval.benchmarks import CLOSED_WORLD

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from absl import flags
 
-from psearch_jax import cli
 from psearch_jax.rl.compat import compat_score, parse_transcript
 from psearch_jax.rl.rewards import RewardWeights, paper_reward
+from psearch_jax.runtime import cli
 from psearch_jax.types import KINDS, Question, RewardParts, UserError
 
 PROFILE = flags.DEFINE_enum(

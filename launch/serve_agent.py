@@ -14,8 +14,9 @@ from pathlib import Path
 
 from absl import flags
 
-from psearch_jax import cli, policy_flags
-from retrieval import http
+from psearch_jax.assembly import policy_flags
+from psearch_jax.runtime import cli
+from retrieval.remote import http
 
 ROOT = Path(__file__).resolve().parent.parent
 policy_flags.define_flags("toy")
@@ -33,7 +34,7 @@ def main(_: list[str]) -> None:
     # Questions arrive one by one: prompts are prefilled for a quarter of the slots at a time.
     config = policy_flags.to_serve(ROOT, _SLOTS.value, samples=4)
 
-    from psearch_jax import build  # slow import, after bad input was refused
+    from psearch_jax.assembly import build  # slow import, after bad input was refused
     from psearch_jax.serving.answerer import Answerer
     from psearch_jax.serving.chat import Limits, make_app
 

@@ -4,7 +4,7 @@
     python launch/serve_retriever.py --live=SETTINGS.json
 
 DIR is made by launch/build_index.py; several over one corpus, separated by commas, are fused by reciprocal rank.
-SETTINGS.json defines the requests to a service with JSON answers and where its results are (retrieval/json_api.py).
+SETTINGS.json defines the requests to a service with JSON answers and where its results are (remote/json_api.py).
 With --reranker, a cross-encoder reranks --candidates passages per query. The address is printed once connections are
 accepted. SIGTERM finishes the requests in flight, for at most --stop_seconds.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from absl import flags
 
-from psearch_jax import cli
+from psearch_jax.runtime import cli
 from psearch_jax.types import UserError
 from retrieval.protocol import Retriever
 
@@ -35,12 +35,12 @@ def main(_: list[str]) -> None:
     token = cli.server_token()
     if bool(_INDEX.value) == bool(_LIVE.value):
         raise UserError(f"--index, --live: found {'both' if _LIVE.value else 'neither'}, accepted: one of them")
-    from retrieval.server import make_app, serve
+    from retrieval.remote.server import make_app, serve
 
     cli.configure_jax()  # for a BERT encoder or a reranker
     retriever = _live() if _LIVE.value else _index()
     if _RERANKER.value:
-        from retrieval.rerank import CrossEncoder, Reranked
+        from retrieval.ranking.rerank import CrossEncoder, Reranked
 
         retriever = Reranked(retriever, CrossEncoder(Path(_RERANKER.value)), _CANDIDATES.value)
     app = make_app(retriever, token=token, default_topk=_TOPK.value)
@@ -58,7 +58,7 @@ def _index() -> Retriever:
 
 
 def _live() -> Retriever:
-    from retrieval.json_api import LiveSearch, read_settings
+    from retrieval.remote.json_api import LiveSearch, read_settings
 
     return LiveSearch(*read_settings(_LIVE.value))
 

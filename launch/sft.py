@@ -17,7 +17,7 @@ import sys
 from absl import flags
 from ml_collections import config_flags
 
-from psearch_jax import cli
+from psearch_jax.runtime import cli
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "A run such as configs/qwen0p5b_cpu.py, or toy_sft.py.")
 WORKDIR = flags.DEFINE_string("workdir", None, "The run directory: created if absent, otherwise resumed.")
@@ -29,8 +29,8 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main(_: list[str]) -> None:
-    from psearch_jax.paths import on_disk
-    from psearch_jax.train.preemption import Interrupted
+    from psearch_jax.runtime.paths import on_disk
+    from psearch_jax.train.checkpointing.preemption import Interrupted
     from psearch_jax.types import UserError
 
     values = CONFIG.value.to_dict()
@@ -52,14 +52,15 @@ def main(_: list[str]) -> None:
 def _train(values: dict) -> None:
     from pathlib import Path
 
-    from psearch_jax import build_sft, processes
+    from psearch_jax.assembly import build_sft
     from psearch_jax.config import from_mapping
     from psearch_jax.models.hf import save_hf
-    from psearch_jax.train import sft_run
-    from psearch_jax.train.checkpoint import load_params
+    from psearch_jax.runtime import processes
+    from psearch_jax.sft import trainer
+    from psearch_jax.train.checkpointing.checkpoint import load_params
 
     run = build_sft.supervised_run(from_mapping(values), TRANSCRIPTS.value)
-    summary = sft_run.train(run, WORKDIR.value, CHANGES.value)
+    summary = trainer.train(run, WORKDIR.value, CHANGES.value)
     if not processes.first():
         return
     losses = " -> ".join(f"{loss:.3f}" for loss in summary["validation_loss"].values())
@@ -84,19 +85,19 @@ def _train_toy(values: dict) -> None:
     import dataclasses
     import json
 
+    from psearch_jax.closed_world.toy_tokenizer import write_tokenizer
     from psearch_jax.config import from_mapping
-    from psearch_jax.data.toy_tokenizer import write_tokenizer
-    from psearch_jax.metrics import MetricsWriter, cut_jsonl
     from psearch_jax.models.hf import save_hf
-    from psearch_jax.paths import make_writable, on_disk, write_whole
+    from psearch_jax.runtime.metrics import MetricsWriter, cut_jsonl
+    from psearch_jax.runtime.paths import make_writable, on_disk, write_whole
+    from psearch_jax.sft import cold_start
     from psearch_jax.text.tokenizer import Tokenizer
-    from psearch_jax.train import toy_sft
-    from psearch_jax.train.checkpoint import find_checkpoint
-    from psearch_jax.train.preemption import StopRequest
+    from psearch_jax.train.checkpointing.checkpoint import find_checkpoint
+    from psearch_jax.train.checkpointing.preemption import StopRequest
     from psearch_jax.types import UserError
     from retrieval.service import RetrievalService
 
-    config = from_mapping(values, toy_sft.ToySFTConfig)
+    config = from_mapping(values, cold_start.ToySFTConfig)
     workdir = on_disk(WORKDIR.value, "--workdir")
     settings = workdir / "config.json"
     make_writable(workdir)
@@ -119,12 +120,12 @@ def _train_toy(values: dict) -> None:
 
     write_tokenizer(workdir / "tokenizer")
     tokenizer = Tokenizer.load(workdir / "tokenizer")
-    rows = toy_sft.make_rows(config, tokenizer, RetrievalService.from_corpus)
+    rows = cold_start.make_rows(config, tokenizer, RetrievalService.from_corpus)
     for skill, members in rows.items():
         print(f"{skill}: {len(members)} rows, {sum(len(ids) for ids, _ in members) / 1e6:.2f}M tokens", flush=True)
     stop = StopRequest()
     with stop.heard():
-        shape, params = toy_sft.train(
+        shape, params = cold_start.train(
             config, tokenizer, rows, log, workdir / "checkpoints", str(workdir / "tokenizer"), stop
         )
     save_hf(params, shape, workdir / "tokenizer", workdir / "policy")

@@ -9,7 +9,7 @@ import sys
 from absl import flags
 from ml_collections import config_flags
 
-from psearch_jax import cli
+from psearch_jax.runtime import cli
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/smoke.py.", lock_config=False)
 WORKDIR = flags.DEFINE_string("workdir", None, "The run directory: created if absent, otherwise resumed.")
@@ -26,9 +26,10 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main(_: list[str]) -> None:
-    from psearch_jax import build, processes
+    from psearch_jax.assembly import build
     from psearch_jax.config import from_mapping
     from psearch_jax.report import page, tables
+    from psearch_jax.runtime import processes
     from psearch_jax.train import trainer
 
     config = from_mapping(CONFIG.value.to_dict())

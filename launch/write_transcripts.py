@@ -15,8 +15,8 @@ from collections import Counter
 from absl import flags
 from ml_collections import config_flags
 
-from psearch_jax import cli
-from psearch_jax.paths import on_disk, write_whole
+from psearch_jax.runtime import cli
+from psearch_jax.runtime.paths import on_disk, write_whole
 from psearch_jax.types import KINDS, UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run that the transcripts are for.")
@@ -34,7 +34,7 @@ def main(_: list[str]) -> None:
     import numpy as np
     from tqdm import tqdm
 
-    from psearch_jax import build
+    from psearch_jax.assembly import build
     from psearch_jax.config import from_mapping
     from psearch_jax.data.prepared import open_questions
     from psearch_jax.data.teacher import TeacherOptions, rounds_of, teach, transcript_row

@@ -301,7 +301,7 @@ class CriticSection:
 
 @dataclass(frozen=True)
 class AlarmSection:
-    """A metric that crosses its threshold logs a warning (train/alarms.py).
+    """A metric that crosses its threshold logs a warning (train/monitoring/alarms.py).
 
     Metrics are means over the last `window` steps, except that only the last probe counts.
     """

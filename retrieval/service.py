@@ -17,12 +17,12 @@ from cachetools import LRUCache
 
 from retrieval.corpora import open_corpus
 from retrieval.corpus import MemoryMappedCorpus, jsonl_row
-from retrieval.directory import open_index
-from retrieval.encoding import encode_corpus
-from retrieval.hashing import HashingEncoder
-from retrieval.index import DenseRanker, ScannIndex
+from retrieval.encoders.hashing import HashingEncoder
+from retrieval.indexing.directory import open_index
+from retrieval.indexing.encoding import encode_corpus
 from retrieval.manifest import NAME, sha256
 from retrieval.protocol import CorpusError, Encoder, Passage, Ranker, as_utf8
+from retrieval.ranking.index import DenseRanker, ScannIndex
 
 CACHED_QUERIES = 65_536
 CACHE_BYTES = 2**30

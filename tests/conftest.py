@@ -13,14 +13,14 @@ import tokenizers
 from helpers import PASSAGES
 from transformers import PreTrainedTokenizerFast
 
-from psearch_jax import cli
+from psearch_jax.closed_world.toy_tokenizer import write_tokenizer
 from psearch_jax.config import PRESETS
-from psearch_jax.data.toy_tokenizer import write_tokenizer
 from psearch_jax.models import decoder, hf
+from psearch_jax.runtime import cli
 from psearch_jax.text.tokenizer import Tokenizer
 from retrieval.corpus import MemoryMappedCorpus, write_corpus
-from retrieval.directory import build_index
-from retrieval.hashing import HashingEncoder
+from retrieval.encoders.hashing import HashingEncoder
+from retrieval.indexing.directory import build_index
 
 cli.configure_jax()  # tests and the programs they start share one compilation cache
 
@@ -141,7 +141,7 @@ def index(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory):
-    """A headless Chromium with an empty profile (tests/browsing.py)."""
+    """A headless Chromium with an empty profile (tests/support/browsing.py)."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     driver = shutil.which("chromedriver")

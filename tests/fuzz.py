@@ -1,6 +1,6 @@
 """Fuzzes one property test, guided by code coverage: `python tests/fuzz.py FILE::TEST [libFuzzer flags]`.
 
-    .venv/bin/python tests/fuzz.py tests/test_hostile.py::test_corpora_are_read_or_refused -max_total_time=600
+    .venv/bin/python tests/fuzz.py tests/hostile/test_hostile.py::test_corpora_are_read_or_refused -max_total_time=600
 
 Hypothesis samples examples without feedback. atheris mutates the bytes that examples are made from, and keeps those
 that reach new lines of psearch_jax and retrieval. The test gets its fixtures from pytest. Fuzzing runs until a limit

@@ -18,7 +18,7 @@ from psearch_jax.config import (
     with_method,
 )
 from psearch_jax.limits import validate
-from psearch_jax.train.settings import DECIDES_BY_CONTENT, DECIDES_NUMBERS, FREE_TO_CHANGE, fields
+from psearch_jax.train.checkpointing.settings import DECIDES_BY_CONTENT, DECIDES_NUMBERS, FREE_TO_CHANGE, fields
 from psearch_jax.types import UserError
 
 
@@ -39,7 +39,7 @@ def test_defaults_and_the_round_trip_through_json():
 
 
 def test_every_field_either_decides_the_numbers_or_is_free_to_change():
-    """A new field in no list could change silently on resume; train/settings.py says which list is for what."""
+    """A new field in no list could change silently on resume; checkpointing/settings.py explains the lists."""
     lists = (DECIDES_NUMBERS, DECIDES_BY_CONTENT, FREE_TO_CHANGE)
     assert frozenset.union(*lists) == frozenset(fields(Config()))
     assert sum(map(len, lists)) == len(fields(Config()))

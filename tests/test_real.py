@@ -2,7 +2,7 @@
 
 Random weights are forgiving: their distributions are flat, nothing in them depends on the twentieth layer, and no
 token of a tiny vocabulary ends a tag in its middle. These tests roll out, score, export and shard a trained model on
-two short turns (tests/real_policy.py), over passages written for the tests or over the corpus that PSEARCH_CORPUS
+two short turns (support/real_policy.py), over passages written for the tests or over the corpus that PSEARCH_CORPUS
 names. Their figures are printed in one table at the end of the run.
 """
 
@@ -303,8 +303,8 @@ def test_eight_devices_give_the_tokens_of_one(policy, loaded, greedy, tmp_path, 
     """Rows, heads or vocabulary reassembled wrongly where they do not divide as evenly as those of tiny models."""
     from psearch_jax.models import decoder
 
-    program, out = Path(__file__).with_name("real_policy.py"), tmp_path / "eight.npz"
-    root = str(program.parents[1])
+    program, out = Path(__file__).parent / "support" / "real_policy.py", tmp_path / "eight.npz"
+    root = str(program.parents[2])
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, str(program), MODEL, str(out)],

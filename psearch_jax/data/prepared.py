@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from psearch_jax.data.evidence.triples import PREFIX as TRIPLES_PREFIX
+from psearch_jax.data.evidence.triples import TripleOptions, iter_triple_questions
 from psearch_jax.data.sources import Seen, collect_questions, from_json, iter_questions, read_questions
-from psearch_jax.data.triples import PREFIX as TRIPLES_PREFIX
-from psearch_jax.data.triples import TripleOptions, iter_triple_questions
-from psearch_jax.paths import locate, on_disk
+from psearch_jax.runtime.paths import locate, on_disk
 from psearch_jax.text.answers import normalise
 from psearch_jax.types import Question, UserError, first_line
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from psearch_jax.data.kinds import KIND_OF_LABEL, MUSIQUE_GRAPHS, UNLABELLED, musique_graph
-from psearch_jax.paths import locate
+from psearch_jax.runtime.paths import locate
 from psearch_jax.types import Kind, Question, UserError, first_line
 from retrieval.protocol import as_utf8
 

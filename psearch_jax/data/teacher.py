@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from psearch_jax.data.evidence.facts import parse_date
+from psearch_jax.data.evidence.triples import Triple, dependency_rounds
 from psearch_jax.data.transcripts import TranscriptTurn
-from psearch_jax.data.triple_facts import parse_date
-from psearch_jax.data.triples import Triple, dependency_rounds
 from psearch_jax.text.answers import normalise
 from psearch_jax.types import Question
 from retrieval.protocol import Passage

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from psearch_jax.config import RolloutSection
-from psearch_jax.paths import locate
+from psearch_jax.runtime.paths import locate
 from psearch_jax.text.prompts import render_messages, render_prompt
 from psearch_jax.text.tags import CORRECTIVE_MESSAGE, MAX_SUB_QUERIES, parse_turn, render_observation
 from psearch_jax.text.tokenizer import Tokenizer

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from psearch_jax.data.asking import LARGEST, SIZES, known_questions, questions
-from psearch_jax.data.closed_world import ClosedWorld
+from psearch_jax.closed_world.encyclopedia import ClosedWorld
+from psearch_jax.closed_world.question_forms import LARGEST, SIZES, known_questions, questions
+from psearch_jax.closed_world.wordings import PAIRED
 from psearch_jax.data.prepared import open_questions
-from psearch_jax.data.wordings import PAIRED
 from psearch_jax.types import KINDS, Kind, Question, UserError
 
 CLOSED_WORLD = "closed_world"

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from psearch_jax import processes
 from psearch_jax.eval.benchmarks import file_name
 from psearch_jax.eval.scores import DIGITS, Score, from_row, score, to_row
-from psearch_jax.paths import locate, remove_tree, write_whole
 from psearch_jax.rollout.collect import Collector
-from psearch_jax.rollout.inflight import Progress
+from psearch_jax.rollout.scheduler import Progress
+from psearch_jax.runtime import processes
+from psearch_jax.runtime.paths import locate, remove_tree, write_whole
 from psearch_jax.types import Question, RewardParts, Trajectory, Turn, UserError, digest
 
 FILLS = 8  # trajectories per part / slots; slots idle at the end of a part, so a part fills each several times

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from psearch_jax import processes
 from psearch_jax.eval.evaluate import trajectory_row
-from psearch_jax.paths import remove_tree, write_whole
+from psearch_jax.runtime import processes
+from psearch_jax.runtime.paths import remove_tree, write_whole
 from psearch_jax.types import Question, RewardParts, Trajectory, UserError
 
 Scored = tuple[Trajectory, RewardParts]

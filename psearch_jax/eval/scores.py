@@ -15,7 +15,7 @@ import numpy as np
 
 from psearch_jax.data.kinds import MUSIQUE_GRAPHS
 from psearch_jax.eval.surface import looks_parallel
-from psearch_jax.metrics import mean
+from psearch_jax.runtime.metrics import mean
 from psearch_jax.text.answers import exact_match, f1, normalise
 from psearch_jax.types import KINDS, EndStatus, Kind, Trajectory, UserError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from psearch_jax.eval.benchmarks import Published, published, published_average
 from psearch_jax.eval.scores import LAST_TURN, Score, by_kind, by_source, paired
-from psearch_jax.metrics import mean
+from psearch_jax.runtime.metrics import mean
 from psearch_jax.types import KINDS, UserError
 
 # The fields of `Score` in which two evaluations are compared, and their titles.

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from psearch_jax.buckets import BLOCK
+from psearch_jax.models.buckets import BLOCK
 from psearch_jax.sharding import COMPUTE, spec
 
 Implementation = Literal["blocked", "rowwise", "splash", "cudnn"]

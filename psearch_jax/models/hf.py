@@ -23,12 +23,12 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from psearch_jax import progress
 from psearch_jax.config import DecoderConfig, Lora
 from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
 from psearch_jax.models.tensors import Tensor, TensorReader, write_files
-from psearch_jax.paths import TOY_POLICY, is_remote, locate, read_json, remove_tree
+from psearch_jax.runtime import progress
+from psearch_jax.runtime.paths import TOY_POLICY, is_remote, locate, read_json, remove_tree
 from psearch_jax.types import UserError
 
 # (path in our parameters, HF name, HF axes, our axes). A dot in the HF axes separates array dimensions; letters

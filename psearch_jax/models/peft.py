@@ -13,7 +13,7 @@ from flax import nnx
 
 from psearch_jax.config import DecoderConfig, Lora
 from psearch_jax.models import hf, lora
-from psearch_jax.paths import locate, read_json, write_whole
+from psearch_jax.runtime.paths import locate, read_json, write_whole
 from psearch_jax.types import UserError, first_line
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

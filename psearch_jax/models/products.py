@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from psearch_jax import platforms
+from psearch_jax.runtime import platforms
 
 
 def precision(dtype: Any) -> contextlib.AbstractContextManager:

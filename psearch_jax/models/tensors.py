@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from psearch_jax.paths import read_json
+from psearch_jax.runtime.paths import read_json
 from psearch_jax.types import UserError
 
 INDEX = "model.safetensors.index.json"

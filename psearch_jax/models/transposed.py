@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax import platforms
 from psearch_jax.config import DecoderConfig
 from psearch_jax.models.lora import KERNELS, axis_sizes
 from psearch_jax.models.products import bits
+from psearch_jax.runtime import platforms
 from psearch_jax.sharding import is_one_cpu
 
 

@@ -19,18 +19,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from psearch_jax.accelerators import GIB, GPUS, Chip
+from psearch_jax.assembly.programs import make_critic, make_learner, make_sampler
 from psearch_jax.config import PRESETS, Config, DecoderConfig, with_method
-from psearch_jax.hlo import Cost, cost
 from psearch_jax.limits import validate
 from psearch_jax.models import decoder, hf
 from psearch_jax.models.lora import abstract_trained
-from psearch_jax.paths import TOY_POLICY
+from psearch_jax.planning.hlo import Cost, cost
 from psearch_jax.planning.targets import Target
-from psearch_jax.programs import make_critic, make_learner, make_sampler
 from psearch_jax.rollout.boundary import build_tables
 from psearch_jax.rollout.collect import piece_rows, pool_rows, widths
 from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.runtime.accelerators import GIB, GPUS, Chip
+from psearch_jax.runtime.paths import TOY_POLICY
 from psearch_jax.sharding import (
     STORAGE,
     check_heads,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from psearch_jax.accelerators import forward_flops
 from psearch_jax.config import Config
 from psearch_jax.planning.plan import Plan
+from psearch_jax.runtime.accelerators import forward_flops
 from psearch_jax.train.state import updates_per_step
 
 

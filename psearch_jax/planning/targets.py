@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from psearch_jax.accelerators import CHIPS, GPUS, MIB, Chip
+from psearch_jax.runtime.accelerators import CHIPS, GPUS, MIB, Chip
 from psearch_jax.types import UserError, first_line
 
 # Published figures for chips.GPUS: the driver's name for it, compute capability, multiprocessors; per multiprocessor

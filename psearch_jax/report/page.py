@@ -14,10 +14,10 @@ from psearch_jax.eval.benchmarks import PAIRS
 from psearch_jax.eval.evaluate import read_scores
 from psearch_jax.eval.scores import Score
 from psearch_jax.eval.tables import paired_table
-from psearch_jax.paths import locate, make_writable, of_store, write_whole
 from psearch_jax.report import charts, tables, training
 from psearch_jax.report.rollouts import Shown, packed, packed_bytes, spelling_of, spread_out
 from psearch_jax.report.runs import RunFiles, read_runs
+from psearch_jax.runtime.paths import locate, make_writable, of_store, write_whole
 from psearch_jax.types import END_STATUSES, KINDS, UserError
 
 log = logging.getLogger("psearch_jax")

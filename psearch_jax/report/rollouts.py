@@ -16,8 +16,8 @@ import huggingface_hub
 import orjson
 
 from psearch_jax.eval.scores import Score
-from psearch_jax.paths import TOY_POLICY
 from psearch_jax.report.runs import Block, RunFiles
+from psearch_jax.runtime.paths import TOY_POLICY
 from psearch_jax.text import tags
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import UserError

@@ -11,7 +11,7 @@ import orjson
 
 from psearch_jax.eval.benchmarks import file_name
 from psearch_jax.eval.scores import Score, from_row
-from psearch_jax.paths import locate, read_json
+from psearch_jax.runtime.paths import locate, read_json
 from psearch_jax.text.answers import exact_match, f1, normalise
 from psearch_jax.text.tags import parse_turn
 from psearch_jax.types import UserError

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from psearch_jax.buckets import pick
+from psearch_jax.models.buckets import pick
 from psearch_jax.types import MicroBatch, TrainBatch, Trajectory
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from psearch_jax.config import LearningSection
-from psearch_jax.metrics import Ratio
+from psearch_jax.runtime.metrics import Ratio
 
 METRICS = ("loss", "kl", "entropy", "clip_fraction", "ratio", "logp_gap", "displaced")
 VALUE_METRICS = ("loss", "value", "clip_fraction")

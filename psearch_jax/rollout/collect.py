@@ -1,4 +1,4 @@
-"""Turns questions into trajectories with a fixed set of compiled shapes (the loop itself: rollout/inflight.py)."""
+"""Turns questions into trajectories with a fixed set of compiled shapes (the loop itself: rollout/scheduler.py)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import jax
 import numpy as np
 from flax import nnx
 
-from psearch_jax import processes, progress
-from psearch_jax.buckets import buckets
 from psearch_jax.config import RetrievalSection, RolloutSection
+from psearch_jax.models.buckets import buckets
 from psearch_jax.models.unstacked import Unstacked
 from psearch_jax.rollout import sampling
-from psearch_jax.rollout.inflight import Parts, Progress, RolloutScheduler
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.rollout.sampler_state import Widths
+from psearch_jax.rollout.scheduler import Parts, Progress, RolloutScheduler
 from psearch_jax.rollout.usage import Usage
+from psearch_jax.runtime import processes, progress
 from psearch_jax.text import tags
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Question, Trajectory

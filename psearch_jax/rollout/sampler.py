@@ -29,7 +29,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from psearch_jax import platforms
 from psearch_jax.config import DecoderConfig, Lora
 from psearch_jax.models import decoder, int8, kv_cache, lora, ragged
 from psearch_jax.models.attention import implementation_for
@@ -39,6 +38,7 @@ from psearch_jax.models.unstacked import Unstacked
 from psearch_jax.rollout import boundary, sampling
 from psearch_jax.rollout.boundary import BoundaryTables
 from psearch_jax.rollout.sampler_state import SamplerState, Status, Widths
+from psearch_jax.runtime import platforms
 from psearch_jax.sharding import (
     ROWS,
     SAMPLING,

@@ -20,12 +20,12 @@ from typing import Literal
 import numpy as np
 from flax import nnx
 
-from psearch_jax import processes
 from psearch_jax.limits import HOTTEST
 from psearch_jax.models.unstacked import Unstacked
 from psearch_jax.rollout.collect import Collector
-from psearch_jax.rollout.inflight import in_background
 from psearch_jax.rollout.sampler_state import Status
+from psearch_jax.rollout.scheduler import in_background
+from psearch_jax.runtime import processes
 from psearch_jax.serving.flight import ServingScheduler
 from psearch_jax.text import tags
 from psearch_jax.text.answers import normalise

@@ -37,7 +37,7 @@ from psearch_jax.serving.answerer import Answerer, Event
 from psearch_jax.serving.console import AnswerSummary, as_json, rankings
 from psearch_jax.serving.openapi import description
 from psearch_jax.types import Trajectory, UserError
-from retrieval import http
+from retrieval.remote import http
 
 PAGE = {path.name: path.read_bytes() for path in sorted((Path(__file__).parent / "page").iterdir())}
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}

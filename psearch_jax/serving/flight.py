@@ -8,7 +8,7 @@ import time
 from concurrent.futures import wait
 from typing import Any
 
-from psearch_jax.rollout.inflight import RolloutScheduler, in_background
+from psearch_jax.rollout.scheduler import RolloutScheduler, in_background
 
 log = logging.getLogger("psearch_jax")
 TOGETHER_S = 0.05  # if no row decodes, wait this long for the search before admitting new questions

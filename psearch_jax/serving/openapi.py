@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from psearch_jax.limits import HOTTEST, MAX_SEED
-from retrieval.openapi import NUMBER, PROMETHEUS, TEXT, WHOLE, Describer, Schema, fields, json_of, rows_of
+from retrieval.remote.openapi import NUMBER, PROMETHEUS, TEXT, WHOLE, Describer, Schema, fields, json_of, rows_of
 
 
 def description(question_chars: int, with_token: bool) -> Schema:

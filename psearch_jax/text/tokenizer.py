@@ -12,7 +12,7 @@ from pathlib import Path
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from psearch_jax.paths import read_json
+from psearch_jax.runtime.paths import read_json
 from psearch_jax.text.tags import TAG, THINK_CLOSE, THINK_OPEN
 from psearch_jax.types import UserError, first_line
 from retrieval.protocol import as_utf8

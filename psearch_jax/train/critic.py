@@ -16,10 +16,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from psearch_jax.config import Config, DecoderConfig, LearningSection, Lora, Remat
-from psearch_jax.metrics import Ratio
 from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
 from psearch_jax.rl.losses import VALUE_METRICS, value_loss
+from psearch_jax.runtime.metrics import Ratio
 from psearch_jax.sharding import STORAGE, param_shardings
 from psearch_jax.train.trainable import Trainable, read
 from psearch_jax.types import MicroBatch

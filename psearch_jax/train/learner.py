@@ -14,11 +14,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from psearch_jax.config import DecoderConfig, LearningSection, Lora, Remat
-from psearch_jax.metrics import Ratio
 from psearch_jax.models import decoder
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.rl.losses import METRICS, policy_loss
 from psearch_jax.rollout.copy import SamplingCopy
+from psearch_jax.runtime.metrics import Ratio
 from psearch_jax.sharding import STORAGE, param_shardings, placed
 from psearch_jax.train.trainable import Trainable, empty_piece, go_on, read
 from psearch_jax.types import MicroBatch, TrainBatch

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from psearch_jax import processes, progress
 from psearch_jax.rl.advantages import carry_signal, group_advantages
 from psearch_jax.rl.rewards import length_penalty
 from psearch_jax.rollout.usage import Usage
+from psearch_jax.runtime import processes, progress
 from psearch_jax.train.run import Run
 from psearch_jax.types import Question, RewardParts, Trajectory
 

@@ -14,10 +14,10 @@ from flax import nnx
 from psearch_jax.config import Config
 from psearch_jax.data.loader import QuestionLoader
 from psearch_jax.rollout.collect import Collector
-from psearch_jax.train import settings
+from psearch_jax.train.checkpointing import settings
+from psearch_jax.train.checkpointing.preemption import StopRequest
 from psearch_jax.train.critic import Critic
 from psearch_jax.train.learner import Learner
-from psearch_jax.train.preemption import StopRequest
 from psearch_jax.train.state import TrainState
 from psearch_jax.types import Question, RewardParts, Trajectory
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from psearch_jax.metrics import mean
 from psearch_jax.rl import gae
 from psearch_jax.rl.batch import make_batch, mini_batches
-from psearch_jax.train.alarms import probe
-from psearch_jax.train.figures import rollout_metrics, update_peak_share
-from psearch_jax.train.preemption import HostCopy, Interrupted
+from psearch_jax.runtime.metrics import mean
+from psearch_jax.train.checkpointing.preemption import HostCopy, Interrupted
+from psearch_jax.train.monitoring.alarms import probe
+from psearch_jax.train.monitoring.figures import rollout_metrics, update_peak_share
 from psearch_jax.train.rollouts import draw, learned_rows
 from psearch_jax.train.run import Run
 from psearch_jax.train.state import TrainState

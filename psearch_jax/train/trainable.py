@@ -19,15 +19,15 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax import progress
-from psearch_jax.buckets import buckets, row_widths
 from psearch_jax.config import DecoderConfig, LearningSection, Lora, Remat
-from psearch_jax.metrics import Ratio
 from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
 from psearch_jax.models.attention import implementation_for, takes_segments
+from psearch_jax.models.buckets import buckets, row_widths
 from psearch_jax.models.transposed import multiplies_slowly_transposed, with_transposed
 from psearch_jax.rl.batch import Place, micro_batches, padding
+from psearch_jax.runtime import progress
+from psearch_jax.runtime.metrics import Ratio
 from psearch_jax.sharding import constrain, is_one_cpu, placed, replicated, rows_sharding
 from psearch_jax.train.state import TrainState, abstract_state, learning_rate, state_shardings
 from psearch_jax.types import MicroBatch, TrainBatch

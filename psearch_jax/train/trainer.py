@@ -16,18 +16,19 @@ from typing import Any
 
 from tqdm import tqdm
 
-from psearch_jax import processes
 from psearch_jax.config import best_metric
 from psearch_jax.eval.evaluate import questions_digest
-from psearch_jax.metrics import MetricsWriter, cut_jsonl
-from psearch_jax.paths import locate, make_writable
-from psearch_jax.train import settings, validation
-from psearch_jax.train.alarms import Alarms, read_rows
-from psearch_jax.train.best import Best
-from psearch_jax.train.checkpoint import Checkpoints, model_record
+from psearch_jax.runtime import processes
+from psearch_jax.runtime.metrics import MetricsWriter, cut_jsonl
+from psearch_jax.runtime.paths import locate, make_writable
+from psearch_jax.train.checkpointing import settings
+from psearch_jax.train.checkpointing.best import Best
+from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
+from psearch_jax.train.checkpointing.preemption import Interrupted, room_for_copy
 from psearch_jax.train.critic import critic_learning
-from psearch_jax.train.preemption import Interrupted, room_for_copy
-from psearch_jax.train.records import report, write_config, write_json, write_trajectories
+from psearch_jax.train.monitoring import validation
+from psearch_jax.train.monitoring.alarms import Alarms, read_rows
+from psearch_jax.train.monitoring.records import report, write_config, write_json, write_trajectories
 from psearch_jax.train.run import Run
 from psearch_jax.train.state import updates_per_step, warmup_updates, with_warmup
 from psearch_jax.train.step import CRITIC, bad_in_a_row, first_nonfinite_param, train_step

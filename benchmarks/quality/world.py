@@ -1,0 +1,139 @@
+"""`launch/bench.py world`: what closed-world questions reveal without a policy.
+
+For every form of question: how often the sub-query of a fact retrieves it, how often the question as a single search
+retrieves all of its facts, and the random-guess EM. For the decision to split: the accuracy of classifiers on held-out
+questions that see only the first words, the bag of words, or pairs of words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+
+from psearch_jax.closed_world.encyclopedia import ClosedWorld, fact_sentence
+from psearch_jax.closed_world.question_forms import questions
+from psearch_jax.closed_world.scripted import query
+from psearch_jax.closed_world.wordings import FORMS, PAIRED, words_of_wordings
+from psearch_jax.eval.tables import table
+from psearch_jax.runtime.paths import write_whole
+from psearch_jax.types import Question
+from retrieval.protocol import Retriever
+from retrieval.service import RetrievalService
+
+TOPK = (1, 2, 3)
+PAIRS = "minimal pairs"
+WORD = r"'s|\w+|[^\w\s]"
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="bench world", description=__doc__)
+    parser.add_argument("--count", type=int, default=400, help="questions per form")
+    parser.add_argument("--json", help="file for the figures")
+    flags = parser.parse_args(argv)
+    world = ClosedWorld.make(0)
+    figures = retrieval(world, RetrievalService.from_corpus(world.passages), flags.count)
+    cues = surface_cues(world, 4 * flags.count)
+    print(retrieval_table(figures), cue_table(cues), sep="\n\n")
+    if flags.json:
+        write_whole(flags.json, json.dumps({"retrieval": figures, "cues": cues}, indent=2) + "\n")
+
+
+def facts_of(question: Question) -> list[list[str]]:
+    """[attribute, subject, value] of every lookup of a question."""
+    return [lookup for r in question.metadata["rounds"] for lookup in r]
+
+
+def finds_all(passages: Sequence, facts: Sequence[Sequence[str]]) -> bool:
+    """Whether the passages state every fact."""
+    texts = {passage.text for passage in passages}
+    return all(fact_sentence(*fact) in texts for fact in facts)
+
+
+def retrieval(world: ClosedWorld, retriever: Retriever, count: int) -> dict[str, dict[str, Any]]:
+    """Figures by form, over `count` held-out questions in known wordings."""
+    out = {}
+    for name, form in FORMS.items():
+        asked = questions(world, "eval", form.kind, count, 1, forms=[name])
+        facts = [fact for q in asked for fact in facts_of(q)]
+        own = retriever.search(list(map(query, facts)), max(TOPK))
+        by_question = retriever.search([q.text for q in asked], max(TOPK))
+        figures: dict[str, Any] = {"kind": form.kind, "chance": float(np.mean([q.metadata["chance"] for q in asked]))}
+        figures["look-ups"] = len(facts) / len(asked)
+        for k in TOPK:
+            hits = [finds_all(ranking[:k], [fact]) for ranking, fact in zip(own, facts, strict=True)]
+            every = [finds_all(r[:k], facts_of(q)) for r, q in zip(by_question, asked, strict=True)]
+            figures |= {f"sub-query@{k}": float(np.mean(hits)), f"question@{k}": float(np.mean(every))}
+        out[name] = figures
+    return out
+
+
+def surface_cues(world: ClosedWorld, count: int) -> dict[str, dict[str, float]]:
+    """Accuracy of classifying parallel against sequential, by features and by question set; chance level is .5.
+
+    Trained on the training split's questions and wordings. All names are replaced by one word, so nothing can be
+    learned from names.
+    """
+    judged = {
+        "known wordings": _told(world, "eval", count // 2, False),
+        "held-out wordings": _told(world, "eval", count // 2, True),
+        PAIRS: _told(world, "eval", count // 2, True, PAIRED),
+    }
+    texts, labels = _told(world, "train", count, False)
+    pair_texts, pair_labels = _told(world, "train", count, False, PAIRED)
+    readers = {
+        "first three words": CountVectorizer(
+            token_pattern=WORD, ngram_range=(3, 3), lowercase=False, preprocessor=_opening
+        ),
+        "bag of words": CountVectorizer(token_pattern=WORD, lowercase=False, preprocessor=_nameless),
+        "pairs of words": CountVectorizer(
+            token_pattern=WORD, ngram_range=(2, 2), lowercase=False, preprocessor=_nameless
+        ),
+    }
+    out: dict[str, dict[str, float]] = {}
+    for reader, vectors in readers.items():
+        model = make_pipeline(vectors, LogisticRegression(max_iter=3000)).fit(texts, labels)
+        out[reader] = {name: float(model.score(*examples)) for name, examples in judged.items()}
+        own = make_pipeline(vectors, LogisticRegression(max_iter=3000)).fit(pair_texts, pair_labels)
+        out[reader][f"{PAIRS}, trained on them alone"] = float(own.score(*judged[PAIRS]))
+    return out
+
+
+def _told(
+    world: ClosedWorld, split: str, count: int, held_out: bool, pairs: Sequence[tuple[str, str]] = ()
+) -> tuple[list[str], list[str]]:
+    """Texts and kinds of `count` parallel and `count` sequential questions."""
+    texts, labels = [], []
+    for i, kind in enumerate(("parallel", "sequential")):
+        asked = questions(world, split, kind, count, 5, [pair[i] for pair in pairs], held_out_wordings=held_out)
+        texts += [q.text for q in asked]
+        labels += [kind] * len(asked)
+    return texts, labels
+
+
+def _nameless(text: str) -> str:
+    kept = words_of_wordings()
+    return re.sub(r"[A-Z][a-z]+", lambda match: match[0] if match[0] in kept else "Name", text)
+
+
+def _opening(text: str) -> str:
+    return " ".join(re.findall(WORD, _nameless(text))[:3])
+
+
+def retrieval_table(found: dict[str, dict[str, Any]]) -> str:
+    columns = ["look-ups", "chance", *(f"{what}@{k}" for what in ("sub-query", "question") for k in TOPK)]
+    rows = [[name, f["kind"], *(f"{f[column]:.2f}" for column in columns)] for name, f in found.items()]
+    return table([["form", "kind", *columns], *rows])
+
+
+def cue_table(cues: dict[str, dict[str, float]]) -> str:
+    columns = list(next(iter(cues.values())))
+    rows = [[name, *(f"{figures[column]:.2f}" for column in columns)] for name, figures in cues.items()]
+    return table([["features", *columns], *rows])

@@ -1,0 +1,465 @@
+"""Builds the objects of a run from its config; the module that connects all the others."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from psearch_jax.assembly.policies import first_adapters, load_tokenizer, load_weights, sampled_as, with_adapter_shape
+from psearch_jax.assembly.programs import make_critic, make_learner, make_sampler
+from psearch_jax.closed_world.encyclopedia import ClosedWorld
+from psearch_jax.closed_world.question_forms import questions
+from psearch_jax.config import Config, DecoderConfig, Method, best_metric, with_method
+from psearch_jax.data.held_out import hold_out, pick
+from psearch_jax.data.loader import QuestionLoader
+from psearch_jax.data.prepared import are_there, open_questions, overlap
+from psearch_jax.eval.benchmarks import CLOSED_WORLD, PAIRS, closed_world_benchmark
+from psearch_jax.eval.evaluate import questions_digest
+from psearch_jax.limits import validate
+from psearch_jax.models import hf, lora
+from psearch_jax.rl.compat import check_examples, compat_reward
+from psearch_jax.rl.rewards import RewardWeights, paper_reward
+from psearch_jax.rollout.boundary import cached_tables
+from psearch_jax.rollout.collect import Collector
+from psearch_jax.rollout.copy import SamplingCopy
+from psearch_jax.runtime import progress
+from psearch_jax.runtime.cli import CACHE_HOME, read_token
+from psearch_jax.runtime.paths import is_remote, locate, on_disk
+from psearch_jax.sharding import (
+    STORAGE,
+    check_heads,
+    check_rows,
+    make_mesh,
+    param_shardings,
+    placed,
+)
+from psearch_jax.text.prompts import load_template, render_messages, render_prompt
+from psearch_jax.text.tokenizer import Tokenizer
+from psearch_jax.train.checkpointing import checkpoint, settings
+from psearch_jax.train.critic import Critic, critic_learning, first_params, without_lm_head
+from psearch_jax.train.run import Run
+from psearch_jax.train.state import (
+    TrainState,
+    abstract_state,
+    init_state,
+    make_optimizer,
+    state_shardings,
+    updates_per_step,
+)
+from psearch_jax.types import KINDS, Question, RewardParts, Trajectory, UserError, listed
+from retrieval.protocol import Retriever
+
+log = logging.getLogger("psearch_jax")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The objects that answer questions, shared by training, evaluation and serving."""
+
+    config: Config
+    model: DecoderConfig
+    tokenizer: Tokenizer
+    tokenizer_path: str
+    path: str  # the directory of the weights; empty when they are random or come from a checkpoint
+    mesh: Mesh
+    # Storage-sharded. In training: float32 weights or, with adapters, only their base in the dtype of `sampled_as`.
+    # Otherwise: weights in the dtype of `sampled_as`, and any adapters.
+    params: nnx.State
+    collector: Collector
+    world: ClosedWorld | None  # when data.source is closed_world
+
+    def sampling_copy(self) -> nnx.State:
+        """The parameters in the sampler's dtype and sharding; arrays that already have both are not copied."""
+        m, parts = self.config.model, lora.split_adapters(self.params)
+        return SamplingCopy(*parts, jnp.dtype(m.sampling_dtype), self.mesh, m.int8_weights, trained=False)(*parts)
+
+    def describe(self) -> str:
+        """One line that describes the model and the devices."""
+        count = sum(x.size for x in jax.tree.leaves(self.params))
+        mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
+        return f"{count / 1e6:.1f}M parameters on {self.mesh.devices.size} x {jax.devices()[0].device_kind} ({mesh})"
+
+
+def by_method(parts: Engine, config: Config, method: Method) -> Collector:
+    """A collector for another method, with the same model and, if the method searches, the same retriever.
+
+    Args:
+      config: the config that `parts` was built from. `parts.config` also has the changes of the first method.
+    """
+    model = replace(parts.config.model, path="", tokenizer=parts.tokenizer_path)
+    config = replace(config, method=method, model=model)
+    return engine(config, params=parts.params, model=parts.model, retriever=parts.collector.retriever).collector
+
+
+def missing_inputs(config: Config, training: bool = True, retriever: Retriever | None = None) -> list[str]:
+    """One line for each input that is missing or cannot be found, with the command that creates it.
+
+    Args:
+      retriever: an existing retriever, with which the config need not name passages.
+    """
+    lines = []
+    path = config.model.path
+    if path and path != "toy" and not is_remote(path) and not Path(path).is_dir() and not hf.reachable(path):
+        lines.append(
+            f"config.model.path={path}: neither a directory nor a reachable hub id; get it with "
+            f"`hf download {path} --local-dir=DIR` and set --config.model.path=DIR"
+        )
+    if not path and not config.model.tokenizer:
+        lines.append("config.model.tokenizer: random weights (model.path is empty) need a tokenizer directory")
+    if training and not config.data.source:
+        lines.append(
+            "config.data.source: a jsonl or parquet file of questions, or a directory made by launch/prepare_data.py; "
+            "for example FlashRAG's, with `hf download RUC-NLPIR/FlashRAG_datasets hotpotqa/train.jsonl "
+            "--repo-type=dataset --local-dir=DIR`"
+        )
+    closed_world, retrieval = config.data.source == CLOSED_WORLD, config.retrieval
+    named_passages = closed_world or retrieval.index or retrieval.corpus or retrieval.url
+    if _searches(config) and not (named_passages or retriever):
+        lines.append(
+            "config.retrieval.index (or .corpus, .url): an index made with `python launch/build_index.py "
+            "--corpus=FILE.jsonl --encoder=hashing --out=DIR`"
+        )
+    named = (
+        ("model.path", path),
+        ("data.source", config.data.source if training and not closed_world else ""),
+        ("data.validation", config.data.validation if training else ""),
+        *(("retrieval.index", directory) for directory in config.retrieval.index.split(",")),
+        ("retrieval.corpus", config.retrieval.corpus),
+        ("model.adapters", config.model.adapters),
+        ("model.tokenizer", config.model.tokenizer),
+    )
+    for name, path in named:
+        if not path:
+            continue
+        if name in ("data.source", "data.validation"):
+            if not are_there(path):
+                lines.append(f"config.{name}={path}: not found")
+            continue
+        try:
+            exists = on_disk(path, f"config.{name}").exists()
+        except UserError as error:
+            lines.append(str(error))
+            continue
+        if name == "model.tokenizer":
+            if not exists and not hf.reachable(path, "tokenizer_config.json"):
+                lines.append(f"config.{name}={path}: neither a directory nor a reachable hub id")
+        elif name != "model.path" and not exists:
+            lines.append(f"config.{name}={path}: not found")
+    return lines
+
+
+def engine(
+    config: Config,
+    training: bool = False,
+    params: nnx.State | None = None,
+    model: DecoderConfig | None = None,
+    retriever: Retriever | None = None,
+) -> Engine:
+    """Builds the objects that collect rollouts.
+
+    Args:
+      training: also require the inputs that only training needs.
+      params, model: weights, with or without adapters, and their shape; default: those that the config names.
+      retriever: default: the one that the config names.
+
+    Raises:
+      UserError: inputs are missing (one message lists them all), or do not match each other.
+    """
+    config = with_method(config)
+    validate(config, training)
+    missing = missing_inputs(config, training, retriever)
+    if missing:
+        raise UserError(listed("this run needs:", missing))
+    if params is None:
+        config = with_adapter_shape(config)
+    mesh = make_mesh(config.mesh)
+    dtype = jnp.float32 if training and not config.model.lora_rank else sampled_as(config)
+    loaded = params is None
+    model, params, path = load_weights(config, mesh, model, params, dtype)
+    if config.model.adapters and loaded and not training:
+        params = lora.join_adapters(params, first_adapters(config, model, mesh))
+    if not training and lora.split_adapters(params)[1] is None:  # the config may ask for adapters that are not loaded
+        config = replace(config, model=replace(config.model, lora_rank=0))
+    check_heads(mesh, model.heads)
+    if config.rollout.context_tokens > model.max_positions:
+        raise UserError(
+            f"config.rollout.context_tokens: found {config.rollout.context_tokens}, accepted: at most the model's "
+            f"{model.max_positions} positions"
+        )
+    check_rows(mesh, rollout__slots=config.rollout.slots)
+    _check_shares(config, training)
+    if training:
+        check_rows(mesh, learning__micro_batch_rows=config.learning.micro_batch_rows)
+    tokenizer_path = config.model.tokenizer or path
+    with progress.step("loading the tokenizer"):
+        tokenizer = load_tokenizer(config, model, path)
+    tables = cached_tables(tokenizer, CACHE_HOME / "boundary", model.vocab_rows)
+    sampler = make_sampler(config, model, mesh, tables, tokenizer.size, sorted(tokenizer.stop_ids))
+    world = None
+    if config.data.source == CLOSED_WORLD:
+        world = ClosedWorld.make(config.data.world_seed, names=config.data.world_names)
+    if retriever is None and _searches(config):
+        with progress.step("opening the passages"):
+            retriever = retriever_of(config, world)
+    collector = Collector(
+        sampler, tokenizer, retriever, _renderer(config, tokenizer), config.rollout, config.retrieval
+    )
+    if Path(tokenizer_path).is_dir():  # checkpoints record it, and may be read from another working directory
+        tokenizer_path = str(Path(tokenizer_path).resolve())
+    return Engine(config, model, tokenizer, str(tokenizer_path), path, mesh, params, collector, world)
+
+
+def training_run(config: Config, retriever: Retriever | None = None) -> Run:
+    """Builds everything that train/trainer.py needs.
+
+    Args:
+      retriever: default: the one that the config names.
+    """
+    _check_template(with_method(config))  # before loading weights, which may take minutes
+    parts = engine(config, training=True, retriever=retriever)
+    given, config = config, parts.config
+    log.info(parts.describe())
+    learning = config.learning
+    corrected = learning.importance_cap or learning.old_logprobs == "sampler"
+    if (config.model.int8_weights or config.model.int8_cache) and not corrected:
+        log.warning("rollouts are sampled in int8 without a correction: set learning.importance_cap=2 to weight them")
+    questions, evaluation = _questions(config, parts.world)
+    optimizer = make_optimizer(config.learning, updates_per_step(config) * config.train.steps)
+    learner = make_learner(config, parts.model, parts.mesh, optimizer, parts.tokenizer.size)
+    trained, adapters = parts.params, config.model.lora
+    if adapters:
+        learner.base = parts.params
+        trained = first_adapters(config, parts.model, parts.mesh)
+        count = sum(x.size for x in jax.tree.leaves(trained))
+        log.info("only the adapters are trained: %.1fM parameters", count / 1e6)
+    reference = None
+    if config.learning.kl_coefficient > 0:
+        reference = trained if config.model.adapters else learner.reference_copy(parts.params)
+    abstract, fresh = abstract_state(trained, optimizer), functools.partial(init_state, trained, optimizer, parts.mesh)
+    critic = None
+    if learning.algorithm == "ppo":
+        critic, first, critic_optimizer = _critic_of(config, parts)
+        abstract = replace(abstract, critic=abstract_state(first, critic_optimizer))
+        fresh_critic = functools.partial(init_state, first, critic_optimizer, parts.mesh)
+        fresh = functools.partial(_both, fresh, fresh_critic)
+    loader = QuestionLoader(
+        questions,
+        config.train.prompts // jax.process_count(),
+        config.seed,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        fingerprint=getattr(questions, "fingerprint", None),
+    )
+    return Run(
+        config=config,
+        collector=parts.collector,
+        learner=learner,
+        loader=loader,
+        evaluation=evaluation,
+        reward=reward_of(config, parts.tokenizer),
+        abstract=placed(abstract, state_shardings(abstract, parts.mesh)),
+        fresh=fresh,
+        model=parts.model,
+        tokenizer_path=parts.tokenizer_path,
+        given=given,
+        reference=reference,
+        critic=critic,
+        lora=checkpoint.lora_record(config.model, config.seed, parts.path),
+        settings=settings.record(config, _contents(config, parts, loader.fingerprint, evaluation)),
+    )
+
+
+def _contents(
+    config: Config, parts: Engine, questions: str, evaluation: Sequence[Question]
+) -> dict[str, tuple[str, str]]:
+    """For each field of `settings.DECIDES_BY_CONTENT` the path it names and a fingerprint of the content."""
+    preset = f"random weights of {config.model.preset}"
+    weights = settings.fingerprint(parts.path, settings.WEIGHTS) if parts.path else preset
+    tokenizer = parts.tokenizer
+    probe = str(tokenizer.chat([{"role": "user", "content": "?"}]))
+    words = settings.text_fingerprint(tokenizer.fingerprint, str(sorted(tokenizer.stop_ids)), probe)
+    template = "" if config.data.prompt == "row" else load_template(config.data.template)
+    adapters = config.model.adapters
+    contents = {
+        "model.path": (parts.path or preset, weights),
+        "model.tokenizer": (parts.tokenizer_path, words),
+        "model.adapters": (adapters, settings.fingerprint(adapters, settings.ADAPTERS) if adapters else ""),
+        "data.source": (config.data.source, questions),
+        "data.validation": (config.data.validation, questions_digest(evaluation) if config.data.validation else ""),
+        "data.template": (config.data.template, settings.text_fingerprint(template)),
+    }
+    index, corpus = config.retrieval.index, config.retrieval.corpus
+    indexes = [settings.fingerprint(path, ("**/manifest.json",)) for path in index.split(",") if index]
+    contents["retrieval.index"] = (index, " ".join(indexes))
+    contents["retrieval.corpus"] = (corpus, settings.fingerprint(corpus) if corpus else "")
+    return contents
+
+
+def _critic_of(config: Config, parts: Engine) -> tuple[Critic, nnx.State, optax.GradientTransformation]:
+    """The critic of a run, its initial parameters, and its optimizer."""
+    optimizer = make_optimizer(critic_learning(config), updates_per_step(config) * config.train.steps)
+    critic, adapters = make_critic(config, parts.model, parts.mesh, optimizer), config.model.lora
+    critic.base = without_lm_head(parts.params) if adapters else None
+    return critic, first_params(parts.params, parts.model, adapters, config.seed, parts.mesh), optimizer
+
+
+def _both(policy: Callable[[], TrainState], critic: Callable[[], TrainState]) -> TrainState:
+    return replace(policy(), critic=critic())
+
+
+def from_path(config: Config, path: str) -> Engine:
+    """An engine for a Hugging Face directory, a hub id, `toy`, a run directory, or one checkpoint of a run."""
+    place = locate(path)
+    if path == "toy" or (place / "config.json").is_file() and not (place / "checkpoints").is_dir():
+        return engine(replace(config, model=replace(config.model, path=path)))
+    if not place.is_dir():
+        return engine(replace(config, model=replace(config.model, path=path)))
+    mesh = make_mesh(config.mesh)
+    model, params, loop = checkpoint.load_params(
+        path, lambda abstract: param_shardings(abstract, STORAGE, mesh), sampled_as(config)
+    )
+    section = {"path": "", "adapters": "", "tokenizer": _tokenizer_of(config, loop["tokenizer"])}
+    if loop.get("lora"):
+        section |= {"lora_rank": loop["lora"]["rank"], "lora_alpha": loop["lora"]["alpha"]}
+    return engine(replace(config, model=replace(config.model, **section)), params=params, model=model)
+
+
+def _tokenizer_of(config: Config, recorded: str) -> str:
+    """The tokenizer that a checkpoint records; if this machine lacks it, the one of the run's initial weights."""
+    if config.model.tokenizer or not Path(recorded).is_absolute():
+        return config.model.tokenizer or recorded
+    return hf.still_there(recorded, config.model.path, "tokenizer_config.json") or recorded
+
+
+def _check_shares(config: Config, training: bool) -> None:
+    count = jax.process_count()
+    shared = {"rollout.slots": config.rollout.slots} | ({"train.prompts": config.train.prompts} if training else {})
+    for field, value in shared.items():
+        if value % count:
+            raise UserError(f"config.{field}: found {value}, accepted: a multiple of the {count} processes")
+
+
+def _searches(config: Config) -> bool:
+    """Whether rollouts of this config need a retriever."""
+    return config.rollout.search_turns > 0 or config.rollout.initial_search
+
+
+def retriever_of(config: Config, world: ClosedWorld | None, retry_deadline_s: float | None = None) -> Retriever:
+    """The retriever that the config names, or else one over the world's passages.
+
+    Args:
+      retry_deadline_s: seconds to retry failing servers; default: the config's.
+    """
+    section = config.retrieval
+    retry_deadline_s = section.retry_deadline_s if retry_deadline_s is None else retry_deadline_s
+    if section.url:
+        from retrieval.remote.client import connect
+
+        token = read_token(section.token_file, "config.retrieval.token_file") if section.token_file else None
+        return connect(section.url, section.timeout_s, retry_deadline_s, token)
+    from retrieval.service import RetrievalService  # loads ScaNN
+
+    cache = {"cache_size": section.cache_queries, "cache_bytes": section.cache_mb * 2**20}
+    if section.index:
+        return RetrievalService.open(section.index, **cache)
+    if section.corpus:
+        return RetrievalService.from_corpus(section.corpus, **cache)
+    assert world is not None  # missing_inputs has checked it
+    return RetrievalService.from_corpus(world.passages, **cache)
+
+
+def _renderer(config: Config, tokenizer: Tokenizer) -> Callable[[Question], list[int]]:
+    if config.data.prompt == "row":
+
+        def render(question: Question) -> list[int]:
+            if "prompt" not in question.metadata:
+                raise UserError(
+                    f"question {question.id}: no prompt found in its row, needed with config.data.prompt=row"
+                )
+            return render_messages(tokenizer, question.metadata["prompt"])
+
+        return render
+    template = load_template(config.data.template)
+    return lambda question: render_prompt(tokenizer, template, question.text)
+
+
+def _reward_weights(config: Config) -> RewardWeights:
+    r = config.reward
+    return RewardWeights(r.format, r.final_format, r.decomposition, r.search_count, r.search_penalty)
+
+
+def _check_template(config: Config) -> None:
+    """Refuses a prompt template that the compat reward cannot parse; prompts of data rows are checked when scored."""
+    if config.reward.profile == "compat" and config.data.prompt == "template":
+        name = config.data.template
+        check_examples(load_template(name), _reward_weights(config), f"config.data.template={name}")
+
+
+def reward_of(config: Config, tokenizer: Tokenizer) -> Callable[[Trajectory], RewardParts]:
+    r = config.reward
+    weights = _reward_weights(config)
+    if r.profile == "paper":
+        return lambda t: paper_reward(t, weights, r.mixed, r.gate_bonus_on_outcome, r.outcome)
+
+    def compat(t: Trajectory) -> RewardParts:
+        prompt = tokenizer.decode(t.ids[: t.prompt_length], control=True)
+        if config.data.prompt == "row":
+            check_examples(prompt, weights, f"the prompt of question {t.question.source} {t.question.id}")
+        return compat_reward(t, prompt, tokenizer.decode(t.ids[t.prompt_length :]), weights)
+
+    return compat
+
+
+def _questions(config: Config, world: ClosedWorld | None) -> tuple[Sequence[Question], list[Question]]:
+    """Training questions, and at most eval.questions_per_kind evaluation questions of each kind.
+
+    Without a closed world, evaluation questions come from data.validation or data.validation_share, if set.
+    """
+    data = config.data
+    if world is None:
+        train: Sequence[Question] = open_questions(data.source)
+        held: Sequence[Question] = []
+        if data.validation_share:
+            train, held = hold_out(train, data.validation_share)
+        elif data.validation:
+            held = open_questions(data.validation)
+        asked = pick(held, config.eval.questions_per_kind)
+        if asked:
+            log.info(
+                "%d training questions; %d of %d validation questions are used", len(train), len(asked), len(held)
+            )
+        if data.validation and isinstance(train, list):  # a prepared directory is not read just for this
+            leaked = len(overlap(asked, train))
+            if leaked:
+                log.warning("%d of the %d validation questions are also training questions", leaked, len(asked))
+        kind, _ = best_metric(config.eval.best_metric)
+        if config.eval.every_steps and kind not in ("all", *(q.kind for q in asked)):
+            kinds = ", ".join(dict.fromkeys(q.kind for q in asked))
+            raise UserError(
+                f"config.eval.best_metric: found {config.eval.best_metric!r}, but no validation question is of that "
+                f"kind, accepted: a metric over all questions, or over one of {kinds}"
+            )
+        return train, asked
+    train = training_questions(config, world)
+    count = config.eval.questions_per_kind
+    return train, [q for name in (PAIRS, *KINDS) for q in closed_world_benchmark(world, name, count)] if count else []
+
+
+def training_questions(config: Config, world: ClosedWorld) -> list[Question]:
+    """The closed world's training questions, in the proportions that section `data` sets."""
+    data = config.data
+    counts = {
+        "parallel": round(data.world_questions * data.parallel_share),
+        "sequential": round(data.world_questions * data.sequential_share),
+    }
+    counts["single"] = data.world_questions - sum(counts.values())
+    return [q for kind, count in counts.items() for q in questions(world, "train", kind, count, data.world_seed)]

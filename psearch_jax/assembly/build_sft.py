@@ -1,0 +1,101 @@
+"""Builds the objects of a supervised fine-tuning run from a config and transcripts."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from psearch_jax.assembly.policies import first_adapters, load_tokenizer, load_weights, sampled_as, with_adapter_shape
+from psearch_jax.config import Config, with_method
+from psearch_jax.data.transcripts import Row, read_rows
+from psearch_jax.limits import validate
+from psearch_jax.models import hf
+from psearch_jax.runtime.paths import TOY_POLICY
+from psearch_jax.sft import loop
+from psearch_jax.sft.trainer import SupervisedRun
+from psearch_jax.sharding import check_heads, check_rows, make_mesh, placed
+from psearch_jax.text.prompts import load_template
+from psearch_jax.text.tokenizer import Tokenizer
+from psearch_jax.train.checkpointing import checkpoint, settings
+from psearch_jax.train.state import abstract_state, init_state, state_shardings
+from psearch_jax.types import UserError
+
+
+def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
+    """Builds everything that sft/trainer.py needs; `transcripts` are jsonl files, separated by commas.
+
+    Raises:
+      UserError: as `engine` and `read_rows`; input files are checked before any weights are loaded.
+    """
+    config = with_adapter_shape(with_method(config))
+    validate(config, training=False)
+    section, m = config.sft, config.model
+    path = str(TOY_POLICY) if m.path == "toy" else hf.resolve(m.path) if m.path else ""
+    if not (m.tokenizer or path):
+        raise UserError(
+            "config.model.path: found '', accepted: the weights to train, or config.model.tokenizer with random ones"
+        )
+    template = None if config.data.prompt == "row" else load_template(config.data.template)
+    tokenizer = Tokenizer.load(m.tokenizer or path)
+    rows: list[Row] = []
+    for file in transcripts.split(","):
+        rows += read_rows(file, tokenizer, template, config.rollout, config.retrieval.max_sub_queries)
+    order = np.random.default_rng([config.seed, 0x5F]).permutation(len(rows))
+    held = order[: round(section.validation_share * len(rows))]
+    trained = [rows[i] for i in sorted(order[len(held) :])]
+    if len(trained) < section.batch_rows:
+        raise UserError(
+            f"config.sft.batch_rows: found {section.batch_rows} with {len(trained)} training transcripts, accepted: "
+            "at most that number"
+        )
+    mesh = make_mesh(config.mesh)
+    check_rows(mesh, learning__micro_batch_rows=config.learning.micro_batch_rows)
+    dtype = sampled_as(config) if m.lora_rank else jnp.float32
+    model, params, path = load_weights(config, mesh, None, None, dtype)
+    tokenizer = load_tokenizer(config, model, path)
+    check_heads(mesh, model.heads)
+    steps = section.epochs * (len(trained) // section.batch_rows)
+    optimizer = loop.make_optimizer(section, config.learning, steps)
+    trainer = loop.SupervisedTrainer(
+        model,
+        config.learning,
+        optimizer,
+        mesh,
+        config.rollout.context_tokens,
+        loop.cosine_schedule(section, steps),
+        tokenizer.size,
+        jnp.dtype(m.dtype),
+        m.remat,
+        m.shard_residual,
+        m.lora,
+        config.rollout.num_buckets,
+    )
+    first = params
+    if m.lora:
+        trainer.base, first = params, first_adapters(config, model, mesh)
+    tokenizer_path = config.model.tokenizer or path
+    contents = {
+        "model.path": (path, settings.fingerprint(path, settings.WEIGHTS) if path else m.preset),
+        "model.adapters": (m.adapters, settings.fingerprint(m.adapters, settings.ADAPTERS) if m.adapters else ""),
+        "model.tokenizer": (tokenizer_path, tokenizer.fingerprint),
+        "data.template": (config.data.template, settings.text_fingerprint(template or "")),
+        "transcripts": (transcripts, loop.digest(rows)),
+    }
+    return SupervisedRun(
+        config=config,
+        trainer=trainer,
+        batches=loop.RowBatches(trained, section.batch_rows, config.seed, trainer.pack),
+        held_out=[rows[i] for i in sorted(held)],
+        abstract=placed(abstract_state(first, optimizer), state_shardings(abstract_state(first, optimizer), mesh)),
+        fresh=functools.partial(init_state, first, optimizer, mesh),
+        steps=steps,
+        tokenizer_path=str(Path(tokenizer_path).resolve()) if Path(tokenizer_path).is_dir() else tokenizer_path,
+        record={
+            "model": checkpoint.model_record(model),
+            "settings": settings.record(config, contents),
+            "lora": checkpoint.lora_record(m, config.seed, path),
+        },
+    )

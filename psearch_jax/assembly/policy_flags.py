@@ -1,0 +1,133 @@
+"""Command-line flags of the programs that use a policy: which policy, and which passages it searches."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import jax
+from absl import flags
+from ml_collections import config_flags
+
+from psearch_jax.config import Config, MeshSection, Method, ModelSection, from_mapping, with_method
+from psearch_jax.types import UserError
+
+METHODS = list(get_args(Method))
+EXAMPLES = ("parallel", "sequential", "parallel")  # kinds of the example questions
+PATIENCE_S = 10.0  # maximum retrieval.retry_deadline_s while somebody waits for an answer
+
+
+def define_flags(model: str | None) -> None:
+    """Defines the flags; call it once, before they are parsed. `model`: default of --model; None: it is required."""
+    flags.DEFINE_string(
+        "model", model, "Run directory, checkpoint, HF directory or hub id, or toy.", required=not model
+    )
+    flags.DEFINE_string("adapters", None, "PEFT directory of LoRA adapters to put on the weights of --model.")
+    flags.DEFINE_bool("best", False, "Use the run's best checkpoint by validation instead of its newest.")
+    config_flags.DEFINE_config_file("config", None, "Config file with token budgets, prompt and retrieval settings.")
+    flags.DEFINE_enum("method", None, METHODS, "Method by which the policy answers; default: the config's.")
+    flags.DEFINE_string("index", None, "Index directory made by launch/build_index.py.")
+    flags.DEFINE_string("corpus", None, "A jsonl corpus instead of an index (small corpora only).")
+    flags.DEFINE_string("retriever_url", None, "Servers that speak /retrieve, instead of an index.")
+    flags.DEFINE_string("retriever_token_file", None, "File with the bearer token for --retriever_url.")
+    flags.DEFINE_integer("topk", None, "Passages per sub-query.", lower_bound=1)
+    flags.DEFINE_integer("tensor", None, "Devices over which each layer is split; default: the config's.", 1)
+
+
+def model() -> str:
+    """The policy that --model and --best select."""
+    if not flags.FLAGS.best:
+        return flags.FLAGS.model
+    from psearch_jax.train.checkpointing.best import find_best
+
+    return str(find_best(flags.FLAGS.model))
+
+
+def config(model: str, default: Config = Config()) -> Config:  # noqa: B008 (frozen)
+    """The config from --config, or else the config of the policy's run, or else `default`.
+
+    The flags for adapters, passages, method and tensor parallelism override it.
+
+    Raises:
+      UserError: more than one flag names passages.
+    """
+    values = flags.FLAGS
+    if values.config is not None:
+        config = from_mapping(values.config.to_dict())
+    else:
+        from psearch_jax.train.checkpointing.run_config import config_of
+
+        config = config_of(model) or default
+    retrieval, mesh = config.retrieval, config.mesh
+    if values.adapters:
+        config = replace(config, model=replace(config.model, adapters=values.adapters, lora_rank=0))
+    if passages():
+        # Never send the token of the run's own server to another server.
+        names = {"index": values.index, "corpus": values.corpus, "url": values.retriever_url, "token_file": None}
+        retrieval = replace(retrieval, **{name: value or "" for name, value in names.items()})
+    if values.retriever_token_file:
+        retrieval = replace(retrieval, token_file=values.retriever_token_file)
+    if values.topk:
+        retrieval = replace(retrieval, topk=values.topk)
+    if values.tensor:
+        mesh = MeshSection(tensor=values.tensor)
+    return replace(config, retrieval=retrieval, mesh=mesh, method=values.method or config.method)
+
+
+def passages() -> bool:
+    """Whether a flag names passages. Raises `UserError` if several flags do."""
+    named = [name for name in ("index", "corpus", "retriever_url") if flags.FLAGS[name].value]
+    if len(named) > 1:
+        raise UserError("--index, --corpus, --retriever_url: found several, accepted: one of them")
+    return bool(named)
+
+
+def to_serve(root: Path, slots: int, samples: int = 1) -> Config:
+    """The config of a policy that answers single questions.
+
+    The toy policy uses configs/smoke.py and, unless a flag names passages, searches the closed world.
+
+    Args:
+      root: the directory of the repository.
+      slots: rows decoded together, rounded up to a multiple of the number of devices.
+      samples: slots / samples prompts are prefilled at a time.
+
+    Raises:
+      UserError: no passages to search, or more than one flag names passages.
+    """
+    default = Config()
+    if flags.FLAGS.model == "toy":
+        sys.path.insert(0, str(root))
+        default = from_mapping(importlib.import_module("configs.smoke").get_config().to_dict())
+    base = config(model(), default)
+    # A user who waits should learn within seconds that a server is down.
+    retrieval = replace(base.retrieval, retry_deadline_s=min(PATIENCE_S, base.retrieval.retry_deadline_s))
+    # A question that a user asks has no stored prompt, so the template is used.
+    data = replace(base.data, prompt="template", source="" if passages() else base.data.source)
+    rollout = replace(base.rollout, slots=-(-slots // jax.device_count()) * jax.device_count(), samples=samples)
+    served = replace(base, data=data, retrieval=retrieval, rollout=rollout, model=_for_device(base.model))
+    places = (data.source == "closed_world", retrieval.index, retrieval.corpus, retrieval.url)
+    if with_method(served).rollout.search_turns and not any(places):
+        raise UserError(
+            "--index: none given, accepted: a directory made by launch/build_index.py (or --corpus, --retriever_url)"
+        )
+    return served
+
+
+def _for_device(model: ModelSection) -> ModelSection:
+    """On a CPU, samples in float32: there XLA converts all 16-bit weights to float32 in every call, in more memory."""
+    if jax.default_backend() != "cpu" or model.int8_weights:
+        return model
+    return replace(model, sampling_dtype="float32")
+
+
+def examples(world: object | None) -> tuple[str, ...]:
+    """Example questions about a closed world; none without one."""
+    if world is None:
+        return ()
+    from psearch_jax.closed_world.question_forms import questions
+
+    return tuple(questions(world, "eval", kind, 1, seed)[0].text for seed, kind in enumerate(EXAMPLES))

@@ -1,0 +1,351 @@
+"""Questions about a closed world: facts sampled in the dependency graph of a form (wordings.py), and their wording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, HAPPENED, YEAR_OF, ClosedWorld, Entity, Split
+from psearch_jax.closed_world.names import head
+from psearch_jax.closed_world.wordings import FORMS, listed, worded
+from psearch_jax.types import KINDS, Kind, Question, UserError
+
+SOURCE = "closed_world"
+# Number of entities that a question compares -> frequency, in training and in the evaluation set of each kind.
+SIZES = {2: 0.5, 3: 0.3, 4: 0.2}
+LARGEST = 8
+KNOWN_ENTITIES = 20
+
+Lookup = tuple[str, str, str]  # attribute, subject, value
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The facts of one question.
+
+    `rounds`: the look-ups, those of a round being independent; `fills`: values for the letters of the wordings;
+    `options`: the names to choose from, in the question's order; `sought`: the value that the looked-up values are
+    compared with.
+    """
+
+    rounds: list[list[Lookup]]
+    fills: dict[str, str]
+    answer: str
+    options: list[str]
+    sought: str = ""
+
+
+class Asker:
+    """Samples questions of one split of a world, form by form, from one random generator."""
+
+    def __init__(self, world: ClosedWorld, split: Split, rng: np.random.Generator, sizes: dict[int, float]):
+        self.world, self.rng, self.sizes = world, rng, sizes
+        self.held_out = split == "eval"
+        self.pools = {kind: world.members(split, kind) for kind in ATTRIBUTES}
+
+    def draw(self, form: str) -> Draw:
+        """The facts of a question of the form; samples that do not fit are drawn again."""
+        while True:
+            drawn = _DRAWS[form](self)
+            if drawn is not None and self._tellable(drawn):
+                return drawn
+
+    def _tellable(self, drawn: Draw) -> bool:
+        """Whether all names in the question and its look-ups begin differently, and no look-up repeats."""
+        named = {name for r in drawn.rounds for _, *pair in r for name in pair if not name.isdigit()}
+        named |= {name for name in (*drawn.options, drawn.sought) if name and not name.isdigit()}
+        asked = [lookup for r in drawn.rounds for lookup in r]
+        return len({head(name) for name in named}) == len(named) and len(set(asked)) == len(asked)
+
+    def pick(self, items: Sequence) -> Any:
+        """One of the items, uniformly."""
+        return items[self.rng.integers(len(items))]
+
+    def kind(self) -> str:
+        """A random entity type."""
+        return self.pick(list(ATTRIBUTES))
+
+    def one(self, kind: str | None = None) -> Entity:
+        """A random entity of a type; default: of a random type."""
+        return self.pick(self.pools[kind or self.kind()])
+
+    def some(self, kind: str, count: int) -> list[Entity]:
+        """`count` different entities of a type."""
+        pool = self.pools[kind]
+        return [pool[i] for i in self.rng.choice(len(pool), count, replace=False)]
+
+    def size(self, most: int = LARGEST) -> int:
+        """The number of entities that a question compares, at most `most`."""
+        sizes = {n: share for n, share in self.sizes.items() if n <= most}
+        return int(self.rng.choice(list(sizes), p=np.divide(list(sizes.values()), sum(sizes.values()))))
+
+    def relation(self, kind: str, value: str | None = None) -> str:
+        """An attribute of a type whose value is an entity (of a type)."""
+        return self.pick([a for a, v in ATTRIBUTES[kind].items() if v != "year" and value in (None, v)])
+
+    def to(self, entity: Entity, attribute: str) -> Entity:
+        """The entity that a relation leads to."""
+        return self.world.entities[entity.facts[attribute]]
+
+    def sharing(self, attribute: str, value: int) -> list[Entity]:
+        """The entities of this split that have a value for an attribute."""
+        return [e for e in self.world.owners.get((attribute, value), ()) if e.held_out == self.held_out]
+
+
+def _year(entity: Entity) -> int:
+    return entity.facts[YEAR_OF[entity.kind]]
+
+
+def _year_lookup(entity: Entity) -> Lookup:
+    return YEAR_OF[entity.kind], entity.name, str(_year(entity))
+
+
+def _earliest(compared: list[Entity], dated: list[Entity]) -> str | None:
+    """The name in `compared` at the earliest year in `dated`; None if two years are equal."""
+    years = [_year(e) for e in dated]
+    return compared[int(np.argmin(years))].name if len(set(years)) == len(years) else None
+
+
+def _first(asker: Asker) -> Draw | None:
+    kind = asker.kind()
+    chosen = asker.some(kind, asker.size())
+    answer = _earliest(chosen, chosen)
+    names = [e.name for e in chosen]
+    return answer and Draw([[_year_lookup(e) for e in chosen]], {"v": HAPPENED[kind]}, answer, names)
+
+
+def _has(asker: Asker, most: int = LARGEST) -> Draw | None:
+    kind = asker.kind()
+    attribute = asker.relation(kind)
+    chosen = asker.some(kind, asker.size(most))
+    values = [asker.world.value(e, attribute) for e in chosen]
+    if len(set(values)) < len(values):
+        return None
+    right = int(asker.rng.integers(len(chosen)))
+    names = [e.name for e in chosen]
+    lookups = [(attribute, name, value) for name, value in zip(names, values, strict=True)]
+    return Draw([lookups], {"a": attribute, "X": values[right]}, names[right], names, values[right])
+
+
+def _shares(asker: Asker) -> Draw | None:
+    drawn = _has(asker, most=3)
+    if drawn is None:
+        return None
+    attribute, _, _ = drawn.rounds[0][0]
+    owner = next(e for e in asker.pools[_kind_with(attribute)] if e.name == drawn.answer)
+    target = owner.facts[attribute]
+    what = ATTRIBUTES[owner.kind][attribute]
+    other = asker.relation(asker.pick([k for k in ATTRIBUTES if what in ATTRIBUTES[k].values()]), what)
+    owners = asker.sharing(other, target)
+    if not owners or owners == [owner]:
+        return None
+    subject = asker.pick(owners)
+    if subject.name in drawn.options:
+        return None
+    lookup = (other, subject.name, drawn.sought)
+    fills = {"a": attribute, "b": other, "B": subject.name}
+    return Draw([[*drawn.rounds[0], lookup]], fills, drawn.answer, drawn.options, drawn.sought)
+
+
+def _kind_with(attribute: str) -> str:
+    return next(kind for kind, attributes in ATTRIBUTES.items() if attribute in attributes)
+
+
+def _same(asker: Asker) -> Draw | None:
+    what = asker.pick(list(ATTRIBUTES))
+    relations = [a for attributes in ATTRIBUTES.values() for a, value in attributes.items() if value == what]
+    a, b = asker.pick(relations), asker.pick(relations)
+    if a == b and asker.rng.random() < 0.5:  # one search often finds both
+        return None
+    one = asker.one(_kind_with(a))
+    if asker.rng.random() < 0.5:
+        owners = [e for e in asker.sharing(b, one.facts[a]) if e.id != one.id]
+        if not owners:
+            return None
+        other = asker.pick(owners)
+    else:
+        other = asker.one(_kind_with(b))
+    values = asker.world.value(one, a), asker.world.value(other, b)
+    lookups = [(a, one.name, values[0]), (b, other.name, values[1])]
+    fills = {"a": a, "b": b, "A": one.name, "B": other.name}
+    return Draw([lookups], fills, "yes" if values[0] == values[1] else "no", [], values[1])
+
+
+def _dated_as(asker: Asker, entity: Entity) -> Entity | None:
+    """With probability 1/2 a random entity, else another entity with the same year, or None."""
+    if asker.rng.random() < 0.5:
+        return asker.one()
+    kind = asker.kind()
+    owners = [e for e in asker.sharing(YEAR_OF[kind], _year(entity)) if e.id != entity.id]
+    return asker.pick(owners) if owners else None
+
+
+def _walk(asker: Asker, hops: int) -> tuple[list[list[Lookup]], Entity, dict[str, str]]:
+    """A random walk over relations: rounds of one look-up each, the final entity, and `fills` of the wording."""
+    at = asker.one()
+    rounds, fills = [], {"A": at.name}
+    for letter in "abc"[:hops]:
+        attribute = asker.relation(at.kind)
+        fills[letter] = attribute
+        reached = asker.to(at, attribute)
+        rounds.append([(attribute, at.name, reached.name)])
+        at = reached
+    return rounds, at, fills | {"k": at.kind}
+
+
+def _named(hops: int) -> Callable[[Asker], Draw]:
+    def draw(asker: Asker) -> Draw:
+        rounds, end, fills = _walk(asker, hops)
+        return Draw(rounds, fills, end.name, [])
+
+    return draw
+
+
+def _dated(hops: int) -> Callable[[Asker], Draw]:
+    def draw(asker: Asker) -> Draw:
+        rounds, end, fills = _walk(asker, hops)
+        return Draw([*rounds, [_year_lookup(end)]], fills | {"v": HAPPENED[end.kind]}, str(_year(end)), [])
+
+    return draw
+
+
+def _chosen(hops: int) -> Callable[[Asker], Draw]:
+    def draw(asker: Asker) -> Draw:
+        rounds, end, fills = _walk(asker, hops)
+        names = [end.name, *(asker.one(end.kind).name for _ in range(asker.size(most=3) - 1))]
+        return Draw(rounds, fills, end.name, [names[i] for i in asker.rng.permutation(len(names))])
+
+    return draw
+
+
+def _confirmed(hops: int) -> Callable[[Asker], Draw]:
+    def draw(asker: Asker) -> Draw:
+        rounds, end, fills = _walk(asker, hops)
+        asked = end.name if asker.rng.random() < 0.5 else asker.one(end.kind).name
+        return Draw(rounds, fills | {"X": asked}, "yes" if asked == end.name else "no", [], asked)
+
+    return draw
+
+
+def _first_of(asker: Asker) -> Draw | None:
+    kind = asker.kind()
+    attribute = asker.relation(kind)
+    chosen = asker.some(kind, 2)
+    reached = [asker.to(e, attribute) for e in chosen]
+    answer = _earliest(chosen, reached)
+    links = [(attribute, e.name, r.name) for e, r in zip(chosen, reached, strict=True)]
+    fills = {"a": attribute, "v": HAPPENED[reached[0].kind]}
+    return answer and Draw([links, [_year_lookup(e) for e in reached]], fills, answer, [e.name for e in chosen])
+
+
+def _same_year(hops: int) -> Callable[[Asker], Draw | None]:
+    def draw(asker: Asker) -> Draw | None:
+        rounds, end, fills = _walk(asker, hops)
+        other = _dated_as(asker, end)
+        if other is None:
+            return None
+        first, *later = [*rounds, [_year_lookup(end)]]
+        fills |= {"B": other.name, "v": HAPPENED[end.kind], "w": HAPPENED[other.kind]}
+        answer = "yes" if _year(end) == _year(other) else "no"
+        return Draw([[*first, _year_lookup(other)], *later], fills, answer, [], str(_year(other)))
+
+    return draw
+
+
+_DRAWS: dict[str, Callable[[Asker], Draw | None]] = {
+    "first": _first,
+    "has": _has,
+    "shares": _shares,
+    "same": _same,
+    "same_year": _same_year(0),
+    "bridge_name": _named(2),
+    "bridge_year": _dated(1),
+    "bridge_which": _chosen(2),
+    "bridge_is": _confirmed(2),
+    "chain": _named(3),
+    "name": _named(1),
+    "year": _dated(0),
+    "which": _chosen(1),
+    "is": _confirmed(1),
+    "first_of": _first_of,
+    "year_of": _same_year(1),
+}
+
+
+def questions(
+    world: ClosedWorld,
+    split: Split,
+    kind: Kind,
+    count: int,
+    seed: int,
+    forms: Sequence[str] = (),
+    sizes: dict[int, float] | None = None,
+    held_out_wordings: bool = False,
+) -> list[Question]:
+    """`count` different questions of a kind; equal arguments give equal questions.
+
+    `metadata` has what the scripted teacher needs: `form`; `rounds`, lists of [attribute, subject, value], each
+    depending on the previous one; `options`, the names to choose from; `sought`, the value to compare with; `chance`,
+    the EM of a random guess among the possible answers.
+
+    Args:
+      forms: names in `wordings.FORMS`; default: all of the kind (`train`: only trained ones), sampled by their shares.
+      sizes: number of entities that a question compares -> frequency; default `SIZES`.
+      held_out_wordings: use only wordings that no training question has.
+
+    Raises:
+      UserError: arguments that are not accepted, or fewer questions exist than requested.
+    """
+    if split not in ("train", "eval") or kind not in KINDS:
+        raise UserError(f"closed world: no questions of split {split!r}, kind {kind!r} (train|eval; {KINDS})")
+    chosen = [name for name, form in FORMS.items() if form.kind == kind and (split == "eval" or form.trained)]
+    chosen = list(forms) or chosen
+    if any(FORMS[name].kind != kind for name in chosen):
+        raise UserError(f"closed world: forms {', '.join(chosen)} are not of kind {kind!r}")
+    rng = np.random.default_rng([world.seed, seed, 0x02, KINDS.index(kind), split == "eval", held_out_wordings])
+    asker = Asker(world, split, rng, sizes or SIZES)
+    shares = np.asarray([FORMS[name].share for name in chosen])
+    made: dict[str, Question] = {}
+    for _ in range(20 * count + 100):
+        if len(made) == count:
+            break
+        name = chosen[rng.choice(len(chosen), p=shares / shares.sum())]
+        form, drawn = FORMS[name], asker.draw(name)
+        asked = _question(split, name, drawn, asker.pick(form.held_out if held_out_wordings else form.known))
+        made.setdefault(asked.text, asked)
+    if len(made) < count:
+        raise UserError(f"closed world: {count} {split} questions of kind {kind!r} asked, {len(made)} exist")
+    return list(made.values())
+
+
+def known_questions(world: ClosedWorld, held_out_wordings: bool = False) -> list[Question]:
+    """Every wording of every fact of the world's first `KNOWN_ENTITIES` people.
+
+    For world 0, a cold start states these facts outright, so a policy can know them without a search.
+    """
+    made = []
+    for entity in world.members("train", "person")[:KNOWN_ENTITIES]:
+        for attribute in entity.facts:
+            value = world.value(entity, attribute)
+            form, fills = "year", {"A": entity.name, "v": HAPPENED[entity.kind]}
+            if attribute != YEAR_OF[entity.kind]:
+                form, fills = "name", {"A": entity.name, "a": attribute, "k": ATTRIBUTES[entity.kind][attribute]}
+            drawn = Draw([[(attribute, entity.name, value)]], fills, value, [])
+            wordings = FORMS[form].held_out if held_out_wordings else FORMS[form].known
+            made += [_question("train", form, drawn, wording) for wording in wordings]
+    return made
+
+
+def _question(split: Split, form: str, drawn: Draw, wording: str) -> Question:
+    text = worded(wording, drawn.fills | ({"l": listed(drawn.options)} if drawn.options else {}))
+    facts = {
+        "form": form,
+        "rounds": [[list(lookup) for lookup in r] for r in drawn.rounds],
+        "options": drawn.options,
+        "sought": drawn.sought,
+        "chance": 0.5 if drawn.answer in ("yes", "no") else 1 / len(drawn.options) if drawn.options else 0.0,
+    }
+    return Question(SOURCE, f"{split}-{form}-{text}", text, (drawn.answer,), FORMS[form].kind, facts)

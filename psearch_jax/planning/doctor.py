@@ -1,0 +1,260 @@
+"""Checks everything that a run needs before it starts, and reports for each check the state and how to fix it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from packaging.requirements import Requirement
+
+from psearch_jax.assembly import build
+from psearch_jax.closed_world.encyclopedia import ClosedWorld
+from psearch_jax.config import Config, with_method
+from psearch_jax.data.held_out import hold_out
+from psearch_jax.data.prepared import are_there, open_questions
+from psearch_jax.eval.benchmarks import CLOSED_WORLD
+from psearch_jax.limits import validate
+from psearch_jax.planning.plan import Plan, make_plan, model_shape
+from psearch_jax.planning.targets import Target
+from psearch_jax.runtime.accelerators import GIB, Chip, chip_of
+from psearch_jax.runtime.cli import CACHE_VARIABLE, DEFAULT_CACHE
+from psearch_jax.runtime.paths import TOY_POLICY, is_remote, locate
+from psearch_jax.text.tokenizer import Tokenizer
+from psearch_jax.train.checkpointing.checkpoint import find_checkpoint
+from psearch_jax.types import ITEM, UserError
+from retrieval.memory import available_memory
+from retrieval.protocol import CorpusError, RetrievalError
+
+PACKAGE = "psearch_jax"
+# Device files of accelerators, and the extra of setup.py that installs the JAX build for them.
+SIGNS = (("/dev/nvidiactl", "cuda"), ("/dev/accel0", "tpu"), ("/dev/vfio/0", "tpu"))
+SHARDS = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check; with `wrong`, the text says how to fix it."""
+
+    name: str
+    text: str
+    wrong: bool = False
+
+    def __str__(self) -> str:
+        return f"{'FIX' if self.wrong else 'ok':<5} {self.name:<10} {self.text}"
+
+
+def examine(config: Config, workdir: str, root: Path = Path("/")) -> Iterator[Finding]:
+    """Yields each finding as soon as it is known; leaves out checks whose prerequisites are missing.
+
+    Args:
+      config: the config of a training run.
+      workdir: the directory of the run.
+      root: the root of the file system.
+    """
+    yield from guarded("packages", packages)
+    yield from guarded("devices", lambda: devices(root))
+    yield from guarded("config", lambda: settings(config))
+    config = with_method(config)
+    yield from guarded("model", lambda: model(config))
+    plans: list[Plan] = []
+    yield from guarded("memory", lambda: memory(config, plans))
+    yield from guarded("questions", lambda: questions(config))
+    yield from guarded("passages", lambda: passages(config))
+    if plans:
+        yield from guarded("disk", lambda: disk(config, plans[0], workdir))
+    yield from guarded("cache", cache)
+    yield from guarded("workdir", lambda: resumes(workdir))
+
+
+def guarded(name: str, look: Callable[[], str | None]) -> Iterator[Finding]:
+    """Yields the text of `look`, if any. An error becomes a finding to fix; a list of errors becomes one for each."""
+    try:
+        text = look()
+    except (UserError, CorpusError, RetrievalError, OSError, RuntimeError) as error:  # JAX raises RuntimeError
+        first, *items = str(error).split(ITEM)
+        for item in items or [first]:
+            yield Finding(name, " ".join(item.split()), True)
+    else:
+        if text:
+            yield Finding(name, text)
+
+
+def packages() -> str:
+    """Checks that the requirements of setup.py are installed in accepted versions."""
+    try:
+        wanted = [Requirement(line) for line in importlib.metadata.requires(PACKAGE) or ()]
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError(f"{PACKAGE} is not installed: `pip install -e .`") from None
+    problems, checked = [], 0
+    for one in wanted:
+        if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+            continue  # for an extra, or for another Python
+        checked += 1
+        try:
+            version = importlib.metadata.version(one.name)
+        except importlib.metadata.PackageNotFoundError:
+            problems.append(f"{one.name} is missing")
+            continue
+        if not one.specifier.contains(version, prereleases=True):
+            problems.append(f"{one.name} {version} is not {one.specifier}")
+    if problems:
+        raise UserError(f"{'; '.join(problems)}: `pip install -e .`")
+    shown = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "scann"))
+    python = ".".join(map(str, sys.version_info[:3]))
+    return f"Python {python}, {shown}, and {checked} requirements met"
+
+
+def devices(root: Path = Path("/")) -> str:
+    """The devices that JAX uses, and whether it misses an accelerator of this machine."""
+    used = jax.devices()
+    text = f"{len(used)} x {used[0].device_kind}, {jax.process_count()} process{'es' * (jax.process_count() > 1)}"
+    if used[0].platform != "cpu" or os.environ.get("JAX_PLATFORMS") == "cpu":
+        return text
+    for sign, extra in SIGNS:
+        if (root / sign.lstrip("/")).exists():
+            raise UserError(f"{text}, although {sign} exists: `pip install -e '.[{extra}]'`")
+    return text
+
+
+def settings(config: Config) -> str:
+    """Checks that the fields agree with each other and name everything that a run needs."""
+    validate(with_method(config))
+    missing = build.missing_inputs(with_method(config))
+    if missing:
+        raise UserError(ITEM.join(["this run needs:", *missing]))
+    group = config.train.prompts * config.rollout.samples
+    return f"{config.method}, {config.train.steps} steps of {group} rollouts"
+
+
+def model(config: Config) -> str | None:
+    """Checks that no file of the weights is missing and that the tokenizer fits them."""
+    path = config.model.path
+    directory = TOY_POLICY if path == "toy" else Path(path)
+    if not path:
+        return f"random weights of {config.model.preset}"
+    if not directory.is_dir():
+        return None
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{path}: no *.safetensors found, accepted: a complete Hugging Face directory")
+    numbered = [match for file in files if (match := SHARDS.search(file.name))]
+    if numbered and len(numbered) != int(numbered[0][1]):
+        count = f"{path}: found {len(numbered)} of {int(numbered[0][1])} files of weights"
+        raise UserError(f"{count}, accepted: all of them (`hf download` resumes an interrupted download)")
+    shape = model_shape(config)
+    tokenizer = Tokenizer.load(config.model.tokenizer or str(directory), shape.eos_ids)
+    if tokenizer.size > shape.vocab_rows:
+        raise UserError(
+            f"config.model.tokenizer: found {tokenizer.size} token ids for {shape.vocab_rows} embedding rows, "
+            "accepted: the tokenizer of the model"
+        )
+    size = sum(file.stat().st_size for file in files)
+    return f"{path}, {len(files)} file{'s' * (len(files) > 1)} of {size / GIB:.2f} GiB"
+
+
+def memory(config: Config, found: list[Plan]) -> str:
+    """Compares the memory that a run holds on each device throughout with what is available; appends to `found`."""
+    first = jax.devices()[0]
+    stats = first.memory_stats() if first.platform != "cpu" else None
+    known = chip_of(first)
+    room = int((stats or {}).get("bytes_limit", 0)) or (known.hbm_bytes if known else 0)
+    if first.platform == "cpu":
+        room = available_memory() // jax.local_device_count()
+    target = Target("here", jax.devices(), Chip(room, 0.0, 0.0), first.device_kind)
+    plan = make_plan(config, target, names=())
+    found.append(plan)
+    needed = plan.held_bytes
+    text = f"{needed / GIB:.2f} of {room / GIB:.2f} GiB on each device before any computation"
+    if not room:
+        return f"{needed / GIB:.2f} GiB on each device before any computation; the available memory is unknown"
+    if needed > room:
+        raise UserError(f"{text}: use more chips, model.lora_rank, or fewer rollout.slots (launch/plan.py)")
+    return f"{text}; launch/plan.py computes the peak"
+
+
+def questions(config: Config) -> str | None:
+    """The number of questions for training and for validation."""
+    data = config.data
+    if data.source == CLOSED_WORLD:
+        return f"{data.world_questions} from the closed world"
+    if not data.source or not are_there(data.source):
+        return None
+    train, held = open_questions(data.source), []
+    if data.validation_share:
+        train, held = hold_out(train, data.validation_share)
+    if data.validation:
+        held = open_questions(data.validation)
+    if len(train) < config.train.prompts:
+        raise UserError(
+            f"{data.source}: found {len(train)} questions for steps of {config.train.prompts}, accepted: at least "
+            "config.train.prompts"
+        )
+    epochs = config.train.steps * config.train.prompts / len(train)
+    validation = f", {len(held)} for validation" if held else ""
+    return f"{len(train)} in {data.source}, seen {epochs:.2g} times{validation}"
+
+
+def passages(config: Config) -> str | None:
+    """Checks that the retriever answers, and measures how fast."""
+    if not config.rollout.search_turns:
+        return f"none: {config.method} does not search"
+    world = ClosedWorld.make(config.data.world_seed) if config.data.source == CLOSED_WORLD else None
+    if not (world or config.retrieval.index or config.retrieval.corpus or config.retrieval.url):
+        return None
+    retriever = build.retriever_of(config, world, retry_deadline_s=0.0)
+    queries = [f"a query of launch/doctor.py, number {i}" for i in range(64)]
+    retriever.search(queries[:1], config.retrieval.topk)  # warm-up: the first search may load files
+    begun = time.monotonic()
+    retriever.search(queries[1:], config.retrieval.topk)
+    seconds = time.monotonic() - begun
+    about = retriever.describe()
+    rows = f"{about['rows']} passages" if about.get("rows") else "passages on a server"
+    return f"{rows}, {len(queries) - 1} queries in {seconds:.2f} s"
+
+
+def disk(config: Config, plan: Plan, workdir: str) -> str:
+    """Checks that the run's checkpoints fit on the disk."""
+    if is_remote(workdir):
+        return f"{workdir} is an object store"
+    place = Path(workdir).absolute()
+    while not place.is_dir():
+        place = place.parent
+    size = plan.checkpoint_bytes
+    train = config.train
+    count = train.keep_checkpoints + 1  # a new one is written before the oldest is removed
+    count += train.steps // train.keep_every_steps if train.keep_every_steps else 0
+    free = shutil.disk_usage(place).free
+    text = f"{size * count / GIB:.2f} GiB for {count} checkpoints, {free / GIB:.2f} free at {place}"
+    if size * count > free:
+        raise UserError(f"{text}: use a larger disk, gs://BUCKET/..., or fewer train.keep_checkpoints")
+    return f"{text}"
+
+
+def cache() -> str:
+    """Checks that compiled programs can be cached."""
+    directory = os.environ.get(CACHE_VARIABLE) or str(DEFAULT_CACHE)
+    if is_remote(directory):
+        return f"{directory} caches compiled programs, if it is writable"
+    place = Path(directory)
+    place.mkdir(parents=True, exist_ok=True)
+    if not os.access(place, os.W_OK):
+        raise UserError(f"{place}: not writable, accepted: another directory in {CACHE_VARIABLE}")
+    return f"{place} caches compiled programs"
+
+
+def resumes(workdir: str) -> str:
+    """Whether the run starts anew or resumes."""
+    if not locate(workdir).is_dir():
+        return f"{workdir}: starts a new run"
+    try:
+        return f"{workdir}: resumes after step {find_checkpoint(workdir).name}"
+    except UserError:
+        return f"{workdir}: starts a new run; it contains no checkpoint"

@@ -1,0 +1,170 @@
+"""Start-up and error reporting of the programs in launch/."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+from absl import app, flags
+
+from psearch_jax.runtime import platforms, processes, progress
+from psearch_jax.runtime.paths import STORE, of_store
+from psearch_jax.types import ITEM, UserError, first_line
+from retrieval.protocol import CorpusError, RetrievalError
+
+BAD_INPUT = 2  # exit code
+LOST = 3  # exit code after another process of the run was lost
+# Without PyTorch, which we do not need, transformers would print a warning at every start.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+CACHE_HOME = Path.home() / ".cache" / "psearch_jax"
+DEFAULT_CACHE = CACHE_HOME / "xla"
+
+
+def run(main: Callable[[list[str]], None], positional: bool = False) -> None:
+    """Parses the flags, calls `main(argv)` and exits; bad input prints one line on stderr and exits with code 2.
+
+    Args:
+      main: gets the program's name and the arguments that are not flags.
+      positional: whether to accept such arguments.
+    """
+    platforms.skip_absent_tpu()
+    progress.show()
+
+    def guarded(argv: list[str]) -> int:
+        try:
+            main(argv)
+        except (UserError, CorpusError, RetrievalError) as error:
+            return _refuse(str(error))
+        except (FileExistsError, NotADirectoryError, PermissionError) as error:  # about a directory the user named
+            return _refuse(str(error))
+        except Exception as error:
+            if not of_store(error):
+                raise
+            return _refuse(f"{STORE}: cannot be reached, read or written ({' '.join(str(error).split())[:300]})")
+        return 0
+
+    def ended(argv: list[str]) -> int:
+        try:
+            code = guarded(argv)
+        except Exception as error:
+            if not jax.distributed.is_initialized():
+                raise
+            if processes.lost(error):
+                reason = first_line(error)[:200]
+                code = _refuse(f"the processes of this run lost each other ({reason}); the same commands resume", LOST)
+            else:
+                traceback.print_exc()
+                code = 1
+        if code and jax.distributed.is_initialized():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            if processes.first():  # its exit aborts the other processes, so let them print their own message
+                time.sleep(2)
+            os._exit(code)  # a normal exit would deadlock: it waits for the other processes, which wait for this one
+        return code
+
+    app.run(ended, flags_parser=lambda argv: _parse(argv, positional))
+
+
+def process_flags() -> None:
+    """Defines the flags of a program that can run in several processes, which `configure_jax` joins."""
+    flags.DEFINE_string("coordinator", "", "With several processes: HOST:PORT of process 0.")
+    flags.DEFINE_integer("processes", 0, "With several processes: their number.")
+    flags.DEFINE_integer("process", -1, "With several processes: the index of this one, from 0.")
+    flags.DEFINE_bool("distributed", False, "Find the other processes by the environment: TPU pod, Slurm, Kubernetes.")
+
+
+def server_flags(port: int) -> None:
+    """Defines the flags of an HTTP server with default port `port`; `server_token` reads --token_file."""
+    flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 listens on all networks of this machine.")
+    flags.DEFINE_integer("port", port, "Port; 0 picks a free one.", 0, 65535)
+    flags.DEFINE_string("token_file", None, "File with the bearer token that clients must send.")
+    flags.DEFINE_integer("stop_seconds", 20, "Seconds that a stop waits for requests in flight.", 0)
+
+
+def server_token() -> str | None:
+    """The token in --token_file, or None if clients need no token. Raises as `read_token` does."""
+    file = flags.FLAGS.token_file
+    return read_token(file, "--token_file") if file else None
+
+
+def configure_jax() -> None:
+    """Enables the persistent compilation cache for all programs, sets up logging, and joins the other processes.
+
+    The cache is in $JAX_COMPILATION_CACHE_DIR, by default in ~/.cache/psearch_jax/xla. Our log lines go to stderr as
+    plain text. The other processes are those that the flags of `process_flags` describe.
+    """
+    platforms.skip_absent_tpu()
+    jax.config.update("jax_compilation_cache_dir", os.environ.get(CACHE_VARIABLE) or str(DEFAULT_CACHE))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    for name in ("jax", "transformers", "httpx", "httpx2"):  # the last two log every request of the hub's client
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("huggingface_hub").propagate = False  # it has its own handler, and absl's would repeat each line
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every error here before it raises it
+    if "coordinator" in flags.FLAGS and flags.FLAGS.is_parsed():
+        values = flags.FLAGS
+        processes.start(values.coordinator, values.processes, values.process, values.distributed)
+    own = logging.getLogger("psearch_jax")
+    if not own.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        several = jax.distributed.is_initialized()
+        handler.setFormatter(
+            logging.Formatter(f"process {jax.process_index()}: %(message)s" if several else "%(message)s")
+        )
+        own.addHandler(handler)
+        own.setLevel(logging.WARNING if several and not processes.first() else logging.INFO)
+        own.propagate = False
+
+
+def read_token(path: str, name: str) -> str:
+    """Reads the single word in a file. Raises `UserError`, which names the flag or field `name`, otherwise."""
+    try:
+        words = Path(path).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{name}={path}: cannot be read ({error})") from None
+    if len(words) != 1:
+        raise UserError(f"{name}={path}: found {len(words)} words, accepted: one, the token")
+    return words[0]
+
+
+def _parse(argv: Sequence[str], positional: bool) -> list[str]:
+    """Parses the flags and returns the remaining arguments; invalid flags end the program with exit code 2."""
+    try:
+        rest = flags.FLAGS(argv)
+        if "config" in flags.FLAGS:
+            getattr(flags.FLAGS.config, "to_dict", None)  # a file that cannot be opened raises only at its first use
+    except (flags.Error, UserError) as error:
+        sys.exit(_refuse(str(error)))
+    except OSError as error:
+        sys.exit(_refuse(f"--config: {str(error).strip().splitlines()[-1].strip()}"))
+    except (AttributeError, KeyError) as error:  # what ml_collections raises for an unknown field or section
+        if not any(argument.startswith(("--config.", "-config.")) for argument in argv):
+            raise
+        sys.exit(_refuse(f"--config: unknown field {_unquoted(str(error))}"))
+    if len(rest) > 1 and not positional:
+        sys.exit(_refuse(f"{rest[1]!r} found, accepted: flags only (--help lists them)"))
+    return rest
+
+
+def _unquoted(text: str) -> str:
+    """The value of a string literal; any other text unchanged."""
+    try:
+        return str(ast.literal_eval(text))
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _refuse(message: str, code: int = BAD_INPUT) -> int:
+    """Prints a message on one line, and each item of its list on another; returns `code`."""
+    lines = (" ".join(line.split()) for line in message.split(ITEM))
+    print(f"{Path(sys.argv[0]).stem}: {ITEM.join(lines)}", file=sys.stderr)
+    return code

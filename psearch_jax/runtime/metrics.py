@@ -1,0 +1,138 @@
+"""Ratios that can be summed, and the writer of metrics.jsonl and TensorBoard events (process 0 only).
+
+Files on an object store cannot be appended to. For such a directory both files are written to a local disk and
+uploaded in full: before every checkpoint, so that a resumed run lacks no row, and otherwise at most every `PUT_S`
+seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from psearch_jax.runtime import processes
+from psearch_jax.runtime.paths import is_remote, locate, write_whole
+
+PUT_S = 30.0
+_ROWS = "metrics.jsonl"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Ratio:
+    """A mean as a sum and a count, which add up over micro-batches, rows and devices before the one division."""
+
+    total: Any
+    count: Any
+
+    def __add__(self, other: Ratio) -> Ratio:
+        return Ratio(self.total + other.total, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        """The mean; NaN when nothing was counted."""
+        count = float(self.count)
+        return float(self.total) / count if count else math.nan
+
+
+def mean(values: Any) -> float:
+    """Mean of a sequence of numbers; NaN when it is empty."""
+    values = [float(v) for v in values]
+    return Ratio(sum(values), len(values)).value
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean of a few runs and its 95% confidence interval by Student's t; for a single run the mean three times."""
+    from scipy import stats  # slow to import
+
+    values = [float(v) for v in values]
+    centre = mean(values)
+    if len(values) < 2:
+        return centre, centre, centre
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    return centre, float(centre - half), float(centre + half)
+
+
+class MetricsWriter:
+    """Appends one JSON object per step to `metrics.jsonl` and writes its numbers to TensorBoard.
+
+    Every process may have a writer; only process 0 writes.
+    """
+
+    def __init__(self, directory: str | Path, active: bool | None = None):
+        self._active = processes.first() if active is None else active
+        self._target = locate(directory)
+        self._here, self._spool, self._put = self._target, None, -math.inf
+        self._board = None
+        if self._active:
+            from tensorboardX import SummaryWriter
+
+            if is_remote(self._target):
+                self._spool = tempfile.TemporaryDirectory(prefix="metrics-")
+                self._here = Path(self._spool.name)
+                earlier = self._target / _ROWS
+                if earlier.exists():
+                    (self._here / _ROWS).write_bytes(earlier.read_bytes())
+            self._here.mkdir(parents=True, exist_ok=True)
+            # Without a suffix, two starts within a second would use the same name, and overwrite it on a store.
+            self._board = SummaryWriter(str(self._here / "tensorboard"), filename_suffix=f".{time.time_ns()}")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes one line for `step`; values that are not finite become null, because JSON has no NaN."""
+        if not self._active:
+            return
+        row = {"step": step, **{k: _json_number(v) for k, v in values.items()}}
+        with (self._here / _ROWS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        for key, value in row.items():
+            if key != "step" and isinstance(value, (int, float)):
+                self._board.add_scalar(key, value, step)
+        self._board.flush()
+        if time.monotonic() - self._put >= PUT_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Uploads everything written so far if the directory is on an object store; does nothing on a disk."""
+        if self._spool is None:
+            return
+        for file in sorted(self._here.rglob("*")):
+            if file.is_file():
+                write_whole(self._target / file.relative_to(self._here).as_posix(), file.read_bytes())
+        self._put = time.monotonic()
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+        if self._spool is not None:
+            self.flush()
+            self._spool.cleanup()
+
+
+def _json_number(value: Any) -> float | int | None:
+    if isinstance(value, (bool, int)):
+        return int(value)
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+def cut_jsonl(path: Path, before_step: int) -> None:
+    """Drops rows with `step >= before_step` and incomplete lines, so that a resumed run writes no step twice."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if row["step"] < before_step:
+            kept.append(line)
+    write_whole(path, "".join(f"{line}\n" for line in kept))

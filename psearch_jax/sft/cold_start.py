@@ -1,0 +1,332 @@
+"""The cold start of the toy policy: supervised fine-tuning (sft.py) on exercises and scripted trajectories.
+
+Every batch trains one skill. Exercises dominate early and trajectories later, but no skill ever stops, because skills
+that are no longer trained are forgotten. Each row is renamed when it is drawn (names.py), so names do not repeat and
+the policy must copy them from the context.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from psearch_jax.closed_world import exercises
+from psearch_jax.closed_world.encyclopedia import ClosedWorld
+from psearch_jax.closed_world.names import SYLLABLES, nearly, renaming
+from psearch_jax.closed_world.question_forms import known_questions, questions
+from psearch_jax.closed_world.scripted import Mixture, plan, recall, write_all
+from psearch_jax.config import PRESETS, DecoderConfig, LearningSection, MeshSection, Remat
+from psearch_jax.data.transcripts import Row
+from psearch_jax.models import decoder
+from psearch_jax.sft.loop import FitOptions, SupervisedTrainer, fit
+from psearch_jax.sharding import make_mesh
+from psearch_jax.text.tokenizer import Tokenizer
+from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
+from psearch_jax.train.checkpointing.preemption import StopRequest
+from psearch_jax.train.state import init_state
+from psearch_jax.types import KINDS, MicroBatch, Question, UserError
+from retrieval.protocol import Passage, Retriever
+
+log = logging.getLogger("psearch_jax")
+
+SKILLS = ("copying", "looking_up", "judging", "recalling", "reading", "trajectories")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of the curriculum: its share of the steps, and the sampling weights of SKILLS."""
+
+    share: float
+    weights: tuple[float, ...]
+
+
+PHASES = (
+    Phase(0.03, (0.60, 0.40, 0.00, 0.00, 0.00, 0.00)),
+    Phase(0.20, (0.08, 0.21, 0.28, 0.03, 0.20, 0.20)),
+    Phase(0.77, (0.03, 0.06, 0.15, 0.03, 0.20, 0.53)),
+)
+# Initial values (see `starting_params`).
+LOOKING_BACK = (1, 2, 3)  # offset, in tokens, that each of the first heads of layer 0 attends back to
+SHARPNESS = 5.0  # scale of the query and key biases of these heads: higher means sharper attention
+MATCHING = 8.0  # scale of the induction head's keys: how strongly equal tokens attract each other
+COPYING = 2.0  # scale of the induction head's output: how strongly the attended token is repeated
+QUIET = 0.2  # scale of all other attention and MLP output kernels
+_FAST_PAIRS = 6  # rotary dimension pairs whose angles differ clearly between neighbouring positions
+
+
+@dataclass(frozen=True)
+class ToySFTConfig:
+    """Settings of a cold-start run."""
+
+    seed: int = 0
+    preset: str = "toy"
+    steps: int = 10_000
+    first_world: int = 1000  # seed of the first of `worlds` worlds, with consecutive seeds, for trajectories
+    worlds: int = 4
+    trajectories_per_world: int = 4000
+    exercise_rows: int = 6000  # per exercise, before renaming
+    parallel_share: float = 0.42
+    sequential_share: float = 0.32
+    mixed_share: float = 0.06  # the remaining share is single
+    sizes: tuple[float, ...] = (0.36, 0.22, 0.14, 0.08, 0.07, 0.07, 0.06)  # shares of comparisons of 2 to 8 entities
+    topk: int = 2
+    turns: int = 4
+    tokens_per_batch: int = 2048  # including padding; with small batches copying is learned earlier
+    buckets: tuple[int, ...] = (48, 80, 128, 192, 256, 416)  # row lengths in tokens; longer rows are dropped
+    remat: Remat = "none"
+    learning_rate: float = 2e-3
+    warmup_steps: int = 100
+    final_learning_rate_share: float = 0.05
+    weight_decay: float = 0.1
+    beta2: float = 0.98
+    gradient_clip: float = 1.0
+    log_every_steps: int = 100
+    checkpoint_every_steps: int = 500
+    mixture: Mixture = field(default_factory=Mixture)
+
+
+def make_rows(
+    config: ToySFTConfig, tokenizer: Tokenizer, make_retriever: Callable[[Sequence[Passage]], Retriever]
+) -> dict[str, list[Row]]:
+    """The rows of every skill, before renaming; deterministic in the arguments."""
+    encode = lru_cache(maxsize=1 << 16)(tokenizer.encode_foreign)
+    rng = np.random.default_rng([config.seed, 0x0C])
+    rows: dict[str, list[Row]] = {
+        name: [make(rng, encode) for _ in range(config.exercise_rows)]
+        for name, make in (
+            ("copying", exercises.copying),
+            ("looking_up", exercises.looking_up),
+            ("judging", exercises.judging),
+        )
+    }
+    stated = known_questions(ClosedWorld.make(0))
+    rows["recalling"] = write_all(stated, [recall(q) for q in stated], None, tokenizer, config.topk)
+    # Names that differ in one syllable must be searched for; else any name that starts like a known one is answered
+    # from memory.
+    rng = np.random.default_rng([config.seed, 0x0D])
+    others = [_of_another(question, rng) for question in stated for _ in range(2)]
+    first_turns = [plan(question, rng, config.mixture, config.turns)[:1] for question in others]
+    rows["recalling"] += write_all(others, first_turns, None, tokenizer, config.topk)
+    rows["reading"], rows["trajectories"] = [], []
+    n = config.trajectories_per_world
+    counts = {"parallel": round(n * config.parallel_share), "sequential": round(n * config.sequential_share)}
+    counts["mixed"] = round(n * config.mixed_share)
+    counts["single"] = n - sum(counts.values())
+    sizes = dict(enumerate(config.sizes, start=2))
+    for seed in range(config.first_world, config.first_world + config.worlds):
+        world = ClosedWorld.make(seed)
+        retriever = make_retriever(world.passages)
+        rng = np.random.default_rng([config.seed, seed, 0x0A])
+        for skill, draw in (("reading", 1), ("trajectories", 2)):
+            selected = [
+                q
+                for kind in KINDS
+                for q in questions(world, "train", kind, counts[kind], draw + 2 * config.seed, sizes=sizes)
+            ]
+            plans = [plan(q, rng, config.mixture, config.turns) for q in selected]
+            if skill == "reading":
+                plans = [steps[:1] for steps in plans]
+            rows[skill] += write_all(selected, plans, retriever, tokenizer, config.topk)
+    return rows
+
+
+def _of_another(question: Question, rng: np.random.Generator) -> Question:
+    """The same question about a name that differs in one syllable."""
+    ((attribute, name, value),) = question.metadata["rounds"][0]
+    other = nearly(rng, name)
+    facts = question.metadata | {"rounds": [[[attribute, other, value]]]}
+    return replace(question, text=question.text.replace(name, other), metadata=facts)
+
+
+class Batches:
+    """The batch of every step. Seed and step determine its skill, its rows and their renaming."""
+
+    def __init__(self, config: ToySFTConfig, tokenizer: Tokenizer, rows: Mapping[str, Sequence[Row]]):
+        self.config, self.size = config, tokenizer.size
+        self.syllables = syllable_ids(tokenizer)
+        # By skill, then bucket: token ids [n, bucket] int32 and masks [n, bucket] bool.
+        self.pools: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+        for skill, members in rows.items():
+            pools = []
+            for low, bucket in zip((0, *config.buckets), config.buckets):  # noqa: B905
+                chosen = [row for row in members if low < len(row[0]) <= bucket]
+                if not chosen:
+                    continue
+                ids = np.zeros((len(chosen), bucket), np.int32)
+                mask = np.zeros((len(chosen), bucket), bool)
+                for i, (row, taught) in enumerate(chosen):
+                    ids[i, : len(row)], mask[i, : len(row)] = row, taught
+                pools.append((ids, mask))
+            if not pools:
+                raise UserError(f"config.buckets={config.buckets}: no row of skill {skill!r} fits into the widest")
+            self.pools[skill] = pools
+
+    def __getitem__(self, step: int) -> tuple[str, list[MicroBatch]]:
+        """The skill of a step and one unpacked micro-batch [B, T], where B * T is about `tokens_per_batch`."""
+        rng = np.random.default_rng([self.config.seed, step, 0x0B])
+        skill = SKILLS[rng.choice(len(SKILLS), p=self._weights(step))]
+        pools = self.pools[skill]
+        sizes = np.asarray([ids.size for ids, _ in pools])
+        ids, mask = pools[rng.choice(len(pools), p=sizes / sizes.sum())]
+        rows = rng.integers(len(ids), size=max(1, self.config.tokens_per_batch // ids.shape[1]))
+        chosen = ids[rows]
+        if skill != "recalling":  # recalled facts belong to their names
+            chosen = np.stack([renaming(rng, self.syllables, self.size)[row] for row in chosen])
+        return skill, [_one_row_each(chosen, mask[rows])]
+
+    def _weights(self, step: int) -> np.ndarray:
+        at = step / self.config.steps
+        for phase in PHASES:
+            if at < phase.share:
+                break
+            at -= phase.share
+        return np.asarray(phase.weights) / sum(phase.weights)
+
+
+def _one_row_each(ids: np.ndarray, mask: np.ndarray) -> MicroBatch:
+    """A micro-batch of unpacked rows. Padding has token id 0 and mask 0, and is on the right."""
+    zeros = np.zeros(ids.shape, np.float32)
+    positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
+    segments = np.ones_like(ids)
+    return MicroBatch(ids, segments, positions, mask.astype(np.float32), zeros, zeros, zeros, zeros, zeros, zeros)
+
+
+def syllable_ids(tokenizer: Tokenizer) -> list[list[int]]:
+    """The token ids of HEADS, MIDDLES and TAILS, each in its order."""
+    out = []
+    for place, group in enumerate(SYLLABLES):
+        first = [syllables[0] for syllables in SYLLABLES]
+        names = ["".join([*first[:place], syllable, *first[place + 1 :]]) for syllable in group]
+        out.append([tokenizer.encode_foreign(f" {name}")[place] for name in names])
+    return out
+
+
+def make_optimizer(config: ToySFTConfig) -> optax.GradientTransformation:
+    """AdamW with warm-up, cosine decay and global-norm clipping.
+
+    Weight decay applies to arrays of more than two dimensions: the layers' kernels, and their biases, whose first two
+    dimensions are layer and head. Norms and the embedding do not decay.
+    """
+    decays = partial(jax.tree.map, lambda x: x.ndim > 2)
+    adamw = optax.adamw(_schedule(config), b2=config.beta2, weight_decay=config.weight_decay, mask=decays)
+    return optax.chain(optax.clip_by_global_norm(config.gradient_clip), adamw)
+
+
+def _schedule(config: ToySFTConfig) -> optax.Schedule:
+    warmup = min(config.warmup_steps, max(1, config.steps // 10))
+    peak = config.learning_rate
+    return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, config.steps, peak * config.final_learning_rate_share)
+
+
+def make_trainer(config: ToySFTConfig, tokenizer: Tokenizer) -> SupervisedTrainer:
+    """The trainer of the toy policy. It uses one device: batches are small and vary in their number of rows."""
+    mesh = make_mesh(MeshSection(data=1, fsdp=1, tensor=1), jax.devices()[:1])
+    learning = LearningSection(micro_batch_rows=1, learning_rate=config.learning_rate)
+    return SupervisedTrainer(
+        policy_shape(config, tokenizer),
+        learning,
+        make_optimizer(config),
+        mesh,
+        config.buckets[-1],
+        _schedule(config),
+        tokenizer.size,
+        jnp.float32,
+        config.remat,
+    )
+
+
+def train(
+    config: ToySFTConfig,
+    tokenizer: Tokenizer,
+    rows: Mapping[str, Sequence[Row]],
+    log_metrics: Callable[[int, dict[str, float]], None],
+    directory: Path | None = None,
+    tokenizer_path: str = "",
+    stop: StopRequest | None = None,
+) -> tuple[DecoderConfig, nnx.State]:
+    """Trains a policy of `policy_shape`.
+
+    Args:
+      log_metrics: called with the steps taken and the metrics' means, every `log_every_steps` and at the end.
+      directory: where checkpoints are written and resumed from.
+      tokenizer_path: recorded in the checkpoints.
+
+    Raises:
+      Interrupted: as `fit`.
+    """
+    shape, optimizer = policy_shape(config, tokenizer), make_optimizer(config)
+    batches, trainer = Batches(config, tokenizer, rows), make_trainer(config, tokenizer)
+    state = init_state(starting_params(shape, config.seed), optimizer, trainer.mesh)
+    checkpoints = Checkpoints(directory, keep=1) if directory else None
+    restored = checkpoints.restore(state) if checkpoints else None
+    first = 0
+    if restored:
+        state, first = restored[0], int(restored[1]["step"])
+        log.info("resuming after step %d", first)
+    options = FitOptions(
+        config.steps,
+        config.log_every_steps,
+        config.checkpoint_every_steps,
+        record={"model": model_record(shape), "tokenizer": tokenizer_path},
+    )
+    state = fit(trainer, state, batches, options, log_metrics, checkpoints, stop, first)
+    if checkpoints:
+        checkpoints.close()
+    return shape, state.params
+
+
+def policy_shape(config: ToySFTConfig, tokenizer: Tokenizer) -> DecoderConfig:
+    """The preset with the tokenizer's vocabulary, rounded up to a multiple of 64 rows, and its stop tokens."""
+    accepted = [name for name, shape in PRESETS.items() if shape.qkv_bias]  # `starting_params` needs the biases
+    if config.preset not in accepted:
+        raise UserError(f"config.preset: found {config.preset!r}, accepted: {', '.join(accepted)}")
+    rows = -(-tokenizer.size // 64) * 64
+    return replace(PRESETS[config.preset], vocab_rows=rows, eos_ids=tuple(sorted(tokenizer.stop_ids)))
+
+
+def starting_params(shape: DecoderConfig, seed: int) -> nnx.State:
+    """Random parameters for a narrow model.
+
+    The published std of 0.02 suits widths in the thousands. At a width of 128 it leaves attention nearly uniform, and
+    the policy learns to copy much later. The embedding, and kernels whose input is the residual stream, therefore
+    start with std 1 / sqrt(width). The output kernels keep 0.02 (times `QUIET`), so that the embedding dominates.
+
+    Copying takes two layers (induction heads, arXiv 2209.11895). The first writes the previous token into every
+    position. The second looks for an earlier position whose previous token is the current one, and repeats the token
+    there. From random weights this is learned early or, with some seeds, not within the run, so the initialisation
+    contains it. The first heads of layer 0 attend a fixed number of tokens back by their biases only: rotary positions
+    turn a constant query and key into a score that peaks at that offset. The first head of layer 1 queries, by the
+    current token, what head 0 of layer 0 wrote, and adds the value that it attends to.
+    """
+    readers = {"q_kernel", "k_kernel", "v_kernel", "gate_kernel", "up_kernel", "embedding"}
+    factor = shape.width**-0.5 / 0.02
+    flat = dict(nnx.to_flat_state(decoder.init_params(shape, seed)))
+    values = {path[-1]: v.get_value() * (factor if path[-1] in readers else 1.0) for path, v in flat.items()}
+    value, output = values["v_kernel"][0, :, 0], values["o_kernel"][0, 0]  # [D, H], [H, D] of the previous-token head
+    for name in ("o_kernel", "down_kernel"):  # so that the previous-token head stands out
+        values[name] = QUIET * values[name]
+    values["o_kernel"] = values["o_kernel"].at[0, 0].set(output)
+    values["k_bias"] = values["k_bias"].at[0].set(_turned(shape, 0))
+    for head, back in enumerate(LOOKING_BACK[: shape.heads]):
+        values["q_bias"] = values["q_bias"].at[0, head].set(_turned(shape, -back))
+    values["q_kernel"] = values["q_kernel"].at[1, :, 0].set(value)
+    values["k_kernel"] = values["k_kernel"].at[1, :, 0].set(MATCHING * output.T)
+    values["o_kernel"] = values["o_kernel"].at[1, 0].set(COPYING * values["v_kernel"][1, :, 0].T)
+    return nnx.from_flat_state([(path, v.replace(values[path[-1]])) for path, v in flat.items()])
+
+
+def _turned(shape: DecoderConfig, positions: int) -> np.ndarray:
+    """[H] a vector of length SHARPNESS in each fast rotary pair, rotated by `positions`."""
+    half = shape.head_dim // 2
+    angles = positions / shape.rope_theta ** (np.arange(half) / half)
+    length = SHARPNESS * (np.arange(half) < _FAST_PAIRS)
+    return np.concatenate([length * np.cos(angles), length * np.sin(angles)])

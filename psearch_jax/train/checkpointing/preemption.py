@@ -1,0 +1,106 @@
+"""SIGTERM handling, and a host copy of the state so that a step can be abandoned at any moment."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+
+from psearch_jax.runtime import processes
+from psearch_jax.train.state import TrainState
+from retrieval.memory import available_memory
+
+_EVERY_S = 1.0  # interval between exchanges of several processes; a single process checks at every call
+_MEMORY_SHARE = 0.5  # of the available host memory that copies of the state may take
+
+
+class Interrupted(Exception):
+    """SIGTERM arrived; everything is saved."""
+
+
+class StopRequest:
+    """A request by SIGTERM to save and exit.
+
+    Attributes:
+      arrived: whether this process has received it.
+    """
+
+    arrived = False
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Inside the block, SIGTERM sets `arrived` instead of ending the process."""
+        before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "arrived", True))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+    def check(self) -> None:
+        """Raises Interrupted if this process has received SIGTERM."""
+        if self.arrived:
+            raise Interrupted("SIGTERM arrived")
+
+    def watch(self) -> Callable[[], None]:
+        """A function for all processes to call between the same pieces of device work.
+
+        It raises Interrupted in all processes once one has received SIGTERM. They exchange this at the first call and
+        then about every second: each exchange sets the number of calls to skip, the same in all processes.
+        """
+        if jax.process_count() == 1:
+            return self.check
+        skip, calls, last = 0, 0, float("-inf")
+
+        def look() -> None:
+            nonlocal skip, calls, last
+            calls += 1
+            if calls <= skip:
+                return
+            interval = (time.monotonic() - last) / calls
+            reports = processes.together(lambda: (self.arrived, interval))
+            if any(arrived for arrived, _ in reports):
+                raise Interrupted("SIGTERM arrived")
+            slowest = max(seconds for _, seconds in reports)
+            skip, calls, last = int(_EVERY_S / max(slowest, 1e-3)), 0, time.monotonic()
+
+        return look
+
+
+class HostCopy:
+    """A host-memory copy of this process's shards of a state, whose device arrays the update donates."""
+
+    def __init__(self, state: TrainState):
+        leaves, self._structure = jax.tree.flatten(state)
+        self._leaves = [
+            (x.shape, x.sharding, {str(s.index): np.array(s.data) for s in _distinct_shards(x)}) for x in leaves
+        ]
+
+    def state(self) -> TrainState:
+        """The state on the devices, with its original shardings."""
+        leaves = [
+            jax.make_array_from_callback(shape, sharding, lambda index, parts=parts: parts[str(index)])
+            for shape, sharding, parts in self._leaves
+        ]
+        return jax.tree.unflatten(self._structure, leaves)
+
+
+def room_for_copy(state: TrainState) -> bool:
+    """Whether every host has memory for its processes' `HostCopy`s. All processes must call it at the same point."""
+    size = sum(s.data.nbytes for x in jax.tree.leaves(state) for s in _distinct_shards(x))
+    reports = processes.together(lambda: (socket.gethostname(), size, available_memory()))
+    hosts = {host for host, _, _ in reports}
+    return all(_fits([(n, free) for other, n, free in reports if other == host]) for host in hosts)
+
+
+def _fits(on_one_host: Sequence[tuple[int, int]]) -> bool:
+    """Whether the copies of one host's processes fit, from (bytes needed, bytes available) of each."""
+    return sum(n for n, _ in on_one_host) <= _MEMORY_SHARE * min(free for _, free in on_one_host)
+
+
+def _distinct_shards(x: jax.Array) -> list:
+    return list({str(s.index): s for s in x.addressable_shards}.values())

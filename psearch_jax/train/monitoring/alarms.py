@@ -1,0 +1,173 @@
+"""Alarms that detect a failing run from the metrics of its last steps, mostly before the reward shows it.
+
+The reward is a sum of parts and reacts late. A policy may ignore the passages that it retrieves, or lose probability
+on correct answers, and still be rewarded for its format. One alarm watches the reward; each of the others watches a
+metric that moves earlier.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import zlib
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from psearch_jax.config import AlarmSection
+from psearch_jax.runtime import processes
+from psearch_jax.runtime.metrics import mean
+from psearch_jax.text.answers import exact_match
+from psearch_jax.train.run import Run
+from psearch_jax.types import Question, Trajectory
+from retrieval.protocol import Passage, Retriever
+
+log = logging.getLogger("psearch_jax")
+ALARM = "alarm/"  # prefix of the alarms in metrics.jsonl; 1 means active
+NAMES = ("reward", "over_splitting", "no_search", "wrong_though_seen", "likelihood", "entropy", "gap", "retriever")
+_READ = ("reward", "decomposition/sequential", "searched_0", "wrong_though_seen", "logprob_of_correct", "entropy")
+_READ += ("logp_gap", "probe/em", "probe/em_misled")
+
+
+class Alarms:
+    """Tracks which alarms are active. It compares means over the last `window` steps with thresholds.
+
+    Args:
+      thresholds: the config's `alarms` section.
+      searches: whether rollouts can search at all.
+      rows: the metrics of the completed steps of a resumed run.
+    """
+
+    def __init__(self, thresholds: AlarmSection, searches: bool = True, rows: Iterable[Mapping[str, Any]] = ()):
+        self._at, self._searches = thresholds, searches
+        self._recent: dict[str, deque[float]] = {
+            name: deque(maxlen=1 if name.startswith("probe/") else thresholds.window) for name in _READ
+        }
+        self._steps = 0
+        self._ringing: set[str] = set()
+        self._highest = -math.inf  # mean reward
+        self._likeliest, self._reward_then = -math.inf, math.inf  # the highest mean log-prob, and the reward then
+        self._calmest = math.inf  # the lowest mean entropy
+        for row in rows:
+            self._ringing = set(self._look(row))
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The alarms of a step as metrics, 1 or 0 each. Logs every alarm that becomes active."""
+        active = self._look(metrics)
+        for name in sorted(active.keys() - self._ringing):
+            log.warning("step %d: alarm %s: %s", step, name, active[name])
+        self._ringing = set(active)
+        return {ALARM + name: float(name in active) for name in NAMES}
+
+    def _look(self, metrics: Mapping[str, Any]) -> dict[str, str]:
+        for name, values in self._recent.items():
+            value = metrics.get(name)
+            if value is not None and math.isfinite(value):
+                values.append(float(value))
+        self._steps += 1
+        if self._steps < self._at.window:
+            return {}
+        now = {name: mean(values) for name, values in self._recent.items()}
+        at, active = self._at, {}
+        if now["reward"] > self._highest:
+            self._highest = now["reward"]
+        if self._highest - now["reward"] > at.reward_fall:
+            active["reward"] = f"the mean reward fell to {now['reward']:.2f}, from {self._highest:.2f}"
+        if now["decomposition/sequential"] > at.over_splitting:
+            active["over_splitting"] = f"{now['decomposition/sequential']:.2f} of the sequential questions are split"
+        if self._searches and now["searched_0"] > at.no_search:
+            active["no_search"] = f"{now['searched_0']:.2f} of the rollouts do not search"
+        if now["wrong_though_seen"] > at.wrong_though_seen:
+            active["wrong_though_seen"] = (
+                f"{now['wrong_though_seen']:.2f} are wrong though the answer was in a passage"
+            )
+        if now["logprob_of_correct"] > self._likeliest:
+            self._likeliest, self._reward_then = now["logprob_of_correct"], now["reward"]
+        fall = self._likeliest - now["logprob_of_correct"]
+        if fall > at.likelihood_fall and now["reward"] <= self._reward_then:
+            active["likelihood"] = f"correct rollouts lost {fall:.2f} nats per token, and the reward is no higher"
+        if now["entropy"] < self._calmest:
+            self._calmest = now["entropy"]
+        if now["entropy"] - self._calmest > at.entropy_rise:
+            active["entropy"] = f"{now['entropy']:.2f} nats per token, up from {self._calmest:.2f}"
+        if now["logp_gap"] > at.gap:
+            active["gap"] = f"sampler and trainer differ by {now['logp_gap']:.3f} nats per token"
+        gain = now["probe/em"] - now["probe/em_misled"]
+        if now["probe/em"] > at.probe_gain and gain < at.probe_gain:
+            active["retriever"] = (
+                f"EM {now['probe/em']:.2f}, and {now['probe/em_misled']:.2f} with passages retrieved for other "
+                "questions: searching makes no difference"
+            )
+        return active
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl; an empty list if the file does not exist."""
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+class Misled:
+    """A retriever that returns the passages of an unrelated text for each query; equal queries give equal results.
+
+    An unrelated text shares no word of five or more letters with the query. Without one, the query is empty.
+
+    Args:
+      texts: the candidates, such as other questions.
+    """
+
+    def __init__(self, retriever: Retriever, texts: Sequence[str]):
+        self._retriever, self._texts = retriever, [(text, _long_words(text)) for text in texts]
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        """As `Retriever.search`."""
+        return self._retriever.search([q and self._unrelated(q) for q in queries], k)
+
+    def _unrelated(self, query: str) -> str:
+        words, count = _long_words(query), len(self._texts)
+        first = zlib.crc32(query.encode()) % max(count, 1)
+        candidates = (self._texts[(first + i) % count] for i in range(count))
+        return next((text for text, own in candidates if not own & words), "")
+
+    def describe(self) -> dict[str, Any]:
+        """As `Retriever.describe`."""
+        return self._retriever.describe()
+
+
+def probe(run: Run, questions: Sequence[Question], step: int, rolled: Sequence[Trajectory]) -> dict[str, float]:
+    """EM of each question's first rollout, and of the same rollout with passages retrieved for unrelated questions.
+
+    Both use the step's random keys, so only the passages differ. All processes must call this.
+
+    Args:
+      questions: those of this process.
+      rolled: the step's rollouts, of all processes.
+    """
+    config = run.config
+    texts = list(dict.fromkeys(t.question.text for t in rolled))
+    retriever = Misled(run.collector.retriever, texts)
+    own = run.collector.with_retriever(retriever).collect(
+        run.learner.sampling_copy(run.state.params),
+        questions,
+        1,
+        seed=config.seed,
+        step=step,
+        temperature=config.rollout.temperature,
+        progress=lambda *_: run.stop.check(),
+    )
+    misled = processes.in_order(own, 1)
+    first = {(t.question.source, t.question.id): t for t in reversed(rolled)}
+    regular = [first[t.question.source, t.question.id] for t in misled]
+    return {"probe/em": _em(regular), "probe/em_misled": _em(misled)}
+
+
+def _long_words(text: str) -> set[str]:
+    return set(re.findall(r"\w{5,}", text.lower()))
+
+
+def _em(trajectories: Sequence[Trajectory]) -> float:
+    return mean(exact_match(t.answer, t.question.answers) for t in trajectories)

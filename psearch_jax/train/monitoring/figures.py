@@ -1,0 +1,85 @@
+"""Metrics of one batch of rollouts, and of the device utilisation of its updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from psearch_jax.config import Config, DecoderConfig
+from psearch_jax.rl.advantages import carry_signal
+from psearch_jax.runtime.accelerators import chip_of, forward_flops
+from psearch_jax.runtime.metrics import mean
+from psearch_jax.text.answers import exact_match, normalise
+from psearch_jax.types import END_STATUSES, KINDS, RewardParts, TrainBatch, Trajectory
+
+
+def rollout_metrics(
+    trajectories: Sequence[Trajectory],
+    rewards: Sequence[RewardParts],
+    advantages: np.ndarray,
+    samples: int,
+) -> dict[str, float]:
+    """Behaviour by question kind, reward parts by (kind, split or not), format, end status and group signal.
+
+    Args:
+      trajectories, rewards, advantages: N of each, the rollouts of a group next to each other.
+      samples: the size of a group.
+    """
+    out: dict[str, float] = {}
+    n = len(trajectories)
+    parts = RewardParts.__dataclass_fields__
+    right = [exact_match(t.answer, t.question.answers) for t in trajectories]
+    for kind in KINDS:
+        rows = [i for i in range(n) if trajectories[i].question.kind == kind]
+        if not rows:
+            continue
+        out[f"em/{kind}"] = mean(right[i] for i in rows)
+        out[f"decomposition/{kind}"] = mean(trajectories[i].decomposed for i in rows)
+        out[f"searches/{kind}"] = mean(len(trajectories[i].executed) for i in rows)
+        out[f"turns/{kind}"] = mean(trajectories[i].model_calls for i in rows)
+        for name, split in (("split", True), ("whole", False)):
+            chosen = [i for i in rows if trajectories[i].decomposed == split]
+            out |= {f"reward/{kind}/{name}/{part}": mean(getattr(rewards[i], part) for i in chosen) for part in parts}
+    counts = [len(t.executed) for t in trajectories]
+    out |= {f"searched_{n}": mean(count == n for count in counts) for n in range(4)}
+    out["searched_4_or_more"] = mean(count >= 4 for count in counts)
+    out["valid_format"] = mean(t.well_formed for t in trajectories)
+    for status in END_STATUSES:
+        out[f"status/{status}"] = mean(t.status == status for t in trajectories)
+    if samples > 1:
+        out["groups_without_signal"] = mean(~carry_signal(advantages, samples))
+    out["ids_per_trajectory"] = mean(len(t.ids) for t in trajectories)
+    correct = [i for i in range(n) if right[i] and trajectories[i].mask.any()]
+    out["logprob_of_correct"] = mean(trajectories[i].logprobs[trajectories[i].mask].mean() for i in correct)
+    seen = [i for i in range(n) if _saw_answer(trajectories[i])]
+    out["wrong_though_seen"] = mean(not right[i] for i in seen)
+    return out
+
+
+def update_peak_share(
+    config: Config, model: DecoderConfig, batch: TrainBatch, seconds: float, policy: bool = True, critic: bool = False
+) -> float | None:
+    """Model FLOPs utilisation of a step's updates against the devices' published peak; None if the peak is unknown.
+
+    Counts the forward pass and a backward pass of twice its FLOPs (of equal FLOPs with adapters) over real tokens; the
+    lm head only at trained tokens. Padding and rematerialisation do not count.
+
+    Args:
+      seconds: the duration of the updates.
+      policy, critic: which of them were updated; a critic has no lm head.
+    """
+    chip = chip_of(jax.devices()[0])
+    if chip is None:
+        return None
+    passes = 2 if config.model.lora_rank else 3
+    counted = [int(np.count_nonzero(batch.mask))] * policy + [0] * critic
+    flops = passes * sum(forward_flops(model, batch.length, ids) for ids in counted)
+    return flops / (seconds * chip.flops * jax.device_count())
+
+
+def _saw_answer(trajectory: Trajectory) -> bool:
+    golds = [normalise(a) for a in trajectory.question.answers]
+    texts = [normalise(p.title + " " + p.text) for t in trajectory.turns for result in t.passages for p in result]
+    return any(g and f" {g} " in f" {text} " for g in golds for text in texts)

@@ -1,0 +1,83 @@
+"""What a training run writes in addition to its checkpoints: config.json, trajectories, a line for every step."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from psearch_jax.config import Config, to_mapping
+from psearch_jax.eval.evaluate import trajectory_row
+from psearch_jax.runtime import processes
+from psearch_jax.runtime.paths import write_whole
+from psearch_jax.types import KINDS, RewardParts, Trajectory
+
+log = logging.getLogger("psearch_jax")
+
+
+def write_config(workdir: Path, config: Config, step: int) -> None:
+    """Writes config.json. A different older one is kept as config.until_STEP.json; it applied up to that step."""
+    file, now = workdir / "config.json", to_mapping(config)
+    try:
+        before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else now
+    except ValueError:
+        before = None
+    if before != now:
+        kept = workdir / f"config.until_{step:06d}.json"
+        while kept.exists():
+            kept = kept.with_name(f"{kept.stem}.again.json")
+        file.rename(kept)
+        log.info("config.json has changed; the previous one is kept as %s", kept)
+    write_json(file, now)
+
+
+def write_trajectories(
+    workdir: Path, step: int, trajectories: Sequence[Trajectory], rewards: Sequence[RewardParts], count: int
+) -> None:
+    """Writes the first `count` trajectories of a step to its own file."""
+    if not processes.first():
+        return
+    directory = workdir / "trajectories"
+    directory.mkdir(exist_ok=True)
+    rows = [trajectory_row(t, r, step) for t, r in zip(trajectories[:count], rewards[:count], strict=True)]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_whole(directory / f"{step:06d}.jsonl", text)
+
+
+def report(bar: tqdm, step: int, metrics: Mapping[str, float]) -> None:
+    """Shows the step in one line, on the progress bar or in the log, and logs warnings."""
+    if not processes.first():
+        return
+    kinds = " ".join(
+        f"{kind} em {metrics[f'em/{kind}']:.2f} split {metrics[f'decomposition/{kind}']:.2f}"
+        for kind in KINDS
+        if f"em/{kind}" in metrics
+    )
+    seconds = sum(metrics[f"{phase}_s"] for phase in ("rollout", "reward", "logprobs", "update"))
+    line = f"step {step} reward {metrics['reward']:.3f} {kinds} {seconds:.1f}s"
+    if bar.disable:
+        log.info(line)
+    else:
+        bar.set_postfix_str(line.removeprefix(f"step {step} "))
+    if metrics["status/not_finite"]:
+        log.warning(
+            "step %d: %.1f%% of the rollouts had logits that are not finite; they are not trained on",
+            step,
+            100 * metrics["status/not_finite"],
+        )
+    split = metrics.get("decomposition/parallel")
+    if step == 0 and split is not None and split < 0.05:
+        log.warning(
+            "only %.1f%% of the rollouts on parallel questions split them: groups without a single split give no "
+            "signal for splitting, so the behaviour may disappear",
+            100 * split,
+        )
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes the file atomically."""
+    write_whole(path, json.dumps(value, indent=2) + "\n")

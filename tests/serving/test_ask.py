@@ -1,0 +1,146 @@
+"""launch/ask.py as a user runs it: real processes, the shipped policy, its own world or a user's corpus."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+from programs import ROOT, completed
+
+from configs import smoke
+from psearch_jax.assembly import build, policy_flags
+from psearch_jax.closed_world.encyclopedia import ClosedWorld
+from psearch_jax.closed_world.question_forms import questions
+from psearch_jax.config import Config, RetrievalSection, from_mapping
+from psearch_jax.runtime.paths import TOY_POLICY
+
+SEARCHED = "Are the setting of Gamudol and the rival of Pujazas the same?"
+ASK = [sys.executable, "launch/ask.py"]
+
+
+def test_questions_are_answered_by_two_methods_beside_each_other():
+    """An answer would belong to another question, or the method of one search at a time would run several at once."""
+    asked = questions(ClosedWorld.make(0), "eval", "parallel", 2, 0)
+    done = completed([*ASK, "--json", "--compare=search_r1", *(q.text for q in asked)])
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [f["question"] for f in answers] == [q.text for q in asked for _ in range(2)]
+    assert [f["method"] for f in answers] == ["parallelsearch", "search_r1"] * 2
+    assert all(f["status"] == "answered" and f["seconds"] > 0 for f in answers)
+    searches = [turn["queries"] for f in answers[1::2] for turn in f["turns"] if turn["queries"]]
+    assert len(searches) > 3 and all(len(queries) == 1 for queries in searches)
+    assert all(len(turn["passages"]) == len(turn["queries"]) for f in answers for turn in f["turns"])
+
+
+def test_without_anything_an_example_is_asked_and_shown():
+    """The first command that a newcomer types would not end in an answer."""
+    done = completed(ASK)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("> ") and any(line.startswith("answer: ") for line in lines)
+    assert "<search>" in done.stdout and " turns, " in done.stdout and "\x1b" not in done.stdout
+    assert f"an example: {lines[0][2:]}" in done.stderr
+
+
+def test_a_users_own_passages_are_searched_and_lines_of_standard_input_asked(tmp_path):
+    """The toy policy would search its own world although the user named a corpus, or an input line would be lost."""
+    row = {"id": "mine", "title": "", "text": "The hometown of Zzyzx is Quibber."}
+    (tmp_path / "corpus.jsonl").write_text(json.dumps(row) + "\n")
+    command = [*ASK, "--json", f"--corpus={tmp_path / 'corpus.jsonl'}"]
+    asked = "What is the hometown of Bala?\n\nWhat is the hometown of Tora?\n"
+    done = subprocess.run(command, cwd=ROOT, input=asked, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [f["question"] for f in answers] == [line for line in asked.splitlines() if line]
+    passages = {p["id"] for f in answers for t in f["turns"] for ranking in t["passages"] for p in ranking}
+    assert passages == {"mine"}
+
+
+def test_what_was_shown_is_drawn(tmp_path):
+    """The SVG would lack the answer, be invalid XML, load fonts from elsewhere, or have lines that never appear."""
+    picture = tmp_path / "new" / "ask.svg"
+    done = completed([*ASK, SEARCHED, f"--svg={picture}"])
+    assert done.returncode == 0, done.stderr[-2000:]
+    svg = ElementTree.parse(picture).getroot()
+    texts = [element for element in svg.iter("{http://www.w3.org/2000/svg}text") if element.get("clip-path")]
+    said = "".join(text.text for text in texts).replace("\xa0", " ")
+    wrapped = "".join(said.split())
+    assert all("".join(line.split()) in wrapped for line in done.stdout.splitlines()) and SEARCHED in said
+    delays = [float(text.get("style").removeprefix("animation-delay: ").removesuffix("s")) for text in texts]
+    assert delays == sorted(delays) and delays[0] > 0
+    assert "url(http" not in picture.read_text() and "src:" not in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--svg=a.svg", "--json", "Who?"], "--svg"),
+        (["--model=nowhere", "Who?"], "--index"),
+        (["--model=nowhere", "--method=r1", "Who?"], "nowhere"),
+        (["--method=other", "Who?"], "--method"),
+        (["--temperature=nan", "Who?"], "temperature"),
+        (["--seed=4294967296", "Who?"], "--seed"),
+        (["--index=a", "--corpus=b", "Who?"], "found several"),
+        (["--retriever_url=http://127.0.0.1:9/retrieve", SEARCHED], "1 of 1 questions"),
+        (["Who? " * 500], "question"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line(arguments, named):
+    """Bad input would end in a traceback, or in an error that does not name it."""
+    done = completed([*ASK, *arguments])
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2 and named in done.stderr and "Traceback" not in done.stderr and last, done.stderr
+
+
+def test_the_token_of_a_runs_server_goes_to_no_other(tmp_path):
+    """The token of the run's own server would be sent to the server of --retriever_url, or be required for it."""
+    with flagsaver.flagsaver(model="toy", retriever_url="http://127.0.0.1:9/retrieve"):
+        own = Config(retrieval=RetrievalSection(url="http://own:1/retrieve", token_file="/run/secrets/own"))
+        assert policy_flags.config("toy", own).retrieval == RetrievalSection(url="http://127.0.0.1:9/retrieve")
+        with flagsaver.flagsaver(retriever_token_file="mine"):
+            assert policy_flags.config("toy", own).retrieval.token_file == "mine"
+    with flagsaver.flagsaver(model="toy"):
+        assert policy_flags.config("toy", own).retrieval.token_file == "/run/secrets/own"
+
+
+@pytest.mark.parametrize("first", ["search_r1", "r1"])
+def test_the_method_beside_is_whole(first):
+    """The second method would keep what the first, a baseline, changed: it would never split, or never search."""
+    toy = from_mapping(smoke.get_config().to_dict())
+    toy = replace(toy, model=replace(toy.model, path=""), data=replace(toy.data, template="parallel"))
+    toy = replace(toy, rollout=replace(toy.rollout, context_tokens=2048, prompt_tokens=1024))
+    parts = build.from_path(replace(toy, method=first), "toy")
+    second = build.by_method(parts, replace(toy, method=first), "parallelsearch")
+    expected = build.from_path(replace(toy, method="parallelsearch"), "toy").collector
+    assert second.parts.rollout == expected.parts.rollout and second.parts.retrieval == expected.parts.retrieval
+    (asked,) = questions(parts.world, "eval", "parallel", 1, 0)
+    assert second.render(asked) == expected.render(asked) != parts.collector.render(asked)
+
+
+def test_a_tokenizer_that_lies_elsewhere_now(tmp_path):
+    """A run made on another machine records a path of that machine: nobody could ask questions or serve it here."""
+    there, gone = str(TOY_POLICY), str(tmp_path / "cache" / "snapshots" / "1")
+    for first, recorded, expected in [
+        ("toy", gone, there),
+        (there, gone, there),
+        (there, str(tmp_path), str(tmp_path)),
+        (str(tmp_path / "none"), gone, gone),
+        ("", gone, gone),
+        ("toy", "some/hub-id", "some/hub-id"),
+    ]:
+        config = Config(model=replace(Config().model, path=first))
+        assert build._tokenizer_of(config, recorded) == expected
+    named = Config(model=replace(Config().model, path="toy", tokenizer="mine"))
+    assert build._tokenizer_of(named, gone) == "mine"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def defined():
+    """The program's flags, parsed from an empty command line."""
+    if "retriever_url" not in flags.FLAGS:
+        policy_flags.define_flags("toy")
+    flags.FLAGS([""])

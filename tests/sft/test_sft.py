@@ -1,0 +1,174 @@
+"""launch/sft.py on transcripts: what it learns, resumes and writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+from dataclasses import replace
+
+import pytest
+from programs import Program, completed, wait_until
+from runs import small_config
+
+from psearch_jax.assembly import build, build_sft
+from psearch_jax.config import SFTSection
+from psearch_jax.sft import loop, trainer
+from psearch_jax.types import UserError
+
+NAMES = ("Ada", "Alan", "Grace", "Edsger", "Barbara", "Donald", "Frances", "John")
+
+
+@pytest.fixture(scope="module")
+def policy(wordy_policy, tmp_path_factory):
+    """The random policy with a short prompt template in its directory."""
+    folder = tmp_path_factory.mktemp("policy") / "hf"
+    shutil.copytree(wordy_policy, folder)
+    (folder / "template.txt").write_text("Answer: {question}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def transcripts(tmp_path_factory):
+    """Transcripts that answer with the first name after a search of two queries."""
+    file = tmp_path_factory.mktemp("transcripts") / "rows.jsonl"
+    rows = []
+    for i, name in enumerate(NAMES):
+        other = NAMES[(i + 1) % len(NAMES)]
+        passages = [[{"title": n, "text": f"{n} was born in {1800 + len(n)}."}] for n in (name, other)]
+        search = f"<think> need </think> <search> {name} ## {other} </search>"
+        turns = [{"text": search, "passages": passages}, {"text": f"<think> so </think> <answer> {name} </answer>"}]
+        rows.append({"question": f"{name} or {other}?", "turns": turns})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def config_for(policy, lora_rank=0, **section):
+    config = small_config(policy)
+    rollout = replace(config.rollout, context_tokens=512, obs_tokens=120, prompt_tokens=200)
+    section = {"epochs": 3, "batch_rows": 4, "learning_rate": 1e-2, **section}
+    model = replace(config.model, lora_rank=lora_rank, lora_alpha=8.0)
+    data = replace(config.data, template=str(policy / "template.txt"))
+    return replace(config, rollout=rollout, model=model, data=data, sft=SFTSection(**section))
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_it_learns_and_is_a_run_directory(policy, transcripts, tmp_path, lora_rank):
+    """A loss that does not fall, an adapter that is not saved, or a result that nothing else can open."""
+    config = config_for(policy, lora_rank, validation_share=0.25)
+    run = build_sft.supervised_run(config, str(transcripts))
+    summary = trainer.train(run, tmp_path)
+    losses = list(summary["validation_loss"].values())
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.05
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-2]["loss"] < rows[1]["loss"] and rows[-2]["progress"] == 1.0
+    assert summary["transcripts"] == 6 and summary["steps"] == 3
+    parts = build.from_path(replace(config, model=replace(config.model, path="")), str(tmp_path))
+    assert (parts.config.model.lora_rank == lora_rank) and parts.sampling_copy()
+
+
+def test_the_loss_is_the_mean_over_the_models_tokens(policy, transcripts):
+    """Packing, masks or micro-batches that change what is learned."""
+    losses = []
+    for micro_batch_rows in (1, 8):
+        config = config_for(policy)
+        config = replace(config, learning=replace(config.learning, micro_batch_rows=micro_batch_rows))
+        run = build_sft.supervised_run(config, str(transcripts))
+        state = run.fresh()
+        _, pieces = run.batches[0]
+        _, metrics = run.trainer.update_micro_batches(run.fresh(), pieces)
+        batch = loop.row_batch([run.batches._rows[i] for i in run.batches._batches[0]])
+        by_row = run.trainer.score(state.params, batch)
+        assert metrics["loss"] == pytest.approx(-by_row.sum() / batch.mask.sum(), rel=1e-5)
+        losses.append(metrics["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_an_epoch_sees_every_row_once(policy, transcripts):
+    """Rows that occur twice in an epoch while others never do, or batches that a resumed run draws differently."""
+    run = build_sft.supervised_run(config_for(policy), str(transcripts))
+    batches = run.batches._batches
+    first, second = ([i for step in steps for i in batches[step].tolist()] for steps in ((0, 1), (2, 3)))
+    assert sorted(first) == sorted(second) == list(range(len(NAMES))) and first != second
+    again = build_sft.supervised_run(config_for(policy), str(transcripts)).batches._batches
+    assert batches[3].tolist() == again[3].tolist()
+
+
+def test_what_cannot_be_trained_is_refused(policy, transcripts, tmp_path):
+    """A run without a step, or one that resumes on other transcripts as if they were the same."""
+    with pytest.raises(UserError, match="config.sft.batch_rows: found 9 with 8 training transcripts"):
+        build_sft.supervised_run(config_for(policy, batch_rows=9), str(transcripts))
+    with pytest.raises(UserError, match="config.sft.learning_rate"):
+        build_sft.supervised_run(config_for(policy, learning_rate=-1.0), str(transcripts))
+    trainer.train(build_sft.supervised_run(config_for(policy, epochs=1), str(transcripts)), tmp_path)
+    other = tmp_path / "other.jsonl"
+    other.write_text(transcripts.read_text().replace("Ada", "Eva"))
+    with pytest.raises(UserError, match="other settings, transcripts"):
+        trainer.train(build_sft.supervised_run(config_for(policy, epochs=1), str(other)), tmp_path)
+
+
+def command(policy, transcripts, workdir) -> list[str]:
+    fields = {
+        "model.path": policy,
+        "data.source": "",
+        "data.template": policy / "template.txt",
+        "rollout.context_tokens": 512,
+        "rollout.prompt_tokens": 200,
+        "rollout.obs_tokens": 120,
+        "sft.epochs": 30,
+        "sft.batch_rows": 2,
+        "sft.learning_rate": 1e-3,
+        "train.checkpoint_every_steps": 10,
+        "learning.micro_batch_rows": 2,
+    }
+    flags = [f"--config.{name}={value}" for name, value in fields.items()]
+    return [
+        "launch/sft.py",
+        "--config=configs/smoke.py",
+        f"--transcripts={transcripts}",
+        f"--workdir={workdir}",
+        *flags,
+    ]
+
+
+def test_a_killed_run_resumes_to_the_same_weights(policy, transcripts, tmp_path):
+    """Hours of work lost with the machine, or another policy than without the kill."""
+    complete, killed = tmp_path / "complete", tmp_path / "killed"
+    done = completed([sys.executable, *command(policy, transcripts, complete)])
+    assert done.returncode == 0 and "policy: written" in done.stdout, done.stderr[-2000:]
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        process = Program(command(policy, transcripts, killed))
+        started = len(_checkpoints(killed))
+        wait_until(lambda: len(_checkpoints(killed)) > started or process.poll() is not None, 300)  # noqa: B023
+        process.send_signal(number)
+        out, _ = process.communicate()
+        assert not (killed / "policy").exists()
+        assert number == signal.SIGKILL or "the same command resumes" in out
+    again = completed([sys.executable, *command(policy, transcripts, killed)])
+    assert again.returncode == 0 and "resuming after step" in again.stderr, again.stderr[-2000:]
+    names = [tuple((place / "policy").iterdir()) for place in (complete, killed)]
+    assert {p.name for p in names[0]} == {p.name for p in names[1]}
+    weights = [(place / "policy" / "model.safetensors").read_bytes() for place in (complete, killed)]
+    assert weights[0] == weights[1]
+    refused = completed([sys.executable, *command(policy, transcripts, killed)])
+    assert refused.returncode == 2 and "exists already" in refused.stderr
+
+
+def _checkpoints(workdir) -> set[str]:
+    return {place.name for place in (workdir / "checkpoints").glob("*") if place.name.isdigit()}
+
+
+def test_bad_input_is_one_line(policy, transcripts, tmp_path):
+    """A traceback, or a run directory created for a file that cannot be read."""
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(transcripts.read_text() + "{\n")
+    refused = completed([sys.executable, *command(policy, broken, tmp_path / "run")])
+    assert refused.returncode == 2 and "broken.jsonl: line 9: not JSON" in refused.stderr
+    assert refused.stderr.count("\n") == 1 and not (tmp_path / "run" / "checkpoints").exists()
+    for arguments, words in (
+        (["--config=configs/smoke.py"], "--transcripts: none given"),
+        (["--config=configs/toy_sft.py", f"--transcripts={transcripts}"], "which makes its own"),
+    ):
+        none = completed([sys.executable, "launch/sft.py", *arguments, f"--workdir={tmp_path / 'run'}"])
+        assert none.returncode == 2 and words in none.stderr

@@ -1,0 +1,171 @@
+"""The cold start: its batches, its initial weights, and how it resumes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from programs import ROOT, Program, completed, wait_until
+
+from psearch_jax.closed_world import exercises
+from psearch_jax.closed_world.names import is_new
+from psearch_jax.config import PRESETS
+from psearch_jax.models import decoder
+from psearch_jax.sft import cold_start
+from psearch_jax.sft.cold_start import SKILLS, Batches, ToySFTConfig, make_rows, train
+from psearch_jax.types import UserError
+from retrieval.service import RetrievalService
+
+SMALL = ToySFTConfig(
+    steps=24,
+    worlds=1,
+    trajectories_per_world=60,
+    exercise_rows=40,
+    tokens_per_batch=512,
+    log_every_steps=1,
+    warmup_steps=2,
+    checkpoint_every_steps=4,
+)
+
+
+@pytest.fixture(scope="module")
+def rows(tokenizer):
+    return make_rows(SMALL, tokenizer, RetrievalService.from_corpus)
+
+
+def test_rows_of_every_skill(tokenizer, rows):
+    """A skill without rows, a row without a trained token, or rows that change from call to call."""
+    assert tuple(sorted(rows)) == tuple(sorted(SKILLS))
+    assert all(len(ids) == len(mask) and mask.any() for members in rows.values() for ids, mask in members)
+    again = make_rows(SMALL, tokenizer, RetrievalService.from_corpus)
+    for skill, members in rows.items():
+        for (ids, mask), (others, theirs) in zip(members, again[skill], strict=True):
+            assert np.array_equal(ids, others) and np.array_equal(mask, theirs)
+
+
+def test_batches_follow_from_seed_and_step(tokenizer, rows):
+    """A resumed run that trains on other batches, or a separate shape per row that makes it compile forever."""
+    batches, again = (Batches(SMALL, tokenizer, rows) for _ in range(2))
+    shapes, skills = set(), set()
+    for step in range(SMALL.steps):
+        skill, (piece,) = batches[step]
+        other, (same,) = again[step]
+        ids, mask = piece.ids, piece.mask
+        assert skill == other and np.array_equal(ids, same.ids) and np.array_equal(mask, same.mask)
+        assert ids.shape == mask.shape and ids.shape[1] in SMALL.buckets and mask.any()
+        assert ids.size <= max(SMALL.tokens_per_batch, ids.shape[1])
+        shapes.add(ids.shape)
+        skills.add(skill)
+    assert len(shapes) <= len(SMALL.buckets) and len(skills) > 3
+
+
+def test_no_name_comes_twice_and_no_new_one_at_all(tokenizer, rows):
+    """A policy that memorizes names, or one trained on names that are later reported as never seen."""
+    config = replace(SMALL, steps=400)
+    batches = Batches(config, tokenizer, rows)
+    first, later = set(), set()
+    for step in range(150, 250):
+        skill, (piece,) = batches[step]
+        if skill == "recalling":
+            continue
+        text = "\n".join(tokenizer.decode(row) for row in piece.ids)
+        names = {word for word in text.replace("'s", " ").replace("?", " ").split() if _is_name(word)}
+        assert names and not any(is_new(name) for name in names)
+        (first if step < 200 else later).update(names)
+    assert len(first & later) < 0.02 * len(first)
+
+
+def _is_name(word: str) -> bool:
+    return len(word) == 7 and word.isalpha() and word[0].isupper() and word[1:].islower()
+
+
+def test_a_shape_that_cannot_look_back_is_refused(tokenizer):
+    """The initial weights include biases: a shape without them would end in a KeyError."""
+    with pytest.raises(UserError, match="config.preset: found 'qwen3-0.6b', accepted: toy"):
+        cold_start.policy_shape(replace(SMALL, preset="qwen3-0.6b"), tokenizer)
+
+
+def test_the_first_heads_look_back(tokenizer):
+    """Copying learned late or never: with some seeds the exercises would teach nothing in the available time."""
+    shape = cold_start.policy_shape(SMALL, tokenizer)
+    graph = decoder.graphdef(shape, jnp.float32, "none")
+    rng = np.random.default_rng(0)
+    exercise_rows = [exercises.copying(rng, tokenizer.encode_foreign) for _ in range(32)]
+    ids, mask = np.zeros((32, 160), np.int32), np.zeros((32, 160), bool)
+    for i, (row, taught) in enumerate(exercise_rows):
+        ids[i, : len(row)], mask[i, : len(row)] = row, taught
+    for seed in range(3):
+        model = nnx.merge(graph, cold_start.starting_params(shape, seed))
+        likeliest = jnp.argmax(model.logits(model.hidden(ids[:, :-1])[0], 1.0, tokenizer.size), axis=-1)
+        right = float(jnp.mean((likeliest == ids[:, 1:])[mask[:, 1:]]))
+        assert right > 20 / tokenizer.size  # before any training; a random guess is right once in `size`
+
+
+def test_sft_learns(tokenizer, rows):
+    """A few steps that do not lower the loss, or a shape that does not fit the tokenizer."""
+    losses = []
+    config = replace(SMALL, steps=60)
+    only = {skill: rows["copying"] for skill in SKILLS}
+    shape, _ = train(config, tokenizer, only, lambda step, values: losses.append(next(_losses(values))))
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1
+    assert shape.vocab_rows >= tokenizer.size and shape.layers == PRESETS["toy"].layers
+
+
+def _losses(values):
+    return (value for name, value in values.items() if name.endswith("/loss"))
+
+
+def test_rows_that_fit_no_bucket_are_refused(tokenizer, rows):
+    """A cold start that silently leaves a skill out."""
+    with pytest.raises(UserError, match="no row of skill"):
+        Batches(replace(SMALL, buckets=(48,)), tokenizer, rows)
+
+
+FLAGS = {
+    "steps": 24,
+    "worlds": 1,
+    "trajectories_per_world": 60,
+    "exercise_rows": 40,
+    "tokens_per_batch": 512,
+    "checkpoint_every_steps": 4,
+    "log_every_steps": 1,
+}
+
+
+def command(workdir, **fields) -> list[str]:
+    settings = [f"--config.{name}={value}" for name, value in {**FLAGS, **fields}.items()]
+    return [str(ROOT / "launch" / "sft.py"), "--config=configs/toy_sft.py", f"--workdir={workdir}", *settings]
+
+
+def whole_checkpoints(workdir) -> list:
+    """Complete checkpoints; one that is being written has a longer name."""
+    return [place for place in (workdir / "checkpoints").glob("*") if place.name.isdigit()]
+
+
+@pytest.mark.slow
+def test_a_killed_cold_start_goes_on(tmp_path):
+    """Ninety minutes of work lost with the machine, or another policy than without the kill."""
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
+    done = completed([sys.executable, *command(uninterrupted)])
+    assert done.returncode == 0, done.stderr[-2000:]
+    process = Program(command(killed))
+    wait_until(lambda: whole_checkpoints(killed), 300)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (killed / "policy").exists()
+    again = completed([sys.executable, *command(killed)])
+    assert again.returncode == 0 and "resuming after step" in again.stderr, again.stderr[-2000:]
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (uninterrupted / "policy" / name).read_bytes() == (killed / "policy" / name).read_bytes()
+    steps = [json.loads(line)["step"] for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, FLAGS["steps"] + 1))
+    refused = completed([sys.executable, *command(killed)])
+    assert refused.returncode == 2 and "exists already" in refused.stderr
+    other = completed([sys.executable, *command(tmp_path / "whole", steps=41)])
+    assert other.returncode == 2

@@ -1,0 +1,215 @@
+"""Rollouts, gradients and three updates on one mesh, for train/test_learner.py: eight_devices.py D,F,T OUT.npz"""
+
+import functools
+import json
+import sys
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from helpers import QWEN3, random_params, started, tiny_config
+
+from psearch_jax.config import DecoderConfig, LearningSection, Lora, MeshSection
+from psearch_jax.models import attention, decoder, lora, ragged
+from psearch_jax.models.kv_cache import KVCache
+from psearch_jax.rl.batch import mini_batches
+from psearch_jax.rollout.boundary import build_tables
+from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.runtime.cli import configure_jax
+from psearch_jax.sharding import STORAGE, make_mesh, param_shardings
+from psearch_jax.train.critic import Critic, first_params
+from psearch_jax.train.learner import Learner
+from psearch_jax.train.state import init_state, make_optimizer
+from psearch_jax.types import TrainBatch
+
+B, S, V = 8, 48, 416
+TOKENS = [bytes([b]) for b in range(256)] + [b"</search>", b"</answer>", b"</", b">\n"] + [None] * 2
+STOP = len(TOKENS) - 1
+LEARNING = LearningSection(
+    micro_batch_rows=4, mini_batch_rollouts=B, warmup_ratio=0.0, learning_rate=1e-3, kl_coefficient=0.1
+)
+
+
+def rollouts(sampler: Sampler, params: nnx.State):
+    """Samples two turns of eight rows of different lengths."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 256, n).tolist() for n in rng.integers(3, 12, B)]
+    keys = rng.integers(0, 2**32, (B, 2), np.uint32)
+    state = sampler.generate(params, started(sampler, params, prompts, keys, S, 10), 1.0)
+    ids, n = rng.integers(0, 256, (B, 8)).astype(np.int32), rng.integers(0, 9, B).astype(np.int32)
+    state = sampler.generate(params, sampler.extend(params, state, ids, n, 10), 1.0)
+    return jax.tree.map(np.asarray, jax.device_get(state))
+
+
+def check_kernels(mesh) -> None:
+    """Compares the attention kernels, each device running its own rows and heads, with unsharded attention.
+
+    The TPU kernel is interpreted; JAX's own attention, called with the same arguments, replaces cuDNN's.
+    """
+    rng = np.random.default_rng(1)
+    splash = functools.partial(attention._splash, interpret=True)
+    here = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+
+    def instead(*args, implementation, **kwargs):
+        return here(*args, **kwargs)
+
+    q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in ((B, 130, 4, 16), *[(B, 2, 130, 16)] * 2))
+    for kernel in (splash, attention._cudnn):
+        with jax.set_mesh(mesh), mock.patch.object(jax.nn, "dot_product_attention", instead):
+            ours = jax.jit(functools.partial(attention.on_each_device, kernel))(q, k, v)
+        np.testing.assert_allclose(ours, attention.causal(q, k, v), atol=1e-5)
+    segments = np.sort(rng.integers(0, 3, (B, 130)).astype(np.int32))
+    with jax.set_mesh(mesh):
+        ours = jax.jit(functools.partial(attention.on_each_device, splash))(q, k, v, segments)
+    wanted = attention.causal(q, k, v, segments=segments)
+    np.testing.assert_allclose(ours, wanted, atol=1e-5)
+    with jax.set_mesh(mesh):
+        ours = jax.jit(functools.partial(attention.causal, implementation="rowwise"))(q, k, v, segments=segments)
+    np.testing.assert_allclose(ours, wanted, atol=1e-5)
+    if mesh.shape["tensor"] > 2:  # not used where `tensor` does not divide the kv heads (models/ragged.py)
+        return
+    q, k, v = q[:, :1], k[:, :, :1], v[:, :, :1]
+    cache = KVCache(*(rng.normal(size=(2, B, 2, 64, 16)).astype(np.float32) for _ in range(2)))
+    start = rng.integers(0, 65, B).astype(np.int32)
+    wanted = attention.decode(q, k, v, attention.Keys(cache.k[1], cache.v[1]), start)
+    across = KVCache(cache.k.swapaxes(3, 4), cache.v, True)
+    for form, one in (("splash", cache), ("cudnn", cache), ("rowwise", across)):  # as on a TPU, a GPU and a CPU
+        decode = functools.partial(ragged.decode, form=form, interpret=True)
+        with jax.set_mesh(mesh):
+            ours = jax.jit(decode)(q, k, v, one, np.int32(1), start)
+        np.testing.assert_allclose(ours, wanted, atol=1e-5)
+
+
+def check_adapters(mesh, config: DecoderConfig, optimizer) -> None:
+    """With adapters the sampler gets the base weights unsharded over `fsdp`: for fsdp=1, the learner's own arrays."""
+    adapters, half = Lora(2, 4.0), jnp.dtype("bfloat16")
+    learner = Learner(config, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), sampling_dtype=half, lora=adapters)
+    learner.base = decoder.random_params(config, 0, half, lambda a: param_shardings(a, STORAGE, mesh))
+    fresh = lora.init_adapters(config, adapters, 0)
+    copy = learner.sampling_copy(jax.device_put(fresh, param_shardings(fresh, STORAGE, mesh)))
+    graph, tables = decoder.graphdef(config, half, lora=adapters), build_tables(TOKENS, V)
+    sampler = Sampler(graph, config, tables, len(TOKENS), [STOP], mesh, half, adapters=adapters)
+    for x, planned in zip(jax.tree.leaves(copy), jax.tree.leaves(sampler.abstract_params()), strict=True):
+        if x.dtype != planned.dtype or not x.sharding.is_equivalent_to(planned.sharding, x.ndim):
+            raise SystemExit(f"found {x.sharding}, {x.dtype}, expected {planned}")
+    base, copied = jax.tree.leaves(learner.base), jax.tree.leaves(lora.split_adapters(copy)[0])
+    shared = [any(x is y for y in base) for x in copied]
+    if set(shared) != {mesh.shape["fsdp"] == 1}:
+        raise SystemExit(f"{sum(shared)} of {len(shared)} base arrays are shared")
+
+
+def check_critic(mesh, config: DecoderConfig, optimizer) -> None:
+    """A critic's values and gradients on the mesh equal those on one device; its head has the storage sharding."""
+    rng, shape = np.random.default_rng(3), (B, S)
+    length = rng.integers(20, S + 1, B).astype(np.int32)
+    mask = ((np.arange(S) < length[:, None]) & (rng.random(shape) < 0.5) & (np.arange(S) > 0)).astype(np.float32)
+    ids = rng.integers(0, 256, shape).astype(np.int32)
+    predicted, returns = (rng.normal(size=shape).astype(np.float32) * mask for _ in range(2))
+    batch = TrainBatch(ids, length, mask, mask, *[np.zeros(shape, np.float32)] * 3, values=predicted, returns=returns)
+    head = rng.normal(size=(config.width, 1)).astype(np.float32)
+    results = []
+    for where in (mesh, make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])):
+        critic = Critic(config, LEARNING, optimizer, where, S, 0.5, shard_residual=where.shape["tensor"] > 1)
+        start = first_params(random_params(config, seed=6), config, None, 0, where)
+        params = init_state(
+            decoder.with_values(start, nnx.to_pure_dict(start) | {"value_head": head}), optimizer, where
+        ).params
+        results.append((critic.score(params, batch), by_name(critic.gradients(params, batch))))
+        place = param_shardings(params, STORAGE, where)["value_head"].get_value()
+        if not params["value_head"].get_value().sharding.is_equivalent_to(place, 2):
+            raise SystemExit("the value head does not have the storage sharding")
+    (values, gradients), (wanted, theirs) = results
+    np.testing.assert_allclose(values, wanted, atol=2e-4)
+    for name, value in gradients.items():
+        np.testing.assert_allclose(
+            value, theirs[name], rtol=1e-3, atol=1e-4 * np.abs(theirs[name]).max(), err_msg=name
+        )
+
+
+def check_vocabulary(mesh) -> None:
+    """Log-probs in chunks, and their gradients, with each device computing the vocabulary for its own rows."""
+    config = tiny_config(V, tied=False)
+    graph, params = decoder.graphdef(config, jnp.float32), random_params(config, seed=7)
+    rng = np.random.default_rng(2)
+    hidden = rng.normal(size=(B, 40, config.width)).astype(np.float32)
+    ids = rng.integers(0, 400, (B, 40)).astype(np.int32)
+
+    wanted = rng.random((B, 40)) < rng.random((B, 1))  # many in some rows, few in others
+
+    def total(params, hidden):
+        chosen, entropy = nnx.merge(graph, params).logprobs(hidden, ids, 0.7, 400, wanted, chunk=16)
+        return jnp.sum(jnp.sin(chosen) + entropy)
+
+    both = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))
+    expected = both(params, hidden)
+    with jax.set_mesh(mesh):
+        ours = both(jax.device_put(params, param_shardings(params, STORAGE, mesh)), hidden)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(x), y, rtol=1e-4, atol=1e-5 * float(jnp.max(jnp.abs(y))))
+
+
+def by_name(state: nnx.State) -> dict[str, np.ndarray]:
+    flat = nnx.to_flat_state(state)
+    return {"/".join(path): np.asarray(jax.device_get(v.get_value())) for path, v in flat}
+
+
+def main(sizes: str, out: str) -> None:
+    data, fsdp, tensor = map(int, sizes.split(","))
+    mesh = make_mesh(MeshSection(data, fsdp, tensor), jax.devices()[: data * fsdp * tensor])
+    config = tiny_config(V, tied=False)
+    optimizer = make_optimizer(LEARNING, 3)
+    state = init_state(random_params(config, seed=6), optimizer, mesh)
+    check_kernels(mesh)
+    check_vocabulary(mesh)
+    if mesh.size == 8:  # `tensor` does not divide the kv heads
+        check_kernels(make_mesh(MeshSection(1, 2, 4)))
+    normed = tiny_config(V, tied=False, **QWEN3)
+    check_adapters(mesh, normed, optimizer)
+    check_critic(mesh, normed, optimizer)
+    learner = Learner(config, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), shard_residual=tensor > 1)
+    tables = build_tables(TOKENS, V)
+    sampler = Sampler(decoder.graphdef(config, jnp.float32), config, tables, len(TOKENS), [STOP], mesh)
+    rolled = rollouts(sampler, learner.sampling_copy(state.params))
+
+    narrow = Learner(normed, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), int8_sampling=True)
+    graph, options = decoder.graphdef(normed, jnp.float32, int8=True), {"int8_weights": True, "int8_cache": True}
+    options["unstacked"] = mesh.size > 1  # as GPUs decode
+    int8_sampler = Sampler(graph, normed, tables, len(TOKENS), [STOP], mesh, **options)
+    in_int8 = rollouts(
+        int8_sampler, narrow.sampling_copy(init_state(random_params(normed, seed=6), optimizer, mesh).params)
+    )
+
+    mask = rolled.mask.astype(np.float32)
+    advantage = mask * np.linspace(-1, 1, B, dtype=np.float32)[:, None]
+    zeros = np.zeros_like(mask)
+    batch = TrainBatch(rolled.ids, rolled.length, mask, advantage, zeros, zeros, rolled.logprobs, zeros, zeros)
+    old = learner.score(state.params, batch)
+    batch = TrainBatch(**{**vars(batch), "old_logprobs": old, "ref_logprobs": (old - 0.2).astype(np.float32)})
+    (piece,) = mini_batches(batch, B)
+    result = {name: getattr(rolled, name) for name in ("ids", "mask", "length", "status", "logprobs")}
+    result |= {"int8_ids": in_int8.ids, "int8_logprobs": in_int8.logprobs}
+    result |= {"trainer_logprobs": old, "learning_rate": np.float64(LEARNING.learning_rate)}
+    first, seen = None, []
+    for _ in range(3):
+        grads = by_name(learner.gradients(state.params, piece))
+        first = first or grads
+        seen.append(grads)
+        state, metrics = learner.update(state, piece)
+        if metrics["skipped"]:
+            raise SystemExit("an update was skipped")
+    for name, value in by_name(state.params).items():
+        result[f"param/{name}"], result[f"grad/{name}"] = value, first[name]
+        result[f"seen/{name}"] = np.abs(np.stack([g[name] for g in seen]))
+    np.savez(out, **result)
+    used = {d for x in jax.tree.leaves(state.params) for d in x.sharding.device_set}
+    expected = param_shardings(state.params, STORAGE, mesh)
+    pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True)
+    sharded = all(x.sharding.is_equivalent_to(s, x.ndim) for x, s in pairs)
+    print(json.dumps({"devices": len(used), "sharded": sharded}))
+
+
+if __name__ == "__main__":
+    configure_jax()  # sets the compilation cache
+    main(*sys.argv[1:])

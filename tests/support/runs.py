@@ -1,0 +1,133 @@
+"""Starts training runs for tests and reads their results."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from flax import nnx
+from programs import Program, completed, wait_until
+
+from psearch_jax.config import Config, from_mapping
+from psearch_jax.train.checkpointing import checkpoint
+
+SMALL = {
+    "rollout.slots": 8,
+    "rollout.samples": 2,
+    "rollout.context_tokens": 256,
+    "rollout.turn_tokens": 24,
+    "rollout.obs_tokens": 128,
+    "rollout.search_turns": 1,
+    "rollout.num_buckets": 1,  # every width costs a compilation
+    "learning.mini_batch_rollouts": 4,
+    "learning.micro_batch_rows": 4,
+    "train.prompts": 4,
+    "train.checkpoint_every_steps": 2,
+    "eval.questions_per_kind": 2,
+    "eval.also_greedy": False,
+}
+
+
+def command(workdir: Path, policy: Path, steps: int, config: str = "smoke", **fields) -> list[str]:
+    values = {**SMALL, "model.path": policy, "train.steps": steps, **fields}
+    flags = [f"--config.{name}={value}" for name, value in values.items()]
+    return [sys.executable, "launch/train.py", f"--config=configs/{config}.py", f"--workdir={workdir}", *flags]
+
+
+def run(arguments: list[str], expect: int = 0) -> subprocess.CompletedProcess:
+    done = completed(arguments)
+    assert done.returncode == expect, done.stderr[-3000:]
+    return done
+
+
+def metrics_without_clocks(workdir: Path) -> list[dict]:
+    """A run's metrics without times, and without costs, which depend on the mesh and the processes."""
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.endswith(("_s", "_per_s")) and k[:5] != "cost/"} for row in rows]
+
+
+def final_params(workdir: Path) -> dict[str, np.ndarray]:
+    _, params, _ = checkpoint.load_params(checkpoint.find_checkpoint(workdir))
+    return {".".join(path): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(params)}
+
+
+def assert_same_params(workdir: Path, other: Path) -> None:
+    """Equal up to the rounding of another mesh.
+
+    Where a gradient is only rounding noise, AdamW still takes a full step. That concerns a few entries everywhere, and
+    all key biases, because attention does not depend on them.
+    """
+    theirs = final_params(other)
+    for name, value in final_params(workdir).items():
+        far = np.abs(value - theirs[name]) > 1e-5 * np.abs(theirs[name]).max() + 1e-7
+        assert far.mean() <= 0.05 or name.endswith("k_bias"), (name, far.mean())
+
+
+def wait_for(condition, process: Program, seconds: float = 300) -> None:
+    def holds() -> bool:
+        if condition():
+            return True
+        assert process.poll() is None, "the run ended before it was interrupted"
+        return False
+
+    wait_until(holds, seconds)
+
+
+def small_config(policy: Path, **fields) -> Config:
+    sections: dict[str, dict] = {"data": {"source": "closed_world", "template": "toy", "world_questions": 200}}
+    for name, value in {**SMALL, "model.path": str(policy), "rollout.prompt_tokens": 64, **fields}.items():
+        section, _, key = name.partition(".")
+        sections.setdefault(section, {})[key] = value
+    sections["model"] = {"dtype": "float32", "sampling_dtype": "float32", **sections["model"]}
+    return from_mapping(sections)
+
+
+# ---- several processes ----
+
+SEVERAL = {"rollout.search_turns": 2, "eval.questions_per_kind": 0, "learning.mini_batch_rollouts": 8}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(arguments: list[str], devices: int = 1, **streams) -> Program:
+    """Starts one process with `devices` devices; stdout and stderr are pipes unless `streams` says otherwise."""
+    environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    return Program(arguments, environment, **streams)
+
+
+def start_run(
+    count: int, devices: int, workdir: Path, policy: Path, steps: int, each: Sequence[dict] = (), **fields
+) -> list[Program]:
+    """Starts the processes of one run over count x devices devices; `each`: config fields of single processes."""
+    several = [f"--coordinator=127.0.0.1:{free_port()}", f"--processes={count}"] if count > 1 else []
+    started = []
+    for i in range(count):
+        own = {**SEVERAL, "train.prompts": 8, **fields, **(each[i] if each else {})}
+        number = [f"--process={i}"] if several else []
+        started.append(start([*command(workdir, policy, steps, **own), *several, *number], devices))
+    return started
+
+
+def ended(started: list[Program], seconds: float = 600) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each process."""
+    deadline = time.monotonic() + seconds
+    results = []
+    try:
+        for process in started:
+            out, err = process.communicate(timeout=max(1, deadline - time.monotonic()))
+            results.append((process.returncode, out, err))
+    finally:
+        for process in started:
+            process.kill()
+    return results

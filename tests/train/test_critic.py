@@ -1,0 +1,173 @@
+"""The critic: what it values, that it starts from the policy's weights, and that PPO keeps the two states separate."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import one_device_mesh, random_params, tiny_config
+from runs import small_config
+from test_learner import CONFIG, ROWS, S, same_bits, some_batch, worst
+
+from psearch_jax.assembly import build
+from psearch_jax.config import LearningSection, Lora, from_mapping, to_mapping
+from psearch_jax.limits import validate
+from psearch_jax.models import decoder
+from psearch_jax.models import lora as adapters
+from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
+from psearch_jax.train.critic import Critic, first_params, without_lm_head
+from psearch_jax.train.state import init_state, make_optimizer
+from psearch_jax.train.step import train_step
+from psearch_jax.types import RewardParts, UserError
+
+LEARNING = LearningSection(micro_batch_rows=2, mini_batch_rollouts=4, warmup_ratio=0.0, learning_rate=1e-3)
+
+
+def make_critic(lora: Lora | None = None, seed: int = 4, **changes) -> tuple[Critic, nnx.State]:
+    """A float32 critic with a nonzero head, and its parameters."""
+    policy = random_params(CONFIG, seed=seed, scale=0.03)
+    optimizer = make_optimizer(LEARNING, 10)
+    critic = Critic(CONFIG, LEARNING, optimizer, one_device_mesh(), S, 0.5, remat="none", lora=lora, **changes)
+    params = first_params(policy, CONFIG, lora, 0, one_device_mesh())
+    critic.base = without_lm_head(policy) if lora else None
+    head = np.random.default_rng(0).normal(size=(CONFIG.width, 1)).astype(np.float32)
+    flat = nnx.to_flat_state(params)
+    return critic, nnx.from_flat_state(
+        {path: v.replace(jnp.asarray(head)) if path == ("value_head",) else v for path, v in flat}
+    )
+
+
+@pytest.fixture(scope="module")
+def critic():
+    return make_critic()
+
+
+def test_the_value_of_an_id_is_that_of_what_stands_before_it(critic):
+    """A value computed from its own token would know the action; one without the passages before it would be blind."""
+    critic, params = critic
+    batch = some_batch()
+    values = critic.score(params, batch)
+    assert values.shape == (ROWS, S) and not values[batch.mask == 0].any()
+    model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32, values=True), params)
+    row = int(np.argmax(batch.mask.sum(axis=1)))
+    n = batch.length[row]
+    states = np.asarray(model.hidden(batch.ids[row : row + 1, :n])[0])[0]
+    by_hand = states @ np.asarray(params["value_head"].get_value())[:, 0]
+    at = np.flatnonzero(batch.mask[row])
+    np.testing.assert_allclose(values[row, at], by_hand[at - 1], atol=1e-5)
+    # Another token at t changes the values after t, but not the value at t.
+    t = at[len(at) // 2]
+    ids = batch.ids.copy()
+    ids[row, t] = (ids[row, t] + 1) % 390
+    moved = critic.score(params, replace(batch, ids=ids))[row] != values[row]
+    assert not moved[: t + 1].any() and moved[at[at > t]].all()
+
+
+def test_its_gradient_is_that_of_the_whole_loss(critic):
+    """Micro-batches or packed rows would be averaged separately, instead of summed and divided once."""
+    critic, params = critic
+    batch = some_batch()
+
+    def full_loss(params):
+        model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32, values=True), params)
+        values = jnp.pad(model.values(model.hidden(batch.ids)[0][:, :-1]), ((0, 0), (1, 0)))
+        near = batch.values + jnp.clip(values - batch.values, -0.5, 0.5)
+        worse = jnp.maximum((values - batch.returns) ** 2, (near - batch.returns) ** 2)
+        return 0.5 * jnp.sum(worse * batch.mask) / batch.mask.sum()
+
+    assert worst(critic.gradients(params, batch), jax.jit(jax.grad(full_loss))(params)) < 5e-6
+
+
+@pytest.mark.parametrize("lora", [None, Lora(4, 8.0)])
+def test_it_starts_as_the_policys_twin_and_learns(lora):
+    """A critic would start from other weights than the policy's, have nonzero values at the start, or not learn;
+    with adapters, it would train the weights that it shares with the policy."""
+    policy = random_params(CONFIG, seed=4, scale=0.03)
+    start = first_params(policy, CONFIG, lora, 0, one_device_mesh())
+    assert not np.asarray(start["value_head"].get_value()).any()
+    if lora is None:
+        trunk = [item for item in nnx.to_flat_state(start) if item[0] != ("value_head",)]
+        assert same_bits(without_lm_head(policy), nnx.from_flat_state(trunk))
+    else:
+        assert {path[0] for path, _ in nnx.to_flat_state(start)} == {"adapters", "value_head"}
+    critic, _ = make_critic(lora)
+    state = init_state(start, critic._optimizer, one_device_mesh())
+    batch = replace(some_batch(), values=np.zeros((ROWS, S), np.float32))
+    losses = []
+    for _ in range(8):
+        state, metrics = critic.update(state, batch)
+        losses.append(metrics["loss"])
+    assert losses[-1] < losses[0] and int(state.updates) == 8
+
+
+def test_an_untied_lm_head_is_no_part_of_it():
+    """A 7B critic would carry half a billion weights of an lm head that nothing uses."""
+    config = tiny_config(tied=False)
+    start = first_params(random_params(config, seed=1), config, None, 0, one_device_mesh())
+    assert ("lm_head",) not in dict(nnx.to_flat_state(start))
+    trained = adapters.abstract_trained(decoder.abstract_params(config, values=True)[1], config, None)
+    assert jax.tree.structure(trained) == jax.tree.structure(start)
+
+
+def ppo_config(tiny_policy: Path, **fields):
+    return small_config(tiny_policy, **{"learning.algorithm": "ppo", "learning.kl_in": "reward", **fields})
+
+
+@pytest.mark.parametrize(("rank", "whiten"), [(0, "batch"), (4, "kind")])
+def test_a_step_of_ppo_moves_both_and_a_step_of_the_critic_alone_only_one(
+    tiny_policy, tmp_path, monkeypatch, rank, whiten
+):
+    """The policy would learn from an untrained critic, or from advantages whitened otherwise than asked for, or a
+    checkpoint would lose the critic."""
+    fields = {"critic.pretrain_steps": 1, "train.steps": 3, "rollout.samples": 1, "train.prompts": 24}
+    config = ppo_config(tiny_policy, **fields, **{"model.lora_rank": rank, "learning.whiten": whiten})
+    run = build.training_run(config)
+    policies, critics = [jax.device_get(run.state.params)], [jax.device_get(run.state.critic.params)]
+    learned, update = [], run.critic.update
+    monkeypatch.setattr(run.critic, "update", lambda *arguments: (learned.append(arguments[1]), update(*arguments))[1])
+    # A random policy gets the same reward for every question of a kind.
+    monkeypatch.setattr(run, "reward", lambda t: RewardParts(float(len(t.question.text) % 7), 0, 0, 0))
+    for step in range(2):
+        learned.clear()
+        run.state, metrics, trajectories, _ = train_step(run, next(run.loader), step)
+        kinds = np.array([t.question.kind for t in trajectories])
+        advantage, sampled = (np.concatenate([getattr(p, name) for p in learned]) for name in ("advantage", "mask"))
+        spreads = [advantage[kinds == k][sampled[kinds == k] > 0].std() for k in ("parallel", "sequential")]
+        assert np.allclose(spreads, 1, atol=1e-3) == (whiten == "kind")
+        assert whiten == "kind" or advantage[sampled > 0].std() == pytest.approx(1, abs=1e-3)
+        policies.append(jax.device_get(run.state.params))
+        critics.append(jax.device_get(run.state.critic.params))
+        assert ("loss" in metrics) == (step == 1) and np.isfinite(metrics["critic/loss"])
+    assert same_bits(policies[0], policies[1]) and not same_bits(policies[1], policies[2])
+    assert not same_bits(critics[0], critics[1]) and not same_bits(critics[1], critics[2])
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.save(2, run.state, {"model": model_record(run.model)} | ({"lora": run.lora} if run.lora else {}))
+    checkpoints.wait()
+    state, _ = checkpoints.restore(run.abstract)
+    checkpoints.close()
+    assert same_bits(state, run.state)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"learning.algorithm": "grpo", "learning.kl_in": "reward"}, "kl_in"),
+        ({"learning.algorithm": "grpo", "learning.whiten": "kind"}, "whiten"),
+        ({"learning.algorithm": "grpo", "rollout.samples": 1}, "samples"),
+        ({"train.dynamic_sampling_rounds": 1}, "dynamic_sampling_rounds"),
+        ({"critic.pretrain_steps": 60}, "pretrain_steps"),
+        ({"learning.gamma": 1.5}, "gamma"),
+        ({"learning.guard": 0.1, "learning.mini_batch_rollouts": 2560}, "guard"),
+    ],
+)
+def test_what_ppo_and_grpo_do_not_take_is_refused(fields, said):
+    """A setting that contradicts the algorithm, or has no effect, would be believed to work."""
+    values = to_mapping(from_mapping({"learning": {"algorithm": "ppo"}, "train": {"steps": 60}}))
+    for name, value in fields.items():
+        section, _, key = name.partition(".")
+        values[section][key] = value
+    with pytest.raises(UserError, match=said):
+        validate(from_mapping(values))

@@ -1,0 +1,350 @@
+"""How a run resumes: which settings must match, which may change, and SIGTERM at any moment. One set of compiled
+programs serves all runs, as if each were a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import weakref
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from runs import final_params, metrics_without_clocks, small_config
+
+from psearch_jax.assembly import build
+from psearch_jax.config import from_mapping, to_mapping
+from psearch_jax.train import trainer
+from psearch_jax.train.checkpointing import checkpoint, preemption, settings
+from psearch_jax.train.state import updates_per_step, warmup_updates, with_warmup
+from psearch_jax.train.step import train_step
+from psearch_jax.types import RewardParts, UserError
+
+FIELDS = {
+    "rollout.context_tokens": 72,
+    "rollout.obs_tokens": 96,
+    "learning.micro_batch_rows": 2,
+    "learning.warmup_ratio": 0.5,
+    "train.steps": 3,
+    "train.checkpoint_every_steps": 1000,
+    "eval.questions_per_kind": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def parts(tiny_policy):
+    """A run whose steps have two updates of two micro-batches each, with its initial state kept for later runs."""
+    return kept(tiny_policy)
+
+
+@pytest.fixture(scope="module")
+def ppo(tiny_policy):
+    """The same with a critic."""
+    return kept(tiny_policy, **{"learning.algorithm": "ppo", "learning.kl_in": "reward", "critic.warmup_ratio": 0.5})
+
+
+def kept(policy: Path, **fields) -> trainer.Run:
+    built = build.training_run(small_config(policy, **FIELDS, **fields))
+    built.reward = lambda t: RewardParts(int(t.ids.sum()) % 7 / 7, 0.0, 0.0, 0.0)  # a random policy earns no other
+    built.start = preemption.HostCopy(built.state), built.loader.state()
+    return built
+
+
+def again(parts: trainer.Run, **fields) -> trainer.Run:
+    """The run as a new process would build it, with other settings."""
+    values = to_mapping(parts.config)
+    for name, value in fields.items():
+        section, _, key = name.partition(".")
+        values[section][key] = value
+    config = from_mapping(values)
+    state, loader = parts.start
+    parts.loader.restore(loader)
+    contents = {k: (v["names"], v["is"]) for k, v in parts.settings.items() if isinstance(v, dict)}
+    own = {"config": config, "given": config, "settings": settings.record(config, contents), "_state": None}
+    warmup = warmup_updates(config.learning, updates_per_step(config) * config.train.steps)
+    own |= {
+        "fresh": lambda: with_warmup(state.state(), warmup),
+        "stop": preemption.StopRequest(),
+        "wall_s": defaultdict(float),
+    }
+    return replace(parts, **own)
+
+
+def equal(a, b) -> bool:
+    return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool(np.array_equal(x, y)), a, b)))
+
+
+def listing(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def whole(parts, tmp_path_factory):
+    """The directory of an uninterrupted run of three steps."""
+    directory = tmp_path_factory.mktemp("whole")
+    trainer.train(again(parts), directory)
+    return directory
+
+
+# ---- settings that must match ----
+
+
+def test_every_difference_is_listed_and_nothing_changes(parts, tmp_path):
+    """A resume that silently uses another penalty or rate, while config.json claims that it always was so."""
+    trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
+    before = listing(tmp_path)
+    other = {"reward.format": 0.2, "learning.kl_coefficient": 0.5, "rollout.samples": 4, "model.lora_alpha": 8.0}
+    run = again(parts, **other)
+    run.settings["model.path"] = {"names": "/another/model", "is": "0"}
+    with pytest.raises(UserError) as caught:
+        trainer.train(run, tmp_path)
+    line = str(caught.value)
+    assert "after step 1" in line and "--allow_changes" in line and "\n" not in line
+    for words in (
+        "reward.format: 0.1, now 0.2",
+        "learning.kl_coefficient: 0.001, now 0.5",
+        "rollout.samples: 2, now 4",
+        "model.lora_alpha: 32.0, now 8.0",
+        "now '/another/model'",
+    ):
+        assert words in line
+    assert listing(tmp_path) == before
+
+
+def test_changes_are_accepted_by_a_flag_and_recorded(parts, tmp_path, caplog):
+    """A deliberate change must be possible, and the record must show until which step the old settings applied."""
+    trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
+    old = (tmp_path / "config.json").read_text()
+    changed = {"reward.format": 0.2, "learning.warmup_ratio": 1.0, "train.steps": 2}
+    trainer.train(again(parts, **changed), tmp_path, allow_changes=True)
+    assert "reward.format: 0.1, now 0.2" in caplog.text
+    assert (tmp_path / "config.until_000001.json").read_text() == old
+    assert json.loads((tmp_path / "config.json").read_text())["reward"]["format"] == 0.2
+    rates = [row["learning_rate"] for row in metrics_without_clocks(tmp_path)]
+    full = parts.config.learning.learning_rate
+    assert rates == pytest.approx([full, full * (0.25 + 0.75 * 0.75)])  # the fourth of four updates in all
+    trainer.train(again(parts, **{**changed, "train.steps": 3}), tmp_path)  # accepted settings are now the run's
+    assert len(metrics_without_clocks(tmp_path)) == 3
+
+
+def test_other_questions_begin_anew_once_accepted(parts, tmp_path):
+    """A loader position that belongs to other data would repeat some questions and never ask others."""
+    trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
+    run = again(parts, **{"train.steps": 2})
+    run.settings["data.source"] = {"names": "other.jsonl", "is": "0"}
+    first, fingerprint = json.loads(json.dumps(run.loader.state())), run.loader._fingerprint
+    run.loader._fingerprint = {**fingerprint, "data": "0"}
+    try:
+        trainer.train(run, tmp_path, allow_changes=True)
+    finally:
+        run.loader._fingerprint = fingerprint
+    asked = [
+        [json.loads(line)["question_id"] for line in (tmp_path / "trajectories" / f"00000{step}.jsonl").open()]
+        for step in (0, 1)
+    ]
+    assert asked[0] == asked[1] and first["grain"] == parts.start[1]["grain"]
+
+
+def test_a_longer_run_keeps_its_rates(parts, whole, tmp_path):
+    """A run extended at step 2 would warm up again, from half of the rate it had reached."""
+    trainer.train(again(parts, **{"train.steps": 2}), tmp_path)
+    run = again(parts, **{"train.steps": 3})  # its warm-up was computed for 2 steps
+    trainer.train(run, tmp_path)
+    rates = [row["learning_rate"] for row in metrics_without_clocks(tmp_path)]
+    full = parts.config.learning.learning_rate
+    assert rates == pytest.approx([full * 0.75, full, full])
+    assert [row["learning_rate"] for row in metrics_without_clocks(whole)][0] == pytest.approx(full * 5 / 9)
+
+
+def test_weights_are_known_by_what_they_are(tiny_policy, tmp_path):
+    """Another model under an old name would be taken for the old one, or a moved directory for another model."""
+    patterns = ("config.json", "*.safetensors")
+    here = settings.fingerprint(tiny_policy, patterns)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for file in tiny_policy.iterdir():
+        (moved / file.name).write_bytes(file.read_bytes())
+    (moved / "README.md").write_text("a note")
+    assert settings.fingerprint(moved, patterns) == here
+    weights = moved / "model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    for place in range(len(raw) // 2, len(raw)):  # as other training would change them
+        raw[place] ^= 1
+    weights.write_bytes(bytes(raw))
+    assert settings.fingerprint(moved, patterns) != here
+
+
+# ---- memory during a resume ----
+
+
+def test_a_resumed_run_never_holds_two_states(parts, tmp_path, monkeypatch):
+    """A fresh state, 12 bytes per parameter, next to the restored one: a run that fits could not be resumed."""
+    trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
+    run = again(parts, **{"train.steps": 1})
+    weights = run.fresh()  # stands for the loaded weights, referenced only by `fresh`
+    held = [weakref.ref(x) for x in jax.tree.leaves(weights)]
+    run.fresh = lambda weights=weights: weights
+    del weights
+    read, alive = checkpoint.Checkpoints.restore, []
+
+    def restore(self, state, *more):
+        alive.extend(x for x in held if x() is not None)
+        assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
+        return read(self, state, *more)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "restore", restore)
+    trainer.train(run, tmp_path)
+    assert held and not alive
+
+
+# ---- checkpoints by time ----
+
+
+@pytest.mark.parametrize("minutes, expected", [(1e-9, [1, 2, 3]), (0.0, [3]), (1e9, [3])])
+def test_checkpoints_by_time(parts, tmp_path, minutes, expected):
+    """50 steps of a large model are hours of work, lost if the machine dies."""
+    trainer.train(again(parts, **{"train.checkpoint_every_minutes": minutes}), tmp_path)
+    assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == expected
+
+
+# ---- SIGTERM ----
+
+
+class AtLook(preemption.StopRequest):
+    """SIGTERM arrives just before the n-th interrupt check of a step."""
+
+    def __init__(self, n: int):
+        self.left = n
+
+    def watch(self):
+        look = super().watch()
+
+        def counted() -> None:
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            look()
+
+        return counted
+
+
+@pytest.mark.parametrize(
+    "n, copied", [(2, True), (7, True), (9, True), (10, True), (11, True), (12, True), (12, False)]
+)
+def test_a_step_is_given_up_between_any_two_micro_batches(parts, n, copied):
+    """Half of a step's updates kept, or the state lost with the step. There are four checks each at log-probs, at
+    reference log-probs and at updates; the last two follow the first update."""
+    run = again(parts)
+    run.stop, run.keeps_copy = AtLook(n), copied
+    before = jax.tree.map(np.array, run.state)
+    with run.stop.heard(), pytest.raises(preemption.Interrupted):
+        train_step(run, next(run.loader), 0)
+    assert run.stop.left == 0, "the step must stop at the n-th check"
+    if copied or n <= 10:
+        assert equal(run.state, before)
+    else:
+        assert not run.has_state
+
+
+def test_processes_of_one_host_share_its_memory():
+    """Eight processes that each plan to use half of the free memory: the host would run out in the first step."""
+    assert preemption._fits([(22, 150)]) and preemption._fits([(22, 150), (22, 140), (22, 150)])
+    assert not preemption._fits([(22, 150)] * 8)
+
+
+def test_a_request_without_a_copy_falls_back_to_the_newest_checkpoint(parts, whole, tmp_path, monkeypatch):
+    """A state that the updates have consumed must not be saved; the newest checkpoint must do."""
+    monkeypatch.setattr(trainer, "room_for_copy", lambda state: False)
+    for n in (2 + 12 + 3, 2 + 12 + 12):  # two checks before step 0; stops before step 1's updates, and in step 2's
+        run = again(parts)
+        run.stop = AtLook(n)
+        with pytest.raises(preemption.Interrupted, match="saved after step 1"):
+            trainer.train(run, tmp_path)
+    trainer.train(again(parts), tmp_path)
+    assert metrics_without_clocks(tmp_path) == metrics_without_clocks(whole)
+
+
+@pytest.mark.parametrize("n, copied", [(13, True), (15, True), (16, True), (19, True), (15, False)])
+def test_a_step_of_ppo_is_given_up_between_critic_and_policy(ppo, n, copied):
+    """A critic saved after learning from a step that the policy has not learned from. There are twelve checks at
+    log-probs, reference and values, then two each at critic and policy, twice."""
+    run = again(ppo)
+    run.stop, run.keeps_copy = AtLook(n), copied
+    before = jax.tree.map(np.array, run.state)
+    with run.stop.heard(), pytest.raises(preemption.Interrupted):
+        train_step(run, next(run.loader), 0)
+    assert run.stop.left == 0
+    assert equal(run.state, before) if copied else not run.has_state
+
+
+def test_a_run_of_ppo_goes_on_as_if_nothing_had_been(ppo, tmp_path):
+    """The critic, its optimizer and its rate must be restored with the policy, and no run may change its algorithm."""
+    trainer.train(again(ppo), tmp_path / "whole")
+    run = again(ppo)
+    run.stop = AtLook(2 + 20 + 15)
+    with pytest.raises(preemption.Interrupted, match="saved after step 1"):
+        trainer.train(run, tmp_path / "cut")
+    with pytest.raises(UserError, match="learning.algorithm was 'ppo', now 'grpo'"):
+        trainer.train(again(ppo, **{"learning.algorithm": "grpo", "learning.kl_in": "loss"}), tmp_path / "cut", True)
+    trainer.train(again(ppo), tmp_path / "cut")
+    rows = metrics_without_clocks(tmp_path / "cut")
+    assert rows == metrics_without_clocks(tmp_path / "whole")
+    assert all(np.isfinite(row["critic/loss"]) for row in rows) and rows[0]["critic/gradient_norm"] > 0
+
+
+class Alarm:
+    """A loader whose n-th batch starts a timer that sends a real SIGTERM to this process."""
+
+    def __init__(self, loader, n: int, seconds: float):
+        self.loader, self.left = loader, n
+        self.timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+
+    def __next__(self):
+        self.left -= 1
+        if self.left == 0:
+            self.timer.start()
+        return next(self.loader)
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+
+@pytest.fixture
+def deaf():
+    """A signal that arrives when no run handles it must not end the tests."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.slow
+def test_twenty_sigterms_change_nothing(parts, deaf, tmp_path):
+    """A machine may be taken away at any moment of a step: a batch, a key or an update used twice shows in the end."""
+    steps, rng = {"train.steps": 24}, np.random.default_rng(0)
+    uninterrupted, stopped = tmp_path / "whole", tmp_path / "stopped"
+    trainer.train(again(parts, **steps), uninterrupted)
+    rows = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["gradient_norm"] > 0 for row in rows), "every step must have a gradient"
+    phases = ("rollout_s", "reward_s", "logprobs_s", "update_s")
+    seconds = np.mean([sum(row[name] for name in phases) for row in rows[1:]])
+    interruptions = []
+    for _ in range(20):
+        run = again(parts, **steps)
+        run.loader = Alarm(run.loader, 1 + int(rng.random() < 0.3), rng.uniform(0, seconds))
+        try:
+            trainer.train(run, stopped)
+        except preemption.Interrupted as stop:
+            interruptions.append(str(stop))
+        run.loader.timer.cancel()
+    assert len(interruptions) == 20
+    trainer.train(again(parts, **steps), stopped)
+    assert metrics_without_clocks(stopped) == metrics_without_clocks(uninterrupted)
+    ours, theirs = final_params(stopped), final_params(uninterrupted)
+    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[k], theirs[k]) for k in ours)
+    for file in (uninterrupted / "trajectories").iterdir():
+        assert file.read_bytes() == (stopped / "trajectories" / file.name).read_bytes()

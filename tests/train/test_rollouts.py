@@ -1,0 +1,78 @@
+"""Which rollouts of a step are trained on, and which questions replace those without a learning signal."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+from runs import final_params, metrics_without_clocks, small_config
+
+from psearch_jax.assembly import build
+from psearch_jax.train import rollouts, trainer
+from psearch_jax.types import Question, RewardParts
+
+
+def loud(question: Question) -> bool:
+    """Whether this test gives a question's rollouts different rewards: true for about half of all questions."""
+    return zlib.crc32(question.id.encode()) % 2 == 0
+
+
+def made(tiny_policy, **fields) -> trainer.Run:
+    parts = build.training_run(small_config(tiny_policy, **fields))
+    parts.reward = lambda t: RewardParts(float(loud(t.question) and t.sample % 2), 0.0, 0.0, 0.0)
+    return parts
+
+
+def test_groups_with_a_signal_come_first_and_none_is_cut():
+    """Part of a group has another baseline than the one that its advantages were computed with."""
+    silent, first, second = [0.0, 0.0], [1.0, -1.0], [-0.5, 0.5]
+    advantages = np.asarray([*silent, *first, *silent, *second, *first], np.float32)
+    for count, rows in (
+        (2, [2, 3, 6, 7]),
+        (3, [2, 3, 6, 7, 8, 9]),
+        (4, [0, 1, 2, 3, 6, 7, 8, 9]),  # too few have a signal: the first group without one is used too
+        (5, list(range(10))),
+        (9, list(range(10))),
+    ):
+        assert rollouts.learned_rows(advantages, 2, count).tolist() == rows
+
+
+def test_silent_groups_are_drawn_again(tiny_policy):
+    """A step that learns from groups of equal rewards, uses a question twice, or draws forever."""
+    parts = made(tiny_policy, **{"train.dynamic_sampling_rounds": 3})
+    once, several = made(tiny_policy), 0
+    for step in range(3):
+        questions = next(parts.loader)
+        single_draw = rollouts.draw(once, questions, step, {})
+        redrawn = rollouts.draw(parts, questions, step, times := {})
+        assert [t.ids.tolist() for t in single_draw.trajectories] == [t.ids.tolist() for t in redrawn.trajectories[:8]]
+        rows = rollouts.learned_rows(redrawn.advantages, 2, 4)
+        asked = [t.question for t in redrawn.trajectories[::2]]
+        assert len({(q.source, q.id) for q in asked}) == len(asked) == 4 * redrawn.draws and set(times) == {
+            "rollout",
+            "reward",
+        }
+        assert redrawn.usage.decoded > 0 and redrawn.usage.slots == single_draw.usage.slots
+        assert all(loud(redrawn.trajectories[i].question) for i in rows) or redrawn.draws == 4
+        assert redrawn.draws == 1 or sum(map(loud, asked[:-4])) < 4
+        several += redrawn.draws > 1
+    assert several
+
+
+@pytest.mark.slow
+def test_a_run_that_draws_again_goes_on_as_if_uninterrupted(tiny_policy, tmp_path):
+    """If the loader's position were saved before the extra draws, their questions would be asked twice."""
+    fields = {
+        "train.dynamic_sampling_rounds": 2,
+        "train.steps": 4,
+        "eval.questions_per_kind": 0,
+        "learning.warmup_ratio": 0.0,
+    }
+    trainer.train(made(tiny_policy, **fields), tmp_path / "whole")
+    trainer.train(made(tiny_policy, **{**fields, "train.steps": 2}), tmp_path / "parts")
+    trainer.train(made(tiny_policy, **fields), tmp_path / "parts")
+    uninterrupted, resumed = (metrics_without_clocks(tmp_path / name) for name in ("whole", "parts"))
+    assert uninterrupted == resumed and any(row["draws"] > 1 for row in uninterrupted)
+    one, other = (final_params(tmp_path / name) for name in ("whole", "parts"))
+    assert all(np.array_equal(one[name], other[name]) for name in one)
