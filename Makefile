@@ -1,4 +1,5 @@
-# `make demo` and `make test` work on a fresh machine: they create .venv if it does not exist.
+# `make demo` and `make test` work on a fresh machine: they create .venv if it does not exist. `make demo` installs only
+# what a user needs.
 PYTHON ?= python3
 SEED ?= 0
 WORKDIR ?= runs/demo
@@ -6,10 +7,13 @@ WORKDIR ?= runs/demo
 LOCKED ?=
 VENV := .venv$(if $(LOCKED),-locked)
 BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/pip install --quiet $(if $(LOCKED),-c tests/lock.txt)
 JOBS ?= 2
 # Each test file runs in one process, the longest files first (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=loadfile --no-loadscope-reorder
-STAMP := $(VENV)/.installed
+# The environment has what a user needs; it has, in addition, what the tests, linters and documentation need.
+USER_STAMP := $(VENV)/.installed
+TEST_STAMP := $(VENV)/.installed-test
 export JAX_PLATFORMS ?= cpu
 
 # Removes WORKDIR only if it is a run directory.
@@ -19,12 +23,12 @@ clear = @if [ -e "$(1)" ] && [ ! -f "$(1)/config.json" ]; then \
 .PHONY: demo controls test test-all test-real weights-named docs lock lint format clean
 
 # Train the toy policy with GRPO in the closed world and print the changes. Always starts anew; ARGS: more flags.
-demo: $(STAMP)
+demo: $(USER_STAMP)
 	$(call clear,$(WORKDIR))
 	$(BIN)/python launch/train.py --config=configs/smoke.py --config.seed=$(SEED) --workdir=$(WORKDIR) $(ARGS)
 
 # The same run without both bonuses, and without the decomposition bonus, compared with the demo.
-controls: $(STAMP)
+controls: $(USER_STAMP)
 	$(call clear,$(WORKDIR)-no-bonus)
 	$(call clear,$(WORKDIR)-no-decomposition)
 	$(BIN)/python launch/train.py --config=configs/smoke.py --config.seed=$(SEED) --workdir=$(WORKDIR)-no-bonus \
@@ -33,7 +37,7 @@ controls: $(STAMP)
 		--config.reward.decomposition=0.0
 	$(BIN)/python launch/report.py $(WORKDIR) $(WORKDIR)-no-bonus $(WORKDIR)-no-decomposition
 
-# Fast tests, format, lint and the import contracts.
+# Fast tests, format, lint, the import contracts and types.
 test: lint
 	$(PYTEST) -m "not slow and not real" tests
 
@@ -42,7 +46,7 @@ test-all: lint
 	$(PYTEST) -m "not real" --durations=25 tests
 
 # Tests with real weights: make test-real PSEARCH_QWEN=DIR [PSEARCH_CORPUS=FILE]. In one process, to save memory.
-test-real: weights-named $(STAMP)
+test-real: weights-named $(TEST_STAMP)
 	PSEARCH_QWEN="$(PSEARCH_QWEN)" $(BIN)/python -m pytest -n 0 --durations=15 tests/test_real.py
 
 weights-named:
@@ -50,7 +54,7 @@ weights-named:
 		"weights of Qwen2.5-0.5B-Instruct (hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir=DIR)" >&2; exit 2; fi
 
 # The documents as an offline site, site/index.html, after docs/configuration.md is generated from the code.
-docs: $(STAMP)
+docs: $(TEST_STAMP)
 	$(BIN)/python docs/reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
@@ -59,20 +63,25 @@ lock:
 	uv pip compile setup.py --extra=test --universal --python-version=3.11 --no-emit-index-url --no-annotate \
 		--no-header --quiet --output-file=tests/lock.txt --upgrade
 
-lint: $(STAMP)
+lint: $(TEST_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
-format: $(STAMP)
+format: $(TEST_STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
 	rm -rf .venv .venv-locked runs site .pytest_cache .ruff_cache .import_linter_cache *.egg-info
 
-$(STAMP): setup.py $(if $(LOCKED),tests/lock.txt)
+$(USER_STAMP): setup.py $(if $(LOCKED),tests/lock.txt)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet $(if $(LOCKED),-c tests/lock.txt) -e '.[test]'
-	touch $(STAMP)
+	$(PIP_INSTALL) -e .
+	touch $@
+
+$(TEST_STAMP): $(USER_STAMP)
+	$(PIP_INSTALL) -e '.[test]'
+	touch $@

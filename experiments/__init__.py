@@ -39,8 +39,12 @@ class Experiment:
     arms: Mapping[str, Arm]
     evaluations: Mapping[str, Evaluation]
     reference: str  # the arm that the others are compared with, run by run
-    figures: tuple[str, ...] = ("em", "decided", "decomposition_ratio", "turns")  # of `scores.summarise`
-    drawn: tuple[tuple[str, str], ...] = ()  # (evaluation/set, figure) of each panel of the plot
+    figures: tuple[str, ...] = (
+        "em",
+        "decomposition_accuracy",
+        "decomposition_ratio",
+        "turns",
+    )  # of `scores.summarise`
 
 
 MAIN = Evaluation(("pairs", "parallel", "sequential", "single"))

@@ -1,4 +1,4 @@
-"""For each alarm a run that must trigger it, and the demo, which must trigger none."""
+"""For each alarm a run that is designed to trigger it, and the demo, which must trigger none."""
 
 from experiments import Arm, Experiment
 from experiments.collapse import EIGHT
@@ -8,9 +8,9 @@ from experiments.collapse import EIGHT
 RISING = {"learning.learning_rate": 3e-3, "learning.warmup_ratio": 1.0, **EIGHT}
 
 EXPERIMENT = Experiment(
-    claim="Each alarm rings in the run that is made for it, and none in the demo.",
+    claim="Each alarm fires in the run that is designed for it, and none fires in the demo.",
     arms={
-        "as shipped": Arm(),
+        "demo": Arm(),
         "reward": Arm(RISING),
         "over_splitting": Arm({"reward.decomposition": 0.0}),  # needless splitting costs nothing
         "no_search": Arm({"reward.search_penalty": 1.5}),  # a search costs more than a right answer earns
@@ -21,5 +21,5 @@ EXPERIMENT = Experiment(
         "retriever": Arm(corpus=1),  # passages of another world, which do not contain the questions' names
     },
     evaluations={},
-    reference="as shipped",
+    reference="demo",
 )

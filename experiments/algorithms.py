@@ -5,20 +5,20 @@ The PPO config also has other reward weights, and does not update the policy whi
 
 from experiments import MAIN, Arm, Experiment
 
-SEVERAL = {
+TWO_UPDATES = {
     "learning.mini_batch_rollouts": 96
 }  # two updates per step: with one, all ratios are 1 and nothing is clipped
 
 EXPERIMENT = Experiment(
-    claim="What is learned depends little on which policy-gradient method of the GRPO family is used, or on PPO.",
+    claim="The policy-gradient method (GRPO, its variants or PPO) has little influence on what is learned.",
     arms={
         "GRPO": Arm(),
         "Dr. GRPO": Arm({"learning.advantage": "mean", "learning.aggregation": "constant_length"}),
         "RLOO": Arm({"learning.advantage": "leave_one_out"}),
-        "GRPO two updates": Arm(SEVERAL),
-        "clip-higher": Arm(SEVERAL | {"learning.clip_high": 0.28}),
+        "GRPO two updates": Arm(TWO_UPDATES),
+        "clip-higher": Arm(TWO_UPDATES | {"learning.clip_high": 0.28}),
         "GSPO": Arm(
-            SEVERAL
+            TWO_UPDATES
             | {
                 "learning.ratio": "sequence",
                 "learning.aggregation": "sequence_mean",
@@ -27,17 +27,11 @@ EXPERIMENT = Experiment(
             }
         ),
         "dynamic sampling": Arm({"train.dynamic_sampling_rounds": 1}),
-        "guard": Arm(SEVERAL | {"learning.guard": 0.1}),
+        "likelihood guard": Arm(TWO_UPDATES | {"learning.guard": 0.1}),
         "PPO": Arm(config="smoke_ppo"),
-        "PPO whitened as one": Arm({"learning.whiten": "batch"}, config="smoke_ppo"),
+        "PPO batch whitening": Arm({"learning.whiten": "batch"}, config="smoke_ppo"),
         "PPO published weights": Arm({"reward.decomposition": 0.15}, config="smoke_ppo"),
     },
     evaluations={"held-out": MAIN},
     reference="GRPO",
-    drawn=(
-        ("held-out/pairs", "decided"),
-        ("held-out/parallel", "em"),
-        ("held-out/sequential", "em"),
-        ("held-out/parallel", "turns"),
-    ),
 )

@@ -70,19 +70,19 @@ def run_all(
         for name, i, seed in runs:
             arm = experiment.arms[name]
             run = f"{name}/{i}/{seed if arm.trained else 0}"
-            if run in _begun(file, experiment, steps, starts)["runs"]:
+            if run in _open_record(file, experiment, steps, starts)["runs"]:
                 continue
             place, fields = _place(arm, work, starts[i], seed, steps)
-            with _held(place, wait) as held:
-                if not held:
+            with _locked(place, wait) as acquired:
+                if not acquired:
                     continue
                 print(f"{run}: {file.name}", file=sys.stderr, flush=True)
                 results = _run(experiment, arm, place, fields, _path(policies[i]))
-                with _held(work):
-                    record = _begun(file, experiment, steps, starts)
+                with _locked(work):
+                    record = _open_record(file, experiment, steps, starts)
                     record["runs"][run] = results
-                    write_whole(file, json.dumps(record, indent=1) + "\n")
-    return _begun(file, experiment, steps, starts)
+                    write_whole(file, as_text(record))
+    return _open_record(file, experiment, steps, starts)
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -96,8 +96,20 @@ def read(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def _begun(file: Path, experiment: Experiment, steps: int, starts: Sequence[str]) -> dict[str, Any]:
-    """The record to continue; a new one if the file does not exist."""
+def as_text(record: Mapping[str, Any]) -> str:
+    """The record as JSON with one line per arm and per run, so that a new run adds one line."""
+    parts = []
+    for key, value in record.items():
+        text = json.dumps(value)
+        if key in ("arms", "runs") and value:
+            lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items())
+            text = f"{{\n{lines}\n }}"
+        parts.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _open_record(file: Path, experiment: Experiment, steps: int, starts: Sequence[str]) -> dict[str, Any]:
+    """The record to which runs are added; a new one if the file does not exist."""
     evaluations = {name: asdict(evaluation) for name, evaluation in experiment.evaluations.items()}
     arms = {name: _settings(arm) for name, arm in experiment.arms.items()}
     fresh = {"claim": experiment.claim, "steps": steps, "cold_starts": list(starts), "evaluations": evaluations}
@@ -164,12 +176,12 @@ def _run(experiment: Experiment, arm: Arm, place: Path, fields: Mapping[str, Any
         )
     results["after"] = _evaluated(experiment, arm, place, "after", str(run))
     results["wall_s"] = json.loads((run / "summary.json").read_text(encoding="utf-8"))["wall_s"]
-    results["alarms"] = first_rung(read_rows(run / "metrics.jsonl"))
+    results["alarms"] = first_alarm_steps(read_rows(run / "metrics.jsonl"))
     return results
 
 
 @contextmanager
-def _held(folder: Path, wait: bool = True) -> Iterator[bool]:
+def _locked(folder: Path, wait: bool = True) -> Iterator[bool]:
     """Locks a directory. Yields False if another program holds the lock; with `wait` it waits instead."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "a") as lock:
@@ -183,8 +195,8 @@ def _held(folder: Path, wait: bool = True) -> Iterator[bool]:
             yield True
 
 
-def first_rung(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """The first step of each alarm that rang in a run."""
+def first_alarm_steps(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """The first step at which each alarm fired in a run."""
     steps: dict[str, int] = {}
     for row in rows:
         for name in NAMES:

@@ -10,7 +10,9 @@ retrieval come from --config, or else from the run of the checkpoint, or else ar
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +29,8 @@ from psearch_jax.runtime.paths import locate, make_writable, write_whole
 from psearch_jax.types import UserError
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from psearch_jax.serving.answerer import Answerer
     from psearch_jax.serving.console import Shown
 
@@ -36,7 +40,8 @@ COMPARE = flags.DEFINE_enum("compare", None, policy_flags.METHODS, "A second met
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0 is greedy.", 0.0, HOTTEST)
 SEED = flags.DEFINE_integer("seed", 0, "Sampling seed; no effect at temperature 0.", 0, 2**32 - 1)
 JSON = flags.DEFINE_bool("json", False, "Print only one JSON object per question and method.")
-SVG = flags.DEFINE_string("svg", None, "Also write the output to this SVG file, animated line by line.")
+SVG_COLUMNS = 108
+SVG = flags.DEFINE_string("svg", None, "Also write the output to this SVG file.")
 
 
 def main(argv: list[str]) -> None:
@@ -50,7 +55,7 @@ def main(argv: list[str]) -> None:
         make_writable(locate(SVG.value).parent)
 
     with progress.step("starting"):
-        from psearch_jax.serving import console, recording
+        from psearch_jax.serving import console
     answerers, examples = start(config)
     shown, typing = console.Shown(sys.stdout), not argv[1:] and sys.stdin.isatty()
     if examples and not typing:
@@ -76,11 +81,21 @@ def main(argv: list[str]) -> None:
         for answerer in answerers.values():
             answerer.close()
     if SVG.value:
-        write_whole(SVG.value, recording.svg(shown.recorded, "launch/ask.py"))
+        write_whole(SVG.value, picture(shown.recorded))
     if not asked and not typing:
         raise UserError("no question: found none on the command line or on standard input, accepted: at least one")
     if failed:
         raise UserError(f"{failed} of {asked} questions could not be answered, see above")
+
+
+def picture(output: Text) -> str:
+    """Terminal output as an SVG, wrapped at SVG_COLUMNS."""
+    from rich.console import Console
+
+    terminal = Console(file=io.StringIO(), record=True, width=SVG_COLUMNS)
+    terminal.print(output, end="")
+    # Without rich's web font, whose host would learn who opens the picture.
+    return re.sub(r"@font-face \{.*?\}\s*", "", terminal.export_svg(title="launch/ask.py"), flags=re.DOTALL)
 
 
 def start(config: Config) -> tuple[dict[str, Answerer], tuple[str, ...]]:
@@ -99,7 +114,7 @@ def start(config: Config) -> tuple[dict[str, Answerer], tuple[str, ...]]:
     del parts  # free the parameters: only their copy is used
     sampler = collectors[config.method].sampler
     with progress.step("copying the weights layer by layer"):
-        unstacked = sampler.unstack(params)
+        unstacked = sampler.unstack_once(params)
     loaded = time.monotonic()
     print("compiling; the next start is faster", file=sys.stderr, flush=True)
     answerers = {}

@@ -23,8 +23,10 @@ from absl import flags
 
 from psearch_jax.assembly import policy_flags
 from psearch_jax.config import Config, from_mapping, with_method
+from psearch_jax.config.setting import settings_of
 from psearch_jax.runtime import cli, processes
 from psearch_jax.runtime.paths import locate, write_whole
+from psearch_jax.train.checkpointing.settings import fields
 from psearch_jax.types import Question, UserError
 
 log = logging.getLogger("psearch_jax")
@@ -50,27 +52,28 @@ GOLD = flags.DEFINE_bool(
 cli.process_flags()
 flags.mark_flag_as_required("out")
 
-# Flags that set one field of the config: flag -> section, type, help.
-FIELDS = {
-    "slots": ("rollout", int, "rows decoded in one batch"),
-    "context_tokens": ("rollout", int, "maximum tokens per row"),
-    "prompt_tokens": ("rollout", int, "maximum tokens of the prompt"),
-    "turn_tokens": ("rollout", int, "maximum tokens sampled per turn"),
-    "obs_tokens": ("rollout", int, "maximum tokens of one observation"),
-    "search_turns": ("rollout", int, "maximum turns with searches; one answer turn follows"),
-    "initial_search": ("rollout", bool, "search the question itself before the first turn"),
-    "template": ("data", str, "name of a packaged prompt template, or a file"),
-    "prompt": ("data", str, "template, or row: the prompt stored with each question"),
-    "world_seed": ("data", int, "seed of the closed world"),
-    "world_names": ("data", str, "known, or new: names that no cold start has seen"),
-    "sampling_dtype": ("model", str, "float32, bfloat16 or float16"),
-    "int8_weights": ("model", bool, "sample with int8 kernels"),
-    "int8_cache": ("model", bool, "sample with an int8 KV cache"),
-    "tokenizer": ("model", str, "tokenizer directory, if the model's directory has none"),
-}
+# Fields of the config that a flag of the same name overrides.
+FIELDS = (
+    "rollout.slots",
+    "rollout.context_tokens",
+    "rollout.prompt_tokens",
+    "rollout.turn_tokens",
+    "rollout.obs_tokens",
+    "rollout.search_turns",
+    "rollout.initial_search",
+    "data.template",
+    "data.prompt",
+    "data.world_seed",
+    "data.world_names",
+    "model.sampling_dtype",
+    "model.int8_weights",
+    "model.int8_cache",
+    "model.tokenizer",
+)
 DEFINE = {int: flags.DEFINE_integer, bool: flags.DEFINE_bool, str: flags.DEFINE_string}
+DEFAULTS, SETTINGS = fields(Config()), settings_of(Config)
 OVERRIDES = {
-    name: DEFINE[kind](name, None, f"{section}.{name}: {text}.") for name, (section, kind, text) in FIELDS.items()
+    name: DEFINE[type(DEFAULTS[name])](name.split(".")[1], None, f"{name}: {SETTINGS[name].doc}") for name in FIELDS
 }
 
 
@@ -79,7 +82,8 @@ def with_flags(config: Config) -> Config:
     values = dataclasses.asdict(config)
     for name, flag in OVERRIDES.items():
         if flag.value is not None:
-            values[FIELDS[name][0]][name] = flag.value
+            section, field = name.split(".")
+            values[section][field] = flag.value
     if GOLD.value:
         values["rollout"] |= {"initial_search": True, "search_turns": 0}
     return from_mapping(values)

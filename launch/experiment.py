@@ -3,7 +3,7 @@
     python launch/experiment.py ablation --policies=toy,runs/toy_sft-1/policy --seeds=0,1
 
 Each run is recorded in docs/experiments/NAME.json when its evaluation is done, and recorded runs are not repeated. So
-the same command resumes, on any machine. NAME.svg is the figure. `--only_tables` prints the recorded results.
+the same command resumes, on any machine. `--only_tables` prints the recorded results.
 """
 
 import importlib
@@ -20,7 +20,7 @@ POLICIES = flags.DEFINE_list("policies", ["toy"], "Cold starts: toy, or policy d
 SEEDS = flags.DEFINE_list("seeds", ["0"], "Seeds of the runs.")
 STEPS = flags.DEFINE_integer("steps", 60, "Steps of every run.", lower_bound=1)
 ARMS = flags.DEFINE_list("arms", [], "Arms to run; default: all.")
-OUT = flags.DEFINE_string("out", "docs/experiments", "The directory of NAME.json and NAME.svg.")
+OUT = flags.DEFINE_string("out", "docs/experiments", "The directory of NAME.json.")
 WORK = flags.DEFINE_string(
     "work", "runs/experiments", "The directory of the runs of all experiments, until they are recorded in NAME.json."
 )
@@ -48,8 +48,6 @@ def main(argv: list[str]) -> None:
         work, seeds = Path(WORK.value).resolve(), [int(seed) for seed in SEEDS.value]
         record = running.run_all(experiment, file, work, POLICIES.value, seeds, STEPS.value, ARMS.value)
     print(tables.report(experiment, record), end="")
-    if experiment.drawn:
-        tables.draw(experiment, record, file.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def main(_: list[str]) -> None:
         jax.config.update("jax_platforms", "cpu")  # nothing runs on a device, so do not occupy a TPU
     from psearch_jax.config import from_mapping
     from psearch_jax.eval.tables import table
-    from psearch_jax.models.attention import splash_block
+    from psearch_jax.models.attention.splash import splash_block
     from psearch_jax.planning import targets
     from psearch_jax.planning.plan import advice, make_plan
     from psearch_jax.planning.roofline import floor_seconds

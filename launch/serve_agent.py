@@ -43,7 +43,7 @@ def main(_: list[str]) -> None:
     params, collector, examples = parts.sampling_copy(), parts.collector, policy_flags.examples(parts.world)
     del parts  # free the parameters: only their copy is used
     print("compiling for every length of prompts and passages", file=sys.stderr, flush=True)
-    unstacked = collector.sampler.unstack(params)
+    unstacked = collector.sampler.unstack_once(params)
     collector.warm_up(params, unstacked)
     answerer = Answerer(collector, params, unstacked=unstacked)
     name = _NAME.value or flags.FLAGS.model.rstrip("/").rpartition("/")[2]

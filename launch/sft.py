@@ -67,7 +67,7 @@ def _train(values: dict) -> None:
     held_out = f", loss on held-out transcripts {losses}" if losses else ""
     print(f"{summary['steps']} steps on {summary['transcripts']} transcripts in {summary['wall_s']:.0f} s{held_out}")
     if EXPORT.value:
-        del run.trainer, run.fresh  # free their weights before loading them again
+        del run.trainer, run.initial_state  # free their weights before loading them again
         model, params, loop = load_params(WORKDIR.value)
         policy = Path(WORKDIR.value) / "policy"
         save_hf(params, model, loop["tokenizer"], policy, lora=_lora(loop))

@@ -1,84 +1,32 @@
-"""The values that the fields of a config accept, and the rules between fields."""
+"""Checks of a config: values that single fields accept (declared with the fields), and rules between fields."""
 
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from psearch_jax.config import PRESETS, Config, best_metric
+from psearch_jax.config import Config
+from psearch_jax.config.setting import settings_of
 from psearch_jax.types import UserError
 
 HOTTEST = 2.0  # maximum temperature of a request
 MAX_SEED = 2**63 - 1  # maximum seed of a request
 
 
-class Limit(NamedTuple):
-    """The accepted values of a field, in words for messages, and a predicate."""
+def check_fields(config: Any, training: bool = True) -> None:
+    """Checks every field against the values that its declaration accepts.
 
-    accepted: str
-    holds: Callable[[Any], bool]
+    Args:
+      config: an instance of a dataclass whose fields are declared by `config.setting.setting`.
+      training: whether to check the fields that are limited only in training runs.
 
-
-def _are_urls(text: str) -> bool:
-    urls = (url.strip() for url in re.split(r"[,|]", text))
-    return not text or all(re.fullmatch(r"https?://[^/\s]+/\S*", url) for url in urls)
-
-
-_AT_LEAST_1 = Limit("at least 1", lambda value: value >= 1)
-_AT_LEAST_0 = Limit("at least 0", lambda value: value >= 0)  # a negative count would be a slice from the end
-_SHARE = Limit("above 0, at most 1", lambda value: 0 < value <= 1)
-_FROM_0_TO_1 = Limit("from 0 to 1", lambda value: 0 <= value <= 1)
-_SEED = Limit("at least 0, below 2**32", lambda value: 0 <= value < 2**32)
-
-# The limits of single fields. A field without an entry accepts every value of its type.
-LIMITS: dict[str, Limit] = {
-    **dict.fromkeys(
-        (
-            "rollout.slots rollout.samples rollout.turn_tokens rollout.prompt_tokens rollout.num_buckets "
-            "train.prompts train.steps train.checkpoint_every_steps train.keep_checkpoints retrieval.topk "
-            "retrieval.max_sub_queries "
-            "learning.micro_batch_rows learning.mini_batch_rollouts learning.max_bad_steps data.world_questions "
-            "alarms.window sft.epochs sft.batch_rows"
-        ).split(),
-        _AT_LEAST_1,
-    ),
-    **dict.fromkeys(
-        (
-            "eval.temperature eval.questions_per_kind eval.every_steps train.trajectories_per_step "
-            "rollout.search_turns rollout.max_tokens_after_answer rollout.top_k retrieval.cache_queries "
-            "retrieval.cache_mb retrieval.retry_deadline_s data.parallel_share data.sequential_share data.world_seed "
-            "learning.kl_coefficient learning.entropy_coefficient learning.dual_clip learning.guard "
-            "reward.search_penalty reward.overlong_tokens train.dynamic_sampling_rounds train.keep_every_steps "
-            "train.checkpoint_every_minutes model.lora_rank critic.value_clip critic.pretrain_steps "
-            "alarms.probe_every_steps"
-        ).split(),
-        _AT_LEAST_0,
-    ),
-    **dict.fromkeys(
-        (
-            "learning.learning_rate critic.learning_rate learning.weight_decay learning.warmup_ratio "
-            "critic.warmup_ratio learning.clip_high sft.learning_rate sft.weight_decay"
-        ).split(),
-        _AT_LEAST_0,
-    ),
-    **dict.fromkeys(("learning.beta1", "learning.beta2"), Limit("at least 0, below 1", lambda value: 0 <= value < 1)),
-    **dict.fromkeys(("learning.clip_low", "sft.warmup_ratio", "sft.final_learning_rate_ratio"), _FROM_0_TO_1),
-    "sft.validation_share": Limit("at least 0, below 1", lambda value: 0 <= value < 1),
-    "learning.gradient_clip": Limit("above 0 (inf: no clip)", lambda value: value > 0),
-    **dict.fromkeys(("seed", "eval.seed"), _SEED),
-    **dict.fromkeys(("rollout.top_p", "rollout.yield_share"), _SHARE),
-    "retrieval.timeout_s": Limit("above 0", lambda value: value > 0),
-    "retrieval.url": Limit("http://host:port/retrieve", _are_urls),
-    "model.preset": Limit(", ".join(PRESETS), PRESETS.__contains__),
-}
-# Limits that apply only to training runs.
-TRAINING_LIMITS: dict[str, Limit] = {
-    "data.validation_share": Limit("at least 0, below 1", lambda value: 0 <= value < 1),
-    "rollout.temperature": Limit("above 0 (training samples)", lambda value: value > 0),
-    **dict.fromkeys(("learning.gamma", "learning.gae_lambda"), _FROM_0_TO_1),
-}
+    Raises:
+      UserError: one line that names the field.
+    """
+    for name, setting in settings_of(type(config)).items():
+        accepted, value = setting.accepted, functools.reduce(getattr, name.split("."), config)
+        if accepted and (training or not setting.training_only) and not accepted.holds(value):
+            raise UserError(f"config.{name}: found {value!r}, accepted: {accepted.words}")
 
 
 def validate(config: Config, training: bool = True) -> None:
@@ -87,10 +35,7 @@ def validate(config: Config, training: bool = True) -> None:
     Raises:
       UserError: one line that names the field, or the fields that do not agree.
     """
-    for name, limit in (LIMITS | (TRAINING_LIMITS if training else {})).items():
-        value = functools.reduce(getattr, name.split("."), config)
-        if not limit.holds(value):
-            raise UserError(f"config.{name}: found {value!r}, accepted: {limit.accepted}")
+    check_fields(config, training)
     r = config.rollout
     if config.data.parallel_share + config.data.sequential_share > 1:
         raise UserError("config.data: parallel_share + sequential_share is above 1, accepted: a sum of at most 1")
@@ -104,7 +49,6 @@ def validate(config: Config, training: bool = True) -> None:
 
 def _validate_validation(config: Config) -> None:
     data, closed_world = config.data, config.data.source == "closed_world"
-    best_metric(config.eval.best_metric)
     sources = [name for name in ("validation", "validation_share") if getattr(data, name)]
     if len(sources) > 1:
         raise UserError("config.data: found both validation and validation_share, accepted: one of them")

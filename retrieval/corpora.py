@@ -11,8 +11,9 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from retrieval.corpus import MemoryMappedCorpus, make_from, write_corpus
 from retrieval.protocol import CorpusError, Passage, on_disk
@@ -70,7 +71,7 @@ def _is_array(path: Path) -> bool:
     return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path) -> BufferedIOBase:
     return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
 
 

@@ -75,8 +75,12 @@ def read_manifest(directory: Path, whole: bool = False) -> dict[str, Any]:
     return manifest
 
 
-def load_array(path: Path, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """Map an array of the index. Raises `CorpusError` when its shape or dtype differs from the manifest."""
+def load_array(path: Path, shape: tuple[int | None, ...], dtype: type) -> np.ndarray:
+    """Map an array of the index. `shape` has None for a length that the manifest lacks.
+
+    Raises:
+      CorpusError: shape or dtype differ from the manifest, or the file cannot be read.
+    """
     try:
         values = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:

@@ -17,8 +17,9 @@ from psearch_jax.config import (
     to_mapping,
     with_method,
 )
-from psearch_jax.limits import validate
-from psearch_jax.train.checkpointing.settings import DECIDES_BY_CONTENT, DECIDES_NUMBERS, FREE_TO_CHANGE, fields
+from psearch_jax.config.setting import Resume, setting, settings_of
+from psearch_jax.limits import check_fields, validate
+from psearch_jax.train.checkpointing.settings import fields
 from psearch_jax.types import UserError
 
 
@@ -38,11 +39,43 @@ def test_defaults_and_the_round_trip_through_json():
     validate(Config())
 
 
-def test_every_field_either_decides_the_numbers_or_is_free_to_change():
-    """A new field in no list could change silently on resume; checkpointing/settings.py explains the lists."""
-    lists = (DECIDES_NUMBERS, DECIDES_BY_CONTENT, FREE_TO_CHANGE)
-    assert frozenset.union(*lists) == frozenset(fields(Config()))
-    assert sum(map(len, lists)) == len(fields(Config()))
+def test_every_field_is_declared_with_a_setting():
+    """A field with a plain default has no limits, no entry in the reference, and stops every run that records it."""
+    assert list(settings_of(Config)) == list(fields(Config()))
+
+
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [
+        (Resume.SAME_VALUE, ["seed", "learning.learning_rate", "rollout.temperature", "train.prompts"]),
+        (Resume.SAME_CONTENT, ["model.path", "data.source", "retrieval.index"]),
+        (Resume.FREE, ["train.steps", "rollout.slots", "mesh.fsdp", "retrieval.url", "learning.micro_batch_rows"]),
+    ],
+)
+def test_fields_have_the_resume_policy_of_their_kind(policy, names):
+    """A run that may not be moved to other hardware, or one that silently resumes with another learning rate."""
+    assert {settings_of(Config)[name].resume for name in names} == {policy}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words", "good", "bad"),
+    [
+        ({"at_least": 1}, "at least 1", [1, 2], [0]),
+        ({"above": 0}, "above 0", [0.1], [0, -1]),
+        ({"above": 0, "at_most": 1}, "above 0, at most 1", [0.5, 1], [0, 1.5]),
+        ({"at_least": 0, "below": 1}, "at least 0, below 1", [0, 0.5], [-0.1, 1]),
+        ({"at_least": 0, "at_most": 1}, "from 0 to 1", [0, 1], [-0.1, 1.1]),
+    ],
+)
+def test_bounds_are_checked_and_put_into_words(bounds, words, good, bad):
+    """A bound whose comparison excludes the wrong side, or whose message says another bound than the one checked."""
+    cls = dataclasses.make_dataclass("Bounded", [("size", float, setting(1.0, "A size.", **bounds))])
+    for value in good:
+        check_fields(cls(value))
+    for value in bad:
+        with pytest.raises(UserError) as refused:
+            check_fields(cls(value))
+        assert str(refused.value) == f"config.size: found {value!r}, accepted: {words}"
 
 
 def test_a_config_dict_is_accepted_as_it_comes_from_the_flag():

@@ -1,8 +1,8 @@
 """`launch/bench.py cold_start`: skills of a toy policy before reinforcement learning, with known and with new names.
 
-Greedy, by form of question: EM next to the chance level and an oracle that splits and judges correctly, how often the
-names in sub-queries are copied correctly, and the cost. `known` names are like those in the cold start's rows; `new`
-names occur in no cold start.
+Greedy, by form of question: EM next to its chance level, the recall of an oracle's searches, how often the names in
+sub-queries are copied correctly, and the cost. `known` names are like those in the cold start's rows; `new` names
+occur in no cold start.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from psearch_jax.train.monitoring.validation import EVAL_STEP
 from psearch_jax.types import KINDS, Question, Trajectory
 
 NAME = re.compile(r"\b[A-Z][a-z]{6}\b")
-COLUMNS = ("EM", "chance", "oracle", "spelled", "split", "turns", "valid")
+COLUMNS = ("EM", "chance level", "oracle recall", "names copied", "split", "turns", "valid format")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -51,14 +51,15 @@ def main(argv: Sequence[str]) -> None:
             figures = measured(model, names, held_out, flags.count, flags.temperature)
             report[title] = figures
             print(
-                f"{title}: median {figures['median_ids']:.0f} tokens\n\n{forms_table(figures['forms'])}\n", flush=True
+                f"{title}: median {figures['median_tokens']:.0f} tokens\n\n{forms_table(figures['forms'])}\n",
+                flush=True,
             )
     if flags.json:
         write_whole(flags.json, json.dumps(report, indent=2) + "\n")
 
 
 def measured(model: str, names: str, held_out: bool, count: int, temperature: float) -> dict[str, Any]:
-    """Figures by form, by kind, and over the forms whose answer is a judgement on the passages (JUDGED)."""
+    """Figures by form, by kind, and over the forms with two or more answer options (JUDGED)."""
     config: Config = from_mapping(get_config().to_dict())
     config = replace(config, data=replace(config.data, world_names=names))
     parts = build.from_path(config, model)
@@ -69,46 +70,48 @@ def measured(model: str, names: str, held_out: bool, count: int, temperature: fl
         for q in questions(world, "eval", form.kind, count, 1, [name], held_out_wordings=held_out)
     ]
     rolled = evaluate(parts.collector, parts.sampling_copy(), asked, seed=1, step=EVAL_STEP, temperature=temperature)
-    best = dict(zip((q.text for q in asked), oracle_right(asked, parts.collector.retriever, config), strict=True))
+    best = dict(
+        zip((q.text for q in asked), oracle_retrieves_all(asked, parts.collector.retriever, config), strict=True)
+    )
 
     def figures(group: Iterable[Trajectory]) -> dict[str, float]:
         chosen = list(group)
         scores = [score(t) for t in chosen]
         return {
             "EM": mean(s.em for s in scores),
-            "chance": mean(t.question.metadata["chance"] for t in chosen),
-            "oracle": mean(best[t.question.text] for t in chosen),
-            "spelled": mean(right for t in chosen for right in spelled(t)),
+            "chance level": mean(t.question.metadata["chance"] for t in chosen),
+            "oracle recall": mean(best[t.question.text] for t in chosen),
+            "names copied": mean(correct for t in chosen for correct in names_copied(t)),
             "split": mean(s.split for s in scores),
             "turns": mean(s.turns for s in scores),
-            "valid": mean(s.valid_format for s in scores),
+            "valid format": mean(s.valid_format for s in scores),
         }
 
     groups = {name: [t for t in rolled if t.question.metadata["form"] == name] for name in FORMS}
     groups |= {f"all {kind}": [t for t in rolled if t.question.kind == kind] for kind in KINDS}
-    groups["all that judge"] = [t for t in rolled if t.question.metadata["form"] in JUDGED]
+    groups["all with answer options"] = [t for t in rolled if t.question.metadata["form"] in JUDGED]
     return {
         "forms": {name: figures(group) for name, group in groups.items()},
-        "median_ids": float(np.median([len(t.ids) for t in rolled])),
+        "median_tokens": float(np.median([len(t.ids) for t in rolled])),
     }
 
 
-def spelled(trajectory: Trajectory) -> list[bool]:
+def names_copied(trajectory: Trajectory) -> list[bool]:
     """For every executed sub-query with a name, whether all its names occur in the question or in earlier passages."""
-    read = set(NAME.findall(trajectory.question.text))
+    available = set(NAME.findall(trajectory.question.text))
     out = []
     for turn in trajectory.turns:
         for text in turn.queries:
             names = NAME.findall(text)
             if names:
-                out.append(set(names) <= read)
-        read |= {name for ranking in turn.passages for passage in ranking for name in NAME.findall(passage.text)}
+                out.append(set(names) <= available)
+        available |= {name for ranking in turn.passages for passage in ranking for name in NAME.findall(passage.text)}
     return out
 
 
-def oracle_right(asked: Sequence[Question], retriever: Any, config: Config) -> list[bool]:
-    """For each question, whether an oracle that splits and judges correctly retrieves all facts that it needs."""
-    right = []
+def oracle_retrieves_all(asked: Sequence[Question], retriever: Any, config: Config) -> list[bool]:
+    """For each question, whether an oracle that splits correctly retrieves all facts that it needs."""
+    retrieves_all = []
     for question in asked:
         steps = oracle(question)
         passages = [
@@ -117,8 +120,8 @@ def oracle_right(asked: Sequence[Question], retriever: Any, config: Config) -> l
             for r in (retriever.search(list(s.queries), config.retrieval.topk) if s.queries else [])
             for p in r
         ]
-        right.append(finds_all(passages, facts_of(question)) and len(steps) - 1 <= config.rollout.search_turns)
-    return right
+        retrieves_all.append(finds_all(passages, facts_of(question)) and len(steps) - 1 <= config.rollout.search_turns)
+    return retrieves_all
 
 
 def forms_table(forms: dict[str, dict[str, float]]) -> str:

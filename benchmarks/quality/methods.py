@@ -36,8 +36,19 @@ METHODS: dict[str, tuple[str, ...]] = {
     "parallel": ("--method=parallel_prompt",),
 }
 _OWN = ("out", "method", "template", "initial_search", "search_turns", "gold_passages", "model", "adapters")
-COLUMNS = ("policy", "method", "benchmark", "questions", "EM", "F1", "well-formed", "searches", "turns", "model calls")
-SPLIT = ("split: parallel", "sequential")
+COLUMNS = (
+    "policy",
+    "method",
+    "benchmark",
+    "questions",
+    "EM",
+    "F1",
+    "valid format",
+    "searches",
+    "turns",
+    "model calls",
+)
+SPLIT = ("parallel split", "sequential split")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -63,8 +74,8 @@ def _evaluated(where: Sequence[str], method: str, passed: Sequence[str], out: Pa
     return [{"benchmark": name} | _figures(results) for name, results in benchmarks.items()]
 
 
-def _figures(found: Mapping[str, Any]) -> dict[str, Any]:
-    every, kinds = found["all"], found["kinds"]
+def _figures(results: Mapping[str, Any]) -> dict[str, Any]:
+    every, kinds = results["all"], results["kinds"]
     line = {
         name: every[name] for name in ("questions", "em", "em_interval", "f1", "valid_format", "searches", "turns")
     }

@@ -2,7 +2,7 @@
 
 For every form of question: how often the sub-query of a fact retrieves it, how often the question as a single search
 retrieves all of its facts, and the random-guess EM. For the decision to split: the accuracy of classifiers on held-out
-questions that see only the first words, the bag of words, or pairs of words.
+questions that see only the first words, the bag of words, or word bigrams.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def retrieval(world: ClosedWorld, retriever: Retriever, count: int) -> dict[str,
         facts = [fact for q in asked for fact in facts_of(q)]
         own = retriever.search(list(map(query, facts)), max(TOPK))
         by_question = retriever.search([q.text for q in asked], max(TOPK))
-        figures: dict[str, Any] = {"kind": form.kind, "chance": float(np.mean([q.metadata["chance"] for q in asked]))}
+        figures: dict[str, Any] = {
+            "kind": form.kind,
+            "chance level": float(np.mean([q.metadata["chance"] for q in asked])),
+        }
         figures["look-ups"] = len(facts) / len(asked)
         for k in TOPK:
             hits = [finds_all(ranking[:k], [fact]) for ranking, fact in zip(own, facts, strict=True)]
@@ -81,32 +84,32 @@ def surface_cues(world: ClosedWorld, count: int) -> dict[str, dict[str, float]]:
     Trained on the training split's questions and wordings. All names are replaced by one word, so nothing can be
     learned from names.
     """
-    judged = {
-        "known wordings": _told(world, "eval", count // 2, False),
-        "held-out wordings": _told(world, "eval", count // 2, True),
-        PAIRS: _told(world, "eval", count // 2, True, PAIRED),
+    test_sets = {
+        "known wordings": _examples(world, "eval", count // 2, False),
+        "held-out wordings": _examples(world, "eval", count // 2, True),
+        PAIRS: _examples(world, "eval", count // 2, True, PAIRED),
     }
-    texts, labels = _told(world, "train", count, False)
-    pair_texts, pair_labels = _told(world, "train", count, False, PAIRED)
-    readers = {
+    texts, labels = _examples(world, "train", count, False)
+    pair_texts, pair_labels = _examples(world, "train", count, False, PAIRED)
+    vectorizers = {
         "first three words": CountVectorizer(
             token_pattern=WORD, ngram_range=(3, 3), lowercase=False, preprocessor=_opening
         ),
         "bag of words": CountVectorizer(token_pattern=WORD, lowercase=False, preprocessor=_nameless),
-        "pairs of words": CountVectorizer(
+        "word bigrams": CountVectorizer(
             token_pattern=WORD, ngram_range=(2, 2), lowercase=False, preprocessor=_nameless
         ),
     }
     out: dict[str, dict[str, float]] = {}
-    for reader, vectors in readers.items():
+    for features, vectors in vectorizers.items():
         model = make_pipeline(vectors, LogisticRegression(max_iter=3000)).fit(texts, labels)
-        out[reader] = {name: float(model.score(*examples)) for name, examples in judged.items()}
+        out[features] = {name: float(model.score(*examples)) for name, examples in test_sets.items()}
         own = make_pipeline(vectors, LogisticRegression(max_iter=3000)).fit(pair_texts, pair_labels)
-        out[reader][f"{PAIRS}, trained on them alone"] = float(own.score(*judged[PAIRS]))
+        out[features][f"{PAIRS}, trained on {PAIRS} only"] = float(own.score(*test_sets[PAIRS]))
     return out
 
 
-def _told(
+def _examples(
     world: ClosedWorld, split: str, count: int, held_out: bool, pairs: Sequence[tuple[str, str]] = ()
 ) -> tuple[list[str], list[str]]:
     """Texts and kinds of `count` parallel and `count` sequential questions."""
@@ -127,10 +130,10 @@ def _opening(text: str) -> str:
     return " ".join(re.findall(WORD, _nameless(text))[:3])
 
 
-def retrieval_table(found: dict[str, dict[str, Any]]) -> str:
-    columns = ["look-ups", "chance", *(f"{what}@{k}" for what in ("sub-query", "question") for k in TOPK)]
-    rows = [[name, f["kind"], *(f"{f[column]:.2f}" for column in columns)] for name, f in found.items()]
-    return table([["form", "kind", *columns], *rows])
+def retrieval_table(figures: dict[str, dict[str, Any]]) -> str:
+    columns = ["look-ups", "chance level", *(f"{what}@{k}" for what in ("sub-query", "question") for k in TOPK)]
+    rows = [[name, f["kind"], *(f"{f[column]:.2f}" for column in columns)] for name, f in figures.items()]
+    return table([["form", "question type", *columns], *rows])
 
 
 def cue_table(cues: dict[str, dict[str, float]]) -> str:

@@ -69,10 +69,10 @@ def compare(rows: int, queries: int, peers: bool, log: Callable[[str], None]) ->
             seconds = time.perf_counter() - start
         best = best or rankings
         same = np.mean([one[:1] == other[:1] for one, other in zip(rankings, best, strict=True)])
-        figures = {"seconds": round(seconds, 2), "ms_a_query": round(1000 * seconds / queries, 2)}
+        figures = {"seconds": round(seconds, 2), "ms_per_query": round(1000 * seconds / queries, 2)}
         lines.append(
             {"rows": rows, "queries": queries, "method": name, **figures, "build_s": round(built)}
-            | {"GB_on_disk": round(size / 1e9, 2), "same_best": round(float(same), 3)}
+            | {"GB_on_disk": round(size / 1e9, 2), "top1_agreement": round(float(same), 3)}
         )
         log(str(lines[-1]))
     return lines

@@ -79,7 +79,7 @@ def in_process(rows: int, dimensions: int) -> list[dict[str, Any]]:
         "one call per rollout": lambda: [index.search(part, K) for part in parts],
         "one call per sub-query": lambda: [index.search(query[None], K) for query in queries],
     }
-    return _compare_ways(where, ways)
+    return _compare_calls(where, ways)
 
 
 def over_http(rows: int) -> list[dict[str, Any]]:
@@ -105,22 +105,22 @@ def over_http(rows: int) -> list[dict[str, Any]]:
                         pool.map(lambda part: client.search(part, K), parts)
                     ),
                 }
-                lines = _compare_ways(f"over HTTP, {rows} rows", ways)
+                lines = _compare_calls(f"over HTTP, {rows} rows", ways)
         finally:
             server.terminate()
             server.communicate()
     return lines
 
 
-def _compare_ways(where: str, ways: dict[str, Callable[[], Any]]) -> list[dict[str, Any]]:
+def _compare_calls(setup: str, calls: dict[str, Callable[[], Any]]) -> list[dict[str, Any]]:
     lines, first = [], None
-    for name, call in ways.items():
+    for name, call in calls.items():
         call()  # warm
         start = time.perf_counter()
         call()
         seconds = time.perf_counter() - start
         first = first or seconds
-        lines.append({"where": where, "way": name, "seconds": round(seconds, 3), "ratio": round(seconds / first, 1)})
+        lines.append({"setup": setup, "calls": name, "seconds": round(seconds, 3), "ratio": round(seconds / first, 1)})
         _log(str(lines[-1]))
     return lines
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.speed.scripted import Ours, Script, Work
-from benchmarks.speed.timing import SIZES, by_turns, log
+from benchmarks.speed.timing import SIZES, log, run_alternately
 from psearch_jax.models import decoder
 from psearch_jax.runtime.paths import write_whole
 from psearch_jax.types import UserError
@@ -21,8 +21,8 @@ GROWTH = {"rows": (8, 32, 128, 512), "turns": (1, 2, 3, 4), "prompt": (512, 1024
 def growth(size: str, scale: float, repeats: int, settings: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Seconds of our rollouts as rows, turns or prompt length grow.
 
-    `to_linear` is the time relative to linear growth from the first value. It is below 1 where fixed costs are shared,
-    and above 1 where work grows faster than linearly, as attention does.
+    `relative_to_linear` is the time relative to linear growth from the first value. It is below 1 where fixed costs
+    are shared, and above 1 where work grows faster than linearly, as attention does.
     """
     model = SIZES[size]
     params = decoder.init_params(model, 0)
@@ -35,17 +35,17 @@ def growth(size: str, scale: float, repeats: int, settings: dict[str, dict[str, 
     for axis, values in GROWTH.items():
         for value in values:
             ours = Ours(work(**{axis: value}), model, params, settings, 0.0)
-            taken = by_turns({f"{axis} {value}": ours.run}, repeats, log)[f"{axis} {value}"]
+            taken = run_alternately({f"{axis} {value}": ours.run}, repeats, log)[f"{axis} {value}"]
             median = float(np.median(taken))
             if value == values[0]:
                 unit = median / value
             line = {"size": size, "grows": axis, "value": value, "seconds": round(median, 3)}
-            line |= {"least": round(min(taken), 3), "most": round(max(taken), 3)}
-            lines.append(line | {"to_linear": round(median / value / unit, 2)})
+            line |= {"min": round(min(taken), 3), "max": round(max(taken), 3)}
+            lines.append(line | {"relative_to_linear": round(median / value / unit, 2)})
     return lines
 
 
-def drawn(lines: Sequence[Mapping[str, Any]], path: str) -> None:
+def plot(lines: Sequence[Mapping[str, Any]], path: str) -> None:
     """Plots the lines of `growth`: for each size and axis the median, the spread, and linear growth.
 
     Raises:
@@ -59,12 +59,12 @@ def drawn(lines: Sequence[Mapping[str, Any]], path: str) -> None:
     figure, axes = plt.subplots(1, len(kinds), figsize=(3.2 * len(kinds), 3), layout="constrained", squeeze=False)
     for (size, grows), ax in zip(kinds, axes[0], strict=True):
         mine = [line for line in lines if (line["size"], line["grows"]) == (size, grows)]
-        values, seconds, least, most = (
-            np.array([line[key] for line in mine]) for key in ("value", "seconds", "least", "most")
+        values, seconds, low, high = (
+            np.array([line[key] for line in mine]) for key in ("value", "seconds", "min", "max")
         )
         linear = values * seconds[0] / values[0]
         ax.fill_between(values, linear, 1.2 * linear, color="0.85", label="linear to 1.2 x linear")
-        ax.errorbar(values, seconds, (seconds - least, most - seconds), marker="o", capsize=3, label="measured")
+        ax.errorbar(values, seconds, (seconds - low, high - seconds), marker="o", capsize=3, label="measured")
         ax.set(xscale="log", yscale="log", xlabel=f"{grows} ({size})", xticks=values, xticklabels=map(str, values))
         ax.minorticks_off()
     axes[0][0].set_ylabel("seconds of rollouts")

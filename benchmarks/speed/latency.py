@@ -175,7 +175,7 @@ def tabled(lines: Sequence[dict[str, Any]]) -> str:
 
     The 95% intervals are over questions, or over repeats for batches.
     """
-    head = ["retriever", "added ms", "together", "one by one, s", "parallel, s", "times faster", "95%", "time saved"]
+    head = ["retriever", "added ms", "batch", "one by one, s", "parallel, s", "speedup", "95% interval", "time saved"]
     rows = [[*head, "calls saved", "turns", "EM"]]
     for line in lines:
         slow, fast = line["one by one"], line["parallel"]

@@ -18,22 +18,21 @@ import jax
 import numpy as np
 from flax import nnx
 
-from benchmarks.speed.growth import drawn, growth
+from benchmarks.speed.growth import growth, plot
 from benchmarks.speed.scripted import WORKS, Ours, Work, on_slots
 from benchmarks.speed.timing import (
     SIZES,
     add_model_flags,
-    by_turns,
     log,
     machine,
     missing,
     parser,
     policies,
     rates,
+    run_alternately,
     tabled,
     written,
 )
-from benchmarks.speed.yields import table_of_rules
 from psearch_jax.config import DecoderConfig
 from psearch_jax.models import decoder
 from psearch_jax.runtime.cli import configure_jax
@@ -45,7 +44,7 @@ COLUMNS = (
     "work",
     "contender",
     "rollouts_per_s",
-    "speed_to_ours",
+    "relative_speed",
     "sampled_per_s",
     "row_use",
     "decode_steps",
@@ -60,11 +59,6 @@ COLUMNS = (
 
 def main(argv: Sequence[str]) -> None:
     flags = _flags(argv)
-    if flags.simulate:
-        lines = table_of_rules()
-        print(tabled(lines, tuple(lines[0])))
-        written(flags.json, {"simulate": lines})
-        return
     configure_jax()
     report: dict[str, Any] = {"machine": machine(), "arguments": vars(flags), "rollout": [], "skipped": []}
     if flags.growth or flags.figure:
@@ -72,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
         print(tabled(lines, tuple(lines[0])))
         written(flags.json, report | {"rollout": lines})
         if flags.figure:
-            drawn(lines, flags.figure)
+            plot(lines, flags.figure)
         return
     peers = dict.fromkeys(flags.peers)
     if peers and (lacking := missing("torch", "transformers")):
@@ -98,7 +92,7 @@ def compare(
     dtype: str = "float32",
     policy: tuple[DecoderConfig, nnx.State] | None = None,
 ) -> list[dict[str, Any]]:
-    """A line for each contender; `speed_to_ours` is its speed relative to ours.
+    """A line for each contender; `relative_speed` is its speed relative to ours.
 
     Args:
       dtype: of weights and products of all contenders.
@@ -122,14 +116,14 @@ def compare(
         for name in peers:
             last[name] = TorchRollouts(work, model, theirs, PEERS[name])
             contenders[name] = last[name].run
-    seconds = by_turns(contenders, repeats, log)
+    seconds = run_alternately(contenders, repeats, log)
     lines = []
     for name in contenders:
         line = {"size": size, "work": work.name, "contender": name}
         line["rollouts_per_s"] = rates(len(work.scripts), seconds[name])
         line["sampled_per_s"] = rates(work.sampled, seconds[name])
-        line["speed_to_ours"] = round(float(np.median(seconds[OURS]) / np.median(seconds[name])), 2)
-        line["products_gflops"] = round(gflop / float(np.median(seconds[name])), 1)
+        line["relative_speed"] = round(float(np.median(seconds[OURS]) / np.median(seconds[name])), 2)
+        line["products_gflops"] = float(f"{gflop / np.median(seconds[name]):.3g}")
         line["seconds"] = [round(s, 3) for s in seconds[name]]
         if peers:
             # Compare the log-probs recorded while sampling the longest rollout with a PyTorch forward pass over it.
@@ -150,7 +144,6 @@ def compare(
 
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
     flags = parser("bench rollout", __doc__, WORKS, PEERS)
-    flags.add_argument("--simulate", action="store_true", help="only simulate the cost of yielding rules, on the host")
     add_model_flags(flags)
     flags.add_argument("--slots", type=int, default=64, help="rows decoded in one batch, a multiple of 8")
     flags.add_argument("--growth", action="store_true", help="only ours, with more rows, turns or positions")

@@ -131,11 +131,11 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
             "topology",
             "chips",
             "fsdp x tensor",
-            "GiB a chip",
+            "GiB per chip",
             *PROGRAMS,
-            "headroom",
-            "offloaded",
-            "compiled, s",
+            "headroom, GiB",
+            "with optimizer offloaded",
+            "compilation, s",
         ]
     ]
     for row in rows:

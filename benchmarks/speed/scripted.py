@@ -1,7 +1,7 @@
 """Rollouts of scripted lengths: the script sets the length of each turn and observation, whatever a policy samples.
 
-Ours are sampled by the real Collector with stand-ins. A turn ends at its row's scripted token budget and counts as a
-search, or as an answer if it is the last. The retriever returns the scripted number of words.
+Ours are sampled by the real Collector with stand-ins. At its row's scripted token budget, a turn ends with a token
+that counts as a search, or as an answer in the last turn. The retriever returns the scripted number of words.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +20,19 @@ from flax import nnx
 from psearch_jax.assembly import programs
 from psearch_jax.config import DecoderConfig, MeshSection, from_mapping
 from psearch_jax.rollout import sampling
-from psearch_jax.rollout.boundary import BoundaryTables
+from psearch_jax.rollout.boundary import HIT_ANSWER, HIT_SEARCH, BoundaryTables
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.copy import SamplingCopy
 from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.rollout.sampler_programs import random_draw
 from psearch_jax.rollout.sampler_state import SamplerState, Status
-from psearch_jax.rollout.scheduler import RolloutScheduler
+from psearch_jax.rollout.turns import ParseTurn, Rollout
 from psearch_jax.sharding import SAMPLING, make_mesh, param_shardings
 from psearch_jax.text.tags import MIN_OBSERVATION_TOKENS
 from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage
 
+SEARCH_ID, ANSWER_ID = 0, 1  # tokens that end a turn, and are sampled nowhere else
 TAG_WORDS = 2  # words of an observation's opening and closing tags, as `Words` counts them
 
 
@@ -144,6 +145,36 @@ class ScriptedPassages:
         return rankings
 
 
+def _tables(n_ids: int) -> BoundaryTables:
+    """One automaton state, in which the two tokens that end a turn complete their tags."""
+    hit = np.zeros((1, n_ids), np.uint8)
+    hit[0, [SEARCH_ID, ANSWER_ID]] = HIT_SEARCH, HIT_ANSWER
+    return BoundaryTables(np.zeros_like(hit), hit)
+
+
+def _scripted_draw(logits: jax.Array, state: SamplerState) -> jax.Array:
+    """Ends each turn at its budget, and samples at random before; `state.key[:, 1]` is the row's total length."""
+    is_last_turn = state.length + 1 >= state.key[:, 1].astype(jnp.int32)
+    end = jnp.where(is_last_turn, ANSWER_ID, SEARCH_ID)
+    other = jnp.maximum(random_draw(logits, state), max(SEARCH_ID, ANSWER_ID) + 1)
+    return jnp.where(state.turn_left == 1, end, other)
+
+
+def _scripted_turns(scripts: Sequence[Script]) -> ParseTurn:
+    """The script defines each turn's action, whatever its tokens are."""
+
+    def parse(rollout: Rollout, sampled: np.ndarray, _: Status) -> Turn:
+        script, turn = scripts[rollout.order], len(rollout.turns)
+        if len(sampled) != script.turns[turn]:
+            expected = script.turns[turn]
+            raise AssertionError(f"rollout {rollout.order}: {len(sampled)} tokens in turn {turn}, expected {expected}")
+        if turn + 1 == len(script.turns):
+            return Turn("", "answer", True, answer="", n_sampled=len(sampled))
+        return Turn("", "search", True, (f"{rollout.order} {turn}",), n_sampled=len(sampled))
+
+    return parse
+
+
 class ScriptedSampler(Sampler):
     """The real sampler, except that scripts set the turn budgets and a full turn counts as a search or an answer.
 
@@ -152,6 +183,9 @@ class ScriptedSampler(Sampler):
 
     work: Work
     given: dict[tuple[int, ...], Script]  # by a rollout's key
+
+    def __init__(self, **arguments: Any):
+        super().__init__(**arguments, draw=_scripted_draw)
 
     def begin(self, work: Work, given: dict[tuple[int, ...], Script]) -> None:
         self.work, self.given = work, given
@@ -173,29 +207,6 @@ class ScriptedSampler(Sampler):
             budgets[at] = self._turns[int(slots[at])].pop(0)
         self.extend_calls += 1
         return super().extend(params, state, ids, n, budgets, rows)
-
-    def _decode(self, *args) -> SamplerState:
-        state = super()._decode(*args)
-        over = state.length >= state.key[:, 1].astype(jnp.int32)
-        ended = jnp.where(over, jnp.int32(Status.ANSWER), jnp.int32(Status.SEARCH))
-        return replace(state, status=jnp.where(state.status == Status.TURN_FULL, ended, state.status))
-
-
-class _ScriptedFlight(RolloutScheduler):
-    """The script defines each turn's action, whatever its tokens are."""
-
-    def _turn(self, live: Any, sampled: np.ndarray, *_: Any) -> Turn:
-        script, turn = self.sampler.work.scripts[live.order], len(live.turns)
-        if len(sampled) != script.turns[turn]:
-            expected = script.turns[turn]
-            raise AssertionError(f"rollout {live.order}: {len(sampled)} tokens in turn {turn}, expected {expected}")
-        if turn + 1 == len(script.turns):
-            return Turn("", "answer", True, answer="", n_sampled=len(sampled))
-        return Turn("", "search", True, (f"{live.order} {turn}",), n_sampled=len(sampled))
-
-
-class _ScriptedCollector(Collector):
-    in_flight = _ScriptedFlight
 
 
 class Ours:
@@ -232,18 +243,17 @@ class Ours:
         dtypes = {"dtype": dtype, "sampling_dtype": dtype}
         config = from_mapping(settings | {"rollout": rollout | settings.get("rollout", {}), "model": dtypes})
         mesh, n_ids = make_mesh(MeshSection(1, 1, 1), jax.devices()[:1]), model.vocab_rows
-        nothing = np.zeros((1, n_ids), np.uint8)  # no token completes a tag
-        with mock.patch.object(programs, "Sampler", ScriptedSampler):
-            self._sampler = programs.make_sampler(config, model, mesh, BoundaryTables(nothing, nothing), n_ids, ())
+        self._sampler = programs.make_sampler(config, model, mesh, _tables(n_ids), n_ids, (), ScriptedSampler)
         prompts = work.prompts(n_ids)
         self._questions = [Question("scripted", str(i), "", (), "single") for i in range(len(prompts))]
-        self._collector = _ScriptedCollector(
+        self._collector = Collector(
             self._sampler,
             Words(n_ids),
             ScriptedPassages(work.scripts, search_s),
             lambda question: prompts[int(question.id)],
             config.rollout,
             config.retrieval,
+            _scripted_turns(work.scripts),
         )
         self._work, self._model = work, model
         placed = jax.device_put(params, param_shardings(params, SAMPLING, mesh))

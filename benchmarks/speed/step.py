@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.speed.scripted import WORKS, Ours, Work
-from benchmarks.speed.timing import SIZES, by_turns, log, machine, missing, parser, rates, tabled, written
+from benchmarks.speed.timing import SIZES, log, machine, missing, parser, rates, run_alternately, tabled, written
 from benchmarks.speed.update import OURS, config_of, learner_of
 from psearch_jax.config import DecoderConfig
 from psearch_jax.models import decoder
@@ -29,7 +29,7 @@ from psearch_jax.types import TrainBatch
 
 PEERS = ("torch", "torch.compile")  # the second compiles reference pass and update
 PHASES = ("rollouts", "reference", "update")
-COLUMNS = ("size", "work", "contender", "rollouts_per_s", "speed_to_ours", *(f"{phase}_s" for phase in PHASES))
+COLUMNS = ("size", "work", "contender", "rollouts_per_s", "relative_speed", *(f"{phase}_s" for phase in PHASES))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -50,19 +50,19 @@ def main(argv: Sequence[str]) -> None:
 
 
 def compare(size: str, work: Work, peers: Sequence[str], repeats: int) -> list[dict[str, Any]]:
-    """A line per contender, with the median seconds of its phases; `speed_to_ours` is its speed relative to ours."""
+    """A line per contender, with the median seconds of its phases; `relative_speed` is its speed relative to ours."""
     model = SIZES[size]
     params = decoder.init_params(model, 0)
     steps: dict[str, Any] = {OURS: OurStep(work, model, params)}
     for name in peers:
         steps[name] = TorchStep(work, model, params, compiled=name == "torch.compile")
     runs: dict[str, Callable[[], Any]] = {name: step.run for name, step in steps.items()}
-    seconds = by_turns(runs, repeats, log)
+    seconds = run_alternately(runs, repeats, log)
     sampled = np.array([sum(script.turns) for script in work.scripts])
     lines = []
     for name, taken in seconds.items():
         line = {"size": size, "work": work.name, "contender": name, "rollouts_per_s": rates(len(work.scripts), taken)}
-        line["speed_to_ours"] = round(float(np.median(seconds[OURS]) / np.median(taken)), 2)
+        line["relative_speed"] = round(float(np.median(seconds[OURS]) / np.median(taken)), 2)
         line["seconds"] = [round(s, 3) for s in taken]
         # In the first step policy, old policy and reference are equal, so its loss does not depend on the samples.
         step = steps[name]

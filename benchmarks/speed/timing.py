@@ -56,7 +56,7 @@ def policies(flags: argparse.Namespace) -> dict[str, Any]:
     return {Path(flags.model).name: load_hf(flags.model, dtype=jnp.dtype(flags.dtype))}
 
 
-def by_turns(
+def run_alternately(
     contenders: Mapping[str, Callable[[], Any]], repeats: int, log: Callable[[str], None]
 ) -> dict[str, list[float]]:
     """Seconds of each contender in `repeats` alternating rounds, after one untimed run of each."""

@@ -28,13 +28,13 @@ from benchmarks.speed.scripted import Script, ragged
 from benchmarks.speed.timing import (
     SIZES,
     add_model_flags,
-    by_turns,
     log,
     machine,
     missing,
     parser,
     policies,
     rates,
+    run_alternately,
     tabled,
     written,
 )
@@ -54,7 +54,7 @@ PEERS = {"padded": (), "torch": _TORCH, "torch.compile": _TORCH, "trl": (*_TORCH
 WORKS = ("equal", "ragged")
 MICRO_ROWS = 16
 LORA = Lora(8, 16.0)
-COLUMNS = ("size", "work", "contender", "ids_per_s", "speed_to_ours", "products_gflops", "loss", "gradient_norm")
+COLUMNS = ("size", "work", "contender", "tokens_per_s", "relative_speed", "products_gflops", "loss", "gradient_norm")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -83,7 +83,7 @@ def compare(
     dtype: str = "float32",
     policy: tuple[DecoderConfig, nnx.State] | None = None,
 ) -> list[dict[str, Any]]:
-    """A line for each contender; `speed_to_ours` is its speed relative to ours.
+    """A line for each contender; `relative_speed` is its speed relative to ours.
 
     Args:
       masks: by row, 1 at sampled tokens.
@@ -117,16 +117,16 @@ def compare(
     def noting(name: str) -> Callable[[], Any]:
         return lambda: first.setdefault(name, contenders[name]())
 
-    seconds = by_turns({name: noting(name) for name in contenders}, repeats, log)
+    seconds = run_alternately({name: noting(name) for name in contenders}, repeats, log)
     # FLOPs per weight and token: 2 forward, 2 for the input's gradient, 2 for the weight's unless it is frozen.
     times, loose = 4 if adapters is not None else 6, 1e-3 if dtype == "float32" else 5e-2
     gflop = 1e-9 * times * sum(map(len, masks)) * sum(x.size for x in jax.tree.leaves(params["layers"]))
     gflop += 1e-9 * times * float(sum(map(np.sum, masks))) * model.width * model.vocab_rows
     lines = []
     for name, taken in seconds.items():
-        line = {"size": size, "contender": name, "ids_per_s": rates(sum(map(len, masks)), taken)}
-        line["speed_to_ours"] = round(float(np.median(seconds[OURS]) / np.median(taken)), 2)
-        line["products_gflops"] = round(gflop / float(np.median(taken)), 1)
+        line = {"size": size, "contender": name, "tokens_per_s": rates(sum(map(len, masks)), taken)}
+        line["relative_speed"] = round(float(np.median(seconds[OURS]) / np.median(taken)), 2)
+        line["products_gflops"] = float(f"{gflop / np.median(taken):.3g}")
         line["seconds"] = [round(s, 3) for s in taken]
         line |= {key: float(f"{first[name][key]:.5g}") for key in ("loss", "gradient_norm")}
         for key in ("loss", "gradient_norm"):  # of the first update: later ones differ by accumulated rounding
@@ -148,9 +148,8 @@ class Ours:
         pack: bool = True,
         adapters: nnx.State | None = None,
     ):
-        self._learner, self._state = learner_of(config, model, params if adapters is None else adapters, pack)
-        if adapters is not None:
-            self._learner.base = params
+        trained, base = (params, None) if adapters is None else (adapters, params)
+        self._learner, self._state = learner_of(config, model, trained, base, pack)
         batch = _batch(masks, model.vocab_rows)
         # Old policy and reference differ a little from the policy.
         noise = 0.01 * np.random.default_rng(1).standard_normal(batch.mask.shape).astype(np.float32) * batch.mask
@@ -162,11 +161,13 @@ class Ours:
         return metrics
 
 
-def learner_of(config: Config, model: DecoderConfig, params: Any, pack: bool = True) -> tuple[Learner, TrainState]:
+def learner_of(
+    config: Config, model: DecoderConfig, params: Any, base: Any = None, pack: bool = True
+) -> tuple[Learner, TrainState]:
     """The learner of a config on one device, and a train state with copies of the parameters."""
     optimizer = make_optimizer(config.learning, 10)
     mesh = make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])
-    learner = programs.make_learner(config, model, mesh, optimizer, model.vocab_rows, pack)
+    learner = programs.make_learner(config, model, mesh, optimizer, model.vocab_rows, base, pack)
     return learner, init_state(jax.tree.map(lambda x: x.copy(), params), optimizer, mesh)
 
 

@@ -57,27 +57,27 @@ def main(argv: Sequence[str]) -> None:
         pool = urllib3.PoolManager(maxsize=flags.users + 1, block=False, retries=False)
         log(f"{len(asked)} requests one at a time")
         started = time.perf_counter()
-        alone = [told(pool, url, one, stream=False) for one in asked]
-        alone_s = (time.perf_counter() - started) / len(asked)
+        expected = [response(pool, url, one, stream=False) for one in asked]
+        single_s = (time.perf_counter() - started) / len(asked)
         log(f"{flags.users} users for {flags.seconds:g} s")
         started = time.perf_counter()
-        figures = together(pool, url, asked, alone, flags.users, flags.seconds)
+        figures = together(pool, url, asked, expected, flags.users, flags.seconds)
         lasted = time.perf_counter() - started  # includes waiting for requests in flight at the end
     seconds = np.array(figures["seconds"] or [np.nan])
     rows = [
         ["answered", str(len(figures["seconds"]))],
-        ["as alone", str(figures["outcomes"]["as alone"])],
-        ["otherwise", str(figures["outcomes"]["otherwise"])],
+        ["identical to the single request", str(figures["outcomes"]["identical"])],
+        ["different", str(figures["outcomes"]["different"])],
         ["refused or failed", str(figures["outcomes"]["failed"])],
         ["answers per second", f"{len(figures['seconds']) / lasted:.1f}"],
-        ["answers per second, one at a time", f"{1 / alone_s:.1f}"],
+        ["answers per second, one at a time", f"{1 / single_s:.1f}"],
         *([f"seconds, {p}% at most", f"{np.percentile(seconds, p):.2f}"] for p in (50, 95, 99, 100)),
-        ["answers per user, least and most", f"{min(figures['by_user'])} and {max(figures['by_user'])}"],
+        ["answers per user, minimum and maximum", f"{min(figures['by_user'])} and {max(figures['by_user'])}"],
     ]
     print(table([["", f"{flags.users} users, {flags.slots} slots, {flags.seconds:g} s"], *rows]))
-    measured = {"alone_s": alone_s, "lasted_s": lasted, **figures}
+    measured = {"single_s": single_s, "lasted_s": lasted, **figures}
     written(flags.json, {"machine": machine(), "flags": vars(flags), **measured})
-    wrong = figures["outcomes"]["otherwise"] + figures["outcomes"]["failed"]
+    wrong = figures["outcomes"]["different"] + figures["outcomes"]["failed"]
     if wrong:
         raise UserError(f"{wrong} answers differ from those of single requests; the first: {figures['first'][:400]}")
 
@@ -102,7 +102,7 @@ def served(model: str, slots: int, users: int) -> Iterator[str]:
             server.stdout.close()
 
 
-def told(pool: urllib3.PoolManager, url: str, asked: Asked, stream: bool) -> tuple[str, ...]:
+def response(pool: urllib3.PoolManager, url: str, asked: Asked, stream: bool) -> tuple[str, ...]:
     """Reasoning, answer and searches of one request. Raises `UserError` for a refusal."""
     answer = pool.request("POST", url, body=json.dumps({**asked, "stream": stream}), timeout=600)
     if answer.status != 200:
@@ -120,16 +120,21 @@ def told(pool: urllib3.PoolManager, url: str, asked: Asked, stream: bool) -> tup
     return (*parts, _searched(chunks[-1]["psearch"]))
 
 
-def _searched(told_of: dict[str, Any]) -> str:
+def _searched(details: dict[str, Any]) -> str:
     """Queries and passages of every turn."""
-    return json.dumps([(turn["queries"], turn["passages"]) for turn in told_of["turns"]])
+    return json.dumps([(turn["queries"], turn["passages"]) for turn in details["turns"]])
 
 
 def together(
-    pool: urllib3.PoolManager, url: str, asked: list[Asked], alone: list[tuple[str, ...]], users: int, seconds: float
+    pool: urllib3.PoolManager,
+    url: str,
+    asked: list[Asked],
+    expected: list[tuple[str, ...]],
+    users: int,
+    seconds: float,
 ) -> dict[str, Any]:
-    """Lets `users` users send requests for `seconds`, and counts the answers that equal those in `alone`."""
-    outcomes: Counter[str] = Counter({"as alone": 0, "otherwise": 0, "failed": 0})
+    """Lets `users` users send requests for `seconds`, and counts the answers that equal those in `expected`."""
+    outcomes: Counter[str] = Counter({"identical": 0, "different": 0, "failed": 0})
     took: list[float] = []
     by_user, first, lock = [0] * users, [""], threading.Lock()
     end = time.perf_counter() + seconds
@@ -141,9 +146,9 @@ def together(
             if started > end:
                 return
             try:
-                got = told(pool, url, asked[i], stream=bool(user % 2))
-                outcome = "as alone" if got == alone[i] else "otherwise"
-                difference = f"{asked[i]}: alone {alone[i]}, here {got}" if outcome == "otherwise" else ""
+                got = response(pool, url, asked[i], stream=bool(user % 2))
+                outcome = "identical" if got == expected[i] else "different"
+                difference = f"{asked[i]}: expected {expected[i]}, got {got}" if outcome == "different" else ""
             except (UserError, urllib3.exceptions.HTTPError, ValueError, LookupError) as error:
                 outcome, difference = "failed", f"{type(error).__name__}: {error}"
             with lock:

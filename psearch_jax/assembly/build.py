@@ -168,7 +168,8 @@ def engine(
 
     Args:
       training: also require the inputs that only training needs.
-      params, model: weights, with or without adapters, and their shape; default: those that the config names.
+      params: weights, with or without adapters; default: those that the config names.
+      model: the shape of `params`.
       retriever: default: the one that the config names.
 
     Raises:
@@ -234,23 +235,26 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         log.warning("rollouts are sampled in int8 without a correction: set learning.importance_cap=2 to weight them")
     questions, evaluation = _questions(config, parts.world)
     optimizer = make_optimizer(config.learning, updates_per_step(config) * config.train.steps)
-    learner = make_learner(config, parts.model, parts.mesh, optimizer, parts.tokenizer.size)
     trained, adapters = parts.params, config.model.lora
+    base = parts.params if adapters else None
+    learner = make_learner(config, parts.model, parts.mesh, optimizer, parts.tokenizer.size, base)
     if adapters:
-        learner.base = parts.params
         trained = first_adapters(config, parts.model, parts.mesh)
         count = sum(x.size for x in jax.tree.leaves(trained))
         log.info("only the adapters are trained: %.1fM parameters", count / 1e6)
     reference = None
     if config.learning.kl_coefficient > 0:
         reference = trained if config.model.adapters else learner.reference_copy(parts.params)
-    abstract, fresh = abstract_state(trained, optimizer), functools.partial(init_state, trained, optimizer, parts.mesh)
+    abstract, initial = (
+        abstract_state(trained, optimizer),
+        functools.partial(init_state, trained, optimizer, parts.mesh),
+    )
     critic = None
     if learning.algorithm == "ppo":
         critic, first, critic_optimizer = _critic_of(config, parts)
         abstract = replace(abstract, critic=abstract_state(first, critic_optimizer))
-        fresh_critic = functools.partial(init_state, first, critic_optimizer, parts.mesh)
-        fresh = functools.partial(_both, fresh, fresh_critic)
+        initial_critic = functools.partial(init_state, first, critic_optimizer, parts.mesh)
+        initial = functools.partial(_both, initial, initial_critic)
     loader = QuestionLoader(
         questions,
         config.train.prompts // jax.process_count(),
@@ -267,7 +271,7 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         evaluation=evaluation,
         reward=reward_of(config, parts.tokenizer),
         abstract=placed(abstract, state_shardings(abstract, parts.mesh)),
-        fresh=fresh,
+        initial_state=initial,
         model=parts.model,
         tokenizer_path=parts.tokenizer_path,
         given=given,
@@ -281,7 +285,7 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
 def _contents(
     config: Config, parts: Engine, questions: str, evaluation: Sequence[Question]
 ) -> dict[str, tuple[str, str]]:
-    """For each field of `settings.DECIDES_BY_CONTENT` the path it names and a fingerprint of the content."""
+    """For each field with `Resume.SAME_CONTENT`, the path it names and a fingerprint of the content."""
     preset = f"random weights of {config.model.preset}"
     weights = settings.fingerprint(parts.path, settings.WEIGHTS) if parts.path else preset
     tokenizer = parts.tokenizer
@@ -307,8 +311,9 @@ def _contents(
 def _critic_of(config: Config, parts: Engine) -> tuple[Critic, nnx.State, optax.GradientTransformation]:
     """The critic of a run, its initial parameters, and its optimizer."""
     optimizer = make_optimizer(critic_learning(config), updates_per_step(config) * config.train.steps)
-    critic, adapters = make_critic(config, parts.model, parts.mesh, optimizer), config.model.lora
-    critic.base = without_lm_head(parts.params) if adapters else None
+    adapters = config.model.lora
+    base = without_lm_head(parts.params) if adapters else None
+    critic = make_critic(config, parts.model, parts.mesh, optimizer, base)
     return critic, first_params(parts.params, parts.model, adapters, config.seed, parts.mesh), optimizer
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from psearch_jax.assembly.policies import first_adapters, load_tokenizer, load_weights, sampled_as, with_adapter_shape
+from psearch_jax.assembly.programs import training_options
 from psearch_jax.config import Config, with_method
 from psearch_jax.data.transcripts import Row, read_rows
 from psearch_jax.limits import validate
@@ -64,18 +65,12 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
         config.learning,
         optimizer,
         mesh,
-        config.rollout.context_tokens,
-        loop.cosine_schedule(section, steps),
-        tokenizer.size,
-        jnp.dtype(m.dtype),
-        m.remat,
-        m.shard_residual,
-        m.lora,
-        config.rollout.num_buckets,
+        training_options(config),
+        schedule=loop.cosine_schedule(section, steps),
+        vocabulary=tokenizer.size,
+        base=params if m.lora else None,
     )
-    first = params
-    if m.lora:
-        trainer.base, first = params, first_adapters(config, model, mesh)
+    first = first_adapters(config, model, mesh) if m.lora else params
     tokenizer_path = config.model.tokenizer or path
     contents = {
         "model.path": (path, settings.fingerprint(path, settings.WEIGHTS) if path else m.preset),
@@ -90,7 +85,7 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
         batches=loop.RowBatches(trained, section.batch_rows, config.seed, trainer.pack),
         held_out=[rows[i] for i in sorted(held)],
         abstract=placed(abstract_state(first, optimizer), state_shardings(abstract_state(first, optimizer), mesh)),
-        fresh=functools.partial(init_state, first, optimizer, mesh),
+        initial_state=functools.partial(init_state, first, optimizer, mesh),
         steps=steps,
         tokenizer_path=str(Path(tokenizer_path).resolve()) if Path(tokenizer_path).is_dir() else tokenizer_path,
         record={

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.sharding import Mesh
 
 from psearch_jax.config import Config, DecoderConfig
@@ -14,35 +15,47 @@ from psearch_jax.models.attention import implementation_for
 from psearch_jax.rollout.boundary import BoundaryTables
 from psearch_jax.rollout.copy import sampled_shape
 from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.rollout.sampler_programs import SamplerOptions
 from psearch_jax.sharding import is_one_cpu
 from psearch_jax.train.critic import Critic, critic_learning
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import updates_per_step
+from psearch_jax.train.trainable import TrainingOptions
 
 
 def make_sampler(
-    config: Config, model: DecoderConfig, mesh: Mesh, tables: BoundaryTables, n_ids: int, stop_ids: Sequence[int]
+    config: Config,
+    model: DecoderConfig,
+    mesh: Mesh,
+    tables: BoundaryTables,
+    n_ids: int,
+    stop_ids: Sequence[int],
+    sampler_class: type[Sampler] = Sampler,
 ) -> Sampler:
     """The sampler of a config."""
     m = config.model
-    dtype, adapters = jnp.dtype(m.sampling_dtype), m.lora
+    dtype = jnp.dtype(m.sampling_dtype)
     model = sampled_shape(model, mesh, dtype)
-    return Sampler(
-        decoder.graphdef(model, dtype, attention=implementation_for(mesh, dtype), lora=adapters, int8=m.int8_weights),
-        model,
-        tables,
-        n_ids,
-        stop_ids,
-        mesh,
-        dtype,
-        config.rollout.top_k,
-        config.rollout.top_p,
-        config.rollout.max_tokens_after_answer,
-        config.rollout.yield_share,
-        adapters,
-        m.int8_weights,
-        m.int8_cache,
-        m.unstacked_decoding and (mesh.devices.flat[0].platform == "gpu" or is_one_cpu(mesh)),
+    options = SamplerOptions(
+        dtype=dtype,
+        top_k=config.rollout.top_k,
+        top_p=config.rollout.top_p,
+        max_tokens_after_answer=config.rollout.max_tokens_after_answer,
+        yield_share=config.rollout.yield_share,
+        lora=m.lora,
+        int8_weights=m.int8_weights,
+        int8_cache=m.int8_cache,
+        unstacked_decoding=m.unstacked_decoding and (mesh.devices.flat[0].platform == "gpu" or is_one_cpu(mesh)),
+    )
+    form = implementation_for(mesh, dtype)
+    return sampler_class(
+        graph=decoder.graphdef(model, dtype, attention=form, lora=m.lora, int8=m.int8_weights),
+        config=model,
+        tables=tables,
+        n_ids=n_ids,
+        stop_ids=stop_ids,
+        mesh=mesh,
+        options=options,
     )
 
 
@@ -52,6 +65,7 @@ def make_learner(
     mesh: Mesh,
     optimizer: optax.GradientTransformation,
     n_ids: int,
+    base: nnx.State | None = None,
     pack: bool = True,
 ) -> Learner:
     """The learner of a config. Without `pack` each trajectory gets its own row."""
@@ -60,33 +74,38 @@ def make_learner(
         config.learning,
         optimizer,
         mesh,
-        config.rollout.context_tokens,
-        config.rollout.temperature,
-        n_ids,
-        jnp.dtype(config.model.dtype),
-        jnp.dtype(config.model.sampling_dtype),
-        config.model.remat,
-        config.model.shard_residual,
-        config.model.lora,
-        config.rollout.num_buckets,
-        on_policy=updates_per_step(config) == 1,
+        training_options(config, pack),
+        temperature=config.rollout.temperature,
+        n_ids=n_ids,
+        sampling_dtype=jnp.dtype(config.model.sampling_dtype),
         int8_sampling=config.model.int8_weights,
-        pack=pack,
+        on_policy=updates_per_step(config) == 1,
+        base=base,
     )
 
 
-def make_critic(config: Config, model: DecoderConfig, mesh: Mesh, optimizer: optax.GradientTransformation) -> Critic:
+def make_critic(
+    config: Config,
+    model: DecoderConfig,
+    mesh: Mesh,
+    optimizer: optax.GradientTransformation,
+    base: nnx.State | None = None,
+) -> Critic:
     """The critic of a config."""
+    options = training_options(config)
     return Critic(
-        model,
-        critic_learning(config),
-        optimizer,
-        mesh,
-        config.rollout.context_tokens,
-        config.critic.value_clip,
-        jnp.dtype(config.model.dtype),
-        config.model.remat,
-        config.model.shard_residual,
-        config.model.lora,
-        config.rollout.num_buckets,
+        model, critic_learning(config), optimizer, mesh, options, value_clip=config.critic.value_clip, base=base
+    )
+
+
+def training_options(config: Config, pack: bool = True) -> TrainingOptions:
+    """How a config trains its parameters."""
+    return TrainingOptions(
+        context_tokens=config.rollout.context_tokens,
+        dtype=jnp.dtype(config.model.dtype),
+        remat=config.model.remat,
+        shard_residual=config.model.shard_residual,
+        lora=config.model.lora,
+        widths=config.rollout.num_buckets,
+        pack=pack,
     )

@@ -45,9 +45,10 @@ class PreparedQuestions(Sequence[Question]):
         try:
             builder = tfds.builder_from_directory(versions[-1])
             (self.split,) = builder.info.splits
-            self._rows = builder.as_data_source(split=self.split)
-            self.fingerprint: str = builder.info.metadata["fingerprint"]
-            self.counts: list[tuple[str, str, int]] = [tuple(row) for row in builder.info.metadata["counts"]]
+            self._rows: Any = builder.as_data_source(split=self.split)
+            metadata = builder.info.metadata or {}
+            self.fingerprint: str = metadata["fingerprint"]
+            self.counts: list[tuple[str, str, int]] = [tuple(row) for row in metadata["counts"]]
             for end in np.cumsum(builder.info.splits[self.split].shard_lengths):
                 self._rows[int(end) - 1]  # fails if a shard is truncated
         except Exception as error:  # damaged files make the readers raise various errors
@@ -180,7 +181,8 @@ def _tfds_rows(location: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(f"{location}: accepted: tfds:BUILDER:SPLIT, or tfds:DIRECTORY:SPLIT")
     try:
         if Path(name).is_dir():
-            rows = tfds.builder_from_directory(name).as_data_source(split=split)
+            builder = tfds.builder_from_directory(name)
+            rows: Any = builder.as_data_source(split=split)
         else:
             rows = tfds.data_source(name, split=split)
     except Exception as error:  # unknown names, missing splits, no network, files of another format

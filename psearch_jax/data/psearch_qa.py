@@ -48,7 +48,7 @@ class PsearchQa(tfds.core.GeneratorBasedBuilder):
         return {self._split: self._generate_examples()}
 
     def _generate_examples(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        assert self._questions is not None
+        assert self._questions is not None and self.info.metadata is not None
         digest, counts = hashlib.sha256(), Counter()
         for place, question in enumerate(self._questions()):
             digest.update(question.contents)

@@ -196,10 +196,11 @@ def _list(value: Any, where: str) -> list[Any]:
 
 
 def _passage(value: Any, where: str) -> Passage:
-    fields = [value.get(name, "") for name in ("id", "title", "text")] if isinstance(value, dict) else [None]
-    if not all(isinstance(field, str) for field in fields) or not fields[-1]:
+    fields = [value.get(name, "") for name in ("id", "title", "text")] if isinstance(value, dict) else []
+    texts = [field for field in fields if isinstance(field, str)]
+    if len(texts) != 3 or not texts[-1]:
         raise UserError(f"{where}: field passages: {str(value)[:60]!r} found, accepted: objects with title and text")
-    return Passage(*fields)
+    return Passage(id=texts[0], title=texts[1], text=texts[2])
 
 
 def _check_order(turns: Sequence[TranscriptTurn], where: str) -> None:
@@ -209,10 +210,7 @@ def _check_order(turns: Sequence[TranscriptTurn], where: str) -> None:
 
 
 def _rollout_row(value: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Row:
-    ids, mask = value["ids"], value.get("mask")
-    for name, numbers in (("ids", ids), ("mask", mask)):
-        if not isinstance(numbers, list) or not all(isinstance(n, int) for n in numbers):
-            raise UserError(f"{where}: field {name}: {str(numbers)[:60]!r} found, accepted: a list of whole numbers")
+    ids, mask = (_integers(value, name, where) for name in ("ids", "mask"))
     if len(ids) != len(mask):
         raise UserError(f"{where}: {len(ids)} ids and {len(mask)} values of mask found, accepted: equally many")
     row = np.asarray(ids, np.int64), np.asarray(mask, bool)
@@ -225,6 +223,13 @@ def _rollout_row(value: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> 
             f"{tokenizer.name}"
         )
     return row[0].astype(np.int32), row[1]
+
+
+def _integers(value: Mapping[str, Any], name: str, where: str) -> list[int]:
+    numbers = value.get(name)
+    if not isinstance(numbers, list) or not all(isinstance(n, int) for n in numbers):
+        raise UserError(f"{where}: field {name}: {str(numbers)[:60]!r} found, accepted: a list of whole numbers")
+    return numbers
 
 
 def _sampled_texts(ids: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> list[str]:

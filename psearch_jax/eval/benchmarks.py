@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.closed_world.question_forms import LARGEST, SIZES, known_questions, questions
@@ -69,7 +70,7 @@ def closed_world_benchmark(world: ClosedWorld, name: str, count: int, seed: int 
     if name == KNOWN:
         known = known_questions(world, held_out_wordings=True)
         return [known[place] for place in _drawn(len(known), min(count, len(known)), seed)]
-    return questions(world, "eval", name, count, seed)
+    return questions(world, "eval", cast(Kind, name), count, seed)
 
 
 def is_paired(source: str) -> bool:
@@ -157,7 +158,7 @@ def dependency_labels() -> dict[str, Kind]:
     """The dependency structure of 100 HotpotQA questions by question id, where two manual labellings agree."""
     lines = DEPENDENCY_LABELS.read_text(encoding="utf-8").splitlines()[1:]
     readings = [line.split("\t") for line in lines]
-    return {identifier: first for identifier, first, second in readings if first == second}
+    return {identifier: cast(Kind, first) for identifier, first, second in readings if first == second}
 
 
 # ---------------------------------------------------------------------------------------------- published figures

@@ -45,9 +45,9 @@ class Score:
     context: int  # all tokens: prompt, sampled, observations
     valid_format: bool
     graph: str | None = None  # a MuSiQue question's key in MUSIQUE_GRAPHS
-    label: str | None = None  # how the question's facts depend on one another, labelled by hand
+    label: str | None = None  # how the question's facts depend on one another, labelled manually
     chance: float | None = None  # EM of a random guess among the question's possible answers, if known
-    looks_parallel: bool = False  # judged by the question's words only (surface.py)
+    looks_parallel: bool = False  # by a heuristic on the question's words (surface.py)
 
     @property
     def split(self) -> bool:
@@ -92,8 +92,8 @@ def score(t: Trajectory) -> Score:
 def summarise(scores: Sequence[Score]) -> dict[str, float]:
     """Means over trajectories; `llm_calls` is the sum of all turns, `questions` the number of distinct questions.
 
-    `decomposition_ratio`: share whose first search had two or more sub-queries. `decided`: decomposition accuracy
-    (`splitting`), absent if no question counts. `chance`: EM of a random guess, absent unless known for every score.
+    `decomposition_ratio`: share whose first search had two or more sub-queries. `decomposition_accuracy`: see
+    `splitting`, absent if no question counts. `chance`: EM of a random guess, absent unless known for every score.
     Without scores only `questions` is present.
     """
     if not scores:
@@ -109,9 +109,9 @@ def summarise(scores: Sequence[Score]) -> dict[str, float]:
         "context": mean(s.context for s in scores),
         "valid_format": mean(s.valid_format for s in scores),
     }
-    decided = splitting(scores)["accuracy"]
-    if decided is not None:
-        figures["decided"] = decided
+    accuracy = splitting(scores)["accuracy"]
+    if accuracy is not None:
+        figures["decomposition_accuracy"] = accuracy
     if all(s.chance is not None for s in scores):
         figures["chance"] = mean(s.chance for s in scores)
     rounded = {name: round(value, DIGITS) for name, value in figures.items()}
@@ -121,7 +121,7 @@ def summarise(scores: Sequence[Score]) -> dict[str, float]:
 def by_kind(scores: Iterable[Score]) -> dict[Kind, list[Score]]:
     """The scores by kind, in the order of `KINDS`; kinds without scores are left out."""
     scores = list(scores)
-    groups = {kind: [s for s in scores if s.kind == kind] for kind in KINDS}
+    groups: dict[Kind, list[Score]] = {kind: [s for s in scores if s.kind == kind] for kind in KINDS}
     return {kind: group for kind, group in groups.items() if group}
 
 
@@ -153,7 +153,7 @@ def figures(scores: Sequence[Score], ks: Sequence[int] = ()) -> dict[str, Any]:
     if graphs:
         report["graphs"] = graphs
     if labelled:
-        report["labels"] = splitting(labelled, by_hand=True)
+        report["labels"] = splitting(labelled, manual_labels=True)
     return report
 
 
@@ -214,24 +214,26 @@ def majority_at(scores: Sequence[Score], k: int) -> float:
 # ---- the decision to split ----
 
 
-def splitting(scores: Sequence[Score], by_hand: bool = False) -> dict[str, Any]:
-    """Whether the first search was split when it should be, whatever the answer; JSON-serialisable.
+def splitting(scores: Sequence[Score], manual_labels: bool = False) -> dict[str, Any]:
+    """Whether the first search was split when it should be, regardless of the answer; JSON-serialisable.
 
-    `confusion` counts per kind: `split`, `whole` (one query), `none` (no search). A decision is right if a parallel
+    `confusion` counts per kind: `split`, `not_split` (one query), `no_search`. A decision is correct if a parallel
     question is split, or a sequential or single one is not. `accuracy`, `precision` and `recall` of splitting are over
-    those three kinds, None if nothing counts. Mixed questions, which can be split in part, are excluded. `never` and
-    `by_words` are the accuracies of two controls: never splitting, and splitting if `surface.looks_parallel`.
+    those three kinds, None if nothing counts. Mixed questions, which can be split in part, are excluded.
+    `never_split` and `word_heuristic` are the accuracies of two controls: never splitting, and splitting if
+    `surface.looks_parallel`.
 
     Args:
-      by_hand: use the manual labels instead of the set's kinds.
+      manual_labels: use the manual labels instead of the set's kinds.
     """
     confusion: dict[str, dict[str, int]] = {}
     for kind in KINDS:
-        group = [s for s in scores if (s.label if by_hand else s.kind) == kind]
+        group = [s for s in scores if (s.label if manual_labels else s.kind) == kind]
         if group:
-            split, none = sum(s.split for s in group), sum(s.first_sub_queries == 0 for s in group)
-            confusion[kind] = {"split": split, "whole": len(group) - split - none, "none": none}
-    kinds = [(s.label if by_hand else s.kind, s) for s in scores]
+            split, no_search = sum(s.split for s in group), sum(s.first_sub_queries == 0 for s in group)
+            not_split = len(group) - split - no_search
+            confusion[kind] = {"split": split, "not_split": not_split, "no_search": no_search}
+    kinds = [(s.label if manual_labels else s.kind, s) for s in scores]
     counted = [(kind == "parallel", s) for kind, s in kinds if kind in ("parallel", "sequential", "single")]
     right = sum(s.split for parallel, s in counted if parallel)
     return {
@@ -239,8 +241,8 @@ def splitting(scores: Sequence[Score], by_hand: bool = False) -> dict[str, Any]:
         "accuracy": _ratio(sum(s.split == parallel for parallel, s in counted), len(counted)),
         "precision": _ratio(right, sum(s.split for _, s in counted)),
         "recall": _ratio(right, sum(parallel for parallel, _ in counted)),
-        "never": _ratio(sum(not parallel for parallel, _ in counted), len(counted)),
-        "by_words": _ratio(sum(s.looks_parallel == parallel for parallel, s in counted), len(counted)),
+        "never_split": _ratio(sum(not parallel for parallel, _ in counted), len(counted)),
+        "word_heuristic": _ratio(sum(s.looks_parallel == parallel for parallel, s in counted), len(counted)),
     }
 
 
@@ -351,5 +353,5 @@ def _interval(values: np.ndarray) -> list[float]:
     return [round(float(q), DIGITS) for q in np.quantile(means, (0.025, 0.975))]
 
 
-def _ratio(part: int, whole: int) -> float | None:
-    return round(part / whole, DIGITS) if whole else None
+def _ratio(part: int, total: int) -> float | None:
+    return round(part / total, DIGITS) if total else None

@@ -12,7 +12,14 @@ from psearch_jax.runtime.metrics import mean
 from psearch_jax.types import KINDS, UserError
 
 # The fields of `Score` in which two evaluations are compared, and their titles.
-PAIRED = {"em": "EM", "f1": "F1", "split": "split", "turns": "turns", "tokens": "tokens", "valid_format": "valid"}
+PAIRED = {
+    "em": "EM",
+    "f1": "F1",
+    "split": "split",
+    "turns": "turns",
+    "tokens": "sampled tokens",
+    "valid_format": "valid format",
+}
 
 
 def share(value: float | None) -> str:
@@ -28,10 +35,13 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def results(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:
     """All tables for `figures` by benchmark name: results, finished by turn, pass@k, splitting, graphs."""
-    parts = [results_table(benchmarks, policy), "Share finished by turn:\n\n" + finished_table(benchmarks)]
+    parts = [
+        results_table(benchmarks, policy),
+        "Cumulative share of trajectories that have answered by each turn:\n\n" + finished_table(benchmarks),
+    ]
     if any("pass_at" in report["all"] for report in benchmarks.values()):
         parts.append("With several samples per question:\n\n" + samples_table(benchmarks))
-    parts.append("The decision to split, whatever the answer:\n\n" + splitting_table(benchmarks))
+    parts.append("Decomposition of the first search, regardless of the answer:\n\n" + splitting_table(benchmarks))
     if any("graphs" in report for report in benchmarks.values()):
         parts.append("By MuSiQue's reasoning graphs:\n\n" + graphs_table(benchmarks))
     return "\n\n".join(parts)
@@ -42,8 +52,8 @@ def results_table(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> s
 
     The sets of a merged benchmark follow it, each with its own published rows. The average counts each set separately.
     """
-    head = "benchmark questions policy EM 95% F1 split searches turns tokens valid".split()
-    rows = [[*head, "LLM calls", "n"]]
+    head = ["benchmark", "question type", "policy", "EM", "95% interval", "F1", "split", "searches", "turns"]
+    rows = [[*head, "sampled tokens", "valid format", "LLM calls", "questions"]]
     averaged: list[tuple[str, Mapping[str, Any]]] = []
     for name, report in benchmarks.items():
         sets = report.get("sources", {})
@@ -57,11 +67,11 @@ def results_table(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> s
     return table(rows)
 
 
-def _set_rows(title: str, name: str, policy: str, found: Mapping[str, Any]) -> list[list[str]]:
+def _set_rows(title: str, name: str, policy: str, report: Mapping[str, Any]) -> list[list[str]]:
     """Our rows for one set, labelled `title`, with the rows published for the benchmark `name`."""
-    kinds = found["kinds"]
+    kinds = report["kinds"]
     only = next(iter(kinds)) if len(kinds) == 1 else None
-    rows = [] if only else [_our_row(title, "all", policy, found["all"]), *_chance_rows(title, "all", found["all"])]
+    rows = [] if only else [_our_row(title, "all", policy, report["all"]), *_chance_rows(title, "all", report["all"])]
     if only is None or not published(name, only):
         rows += _published_rows(title, "all", published(name))
     for kind, values in kinds.items():
@@ -80,7 +90,7 @@ def _our_row(name: str, kind: str, policy: str, values: Mapping[str, Any]) -> li
 
 def _chance_rows(name: str, kind: str, values: Mapping[str, Any]) -> list[list[str]]:
     """The EM of random guesses, if it is known for all questions."""
-    return [[name, kind, "by chance", share(values["chance"]), *[""] * 9]] if "chance" in values else []
+    return [[name, kind, "chance level", share(values["chance"]), *[""] * 9]] if "chance" in values else []
 
 
 def _middle(values: Mapping[str, Any]) -> list[str]:
@@ -90,12 +100,12 @@ def _middle(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _average_row(policy: str, found: Sequence[Mapping[str, Any]]) -> list[str]:
+def _average_row(policy: str, summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     """The mean over benchmarks with equal weights, as in the paper."""
     keys = ("f1", "decomposition_ratio", "searches", "turns", "tokens", "valid_format")
-    means = {key: mean(values[key] for values in found) for key in keys}
-    calls, questions = (sum(values[key] for values in found) for key in ("llm_calls", "questions"))
-    em = share(mean(values["em"] for values in found))
+    means = {key: mean(values[key] for values in summaries) for key in keys}
+    calls, questions = (sum(values[key] for values in summaries) for key in ("llm_calls", "questions"))
+    em = share(mean(values["em"] for values in summaries))
     return ["average", "", policy, em, "", *_middle(means), str(calls), str(questions)]
 
 
@@ -109,7 +119,7 @@ def _published_rows(name: str, kind: str, rows: Sequence[Published]) -> list[lis
 
 def finished_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
     """The cumulative share of trajectories that had answered by each turn."""
-    rows = [["benchmark", "questions", *map(str, range(1, LAST_TURN + 1))]]
+    rows = [["benchmark", "question type", *(f"turn {n}" for n in range(1, LAST_TURN + 1))]]
     for name, report in benchmarks.items():
         groups = report["kinds"] if len(report["kinds"]) == 1 else {"all": report["all"], **report["kinds"]}
         rows += [[name, kind, *map(share, values["finished_by_turn"])] for kind, values in groups.items()]
@@ -128,29 +138,31 @@ def samples_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
 
 def splitting_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
     """How first searches were split, per kind, and decomposition accuracy next to two controls without a model."""
-    head = ["benchmark", "questions", "split", "not split", "no search", "accuracy", "precision", "recall"]
-    rows = [[*head, "never split", "by words"]]
+    head = ["benchmark", "question type", "split", "not split", "no search", "accuracy", "precision", "recall"]
+    rows = [[*head, "accuracy of never splitting", "accuracy of a word heuristic"]]
     for name, report in benchmarks.items():
         rows += _splitting_rows(name, "", report["splitting"])
         if "labels" in report:
-            rows += _splitting_rows(name, " (labelled by hand)", report["labels"])
+            rows += _splitting_rows(name, " (manual labels)", report["labels"])
     return table(rows)
 
 
-def _splitting_rows(name: str, note: str, found: Mapping[str, Any]) -> list[list[str]]:
+def _splitting_rows(name: str, note: str, decisions: Mapping[str, Any]) -> list[list[str]]:
     rows = [
-        [name, kind + note, *(str(counts[key]) for key in ("split", "whole", "none")), *[""] * 5]
-        for kind, counts in found["confusion"].items()
+        [name, kind + note, *(str(counts[key]) for key in ("split", "not_split", "no_search")), *[""] * 5]
+        for kind, counts in decisions["confusion"].items()
     ]
-    if sum(kind in found["confusion"] for kind in KINDS[:3]) > 1:  # precision of a single kind means nothing
-        quality = [share(found[key]) for key in ("accuracy", "precision", "recall", "never", "by_words")]
-        rows.append([name, f"all but mixed{note}", "", "", "", *quality])
+    if sum(kind in decisions["confusion"] for kind in KINDS[:3]) > 1:  # precision of a single kind means nothing
+        quality = [
+            share(decisions[key]) for key in ("accuracy", "precision", "recall", "never_split", "word_heuristic")
+        ]
+        rows.append([name, f"all except mixed{note}", "", "", "", *quality])
     return rows
 
 
 def graphs_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
     """MuSiQue: the structure of each graph, and the results."""
-    rows = [["benchmark", "graph", "hops", "rounds", "width", "EM", "split", "searches", "n"]]
+    rows = [["benchmark", "graph", "hops", "rounds", "width", "EM", "split", "searches", "questions"]]
     for name, report in benchmarks.items():
         for graph, v in report.get("graphs", {}).items():
             numbers = [str(v[key]) for key in ("hops", "rounds", "width")]
@@ -172,7 +184,8 @@ def paired_table(
     names = [name for name in first[1] if name in second[1]]
     if not names:
         raise UserError(f"{first[0]} and {second[0]}: no benchmark in common, accepted: evaluations of the same")
-    rows = [["benchmark", "", first[0], second[0], "difference", "95%", "p", "ratio", "95%", "n"]]
+    head = ["benchmark", "metric", first[0], second[0], "difference", "95% interval", "p"]
+    rows = [[*head, "ratio", "95% interval", "questions"]]
     pairs = {}
     for name in names:
         pairs[name] = (first[1][name], second[1][name])

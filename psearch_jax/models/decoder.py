@@ -15,14 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from psearch_jax.config import DecoderConfig, Lora, Remat
-from psearch_jax.models import kv_cache, products, ragged
-from psearch_jax.models.attention import ATTENDED, NEG_INF, Implementation, Keys, behind, causal, decode
+from psearch_jax.models.attention import Implementation
+from psearch_jax.models.attention.scores import ATTENDED, NEG_INF
 from psearch_jax.models.int8 import Scales
 from psearch_jax.models.kv_cache import KVCache
+from psearch_jax.models.layer import LayerContext, layer, rms_norm, rope_cos_sin
 from psearch_jax.models.lora import Adapters
 from psearch_jax.models.products import precision, product, product_across
 from psearch_jax.models.transposed import Transposed
@@ -101,6 +101,7 @@ class Decoder(nnx.Module):
         remat: Remat = "none",
         attention: Implementation = "blocked",
         shard_residual: bool = False,
+        *,
         lora: Lora | None = None,
         int8: bool = False,
         values: bool = False,
@@ -125,6 +126,7 @@ class Decoder(nnx.Module):
         ids: jax.Array,
         cache: KVCache | None = None,
         start: jax.Array | None = None,
+        *,
         keep_kv: bool = False,
         span: int | None = None,
         positions: jax.Array | None = None,
@@ -153,37 +155,36 @@ class Decoder(nnx.Module):
         begin = jnp.zeros(ids.shape[0], jnp.int32) if start is None else start
         if positions is None:
             positions = begin[:, None] + jnp.arange(ids.shape[1])
-        rotation = _rope_cos_sin(positions, config.head_dim, config.rope_theta)
+        rotation = rope_cos_sin(positions, config.head_dim, config.rope_theta)
         table = constrain(self.embedding[...], "vocab", None)  # gathered over fsdp once, not once per row
         x = jnp.take(table, ids, axis=0).astype(self.activations)
-        split = "positions" if self.shard_residual else None
-        x = constrain(x, "rows", split, None)
-        step = functools.partial(
-            _layer,
+        context = LayerContext(
             config=config,
+            dtype=self.dtype,
+            attention=self.attention,
+            lora_scale=self.lora_scale,
+            positions_axis="positions" if self.shard_residual else None,
             rotation=rotation,
             start=begin,
             cache=cache,
             span=span,
             rows=rows,
-            keep=keep_kv,
-            attention=self.attention,
             segments=segments,
-            split=split,
-            lora_scale=self.lora_scale,
-            dtype=self.dtype,
+            keep_kv=keep_kv,
         )
+        x = constrain(x, "rows", context.positions_axis, None)
+        step = functools.partial(layer, context=context)
         if self.remat != "none" and not keep_kv:
             step = jax.checkpoint(step, policy=_stored(self.remat))
         if unstacked is None:
             x, new = jax.lax.scan(step, x, (self._weights(), jnp.arange(config.layers)))
         else:
             each = []
-            for layer, weights in enumerate(unstacked.layers):
-                x, kept = step(x, (weights, jnp.int32(layer)))
+            for index, weights in enumerate(unstacked.layers):
+                x, kept = step(x, (weights, jnp.int32(index)))
                 each.append(kept)
             new = jax.tree.map(lambda *parts: jnp.stack(parts), *each)
-        return _rms_norm(x, self.final_norm[...], config.rms_eps), new
+        return rms_norm(x, self.final_norm[...], config.rms_eps), new
 
     def _weights(self) -> dict[str, jax.Array]:
         """All arrays that the layers use, by name, each [L, ...]."""
@@ -281,6 +282,7 @@ class Decoder(nnx.Module):
         hidden: jax.Array,
         targets: jax.Array,
         wanted: jax.Array,
+        *,
         temperature: float,
         n_ids: int,
         chunk: int,
@@ -325,90 +327,6 @@ def _stored(remat: Remat) -> Callable[..., bool]:
     return rules.save_from_both_policies(rules.dots_with_no_batch_dims_saveable, rules.save_only_these_names(ATTENDED))
 
 
-def _layer(
-    x: jax.Array,
-    xs: Any,
-    *,
-    config: DecoderConfig,
-    rotation: Any,
-    start: jax.Array,
-    cache: KVCache | None,
-    span: int | None,
-    rows: jax.Array | None,
-    keep: bool,
-    attention: Implementation,
-    segments: jax.Array | None,
-    split: str | None,
-    lora_scale: float,
-    dtype: Any,
-):
-    """One decoder layer; the body of the scan. Returns ([B, T, D], new (k, v) [B, K, T, H] or None)."""
-    w, layer = xs
-    # Gather over fsdp here. Otherwise the partitioner made each of 16 x 4 chips gather and multiply the attention of
-    # all rows, which added a quarter to an update's products.
-    if "o_kernel" in w:
-        w = w | {"o_kernel": constrain(w["o_kernel"], "heads", None, None)}
-
-    other = jax.lax.optimization_barrier if x.shape[1] == 1 else lambda x: x
-
-    def dense(x: jax.Array, name: str, contracted: int = 1) -> jax.Array:
-        """x times the kernel `name`, plus its bias and its adapter if it has them."""
-        bias, scale, transposed = (w.get(f"{name}{part}") for part in ("_bias", "_kernel_scale", "_kernel_transposed"))
-        if f"{name}_kernel_across" in w:
-            out = products.dense_across(x, w[f"{name}_kernel_across"], dtype, bias, contracted)
-        else:
-            out = products.dense(x, w[f"{name}_kernel"], dtype, bias, contracted, scale, transposed)
-        if f"{name}_kernel_a" in w:
-            # The barrier makes this another input than x: XLA for GPUs would concatenate both kernels for one product.
-            low = lora_scale * products.dense(other(x), w[f"{name}_kernel_a"], x.dtype, contracted=contracted)
-            out += products.dense(low, w[f"{name}_kernel_b"], x.dtype)
-        return out
-
-    def turned(y: jax.Array, name: str, axis: str) -> jax.Array:
-        """Queries or keys [B, T, heads of `axis`, H], normalised if the model does so, rotated to their positions."""
-        out, norm = dense(y, name), w.get(f"{name}_norm")
-        out = out if norm is None else _rms_norm(out, norm, config.rms_eps)
-        cos, sin = (a[:, :, None] for a in rotation)  # [B, T, 1, H/2]
-        return constrain(_rotate(out, cos, sin), "rows", None, axis, None)
-
-    y = _rms_norm(x, w["attention_norm"], config.rms_eps)
-    q, k = turned(y, "q", "heads"), turned(y, "k", "kv_heads")
-    v = constrain(dense(y, "v"), "rows", None, "kv_heads", None)
-    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H], the cache's layout
-    if cache is None:
-        out = causal(q, k, v, attention, segments)
-    elif q.shape[1] == 1 and ragged.applies(attention, cache.k_transposed, config, jax.sharding.get_abstract_mesh()):
-        out = ragged.decode(q, k, v, cache, layer, start, attention)
-    else:
-        k_old, v_old, *scales = kv_cache.read(cache, layer, span, rows)
-        old = Keys(k_old, v_old, cache.k_transposed, *scales)
-        out = (decode if q.shape[1] == 1 else behind)(q, k, v, old, start)
-    x = constrain(x + dense(out, "o", contracted=2), "rows", split, None)
-    y = _rms_norm(x, w["mlp_norm"], config.rms_eps)
-    inner = jax.nn.silu(dense(y, "gate")) * dense(y, "up")
-    x = x + dense(constrain(inner, "rows", None, "mlp"), "down")
-    return constrain(x, "rows", split, None), (k, v) if keep else None
-
-
-def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * scale.astype(x.dtype)
-
-
-def _rope_cos_sin(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [B, T, H/2] in float32: at 30,000 positions, bf16 angles would be off by full turns."""
-    frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)  # computed in float64, rounded once
-    angle = positions[..., None].astype(jnp.float32) * frequency.astype(np.float32)
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding, halves layout: dimension i is paired with i + H/2."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
     return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
@@ -432,6 +350,7 @@ def graphdef(
     remat: Remat = "none",
     attention: Implementation = "blocked",
     shard_residual: bool = False,
+    *,
     lora: Lora | None = None,
     int8: bool = False,
     values: bool = False,
@@ -445,7 +364,18 @@ def graphdef(
 
     def made() -> Decoder:
         rngs = nnx.Rngs(params=0)
-        return Decoder(config, rngs, dtype, remat, attention, shard_residual, lora, int8, values, transposed)
+        return Decoder(
+            config,
+            rngs,
+            dtype,
+            remat,
+            attention,
+            shard_residual,
+            lora=lora,
+            int8=int8,
+            values=values,
+            transposed=transposed,
+        )
 
     return nnx.split(nnx.eval_shape(made), nnx.Param)[0]
 

@@ -4,7 +4,7 @@ On a TPU, a Pallas kernel reads the cache in place, following a work list with o
 of 200 positions has one, a row of 6,000 twelve. A GPU runs many programs at once, so its Pallas kernel has one program
 per part of each row. Programs past a row's end return at once, and the partial results are summed afterwards. On a
 CPU, a loop runs over groups of rows and over each group's blocks up to its longest row, so that a block is used while
-it is in the processor's cache. Letters as in models/attention.py.
+it is in the processor's cache. Letters as in models/attention.
 """
 
 from __future__ import annotations
@@ -18,16 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from psearch_jax.config import DecoderConfig
-from psearch_jax.models.attention import (
-    KEY_BLOCK,
-    LANES,
-    NEG_INF,
-    Implementation,
-    Keys,
-    grouped,
-    merge_heads,
-    over_cache,
-)
+from psearch_jax.models.attention import Implementation
+from psearch_jax.models.attention.cached import KEY_BLOCK, Keys, over_cache
+from psearch_jax.models.attention.scores import NEG_INF, grouped, merge_heads
+from psearch_jax.models.attention.splash import LANES
 from psearch_jax.models.kv_cache import AXES, KVCache
 from psearch_jax.sharding import on_own_rows
 
@@ -74,7 +68,7 @@ def decode(
     form: Implementation,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of one token over itself and the cached positions before it, as `attention.decode`.
+    """Attention of one token over itself and the cached positions before it, as `attention.cached.decode`.
 
     Args:
       q: [B, 1, N, H].

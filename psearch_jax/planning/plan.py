@@ -27,7 +27,7 @@ from psearch_jax.models.lora import abstract_trained
 from psearch_jax.planning.hlo import Cost, cost
 from psearch_jax.planning.targets import Target
 from psearch_jax.rollout.boundary import build_tables
-from psearch_jax.rollout.collect import piece_rows, pool_rows, widths
+from psearch_jax.rollout.collect import pool_rows, rows_per_call, widths
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.runtime.accelerators import GIB, GPUS, Chip
 from psearch_jax.runtime.paths import TOY_POLICY
@@ -194,7 +194,7 @@ def make_plan(
         learner = make_learner(config, model, mesh, optimizer, min(TOKENIZER_IDS, model.vocab_rows))
         sampler = bare_sampler(config, model, mesh)
         slots, pool, traces = sampler.traced(
-            r.slots, r.context_tokens, prompts, piece_rows(r, mesh), widths(r, sampler.by_length)
+            r.slots, r.context_tokens, prompts, rows_per_call(r, mesh), widths(r, sampler.by_length)
         )
         traces |= learner.traced()
         if ppo:

@@ -13,8 +13,8 @@ import jax
 from psearch_jax.runtime.accelerators import CHIPS, GPUS, MIB, Chip
 from psearch_jax.types import UserError, first_line
 
-# Published figures for chips.GPUS: the driver's name for it, compute capability, multiprocessors; per multiprocessor
-# the float32 lanes, KiB of shared memory and threads; then MiB of L2 cache and the clock in GHz.
+# Published figures for accelerators.GPUS: the driver's name for it, compute capability, multiprocessors; per
+# multiprocessor the float32 lanes, KiB of shared memory and threads; then MiB of L2 cache and the clock in GHz.
 _PARTS = {
     "h200": ("NVIDIA H200", 9.0, 132, 128, 228, 2048, 50, 1.98),
     "h100": ("NVIDIA H100 80GB HBM3", 9.0, 132, 128, 228, 2048, 50, 1.98),

@@ -28,8 +28,8 @@ class Line:
     group: str = ""  # a question kind or a benchmark; the page can be filtered by it
     name: str = ""  # distinguishes it from the other lines of its run and group
     faint: bool = False
-    low: list[float] | None = None
-    high: list[float] | None = None
+    low: list[float | None] | None = None
+    high: list[float | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Chart:
     lines: list[Line] = field(default_factory=list)
     axis: str = "step"
     form: str = "lines"
-    pooled: bool = False  # drawn for all questions together unless the page is filtered by a group
-    full_width: bool = False  # bars of one run never share an x position, so they are drawn at full width
+    pooled: bool = False  # shown for all questions together unless the page is filtered by a group
+    full_width: bool = False  # bars of one run never share an x position, so each takes the full width
 
     def as_json(self) -> dict[str, Any]:
         out = asdict(self)
@@ -78,7 +78,7 @@ def distribution_charts(searches: list[Line], finished: list[Line], note: str, p
     return [
         Chart(
             "search_counts",
-            "Searching",
+            "Search",
             "Searches per rollout",
             f"Share of rollouts by the number of searches.{note}",
             searches,
@@ -88,9 +88,9 @@ def distribution_charts(searches: list[Line], finished: list[Line], note: str, p
         ),
         Chart(
             "finished",
-            "Searching",
-            f"Finished by turn 1 to {LAST_TURN}",
-            f"Cumulative share of rollouts that have answered by each model call, as in the paper.{note}",
+            "Search",
+            "Answered by turn",
+            f"Cumulative share of rollouts that have answered by each turn (model call), as in the paper.{note}",
             finished,
             "turn",
             pooled=pooled,
@@ -114,12 +114,12 @@ def evaluation_charts(runs: Sequence[RunFiles], scores: Sequence[Mapping[str, Se
             low, high = ([b[side] for b in bounds] for side in (0, 1))
             em.append(Line(i, [v["em"] for v in rows.values()], x, benchmark, low=low, high=high))
             split.append(Line(i, [v["decomposition_ratio"] for v in rows.values()], x, benchmark))
-        one = distributions(i, by_benchmark, "")
-        searches += one[0]
-        finished += one[1]
+        counts, by_turn = distributions(i, by_benchmark, "")
+        searches += counts
+        finished += by_turn
     note = "With the bootstrap 95% interval over questions."
     return [
         Chart("em", "Answers", "EM", note, em, "category", "bars", full_width=True),
-        Chart("split", "Searching", "Questions split", SPLIT, split, "category", "bars", full_width=True),
+        Chart("split", "Search", "Questions split", SPLIT, split, "category", "bars", full_width=True),
         *distribution_charts(searches, finished, "", pooled=False),
     ]

@@ -78,7 +78,7 @@ def render(runs: Sequence[RunFiles]) -> str:
         sections=list(dict.fromkeys(chart.section for chart in drawn)),
         charts=drawn,
         groups=groups,
-        alarms=[(run.name, rung) for run, rung in zip(runs, data["alarms"], strict=True) if rung],
+        alarms=[(run.name, fired) for run, fired in zip(runs, data["alarms"], strict=True) if fired],
         parts=_tables(runs),
         facets=_facets(runs, shown),
         recorded=len(shown.columns["run"]),
@@ -127,16 +127,16 @@ def _facts(run: RunFiles) -> dict[str, Any]:
 
 def _facets(runs: Sequence[RunFiles], shown: Shown) -> list[tuple[str, str, list[tuple[str, str]]]]:
     """(column, label, [(value, text)]) of every filter; run and benchmark only if there are several."""
-    there = {name: set(shown.columns[name]) for name in ("run", "benchmark", "kind", "status", "split", "right")}
+    there = {name: set(shown.columns[name]) for name in ("run", "benchmark", "kind", "status", "split")}
     first = [("run", "Run", [(str(i), run.name) for i, run in enumerate(runs) if i in there["run"]])]
     if not runs[0].trained:
         first.append(("benchmark", "Benchmark", [(name, name) for name in sorted(there["benchmark"])]))
-    named = (("split", "split"), ("whole", "not split"), ("none", "no search"))
+    first_searches = [("split", "split"), ("not_split", "not split"), ("no_search", "no search")]
     return [row for row in first if len(row[2]) > 1] + [
-        ("kind", "Kind", [(kind, kind) for kind in KINDS if kind in there["kind"]]),
-        ("right", "Outcome", [("1", "right"), ("0", "wrong")]),
-        ("status", "Status", [(s, s.replace("_", " ")) for s in END_STATUSES if s in there["status"]]),
-        ("split", "First search", list(named)),
+        ("kind", "Question type", [(kind, kind) for kind in KINDS if kind in there["kind"]]),
+        ("correct", "Answer", [("1", "correct"), ("0", "incorrect")]),
+        ("status", "End status", [(s, s.replace("_", " ")) for s in END_STATUSES if s in there["status"]]),
+        ("split", "First search", first_searches),
     ]
 
 

@@ -27,7 +27,7 @@ log = logging.getLogger("psearch_jax")
 MOST_ROLLOUTS = 10_000  # per page, over all runs
 MOST_BYTES = 5_000_000  # of compressed rollout texts per page; with the charts a page stays below 10 MB
 LOGPROB_DIGITS = 4
-_COLUMNS = "run step benchmark kind right status split question sample reward block place".split()
+_COLUMNS = "run step benchmark kind correct status split question sample reward block place".split()
 
 
 def packed(value: Any) -> str:
@@ -46,8 +46,8 @@ class Shown:
     """
 
     def __init__(self, runs: int):
-        self._whole = (MOST_ROLLOUTS // runs, MOST_BYTES // runs)
-        self._room = [self._whole] * runs  # (rollouts, bytes) left of each run
+        self._full_room = (MOST_ROLLOUTS // runs, MOST_BYTES // runs)
+        self._room = [self._full_room] * runs  # (rollouts, bytes) left of each run
         self._questions: dict[tuple[str, str], int] = {}
         self._question_rows: list[dict[str, Any]] = []
         self.columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
@@ -70,7 +70,7 @@ class Shown:
           spelling: converts token ids to text; None if the run's tokenizer is not available.
         """
         rollouts, room = self._room[run]
-        first = self._room[run] == self._whole
+        first = self._room[run] == self._full_room
         count, text = min(len(rows), rollouts) if first else len(rows), ""
         while 0 < count <= rollouts and room > 0 and not text:
             text = packed([_body(row, spelling) for row in rows[:count]])
@@ -87,9 +87,9 @@ class Shown:
                 "step": block.step,
                 "benchmark": block.benchmark,
                 "kind": score.kind,
-                "right": int(score.em > 0),
+                "correct": int(score.em > 0),
                 "status": score.status,
-                "split": "none" if not score.first_sub_queries else "split" if score.split else "whole",
+                "split": "split" if score.split else "not_split" if score.first_sub_queries else "no_search",
                 "question": self._question(score, row["question"]),
                 "sample": score.sample,
                 "reward": round(row["reward"]["total"], LOGPROB_DIGITS) if row.get("reward") else None,
@@ -193,12 +193,12 @@ def _body(row: Mapping[str, Any], spelling: Spelling | None) -> dict[str, Any]:
     turns = row["actions"] if "actions" in row else row["turns"]  # in an evaluation `turns` is a count
     cuts = _cuts(row, turns, spelling) if spelling and "ids" in row else None
     shown = {"gold": row["golden_answers"], "reward": row.get("reward") or {}, "turns": []}
-    if cuts:
+    if cuts and spelling:
         shown["prompt"] = spelling.text(row["ids"][: cuts[0][0]])
     for number, turn in enumerate(turns):
         one: dict[str, Any] = {"text": turn["text"]}
         written = None
-        if cuts:
+        if cuts and spelling:
             start, middle, end = cuts[number]
             logprobs = row["logprobs"][start:middle]
             one["pieces"] = spelling.pieces(row["ids"][start:middle])
@@ -252,7 +252,7 @@ def passage_lines(written: str | None, queries: Sequence[str], counts: Iterable[
     """
     passages: list[list[str]] = [[] for _ in queries]
     start, end = ((written or "").find(tag) for tag in (tags.INFORMATION_OPEN, tags.INFORMATION_CLOSE))
-    if start < 0:
+    if written is None or start < 0:
         return passages
     inner = written[start + len(tags.INFORMATION_OPEN) : end if end >= 0 else None]
     lines = inner.strip("\n").split("\n")

@@ -9,23 +9,23 @@ from psearch_jax.eval.benchmarks import PAIRS
 from psearch_jax.types import KINDS
 
 COLUMNS = (
-    ("decided", "decided right"),
+    ("decomposition_accuracy", "decomposition accuracy"),
     ("em", "EM"),
-    ("chance", "by chance"),
+    ("chance", "chance level"),
     ("f1", "F1"),
     ("decomposition_ratio", "split"),
     ("searches", "searches"),
     ("turns", "turns"),
-    ("valid_format", "valid"),
+    ("valid_format", "valid format"),
 )
 
 
 def before_and_after(summary: Mapping[str, Any]) -> str:
     """A Markdown table of one run: a row per kind and moment, sampled and (if evaluated) greedy.
 
-    Minimal pairs come first: in them no single word gives away whether to split.
+    Minimal pairs come first: their two questions have the same words, so no single word reveals whether to split.
     """
-    lines = ["| questions | policy | " + " | ".join(title for _, title in COLUMNS) + " |"]
+    lines = ["| question type | policy | " + " | ".join(title for _, title in COLUMNS) + " |"]
     lines.append("|---" * (len(COLUMNS) + 2) + "|")
     for kind in (PAIRS, *KINDS):
         for moment in ("before", "after", "before_greedy", "after_greedy"):
@@ -38,8 +38,8 @@ def before_and_after(summary: Mapping[str, Any]) -> str:
 
 def side_by_side(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """A Markdown table of several runs: EM, splitting and turns per kind, before -> after."""
-    shown = [c for c in COLUMNS if c[0] in ("decided", "em", "decomposition_ratio", "turns")]
-    lines = ["| run | questions | " + " | ".join(title for _, title in shown) + " |"]
+    shown = [c for c in COLUMNS if c[0] in ("decomposition_accuracy", "em", "decomposition_ratio", "turns")]
+    lines = ["| run | question type | " + " | ".join(title for _, title in shown) + " |"]
     lines.append("|---" * (len(shown) + 2) + "|")
     for name, summary in runs:
         for kind in (PAIRS, *KINDS):

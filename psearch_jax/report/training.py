@@ -28,47 +28,59 @@ _SERIES = (
     (
         "no_signal",
         "Reward",
-        "Groups without a signal",
-        "Groups whose rewards are all equal.",
+        "Zero-advantage groups",
+        "Share of groups whose rewards are all equal.",
         "groups_without_signal",
     ),
-    ("split", "Searching", "Questions split", SPLIT, "decomposition/{}"),
-    ("searches", "Searching", "Searches", "Mean number of searches that were run.", "searches/{}"),
-    ("turns", "Searching", "Turns", "Mean number of model calls: a search and an answer are 2.", "turns/{}"),
+    ("split", "Search", "Questions split", SPLIT, "decomposition/{}"),
+    ("searches", "Search", "Searches", "Mean number of searches that were run.", "searches/{}"),
+    ("turns", "Search", "Turns", "Mean number of model calls: a search and an answer are 2.", "turns/{}"),
     ("kl", "Learning", "KL", "Mean divergence from the reference policy, nats per sampled token.", "kl"),
     ("entropy", "Learning", "Entropy", "Mean entropy of the policy, nats per sampled token.", "entropy"),
-    ("logp_gap", "Learning", "Gap", "Mean |trainer log-prob - sampler log-prob| per sampled token.", "logp_gap"),
+    (
+        "logp_gap",
+        "Learning",
+        "Log-prob gap",
+        "Mean |trainer log-prob - sampler log-prob| per sampled token.",
+        "logp_gap",
+    ),
     (
         "likelihood",
         "Learning",
-        "Likelihood of right rollouts",
-        "Mean log-prob of their sampled tokens at sampling time.",
+        "Log-likelihood of correct rollouts",
+        "Mean log-prob of their sampled tokens under the sampling policy.",
         "logprob_of_correct",
     ),
     (
         "displaced",
         "Learning",
-        "Displaced",
-        "Share of good actions' tokens whose action became less likely.",
+        "Likelihood displacement",
+        "Share of the tokens in actions with an advantage of 0 or more whose action became less likely.",
         "displaced",
     ),
     (
         "explained",
         "Learning",
-        "Critic",
+        "Explained variance of the critic",
         "Share of the variance of the returns that the critic's values explain.",
         "critic/explained_variance",
     ),
-    ("gradient_norm", "Learning", "Gradient norm", "Before clipping.", "gradient_norm"),
-    ("clip_fraction", "Learning", "Clipped", "Share of sampled tokens whose ratio was clipped.", "clip_fraction"),
+    ("gradient_norm", "Learning", "Gradient norm", "Global norm before clipping.", "gradient_norm"),
+    (
+        "clip_fraction",
+        "Learning",
+        "Clip fraction",
+        "Share of sampled tokens whose ratio was clipped.",
+        "clip_fraction",
+    ),
     ("learning_rate", "Learning", "Learning rate", "At the last update of a step.", "learning_rate"),
-    ("ids", "Cost", "Tokens per rollout", "Prompt, sampled tokens and observations.", "ids_per_trajectory"),
+    ("tokens", "Cost", "Tokens per rollout", "Prompt, sampled tokens and observations.", "tokens_per_trajectory"),
 )
 _PARTS = {
-    "outcome": "For the answer.",
-    "format": "For correct use of the tags.",
-    "decomposition": "For the decision to split.",
-    "search_count": "For the number of searches.",
+    "outcome": "Reward for the answer.",
+    "format": "Reward for the format of the output.",
+    "decomposition": "Reward for the decision to split.",
+    "search_count": "Reward for the number of searches.",
 }
 
 
@@ -81,20 +93,20 @@ def training_charts(runs: Sequence[RunFiles], scores: Sequence[Steps]) -> list[C
     charts = [_series_chart(runs, *row) for row in _SERIES]
     charts += [_reward_part(runs, part) for part in RewardParts.__dataclass_fields__]
     charts += [_answers(runs, scores), _validation(runs), _ends(runs), *_behaviour(scores), *_costs(runs)]
-    order = ("Reward", "Answers", "Searching", "Learning", "Cost")
+    order = ("Reward", "Answers", "Search", "Learning", "Cost")
     return sorted((c for c in charts if c.lines), key=lambda c: order.index(c.section))
 
 
 def alarms(runs: Sequence[RunFiles]) -> list[dict[str, list[int]]]:
-    """For each run, the steps at which an alarm rang (`alarm/NAME` above 0 in metrics.jsonl), by alarm name."""
+    """For each run, the steps at which an alarm fired (`alarm/NAME` above 0 in metrics.jsonl), by alarm name."""
     alarms_by_run: list[dict[str, list[int]]] = []
     for run in runs:
-        rung: dict[str, list[int]] = {}
+        fired: dict[str, list[int]] = {}
         for row in run.rows:
             for key, value in row.items():
                 if key.startswith("alarm/") and value:
-                    rung.setdefault(key.removeprefix("alarm/"), []).append(row["step"])
-        alarms_by_run.append(rung)
+                    fired.setdefault(key.removeprefix("alarm/"), []).append(row["step"])
+        alarms_by_run.append(fired)
     return alarms_by_run
 
 
@@ -118,9 +130,9 @@ def _series_chart(runs: Sequence[RunFiles], name: str, section: str, title: str,
 def _reward_part(runs: Sequence[RunFiles], part: str) -> Chart:
     lines = []
     for kind in KINDS:
-        for name in ("split", "whole"):
-            lines += _lines(runs, f"reward/{kind}/{name}/{part}", kind, name, faint=name == "whole")
-    note = f"{_PARTS.get(part, '')} Mean over rollouts that split; faint: over those that did not."
+        for key, name in (("split", "split"), ("not_split", "not split")):
+            lines += _lines(runs, f"reward/{kind}/{key}/{part}", kind, name, faint=key == "not_split")
+    note = f"{_PARTS.get(part, '')} Mean over rollouts that split; faint: over those that do not."
     return Chart(f"reward_{part}", "Reward", f"Reward: {part.replace('_', ' ')}", note.strip(), lines)
 
 
@@ -142,7 +154,7 @@ def _answers(runs: Sequence[RunFiles], scores: Sequence[Steps]) -> Chart:
             if points:
                 x, y, low, high = (list(map(short, column)) for column in zip(*points, strict=True))
                 lines.append(Line(i, y, x, kind, "recorded", low=low, high=high))
-    note = "Exact match. Faint: all rollouts of a step; with bars: the recorded ones"
+    note = "Exact match. Faint: all rollouts of a step; with error bars: the recorded rollouts"
     pooled = max(widths, default=1)
     note += f", pooled over {pooled} steps" if pooled > 1 else ""
     note += ", with a bootstrap 95% interval over questions." + _HIDDEN * (len(runs) > 1)
@@ -179,7 +191,7 @@ def _validation(runs: Sequence[RunFiles]) -> Chart:
     note = "The run's own evaluations, one sample per question, with Wilson's 95% interval." + _HIDDEN * (
         len(runs) > 1
     )
-    return Chart("validation", "Answers", "EM, evaluated", note, lines)
+    return Chart("validation", "Answers", "Validation EM", note, lines)
 
 
 def _figures(row: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -192,7 +204,8 @@ def _ends(runs: Sequence[RunFiles]) -> Chart:
         own = _lines(runs, f"status/{status}", name=status.replace("_", " "))
         lines += [line for line in own if any(line.y)]
     lines += _lines(runs, "valid_format", name="valid format")
-    return Chart("status", "Answers", "How rollouts end", "Shares by end status; all other rollouts answered.", lines)
+    note = "Shares of rollouts that end without an answer, by reason, and of rollouts in valid format."
+    return Chart("status", "Answers", "End status", note, lines)
 
 
 def _behaviour(scores: Sequence[Steps]) -> list[Chart]:
@@ -207,9 +220,9 @@ def _behaviour(scores: Sequence[Steps]) -> list[Chart]:
         spans.append("; ".join(f"{name} steps {own[0]} to {own[-1]}" for name, own in ends.items()))
         for name, own in ends.items():
             pool = [s for step in own for s in steps[step]]
-            one = distributions(i, {POOLED: pool, **by_kind(pool)}, name, faint=name == "first")
-            searches += one[0]
-            finished += one[1]
+            counts, by_turn = distributions(i, {POOLED: pool, **by_kind(pool)}, name, faint=name == "first")
+            searches += counts
+            finished += by_turn
     note = f" Recorded rollouts, {' / '.join(dict.fromkeys(spans))}; the first are faint."
     return distribution_charts(searches, finished, note, pooled=True)
 
@@ -229,19 +242,27 @@ def _costs(runs: Sequence[RunFiles]) -> list[Chart]:
             means.append(Line(i, [value for _, value in there], [phase for phase, _ in there]))
     use = []
     for key, name in (
-        ("cost/row_use", "decoded rows"),
-        ("cost/extend_use", "appended positions"),
-        ("update_padding", "padding"),
+        ("cost/row_use", "decoded rows that sample a token"),
+        ("cost/extend_use", "appended positions that hold a token"),
+        ("update_padding", "padding in updates"),
     ):
         use += _lines(runs, key, name=name, faint=key == "update_padding")
-    speed = _lines(runs, "sampled_tokens_per_s", name="sampled") + _lines(runs, "trained_tokens_per_s", name="trained")
+    speed = _lines(runs, "sampled_tokens_per_s", name="sampled in rollouts") + _lines(
+        runs, "trained_tokens_per_s", name="processed in updates"
+    )
     note = "Waiting for passages (search) and for the host is part of the rollout."
-    seconds = Chart("seconds", "Cost", "Seconds per step", "All phases together.", totals)
+    seconds = Chart("seconds", "Cost", "Seconds per step", "Sum over all phases.", totals)
     if len(runs) == 1:
         seconds = Chart("seconds", "Cost", "Seconds per step", "By phase, stacked.", phases, form="stacked")
     return [
         seconds,
         Chart("phases", "Cost", "Seconds by phase", f"Mean over all steps. {note}", means, "category", "bars"),
-        Chart("row_use", "Cost", "Row use", "Shares in use; faint: the share of padding in an update.", use),
-        Chart("speed", "Cost", "Tokens per second", "Sampled in rollouts, and processed in updates.", speed),
+        Chart(
+            "row_use",
+            "Cost",
+            "Utilization",
+            "Utilized shares of device work; faint: the share of padding in updates.",
+            use,
+        ),
+        Chart("speed", "Cost", "Tokens per second", "Mean over the phase.", speed),
     ]

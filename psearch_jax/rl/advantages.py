@@ -55,3 +55,14 @@ def carry_signal(advantages: np.ndarray, samples: int) -> np.ndarray:
       samples: the size of a group.
     """
     return (advantages.reshape(-1, samples) != 0).any(axis=1)
+
+
+def trained_rows(advantages: np.ndarray, samples: int, count: int) -> np.ndarray:
+    """The rows of `count` groups, in their order: the first with a signal, then as needed the first without one.
+
+    Args:
+      advantages: [N], those of a group adjacent.
+      samples: the size of a group.
+    """
+    chosen = np.sort(np.argsort(~carry_signal(advantages, samples), kind="stable")[:count])
+    return (chosen[:, None] * samples + np.arange(samples)).ravel()

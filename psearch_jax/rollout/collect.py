@@ -20,6 +20,8 @@ from psearch_jax.rollout import sampling
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.rollout.sampler_state import Widths
 from psearch_jax.rollout.scheduler import Parts, Progress, RolloutScheduler
+from psearch_jax.rollout.search import BatchedSearch, BatchRetriever, OverlappedSearch, SearchPolicy
+from psearch_jax.rollout.turns import ParseTurn, TurnParser
 from psearch_jax.rollout.usage import Usage
 from psearch_jax.runtime import processes, progress
 from psearch_jax.text import tags
@@ -41,9 +43,8 @@ class Collector:
       retriever: answers one batch of sub-queries per yield; None if the budgets allow no search.
       render: from a question to the token ids of its prompt.
       rollout, retrieval: budgets and options.
+      parse_turn: from sampled tokens to a turn; default: by the tag grammar.
     """
-
-    in_flight: type[RolloutScheduler] = RolloutScheduler
 
     def __init__(
         self,
@@ -53,17 +54,20 @@ class Collector:
         render: Callable[[Question], list[int]],
         rollout: RolloutSection,
         retrieval: RetrievalSection,
+        parse_turn: ParseTurn | None = None,
     ):
         tags.check_observation_budget(rollout.obs_tokens, "config.rollout.obs_tokens")
+        by_grammar = TurnParser(tokenizer, retrieval.max_sub_queries, rollout.max_tokens_after_answer)
         self.parts = Parts(
-            sampler,
-            tokenizer,
-            retriever,
-            rollout,
-            retrieval,
-            widths(rollout, sampler.by_length),
-            pool_rows(rollout, sampler.mesh),
-            piece_rows(rollout, sampler.mesh),
+            sampler=sampler,
+            tokenizer=tokenizer,
+            retriever=retriever,
+            rollout=rollout,
+            retrieval=retrieval,
+            parse_turn=parse_turn or by_grammar,
+            widths=widths(rollout, sampler.by_length),
+            pool_rows=pool_rows(rollout, sampler.mesh),
+            rows_per_call=rows_per_call(rollout, sampler.mesh),
         )
         self.usage, self.render = Usage(), render
 
@@ -87,13 +91,13 @@ class Collector:
         """Compiles every shape that `collect` can need, so that no later step waits for a compilation.
 
         Args:
-          unstacked: `Sampler.unstack(params)`, if it exists already.
+          unstacked: `Sampler.unstack_once(params)`, if it exists already.
         """
         with progress.step("compiling"):
-            self._warm_up(params, self.sampler.unstack(params) if unstacked is None else unstacked)
+            self._warm_up(params, self.sampler.unstack_once(params) if unstacked is None else unstacked)
 
     def _warm_up(self, params: nnx.State, unstacked: Unstacked | None) -> None:
-        rows, pool, widths = self.parts.piece_rows, self.parts.pool_rows, self.parts.widths
+        rows, pool, widths = self.parts.rows_per_call, self.parts.pool_rows, self.parts.widths
         state = self.sampler.new_state(self.parts.rollout.slots, self.parts.rollout.context_tokens)
         nothing = np.zeros(rows, np.int32)
         for width in widths.observations:
@@ -119,7 +123,7 @@ class Collector:
           prompts: the prompt widths to compile for; other widths are compiled when first needed.
           unstacked: as `generate` will get it.
         """
-        rows, pool_rows, widths = self.parts.piece_rows, self.parts.pool_rows, self.parts.widths
+        rows, pool_rows, widths = self.parts.rows_per_call, self.parts.pool_rows, self.parts.widths
         sampler, compiler = self.sampler, self.sampler.compile_only()
         state = sampler.new_state(self.parts.rollout.slots, self.parts.rollout.context_tokens)
         nothing, keys = np.zeros(rows, np.int32), np.zeros((rows, 2), np.uint32)
@@ -172,13 +176,22 @@ class Collector:
         """
         prompts: list[list[int]] = []
         processes.together(lambda: prompts.extend(map(self.render, questions)))  # an error in one is raised in all
-        flight = self.in_flight(self.parts, params, samples, seed, step, self.sampler.unstack(params))
-        flight.add(questions, prompts)
-        while flight.refill(progress):
-            flight.decode(temperature)
-            flight.read()
-        self.usage = replace(flight.usage, decode_steps=int(processes.fetch(flight.state.steps)))
-        return [flight.results[order] for order in range(flight.added)]
+        unstacked = self.sampler.unstack_once(params)
+        scheduler = RolloutScheduler(
+            self.parts, params, search_policy(self.parts), samples=samples, seed=seed, step=step, unstacked=unstacked
+        )
+        scheduler.add(questions, prompts)
+        while scheduler.refill(progress):
+            scheduler.decode(temperature)
+            scheduler.read()
+        self.usage = replace(scheduler.usage, decode_steps=int(processes.fetch(scheduler.state.steps)))
+        return [scheduler.results[order] for order in range(scheduler.added)]
+
+
+def search_policy(parts: Parts) -> SearchPolicy:
+    """A new search policy, by `rollout.overlap_search`."""
+    retriever = BatchRetriever(parts.retriever, parts.retrieval.topk)
+    return OverlappedSearch(retriever) if parts.rollout.overlap_search else BatchedSearch(retriever)
 
 
 def widths(rollout: RolloutSection, by_length: bool = False) -> Widths:
@@ -193,7 +206,7 @@ def pool_rows(rollout: RolloutSection, mesh: jax.sharding.Mesh) -> int:
     return -(-math.ceil(rollout.slots / rollout.samples) // unit) * unit
 
 
-def piece_rows(rollout: RolloutSection, mesh: jax.sharding.Mesh) -> int:
+def rows_per_call(rollout: RolloutSection, mesh: jax.sharding.Mesh) -> int:
     """R, the slots per call of `admit` or `extend`: an eighth of all, rounded up to equal shares per device."""
     devices = mesh.shape["data"] * mesh.shape["fsdp"]
     return devices * math.ceil(rollout.slots / devices / 8)

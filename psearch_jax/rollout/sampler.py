@@ -20,7 +20,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -29,15 +28,21 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from psearch_jax.config import DecoderConfig, Lora
-from psearch_jax.models import decoder, int8, kv_cache, lora, ragged
+from psearch_jax.config import DecoderConfig
+from psearch_jax.models import decoder, int8, lora, ragged
 from psearch_jax.models.attention import implementation_for
-from psearch_jax.models.decoder import NEG_INF
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.unstacked import Unstacked
-from psearch_jax.rollout import boundary, sampling
 from psearch_jax.rollout.boundary import BoundaryTables
-from psearch_jax.rollout.sampler_state import SamplerState, Status, Widths
+from psearch_jax.rollout.sampler_programs import (
+    Draw,
+    SamplerOptions,
+    SamplerPrograms,
+    StopTables,
+    YieldLimits,
+    random_draw,
+)
+from psearch_jax.rollout.sampler_state import SamplerState, Widths
 from psearch_jax.runtime import platforms
 from psearch_jax.sharding import (
     ROWS,
@@ -45,29 +50,17 @@ from psearch_jax.sharding import (
     is_one_cpu,
     param_shardings,
     placed,
-    put_rows,
     replicated,
     rows_sharding,
     sampling_cast,
     spec,
-    take_rows,
 )
 
 FOREVER = np.iinfo(np.int32).max
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Tables:
-    """Decide where a row stops. A automaton states, and one absorbing state for rows with a complete answer."""
-
-    next: jax.Array  # [A + 1, V] int
-    hit: jax.Array  # [A + 1, V] int
-    stop: jax.Array  # [V] bool
-
-
 class Sampler:
-    """The device programs, compiled once per shape.
+    """The device programs (rollout/sampler_programs.py), compiled once per shape.
 
     Args:
       graph: the model's static half (computes in the sampling dtype).
@@ -76,15 +69,7 @@ class Sampler:
       n_ids: number of token ids of the tokenizer; columns from there on are never sampled.
       stop_ids: token ids that end a message.
       mesh: rows are split over (data, fsdp), heads over tensor.
-      dtype: of the weights, except int8 kernels, and of the KV cache, which on a CPU is float32 instead.
-      top_k, top_p: sampling filters; the recorded log-probs are those before the filter.
-      max_tokens_after_answer: tokens sampled after `</answer>` while waiting for a stop token.
-      yield_share: `generate` yields when this share of the live rows waits.
-      adapters: of the graph, if it has any; `params` below then holds weights and adapters.
-      int8_weights: the graph's kernels are in int8.
-      int8_cache: cached keys and values are in int8.
-      unstacked: `generate` first copies each layer's weights into separate arrays (models/unstacked.py), unless it
-        gets such a copy.
+      draw: samples the next token of every row; traced into `generate`.
 
     Attributes:
       by_length: decoding reads each row's cache only up to the row's length, so a smaller `span` saves nothing.
@@ -92,52 +77,49 @@ class Sampler:
 
     def __init__(
         self,
+        *,
         graph: nnx.GraphDef,
         config: DecoderConfig,
         tables: BoundaryTables,
         n_ids: int,
         stop_ids: Sequence[int],
         mesh: Mesh,
-        dtype: Any = jnp.float32,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        max_tokens_after_answer: int = 4,
-        yield_share: float = 1.0,
-        adapters: Lora | None = None,
-        int8_weights: bool = False,
-        int8_cache: bool = False,
-        unstacked: bool = False,
+        options: SamplerOptions = SamplerOptions(),  # noqa: B008 (frozen)
+        draw: Draw = random_draw,
     ):
-        self.config, self.mesh, self.dtype = config, mesh, dtype
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        self.config, self.mesh, self.options = config, mesh, options
+        on_cpu, dtype = mesh.devices.flat[0].platform == "cpu", options.dtype
         activations = jnp.float32 if on_cpu else dtype  # see models/products.py
-        self._int8_weights, self._cached = int8_weights, jnp.int8 if int8_cache else activations
-        self._keys_across = on_cpu
-        self.by_length = ragged.applies(implementation_for(mesh, dtype), self._keys_across, config, mesh)
-        self._unstacked = unstacked
-        self._graph, self._n_ids, self._lora = graph, n_ids, adapters
-        self._top_k, self._top_p = top_k, top_p
-        self._after_answer, self._yield_share = max_tokens_after_answer, yield_share
-        states = tables.next.shape[0]
-        self._answered = states  # an extra, absorbing state that completes no tag
-        stop = np.zeros(tables.next.shape[1], bool)
+        self._on_one_cpu = is_one_cpu(mesh)
+        # Int8 kernels are converted at each step whatever their layout, so they are not transposed.
+        narrow = options.int8_weights or (dtype != jnp.float32 and platforms.cpu_multiplies(dtype))
+        states, columns = tables.next.shape
+        self._programs = programs = SamplerPrograms(
+            graph=graph,
+            config=config,
+            options=options,
+            n_ids=n_ids,
+            answered=states,  # an extra, absorbing state that completes no tag
+            cache_dtype=jnp.int8 if options.int8_cache else activations,
+            k_transposed=on_cpu,
+            transpose_unstacked=self._on_one_cpu and not narrow,
+            draw=draw,
+        )
+        self.by_length = ragged.applies(implementation_for(mesh, dtype), programs.k_transposed, config, mesh)
+        stop = np.zeros(columns, bool)
         stop[list(stop_ids)] = True
-        self._host_tables = _Tables(
+        self._host_tables = StopTables(
             np.pad(tables.next, ((0, 1), (0, 0)), constant_values=states), np.pad(tables.hit, ((0, 1), (0, 0))), stop
         )
         shardings = self._shardings()
-        self._prefill = jax.jit(self._prefill_program, out_shardings=shardings)
-        self._admit = jax.jit(self._admit_program, donate_argnames="state", out_shardings=shardings)
-        self._extend = jax.jit(self._extend_program, donate_argnames="state", out_shardings=shardings)
+        self._new = jax.jit(programs.new_state, static_argnums=(0, 1), out_shardings=shardings)
+        self._prefill = jax.jit(programs.prefill, out_shardings=shardings)
+        self._admit = jax.jit(programs.admit, donate_argnames="state", out_shardings=shardings)
+        self._extend = jax.jit(programs.extend, donate_argnames="state", out_shardings=shardings)
         self._generate = jax.jit(
-            self._generate_program, donate_argnames="state", static_argnames="span", out_shardings=shardings
+            programs.generate, donate_argnames="state", static_argnames="span", out_shardings=shardings
         )
-        self._new = jax.jit(self._new_program, static_argnums=(0, 1), out_shardings=shardings)
-        self._on_one_cpu = is_one_cpu(mesh)
-        # Int8 kernels are converted at each step whatever their layout, so they are not transposed.
-        narrow = int8_weights or (dtype != jnp.float32 and platforms.cpu_multiplies(dtype))
-        self._across = self._on_one_cpu and not narrow
-        self._unstack = jax.jit(lambda params: nnx.merge(self._graph, params).unstack(self._across))
+        self._unstack_once = jax.jit(programs.unstack)
         self._run = _call
 
     # ---- the five calls ----
@@ -204,9 +186,10 @@ class Sampler:
         state: SamplerState,
         temperature: float | np.ndarray,
         span: int | None = None,
+        *,
         refill: bool = False,
-        away: int = 0,
-        most: int = FOREVER,
+        awaiting_search: int = 0,
+        max_tokens: int = FOREVER,
         unstacked: Unstacked | None = None,
     ) -> SamplerState:
         """Samples until no row is running or enough rows wait. Temperature 0 is greedy (log-probs at temperature 1).
@@ -216,9 +199,9 @@ class Sampler:
           span: an upper bound, at most S, on the length that running rows reach in this call; the cache past it is
             not read.
           refill: rollouts wait for a slot, so finished rows count as waiting, like parked rows.
-          away: number of parked rows for which a yield could do nothing; they do not count as waiting.
-          most: maximum tokens per row in this call, for streaming.
-          unstacked: `unstack(params)`.
+          awaiting_search: number of parked rows for which a yield could do nothing; they do not count as waiting.
+          max_tokens: per row in this call, for streaming.
+          unstacked: `unstack_once(params)`.
         """
         rows, positions = state.ids.shape
         with jax.set_mesh(self.mesh):
@@ -228,19 +211,20 @@ class Sampler:
                 self._tables,
                 state,
                 np.full(rows, temperature, np.float32),
-                np.bool_(refill),
-                np.int32(away),
-                np.int32(most),
+                YieldLimits(np.bool_(refill), np.int32(awaiting_search), np.int32(max_tokens)),
                 unstacked,
                 span=span or positions,
             )
 
-    def unstack(self, params: nnx.State) -> Unstacked | None:
-        """A copy of all layers for many calls of `generate`; None if each call copies, or reads the stacked layers."""
-        if not (self._unstacked and self._on_one_cpu):
+    def unstack_once(self, params: nnx.State) -> Unstacked | None:
+        """`Decoder.unstack`, made once for many calls of `generate` (on one CPU).
+
+        None if each call unstacks the weights itself (on a GPU), or reads them as they are.
+        """
+        if not (self.options.unstacked_decoding and self._on_one_cpu):
             return None
         with jax.set_mesh(self.mesh):
-            return self._unstack(params)
+            return self._unstack_once(params)
 
     def compile_only(self) -> Sampler:
         """A sampler whose calls compile this one's programs without running them, in any thread. They return None, so
@@ -250,7 +234,7 @@ class Sampler:
         return other
 
     @functools.cached_property
-    def _tables(self) -> _Tables:
+    def _tables(self) -> StopTables:
         return jax.device_put(self._host_tables, replicated(self.mesh))
 
     def compilations(self) -> dict[str, int]:
@@ -261,32 +245,33 @@ class Sampler:
     def abstract_params(self) -> nnx.State:
         """`params` as ShapeDtypeStructs with shardings: weights, and adapters if the graph has any."""
         _, abstract = decoder.abstract_params(self.config)
-        if self._lora:
-            abstract = lora.join_adapters(abstract, lora.abstract_adapters(self.config, self._lora))
-        rounding = int8.with_kernels if self._int8_weights else None
-        params = jax.eval_shape(sampling_cast(abstract, self.dtype, self.mesh, rounding), abstract)
+        if self.options.lora:
+            abstract = lora.join_adapters(abstract, lora.abstract_adapters(self.config, self.options.lora))
+        rounding = int8.with_kernels if self.options.int8_weights else None
+        params = jax.eval_shape(sampling_cast(abstract, self.options.dtype, self.mesh, rounding), abstract)
         return placed(params, param_shardings(params, SAMPLING, self.mesh))
 
     def traced(
-        self, rows: int, positions: int, pool_rows: int, piece_rows: int, widths: Widths
+        self, rows: int, positions: int, pool_rows: int, rows_per_call: int, widths: Widths
     ) -> tuple[SamplerState, SamplerState, dict[str, dict[int, Callable[[], jax.stages.Traced]]]]:
         """The state, the largest pool, and every program by its width, all without arrays: they compile on a machine
-        without the devices (planning/plan.py). `piece_rows` is R of `admit` and `extend`."""
+        without the devices (planning/plan.py). `rows_per_call` is R of `admit` and `extend`."""
         mesh, shardings = self.mesh, self._shardings()
         params = self.abstract_params()
-        state = placed(jax.eval_shape(lambda: self._new_program(rows, positions)), shardings)
+        state = placed(jax.eval_shape(lambda: self._programs.new_state(rows, positions)), shardings)
         pools = {
-            width: placed(jax.eval_shape(functools.partial(self._new_program, pool_rows, width)), shardings)
+            width: placed(jax.eval_shape(functools.partial(self._programs.new_state, pool_rows, width)), shardings)
             for width in widths.prompts
         }
         tables = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), self._host_tables
         )
         rows_2d, rows_1d, copied = rows_sharding(mesh, 2), rows_sharding(mesh, 1), replicated(mesh)
-        count, prompts = (jax.ShapeDtypeStruct((n,), jnp.int32, sharding=rows_1d) for n in (piece_rows, pool_rows))
+        count, prompts = (jax.ShapeDtypeStruct((n,), jnp.int32, sharding=rows_1d) for n in (rows_per_call, pool_rows))
         number, flag = (jax.ShapeDtypeStruct((), kind, sharding=copied) for kind in (jnp.int32, jnp.bool_))
+        limits = YieldLimits(flag, number, number)
         temperature = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=rows_1d)
-        keys = jax.ShapeDtypeStruct((piece_rows, 2), jnp.uint32, sharding=rows_2d)
+        keys = jax.ShapeDtypeStruct((rows_per_call, 2), jnp.uint32, sharding=rows_2d)
 
         def ids(n: int, width: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((n, width), jnp.int32, sharding=rows_2d)
@@ -298,10 +283,10 @@ class Sampler:
             return self._admit.trace(state, pools[width], count, count, keys, count, number)
 
         def extend(width: int) -> jax.stages.Traced:
-            return self._extend.trace(params, state, count, ids(piece_rows, width), count, count)
+            return self._extend.trace(params, state, count, ids(rows_per_call, width), count, count)
 
         def generate(span: int) -> jax.stages.Traced:
-            return self._generate.trace(params, tables, state, temperature, flag, number, number, span=span)
+            return self._generate.trace(params, tables, state, temperature, limits, span=span)
 
         def by_width(program: Callable[[int], jax.stages.Traced], widths: Sequence[int]):
             return {width: functools.partial(program, width) for width in widths}
@@ -314,177 +299,15 @@ class Sampler:
         }
         return state, pools[widths.prompts[-1]], programs
 
-    # ---- the programs ----
-
     def _shardings(self) -> SamplerState:
         mesh = self.mesh
         row1, row2 = rows_sharding(mesh, 1), rows_sharding(mesh, 2)
         # `spec` checks whether the mesh divides the heads; the caller ensures that it divides the rows.
         heads = spec(("kv_heads",), SAMPLING, mesh, (self.config.kv_heads,))[0]
         place = NamedSharding(mesh, jax.sharding.PartitionSpec(None, ROWS, heads))
-        scales = (place, place) if self._cached == jnp.int8 else ()
-        cache = KVCache(place, place, self._keys_across, *scales)
+        scales = (place, place) if self.options.int8_cache else ()
+        cache = KVCache(place, place, self._programs.k_transposed, *scales)
         return SamplerState(row2, row2, row2, cache, row1, row1, row1, row1, row1, row2, replicated(mesh))
-
-    def _new_program(self, rows: int, positions: int) -> SamplerState:
-        zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
-        return SamplerState(
-            ids=zeros((rows, positions)),
-            mask=jnp.zeros((rows, positions), bool),
-            logprobs=jnp.zeros((rows, positions), jnp.float32),
-            cache=KVCache.zeros(self.config, rows, positions, self._cached, self._keys_across),
-            length=zeros(rows),
-            turn_left=zeros(rows),
-            budget_end=jnp.full(rows, positions, jnp.int32),
-            automaton=zeros(rows),
-            status=zeros(rows),
-            key=jnp.zeros((rows, 2), jnp.uint32),
-            steps=jnp.int32(0),
-        )
-
-    def _prefill_program(self, params, ids, n) -> SamplerState:
-        model = nnx.merge(self._graph, params)
-        _, (k, v) = model.hidden(ids, keep_kv=True)
-        pool = self._new_program(*ids.shape)
-        # Keys and values of pads may not be finite, and `admit` copies them past the prompt: replace them by zeros.
-        real = (jnp.arange(ids.shape[1]) < n[:, None])[:, None, :, None]
-        cache = KVCache.of(*(jnp.where(real, x, 0) for x in (k, v)), self._cached, self._keys_across)
-        return replace(pool, ids=ids, length=n, cache=cache)
-
-    def _admit_program(
-        self, state: SamplerState, pool: SamplerState, rows, source, keys, turn_tokens, budget_end
-    ) -> SamplerState:
-        S, width = state.ids.shape[1], pool.ids.shape[1]
-        index = jnp.maximum(source, 0)
-        taken = jnp.where(source >= 0, rows, -1)
-        prompt = jnp.pad(jnp.take(pool.ids, index, axis=0), ((0, 0), (0, S - width)))
-        length = jnp.take(pool.length, index)
-        status = jnp.where(length < budget_end, Status.RUNNING, Status.CONTEXT_FULL)
-        status = jnp.where(source == -2, Status.EMPTY, status)
-
-        def put(name: str, values: Any) -> jax.Array:
-            old = getattr(state, name)
-            return put_rows(old, taken, jnp.broadcast_to(values, (rows.shape[0], *old.shape[1:])))
-
-        return SamplerState(
-            ids=put("ids", prompt),
-            mask=put("mask", False),
-            logprobs=put("logprobs", 0.0),
-            cache=kv_cache.copy_rows(state.cache, pool.cache, index, taken),
-            length=put("length", length),
-            turn_left=put("turn_left", turn_tokens),
-            budget_end=put("budget_end", budget_end),
-            automaton=put("automaton", boundary.ROOT),
-            status=put_rows(state.status, jnp.where(source == -1, -1, rows), status),
-            key=put("key", keys),
-            steps=state.steps,
-        )
-
-    def _extend_program(self, params, state: SamplerState, rows, ids, n, turn_tokens) -> SamplerState:
-        model = nnx.merge(self._graph, params)
-        S = state.ids.shape[1]
-        R, C = ids.shape
-        offset = jnp.arange(C)
-        n = jnp.where(rows < 0, 0, n)
-        known, length, end = (take_rows(x, rows) for x in (state.ids, state.length, state.budget_end))
-        room = jnp.clip(n, 0, S - length)
-        target = jnp.where(offset < room[:, None], length[:, None] + offset, S)
-        known = known.at[jnp.arange(R)[:, None], target].set(ids, mode="drop")
-        # The model's input runs from the last known token to the second to last new one.
-        start = jnp.where(room > 0, jnp.maximum(length - 1, 0), 0)
-        count = jnp.where(room > 0, length + room - 1 - start, 0)
-        inputs = jnp.take_along_axis(known, jnp.minimum(start[:, None] + offset, S - 1), axis=1)
-        _, (k, v) = model.hidden(inputs, state.cache, start, keep_kv=True, rows=rows)
-        length = length + room
-        touched = jnp.where(n > 0, rows, -1)
-        status = jnp.where(length >= end, Status.CONTEXT_FULL, Status.RUNNING)
-        return replace(
-            state,
-            ids=put_rows(state.ids, touched, known),
-            cache=kv_cache.write(state.cache, k, v, start, count, touched),
-            length=put_rows(state.length, touched, length),
-            turn_left=put_rows(state.turn_left, touched, turn_tokens),
-            automaton=put_rows(state.automaton, touched, jnp.full_like(n, boundary.ROOT)),
-            status=put_rows(state.status, touched, status),
-        )
-
-    def _generate_program(
-        self, params, tables: _Tables, state: SamplerState, temperature, refill, away, most, unstacked=None, *, span
-    ) -> SamplerState:
-        model = nnx.merge(self._graph, params)
-        unstacked = model.unstack(self._across) if unstacked is None and self._unstacked else unstacked
-        begun = state.steps
-
-        def go_on(state: SamplerState) -> jax.Array:
-            running = jnp.sum(state.status == Status.RUNNING)
-            parked = (state.status == Status.SEARCH) | (state.status == Status.TURN_FULL)
-            waiting = jnp.sum(parked) - away + refill * jnp.sum((state.status > Status.SEARCH) & ~parked)
-            enough = waiting >= self._yield_share * (running + waiting)
-            return (running > 0) & ~enough & (state.steps - begun < most)
-
-        decode = functools.partial(self._decode, model, unstacked, tables, temperature, span)
-        return jax.lax.while_loop(go_on, decode, state)
-
-    def _decode(
-        self,
-        model: Any,
-        unstacked: Unstacked | None,
-        tables: _Tables,
-        temperature: jax.Array,  # [B]
-        span: int,
-        state: SamplerState,
-    ) -> SamplerState:
-        """Samples one token for every running row."""
-        B, S = state.ids.shape
-        rows = jnp.arange(B)
-        running = state.status == Status.RUNNING
-        # A waiting row gets position 0: it attends to no cached position, and by-length decoding skips its cache.
-        at = jnp.maximum(jnp.where(running, state.length, 0) - 1, 0)
-        inputs = jnp.take_along_axis(state.ids, at[:, None], axis=1)
-        hidden, (k, v) = model.hidden(inputs, state.cache, at, keep_kv=True, span=span, unstacked=unstacked)
-        greedy = temperature == 0
-        logits = model.logits(hidden[:, 0], 1.0, self._n_ids, unstacked)
-        finite = jnp.all(jnp.isfinite(logits), axis=-1)
-        sampled = running & finite
-        logits = logits / jnp.where(greedy, 1.0, temperature)[:, None]
-        logits = jnp.maximum(logits, NEG_INF)  # the division may have turned the mask into -inf
-        choice = sampling.choose(
-            sampling.filter_logits(logits, self._top_k, self._top_p), sampling.uniforms(state.key, state.length)
-        )
-        token = jnp.where(greedy, jnp.argmax(logits, axis=-1), choice).astype(jnp.int32)
-        logprob = sampling.log_probability(logits, token)
-
-        write_at = jnp.where(sampled, state.length, S)
-        length = state.length + sampled
-        hit = tables.hit[state.automaton, token]
-        was_answered = state.automaton == self._answered
-        answered = was_answered | (hit == boundary.HIT_ANSWER)
-        turn_left = state.turn_left - sampled
-        turn_left = jnp.where(answered & ~was_answered, self._after_answer, turn_left)
-        full = length >= state.budget_end
-        # The first condition that holds wins: tags before stop tokens before budgets.
-        ended = [
-            (hit == boundary.HIT_SEARCH, Status.SEARCH),
-            (answered & (tables.stop[token] | (turn_left <= 0) | full), Status.ANSWER),
-            (~answered & tables.stop[token], Status.EOS),
-            (~answered & full, Status.CONTEXT_FULL),
-            (~answered & (turn_left <= 0), Status.TURN_FULL),
-        ]
-        status = jnp.select([c for c, _ in ended], [jnp.int32(s) for _, s in ended], jnp.int32(Status.RUNNING))
-        automaton = jnp.where(answered, self._answered, tables.next[state.automaton, token].astype(jnp.int32))
-        status = jnp.where(finite, status, Status.NOT_FINITE)
-        return replace(
-            state,
-            ids=state.ids.at[rows, write_at].set(token, mode="drop"),
-            mask=state.mask.at[rows, write_at].set(True, mode="drop"),
-            logprobs=state.logprobs.at[rows, write_at].set(logprob, mode="drop"),
-            cache=kv_cache.write(state.cache, k, v, at, sampled.astype(jnp.int32)),
-            length=length,
-            turn_left=jnp.where(sampled, turn_left, state.turn_left),
-            automaton=jnp.where(sampled, automaton, state.automaton),
-            status=jnp.where(running, status, state.status),
-            steps=state.steps + 1,
-        )
 
 
 def _call(program: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from psearch_jax.models.decoder import NEG_INF
+from psearch_jax.models.attention.scores import NEG_INF
 
 _BLOCK = 256
 _FOLDED = 256  # keys computed per call: one shape, compiled once

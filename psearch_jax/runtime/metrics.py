@@ -87,7 +87,7 @@ class MetricsWriter:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one line for `step`; values that are not finite become null, because JSON has no NaN."""
-        if not self._active:
+        if self._board is None:
             return
         row = {"step": step, **{k: _json_number(v) for k, v in values.items()}}
         with (self._here / _ROWS).open("a", encoding="utf-8") as file:

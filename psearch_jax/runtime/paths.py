@@ -20,7 +20,7 @@ import sys
 import tempfile
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from etils import epath
 
@@ -29,7 +29,7 @@ from retrieval import protocol
 from retrieval.protocol import is_remote
 
 STORE = "gs://"
-TOY_POLICY = Path(__file__).parent / "assets" / "toy_policy"  # the policy named `toy`
+TOY_POLICY = Path(__file__).parent.parent / "assets" / "toy_policy"  # the policy named `toy`
 
 
 def locate(location: str | os.PathLike[str]) -> Path:
@@ -45,12 +45,12 @@ def locate(location: str | os.PathLike[str]) -> Path:
         raise UserError(f"{text}: accepted: a path on this machine, or {STORE}BUCKET/...")
     if importlib.util.find_spec("gcsfs") is None:
         raise UserError(f"{text}: {STORE} needs gcsfs, found none; install it with `pip install gcsfs`")
-    import fsspec
+    import fsspec.config
 
     # Orbax does not write to the store through fsspec, so a cached listing would miss what Orbax wrote.
     fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
     logging.getLogger("gcsfs").setLevel(logging.ERROR)  # without permission for the bucket's layout, each call warns
-    return epath.Path(text)
+    return cast(Path, epath.Path(text))
 
 
 def of_store(error: BaseException) -> bool:
@@ -134,4 +134,4 @@ def remove_tree(path: Path) -> None:
     if not is_remote(path):
         shutil.rmtree(path, ignore_errors=True)
     elif path.exists():
-        path.rmtree(missing_ok=True)
+        epath.Path(path).rmtree(missing_ok=True)

@@ -50,7 +50,8 @@ def skip_absent_tpu(root: Path = Path("/")) -> None:
     the user set `JAX_PLATFORMS`, if anything suggests a TPU, or if a plugin for other devices such as GPUs is
     installed.
     """
-    if jax.config.jax_platforms or find_spec("libtpu") is None or _plugins() or may_have_tpu(root):
+    chosen = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue] (JAX adds its options when imported)
+    if chosen or find_spec("libtpu") is None or _plugins() or may_have_tpu(root):
         return
     jax.config.update("jax_platforms", "cpu")
 

@@ -12,7 +12,7 @@ import re
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -135,7 +135,7 @@ def all_or_none(work: Callable[[], T]) -> T:
 
 def agreed(work: Callable[[], T]) -> T:
     """Runs `work` in process 0 only and returns its result in all processes; an exception is raised in all."""
-    return together(lambda: work() if first() else None)[0]
+    return cast(T, together(lambda: work() if first() else None)[0])
 
 
 def in_order(own: Sequence[T], group: int = 1) -> list[T]:

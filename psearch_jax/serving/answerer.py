@@ -24,9 +24,10 @@ from psearch_jax.limits import HOTTEST
 from psearch_jax.models.unstacked import Unstacked
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler_state import Status
-from psearch_jax.rollout.scheduler import in_background
+from psearch_jax.rollout.scheduler import RolloutScheduler
+from psearch_jax.rollout.search import BatchRetriever, in_background
 from psearch_jax.runtime import processes
-from psearch_jax.serving.flight import ServingScheduler
+from psearch_jax.serving.search import ServingSearch
 from psearch_jax.text import tags
 from psearch_jax.text.answers import normalise
 from psearch_jax.types import Question, Trajectory, Turn, UserError
@@ -66,11 +67,11 @@ class _Asked:
     prompt: list[int]
     temperature: float
     listen: Listener
-    since: float  # time of the last timed event, on the monotonic clock
-    turn: int = 0  # turns reported completely
-    said: int = 0  # characters of the next turn that were reported
-    searching: bool = False  # its queries were reported, its passages not yet
-    unwanted: bool = False
+    last_event_s: float  # time of the last timed event, on the monotonic clock
+    sent_turns: int = 0  # turns that were sent completely
+    sent_chars: int = 0  # characters of the next turn that were sent
+    searching: bool = False  # the queries of the next turn were sent, its passages not yet
+    cancelled: bool = False
 
 
 class Answerer:
@@ -81,7 +82,7 @@ class Answerer:
       params: the sampling copy of the policy.
       seed: combined with each question's own seed.
       every: tokens decoded per row between two event updates: fewer stream more smoothly and cost a little more.
-      unstacked: the result of `Sampler.unstack(params)`, if there is one already.
+      unstacked: the result of `Sampler.unstack_once(params)`, if there is one already.
     """
 
     def __init__(
@@ -92,16 +93,14 @@ class Answerer:
         every: int = EVERY,
         unstacked: Unstacked | None = None,
     ):
-        parts = collector.parts
-        # Searches overlap with decoding, so that queries can be streamed before their passages arrive.
-        self._parts = replace(parts, rollout=replace(parts.rollout, overlap_search=True))
+        self._parts = collector.parts
         self._collector, self._params, self._seed, self._every = collector, params, seed, every
-        self._unstacked = collector.sampler.unstack(params) if unstacked is None else unstacked
+        self._unstacked = collector.sampler.unstack_once(params) if unstacked is None else unstacked
         self._arrived: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._asked: dict[int, _Asked] = {}  # by rollout order
         self._failing, self._closed = False, False
         self._probe = None
-        self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
         self._thread.start()
 
     @property
@@ -144,15 +143,15 @@ class Answerer:
         if self._closed or not self._thread.is_alive():
             self._fail()
 
-        def take_back() -> None:
-            asked.unwanted = True
+        def cancel() -> None:
+            asked.cancelled = True
 
-        return take_back
+        return cancel
 
     def answer(self, text: str, temperature: float = 0.0, seed: int = 0) -> Iterator[Event]:
         """Yields the events of one question as they arrive. Raises like `ask`, before the first event."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        take_back = self.ask(text, events.put, temperature, seed)
+        cancel = self.ask(text, events.put, temperature, seed)
 
         def stream() -> Iterator[Event]:
             try:
@@ -162,7 +161,7 @@ class Answerer:
                     if event.kind in ("end", "error"):
                         return
             finally:
-                take_back()
+                cancel()
 
         return stream()
 
@@ -174,7 +173,7 @@ class Answerer:
 
     # ---- the thread ----
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while not self._closed:
             try:
                 self._serve()
@@ -182,102 +181,91 @@ class Answerer:
                 log.exception("%d questions could not be answered", len(self._asked))
                 self._failing = True
             self._fail()
-            gc.collect()  # frees the failed flight's KV cache; two may not fit in memory
+            gc.collect()  # frees the failed scheduler's KV cache; two may not fit in memory
             if self._failing:
                 time.sleep(RETRY_S)
         self._fail()
 
     def _serve(self) -> None:
-        flight = ServingScheduler(self._parts, self._params, 1, self._seed, 0, self._unstacked)
+        """Answers questions until `close`."""
+        search = ServingSearch(BatchRetriever(self._parts.retriever, self._parts.retrieval.topk))
+        scheduler = RolloutScheduler(
+            self._parts, self._params, search, samples=1, seed=self._seed, step=0, unstacked=self._unstacked
+        )
         self._failing = False
-        while self._next(flight):
-            pass
+        while True:
+            self._admit_questions(scheduler)
+            if self._closed:
+                return
+            self._decode(scheduler)
+            self._send_turns(scheduler)
+            self._send_failures(scheduler, search)
 
     def _fail(self) -> None:
         """Sends an error to every waiting question, queued ones included."""
-        waiting, self._asked = list(self._asked.values()), {}
+        waiting: list[_Asked | None] = [*self._asked.values()]
+        self._asked = {}
         with suppress(queue.Empty):
             while True:
                 waiting.append(self._arrived.get_nowait())
         for asked in filter(None, waiting):
-            _tell(asked, Event("error", FAILED))
+            _send(asked, Event("error", FAILED))
 
-    def _next(self, flight: ServingScheduler) -> bool:
-        """Decodes a few tokens for all rows; blocks while there are no questions. False after `close`."""
-        self._join(flight)
-        if self._closed:
-            return False
-        for order in [order for order, asked in self._asked.items() if asked.unwanted]:
-            flight.drop(order)
+    def _admit_questions(self, scheduler: RolloutScheduler) -> None:
+        """Adds the questions that have arrived and drops the cancelled ones; blocks while there is no question."""
+        with suppress(queue.Empty):
+            while (asked := self._arrived.get(block=not self._asked)) is not None:
+                if not asked.cancelled:
+                    self._asked[scheduler.added] = asked
+                    scheduler.add([asked.question], [asked.prompt])
+        for order in [order for order, asked in self._asked.items() if asked.cancelled]:
+            scheduler.drop(order)
             del self._asked[order]
-        if flight.refill(None):
-            if flight.decodes:
-                temperatures = np.zeros(flight.rows, np.float32)
-                for slot, live in flight.live.items():
-                    if live.order in self._asked:
-                        temperatures[slot] = self._asked[live.order].temperature
-                flight.decode(temperatures, self._every)
-                self._watch(flight)
-            flight.read()
-        self._report(flight)
-        return True
 
-    def _join(self, flight: ServingScheduler) -> None:
-        """Adds the questions that have arrived; blocks for the first one if none is being answered."""
-        while True:
-            try:
-                asked = self._arrived.get(block=not self._asked)
-            except queue.Empty:
-                return
-            if asked is None:
-                return
-            if not asked.unwanted:
-                self._asked[flight.added] = asked
-                flight.add([asked.question], [asked.prompt])
+    def _decode(self, scheduler: RolloutScheduler) -> None:
+        """Decodes a few tokens for all rows, and searches."""
+        if not scheduler.refill(None):
+            return
+        if scheduler.decodes:
+            temperatures = np.zeros(scheduler.rows, np.float32)
+            for slot, live in scheduler.live.items():
+                if live.order in self._asked:
+                    temperatures[slot] = self._asked[live.order].temperature
+            scheduler.decode(temperatures, self._every)
+            self._send_new_text(scheduler)
+        scheduler.read()
 
-    def _watch(self, flight: ServingScheduler) -> None:
+    def _send_new_text(self, scheduler: RolloutScheduler) -> None:
         """Sends the new text of rows that are still decoding."""
-        status, length, ids = processes.fetch((flight.state.status, flight.state.length, flight.state.ids))
-        for slot, live in flight.live.items():
+        state = scheduler.state
+        status, length, ids = processes.fetch((state.status, state.length, state.ids))
+        for slot, live in scheduler.live.items():
             asked = self._asked.get(live.order)
-            if asked is None or status[slot] != Status.RUNNING or asked.turn < len(live.turns):
+            if asked is None or status[slot] != Status.RUNNING or asked.sent_turns < len(live.turns):
                 continue
             written = self._parts.tokenizer.decode(ids[slot, live.turn_start : length[slot]], control=True)
-            _say(asked, written.rstrip("\ufffd"))  # the bytes of an incomplete character
+            _send_text(asked, written.rstrip("\ufffd"))  # the bytes of an incomplete character
 
-    def _report(self, flight: ServingScheduler) -> None:
+    def _send_turns(self, scheduler: RolloutScheduler) -> None:
         """Sends the events of every row that stopped."""
-        live = {one.order: one.turns for one in flight.live.values()}
+        live = {one.order: one.turns for one in scheduler.live.values()}
         for order, asked in list(self._asked.items()):
-            trajectory = flight.results.pop(order, None)
+            trajectory = scheduler.results.pop(order, None)
             turns = trajectory.turns if trajectory else live.get(order, ())
-            self._tell_turns(asked, turns, len(turns) - bool(trajectory))
+            _send_turns(asked, turns, corrected=len(turns) - bool(trajectory))
             if trajectory:
-                _tell(asked, Event("end", trajectory=trajectory))
+                _send(asked, Event("end", trajectory=trajectory))
                 del self._asked[order]
-        for order, why in flight.failed.items():
-            flight.drop(order)
-            if order in self._asked:
-                _tell(self._asked.pop(order), Event("error", why))
-        flight.failed.clear()
-        if flight.searches_fail is not None:
-            self._failing, flight.searches_fail = flight.searches_fail, None
 
-    def _tell_turns(self, asked: _Asked, turns: Sequence[Turn], noted: int) -> None:
-        """Sends the new events of `turns`, with the host's note to those of the first `noted` without an action."""
-        for place, turn in enumerate(turns[asked.turn :], asked.turn):
-            if not asked.searching:
-                _say(asked, turn.text)
-                if turn.queries:
-                    _tell(asked, Event("search", queries=turn.queries))
-                    asked.searching = True
-            if asked.searching:
-                if not turn.passages:
-                    return
-                _tell(asked, Event("passages", queries=turn.queries, passages=turn.passages))
-            elif place < noted:
-                _tell(asked, Event("note", tags.CORRECTIVE_MESSAGE.strip()))
-            asked.turn, asked.said, asked.searching = asked.turn + 1, 0, False
+    def _send_failures(self, scheduler: RolloutScheduler, search: ServingSearch) -> None:
+        """Sends an error to every question whose search failed."""
+        if search.all_failed is not None:
+            self._failing, search.all_failed = search.all_failed, None
+        for order, reason in search.failures.items():
+            scheduler.drop(order)
+            if order in self._asked:
+                _send(self._asked.pop(order), Event("error", reason))
+        search.failures.clear()
 
 
 def support(trajectory: Trajectory) -> list[Passage]:
@@ -290,23 +278,41 @@ def support(trajectory: Trajectory) -> list[Passage]:
     return [p for p in first.values() if answer and f" {answer} " in f" {normalise(f'{p.title} {p.text}')} "]
 
 
-def _say(asked: _Asked, text: str) -> None:
+def _send_turns(asked: _Asked, turns: Sequence[Turn], corrected: int) -> None:
+    """Sends the new events of `turns`, with the host's note to those of the first `corrected` without an action."""
+    for index, turn in enumerate(turns[asked.sent_turns :], asked.sent_turns):
+        if not asked.searching:
+            _send_text(asked, turn.text)
+            if turn.queries:
+                _send(asked, Event("search", queries=turn.queries))
+                asked.searching = True
+        if asked.searching:
+            if not turn.passages:
+                return
+            _send(asked, Event("passages", queries=turn.queries, passages=turn.passages))
+        elif index < corrected:
+            _send(asked, Event("note", tags.CORRECTIVE_MESSAGE.strip()))
+        asked.sent_turns, asked.sent_chars, asked.searching = asked.sent_turns + 1, 0, False
+
+
+def _send_text(asked: _Asked, text: str) -> None:
     """Sends the new part of the current turn's text."""
-    if len(text) > asked.said:
-        _hear(asked, Event("text", text[asked.said :]))
-        asked.said = len(text)
+    if len(text) > asked.sent_chars:
+        _call_listener(asked, Event("text", text[asked.sent_chars :]))
+        asked.sent_chars = len(text)
 
 
-def _tell(asked: _Asked, event: Event) -> None:
+def _send(asked: _Asked, event: Event) -> None:
+    """Sends an event with the seconds since the previous one."""
     now = time.monotonic()
-    _hear(asked, replace(event, seconds=now - asked.since))
-    asked.since = now
+    _call_listener(asked, replace(event, seconds=now - asked.last_event_s))
+    asked.last_event_s = now
 
 
-def _hear(asked: _Asked, event: Event) -> None:
-    """Calls the listener. One that fails counts as gone, so that it does not end the answers of others."""
-    if not asked.unwanted:
+def _call_listener(asked: _Asked, event: Event) -> None:
+    """A listener that fails counts as gone, so that it does not end the answers of others."""
+    if not asked.cancelled:
         try:
             asked.listen(event)
         except Exception:
-            asked.unwanted = True
+            asked.cancelled = True

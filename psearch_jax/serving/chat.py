@@ -20,7 +20,6 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +70,11 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        made = {"registry": self.registry}
-        self.requests = Counter("answers_requests", "Requests for an answer by status", ["status"], **made)
-        self.in_flight = Gauge("answers_in_flight", "Questions being answered", **made)
-        self.queries = Counter("answers_queries", "Sub-queries that were searched", **made)
-        self.seconds = Histogram("answers_seconds", "Seconds from question to answer", **made)
+        own = self.registry
+        self.requests = Counter("answers_requests", "Requests for an answer by status", ["status"], registry=own)
+        self.in_flight = Gauge("answers_in_flight", "Questions being answered", registry=own)
+        self.queries = Counter("answers_queries", "Sub-queries that were searched", registry=own)
+        self.seconds = Histogram("answers_seconds", "Seconds from question to answer", registry=own)
 
     @contextmanager
     def counted(self) -> Iterator[dict[str, int]]:
@@ -97,16 +96,20 @@ class Metrics:
 
 
 class Events:
-    """The events of one question, passed from the answerer's thread to this event loop. `take_back` cancels it.
+    """The events of one question, passed from the answerer's thread to this event loop. `cancel` ends it.
 
     Raises `HTTPException` 422 for a question that is not accepted.
     """
 
     def __init__(self, answerer: Answerer, asking: Asking):
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
-        listen = partial(asyncio.get_running_loop().call_soon_threadsafe, self._queue.put_nowait)
+        loop = asyncio.get_running_loop()
+
+        def listen(event: Event) -> None:
+            loop.call_soon_threadsafe(self._queue.put_nowait, event)
+
         try:
-            self.take_back = answerer.ask(asking.question, listen, asking.temperature, asking.seed)
+            self.cancel = answerer.ask(asking.question, listen, asking.temperature, asking.seed)
         except UserError as error:
             raise HTTPException(422, str(error)) from None
 
@@ -121,12 +124,12 @@ class Events:
 class Streamed(StreamingResponse):
     """A stream that releases its resources however it ends, even if it never starts."""
 
-    def __init__(self, content: AsyncIterator[bytes], held: ExitStack):
+    def __init__(self, content: AsyncIterator[bytes], resources: ExitStack):
         super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._held = held
+        self._resources = resources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._held:
+        with self._resources:
             await super().__call__(scope, receive, send)
 
 
@@ -148,25 +151,25 @@ def make_app(
     """
     metrics, requests = Metrics(), http.Room("questions", limits.requests)
 
-    def let_in(request: Request) -> None:
+    def authorise(request: Request) -> None:
         http.authorise(request, token)
         if token is None:
             http.refuse_foreign_pages(request, hosts)
 
     async def completions(request: Request) -> Response:
-        let_in(request)
-        with ExitStack() as held:
-            status = held.enter_context(metrics.counted())
-            held.enter_context(requests.take(1))
+        authorise(request)
+        with ExitStack() as resources:
+            status = resources.enter_context(metrics.counted())
+            resources.enter_context(requests.take(1))
             asking = read(http.json_object(await http.body_of(request, limits), "messages"), limits)
             events = Events(answerer, asking)
-            held.callback(events.take_back)
+            resources.callback(events.cancel)
             about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
             if asking.stream:
                 status["code"] = 200
-                return Streamed(_stream(about, asking, events, metrics, status), held.pop_all())
+                return Streamed(_stream(about, asking, events, metrics, status), resources.pop_all())
             try:
-                content = await http.while_there(request, _whole(about, asking, events, metrics))
+                content = await http.while_there(request, _complete(about, asking, events, metrics))
             except asyncio.CancelledError:  # the server is stopping, and the grace period of this request is over
                 status["code"], request.scope["hurried"] = 503, True
                 return JSONResponse(_error("the server is stopping", 503), 503)
@@ -174,7 +177,7 @@ def make_app(
             return Response(json.dumps(content), media_type="application/json")  # ASCII escapes: lone surrogates too
 
     async def models(request: Request) -> Response:
-        let_in(request)
+        authorise(request)
         return JSONResponse({"object": "list", "data": [{"id": model, "object": "model", "owned_by": "psearch_jax"}]})
 
     async def health(_: Request) -> Response:
@@ -182,7 +185,7 @@ def make_app(
         return JSONResponse({"status": "ok" if healthy else "answers fail"}, 200 if healthy else 503)
 
     async def expose(request: Request) -> Response:
-        let_in(request)
+        authorise(request)
         return PlainTextResponse(generate_latest(metrics.registry))
 
     async def page(request: Request) -> Response:
@@ -236,8 +239,9 @@ def read(asked: Mapping[str, Any], limits: Limits) -> Asking:
 def _question(content: Any, limits: Limits) -> str:
     """The question in a message's content."""
     if isinstance(content, list):  # content parts, of which only text counts
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        content = " ".join(texts) if all(isinstance(text, str) for text in texts) else None
+        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        texts = [text for text in (part.get("text") for part in parts) if isinstance(text, str)]
+        content = " ".join(texts) if len(texts) == len(parts) else None
     if not isinstance(content, str) or not content.strip():
         raise HTTPException(422, "messages: expected a text as the content of the last one of role user")
     if len(content) > limits.question_chars:
@@ -248,9 +252,9 @@ def _question(content: Any, limits: Limits) -> str:
     return content.strip()
 
 
-async def _whole(about: dict[str, Any], asking: Asking, events: Events, metrics: Metrics) -> dict[str, Any]:
+async def _complete(about: dict[str, Any], asking: Asking, events: Events, metrics: Metrics) -> dict[str, Any]:
     """The complete answer as one JSON object."""
-    summary = await _all(events, metrics)
+    summary = await _summary(events, metrics)
     if summary.trajectory is None:
         raise HTTPException(503, summary.error)
     message = {
@@ -263,7 +267,7 @@ async def _whole(about: dict[str, Any], asking: Asking, events: Events, metrics:
     return {**about, "object": "chat.completion", "choices": [choice], **more}
 
 
-async def _all(events: Events, metrics: Metrics) -> AnswerSummary:
+async def _summary(events: Events, metrics: Metrics) -> AnswerSummary:
     summary = AnswerSummary()
     async for event in events:
         summary.add(event)
@@ -318,13 +322,13 @@ def _error(message: str, code: int) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "code": code}}
 
 
-async def _refuse(_: Request, error: Exception) -> Response:
+async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return JSONResponse(_error(error.detail, error.status_code), error.status_code, error.headers)
 
 
-async def _give_up(_: Request, error: Exception) -> Response:  # uvicorn logs the error
+async def _internal_error(_: Request, error: Exception) -> Response:  # uvicorn logs the error
     return JSONResponse(_error("internal server error; see the server's log", 500), 500)
 
 
-HANDLERS = {HTTPException: _refuse, Exception: _give_up}
+HANDLERS = {HTTPException: _http_error, Exception: _internal_error}

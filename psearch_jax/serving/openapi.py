@@ -35,7 +35,7 @@ def _is(**values: str) -> Schema:
 
 def _request(question_chars: int) -> Schema:
     """The schema of a request. Only the last message of role `user` counts, and of its parts only text."""
-    said = {**TEXT, "pattern": "\\S", "maxLength": question_chars}
+    question_text = {**TEXT, "pattern": "\\S", "maxLength": question_chars}
     parts = {
         **rows_of(
             {
@@ -45,9 +45,9 @@ def _request(question_chars: int) -> Schema:
                 ]
             }
         ),
-        "contains": fields({"type": {"const": "text"}, "text": said}),
+        "contains": fields({"type": {"const": "text"}, "text": question_text}),
     }
-    question = {"anyOf": [said, parts]}
+    question = {"anyOf": [question_text, parts]}
     asked = fields({"role": {"const": "user"}, "content": question})
     message = {"type": "object", "anyOf": [asked, {"not": _is(role="user")}]}
     return fields(

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -25,7 +24,9 @@ from psearch_jax.closed_world.names import SYLLABLES, nearly, renaming
 from psearch_jax.closed_world.question_forms import known_questions, questions
 from psearch_jax.closed_world.scripted import Mixture, plan, recall, write_all
 from psearch_jax.config import PRESETS, DecoderConfig, LearningSection, MeshSection, Remat
+from psearch_jax.config.setting import SEED, one_of, setting
 from psearch_jax.data.transcripts import Row
+from psearch_jax.limits import check_fields
 from psearch_jax.models import decoder
 from psearch_jax.sft.loop import FitOptions, SupervisedTrainer, fit
 from psearch_jax.sharding import make_mesh
@@ -33,6 +34,7 @@ from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
 from psearch_jax.train.checkpointing.preemption import StopRequest
 from psearch_jax.train.state import init_state
+from psearch_jax.train.trainable import TrainingOptions
 from psearch_jax.types import KINDS, MicroBatch, Question, UserError
 from retrieval.protocol import Passage, Retriever
 
@@ -61,37 +63,55 @@ MATCHING = 8.0  # scale of the induction head's keys: how strongly equal tokens 
 COPYING = 2.0  # scale of the induction head's output: how strongly the attended token is repeated
 QUIET = 0.2  # scale of all other attention and MLP output kernels
 _FAST_PAIRS = 6  # rotary dimension pairs whose angles differ clearly between neighbouring positions
+_WITH_BIASES = [name for name, shape in PRESETS.items() if shape.qkv_bias]  # `starting_params` sets the biases
 
 
 @dataclass(frozen=True)
 class ToySFTConfig:
-    """Settings of a cold-start run."""
+    """The config of a cold-start run."""
 
-    seed: int = 0
-    preset: str = "toy"
-    steps: int = 10_000
-    first_world: int = 1000  # seed of the first of `worlds` worlds, with consecutive seeds, for trajectories
-    worlds: int = 4
-    trajectories_per_world: int = 4000
-    exercise_rows: int = 6000  # per exercise, before renaming
-    parallel_share: float = 0.42
-    sequential_share: float = 0.32
-    mixed_share: float = 0.06  # the remaining share is single
-    sizes: tuple[float, ...] = (0.36, 0.22, 0.14, 0.08, 0.07, 0.07, 0.06)  # shares of comparisons of 2 to 8 entities
-    topk: int = 2
-    turns: int = 4
-    tokens_per_batch: int = 2048  # including padding; with small batches copying is learned earlier
-    buckets: tuple[int, ...] = (48, 80, 128, 192, 256, 416)  # row lengths in tokens; longer rows are dropped
-    remat: Remat = "none"
-    learning_rate: float = 2e-3
-    warmup_steps: int = 100
-    final_learning_rate_share: float = 0.05
-    weight_decay: float = 0.1
-    beta2: float = 0.98
-    gradient_clip: float = 1.0
-    log_every_steps: int = 100
-    checkpoint_every_steps: int = 500
-    mixture: Mixture = field(default_factory=Mixture)
+    seed: int = setting(0, "Seed of rows, batches and initial weights.", accepted=SEED)
+    preset: str = setting("toy", "Model shape; the initial weights need its biases.", accepted=one_of(_WITH_BIASES))
+    steps: int = setting(10_000, "Training steps; each trains one skill.", at_least=1)
+    first_world: int = setting(
+        1000, "Seed of the first of `worlds` worlds, with consecutive seeds, for trajectories.", at_least=0
+    )
+    worlds: int = setting(4, "Number of these worlds.", at_least=1)
+    trajectories_per_world: int = setting(4000, "Scripted trajectories of each world.", at_least=1)
+    exercise_rows: int = setting(6000, "Rows of each exercise, before renaming.", at_least=1)
+    parallel_share: float = setting(0.42, "Share of parallel questions in the trajectories.", at_least=0, at_most=1)
+    sequential_share: float = setting(0.32, "Share of sequential questions.", at_least=0, at_most=1)
+    mixed_share: float = setting(
+        0.06, "Share of mixed questions; single questions make up the rest.", at_least=0, at_most=1
+    )
+    sizes: tuple[float, ...] = setting(
+        (0.36, 0.22, 0.14, 0.08, 0.07, 0.07, 0.06), "Shares of comparisons of 2 to 8 entities."
+    )
+    topk: int = setting(2, "Passages per sub-query.", at_least=1)
+    turns: int = setting(4, "Turns in which a trajectory may search.", at_least=1)
+    tokens_per_batch: int = setting(
+        2048, "Tokens of a batch, including padding. With small batches copying is learned earlier.", at_least=1
+    )
+    buckets: tuple[int, ...] = setting(
+        (48, 80, 128, 192, 256, 416), "Row lengths in tokens, from short to long; longer rows are dropped."
+    )
+    remat: Remat = setting("none", "What the backward pass recomputes, as in model.remat.")
+    learning_rate: float = setting(2e-3, "Peak learning rate of AdamW.", at_least=0)
+    warmup_steps: int = setting(
+        100, "Steps over which the learning rate rises to its peak, at most a tenth of all steps.", at_least=0
+    )
+    final_learning_rate_share: float = setting(
+        0.05, "Final learning rate of the cosine decay, as a share of the peak.", at_least=0, at_most=1
+    )
+    weight_decay: float = setting(0.1, "Weight decay of AdamW.", at_least=0)
+    beta2: float = setting(0.98, "AdamW's decay rate of the mean squared gradient.", at_least=0, below=1)
+    gradient_clip: float = setting(1.0, "Maximum global norm of the gradient.", above=0)
+    log_every_steps: int = setting(100, "Steps between lines of metrics.", at_least=1)
+    checkpoint_every_steps: int = setting(500, "Steps between checkpoints.", at_least=1)
+    mixture: Mixture = setting(Mixture(), "Shares of the teacher's strategies (closed_world/scripted.py).")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def make_rows(
@@ -236,11 +256,9 @@ def make_trainer(config: ToySFTConfig, tokenizer: Tokenizer) -> SupervisedTraine
         learning,
         make_optimizer(config),
         mesh,
-        config.buckets[-1],
-        _schedule(config),
-        tokenizer.size,
-        jnp.float32,
-        config.remat,
+        TrainingOptions(config.buckets[-1], remat=config.remat),
+        schedule=_schedule(config),
+        vocabulary=tokenizer.size,
     )
 
 
@@ -286,9 +304,6 @@ def train(
 
 def policy_shape(config: ToySFTConfig, tokenizer: Tokenizer) -> DecoderConfig:
     """The preset with the tokenizer's vocabulary, rounded up to a multiple of 64 rows, and its stop tokens."""
-    accepted = [name for name, shape in PRESETS.items() if shape.qkv_bias]  # `starting_params` needs the biases
-    if config.preset not in accepted:
-        raise UserError(f"config.preset: found {config.preset!r}, accepted: {', '.join(accepted)}")
     rows = -(-tokenizer.size // 64) * 64
     return replace(PRESETS[config.preset], vocab_rows=rows, eos_ids=tuple(sorted(tokenizer.stop_ids)))
 

@@ -17,9 +17,10 @@ import grain
 import jax
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.config import DecoderConfig, LearningSection, Lora, Remat, SFTSection
+from psearch_jax.config import DecoderConfig, LearningSection, SFTSection
 from psearch_jax.data.transcripts import Row
 from psearch_jax.models import decoder
 from psearch_jax.runtime.metrics import Ratio
@@ -27,7 +28,7 @@ from psearch_jax.train.checkpointing.checkpoint import Checkpoints
 from psearch_jax.train.checkpointing.preemption import Interrupted, StopRequest
 from psearch_jax.train.learner import token_logprobs
 from psearch_jax.train.state import TrainState
-from psearch_jax.train.trainable import Trainable
+from psearch_jax.train.trainable import Trainable, TrainingOptions
 from psearch_jax.types import MicroBatch, TrainBatch, UserError
 
 log = logging.getLogger("psearch_jax")
@@ -49,21 +50,18 @@ class SupervisedTrainer(Trainable):
         learning: LearningSection,
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
-        context_tokens: int,
+        options: TrainingOptions,
+        *,
         schedule: optax.Schedule,
         vocabulary: int,
-        dtype: Any,
-        remat: Remat = "full",
-        shard_residual: bool = False,
-        lora: Lora | None = None,
-        widths: int = 4,
+        base: nnx.State | None = None,
     ):
         self._schedule, self._vocabulary = schedule, vocabulary
-        super().__init__(model, learning, optimizer, mesh, context_tokens, dtype, remat, shard_residual, lora, widths)
+        super().__init__(model, learning, optimizer, mesh, options, base=base)
 
     def pack(self, rows: Sequence[Row]) -> list[MicroBatch]:
         """Packs rows into micro-batches of the run's widths."""
-        return [piece for _, piece in self._pieces(row_batch(rows))]
+        return [micro_batch for _, micro_batch in self._packed(row_batch(rows))]
 
     def mean_loss(self, params: Any, rows: Sequence[Row]) -> float:
         """Cross-entropy per trained token, in nats, without an update."""
@@ -73,12 +71,12 @@ class SupervisedTrainer(Trainable):
     def _learning_rate(self, state: TrainState) -> jax.Array:
         return self._schedule(state.updates)
 
-    def _scores(self, model: decoder.Decoder, piece: MicroBatch) -> jax.Array:
-        return token_logprobs(model, piece, 1.0, self._vocabulary)[0]
+    def _scores(self, model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
+        return token_logprobs(model, micro_batch, 1.0, self._vocabulary)[0]
 
-    def _loss(self, model: decoder.Decoder, piece: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
-        logprobs, entropy = token_logprobs(model, piece, 1.0, self._vocabulary)
-        count = piece.mask.sum()
+    def _loss(self, model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
+        logprobs, entropy = token_logprobs(model, micro_batch, 1.0, self._vocabulary)
+        count = micro_batch.mask.sum()
         loss = Ratio(-logprobs.sum(), count)  # 0 where the mask is 0
         return loss, {"loss": loss, "entropy": Ratio(entropy.sum(), count)}
 
@@ -203,7 +201,7 @@ def fit(
                 f"in the gradient of {trainer.first_nonfinite_param(metrics)}; lower the learning rate"
             )
         window.append({f"{name}/{key}" if name and key in trainer.metrics else key: v for key, v in metrics.items()})
-        tokens += sum(int(np.count_nonzero(piece.segments)) for piece in pieces)
+        tokens += sum(int(np.count_nonzero(micro_batch.segments)) for micro_batch in pieces)
         done = step + 1
         if done % options.log_every_steps == 0 or done == options.steps:
             keys = dict.fromkeys(key for row in window for key in row if key != "bad_gradient")

@@ -37,7 +37,7 @@ class SupervisedRun:
     batches: RowBatches
     held_out: Sequence[Row]  # transcripts whose loss is logged and which are not trained on
     abstract: TrainState  # the state as ShapeDtypeStructs with shardings
-    fresh: Callable[[], TrainState]  # makes the state of step 0
+    initial_state: Callable[[], TrainState]  # makes the state of step 0
     steps: int
     tokenizer_path: str
     record: Mapping[str, Any]  # what every checkpoint records about the model, the adapters and the settings
@@ -133,7 +133,7 @@ def _resume(
 
     restored = checkpoints.restore(run.abstract, accept) if checkpoints.latest() is not None else None
     if restored is None:
-        return 0, run.fresh()
+        return 0, run.initial_state()
     step = int(restored[1]["step"])
     log.info("resuming after step %d", step)
     return step, restored[0]

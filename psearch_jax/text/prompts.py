@@ -46,14 +46,13 @@ def render_prompt(tokenizer: Tokenizer, template: str, question: str) -> list[in
     return tokenizer.chat([{"role": "user", "content": content}])
 
 
-def render_messages(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Token ids of a data row's own prompt, a list of chat messages (`metadata["prompt"]`), without control tokens
-    from their contents.
+def render_messages(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]] | None) -> list[int]:
+    """Token ids of a data row's own prompt, a list of chat messages (`metadata["prompt"]`).
 
-    Raises `UserError` when it is anything else.
+    Control tokens in their contents become ordinary tokens. Raises `UserError` when it is anything else.
     """
-    ok = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
-    if not ok or not all(_is_message(m) for m in messages):
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    if not is_list or not messages or not all(_is_message(m) for m in messages):
         raise UserError(f"prompt: {str(messages)[:80]!r} found, a list of messages with role and content accepted")
     return tokenizer.chat(messages)
 

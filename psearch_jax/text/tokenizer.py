@@ -87,7 +87,7 @@ class Tokenizer:
         """Token ids of untrusted text (questions, passages): names of control tokens become ordinary tokens."""
         return self._foreign.encode(as_utf8(text), add_special_tokens=False).ids
 
-    def decode(self, ids: Sequence[int], control: bool = False) -> str:
+    def decode(self, ids: Iterable[int], control: bool = False) -> str:
         """The text of token ids: their joined bytes as UTF-8, invalid bytes replaced. Ids without a token are skipped.
 
         `control`: write control tokens by name instead of skipping them.
@@ -96,7 +96,7 @@ class Tokenizer:
         for i in map(int, ids):
             piece = self.token_bytes[i] if 0 <= i < self.size else b""
             if piece is None:
-                piece = (self.hf.convert_ids_to_tokens(i) or "").encode() if control else b""
+                piece = (self.hf.convert_ids_to_tokens([i])[0] or "").encode() if control else b""
             pieces.append(piece)
         return b"".join(pieces).decode("utf-8", errors="replace")
 
@@ -140,8 +140,9 @@ class Tokenizer:
         if not getattr(self.hf, "chat_template", None):
             raise UserError(f"tokenizer {self.name}: no chat_template found, one is needed to write prompts")
         rendered = self.hf.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
         )
+        assert isinstance(rendered, str)  # because of tokenize=False
         return _BEGUN.sub("", rendered) if add_generation_prompt else rendered
 
     def _encode_content(self, text: str) -> list[int]:
@@ -186,8 +187,10 @@ def _token_bytes(hf: PreTrainedTokenizerBase, name: str) -> list[bytes | None]:
 
 
 def _copy(serialised: str, added_tokens: bool) -> tokenizers.Tokenizer:
-    """A tokenizer from its JSON that neither truncates, pads nor adds tokens. Without `added_tokens`, their names are
-    ordinary text and it can never emit their ids."""
+    """A tokenizer from its JSON that neither truncates, pads nor adds tokens.
+
+    Without `added_tokens`, their names are ordinary text and it can never emit their ids.
+    """
     state = json.loads(serialised)
     state["truncation"] = state["padding"] = state["post_processor"] = None
     if not added_tokens:

@@ -7,7 +7,6 @@ It has the policy's architecture and starts from the policy's weights, with a va
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +14,16 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.config import Config, DecoderConfig, LearningSection, Lora, Remat
+from psearch_jax.config import Config, DecoderConfig, LearningSection, Lora
 from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
 from psearch_jax.rl.losses import VALUE_METRICS, value_loss
 from psearch_jax.runtime.metrics import Ratio
 from psearch_jax.sharding import STORAGE, param_shardings
-from psearch_jax.train.trainable import Trainable, read
+from psearch_jax.train.trainable import Trainable, TrainingOptions, hidden_states
 from psearch_jax.types import MicroBatch
+
+CRITIC = "critic/"  # prefix of the critic's metrics
 
 
 def critic_learning(config: Config) -> LearningSection:
@@ -31,13 +32,13 @@ def critic_learning(config: Config) -> LearningSection:
     return replace(config.learning, learning_rate=own.learning_rate, warmup_ratio=own.warmup_ratio)
 
 
-def token_values(model: decoder.Decoder, piece: MicroBatch) -> jax.Array:
+def token_values(model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
     """The value of the prefix of every token in the mask, including passages inserted since the previous such token.
 
     Returns:
       [B, W] float32; 0 where the mask is 0.
     """
-    hidden, _, wanted = read(model, piece)
+    hidden, _, wanted = hidden_states(model, micro_batch)
     before = jnp.pad(model.values(hidden[:, :-1]), ((0, 0), (1, 0)))
     return jnp.where(wanted, before, 0.0)
 
@@ -57,25 +58,20 @@ class Critic(Trainable):
         learning: LearningSection,
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
-        context_tokens: int,
+        options: TrainingOptions,
+        *,
         value_clip: float,
-        dtype: Any = jnp.float32,
-        remat: Remat = "full",
-        shard_residual: bool = False,
-        lora: Lora | None = None,
-        widths: int = 4,
+        base: nnx.State | None = None,
     ):
         self._value_clip = value_clip
-        super().__init__(
-            model, learning, optimizer, mesh, context_tokens, dtype, remat, shard_residual, lora, widths, values=True
-        )
+        super().__init__(model, learning, optimizer, mesh, options, base=base, values=True)
 
-    def _scores(self, model: decoder.Decoder, piece: MicroBatch) -> jax.Array:
-        return token_values(model, piece)
+    def _scores(self, model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
+        return token_values(model, micro_batch)
 
-    def _loss(self, model: decoder.Decoder, piece: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
-        values = token_values(model, piece)
-        return value_loss(values, piece.values, piece.returns, piece.mask, self._value_clip)
+    def _loss(self, model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
+        values = token_values(model, micro_batch)
+        return value_loss(values, micro_batch.values, micro_batch.returns, micro_batch.mask, self._value_clip)
 
 
 def without_lm_head(weights: nnx.State) -> nnx.State:

@@ -24,7 +24,7 @@ from psearch_jax.types import Question, RewardParts, Trajectory
 
 @dataclass
 class Run:
-    """The components of a training run, made by build.py."""
+    """The components of a training run, made by assembly/build.py."""
 
     config: Config  # with the method's settings applied
     collector: Collector
@@ -33,7 +33,7 @@ class Run:
     evaluation: Sequence[Question]
     reward: Callable[[Trajectory], RewardParts]
     abstract: TrainState  # the state as ShapeDtypeStructs with shardings
-    fresh: Callable[[], TrainState] | None  # makes the state of step 0 from weights that it holds
+    initial_state: Callable[[], TrainState] | None  # makes the state of step 0 from weights that it holds
     model: Any  # DecoderConfig
     tokenizer_path: str
     given: Config  # as the user set it; recorded in config.json
@@ -44,24 +44,19 @@ class Run:
     wall_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     stop: StopRequest = field(default_factory=StopRequest)
     keeps_copy: bool = False  # of the state in host memory during a step's updates
-    _state: TrainState | None = None
+    state: TrainState | None = None  # after the last step; None before `begin`, and while an update owns it
 
-    @property
-    def state(self) -> TrainState:
-        """The state after the last step. It is made on first access, so a resumed run never holds two."""
-        if self._state is None:
-            assert self.fresh is not None, "the state was discarded"
-            self.state = self.fresh()
-        return self._state
+    def begin(self) -> None:
+        """Makes the state of step 0 and releases the weights that it is made from."""
+        assert self.initial_state is not None, "a run begins once"
+        make, self.initial_state = self.initial_state, None
+        self.state = make()
 
-    @state.setter
-    def state(self, state: TrainState | None) -> None:
-        self._state, self.fresh = state, None
-
-    @property
-    def has_state(self) -> bool:
-        """Whether a state exists or can be made: a step abandoned between its updates may have donated it."""
-        return self._state is not None or self.fresh is not None
+    def take_state(self) -> TrainState:
+        """The state, which the caller now owns: an update donates its arrays."""
+        assert self.state is not None, "no state: `begin` first"
+        state, self.state = self.state, None
+        return state
 
     @contextmanager
     def phase(self, name: str, times: dict[str, float] | None = None) -> Iterator[None]:

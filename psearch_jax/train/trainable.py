@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -37,26 +38,48 @@ Sums = tuple[nnx.State, Ratio, dict[str, Ratio]]  # gradients, loss and metrics,
 _INTEGERS = ("ids", "segments", "positions")  # int32 fields of a micro-batch; the others are float32
 
 
-def go_on() -> None:
-    """Default for `look`: never interrupts."""
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How a set of parameters is trained.
+
+    Attributes:
+      context_tokens: S, the longest trajectory.
+      dtype: of the computation.
+      remat, shard_residual: as in `decoder.graphdef`.
+      lora: train only adapters (and a value head), not the weights.
+      widths: the number of widths that rows are padded to.
+      pack: let trajectories share rows, if the attention implementation supports segments.
+    """
+
+    context_tokens: int
+    dtype: Any = jnp.float32
+    remat: Remat = "full"
+    shard_residual: bool = False
+    lora: Lora | None = None
+    widths: int = 4
+    pack: bool = True
 
 
-def empty_piece(rows: int, width: int, like: Callable[[tuple[int, int], Any], Any]) -> MicroBatch:
+def never_stop() -> None:
+    """The default for `check_stop`."""
+
+
+def empty_micro_batch(rows: int, width: int, like: Callable[[tuple[int, int], Any], Any]) -> MicroBatch:
     """A micro-batch of `rows` empty rows; `like` makes an array from a shape and a dtype."""
     dtypes = {name: jnp.int32 if name in _INTEGERS else jnp.float32 for name in MicroBatch.__dataclass_fields__}
     return MicroBatch(**{name: like((rows, width), dtype) for name, dtype in dtypes.items()})
 
 
-def live(graph: nnx.GraphDef, params: nnx.State, base: nnx.State | None) -> decoder.Decoder:
+def merged(graph: nnx.GraphDef, params: nnx.State, base: nnx.State | None) -> decoder.Decoder:
     """The model with its arrays; `base` holds the weights that `params` lacks, or is None."""
     return nnx.merge(graph, params) if base is None else nnx.merge(graph, base, params)
 
 
-def read(model: decoder.Decoder, piece: MicroBatch) -> tuple[jax.Array, jax.Array, jax.Array]:
+def hidden_states(model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Hidden states [B, W, D] of packed rows, their token ids [B, W], and their mask as [B, W] bool."""
-    ids, segments = constrain(piece.ids, "rows", None), constrain(piece.segments, "rows", None)
-    hidden, _ = model.hidden(ids, positions=piece.positions, segments=segments)
-    return hidden, ids, constrain(piece.mask, "rows", None) > 0
+    ids, segments = constrain(micro_batch.ids, "rows", None), constrain(micro_batch.segments, "rows", None)
+    hidden, _ = model.hidden(ids, positions=micro_batch.positions, segments=segments)
+    return hidden, ids, constrain(micro_batch.mask, "rows", None) > 0
 
 
 class Trainable(abc.ABC):
@@ -67,15 +90,9 @@ class Trainable(abc.ABC):
       learning: batch and optimizer settings.
       optimizer: an optax transformation.
       mesh: for parameters and rows.
-      context_tokens: S, the longest trajectory.
-      dtype: of the computation.
-      lora: train only adapters (and a value head). `params` below are then theirs, and `base` holds the base weights.
-      widths: the number of widths that rows are padded to.
-      pack: let trajectories share rows, if the attention implementation supports segments.
+      options: with `lora`, `params` below are the adapters'.
+      base: with `lora`, the frozen weights in storage sharding. Without them nothing can be run, only traced.
       values: the model has a value head in place of the lm head.
-
-    Attributes:
-      base: with `lora`, the frozen weights in storage sharding; the caller that loads them sets it.
     """
 
     metrics: tuple[str, ...]  # the names of the metrics of `_loss`
@@ -87,25 +104,28 @@ class Trainable(abc.ABC):
         learning: LearningSection,
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
-        context_tokens: int,
-        dtype: Any,
-        remat: Remat,
-        shard_residual: bool,
-        lora: Lora | None,
-        widths: int,
-        pack: bool = True,
+        options: TrainingOptions,
+        *,
+        base: nnx.State | None = None,
         values: bool = False,
     ):
+        dtype, lora = options.dtype, options.lora
         form = implementation_for(mesh, dtype)
-        self._base: nnx.State | None = None
-        self._frozen_inputs: nnx.State | None = None  # `base` as the programs take it
         self._transposes, self._headless = lora is not None and multiplies_slowly_transposed(mesh, dtype), values
         self._widens = is_one_cpu(mesh) and not self._transposes
+        self._base, self._frozen_inputs = base, self._as_trained_on(base)
         self._graph = decoder.graphdef(
-            model, dtype, remat, form, shard_residual, lora, values=values, transposed=self._transposes
+            model,
+            dtype,
+            options.remat,
+            form,
+            options.shard_residual,
+            lora=lora,
+            values=values,
+            transposed=self._transposes,
         )
-        self._together = pack and takes_segments(form)
-        self._widths = (row_widths if self._together else buckets)(context_tokens, widths)
+        self._packs = options.pack and takes_segments(form)
+        self._widths = (row_widths if self._packs else buckets)(options.context_tokens, options.widths)
         self._learning, self._optimizer, self.mesh = learning, optimizer, mesh
         trained = adapters.abstract_trained(decoder.abstract_params(model, values)[1], model, lora)
         self._abstract = abstract_state(trained, optimizer)
@@ -122,25 +142,22 @@ class Trainable(abc.ABC):
     # ---- implemented by policy and critic ----
 
     @abc.abstractmethod
-    def _scores(self, model: decoder.Decoder, piece: MicroBatch) -> jax.Array:
+    def _scores(self, model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
         """[B, W] float32, the score of every token in the mask; 0 elsewhere."""
 
     @abc.abstractmethod
-    def _loss(self, model: decoder.Decoder, piece: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
+    def _loss(self, model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
         """The loss of a micro-batch and its metrics."""
 
     # ---- shared ----
 
     @property
     def base(self) -> nnx.State | None:
-        """The frozen weights. Setting them on a CPU also makes the transposed or float32 copy used to train."""
+        """With `lora`, the frozen weights in storage sharding."""
         return self._base
 
-    @base.setter
-    def base(self, weights: nnx.State | None) -> None:
-        self._base, self._frozen_inputs = weights, self._as_trained_on(weights)
-
     def _as_trained_on(self, weights: nnx.State | None) -> nnx.State | None:
+        """The frozen weights as the programs take them: on a CPU, a transposed or float32 copy."""
         if weights is None:
             return None
         if self._transposes:
@@ -148,38 +165,40 @@ class Trainable(abc.ABC):
         # A CPU that multiplies in float32 would otherwise convert them again for every micro-batch.
         return jax.tree.map(lambda x: x.astype(jnp.float32), weights) if self._widens else weights
 
-    def score(self, params: nnx.State, batch: TrainBatch, look: Callable[[], None] = go_on) -> np.ndarray:
+    def score(self, params: nnx.State, batch: TrainBatch, check_stop: Callable[[], None] = never_stop) -> np.ndarray:
         """The score of every token in the batch's mask; 0 elsewhere. [N, S] float32.
 
-        `look` is called before every micro-batch, while at most one is running, and may raise.
+        `check_stop` is called before every micro-batch, while at most one is running, and may raise.
         """
-        return self._over_batch(lambda piece: self._score(params, self._frozen_inputs, piece), batch, look)
+        return self._over_batch(
+            lambda micro_batch: self._score(params, self._frozen_inputs, micro_batch), batch, check_stop
+        )
 
     def update(
-        self, state: TrainState, batch: TrainBatch, look: Callable[[], None] = go_on
+        self, state: TrainState, batch: TrainBatch, check_stop: Callable[[], None] = never_stop
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on one mini-batch, in micro-batches of `micro_batch_rows`. Donates `state`.
 
-        The metrics include `update_padding`, the padded share of the micro-batches' positions. `look` is called before
-        every micro-batch, while none is running; if it raises, `state` is intact. If loss or gradient is not finite,
-        parameters and optimizer state stay unchanged and `skipped` is 1.
+        The metrics include `update_padding`, the padded share of the micro-batches' positions. `check_stop` is called
+        before every micro-batch, while none is running; if it raises, `state` is intact. If loss or gradient is not
+        finite, parameters and optimizer state stay unchanged and `skipped` is 1.
         """
-        pieces = self._pieces(batch)
-        state, metrics = self.update_micro_batches(state, [piece for _, piece in pieces], look)
-        return state, metrics | {"update_padding": padding(pieces)}
+        packed = self._packed(batch)
+        state, metrics = self.update_micro_batches(state, [micro_batch for _, micro_batch in packed], check_stop)
+        return state, metrics | {"update_padding": padding(packed)}
 
     def update_micro_batches(
-        self, state: TrainState, micro_batches: Sequence[MicroBatch], look: Callable[[], None] = go_on
+        self, state: TrainState, micro_batches: Sequence[MicroBatch], check_stop: Callable[[], None] = never_stop
     ) -> tuple[TrainState, dict[str, float]]:
         """`update` on micro-batches that the caller has packed. Each distinct shape is compiled once."""
-        sums = self._sums(state.params, micro_batches, look)
+        sums = self._sums(state.params, micro_batches, check_stop)
         with jax.set_mesh(self.mesh):
             state, metrics = self._apply(state, sums)
         return state, {k: float(v) for k, v in jax.device_get(metrics).items()}
 
     def gradients(self, params: nnx.State, batch: TrainBatch) -> nnx.State:
         """The gradients that `update` would use, before clipping."""
-        grads, loss, _ = self._sums(params, [piece for _, piece in self._pieces(batch)], go_on)
+        grads, loss, _ = self._sums(params, [micro_batch for _, micro_batch in self._packed(batch)], never_stop)
         return jax.tree.map(lambda g: g / jnp.maximum(loss.count, 1.0), grads)
 
     def first_nonfinite_param(self, metrics: Mapping[str, float]) -> str:
@@ -190,11 +209,11 @@ class Trainable(abc.ABC):
     def warm_up(self, params: nnx.State) -> None:
         """Compiles every program at every width, so that no later step has to."""
         for width in self._widths:
-            piece = empty_piece(self._learning.micro_batch_rows, width, np.zeros)
+            micro_batch = empty_micro_batch(self._learning.micro_batch_rows, width, np.zeros)
             with jax.set_mesh(self.mesh):
-                jax.block_until_ready(self._accumulate(params, self._frozen_inputs, self._zero(params), piece))
+                jax.block_until_ready(self._accumulate(params, self._frozen_inputs, self._zero(params), micro_batch))
                 if self.needs_score:
-                    jax.block_until_ready(self._score(params, self._frozen_inputs, piece))
+                    jax.block_until_ready(self._score(params, self._frozen_inputs, micro_batch))
 
     @property
     def needs_score(self) -> bool:
@@ -219,15 +238,17 @@ class Trainable(abc.ABC):
         others = jax.tree.map(lambda _: replicated(mesh), sums[1:])
         sums = placed(sums, (self._places.params, *others))
 
-        def piece(width: int) -> MicroBatch:
+        def micro_batch(width: int) -> MicroBatch:
             place = rows_sharding(mesh, 2)
-            return empty_piece(rows, width, lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place))
+            return empty_micro_batch(
+                rows, width, lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+            )
 
         def score(width: int) -> jax.stages.Traced:
-            return self._score.trace(state.params, frozen, piece(width))
+            return self._score.trace(state.params, frozen, micro_batch(width))
 
         def accumulate(width: int) -> jax.stages.Traced:
-            return self._accumulate.trace(state.params, frozen, sums, piece(width))
+            return self._accumulate.trace(state.params, frozen, sums, micro_batch(width))
 
         return {
             self.scored: {width: functools.partial(score, width) for width in self._widths},
@@ -240,33 +261,33 @@ class Trainable(abc.ABC):
         return placed(self._abstract, self._places)
 
     def _over_batch(
-        self, program: Callable[[MicroBatch], jax.Array], batch: TrainBatch, look: Callable[[], None]
+        self, program: Callable[[MicroBatch], jax.Array], batch: TrainBatch, check_stop: Callable[[], None]
     ) -> np.ndarray:
         out = np.zeros(batch.ids.shape, np.float32)
         with jax.set_mesh(self.mesh):
-            pieces = self._pieces(batch)
+            packed = self._packed(batch)
             scores: list[jax.Array] = []
-            for _, piece in pieces:
+            for _, micro_batch in packed:
                 jax.block_until_ready(scores[-2:-1])  # the last micro-batch keeps running
-                look()
-                scores.append(program(piece))
-        for (places, _), values in zip(pieces, jax.device_get(scores), strict=True):
+                check_stop()
+                scores.append(program(micro_batch))
+        for (places, _), values in zip(packed, jax.device_get(scores), strict=True):
             for i, row, start in places:
                 n = batch.length[i]
                 out[i, :n] = values[row, start : start + n]
         return out
 
-    def _pieces(self, batch: TrainBatch) -> list[tuple[list[Place], MicroBatch]]:
-        return micro_batches(batch, self._learning.micro_batch_rows, self._widths, self._together)
+    def _packed(self, batch: TrainBatch) -> list[tuple[list[Place], MicroBatch]]:
+        return micro_batches(batch, self._learning.micro_batch_rows, self._widths, self._packs)
 
-    def _sums(self, params: nnx.State, pieces: Sequence[MicroBatch], look: Callable[[], None]) -> Sums:
-        with jax.set_mesh(self.mesh), progress.step("update", len(pieces), patient=True):
+    def _sums(self, params: nnx.State, packed: Sequence[MicroBatch], check_stop: Callable[[], None]) -> Sums:
+        with jax.set_mesh(self.mesh), progress.step("update", len(packed), patient=True):
             sums = self._zero(params)
-            for done, piece in enumerate(pieces):
+            for done, micro_batch in enumerate(packed):
                 jax.block_until_ready(sums[1])
                 progress.reach(done)
-                look()
-                sums = self._accumulate(params, self._frozen_inputs, sums, piece)
+                check_stop()
+                sums = self._accumulate(params, self._frozen_inputs, sums, micro_batch)
         return sums
 
     # ---- the programs ----
@@ -276,10 +297,10 @@ class Trainable(abc.ABC):
         return learning_rate(state, self._learning)
 
     def _scoring(self, graph: nnx.GraphDef) -> Callable[..., jax.Array]:
-        """The compiled program (params, base, piece) -> scores for the model of `graph`."""
+        """The compiled program (params, base, micro_batch) -> scores for the model of `graph`."""
 
-        def program(params: nnx.State, base: nnx.State | None, piece: MicroBatch) -> jax.Array:
-            return self._scores(live(graph, params, base), piece)
+        def program(params: nnx.State, base: nnx.State | None, micro_batch: MicroBatch) -> jax.Array:
+            return self._scores(merged(graph, params, base), micro_batch)
 
         return jax.jit(program, out_shardings=replicated(self.mesh))
 
@@ -287,9 +308,11 @@ class Trainable(abc.ABC):
         zero = Ratio(jnp.float32(0), jnp.float32(0))
         return jax.tree.map(jnp.zeros_like, params), zero, dict.fromkeys(self.metrics, zero)
 
-    def _accumulate_program(self, params: nnx.State, base: nnx.State | None, sums: Sums, piece: MicroBatch) -> Sums:
+    def _accumulate_program(
+        self, params: nnx.State, base: nnx.State | None, sums: Sums, micro_batch: MicroBatch
+    ) -> Sums:
         def total(params: nnx.State) -> tuple[jax.Array, tuple[Ratio, dict[str, Ratio]]]:
-            loss, metrics = self._loss(live(self._graph, params, base), piece)
+            loss, metrics = self._loss(merged(self._graph, params, base), micro_batch)
             return loss.total, (loss, metrics)
 
         (_, (loss, metrics)), grads = jax.value_and_grad(total, has_aux=True)(params)

@@ -1,4 +1,4 @@
-"""The main loop: collect, reward, update, log, save. It evaluates before the first step and after the last.
+"""The training loop. A step: rollout, reward, advantage, score, update; then evaluate, save.
 
 A run directory holds config.json, metrics.jsonl, tensorboard/, trajectories/, checkpoints/, best/, summary.json.
 Several processes share one directory: all save and restore the checkpoints; the first writes the other files.
@@ -8,31 +8,37 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from flax import nnx
 from tqdm import tqdm
 
-from psearch_jax.config import best_metric
 from psearch_jax.eval.evaluate import questions_digest
-from psearch_jax.runtime import processes
-from psearch_jax.runtime.metrics import MetricsWriter, cut_jsonl
+from psearch_jax.rl import gae
+from psearch_jax.rl.advantages import carry_signal, group_advantages, trained_rows
+from psearch_jax.rl.batch import make_batch, mini_batches
+from psearch_jax.rl.rewards import length_penalty
+from psearch_jax.rollout.usage import Usage
+from psearch_jax.runtime import processes, progress
+from psearch_jax.runtime.metrics import MetricsWriter, cut_jsonl, mean
 from psearch_jax.runtime.paths import locate, make_writable
-from psearch_jax.train.checkpointing import settings
 from psearch_jax.train.checkpointing.best import Best
-from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
-from psearch_jax.train.checkpointing.preemption import Interrupted, room_for_copy
-from psearch_jax.train.critic import critic_learning
+from psearch_jax.train.checkpointing.checkpoint import Checkpoints
+from psearch_jax.train.checkpointing.preemption import HostCopy, Interrupted, room_for_copy
+from psearch_jax.train.critic import CRITIC
 from psearch_jax.train.monitoring import validation
-from psearch_jax.train.monitoring.alarms import Alarms, read_rows
+from psearch_jax.train.monitoring.alarms import Alarms, check_finite, probe, read_rows
+from psearch_jax.train.monitoring.figures import over_updates, rollout_metrics, update_peak_share
 from psearch_jax.train.monitoring.records import report, write_config, write_json, write_trajectories
 from psearch_jax.train.run import Run
-from psearch_jax.train.state import updates_per_step, warmup_updates, with_warmup
-from psearch_jax.train.step import CRITIC, bad_in_a_row, first_nonfinite_param, train_step
-from psearch_jax.types import UserError
+from psearch_jax.train.saving import Saver, resume
+from psearch_jax.train.state import updates_per_step
+from psearch_jax.types import Question, RewardParts, TrainBatch, Trajectory, UserError
 from retrieval.protocol import RetrievalError
 
 log = logging.getLogger("psearch_jax")
@@ -64,16 +70,15 @@ def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[st
 
 
 def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> dict[str, Any]:
-    config = run.config
+    config, started = run.config, time.monotonic()
     make_writable(workdir)  # fail now rather than at the first save
-    started = time.monotonic()
-
-    # ---- resume ----
     checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints, config.train.keep_every_steps)
     closers.enter_context(closing(checkpoints))
     step, changed = 0, False
     if checkpoints.latest() is not None:
-        step, changed = _resume(run, checkpoints, workdir, allow_changes)
+        step, changed = resume(run, checkpoints, workdir, allow_changes)
+    elif run.state is None:
+        run.begin()
     if processes.first():
         write_config(workdir, run.given, step)
         cut_jsonl(workdir / "metrics.jsonl", step)
@@ -82,7 +87,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
                 file.unlink()
     rows = read_rows(workdir / "metrics.jsonl") if processes.first() else []  # only it truncates and writes the file
     alarms = Alarms(config.alarms, run.collector.retriever is not None, rows)
-    writer = closers.enter_context(closing(MetricsWriter(workdir)))
+    saver = Saver(run, checkpoints, closers.enter_context(closing(MetricsWriter(workdir))))
     if updates_per_step(config) > 1 or run.critic is not None:
         run.keeps_copy = room_for_copy(run.state)
         if not run.keeps_copy:
@@ -90,8 +95,264 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
                 "no host memory for a copy of the state: SIGTERM during updates loses the steps since the last "
                 "checkpoint"
             )
+    _compile(run)
+    before = validation.measured_once(run, workdir / "before.json", fresh=step == 0)
+    if config.eval.every_steps:
+        # At step 0, any best checkpoint comes from a run that was killed before its first regular checkpoint.
+        digest, until = questions_digest(run.evaluation), step if changed or step == 0 else None
+        saver.best = closers.enter_context(closing(Best(workdir, config.eval.best_metric, digest, until)))
 
-    # ---- evaluate before ----
+    stopped: Exception | None = None
+    bar = tqdm(total=config.train.steps, initial=step, unit="step", disable=not processes.on_terminal())
+    while step < config.train.steps:
+        loaded = run.loader.state()
+        try:
+            done = train_step(run, next(run.loader), step)
+        except (Interrupted, RetrievalError) as stop:
+            saver.abandon(stop, step, loaded)
+        metrics = done.metrics | alarms.update(step, done.metrics)
+        if config.eval.every_steps and (step + 1) % config.eval.every_steps == 0 and step + 1 < config.train.steps:
+            try:
+                figures = validation.measured(run, config.eval.temperature)
+                for kind, values in figures.items():
+                    metrics |= {f"eval/{kind}/{name}": value for name, value in values.items()}
+                saver.offer(step + 1, figures)
+            except (Interrupted, RetrievalError) as stop:  # the step is saved below without this evaluation
+                stopped = stop
+        saver.writer.write(step, metrics)
+        write_trajectories(workdir, step, done.trajectories, done.rewards, config.train.trajectories_per_step)
+        report(bar, step, metrics)
+        check_finite(run, workdir, step, metrics)
+        step += 1
+        bar.update()
+        asked = processes.together(lambda: (run.stop.arrived, saver.is_late()))
+        if any(arrived for arrived, _ in asked) and step < config.train.steps:
+            stopped = stopped or Interrupted()
+        late = asked[0][1]  # by the clock of the first process
+        if step % config.train.checkpoint_every_steps == 0 or step == config.train.steps or late or stopped:
+            saver.save(step, run.loader.state())
+        if stopped:
+            raise Interrupted(f"saved after step {step}") if isinstance(stopped, Interrupted) else stopped
+    bar.close()
+
+    after = validation.measured_once(run, workdir / "after.json", fresh=True)
+    checkpoints.wait()
+    if saver.best:
+        saver.offer(step, after[""])
+        saver.best.wait()
+    run.wall_s["total"] = time.monotonic() - started
+    summary = _summary(run, step, saver.best, before, after)
+    if processes.first():
+        write_json(workdir / "summary.json", summary)
+    return summary
+
+
+@dataclass
+class StepResult:
+    """What a step did, the same in every process: metrics, and the trajectories and rewards of all processes."""
+
+    metrics: dict[str, float]
+    trajectories: list[Trajectory]
+    rewards: list[RewardParts]
+
+
+@dataclass
+class Rollouts:
+    """All rollouts of a step, the same in every process. The rollouts of a group are adjacent."""
+
+    trajectories: list[Trajectory] = field(default_factory=list)
+    rewards: list[RewardParts] = field(default_factory=list)
+    totals: list[float] = field(default_factory=list)  # per rollout: reward minus length penalty
+    advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [N] float32
+    usage: Usage = field(default_factory=Usage)
+    draws: int = 0  # batches of questions
+
+
+def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult:
+    """One step of GRPO or PPO, after which `run.state` is the new state.
+
+    Args:
+      questions: those of this process.
+
+    Raises:
+      Interrupted, RetrievalError: the step is discarded. `run.state` is the state before it, or None if updates have
+        consumed it and there was no copy.
+    """
+    config = run.config
+    times: dict[str, float] = {}
+    rollouts = rollouts_of_step(run, questions, step, times)
+    probe_metrics = {}
+    if _is_probed(run, step):
+        with run.phase("probe", times):
+            probe_metrics = probe(run, questions, step, rollouts.trajectories)
+    rows = trained_rows(rollouts.advantages, config.rollout.samples, config.train.prompts)
+    trained = [rollouts.trajectories[i] for i in rows]
+    trains_all = config.rollout.unfinished != "mask"
+    batch = make_batch(trained, rollouts.advantages[rows], config.rollout.context_tokens, trains_all)
+    with run.phase("logprobs", times):
+        batch, metrics = _score(run, batch, np.asarray(rollouts.totals)[rows], trained)
+    with run.phase("update", times):
+        updates = _update(run, mini_batches(batch, config.learning.mini_batch_rollouts), step)
+    sampled = sum(int(t.mask.sum()) for t in rollouts.trajectories)
+    metrics = over_updates(updates) | metrics | probe_metrics
+    metrics |= rollout_metrics(rollouts.trajectories, rollouts.rewards, rollouts.advantages, config.rollout.samples)
+    metrics |= {"reward": mean(rollouts.totals), "draws": rollouts.draws}
+    metrics |= {f"{name}_s": value for name, value in times.items()}
+    metrics |= rollouts.usage.metrics()
+    metrics["sampled_tokens_per_s"] = sampled / times["rollout"]
+    metrics["trained_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
+    updated = _policy_learns(run, step), run.critic is not None
+    share = update_peak_share(config, run.model, batch, times["update"], *updated)
+    metrics |= {"update_peak_share": share} if share else {}
+    return StepResult(metrics, rollouts.trajectories, rollouts.rewards)
+
+
+def rollouts_of_step(run: Run, questions: Sequence[Question], step: int, times: dict[str, float]) -> Rollouts:
+    """Collects rollouts of a step's questions, and of more questions while too few groups carry a signal.
+
+    A group whose rewards are all equal teaches nothing. Up to `train.dynamic_sampling_rounds` more batches are taken
+    from the loader, until `train.prompts` groups carry a signal (dynamic sampling, arXiv 2503.14476 section 3.2).
+
+    Args:
+      questions: those of this process.
+      times: the seconds of the phases rollout and reward are added to it.
+
+    Raises:
+      Interrupted, RetrievalError: as `Collector.collect`.
+    """
+    config, rollouts = run.config, Rollouts()
+    with run.phase("rollout", times):
+        sampling = run.learner.sampling_copy(run.state.params)
+    while True:
+        with run.phase("rollout", times):
+            collected = _rollout(run, sampling, questions, step)
+            rollouts.usage += run.collector.usage
+            rollouts.draws += 1
+            # A batch from the next epoch may repeat a question of this step, which would give the same rollouts.
+            seen = set(map(_group, rollouts.trajectories))
+            fresh = [t for t in collected if _group(t) not in seen]
+        with run.phase("reward", times):
+            _reward(run, rollouts, fresh)
+            rollouts.advantages = _advantages(run, rollouts)
+        enough = carry_signal(rollouts.advantages, config.rollout.samples).sum() >= config.train.prompts
+        if enough or rollouts.draws > config.train.dynamic_sampling_rounds:
+            return rollouts
+        questions = next(run.loader)
+
+
+def _rollout(run: Run, sampling: nnx.State, questions: Sequence[Question], step: int) -> list[Trajectory]:
+    """The rollouts of all processes' questions."""
+    config, samples = run.config, run.config.rollout.samples
+
+    def on_progress(done: int, _: int) -> None:
+        run.stop.check()
+        progress.reach(done)
+
+    with progress.step("rollouts", len(questions) * samples, patient=True):
+        own = run.collector.collect(
+            sampling,
+            questions,
+            samples,
+            seed=config.seed,
+            step=step,
+            temperature=config.rollout.temperature,
+            progress=on_progress,
+        )
+        return processes.in_order(own, samples)  # from here on every process computes the same
+
+
+def _reward(run: Run, rollouts: Rollouts, fresh: Sequence[Trajectory]) -> None:
+    """Adds trajectories and their rewards to the step's rollouts."""
+    section, context = run.config.rollout, run.config.rollout.context_tokens
+    for trajectory in fresh:
+        parts = run.reward(trajectory)
+        penalty = length_penalty(trajectory, run.config.reward, section.unfinished == "penalise", context)
+        rollouts.trajectories.append(trajectory)
+        rollouts.rewards.append(parts)
+        rollouts.totals.append(parts.total - penalty)
+
+
+def _advantages(run: Run, rollouts: Rollouts) -> np.ndarray:
+    """[N] float32, relative to each rollout's group."""
+    groups = list(map(_group, rollouts.trajectories))
+    valid = [t.status != "not_finite" for t in rollouts.trajectories]
+    return group_advantages(rollouts.totals, groups, run.config.learning.advantage, valid)
+
+
+def _score(
+    run: Run, batch: TrainBatch, totals: np.ndarray, trained: Sequence[Trajectory]
+) -> tuple[TrainBatch, dict[str, float]]:
+    """Adds the log-probs that the loss needs and, with a critic, values, returns and advantages.
+
+    Returns:
+      The completed batch and the critic's metrics.
+    """
+    learning, check_stop = run.config.learning, run.stop.watch()
+    if run.learner.needs_score:
+        batch = replace(batch, old_logprobs=run.learner.score(run.state.params, batch, check_stop))
+    if run.reference is not None:
+        batch = replace(batch, ref_logprobs=run.learner.reference_score(run.reference, batch, check_stop))
+    if run.critic is None:
+        return batch, {}
+    values = run.critic.score(run.state.critic.params, batch, check_stop)
+    old = batch.sampler_logprobs if learning.old_logprobs == "sampler" else batch.old_logprobs
+    kl_coefficient = learning.kl_coefficient if learning.kl_in == "reward" else 0.0
+    rewards = gae.token_rewards(totals, batch.mask, old, batch.ref_logprobs, kl_coefficient)
+    raw, returns = gae.advantages(rewards, values, batch.mask, learning.gamma, learning.gae_lambda)
+    tasks = [t.question.kind if learning.whiten == "kind" else "" for t in trained]
+    advantage = gae.whitened(raw, batch.mask, tasks)
+    explained = gae.explained_variance(values, returns, batch.mask)
+    batch = replace(batch, advantage=advantage, values=values, returns=returns)
+    return batch, {f"{CRITIC}explained_variance": explained}
+
+
+def _update(run: Run, batches: Sequence[TrainBatch], step: int) -> list[dict[str, float]]:
+    """Takes one optimizer step per mini-batch, the critic first. Returns the metrics of each.
+
+    The first optimizer step donates the arrays of the state. A stop request takes effect between micro-batches: the
+    run then has its state again, from the copy in host memory if an optimizer step was taken, or none.
+    """
+    check_stop, metrics = run.stop.watch(), []
+    state, policy, critic, donated = run.take_state(), None, None, False
+    copy = HostCopy(state) if run.keeps_copy and (len(batches) > 1 or run.critic) else None
+    try:
+        for batch in batches:
+            values: dict[str, float] = {}
+            if run.critic is not None:
+                critic, update_metrics = run.critic.update(state.critic, batch, check_stop)
+                state, donated = replace(state, critic=critic), True
+                values |= {CRITIC + name: value for name, value in update_metrics.items()}
+            if _policy_learns(run, step):
+                policy, update_metrics = run.learner.update(replace(state, critic=None), batch, check_stop)
+                state, donated = replace(policy, critic=state.critic), True
+                values |= update_metrics
+            metrics.append(values)
+    except Interrupted as stop:
+        if donated:
+            stop.__traceback__ = None  # free device memory first: its frames hold arrays too
+            state = policy = critic = None
+            state = copy.state() if copy else None
+        run.state = state
+        raise
+    run.state = state
+    return metrics
+
+
+def _policy_learns(run: Run, step: int) -> bool:
+    return run.critic is None or step >= run.config.critic.pretrain_steps
+
+
+def _is_probed(run: Run, step: int) -> bool:
+    every = run.config.alarms.probe_every_steps
+    return every > 0 and (step + 1) % every == 0 and run.collector.retriever is not None
+
+
+def _group(trajectory: Trajectory) -> Hashable:
+    return trajectory.question.source, trajectory.question.id
+
+
+def _compile(run: Run) -> None:
+    """Compiles every program, so that no later step has to."""
     run.stop.watch()()
     with run.phase("compile"):
         sampling = run.learner.sampling_copy(run.state.params)
@@ -101,93 +362,14 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         if run.critic is not None:
             run.critic.warm_up(run.state.critic.params)
     run.stop.watch()()
-    before = validation.measured_once(run, workdir / "before.json", fresh=step == 0)
 
-    # ---- steps ----
-    record = {"model": model_record(run.model), "tokenizer": run.tokenizer_path, "settings": run.settings}
-    record |= {"lora": run.lora} if run.lora else {}
-    best = None
-    if config.eval.every_steps:
-        # At step 0, any best checkpoint comes from a run that was killed before its first regular checkpoint.
-        digest, until = questions_digest(run.evaluation), step if changed or step == 0 else None
-        best = closers.enter_context(closing(Best(workdir, config.eval.best_metric, digest, until)))
 
-    def save(step: int, loader: dict[str, Any]) -> None:
-        with run.phase("checkpoint"):
-            processes.together(writer.flush)
-            checkpoints.save(step, run.state, {**record, "loader": loader})
-
-    def offer(step: int, figures: Mapping[str, Mapping[str, float]]) -> None:
-        kind, name = best_metric(config.eval.best_metric)
-        with run.phase("checkpoint"):
-            if best and best.offer(step, figures[kind][name], run.state.params, record):
-                log.info("step %d has the best %s so far: %.4f", step, config.eval.best_metric, figures[kind][name])
-
-    saved, minutes = time.monotonic(), config.train.checkpoint_every_minutes
-    stopped: Exception | None = None
-    bar = tqdm(total=config.train.steps, initial=step, unit="step", disable=not processes.on_terminal())
-    while step < config.train.steps:
-        loaded = run.loader.state()
-        questions = next(run.loader)
-        try:
-            state, metrics, trajectories, rewards = train_step(run, questions, step)
-        except (Interrupted, RetrievalError) as stop:
-            # This step is discarded: save the state after the last step, with the loader before this step's batch.
-            if step and checkpoints.latest() != step and run.has_state:
-                save(step, loaded)
-            checkpoints.wait()
-            if isinstance(stop, Interrupted):
-                kept = step if run.has_state else checkpoints.latest()
-                raise Interrupted(f"saved after step {kept}" if kept else "nothing is saved yet") from None
-            log.error("lost the retriever; saved after step %d, the same command resumes from there", step)
-            raise
-        run.state = state
-        metrics |= alarms.look(step, metrics)
-        if config.eval.every_steps and (step + 1) % config.eval.every_steps == 0 and step + 1 < config.train.steps:
-            try:
-                figures = validation.measured(run, config.eval.temperature)
-                for kind, values in figures.items():
-                    metrics |= {f"eval/{kind}/{name}": value for name, value in values.items()}
-                offer(step + 1, figures)
-            except (Interrupted, RetrievalError) as stop:  # the step is saved below without this evaluation
-                stopped = stop
-        writer.write(step, metrics)
-        write_trajectories(workdir, step, trajectories, rewards, config.train.trajectories_per_step)
-        report(bar, step, metrics)
-        if (bad := bad_in_a_row(metrics)) >= config.learning.max_bad_steps:
-            raise UserError(
-                f"step {step}: loss or gradient was not finite in {bad} updates in a row, first in the gradient of "
-                f"{first_nonfinite_param(run, metrics)}; lower its learning rate, or look at "
-                f"{workdir}/trajectories/{step:06d}.jsonl"
-            )
-        if metrics["status/not_finite"] == 1:  # gradients do not show this: every rollout is masked
-            raise UserError(
-                f"step {step}: no rollout had finite logits; config.model.sampling_dtype="
-                f"{config.model.sampling_dtype}, accepted: a dtype that the model's weights and activations fit into"
-            )
-        step += 1
-        bar.update()
-        asked = processes.together(lambda: (run.stop.arrived, (time.monotonic() - saved) / 60 >= minutes > 0))  # noqa: B023
-        if any(arrived for arrived, _ in asked) and step < config.train.steps:
-            stopped = stopped or Interrupted()
-        late = asked[0][1]  # by the clock of the first process
-        if step % config.train.checkpoint_every_steps == 0 or step == config.train.steps or late or stopped:
-            save(step, run.loader.state())
-            saved = time.monotonic()
-        if stopped:
-            raise Interrupted(f"saved after step {step}") if isinstance(stopped, Interrupted) else stopped
-    bar.close()
-
-    # ---- evaluate after ----
-    after = validation.measured_once(run, workdir / "after.json", fresh=True)
-    checkpoints.wait()
-    if best:
-        offer(step, after[""])
-        best.wait()
-    run.wall_s["total"] = time.monotonic() - started
+def _summary(
+    run: Run, step: int, best: Best | None, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, Any]:
     of_critic = {CRITIC + k: n for k, n in run.critic.compilations().items()} if run.critic is not None else {}
-    summary = {
-        "seed": config.seed,
+    return {
+        "seed": run.config.seed,
         "steps": step,  # above train.steps if the resumed checkpoint is already past it
         "wall_s": {k: round(v, 2) for k, v in run.wall_s.items()},
         "compilations": {**run.collector.sampler.compilations(), **run.learner.compilations(), **of_critic},
@@ -197,48 +379,3 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         **{f"before{suffix}": values for suffix, values in before.items()},
         **{f"after{suffix}": values for suffix, values in after.items()},
     }
-    if processes.first():
-        write_json(workdir / "summary.json", summary)
-    return summary
-
-
-def _resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: bool) -> tuple[int, bool]:
-    """Restores the newest complete checkpoint and the loader's position into the run.
-
-    Returns:
-      The checkpoint's step, and whether settings changed.
-    """
-    changes: dict[str, str] = {}
-
-    def accept(loop: Mapping[str, Any]) -> None:
-        changes.update(processes.agreed(lambda: settings.differences(loop.get("settings"), run.settings)))
-        if "learning.algorithm" in changes:  # a critic can only be created at step 0
-            raise UserError(
-                f"{workdir}: learning.algorithm was {changes['learning.algorithm']}; accepted: the one that the run "
-                "started with, or another --workdir"
-            )
-        if changes and not allow_changes:
-            raise UserError(
-                f"{workdir}: after step {loop['step']} this run would resume with other settings, "
-                f"{settings.described(changes)}; accepted: the original settings, or --allow_changes"
-            )
-
-    run.fresh = None  # frees the initial weights before the checkpoint is loaded
-    run.state, loop = checkpoints.restore(run.abstract, accept)
-    step, config = int(loop["step"]), run.config
-    log.info("resuming after step %d", step)
-    if changes:
-        log.warning("resuming with other settings: %s", settings.described(changes))
-    total = updates_per_step(config) * config.train.steps
-    if "learning.warmup_ratio" in changes:
-        run.state = with_warmup(run.state, warmup_updates(config.learning, total))
-    if "critic.warmup_ratio" in changes and run.state.critic is not None:
-        critic = with_warmup(run.state.critic, warmup_updates(critic_learning(config), total))
-        run.state = replace(run.state, critic=critic)
-    try:
-        run.loader.restore(loop["loader"])
-    except UserError as error:
-        if not changes:
-            raise
-        log.warning("the questions start from the beginning (%s)", error)
-    return step, bool(changes)

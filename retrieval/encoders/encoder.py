@@ -179,7 +179,7 @@ class BertEncoder:
     def _encode_texts(self, texts: Sequence[str], prefix: str, batch_rows: int) -> np.ndarray:
         out = np.zeros((len(texts), self.dimensions), np.float32)
         nonempty = np.array([row for row, text in enumerate(texts) if text.strip()], int)
-        ids = self._tokenize([prefix + texts[row] for row in nonempty])
+        ids = self._tokenize([prefix + texts[int(row)] for row in nonempty])
         pending: deque[tuple[np.ndarray, jax.Array]] = deque()
 
         def read_back() -> None:

@@ -108,7 +108,7 @@ class HashingEncoder:
     def _counts(self, texts: Sequence[str]) -> sp.csr_matrix:
         if not texts:
             return sp.csr_matrix((0, FEATURES), dtype=np.float32)
-        return self._vectorizer.transform(texts)
+        return sp.csr_matrix(self._vectorizer.transform(texts))
 
     def _passage_counts(self, passages: Sequence[Passage]) -> sp.csr_matrix:
         counts = self._counts([p.text for p in passages]) + TITLE_WEIGHT * self._counts([p.title for p in passages])

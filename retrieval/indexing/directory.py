@@ -172,9 +172,10 @@ def _open(directory: Path) -> tuple[dict[str, Any], Ranker, Sequence[Passage]]:
     identity, kind = manifest["encoder"], manifest["kind"]
     if kind == "sharded":
         parts = [_open(directory / name) for name in manifest.get("shards", [])]
-        if not parts or any(m["kind"] != "dense" or m["encoder"] != identity for m, _, _ in parts):
+        rankers = [ranker for _, ranker, _ in parts if isinstance(ranker, DenseRanker)]
+        if not rankers or any(m["kind"] != "dense" or m["encoder"] != identity for m, _, _ in parts):
             raise CorpusError(f"{directory / 'manifest.json'}: field shards does not match the shards")
-        ranker = DenseRanker(ShardedIndex([ranker.index for _, ranker, _ in parts]), parts[0][1].encoder)
+        ranker = DenseRanker(ShardedIndex([ranker.index for ranker in rankers]), rankers[0].encoder)
         return manifest, ranker, ConcatenatedCorpus([corpus for _, _, corpus in parts])
     required = {"dense": ["vectors.npy"], "bm25": []}.get(kind)
     if required is None:

@@ -58,7 +58,7 @@ class Postings(NamedTuple):
     weights: np.ndarray  # [P] float32, above 0
 
 
-DTYPES = Postings(np.uint8, np.int64, np.int64, np.int32, np.float32)
+DTYPES = dict(zip(Postings._fields, map(np.dtype, ("u1", "i8", "i8", "i4", "f4")), strict=True))
 
 
 class Bm25Ranker:
@@ -71,7 +71,7 @@ class Bm25Ranker:
         self.rows = rows
         self._postings = Postings(*map(_plain, postings))
         # Reading one element is ten times as fast as from an array.
-        self._words, self._word_ends = memoryview(self._postings.words), memoryview(self._postings.word_ends)
+        self._words, self._word_ends = self._postings.words.data, self._postings.word_ends.data
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -97,8 +97,9 @@ class Bm25Ranker:
             postings = _weigh(ids, lengths, holding, parts, _places(directory))
         if directory is None:
             return cls(postings, len(passages))
-        for mapped in postings:
-            mapped.flush()
+        for values in postings:
+            if isinstance(values, np.memmap):
+                values.flush()
         (directory / SETTINGS).write_text(json.dumps({"rows": len(passages)}) + "\n", encoding="utf-8")
         return cls.load(directory, _identity(), len(passages))
 
@@ -118,7 +119,7 @@ class Bm25Ranker:
         if stored_rows != rows:
             raise CorpusError(f"{settings}: {stored_rows} passages, the manifest says {rows}; build the index again")
         starts, sizes = postings.posting_starts, [len(array) for array in postings]
-        valid = [array.dtype for array in postings] == [np.dtype(dtype) for dtype in DTYPES] and len(starts) > 1
+        valid = [array.dtype for array in postings] == list(DTYPES.values()) and len(starts) > 1
         if not valid or sizes[1:] != [sizes[1], sizes[1] + 1, starts[-1], starts[-1]]:
             raise CorpusError(f"{settings}: the arrays in this folder are not of one index; build it again")
         return cls(postings, rows)
@@ -247,7 +248,7 @@ def _places(directory: Path | None) -> Callable[[str, int], np.ndarray]:
     """A function that creates an array of an index: in memory, or as a file in `directory` with its disk reserved."""
 
     def place(name: str, size: int) -> np.ndarray:
-        dtype = getattr(DTYPES, name)
+        dtype = DTYPES[name]
         if directory is None:
             return np.empty(size, dtype)
         mapped = np.lib.format.open_memmap(directory / f"{name}.npy", "w+", dtype, (size,))

@@ -136,12 +136,11 @@ class HttpRetriever:
         failures = waits = 0
         deadline = 0.0
         while True:
-            replica = self._take(size, waiting=failures == 0)
-            if replica is None:  # all rest: wait a random time, so that many clients do not return at once
+            if failures and self._all_rest():  # wait a random time, so that many clients do not return at once
                 waits += 1
                 pause = random.random() * min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(waits, 10))
                 given_up.wait(min(pause, max(0.0, deadline - time.monotonic())))
-                replica = self._take(size, waiting=True)
+            replica = self._take(size)
             try:
                 answer = ask(replica)
             except (OSError, ValueError) as error:
@@ -162,20 +161,19 @@ class HttpRetriever:
             if given_up.is_set() or time.monotonic() >= deadline:
                 raise RetrievalError(f"{self._urls()}: no answer in {self._retry_deadline_s:.0f} s; last: {cause}")
 
-    def _take(self, size: int, waiting: bool) -> Replica | None:
-        """Take the replica with the lowest load, among equals the one asked longest ago.
+    def _all_rest(self) -> bool:
+        with self._lock:
+            now = time.monotonic()
+            return all(replica.rests_until > now for replica in self._replicas)
 
-        When all rest: the one whose rest ends first with `waiting`, otherwise None.
+    def _take(self, size: int) -> Replica:
+        """Take the replica whose rest ends first; of those that do not rest, the one with the lowest load.
+
+        Among equals it is the one asked longest ago.
         """
         with self._lock:
             now = time.monotonic()
-            awake = [replica for replica in self._replicas if replica.rests_until <= now]
-            if not awake and not waiting:
-                return None
-            if awake:
-                taken = min(awake, key=lambda replica: (replica.load, replica.last_asked))
-            else:
-                taken = min(self._replicas, key=lambda replica: replica.rests_until)
+            taken = min(self._replicas, key=lambda r: (max(0.0, r.rests_until - now), r.load, r.last_asked))
             taken.load += size
             taken.last_asked = now
             return taken

@@ -51,13 +51,13 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        kwargs = {"registry": self.registry}
-        self.requests = Counter("retriever_requests", "Requests to /retrieve by status", ["status"], **kwargs)
-        self.queries = Counter("retriever_queries", "Queries received", **kwargs)
-        self.in_flight = Gauge("retriever_in_flight", "Requests in flight", **kwargs)
+        own = self.registry
+        self.requests = Counter("retriever_requests", "Requests to /retrieve by status", ["status"], registry=own)
+        self.queries = Counter("retriever_queries", "Queries received", registry=own)
+        self.in_flight = Gauge("retriever_in_flight", "Requests in flight", registry=own)
         sizes = [2**n for n in range(14)]
-        self.batch = Histogram("retriever_batch_queries", "Queries per search", buckets=sizes, **kwargs)
-        self.seconds = Histogram("retriever_seconds", "Seconds from request to answer", **kwargs)
+        self.batch = Histogram("retriever_batch_queries", "Queries per search", buckets=sizes, registry=own)
+        self.seconds = Histogram("retriever_seconds", "Seconds from request to answer", registry=own)
 
 
 def make_app(

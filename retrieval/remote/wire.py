@@ -109,8 +109,8 @@ class _Deadline:
                     socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # bypasses TLS, which is not thread-safe
 
 
-class _Watched:
-    """Mixin of a connection: passes its socket to the deadline of the current request."""
+class _Connection(HTTPConnection):
+    """Passes its socket to the deadline of the current request."""
 
     def connect(self) -> None:
         super().connect()
@@ -122,11 +122,7 @@ class _Watched:
         super().request(*args, **kwargs)
 
 
-class _Connection(_Watched, HTTPConnection):
-    pass
-
-
-class _SecureConnection(_Watched, HTTPSConnection):
+class _SecureConnection(_Connection, HTTPSConnection):
     pass
 
 

@@ -53,7 +53,7 @@ def test_the_newcomers_path(tmp_path):
     typed(demo[0], f"{demo[1].strip()} ARGS='{' '.join(f'--config.{name}={value}' for name, value in QUICK.items())}'")
     assert "search_r1:" in typed(*asked)
     typed(*own)
-    assert len((clone / "corpus.jsonl").read_text().splitlines()) == 20 == len(list((clone / "texts").iterdir()))
+    assert len((clone / "corpus.jsonl").read_text().splitlines()) == 20
     output = typed(*trained)
     assert re.search(r"^answer: (Vivifor|Nuhojun)$", output, re.MULTILINE), output[-2000:]
     (figures,) = json.loads((clone / "results" / "results.json").read_text())["benchmarks"].values()

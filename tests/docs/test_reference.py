@@ -7,14 +7,14 @@ import pytest
 from programs import ROOT
 
 from psearch_jax.config import Config
-from psearch_jax.limits import LIMITS, TRAINING_LIMITS
-from psearch_jax.train.checkpointing.settings import fields
+from psearch_jax.config.setting import settings_of
+from psearch_jax.sft.cold_start import ToySFTConfig
 
 sys.path.insert(0, str(ROOT / "docs"))
 
 import reference  # noqa: E402
 
-FIELDS = fields(Config())
+SETTINGS = settings_of(Config)
 
 
 def test_the_page_is_what_the_code_says():
@@ -22,21 +22,20 @@ def test_the_page_is_what_the_code_says():
     assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run `python docs/reference.py`"
 
 
-def test_every_field_is_explained():
-    """A field without an explanation."""
-    explanations = reference.explanations()
-    assert set(FIELDS) <= set(explanations)
-    assert [name for name, text in explanations.items() if len(text) < 10] == []
+@pytest.mark.parametrize("cls", [Config, ToySFTConfig])
+def test_every_field_is_explained_in_sentences(cls):
+    """A field without an explanation, or with a fragment that the page shows as it is."""
+    docs = {name: setting.doc for name, setting in settings_of(cls).items()}
+    assert [n for n, doc in docs.items() if len(doc) < 10 or not doc.endswith(".") or doc[0].islower()] == []
 
 
 def test_every_field_is_on_the_page_with_its_default_and_what_a_resumed_run_does():
     """A section or field that the generator leaves out: the page would be up to date but incomplete."""
     page = reference.page()
-    for name in FIELDS:
+    for name, setting in SETTINGS.items():
         (entry,) = re.findall(rf"^### {re.escape(name)}\n\n(.*?)(?=\n\n##)", page, re.MULTILINE | re.DOTALL)
-        assert re.search(r"^Default `.*`; .*; a resumed run ", entry, re.MULTILINE), entry
-        for limits in (LIMITS, TRAINING_LIMITS):
-            assert name not in limits or limits[name].accepted in entry, entry
+        assert setting.doc in entry and re.search(r"^Default `.*`; .*; a resumed run ", entry, re.MULTILINE), entry
+        assert not setting.accepted or setting.accepted.words in entry, entry
 
 
 @pytest.mark.parametrize(
@@ -50,12 +49,12 @@ def test_every_field_is_on_the_page_with_its_default_and_what_a_resumed_run_does
         ("model.remat", ["recomputes in each layer", "launch/plan.py --search shows what fits"]),
         ("learning.gamma", ["in training from 0 to 1", "PPO only"]),
         ("rollout.context_tokens", ["[must agree](#what-must-agree)"]),
-        ("eval.best_metric", ["`BEST_FIGURES`: em, f1"]),
+        ("eval.best_metric", ["in training em, f1", "as in parallel/em"]),
         ("alarms.gap", ["difference of sampler and trainer log-probs", "a number"]),
     ],
 )
-def test_what_stands_beside_a_field_is_its_own(name, words):
-    """The comment of the field above, the limit of another field, or a two-line comment that loses one line."""
+def test_an_entry_shows_its_own_field(name, words):
+    """The default or limit of another field, or a limit of training runs that is shown for every run."""
     entry = reference.page().split(f"### {name}\n")[1].split("\n## ")[0].split("\n### ")[0]
     for word in words:
         assert word in entry, (word, entry)

@@ -11,12 +11,15 @@ from programs import ROOT
 
 mkdocs = pytest.importorskip("mkdocs.commands.build", reason="mkdocs is not installed: pip install -e '.[docs]'")
 pytest.importorskip("material", reason="mkdocs-material is not installed: pip install -e '.[docs]'")
+pytest.importorskip("mkdocstrings_handlers.python", reason="mkdocstrings is not installed: pip install -e '.[docs]'")
 
 from mkdocs.config import load_config  # noqa: E402
 
 FROM_ROOT = {"README": "index", "CONTRIBUTING": "contributing", "CHANGELOG": "changelog"}
-SOURCES = [*(ROOT / f"{name}.md" for name in FROM_ROOT), *(ROOT / "docs").glob("*.md")]
-PAGES = {f"{FROM_ROOT.get(page.stem, page.stem)}.html": page for page in SOURCES}
+PAGES = {f"{FROM_ROOT[name]}.html": ROOT / f"{name}.md" for name in FROM_ROOT}
+PAGES |= {
+    page.relative_to(ROOT / "docs").with_suffix(".html").as_posix(): page for page in (ROOT / "docs").rglob("*.md")
+}
 LOADS = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "object": "data"}
 
 
@@ -50,8 +53,8 @@ class Read(HTMLParser):
 
 def test_every_page_is_on_the_site_and_every_link_of_it_leads_somewhere(site):
     """A document missing from the site, or a link that works in the repository but not on the site."""
-    pages = {file: Read(file.read_text(encoding="utf-8")) for file in site.glob("*.html") if file.name != "404.html"}
-    assert {file.name for file in pages} == set(PAGES)
+    pages = {site / name: Read((site / name).read_text(encoding="utf-8")) for name in PAGES}
+    assert {file.relative_to(site).as_posix() for file in site.rglob("*.html")} == {*PAGES, "404.html"}
     own = 0
     for file, page in pages.items():
         for link in page.links:
@@ -70,7 +73,7 @@ def test_every_page_is_on_the_site_and_every_link_of_it_leads_somewhere(site):
 def test_no_page_loads_anything_from_a_network(site):
     """A font or script from another host: slow or broken pages offline, and readers reported to third parties."""
     loads = 0
-    for file in site.glob("*.html"):
+    for file in site.rglob("*.html"):
         for address in Read(file.read_text(encoding="utf-8")).loads:
             assert not re.match(r"(\w+:)?//", address), (file.name, address)
             loads += 1
@@ -90,6 +93,23 @@ def test_every_page_can_be_searched_for(site):
         assert titles[name] == re.search(r"^# (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)[1]
     assert "configuration.html#rolloutslots" in titles
     assert (site / "search" / "search_index.js").is_file(), "pages opened from a disk need this file to search"
+
+
+def test_the_python_api_is_described_by_docstrings_and_comments(site):
+    """A renamed module or function, or fields whose comments (shapes, units) are left out of the API pages."""
+    described = {
+        "types": ("Trajectory", "[S] int32, prompt + sampled + observations"),
+        "config": ("config_dict", "The defaults, changed by"),
+        "rewards": ("paper_reward", "reward the last two parts only if the answer is correct"),
+        "retriever": ("Retriever", "Return at most"),
+        "build": ("training_run", "Builds everything that"),
+        "trainer": ("train", "resume even if settings that affect the results have changed"),
+    }
+    assert {name for name in PAGES if name.startswith("api/")} == {f"api/{name}.html" for name in described}
+    for name, (member, text) in described.items():
+        page = (site / "api" / f"{name}.html").read_text(encoding="utf-8")
+        assert any(anchor.endswith(f".{member}") for anchor in Read(page).anchors), (name, member)
+        assert text in page, (name, text)
 
 
 def test_the_home_page_is_read_from_a_disk(browser, site):

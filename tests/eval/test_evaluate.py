@@ -130,7 +130,7 @@ def test_evaluation_runs_the_training_engine(tiny_tokenizer):
         "tokens": 0,
         "context": 0,
         "valid_format": 1.0,
-        "decided": 0.5,
+        "decomposition_accuracy": 0.5,
         "llm_calls": 3,
         "questions": 2,
     }

@@ -69,22 +69,22 @@ def test_summary_by_hand():
         "tokens": (9 + 14 + 10 + 4) / 4,
         "context": 30.0,
         "valid_format": 0.5,
-        "decided": 0.75,
+        "decomposition_accuracy": 0.75,
         "llm_calls": 8,
         "questions": 4,
     }
     assert summarise([]) == {"questions": 0}
 
 
-def test_chance_is_told_only_where_it_is_known_of_all():
+def test_chance_level_is_reported_only_if_known_for_every_question():
     """A chance level shown for real questions, where it is unknown, because fictional ones have it."""
     known = [scored(answer("x"), id=i, chance=c) for i, c in enumerate((0.5, 0.25))]
     assert summarise(known)["chance"] == 0.375
     assert "chance" not in summarise([*known, scored(answer("x"), id=9)])
     lines = results_table({"mine": figures(known)}, "ours").splitlines()
-    assert any(line.startswith("| mine | parallel | by chance | .375 |") for line in lines)
+    assert any(line.startswith("| mine | parallel | chance level | .375 |") for line in lines)
     assert len({line.count("|") for line in lines}) == 1
-    assert "by chance" not in results_table({"mine": figures([SPLIT])}, "ours")
+    assert "chance level" not in results_table({"mine": figures([SPLIT])}, "ours")
 
 
 def test_initial_search_is_not_the_models():
@@ -188,10 +188,10 @@ def test_splitting_by_hand():
     ]
     decisions = splitting(scores)
     assert decisions["confusion"] == {
-        "parallel": {"split": 3, "whole": 1, "none": 0},
-        "sequential": {"split": 1, "whole": 0, "none": 1},
-        "single": {"split": 0, "whole": 1, "none": 0},
-        "mixed": {"split": 1, "whole": 0, "none": 0},
+        "parallel": {"split": 3, "not_split": 1, "no_search": 0},
+        "sequential": {"split": 1, "not_split": 0, "no_search": 1},
+        "single": {"split": 0, "not_split": 1, "no_search": 0},
+        "mixed": {"split": 1, "not_split": 0, "no_search": 0},
     }
     assert (decisions["accuracy"], decisions["precision"], decisions["recall"]) == (round(5 / 7, 6), 0.75, 0.75)
     only_mixed = splitting(scores[-1:])
@@ -206,7 +206,11 @@ def test_controls_of_the_decision_to_split():
         scored(search("a"), answer("x"), id=2, kind="sequential", text="Which war was between Rome and Carthage?"),
     ]
     rates = splitting([comparison, *bridge])
-    assert (rates["accuracy"], rates["never"], rates["by_words"]) == (1.0, round(2 / 3, 6), round(2 / 3, 6))
+    assert (rates["accuracy"], rates["never_split"], rates["word_heuristic"]) == (
+        1.0,
+        round(2 / 3, 6),
+        round(2 / 3, 6),
+    )
     assert "| 1.000 | 1.000 | 1.000 | .667 | .667 |" in results({"2wiki": figures([comparison, *bridge])}, "us")
 
 
@@ -223,17 +227,17 @@ def test_two_evaluations_are_compared_kind_by_kind():
     assert "| 2wiki, sequential | EM | 1.000 | 0.000 | -1.000 |" in compared
 
 
-def test_splitting_by_labels_read_by_hand():
+def test_splitting_by_manual_labels():
     """A comparison whose facts are in one passage, judged by its set's label instead of the manual one."""
     scores = [
         scored(search("a"), answer("x"), id=0, dependency="single"),
         scored(search("a", "b"), answer("x"), id=1, dependency="parallel"),
-        scored(search("a"), answer("x"), id=2),  # not labelled by hand
+        scored(search("a"), answer("x"), id=2),  # without a manual label
     ]
     report = figures(scores)
     assert report["splitting"]["recall"] == round(1 / 3, 6)
     assert report["labels"]["recall"] == 1 and sum(map(len, report["labels"]["confusion"].values())) == 6
-    assert "labelled by hand" in results({"hotpotqa": report}, "us")
+    assert "manual labels" in results({"hotpotqa": report}, "us")
 
 
 def test_graphs_of_musique():

@@ -14,19 +14,10 @@ import pytest
 from helpers import one_device_mesh
 from jax.sharding import AbstractMesh, AxisType
 
-from psearch_jax.models import attention
-from psearch_jax.models.attention import (
-    KEY_BLOCK,
-    QUERY_BLOCK,
-    WHOLE_CHUNK,
-    Keys,
-    behind,
-    causal,
-    decode,
-    implementation_for,
-    splash_block,
-    splash_width,
-)
+from psearch_jax.models.attention import causal, implementation_for, on_each_device
+from psearch_jax.models.attention.blocked import QUERY_BLOCK
+from psearch_jax.models.attention.cached import KEY_BLOCK, QUERY_CHUNK, Keys, chunk_attention, decode
+from psearch_jax.models.attention.splash import splash_attention, splash_block, splash_width
 from psearch_jax.models.buckets import buckets
 from psearch_jax.sharding import AXES
 
@@ -65,7 +56,7 @@ def draw(B=2, T=40, N=4, K=2, H=8, S=0, seed=0):
 
 
 @pytest.mark.parametrize("form", ["blocked", "rowwise"])
-@pytest.mark.parametrize("length", [1, 40, WHOLE_CHUNK, WHOLE_CHUNK + 1, 2 * QUERY_BLOCK + 130])
+@pytest.mark.parametrize("length", [1, 40, QUERY_CHUNK, QUERY_CHUNK + 1, 2 * QUERY_BLOCK + 130])
 def test_blocked_attention(length, form):
     """A block's queries would attend to the wrong keys, or padding would be returned as output."""
     q, k, v, _ = draw(T=length)
@@ -79,14 +70,14 @@ def keys(old, across):
 
 
 @pytest.mark.parametrize("across", [False, True])
-@pytest.mark.parametrize(("length", "S"), [(1, 20), (40, 20), (WHOLE_CHUNK + 30, 20), (9, 2 * KEY_BLOCK + 50)])
+@pytest.mark.parametrize(("length", "S"), [(1, 20), (40, 20), (QUERY_CHUNK + 30, 20), (9, 2 * KEY_BLOCK + 50)])
 def test_attention_behind_a_cache(length, S, across):
     """Rows of different lengths would attend to stale keys, in the first or a later block of queries or keys;
     positions that two key blocks share would count twice."""
     q, k, v, old = draw(T=length, S=S, B=3)
     start = np.array([0, 13, S - 7], np.int32)
     wanted = plain(q, k, v, old, start)
-    for form in (behind, decode) if length == 1 else (behind,):
+    for form in (chunk_attention, decode) if length == 1 else (chunk_attention,):
         np.testing.assert_allclose(form(q, k, v, keys(old, across), start), wanted, atol=2e-6)
 
 
@@ -105,7 +96,7 @@ def whole(q, k, v):
 @pytest.mark.parametrize("form", ["blocked", "rowwise"])
 def test_gradients_of_blocked_attention(form):
     """A block's recomputation in the backward pass would differ from its forward pass."""
-    q, k, v, _ = draw(T=WHOLE_CHUNK + 70)
+    q, k, v, _ = draw(T=QUERY_CHUNK + 70)
     computed = gradients(functools.partial(causal, implementation=form), q, k, v)
     for ours, wanted in zip(computed, gradients(whole, q, k, v), strict=True):
         np.testing.assert_allclose(ours, wanted, atol=1e-5)
@@ -164,16 +155,16 @@ def sixteen_bits(length, dtype=jnp.bfloat16):
 
 
 def splash(q, k, v, segments=None):
-    return attention._splash(q, k, v, segments, interpret=True)
+    return splash_attention(q, k, v, segments, interpret=True)
 
 
 @pytest.mark.parametrize(
     ("length", "form", "dtype"),
     [
         (100, causal, "bfloat16"),
-        (WHOLE_CHUNK + 128, causal, "bfloat16"),
-        (WHOLE_CHUNK + 128, causal, "float16"),
-        (WHOLE_CHUNK + 128, splash, "bfloat16"),
+        (QUERY_CHUNK + 128, causal, "bfloat16"),
+        (QUERY_CHUNK + 128, causal, "float16"),
+        (QUERY_CHUNK + 128, splash, "bfloat16"),
     ],
 )
 def test_sixteen_bits(length, form, dtype):
@@ -185,14 +176,14 @@ def test_sixteen_bits(length, form, dtype):
 @pytest.mark.parametrize("form", [causal, splash])
 def test_sixteen_bits_within_segments(form):
     """The same for a packed row, whose trajectories attend only to their own keys."""
-    q, k, v = sixteen_bits(WHOLE_CHUNK)
-    segments = (1 + np.arange(WHOLE_CHUNK) // 100)[None].astype(np.int32)
+    q, k, v = sixteen_bits(QUERY_CHUNK)
+    segments = (1 + np.arange(QUERY_CHUNK) // 100)[None].astype(np.int32)
     got = np.asarray(form(q, k, v, segments=segments), np.float64)
     np.testing.assert_allclose(got, plain(q, k, v, segments=segments), atol=SIXTEEN)
 
 
 @pytest.mark.parametrize("across", [False, True])
-@pytest.mark.parametrize(("length", "form"), [(20, behind), (1, behind), (1, decode)])
+@pytest.mark.parametrize(("length", "form"), [(20, chunk_attention), (1, chunk_attention), (1, decode)])
 def test_sixteen_bits_behind_a_cache(length, form, across):
     """The same for scores against cached keys, which a separate product computes."""
     q, k, v = sixteen_bits(40 + length)
@@ -217,7 +208,7 @@ def test_the_gpu_kernel():
     q, k, v, _ = draw(T=300, N=4, K=2, H=64)
     low = [x.astype(jnp.bfloat16) for x in (q, k, v)]
     np.testing.assert_allclose(causal(*low, "cudnn").astype(np.float32), plain(q, k, v), atol=3e-2)
-    q, k, v = sixteen_bits(WHOLE_CHUNK + 128)
+    q, k, v = sixteen_bits(QUERY_CHUNK + 128)
     np.testing.assert_allclose(np.asarray(causal(q, k, v, "cudnn"), np.float64), plain(q, k, v), atol=SIXTEEN)
 
 
@@ -262,7 +253,7 @@ def test_every_device_has_the_keys_of_its_queries(heads, kv_heads, tensor):
         return q
 
     with jax.sharding.use_abstract_mesh(mesh):
-        assert jax.eval_shape(functools.partial(attention.on_each_device, kernel), q, k, k).shape == q.shape
+        assert jax.eval_shape(functools.partial(on_each_device, kernel), q, k, k).shape == q.shape
     ((local, keys, values),) = seen
     assert local == (4 // 2, 16, heads // tensor, 8) and keys == values and local[2] % keys[1] == 0
     # No more copies than needed.

@@ -11,10 +11,11 @@ from runs import small_config
 from psearch_jax.assembly import build
 from psearch_jax.config import LearningSection, Lora
 from psearch_jax.models import decoder, int8, lora
-from psearch_jax.models.attention import Keys, behind, decode
+from psearch_jax.models.attention.cached import Keys, chunk_attention, decode
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import make_optimizer
+from psearch_jax.train.trainable import TrainingOptions
 
 CONFIG = tiny_config(tied=False)
 
@@ -77,7 +78,7 @@ def test_attention_behind_whole_numbers(T, S, across):
     k = k.swapaxes(2, 3) if across else k
     wide = Keys(k * scales[0][..., None], v * scales[1][..., None])
     start = np.array([0, 13, S - 7], np.int32)
-    for form in (behind, decode) if T == 1 else (behind,):
+    for form in (chunk_attention, decode) if T == 1 else (chunk_attention,):
         ours = form(q, *kv, Keys(k.swapaxes(2, 3) if across else k, v, across, *scales), start)
         np.testing.assert_allclose(ours, form(q, *kv, wide, start), atol=1e-4)
 
@@ -141,10 +142,20 @@ def test_adapters_beside_whole_numbers(tiny_tokenizer):
     half, adapters, mesh = jnp.dtype("bfloat16"), Lora(2, 4.0), one_device_mesh()
     learning = LearningSection(micro_batch_rows=2, mini_batch_rollouts=4)
     optimizer = make_optimizer(learning, 10)
-    learner = Learner(CONFIG, learning, optimizer, mesh, 64, 1.0, 400, half, half, lora=adapters, int8_sampling=True)
-    learner.base = jax.tree.map(lambda x: x.astype(half), random_params(CONFIG))
+    learner = Learner(
+        CONFIG,
+        learning,
+        optimizer,
+        mesh,
+        TrainingOptions(64, half, lora=adapters),
+        temperature=1.0,
+        n_ids=400,
+        sampling_dtype=half,
+        int8_sampling=True,
+        base=jax.tree.map(lambda x: x.astype(half), random_params(CONFIG)),
+    )
     copy = learner.sampling_copy(lora.init_adapters(CONFIG, adapters, 0))
-    sampler = make_sampler(tiny_tokenizer, CONFIG, dtype=half, adapters=adapters, int8_weights=True)
+    sampler = make_sampler(tiny_tokenizer, CONFIG, dtype=half, lora=adapters, int8_weights=True)
     planned = nnx.to_flat_state(sampler.abstract_params())
     made = dict(nnx.to_flat_state(copy))
     assert {path: (v.shape, v.dtype) for path, v in planned} == {path: (v.shape, v.dtype) for path, v in made.items()}

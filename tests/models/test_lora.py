@@ -19,7 +19,7 @@ from psearch_jax.config import Lora
 from psearch_jax.models import decoder, hf, lora
 from psearch_jax.sharding import AXES, STORAGE, param_shardings
 from psearch_jax.train.checkpointing import checkpoint
-from psearch_jax.train.step import train_step
+from psearch_jax.train.trainer import train_step
 from psearch_jax.types import RewardParts, UserError
 
 CONFIG = tiny_config(tied=False)
@@ -123,6 +123,7 @@ def test_only_adapters_are_trained(tiny_policy):
     """The optimizer covers the frozen weights, so LoRA saves nothing, or the base changes and is no reference."""
     parts = build.training_run(small_config(tiny_policy, **fields(**{"learning.learning_rate": 1e-2})))
     parts.reward = lambda t: RewardParts(float(t.sample % 2), 0.0, 0.0, 0.0)  # every group has a signal
+    parts.begin()
     shapes = [x.shape for x in jax.tree.leaves(parts.state.params)]
     assert len(shapes) == 14 and all(4 in (shape[1], shape[-1]) for shape in shapes)
     assert parts.reference is parts.learner.base
@@ -130,7 +131,7 @@ def test_only_adapters_are_trained(tiny_policy):
     start = jax.tree.map(np.asarray, parts.state.params)
     first = {}
     for step in range(2):
-        parts.state, metrics, *_ = train_step(parts, next(parts.loader), step)
+        metrics = train_step(parts, next(parts.loader), step).metrics
         first = first or metrics
     assert first["kl"] == pytest.approx(0, abs=1e-6) and metrics["gradient_norm"] > 0
     base, moved = lora.split_adapters(jax.tree.map(np.asarray, parts.learner.sampling_copy(parts.state.params)))

@@ -15,10 +15,12 @@ from psearch_jax.models.attention import implementation_for
 from psearch_jax.models.products import product, product_across
 from psearch_jax.rollout.copy import SamplingCopy, sampled_shape
 from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.rollout.sampler_programs import SamplerOptions
 from psearch_jax.runtime import platforms
 from psearch_jax.sharding import stand_in
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import make_optimizer
+from psearch_jax.train.trainable import TrainingOptions
 
 
 def operands(kernel_dtype):
@@ -152,11 +154,17 @@ def test_frozen_weights_that_are_multiplied_in_float32_are_converted_once(monkey
 
 def learner(dtype, adapters):
     config, section = tiny_config(tied=True), LearningSection(micro_batch_rows=2)
-    made = Learner(
-        config, section, make_optimizer(section, 10), one_device_mesh(), 64, 1.0, 300, dtype, dtype, lora=adapters
+    return Learner(
+        config,
+        section,
+        make_optimizer(section, 10),
+        one_device_mesh(),
+        TrainingOptions(64, dtype, lora=adapters),
+        temperature=1.0,
+        n_ids=300,
+        sampling_dtype=dtype,
+        base=jax.tree.map(lambda x: x.astype(dtype), random_params(config)) if adapters else None,
     )
-    made.base = jax.tree.map(lambda x: x.astype(dtype), random_params(config)) if adapters else None
-    return made
 
 
 def test_transposes_are_made_only_for_a_frozen_base_in_16_bits(with_instructions):
@@ -184,7 +192,15 @@ def test_a_separate_head_samples_with_the_log_probs_of_the_tied_one(tiny_tokeniz
     def log_probs(shape, params):
         form = implementation_for(mesh, half)
         graph, stops = decoder.graphdef(shape, half, attention=form), sorted(tiny_tokenizer.stop_ids)
-        sampler = Sampler(graph, shape, tables_for(tiny_tokenizer, shape), n_ids, stops, mesh, half)
+        sampler = Sampler(
+            graph=graph,
+            config=shape,
+            tables=tables_for(tiny_tokenizer, shape),
+            n_ids=n_ids,
+            stop_ids=stops,
+            mesh=mesh,
+            options=SamplerOptions(half),
+        )
         abstract = jax.tree.map(lambda x: (x.shape, x.dtype), sampler.abstract_params())
         assert abstract == jax.tree.map(lambda x: (x.shape, x.dtype), params)
         rows, ids = 4, np.random.default_rng(0).integers(3, 300, (4, 16)).astype(np.int32)

@@ -22,11 +22,13 @@ from psearch_jax.models import decoder, hf, lora
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.rollout.sampler_programs import SamplerOptions
 from psearch_jax.runtime import platforms
 from psearch_jax.train import trainer
 from psearch_jax.train.checkpointing import checkpoint
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import init_state, make_optimizer
+from psearch_jax.train.trainable import TrainingOptions
 from psearch_jax.types import KINDS, RewardParts, TrainBatch, Trajectory
 
 BRIEF = {
@@ -86,6 +88,7 @@ def test_a_run_in_bfloat16(tiny_policy, tmp_path, no_warm_up, bits, caplog):
     run = build.training_run(small_config(tiny_policy, **{**BRIEF, **changes}))
     assert (bits == 8) == ("learning.importance_cap=2" in caplog.text)
     run.reward = by_parity
+    run.begin()
     assert {x.dtype.name for x in jax.tree.leaves(run.state.params)} == {"float32"}
     check_run(tmp_path, trainer.train(run, tmp_path), 0.02 if bits == 16 else 0.06)
 
@@ -153,13 +156,21 @@ def test_adapters_sample_from_the_policy_they_train(tiny_tokenizer):
     learning = LearningSection(micro_batch_rows=rows, learning_rate=2e-5, warmup_ratio=0.0)  # configs/qwen7b_lora.py
     optimizer = make_optimizer(learning, 10)
     n_ids, stops = tiny_tokenizer.size, sorted(tiny_tokenizer.stop_ids)
+    base = jax.tree.map(lambda x: x.astype(half), random_params(config, scale=0.1))
+    options = TrainingOptions(positions, half, remat="none", lora=adapters)
     learner = Learner(
-        config, learning, optimizer, mesh, positions, 1.0, n_ids, half, half, remat="none", lora=adapters
+        config, learning, optimizer, mesh, options, temperature=1.0, n_ids=n_ids, sampling_dtype=half, base=base
     )
     graph = decoder.graphdef(config, half, attention=implementation_for(mesh, half), lora=adapters)
-    sampler = Sampler(graph, config, tables_for(tiny_tokenizer, config), n_ids, stops, mesh, half, adapters=adapters)
-    base = jax.tree.map(lambda x: x.astype(half), random_params(config, scale=0.1))
-    learner.base = base
+    sampler = Sampler(
+        graph=graph,
+        config=config,
+        tables=tables_for(tiny_tokenizer, config),
+        n_ids=n_ids,
+        stop_ids=stops,
+        mesh=mesh,
+        options=SamplerOptions(half, lora=adapters),
+    )
     state = init_state(lora.init_adapters(config, adapters, 0), optimizer, mesh)
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, 390, (rows, width)).astype(np.int32)

@@ -29,7 +29,7 @@ from psearch_jax.planning.plan import (
 from psearch_jax.planning.roofline import decode_floor_bytes, floor_seconds, update_products_flops
 from psearch_jax.planning.search import _largest, search
 from psearch_jax.planning.targets import Target, cuda_target, tpu_target
-from psearch_jax.rollout.collect import piece_rows, pool_rows, widths
+from psearch_jax.rollout.collect import pool_rows, rows_per_call, widths
 from psearch_jax.runtime.accelerators import GIB, GPUS, Chip, chip_of
 from psearch_jax.sharding import make_mesh
 from psearch_jax.types import UserError
@@ -118,12 +118,13 @@ def test_what_is_planned_is_what_a_run_compiles(tiny_policy):
     """The first step, of the policy or of a critic, compiles a shape that is not in the plan."""
     config = small_config(tiny_policy, **{"rollout.num_buckets": 4, "learning.algorithm": "ppo"})
     parts = build.training_run(config)
+    parts.begin()
     sampling = parts.learner.sampling_copy(parts.state.params)
     parts.collector.warm_up(sampling)
     parts.learner.warm_up(parts.state.params)
     r, sampler = config.rollout, parts.collector.sampler
     collector = parts.collector
-    rows = (r.slots, r.context_tokens, collector.parts.pool_rows, collector.parts.piece_rows)
+    rows = (r.slots, r.context_tokens, collector.parts.pool_rows, collector.parts.rows_per_call)
     *_, programs = sampler.traced(*rows, widths(r, sampler.by_length))
     planned = {name: len(shapes) for name, shapes in {**programs, **parts.learner.traced()}.items()}
     compiled = {**sampler.compilations(), **parts.learner.compilations()}
@@ -236,7 +237,7 @@ def test_a_decode_step_beside_the_least(qwen7b, target):
     narrow = config_file("qwen7b", model={"int8_weights": True, "int8_cache": True})
     plan, mesh, r = make_plan(narrow, target, names=()), make_mesh(narrow.mesh, target.devices), narrow.rollout
     sampler = bare_sampler(narrow, plan.model, mesh)
-    shapes = (r.slots, r.context_tokens, pool_rows(r, mesh), piece_rows(r, mesh), widths(r, sampler.by_length))
+    shapes = (r.slots, r.context_tokens, pool_rows(r, mesh), rows_per_call(r, mesh), widths(r, sampler.by_length))
     (generate,) = sampler.traced(*shapes)[-1]["generate"].values()
     with jax.set_mesh(mesh):
         text = generate().lower().compile().as_text()

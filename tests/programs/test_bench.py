@@ -37,7 +37,9 @@ def test_searches_and_batching(tmp_path):
     for method in ("faiss IVF-Flat", "faiss IVF-PQ", "faiss HNSW"):
         for target in (0.95, 0.99):
             assert lines[method, target]["recall"] >= target
-    assert report["bm25"][0]["method"] == "this project" and all(line["same_best"] > 0.9 for line in report["bm25"])
+    assert report["bm25"][0]["method"] == "this project" and all(
+        line["top1_agreement"] > 0.9 for line in report["bm25"]
+    )
     assert len(report["batching"]) == 7 and all(line["seconds"] > 0 for line in report["batching"])
     assert "| 3000 | scann |" in done.stdout and "over HTTP" in done.stdout
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
@@ -81,11 +83,11 @@ def test_help_lists_every_benchmark():
 def test_other_subjects_are_refused():
     """A misspelt subject would end in a traceback."""
     done = subprocess.run([sys.executable, str(PROGRAM), "retreival"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "accepted: retrieval, recall, corpus" in done.stderr
+    assert done.returncode == 2 and f"accepted: {', '.join(SUBJECTS)}" in done.stderr
 
 
 def test_questions(tmp_path):
-    """The figures of docs/data.md could not be measured again."""
+    """The figures of docs/performance.md could not be measured again."""
     bench("questions", "--rows", "2000", f"--json={tmp_path / 'out.json'}")
     figures = json.loads((tmp_path / "out.json").read_text())
     assert figures["rows"] == 2000 and all(figures[key]["peak_mb"] > 10 for key in list(figures)[1:])
@@ -108,7 +110,7 @@ def test_rollouts(tmp_path, monkeypatch, capsys):
         assert len(line["seconds"]) == 2 and 0 < speed["min"] <= speed["median"] <= speed["max"]
         assert line["max_difference"] < 1e-4
     ours = lines["this project"]
-    assert ours["speed_to_ours"] == 1 and 0 < ours["row_use"] <= 1 and 0 < ours["extend_use"] <= 1
+    assert ours["relative_speed"] == 1 and 0 < ours["row_use"] <= 1 and 0 < ours["extend_use"] <= 1
     assert ours["decode_steps"] * work.slots * ours["row_use"] == pytest.approx(work.sampled, rel=2e-3)
     assert ours["decode_steps"] >= work.sampled / work.slots and ours["extend_calls"] >= 3
     assert 0.1 / max(ours["seconds"]) < ours["search_share"] < 1 and ours["host_share"] > 0
@@ -162,7 +164,7 @@ def test_methods(tmp_path, monkeypatch, capsys):
 
 
 def test_growth(tmp_path, monkeypatch, capsys):
-    """`to_linear` would refer to the previous line or to one of another kind, or the chart would lack its lines."""
+    """`relative_to_linear` would refer to the previous line or to another kind, or the chart would lack its lines."""
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(PROGRAM.parents[1])
     from benchmarks.speed import growth, rollout
@@ -171,7 +173,7 @@ def test_growth(tmp_path, monkeypatch, capsys):
     flags = ["--sizes=tiny", "--scale=0.05", "--repeats=1", f"--json={tmp_path / 'out.json'}"]
     rollout.main([*flags, f"--figure={tmp_path / 'out.svg'}"])
     with pytest.raises(UserError, match="--figure=.*out.xyz: "):
-        growth.drawn(json.loads((tmp_path / "out.json").read_text())["rollout"], str(tmp_path / "out.xyz"))
+        growth.plot(json.loads((tmp_path / "out.json").read_text())["rollout"], str(tmp_path / "out.xyz"))
     assert (tmp_path / "out.svg").read_text().count('id="axes_') == 2
     lines = json.loads((tmp_path / "out.json").read_text())["rollout"]
     assert [(line["grows"], line["value"]) for line in lines] == [
@@ -183,7 +185,7 @@ def test_growth(tmp_path, monkeypatch, capsys):
     for first, second in (lines[:2], lines[2:]):
         share = second["seconds"] / first["seconds"] * first["value"] / second["value"]
         rounded = 0.01 + share * sum(0.0005 / line["seconds"] for line in (first, second))  # to milliseconds
-        assert first["to_linear"] == 1 and second["to_linear"] == pytest.approx(share, abs=rounded)
+        assert first["relative_to_linear"] == 1 and second["relative_to_linear"] == pytest.approx(share, abs=rounded)
     assert "| tiny | turns | 2 |" in capsys.readouterr().out
 
 
@@ -211,7 +213,7 @@ def test_updates(tmp_path, monkeypatch, capsys):
     for peer in (padded, torch):
         assert peer["loss"] == pytest.approx(ours["loss"], abs=1e-5) and ours["loss"] != 0
         assert peer["gradient_norm"] == pytest.approx(ours["gradient_norm"], rel=1e-3)
-    assert torch["ids_per_s"]["max"] == pytest.approx(sum(map(len, rows)) / min(torch["seconds"]), rel=0.2)
+    assert torch["tokens_per_s"]["max"] == pytest.approx(sum(map(len, rows)) / min(torch["seconds"]), rel=0.2)
     assert "trl: left out, trl is not installed" in capsys.readouterr().out.splitlines()
 
 
@@ -343,13 +345,13 @@ def test_users(tmp_path, monkeypatch):
     """Answers that differ from those of single requests would count as equal, or a user would never send a request."""
     done = bench("users", "--users=6", "--slots=3", "--seconds=2", "--count=1", f"--json={tmp_path / 'out.json'}")
     report = json.loads((tmp_path / "out.json").read_text())
-    assert report["outcomes"] == {"as alone": sum(report["by_user"]), "otherwise": 0, "failed": 0}
+    assert report["outcomes"] == {"identical": sum(report["by_user"]), "different": 0, "failed": 0}
     assert min(report["by_user"]) > 0 and len(report["seconds"]) == sum(report["by_user"])
-    assert f"| as alone | {sum(report['by_user'])} |" in done.stdout
-    monkeypatch.setattr(users, "told", lambda pool, url, requests, stream: ("alone",) if url else None)
+    assert f"| identical to the single request | {sum(report['by_user'])} |" in done.stdout
+    monkeypatch.setattr(users, "response", lambda pool, url, requests, stream: ("alone",) if url else None)
     requests = [{"seed": 0}]
-    assert users.together(None, "there", requests, [("alone",)], 2, 0.1)["outcomes"]["otherwise"] == 0
+    assert users.together(None, "there", requests, [("alone",)], 2, 0.1)["outcomes"]["different"] == 0
     report = users.together(None, "there", requests, [("something else",)], 2, 0.1)
     assert (
-        report["outcomes"]["otherwise"] > 0 == report["outcomes"]["as alone"] and "something else" in report["first"]
+        report["outcomes"]["different"] > 0 == report["outcomes"]["identical"] and "something else" in report["first"]
     )

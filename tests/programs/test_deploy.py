@@ -360,15 +360,17 @@ def tool(name: str) -> str:
 @pytest.mark.parametrize(
     ("words", "files"),
     [
-        (["hadolint"], "Dockerfile"),
-        (["kubernetes-validate", "--strict"], "gke-*.yaml"),
-        (["check-jsonschema", "--builtin-schema=vendor.compose-spec"], "compose.yaml"),
+        (["hadolint"], "launch/deploy/Dockerfile"),
+        (["kubernetes-validate", "--strict"], "launch/deploy/gke-*.yaml"),
+        (["check-jsonschema", "--builtin-schema=vendor.compose-spec"], "launch/deploy/compose.yaml"),
+        (["check-jsonschema", "--builtin-schema=vendor.github-workflows"], ".github/workflows/*.yml"),
+        (["check-jsonschema", "--builtin-schema=vendor.citation-file-format"], "CITATION.cff"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_linters_find_nothing(words, files):
     """A misspelt field is silently ignored by the program that loads the file."""
-    paths = sorted(map(str, DEPLOY.glob(files)))
+    paths = sorted(map(str, ROOT.glob(files)))
     done = subprocess.run([tool(words[0]), *words[1:], *paths], capture_output=True, text=True)
     assert paths and done.returncode == 0, done.stdout + done.stderr
 

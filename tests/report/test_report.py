@@ -70,7 +70,7 @@ def write_run(directory: Path, tokenizer, steps: int = 12, questions: int = 3, a
     names = ["reward", "kl", "entropy", "logp_gap", "gradient_norm", "groups_without_signal", "cost/row_use"]
     names += [f"{phase}_s" for phase in ("rollout", "reward", "logprobs", "update")] + ["status/eos", "valid_format"]
     names += [f"{name}/{kind}" for name in ("em", "decomposition", "searches", "turns") for kind in KINDS]
-    names += [f"reward/{kind}/{d}/outcome" for kind in KINDS for d in ("split", "whole")]
+    names += [f"reward/{kind}/{d}/outcome" for kind in KINDS for d in ("split", "not_split")]
     for step in range(steps):
         values = {name: float(rng.random()) for name in names}
         values["reward/single/split/outcome"] = float("nan")
@@ -135,11 +135,15 @@ def test_lines_are_the_numbers_of_metrics_jsonl(run, html):
     charts = {chart["id"]: chart["lines"] for chart in data["charts"]}
     assert data["runs"] == [{"name": "one", "steps": list(range(12))}]
     expected_keys = {("reward", "", ""): "reward", ("kl", "", ""): "kl", ("entropy", "", ""): "entropy"}
-    expected_keys |= {("logp_gap", "", ""): "logp_gap", ("row_use", "", "decoded rows"): "cost/row_use"}
+    expected_keys |= {
+        ("logp_gap", "", ""): "logp_gap",
+        ("row_use", "", "decoded rows that sample a token"): "cost/row_use",
+    }
     expected_keys |= {("seconds", "", phase): f"{phase}_s" for phase in ("rollout", "reward", "logprobs", "update")}
     for kind in KINDS:
         expected_keys |= {(name, kind, ""): f"{name}/{kind}" for name in ("em", "searches", "turns")}
-        expected_keys |= {("reward_outcome", kind, d): f"reward/{kind}/{d}/outcome" for d in ("split", "whole")}
+        parts = {"split": "split", "not split": "not_split"}
+        expected_keys |= {("reward_outcome", kind, name): f"reward/{kind}/{d}/outcome" for name, d in parts.items()}
     del expected_keys["reward_outcome", "single", "split"]
     for (chart, group, name), key in expected_keys.items():
         (line,) = [
@@ -147,7 +151,7 @@ def test_lines_are_the_numbers_of_metrics_jsonl(run, html):
         ]
         assert line["y"] == pytest.approx([row[key] for row in rows], rel=1e-5), key
     groups = {(line["group"], line["name"]) for line in charts["reward_outcome"]}
-    assert ("single", "split") not in groups and ("single", "whole") in groups
+    assert ("single", "split") not in groups and ("single", "not split") in groups
 
 
 def test_rollouts_count_as_they_did_when_they_were_scored(tiny_tokenizer):
@@ -369,12 +373,14 @@ def test_filters_by_keyboard(browser, run, html):
 
     show(browser, run / "report.html")
     columns = unpacked(html, "index")["columns"]
-    wrong = sum(not right for right in columns["right"])
+    incorrect = sum(not correct for correct in columns["correct"])
     assert text(browser, "#count").startswith("72 of 72 rollouts, ")
-    focus(browser, "select[data-column=right]")
+    focus(browser, "select[data-column=correct]")
     press(browser, Keys.ARROW_DOWN, Keys.ARROW_DOWN)
-    wait(browser, f"return document.querySelector('#count').textContent === '{wrong} of 72 rollouts, 0.0% right'")
-    assert browser.execute_script("return document.querySelectorAll('#list .right').length") == 0
+    wait(
+        browser, f"return document.querySelector('#count').textContent === '{incorrect} of 72 rollouts, 0.0% correct'"
+    )
+    assert browser.execute_script("return document.querySelectorAll('#list .correct').length") == 0
     press(browser, Keys.ARROW_UP, Keys.ARROW_UP)
     focus(browser, "select[data-column=kind]")
     press(browser, "si")
@@ -405,7 +411,7 @@ def test_log_probs_by_pointer_and_by_keyboard(browser, run):
     show(browser, run / "report.html")
     row = json.loads((run / "trajectories" / "000000.jsonl").read_text().splitlines()[0])
     first = row["mask"].index(1)
-    focus(browser, "#left .said")
+    focus(browser, "#left .sampled")
     press(browser, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     expected_tip = f"(token {row['ids'][first + 2]}): log-prob {row['logprobs'][first + 2]:.4f}"
     assert expected_tip in text(browser, "#tip")
@@ -482,7 +488,7 @@ def test_a_thousand_steps_and_ten_thousand_rollouts(browser, tmp_path, tiny_toke
     focus(browser, "#list")
     press(browser, Keys.END)
     wait(browser, "return document.querySelector('#left .facts').textContent.includes('step 999')")
-    focus(browser, "select[data-column=right]")
+    focus(browser, "select[data-column=correct]")
     press(browser, Keys.ARROW_DOWN)
-    wait(browser, "return document.querySelector('#count').textContent.endsWith(', 100.0% right')")
+    wait(browser, "return document.querySelector('#count').textContent.endsWith(', 100.0% correct')")
     check_quiet(browser)

@@ -232,7 +232,7 @@ def test_the_time_out_counts_the_whole_answer(head):
 
 def test_an_answer_without_end_does_not_fill_the_memory(monkeypatch):
     """A server that sends for ever would exhaust the memory before the timeout."""
-    monkeypatch.setattr("retrieval.wire.ANSWER_BYTES", 2**20)
+    monkeypatch.setattr("retrieval.remote.wire.ANSWER_BYTES", 2**20)
     with Dripping(OK + b"\r\n", b"x" * 2**18, 0.0) as server, pytest.raises(RetrievalError, match="more than 1048576"):
         HttpRetriever(server.url, timeout_s=60, retry_deadline_s=0).search(["a"], 1)
 

@@ -166,7 +166,7 @@ class Counting(HashingEncoder):
 def hours(tmp_path, monkeypatch, caplog):
     """`hours(passages, options)` builds tmp_path/index; returns the rows encoded, the trees built and the error."""
     monkeypatch.setattr(HashingEncoder, "block_rows", 16)
-    monkeypatch.setattr(retrieval.encoding, "FLUSH_ROWS", 32)
+    monkeypatch.setattr(retrieval.indexing.encoding, "FLUSH_ROWS", 32)
     caplog.set_level("INFO", "retrieval")
     idf = HashingEncoder(64).fit(people()).idf
 

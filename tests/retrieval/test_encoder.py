@@ -94,8 +94,8 @@ def test_a_text_has_one_vector_at_an_accelerator_s_pace(directory):
 def test_a_read_back_runs_behind_the_dispatch(encoder, monkeypatch):
     """All batches of a block stay on the device at once, or the vectors come back in another order."""
     expected = encoder.encode_queries(texts())
-    monkeypatch.setattr("retrieval.encoder.BATCHES_AHEAD", 2)
-    monkeypatch.setattr("retrieval.encoder.TOKENIZED_AT_ONCE", 7)
+    monkeypatch.setattr("retrieval.encoders.encoder.BATCHES_AHEAD", 2)
+    monkeypatch.setattr("retrieval.encoders.encoder.TOKENIZED_AT_ONCE", 7)
     assert np.array_equal(encoder.encode_queries(texts()), expected)
 
 

@@ -293,7 +293,7 @@ def test_more_than_fits_is_refused(service):
 
 def test_a_client_that_reads_nothing_is_hung_up_on(monkeypatch):
     """Replies to clients that do not read them would fill the memory, and delay a stop."""
-    monkeypatch.setattr("retrieval.http.STALLED_S", 1)
+    monkeypatch.setattr("retrieval.remote.http.STALLED_S", 1)
     long = RetrievalService.from_corpus([Passage(str(n), f"Baro {n}", "quill " * 5000) for n in range(20)])
     with Running(make_app(long)) as running:
         body = {"queries": [f"Baro {n} quill" for n in range(20)], "topk": 20}

@@ -1,13 +1,10 @@
 """The reward: `paper` by hand-worked cases, `compat` against scores of the public implementation."""
 
 import json
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from programs import completed
 
 from psearch_jax.assembly import build
 from psearch_jax.config import RewardSection, from_mapping
@@ -18,7 +15,6 @@ from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage
 
 WEIGHTS = RewardWeights()  # format 0.1, final_format 0, decomposition 0.15, search_count 0.35
-SCORE_VECTORS = Path(__file__).resolve().parents[2] / "launch" / "score_vectors.py"
 
 
 def trajectory(kind, searches, answer, well_formed=True, initial=False):
@@ -278,55 +274,3 @@ def test_parse_transcript():
     cut = parse_transcript(question, "<think>a</think><search>b</search><information>c <search>d</search>")
     assert (cut.answer, cut.executed, cut.status, cut.well_formed) == (None, (), "out_of_turns", False)
     assert parse_transcript(question, " \n").turns == ()
-
-
-# --- the command ---
-
-
-def run_command(*arguments):
-    return completed([SCORE_VECTORS, *arguments])
-
-
-def test_score_vectors_command(shared_data, tmp_path):
-    """The command must count the differences, and report bad input in one line."""
-    lines = (shared_data / "reward_vectors.jsonl").read_text().splitlines()[:40]
-    file = tmp_path / "vectors.jsonl"
-    changed = json.loads(lines[3])
-    changed["score"] += 2e-6
-    file.write_text("\n".join([*lines[:3], json.dumps(changed), *lines[4:]]) + "\n")
-    done = run_command(file)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "mismatches: 1" and "line 4" in done.stdout
-    file.write_text(lines[0] + "\n" + lines[1][:-30])
-    done = run_command(file)
-    assert done.returncode == 2 and "line 2" in done.stderr and len(done.stderr.splitlines()) == 1
-    shutil.copy(shared_data / "reward_vectors.jsonl", file)
-    assert run_command(file, "--profile=compat").stdout.splitlines()[-1] == "mismatches: 0"
-
-
-def test_score_vectors_with_a_line_separator_inside(tmp_path):
-    """U+2028 inside a text does not end a line, although str.splitlines splits there."""
-    file = tmp_path / "vectors.jsonl"
-    file.write_text(json.dumps(ROW | {"prompt": "p\u2028q"}, ensure_ascii=False) + "\n", encoding="utf-8")
-    done = run_command(file, "--profile=paper")
-    assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("mismatches: "), done.stderr
-
-
-ROW = {"prompt": "p", "response": "r", "golden_answers": ["x"], "kind": "single", "weights": {}, "score": 1}
-
-
-@pytest.mark.parametrize(
-    "text, found",
-    [
-        ("", "no rows"),
-        ("[1]", "field prompt"),
-        (json.dumps(ROW | {"score": "1"}), "field score"),
-        (json.dumps(ROW | {"kind": "odd"}), "odd"),
-        (json.dumps(ROW | {"weights": {"x": 1}}), "weights"),
-    ],
-)
-def test_score_vectors_bad_input(tmp_path, text, found):
-    """A traceback, or a silent `mismatches: 0` for an empty file that looks like success."""
-    file = tmp_path / "vectors.jsonl"
-    file.write_text(text)
-    done = run_command(file, "--profile=paper")
-    assert done.returncode == 2 and found in done.stderr and len(done.stderr.splitlines()) == 1

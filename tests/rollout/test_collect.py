@@ -25,6 +25,8 @@ from written import CONFIG, collect, say
 from psearch_jax.config import RolloutSection
 from psearch_jax.models import decoder
 from psearch_jax.rl.batch import make_batch
+from psearch_jax.rollout.collect import search_policy
+from psearch_jax.rollout.scheduler import RolloutScheduler
 from psearch_jax.text import tags
 from psearch_jax.train.state import init_state
 from retrieval.protocol import Passage
@@ -506,14 +508,14 @@ def test_what_nobody_wants_leaves_nothing_behind(tiny_tokenizer, sampler, params
     script = say(tiny_tokenizer, SEARCH, ANSWER)
     sampler.give(0, 0, [(q, 0) for q in questions], [script] * 6)
     collector = make_collector(tiny_tokenizer, sampler, rollout, service)
-    flight = collector.in_flight(collector.parts, params, 1, 0, 0)
-    flight.add(questions, [collector.render(q) for q in questions])
+    scheduler = RolloutScheduler(collector.parts, params, search_policy(collector.parts), samples=1, seed=0, step=0)
+    scheduler.add(questions, [collector.render(q) for q in questions])
     for order in (0, 3, 5):  # one of them has a slot when it is dropped
-        assert order or flight.refill(None)
-        flight.drop(order)
-    while flight.refill(None):
-        assert not {live.order for live in flight.live.values()} & {0, 3, 5}
-        flight.decode(1.0, 2)
-        flight.read()
-    assert sorted(flight.results) == [1, 2, 4] and all(t.status == "answered" for t in flight.results.values())
-    assert not flight._prompts and not flight._keys and not flight._unwanted and not flight.live
+        assert order or scheduler.refill(None)
+        scheduler.drop(order)
+    while scheduler.refill(None):
+        assert not {live.order for live in scheduler.live.values()} & {0, 3, 5}
+        scheduler.decode(1.0, 2)
+        scheduler.read()
+    assert sorted(scheduler.results) == [1, 2, 4] and all(t.status == "answered" for t in scheduler.results.values())
+    assert not scheduler._waiting and not scheduler._dropped and not scheduler.live

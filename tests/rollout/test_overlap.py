@@ -18,8 +18,8 @@ from helpers import (
 )
 from helpers import retriever as real_retriever
 
-from psearch_jax.rollout import scheduler
-from psearch_jax.rollout.scheduler import in_background
+from psearch_jax.rollout import search
+from psearch_jax.rollout.search import in_background
 from retrieval.protocol import RetrievalError
 
 CONFIG = tiny_config(tied=False)
@@ -74,18 +74,18 @@ def searches(sampler, monkeypatch):
     """Delays each background search until the next call of `generate`; returns one entry per search."""
     done = []
 
-    def after_the_next_generate(search):
+    def after_the_next_generate(run_search):
         at = sampler.calls
 
         def waited():
             with sampler.more:
                 assert sampler.more.wait_for(lambda: sampler.calls > at, 60), "no row is decoded during the search"
             done.append(at)
-            return search()
+            return run_search()
 
         return in_background(waited)
 
-    monkeypatch.setattr(scheduler, "in_background", after_the_next_generate)
+    monkeypatch.setattr(search, "in_background", after_the_next_generate)
     return done
 
 
@@ -136,8 +136,6 @@ def test_one_that_fails_ends_the_rollouts(run):
 
 def test_no_end_of_the_program_waits_for_one():
     """A preempted machine whose retriever is gone waits for the client's retry deadline before it stops."""
-    code = (
-        "import time; from psearch_jax.rollout.scheduler import in_background; in_background(lambda: time.sleep(900))"
-    )
+    code = "import time; from psearch_jax.rollout.search import in_background; in_background(lambda: time.sleep(900))"
     root = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=300).returncode == 0

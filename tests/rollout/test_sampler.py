@@ -423,7 +423,7 @@ def test_layers_apart_change_no_rollout(tiny_tokenizer, either):
     """Separate layers, as a GPU decodes: a layer's weights in another's place, or those of the call before."""
     sampler, params = either
     extra = {"int8_weights": True, "int8_cache": True} if sampler.new_state(1, 32).cache.k_scale is not None else {}
-    split = make_sampler(tiny_tokenizer, CONFIG, unstacked=True, **extra)
+    split = make_sampler(tiny_tokenizer, CONFIG, unstacked_decoding=True, **extra)
     states = [fetch(s.generate(params, started(s, params, prompts(), KEYS, S, TURN), 1.0)) for s in (sampler, split)]
     np.testing.assert_array_equal(states[0].ids, states[1].ids)
     np.testing.assert_allclose(states[0].logprobs, states[1].logprobs, atol=1e-5)
@@ -434,9 +434,9 @@ def test_weights_taken_apart_once_change_no_rollout(tiny_tokenizer, either):
     """Weights split once, as a CPU decodes: layers reordered or of other weights, or kernels with swapped axes."""
     sampler, params = either
     extra = {"int8_weights": True, "int8_cache": True} if sampler.new_state(1, 32).cache.k_scale is not None else {}
-    split_sampler = make_sampler(tiny_tokenizer, CONFIG, unstacked=True, **extra)
-    split_weights = split_sampler.unstack(params)
-    assert (split_weights.head is None) == bool(extra) and sampler.unstack(params) is None
+    split_sampler = make_sampler(tiny_tokenizer, CONFIG, unstacked_decoding=True, **extra)
+    split_weights = split_sampler.unstack_once(params)
+    assert (split_weights.head is None) == bool(extra) and sampler.unstack_once(params) is None
     state = started(sampler, params, prompts(), KEYS, S, TURN)
     expected = fetch(sampler.generate(params, state, 1.0))
     state = started(sampler, params, prompts(), KEYS, S, TURN)
@@ -447,8 +447,8 @@ def test_weights_taken_apart_once_change_no_rollout(tiny_tokenizer, either):
 
 def test_what_was_only_compiled_is_not_compiled_again(tiny_tokenizer, params, caplog):
     """The first real call would wait for the compilation a second time."""
-    sampler = make_sampler(tiny_tokenizer, CONFIG, unstacked=True)
-    split_weights = sampler.unstack(params)
+    sampler = make_sampler(tiny_tokenizer, CONFIG, unstacked_decoding=True)
+    split_weights = sampler.unstack_once(params)
     state = started(sampler, params, prompts(), KEYS, S, TURN)
     assert sampler.compile_only().generate(params, state, 1.0, unstacked=split_weights) is None
     with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):

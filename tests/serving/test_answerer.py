@@ -219,13 +219,13 @@ def test_who_leaves_is_told_nothing_more_and_makes_room(toy):
     events, gone = [], []
     for text in asked[:4]:  # during the first words, or later
         seen = threading.Event()
-        take_back = own.ask(text, lambda event, seen=seen: (events.append(event), seen.set()))
+        cancel = own.ask(text, lambda event, seen=seen: (events.append(event), seen.set()))
         assert seen.wait(60)
-        take_back()
-        gone.append(take_back)
+        cancel()
+        gone.append(cancel)
     waiting = [own.ask(text, events.append) for text in asked[4:8]]
-    for take_back in waiting:  # still queued
-        take_back()
+    for cancel in waiting:  # still queued
+        cancel()
     time.sleep(0.2)
     before = len(events)
     assert list(own.answer(asked[8]))[-1].kind == "end"

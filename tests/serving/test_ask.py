@@ -1,6 +1,7 @@
 """launch/ask.py as a user runs it: real processes, the shipped policy, its own world or a user's corpus."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -60,19 +61,17 @@ def test_a_users_own_passages_are_searched_and_lines_of_standard_input_asked(tmp
     assert passages == {"mine"}
 
 
-def test_what_was_shown_is_drawn(tmp_path):
-    """The SVG would lack the answer, be invalid XML, load fonts from elsewhere, or have lines that never appear."""
+def test_svg_contains_all_output(tmp_path):
+    """The SVG would crop long passages, be invalid XML, or load fonts from elsewhere."""
     picture = tmp_path / "new" / "ask.svg"
     done = completed([*ASK, SEARCHED, f"--svg={picture}"])
     assert done.returncode == 0, done.stderr[-2000:]
     svg = ElementTree.parse(picture).getroot()
     texts = [element for element in svg.iter("{http://www.w3.org/2000/svg}text") if element.get("clip-path")]
-    said = "".join(text.text for text in texts).replace("\xa0", " ")
-    wrapped = "".join(said.split())
-    assert all("".join(line.split()) in wrapped for line in done.stdout.splitlines()) and SEARCHED in said
-    delays = [float(text.get("style").removeprefix("animation-delay: ").removesuffix("s")) for text in texts]
-    assert delays == sorted(delays) and delays[0] > 0
-    assert "url(http" not in picture.read_text() and "src:" not in picture.read_text()
+    shown = "".join(text.text for text in texts).replace("\xa0", " ")
+    wrapped = "".join(shown.split())
+    assert all("".join(line.split()) in wrapped for line in done.stdout.splitlines()) and SEARCHED in shown
+    assert not re.search(r"""url\(["']?http|src:""", picture.read_text())
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,9 @@ def test_the_loss_is_the_mean_over_the_models_tokens(policy, transcripts):
         config = config_for(policy)
         config = replace(config, learning=replace(config.learning, micro_batch_rows=micro_batch_rows))
         run = build_sft.supervised_run(config, str(transcripts))
-        state = run.fresh()
+        state = run.initial_state()
         _, pieces = run.batches[0]
-        _, metrics = run.trainer.update_micro_batches(run.fresh(), pieces)
+        _, metrics = run.trainer.update_micro_batches(run.initial_state(), pieces)
         batch = loop.row_batch([run.batches._rows[i] for i in run.batches._batches[0]])
         by_row = run.trainer.score(state.params, batch)
         assert metrics["loss"] == pytest.approx(-by_row.sum() / batch.mask.sum(), rel=1e-5)

@@ -13,15 +13,20 @@ from helpers import QWEN3, random_params, started, tiny_config
 
 from psearch_jax.config import DecoderConfig, LearningSection, Lora, MeshSection
 from psearch_jax.models import attention, decoder, lora, ragged
+from psearch_jax.models.attention import cached
+from psearch_jax.models.attention.cudnn import cudnn_attention
+from psearch_jax.models.attention.splash import splash_attention
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.rl.batch import mini_batches
 from psearch_jax.rollout.boundary import build_tables
 from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.rollout.sampler_programs import SamplerOptions
 from psearch_jax.runtime.cli import configure_jax
 from psearch_jax.sharding import STORAGE, make_mesh, param_shardings
 from psearch_jax.train.critic import Critic, first_params
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import init_state, make_optimizer
+from psearch_jax.train.trainable import TrainingOptions
 from psearch_jax.types import TrainBatch
 
 B, S, V = 8, 48, 416
@@ -49,14 +54,14 @@ def check_kernels(mesh) -> None:
     The TPU kernel is interpreted; JAX's own attention, called with the same arguments, replaces cuDNN's.
     """
     rng = np.random.default_rng(1)
-    splash = functools.partial(attention._splash, interpret=True)
+    splash = functools.partial(splash_attention, interpret=True)
     here = functools.partial(jax.nn.dot_product_attention, implementation="xla")
 
     def instead(*args, implementation, **kwargs):
         return here(*args, **kwargs)
 
     q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in ((B, 130, 4, 16), *[(B, 2, 130, 16)] * 2))
-    for kernel in (splash, attention._cudnn):
+    for kernel in (splash, cudnn_attention):
         with jax.set_mesh(mesh), mock.patch.object(jax.nn, "dot_product_attention", instead):
             ours = jax.jit(functools.partial(attention.on_each_device, kernel))(q, k, v)
         np.testing.assert_allclose(ours, attention.causal(q, k, v), atol=1e-5)
@@ -73,7 +78,7 @@ def check_kernels(mesh) -> None:
     q, k, v = q[:, :1], k[:, :, :1], v[:, :, :1]
     cache = KVCache(*(rng.normal(size=(2, B, 2, 64, 16)).astype(np.float32) for _ in range(2)))
     start = rng.integers(0, 65, B).astype(np.int32)
-    wanted = attention.decode(q, k, v, attention.Keys(cache.k[1], cache.v[1]), start)
+    wanted = cached.decode(q, k, v, cached.Keys(cache.k[1], cache.v[1]), start)
     across = KVCache(cache.k.swapaxes(3, 4), cache.v, True)
     for form, one in (("splash", cache), ("cudnn", cache), ("rowwise", across)):  # as on a TPU, a GPU and a CPU
         decode = functools.partial(ragged.decode, form=form, interpret=True)
@@ -82,15 +87,28 @@ def check_kernels(mesh) -> None:
         np.testing.assert_allclose(ours, wanted, atol=1e-5)
 
 
+def make_sampler(config: DecoderConfig, mesh, **options) -> Sampler:
+    settings = SamplerOptions(**options)
+    return Sampler(
+        graph=decoder.graphdef(config, settings.dtype, lora=settings.lora, int8=settings.int8_weights),
+        config=config,
+        tables=build_tables(TOKENS, V),
+        n_ids=len(TOKENS),
+        stop_ids=[STOP],
+        mesh=mesh,
+        options=settings,
+    )
+
+
 def check_adapters(mesh, config: DecoderConfig, optimizer) -> None:
     """With adapters the sampler gets the base weights unsharded over `fsdp`: for fsdp=1, the learner's own arrays."""
     adapters, half = Lora(2, 4.0), jnp.dtype("bfloat16")
-    learner = Learner(config, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), sampling_dtype=half, lora=adapters)
-    learner.base = decoder.random_params(config, 0, half, lambda a: param_shardings(a, STORAGE, mesh))
+    weights = decoder.random_params(config, 0, half, lambda a: param_shardings(a, STORAGE, mesh))
+    options, sampled = TrainingOptions(S, lora=adapters), dict(temperature=1.0, n_ids=len(TOKENS), sampling_dtype=half)
+    learner = Learner(config, LEARNING, optimizer, mesh, options, **sampled, base=weights)
     fresh = lora.init_adapters(config, adapters, 0)
     copy = learner.sampling_copy(jax.device_put(fresh, param_shardings(fresh, STORAGE, mesh)))
-    graph, tables = decoder.graphdef(config, half, lora=adapters), build_tables(TOKENS, V)
-    sampler = Sampler(graph, config, tables, len(TOKENS), [STOP], mesh, half, adapters=adapters)
+    sampler = make_sampler(config, mesh, dtype=half, lora=adapters)
     for x, planned in zip(jax.tree.leaves(copy), jax.tree.leaves(sampler.abstract_params()), strict=True):
         if x.dtype != planned.dtype or not x.sharding.is_equivalent_to(planned.sharding, x.ndim):
             raise SystemExit(f"found {x.sharding}, {x.dtype}, expected {planned}")
@@ -111,7 +129,8 @@ def check_critic(mesh, config: DecoderConfig, optimizer) -> None:
     head = rng.normal(size=(config.width, 1)).astype(np.float32)
     results = []
     for where in (mesh, make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])):
-        critic = Critic(config, LEARNING, optimizer, where, S, 0.5, shard_residual=where.shape["tensor"] > 1)
+        options = TrainingOptions(S, shard_residual=where.shape["tensor"] > 1)
+        critic = Critic(config, LEARNING, optimizer, where, options, value_clip=0.5)
         start = first_params(random_params(config, seed=6), config, None, 0, where)
         params = init_state(
             decoder.with_values(start, nnx.to_pure_dict(start) | {"value_head": head}), optimizer, where
@@ -168,15 +187,13 @@ def main(sizes: str, out: str) -> None:
     normed = tiny_config(V, tied=False, **QWEN3)
     check_adapters(mesh, normed, optimizer)
     check_critic(mesh, normed, optimizer)
-    learner = Learner(config, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), shard_residual=tensor > 1)
-    tables = build_tables(TOKENS, V)
-    sampler = Sampler(decoder.graphdef(config, jnp.float32), config, tables, len(TOKENS), [STOP], mesh)
-    rolled = rollouts(sampler, learner.sampling_copy(state.params))
+    options, sampled = TrainingOptions(S, shard_residual=tensor > 1), dict(temperature=1.0, n_ids=len(TOKENS))
+    learner = Learner(config, LEARNING, optimizer, mesh, options, **sampled)
+    rolled = rollouts(make_sampler(config, mesh), learner.sampling_copy(state.params))
 
-    narrow = Learner(normed, LEARNING, optimizer, mesh, S, 1.0, len(TOKENS), int8_sampling=True)
-    graph, options = decoder.graphdef(normed, jnp.float32, int8=True), {"int8_weights": True, "int8_cache": True}
-    options["unstacked"] = mesh.size > 1  # as GPUs decode
-    int8_sampler = Sampler(graph, normed, tables, len(TOKENS), [STOP], mesh, **options)
+    narrow = Learner(normed, LEARNING, optimizer, mesh, TrainingOptions(S), **sampled, int8_sampling=True)
+    unstacked = mesh.size > 1  # as GPUs decode
+    int8_sampler = make_sampler(normed, mesh, int8_weights=True, int8_cache=True, unstacked_decoding=unstacked)
     in_int8 = rollouts(
         int8_sampler, narrow.sampling_copy(init_state(random_params(normed, seed=6), optimizer, mesh).params)
     )

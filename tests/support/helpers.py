@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +18,13 @@ from psearch_jax.rollout import sampling
 from psearch_jax.rollout.boundary import BoundaryTables, build_tables
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.rollout.sampler_programs import SamplerOptions, random_draw
 from psearch_jax.rollout.sampler_state import SamplerState
 from psearch_jax.sharding import make_mesh
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import make_optimizer
+from psearch_jax.train.trainable import TrainingOptions
 from psearch_jax.types import Question
 from retrieval.protocol import Passage
 from retrieval.service import RetrievalService
@@ -60,10 +61,15 @@ def tables_for(tokenizer: Tokenizer, config: DecoderConfig) -> BoundaryTables:
 
 def make_sampler(tokenizer: Tokenizer, config: DecoderConfig, mesh: Mesh | None = None, cls=Sampler, **options):
     """A float32 sampler of class `cls` with the tokenizer's real boundary tables and stop tokens."""
-    graph = decoder.graphdef(config, jnp.float32, int8=options.get("int8_weights", False))
-    stops = sorted(tokenizer.stop_ids)
-    tables = tables_for(tokenizer, config)
-    return cls(graph, config, tables, tokenizer.size, stops, mesh or one_device_mesh(), **options)
+    return cls(
+        graph=decoder.graphdef(config, jnp.float32, int8=options.get("int8_weights", False)),
+        config=config,
+        tables=tables_for(tokenizer, config),
+        n_ids=tokenizer.size,
+        stop_ids=sorted(tokenizer.stop_ids),
+        mesh=mesh or one_device_mesh(),
+        options=SamplerOptions(**options),
+    )
 
 
 class ScriptedSampler(Sampler):
@@ -77,22 +83,18 @@ class ScriptedSampler(Sampler):
     after = 0  # a token id
     scripts: Mapping[tuple[int, int], Sequence[int]] = {}
 
-    def _decode(self, *args) -> SamplerState:
-        state = args[-1]
-        said = jnp.sum(state.mask, axis=1)
-        forced = jax.pure_callback(self._next_ids, jax.ShapeDtypeStruct(said.shape, jnp.int32), state.key, said)
-        draw = sampling.choose
+    def __init__(self, **arguments):
+        super().__init__(**arguments, draw=self._scripted_draw)
 
-        def choose(logits: jax.Array, uniform: jax.Array) -> jax.Array:
-            return jnp.where(forced < 0, draw(logits, uniform), forced)
+    def _scripted_draw(self, logits: jax.Array, state: SamplerState) -> jax.Array:
+        sampled = jnp.sum(state.mask, axis=1)
+        scripted = jax.pure_callback(self._next, jax.ShapeDtypeStruct(sampled.shape, jnp.int32), state.key, sampled)
+        return jnp.where(scripted < 0, random_draw(logits, state), scripted)
 
-        with mock.patch.object(sampling, "choose", choose):  # during tracing
-            return super()._decode(*args)
-
-    def _next_ids(self, keys, said) -> np.ndarray:
-        keys, said = np.asarray(keys), np.asarray(said)
+    def _next(self, keys, sampled) -> np.ndarray:
+        keys, sampled = np.asarray(keys), np.asarray(sampled)
         scripts = [self.scripts.get((int(k[0]), int(k[1])), ()) for k in keys]
-        return np.array([s[n] if n < len(s) else self.after for s, n in zip(scripts, said, strict=True)], np.int32)
+        return np.array([s[n] if n < len(s) else self.after for s, n in zip(scripts, sampled, strict=True)], np.int32)
 
     def give(self, seed: int, step: int, rollouts: Sequence[tuple[Question, int]], scripts: Sequence[Sequence[int]]):
         """Sets one script for each (question, sample) of the next `collect(seed=seed, step=step)`."""
@@ -147,8 +149,9 @@ def make_learner(tokenizer: Tokenizer, config: DecoderConfig, context_tokens: in
     """A float32 learner; `learning` holds fields of LearningSection."""
     settings = LearningSection(**{"micro_batch_rows": 2, "mini_batch_rollouts": 4, "warmup_ratio": 0.0, **learning})
     optimizer = make_optimizer(settings, 10)
+    options = TrainingOptions(context_tokens, remat="none")
     mesh, n_ids = one_device_mesh(), tokenizer.size
-    return Learner(config, settings, optimizer, mesh, context_tokens, temperature, n_ids, remat="none"), optimizer
+    return Learner(config, settings, optimizer, mesh, options, temperature=temperature, n_ids=n_ids), optimizer
 
 
 def started(

@@ -86,15 +86,14 @@ class Policy:
 
     @functools.cached_property
     def learner(self) -> Learner:
-        learner = make_learner(
+        return make_learner(
             self.config,
             self.engine.model,
             self.engine.mesh,
             make_optimizer(self.config.learning, 1),
             self.engine.tokenizer.size,
+            self.base,
         )
-        learner.base = self.base
-        return learner
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
         """The trainer's log-probs of the sampled tokens of each trajectory."""

@@ -10,7 +10,7 @@ from runs import small_config
 from psearch_jax.assembly import build
 from psearch_jax.config import AlarmSection
 from psearch_jax.train.monitoring.alarms import ALARM, NAMES, Alarms, Misled, probe, read_rows
-from psearch_jax.train.step import train_step
+from psearch_jax.train.trainer import train_step
 
 FINE = {
     "reward": 1.0,
@@ -36,7 +36,7 @@ BROKEN = {
 
 
 def ringing(alarms: Alarms, step: int, **changes) -> set[str]:
-    alarm_metrics = alarms.look(step, FINE | changes)
+    alarm_metrics = alarms.update(step, FINE | changes)
     assert set(alarm_metrics) == {ALARM + name for name in NAMES}
     return {name for name in NAMES if alarm_metrics[ALARM + name]}
 
@@ -114,8 +114,10 @@ def test_the_probe_asks_the_steps_questions_with_the_steps_own_numbers(tiny_poli
     """The probe's rollouts would differ from the step's in more than the passages: with the same passages, all
     tokens must be equal."""
     run = build.training_run(small_config(tiny_policy, **{"alarms.probe_every_steps": 1}))
+    run.begin()
     questions = next(run.loader)
-    _, metrics, trajectories, _ = train_step(run, questions, 0)
+    done = train_step(run, questions, 0)
+    metrics, trajectories = done.metrics, done.trajectories
     assert {"probe/em", "probe/em_misled"} <= metrics.keys() and metrics["probe_s"] > 0
     first = {t.question.id: t for t in reversed(trajectories)}
     run = build.training_run(small_config(tiny_policy))

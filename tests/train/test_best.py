@@ -107,6 +107,7 @@ def settings(policy, file, **fields):
 def test_a_file_of_questions_is_validated(tiny_policy, questions, tmp_path):
     """A run on real questions would show only its training reward until somebody evaluates it by hand."""
     parts = build.training_run(settings(tiny_policy, questions, **{"train.steps": 2}))
+    parts.begin()
     left = Best(tmp_path, "em", questions_digest(parts.evaluation))  # of a run killed before its first checkpoint
     left.offer(9, 1.0, parts.state.params, {"model": checkpoint.model_record(parts.model), "tokenizer": "x"})
     left.close()
@@ -157,6 +158,7 @@ def test_export_and_evaluation_take_the_best(tiny_policy, questions, tmp_path):
     """The newest checkpoint would be evaluated or exported under the name of the best."""
     run_dir, parts = tmp_path / "run", build.training_run(settings(tiny_policy, questions))
     record = {"model": checkpoint.model_record(parts.model), "tokenizer": parts.tokenizer_path}
+    parts.begin()
     best = Best(run_dir, "em")
     best.offer(3, 0.25, parts.state.params, record)
     best.close()

@@ -20,7 +20,8 @@ from psearch_jax.models import lora as adapters
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
 from psearch_jax.train.critic import Critic, first_params, without_lm_head
 from psearch_jax.train.state import init_state, make_optimizer
-from psearch_jax.train.step import train_step
+from psearch_jax.train.trainable import TrainingOptions
+from psearch_jax.train.trainer import train_step
 from psearch_jax.types import RewardParts, UserError
 
 LEARNING = LearningSection(micro_batch_rows=2, mini_batch_rollouts=4, warmup_ratio=0.0, learning_rate=1e-3)
@@ -30,9 +31,9 @@ def make_critic(lora: Lora | None = None, seed: int = 4, **changes) -> tuple[Cri
     """A float32 critic with a nonzero head, and its parameters."""
     policy = random_params(CONFIG, seed=seed, scale=0.03)
     optimizer = make_optimizer(LEARNING, 10)
-    critic = Critic(CONFIG, LEARNING, optimizer, one_device_mesh(), S, 0.5, remat="none", lora=lora, **changes)
+    options, base = TrainingOptions(S, remat="none", lora=lora, **changes), without_lm_head(policy) if lora else None
+    critic = Critic(CONFIG, LEARNING, optimizer, one_device_mesh(), options, value_clip=0.5, base=base)
     params = first_params(policy, CONFIG, lora, 0, one_device_mesh())
-    critic.base = without_lm_head(policy) if lora else None
     head = np.random.default_rng(0).normal(size=(CONFIG.width, 1)).astype(np.float32)
     flat = nnx.to_flat_state(params)
     return critic, nnx.from_flat_state(
@@ -125,6 +126,7 @@ def test_a_step_of_ppo_moves_both_and_a_step_of_the_critic_alone_only_one(
     fields = {"critic.pretrain_steps": 1, "train.steps": 3, "rollout.samples": 1, "train.prompts": 24}
     config = ppo_config(tiny_policy, **fields, **{"model.lora_rank": rank, "learning.whiten": whiten})
     run = build.training_run(config)
+    run.begin()
     policies, critics = [jax.device_get(run.state.params)], [jax.device_get(run.state.critic.params)]
     learned, update = [], run.critic.update
     monkeypatch.setattr(run.critic, "update", lambda *arguments: (learned.append(arguments[1]), update(*arguments))[1])
@@ -132,7 +134,8 @@ def test_a_step_of_ppo_moves_both_and_a_step_of_the_critic_alone_only_one(
     monkeypatch.setattr(run, "reward", lambda t: RewardParts(float(len(t.question.text) % 7), 0, 0, 0))
     for step in range(2):
         learned.clear()
-        run.state, metrics, trajectories, _ = train_step(run, next(run.loader), step)
+        done = train_step(run, next(run.loader), step)
+        metrics, trajectories = done.metrics, done.trajectories
         kinds = np.array([t.question.kind for t in trajectories])
         advantage, sampled = (np.concatenate([getattr(p, name) for p in learned]) for name in ("advantage", "mask"))
         spreads = [advantage[kinds == k][sampled[kinds == k] > 0].std() for k in ("parallel", "sequential")]

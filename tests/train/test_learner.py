@@ -21,6 +21,7 @@ from psearch_jax.rl.batch import make_batch, micro_batches, mini_batches, paddin
 from psearch_jax.rl.losses import policy_loss
 from psearch_jax.train.learner import Learner, token_logprobs
 from psearch_jax.train.state import init_state, learning_rate, make_optimizer, with_warmup
+from psearch_jax.train.trainable import TrainingOptions
 from psearch_jax.types import MicroBatch, TrainBatch, Trajectory
 
 CONFIG = tiny_config()
@@ -102,7 +103,7 @@ def test_neither_micro_batches_nor_shared_rows_change_anything(tiny_tokenizer, p
         learner._widths = widths
         batch = batch if results else on_policy(learner, params, batch)
         results.append((learner.gradients(params, batch), learner.score(params, batch)))
-    learner._together = False
+    learner._packs = False
     results.append((learner.gradients(params, batch), learner.score(params, batch)))
     assert [padding(micro_batches(batch, 2, (48,), x)) < 0.25 for x in (True, False)] == [True, False]
     for gradients, logprobs in results[1:]:
@@ -118,7 +119,7 @@ def test_the_norms_of_heads_are_learned_in_shared_rows(tiny_tokenizer):
     learner._widths = (48,)
     batch = on_policy(learner, start, batch)
     for together in (True, False):
-        learner._together = together
+        learner._packs = together
         gradients.append(learner.gradients(start, batch))
     assert worst(*gradients) < 2e-6
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(start)["layers"])  # an update donates its input state
@@ -253,9 +254,8 @@ def test_widths():
 def test_the_widths_of_a_learner(pack):
     """Packed rows keep a width that moves a tenth more bytes than the next full block, or rows of one trajectory are
     padded needlessly."""
-    learner = Learner(
-        CONFIG, LearningSection(), make_optimizer(LearningSection(), 10), one_device_mesh(), 6196, 1.0, 64, pack=pack
-    )
+    optimizer, options = make_optimizer(LearningSection(), 10), TrainingOptions(6196, pack=pack)
+    learner = Learner(CONFIG, LearningSection(), optimizer, one_device_mesh(), options, temperature=1.0, n_ids=64)
     assert list(learner.traced()["accumulate"]) == list((row_widths if pack else buckets)(6196))
 
 
@@ -322,10 +322,9 @@ def test_an_update_that_finds_its_old_logprobs_itself(tiny_tokenizer, params, le
         learner._learning,
         learner._optimizer,
         one_device_mesh(),
-        S,
-        1.0,
-        tiny_tokenizer.size,
-        remat="none",
+        TrainingOptions(S, remat="none"),
+        temperature=1.0,
+        n_ids=tiny_tokenizer.size,
         on_policy=True,
     )
     batch = on_policy(learner, params, some_batch())
@@ -345,13 +344,12 @@ def test_shared_rows_in_sixteen_bits(tiny_tokenizer, params):
     """Rounding error grows with the position in a row, so that the update depends on how rows are packed."""
     learning = LearningSection(micro_batch_rows=2, mini_batch_rollouts=12, kl_coefficient=0.1)
     optimizer, n_ids = make_optimizer(learning, 10), tiny_tokenizer.size
-    learner = Learner(
-        CONFIG, learning, optimizer, one_device_mesh(), 48, 1.0, n_ids, "bfloat16", remat="none", widths=1
-    )
+    options = TrainingOptions(48, "bfloat16", remat="none", widths=1)
+    learner = Learner(CONFIG, learning, optimizer, one_device_mesh(), options, temperature=1.0, n_ids=n_ids)
     batch = on_policy(learner, params, some_batch(12, seed=3, positions=48))
     results = []
     for together in (True, False):
-        learner._together = together
+        learner._packs = together
         results.append(jax.device_get((learner.gradients(params, batch), learner.score(params, batch))))
     (packed, logprobs), (unpacked, expected) = results
     pairs = zip(jax.tree.leaves(packed), jax.tree.leaves(unpacked), strict=True)

@@ -22,7 +22,7 @@ from psearch_jax.config import from_mapping, to_mapping
 from psearch_jax.train import trainer
 from psearch_jax.train.checkpointing import checkpoint, preemption, settings
 from psearch_jax.train.state import updates_per_step, warmup_updates, with_warmup
-from psearch_jax.train.step import train_step
+from psearch_jax.train.trainer import train_step
 from psearch_jax.types import RewardParts, UserError
 
 FIELDS = {
@@ -51,6 +51,7 @@ def ppo(tiny_policy):
 def kept(policy: Path, **fields) -> trainer.Run:
     built = build.training_run(small_config(policy, **FIELDS, **fields))
     built.reward = lambda t: RewardParts(int(t.ids.sum()) % 7 / 7, 0.0, 0.0, 0.0)  # a random policy earns no other
+    built.begin()
     built.start = preemption.HostCopy(built.state), built.loader.state()
     return built
 
@@ -65,10 +66,10 @@ def again(parts: trainer.Run, **fields) -> trainer.Run:
     state, loader = parts.start
     parts.loader.restore(loader)
     contents = {k: (v["names"], v["is"]) for k, v in parts.settings.items() if isinstance(v, dict)}
-    own = {"config": config, "given": config, "settings": settings.record(config, contents), "_state": None}
+    own = {"config": config, "given": config, "settings": settings.record(config, contents), "state": None}
     warmup = warmup_updates(config.learning, updates_per_step(config) * config.train.steps)
     own |= {
-        "fresh": lambda: with_warmup(state.state(), warmup),
+        "initial_state": lambda: with_warmup(state.state(), warmup),
         "stop": preemption.StopRequest(),
         "wall_s": defaultdict(float),
     }
@@ -186,9 +187,9 @@ def test_a_resumed_run_never_holds_two_states(parts, tmp_path, monkeypatch):
     """A fresh state, 12 bytes per parameter, next to the restored one: a run that fits could not be resumed."""
     trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
     run = again(parts, **{"train.steps": 1})
-    weights = run.fresh()  # stands for the loaded weights, referenced only by `fresh`
+    weights = run.initial_state()  # stands for the loaded weights, referenced only by `initial_state`
     held = [weakref.ref(x) for x in jax.tree.leaves(weights)]
-    run.fresh = lambda weights=weights: weights
+    run.initial_state = lambda weights=weights: weights
     del weights
     read, alive = checkpoint.Checkpoints.restore, []
 
@@ -240,6 +241,7 @@ def test_a_step_is_given_up_between_any_two_micro_batches(parts, n, copied):
     """Half of a step's updates kept, or the state lost with the step. There are four checks each at log-probs, at
     reference log-probs and at updates; the last two follow the first update."""
     run = again(parts)
+    run.begin()
     run.stop, run.keeps_copy = AtLook(n), copied
     before = jax.tree.map(np.array, run.state)
     with run.stop.heard(), pytest.raises(preemption.Interrupted):
@@ -248,7 +250,7 @@ def test_a_step_is_given_up_between_any_two_micro_batches(parts, n, copied):
     if copied or n <= 10:
         assert equal(run.state, before)
     else:
-        assert not run.has_state
+        assert run.state is None
 
 
 def test_processes_of_one_host_share_its_memory():
@@ -274,12 +276,13 @@ def test_a_step_of_ppo_is_given_up_between_critic_and_policy(ppo, n, copied):
     """A critic saved after learning from a step that the policy has not learned from. There are twelve checks at
     log-probs, reference and values, then two each at critic and policy, twice."""
     run = again(ppo)
+    run.begin()
     run.stop, run.keeps_copy = AtLook(n), copied
     before = jax.tree.map(np.array, run.state)
     with run.stop.heard(), pytest.raises(preemption.Interrupted):
         train_step(run, next(run.loader), 0)
     assert run.stop.left == 0
-    assert equal(run.state, before) if copied else not run.has_state
+    assert equal(run.state, before) if copied else run.state is None
 
 
 def test_a_run_of_ppo_goes_on_as_if_nothing_had_been(ppo, tmp_path):

@@ -9,7 +9,9 @@ import pytest
 from runs import final_params, metrics_without_clocks, small_config
 
 from psearch_jax.assembly import build
-from psearch_jax.train import rollouts, trainer
+from psearch_jax.rl.advantages import trained_rows
+from psearch_jax.train import trainer
+from psearch_jax.train.trainer import rollouts_of_step
 from psearch_jax.types import Question, RewardParts
 
 
@@ -35,19 +37,21 @@ def test_groups_with_a_signal_come_first_and_none_is_cut():
         (5, list(range(10))),
         (9, list(range(10))),
     ):
-        assert rollouts.learned_rows(advantages, 2, count).tolist() == rows
+        assert trained_rows(advantages, 2, count).tolist() == rows
 
 
 def test_silent_groups_are_drawn_again(tiny_policy):
     """A step that learns from groups of equal rewards, uses a question twice, or draws forever."""
     parts = made(tiny_policy, **{"train.dynamic_sampling_rounds": 3})
     once, several = made(tiny_policy), 0
+    once.begin()
+    parts.begin()
     for step in range(3):
         questions = next(parts.loader)
-        single_draw = rollouts.draw(once, questions, step, {})
-        redrawn = rollouts.draw(parts, questions, step, times := {})
+        single_draw = rollouts_of_step(once, questions, step, {})
+        redrawn = rollouts_of_step(parts, questions, step, times := {})
         assert [t.ids.tolist() for t in single_draw.trajectories] == [t.ids.tolist() for t in redrawn.trajectories[:8]]
-        rows = rollouts.learned_rows(redrawn.advantages, 2, 4)
+        rows = trained_rows(redrawn.advantages, 2, 4)
         asked = [t.question for t in redrawn.trajectories[::2]]
         assert len({(q.source, q.id) for q in asked}) == len(asked) == 4 * redrawn.draws and set(times) == {
             "rollout",

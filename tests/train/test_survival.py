@@ -161,6 +161,7 @@ def test_a_directory_that_vanishes(tiny_policy, tmp_path):
 def saved_run(policy: Path, workdir: Path, steps: int, **train) -> list[int]:
     """The steps kept by a run that saved after each of them."""
     parts = build.training_run(small_config(policy))
+    parts.begin()
     record = {"model": checkpoint.model_record(parts.model), "loader": parts.loader.state(), "tokenizer": str(policy)}
     keeper = checkpoint.Checkpoints(workdir / "checkpoints", **train)
     for step in range(1, steps + 1):

@@ -19,7 +19,7 @@ from psearch_jax.assembly import build
 from psearch_jax.models import decoder, hf
 from psearch_jax.train import trainer
 from psearch_jax.train.checkpointing import checkpoint
-from psearch_jax.train.step import train_step
+from psearch_jax.train.trainer import train_step
 from psearch_jax.types import UserError
 
 
@@ -63,19 +63,21 @@ def test_sigterm_saves_and_exits_cleanly(tiny_policy, tmp_path):
 def test_no_step_after_the_first_compiles(tiny_policy):
     """A shape that changes from step to step would stop a run for minutes each time it first occurs."""
     parts = build.training_run(small_config(tiny_policy, **{"rollout.num_buckets": 4}))
+    parts.begin()
     sampling = parts.learner.sampling_copy(parts.state.params)
     parts.collector.warm_up(sampling)
     parts.learner.warm_up(parts.state.params, parts.reference)
-    parts.state, *_ = train_step(parts, next(parts.loader), 0)
+    train_step(parts, next(parts.loader), 0)
     once = {**parts.collector.sampler.compilations(), **parts.learner.compilations()}
     for step in range(1, 4):
-        parts.state, *_ = train_step(parts, next(parts.loader), step)
+        train_step(parts, next(parts.loader), step)
     assert {**parts.collector.sampler.compilations(), **parts.learner.compilations()} == once
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(tiny_policy, tmp_path):
     """Weights of another shape would end in a traceback from the reader, or be taken for damage."""
     parts = build.training_run(small_config(tiny_policy))
+    parts.begin()
     record = {"model": checkpoint.model_record(parts.model), "loader": parts.loader.state(), "tokenizer": "x"}
     keeper = checkpoint.Checkpoints(tmp_path / "checkpoints")
     keeper.save(1, parts.state, record)
@@ -138,6 +140,7 @@ def test_a_run_that_turns_bad_stops(tiny_policy, tmp_path):
     """NaN weights saved over good ones, or a night of steps that change nothing."""
     config = small_config(tiny_policy, **{"train.steps": 8, "learning.max_bad_steps": 2, "eval.questions_per_kind": 0})
     parts = build.training_run(config)
+    parts.begin()
     poisoned = nnx.from_flat_state(
         [(path, v.replace(v.get_value() * np.nan)) for path, v in nnx.to_flat_state(parts.state.params)]
     )
@@ -231,4 +234,7 @@ def test_learning_to_split_in_a_few_steps(tmp_path):
     figures = {"em", "f1", "decomposition_ratio", "searches", "sub_queries", "turns", "valid_format", "questions"}
     figures |= {"tokens", "context", "llm_calls", "chance"}
     assert set(summary["after"]["mixed"]) == figures
-    assert set(summary["after"]["pairs"]) == figures | {"decided"} and summary["after"]["all"]["questions"] == 240
+    assert (
+        set(summary["after"]["pairs"]) == figures | {"decomposition_accuracy"}
+        and summary["after"]["all"]["questions"] == 240
+    )

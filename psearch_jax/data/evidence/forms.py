@@ -213,7 +213,7 @@ def _bridge_same_as(drawer: Drawer, wanted: bool) -> Draft | None:
 
 def _bridge_has(drawer: Drawer) -> Draft | None:
     chains = _alike(drawer, drawer.size(most=3), dated=False)
-    ends = chains and [chain[1] for chain in chains]
+    ends = [chain[1] for chain in chains or ()]
     if not ends or any(a.same_value(b) or doubtful(drawer, (a, b)) for a in ends for b in ends if a != b):
         return None
     right, names = drawer.pick(chains), [chain[0].entity for chain in chains]

@@ -37,19 +37,23 @@ class Browser {
       return input && input.value !== "" ? Number(input.value) : otherwise;
     };
     const [first, last] = [bound("from", -Infinity), bound("to", Infinity)];
-    const held = words ? questions.map((question) => question.text.toLowerCase().includes(words)) : null;
+    const matching = words ? questions.map((question) => question.text.toLowerCase().includes(words)) : null;
     this.rows = columns.run.map((_, row) => row).filter((row) =>
       wanted.every((select) => String(columns[select.dataset.column][row]) === select.value) &&
-      (!held || held[columns.question[row]]) &&
+      (!matching || matching[columns.question[row]]) &&
       (columns.step[row] === null || (columns.step[row] >= first && columns.step[row] <= last)));
     const order = document.getElementById("order").value;
     const by = (column) => (a, b) => (columns[column][a] ?? 0) - (columns[column][b] ?? 0);
-    const worth = columns.reward.some((value) => value !== null) ? by("reward") : by("right");
-    const as = (a, b) => by("step")(a, b) || by("run")(a, b) || a - b;
-    const orders = { step: as, reward: (a, b) => worth(a, b) || as(a, b), question: (a, b) => by("question")(a, b) || as(a, b) };
+    const score = columns.reward.some((value) => value !== null) ? by("reward") : by("correct");
+    const recorded = (a, b) => by("step")(a, b) || by("run")(a, b) || a - b;
+    const orders = {
+      step: recorded,
+      reward: (a, b) => score(a, b) || recorded(a, b),
+      question: (a, b) => by("question")(a, b) || recorded(a, b),
+    };
     this.rows.sort(orders[order]);
-    const right = this.rows.filter((row) => columns.right[row]).length;
-    const share = this.rows.length ? `, ${(100 * right / this.rows.length).toFixed(1)}% right` : "";
+    const correct = this.rows.filter((row) => columns.correct[row]).length;
+    const share = this.rows.length ? `, ${(100 * correct / this.rows.length).toFixed(1)}% correct` : "";
     document.getElementById("count").textContent = `${this.rows.length} of ${columns.run.length} rollouts${share}`;
     this.choose(0);
   }
@@ -91,7 +95,7 @@ class Browser {
   entry(row, place) {
     const { columns } = this;
     const selected = place === this.chosen;
-    const facts = [columns.kind[row], columns.split[row] === "split" ? "split" : null, columns.benchmark[row] || null];
+    const facts = [columns.kind[row], columns.split[row].replaceAll("_", " "), columns.benchmark[row] || null];
     if (columns.status[row] !== "answered") facts.push(columns.status[row].replaceAll("_", " "));
     return element(
       "li",
@@ -102,10 +106,10 @@ class Browser {
   }
 
   outcome(row) {
-    const right = this.columns.right[row];
+    const correct = this.columns.correct[row];
     const reward = this.columns.reward[row];
-    const text = (right ? "right" : "wrong") + (reward === null ? "" : ` ${reward.toFixed(2)}`);
-    return element("span", { class: right ? "right" : "wrong" }, text);
+    const text = (correct ? "correct" : "incorrect") + (reward === null ? "" : `, reward ${reward.toFixed(2)}`);
+    return element("span", { class: correct ? "correct" : "incorrect" }, text);
   }
 
   /** The run, step and sample of a rollout. */
@@ -154,9 +158,9 @@ class Browser {
     if (!others.length) return [];
     const same = (other) => columns.step[other] === columns.step[row] && columns.run[other] === columns.run[row];
     others.sort((a, b) => same(a) - same(b) || columns.step[a] - columns.step[b] || a - b);
-    const choice = element("select", {}, element("option", { value: "" }, "nothing"));
+    const choice = element("select", {}, element("option", { value: "" }, "none"));
     for (const other of others) {
-      const outcome = columns.right[other] ? "right" : "wrong";
+      const outcome = columns.correct[other] ? "correct" : "incorrect";
       choice.append(element("option", { value: other }, `${this.where(other)}, ${outcome}`));
     }
     choice.addEventListener("change", () => this.show("right", choice.value === "" ? null : Number(choice.value)));

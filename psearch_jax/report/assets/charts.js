@@ -1,6 +1,6 @@
 "use strict";
 // Draws the charts with Plotly. With one run, colours mark question kinds (or benchmarks); with several, colours mark
-// runs and dashes mark kinds.
+// runs and line styles mark kinds.
 
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 const FINITE = (value) => value !== null && value !== undefined;
@@ -74,7 +74,7 @@ class Charts {
     const size = chart.axis === "step" && this.window ? Number(this.window.value) : 1;
     const lines = this.chosen(chart);
     const named = !this.several && lines.some((line) => line.name && !line.group);
-    const found = lines.map((line) => {
+    const traces = lines.map((line) => {
       const color = this.colorOf(chart, line);
       const x = line.x || this.data.runs[line.run].steps;
       const dots = line.low !== undefined || x.length === 1;
@@ -82,7 +82,7 @@ class Charts {
       trace.hovertemplate = "%{y:.4~g}";
       if (chart.form === "bars") {
         trace.x = x.map((label) => plain(label).replace(/[: ]/g, "$&<br>"));
-        if (chart.apart) trace.offsetgroup = String(line.run);
+        if (chart.full_width) trace.offsetgroup = String(line.run);
         Object.assign(trace, { type: "bar", marker: { color, opacity: line.faint ? 0.4 : 1 } });
       } else {
         const width = chart.axis === "turn" ? 2.5 : 1.75;
@@ -108,17 +108,17 @@ class Charts {
     });
     const names = this.several && chart.form === "lines" ? this.names(chart).filter(Boolean) : [];
     const color = this.color("faint");
-    found.push(...names.map((name, at) => ({ // legend entries for the dashes
+    traces.push(...names.map((name, at) => ({ // legend entries for the line styles
       x: [null], y: [null], type: "scatter", mode: "lines", name: plain(name), showlegend: true, hoverinfo: "skip",
       line: { color, width: 2, dash: DASHES[this.names(chart).indexOf(name) % DASHES.length] },
     })));
-    return chart.axis === "step" ? [...found, ...this.alarmTraces()] : found;
+    return chart.axis === "step" ? [...traces, ...this.alarmTraces()] : traces;
   }
 
   /** Alarms are markers at the bottom of every chart over steps. */
   alarmTraces() {
-    return this.data.alarms.flatMap((rung, run) =>
-      Object.entries(rung).map(([name, steps]) => ({
+    return this.data.alarms.flatMap((fired, run) =>
+      Object.entries(fired).map(([name, steps]) => ({
         x: steps,
         y: steps.map(() => 0.03),
         yaxis: "y2",

@@ -3,8 +3,8 @@
 // and the parts of the reward.
 
 const REGION = /<(think|search|information|answer)>[\s\S]*?(?:<\/\1>|$)/g;
-const SURE = -0.1; // nats, a likelihood of .90; less likely tokens are underlined
-const UNSURE = -0.7; // nats, a likelihood of .50
+const DOTTED_BELOW = -0.1; // nats, a probability of .90
+const SOLID_BELOW = -0.7; // nats, a probability of .50
 
 /** [start, end, tag] of every region of a text; tag is "" outside of tags. */
 function regions(text) {
@@ -19,16 +19,16 @@ function regions(text) {
   return spans;
 }
 
-function likelihood(logprob) {
+function describeLogprob(logprob) {
   if (logprob === null) return "log-prob not finite";
-  const share = Math.exp(logprob);
-  return `log-prob ${logprob.toFixed(4)}, likelihood ${share >= 0.9995 ? "1.000" : share.toPrecision(3)}`;
+  const probability = Math.exp(logprob);
+  return `log-prob ${logprob.toFixed(4)}, probability ${probability >= 0.9995 ? "1.000" : probability.toPrecision(3)}`;
 }
 
 /** The sampled text of a turn. If tokens are known, each is a span with its log-prob; arrow keys move between them. */
-function said(turn) {
+function sampledText(turn) {
   const text = turn.pieces ? turn.pieces.join("") : turn.text;
-  const box = element("div", { class: "said" });
+  const box = element("div", { class: "sampled" });
   let id = 0;
   let begin = 0; // start of the token's text
   for (const [start, end, tag] of regions(text)) {
@@ -43,8 +43,8 @@ function said(turn) {
       const part = text.slice(Math.max(start, begin), Math.min(end, stop));
       if (part) {
         const logprob = turn.logprobs[id];
-        const sure = logprob === null || logprob < UNSURE ? "sure-low" : logprob < SURE ? "sure-mid" : null;
-        region.append(element("span", { "data-at": id, class: sure }, part));
+        const underline = logprob === null || logprob < SOLID_BELOW ? "unlikely" : logprob < DOTTED_BELOW ? "less-likely" : null;
+        region.append(element("span", { "data-at": id, class: underline }, part));
       }
       if (stop > end) break; // the rest of this token belongs to the next region
       begin = stop;
@@ -64,7 +64,7 @@ function hoverable(box, turn) {
     tip.hidden = !span;
     if (!span) return;
     const at = Number(span.dataset.at);
-    tip.textContent = `${JSON.stringify(turn.pieces[at])} (token ${turn.ids[at]}): ${likelihood(turn.logprobs[at])}`;
+    tip.textContent = `${JSON.stringify(turn.pieces[at])} (token ${turn.ids[at]}): ${describeLogprob(turn.logprobs[at])}`;
     const place = span.getBoundingClientRect();
     tip.style.left = `${Math.max(4, Math.min(place.left, innerWidth - tip.offsetWidth - 4))}px`;
     tip.style.top = `${place.top > 40 ? place.top - tip.offsetHeight - 4 : place.bottom + 4}px`;
@@ -87,13 +87,13 @@ function hoverable(box, turn) {
   });
 }
 
-function passages(found) {
+function passages(ranking) {
   const box = element("div", { class: "passages" });
-  for (const [title, id, text] of found) {
+  for (const [title, id, text] of ranking) {
     const shown = text === null ? title || "" : text;
     box.append(element("p", {}, shown, " ", element("span", { class: "id" }, text === null && title ? id : `[${id}]`)));
   }
-  if (!found.length) box.append(element("p", {}, "nothing found"));
+  if (!ranking.length) box.append(element("p", {}, "no passages"));
   return box;
 }
 
@@ -101,7 +101,7 @@ function rewardTable(parts) {
   const head = element("tr");
   const row = element("tr");
   for (const [name, value] of Object.entries(parts)) {
-    head.append(element("th", { scope: "col" }, name.replace("_", " ")));
+    head.append(element("th", { scope: "col" }, name.replaceAll("_", " ")));
     row.append(element("td", {}, value.toFixed(3)));
   }
   return element("div", { class: "scroll" }, element("table", {}, element("thead", {}, head), element("tbody", {}, row)));
@@ -109,16 +109,16 @@ function rewardTable(parts) {
 
 /** All of a rollout below its heading. */
 function rolloutBody(body) {
-  const parts = [element("p", { class: "facts" }, `Golden: ${body.gold.join(" | ")}`)];
+  const parts = [element("p", { class: "facts" }, `Gold answers: ${body.gold.join(" | ")}`)];
   if (Object.keys(body.reward).length) parts.push(rewardTable(body.reward));
   if (body.prompt) {
     parts.push(element("details", {}, element("summary", {}, "Prompt"), element("pre", {}, body.prompt)));
   }
   body.turns.forEach((turn, number) => {
     const box = element("div", { class: "turn", "aria-label": `Turn ${number + 1}`, role: "group" });
-    if (turn.text || turn.pieces) box.append(said(turn));
+    if (turn.text || turn.pieces) box.append(sampledText(turn));
     for (const [query, ranking] of turn.searches || []) {
-      box.append(element("div", { class: "found" }, element("div", { class: "query" }, query), passages(ranking)));
+      box.append(element("div", { class: "search-result" }, element("div", { class: "query" }, query), passages(ranking)));
     }
     if (turn.forced) box.append(element("pre", {}, turn.forced));
     parts.push(box);

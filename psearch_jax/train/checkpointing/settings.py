@@ -1,7 +1,7 @@
 """The settings that affect a run's results, as a checkpoint records them, and their changes on resume.
 
-A record holds the fields of `DECIDES_NUMBERS` by value. For those of `DECIDES_BY_CONTENT` it holds the path or name
-and a fingerprint of the contents, because a directory may be moved or replaced.
+A record holds the fields with `Resume.SAME_VALUE` by value. For those with `Resume.SAME_CONTENT` it holds the path or
+name and a fingerprint of the contents, because a directory may be moved or replaced.
 """
 
 from __future__ import annotations
@@ -12,53 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from psearch_jax.config import Config, to_mapping
+from psearch_jax.config.setting import Resume, settings_of
 
 Record = dict[str, Any]
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 WEIGHTS = ("config.json", "*.safetensors")  # the files that identify a directory of weights
 _BLOCK, _BLOCKS = 4096, 64  # size in bytes and number of a large file's sampled blocks
-
-# Every field is in one of these three sets (tested). First, fields that affect the results: compared by value.
-DECIDES_NUMBERS = frozenset(
-    (
-        "seed method model.dtype model.sampling_dtype model.int8_weights model.int8_cache model.lora_rank "
-        "model.lora_alpha data.prompt data.world_names data.world_seed data.world_questions data.parallel_share "
-        "data.sequential_share retrieval.topk retrieval.max_sub_queries rollout.samples rollout.context_tokens "
-        "rollout.prompt_tokens rollout.turn_tokens rollout.obs_tokens rollout.search_turns "
-        "rollout.max_tokens_after_answer rollout.after_eos rollout.temperature rollout.top_p rollout.top_k "
-        "rollout.label_subqueries rollout.initial_search rollout.unfinished reward.profile reward.format "
-        "reward.final_format reward.decomposition reward.search_count reward.mixed reward.gate_bonus_on_outcome "
-        "reward.unfinished_penalty reward.outcome reward.search_penalty reward.overlong_tokens learning.advantage "
-        "learning.clip_low learning.clip_high learning.kl_coefficient learning.aggregation learning.ratio "
-        "learning.dual_clip learning.guard learning.algorithm learning.gamma learning.gae_lambda learning.kl_in "
-        "learning.whiten learning.entropy_coefficient critic.learning_rate critic.warmup_ratio critic.value_clip "
-        "critic.pretrain_steps learning.importance_cap learning.old_logprobs learning.mini_batch_rollouts "
-        "learning.learning_rate learning.warmup_ratio learning.weight_decay learning.beta1 learning.beta2 "
-        "learning.gradient_clip train.prompts train.dynamic_sampling_rounds eval.questions_per_kind eval.temperature "
-        "eval.also_greedy eval.seed eval.best_metric data.validation_share sft.epochs sft.batch_rows "
-        "sft.learning_rate sft.warmup_ratio sft.final_learning_rate_ratio sft.weight_decay sft.validation_share"
-    ).split()
-)
-# Fields that name something, such as files: compared by contents, because files may be moved or replaced.
-DECIDES_BY_CONTENT = frozenset(
-    (
-        "model.path model.preset model.tokenizer model.adapters data.source data.validation data.template "
-        "retrieval.index retrieval.corpus"
-    ).split()
-)
-# Fields that change a run's length, speed, memory, servers or outputs, or its results only by rounding.
-FREE_TO_CHANGE = frozenset(
-    (
-        "model.shard_residual model.remat model.unstacked_decoding mesh.data mesh.fsdp mesh.tensor "
-        "retrieval.url retrieval.timeout_s retrieval.retry_deadline_s retrieval.token_file "
-        "retrieval.cache_queries retrieval.cache_mb rollout.slots rollout.num_buckets rollout.yield_share "
-        "rollout.overlap_search learning.micro_batch_rows learning.max_bad_steps train.steps "
-        "train.checkpoint_every_steps train.checkpoint_every_minutes train.keep_checkpoints "
-        "train.keep_every_steps train.trajectories_per_step eval.every_steps alarms.window alarms.over_splitting "
-        "alarms.reward_fall alarms.no_search alarms.wrong_though_seen alarms.likelihood_fall alarms.entropy_rise "
-        "alarms.gap alarms.probe_every_steps alarms.probe_gain"
-    ).split()
-)
 
 
 def fields(config: Config) -> dict[str, Any]:
@@ -74,9 +33,10 @@ def record(config: Config, contents: Mapping[str, tuple[str, str]]) -> Record:
 
     Args:
       config: with the method's settings applied.
-      contents: for each field of `DECIDES_BY_CONTENT`, what it names and the fingerprint of that.
+      contents: for each field with `Resume.SAME_CONTENT`, what it names and the fingerprint of that.
     """
-    values = {name: value for name, value in fields(config).items() if name in DECIDES_NUMBERS}
+    declared, values = settings_of(Config), fields(config)
+    values = {name: value for name, value in values.items() if declared[name].resume is Resume.SAME_VALUE}
     return values | {name: {"names": named, "is": digest} for name, (named, digest) in contents.items()}
 
 

@@ -21,8 +21,9 @@ from psearch_jax.config import AlarmSection
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.metrics import mean
 from psearch_jax.text.answers import exact_match
+from psearch_jax.train.critic import CRITIC
 from psearch_jax.train.run import Run
-from psearch_jax.types import Question, Trajectory
+from psearch_jax.types import Question, Trajectory, UserError
 from retrieval.protocol import Passage, Retriever
 
 log = logging.getLogger("psearch_jax")
@@ -54,7 +55,7 @@ class Alarms:
         for row in rows:
             self._ringing = set(self._look(row))
 
-    def look(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    def update(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """The alarms of a step as metrics, 1 or 0 each. Logs every alarm that becomes active."""
         active = self._look(metrics)
         for name in sorted(active.keys() - self._ringing):
@@ -136,6 +137,29 @@ class Misled:
     def describe(self) -> dict[str, Any]:
         """As `Retriever.describe`."""
         return self._retriever.describe()
+
+
+def check_finite(run: Run, workdir: Path, step: int, metrics: Mapping[str, float]) -> None:
+    """Raises UserError if too many updates in a row, or all rollouts of a step, were not finite."""
+    bad = int(max(metrics.get(f"{who}bad_in_a_row", 0) for who in ("", CRITIC)))
+    if bad >= run.config.learning.max_bad_steps:
+        raise UserError(
+            f"step {step}: loss or gradient was not finite in {bad} updates in a row, first in the gradient of "
+            f"{_first_nonfinite_param(run, metrics)}; lower its learning rate, or look at "
+            f"{workdir}/trajectories/{step:06d}.jsonl"
+        )
+    if metrics["status/not_finite"] == 1:  # gradients do not show this: every rollout is masked
+        raise UserError(
+            f"step {step}: no rollout had finite logits; config.model.sampling_dtype="
+            f"{run.config.model.sampling_dtype}, accepted: a dtype that the model's weights and activations fit into"
+        )
+
+
+def _first_nonfinite_param(run: Run, metrics: Mapping[str, float]) -> str:
+    """The first parameter whose gradient was not finite in the updates that produced `metrics`."""
+    if run.critic is None or metrics.get("bad_in_a_row", 0) >= metrics[f"{CRITIC}bad_in_a_row"]:
+        return run.learner.first_nonfinite_param(metrics)
+    return CRITIC + run.critic.first_nonfinite_param({"bad_gradient": metrics[f"{CRITIC}bad_gradient"]})
 
 
 def probe(run: Run, questions: Sequence[Question], step: int, rolled: Sequence[Trajectory]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ from psearch_jax.rl.advantages import carry_signal
 from psearch_jax.runtime.accelerators import chip_of, forward_flops
 from psearch_jax.runtime.metrics import mean
 from psearch_jax.text.answers import exact_match, normalise
+from psearch_jax.train.critic import CRITIC
 from psearch_jax.types import END_STATUSES, KINDS, RewardParts, TrainBatch, Trajectory
 
 
@@ -39,7 +40,7 @@ def rollout_metrics(
         out[f"decomposition/{kind}"] = mean(trajectories[i].decomposed for i in rows)
         out[f"searches/{kind}"] = mean(len(trajectories[i].executed) for i in rows)
         out[f"turns/{kind}"] = mean(trajectories[i].model_calls for i in rows)
-        for name, split in (("split", True), ("whole", False)):
+        for name, split in (("split", True), ("not_split", False)):
             chosen = [i for i in rows if trajectories[i].decomposed == split]
             out |= {f"reward/{kind}/{name}/{part}": mean(getattr(rewards[i], part) for i in chosen) for part in parts}
     counts = [len(t.executed) for t in trajectories]
@@ -50,7 +51,7 @@ def rollout_metrics(
         out[f"status/{status}"] = mean(t.status == status for t in trajectories)
     if samples > 1:
         out["groups_without_signal"] = mean(~carry_signal(advantages, samples))
-    out["ids_per_trajectory"] = mean(len(t.ids) for t in trajectories)
+    out["tokens_per_trajectory"] = mean(len(t.ids) for t in trajectories)
     correct = [i for i in range(n) if right[i] and trajectories[i].mask.any()]
     out["logprob_of_correct"] = mean(trajectories[i].logprobs[trajectories[i].mask].mean() for i in correct)
     seen = [i for i in range(n) if _saw_answer(trajectories[i])]
@@ -77,6 +78,19 @@ def update_peak_share(
     counted = [int(np.count_nonzero(batch.mask))] * policy + [0] * critic
     flops = passes * sum(forward_flops(model, batch.length, ids) for ids in counted)
     return flops / (seconds * chip.flops * jax.device_count())
+
+
+def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Combines the metrics of a step's updates: the mean of each, but sums or the worst update for failures."""
+    metrics = {name: mean([u[name] for u in updates]) for name in updates[0]}
+    for who in ("", CRITIC):
+        if f"{who}loss" not in metrics:
+            continue
+        metrics[f"{who}skipped"] = sum(u[f"{who}skipped"] for u in updates)
+        worst = max(updates, key=lambda u: u[f"{who}bad_in_a_row"])  # noqa: B023  a finite update resets the count
+        metrics |= {f"{who}{name}": worst[f"{who}{name}"] for name in ("bad_in_a_row", "bad_gradient")}
+        metrics[f"{who}learning_rate"] = updates[-1][f"{who}learning_rate"]
+    return metrics
 
 
 def _saw_answer(trajectory: Trajectory) -> bool:

@@ -1,0 +1,47 @@
+"""Trains with your own reward; here the configured one, minus a penalty for long answers.
+
+    python examples/custom_reward.py --config=configs/smoke.py --workdir=runs/short_answers
+
+Takes any file of configs/ and any `--config.SECTION.FIELD=VALUE`, like launch/train.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from absl import flags
+from ml_collections import config_flags
+
+from psearch_jax.assembly import build
+from psearch_jax.config import from_mapping
+from psearch_jax.runtime import cli
+from psearch_jax.train import trainer
+from psearch_jax.types import RewardParts, Trajectory
+
+PENALTY_PER_WORD, FREE_WORDS = 0.01, 5
+CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/smoke.py.", lock_config=False)
+WORKDIR = flags.DEFINE_string("workdir", None, "The run directory: created if absent, otherwise resumed.")
+flags.mark_flags_as_required(["config", "workdir"])
+
+
+def with_length_penalty(base: Callable[[Trajectory], RewardParts]) -> Callable[[Trajectory], RewardParts]:
+    """`base` minus PENALTY_PER_WORD for every word of the answer after the first FREE_WORDS."""
+
+    def reward(trajectory: Trajectory) -> RewardParts:
+        parts = base(trajectory)
+        words = len((trajectory.answer or "").split())
+        return replace(parts, format=parts.format - PENALTY_PER_WORD * max(0, words - FREE_WORDS))
+
+    return reward
+
+
+def main(_: list[str]) -> None:
+    cli.configure_jax()
+    run = build.training_run(from_mapping(CONFIG.value.to_dict()))
+    run.reward = with_length_penalty(run.reward)
+    # Recorded with the run's other settings: a resume with another value is refused.
+    run.settings["reward.own"] = f"minus {PENALTY_PER_WORD} per word of the answer after {FREE_WORDS}"
+    trainer.train(run, WORKDIR.value)
+
+
+if __name__ == "__main__":
+    cli.run(main)

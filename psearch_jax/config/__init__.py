@@ -1,0 +1,55 @@
+"""The config of a run: frozen dataclasses with units in the names, and their construction from a ConfigDict.
+
+Files in configs/ change some of the defaults; `--config.section.field=value` overrides one field. A field is declared
+once, in sections.py, with its default, documentation, accepted values and resume policy (`setting.setting`).
+docs/reference.py generates docs/configuration.md from these declarations.
+"""
+
+from psearch_jax.config.mapping import RENAMED, config_dict, from_mapping, to_mapping
+from psearch_jax.config.methods import with_method
+from psearch_jax.config.sections import (
+    AlarmSection,
+    Config,
+    CriticSection,
+    DataSection,
+    EvalSection,
+    LearningSection,
+    MeshSection,
+    Method,
+    ModelSection,
+    Remat,
+    RetrievalSection,
+    RewardSection,
+    RolloutSection,
+    SFTSection,
+    TrainSection,
+    best_metric,
+)
+from psearch_jax.config.shapes import PRESETS, DecoderConfig, Lora
+
+__all__ = [
+    "PRESETS",
+    "RENAMED",
+    "AlarmSection",
+    "Config",
+    "CriticSection",
+    "DataSection",
+    "DecoderConfig",
+    "EvalSection",
+    "LearningSection",
+    "Lora",
+    "MeshSection",
+    "Method",
+    "ModelSection",
+    "Remat",
+    "RetrievalSection",
+    "RewardSection",
+    "RolloutSection",
+    "SFTSection",
+    "TrainSection",
+    "best_metric",
+    "config_dict",
+    "from_mapping",
+    "to_mapping",
+    "with_method",
+]

@@ -1,0 +1,137 @@
+"""Attention to a cache: `chunk_attention` of several tokens, `decode` of one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from psearch_jax.models.attention.scores import NEG_INF, grouped, merge_heads, weighted_sum
+
+QUERY_CHUNK = 256  # `chunk_attention` takes this many query positions at once
+KEY_BLOCK = 256  # cached positions per block
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys and values of S positions in one layer of a cache."""
+
+    k: jax.Array  # [B, K, S, H], or with `across` [B, K, H, S]
+    v: jax.Array  # [B, K, S, H]
+    across: bool = False
+    k_scale: jax.Array | None = None  # in int8, one per line of H (models/int8.py): [B, K, S]
+    v_scale: jax.Array | None = None
+
+
+def chunk_attention(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array) -> jax.Array:
+    """Causal attention of a chunk over itself and the cached positions before it.
+
+    The cache is not written. It is read in blocks of `KEY_BLOCK` positions, up to the end of the longest row. One
+    softmax covers these blocks and the chunk, kept as a running maximum and sums (arXiv 2205.14135).
+
+    Args:
+      q: [B, T, N, H].
+      k, v: [B, K, T, H] of the chunk.
+      old: cached keys and values of S positions, of which the first start[b] are real.
+
+    Returns:
+      [B, T, N, H].
+    """
+    T = q.shape[1]
+    block = functools.partial(_attend_block, k=k, v=v, old=old, start=start)
+    if T <= QUERY_CHUNK:
+        return block(q, jnp.int32(0))
+    blocks = -(-T // QUERY_CHUNK)
+    padded = jnp.pad(q, ((0, 0), (0, blocks * QUERY_CHUNK - T), (0, 0), (0, 0)))
+    chunks = padded.reshape(q.shape[0], blocks, QUERY_CHUNK, *q.shape[2:]).swapaxes(0, 1)
+    out = jax.lax.map(lambda x: block(*x), (chunks, QUERY_CHUNK * jnp.arange(blocks)))
+    return out.swapaxes(0, 1).reshape(padded.shape)[:, :T]
+
+
+def _attend_block(q: jax.Array, first: jax.Array, *, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array):
+    """`chunk_attention` for the queries [B, X, N, H] at positions `first` .. first + X - 1 of the chunk."""
+    X, T = q.shape[1], k.shape[2]
+    q, scored = grouped(q, k.shape[1])
+    own = jnp.arange(T) <= first + jnp.arange(X)[:, None]
+    scores = jnp.where(own, scored(k), NEG_INF)
+    most = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - most)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    out = weighted_sum(weights, v, q.dtype)
+
+    def read_block(at: jax.Array, width: int) -> Keys:
+        def part(x: jax.Array | None, axis: int = 2) -> jax.Array | None:
+            return None if x is None else jax.lax.dynamic_slice_in_dim(x, at, width, axis)
+
+        return Keys(part(old.k, 3 if old.across else 2), part(old.v), old.across, part(old.k_scale), part(old.v_scale))
+
+    out = over_cache((most, total, out), q.dtype, scored, read_block, start, old.v.shape[2])
+    return merge_heads(out.astype(v.dtype))
+
+
+def over_cache(
+    sums: tuple[jax.Array, ...],
+    dtype: Any,
+    scored: Callable[..., jax.Array],
+    read_block: Callable[[jax.Array, int], Keys],
+    start: jax.Array,
+    S: int,
+) -> jax.Array:
+    """Continues a softmax over the cached positions, in blocks of `KEY_BLOCK` (arXiv 2205.14135, section 3.1).
+
+    Args:
+      sums: of the keys already attended to, float32: maximum and sum of exponentials [B, K, G, X, 1], and weighted
+        sum of values [B, K, G, X, H].
+      dtype: of products.
+      scored: the score function of the queries, from `grouped`.
+      read_block: from the first position of a block and its width to the cached keys and values there.
+      start: [B] int32, the number of real positions of each row; blocks past the longest row are not visited.
+      S: positions of the cache.
+
+    Returns:
+      [B, K, G, X, H] float32.
+    """
+    width = min(KEY_BLOCK, S)
+
+    def visit(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        most, total, out = sums
+        at = jnp.minimum(i * width, S - width)  # the last block may overlap the one before
+        place = at + jnp.arange(width)
+        real = (place >= i * width) & (place < start[:, None])
+        here = read_block(at, width)
+        scores = scored(here.k, here.across, here.k_scale)
+        scores = jnp.where(real[:, None, None, None], scores, NEG_INF)
+        now = jnp.maximum(most, jnp.max(scores, axis=-1, keepdims=True))
+        weights, kept = jnp.exp(scores - now), jnp.exp(most - now)
+        total = total * kept + jnp.sum(weights, axis=-1, keepdims=True)
+        return now, total, out * kept + weighted_sum(weights, here.v, dtype, here.v_scale)
+
+    _, total, out = jax.lax.fori_loop(0, -(-jnp.max(start) // width), visit, sums)
+    return out / total
+
+
+def decode(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array) -> jax.Array:
+    """Attention of one token over itself and the cached positions before it.
+
+    Args:
+      q: [B, 1, N, H].
+      k, v: [B, K, 1, H] of the token.
+      old: cached keys and values of S positions, of which the first start[b] are real.
+
+    Returns:
+      [B, 1, N, H].
+    """
+    S = old.v.shape[2]
+    q, scored = grouped(q, k.shape[1])
+    own = scored(k)
+    scores = scored(old.k, old.across, old.k_scale)
+    scores = jnp.where((jnp.arange(S) < start[:, None])[:, None, None, None], scores, NEG_INF)
+    most = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), own)
+    weights, of_own = jnp.exp(scores - most), jnp.exp(own - most)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + of_own
+    out = (weighted_sum(weights, old.v, q.dtype, old.v_scale) + of_own * v[:, :, None].astype(jnp.float32)) / total
+    return merge_heads(out.astype(v.dtype))

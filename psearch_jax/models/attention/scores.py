@@ -1,0 +1,51 @@
+"""What the implementations of attention share: scores of grouped heads, and sums of values weighted by them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+NEG_INF = -1e30  # a finite stand-in: the softmax of a row of only -inf would be NaN
+ATTENDED = "attended"  # name for remat policies of what the backward pass keeps of attention (not in `cudnn`)
+
+
+def grouped(q: jax.Array, K: int) -> tuple[jax.Array, Callable[..., jax.Array]]:
+    """Queries [B, X, N, H] as [B, K, G, X, H], and a function from keys to float32 scores [B, K, G, X, S]."""
+    H = q.shape[-1]
+    wide = q.dtype == jnp.float32  # then scale the queries, because they are fewer than the scores
+    q = group_heads(q * H**-0.5 if wide else q, K)
+
+    def scored(k: jax.Array, across: bool = False, scale: jax.Array | None = None) -> jax.Array:
+        """k [B, K, S, H], or with `across` [B, K, H, S]; in int8 with the `scale` [B, K, S] of its lines."""
+        of_keys = "BKHS" if across else "BKSH"
+        scores = jnp.einsum(f"BKGXH,{of_keys}->BKGXS", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
+        scores = scores if wide else scores * H**-0.5
+        return scores if scale is None else scores * scale[:, :, None, None]
+
+    return q, scored
+
+
+def group_heads(x: jax.Array, K: int) -> jax.Array:
+    """[B, X, N, H] as [B, K, G, X, H]."""
+    B, X, N, H = x.shape
+    return x.reshape(B, X, K, N // K, H).transpose(0, 2, 3, 1, 4)
+
+
+def merge_heads(out: jax.Array) -> jax.Array:
+    """[B, K, G, X, H] as [B, X, N, H]."""
+    B, K, G, X, H = out.shape
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, X, K * G, H)
+
+
+def weighted_sum(weights: jax.Array, v: jax.Array, dtype: Any, scale: jax.Array | None = None) -> jax.Array:
+    """Sums of values [B, K, S, H] weighted by `weights` [B, K, G, X, S]: float32, from products in `dtype`.
+
+    Values in int8 have a `scale` [B, K, S].
+    """
+    weights = weights if scale is None else weights * scale[:, :, None, None]
+    product = functools.partial(jnp.einsum, "BKGXS,BKSH->BKGXH", preferred_element_type=jnp.float32)
+    return product(weights.astype(dtype), v.astype(dtype))

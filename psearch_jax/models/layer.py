@@ -1,0 +1,125 @@
+"""One decoder layer: attention and MLP, each on the normalised residual stream. Letters as in models/decoder.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from psearch_jax.config import DecoderConfig
+from psearch_jax.models import kv_cache, products, ragged
+from psearch_jax.models.attention import Implementation, causal
+from psearch_jax.models.attention.cached import Keys, chunk_attention, decode
+from psearch_jax.models.kv_cache import KVCache
+from psearch_jax.sharding import constrain
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What all layers of a forward pass share."""
+
+    config: DecoderConfig
+    dtype: Any  # of products with weights
+    attention: Implementation
+    lora_scale: float
+    positions_axis: str | None  # logical axis of the positions between layers; None: they are not split
+    rotation: tuple[jax.Array, jax.Array]  # cos and sin, [B, T, H/2]
+    start: jax.Array  # [B] int32, position of the first token
+    cache: KVCache | None
+    span: int | None  # cached positions to attend to
+    rows: jax.Array | None  # [B] int32, rows of the cache
+    segments: jax.Array | None  # [B, T] int32
+    keep_kv: bool  # return the keys and values
+
+
+def layer(
+    x: jax.Array, weights_and_index: tuple[Mapping[str, jax.Array], jax.Array], context: LayerContext
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """One decoder layer; the body of the scan over layers.
+
+    Args:
+      x: [B, T, D].
+      weights_and_index: the layer's arrays by name, and its index [] int32.
+
+    Returns:
+      ([B, T, D], None or the new keys and values, each [B, K, T, H]).
+    """
+    w, index = weights_and_index
+    # Gather over fsdp here. Otherwise the partitioner made each of 16 x 4 chips gather and multiply the attention of
+    # all rows, which added a quarter to an update's products.
+    if "o_kernel" in w:
+        w = {**w, "o_kernel": constrain(w["o_kernel"], "heads", None, None)}
+    eps = context.config.rms_eps
+
+    def project_and_rotate(y: jax.Array, name: str, axis: str) -> jax.Array:
+        """Queries or keys [B, T, heads of `axis`, H], normalised if the model does so, rotated to their positions."""
+        out, norm = _dense(y, w, name, context), w.get(f"{name}_norm")
+        out = out if norm is None else rms_norm(out, norm, eps)
+        cos, sin = (a[:, :, None] for a in context.rotation)  # [B, T, 1, H/2]
+        return constrain(_rotate(out, cos, sin), "rows", None, axis, None)
+
+    y = rms_norm(x, w["attention_norm"], eps)
+    q, k = project_and_rotate(y, "q", "heads"), project_and_rotate(y, "k", "kv_heads")
+    v = constrain(_dense(y, w, "v", context), "rows", None, "kv_heads", None)
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, T, H], the cache's layout
+    out = _attend(q, k, v, index, context)
+    x = constrain(x + _dense(out, w, "o", context, contracted=2), "rows", context.positions_axis, None)
+    y = rms_norm(x, w["mlp_norm"], eps)
+    inner = jax.nn.silu(_dense(y, w, "gate", context)) * _dense(y, w, "up", context)
+    x = x + _dense(constrain(inner, "rows", None, "mlp"), w, "down", context)
+    return constrain(x, "rows", context.positions_axis, None), (k, v) if context.keep_kv else None
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, index: jax.Array, context: LayerContext) -> jax.Array:
+    """Attention [B, T, N, H] of the queries to their own row and to the cached positions before it."""
+    cache, start = context.cache, context.start
+    if cache is None:
+        return causal(q, k, v, context.attention, context.segments)
+    one_token, mesh = q.shape[1] == 1, jax.sharding.get_abstract_mesh()
+    if one_token and ragged.applies(context.attention, cache.k_transposed, context.config, mesh):
+        return ragged.decode(q, k, v, cache, index, start, context.attention)
+    k_old, v_old, *scales = kv_cache.read(cache, index, context.span, context.rows)
+    old = Keys(k_old, v_old, cache.k_transposed, *scales)
+    return (decode if one_token else chunk_attention)(q, k, v, old, start)
+
+
+def _dense(
+    x: jax.Array, w: Mapping[str, jax.Array], name: str, context: LayerContext, contracted: int = 1
+) -> jax.Array:
+    """x times the kernel `name`, plus its bias and its adapter if it has them."""
+    dtype = context.dtype
+    bias, scale, transposed = (w.get(f"{name}{part}") for part in ("_bias", "_kernel_scale", "_kernel_transposed"))
+    if f"{name}_kernel_across" in w:
+        out = products.dense_across(x, w[f"{name}_kernel_across"], dtype, bias, contracted)
+    else:
+        out = products.dense(x, w[f"{name}_kernel"], dtype, bias, contracted, scale, transposed)
+    if f"{name}_kernel_a" in w:
+        # The barrier makes this another input than x: XLA for GPUs would concatenate both kernels for one product.
+        low_input = jax.lax.optimization_barrier(x) if x.shape[1] == 1 else x
+        low = products.dense(low_input, w[f"{name}_kernel_a"], x.dtype, contracted=contracted)
+        out += products.dense(context.lora_scale * low, w[f"{name}_kernel_b"], x.dtype)
+    return out
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x [..., D] with a root mean square of 1 along its last axis, computed in float32, times `scale` [D]."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def rope_cos_sin(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [B, T, H/2] in float32: at 30,000 positions, bf16 angles would be off by full turns."""
+    frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)  # computed in float64, rounded once
+    angle = positions[..., None].astype(jnp.float32) * frequency.astype(np.float32)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding, halves layout: dimension i is paired with i + H/2."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

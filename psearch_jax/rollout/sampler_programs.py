@@ -1,0 +1,274 @@
+"""What the sampler computes on the device: new slots, prompts, copies into slots, forced tokens, decoding.
+
+These are pure functions of arrays; `Sampler` compiles and calls them. Letters as in rollout/sampler.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from psearch_jax.config import DecoderConfig, Lora
+from psearch_jax.models import kv_cache
+from psearch_jax.models.attention.scores import NEG_INF
+from psearch_jax.models.kv_cache import KVCache
+from psearch_jax.models.unstacked import Unstacked
+from psearch_jax.rollout import boundary, sampling
+from psearch_jax.rollout.sampler_state import SamplerState, Status
+from psearch_jax.sharding import put_rows, take_rows
+
+Draw = Callable[[jax.Array, SamplerState], jax.Array]  # from logits [B, V] and the state to tokens [B] int32
+
+
+def random_draw(logits: jax.Array, state: SamplerState) -> jax.Array:
+    """Samples a token per row from the softmax of `logits` [B, V], by the row's own random key."""
+    return sampling.choose(logits, sampling.uniforms(state.key, state.length))
+
+
+@dataclass(frozen=True)
+class SamplerOptions:
+    """The settings of a sampler.
+
+    Attributes:
+      dtype: of the weights, except int8 kernels, and of the KV cache, which on a CPU is float32 instead.
+      top_k, top_p: sampling filters; the recorded log-probs are those before the filter.
+      max_tokens_after_answer: tokens sampled after `</answer>` while waiting for a stop token.
+      yield_share: `generate` yields when this share of the live rows waits.
+      lora: the adapters of the graph, if it has any; `params` then holds weights and adapters.
+      int8_weights: the graph's kernels are in int8.
+      int8_cache: cached keys and values are in int8.
+      unstacked_decoding: decode from a copy of each layer's weights in separate arrays (models/unstacked.py).
+    """
+
+    dtype: Any = jnp.float32
+    top_k: int = 0
+    top_p: float = 1.0
+    max_tokens_after_answer: int = 4
+    yield_share: float = 1.0
+    lora: Lora | None = None
+    int8_weights: bool = False
+    int8_cache: bool = False
+    unstacked_decoding: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StopTables:
+    """Decide where a row stops. A automaton states, and one absorbing state for rows with a complete answer."""
+
+    next: jax.Array  # [A + 1, V] int
+    hit: jax.Array  # [A + 1, V] int
+    stop: jax.Array  # [V] bool
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class YieldLimits:
+    """When a call of `generate` returns to the host although rows are still running."""
+
+    refill: jax.Array  # [] bool, finished rows count as waiting, because rollouts wait for a slot
+    awaiting_search: jax.Array  # [] int32, parked rows that do not count as waiting
+    max_tokens: jax.Array  # [] int32, per row
+
+
+@dataclass(frozen=True, eq=False)
+class SamplerPrograms:
+    """The programs, as methods over the settings that they are compiled with.
+
+    Attributes:
+      graph: the model's static half.
+      n_ids: number of token ids that may be sampled.
+      answered: the automaton state of rows with a complete answer.
+      cache_dtype, k_transposed: how keys and values are stored.
+      transpose_unstacked: `Decoder.unstack` transposes the kernels.
+      draw: samples the next tokens.
+    """
+
+    graph: nnx.GraphDef
+    config: DecoderConfig
+    options: SamplerOptions
+    n_ids: int
+    answered: int
+    cache_dtype: Any
+    k_transposed: bool
+    transpose_unstacked: bool
+    draw: Draw
+
+    def new_state(self, rows: int, positions: int) -> SamplerState:
+        zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
+        return SamplerState(
+            ids=zeros((rows, positions)),
+            mask=jnp.zeros((rows, positions), bool),
+            logprobs=jnp.zeros((rows, positions), jnp.float32),
+            cache=KVCache.zeros(self.config, rows, positions, self.cache_dtype, self.k_transposed),
+            length=zeros(rows),
+            turn_left=zeros(rows),
+            budget_end=jnp.full(rows, positions, jnp.int32),
+            automaton=zeros(rows),
+            status=zeros(rows),
+            key=jnp.zeros((rows, 2), jnp.uint32),
+            steps=jnp.int32(0),
+        )
+
+    def unstack(self, params: nnx.State) -> Unstacked:
+        return nnx.merge(self.graph, params).unstack(self.transpose_unstacked)
+
+    def prefill(self, params: nnx.State, ids: jax.Array, n: jax.Array) -> SamplerState:
+        model = nnx.merge(self.graph, params)
+        _, (k, v) = model.hidden(ids, keep_kv=True)
+        pool = self.new_state(*ids.shape)
+        # Keys and values of pads may not be finite, and `admit` copies them past the prompt: replace them by zeros.
+        real = (jnp.arange(ids.shape[1]) < n[:, None])[:, None, :, None]
+        cache = KVCache.of(*(jnp.where(real, x, 0) for x in (k, v)), self.cache_dtype, self.k_transposed)
+        return replace(pool, ids=ids, length=n, cache=cache)
+
+    def admit(
+        self, state: SamplerState, pool: SamplerState, rows, source, keys, turn_tokens, budget_end
+    ) -> SamplerState:
+        S, width = state.ids.shape[1], pool.ids.shape[1]
+        index = jnp.maximum(source, 0)
+        taken = jnp.where(source >= 0, rows, -1)
+        prompt = jnp.pad(jnp.take(pool.ids, index, axis=0), ((0, 0), (0, S - width)))
+        length = jnp.take(pool.length, index)
+        status = jnp.where(length < budget_end, Status.RUNNING, Status.CONTEXT_FULL)
+        status = jnp.where(source == -2, Status.EMPTY, status)
+
+        def put(name: str, values: Any) -> jax.Array:
+            old = getattr(state, name)
+            return put_rows(old, taken, jnp.broadcast_to(values, (rows.shape[0], *old.shape[1:])))
+
+        return SamplerState(
+            ids=put("ids", prompt),
+            mask=put("mask", False),
+            logprobs=put("logprobs", 0.0),
+            cache=kv_cache.copy_rows(state.cache, pool.cache, index, taken),
+            length=put("length", length),
+            turn_left=put("turn_left", turn_tokens),
+            budget_end=put("budget_end", budget_end),
+            automaton=put("automaton", boundary.ROOT),
+            status=put_rows(state.status, jnp.where(source == -1, -1, rows), status),
+            key=put("key", keys),
+            steps=state.steps,
+        )
+
+    def extend(self, params: nnx.State, state: SamplerState, rows, ids, n, turn_tokens) -> SamplerState:
+        model = nnx.merge(self.graph, params)
+        S = state.ids.shape[1]
+        R, C = ids.shape
+        offset = jnp.arange(C)
+        n = jnp.where(rows < 0, 0, n)
+        known, length, end = (take_rows(x, rows) for x in (state.ids, state.length, state.budget_end))
+        room = jnp.clip(n, 0, S - length)
+        target = jnp.where(offset < room[:, None], length[:, None] + offset, S)
+        known = known.at[jnp.arange(R)[:, None], target].set(ids, mode="drop")
+        # The model's input runs from the last known token to the second to last new one.
+        start = jnp.where(room > 0, jnp.maximum(length - 1, 0), 0)
+        count = jnp.where(room > 0, length + room - 1 - start, 0)
+        inputs = jnp.take_along_axis(known, jnp.minimum(start[:, None] + offset, S - 1), axis=1)
+        _, (k, v) = model.hidden(inputs, state.cache, start, keep_kv=True, rows=rows)
+        length = length + room
+        touched = jnp.where(n > 0, rows, -1)
+        status = jnp.where(length >= end, Status.CONTEXT_FULL, Status.RUNNING)
+        return replace(
+            state,
+            ids=put_rows(state.ids, touched, known),
+            cache=kv_cache.write(state.cache, k, v, start, count, touched),
+            length=put_rows(state.length, touched, length),
+            turn_left=put_rows(state.turn_left, touched, turn_tokens),
+            automaton=put_rows(state.automaton, touched, jnp.full_like(n, boundary.ROOT)),
+            status=put_rows(state.status, touched, status),
+        )
+
+    def generate(
+        self,
+        params: nnx.State,
+        tables: StopTables,
+        state: SamplerState,
+        temperature: jax.Array,  # [B]
+        limits: YieldLimits,
+        unstacked: Unstacked | None = None,
+        *,
+        span: int,
+    ) -> SamplerState:
+        model = nnx.merge(self.graph, params)
+        if unstacked is None and self.options.unstacked_decoding:
+            unstacked = model.unstack(self.transpose_unstacked)
+        first_step = state.steps
+
+        def keep_decoding(state: SamplerState) -> jax.Array:
+            running = jnp.sum(state.status == Status.RUNNING)
+            parked = (state.status == Status.SEARCH) | (state.status == Status.TURN_FULL)
+            finished = (state.status > Status.SEARCH) & ~parked
+            waiting = jnp.sum(parked) - limits.awaiting_search + limits.refill * jnp.sum(finished)
+            enough = waiting >= self.options.yield_share * (running + waiting)
+            return (running > 0) & ~enough & (state.steps - first_step < limits.max_tokens)
+
+        def decode(state: SamplerState) -> SamplerState:
+            return self._decode(model, unstacked, tables, temperature, span, state)
+
+        return jax.lax.while_loop(keep_decoding, decode, state)
+
+    def _decode(
+        self,
+        model: Any,
+        unstacked: Unstacked | None,
+        tables: StopTables,
+        temperature: jax.Array,
+        span: int,
+        state: SamplerState,
+    ) -> SamplerState:
+        """Samples one token for every running row."""
+        B, S = state.ids.shape
+        rows = jnp.arange(B)
+        running = state.status == Status.RUNNING
+        # A waiting row gets position 0: it attends to no cached position, and by-length decoding skips its cache.
+        at = jnp.maximum(jnp.where(running, state.length, 0) - 1, 0)
+        inputs = jnp.take_along_axis(state.ids, at[:, None], axis=1)
+        hidden, (k, v) = model.hidden(inputs, state.cache, at, keep_kv=True, span=span, unstacked=unstacked)
+        greedy = temperature == 0
+        logits = model.logits(hidden[:, 0], 1.0, self.n_ids, unstacked)
+        finite = jnp.all(jnp.isfinite(logits), axis=-1)
+        sampled = running & finite
+        logits = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+        logits = jnp.maximum(logits, NEG_INF)  # the division may have turned the mask into -inf
+        choice = self.draw(sampling.filter_logits(logits, self.options.top_k, self.options.top_p), state)
+        token = jnp.where(greedy, jnp.argmax(logits, axis=-1), choice).astype(jnp.int32)
+        logprob = sampling.log_probability(logits, token)
+
+        write_at = jnp.where(sampled, state.length, S)
+        length = state.length + sampled
+        hit = tables.hit[state.automaton, token]
+        was_answered = state.automaton == self.answered
+        answered = was_answered | (hit == boundary.HIT_ANSWER)
+        turn_left = state.turn_left - sampled
+        turn_left = jnp.where(answered & ~was_answered, self.options.max_tokens_after_answer, turn_left)
+        full = length >= state.budget_end
+        # The first condition that holds wins: tags before stop tokens before budgets.
+        ended = [
+            (hit == boundary.HIT_SEARCH, Status.SEARCH),
+            (answered & (tables.stop[token] | (turn_left <= 0) | full), Status.ANSWER),
+            (~answered & tables.stop[token], Status.EOS),
+            (~answered & full, Status.CONTEXT_FULL),
+            (~answered & (turn_left <= 0), Status.TURN_FULL),
+        ]
+        status = jnp.select([c for c, _ in ended], [jnp.int32(s) for _, s in ended], jnp.int32(Status.RUNNING))
+        automaton = jnp.where(answered, self.answered, tables.next[state.automaton, token].astype(jnp.int32))
+        status = jnp.where(finite, status, Status.NOT_FINITE)
+        return replace(
+            state,
+            ids=state.ids.at[rows, write_at].set(token, mode="drop"),
+            mask=state.mask.at[rows, write_at].set(True, mode="drop"),
+            logprobs=state.logprobs.at[rows, write_at].set(logprob, mode="drop"),
+            cache=kv_cache.write(state.cache, k, v, at, sampled.astype(jnp.int32)),
+            length=length,
+            turn_left=jnp.where(sampled, turn_left, state.turn_left),
+            automaton=jnp.where(sampled, automaton, state.automaton),
+            status=jnp.where(running, status, state.status),
+            steps=state.steps + 1,
+        )

@@ -1,0 +1,90 @@
+"""Searches of live requests: a search blocks no other row, and its failure affects only its own question."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Collection
+from concurrent.futures import Future, wait
+
+from psearch_jax.rollout.search import BatchRetriever, Passages, Queries, in_background
+
+log = logging.getLogger("psearch_jax")
+IDLE_WAIT_S = 0.05  # if no row decodes, wait this long for the search before admitting new questions
+RETRY_S = 10.0  # after a batched search failed, retry its rows one by one for this long
+
+Failures = dict[int, str]  # order of a rollout -> the reason, in one line
+
+
+class ServingSearch:
+    """A search policy that polls its searches by wall clock, which would make training irreproducible.
+
+    A failed search raises nothing. Its rollout gets no passages and is not pending any more.
+
+    Attributes:
+      failures: the searches that failed; the caller removes what it takes.
+      all_failed: whether the last search failed for all its rollouts; None after the caller has handled it.
+    """
+
+    def __init__(self, retriever: BatchRetriever):
+        self._retriever = retriever
+        self.failures: Failures = {}
+        self.all_failed: bool | None = None
+        self._queued: Queries = {}  # to be searched when the search in progress ends
+        self._in_progress: Queries = {}
+        self._future: Future | None = None
+
+    @property
+    def pending(self) -> Collection[int]:
+        return self._in_progress.keys() | self._queued.keys()
+
+    def exchange(self, queries: Queries, *, idle: bool) -> Passages:
+        """Starts a search if none is in progress, and returns the results that have arrived."""
+        self._queued = {**self._queued, **queries}
+        self._start()
+        if self._future is None:
+            return {}
+        if idle:
+            wait([self._future], IDLE_WAIT_S)
+        if not self._future.done():
+            return {}
+        results = self._record(*self._future.result())
+        self._future, self._in_progress = None, {}
+        self._start()
+        return results
+
+    def search(self, queries: Queries) -> Passages:
+        if self._future is not None:
+            wait([self._future])  # one batch at a time
+        return self._record(*self._try(queries))
+
+    def _start(self) -> None:
+        """Starts a search for the queued queries if none is in progress."""
+        if self._future is None and self._queued:
+            self._in_progress, self._queued = self._queued, {}
+            self._future = in_background(functools.partial(self._try, self._in_progress))
+
+    def _record(self, results: Passages, failures: Failures) -> Passages:
+        self.failures |= failures
+        self.all_failed = bool(failures) and not results
+        return results
+
+    def _try(self, queries: Queries) -> tuple[Passages, Failures]:
+        """Retries one rollout after the other if the batch fails. For any thread."""
+        results: Passages = {}
+        failures: Failures = {}
+        try:
+            results = self._retriever.search(queries)
+        except BaseException as error:  # a panic in a Rust library does not derive from Exception
+            log.warning("a search for %d questions failed: %s", len(queries), " ".join(str(error).split())[:300])
+            deadline = time.monotonic() + RETRY_S
+            for order, own in queries.items():
+                if len(queries) > 1 and time.monotonic() < deadline:
+                    try:
+                        results |= self._retriever.search({order: own})
+                        continue
+                    except BaseException as own_error:
+                        error = own_error
+                failures[order] = f"the search failed ({type(error).__name__})"
+        return results, failures

@@ -1,0 +1,110 @@
+"""Saves the state of a run, and resumes the run from its newest checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from psearch_jax.config import best_metric
+from psearch_jax.runtime import processes
+from psearch_jax.runtime.metrics import MetricsWriter
+from psearch_jax.train.checkpointing import settings
+from psearch_jax.train.checkpointing.best import Best
+from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
+from psearch_jax.train.checkpointing.preemption import Interrupted
+from psearch_jax.train.critic import critic_learning
+from psearch_jax.train.run import Run
+from psearch_jax.train.state import updates_per_step, warmup_updates, with_warmup
+from psearch_jax.types import UserError
+
+log = logging.getLogger("psearch_jax")
+
+
+class Saver:
+    """Saves the state: regularly, and where validation finds the best policy so far."""
+
+    def __init__(self, run: Run, checkpoints: Checkpoints, writer: MetricsWriter):
+        self._run, self.checkpoints, self.writer = run, checkpoints, writer
+        self.best: Best | None = None
+        self._record = {"model": model_record(run.model), "tokenizer": run.tokenizer_path, "settings": run.settings}
+        self._record |= {"lora": run.lora} if run.lora else {}
+        self._minutes, self._saved = run.config.train.checkpoint_every_minutes, time.monotonic()
+
+    def is_late(self) -> bool:
+        """Whether the last checkpoint is older than `train.checkpoint_every_minutes`."""
+        return (time.monotonic() - self._saved) / 60 >= self._minutes > 0
+
+    def save(self, step: int, loader: dict[str, Any]) -> None:
+        """Saves the state after `step` steps; a resumed run's questions start at the position `loader`."""
+        with self._run.phase("checkpoint"):
+            processes.together(self.writer.flush)
+            self.checkpoints.save(step, self._run.state, {**self._record, "loader": loader})
+        self._saved = time.monotonic()
+
+    def offer(self, step: int, figures: Mapping[str, Mapping[str, float]]) -> None:
+        """Saves the parameters if their validation figures are the best so far."""
+        metric = self._run.config.eval.best_metric
+        kind, name = best_metric(metric)
+        with self._run.phase("checkpoint"):
+            if self.best and self.best.offer(step, figures[kind][name], self._run.state.params, self._record):
+                log.info("step %d has the best %s so far: %.4f", step, metric, figures[kind][name])
+
+    def abandon(self, stop: Exception, step: int, loader: dict[str, Any]) -> NoReturn:
+        """Saves the state before a step that `stop` discarded, with the loader before its questions; raises `stop`."""
+        if step and self.checkpoints.latest() != step and self._run.state is not None:
+            self.save(step, loader)
+        self.checkpoints.wait()
+        if isinstance(stop, Interrupted):
+            kept = step if self._run.state is not None else self.checkpoints.latest()
+            raise Interrupted(f"saved after step {kept}" if kept else "nothing is saved yet") from None
+        log.error("lost the retriever; saved after step %d, the same command resumes from there", step)
+        raise stop
+
+
+def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: bool) -> tuple[int, bool]:
+    """Restores the newest complete checkpoint and the loader's position into the run.
+
+    Returns:
+      The checkpoint's step, and whether settings changed.
+
+    Raises:
+      UserError: settings that affect the results changed, and `allow_changes` is false; or the algorithm changed.
+    """
+    changes: dict[str, str] = {}
+
+    def accept(loop: Mapping[str, Any]) -> None:
+        changes.update(processes.agreed(lambda: settings.differences(loop.get("settings"), run.settings)))
+        if "learning.algorithm" in changes:  # a critic can only be created at step 0
+            raise UserError(
+                f"{workdir}: learning.algorithm was {changes['learning.algorithm']}; accepted: the one that the run "
+                "started with, or another --workdir"
+            )
+        if changes and not allow_changes:
+            raise UserError(
+                f"{workdir}: after step {loop['step']} this run would resume with other settings, "
+                f"{settings.described(changes)}; accepted: the original settings, or --allow_changes"
+            )
+
+    run.initial_state = None  # frees the initial weights before the checkpoint is loaded
+    run.state, loop = checkpoints.restore(run.abstract, accept)
+    step, config = int(loop["step"]), run.config
+    log.info("resuming after step %d", step)
+    if changes:
+        log.warning("resuming with other settings: %s", settings.described(changes))
+    total = updates_per_step(config) * config.train.steps
+    if "learning.warmup_ratio" in changes:
+        run.state = with_warmup(run.state, warmup_updates(config.learning, total))
+    if "critic.warmup_ratio" in changes and run.state.critic is not None:
+        critic = with_warmup(run.state.critic, warmup_updates(critic_learning(config), total))
+        run.state = replace(run.state, critic=critic)
+    try:
+        run.loader.restore(loop["loader"])
+    except UserError as error:
+        if not changes:
+            raise
+        log.warning("the questions start from the beginning (%s)", error)
+    return step, bool(changes)
