@@ -2,7 +2,7 @@
 
 ScaNN loads damaged files without an error and then gives wrong results or aborts, so files are checked before they are
 opened: all sizes, all small files, and a sample of each large file. Reading an index of 21 million passages completely
-takes longer than the clients of a restarted server wait; `read_manifest(..., whole=True)` does so.
+takes longer than the clients of a restarted server wait; `read_manifest(..., complete=True)` does so.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def write_manifest(directory: Path, fields: dict[str, Any], files: Iterable[Path
     temporary.replace(directory / NAME)
 
 
-def read_manifest(directory: Path, whole: bool = False) -> dict[str, Any]:
-    """Compare all listed files with the manifest and return it; of large files only a sample, unless `whole`.
+def read_manifest(directory: Path, complete: bool = False) -> dict[str, Any]:
+    """Compare all listed files with the manifest and return it; of large files only a sample, unless `complete`.
 
     Raises `CorpusError` naming the file that is missing, damaged, foreign or unlisted.
     """
@@ -69,7 +69,7 @@ def read_manifest(directory: Path, whole: bool = False) -> dict[str, Any]:
         if not file.is_file():
             raise CorpusError(f"{file}: missing; build the index again")
         if file.stat().st_size != size or (
-            sha256(file) != digest if whole or sample is None else sample_sha256(file) != sample
+            sha256(file) != digest if complete or sample is None else sample_sha256(file) != sample
         ):
             raise CorpusError(f"{file}: differs from {NAME} (damaged or of another index); build it again")
     return manifest

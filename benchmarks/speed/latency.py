@@ -70,12 +70,12 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--parallel", required=True, help="policy that splits: a run of `make demo`")
     parser.add_argument("--count", type=int, default=8, help="questions per number of facts, asked one at a time")
     parser.add_argument("--delays", type=int, nargs="+", default=list(DELAYS), help="milliseconds added to every call")
-    parser.add_argument("--together", type=int, default=64, help="questions asked in one batch")
+    parser.add_argument("--batch_questions", type=int, default=64, help="questions asked in one batch")
     parser.add_argument("--json", help="file for the figures")
     flags = parser.parse_args(argv)
     cli.configure_jax()
     world = ClosedWorld.make(0)
-    compared = questions(world, "eval", "parallel", 8 * flags.count + flags.together, 1)
+    compared = questions(world, "eval", "parallel", 8 * flags.count + flags.batch_questions, 1)
     singles = questions(world, "eval", "single", flags.count, 1)
     for facts in FACTS[1:]:
         singles += [q for q in compared if _facts(q) == facts][: flags.count]
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> None:
     with served(world) as url:
         for slots, groups in (
             (1, [[q] for q in singles]),
-            (flags.together, [compared[: flags.together]] * REPEATS),
+            (flags.batch_questions, [compared[: flags.batch_questions]] * REPEATS),
         ):
             engines = {name: _engine(model, slots) for name, model in policies.items()}
             for place in ("in process", "HTTP"):

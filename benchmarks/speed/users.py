@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
         single_s = (time.perf_counter() - started) / len(asked)
         log(f"{flags.users} users for {flags.seconds:g} s")
         started = time.perf_counter()
-        figures = together(pool, url, asked, expected, flags.users, flags.seconds)
+        figures = answer_concurrently(pool, url, asked, expected, flags.users, flags.seconds)
         lasted = time.perf_counter() - started  # includes waiting for requests in flight at the end
     seconds = np.array(figures["seconds"] or [np.nan])
     rows = [
@@ -125,7 +125,7 @@ def _searched(details: dict[str, Any]) -> str:
     return json.dumps([(turn["queries"], turn["passages"]) for turn in details["turns"]])
 
 
-def together(
+def answer_concurrently(
     pool: urllib3.PoolManager,
     url: str,
     asked: list[Asked],

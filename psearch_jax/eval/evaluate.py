@@ -82,7 +82,7 @@ class Evaluation:
         digests = {name: questions_digest(questions) for name, questions in benchmarks.items()}
         self.settings = json.loads(json.dumps({**settings, "questions": digests}))
         parts = self.out / _PARTS
-        saved = processes.agreed(
+        saved = processes.broadcast(
             lambda: _read_settings(self.out / "results.json") or _read_settings(parts / _SETTINGS)
         )
         if saved is not None and saved != self.settings:
@@ -90,14 +90,14 @@ class Evaluation:
                 f"--out={self.out}: holds an evaluation with {_difference(saved, self.settings)}; "
                 "accepted: the same settings, or another directory"
             )
-        self.finished = processes.agreed(lambda: (self.out / "results.json").is_file() and not parts.is_dir())
+        self.finished = processes.broadcast(lambda: (self.out / "results.json").is_file() and not parts.is_dir())
 
         def begin() -> None:
             parts.mkdir(parents=True, exist_ok=True)
             write_whole(parts / _SETTINGS, json.dumps({"settings": self.settings}) + "\n")
 
         if not self.finished:
-            processes.agreed(begin)
+            processes.broadcast(begin)
 
     def run(
         self,
@@ -118,7 +118,7 @@ class Evaluation:
         for part, start in enumerate(range(0, len(self._tasks), questions_per_part)):
             tasks = self._tasks[start : start + questions_per_part]
             files.append(self.out / _PARTS / f"{part:06d}.jsonl")
-            if not processes.agreed(files[-1].is_file):
+            if not processes.broadcast(files[-1].is_file):
                 # The samples of a question end at about the same time, so trajectories are scaled to questions.
                 def report(done: int, of: int, start: int = start, size: int = len(tasks)) -> None:  # noqa: B008
                     progress(start + done * size // max(of, 1), len(self._tasks))
@@ -127,7 +127,7 @@ class Evaluation:
                 samples = len(trajectories) // len(tasks)
                 rows = [evaluation_row(tasks[i // samples][0], t) for i, t in enumerate(trajectories)]
                 text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-                processes.agreed(functools.partial(write_whole, files[-1], text))
+                processes.broadcast(functools.partial(write_whole, files[-1], text))
             progress(start + len(tasks), len(self._tasks))
         return self._merge(files) if processes.first() else {}
 
@@ -253,10 +253,10 @@ def _read_settings(file: Path) -> Any:
         return None
 
 
-def _difference(found: Any, wanted: Any, name: str = "") -> str:
+def _difference(recorded: Any, wanted: Any, name: str = "") -> str:
     """The first difference between two settings, as text for an error message."""
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        for key in {**found, **wanted}:
-            if found.get(key) != wanted.get(key):
-                return _difference(found.get(key), wanted.get(key), f"{name}.{key}" if name else key)
-    return f"{name} {found!r}, found {wanted!r}"
+    if isinstance(recorded, dict) and isinstance(wanted, dict):
+        for key in {**recorded, **wanted}:
+            if recorded.get(key) != wanted.get(key):
+                return _difference(recorded.get(key), wanted.get(key), f"{name}.{key}" if name else key)
+    return f"{name} {recorded!r}, found {wanted!r}"

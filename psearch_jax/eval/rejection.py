@@ -78,14 +78,14 @@ def sample(
             raise UserError(f"{file}: found other settings than are asked for, accepted: the same, or another --out")
         write_whole(file, text)
 
-    processes.agreed(begin)
+    processes.broadcast(begin)
     files = []
     for number, start in enumerate(range(0, len(questions), questions_per_part)):
         asked = questions[start : start + questions_per_part]
         files.append(parts / f"{number:06d}.json")
-        if not processes.agreed(files[-1].is_file):
+        if not processes.broadcast(files[-1].is_file):
             text = json.dumps(_part(roll_out(asked), len(asked), reward, selection), ensure_ascii=False)
-            processes.agreed(lambda file=files[-1], text=text: write_whole(file, text))
+            processes.broadcast(lambda file=files[-1], text=text: write_whole(file, text))
         progress(start + len(asked), len(questions))
     if not processes.first():
         return {}

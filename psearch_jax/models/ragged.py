@@ -245,7 +245,7 @@ def _on_gpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool)
     def whole(x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 
-    def found(size: int) -> pl.BlockSpec:
+    def partial_result(size: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, None, queries, size), lambda b, h, p: (b, h, p, 0, 0))
 
     arrays = (cached_k, cached_v, *scales)
@@ -259,7 +259,7 @@ def _on_gpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool)
             pl.BlockSpec((None, None, queries, H), lambda b, h, p: (b, h, 0, 0)),
             *map(whole, arrays),
         ],
-        out_specs=[found(1), found(1), found(H)],
+        out_specs=[partial_result(1), partial_result(1), partial_result(H)],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         name="ragged_decode",
         interpret=interpret,

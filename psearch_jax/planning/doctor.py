@@ -160,8 +160,8 @@ def model(config: Config) -> str | None:
     return f"{path}, {len(files)} file{'s' * (len(files) > 1)} of {size / GIB:.2f} GiB"
 
 
-def memory(config: Config, found: list[Plan]) -> str:
-    """Compares the memory that a run holds on each device throughout with what is available; appends to `found`."""
+def memory(config: Config, plans: list[Plan]) -> str:
+    """Compares the memory that a run holds on each device throughout with what is available; appends to `plans`."""
     first = jax.devices()[0]
     stats = first.memory_stats() if first.platform != "cpu" else None
     known = chip_of(first)
@@ -170,7 +170,7 @@ def memory(config: Config, found: list[Plan]) -> str:
         room = available_memory() // jax.local_device_count()
     target = Target("here", jax.devices(), Chip(room, 0.0, 0.0), first.device_kind)
     plan = make_plan(config, target, names=())
-    found.append(plan)
+    plans.append(plan)
     needed = plan.held_bytes
     text = f"{needed / GIB:.2f} of {room / GIB:.2f} GiB on each device before any computation"
     if not room:

@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
 
 def micro_batches(
-    batch: TrainBatch, rows: int, widths: Sequence[int], together: bool = True
+    batch: TrainBatch, rows: int, widths: Sequence[int], pack: bool = True
 ) -> list[tuple[list[Place], MicroBatch]]:
     """Packs a batch into micro-batches of exactly `rows` rows, each as wide as one of `widths`, the widest first.
 
@@ -67,10 +67,10 @@ def micro_batches(
     micro-batches are then narrowed or removed while everything still fits. The cheapest candidate wins.
 
     Args:
-      together: whether a row may hold several trajectories; otherwise each has its own row.
+      pack: whether a row may hold several trajectories; otherwise each has its own row.
     """
     n = np.sort(batch.length[batch.length > 0])[::-1].tolist()
-    if not together:
+    if not pack:
         taken = [pick(widths, length) for length in n[::rows]]
     else:
         candidates = [_shrunk(_opened(n, widths, least, rows), n, widths, rows) for least in widths]
@@ -79,7 +79,7 @@ def micro_batches(
         candidates = [taken for taken in candidates if _fitted(n, taken, rows) is not None]
         taken = min(candidates, key=lambda taken: _cost(taken, widths[-1]))
     order = [int(i) for i in np.argsort(-batch.length, kind="stable") if batch.length[i] > 0]
-    if together:
+    if pack:
         bins = _fitted(n, taken, rows)
         assert bins is not None, "the chosen widths were checked to fit"
     else:
@@ -87,8 +87,8 @@ def micro_batches(
     places: list[list[Place]] = [[] for _ in taken]
     used: dict[int, int] = {}
     for i, at in zip(order, bins, strict=True):
-        piece, row = divmod(at, rows)
-        places[piece].append(Place(i, row, used.get(at, 0)))
+        micro_batch, row = divmod(at, rows)
+        places[micro_batch].append(Place(i, row, used.get(at, 0)))
         used[at] = used.get(at, 0) + int(batch.length[i])
     return [(own, _packed(batch, own, rows, width)) for own, width in zip(places, taken, strict=True)]
 

@@ -175,7 +175,7 @@ class Collector:
           RetrievalError, or what `progress` raises: in every process if it is raised in one.
         """
         prompts: list[list[int]] = []
-        processes.together(lambda: prompts.extend(map(self.render, questions)))  # an error in one is raised in all
+        processes.allgather(lambda: prompts.extend(map(self.render, questions)))  # an error in one is raised in all
         unstacked = self.sampler.unstack_once(params)
         scheduler = RolloutScheduler(
             self.parts, params, search_policy(self.parts), samples=samples, seed=seed, step=step, unstacked=unstacked

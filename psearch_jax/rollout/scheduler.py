@@ -177,7 +177,7 @@ class RolloutScheduler:
         """
         admitted: list[int] = []
         while True:
-            admissions = processes.together(lambda: self._next_admissions(progress))
+            admissions = processes.allgather(lambda: self._next_admissions(progress))
             source = {slot: row for a in admissions for slot, row in a.source.items()}
             if source:
                 self._admit(source, {slot: key for a in admissions for slot, key in a.keys.items()})
@@ -225,7 +225,7 @@ class RolloutScheduler:
         rows = self.parts.pool_rows
         share = rows // jax.process_count()
         own = dict(list({one.order // self.samples: one.prompt for one in self._waiting}.items())[:share])
-        prompts = processes.together(lambda: list(own.values()))
+        prompts = processes.allgather(lambda: list(own.values()))
         width = pick(self.parts.widths.prompts, max(len(prompt) for part in prompts for prompt in part))
         ids, n = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
         for process, part in enumerate(prompts):
@@ -276,7 +276,7 @@ class RolloutScheduler:
                     chunks[b] = self._observation(asked, retrieved, live.prompt_length)
             return _Continuations(chunks, set())
 
-        self._append(processes.together(search_questions), self.starts)
+        self._append(processes.allgather(search_questions), self.starts)
 
     # ---- decode ----
 
@@ -344,7 +344,7 @@ class RolloutScheduler:
                 end(b, "truncated")
             return _Continuations(chunks, before - set(self.live), len(self.search.pending))
 
-        continuations = processes.together(process_stopped_rows)
+        continuations = processes.allgather(process_stopped_rows)
         self._awaiting_search = sum(c.awaiting_search for c in continuations)
         for b in [b for c in continuations for b in c.ended]:
             del self.starts[b]

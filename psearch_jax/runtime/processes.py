@@ -1,7 +1,7 @@
 """Runs of several processes: how they start, and how they exchange host data.
 
 Every process runs the same device programs with the same arguments. Between two programs, each process does its share
-of the host work (its slots, its questions, its searches), and `together` sends the results to all processes.
+of the host work (its slots, its questions, its searches), and `allgather` sends the results to all processes.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def lost(error: BaseException) -> bool:
     return False
 
 
-def together(work: Callable[[], T]) -> list[T]:
+def allgather(work: Callable[[], T]) -> list[T]:
     """Runs `work` in every process and returns the results of all processes, in process order.
 
     An exception in one process is raised in all, so that none continues on its own. All processes must call this at
@@ -129,13 +129,13 @@ def together(work: Callable[[], T]) -> list[T]:
 def all_or_none(work: Callable[[], T]) -> T:
     """Runs `work` in every process and returns this process's own result, which need not be picklable."""
     done: list[T] = []
-    together(lambda: done.append(work()))
+    allgather(lambda: done.append(work()))
     return done[0]
 
 
-def agreed(work: Callable[[], T]) -> T:
+def broadcast(work: Callable[[], T]) -> T:
     """Runs `work` in process 0 only and returns its result in all processes; an exception is raised in all."""
-    return cast(T, together(lambda: work() if first() else None)[0])
+    return cast(T, allgather(lambda: work() if first() else None)[0])
 
 
 def in_order(own: Sequence[T], group: int = 1) -> list[T]:
@@ -144,7 +144,7 @@ def in_order(own: Sequence[T], group: int = 1) -> list[T]:
     `own` are the rows of this process. Its i-th group of `group` rows is group i * process_count + process_index of
     the result.
     """
-    parts = together(lambda: list(own))
+    parts = allgather(lambda: list(own))
     longest = max(len(rows) for rows in parts)
     return [row for i in range(0, longest, group) for rows in parts for row in rows[i : i + group]]
 

@@ -228,7 +228,7 @@ def read(asked: Mapping[str, Any], limits: Limits) -> Asking:
     number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if temperature is not None and not (number and 0 <= temperature <= HOTTEST):  # NaN fails the comparison
         raise HTTPException(422, f"temperature: expected a number from 0 to {HOTTEST:g}")
-    seed = http.whole(seed)
+    seed = http.integer_if_whole(seed)
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) > MAX_SEED):
         raise HTTPException(422, "seed: expected a whole number of 64 bits")
     if n is not None and (isinstance(n, bool) or n != 1):

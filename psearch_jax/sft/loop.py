@@ -188,7 +188,7 @@ def fit(
     for step in range(first, options.steps):
         name, pieces = batches[step]
         try:
-            state, metrics = trainer.update_micro_batches(state, pieces, stop.watch())
+            state, metrics = trainer.update_micro_batches(state, pieces, stop.checker())
         except Interrupted:
             if checkpoints:
                 if step:

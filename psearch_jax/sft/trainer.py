@@ -122,7 +122,7 @@ def _resume(
     """The steps taken and the state after them, from the newest checkpoint or at step 0."""
 
     def accept(loop: Mapping[str, Any]) -> None:
-        changes = processes.agreed(lambda: settings.differences(loop.get("settings"), run.record["settings"]))
+        changes = processes.broadcast(lambda: settings.differences(loop.get("settings"), run.record["settings"]))
         if changes and not allow_changes:
             raise UserError(
                 f"{workdir}: resumed after step {loop['step']} with other settings, {settings.described(changes)}; "

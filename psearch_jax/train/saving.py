@@ -41,7 +41,7 @@ class Saver:
     def save(self, step: int, loader: dict[str, Any]) -> None:
         """Saves the state after `step` steps; a resumed run's questions start at the position `loader`."""
         with self._run.phase("checkpoint"):
-            processes.together(self.writer.flush)
+            processes.allgather(self.writer.flush)
             self.checkpoints.save(step, self._run.state, {**self._record, "loader": loader})
         self._saved = time.monotonic()
 
@@ -77,7 +77,7 @@ def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: boo
     changes: dict[str, str] = {}
 
     def accept(loop: Mapping[str, Any]) -> None:
-        changes.update(processes.agreed(lambda: settings.differences(loop.get("settings"), run.settings)))
+        changes.update(processes.broadcast(lambda: settings.differences(loop.get("settings"), run.settings)))
         if "learning.algorithm" in changes:  # a critic can only be created at step 0
             raise UserError(
                 f"{workdir}: learning.algorithm was {changes['learning.algorithm']}; accepted: the one that the run "

@@ -125,7 +125,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         check_finite(run, workdir, step, metrics)
         step += 1
         bar.update()
-        asked = processes.together(lambda: (run.stop.arrived, saver.is_late()))
+        asked = processes.allgather(lambda: (run.stop.arrived, saver.is_late()))
         if any(arrived for arrived, _ in asked) and step < config.train.steps:
             stopped = stopped or Interrupted()
         late = asked[0][1]  # by the clock of the first process
@@ -287,7 +287,7 @@ def _score(
     Returns:
       The completed batch and the critic's metrics.
     """
-    learning, check_stop = run.config.learning, run.stop.watch()
+    learning, check_stop = run.config.learning, run.stop.checker()
     if run.learner.needs_score:
         batch = replace(batch, old_logprobs=run.learner.score(run.state.params, batch, check_stop))
     if run.reference is not None:
@@ -312,7 +312,7 @@ def _update(run: Run, batches: Sequence[TrainBatch], step: int) -> list[dict[str
     The first optimizer step donates the arrays of the state. A stop request takes effect between micro-batches: the
     run then has its state again, from the copy in host memory if an optimizer step was taken, or none.
     """
-    check_stop, metrics = run.stop.watch(), []
+    check_stop, metrics = run.stop.checker(), []
     state, policy, critic, donated = run.take_state(), None, None, False
     copy = HostCopy(state) if run.keeps_copy and (len(batches) > 1 or run.critic) else None
     try:
@@ -353,7 +353,7 @@ def _group(trajectory: Trajectory) -> Hashable:
 
 def _compile(run: Run) -> None:
     """Compiles every program, so that no later step has to."""
-    run.stop.watch()()
+    run.stop.checker()()
     with run.phase("compile"):
         sampling = run.learner.sampling_copy(run.state.params)
         run.collector.warm_up(sampling)
@@ -361,7 +361,7 @@ def _compile(run: Run) -> None:
         run.learner.warm_up(run.state.params, run.reference)
         if run.critic is not None:
             run.critic.warm_up(run.state.critic.params)
-    run.stop.watch()()
+    run.stop.checker()()
 
 
 def _summary(

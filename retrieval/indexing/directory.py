@@ -162,7 +162,7 @@ def verify_index(directory: str | os.PathLike[str]) -> int:
     Raises `CorpusError` naming the first file that differs.
     """
     directory = on_disk(directory)
-    manifest = read_manifest(directory, whole=True)
+    manifest = read_manifest(directory, complete=True)
     shards = [verify_index(directory / name) for name in manifest.get("shards", [])]
     return sum(entry["bytes"] for entry in manifest["files"].values()) + sum(shards)
 

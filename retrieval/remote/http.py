@@ -245,7 +245,7 @@ async def while_there(request: Request, search: Coroutine[Any, Any, T]) -> T:
         leaving.cancel()
 
 
-def whole(value: Any) -> Any:
+def integer_if_whole(value: Any) -> Any:
     """Convert a float with an integer value to int, since JSON clients may send 3.0; return other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 

@@ -172,7 +172,7 @@ def _parse(body: bytes, limits: Limits, default_topk: int) -> tuple[list[str], i
     longest = max(map(len, queries), default=0)
     if longest > limits.query_chars:
         raise HTTPException(422, f"queries: one has {longest} characters, accepted: at most {limits.query_chars}")
-    topk = default_topk if topk is None else http.whole(topk)
+    topk = default_topk if topk is None else http.integer_if_whole(topk)
     if isinstance(topk, bool) or not isinstance(topk, int) or not 1 <= topk <= limits.topk:
         raise HTTPException(422, f"topk: expected an integer from 1 to {limits.topk}, or null")
     if len(queries) * topk > limits.rows:
@@ -183,8 +183,8 @@ def _parse(body: bytes, limits: Limits, default_topk: int) -> tuple[list[str], i
     return queries, topk, with_scores
 
 
-def _render(found: list[list[Passage]], with_scores: bool) -> bytes:
-    content = {"result": [[_row(passage, with_scores) for passage in ranking] for ranking in found]}
+def _render(rankings: list[list[Passage]], with_scores: bool) -> bytes:
+    content = {"result": [[_row(passage, with_scores) for passage in ranking] for ranking in rankings]}
     try:
         return orjson.dumps(content)
     except TypeError:  # a lone surrogate in a passage: UTF-8 cannot encode it, but JSON can escape it

@@ -25,7 +25,7 @@ def config(**sections):
     return from_mapping(values)
 
 
-def found(config, workdir, **more) -> dict[str, list[doctor.Finding]]:
+def findings(config, workdir, **more) -> dict[str, list[doctor.Finding]]:
     by_name: dict[str, list[doctor.Finding]] = {}
     for finding in examine(config, str(workdir), **more):
         by_name.setdefault(finding.name, []).append(finding)
@@ -38,7 +38,7 @@ def wrong(by_name) -> str:
 
 def test_the_demo_needs_nothing(tmp_path):
     """A fix is requested on a machine where the demo runs, or a check is left out."""
-    by_name = found(config(), tmp_path)
+    by_name = findings(config(), tmp_path)
     assert not wrong(by_name)
     checks = "packages devices config model memory questions passages disk cache workdir"
     assert set(by_name) == set(checks.split())
@@ -47,7 +47,7 @@ def test_the_demo_needs_nothing(tmp_path):
 
 def test_every_lack_has_its_line_and_its_mending(tmp_path):
     """A TPU run that lacks three files reports only one of them at each start."""
-    text = wrong(found(from_mapping(qwen7b.get_config().to_dict()), tmp_path))
+    text = wrong(findings(from_mapping(qwen7b.get_config().to_dict()), tmp_path))
     for name in ("config.model.path", "config.data.source", "config.retrieval.index"):
         assert sum(line.startswith(f"FIX   config     {name}") for line in text.splitlines()) == 1, text
     assert text.count("config.mesh") == 1
@@ -63,19 +63,19 @@ def test_half_a_model_and_a_foreign_tokenizer_are_seen(tmp_path):
     model = tmp_path / "model"
     shutil.copytree(TOY_POLICY, model)
     (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
-    assert "1 of 2 files of weights" in wrong(found(config(model={"path": str(model)}), tmp_path))
+    assert "1 of 2 files of weights" in wrong(findings(config(model={"path": str(model)}), tmp_path))
     (model / "model-00001-of-00002.safetensors").rename(model / "model.safetensors")
     shape = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(shape | {"vocab_size": 512}))
-    assert "ids for 512 embedding rows" in wrong(found(config(model={"path": str(model)}), tmp_path))
+    assert "ids for 512 embedding rows" in wrong(findings(config(model={"path": str(model)}), tmp_path))
 
 
 def test_passages_that_do_not_answer_are_seen_at_once(tmp_path):
     """A run waits for a server that is down, or notices a truncated index only after loading the weights."""
     gone = {"url": "http://127.0.0.1:9/retrieve", "timeout_s": 1.0}
-    assert "127.0.0.1:9" in wrong(found(config(data={"source": ""}, retrieval=gone), tmp_path))
+    assert "127.0.0.1:9" in wrong(findings(config(data={"source": ""}, retrieval=gone), tmp_path))
     (tmp_path / "index").mkdir()
-    text = wrong(found(config(retrieval={"index": str(tmp_path / "index")}), tmp_path))
+    text = wrong(findings(config(retrieval={"index": str(tmp_path / "index")}), tmp_path))
     assert "passages" in text and "index" in text
 
 
@@ -86,21 +86,21 @@ def test_too_few_questions_too_little_memory_and_disk(tmp_path, monkeypatch):
         "".join(json.dumps({"id": str(i), "question": "Who?", "golden_answers": ["I"]}) + "\n" for i in range(3))
     )
     run_config = config(data={"source": str(few)}, retrieval={"corpus": str(tmp_path / "none")})
-    assert "found 3 questions for steps of 24" in wrong(found(run_config, tmp_path))
+    assert "found 3 questions for steps of 24" in wrong(findings(run_config, tmp_path))
     few.write_text(
         "".join(json.dumps({"id": str(i), "question": "Who?", "golden_answers": ["I"]}) + "\n" for i in range(26))
     )
     run_config = config(
         data={"source": str(few), "validation_share": 0.3}, retrieval={"corpus": str(tmp_path / "none")}
     )
-    assert re.search("found (1|2)[0-9] questions for steps of 24", wrong(found(run_config, tmp_path))), (
+    assert re.search("found (1|2)[0-9] questions for steps of 24", wrong(findings(run_config, tmp_path))), (
         "held-out questions are not counted"
     )
     monkeypatch.setattr(doctor, "available_memory", lambda: 2**20)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
-    text = wrong(found(config(), tmp_path / "not" / "yet"))
+    text = wrong(findings(config(), tmp_path / "not" / "yet"))
     assert "of 0.00 GiB on each device" in text and "GiB for 4 checkpoints" in text
-    disk = found(config(train={"keep_every_steps": 10}), tmp_path)["disk"][0].text
+    disk = findings(config(train={"keep_every_steps": 10}), tmp_path)["disk"][0].text
     assert "for 10 checkpoints" in disk
 
 
@@ -122,7 +122,7 @@ def test_an_accelerator_that_is_not_used_is_seen(tmp_path, monkeypatch):
     assert "CPU" in doctor.devices(tmp_path).upper()
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidiactl").touch()
-    text = wrong(found(config(), tmp_path, root=tmp_path))
+    text = wrong(findings(config(), tmp_path, root=tmp_path))
     assert "/dev/nvidiactl" in text and "[cuda]" in text
 
 

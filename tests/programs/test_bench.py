@@ -319,7 +319,15 @@ def test_only_what_can_be_split_counts_as_saved(monkeypatch):
 @pytest.mark.slow
 def test_latency(tmp_path):
     """The delay would be added to no call or to one policy's only, or an uncounted call would look like a saving."""
-    flags = ["--parallel=toy", "--count=1", "--together=2", "--delays", "0", "300", f"--json={tmp_path / 'out.json'}"]
+    flags = [
+        "--parallel=toy",
+        "--count=1",
+        "--batch_questions=2",
+        "--delays",
+        "0",
+        "300",
+        f"--json={tmp_path / 'out.json'}",
+    ]
     done = bench("latency", *flags)
     lines = json.loads((tmp_path / "out.json").read_text())["lines"]
     assert [(line["place"], line["added_ms"], line["batch"]) for line in lines] == [
@@ -350,8 +358,8 @@ def test_users(tmp_path, monkeypatch):
     assert f"| identical to the single request | {sum(report['by_user'])} |" in done.stdout
     monkeypatch.setattr(users, "response", lambda pool, url, requests, stream: ("alone",) if url else None)
     requests = [{"seed": 0}]
-    assert users.together(None, "there", requests, [("alone",)], 2, 0.1)["outcomes"]["different"] == 0
-    report = users.together(None, "there", requests, [("something else",)], 2, 0.1)
+    assert users.answer_concurrently(None, "there", requests, [("alone",)], 2, 0.1)["outcomes"]["different"] == 0
+    report = users.answer_concurrently(None, "there", requests, [("something else",)], 2, 0.1)
     assert (
         report["outcomes"]["different"] > 0 == report["outcomes"]["identical"] and "something else" in report["first"]
     )

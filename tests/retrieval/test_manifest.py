@@ -32,7 +32,7 @@ def test_opening_reads_a_sample(directory):
     before = bytes_read()
     read_manifest(directory)
     assert bytes_read() - before < 65 * BLOCK_BYTES < SIZE / 20
-    read_manifest(directory, whole=True)
+    read_manifest(directory, complete=True)
     assert bytes_read() - before > SIZE
 
 
@@ -62,9 +62,9 @@ def test_what_a_sample_sees_and_what_only_all_of_it(directory):
             read_manifest(directory)
             missed += 1
             with pytest.raises(CorpusError, match="vectors.npy"):
-                read_manifest(directory, whole=True)
+                read_manifest(directory, complete=True)
         except CorpusError:
             pass
         replaced(place, before)
     assert missed
-    read_manifest(directory, whole=True)
+    read_manifest(directory, complete=True)

@@ -51,7 +51,7 @@ NOT_LOST = (
 )
 
 
-def failing(index: int, error: Exception, by=processes.together) -> str:
+def failing(index: int, error: Exception, by=processes.allgather) -> str:
     def work() -> None:
         if here == index:
             raise error
@@ -65,15 +65,15 @@ def failing(index: int, error: Exception, by=processes.together) -> str:
 
 def stopped(index: int) -> tuple[int, int]:
     """Calls the check until all learn that process `index` was to stop at its fourth call: (calls, exchanges)."""
-    request, together, exchanges = StopRequest(), processes.together, []
-    processes.together = lambda work: exchanges.append(1) or together(work)
-    look = request.watch()
+    request, allgather, exchanges = StopRequest(), processes.allgather, []
+    processes.allgather = lambda work: exchanges.append(1) or allgather(work)
+    look = request.checker()
     for calls in range(1, 1000):
         request.arrived = here == index and calls >= 4
         try:
             look()
         except Interrupted:
-            processes.together = together
+            processes.allgather = allgather
             return calls, len(exchanges)
         time.sleep(0.02)
     return 1000, len(exchanges)
@@ -101,7 +101,7 @@ def one_reads_badly(folder: Path, mesh: jax.sharding.Mesh) -> dict:
         if here == 1:
             (own / "3" / "params" / "manifest.ocdbt").unlink()
 
-    processes.together(copy)
+    processes.allgather(copy)
     read = checkpoint.load_params(find_best(folder), place)[2]["best"]
     start = time.monotonic()
     try:
@@ -123,14 +123,14 @@ if __name__ == "__main__":
     long = {"process": here, "text": "x" * (20_000_000 * here + 3)}  # longer than one exchange can carry
     results = {
         "first": processes.first(),
-        "agreed": processes.agreed(lambda: f"of {here}"),
-        "unreadable": failing(0, OSError(5, "Input/output error", "before.json"), processes.agreed),
+        "agreed": processes.broadcast(lambda: f"of {here}"),
+        "unreadable": failing(0, OSError(5, "Input/output error", "before.json"), processes.broadcast),
         "lost": [processes.lost(error) for error in LOST],
         "not lost": [processes.lost(error) for error in NOT_LOST],
         "order": processes.in_order(processes.share(rows)),
         "groups": processes.in_order([f"{q}{s}" for q in processes.share("abcde") for s in "12"], group=2),
-        "long": [(m["process"], len(m["text"])) for m in processes.together(lambda: long)],
-        "none": processes.together(lambda: None),
+        "long": [(m["process"], len(m["text"])) for m in processes.allgather(lambda: long)],
+        "none": processes.allgather(lambda: None),
         "search": failing(1, RetrievalError("the server is gone")),
         "input": failing(0, UserError("found 3")),
         "odd": failing(1, Odd(1, 2)),

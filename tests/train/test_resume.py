@@ -222,8 +222,8 @@ class AtLook(preemption.StopRequest):
     def __init__(self, n: int):
         self.left = n
 
-    def watch(self):
-        look = super().watch()
+    def checker(self):
+        look = super().checker()
 
         def counted() -> None:
             self.left -= 1

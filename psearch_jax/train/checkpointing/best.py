@@ -53,7 +53,7 @@ class Best:
             step = None
         self._record = None
         if step is not None:
-            loop = processes.agreed(lambda: read_loop(self._directory / str(step)))
+            loop = processes.broadcast(lambda: read_loop(self._directory / str(step)))
             self._record = {"step": step, **loop["best"]}
 
     @property

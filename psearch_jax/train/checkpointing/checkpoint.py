@@ -125,7 +125,7 @@ class Checkpoints:
             restored = self._restore(step, ocp.args.Composite(**items))
         except Exception as error:  # a damaged file can raise anything
             problem = (is_damage(error), _first_line(error))
-        problems = [p for p in processes.together(lambda: problem) if p]
+        problems = [p for p in processes.allgather(lambda: problem) if p]
         for damage, text in problems:
             if not damage:
                 raise _not_damaged(self._directory / str(step), text)
@@ -145,7 +145,7 @@ class Checkpoints:
                 log.warning("the unreadable checkpoint %d is kept as %s", step, place)
 
         if steps:
-            processes.together(rename)
+            processes.allgather(rename)
             self._manager.reload()
 
     def latest(self) -> int | None:
@@ -190,7 +190,7 @@ def check_room(directory: Path, tree: Any) -> None:
         if free < size:
             raise OSError(errno.ENOSPC, f"it needs {size / 1e6:.1f} MB, {free / 1e6:.1f} MB are free")
 
-    processes.together(ask)
+    processes.allgather(ask)
 
 
 def _rest(state: TrainState) -> tuple[Any, ...]:
@@ -325,7 +325,7 @@ def load_params(
     Raises:
       UserError: no checkpoint can be read, or the adapters' base weights are not at their recorded path.
     """
-    candidates = processes.agreed(lambda: find_checkpoints(path))
+    candidates = processes.broadcast(lambda: find_checkpoints(path))
     for checkpoint in candidates:
         try:
             return processes.all_or_none(lambda: _load_params(absolute(checkpoint), place, dtype))  # noqa: B023
@@ -381,8 +381,8 @@ def _one_by_one(directory: Path, target: Mapping[str, Any]) -> dict[str, Any]:
 def _for_itself() -> ocp.options.MultiprocessingOptions:
     """Orbax options for a restore without a barrier between processes.
 
-    Orbax's barrier after a restore would hang if one process failed to read. `processes.together` synchronises instead
-    and passes on the error.
+    Orbax's barrier after a restore would hang if one process failed to read. `processes.allgather` synchronises
+    instead and passes on the error.
     """
     here = jax.process_index()
     return ocp.options.MultiprocessingOptions(here, {here}, f"process_{here}")

@@ -46,7 +46,7 @@ class StopRequest:
         if self.arrived:
             raise Interrupted("SIGTERM arrived")
 
-    def watch(self) -> Callable[[], None]:
+    def checker(self) -> Callable[[], None]:
         """A function for all processes to call between the same pieces of device work.
 
         It raises Interrupted in all processes once one has received SIGTERM. They exchange this at the first call and
@@ -56,19 +56,19 @@ class StopRequest:
             return self.check
         skip, calls, last = 0, 0, float("-inf")
 
-        def look() -> None:
+        def check() -> None:
             nonlocal skip, calls, last
             calls += 1
             if calls <= skip:
                 return
             interval = (time.monotonic() - last) / calls
-            reports = processes.together(lambda: (self.arrived, interval))
+            reports = processes.allgather(lambda: (self.arrived, interval))
             if any(arrived for arrived, _ in reports):
                 raise Interrupted("SIGTERM arrived")
             slowest = max(seconds for _, seconds in reports)
             skip, calls, last = int(_EVERY_S / max(slowest, 1e-3)), 0, time.monotonic()
 
-        return look
+        return check
 
 
 class HostCopy:
@@ -92,7 +92,7 @@ class HostCopy:
 def room_for_copy(state: TrainState) -> bool:
     """Whether every host has memory for its processes' `HostCopy`s. All processes must call it at the same point."""
     size = sum(s.data.nbytes for x in jax.tree.leaves(state) for s in _distinct_shards(x))
-    reports = processes.together(lambda: (socket.gethostname(), size, available_memory()))
+    reports = processes.allgather(lambda: (socket.gethostname(), size, available_memory()))
     hosts = {host for host, _, _ in reports}
     return all(_fits([(n, free) for other, n, free in reports if other == host]) for host in hosts)
 

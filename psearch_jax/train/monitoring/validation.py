@@ -62,7 +62,7 @@ def measured_once(run: Run, file: Path, fresh: bool) -> dict[str, Any]:
         def read() -> dict[str, Any] | None:
             return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
-        known = processes.agreed(read)
+        known = processes.broadcast(read)
         if known is None:
             log.warning(
                 "%s is missing and the policy is already trained; the summary will have no %s figures",
