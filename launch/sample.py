@@ -50,6 +50,7 @@ def main(_: list[str]) -> None:
     from tqdm import tqdm
 
     from psearch_jax.assembly import build
+    from psearch_jax.assembly.questions import training_questions
     from psearch_jax.config import with_method
     from psearch_jax.data.prepared import open_questions
     from psearch_jax.eval.benchmarks import CLOSED_WORLD
@@ -63,7 +64,7 @@ def main(_: list[str]) -> None:
     questions = [] if in_closed_world else open_questions(QUESTIONS.value)
     parts = build.from_path(config, model)
     if in_closed_world:
-        questions = build.training_questions(parts.config, parts.world)
+        questions = training_questions(parts.config, parts.world)
     questions = questions[: COUNT.value] if COUNT.value else questions
     params = parts.sampling_copy()
     selection = Selection(KEEP.value, MIN_REWARD.value, not ILL_FORMED.value)

@@ -116,38 +116,6 @@ def placed(abstract: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
 
 
-def sampling_cast(
-    abstract: nnx.State, dtype: Any, mesh: Mesh, rounding: Callable[..., nnx.State] | None = None
-) -> Callable[[nnx.State], nnx.State]:
-    """A jitted function from stored parameters to the sampler's copy, which is split only over `tensor`.
-
-    The copy is in `dtype`, except for parameters that `rounding(copy, params)` replaces. Adapters keep their dtype:
-    the model casts them where it uses them, and rounding them twice would differ from training.
-    """
-
-    def one(variable: nnx.Variable) -> nnx.Variable:
-        value = variable.get_value()
-        adapter = isinstance(variable, nnx.LoRAParam)
-        return variable.replace(jnp.copy(value) if adapter else value.astype(dtype))
-
-    def cast(params: nnx.State) -> nnx.State:
-        copy = jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        return rounding(copy, params) if rounding else copy
-
-    return jax.jit(cast, out_shardings=param_shardings(jax.eval_shape(cast, abstract), SAMPLING, mesh))
-
-
-def sampled_in_place(abstract: nnx.State, mesh: Mesh) -> bool:
-    """Whether the storage and sampling shardings are equivalent: they are unless the mesh splits over fsdp."""
-    pairs = zip(
-        jax.tree.leaves(param_shardings(abstract, STORAGE, mesh)),
-        jax.tree.leaves(param_shardings(abstract, SAMPLING, mesh)),
-        jax.tree.leaves(abstract),
-        strict=True,
-    )
-    return all(stored.is_equivalent_to(read, x.ndim) for stored, read, x in pairs)
-
-
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Constrains an activation to its sharding in the mesh of `jax.set_mesh`; does nothing if no mesh is set."""
     mesh = jax.sharding.get_abstract_mesh()

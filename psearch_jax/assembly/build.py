@@ -14,15 +14,14 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from psearch_jax.assembly.inputs import missing_inputs, needs_retriever
 from psearch_jax.assembly.policies import first_adapters, load_tokenizer, load_weights, sampled_as, with_adapter_shape
 from psearch_jax.assembly.programs import make_critic, make_learner, make_sampler
+from psearch_jax.assembly.questions import questions_of
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
-from psearch_jax.closed_world.question_forms import questions
-from psearch_jax.config import Config, DecoderConfig, Method, best_metric, with_method
-from psearch_jax.data.held_out import hold_out, pick
+from psearch_jax.config import Config, DecoderConfig, Method, with_method
 from psearch_jax.data.loader import QuestionLoader
-from psearch_jax.data.prepared import are_there, open_questions, overlap
-from psearch_jax.eval.benchmarks import CLOSED_WORLD, PAIRS, closed_world_benchmark
+from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.limits import validate
 from psearch_jax.models import hf, lora
@@ -33,7 +32,7 @@ from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.copy import SamplingCopy
 from psearch_jax.runtime import progress
 from psearch_jax.runtime.cli import CACHE_HOME, read_token
-from psearch_jax.runtime.paths import is_remote, locate, on_disk
+from psearch_jax.runtime.paths import locate
 from psearch_jax.sharding import (
     STORAGE,
     check_heads,
@@ -55,7 +54,7 @@ from psearch_jax.train.state import (
     state_shardings,
     updates_per_step,
 )
-from psearch_jax.types import KINDS, Question, RewardParts, Trajectory, UserError, listed
+from psearch_jax.types import Question, RewardParts, Trajectory, UserError, listed
 from retrieval.protocol import Retriever
 
 log = logging.getLogger("psearch_jax")
@@ -98,63 +97,6 @@ def by_method(parts: Engine, config: Config, method: Method) -> Collector:
     model = replace(parts.config.model, path="", tokenizer=parts.tokenizer_path)
     config = replace(config, method=method, model=model)
     return engine(config, params=parts.params, model=parts.model, retriever=parts.collector.retriever).collector
-
-
-def missing_inputs(config: Config, training: bool = True, retriever: Retriever | None = None) -> list[str]:
-    """One line for each input that is missing or cannot be found, with the command that creates it.
-
-    Args:
-      retriever: an existing retriever, with which the config need not name passages.
-    """
-    lines = []
-    path = config.model.path
-    if path and path != "toy" and not is_remote(path) and not Path(path).is_dir() and not hf.reachable(path):
-        lines.append(
-            f"config.model.path={path}: neither a directory nor a reachable hub id; get it with "
-            f"`hf download {path} --local-dir=DIR` and set --config.model.path=DIR"
-        )
-    if not path and not config.model.tokenizer:
-        lines.append("config.model.tokenizer: random weights (model.path is empty) need a tokenizer directory")
-    if training and not config.data.source:
-        lines.append(
-            "config.data.source: a jsonl or parquet file of questions, or a directory made by launch/prepare_data.py; "
-            "for example FlashRAG's, with `hf download RUC-NLPIR/FlashRAG_datasets hotpotqa/train.jsonl "
-            "--repo-type=dataset --local-dir=DIR`"
-        )
-    closed_world, retrieval = config.data.source == CLOSED_WORLD, config.retrieval
-    named_passages = closed_world or retrieval.index or retrieval.corpus or retrieval.url
-    if _searches(config) and not (named_passages or retriever):
-        lines.append(
-            "config.retrieval.index (or .corpus, .url): an index made with `python launch/build_index.py "
-            "--corpus=FILE.jsonl --encoder=hashing --out=DIR`"
-        )
-    named = (
-        ("model.path", path),
-        ("data.source", config.data.source if training and not closed_world else ""),
-        ("data.validation", config.data.validation if training else ""),
-        *(("retrieval.index", directory) for directory in config.retrieval.index.split(",")),
-        ("retrieval.corpus", config.retrieval.corpus),
-        ("model.adapters", config.model.adapters),
-        ("model.tokenizer", config.model.tokenizer),
-    )
-    for name, path in named:
-        if not path:
-            continue
-        if name in ("data.source", "data.validation"):
-            if not are_there(path):
-                lines.append(f"config.{name}={path}: not found")
-            continue
-        try:
-            exists = on_disk(path, f"config.{name}").exists()
-        except UserError as error:
-            lines.append(str(error))
-            continue
-        if name == "model.tokenizer":
-            if not exists and not hf.reachable(path, "tokenizer_config.json"):
-                lines.append(f"config.{name}={path}: neither a directory nor a reachable hub id")
-        elif name != "model.path" and not exists:
-            lines.append(f"config.{name}={path}: not found")
-    return lines
 
 
 def engine(
@@ -208,7 +150,7 @@ def engine(
     world = None
     if config.data.source == CLOSED_WORLD:
         world = ClosedWorld.make(config.data.world_seed, names=config.data.world_names)
-    if retriever is None and _searches(config):
+    if retriever is None and needs_retriever(config):
         with progress.step("opening the passages"):
             retriever = retriever_of(config, world)
     collector = Collector(
@@ -233,7 +175,7 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
     corrected = learning.importance_cap or learning.old_logprobs == "sampler"
     if (config.model.int8_weights or config.model.int8_cache) and not corrected:
         log.warning("rollouts are sampled in int8 without a correction: set learning.importance_cap=2 to weight them")
-    questions, evaluation = _questions(config, parts.world)
+    questions, evaluation = questions_of(config, parts.world)
     optimizer = make_optimizer(config.learning, updates_per_step(config) * config.train.steps)
     trained, adapters = parts.params, config.model.lora
     base = parts.params if adapters else None
@@ -353,11 +295,6 @@ def _check_shares(config: Config, training: bool) -> None:
             raise UserError(f"config.{field}: found {value}, accepted: a multiple of the {count} processes")
 
 
-def _searches(config: Config) -> bool:
-    """Whether rollouts of this config need a retriever."""
-    return config.rollout.search_turns > 0 or config.rollout.initial_search
-
-
 def retriever_of(config: Config, world: ClosedWorld | None, retry_deadline_s: float | None = None) -> Retriever:
     """The retriever that the config names, or else one over the world's passages.
 
@@ -422,49 +359,3 @@ def reward_of(config: Config, tokenizer: Tokenizer) -> Callable[[Trajectory], Re
         return compat_reward(t, prompt, tokenizer.decode(t.ids[t.prompt_length :]), weights)
 
     return compat
-
-
-def _questions(config: Config, world: ClosedWorld | None) -> tuple[Sequence[Question], list[Question]]:
-    """Training questions, and at most eval.questions_per_kind evaluation questions of each kind.
-
-    Without a closed world, evaluation questions come from data.validation or data.validation_share, if set.
-    """
-    data = config.data
-    if world is None:
-        train: Sequence[Question] = open_questions(data.source)
-        held: Sequence[Question] = []
-        if data.validation_share:
-            train, held = hold_out(train, data.validation_share)
-        elif data.validation:
-            held = open_questions(data.validation)
-        asked = pick(held, config.eval.questions_per_kind)
-        if asked:
-            log.info(
-                "%d training questions; %d of %d validation questions are used", len(train), len(asked), len(held)
-            )
-        if data.validation and isinstance(train, list):  # a prepared directory is not read just for this
-            leaked = len(overlap(asked, train))
-            if leaked:
-                log.warning("%d of the %d validation questions are also training questions", leaked, len(asked))
-        kind, _ = best_metric(config.eval.best_metric)
-        if config.eval.every_steps and kind not in ("all", *(q.kind for q in asked)):
-            kinds = ", ".join(dict.fromkeys(q.kind for q in asked))
-            raise UserError(
-                f"config.eval.best_metric: found {config.eval.best_metric!r}, but no validation question is of that "
-                f"kind, accepted: a metric over all questions, or over one of {kinds}"
-            )
-        return train, asked
-    train = training_questions(config, world)
-    count = config.eval.questions_per_kind
-    return train, [q for name in (PAIRS, *KINDS) for q in closed_world_benchmark(world, name, count)] if count else []
-
-
-def training_questions(config: Config, world: ClosedWorld) -> list[Question]:
-    """The closed world's training questions, in the proportions that section `data` sets."""
-    data = config.data
-    counts = {
-        "parallel": round(data.world_questions * data.parallel_share),
-        "sequential": round(data.world_questions * data.sequential_share),
-    }
-    counts["single"] = data.world_questions - sum(counts.values())
-    return [q for kind, count in counts.items() for q in questions(world, "train", kind, count, data.world_seed)]

@@ -16,6 +16,7 @@ import jax
 from packaging.requirements import Requirement
 
 from psearch_jax.assembly import build
+from psearch_jax.assembly.inputs import missing_inputs
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.config import Config, with_method
 from psearch_jax.data.held_out import hold_out
@@ -127,7 +128,7 @@ def devices(root: Path = Path("/")) -> str:
 def settings(config: Config) -> str:
     """Checks that the fields agree with each other and name everything that a run needs."""
     validate(with_method(config))
-    missing = build.missing_inputs(with_method(config))
+    missing = missing_inputs(with_method(config))
     if missing:
         raise UserError(ITEM.join(["this run needs:", *missing]))
     group = config.train.prompts * config.rollout.samples

@@ -28,6 +28,7 @@ from psearch_jax.planning.hlo import Cost, cost
 from psearch_jax.planning.targets import Target
 from psearch_jax.rollout.boundary import build_tables
 from psearch_jax.rollout.collect import pool_rows, rows_per_call, widths
+from psearch_jax.rollout.copy import sampled_in_place
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.runtime.accelerators import GIB, GPUS, Chip
 from psearch_jax.runtime.paths import TOY_POLICY
@@ -38,7 +39,6 @@ from psearch_jax.sharding import (
     make_mesh,
     param_shardings,
     placed,
-    sampled_in_place,
     stand_in,
 )
 from psearch_jax.train.critic import critic_learning, without_lm_head

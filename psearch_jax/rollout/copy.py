@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +14,44 @@ from jax.sharding import Mesh
 from psearch_jax.config import DecoderConfig
 from psearch_jax.models import int8, lora
 from psearch_jax.models.transposed import multiplies_slowly_transposed, with_head
-from psearch_jax.sharding import sampled_in_place, sampling_cast
+from psearch_jax.sharding import SAMPLING, STORAGE, param_shardings
 
 
 def sampled_shape(config: DecoderConfig, mesh: Mesh, dtype: Any) -> DecoderConfig:
     """The sampling copy's shape: a tied head becomes a separate matrix where products with a transpose are slow."""
     return replace(config, tied=config.tied and not multiplies_slowly_transposed(mesh, dtype))
+
+
+def sampling_cast(
+    abstract: nnx.State, dtype: Any, mesh: Mesh, rounding: Callable[..., nnx.State] | None = None
+) -> Callable[[nnx.State], nnx.State]:
+    """A jitted function from stored parameters to the sampler's copy, which is split only over `tensor`.
+
+    The copy is in `dtype`, except for parameters that `rounding(copy, params)` replaces. Adapters keep their dtype:
+    the model casts them where it uses them, and rounding them twice would differ from training.
+    """
+
+    def one(variable: nnx.Variable) -> nnx.Variable:
+        value = variable.get_value()
+        adapter = isinstance(variable, nnx.LoRAParam)
+        return variable.replace(jnp.copy(value) if adapter else value.astype(dtype))
+
+    def cast(params: nnx.State) -> nnx.State:
+        copy = jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        return rounding(copy, params) if rounding else copy
+
+    return jax.jit(cast, out_shardings=param_shardings(jax.eval_shape(cast, abstract), SAMPLING, mesh))
+
+
+def sampled_in_place(abstract: nnx.State, mesh: Mesh) -> bool:
+    """Whether the storage and sampling shardings are equivalent: they are unless the mesh splits over fsdp."""
+    pairs = zip(
+        jax.tree.leaves(param_shardings(abstract, STORAGE, mesh)),
+        jax.tree.leaves(param_shardings(abstract, SAMPLING, mesh)),
+        jax.tree.leaves(abstract),
+        strict=True,
+    )
+    return all(stored.is_equivalent_to(read, x.ndim) for stored, read, x in pairs)
 
 
 class SamplingCopy:

@@ -34,6 +34,7 @@ from psearch_jax.models.attention import implementation_for
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.unstacked import Unstacked
 from psearch_jax.rollout.boundary import BoundaryTables
+from psearch_jax.rollout.copy import sampling_cast
 from psearch_jax.rollout.sampler_programs import (
     Draw,
     SamplerOptions,
@@ -52,7 +53,6 @@ from psearch_jax.sharding import (
     placed,
     replicated,
     rows_sharding,
-    sampling_cast,
     spec,
 )
 

@@ -24,6 +24,7 @@ from programs import completed
 from runs import free_port, small_config
 
 from psearch_jax.assembly import build
+from psearch_jax.assembly.inputs import missing_inputs
 from psearch_jax.config import Config
 from psearch_jax.data.prepared import PreparedQuestions, open_questions, prepare
 from psearch_jax.eval.evaluate import Evaluation, read_scores
@@ -208,7 +209,7 @@ def test_what_is_mapped_into_memory_has_to_be_local(bucket, tmp_path):
     model = replace(config.model, path=there, tokenizer=there)
     retrieval = replace(config.retrieval, index=f"{tmp_path},{there}", corpus=there)
     data = replace(config.data, source=f"{there}/manifest.json")
-    needs = build.missing_inputs(replace(config, model=model, retrieval=retrieval, data=data))
+    needs = missing_inputs(replace(config, model=model, retrieval=retrieval, data=data))
     fields = ["model.path", "retrieval.index", "retrieval.corpus", "model.tokenizer"]
     assert [need.partition("=")[0] for need in needs] == [f"config.{field}" for field in fields]
     assert all(words in need and "gcloud storage cp -r" in need for need in needs)
@@ -243,9 +244,9 @@ def test_other_addresses_are_refused(bucket, tmp_path, monkeypatch):
         make_writable("gs://absent/run")
     config = Config()
     config = replace(config, data=replace(config.data, source=f"{bucket}/no.jsonl"))
-    assert any(need == f"config.data.source={bucket}/no.jsonl: not found" for need in build.missing_inputs(config))
+    assert any(need == f"config.data.source={bucket}/no.jsonl: not found" for need in missing_inputs(config))
     config = replace(config, data=replace(config.data, source="tfds:natural_questions_open:train"))
-    assert not any("data.source" in need for need in build.missing_inputs(config))
+    assert not any("data.source" in need for need in missing_inputs(config))
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "gcsfs", None)
         with pytest.raises(UserError, match="gs:// needs gcsfs, found none; install it with `pip install gcsfs`"):

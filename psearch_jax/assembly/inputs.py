@@ -1,0 +1,75 @@
+"""What a run needs from disk or the network, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from psearch_jax.config import Config
+from psearch_jax.data.prepared import are_there
+from psearch_jax.eval.benchmarks import CLOSED_WORLD
+from psearch_jax.models import hf
+from psearch_jax.runtime.paths import is_remote, on_disk
+from psearch_jax.types import UserError
+from retrieval.protocol import Retriever
+
+
+def missing_inputs(config: Config, training: bool = True, retriever: Retriever | None = None) -> list[str]:
+    """One line for each input that is missing or cannot be found, with the command that creates it.
+
+    Args:
+      retriever: an existing retriever, with which the config need not name passages.
+    """
+    lines = []
+    path = config.model.path
+    if path and path != "toy" and not is_remote(path) and not Path(path).is_dir() and not hf.reachable(path):
+        lines.append(
+            f"config.model.path={path}: neither a directory nor a reachable hub id; get it with "
+            f"`hf download {path} --local-dir=DIR` and set --config.model.path=DIR"
+        )
+    if not path and not config.model.tokenizer:
+        lines.append("config.model.tokenizer: random weights (model.path is empty) need a tokenizer directory")
+    if training and not config.data.source:
+        lines.append(
+            "config.data.source: a jsonl or parquet file of questions, or a directory made by launch/prepare_data.py; "
+            "for example FlashRAG's, with `hf download RUC-NLPIR/FlashRAG_datasets hotpotqa/train.jsonl "
+            "--repo-type=dataset --local-dir=DIR`"
+        )
+    closed_world, retrieval = config.data.source == CLOSED_WORLD, config.retrieval
+    named_passages = closed_world or retrieval.index or retrieval.corpus or retrieval.url
+    if needs_retriever(config) and not (named_passages or retriever):
+        lines.append(
+            "config.retrieval.index (or .corpus, .url): an index made with `python launch/build_index.py "
+            "--corpus=FILE.jsonl --encoder=hashing --out=DIR`"
+        )
+    named = (
+        ("model.path", path),
+        ("data.source", config.data.source if training and not closed_world else ""),
+        ("data.validation", config.data.validation if training else ""),
+        *(("retrieval.index", directory) for directory in config.retrieval.index.split(",")),
+        ("retrieval.corpus", config.retrieval.corpus),
+        ("model.adapters", config.model.adapters),
+        ("model.tokenizer", config.model.tokenizer),
+    )
+    for name, path in named:
+        if not path:
+            continue
+        if name in ("data.source", "data.validation"):
+            if not are_there(path):
+                lines.append(f"config.{name}={path}: not found")
+            continue
+        try:
+            exists = on_disk(path, f"config.{name}").exists()
+        except UserError as error:
+            lines.append(str(error))
+            continue
+        if name == "model.tokenizer":
+            if not exists and not hf.reachable(path, "tokenizer_config.json"):
+                lines.append(f"config.{name}={path}: neither a directory nor a reachable hub id")
+        elif name != "model.path" and not exists:
+            lines.append(f"config.{name}={path}: not found")
+    return lines
+
+
+def needs_retriever(config: Config) -> bool:
+    """Whether rollouts of this config need a retriever."""
+    return config.rollout.search_turns > 0 or config.rollout.initial_search

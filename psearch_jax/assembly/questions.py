@@ -1,0 +1,62 @@
+"""The training and evaluation questions of a config."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from psearch_jax.closed_world.encyclopedia import ClosedWorld
+from psearch_jax.closed_world.question_forms import questions
+from psearch_jax.config import Config, best_metric
+from psearch_jax.data.held_out import hold_out, pick
+from psearch_jax.data.prepared import open_questions, overlap
+from psearch_jax.eval.benchmarks import PAIRS, closed_world_benchmark
+from psearch_jax.types import KINDS, Question, UserError
+
+log = logging.getLogger("psearch_jax")
+
+
+def questions_of(config: Config, world: ClosedWorld | None) -> tuple[Sequence[Question], list[Question]]:
+    """Training questions, and at most eval.questions_per_kind evaluation questions of each kind.
+
+    Without a closed world, evaluation questions come from data.validation or data.validation_share, if set.
+    """
+    data = config.data
+    if world is None:
+        train: Sequence[Question] = open_questions(data.source)
+        held: Sequence[Question] = []
+        if data.validation_share:
+            train, held = hold_out(train, data.validation_share)
+        elif data.validation:
+            held = open_questions(data.validation)
+        asked = pick(held, config.eval.questions_per_kind)
+        if asked:
+            log.info(
+                "%d training questions; %d of %d validation questions are used", len(train), len(asked), len(held)
+            )
+        if data.validation and isinstance(train, list):  # a prepared directory is not read just for this
+            leaked = len(overlap(asked, train))
+            if leaked:
+                log.warning("%d of the %d validation questions are also training questions", leaked, len(asked))
+        kind, _ = best_metric(config.eval.best_metric)
+        if config.eval.every_steps and kind not in ("all", *(q.kind for q in asked)):
+            kinds = ", ".join(dict.fromkeys(q.kind for q in asked))
+            raise UserError(
+                f"config.eval.best_metric: found {config.eval.best_metric!r}, but no validation question is of that "
+                f"kind, accepted: a metric over all questions, or over one of {kinds}"
+            )
+        return train, asked
+    train = training_questions(config, world)
+    count = config.eval.questions_per_kind
+    return train, [q for name in (PAIRS, *KINDS) for q in closed_world_benchmark(world, name, count)] if count else []
+
+
+def training_questions(config: Config, world: ClosedWorld) -> list[Question]:
+    """The closed world's training questions, in the proportions that section `data` sets."""
+    data = config.data
+    counts = {
+        "parallel": round(data.world_questions * data.parallel_share),
+        "sequential": round(data.world_questions * data.sequential_share),
+    }
+    counts["single"] = data.world_questions - sum(counts.values())
+    return [q for kind, count in counts.items() for q in questions(world, "train", kind, count, data.world_seed)]
