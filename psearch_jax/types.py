@@ -144,7 +144,7 @@ class RewardParts:
 
     @property
     def total(self) -> float:
-        """The scalar reward used for advantages."""
+        """The reward. Advantages use it minus the length penalty (`rl.rewards.length_penalty`)."""
         return self.outcome + self.format + self.decomposition + self.search_count
 
 

@@ -336,7 +336,13 @@ def _renderer(config: Config, tokenizer: Tokenizer) -> Callable[[Question], list
 
 def _reward_weights(config: Config) -> RewardWeights:
     r = config.reward
-    return RewardWeights(r.format, r.final_format, r.decomposition, r.search_count, r.search_penalty)
+    return RewardWeights(
+        format=r.format,
+        final_format=r.final_format,
+        decomposition=r.decomposition,
+        search_count=r.search_count,
+        search_penalty=r.search_penalty,
+    )
 
 
 def _check_template(config: Config) -> None:

@@ -32,7 +32,7 @@ _SERIES = (
         "Share of groups whose rewards are all equal.",
         "groups_without_signal",
     ),
-    ("split", "Search", "Questions split", SPLIT, "decomposition/{}"),
+    ("split", "Search", "Questions split", SPLIT, "split/{}"),
     ("searches", "Search", "Searches", "Mean number of searches that were run.", "searches/{}"),
     ("turns", "Search", "Turns", "Mean number of model calls: a search and an answer are 2.", "turns/{}"),
     ("kl", "Learning", "KL", "Mean divergence from the reference policy, nats per sampled token.", "kl"),

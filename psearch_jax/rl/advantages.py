@@ -8,11 +8,14 @@ from typing import Literal
 import numpy as np
 
 EPSILON = 1e-6
-Method = Literal["std", "mean", "leave_one_out"]
+AdvantageMethod = Literal["std", "mean", "leave_one_out"]
 
 
 def group_advantages(
-    rewards: Sequence[float], groups: Sequence[Hashable], method: Method = "std", valid: Sequence[bool] | None = None
+    rewards: Sequence[float],
+    groups: Sequence[Hashable],
+    method: AdvantageMethod = "std",
+    valid: Sequence[bool] | None = None,
 ) -> np.ndarray:
     """Advantage of each rollout within its group.
 

@@ -71,7 +71,7 @@ class SupervisedTrainer(Trainable):
     def _learning_rate(self, state: TrainState) -> jax.Array:
         return self._schedule(state.updates)
 
-    def _scores(self, model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
+    def _token_scores(self, model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
         return token_logprobs(model, micro_batch, 1.0, self._vocabulary)[0]
 
     def _loss(self, model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:

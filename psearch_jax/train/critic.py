@@ -66,7 +66,7 @@ class Critic(Trainable):
         self._value_clip = value_clip
         super().__init__(model, learning, optimizer, mesh, options, base=base, values=True)
 
-    def _scores(self, model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
+    def _token_scores(self, model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
         return token_values(model, micro_batch)
 
     def _loss(self, model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:

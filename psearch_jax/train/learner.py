@@ -71,7 +71,7 @@ class Learner(Trainable):
         self._context, self._on_policy, self._lora = options.context_tokens, on_policy, options.lora
         super().__init__(model, learning, optimizer, mesh, options, base=base)
         form = implementation_for(mesh, options.dtype)
-        self._reference_score = self._scoring(
+        self._reference_score_program = self._compile_score(
             decoder.graphdef(model, options.dtype, options.remat, form, options.shard_residual)
         )
         _, weights = decoder.abstract_params(model)
@@ -103,8 +103,8 @@ class Learner(Trainable):
 
     def _by_reference(self, reference: nnx.State, micro_batch: MicroBatch) -> jax.Array:
         if "adapters" in reference:
-            return self._score(reference, self._frozen_inputs, micro_batch)
-        return self._reference_score(reference, None, micro_batch)
+            return self._score_program(reference, self._frozen_inputs, micro_batch)
+        return self._reference_score_program(reference, None, micro_batch)
 
     def warm_up(self, params: nnx.State, reference: nnx.State | None = None) -> None:
         """Compiles every program at every width, so that no later step has to."""
@@ -116,7 +116,7 @@ class Learner(Trainable):
 
     def compilations(self) -> dict[str, int]:
         """Number of shapes each program was compiled for."""
-        return super().compilations() | {"reference_logprobs": self._reference_score._cache_size()}
+        return super().compilations() | {"reference_logprobs": self._reference_score_program._cache_size()}
 
     def traced(self, frozen: nnx.State | None = None) -> dict[str, dict[int, Callable[[], jax.stages.Traced]]]:
         """As `Trainable.traced`, with the program that makes the sampling copy (`reshard`)."""
@@ -131,7 +131,7 @@ class Learner(Trainable):
         """(weights, adapters): (base, params) with LoRA, else (params, None)."""
         return (base, params) if self._lora else (params, None)
 
-    def _scores(self, model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
+    def _token_scores(self, model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
         return token_logprobs(model, micro_batch, self._temperature, self._n_ids)[0]
 
     def _loss(self, model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:

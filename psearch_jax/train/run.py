@@ -11,7 +11,7 @@ from typing import Any
 
 from flax import nnx
 
-from psearch_jax.config import Config
+from psearch_jax.config import Config, DecoderConfig
 from psearch_jax.data.loader import QuestionLoader
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.train.checkpointing import settings
@@ -34,7 +34,7 @@ class Run:
     reward: Callable[[Trajectory], RewardParts]
     abstract: TrainState  # the state as ShapeDtypeStructs with shardings
     initial_state: Callable[[], TrainState] | None  # makes the state of step 0 from weights that it holds
-    model: Any  # DecoderConfig
+    model: DecoderConfig
     tokenizer_path: str
     given: Config  # as the user set it; recorded in config.json
     reference: nnx.State | None = None  # None when the KL coefficient is 0

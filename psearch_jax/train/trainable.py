@@ -131,7 +131,7 @@ class Trainable(abc.ABC):
         self._abstract = abstract_state(trained, optimizer)
         self._places = state_shardings(self._abstract, mesh)
         sums_places = (self._places.params, replicated(mesh), replicated(mesh))
-        self._score = self._scoring(self._graph)
+        self._score_program = self._compile_score(self._graph)
         self._zero = jax.jit(self._zero_program, out_shardings=sums_places)
         self._accumulate = jax.jit(self._accumulate_program, donate_argnames="sums", out_shardings=sums_places)
         self._apply = jax.jit(
@@ -142,7 +142,7 @@ class Trainable(abc.ABC):
     # ---- implemented by policy and critic ----
 
     @abc.abstractmethod
-    def _scores(self, model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
+    def _token_scores(self, model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
         """[B, W] float32, the score of every token in the mask; 0 elsewhere."""
 
     @abc.abstractmethod
@@ -171,7 +171,7 @@ class Trainable(abc.ABC):
         `check_stop` is called before every micro-batch, while at most one is running, and may raise.
         """
         return self._over_batch(
-            lambda micro_batch: self._score(params, self._frozen_inputs, micro_batch), batch, check_stop
+            lambda micro_batch: self._score_program(params, self._frozen_inputs, micro_batch), batch, check_stop
         )
 
     def update(
@@ -213,7 +213,7 @@ class Trainable(abc.ABC):
             with jax.set_mesh(self.mesh):
                 jax.block_until_ready(self._accumulate(params, self._frozen_inputs, self._zero(params), micro_batch))
                 if self.needs_score:
-                    jax.block_until_ready(self._score(params, self._frozen_inputs, micro_batch))
+                    jax.block_until_ready(self._score_program(params, self._frozen_inputs, micro_batch))
 
     @property
     def needs_score(self) -> bool:
@@ -222,7 +222,7 @@ class Trainable(abc.ABC):
 
     def compilations(self) -> dict[str, int]:
         """Number of shapes each program was compiled for."""
-        programs = {self.scored: self._score, "accumulate": self._accumulate, "apply": self._apply}
+        programs = {self.scored: self._score_program, "accumulate": self._accumulate, "apply": self._apply}
         return {name: program._cache_size() for name, program in programs.items()}
 
     def traced(self, frozen: nnx.State | None = None) -> dict[str, dict[int, Callable[[], jax.stages.Traced]]]:
@@ -245,7 +245,7 @@ class Trainable(abc.ABC):
             )
 
         def score(width: int) -> jax.stages.Traced:
-            return self._score.trace(state.params, frozen, micro_batch(width))
+            return self._score_program.trace(state.params, frozen, micro_batch(width))
 
         def accumulate(width: int) -> jax.stages.Traced:
             return self._accumulate.trace(state.params, frozen, sums, micro_batch(width))
@@ -296,11 +296,11 @@ class Trainable(abc.ABC):
         """The learning rate of the next update. [] float32"""
         return learning_rate(state, self._learning)
 
-    def _scoring(self, graph: nnx.GraphDef) -> Callable[..., jax.Array]:
+    def _compile_score(self, graph: nnx.GraphDef) -> Callable[..., jax.Array]:
         """The compiled program (params, base, micro_batch) -> scores for the model of `graph`."""
 
         def program(params: nnx.State, base: nnx.State | None, micro_batch: MicroBatch) -> jax.Array:
-            return self._scores(merged(graph, params, base), micro_batch)
+            return self._token_scores(merged(graph, params, base), micro_batch)
 
         return jax.jit(program, out_shardings=replicated(self.mesh))
 

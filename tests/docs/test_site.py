@@ -100,7 +100,7 @@ def test_the_python_api_is_described_by_docstrings_and_comments(site):
     described = {
         "types": ("Trajectory", "[S] int32, prompt + sampled + observations"),
         "config": ("config_dict", "The defaults, changed by"),
-        "rewards": ("paper_reward", "reward the last two parts only if the answer is correct"),
+        "rewards": ("paper_reward", "only searches of sampled turns that were executed count"),
         "retriever": ("Retriever", "Return at most"),
         "build": ("training_run", "Builds everything that"),
         "trainer": ("train", "resume even if settings that affect the results have changed"),

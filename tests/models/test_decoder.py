@@ -24,7 +24,11 @@ SHAPES = [("qwen2", kv, tied) for kv in (1, 2, 3) for tied in (True, False)]  # 
 SHAPES += [("qwen3", 2, True), ("qwen3", 3, False)]
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"{s[0]}-kv{s[1]}-{'tied' if s[2] else 'untied'}")
+def shape_name(shape: tuple[str, int, bool]) -> str:
+    return f"{shape[0]}-kv{shape[1]}-{'tied' if shape[2] else 'untied'}"
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=shape_name)
 def pair(request, tmp_path_factory):
     """(torch model, our config, our parameters) with the same random weights; no bias is 0 and no norm is 1."""
     torch = pytest.importorskip("torch")
@@ -123,7 +127,7 @@ def test_sixteen_bits_round_no_more_than_torch(pair):
     assert 0 < error(ours, exact) < 1.05 * error(theirs, exact)
 
 
-@pytest.mark.parametrize("pair", CACHED, indirect=True)
+@pytest.mark.parametrize("pair", CACHED, indirect=True, ids=shape_name)
 def test_cached_multi_turn_decode_equals_torch(pair, tiny_tokenizer):
     """Prefill, admit, extend at each row's own length and decode give other logits than a full forward pass."""
     model, config, params = pair

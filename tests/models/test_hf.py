@@ -186,7 +186,7 @@ def test_files_that_hold_no_tensor_or_no_map_are_refused(exported, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "llama"}, ["model_type", "llama", "qwen2", "qwen3"]),
+        ({"model_type": "no_family"}, ["model_type", "no_family", "qwen2", "qwen3"]),
         ({"model_type": "qwen3_moe"}, ["model_type", "qwen3_moe", "qwen2", "qwen3"]),
         ({"model_type": "qwen3", "attention_bias": True}, ["attention_bias", "true", "false"]),
         ({"use_sliding_window": True}, ["use_sliding_window", "true", "false"]),

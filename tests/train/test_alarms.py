@@ -14,7 +14,7 @@ from psearch_jax.train.trainer import train_step
 
 FINE = {
     "reward": 1.0,
-    "decomposition/sequential": 0.2,
+    "split/sequential": 0.2,
     "searched_0": 0.02,
     "wrong_though_seen": 0.2,
     "logprob_of_correct": -0.05,
@@ -25,7 +25,7 @@ FINE = {
 }
 BROKEN = {
     "reward": {"reward": 0.8},
-    "over_splitting": {"decomposition/sequential": 0.9},
+    "over_splitting": {"split/sequential": 0.9},
     "no_search": {"searched_0": 0.6},
     "wrong_though_seen": {"wrong_though_seen": 0.8},
     "likelihood": {"logprob_of_correct": -0.6, "reward": 0.95},
@@ -121,6 +121,7 @@ def test_the_probe_asks_the_steps_questions_with_the_steps_own_numbers(tiny_poli
     assert {"probe/em", "probe/em_misled"} <= metrics.keys() and metrics["probe_s"] > 0
     first = {t.question.id: t for t in reversed(trajectories)}
     run = build.training_run(small_config(tiny_policy))
+    run.begin()
     seen = []
     collect = type(run.collector).collect
 

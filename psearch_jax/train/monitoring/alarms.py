@@ -29,7 +29,7 @@ from retrieval.protocol import Passage, Retriever
 log = logging.getLogger("psearch_jax")
 ALARM = "alarm/"  # prefix of the alarms in metrics.jsonl; 1 means active
 NAMES = ("reward", "over_splitting", "no_search", "wrong_though_seen", "likelihood", "entropy", "gap", "retriever")
-_READ = ("reward", "decomposition/sequential", "searched_0", "wrong_though_seen", "logprob_of_correct", "entropy")
+_READ = ("reward", "split/sequential", "searched_0", "wrong_though_seen", "logprob_of_correct", "entropy")
 _READ += ("logp_gap", "probe/em", "probe/em_misled")
 
 
@@ -77,8 +77,8 @@ class Alarms:
             self._highest = now["reward"]
         if self._highest - now["reward"] > at.reward_fall:
             active["reward"] = f"the mean reward fell to {now['reward']:.2f}, from {self._highest:.2f}"
-        if now["decomposition/sequential"] > at.over_splitting:
-            active["over_splitting"] = f"{now['decomposition/sequential']:.2f} of the sequential questions are split"
+        if now["split/sequential"] > at.over_splitting:
+            active["over_splitting"] = f"{now['split/sequential']:.2f} of the sequential questions are split"
         if self._searches and now["searched_0"] > at.no_search:
             active["no_search"] = f"{now['searched_0']:.2f} of the rollouts do not search"
         if now["wrong_though_seen"] > at.wrong_though_seen:

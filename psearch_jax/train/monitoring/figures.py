@@ -37,7 +37,7 @@ def rollout_metrics(
         if not rows:
             continue
         out[f"em/{kind}"] = mean(right[i] for i in rows)
-        out[f"decomposition/{kind}"] = mean(trajectories[i].decomposed for i in rows)
+        out[f"split/{kind}"] = mean(trajectories[i].decomposed for i in rows)
         out[f"searches/{kind}"] = mean(len(trajectories[i].executed) for i in rows)
         out[f"turns/{kind}"] = mean(trajectories[i].model_calls for i in rows)
         for name, split in (("split", True), ("not_split", False)):

@@ -53,7 +53,7 @@ def report(bar: tqdm, step: int, metrics: Mapping[str, float]) -> None:
     if not processes.first():
         return
     kinds = " ".join(
-        f"{kind} em {metrics[f'em/{kind}']:.2f} split {metrics[f'decomposition/{kind}']:.2f}"
+        f"{kind} em {metrics[f'em/{kind}']:.2f} split {metrics[f'split/{kind}']:.2f}"
         for kind in KINDS
         if f"em/{kind}" in metrics
     )
@@ -69,7 +69,7 @@ def report(bar: tqdm, step: int, metrics: Mapping[str, float]) -> None:
             step,
             100 * metrics["status/not_finite"],
         )
-    split = metrics.get("decomposition/parallel")
+    split = metrics.get("split/parallel")
     if step == 0 and split is not None and split < 0.05:
         log.warning(
             "only %.1f%% of the rollouts on parallel questions split them: groups without a single split give no "
