@@ -126,6 +126,7 @@ def test_training_continues_adapters_and_evaluation_takes_them(tiny_policy, tmp_
     for dtype in ("float32", "bfloat16"):  # on a CPU, programs in bfloat16 get the weights in another form
         model = replace(config.model, dtype=dtype, sampling_dtype=dtype)
         made = build.training_run(replace(config, learning=learning, model=model))
+        made.begin()
         for a, b in zip(jax.tree.leaves(made.state.params), weights(parts), strict=True):
             np.testing.assert_array_equal(a, b)
         by_reference = made.learner.reference_score(made.reference, batch)

@@ -33,8 +33,8 @@ def test_shards_come_from_the_memory_there_is(tmp_path, monkeypatch, caplog):
     write_corpus(tmp_path / "people.jsonl", people())
     corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
     encoder = HashingEncoder(64).fit(corpus)
-    spare, each = retrieval.budget.SPARE_BYTES, 4 * 64 * 3.05
-    monkeypatch.setattr(retrieval.directory, "available_memory", lambda: int((spare + 130 * each) / 0.8))
+    spare, each = retrieval.ranking.budget.SPARE_BYTES, 4 * 64 * 3.05
+    monkeypatch.setattr(retrieval.indexing.directory, "available_memory", lambda: int((spare + 130 * each) / 0.8))
     manifest = build_index(tmp_path / "auto", corpus, encoder, BuildOptions(exact_below_rows=50))
     assert manifest["shards"] == ["shard-000", "shard-001", "shard-002"]  # of 107 rows; 160 would not fit
     first = caplog.records[0].getMessage()
@@ -133,7 +133,7 @@ def test_room_for_more_and_for_less(tmp_path):
 def test_a_disk_that_is_too_small_is_refused(tmp_path, monkeypatch):
     """Disk space for the tree and shards would be checked only after the vectors are encoded."""
     write_corpus(tmp_path / "people.jsonl", people())
-    monkeypatch.setattr(retrieval.directory, "disk_bytes", lambda *_: 2**60)
+    monkeypatch.setattr(retrieval.indexing.directory, "disk_bytes", lambda *_: 2**60)
     encoder = HashingEncoder(64).fit(people())
     encoder.encode_passages = lambda _: pytest.fail("encoded before the disk space was checked")
     with pytest.raises(CorpusError, match="it takes .* GB, .* GB are free"):
