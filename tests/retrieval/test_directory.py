@@ -190,7 +190,9 @@ def test_a_build_stopped_at_its_end_keeps_what_took_hours(hours, tmp_path, monke
 
     def stopped(options: BuildOptions) -> tuple[int, int]:
         with monkeypatch.context() as patch:
-            patch.setattr(retrieval.indexing.directory, "write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(
+                retrieval.indexing.directory, "write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+            )
             rows, trees, error = hours(people(), options)
         assert "KeyboardInterrupt" in error
         return rows, trees
