@@ -184,7 +184,7 @@ def main(_: list[str]) -> None:
         parts = dataclasses.replace(parts, collector=parts.collector.with_retriever(gold))
         settings["gold_passages"] = True
     retriever = parts.collector.retriever
-    passages = processes.allgather(lambda: retriever.describe() if retriever and processes.first() else {})[0]
+    passages = processes.broadcast(lambda: retriever.describe() if retriever else {})
     settings["retrieval"] |= {name: passages[name] for name in ("corpus_sha256", "rows") if passages}
     settings["sampling_dtype"] = config.model.sampling_dtype
     settings |= {name: True for name in ("int8_weights", "int8_cache") if sections["model"][name]}

@@ -7,13 +7,13 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import cast
 
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.closed_world.question_forms import LARGEST, SIZES, known_questions, questions
 from psearch_jax.closed_world.wordings import PAIRED
 from psearch_jax.data.prepared import open_questions
+from psearch_jax.runtime.paths import ASSETS
 from psearch_jax.types import KINDS, Kind, Question, UserError
 
 CLOSED_WORLD = "closed_world"
@@ -24,7 +24,7 @@ KNOWN = "known"  # facts that every cold start states, reworded: answerable with
 ENTITIES = {f"entities{n}": n for n in range(min(SIZES), LARGEST + 1)}  # comparisons of n entities, in two forms
 SETS = (*KINDS, PAIRS, MANY, KNOWN, *ENTITIES)
 PAIRS_SOURCE = f"{CLOSED_WORLD}:{PAIRS}"
-DEPENDENCY_LABELS = Path(__file__).parent.parent / "assets" / "hotpotqa100_dependency.tsv"
+DEPENDENCY_LABELS = ASSETS / "hotpotqa100_dependency.tsv"
 # Draws the closed-world evaluation questions. Fixed, so that the set does not depend on the seed of a run.
 QUESTION_SEED = 1
 

@@ -29,7 +29,8 @@ from retrieval import protocol
 from retrieval.protocol import is_remote
 
 STORE = "gs://"
-TOY_POLICY = Path(__file__).parent.parent / "assets" / "toy_policy"  # the policy named `toy`
+ASSETS = Path(__file__).parent.parent / "assets"  # packaged files
+TOY_POLICY = ASSETS / "toy_policy"  # the policy named `toy`
 
 
 def locate(location: str | os.PathLike[str]) -> Path:

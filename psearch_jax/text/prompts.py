@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from psearch_jax.runtime.paths import ASSETS
 from psearch_jax.text.tags import escape_tags
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import UserError
 
 PLACE = "{question}"
-TEMPLATE_DIR = Path(__file__).parent.parent / "assets" / "prompts"
+TEMPLATE_DIR = ASSETS / "prompts"
 
 
 def packaged_templates() -> tuple[str, ...]:

@@ -13,8 +13,6 @@ from psearch_jax.data.prepared import PreparedQuestions, open_questions, overlap
 from psearch_jax.data.sources import read_questions
 from psearch_jax.types import Question, UserError
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def write(path, count, kind="comparison", answer="Ünïcode"):
     metadata = {"type": kind, "titles": ["A", "B"], "level": "easy"}

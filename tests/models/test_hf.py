@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import QWEN3, one_device_mesh, random_params, tiny_config
+from programs import ROOT
 from safetensors.numpy import load_file, save_file
 
 from psearch_jax.models import decoder
@@ -20,7 +20,6 @@ from psearch_jax.models.hf import load_hf, read_config, resolve, save_hf
 from psearch_jax.sharding import STORAGE, param_shardings
 from psearch_jax.types import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 EXPORTS = ["one-file", "sharded", "sharded-qwen3"]
 
 

@@ -6,13 +6,12 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
 from helpers import collectives_in_loops
-from programs import completed
+from programs import ROOT, completed
 from runs import small_config
 
 from psearch_jax.assembly import build
@@ -35,7 +34,6 @@ from psearch_jax.sharding import make_mesh
 from psearch_jax.types import UserError
 
 pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def config_file(name, **changes):

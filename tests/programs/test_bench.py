@@ -5,16 +5,16 @@ import runpy
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from programs import ROOT
 
 from benchmarks.quality import methods
 from benchmarks.speed import latency, users
 from psearch_jax.types import UserError
 
-PROGRAM = Path(__file__).resolve().parents[2] / "launch" / "bench.py"
+PROGRAM = ROOT / "launch" / "bench.py"
 SUBJECTS = runpy.run_path(str(PROGRAM))["SUBJECTS"]
 
 

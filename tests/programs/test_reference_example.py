@@ -142,8 +142,8 @@ def test_turns_and_rewards_agree(reference):
         assert parsed[:completed] == [tuple(turn) for turn in rollout.turns], trajectory.turns
         parts = paper_reward(trajectory, RewardWeights())
         expected = reference.reward_parts(rollout)
-        found = (parts.outcome, parts.format, parts.decomposition, parts.search_count)
-        np.testing.assert_allclose(found, expected, atol=1e-12, err_msg=str(trajectory.turns))
+        computed = (parts.outcome, parts.format, parts.decomposition, parts.search_count)
+        np.testing.assert_allclose(computed, expected, atol=1e-12, err_msg=str(trajectory.turns))
         seen.add((rollout.question.kind, *(round(part, 2) for part in expected)))
     assert {parts[0] for parts in seen} == {"parallel", "sequential", "single"}
     assert {parts[1:3] for parts in seen} == {(1, 0), (1, -0.1), (0, 0.1), (0, 0)} and len(seen) > 20

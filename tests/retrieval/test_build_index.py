@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from bert_models import write_model
 from helpers import people
-from programs import completed
+from programs import ROOT, completed
 
 from retrieval.corpus import write_corpus
 from retrieval.protocol import Passage
 from retrieval.service import RetrievalService
 
-PROGRAM = Path(__file__).resolve().parents[2] / "launch" / "build_index.py"
+PROGRAM = ROOT / "launch" / "build_index.py"
 PASSAGES = [Passage(str(i), f"Title {word}", f"The {word} was seen.") for i, word in enumerate("owl fox elk".split())]
 
 

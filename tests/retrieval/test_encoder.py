@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from bert_models import WORDS, texts, write_model
 from helpers import people
+from programs import ROOT
 from safetensors.numpy import load_file, save_file
 
 from retrieval.encoders.encoder import ACCELERATOR, CPU, LENGTHS, BertEncoder, batches, pace_of
 from retrieval.protocol import CorpusError, Passage
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

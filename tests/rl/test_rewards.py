@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from rendered import parse_transcript
 
 from psearch_jax.assembly import build
 from psearch_jax.config import RewardSection, from_mapping
-from psearch_jax.rl.compat import check_examples, compat_reward, compat_score, parse_transcript, valid_transcript
+from psearch_jax.rl.compat import check_examples, compat_reward, compat_score, valid_transcript
 from psearch_jax.rl.rewards import RewardWeights, format_part, length_penalty, paper_reward
 from psearch_jax.text.prompts import load_template
 from psearch_jax.types import Question, Trajectory, Turn, UserError

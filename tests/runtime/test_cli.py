@@ -5,11 +5,10 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
+from programs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 from absl import flags
 from ml_collections import config_flags

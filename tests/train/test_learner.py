@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import QWEN3, make_learner, one_device_mesh, random_params, tiny_config
-from programs import completed
+from programs import ROOT, completed
 
 from psearch_jax.config import LearningSection
 from psearch_jax.models import decoder
@@ -371,7 +370,7 @@ def test_warm_up_compiles_every_width(tiny_tokenizer, params):
     assert learner.compilations() == {**warm, "apply": 1}
 
 
-EIGHT = Path(__file__).resolve().parents[1] / "support" / "eight_devices.py"
+EIGHT = ROOT / "tests" / "support" / "eight_devices.py"
 
 
 def on_mesh(mesh, file):
