@@ -12,16 +12,18 @@ EXPERIMENT = Experiment(
     ),
     arms={
         "cold start": Arm(trained=False),
-        "classic retrieval": Arm(trained=False, arguments=("--initial_search=true", "--search_turns=0")),
-        **{method: Arm({"method": method}, arguments=(f"--method={method}",)) for method in METHODS},
+        "classic retrieval": Arm(
+            trained=False, arguments=("--config.rollout.initial_search=true", "--config.rollout.search_turns=0")
+        ),
+        **{method: Arm({"method": method}, arguments=(f"--config.method={method}",)) for method in METHODS},
     },
     evaluations={
         "held-out": MAIN,
         "many look-ups": MANY,
         "cold-start facts": Evaluation(("known",)),
         "sampled": Evaluation(MAIN.sets, arguments=("--temperature=1",)),
-        "other facts": Evaluation(KINDS, 100, ("--world_seed=1",)),
-        "new names": Evaluation(KINDS, 100, ("--world_seed=1", "--world_names=new")),
+        "other facts": Evaluation(KINDS, 100, ("--config.data.world_seed=1",)),
+        "new names": Evaluation(KINDS, 100, ("--config.data.world_seed=1", "--config.data.world_names=new")),
     },
     reference="search_r1",
 )

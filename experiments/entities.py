@@ -8,7 +8,7 @@ EXPERIMENT = Experiment(
     claim="Splitting generalises to more entities than in training, where single searches exceed the search limit.",
     arms={
         "cold start": Arm(trained=False),
-        "search_r1": Arm({"method": "search_r1"}, arguments=("--method=search_r1",)),
+        "search_r1": Arm({"method": "search_r1"}, arguments=("--config.method=search_r1",)),
         "parallelsearch": Arm(),
     },
     evaluations={"held-out": Evaluation(SIZES, 100)},

@@ -5,12 +5,19 @@ from experiments import MAIN, Arm, Experiment
 
 def of(topk: int, **fields: object) -> Arm:
     """Trained and evaluated with `topk` passages per query; an observation fits three queries with three each."""
-    return Arm({"retrieval.topk": topk, **fields}, arguments=(f"--topk={topk}",))
+    return Arm({"retrieval.topk": topk, **fields}, arguments=(f"--config.retrieval.topk={topk}",))
 
 
 def classic(topk: int) -> Arm:
     """A single search with the question as the query."""
-    return Arm(trained=False, arguments=("--initial_search=true", "--search_turns=0", f"--topk={topk}"))
+    return Arm(
+        trained=False,
+        arguments=(
+            "--config.rollout.initial_search=true",
+            "--config.rollout.search_turns=0",
+            f"--config.retrieval.topk={topk}",
+        ),
+    )
 
 
 EXPERIMENT = Experiment(
@@ -18,10 +25,12 @@ EXPERIMENT = Experiment(
     arms={
         **{f"parallelsearch k {k}": of(k) for k in (1, 2, 3)},
         "search_r1 k 2": Arm(
-            {"method": "search_r1", "retrieval.topk": 2}, arguments=("--method=search_r1", "--topk=2")
+            {"method": "search_r1", "retrieval.topk": 2},
+            arguments=("--config.method=search_r1", "--config.retrieval.topk=2"),
         ),
         "search_r1 k 4": Arm(
-            {"method": "search_r1", "retrieval.topk": 4}, arguments=("--method=search_r1", "--topk=4")
+            {"method": "search_r1", "retrieval.topk": 4},
+            arguments=("--config.method=search_r1", "--config.retrieval.topk=4"),
         ),
         **{f"classic retrieval k {k}": classic(k) for k in (2, 4, 6)},
     },

@@ -9,10 +9,12 @@ EXPERIMENT = Experiment(
     arms={"cold start": Arm(trained=False), "parallelsearch": Arm()},
     evaluations={
         "training world": Evaluation(KINDS, 100),
-        "other facts": Evaluation(KINDS, 100, ("--world_seed=1",)),
-        "new names": Evaluation(KINDS, 100, ("--world_seed=1", "--world_names=new")),
+        "other facts": Evaluation(KINDS, 100, ("--config.data.world_seed=1",)),
+        "new names": Evaluation(KINDS, 100, ("--config.data.world_seed=1", "--config.data.world_names=new")),
         "held-out wordings": Evaluation(("pairs",), 200),
-        "new names and held-out wordings": Evaluation(("pairs",), 200, ("--world_seed=1", "--world_names=new")),
+        "new names and held-out wordings": Evaluation(
+            ("pairs",), 200, ("--config.data.world_seed=1", "--config.data.world_names=new")
+        ),
     },
     reference="cold start",
 )

@@ -5,7 +5,8 @@
     python launch/ask.py --model=runs/demo --compare=search_r1    answers each question by a second method, too
 
 Without a question on the command line, questions are read from standard input, one per line. Token budgets, prompt and
-retrieval come from --config, or else from the run of the checkpoint, or else are the defaults.
+retrieval come from --config, or else from the run of the checkpoint, or else are the defaults; --config.SECTION.FIELD
+sets one.
 """
 
 from __future__ import annotations
@@ -186,4 +187,4 @@ def typed(examples: Sequence[str], shown: Shown) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    cli.run(main, positional=True)
+    cli.run(main, positional=True, defaults=policy_flags.DEFAULTS)

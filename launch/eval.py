@@ -6,8 +6,8 @@
 `--benchmark` may be repeated. FILE is a question file, a directory made by launch/prepare_data.py, or
 tfds:BUILDER:SPLIT. `closed_world:SET` is a built-in set, `closed_world` one benchmark per kind of question, and
 `NAME:closed_world:SET+SET` samples other questions of these sets under a name. Token budgets, prompt and method come
-from --config, or else from the run of the checkpoint, or else are the defaults. OUT gets results.json, results.md,
-report.html and one file of rows per benchmark.
+from --config, or else from the run of the checkpoint, or else are the defaults; --config.SECTION.FIELD sets one. OUT
+gets results.json, results.md, report.html and one file of rows per benchmark.
 With --gold_passages the policy does not search: its context starts with the passages that state the facts, which gives
 an upper limit for any retriever.
 After a kill the same command resumes. `launch/report.py OUT OUT` compares two evaluations.
@@ -22,11 +22,9 @@ from typing import Any
 from absl import flags
 
 from psearch_jax.assembly import policy_flags
-from psearch_jax.config import Config, from_mapping, with_method
-from psearch_jax.config.setting import settings_of
+from psearch_jax.config import Config, with_method
 from psearch_jax.runtime import cli, processes
 from psearch_jax.runtime.paths import locate, write_whole
-from psearch_jax.train.checkpointing.settings import fields
 from psearch_jax.types import Question, UserError
 
 log = logging.getLogger("psearch_jax")
@@ -52,41 +50,12 @@ GOLD = flags.DEFINE_bool(
 cli.process_flags()
 flags.mark_flag_as_required("out")
 
-# Fields of the config that a flag of the same name overrides.
-FIELDS = (
-    "rollout.slots",
-    "rollout.context_tokens",
-    "rollout.prompt_tokens",
-    "rollout.turn_tokens",
-    "rollout.obs_tokens",
-    "rollout.search_turns",
-    "rollout.initial_search",
-    "data.template",
-    "data.prompt",
-    "data.world_seed",
-    "data.world_names",
-    "model.sampling_dtype",
-    "model.int8_weights",
-    "model.int8_cache",
-    "model.tokenizer",
-)
-DEFINE = {int: flags.DEFINE_integer, bool: flags.DEFINE_bool, str: flags.DEFINE_string}
-DEFAULTS, SETTINGS = fields(Config()), settings_of(Config)
-OVERRIDES = {
-    name: DEFINE[type(DEFAULTS[name])](name.split(".")[1], None, f"{name}: {SETTINGS[name].doc}") for name in FIELDS
-}
 
-
-def with_flags(config: Config) -> Config:
-    """The config with the fields that this program's flags set."""
-    values = dataclasses.asdict(config)
-    for name, flag in OVERRIDES.items():
-        if flag.value is not None:
-            section, field = name.split(".")
-            values[section][field] = flag.value
-    if GOLD.value:
-        values["rollout"] |= {"initial_search": True, "search_turns": 0}
-    return from_mapping(values)
+def with_gold(config: Config) -> Config:
+    """The config with which a policy answers from gold passages: they start its context, and it does not search."""
+    return dataclasses.replace(
+        config, rollout=dataclasses.replace(config.rollout, initial_search=True, search_turns=0)
+    )
 
 
 def with_passages(config: Config, closed_world: list[bool]) -> Config:
@@ -140,7 +109,9 @@ def leaks(benchmarks: dict[str, list[Question]], trained_on: str, held_out: floa
 def main(_: list[str]) -> None:
     cli.configure_jax()
     model = policy_flags.model()
-    base = with_flags(policy_flags.config(model))
+    base = policy_flags.config(model)
+    if GOLD.value:
+        base = with_gold(base)
     if any(k > SAMPLES.value for k in K.value):
         raise UserError(f"--k={max(K.value)}: accepted: at most --samples={SAMPLES.value}")
 
@@ -252,4 +223,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, defaults=policy_flags.DEFAULTS)

@@ -115,4 +115,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, defaults=policy_flags.DEFAULTS)

@@ -55,4 +55,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, defaults=policy_flags.DEFAULTS)

@@ -1,7 +1,7 @@
 """`launch/bench.py methods`: one table of policies under every method, and two baselines, on question files.
 
     python launch/bench.py methods --policy 0.5b DIR --policy trained DIR ADAPTERS --out=OUT \\
-        --index=INDEX --benchmark=2wiki:test.jsonl --benchmark=hotpotqa:hotpotqa.jsonl --slots=24
+        --index=INDEX --benchmark=2wiki:test.jsonl --benchmark=hotpotqa:hotpotqa.jsonl --config.rollout.slots=24
 
 Every line is a call of `launch/eval.py`, which gets all flags that this program does not define: passages, benchmarks,
 token budgets. Its results stay in OUT/POLICY/METHOD, so the same command resumes after an interruption, and a policy
@@ -27,15 +27,25 @@ from psearch_jax.eval.tables import table
 from psearch_jax.types import UserError
 
 EVAL = Path(__file__).resolve().parents[2] / "launch" / "eval.py"
-_ANSWER_ONLY = ("--method=search_r1", "--template=direct")  # the method has passages; the prompt mentions no searches
+# A method with passages, and a prompt that mentions no searches.
+_ANSWER_ONLY = ("--config.method=search_r1", "--config.data.template=direct")
 METHODS: dict[str, tuple[str, ...]] = {
-    "closed book": ("--method=r1",),
-    "retrieve first": (*_ANSWER_ONLY, "--initial_search", "--search_turns=0"),
+    "closed book": ("--config.method=r1",),
+    "retrieve first": (*_ANSWER_ONLY, "--config.rollout.initial_search", "--config.rollout.search_turns=0"),
     "gold passages": (*_ANSWER_ONLY, "--gold_passages"),
-    "search_r1": ("--method=search_r1",),
-    "parallel": ("--method=parallel_prompt",),
+    "search_r1": ("--config.method=search_r1",),
+    "parallel": ("--config.method=parallel_prompt",),
 }
-_OWN = ("out", "method", "template", "initial_search", "search_turns", "gold_passages", "model", "adapters")
+_OWN = (
+    "out",
+    "model",
+    "adapters",
+    "gold_passages",
+    "config.method",
+    "config.data.template",
+    "config.rollout.initial_search",
+    "config.rollout.search_turns",
+)
 COLUMNS = (
     "policy",
     "method",

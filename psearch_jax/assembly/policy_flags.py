@@ -1,4 +1,7 @@
-"""Command-line flags of the programs that use a policy: which policy, and which passages it searches."""
+"""Command-line flags of the programs that use a policy: which policy, and which passages it searches.
+
+All other settings are fields of the config, set by `--config.SECTION.FIELD`, as in training.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from typing import get_args
 
 import jax
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
-from psearch_jax.config import Config, MeshSection, Method, ModelSection, from_mapping, with_method
+from psearch_jax.config import Config, Method, ModelSection, defaults, from_mapping, to_mapping, with_method
 from psearch_jax.types import UserError
 
+DEFAULTS = str(Path(defaults.__file__))  # for cli.run: fields can be set without a config file
 METHODS = list(get_args(Method))
 EXAMPLES = ("parallel", "sequential", "parallel")  # kinds of the example questions
 PATIENCE_S = 10.0  # maximum retrieval.retry_deadline_s while somebody waits for an answer
@@ -28,13 +32,9 @@ def define_flags(model: str | None) -> None:
     flags.DEFINE_string("adapters", None, "PEFT directory of LoRA adapters to put on the weights of --model.")
     flags.DEFINE_bool("best", False, "Use the run's best checkpoint by validation instead of its newest.")
     config_flags.DEFINE_config_file("config", None, "Config file with token budgets, prompt and retrieval settings.")
-    flags.DEFINE_enum("method", None, METHODS, "Method by which the policy answers; default: the config's.")
     flags.DEFINE_string("index", None, "Index directory made by launch/build_index.py.")
     flags.DEFINE_string("corpus", None, "A jsonl corpus instead of an index (small corpora only).")
     flags.DEFINE_string("retriever_url", None, "Servers that speak /retrieve, instead of an index.")
-    flags.DEFINE_string("retriever_token_file", None, "File with the bearer token for --retriever_url.")
-    flags.DEFINE_integer("topk", None, "Passages per sub-query.", lower_bound=1)
-    flags.DEFINE_integer("tensor", None, "Devices over which each layer is split; default: the config's.", 1)
 
 
 def model() -> str:
@@ -49,32 +49,30 @@ def model() -> str:
 def config(model: str, default: Config = Config()) -> Config:  # noqa: B008 (frozen)
     """The config from --config, or else the config of the policy's run, or else `default`.
 
-    The flags for adapters, passages, method and tensor parallelism override it.
+    The flags that name adapters and passages override it, and `--config.SECTION.FIELD` overrides both.
 
     Raises:
-      UserError: more than one flag names passages.
+      UserError: more than one flag names passages, or a field has a value that is not accepted.
     """
     values = flags.FLAGS
-    if values.config is not None:
+    if values["config"].present:
         config = from_mapping(values.config.to_dict())
     else:
         from psearch_jax.train.checkpointing.run_config import config_of
 
         config = config_of(model) or default
-    retrieval, mesh = config.retrieval, config.mesh
     if values.adapters:
         config = replace(config, model=replace(config.model, adapters=values.adapters, lora_rank=0))
     if passages():
         # Never send the token of the run's own server to another server.
         names = {"index": values.index, "corpus": values.corpus, "url": values.retriever_url, "token_file": None}
-        retrieval = replace(retrieval, **{name: value or "" for name, value in names.items()})
-    if values.retriever_token_file:
-        retrieval = replace(retrieval, token_file=values.retriever_token_file)
-    if values.topk:
-        retrieval = replace(retrieval, topk=values.topk)
-    if values.tensor:
-        mesh = MeshSection(tensor=values.tensor)
-    return replace(config, retrieval=retrieval, mesh=mesh, method=values.method or config.method)
+        chosen = {name: value or "" for name, value in names.items()}
+        config = replace(config, retrieval=replace(config.retrieval, **chosen))
+    if values.config is None:
+        return config
+    fields = ConfigDict(to_mapping(config))
+    fields.update_from_flattened_dict(config_flags.get_override_values(values["config"]))
+    return from_mapping(fields.to_dict())
 
 
 def passages() -> bool:

@@ -28,12 +28,13 @@ CACHE_HOME = Path.home() / ".cache" / "psearch_jax"
 DEFAULT_CACHE = CACHE_HOME / "xla"
 
 
-def run(main: Callable[[list[str]], None], positional: bool = False) -> None:
+def run(main: Callable[[list[str]], None], positional: bool = False, defaults: str = "") -> None:
     """Parses the flags, calls `main(argv)` and exits; bad input prints one line on stderr and exits with code 2.
 
     Args:
       main: gets the program's name and the arguments that are not flags.
       positional: whether to accept such arguments.
+      defaults: config file whose fields `--config.SECTION.FIELD` can set without `--config`; "": `--config` is needed.
     """
     platforms.skip_absent_tpu()
     progress.show()
@@ -71,7 +72,7 @@ def run(main: Callable[[list[str]], None], positional: bool = False) -> None:
             os._exit(code)  # a normal exit would deadlock: it waits for the other processes, which wait for this one
         return code
 
-    app.run(ended, flags_parser=lambda argv: _parse(argv, positional))
+    app.run(ended, flags_parser=lambda argv: _parse(argv, positional, defaults))
 
 
 def process_flags() -> None:
@@ -136,9 +137,11 @@ def read_token(path: str, name: str) -> str:
     return words[0]
 
 
-def _parse(argv: Sequence[str], positional: bool) -> list[str]:
+def _parse(argv: Sequence[str], positional: bool, defaults: str) -> list[str]:
     """Parses the flags and returns the remaining arguments; invalid flags end the program with exit code 2."""
     try:
+        if defaults and _overrides(argv):
+            flags.FLAGS.set_default("config", defaults)  # here, because it reads the overrides and refuses bad ones
         rest = flags.FLAGS(argv)
         if "config" in flags.FLAGS:
             getattr(flags.FLAGS.config, "to_dict", None)  # a file that cannot be opened raises only at its first use
@@ -147,12 +150,16 @@ def _parse(argv: Sequence[str], positional: bool) -> list[str]:
     except OSError as error:
         sys.exit(_refuse(f"--config: {str(error).strip().splitlines()[-1].strip()}"))
     except (AttributeError, KeyError) as error:  # what ml_collections raises for an unknown field or section
-        if not any(argument.startswith(("--config.", "-config.")) for argument in argv):
+        if not _overrides(argv):
             raise
         sys.exit(_refuse(f"--config: unknown field {_unquoted(str(error))}"))
     if len(rest) > 1 and not positional:
         sys.exit(_refuse(f"{rest[1]!r} found, accepted: flags only (--help lists them)"))
     return rest
+
+
+def _overrides(argv: Sequence[str]) -> bool:
+    return any(argument.startswith(("--config.", "-config.")) for argument in argv)
 
 
 def _unquoted(text: str) -> str:

@@ -401,7 +401,13 @@ def test_killed_and_resumed_equals_uninterrupted(evaluated, tmp_path, files):
     many = tmp_path / "many.jsonl"
     many.write_text("".join(json.dumps(r) + "\n" for r in rows))
     sets = [f"--benchmark={name}:{many}" for name in ("nq", "popqa")]
-    common = [f"--model={directory / 'run'}", *sets, "--temperature=1", f"--corpus={files[1]}", "--slots=4"]
+    common = [
+        f"--model={directory / 'run'}",
+        *sets,
+        "--temperature=1",
+        f"--corpus={files[1]}",
+        "--config.rollout.slots=4",
+    ]
     uninterrupted, resumed = tmp_path / "whole", tmp_path / "cut"
     assert run_eval(*common, f"--out={uninterrupted}").returncode == 0
     command = [sys.executable, str(ROOT / "launch" / "eval.py"), *common, f"--out={resumed}"]
@@ -431,13 +437,17 @@ def test_program_evaluates_without_a_search(evaluated, tmp_path, files):
         f"from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({values!r})\n"
     )
     common = (f"--model={directory / 'hf'}", f"--config={config}", f"--benchmark=nq:{files[0]}")
-    done = run_eval(*common, f"--out={tmp_path / 'r1'}", "--method=r1")
+    done = run_eval(*common, f"--out={tmp_path / 'r1'}", "--config.method=r1")
     assert done.returncode == 0, done.stderr
     (scores,) = read_scores(tmp_path / "r1").values()
     assert {s.searches for s in scores} == {0} and {s.turns for s in scores} == {1} and "| r1 |" in done.stdout
-    assert "--index: none given" in run_eval(*common, f"--out={tmp_path / 'x'}", "--method=search_r1").stderr
-    refused = run_eval(*common, f"--out={tmp_path / 'x'}", "--method=r2")
-    assert refused.returncode == 2 and "--method=r2" in refused.stderr and "parallelsearch" in refused.stderr
+    assert "--index: none given" in run_eval(*common, f"--out={tmp_path / 'x'}", "--config.method=search_r1").stderr
+    refused = run_eval(*common, f"--out={tmp_path / 'x'}", "--config.method=r2")
+    assert (
+        refused.returncode == 2
+        and "config.method: found 'r2'" in refused.stderr
+        and "parallelsearch" in refused.stderr
+    )
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def test_a_question_without_titles_is_refused(service, tmp_path):
     arguments = ["--model=toy", f"--benchmark=b:{file}", f"--out={tmp_path / 'out'}", f"--corpus={corpus}"]
     done = completed([str(ROOT / "launch" / "eval.py"), *arguments, "--gold_passages"])
     assert done.returncode == 2 and "question 'b1' of b has neither" in done.stderr
-    done = completed([str(ROOT / "launch" / "eval.py"), *arguments, "--gold_passages", "--method=r1"])
+    done = completed([str(ROOT / "launch" / "eval.py"), *arguments, "--gold_passages", "--config.method=r1"])
     assert done.returncode == 2 and "--gold_passages: found with method r1" in done.stderr
 
 

@@ -156,7 +156,7 @@ def test_methods(tmp_path, monkeypatch, capsys):
         assert line["em"] == results["benchmarks"][line["benchmark"]]["all"]["em"] and line["questions"] == 8
         assert (line["searches"] > 0) == (line["method"] == "parallel")
     assert "| toy | closed book | closed_world:parallel | 8 |" in capsys.readouterr().out
-    for wrong in (["--policy", "toy", *chosen], ["--policy", "toy", "toy", *chosen, "--method=r1"]):
+    for wrong in (["--policy", "toy", *chosen], ["--policy", "toy", "toy", *chosen, "--config.method=r1"]):
         with pytest.raises(SystemExit):
             methods.main(wrong)
     with pytest.raises(UserError, match="eval.py .*--benchmark=nothing.* ended with 2"):

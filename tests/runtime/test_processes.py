@@ -101,7 +101,13 @@ def test_one_two_and_four_processes_agree(tmp_path):
 @pytest.mark.slow
 def test_two_processes_evaluate_as_one(tmp_path):
     """Evaluation rows that are lost between hosts, or written by two of them, would make the scores meaningless."""
-    flags = ["--model=toy", "--config=configs/smoke.py", "--benchmark=closed_world:mixed", "--count=9", "--slots=8"]
+    flags = [
+        "--model=toy",
+        "--config=configs/smoke.py",
+        "--benchmark=closed_world:mixed",
+        "--count=9",
+        "--config.rollout.slots=8",
+    ]
     for count in (1, 2):
         program = [sys.executable, "launch/eval.py", *flags, f"--out={tmp_path / str(count)}"]
         address = f"127.0.0.1:{free_port()}"

@@ -79,8 +79,11 @@ def test_svg_contains_all_output(tmp_path):
     [
         (["--svg=a.svg", "--json", "Who?"], "--svg"),
         (["--model=nowhere", "Who?"], "--index"),
-        (["--model=nowhere", "--method=r1", "Who?"], "nowhere"),
-        (["--method=other", "Who?"], "--method"),
+        (["--model=nowhere", "--config.method=r1", "Who?"], "nowhere"),
+        (["--config.method=other", "Who?"], "config.method"),
+        (["--config.rollout.turn_token=9", "Who?"], "turn_token"),
+        (["--config.rollout.slots=9", "--config=configs/smoke.py", "Who?"], "--config.rollout.slots"),
+        (["--config=configs/smoke.py", "--config.retrieval.topk=0", "Who?"], "config.retrieval.topk"),
         (["--temperature=nan", "Who?"], "temperature"),
         (["--seed=4294967296", "Who?"], "--seed"),
         (["--index=a", "--corpus=b", "Who?"], "found several"),
@@ -95,13 +98,19 @@ def test_what_cannot_be_asked_is_one_line(arguments, named):
     assert done.returncode == 2 and named in done.stderr and "Traceback" not in done.stderr and last, done.stderr
 
 
-def test_the_token_of_a_runs_server_goes_to_no_other(tmp_path):
+def test_the_token_of_a_runs_server_goes_to_no_other(monkeypatch):
     """The token of the run's own server would be sent to the server of --retriever_url, or be required for it."""
     with flagsaver.flagsaver(model="toy", retriever_url="http://127.0.0.1:9/retrieve"):
         own = Config(retrieval=RetrievalSection(url="http://own:1/retrieve", token_file="/run/secrets/own"))
         assert policy_flags.config("toy", own).retrieval == RetrievalSection(url="http://127.0.0.1:9/retrieve")
-        with flagsaver.flagsaver(retriever_token_file="mine"):
-            assert policy_flags.config("toy", own).retrieval.token_file == "mine"
+        monkeypatch.setattr(sys, "argv", ["ask", "--config.retrieval.token_file=mine", "--config.rollout.slots=3"])
+        with flagsaver.flagsaver():
+            flags.FLAGS.set_default("config", policy_flags.DEFAULTS)
+            flags.FLAGS(sys.argv)
+            changed = replace(own, rollout=replace(own.rollout, turn_tokens=77))
+            named = policy_flags.config("toy", changed)
+        assert named.retrieval == RetrievalSection(url="http://127.0.0.1:9/retrieve", token_file="mine")
+        assert named.rollout == replace(changed.rollout, slots=3), "a field that no flag names keeps the run's value"
     with flagsaver.flagsaver(model="toy"):
         assert policy_flags.config("toy", own).retrieval.token_file == "/run/secrets/own"
 

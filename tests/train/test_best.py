@@ -183,7 +183,13 @@ def test_export_and_evaluation_take_the_best(tiny_policy, questions, tmp_path):
     files = [tmp_path / name / "model.safetensors" for name in ("newest", "best")]
     assert files[0].read_bytes() != files[1].read_bytes() == (tiny_policy / "model.safetensors").read_bytes()
     program = [sys.executable, "launch/eval.py", f"--model={run_dir}", "--best", "--benchmark=closed_world:single"]
-    small = ["--config=configs/smoke.py", "--count=2", "--slots=8", "--search_turns=0", "--turn_tokens=8"]
+    small = [
+        "--config=configs/smoke.py",
+        "--count=2",
+        "--config.rollout.slots=8",
+        "--config.rollout.search_turns=0",
+        "--config.rollout.turn_tokens=8",
+    ]
     run([*program, *small, f"--out={tmp_path / 'results'}"])
     results = json.loads((tmp_path / "results" / "results.json").read_text())
     assert results["model"] == str(run_dir / "best" / "3")

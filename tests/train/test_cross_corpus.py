@@ -13,7 +13,7 @@ from psearch_jax.closed_world.names import is_new
 from psearch_jax.data.sources import read_questions
 from psearch_jax.eval.evaluate import read_scores
 
-TOY = ("--model=toy", "--config=configs/smoke.py", "--slots=16")
+TOY = ("--model=toy", "--config=configs/smoke.py", "--config.rollout.slots=16")
 
 
 def run(program, *arguments):
@@ -70,7 +70,12 @@ def test_training_and_evaluation_on_the_files(files, tmp_path):
 @pytest.mark.slow
 def test_names_never_seen_are_read(tmp_path):
     """The policy recalls words from its weights, so that it is right only on the names of its cold start."""
-    flags = ("--benchmark=closed_world:single", "--count=40", "--world_names=new", "--world_seed=1")
+    flags = (
+        "--benchmark=closed_world:single",
+        "--count=40",
+        "--config.data.world_names=new",
+        "--config.data.world_seed=1",
+    )
     run("eval.py", *TOY, *flags, f"--out={tmp_path / 'out'}")
     rows = [json.loads(line) for line in (tmp_path / "out" / "closed_world_single.jsonl").read_text().splitlines()]
     names = [name for row in rows for name in re.findall(r"\b[A-Z][a-z]{6}\b", row["question"])]
