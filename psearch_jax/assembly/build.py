@@ -26,7 +26,7 @@ from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.limits import validate
 from psearch_jax.models import hf, lora
 from psearch_jax.rl.compat import check_examples, compat_reward
-from psearch_jax.rl.rewards import RewardWeights, paper_reward
+from psearch_jax.rl.rewards import paper_reward
 from psearch_jax.rollout.boundary import cached_tables
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.copy import SamplingCopy
@@ -334,34 +334,22 @@ def _renderer(config: Config, tokenizer: Tokenizer) -> Callable[[Question], list
     return lambda question: render_prompt(tokenizer, template, question.text)
 
 
-def _reward_weights(config: Config) -> RewardWeights:
-    r = config.reward
-    return RewardWeights(
-        format=r.format,
-        final_format=r.final_format,
-        decomposition=r.decomposition,
-        search_count=r.search_count,
-        search_penalty=r.search_penalty,
-    )
-
-
 def _check_template(config: Config) -> None:
     """Refuses a prompt template that the compat reward cannot parse; prompts of data rows are checked when scored."""
     if config.reward.profile == "compat" and config.data.prompt == "template":
         name = config.data.template
-        check_examples(load_template(name), _reward_weights(config), f"config.data.template={name}")
+        check_examples(load_template(name), config.reward, f"config.data.template={name}")
 
 
 def reward_of(config: Config, tokenizer: Tokenizer) -> Callable[[Trajectory], RewardParts]:
-    r = config.reward
-    weights = _reward_weights(config)
-    if r.profile == "paper":
-        return lambda t: paper_reward(t, weights, r.mixed, r.gate_bonus_on_outcome, r.outcome)
+    reward = config.reward
+    if reward.profile == "paper":
+        return lambda t: paper_reward(t, reward)
 
     def compat(t: Trajectory) -> RewardParts:
         prompt = tokenizer.decode(t.ids[: t.prompt_length], control=True)
         if config.data.prompt == "row":
-            check_examples(prompt, weights, f"the prompt of question {t.question.source} {t.question.id}")
-        return compat_reward(t, prompt, tokenizer.decode(t.ids[t.prompt_length :]), weights)
+            check_examples(prompt, reward, f"the prompt of question {t.question.source} {t.question.id}")
+        return compat_reward(t, prompt, tokenizer.decode(t.ids[t.prompt_length :]), reward)
 
     return compat

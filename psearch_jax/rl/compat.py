@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 
-from psearch_jax.rl.rewards import RewardWeights, count_part, decomposition_part, format_part
+from psearch_jax.config import RewardSection
+from psearch_jax.rl.rewards import count_part, decomposition_part, format_part
 from psearch_jax.text.answers import exact_match
 from psearch_jax.text.tags import (
     SEARCH_OPEN,
@@ -31,9 +32,7 @@ _FOLLOWS = {
 }
 
 
-def compat_score(
-    prompt: str, response: str, golds: tuple[str, ...], kind: Kind, weights: RewardWeights
-) -> RewardParts:
+def compat_score(prompt: str, response: str, golds: tuple[str, ...], kind: Kind, reward: RewardSection) -> RewardParts:
     """The four parts of the public score.
 
     Its quirks:
@@ -53,38 +52,38 @@ def compat_score(
     kind = "sequential" if kind == "mixed" else kind
     return RewardParts(
         outcome=float(right),
-        format=format_part(right, answer is not None, valid_transcript(text), weights),
-        decomposition=decomposition_part(kind, decomposed, weights.decomposition),
-        search_count=count_part(kind, text.count(SEARCH_OPEN) - PROMPT_SEARCHES, weights.search_count),
+        format=format_part(right, answer is not None, valid_transcript(text), reward),
+        decomposition=decomposition_part(kind, decomposed, reward.decomposition),
+        search_count=count_part(kind, text.count(SEARCH_OPEN) - PROMPT_SEARCHES, reward.search_count),
     )
 
 
-def compat_reward(trajectory: Trajectory, prompt_text: str, response_text: str, weights: RewardWeights) -> RewardParts:
+def compat_reward(trajectory: Trajectory, prompt_text: str, response_text: str, reward: RewardSection) -> RewardParts:
     """`compat_score` of a trajectory.
 
     Args:
       trajectory: only its question is used.
       prompt_text: the prompt, including control tokens as text; the grammar starts after the assistant marker.
       response_text: sampled text and observations without control tokens; nothing may follow the answer.
-      weights: the weight of each part.
+      reward: the weight of each part.
     """
     question = trajectory.question
-    return compat_score(prompt_text, response_text, question.answers, question.kind, weights)
+    return compat_score(prompt_text, response_text, question.answers, question.kind, reward)
 
 
-def check_examples(prompt: str, weights: RewardWeights, name: str) -> None:
+def check_examples(prompt: str, reward: RewardSection, name: str) -> None:
     """Refuses a prompt whose examples are not those that `compat_score` assumes.
 
     Args:
       prompt: the text of a prompt or a template.
-      weights: searches are checked only if decomposition or their number is rewarded.
+      reward: searches are checked only if decomposition or their number is rewarded.
       name: name of the prompt, for the message.
 
     Raises:
       UserError: a correct answer, or the correct number of searches, would not be rewarded under this prompt.
     """
     answers, searches = len(_ANSWER.findall(prompt)), len(_SEARCH.findall(prompt))
-    counted = weights.decomposition != 0 or weights.search_count != 0
+    counted = reward.decomposition != 0 or reward.search_count != 0
     mismatch = counted and (searches != PROMPT_SEARCHES or prompt.count(SEARCH_OPEN) != PROMPT_SEARCHES)
     if mismatch or not answers:
         required = f"exactly {PROMPT_SEARCHES} times <search> .. </search> and " if counted else ""

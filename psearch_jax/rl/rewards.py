@@ -7,63 +7,40 @@ question was split exactly when it should be (`decomposition`), and whether the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 from psearch_jax.config import RewardSection
 from psearch_jax.text.answers import exact_match, f1
 from psearch_jax.types import Kind, RewardParts, Trajectory
 
 
-@dataclass(frozen=True)
-class RewardWeights:
-    """The published weights. `final_format` rewards a wrong answer in an invalid format (Search-R1: 0.1)."""
-
-    format: float = 0.1
-    final_format: float = 0.0
-    decomposition: float = 0.15
-    search_count: float = 0.35
-    search_penalty: float = 0.0  # not published: subtracted per executed search
-
-
-def paper_reward(
-    trajectory: Trajectory,
-    weights: RewardWeights,
-    mixed: Literal["sequential", "parallel"] = "sequential",
-    gate_bonus_on_outcome: bool = False,
-    outcome: Literal["em", "f1"] = "em",
-) -> RewardParts:
+def paper_reward(trajectory: Trajectory, reward: RewardSection) -> RewardParts:
     """The published rule, applied to the parsed actions rather than to rendered text.
 
     Args:
       trajectory: only searches of sampled turns that were executed count; the answer is that of the last turn.
-      weights: the weight of each part.
-      mixed: the kind whose rule applies to `mixed` questions.
-      gate_bonus_on_outcome: reward the last two parts only if the answer is correct.
-      outcome: score of the answer: exact match, as published, or F1.
+      reward: the weights and options; its defaults are the published ones.
     """
     question = trajectory.question
-    kind: Kind = mixed if question.kind == "mixed" else question.kind
+    kind: Kind = reward.mixed if question.kind == "mixed" else question.kind
     right = exact_match(trajectory.answer, question.answers)
-    worth = float(right) if outcome == "em" else f1(trajectory.answer, question.answers)
-    form = format_part(worth, trajectory.answer is not None, trajectory.well_formed, weights)
+    worth = float(right) if reward.outcome == "em" else f1(trajectory.answer, question.answers)
+    form = format_part(worth, trajectory.answer is not None, trajectory.well_formed, reward)
     searches = len(trajectory.executed)
-    penalty = weights.search_penalty * searches
-    if gate_bonus_on_outcome and not right:
+    penalty = reward.search_penalty * searches
+    if reward.gate_bonus_on_outcome and not right:
         return RewardParts(worth, form, 0.0, -penalty)
-    decomposition = decomposition_part(kind, trajectory.decomposed, weights.decomposition)
-    return RewardParts(worth, form, decomposition, count_part(kind, searches, weights.search_count) - penalty)
+    decomposition = decomposition_part(kind, trajectory.decomposed, reward.decomposition)
+    return RewardParts(worth, form, decomposition, count_part(kind, searches, reward.search_count) - penalty)
 
 
-def format_part(worth: float, answered: bool, well_formed: bool, weights: RewardWeights) -> float:
+def format_part(worth: float, answered: bool, well_formed: bool, reward: RewardSection) -> float:
     """The format part: a deduction from a correct answer, a bonus for an incorrect one.
 
     Correct: 0, or -format when ill-formed. Incorrect: format when well-formed, final_format for an ill-formed answer,
     0 for no answer. A `worth` between 0 and 1 interpolates linearly.
     """
     if well_formed:
-        return (1 - worth) * weights.format
-    return (1 - worth) * (weights.final_format if answered else 0.0) - worth * weights.format
+        return (1 - worth) * reward.format
+    return (1 - worth) * (reward.final_format if answered else 0.0) - worth * reward.format
 
 
 def decomposition_part(kind: Kind, decomposed: bool, weight: float) -> float:

@@ -23,7 +23,6 @@ from psearch_jax.train.checkpointing.checkpoint import Checkpoints
 from psearch_jax.train.checkpointing.preemption import StopRequest
 from psearch_jax.train.monitoring.records import write_config, write_json
 from psearch_jax.train.state import TrainState
-from psearch_jax.types import UserError
 
 log = logging.getLogger("psearch_jax")
 
@@ -122,14 +121,7 @@ def _resume(
     """The steps taken and the state after them, from the newest checkpoint or at step 0."""
 
     def accept(loop: Mapping[str, Any]) -> None:
-        changes = processes.broadcast(lambda: settings.differences(loop.get("settings"), run.record["settings"]))
-        if changes and not allow_changes:
-            raise UserError(
-                f"{workdir}: resumed after step {loop['step']} with other settings, {settings.described(changes)}; "
-                "accepted: the settings it started with, or --allow_changes"
-            )
-        if changes:
-            log.warning("resuming with other settings: %s", settings.described(changes))
+        settings.accepted_changes(loop, run.record["settings"], workdir, allow_changes)
 
     restored = checkpoints.restore(run.abstract, accept) if checkpoints.latest() is not None else None
     if restored is None:

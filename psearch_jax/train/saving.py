@@ -77,24 +77,12 @@ def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: boo
     changes: dict[str, str] = {}
 
     def accept(loop: Mapping[str, Any]) -> None:
-        changes.update(processes.broadcast(lambda: settings.differences(loop.get("settings"), run.settings)))
-        if "learning.algorithm" in changes:  # a critic can only be created at step 0
-            raise UserError(
-                f"{workdir}: learning.algorithm was {changes['learning.algorithm']}; accepted: the one that the run "
-                "started with, or another --workdir"
-            )
-        if changes and not allow_changes:
-            raise UserError(
-                f"{workdir}: after step {loop['step']} this run would resume with other settings, "
-                f"{settings.described(changes)}; accepted: the original settings, or --allow_changes"
-            )
+        changes.update(settings.accepted_changes(loop, run.settings, workdir, allow_changes))
 
     run.initial_state = None  # frees the initial weights before the checkpoint is loaded
     run.state, loop = checkpoints.restore(run.abstract, accept)
     step, config = int(loop["step"]), run.config
     log.info("resuming after step %d", step)
-    if changes:
-        log.warning("resuming with other settings: %s", settings.described(changes))
     total = updates_per_step(config) * config.train.steps
     if "learning.warmup_ratio" in changes:
         run.state = with_warmup(run.state, warmup_updates(config.learning, total))

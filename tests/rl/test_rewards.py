@@ -10,12 +10,12 @@ from rendered import parse_transcript
 from psearch_jax.assembly import build
 from psearch_jax.config import RewardSection, from_mapping
 from psearch_jax.rl.compat import check_examples, compat_reward, compat_score, valid_transcript
-from psearch_jax.rl.rewards import RewardWeights, format_part, length_penalty, paper_reward
+from psearch_jax.rl.rewards import format_part, length_penalty, paper_reward
 from psearch_jax.text.prompts import load_template
 from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage
 
-WEIGHTS = RewardWeights()  # format 0.1, final_format 0, decomposition 0.15, search_count 0.35
+WEIGHTS = RewardSection()  # format 0.1, final_format 0, decomposition 0.15, search_count 0.35
 
 
 def trajectory(kind, searches, answer, well_formed=True, initial=False):
@@ -83,14 +83,14 @@ def test_paper_reward(kind, searches, answer, well_formed, expected):
 def test_paper_reward_options():
     """Each option must change the part that it names and no other."""
     wrong = trajectory("parallel", [2], "Alan", well_formed=False)
-    assert paper_reward(wrong, RewardWeights(final_format=0.3)).format == 0.3
-    assert paper_reward(trajectory("parallel", [2], None), RewardWeights(final_format=0.3)).format == 0
-    assert paper_reward(wrong, WEIGHTS, gate_bonus_on_outcome=True).total == 0
+    assert paper_reward(wrong, RewardSection(final_format=0.3)).format == 0.3
+    assert paper_reward(trajectory("parallel", [2], None), RewardSection(final_format=0.3)).format == 0
+    assert paper_reward(wrong, RewardSection(gate_bonus_on_outcome=True)).total == 0
     right = trajectory("parallel", [2], "Ada")
-    assert paper_reward(right, WEIGHTS, gate_bonus_on_outcome=True) == paper_reward(right, WEIGHTS)
+    assert paper_reward(right, RewardSection(gate_bonus_on_outcome=True)) == paper_reward(right, WEIGHTS)
     mixed = trajectory("mixed", [2], "Ada")
-    assert paper_reward(mixed, WEIGHTS, mixed="parallel") == paper_reward(right, WEIGHTS)
-    assert paper_reward(mixed, RewardWeights(search_count=0, decomposition=0)).total == 1
+    assert paper_reward(mixed, RewardSection(mixed="parallel")) == paper_reward(right, WEIGHTS)
+    assert paper_reward(mixed, RewardSection(search_count=0, decomposition=0)).total == 1
 
 
 def test_f1_as_the_outcome_lies_between_wrong_and_right():
@@ -99,7 +99,7 @@ def test_f1_as_the_outcome_lies_between_wrong_and_right():
     for answer in ("Alan", "Lovelace Byron King", "Ada Byron", "Ada Lovelace"):
         for well_formed in (False, True):
             t = trajectory("parallel", [2], answer, well_formed)
-            parts = paper_reward(t, WEIGHTS, outcome="f1")
+            parts = paper_reward(t, RewardSection(outcome="f1"))
             totals.append((parts.outcome, well_formed, parts.total))
             if answer in ("Alan", "Ada Lovelace"):
                 assert parts == paper_reward(t, WEIGHTS)
@@ -108,23 +108,23 @@ def test_f1_as_the_outcome_lies_between_wrong_and_right():
     for well_formed in (False, True):
         paid = [total for _, formed, total in totals if formed == well_formed]
         assert paid == sorted(paid) and len(set(paid)) == 4
-    half = paper_reward(trajectory("parallel", [2], "Ada Byron"), WEIGHTS, outcome="f1")
+    half = paper_reward(trajectory("parallel", [2], "Ada Byron"), RewardSection(outcome="f1"))
     assert half.format == pytest.approx(0.1 / 3)
 
 
 def test_every_search_has_its_price():
     """A penalty charged only once, or only if the model answers, would not make each search cost something."""
-    priced = RewardWeights(search_penalty=0.2)
+    priced = RewardSection(search_penalty=0.2)
     for searches, answer in (([], None), ([2], "Ada"), ([1, 1, 2], "Alan")):
         t = trajectory("sequential", searches, answer)
         assert paper_reward(t, priced).total == pytest.approx(paper_reward(t, WEIGHTS).total - 0.2 * len(searches))
     wrong = trajectory("sequential", [1, 1], "Alan")
-    assert paper_reward(wrong, priced, gate_bonus_on_outcome=True).total == pytest.approx(0.1 - 0.4)
+    assert paper_reward(wrong, replace(priced, gate_bonus_on_outcome=True)).total == pytest.approx(0.1 - 0.4)
 
 
 def test_format_by_the_answers_worth():
     """Half right is half of each rule: a right answer must not also earn the consolation for a wrong one."""
-    weights = RewardWeights(format=0.2, final_format=0.3)
+    weights = RewardSection(format=0.2, final_format=0.3)
     ill = [format_part(worth, True, False, weights) for worth in (0.0, 0.5, 1.0)]
     assert ill == pytest.approx([0.3, 0.15 - 0.1, -0.2])
     assert [format_part(worth, True, True, weights) for worth in (0.0, 0.5, 1.0)] == pytest.approx([0.2, 0.1, 0.0])
@@ -159,7 +159,7 @@ def test_compat_reproduces_the_public_scores(shared_data):
     """If `compat` differs anywhere, published numbers cannot be reproduced."""
     rows = [json.loads(line) for line in (shared_data / "reward_vectors.jsonl").read_text().splitlines()]
     ours = [
-        compat_score(r["prompt"], r["response"], r["golden_answers"], r["kind"], RewardWeights(**r["weights"])).total
+        compat_score(r["prompt"], r["response"], r["golden_answers"], r["kind"], RewardSection(**r["weights"])).total
         for r in rows
     ]
     assert len(rows) == 1500
@@ -178,7 +178,7 @@ def test_both_profiles_agree_on_clean_transcripts(shared_data):
         as_written = [len(turn.queries) for turn in parsed.executed] == [text.count("##") + 1 for text in contents]
         usual_prompt = prompt.count("<search>") == 2 and "<answer>" in prompt and "<|im_start|>assistant" in prompt
         if usual_prompt and as_written and parsed.answer is not None and response.count("<answer>") == 1:
-            weights = RewardWeights(**row["weights"])
+            weights = RewardSection(**row["weights"])
             assert paper_reward(parsed, weights) == compat_reward(parsed, prompt, response, weights), response
             clean += 1
     assert clean > 300
@@ -217,13 +217,13 @@ def test_valid_transcript(response, valid):
 
 def test_compat_quirks():
     """The quirks that only `compat` may have: it reads the prompt's examples as if the policy had written them."""
-    golds, bare = ("Beijing",), RewardWeights(format=0.1, decomposition=0, search_count=0)
+    golds, bare = ("Beijing",), RewardSection(format=0.1, decomposition=0, search_count=0)
     two_answers = "<answer> x </answer> <answer> Beijing </answer><|im_start|>assistant\n"
     assert compat_score(two_answers, "", golds, "single", bare).total == 0.9
     assert compat_score("<|im_start|>assistant\n", "<answer>Beijing</answer>", golds, "single", bare).total == 0
-    count = RewardWeights(format=0, decomposition=0, search_count=1)
+    count = RewardSection(format=0, decomposition=0, search_count=1)
     assert compat_score("", "", golds, "single", count).total == -2  # no example searches: n = -2
-    split = RewardWeights(format=0, decomposition=1, search_count=0)
+    split = RewardSection(format=0, decomposition=1, search_count=0)
     assert compat_score(PROMPT, "<search> a ## </search>", golds, "parallel", split).total == 3
     assert compat_score(PROMPT, "<search> </search><search> a ## b </search>", golds, "parallel", split).total == 0
     assert compat_score(PROMPT, "<search> a", golds, "mixed", split) == compat_score(
@@ -244,7 +244,7 @@ def test_compat_quirks():
 )
 def test_a_prompt_without_the_examples_is_refused(template, outcome_only, accepted):
     """A run of hours that pays 0 for every right answer, because the prompt has no example answer."""
-    weights = RewardWeights(decomposition=0, search_count=0) if outcome_only else WEIGHTS
+    weights = RewardSection(decomposition=0, search_count=0) if outcome_only else WEIGHTS
     text = load_template(template)
     right = "<think>a</think><search>b ## c</search>" + INFO + "<think>d</think><answer>Ada</answer>"
     paid = compat_score(text + "<|im_start|>assistant\n", right, ("Ada",), "parallel", weights).total

@@ -7,12 +7,17 @@ name and a fingerprint of the contents, because a directory may be moved or repl
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from psearch_jax.config import Config, to_mapping
 from psearch_jax.config.setting import Resume, settings_of
+from psearch_jax.runtime import processes
+from psearch_jax.types import UserError
+
+log = logging.getLogger("psearch_jax")
 
 Record = dict[str, Any]
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
@@ -61,7 +66,32 @@ def differences(saved: Mapping[str, Any] | None, now: Record) -> dict[str, str]:
     return out
 
 
-def described(changes: Mapping[str, str]) -> str:
+def accepted_changes(loop: Mapping[str, Any], now: Record, workdir: Path, allow_changes: bool) -> dict[str, str]:
+    """The settings that changed since a checkpoint, as `differences` describes them; logs them.
+
+    Args:
+      loop: what the checkpoint records about the run's position, with its settings.
+
+    Raises:
+      UserError: settings changed, and `allow_changes` is false; or the algorithm changed.
+    """
+    changes = processes.broadcast(lambda: differences(loop.get("settings"), now))
+    if "learning.algorithm" in changes:  # a critic can only be created at step 0
+        raise UserError(
+            f"{workdir}: learning.algorithm was {changes['learning.algorithm']}; accepted: the one that the run "
+            "started with, or another --workdir"
+        )
+    if changes and not allow_changes:
+        raise UserError(
+            f"{workdir}: after step {loop['step']} this run would resume with other settings, {_described(changes)}; "
+            "accepted: the original settings, or --allow_changes"
+        )
+    if changes:
+        log.warning("resuming with other settings: %s", _described(changes))
+    return changes
+
+
+def _described(changes: Mapping[str, str]) -> str:
     """Differences in one line."""
     return "; ".join(f"{name}: {change}" for name, change in changes.items())
 
