@@ -23,6 +23,7 @@ def get_config() -> ConfigDict:
             shard_residual=True,
         ),
         mesh=dict(data=1, fsdp=-1, tensor=4),
+        data=dict(template="published"),
         rollout=dict(
             slots=128,
             samples=5,
@@ -36,10 +37,11 @@ def get_config() -> ConfigDict:
         reward=dict(format=0.1, decomposition=0.15, search_count=0.35),
         learning=dict(
             kl_coefficient=0.001,
+            entropy_coefficient=0.001,
             # The published 256 would split groups of 5. With 320, 2560 rollouts make 8 equal updates instead of 10.
             mini_batch_rollouts=320,
             micro_batch_rows=16,
-            learning_rate=1e-6,
+            learning_rate=5e-7,
             warmup_ratio=0.285,
         ),
         train=dict(steps=1005, prompts=512, checkpoint_every_steps=50),

@@ -16,6 +16,7 @@ def get_config() -> ConfigDict:
     return config_dict(
         model=dict(path="Qwen/Qwen2.5-7B-Instruct", remat="full", shard_residual=True),
         mesh=dict(data=1, fsdp=-1, tensor=4),
+        data=dict(template="published"),
         rollout=dict(slots=128, samples=1, overlap_search=True),  # all other budgets are the defaults
         reward=dict(format=0.1, decomposition=0.15, search_count=0.35),
         learning=dict(

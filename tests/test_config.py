@@ -213,6 +213,8 @@ def test_a_baseline_differs_in_what_makes_it_one():
     assert changed("parallelsearch") == {}
     assert changed("parallel_prompt") == outcome_only
     assert changed("search_r1") == outcome_only | {"data.template": "sequential", "retrieval.max_sub_queries": 1}
+    published = changed("search_r1", data={"template": "published"})
+    assert published == changed("search_r1") | {"data.template": "published_sequential"}
     assert changed("r1", rollout={"initial_search": True}) == outcome_only | {
         "data.template": "direct",
         "rollout.search_turns": 0,

@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from psearch_jax.config.sections import Config, DataSection, Method
+from psearch_jax.config.sections import Config, Method
 
-# The fields that each baseline changes. Prompt templates other than the default one are kept.
+# The fields that each baseline changes.
 _OUTCOME_ONLY = {"decomposition": 0.0, "search_count": 0.0}
 _METHODS: dict[Method, dict[str, dict[str, Any]]] = {
     "parallelsearch": {},
     "parallel_prompt": {"reward": _OUTCOME_ONLY},
-    "search_r1": {"data": {"template": "sequential"}, "retrieval": {"max_sub_queries": 1}, "reward": _OUTCOME_ONLY},
+    "search_r1": {"retrieval": {"max_sub_queries": 1}, "reward": _OUTCOME_ONLY},
     "r1": {
-        "data": {"template": "direct"},
         "rollout": {"search_turns": 0, "initial_search": False},
         "reward": _OUTCOME_ONLY,
     },
+}
+# The packaged templates that a baseline replaces, and by which; all other templates are kept.
+_TEMPLATES: dict[str, dict[Method, str]] = {
+    "parallel": {"search_r1": "sequential", "r1": "direct"},
+    "published": {"search_r1": "published_sequential", "r1": "direct"},
 }
 
 
@@ -29,8 +33,8 @@ def with_method(config: Config) -> Config:
     - search_r1: one query per search (text after `##` is ignored), and only answer and format are rewarded;
     - r1: no search, and only answer and format are rewarded.
     """
-    sections = dict(_METHODS[config.method])
-    if config.data.template != DataSection.template:
-        sections.pop("data", None)
+    named = config.data.template
+    template = _TEMPLATES.get(named, {}).get(config.method, named)
+    sections = {"data": {"template": template}, **_METHODS[config.method]}
     changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
     return dataclasses.replace(config, **changed)

@@ -335,6 +335,9 @@ class LearningSection:
     kl_in: Literal["loss", "reward"] = setting(
         "loss", "`loss`: the KL is a term of the loss; `reward`: it is subtracted from each token's reward (PPO only)."
     )
+    kl_clamp: float = setting(
+        10.0, "Maximum of a token's KL in the loss; above it the KL has no gradient. 0: no maximum.", at_least=0
+    )
     entropy_coefficient: float = setting(0.0, "Weight of the entropy, which is subtracted from the loss.", at_least=0)
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = setting(
         "token_mean",

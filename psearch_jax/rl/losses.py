@@ -16,10 +16,15 @@ ROUNDING = 1e-3  # nats; a smaller loss of log-prob may only be rounding between
 MAX_LOG_RATIO = 20.0  # exp(20) is finite in float32, so a diverged ratio does not make the update NaN
 
 
-def k3(logp: jax.Array, ref: jax.Array) -> jax.Array:
-    """The k3 estimator of KL(policy || reference) per token: exp(d) - d - 1 with d = ref - logp (joschu.net/blog)."""
+def k3(logp: jax.Array, ref: jax.Array, clamp: float = 0.0) -> jax.Array:
+    """The k3 estimator of KL(policy || reference) per token: exp(d) - d - 1 with d = ref - logp (joschu.net/blog).
+
+    `clamp` is its maximum (0: none), so that one token that the policy has nearly unlearned does not dominate the
+    loss: its gradient would be exp(d) - 1, but is 0 above the maximum.
+    """
     d = jnp.clip(ref - logp, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return jnp.exp(d) - d - 1.0
+    estimate = jnp.exp(d) - d - 1.0
+    return jnp.minimum(estimate, clamp) if clamp else estimate
 
 
 def policy_loss(
@@ -69,7 +74,7 @@ def policy_loss(
         # Truncated importance sampling: the sampler's policy differs slightly from the old policy.
         gap = jnp.clip(jnp.where(counts, old - sampler, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
         surrogate = surrogate * jax.lax.stop_gradient(jnp.minimum(jnp.exp(gap), learning.importance_cap))
-    kl = jnp.where(counts, k3(logp, ref), 0.0)
+    kl = jnp.where(counts, k3(logp, ref, learning.kl_clamp), 0.0)
     kl_coefficient = learning.kl_coefficient if learning.kl_in == "loss" else 0.0
     per_token = (-surrogate + kl_coefficient * kl - learning.entropy_coefficient * entropy) * mask
     good = counts & (advantage >= 0)

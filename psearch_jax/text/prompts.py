@@ -20,7 +20,7 @@ def packaged_templates() -> tuple[str, ...]:
 
 
 def load_template(name_or_path: str | Path = "parallel") -> str:
-    """The text of a packaged template (`parallel`, `sequential`, `direct`, `toy`) or of a user's file.
+    """The text of a packaged template (`packaged_templates`) or of a user's file.
 
     Raises `UserError` when there is no such template, or when it does not hold `{question}`.
     """
@@ -41,9 +41,13 @@ def load_template(name_or_path: str | Path = "parallel") -> str:
 def render_prompt(tokenizer: Tokenizer, template: str, question: str) -> list[int]:
     """Token ids of a prompt: the template with the question filled in, as one user message.
 
-    The question is untrusted text: its tags are escaped and it cannot produce control tokens.
+    The question is untrusted text: its tags are escaped and it cannot produce control tokens. Where the template has
+    `?` after the question's place, the prompt has exactly one there, whether or not the question ends with it.
     """
-    content = template.replace(PLACE, escape_tags(question.strip()))
+    question = question.strip()
+    if f"{PLACE}?" in template:
+        question = question.removesuffix("?")
+    content = template.replace(PLACE, escape_tags(question))
     return tokenizer.chat([{"role": "user", "content": content}])
 
 

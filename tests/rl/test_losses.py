@@ -108,6 +108,24 @@ def test_k3_by_hand():
     np.testing.assert_allclose(metrics["kl"].value, kl / 3, rtol=1e-5)
 
 
+def test_one_token_cannot_dominate_the_kl():
+    """The KL of one token that the policy unlearned would be the gradient of the update (verl limits k3 to 10)."""
+    ref, logp = at_sampled(-1.0, -1.0, -1.0), jnp.asarray(at_sampled(-8.0, -2.0, -1.0))  # k3: 1088.6, e - 2, 0
+
+    def total(logp, clamp):
+        arrays = (jnp.zeros(logp.shape), logp, ref, logp, jnp.zeros(logp.shape), MASK, SEGMENTS)
+        settings = dataclasses.replace(SETTINGS, kl_coefficient=1.0, kl_clamp=clamp)
+        value, metrics = policy_loss(logp, *map(jnp.asarray, arrays), settings, CONTEXT)
+        return value.total, metrics["kl"].total
+
+    for clamp, first, slope in ((10.0, 10.0, 0.0), (0.0, math.exp(7) - 8, 1 - math.exp(7))):
+        (loss_, kl), gradient = jax.value_and_grad(total, has_aux=True)(logp, clamp)
+        np.testing.assert_allclose([loss_, kl], first + math.e - 2, rtol=1e-5)
+        sampled = np.asarray(MASK) > 0
+        np.testing.assert_allclose(gradient[sampled], [slope, 1 - math.e, 0.0], rtol=1e-5, atol=1e-6)
+    assert LearningSection().kl_clamp == 10
+
+
 def test_the_importance_cap_by_hand():
     """Uncapped importance weights of tokens that were sampled because of rounding dominate the batch."""
     sampler = at_sampled(-1.0 - math.log(3.0), -2.0 - math.log(0.5), -0.5)  # old / sampler = 3, .5, 1

@@ -239,6 +239,8 @@ def test_compat_quirks():
         ("sequential", True, True),  # the search count is not rewarded then
         ("direct", False, False),
         ("direct", True, True),
+        ("published", False, True),
+        ("published_sequential", True, True),
         ("toy", True, False),  # no example answer: the right answer would be taken for one
     ],
 )

@@ -240,14 +240,37 @@ def test_other_kinds_of_tokenizer_are_refused(tmp_path):
 
 def test_packaged_templates(tiny_tokenizer):
     """A template without its tags would never teach the grammar; the toy one must cost no tokens."""
-    assert prompts.packaged_templates() == ("compact", "direct", "parallel", "sequential", "toy")
+    assert prompts.packaged_templates() == (
+        "compact",
+        "direct",
+        "parallel",
+        "published",
+        "published_sequential",
+        "sequential",
+        "toy",
+    )
     texts = {name: prompts.load_template(name) for name in prompts.packaged_templates()}
     assert texts["toy"] == "{question}"
-    assert "##" in texts["parallel"] and "##" not in texts["sequential"]
+    for family in ("parallel", "sequential"), ("published", "published_sequential"):
+        assert "##" in texts[family[0]] and "##" not in texts[family[1]]
+    assert "do not depend" in texts["parallel"] and "depend" not in texts["published"], "the published one has no rule"
     assert "<search>" in texts["sequential"] and "<search>" not in texts["direct"]
     for text in texts.values():
         ids = prompts.render_prompt(tiny_tokenizer, text, "who </search> {x}<|im_end|>?")
         assert "who &lt;/search> {x}<|im_end|>?<|im_end|>" in tiny_tokenizer.decode(ids, control=True)
+
+
+def test_a_question_gets_one_question_mark(tiny_tokenizer):
+    """Published prompts end every question with `?`; a template without it must leave the question as it is."""
+
+    def ends(template, question):
+        text = tiny_tokenizer.decode(prompts.render_prompt(tiny_tokenizer, template, question), control=True)
+        return text.partition("Q: ")[2].partition("<|im_end|>")[0]
+
+    for question in ("who wrote it", " who wrote it? "):
+        assert ends("Q: {question}?", question) == "who wrote it?"
+    assert ends("Q: {question}", "who wrote it") == "who wrote it"
+    assert prompts.load_template("published").endswith("{question}?")
 
 
 def test_user_template(tmp_path):
