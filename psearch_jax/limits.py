@@ -70,6 +70,11 @@ def _validate_learning(config: Config) -> None:
     r, le, t, w = config.rollout, config.learning, config.train, config.reward
     if w.profile == "compat" and (w.outcome != "em" or w.search_penalty):
         raise UserError("config.reward: profile=compat requires outcome=em and search_penalty=0")
+    if w.parallelism == "critical_path" and (w.profile == "compat" or r.samples < 2):
+        raise UserError(
+            "config.reward.parallelism: found critical_path, which compares the rollouts of a group; accepted with "
+            "reward.profile=paper and rollout.samples of at least 2"
+        )
     if r.top_p < 1 or r.top_k > 0:
         # learning.importance_cap cannot correct for this: the recorded log-probs are taken before the filter.
         raise UserError(

@@ -141,11 +141,12 @@ class RewardParts:
     format: float
     decomposition: float
     search_count: float
+    critical_path: float = 0.0  # relative to the trajectory's group
 
     @property
     def total(self) -> float:
         """The reward. Advantages use it minus the length penalty (`rl.rewards.length_penalty`)."""
-        return self.outcome + self.format + self.decomposition + self.search_count
+        return self.outcome + self.format + self.decomposition + self.search_count + self.critical_path
 
 
 @dataclass(frozen=True)

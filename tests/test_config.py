@@ -129,6 +129,10 @@ CLOSED = {"source": "closed_world"}
             ["importance_cap=1.1", "old_logprobs=sampler"],
         ),
         ({"learning": {"dual_clip": 1.1}}, ["dual_clip=1.1", "1.2"]),
+        (
+            {"reward": {"parallelism": "critical_path"}, "rollout": {"samples": 1}},
+            ["config.reward.parallelism", "rollout.samples"],
+        ),
         ({"reward": {"profile": "compat", "outcome": "f1"}}, ["outcome=em", "profile=compat"]),
         ({"rollout": {"top_p": 0.9}, "learning": {"old_logprobs": "sampler"}}, ["top_p=0.9", "another distribution"]),
         ({"rollout": {"top_p": 0.0}, "learning": {"importance_cap": 2.0}}, ["config.rollout.top_p", "0.0"]),

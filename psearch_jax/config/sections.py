@@ -284,6 +284,21 @@ class RewardSection:
     search_count: float = setting(
         0.35, "Earns this x (1 - abs(searches - 1)); for a sequential question, this x (1 - max(0, 2 - searches))."
     )
+    parallelism: Literal["labelled", "critical_path"] = setting(
+        "labelled",
+        "What rewards parallel searches. `labelled`: `decomposition` and `search_count`, by the labelled kind of the "
+        "question, as published; `critical_path`: fewer model turns than the other right answers of the group (GRPO), "
+        "without labels.",
+    )
+    critical_path: float = setting(
+        0.5,
+        "With parallelism=critical_path, a right answer earns this x (1 - turns / mean turns of the group's right "
+        "answers), limited to half of it in both directions.",
+        at_least=0,
+    )
+    critical_path_steps: int = setting(
+        0, "Steps over which the weight `critical_path` falls linearly to 0; 0: it stays.", at_least=0
+    )
     mixed: Literal["sequential", "parallel"] = setting(
         "sequential", "Kind as which mixed questions (a comparison that contains a bridge) are rewarded."
     )

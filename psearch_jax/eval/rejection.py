@@ -45,7 +45,7 @@ def sample(
     out: Path,
     questions: Sequence[Question],
     roll_out: Callable[[Sequence[Question]], Sequence[Trajectory]],
-    reward: Callable[[Trajectory], RewardParts],
+    reward: Callable[[Sequence[Trajectory]], Sequence[RewardParts]],
     selection: Selection,
     settings: Mapping[str, Any],
     questions_per_part: int,
@@ -56,7 +56,9 @@ def sample(
     Args:
       out: the jsonl file; its parts are in `OUT.parts` until it is complete.
       roll_out: returns all rollouts of the questions, those of a question adjacent; in each process those of all
+      roll_out: returns all rollouts of the questions, those of a question adjacent; in each process those of all
         processes.
+      reward: the rewards of such rollouts.
       settings: everything that determines the rollouts, JSON-serialisable; a resuming call must pass the same.
       progress: called with (questions done, total questions).
 
@@ -99,11 +101,11 @@ def sample(
 def _part(
     trajectories: Sequence[Trajectory],
     questions: int,
-    reward: Callable[[Trajectory], RewardParts],
+    reward: Callable[[Sequence[Trajectory]], Sequence[RewardParts]],
     selection: Selection,
 ) -> dict[str, Any]:
     samples = len(trajectories) // questions
-    scored = [(t, reward(t)) for t in trajectories]
+    scored = list(zip(trajectories, reward(trajectories), strict=True))
     groups = [scored[i * samples : (i + 1) * samples] for i in range(questions)]
     kept = [pair for group in groups for pair in best_rollouts(group, selection)]
     totals: dict[str, float] = {"questions": questions}

@@ -132,6 +132,7 @@ def _reward_part(runs: Sequence[RunFiles], part: str) -> Chart:
     for kind in KINDS:
         for key, name in (("split", "split"), ("not_split", "not split")):
             lines += _lines(runs, f"reward/{kind}/{key}/{part}", kind, name, faint=key == "not_split")
+    lines = [line for line in lines if any(line.y)]  # a part that the reward does not have is always 0
     note = f"{_PARTS.get(part, '')} Mean over rollouts that split; faint: over those that do not."
     return Chart(f"reward_{part}", "Reward", f"Reward: {part.replace('_', ' ')}", note.strip(), lines)
 

@@ -2,14 +2,20 @@
 
 It has four parts: whether the answer is correct (`outcome`), whether the grammar is valid (`format`), whether the
 question was split exactly when it should be (`decomposition`), and whether the number of searches matches its kind
-(`search_count`). No text is parsed here.
+(`search_count`). The last two read the labelled kind of the question. `with_critical_path` can replace them without
+labels. No text is parsed here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from psearch_jax.config import RewardSection
 from psearch_jax.text.answers import exact_match, f1
 from psearch_jax.types import Kind, RewardParts, Trajectory
+
+MAX_BONUS = 0.5  # maximum of the relative shortening of the critical path
 
 
 def paper_reward(trajectory: Trajectory, reward: RewardSection) -> RewardParts:
@@ -26,7 +32,7 @@ def paper_reward(trajectory: Trajectory, reward: RewardSection) -> RewardParts:
     form = format_part(worth, trajectory.answer is not None, trajectory.well_formed, reward)
     searches = len(trajectory.executed)
     penalty = reward.search_penalty * searches
-    if reward.gate_bonus_on_outcome and not right:
+    if reward.parallelism == "critical_path" or (reward.gate_bonus_on_outcome and not right):
         return RewardParts(worth, form, 0.0, -penalty)
     decomposition = decomposition_part(kind, trajectory.decomposed, reward.decomposition)
     return RewardParts(worth, form, decomposition, count_part(kind, searches, reward.search_count) - penalty)
@@ -54,6 +60,42 @@ def count_part(kind: Kind, searches: int, weight: float) -> float:
     """weight * (1 - distance); distance is |searches - 1|, or max(0, 2 - searches) for a sequential question."""
     distance = max(0, 2 - searches) if kind == "sequential" else abs(searches - 1)
     return weight * (1 - distance)
+
+
+def with_critical_path(
+    parts: Sequence[RewardParts], trajectories: Sequence[Trajectory], reward: RewardSection, step: int
+) -> list[RewardParts]:
+    """Adds the bonus of reward.parallelism=critical_path: right answers earn more, the shorter their critical path.
+
+    The critical path is the number of model turns: sub-queries of one search run at once, searches in different turns
+    do not. A right answer gets w * clip(1 - turns / mean, -MAX_BONUS, MAX_BONUS). The mean is over the right answers
+    to its question; w is reward.critical_path, which falls linearly to 0 over `critical_path_steps` steps. No label of
+    the question is read. Wrong answers neither get a bonus nor count towards the mean, so that answering early does
+    not pay. Centring and clipping are as in P-GRPO (arXiv 2512.07843), the annealing as in PARL (arXiv 2602.02276).
+
+    Args:
+      parts, trajectories: N of each, in complete groups.
+      step: training steps taken before.
+
+    Returns:
+      N rewards; the given ones with parallelism=labelled.
+    """
+    if reward.parallelism == "labelled":
+        return list(parts)
+    steps = reward.critical_path_steps
+    weight = reward.critical_path * (max(0.0, 1.0 - step / steps) if steps else 1.0)
+    groups: dict[bytes, list[int]] = {}
+    for i, trajectory in enumerate(trajectories):
+        if exact_match(trajectory.answer, trajectory.question.answers):
+            groups.setdefault(trajectory.question.identity, []).append(i)
+    out = list(parts)
+    for rows in groups.values():
+        mean = sum(trajectories[i].model_calls for i in rows) / len(rows)
+        for i in rows:
+            shortened = 1.0 - trajectories[i].model_calls / mean
+            bonus = weight * min(max(shortened, -MAX_BONUS), MAX_BONUS)
+            out[i] = replace(parts[i], critical_path=bonus)
+    return out
 
 
 def length_penalty(trajectory: Trajectory, reward: RewardSection, penalise_unfinished: bool, context: int) -> float:

@@ -22,7 +22,7 @@ from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.rl import gae
 from psearch_jax.rl.advantages import carry_signal, group_advantages, trained_rows
 from psearch_jax.rl.batch import make_batch, mini_batches
-from psearch_jax.rl.rewards import length_penalty
+from psearch_jax.rl.rewards import length_penalty, with_critical_path
 from psearch_jax.rollout.usage import Usage
 from psearch_jax.runtime import processes, progress
 from psearch_jax.runtime.metrics import MetricsWriter, cut_jsonl, mean
@@ -232,7 +232,7 @@ def rollouts_of_step(run: Run, questions: Sequence[Question], step: int, times: 
             seen = set(map(_group, rollouts.trajectories))
             fresh = [t for t in collected if _group(t) not in seen]
         with run.phase("reward", times):
-            _reward(run, rollouts, fresh)
+            _reward(run, rollouts, fresh, step)
             rollouts.advantages = _advantages(run, rollouts)
         enough = carry_signal(rollouts.advantages, config.rollout.samples).sum() >= config.train.prompts
         if enough or rollouts.draws > config.train.dynamic_sampling_rounds:
@@ -261,12 +261,12 @@ def _rollout(run: Run, sampling: nnx.State, questions: Sequence[Question], step:
         return processes.in_order(own, samples)  # from here on every process computes the same
 
 
-def _reward(run: Run, rollouts: Rollouts, fresh: Sequence[Trajectory]) -> None:
+def _reward(run: Run, rollouts: Rollouts, fresh: Sequence[Trajectory], step: int) -> None:
     """Adds trajectories and their rewards to the step's rollouts."""
-    section, context = run.config.rollout, run.config.rollout.context_tokens
-    for trajectory in fresh:
-        parts = run.reward(trajectory)
-        penalty = length_penalty(trajectory, run.config.reward, section.unfinished == "penalise", context)
+    section, reward, context = run.config.rollout, run.config.reward, run.config.rollout.context_tokens
+    rewards = with_critical_path([run.reward(t) for t in fresh], fresh, reward, step)
+    for trajectory, parts in zip(fresh, rewards, strict=True):
+        penalty = length_penalty(trajectory, reward, section.unfinished == "penalise", context)
         rollouts.trajectories.append(trajectory)
         rollouts.rewards.append(parts)
         rollouts.totals.append(parts.total - penalty)

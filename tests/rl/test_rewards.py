@@ -2,16 +2,18 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rendered import parse_transcript
 
 from psearch_jax.assembly import build
-from psearch_jax.config import RewardSection, from_mapping
+from psearch_jax.config import Config, RewardSection, from_mapping
 from psearch_jax.rl.compat import check_examples, compat_reward, compat_score, valid_transcript
-from psearch_jax.rl.rewards import format_part, length_penalty, paper_reward
+from psearch_jax.rl.rewards import format_part, length_penalty, paper_reward, with_critical_path
 from psearch_jax.text.prompts import load_template
+from psearch_jax.train import trainer
 from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage
 
@@ -129,6 +131,58 @@ def test_format_by_the_answers_worth():
     assert ill == pytest.approx([0.3, 0.15 - 0.1, -0.2])
     assert [format_part(worth, True, True, weights) for worth in (0.0, 0.5, 1.0)] == pytest.approx([0.2, 0.1, 0.0])
     assert format_part(0.0, False, False, weights) == 0
+
+
+def with_turns(searches, answer="Ada", question="1"):
+    """A trajectory with these searches (`trajectory`) of a named question."""
+    t = trajectory("single", searches, answer)
+    return replace(t, question=replace(t.question, id=question))
+
+
+def test_a_critical_path_is_rewarded_without_labels():
+    """A bonus that a wrong answer gets, that reads the kind, or that compares rollouts of different questions."""
+    reward = RewardSection(parallelism="critical_path", critical_path=0.4)
+    rollouts = [
+        with_turns([2]),  # 2 model turns
+        with_turns([1, 1]),  # 3
+        with_turns([1, 1, 1]),  # 4: the mean of the right answers is 3
+        with_turns([], "Bob"),  # wrong after a single turn
+        with_turns([1], question="2"),  # the only right answer of its group
+        with_turns([1], "Bob", question="2"),
+        with_turns([], question="3"),  # 1 turn; the mean is 5.5, so both reach the limit
+        with_turns([1] * 9, question="3"),
+    ]
+    relabelled = [replace(t, question=replace(t.question, kind="parallel")) for t in rollouts]
+
+    def bonuses(section, step, trajectories=rollouts):
+        without = [paper_reward(t, section) for t in trajectories]
+        assert all(p.decomposition == p.search_count == p.critical_path == 0 for p in without)
+        rewards = with_critical_path(without, trajectories, section, step)
+        bonus = [p.critical_path for p in rewards]
+        np.testing.assert_allclose([p.total for p in rewards], np.add(bonus, [p.total for p in without]))
+        return bonus
+
+    expected = [0.4 / 3, 0, -0.4 / 3, 0, 0, 0, 0.2, -0.2]
+    np.testing.assert_allclose(bonuses(reward, 0), expected, atol=1e-12)
+    np.testing.assert_allclose(bonuses(reward, 7, relabelled), expected, atol=1e-12)
+    for step, share in ((0, 1.0), (5, 0.5), (10, 0.0), (99, 0.0)):
+        annealed = bonuses(replace(reward, critical_path_steps=10), step)
+        np.testing.assert_allclose(annealed, share * np.array(expected), atol=1e-12)
+    labelled = [paper_reward(t, WEIGHTS) for t in rollouts]
+    assert with_critical_path(labelled, rollouts, WEIGHTS, 0) == labelled
+
+
+def test_the_critical_path_reaches_the_advantages():
+    """The trainer would compute the bonus and learn from the reward without it."""
+    reward = RewardSection(parallelism="critical_path")
+    config = replace(Config(), reward=reward)
+    run = SimpleNamespace(config=config, reward=lambda t: paper_reward(t, reward))
+    rollouts = trainer.Rollouts()
+    trainer._reward(run, rollouts, [with_turns([2]), with_turns([1, 1])], 0)
+    assert [parts.critical_path for parts in rollouts.rewards] == pytest.approx([0.1, -0.1])
+    assert rollouts.totals == pytest.approx([1.1, 0.9])
+    advantages = trainer._advantages(run, rollouts)
+    assert advantages[0] > 0 > advantages[1]
 
 
 def test_what_fills_the_context_is_charged_by_the_end():
