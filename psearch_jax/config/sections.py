@@ -256,6 +256,11 @@ class RolloutSection:
         resume=FREE,
     )
     label_subqueries: bool = setting(True, "Writes each sub-query above its passages when a search has several.")
+    deduplicate: bool = setting(
+        False,
+        "A passage that several sub-queries of a search return is shown once; the later ones refer to it. The saved "
+        "tokens go to other passages.",
+    )
     initial_search: bool = setting(False, "Searches for the question itself before the first sampled token.")
     unfinished: Literal["train", "mask", "penalise"] = setting(
         "train",

@@ -50,10 +50,11 @@ class Observations:
 
     tokens: int  # budget of one observation
     label_subqueries: bool = True
+    deduplicate: bool = False
 
     @classmethod
     def of(cls, rollout: RolloutSection) -> Observations:
-        return cls(rollout.obs_tokens, rollout.label_subqueries)
+        return cls(rollout.obs_tokens, rollout.label_subqueries, rollout.deduplicate)
 
 
 def encode_transcript(
@@ -84,7 +85,12 @@ def encode_transcript(
                 observed = tokenizer.next_user_message(CORRECTIVE_MESSAGE.strip(), observations.tokens)
         elif not last:
             observed = render_observation(
-                turn.queries, turn.passages, encode, observations.tokens, observations.label_subqueries
+                turn.queries,
+                turn.passages,
+                encode,
+                observations.tokens,
+                observations.label_subqueries,
+                observations.deduplicate,
             )
         ids += reply + observed
         mask += [turn.trained] * len(reply) + [False] * len(observed)

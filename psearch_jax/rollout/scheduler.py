@@ -373,8 +373,10 @@ class RolloutScheduler:
     def _observation(self, queries: Sequence[str], passages: Sequence[Sequence[Passage]], length: int) -> list[int]:
         room = self.rollout.context_tokens - length - 1
         budget = max(tags.MIN_OBSERVATION_TOKENS, min(self.rollout.obs_tokens, room))
-        encode, label = self.parts.tokenizer.encode_foreign, self.rollout.label_subqueries
-        return tags.render_observation(queries, passages, encode, budget, label)
+        encode, rollout = self.parts.tokenizer.encode_foreign, self.rollout
+        return tags.render_observation(
+            queries, passages, encode, budget, rollout.label_subqueries, rollout.deduplicate
+        )
 
     def _append(self, continuations: Sequence[_Continuations], lengths: Mapping[int, int] | np.ndarray) -> None:
         """Appends every process's chunks to their rows, which hold `lengths` tokens, and starts their next turns."""

@@ -209,6 +209,10 @@ def test_sub_queries_stand_beside_their_own_passages():
     assert written(400, n=1) == complete[:1]
     cut = written(90)
     assert cut[0] == ["(One) first"] and cut[2] == ["third"]
+    again = (passages[0], passages[0], passages[2])
+    ids = tags.render_observation(queries, again, lambda text: list(text.encode()), 400, deduplicate=True)
+    references = ["(One) see above", "(Two) see above"]
+    assert passage_lines(bytes(ids).decode(), queries, [2, 2, 1]) == [complete[0], references, ["third"]]
     assert passage_lines(None, queries, [2, 0, 1]) == [[], [], []]
 
 
