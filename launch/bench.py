@@ -2,6 +2,7 @@
 
     python launch/bench.py retrieval --json=FILE  vector search, batching and encoder speed
     python launch/bench.py recall --questions=FILE --corpus=FILE --json=FILE  recall of the retrievers
+    python launch/bench.py merging --questions=FILE --index=DIR --tokenizer=DIR  facts that an observation shows
     python launch/bench.py corpus --json=FILE     opening and reading a large corpus
     python launch/bench.py questions --json=FILE  preparing and opening a large question set
     python launch/bench.py world --json=FILE      what closed-world questions reveal without a policy
@@ -27,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS = {  # the folders of benchmarks/
     "speed": ("latency", "rollout", "scale", "step", "update", "users", "weights"),
-    "search": ("corpus", "recall", "retrieval"),
+    "search": ("corpus", "merging", "recall", "retrieval"),
     "quality": ("cold_start", "methods", "questions", "triples", "world"),
 }
 SUBJECTS = {subject: group for group, subjects in GROUPS.items() for subject in subjects}

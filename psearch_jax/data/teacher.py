@@ -86,31 +86,37 @@ def _searches(rounds: Rounds, split: bool) -> list[tuple[list[str], list[Triple]
     first, *later = rounds
     searches: list[tuple[list[str], list[Triple]]] = []
     if split:
-        queries = [_query(triple) for triple in first]
+        queries = [query_of(triple) for triple in first]
         if len(queries) == 1:  # no second independent fact: the next fact by its path, or only the entity
             path = [first[0].relation, *(r[0].relation for r in later[:1])]
             queries.append(f"{first[0].entity} {' '.join(path)}" if later else first[0].entity)
         searches.append((queries, list(first)))
     else:
-        searches += [([_query(triple)], [triple]) for triple in first]
+        searches += [([query_of(triple)], [triple]) for triple in first]
     for r in later:
         if split or len(first) > 1:
-            searches.append(([_query(triple) for triple in r], list(r)))
+            searches.append(([query_of(triple) for triple in r], list(r)))
         else:
-            searches += [([_query(triple)], [triple]) for triple in r]
+            searches += [([query_of(triple)], [triple]) for triple in r]
     return searches
 
 
-def _query(triple: Triple) -> str:
+def query_of(triple: Triple) -> str:
+    """The sub-query that looks up one fact."""
     return f"{triple.entity} {triple.relation}"
 
 
 def _stated(fact: Triple, passages: Sequence[Passage]) -> bool:
     """Whether one of the passages contains the fact's value; a date in any spelling."""
-    date = parse_date(fact.value)
-    wanted = [normalise(spelling) for spelling in (fact.value, *(date.spellings if date else ()))]
+    wanted = list(map(normalise, spellings_of(fact)))
     texts = [normalise(f"{passage.title} {passage.text}") for passage in passages]
     return any(value in text for value in wanted for text in texts)
+
+
+def spellings_of(fact: Triple) -> tuple[str, ...]:
+    """The fact's value as a passage may write it; a date with the day first or the month first."""
+    date = parse_date(fact.value)
+    return (fact.value, *(date.spellings if date else ()))
 
 
 def transcript_row(question: Question, turns: Sequence[TranscriptTurn]) -> dict:

@@ -74,6 +74,32 @@ def test_recall(shared_data, tmp_path):
     assert "| hashing + BM25 |" in done.stdout
 
 
+def test_merging(tmp_path, wordy_policy):
+    """Facts would count as shown though the budget cut them, or a passage that is shown once would count as missing."""
+    rows = [
+        {"id": "a", "title": "Ada Lovelace", "text": "She wrote notes. " * 30 + "She was born in London."},
+        {"id": "b", "title": "Alan Turing", "text": "Alan Turing was born in Maida Vale."},
+    ]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evidences = [["Ada Lovelace", "birthplace", "London"], ["Alan Turing", "birthplace", "Maida Vale"]]
+    asked = {"id": "1", "question": "Were Ada Lovelace and Alan Turing born in the same city?"}
+    asked |= {"golden_answers": ["yes"], "metadata": {"type": "comparison", "evidences": evidences}}
+    (tmp_path / "asked.jsonl").write_text(json.dumps(asked) + "\n")
+    build = [f"--corpus={tmp_path / 'corpus.jsonl'}", "--encoder=bm25", f"--out={tmp_path / 'index'}"]
+    subprocess.run([sys.executable, str(PROGRAM.parent / "build_index.py"), *build], check=True, capture_output=True)
+    files = [f"--questions={tmp_path / 'asked.jsonl'}", f"--index={tmp_path / 'index'}", f"--tokenizer={wordy_policy}"]
+    done = bench("merging", *files, "--topk=2", f"--json={tmp_path / 'out.json'}")
+    lines = json.loads((tmp_path / "out.json").read_text())["merging"]
+    by_search = {(line["search"], line["deduplicate"]): line for line in lines if line["kind"] == "all"}
+    assert [line["facts"] for line in lines] == [2] * 10, "all questions, and those of the kind parallel"
+    for line in by_search.values():
+        assert line["facts_shown"][-1] == 1, "without a budget every passage is there, as text or as a reference"
+        assert line["facts_shown"] == sorted(line["facts_shown"]) and line["facts_shown"][0] < 1
+    for search in ("sub-queries", "both"):
+        assert by_search[search, True]["tokens"] < by_search[search, False]["tokens"]
+    assert "| all | 2 | both | yes |" in done.stdout
+
+
 def test_help_lists_every_benchmark():
     """`--help` would be taken for a benchmark's name, or would not list every benchmark."""
     help_text = bench("--help").stdout
