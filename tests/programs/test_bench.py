@@ -75,10 +75,10 @@ def test_recall(shared_data, tmp_path):
 
 
 def test_merging(tmp_path, wordy_policy):
-    """Facts would count as shown though the budget cut them, or a passage that is shown once would count as missing."""
+    """Facts would count as shown though the budget cut them, or a passage shown once would count as missing."""
     rows = [
-        {"id": "a", "title": "Ada Lovelace", "text": "She wrote notes. " * 30 + "She was born in London."},
-        {"id": "b", "title": "Alan Turing", "text": "Alan Turing was born in Maida Vale."},
+        {"id": "a", "title": "Ada Lovelace", "text": "She wrote notes. " * 30 + "Born in London."},
+        {"id": "b", "title": "Alan Turing", "text": "Alan Turing, born in Maida Vale, read Ada Lovelace."},
     ]
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     evidences = [["Ada Lovelace", "birthplace", "London"], ["Alan Turing", "birthplace", "Maida Vale"]]
