@@ -33,13 +33,23 @@ class TeacherOptions:
 
 
 def rounds_of(question: Question) -> Rounds:
-    """The triples that a question needs, by rounds; empty if its metadata has neither `rounds` nor `evidences`."""
+    """The triples that a question needs, by rounds; empty if its metadata has neither `rounds` nor `evidences`.
+
+    Evidences that are not all triples of strings count as none: other data sets use the name for something else.
+    """
     metadata = question.metadata
     if "rounds" in metadata:
         return tuple(
             tuple(Triple(entity, relation, value) for relation, entity, value in r) for r in metadata["rounds"]
         )
-    return dependency_rounds([Triple(*triple) for triple in metadata.get("evidences", [])])
+    evidences = metadata.get("evidences", [])
+    if not all(_is_triple(evidence) for evidence in evidences):
+        return ()
+    return dependency_rounds([Triple(*evidence) for evidence in evidences])
+
+
+def _is_triple(evidence: object) -> bool:
+    return isinstance(evidence, Sequence) and len(evidence) == 3 and all(isinstance(part, str) for part in evidence)
 
 
 def teach(

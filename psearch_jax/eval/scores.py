@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from psearch_jax.data.kinds import MUSIQUE_GRAPHS
+from psearch_jax.eval.plans import plan_counts
 from psearch_jax.eval.surface import looks_parallel
 from psearch_jax.runtime.metrics import mean
 from psearch_jax.text.answers import exact_match, f1, normalise
@@ -48,6 +49,11 @@ class Score:
     label: str | None = None  # how the question's facts depend on one another, labelled manually
     chance: float | None = None  # EM of a random guess among the question's possible answers, if known
     looks_parallel: bool = False  # by a heuristic on the question's words (surface.py)
+    # Pairs of entities in the question's dependency plan, and those searched as the plan allows (plans.py).
+    independent: int = 0
+    at_once: int = 0
+    dependent: int = 0
+    in_order: int = 0
 
     @property
     def split(self) -> bool:
@@ -83,6 +89,7 @@ def score(t: Trajectory) -> Score:
         label=question.metadata.get("dependency"),
         chance=question.metadata.get("chance"),
         looks_parallel=looks_parallel(question.text),
+        **asdict(plan_counts(t)),
     )
 
 
@@ -93,8 +100,9 @@ def summarise(scores: Sequence[Score]) -> dict[str, float]:
     """Means over trajectories; `llm_calls` is the sum of all turns, `questions` the number of distinct questions.
 
     `decomposition_ratio`: share whose first search had two or more sub-queries. `decomposition_accuracy`: see
-    `splitting`, absent if no question counts. `chance`: EM of a random guess, absent unless known for every score.
-    Without scores only `questions` is present.
+    `splitting`, absent if no question counts. `independent_at_once`, `dependent_in_order`: the share of pairs of
+    entities that were searched as the question's dependency plan allows (plans.py), absent without such pairs.
+    `chance`: EM of a random guess, absent unless known for every score. Without scores only `questions` is present.
     """
     if not scores:
         return {"questions": 0}
@@ -112,6 +120,12 @@ def summarise(scores: Sequence[Score]) -> dict[str, float]:
     accuracy = splitting(scores)["accuracy"]
     if accuracy is not None:
         figures["decomposition_accuracy"] = accuracy
+    for name, pairs, followed in (
+        ("independent_at_once", "independent", "at_once"),
+        ("dependent_in_order", "dependent", "in_order"),
+    ):
+        if total := sum(getattr(s, pairs) for s in scores):
+            figures[name] = sum(getattr(s, followed) for s in scores) / total
     if all(s.chance is not None for s in scores):
         figures["chance"] = mean(s.chance for s in scores)
     rounded = {name: round(value, DIGITS) for name, value in figures.items()}
@@ -321,8 +335,8 @@ def to_row(s: Score) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any]) -> Score:
-    """A score from a row, which may have other fields too."""
-    return Score(**{name: row[name] for name in Score.__dataclass_fields__})
+    """A score from a row, which may have other fields too, and lack those that have defaults."""
+    return Score(**{f.name: row[f.name] for f in fields(Score) if f.name in row or f.default is MISSING})
 
 
 # ---- helpers ----

@@ -22,6 +22,13 @@ PAIRED = {
 }
 
 
+# The figures of a summary about dependency plans, and their titles.
+PLANS = {
+    "independent_at_once": "independent pairs searched at once",
+    "dependent_in_order": "dependent pairs searched in order",
+}
+
+
 def share(value: float | None) -> str:
     """A share as papers print it: `.229`, `1.000`; empty for None."""
     return "" if value is None else f"{value:.3f}".removeprefix("0")
@@ -34,7 +41,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def results(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:
-    """All tables for `figures` by benchmark name: results, finished by turn, pass@k, splitting, graphs."""
+    """All tables for `figures` by benchmark name: results, finished by turn, pass@k, splitting, plans, graphs."""
     parts = [
         results_table(benchmarks, policy),
         "Cumulative share of trajectories that have answered by each turn:\n\n" + finished_table(benchmarks),
@@ -42,6 +49,8 @@ def results(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:
     if any("pass_at" in report["all"] for report in benchmarks.values()):
         parts.append("With several samples per question:\n\n" + samples_table(benchmarks))
     parts.append("Decomposition of the first search, regardless of the answer:\n\n" + splitting_table(benchmarks))
+    if any(name in report["all"] for report in benchmarks.values() for name in PLANS):
+        parts.append("Searches that follow the question's dependency plan:\n\n" + plans_table(benchmarks))
     if any("graphs" in report for report in benchmarks.values()):
         parts.append("By MuSiQue's reasoning graphs:\n\n" + graphs_table(benchmarks))
     return "\n\n".join(parts)
@@ -158,6 +167,17 @@ def _splitting_rows(name: str, note: str, decisions: Mapping[str, Any]) -> list[
         ]
         rows.append([name, f"all except mixed{note}", "", "", "", *quality])
     return rows
+
+
+def plans_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
+    """The share of pairs of entities that were searched as the dependency plans allow, per kind."""
+    rows = [["benchmark", "question type", *PLANS.values()]]
+    for name, report in benchmarks.items():
+        for kind, values in {"all": report["all"], **report["kinds"]}.items():
+            shares = [share(values.get(key)) for key in PLANS]
+            if any(shares):
+                rows.append([name, kind, *shares])
+    return table(rows)
 
 
 def graphs_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
