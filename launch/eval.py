@@ -194,9 +194,9 @@ def main(_: list[str]) -> None:
     results = {name: figures(rows, sorted(set(K.value))) for name, rows in scores.items()}
     text = tables.results(results, config.method)
     if any(benchmark.closed_world for benchmark in loaded):
-        notes = ["Published figures (arXiv 2508.09303) are for the real sets; these questions are fictional."]
+        notes = ["Published figures are for the real sets; these questions are fictional."]
     else:
-        notes = ["Published figures (arXiv 2508.09303) are for the complete sets."]
+        notes = ["Published figures are for the complete sets, with various retrievers."]
     if passages:
         rows, name, digest = (passages[key] for key in ("rows", "corpus", "corpus_sha256"))
         corpus = (

@@ -2,8 +2,10 @@
 
 jsonl        {"id", "question", "golden_answers": [..], "metadata": {"type": ..}}, or MuSiQue's own rows with `answer`
              and `answer_aliases`
-JSON array   HotpotQA's and 2WikiMultiHopQA's own {"_id", "question", "answer", "type"}, and MultiHop-RAG's
-             {"query", "answer", "question_type"}, which has no ids: a question's index in the array is its id
+JSON array   HotpotQA's and 2WikiMultiHopQA's own {"_id", "question", "answer", "type"}; MultiHop-RAG's
+             {"query", "answer", "question_type"}, which has no ids: a question's index in the array is its id; and
+             FanOutQA's {"id", "question", "decomposition", "answer"}, whose answers are values, lists or objects
+jsonl        BrowseComp-Plus's decrypted {"query_id", "query", "answer"}
 parquet      columns `data_source`, `prompt` (chat messages), `reward_model.ground_truth.target` and `extra_info` with
              `index` and `type`
 """
@@ -11,11 +13,11 @@ parquet      columns `data_source`, `prompt` (chat messages), `reward_model.grou
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from psearch_jax.data.kinds import KIND_OF_LABEL, MUSIQUE_GRAPHS, UNLABELLED, musique_graph
+from psearch_jax.data.kinds import KIND_OF_LABEL, MUSIQUE_GRAPHS, UNLABELLED, kind_of_steps, musique_graph
 from psearch_jax.runtime.paths import locate
 from psearch_jax.types import Kind, Question, UserError, first_line
 from retrieval.protocol import as_utf8
@@ -143,7 +145,7 @@ def _array_rows(path: Path) -> Iterator[tuple[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a JSON array ({error}), accepted: {_ACCEPTED}") from None
     for number, element in enumerate(elements, 1):
-        if isinstance(element, dict) and "query" in element and not {"id", "_id"} & set(element):
+        if isinstance(element, dict) and "query" in element and not {"id", "_id", "query_id"} & set(element):
             element = {**element, "id": number - 1}
         yield f"{path}: element {number}", element
 
@@ -172,6 +174,8 @@ def from_json(row: Any, source: str | None, stem: str, where: str) -> Question:
     """The question in a row of jsonl or of an array, with FlashRAG's field names or the set's own."""
     if not isinstance(row, dict):
         raise UserError(f"{where}: {type(row).__name__} found, accepted: an object")
+    if "decomposition" in row and "golden_answers" not in row:
+        return _from_fanout(row, source, stem, where)
     metadata = _record(row, "metadata", where)
     label_field = next((name for name in ("type", "question_type") if row.get(name)), "metadata.type")
     label = metadata.get("type") if label_field == "metadata.type" else row[label_field]
@@ -180,7 +184,7 @@ def from_json(row: Any, source: str | None, stem: str, where: str) -> Question:
     answers = _answers(row.get(answer_field), answer_field, where)
     if answer_field == "answer" and row.get("answer_aliases"):
         answers += _answers(row["answer_aliases"], "answer_aliases", where, needed=False)
-    id_field = "_id" if "_id" in row and "id" not in row else "id"
+    id_field = next((name for name in ("id", "_id", "query_id") if name in row), "id")
     graph = next(filter(None, map(musique_graph, (row.get("id"), metadata.get("id")))), None)
     kept = _metadata(metadata, row.get("prompt"), where)
     if label_field != "metadata.type":
@@ -195,6 +199,36 @@ def from_json(row: Any, source: str | None, stem: str, where: str) -> Question:
         kind=MUSIQUE_GRAPHS[graph].kind if graph and not label else _kind(label, label_field, where),
         metadata=kept,
     )
+
+
+def _from_fanout(row: dict[str, Any], source: str | None, stem: str, where: str) -> Question:
+    """A question of FanOutQA: its answer as one string and in parts, and its kind from the human decomposition."""
+    answer, steps = row.get("answer"), row["decomposition"]
+    pairs = list(answer.items()) if isinstance(answer, dict) else None
+    values = [part for pair in pairs for part in pair] if pairs else answer if isinstance(answer, list) else [answer]
+    if not values or not all(isinstance(value, (str, int, float)) for value in values):
+        raise UserError(f"{where}: field answer: {_shown(answer)} found, accepted: a value, a list or an object")
+    if not isinstance(steps, list) or not all(isinstance(step, dict) and "id" in step for step in steps):
+        raise UserError(f"{where}: field decomposition: {_shown(steps)} found, accepted: a list of sub-questions")
+    parts = ["yes" if v is True else "no" if v is False else str(v) for v in values]
+    written = [f"{parts[i]}: {parts[i + 1]}" for i in range(0, len(parts), 2)] if pairs else parts
+    titles = list(dict.fromkeys(_evidence_titles(steps)))
+    return Question(
+        source=source or stem,
+        id=_identifier(row.get("id"), "id", where),
+        text=_text(row.get("question"), "question", where),
+        answers=(", ".join(written),),
+        kind=kind_of_steps({step["id"]: step.get("depends_on") or () for step in steps}),
+        metadata={"answer_parts": parts, **({"supporting_titles": titles} if titles else {})},
+    )
+
+
+def _evidence_titles(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for step in steps:
+        evidence = step.get("evidence")
+        if isinstance(evidence, dict) and isinstance(evidence.get("title"), str):
+            yield evidence["title"]
+        yield from _evidence_titles(step.get("decomposition") or ())
 
 
 def _from_parquet(row: dict[str, Any], source: str | None, stem: str, where: str) -> Question:

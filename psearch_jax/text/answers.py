@@ -29,6 +29,15 @@ def f1(prediction: str | None, golds: Sequence[str]) -> float:
     return max((_token_f1(normalise(prediction).split(), normalise(gold).split()) for gold in golds), default=0.0)
 
 
+def loose_accuracy(prediction: str | None, parts: Sequence[str]) -> float:
+    """The share of the parts of an answer that occur in the prediction as complete words (FanOutQA, arXiv 2402.14116).
+
+    Their scorer also lemmatises, which finds inflected forms that this one misses.
+    """
+    text = f" {normalise(prediction or '')} "
+    return sum(f" {normalise(part)} " in text for part in parts) / len(parts)
+
+
 def _token_f1(prediction: list[str], gold: list[str]) -> float:
     if not prediction or not gold:
         return float(prediction == gold)

@@ -195,6 +195,56 @@ def test_array_of_multihop_rag(tmp_path):
     assert len(skipped) == 1 and "element 2" in skipped[0]
 
 
+def fanout_step(name, title, needs=(), steps=()):
+    evidence = None if steps else {"pageid": 1, "revid": 2, "title": title, "url": "u"}
+    return {"id": name, "question": title, "decomposition": list(steps), "depends_on": list(needs), "answer": 1} | {
+        "evidence": evidence
+    }
+
+
+def test_array_of_fanoutqa(tmp_path):
+    """Structured answers would be refused, or a question would get a kind that its decomposition contradicts."""
+    listed = fanout_step("a", "List of rivers")
+    nested = fanout_step("c", "", ["a"], [fanout_step("c1", "Rhine")])
+    rows = [
+        {
+            "id": "1",
+            "question": "How long?",
+            "answer": {"Rhine": 1233, "Elbe": True},
+            "decomposition": [listed, nested],
+        },
+        {"id": "2", "question": "Which?", "answer": ["Rhine", "Elbe"]}
+        | {"decomposition": [fanout_step("x", "Rhine"), fanout_step("y", "Elbe")]},
+        {"id": "3", "question": "When?", "answer": 1233.5, "decomposition": []},
+        {"id": "4", "question": "Who?", "answer": "Ada"}
+        | {"decomposition": [nested, listed, fanout_step("d", "Elbe", ["a"]), fanout_step("e", "Oder", ["gone"])]},
+    ]
+    (tmp_path / "fanout.json").write_text(json.dumps(rows))
+    questions = read_questions(tmp_path / "fanout.json")
+    assert [q.answers for q in questions] == [("Rhine: 1233, Elbe: yes",), ("Rhine, Elbe",), ("1233.5",), ("Ada",)]
+    assert [q.kind for q in questions] == ["sequential", "parallel", "single", "mixed"]
+    assert questions[0].metadata == {
+        "answer_parts": ["Rhine", "1233", "Elbe", "yes"],
+        "supporting_titles": ["List of rivers", "Rhine"],
+    }
+    for field, value in (("answer", None), ("answer", [[1]]), ("answer", {}), ("decomposition", "a ## b")):
+        (tmp_path / "bad.json").write_text(json.dumps([{**rows[0], field: value}]))
+        with pytest.raises(UserError, match=f"bad.json: element 1: field {field}: "):
+            read_questions(tmp_path / "bad.json")
+
+
+def test_rows_of_browsecomp_plus(tmp_path):
+    """The id would be looked for under another name, or documents of megabytes be kept with every question."""
+    documents = [{"docid": "7", "text": "long"}]
+    row = {"query_id": "12", "query": "Who?", "answer": "Ada", "gold_docs": documents, "negative_docs": documents}
+    (tmp_path / "decrypted.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "decrypted.json").write_text(json.dumps([row]))
+    for name in ("decrypted.jsonl", "decrypted.json"):
+        (question,) = read_questions(tmp_path / name)
+        assert (question.id, question.text, question.answers, question.kind) == ("12", "Who?", ("Ada",), "single")
+        assert question.metadata == {}
+
+
 def test_rows_of_musique(tmp_path):
     """The graph lost in MuSiQue's own rows or in FlashRAG's: branching questions would count as chains."""
     own = {

@@ -42,7 +42,10 @@ def test_files_and_memory_give_the_same_answers(files, tmp_path):
     run("build_index.py", f"--corpus={files[1]}", "--encoder=hashing", f"--out={tmp_path / 'index'}")
     benchmark = f"--benchmark=multihoprag:{files[0]}"
     output = run("eval.py", *TOY, benchmark, f"--index={tmp_path / 'index'}", f"--out={tmp_path / 'files'}")
-    assert "| multihoprag | parallel | ParallelSearch, Qwen2.5-7B-Instruct (published) | .641 |" in output
+    assert (
+        "| multihoprag | parallel | ParallelSearch, Qwen2.5-7B-Instruct (published, arXiv 2508.09303) | .641 |"
+        in output
+    )
     closed_world = [f"--benchmark=closed_world:{kind}" for kind in ("parallel", "sequential")]
     run("eval.py", *TOY, *closed_world, "--count=12", f"--out={tmp_path / 'memory'}")
     (through_files,) = read_scores(tmp_path / "files").values()
