@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from psearch_jax.config import DecoderConfig, Lora, Remat
+from psearch_jax.models import ragged
 from psearch_jax.models.attention import Implementation
 from psearch_jax.models.attention.scores import ATTENDED, NEG_INF
 from psearch_jax.models.int8 import Scales
 from psearch_jax.models.kv_cache import KVCache
-from psearch_jax.models.layer import LayerContext, layer, rms_norm, rope_cos_sin
+from psearch_jax.models.layer import LayerContext, decodes_by_length, layer, rms_norm, rope_cos_sin
 from psearch_jax.models.lora import Adapters
 from psearch_jax.models.products import precision, product, product_across
 from psearch_jax.models.transposed import Transposed
@@ -158,6 +159,7 @@ class Decoder(nnx.Module):
         rotation = rope_cos_sin(positions, config.head_dim, config.rope_theta)
         table = constrain(self.embedding[...], "vocab", None)  # gathered over fsdp once, not once per row
         x = jnp.take(table, ids, axis=0).astype(self.activations)
+        by_length = cache is not None and ids.shape[1] == 1 and decodes_by_length(cache, self.attention, config)
         context = LayerContext(
             config=config,
             dtype=self.dtype,
@@ -171,6 +173,7 @@ class Decoder(nnx.Module):
             rows=rows,
             segments=segments,
             keep_kv=keep_kv,
+            listed=ragged.work_list(begin, cache, self.attention) if by_length else None,
         )
         x = constrain(x, "rows", context.positions_axis, None)
         step = functools.partial(layer, context=context)

@@ -34,6 +34,7 @@ class LayerContext:
     rows: jax.Array | None  # [B] int32, rows of the cache
     segments: jax.Array | None  # [B, T] int32
     keep_kv: bool  # return the keys and values
+    listed: ragged.Work | None  # the work list of the decoding kernel
 
 
 def layer(
@@ -51,7 +52,9 @@ def layer(
     w, index = weights_and_index
     # Gather over fsdp here. Otherwise the partitioner made each of 16 x 4 chips gather and multiply the attention of
     # all rows, which added a quarter to an update's products.
-    if "o_kernel" in w:
+    # Not for one token: weights that are sampled from are not split over fsdp, and the constraint would keep the slice
+    # of the stacked kernel from fusing with its product.
+    if "o_kernel" in w and x.shape[1] > 1:
         w = {**w, "o_kernel": constrain(w["o_kernel"], "heads", None, None)}
     eps = context.config.rms_eps
 
@@ -74,14 +77,19 @@ def layer(
     return constrain(x, "rows", context.positions_axis, None), (k, v) if context.keep_kv else None
 
 
+def decodes_by_length(cache: KVCache, attention: Implementation, config: DecoderConfig) -> bool:
+    """Whether a step of one token reads only the real positions of the cache (models/ragged.py)."""
+    return ragged.applies(attention, cache.k_transposed, config, jax.sharding.get_abstract_mesh())
+
+
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, index: jax.Array, context: LayerContext) -> jax.Array:
     """Attention [B, T, N, H] of the queries to their own row and to the cached positions before it."""
     cache, start = context.cache, context.start
     if cache is None:
         return causal(q, k, v, context.attention, context.segments)
-    one_token, mesh = q.shape[1] == 1, jax.sharding.get_abstract_mesh()
-    if one_token and ragged.applies(context.attention, cache.k_transposed, context.config, mesh):
-        return ragged.decode(q, k, v, cache, index, start, context.attention)
+    one_token = q.shape[1] == 1
+    if one_token and decodes_by_length(cache, context.attention, context.config):
+        return ragged.decode(q, k, v, cache, index, start, context.attention, listed=context.listed)
     k_old, v_old, *scales = kv_cache.read(cache, index, context.span, context.rows)
     old = Keys(k_old, v_old, cache.k_transposed, *scales)
     return (decode if one_token else chunk_attention)(q, k, v, old, start)

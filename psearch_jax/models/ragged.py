@@ -23,7 +23,9 @@ from psearch_jax.models.attention.cached import KEY_BLOCK, Keys, over_cache
 from psearch_jax.models.attention.scores import NEG_INF, grouped, merge_heads
 from psearch_jax.models.attention.splash import LANES
 from psearch_jax.models.kv_cache import AXES, KVCache
-from psearch_jax.sharding import on_own_rows
+from psearch_jax.sharding import COMPUTE, on_own_rows, spec
+
+Work = tuple[jax.Array, jax.Array, jax.Array]  # of each entry its row and block, and the number of entries
 
 # Bytes of keys that an entry should move, so that its start-up cost is small in comparison; and the minimum positions
 # of a block: with smaller blocks, the saving on a row's last, half-empty block would not pay.
@@ -67,6 +69,7 @@ def decode(
     start: jax.Array,
     form: Implementation,
     interpret: bool = False,
+    listed: Work | None = None,
 ) -> jax.Array:
     """Attention of one token over itself and the cached positions before it, as `attention.cached.decode`.
 
@@ -77,20 +80,45 @@ def decode(
       layer: [] int32.
       start: [B] int32.
       form: the model's attention, for which `applies` is true.
+      listed: `work_list` of the cache, the same for all layers; default: computed here, where it is needed.
 
     Returns:
       [B, 1, N, H].
     """
     own = ("rows", "kv_heads", None, None)
+    if listed is None:
+        listed = work_list(start, cache, form)
     scales = [(x, AXES[:4]) for x in (cache.k_scale, cache.v_scale) if x is not None]
     kernel = functools.partial(_on_gpu if form == "cudnn" else _on_tpu, interpret=interpret)
     here = _by_groups if cache.k_transposed else kernel
+    lists = [(x, ("rows",)) for x in listed or ()]
     return on_own_rows(
         lambda first, *arrays: here(*arrays),
         q,
         ("rows", None, "heads", None),
-        *((k, own), (v, own), (layer, ()), (start, ("rows",)), (cache.k, AXES), (cache.v, AXES), *scales),
+        *((k, own), (v, own), (layer, ()), (start, ("rows",)), *lists, (cache.k, AXES), (cache.v, AXES), *scales),
     )
+
+
+def work_list(start: jax.Array, cache: KVCache, form: Implementation) -> Work | None:
+    """`work` of each device's rows for a TPU's kernel, [devices over rows * n] int32 each; None on other machines.
+
+    It depends on no layer. Computed in each of them, it took a tenth of a decode step's time.
+    """
+    if cache.k_transposed or form != "splash":
+        return None
+    mesh = jax.sharding.get_abstract_mesh()
+    K, S, H = cache.v.shape[2:]
+    size = block_positions(K // (1 if mesh.empty else mesh.shape["tensor"]), H, cache.v.dtype.itemsize, S)
+
+    def local(start: jax.Array) -> Work:
+        row, block, entries = work(start, size, start.shape[0] * -(-S // size))
+        return row, block, entries[None]
+
+    if mesh.empty or mesh.size == 1:
+        return local(start)
+    place = spec(("rows",), COMPUTE, mesh, start.shape)
+    return jax.shard_map(local, in_specs=place, out_specs=(place,) * 3, check_vma=False)(start)
 
 
 def group_rows(rows: int, line_bytes: int) -> int:
@@ -138,8 +166,11 @@ def work(start: jax.Array, block: int, entries: int) -> tuple[jax.Array, jax.Arr
     return row.astype(jnp.int32), (entry - (ends - blocks)[row]).astype(jnp.int32), ends[-1].astype(jnp.int32)
 
 
-def _on_tpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool) -> jax.Array:
-    """`decode` on a TPU, for a device's rows and heads; in int8 with the `scales` of keys and of values."""
+def _on_tpu(q, k, v, layer, start, row, block, entries, cached_k, cached_v, *scales, interpret: bool) -> jax.Array:
+    """`decode` on a TPU, for a device's rows and heads, by the work list (row, block, [1] number of entries).
+
+    In int8 with the `scales` of keys and of values.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -147,7 +178,6 @@ def _on_tpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool)
     K, S = cached_v.shape[2:4]
     G = N // K
     size = block_positions(K, H, cached_v.dtype.itemsize, S)
-    row, block, entries = work(start, size, B * -(-S // size))
     scalars = (jnp.reshape(layer, 1).astype(jnp.int32), row, block, start.astype(jnp.int32))
 
     def of_row(i, layer, row, block, start):
@@ -166,7 +196,7 @@ def _on_tpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool)
         out_shape=jax.ShapeDtypeStruct((B, K, G, H), q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(entries,),
+            grid=(entries[0],),
             in_specs=[queries, own, own, cached, cached, *[pl.BlockSpec((1, 1, K, size), of_lines)] * len(scales)],
             out_specs=queries,
             scratch_shapes=[pltpu.VMEM((K, G, width), jnp.float32) for width in (1, 1, H)],
