@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from psearch_jax.models.attention.scores import NEG_INF
+from psearch_jax.sharding import COMPUTE, spec
 
 _BLOCK = 256
 _FOLDED = 256  # keys computed per call: one shape, compiled once
@@ -23,6 +25,9 @@ def choose(logits: jax.Array, uniform: jax.Array) -> jax.Array:
     near 1 could select a masked token. So first a block of 256 is chosen, then a token inside the block. A draw that
     rounding pushes past the end selects the last token with nonzero probability.
 
+    Where the vocabulary is split over `tensor`, each device makes blocks of its own columns, and only the sums of the
+    blocks and the chosen block are communicated: the partitioner would gather the logits.
+
     Args:
       logits: [B, V] float32, masked tokens at -1e30.
       uniform: [B] float32 in [0, 1).
@@ -30,15 +35,24 @@ def choose(logits: jax.Array, uniform: jax.Array) -> jax.Array:
     Returns:
       [B] int32.
     """
+    return _by_columns(_choose, logits, uniform)
+
+
+def _choose(logits: jax.Array, uniform: jax.Array, split: str | None) -> jax.Array:
     B, V = logits.shape
     blocks = -(-V // _BLOCK)
-    p = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    p = jnp.exp(logits - _over_all(jnp.max(logits, axis=-1, keepdims=True), split, jax.lax.pmax))
     p = jnp.pad(p, ((0, 0), (0, blocks * _BLOCK - V))).reshape(B, blocks, _BLOCK)
     mass = jnp.sum(p, axis=-1)
-    block, before = _invert(mass, uniform * jnp.sum(mass, axis=-1))
-    inside = jnp.take_along_axis(p, block[:, None, None], axis=1)[:, 0]
-    offset, _ = _invert(inside, uniform * jnp.sum(mass, axis=-1) - before)
-    return (block * _BLOCK + offset).astype(jnp.int32)
+    if split:
+        mass = jax.lax.all_gather(mass, split, axis=1, tiled=True)  # of every device's blocks, in order
+    target = uniform * jnp.sum(mass, axis=-1)
+    block, before = _invert(mass, target)
+    own = block - _index(split) * blocks
+    inside = jnp.take_along_axis(p, jnp.clip(own, 0, blocks - 1)[:, None, None], axis=1)[:, 0]
+    inside = _over_all(jnp.where(((own >= 0) & (own < blocks))[:, None], inside, 0.0), split)
+    offset, _ = _invert(inside, target - before)
+    return (block // blocks * V + block % blocks * _BLOCK + offset).astype(jnp.int32)
 
 
 def log_probability(logits: jax.Array, token: jax.Array) -> jax.Array:
@@ -48,9 +62,37 @@ def log_probability(logits: jax.Array, token: jax.Array) -> jax.Array:
       logits: [B, V] float32.
       token: [B] int32.
     """
-    maximum = jnp.max(logits, axis=-1)
-    total = jnp.sum(jnp.exp(logits - maximum[:, None]), axis=-1)
-    return jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0] - maximum - jnp.log(total)
+    return _by_columns(_log_probability, logits, token)
+
+
+def _log_probability(logits: jax.Array, token: jax.Array, split: str | None) -> jax.Array:
+    V = logits.shape[1]
+    maximum = _over_all(jnp.max(logits, axis=-1), split, jax.lax.pmax)
+    total = _over_all(jnp.sum(jnp.exp(logits - maximum[:, None]), axis=-1), split)
+    own = token - _index(split) * V
+    chosen = jnp.take_along_axis(logits, jnp.clip(own, 0, V - 1)[:, None], axis=1)[:, 0]
+    return _over_all(jnp.where((own >= 0) & (own < V), chosen, 0.0), split) - maximum - jnp.log(total)
+
+
+def _by_columns(f: Callable[..., jax.Array], logits: jax.Array, of_rows: jax.Array) -> jax.Array:
+    """f(logits [B, V], of_rows [B], split): on each device with its own columns, if the vocabulary is split."""
+    mesh = jax.sharding.get_abstract_mesh()
+    rows, split = (None, None) if mesh.empty else spec(("rows", "vocab"), COMPUTE, mesh, logits.shape)
+    if split is None or mesh.shape[split] == 1:
+        return f(logits, of_rows, None)
+    place = PartitionSpec(rows)
+    local = functools.partial(f, split=split)
+    return jax.shard_map(local, in_specs=(PartitionSpec(rows, split), place), out_specs=place, check_vma=False)(
+        logits, of_rows
+    )
+
+
+def _over_all(x: jax.Array, split: str | None, reduce: Callable = jax.lax.psum) -> jax.Array:
+    return reduce(x, split) if split else x
+
+
+def _index(split: str | None) -> jax.Array | int:
+    return jax.lax.axis_index(split) if split else 0
 
 
 def _invert(mass: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:

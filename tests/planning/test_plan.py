@@ -239,6 +239,7 @@ def test_a_decode_step_beside_the_least(qwen7b, target):
     (generate,) = sampler.traced(*shapes)[-1]["generate"].values()
     with jax.set_mesh(mesh):
         text = generate().lower().compile().as_text()
+    assert not collectives_in_loops(text, 2**18), "the logits of a token are gathered in order to draw it"
     narrow_lower_bound = decode_floor_bytes(plan, narrow, half)
     assert narrow_lower_bound < 0.55 * lower_bound
     assert narrow_lower_bound <= cost(text).turn_bytes < 1.03 * narrow_lower_bound

@@ -18,6 +18,7 @@ from psearch_jax.models.attention.cudnn import cudnn_attention
 from psearch_jax.models.attention.splash import splash_attention
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.rl.batch import mini_batches
+from psearch_jax.rollout import sampling
 from psearch_jax.rollout.boundary import build_tables
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.rollout.sampler_programs import SamplerOptions
@@ -169,6 +170,28 @@ def check_vocabulary(mesh) -> None:
         np.testing.assert_allclose(np.asarray(x), y, rtol=1e-4, atol=1e-5 * float(jnp.max(jnp.abs(y))))
 
 
+def check_draws(mesh) -> None:
+    """Tokens drawn, and their log-probs, where each device has its own columns; 1,060 = 4 * (256 + 9) columns."""
+    rng = np.random.default_rng(4)
+    logits = (4 * rng.normal(size=(B, 1060))).astype(np.float32)
+    logits[:, 1050:] = -1e30  # ids without a token
+    logits[0, :1000] = -1e30  # all mass on the last device
+    for _ in range(20):
+        uniform = rng.random(B, np.float32)
+        uniform[1], uniform[2] = 0.0, np.nextafter(np.float32(1), np.float32(0))
+        with jax.set_mesh(mesh):
+            token = jax.jit(sampling.choose)(logits, uniform)
+            logprob = jax.jit(sampling.log_probability)(logits, token)
+        p = np.exp(logits.astype(np.float64))
+        p /= p.sum(axis=1, keepdims=True)
+        ends = np.cumsum(p, axis=1)
+        token, rows = np.asarray(token), np.arange(B)
+        # Within rounding, the uniform lies in the token's interval of the cumulative distribution.
+        np.testing.assert_array_less(ends[rows, token] - p[rows, token] - 1e-6, uniform + 1e-12)
+        np.testing.assert_array_less(uniform - 1e-12, ends[rows, token] + 1e-6)
+        np.testing.assert_allclose(logprob, np.log(p[rows, token]), atol=1e-5)
+
+
 def by_name(state: nnx.State) -> dict[str, np.ndarray]:
     flat = nnx.to_flat_state(state)
     return {"/".join(path): np.asarray(jax.device_get(v.get_value())) for path, v in flat}
@@ -182,6 +205,7 @@ def main(sizes: str, out: str) -> None:
     state = init_state(random_params(config, seed=6), optimizer, mesh)
     check_kernels(mesh)
     check_vocabulary(mesh)
+    check_draws(mesh)
     if mesh.size == 8:  # `tensor` does not divide the kv heads
         check_kernels(make_mesh(MeshSection(1, 2, 4)))
     normed = tiny_config(V, tied=False, **QWEN3)
