@@ -2,7 +2,7 @@
 
     python examples/custom_questions.py --texts=texts --out=data
 
-Each text file becomes one passage. Replace QUESTIONS and PROMPT with your own.
+Copy this file and replace QUESTIONS and PROMPT with your own. Every text file becomes one or more passages.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+WORDS = 100  # of a passage, as in the published corpus
 # Question, accepted answers, type. The reward pays for splitting a `parallel` question only.
 QUESTIONS = [
     ("Who wrote the note of Monday?", ["Ada", "Ada Lovelace"], "single"),
@@ -30,11 +31,14 @@ def write_rows(path: Path, rows: Iterable[dict]) -> None:
 
 
 def passages(texts: Path) -> list[dict]:
-    """One passage per file. Cut documents of more than about a hundred words into several."""
-    return [
-        {"id": file.stem, "title": file.stem.replace("_", " "), "text": file.read_text(encoding="utf-8")}
-        for file in sorted(texts.glob("*.txt"))
-    ]
+    """The files' texts in pieces of at most WORDS words, each with the name of its file as the title."""
+    rows = []
+    for file in sorted(texts.glob("*.txt")):
+        words = file.read_text(encoding="utf-8").split()
+        for i in range(0, len(words), WORDS):
+            text = " ".join(words[i : i + WORDS])
+            rows.append({"id": f"{file.stem}-{i // WORDS}", "title": file.stem.replace("_", " "), "text": text})
+    return rows
 
 
 def questions() -> list[dict]:
@@ -49,7 +53,11 @@ if __name__ == "__main__":
     parser.add_argument("--texts", type=Path, required=True, help="directory of .txt files")
     parser.add_argument("--out", type=Path, required=True, help="directory for the three files")
     flags = parser.parse_args()
+    corpus = passages(flags.texts)
+    if not corpus:
+        parser.error(f"--texts={flags.texts}: no .txt files found")
     flags.out.mkdir(parents=True, exist_ok=True)
-    write_rows(flags.out / "corpus.jsonl", passages(flags.texts))
+    write_rows(flags.out / "corpus.jsonl", corpus)
     write_rows(flags.out / "questions.jsonl", questions())
     (flags.out / "prompt.txt").write_text(PROMPT, encoding="utf-8")
+    print(f"{len(corpus)} passages, {len(QUESTIONS)} questions and a prompt are in {flags.out}")

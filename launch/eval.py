@@ -141,6 +141,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.eval.gold import GoldPassages
     from psearch_jax.eval.scores import figures
     from psearch_jax.report import page
+    from psearch_jax.runtime.metrics import mean
     from psearch_jax.train.monitoring.validation import EVAL_STEP
 
     parts = build.from_path(config, model)
@@ -209,6 +210,14 @@ def main(_: list[str]) -> None:
             notes.append(
                 f"NOT FINITE: {broken} of the {len(scores[name])} rollouts of {name} ended with logits that are not "
                 f"finite and count as wrong; {config.model.sampling_dtype} is too narrow for this model."
+            )
+    for name, rows in scores.items():
+        silent, idle = mean(s.status != "answered" for s in rows), mean(s.first_sub_queries == 0 for s in rows)
+        if silent > 0.5:
+            notes.append(f"NO ANSWER: {silent:.0%} of the rollouts of {name} end without one.")
+        if idle > 0.5 and with_method(config).rollout.search_turns:
+            notes.append(
+                f"NO SEARCH: {idle:.0%} of the rollouts of {name} never search, which counts as not splitting."
             )
     for name, ids in leaked.items():
         if ids:

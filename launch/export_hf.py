@@ -26,6 +26,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.models.peft import save_adapters
     from psearch_jax.train.checkpointing.best import find_best
     from psearch_jax.train.checkpointing.checkpoint import load_params
+    from psearch_jax.train.checkpointing.run_config import config_of, export_files
     from psearch_jax.types import UserError
 
     jax.config.update("jax_platforms", "cpu")  # a large model may not fit one accelerator, and none is needed
@@ -42,7 +43,9 @@ def main(_: list[str]) -> None:
         save_adapters(adapters, config, lora, record["name"] or record["path"], OUT.value, dtype)
         print(f"{CHECKPOINT.value}, step {loop['step']} -> {OUT.value} (adapters of rank {lora.rank}, {DTYPE.value})")
         return
-    lost = save_hf(params, config, TOKENIZER.value or loop["tokenizer"], OUT.value, dtype, lora=lora)
+    trained = config_of(str(checkpoint))
+    files = export_files(trained) if trained else {}
+    lost = save_hf(params, config, TOKENIZER.value or loop["tokenizer"], OUT.value, dtype, lora=lora, files=files)
     why = f", the best by {loop['best']['metric']} ({loop['best']['value']:.4f})" if "best" in loop else ""
     print(f"{CHECKPOINT.value}, step {loop['step']}{why} -> {OUT.value} ({DTYPE.value})")
     if lora:

@@ -22,8 +22,7 @@ from psearch_jax.runtime import cli
 from psearch_jax.types import UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/qwen7b.py.", lock_config=False)
-PLATFORM = flags.DEFINE_enum("platform", "tpu", ["tpu", "cuda"], "The platform of the topology.")
-TOPOLOGY = flags.DEFINE_string("topology", None, "v5e:4x4, v5p:2x2x1, v6e:4x4; with cuda h200, a100-80:8.")
+TOPOLOGY = flags.DEFINE_string("topology", None, "TPUs such as v5e:4x4, v5p:2x2x1; or GPUs such as h100, a100-80:8.")
 SEARCH = flags.DEFINE_bool("search", False, "Find the largest slots, micro-batch rows and context that fit.")
 ARRAYS = flags.DEFINE_bool("arrays", False, "List all arrays over 1 MB per chip, not only replicated ones.")
 JSON = flags.DEFINE_string("json", None, "File for the plan as JSON.")
@@ -34,8 +33,15 @@ SAMPLED = flags.DEFINE_integer("sampled_ids", 0, "How many of them are sampled; 
 flags.mark_flags_as_required(["config", "topology"])
 
 
+def of_gpus() -> bool:
+    """Whether --topology names a GPU."""
+    from psearch_jax.runtime.accelerators import GPUS
+
+    return TOPOLOGY.value.partition(":")[0] in GPUS
+
+
 def main(_: list[str]) -> None:
-    if PLATFORM.value == "tpu":
+    if not of_gpus():
         jax.config.update("jax_platforms", "cpu")  # nothing runs on a device, so do not occupy a TPU
     from psearch_jax.config import from_mapping
     from psearch_jax.eval.tables import table
@@ -51,7 +57,7 @@ def main(_: list[str]) -> None:
     config = from_mapping(CONFIG.value.to_dict())
     if JSON.value:
         make_writable(locate(JSON.value).parent)
-    target = (targets.cuda_target if PLATFORM.value == "cuda" else targets.tpu_target)(TOPOLOGY.value)
+    target = (targets.cuda_target if of_gpus() else targets.tpu_target)(TOPOLOGY.value)
 
     def log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -74,7 +80,7 @@ def main(_: list[str]) -> None:
     print(table(rows) + "\n")
     spare = gib(plan.headroom_offloaded_bytes)
     print(f"headroom {gib(plan.headroom_bytes)} GiB; {spare} with the optimizer in host memory between updates")
-    if PLATFORM.value == "tpu":
+    if not of_gpus():
         widths = sorted({*widths_of(config.rollout).prompts, *plan.widths["accumulate"]})
         blocks = ", ".join(f"{width} ({splash_block(width)})" for width in widths)
         print(f"row widths, with their attention block sizes: {blocks}")

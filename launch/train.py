@@ -42,7 +42,10 @@ def main(_: list[str]) -> None:
         sys.exit(STOPPED.value)
     if not processes.first():
         return
-    print(tables.before_and_after(summary))
+    if summary["after"]:
+        print(tables.before_and_after(summary))
+    else:
+        print("not evaluated: there are no validation questions (set --config.data.validation=FILE)")
     if summary.get("best"):
         print(
             "best: step {step}, {metric} {value:.4f}; launch/eval.py and export_hf.py use it with --best".format(

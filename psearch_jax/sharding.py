@@ -63,7 +63,8 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
     if sizes[0] * sizes[1] * sizes[2] != len(devices):
         raise UserError(
             f"config.mesh: data={sizes[0]} x fsdp={sizes[1]} x tensor={sizes[2]} is not the number of devices, "
-            f"{len(devices)}"
+            f"{len(devices)}; accepted: sizes with that product, such as --config.mesh.data=1 --config.mesh.fsdp=-1 "
+            "--config.mesh.tensor=1"
         )
     types = (AxisType.Auto,) * 3
     try:

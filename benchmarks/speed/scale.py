@@ -117,7 +117,7 @@ def _plan(
     if not file.is_file():
         print(f"{name} ..", file=sys.stderr, flush=True)
         command = [sys.executable, "launch/plan.py", f"--config=configs/{config}.py", f"--topology={topology}"]
-        command += [f"--json={file}", *fields, *(["--platform=cuda"] if cuda else [])]
+        command += [f"--json={file}", *fields]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
         if not file.is_file():
             raise SystemExit(f"{' '.join(command)}: {done.stderr[-2000:]}")

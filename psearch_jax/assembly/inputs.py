@@ -55,7 +55,7 @@ def missing_inputs(config: Config, training: bool = True, retriever: Retriever |
             continue
         if name in ("data.source", "data.validation"):
             if not are_there(path):
-                lines.append(f"config.{name}={path}: not found")
+                lines.append(_not_found(name, path))
             continue
         try:
             exists = on_disk(path, f"config.{name}").exists()
@@ -64,10 +64,19 @@ def missing_inputs(config: Config, training: bool = True, retriever: Retriever |
             continue
         if name == "model.tokenizer":
             if not exists and not hf.reachable(path, "tokenizer_config.json"):
-                lines.append(f"config.{name}={path}: neither a directory nor a reachable hub id")
+                lines.append(
+                    f"config.{name}={path}: neither a directory nor a reachable hub id such as "
+                    "Qwen/Qwen2.5-0.5B-Instruct"
+                )
         elif name != "model.path" and not exists:
-            lines.append(f"config.{name}={path}: not found")
+            lines.append(_not_found(name, path))
     return lines
+
+
+def _not_found(name: str, path: str) -> str:
+    """A line about an input; a run's config can name files relative to the directory where the run was started."""
+    relative = not is_remote(path) and not Path(path).is_absolute()
+    return f"config.{name}={path}: not found" + (f" in {Path.cwd()}" if relative else "")
 
 
 def needs_retriever(config: Config) -> bool:

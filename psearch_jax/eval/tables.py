@@ -70,7 +70,7 @@ def results_table(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> s
     The sets of a merged benchmark follow it, each with its own published rows. The average counts each set separately.
     """
     head = ["benchmark", "question type", "policy", "EM", "95% interval", "F1", "split", "searches", "turns"]
-    rows = [[*head, "sampled tokens", "valid format", "LLM calls", "questions"]]
+    rows = [[*head, "sampled tokens", "valid format", "model calls, total", "questions"]]
     averaged: list[tuple[str, Mapping[str, Any]]] = []
     for name, report in benchmarks.items():
         sets = report.get("sources", {})

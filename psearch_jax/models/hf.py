@@ -278,6 +278,7 @@ def save_hf(
     dtype: Any = np.float32,
     shard_bytes: int = _SHARD_BYTES,
     lora: Lora | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> float:
     """Writes a directory that transformers loads: weights, configs, the tokenizer's files, and a card (README.md).
 
@@ -286,6 +287,7 @@ def save_hf(
 
     Args:
       lora: `params` contain adapters, which are merged into the weights one kernel at a time.
+      files: further files, by name.
 
     Returns:
       With adapters: the error from rounding the merged kernels to `dtype`, relative to what the adapters add (norms
@@ -313,7 +315,9 @@ def save_hf(
         for name in _TOKENIZER_FILES:
             if (tokenizer_directory / name).is_file():
                 (target / name).write_bytes((tokenizer_directory / name).read_bytes())
-        (target / "README.md").write_text(_card(merge, _family(config), dtype), encoding="utf-8")
+        for name, content in (files or {}).items():
+            (target / name).write_bytes(content)
+        (target / "README.md").write_text(_card(merge, _family(config), dtype, bool(files)), encoding="utf-8")
         write_config(target, config, dtype)
         if target != out:
             target.chmod(0o755)
@@ -350,10 +354,15 @@ class _Merge:
         yield from _pieces(value, layer, hf_axes, our_axes)
 
 
-def _card(merge: _Merge, family: str, dtype: Any) -> str:
+def _card(merge: _Merge, family: str, dtype: Any, asked: bool) -> str:
     """The README.md of an export: what its user must know about the weights."""
     name, lora = jnp.dtype(dtype).name, merge.lora
     text = f"# A policy trained with psearch_jax\n\n{family} weights in {name}.\n"
+    if asked:
+        text += (
+            "\n`launch/ask.py --model=DIR --index=INDEX` uses the prompt and the token budgets of its training, which "
+            "are in psearch.json.\n"
+        )
     if lora:
         text += (
             f"\nAdapters of rank {lora.rank} (alpha {lora.alpha:g}) were merged into every kernel of the layers in "

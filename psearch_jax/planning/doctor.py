@@ -28,6 +28,8 @@ from psearch_jax.planning.targets import Target
 from psearch_jax.runtime.accelerators import GIB, Chip, chip_of
 from psearch_jax.runtime.cli import CACHE_VARIABLE, DEFAULT_CACHE
 from psearch_jax.runtime.paths import TOY_POLICY, is_remote, locate
+from psearch_jax.sharding import make_mesh
+from psearch_jax.text.prompts import load_template, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing.checkpoint import find_checkpoint
 from psearch_jax.types import ITEM, UserError
@@ -37,6 +39,7 @@ from retrieval.protocol import CorpusError, RetrievalError
 PACKAGE = "psearch_jax"
 # Device files of accelerators, and the extra of setup.py that installs the JAX build for them.
 SIGNS = (("/dev/nvidiactl", "cuda"), ("/dev/accel0", "tpu"), ("/dev/vfio/0", "tpu"))
+PROMPTS = 200  # questions whose prompts are measured
 SHARDS = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
 
 
@@ -66,8 +69,12 @@ def examine(config: Config, workdir: str, root: Path = Path("/")) -> Iterator[Fi
     config = with_method(config)
     yield from guarded("model", lambda: model(config))
     plans: list[Plan] = []
-    yield from guarded("memory", lambda: memory(config, plans))
+    meshes = list(guarded("mesh", lambda: mesh(config)))
+    yield from meshes
+    if not any(finding.wrong for finding in meshes):
+        yield from guarded("memory", lambda: memory(config, plans))
     yield from guarded("questions", lambda: questions(config))
+    yield from guarded("prompt", lambda: prompt(config))
     yield from guarded("passages", lambda: passages(config))
     if plans:
         yield from guarded("disk", lambda: disk(config, plans[0], workdir))
@@ -161,6 +168,12 @@ def model(config: Config) -> str | None:
     return f"{path}, {len(files)} file{'s' * (len(files) > 1)} of {size / GIB:.2f} GiB"
 
 
+def mesh(config: Config) -> str:
+    """Checks that the mesh fits the devices."""
+    made = make_mesh(config.mesh)
+    return " x ".join(f"{name} {size}" for name, size in made.shape.items())
+
+
 def memory(config: Config, plans: list[Plan]) -> str:
     """Compares the memory that a run holds on each device throughout with what is available; appends to `plans`."""
     first = jax.devices()[0]
@@ -177,8 +190,9 @@ def memory(config: Config, plans: list[Plan]) -> str:
     if not room:
         return f"{needed / GIB:.2f} GiB on each device before any computation; the available memory is unknown"
     if needed > room:
-        raise UserError(f"{text}: use more chips, model.lora_rank, or fewer rollout.slots (launch/plan.py)")
-    return f"{text}; launch/plan.py computes the peak"
+        smaller = ", or configs/qwen0p5b_cpu.py" if first.platform == "cpu" else ""
+        raise UserError(f"{text}: use more memory or chips, model.lora_rank, or fewer rollout.slots{smaller}")
+    return text if first.platform == "cpu" else f"{text}; launch/plan.py computes the peak"
 
 
 def questions(config: Config) -> str | None:
@@ -195,12 +209,43 @@ def questions(config: Config) -> str | None:
         held = open_questions(data.validation)
     if len(train) < config.train.prompts:
         raise UserError(
-            f"{data.source}: found {len(train)} questions for steps of {config.train.prompts}, accepted: at least "
-            "config.train.prompts"
+            f"{data.source}: found {len(train)} questions for steps of {config.train.prompts}, accepted: more "
+            f"questions{_smaller_steps(config, len(train))}"
         )
     epochs = config.train.steps * config.train.prompts / len(train)
     validation = f", {len(held)} for validation" if held else ""
     return f"{len(train)} in {data.source}, seen {epochs:.2g} times{validation}"
+
+
+def _smaller_steps(config: Config, questions: int) -> str:
+    """Flags for the largest steps that so many questions allow, with one update per step; "" if there are none."""
+    samples, rows = config.rollout.samples, config.learning.micro_batch_rows
+    fitting = [n for n in range(1, questions + 1) if n * samples % rows == 0]
+    if not fitting:
+        return ""
+    count = fitting[-1]
+    return f", or --config.train.prompts={count} --config.learning.mini_batch_rollouts={count * samples}"
+
+
+def prompt(config: Config) -> str | None:
+    """Checks the prompt template, and the length of the prompts of the first questions."""
+    data, limit = config.data, config.rollout.prompt_tokens
+    if data.prompt == "row":
+        return "from the rows of the questions"
+    template = load_template(data.template)
+    directory = config.model.tokenizer or (str(TOY_POLICY) if config.model.path == "toy" else config.model.path)
+    is_file = data.source != CLOSED_WORLD and data.source and are_there(data.source)
+    if not (is_file and Path(directory).is_dir()):
+        return data.template
+    tokenizer, asked = Tokenizer.load(directory), open_questions(data.source)
+    lengths = [len(render_prompt(tokenizer, template, asked[i].text)) for i in range(min(len(asked), PROMPTS))]
+    if max(lengths) > limit:
+        over = sum(length > limit for length in lengths)
+        raise UserError(
+            f"{data.template}: {over} of the first {len(lengths)} prompts exceed config.rollout.prompt_tokens={limit} "
+            f"(the longest has {max(lengths)} tokens); accepted: a shorter template, or more prompt_tokens"
+        )
+    return f"{data.template}, up to {max(lengths)} of {limit} tokens"
 
 
 def passages(config: Config) -> str | None:

@@ -58,7 +58,7 @@ def tpu_target(topology: str) -> Target:
     except Exception as error:  # whatever the plugin raises
         raise UserError(
             f"--topology={topology}: {first_line(error)[:200]}; accepted: names such as v5e:4x4, v5p:2x2x1, v6e:4x4, "
-            "with libtpu installed (pip install 'jax[tpu]')"
+            f"with libtpu installed (pip install 'jax[tpu]'), or a GPU: {', '.join(GPUS)}"
         ) from None
     kind = devices[0].device_kind
     if kind not in CHIPS:
@@ -79,9 +79,7 @@ def cuda_target(topology: str) -> Target:
     """
     name, _, count = topology.partition(":")
     if name not in GPUS or not (count or "1").isdigit() or count == "0":
-        raise UserError(
-            f"--topology={topology}: accepted with --platform=cuda: {', '.join(GPUS)}, with :N for several"
-        )
+        raise UserError(f"--topology={topology}: accepted for GPUs: {', '.join(GPUS)}, with :N for several")
     number = int(count or 1)
     compiler = gpu_compiler()
     there = compiler and Path("/dev/nvidia0").exists()

@@ -2,12 +2,16 @@
 
 import json
 import re
+import runpy
 import shlex
 import sys
 
 import pytest
 from programs import ROOT, completed
 from runs import command, run
+
+from psearch_jax.config import from_mapping
+from psearch_jax.limits import validate
 
 PAGE = (ROOT / "docs" / "own.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^python (.*(?:\\\n.*)*)", PAGE, re.MULTILINE)
@@ -62,6 +66,31 @@ def test_the_data_files_are_complete(data):
     assert len(corpus) == 20 and corpus[3]["text"].startswith("The note") and corpus[3]["title"].startswith("note ")
     assert {question["metadata"]["type"] for question in questions} == {"single", "parallel", "sequential"}
     assert "{question}" in (data / "prompt.txt").read_text()
+
+
+def test_a_directory_without_texts_is_refused(tmp_path):
+    """A mistyped directory would give an empty corpus."""
+    command = [sys.executable, "examples/custom_questions.py", f"--texts={tmp_path}", f"--out={tmp_path / 'out'}"]
+    done = completed(command)
+    assert done.returncode == 2 and f"--texts={tmp_path}: no .txt files found" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_long_texts_become_several_passages(tmp_path):
+    """A text of any length would be one passage, of which an observation shows only the beginning."""
+    (tmp_path / "long_story.txt").write_text(" ".join(f"w{i}" for i in range(250)))
+    run([sys.executable, "examples/custom_questions.py", f"--texts={tmp_path}", f"--out={tmp_path / 'out'}"])
+    rows = [json.loads(line) for line in (tmp_path / "out" / "corpus.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["title"]) for row in rows] == [(f"long_story-{i}", "long story") for i in range(3)]
+    assert " ".join(row["text"] for row in rows).split() == [f"w{i}" for i in range(250)]
+
+
+def test_the_config_file_of_the_page(tmp_path):
+    """The example of a config file names a field that does not exist, or is refused."""
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "get_config" in block)
+    (tmp_path / "mine.py").write_text(code)
+    given = runpy.run_path(str(tmp_path / "mine.py"))["get_config"]()
+    validate(from_mapping(given.to_dict()))
 
 
 def test_the_index_is_built_as_the_page_says(tmp_path, data):

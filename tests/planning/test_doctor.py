@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -40,7 +41,7 @@ def test_the_demo_needs_nothing(tmp_path):
     """A fix is requested on a machine where the demo runs, or a check is left out."""
     by_name = findings(config(), tmp_path)
     assert not wrong(by_name)
-    checks = "packages devices config model memory questions passages disk cache workdir"
+    checks = "packages devices config model mesh memory questions prompt passages disk cache workdir"
     assert set(by_name) == set(checks.split())
     assert "starts a new run" in by_name["workdir"][0].text
 
@@ -50,7 +51,7 @@ def test_every_lack_has_its_line_and_its_mending(tmp_path):
     text = wrong(findings(from_mapping(qwen7b.get_config().to_dict()), tmp_path))
     for name in ("config.model.path", "config.data.source", "config.retrieval.index"):
         assert sum(line.startswith(f"FIX   config     {name}") for line in text.splitlines()) == 1, text
-    assert text.count("config.mesh") == 1
+    assert text.count("config.mesh:") == 1 and "--config.mesh.tensor=1" in text
     assert (
         "hf download" in text
         and "build_index.py" in text
@@ -86,7 +87,12 @@ def test_too_few_questions_too_little_memory_and_disk(tmp_path, monkeypatch):
         "".join(json.dumps({"id": str(i), "question": "Who?", "golden_answers": ["I"]}) + "\n" for i in range(3))
     )
     run_config = config(data={"source": str(few)}, retrieval={"corpus": str(tmp_path / "none")})
-    assert "found 3 questions for steps of 24" in wrong(findings(run_config, tmp_path))
+    text = wrong(findings(run_config, tmp_path))
+    assert "found 3 questions for steps of 24" in text
+    smaller = re.search(r"--config.train.prompts=(\d+) --config.learning.mini_batch_rollouts=(\d+)", text)
+    assert smaller is None, "no step of at most 3 questions fills a micro-batch of 48 rows with groups of 8"
+    small = replace(run_config, learning=replace(run_config.learning, micro_batch_rows=8))
+    assert "--config.train.prompts=3 --config.learning.mini_batch_rollouts=24" in wrong(findings(small, tmp_path))
     few.write_text(
         "".join(json.dumps({"id": str(i), "question": "Who?", "golden_answers": ["I"]}) + "\n" for i in range(26))
     )
@@ -102,6 +108,25 @@ def test_too_few_questions_too_little_memory_and_disk(tmp_path, monkeypatch):
     assert "of 0.00 GiB on each device" in text and "GiB for 4 checkpoints" in text
     disk = findings(config(train={"keep_every_steps": 10}), tmp_path)["disk"][0].text
     assert "for 10 checkpoints" in disk
+
+
+def test_a_prompt_that_cannot_be_used(tmp_path):
+    """A template without the question's place is found only by the run, and prompts that are too long never."""
+    asked, template = tmp_path / "asked.jsonl", tmp_path / "prompt.txt"
+    rows = [{"id": str(i), "question": "Which is the rival of Nujider?", "golden_answers": ["I"]} for i in range(48)]
+    asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def found(text):
+        template.write_text(text)
+        given = config(data={"source": str(asked), "template": str(template)})
+        (prompt,) = findings(given, tmp_path)["prompt"]
+        return prompt
+
+    assert found("no place").wrong and "{question} not found" in found("no place").text
+    good = found("{question}")
+    assert not good.wrong and re.search(r"up to \d+ of 64 tokens", good.text)
+    long = found("{question}" + " Which" * 70)
+    assert long.wrong and "48 of the first 48 prompts exceed config.rollout.prompt_tokens=64" in long.text
 
 
 def test_a_checkpoint_holds_one_copy(tmp_path):

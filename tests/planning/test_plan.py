@@ -310,7 +310,7 @@ def test_what_a_gpu_holds():
     assert plan.programs["reshard"].peak_bytes < 3 * plan.resident["parameters"]
     assert plan.programs["reshard"].resident_bytes == plan.resident["frozen_base"] + plan.resident["optimizer"]
     assert plan.programs["apply"].resident_bytes == plan.resident["frozen_base"]
-    with pytest.raises(UserError, match="--topology=h2000: accepted with --platform=cuda: h200"):
+    with pytest.raises(UserError, match="--topology=h2000: accepted for GPUs: h200"):
         cuda_target("h2000")
 
 
@@ -319,7 +319,7 @@ def test_the_program_for_gpus(tmp_path):
     """A user of one GPU is not told that adapters of 7B fit there, or what does not fit."""
 
     def run(config, topology, *flags):
-        command = [sys.executable, "launch/plan.py", f"--config=configs/{config}.py", "--platform=cuda"]
+        command = [sys.executable, "launch/plan.py", f"--config=configs/{config}.py"]
         command += [f"--topology={topology}", f"--json={tmp_path / config}.json"]
         command += ["--config.rollout.num_buckets=1", *flags]
         return completed(command)

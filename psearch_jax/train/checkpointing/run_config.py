@@ -1,20 +1,26 @@
-"""The config that a policy was trained with."""
+"""The config that a policy was trained with, and the part of it that an export keeps."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import astuple, replace
+from pathlib import Path
 
 import jax
 
-from psearch_jax.config import Config, MeshSection, from_mapping
+from psearch_jax.config import Config, MeshSection, from_mapping, to_mapping
 from psearch_jax.runtime.paths import absolute, locate, read_json
+from psearch_jax.text.prompts import load_template, packaged_templates
 from psearch_jax.train.checkpointing.checkpoint import find_checkpoint
 from psearch_jax.types import UserError
 
+EXPORTED = "psearch.json"  # in an export: a config with method, prompt, budgets and number of passages
+PROMPT = "prompt.txt"  # in an export: a prompt template that is not packaged
+
 
 def config_of(model: str) -> Config | None:
-    """The config of the run that `model`, a checkpoint or run directory, belongs to; None if it is neither.
+    """The config of the run that `model`, a checkpoint or run directory, belongs to, or of an export; else None.
 
     A mesh that does not fit this machine's devices is replaced by the default one.
 
@@ -23,6 +29,8 @@ def config_of(model: str) -> Config | None:
     """
     path = locate(model)
     in_hf_format = (path / "config.json").is_file() and not (path / "checkpoints").is_dir()
+    if in_hf_format and (path / EXPORTED).is_file():
+        return _of_export(path)
     if not path.is_dir() or in_hf_format:
         return None
     file = absolute(find_checkpoint(path)).parents[1] / "config.json"
@@ -38,3 +46,28 @@ def config_of(model: str) -> Config | None:
     if jax.device_count() % known or (-1 not in sizes and known != jax.device_count()):  # the run used another machine
         config = replace(config, mesh=MeshSection())
     return config
+
+
+def export_files(config: Config) -> dict[str, bytes]:
+    """The files that an export adds so that its policy is asked as it was trained, by name."""
+    sections = to_mapping(config)
+    template, files = config.data.template, {}
+    if config.data.prompt == "template" and template not in packaged_templates():
+        files[PROMPT], template = load_template(template).encode(), PROMPT
+    kept = {
+        "method": config.method,
+        "data": {"template": template},
+        "retrieval": {name: sections["retrieval"][name] for name in ("topk", "max_sub_queries")},
+        "rollout": sections["rollout"],
+    }
+    return files | {EXPORTED: (json.dumps(kept, indent=2) + "\n").encode()}
+
+
+def _of_export(directory: Path) -> Config:
+    try:
+        config = from_mapping(read_json(directory / EXPORTED))
+    except UserError as error:
+        raise UserError(f"{directory / EXPORTED}: {error}") from None
+    if config.data.template != PROMPT:
+        return config
+    return replace(config, data=replace(config.data, template=str(directory / PROMPT)))

@@ -17,6 +17,7 @@ from psearch_jax.runtime.paths import write_whole
 from psearch_jax.types import KINDS, RewardParts, Trajectory
 
 log = logging.getLogger("psearch_jax")
+FEW_ANSWERS = 0.1  # share of rollouts with an answer below which the first step warns
 
 
 def write_config(workdir: Path, config: Config, step: int) -> None:
@@ -58,7 +59,8 @@ def report(bar: tqdm, step: int, metrics: Mapping[str, float]) -> None:
         if f"em/{kind}" in metrics
     )
     seconds = sum(metrics[f"{phase}_s"] for phase in ("rollout", "reward", "logprobs", "update"))
-    line = f"step {step} reward {metrics['reward']:.3f} {kinds} {seconds:.1f}s"
+    answered = metrics["status/answered"]
+    line = f"step {step} reward {metrics['reward']:.3f} answered {answered:.2f} {kinds} {seconds:.1f}s"
     if bar.disable:
         log.info(line)
     else:
@@ -68,6 +70,12 @@ def report(bar: tqdm, step: int, metrics: Mapping[str, float]) -> None:
             "step %d: %.1f%% of the rollouts had logits that are not finite; they are not trained on",
             step,
             100 * metrics["status/not_finite"],
+        )
+    if step == 0 and answered < FEW_ANSWERS:
+        log.warning(
+            "only %.1f%% of the rollouts end with an answer, which leaves little to reinforce: teach the model the "
+            "tags first (docs/sft.md), or check the prompt template and the token budgets",
+            100 * answered,
         )
     split = metrics.get("split/parallel")
     if step == 0 and split is not None and split < 0.05:
