@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from psearch_jax.text.prompts import load_template, packaged_templates
 from psearch_jax.train.checkpointing.checkpoint import find_checkpoint
 from psearch_jax.types import UserError
 
+log = logging.getLogger("psearch_jax")
 EXPORTED = "psearch.json"  # in an export: a config with method, prompt, budgets and number of passages
 PROMPT = "prompt.txt"  # in an export: a prompt template that is not packaged
 
@@ -49,11 +51,18 @@ def config_of(model: str) -> Config | None:
 
 
 def export_files(config: Config) -> dict[str, bytes]:
-    """The files that an export adds so that its policy is asked as it was trained, by name."""
+    """The files that an export adds so that its policy is asked as it was trained, by name.
+
+    None if the prompt template is a file that does not exist any more: the export then needs a config to be asked.
+    """
     sections = to_mapping(config)
     template, files = config.data.template, {}
     if config.data.prompt == "template" and template not in packaged_templates():
-        files[PROMPT], template = load_template(template).encode(), PROMPT
+        try:
+            files[PROMPT], template = load_template(template).encode(), PROMPT
+        except UserError as error:
+            log.warning("the export does not remember prompt and budgets: %s", error)
+            return {}
     kept = {
         "method": config.method,
         "data": {"template": template},

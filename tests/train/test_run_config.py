@@ -1,0 +1,60 @@
+"""The config of a run or an export, with which its policy is asked and evaluated."""
+
+import json
+
+import pytest
+
+from configs import smoke
+from psearch_jax.config import Config, from_mapping
+from psearch_jax.train.checkpointing.run_config import EXPORTED, PROMPT, config_of, export_files
+from psearch_jax.types import UserError
+
+
+def exported(directory, config):
+    """The config of an export of a run with this config; the run's own files are gone."""
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")  # as in every Hugging Face directory
+    for name, content in export_files(config).items():
+        (directory / name).write_bytes(content)
+    return config_of(str(directory))
+
+
+def test_an_export_is_asked_as_it_was_trained(tmp_path):
+    """An exported policy would get another prompt and other budgets than it was trained with."""
+    toy = from_mapping(smoke.get_config().to_dict() | {"method": "search_r1"})
+    config = exported(tmp_path / "out", toy)
+    assert config.rollout == toy.rollout and config.method == "search_r1"
+    assert config.data.template == "toy" and config.retrieval.topk == 2
+    # What belongs to the training run or its machine is left out.
+    assert config.model == Config().model and config.data.source == "" and config.learning == Config().learning
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "config.json").write_text("{}")
+    assert config_of(str(tmp_path / "foreign")) is None
+
+
+def test_an_own_prompt_moves_with_the_export(tmp_path):
+    """The prompt's file is in the directory of the run, which the machine that serves the export does not have."""
+    prompt = tmp_path / "mine.txt"
+    prompt.write_text("As a librarian: {question}\n")
+    config = exported(tmp_path / "out", from_mapping({"data": {"template": str(prompt)}}))
+    prompt.unlink()
+    moved = (tmp_path / "out").rename(tmp_path / "elsewhere")
+    config = config_of(str(moved))
+    assert config.data.template == str(moved / PROMPT)
+    assert (moved / PROMPT).read_text() == "As a librarian: {question}"
+
+
+def test_a_prompt_that_is_gone_does_not_prevent_an_export(tmp_path, caplog):
+    """A run copied to another machine could not be exported there."""
+    assert export_files(from_mapping({"data": {"template": str(tmp_path / "gone.txt")}})) == {}
+    assert "gone.txt" in caplog.text
+
+
+def test_an_export_of_another_version_is_refused_by_name(tmp_path):
+    """A field that was renamed since the export would end in a traceback, or be ignored."""
+    exported(tmp_path / "out", Config())
+    file = tmp_path / "out" / EXPORTED
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | {"rollout": values["rollout"] | {"widths": 3}}))
+    with pytest.raises(UserError, match=r"psearch.json: config.rollout.widths: this field is now called"):
+        config_of(str(tmp_path / "out"))
