@@ -189,10 +189,12 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult
     trained = [rollouts.trajectories[i] for i in rows]
     trains_all = config.rollout.unfinished != "mask"
     batch = make_batch(trained, rollouts.advantages[rows], config.rollout.context_tokens, trains_all)
+    several_updates = updates_per_step(config) > 1 or run.critic is not None
+    copy = HostCopy(run.state) if run.keeps_copy and several_updates else None
     with run.phase("logprobs", times):
         batch, metrics = _score(run, batch, np.asarray(rollouts.totals)[rows], trained)
     with run.phase("update", times):
-        updates = _update(run, mini_batches(batch, config.learning.mini_batch_rollouts), step)
+        updates = _update(run, mini_batches(batch, config.learning.mini_batch_rollouts), step, copy)
     sampled = sum(int(t.mask.sum()) for t in rollouts.trajectories)
     metrics = over_updates(updates) | metrics | probe_metrics
     metrics |= rollout_metrics(rollouts.trajectories, rollouts.rewards, rollouts.advantages, config.rollout.samples)
@@ -306,15 +308,16 @@ def _score(
     return batch, {f"{CRITIC}explained_variance": explained}
 
 
-def _update(run: Run, batches: Sequence[TrainBatch], step: int) -> list[dict[str, float]]:
+def _update(run: Run, batches: Sequence[TrainBatch], step: int, copy: HostCopy | None) -> list[dict[str, float]]:
     """Takes one optimizer step per mini-batch, the critic first. Returns the metrics of each.
 
     The first optimizer step donates the arrays of the state. A stop request takes effect between micro-batches: the
-    run then has its state again, from the copy in host memory if an optimizer step was taken, or none.
+    run then has its state again, from `copy` in host memory if an optimizer step was taken, or none.
     """
+    if copy:
+        copy.wait()
     check_stop, metrics = run.stop.checker(), []
     state, policy, critic, donated = run.take_state(), None, None, False
-    copy = HostCopy(state) if run.keeps_copy and (len(batches) > 1 or run.critic) else None
     try:
         for batch in batches:
             values: dict[str, float] = {}

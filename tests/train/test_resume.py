@@ -53,6 +53,7 @@ def kept(policy: Path, **fields) -> trainer.Run:
     built.reward = lambda t: RewardParts(int(t.ids.sum()) % 7 / 7, 0.0, 0.0, 0.0)  # a random policy earns no other
     built.begin()
     built.start = preemption.HostCopy(built.state), built.loader.state()
+    built.start[0].wait()
     return built
 
 

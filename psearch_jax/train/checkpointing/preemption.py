@@ -72,13 +72,23 @@ class StopRequest:
 
 
 class HostCopy:
-    """A host-memory copy of this process's shards of a state, whose device arrays the update donates."""
+    """A host-memory copy of this process's shards of a state, whose device arrays the update donates.
+
+    The transfers of all shards start at once and run next to other work. `wait` must be called before the donation.
+    """
 
     def __init__(self, state: TrainState):
         leaves, self._structure = jax.tree.flatten(state)
-        self._leaves = [
-            (x.shape, x.sharding, {str(s.index): np.array(s.data) for s in _distinct_shards(x)}) for x in leaves
-        ]
+        self._leaves = [(x.shape, x.sharding, {str(s.index): s.data for s in _distinct_shards(x)}) for x in leaves]
+        for _, _, parts in self._leaves:
+            for part in parts.values():
+                part.copy_to_host_async()
+
+    def wait(self) -> None:
+        """Waits for the transfers, and lets go of the device arrays."""
+        for _, _, parts in self._leaves:
+            for index, part in parts.items():
+                parts[index] = np.array(part)
 
     def state(self) -> TrainState:
         """The state on the devices, with its original shardings."""
