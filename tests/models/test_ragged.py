@@ -152,7 +152,7 @@ def test_a_model_that_decodes_with_it(monkeypatch, form):
         model = nnx.merge(decoder.graphdef(config, jnp.float32, attention=form), params)
         return jax.jit(functools.partial(model.hidden, keep_kv=True))(ids, cache, start)
 
-    if form == "splash":  # in each of 28 layers, the work list would take a tenth of a step
+    if form == "splash":  # in each of 28 layers, the work list would take a twentieth of a step
         model = nnx.merge(decoder.graphdef(config, jnp.float32, attention=form), params)
         traced = jax.make_jaxpr(functools.partial(model.hidden, keep_kv=True))(ids, cache, start)
         (layers,) = (equation for equation in traced.eqns if equation.primitive.name == "scan")
