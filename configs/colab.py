@@ -5,7 +5,7 @@ float16 weights.
         --config.retrieval.corpus=CORPUS.jsonl --workdir=DIR
 
 Short contexts and few rollouts: a test of the installation, not a recipe. As compiled for a T4, it needs 3.7 of 13.8
-GiB (launch/plan.py --platform=cuda --topology=t4).
+GiB (launch/plan.py --topology=t4).
 """
 
 from ml_collections import ConfigDict

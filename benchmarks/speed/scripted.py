@@ -216,6 +216,7 @@ class Ours:
       settings: config sections that override the defaults, as {"rollout": {"slots": 32}}; not `model`.
       search_s: seconds per search.
       dtype: of weights and products.
+      sampler: the class of the sampler.
     """
 
     def __init__(
@@ -226,6 +227,7 @@ class Ours:
         settings: dict[str, dict[str, Any]],
         search_s: float,
         dtype: str = "float32",
+        sampler: type[ScriptedSampler] = ScriptedSampler,
     ):
         observation = max([n for s in work.scripts for n in s.observations], default=0)
         rollout = {
@@ -243,11 +245,11 @@ class Ours:
         dtypes = {"dtype": dtype, "sampling_dtype": dtype}
         config = from_mapping(settings | {"rollout": rollout | settings.get("rollout", {}), "model": dtypes})
         mesh, n_ids = make_mesh(MeshSection(1, 1, 1), jax.devices()[:1]), model.vocab_rows
-        self._sampler = programs.make_sampler(config, model, mesh, _tables(n_ids), n_ids, (), ScriptedSampler)
+        self.sampler = programs.make_sampler(config, model, mesh, _tables(n_ids), n_ids, (), sampler)
         prompts = work.prompts(n_ids)
         self._questions = [Question("scripted", str(i), "", (), "single") for i in range(len(prompts))]
         self._collector = Collector(
-            self._sampler,
+            self.sampler,
             Words(n_ids),
             ScriptedPassages(work.scripts, search_s),
             lambda question: prompts[int(question.id)],
@@ -264,7 +266,7 @@ class Ours:
         work, seed, step = self._work, 0, 0
         words = [sampling.id_words(q.source, q.id) for q in self._questions for _ in range(work.samples)]
         keys = sampling.row_keys(seed, step, words, [*range(work.samples)] * len(self._questions))
-        self._sampler.begin(work, dict(zip(map(tuple, keys.tolist()), work.scripts, strict=True)))
+        self.sampler.begin(work, dict(zip(map(tuple, keys.tolist()), work.scripts, strict=True)))
         began = time.perf_counter()
         trajectories = self._collector.collect(
             params or self._params, self._questions, work.samples, seed=seed, step=step, temperature=1.0
@@ -278,7 +280,7 @@ class Ours:
         return {
             "row_use": round(usage.row_use, 3),
             "decode_steps": usage.decode_steps,
-            "extend_calls": self._sampler.extend_calls,
+            "extend_calls": self.sampler.extend_calls,
             "extend_use": round(usage.extend_use, 3),
             "search_share": round(usage.search_s / self._seconds, 4),
             "host_share": round(usage.host_s / self._seconds, 4),

@@ -91,7 +91,7 @@ def compare(
       policy: shape and frozen weights of `size`, in `dtype`; default: a random policy, trained in full.
     """
     model, params = policy or (SIZES[size], decoder.init_params(SIZES[size], 0))
-    longest, adapters = max(map(len, masks)), _adapters(model) if policy else None
+    longest, adapters = max(map(len, masks)), adapters_of(model) if policy else None
     config = config_of(len(masks), longest, dtype, adapters is not None)
     ours = Ours(config, model, params, masks, adapters=adapters)
     contenders: dict[str, Callable[[], dict[str, float]]] = {OURS: ours.run}
@@ -189,7 +189,7 @@ def config_of(rows: int, longest: int, dtype: str = "float32", adapted: bool = F
     )
 
 
-def _adapters(model: DecoderConfig) -> nnx.State:
+def adapters_of(model: DecoderConfig) -> nnx.State:
     """Adapters whose matrices both get a gradient (b starts nonzero)."""
     rng, flat = np.random.default_rng(3), dict(nnx.to_flat_state(lora.init_adapters(model, LORA, 0)))
     for path, variable in flat.items():
@@ -213,14 +213,15 @@ def _masks(work: str, scale: float, lengths: Path | None, rows: int) -> list[np.
     """By row, 1 at sampled tokens; `rows` rows of `equal`, 2 * `rows` of `ragged`."""
     if work == "equal":
         turn, observation, prompt = (max(1, round(n * scale)) for n in (60, 150, 160))
-        return [_mask(prompt, Script((turn,) * 3, (observation,) * 2))] * rows
+        return [mask_of(prompt, Script((turn,) * 3, (observation,) * 2))] * rows
     if lengths is not None:
         return _recorded(lengths)
     rollouts = ragged(scale)
-    return [_mask(rollouts.prompt_tokens, script) for script in rollouts.scripts[: 2 * rows]]
+    return [mask_of(rollouts.prompt_tokens, script) for script in rollouts.scripts[: 2 * rows]]
 
 
-def _mask(prompt: int, script: Script) -> np.ndarray:
+def mask_of(prompt: int, script: Script) -> np.ndarray:
+    """By token of a scripted rollout, 1 where it is sampled."""
     parts = [np.zeros(prompt)]
     for i, turn in enumerate(script.turns):
         parts += [np.ones(turn), *(np.zeros(n) for n in script.observations[i : i + 1])]

@@ -100,6 +100,39 @@ def test_merging(tmp_path, wordy_policy):
     assert "| all | 2 | both | yes |" in done.stdout
 
 
+TINY = ("device", "--sizes", "tiny", "--scale=0.05", "--dtype=float32")
+
+
+@pytest.mark.slow
+def test_the_first_hour_with_a_device(tmp_path):
+    """On the day when a GPU is lent, a part of the one command would fail, or repeat what was measured before."""
+    out, parts = tmp_path / "device", ["versions", "peaks", "kernels", "rollout-tiny", "update-tiny", "demo"]
+    done = bench(*TINY, f"--out={out}", "--parts", *parts)
+    results = json.loads((out / "device.json").read_text())["parts"]
+    assert list(results) == parts and not any("error" in result for result in results.values()), done.stderr[-3000:]
+    assert results["versions"]["platform"] == "cpu" and results["peaks"]["measured"]["bytes_per_s"] > 1e8
+    lines = {line["what"]: line for result in results.values() for line in result.get("lines", ())}
+    assert {"prefill", "decode steps", "extend", "update", "1 steps"} < set(lines)
+    assert all(line["seconds"] > 0 for line in lines.values() if line["seconds"] is not None)
+    assert lines["decode steps"]["lower_bound_s"] > 0 and "| rollout-tiny | prefill |" in done.stdout
+    again = bench(*TINY, f"--out={out}", "--parts", *parts)
+    assert again.stderr.count("done before") == len(parts) and again.stdout == done.stdout
+
+
+def test_a_part_that_fails_is_repeated(tmp_path):
+    """A part that took too long would count as done, or end the command before the other parts."""
+    out, parts = tmp_path / "device", ["--parts", "peaks", "versions"]
+    done = bench(*TINY, f"--out={out}", *parts, "--minutes=0.002")
+    assert done.stdout.count("FAILED: not done after 0.002 minutes") == 2
+    done = bench(*TINY, f"--out={out}", *parts)
+    assert "FAILED" not in done.stdout and "done before" not in done.stderr
+    assert json.loads((out / "device.json").read_text())["parts"]["versions"]["devices"] == 1
+    wrong = subprocess.run(
+        [sys.executable, str(PROGRAM), *TINY, f"--out={out}", "--parts", "all"], capture_output=True
+    )
+    assert wrong.returncode == 2 and b"accepted: versions, peaks, kernels, rollout-tiny" in wrong.stderr
+
+
 def test_help_lists_every_benchmark():
     """`--help` would be taken for a benchmark's name, or would not list every benchmark."""
     help_text = bench("--help").stdout
