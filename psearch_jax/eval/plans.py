@@ -48,21 +48,23 @@ def pairs_of(question: Question) -> tuple[list[tuple[str, str]], list[tuple[str,
 def plan_counts(trajectory: Trajectory) -> PlanCounts:
     """How many pairs of the question's plan the rollout's executed searches follow.
 
-    An entity counts as searched by the first sub-query that contains its name. A pair of which an entity was never
-    searched by name is not followed, even if the passages about the other one happened to answer the question.
+    An entity counts as searched by the first search of which a sub-query contains its name. A pair of which an entity
+    was never searched by name is not followed, even if passages about the other one happened to answer the question.
     """
     independent, dependent = pairs_of(trajectory.question)
-    places: dict[str, tuple[int, int]] = {}  # entity -> (search, sub-query)
+    places: dict[str, tuple[int, set[int]]] = {}  # entity -> its first search, and the sub-queries there that name it
     for entity in {name for pair in independent + dependent for name in pair}:
         wanted = f" {normalise(without_parenthesis(entity))} "
         for search, turn in enumerate(trajectory.executed):
-            named = [i for i, query in enumerate(turn.queries) if wanted in f" {normalise(query)} "]
+            named = {i for i, query in enumerate(turn.queries) if wanted in f" {normalise(query)} "}
             if named:
-                places[entity] = (search, named[0])
+                places[entity] = (search, named)
                 break
 
     def at_once(a: str, b: str) -> bool:
-        return a in places and b in places and places[a][0] == places[b][0] and places[a] != places[b]
+        if a not in places or b not in places or places[a][0] != places[b][0]:
+            return False
+        return len(places[a][1] | places[b][1]) > 1  # not only one sub-query that names both
 
     def in_order(a: str, b: str) -> bool:
         return a in places and b in places and places[a][0] < places[b][0]

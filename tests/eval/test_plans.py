@@ -48,6 +48,8 @@ def test_pairs_by_hand():
         ([("folly to be wise director", "the jerk director"), ("frank launder born", "carl reiner born")], (2, 2)),
         ([("folly to be wise director",), ("the jerk director",), ("frank launder", "carl reiner")], (1, 2)),
         ([("folly to be wise and the jerk directors",)], (0, 0)),  # one sub-query: nothing at once
+        ([("folly to be wise, the jerk", "the jerk")], (1, 0)),
+        ([("folly to be wise, the jerk", "carl reiner")], (0, 0)),
         ([("folly to be wise", "frank launder"), ("the jerk",), ("carl reiner",)], (0, 1)),  # guessed, not found
         ([("jerky folly", "wise carl")], (0, 0)),  # parts of names
         ([], (0, 0)),
