@@ -74,7 +74,8 @@ def with_critical_path(
     not pay. Centring and clipping are as in P-GRPO (arXiv 2512.07843), the annealing as in PARL (arXiv 2602.02276).
 
     Args:
-      parts, trajectories: N of each, in complete groups.
+      parts: N, of the trajectories.
+      trajectories: N, in complete groups.
       step: training steps taken before.
 
     Returns:
