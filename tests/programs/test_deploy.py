@@ -153,7 +153,7 @@ def test_clients_ask_the_addresses_that_are_served():
     wanted = f"http://retriever:{port}/retrieve", STARTS[compose("retriever")].flag("token_file")
     train, agent = STARTS[compose("trainer")], STARTS[compose("agent")]
     assert (train.flag("config.retrieval.url"), train.flag("config.retrieval.token_file")) == wanted
-    assert (agent.flag("retriever_url"), agent.flag("retriever_token_file")) == wanted
+    assert (agent.flag("retriever_url"), agent.flag("config.retrieval.token_file")) == wanted
     assert agent.flag("model") == train.flag("workdir")
     local = f"http://127.0.0.1:{STARTS['psearch-retriever.service'].flag('port')}/retrieve"
     assert STARTS["psearch-agent.service"].flag("retriever_url") == local
@@ -311,7 +311,7 @@ def test_an_agent_searches_in_a_retriever_that_asks_for_a_token(retriever, place
     """The agent server is healthy but every answer fails, because it does not have the retriever's token."""
     start = STARTS["compose.yaml agent"]
     here = {"model": "toy", "retriever_url": f"{retriever.url}/retrieve", "port": "0"}
-    here |= {name: place / "token" for name in ("token_file", "retriever_token_file")}
+    here |= {name: place / "token" for name in ("token_file", "config.retrieval.token_file")}
     words = start.command[1:]
     for name, value in here.items():
         words = [word if not word.startswith(f"--{name}=") else f"--{name}={value}" for word in words]
