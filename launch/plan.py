@@ -33,15 +33,11 @@ SAMPLED = flags.DEFINE_integer("sampled_ids", 0, "How many of them are sampled; 
 flags.mark_flags_as_required(["config", "topology"])
 
 
-def of_gpus() -> bool:
-    """Whether --topology names a GPU."""
-    from psearch_jax.runtime.accelerators import GPUS
-
-    return TOPOLOGY.value.partition(":")[0] in GPUS
-
-
 def main(_: list[str]) -> None:
-    if not of_gpus():
+    from psearch_jax.runtime.accelerators import GIB, GPUS
+
+    of_gpus = TOPOLOGY.value.partition(":")[0] in GPUS
+    if not of_gpus:
         jax.config.update("jax_platforms", "cpu")  # nothing runs on a device, so do not occupy a TPU
     from psearch_jax.config import from_mapping
     from psearch_jax.eval.tables import table
@@ -51,13 +47,12 @@ def main(_: list[str]) -> None:
     from psearch_jax.planning.roofline import floor_seconds
     from psearch_jax.planning.search import search
     from psearch_jax.rollout.collect import widths as widths_of
-    from psearch_jax.runtime.accelerators import GIB
     from psearch_jax.runtime.paths import locate, make_writable, write_whole
 
     config = from_mapping(CONFIG.value.to_dict())
     if JSON.value:
         make_writable(locate(JSON.value).parent)
-    target = (targets.cuda_target if of_gpus() else targets.tpu_target)(TOPOLOGY.value)
+    target = (targets.cuda_target if of_gpus else targets.tpu_target)(TOPOLOGY.value)
 
     def log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -80,7 +75,7 @@ def main(_: list[str]) -> None:
     print(table(rows) + "\n")
     spare = gib(plan.headroom_offloaded_bytes)
     print(f"headroom {gib(plan.headroom_bytes)} GiB; {spare} with the optimizer in host memory between updates")
-    if not of_gpus():
+    if not of_gpus:
         widths = sorted({*widths_of(config.rollout).prompts, *plan.widths["accumulate"]})
         blocks = ", ".join(f"{width} ({splash_block(width)})" for width in widths)
         print(f"row widths, with their attention block sizes: {blocks}")

@@ -62,6 +62,7 @@ SMALL = (  # flags of launch/train.py for a quick test
     "--config.learning.micro_batch_rows=8",
     "--config.eval.questions_per_kind=0",
 )
+GRACE_S = 120  # from SIGTERM to SIGKILL
 COLUMNS = ("part", "what", "amount", "seconds", "rate", "lower_bound_s", "share_of_bound")
 
 
@@ -99,7 +100,11 @@ def _run(name: str, argv: Sequence[str], flags: argparse.Namespace) -> None:
         except subprocess.TimeoutExpired:
             error, code = f"not done after {flags.minutes:g} minutes", 0
             os.killpg(running.pid, signal.SIGTERM)  # a training run saves its state, and continues in the next call
-            running.wait()
+            try:
+                running.wait(GRACE_S)
+            except subprocess.TimeoutExpired:  # it hangs in the device's driver
+                os.killpg(running.pid, signal.SIGKILL)
+                running.wait()
     if code:
         lines = (flags.out / f"{name}.log").read_text(encoding="utf-8").strip().splitlines()
         error = lines[-1] if lines else f"exit code {code}"
@@ -252,8 +257,8 @@ def work_of(size: str, scale: float) -> Work:
 
 def rollout(size: str, flags: argparse.Namespace) -> dict[str, Any]:
     """Seconds of the sampler's programs for one batch of rollouts."""
-    model, work, mesh = SHAPES[size], work_of(size, flags.scale), make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])
-    params = decoder.random_params(model, 0, jnp.dtype(flags.dtype), lambda a: param_shardings(a, SAMPLING, mesh))
+    model, work = SHAPES[size], work_of(size, flags.scale)
+    params = _weights(model, flags.dtype)
     ours = Ours(work, model, params, {}, 0.0, flags.dtype, Timed)
     ours.run()  # compiles
     ours.sampler.seconds = dict.fromkeys(ours.sampler.seconds, 0.0)
@@ -280,10 +285,8 @@ def rollout(size: str, flags: argparse.Namespace) -> dict[str, Any]:
 
 def update(size: str, flags: argparse.Namespace) -> dict[str, Any]:
     """Seconds of an optimizer step on eight of these rollouts."""
-    model, work, mesh = SHAPES[size], work_of(size, flags.scale), make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])
-    adapted = size in ADAPTED
-    dtype = flags.dtype if adapted else "float32"  # of the weights; products use flags.dtype
-    params = decoder.random_params(model, 0, jnp.dtype(dtype), lambda a: param_shardings(a, SAMPLING, mesh))
+    model, work, adapted = SHAPES[size], work_of(size, flags.scale), size in ADAPTED
+    params = _weights(model, flags.dtype if adapted else "float32")  # products use flags.dtype
     masks = [mask_of(work.prompt_tokens, work.scripts[0])] * 8
     config = config_of(len(masks), len(masks[0]), flags.dtype, adapted)
     config = replace(config, model=replace(config.model, remat="full"))
@@ -322,6 +325,12 @@ def training(config: str, flags: argparse.Namespace) -> dict[str, Any]:
     summary = json.loads((workdir / "summary.json").read_text(encoding="utf-8"))
     seconds = time.monotonic() - began
     return {"lines": [_line(f"{summary['steps']} steps", summary["steps"], seconds, "")], "summary": summary}
+
+
+def _weights(model: DecoderConfig, dtype: str) -> nnx.State:
+    """Random weights on the first device."""
+    mesh = make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])
+    return decoder.random_params(model, 0, jnp.dtype(dtype), lambda a: param_shardings(a, SAMPLING, mesh))
 
 
 def _layers(params: nnx.State) -> int:

@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
         fields = ["--config.mesh.tensor=4", "--config.learning.micro_batch_rows=2"]
         rows.append({"model": "7b, LoRA"} | _plan(flags.out, "7b-lora-v5e-2x4", "qwen7b_lora", "v5e:2x4", fields))
     if "h200" in flags.families:
-        rows.append({"model": "7b, LoRA"} | _plan(flags.out, "7b-lora-h200", "qwen7b_lora", "h200", [], cuda=True))
+        rows.append({"model": "7b, LoRA"} | _plan(flags.out, "7b-lora-h200", "qwen7b_lora", "h200", []))
     write_whole(flags.out / "scale.json", json.dumps(rows, indent=2) + "\n")
     write_whole(flags.out / "scale.md", _table(rows) + "\n")
     print(_table(rows))
@@ -87,7 +87,7 @@ def _on_gpu(out: Path, size: str) -> dict[str, Any]:
     file, _, slots = SIZES[size]
     if _held(size, 1, 1, slots) > GPUS["h200"].hbm_bytes:
         return {"model": size, "topology": "h200", "fits": False}
-    return {"model": size, **_plan(out, f"{size}-h200", file, "h200", _fields(size, 1, 1), cuda=True)}
+    return {"model": size, **_plan(out, f"{size}-h200", file, "h200", _fields(size, 1, 1))}
 
 
 def _held(size: str, chips: int, tensor: int, slots: int) -> float:
@@ -110,9 +110,7 @@ def _fields(size: str, chips: int, tensor: int) -> list[str]:
     return [*fields, f"--config.learning.micro_batch_rows={max(rows, 8 if size == '0.5b' else 16)}"]
 
 
-def _plan(
-    out: Path, name: str, config: str, topology: str, fields: Sequence[str], cuda: bool = False
-) -> dict[str, Any]:
+def _plan(out: Path, name: str, config: str, topology: str, fields: Sequence[str]) -> dict[str, Any]:
     file = out / f"{name}.json"
     if not file.is_file():
         print(f"{name} ..", file=sys.stderr, flush=True)

@@ -65,9 +65,8 @@ def config(model: str, default: Config = Config()) -> Config:  # noqa: B008 (fro
         config = replace(config, model=replace(config.model, adapters=values.adapters, lora_rank=0))
     if passages():
         # Never send the token of the run's own server to another server.
-        names = {"index": values.index, "corpus": values.corpus, "url": values.retriever_url, "token_file": None}
-        chosen = {name: value or "" for name, value in names.items()}
-        config = replace(config, retrieval=replace(config.retrieval, **chosen))
+        chosen = {"index": values.index or "", "corpus": values.corpus or "", "url": values.retriever_url or ""}
+        config = replace(config, retrieval=replace(config.retrieval, **chosen, token_file=""))
     if values.config is None:
         return config
     fields = ConfigDict(to_mapping(config))

@@ -12,7 +12,7 @@ from itertools import combinations
 
 from psearch_jax.data.evidence.facts import key, without_parenthesis
 from psearch_jax.data.teacher import rounds_of
-from psearch_jax.text.answers import normalise
+from psearch_jax.text.answers import contains_words, normalise
 from psearch_jax.types import Question, Trajectory
 
 
@@ -54,9 +54,9 @@ def plan_counts(trajectory: Trajectory) -> PlanCounts:
     independent, dependent = pairs_of(trajectory.question)
     places: dict[str, tuple[int, set[int]]] = {}  # entity -> its first search, and the sub-queries there that name it
     for entity in {name for pair in independent + dependent for name in pair}:
-        wanted = f" {normalise(without_parenthesis(entity))} "
+        name = normalise(without_parenthesis(entity))
         for search, turn in enumerate(trajectory.executed):
-            named = {i for i, query in enumerate(turn.queries) if wanted in f" {normalise(query)} "}
+            named = {i for i, query in enumerate(turn.queries) if contains_words(normalise(query), name)}
             if named:
                 places[entity] = (search, named)
                 break

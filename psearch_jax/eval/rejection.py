@@ -56,7 +56,6 @@ def sample(
     Args:
       out: the jsonl file; its parts are in `OUT.parts` until it is complete.
       roll_out: returns all rollouts of the questions, those of a question adjacent; in each process those of all
-      roll_out: returns all rollouts of the questions, those of a question adjacent; in each process those of all
         processes.
       reward: the rewards of such rollouts.
       settings: everything that determines the rollouts, JSON-serialisable; a resuming call must pass the same.

@@ -51,17 +51,13 @@ def results(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:
     parts.append("Decomposition of the first search, regardless of the answer:\n\n" + splitting_table(benchmarks))
     if any(name in report["all"] for report in benchmarks.values() for name in PLANS):
         parts.append("Searches that follow the question's dependency plan:\n\n" + plans_table(benchmarks))
-    loose = {name: report["all"]["loose_accuracy"] for name, report in benchmarks.items() if _is_loose(report)}
-    if loose:
-        rows = [["benchmark", "loose accuracy"], *([name, share(value)] for name, value in loose.items())]
+    loose = [[name, share(report["all"].get("loose_accuracy"))] for name, report in benchmarks.items()]
+    if any(value for _, value in loose):
+        rows = [["benchmark", "loose accuracy"], *(row for row in loose if row[1])]
         parts.append("Share of the parts of the answer that were given:\n\n" + table(rows))
     if any("graphs" in report for report in benchmarks.values()):
         parts.append("By MuSiQue's reasoning graphs:\n\n" + graphs_table(benchmarks))
     return "\n\n".join(parts)
-
-
-def _is_loose(report: Mapping[str, Any]) -> bool:
-    return "loose_accuracy" in report["all"]
 
 
 def results_table(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:

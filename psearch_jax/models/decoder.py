@@ -23,7 +23,7 @@ from psearch_jax.models.attention import Implementation
 from psearch_jax.models.attention.scores import ATTENDED, NEG_INF
 from psearch_jax.models.int8 import Scales
 from psearch_jax.models.kv_cache import KVCache
-from psearch_jax.models.layer import LayerContext, decodes_by_length, layer, rms_norm, rope_cos_sin
+from psearch_jax.models.layer import LayerContext, layer, rms_norm, rope_cos_sin
 from psearch_jax.models.lora import Adapters
 from psearch_jax.models.products import precision, product, product_across
 from psearch_jax.models.transposed import Transposed
@@ -159,7 +159,11 @@ class Decoder(nnx.Module):
         rotation = rope_cos_sin(positions, config.head_dim, config.rope_theta)
         table = constrain(self.embedding[...], "vocab", None)  # gathered over fsdp once, not once per row
         x = jnp.take(table, ids, axis=0).astype(self.activations)
-        by_length = cache is not None and ids.shape[1] == 1 and decodes_by_length(cache, self.attention, config)
+        listed, by_length = None, False
+        if cache is not None and ids.shape[1] == 1:
+            mesh = jax.sharding.get_abstract_mesh()
+            by_length = ragged.applies(self.attention, cache.k_transposed, config, mesh)
+            listed = ragged.work_list(begin, cache, self.attention) if by_length else None
         context = LayerContext(
             config=config,
             dtype=self.dtype,
@@ -173,7 +177,8 @@ class Decoder(nnx.Module):
             rows=rows,
             segments=segments,
             keep_kv=keep_kv,
-            listed=ragged.work_list(begin, cache, self.attention) if by_length else None,
+            by_length=by_length,
+            listed=listed,
         )
         x = constrain(x, "rows", context.positions_axis, None)
         step = functools.partial(layer, context=context)

@@ -34,7 +34,8 @@ class LayerContext:
     rows: jax.Array | None  # [B] int32, rows of the cache
     segments: jax.Array | None  # [B, T] int32
     keep_kv: bool  # return the keys and values
-    listed: ragged.Work | None  # the work list of the decoding kernel
+    by_length: bool  # decode one token by models/ragged.py, which reads only the real positions of the cache
+    listed: ragged.Work | None  # its work list
 
 
 def layer(
@@ -77,22 +78,16 @@ def layer(
     return constrain(x, "rows", context.positions_axis, None), (k, v) if context.keep_kv else None
 
 
-def decodes_by_length(cache: KVCache, attention: Implementation, config: DecoderConfig) -> bool:
-    """Whether a step of one token reads only the real positions of the cache (models/ragged.py)."""
-    return ragged.applies(attention, cache.k_transposed, config, jax.sharding.get_abstract_mesh())
-
-
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, index: jax.Array, context: LayerContext) -> jax.Array:
     """Attention [B, T, N, H] of the queries to their own row and to the cached positions before it."""
     cache, start = context.cache, context.start
     if cache is None:
         return causal(q, k, v, context.attention, context.segments)
-    one_token = q.shape[1] == 1
-    if one_token and decodes_by_length(cache, context.attention, context.config):
+    if context.by_length:
         return ragged.decode(q, k, v, cache, index, start, context.attention, listed=context.listed)
     k_old, v_old, *scales = kv_cache.read(cache, index, context.span, context.rows)
     old = Keys(k_old, v_old, cache.k_transposed, *scales)
-    return (decode if one_token else chunk_attention)(q, k, v, old, start)
+    return (decode if q.shape[1] == 1 else chunk_attention)(q, k, v, old, start)
 
 
 def _dense(

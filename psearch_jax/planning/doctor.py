@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +33,11 @@ from psearch_jax.sharding import make_mesh
 from psearch_jax.text.prompts import load_template, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing.checkpoint import find_checkpoint
-from psearch_jax.types import ITEM, UserError
+from psearch_jax.types import ITEM, Question, UserError
 from retrieval.memory import available_memory
 from retrieval.protocol import CorpusError, RetrievalError
 
+Load = Callable[[str], Sequence[Question]]  # the questions of a location
 PACKAGE = "psearch_jax"
 # Device files of accelerators, and the extra of setup.py that installs the JAX build for them.
 SIGNS = (("/dev/nvidiactl", "cuda"), ("/dev/accel0", "tpu"), ("/dev/vfio/0", "tpu"))
@@ -67,14 +69,16 @@ def examine(config: Config, workdir: str, root: Path = Path("/")) -> Iterator[Fi
     yield from guarded("devices", lambda: devices(root))
     yield from guarded("config", lambda: settings(config))
     config = with_method(config)
-    yield from guarded("model", lambda: model(config))
+    tokenizers: list[Tokenizer] = []
+    yield from guarded("model", lambda: model(config, tokenizers))
+    load = functools.cache(open_questions)  # two checks read them
     plans: list[Plan] = []
     meshes = list(guarded("mesh", lambda: mesh(config)))
     yield from meshes
     if not any(finding.wrong for finding in meshes):
         yield from guarded("memory", lambda: memory(config, plans))
-    yield from guarded("questions", lambda: questions(config))
-    yield from guarded("prompt", lambda: prompt(config))
+    yield from guarded("questions", lambda: questions(config, load))
+    yield from guarded("prompt", lambda: prompt(config, load, tokenizers))
     yield from guarded("passages", lambda: passages(config))
     if plans:
         yield from guarded("disk", lambda: disk(config, plans[0], workdir))
@@ -142,8 +146,8 @@ def settings(config: Config) -> str:
     return f"{config.method}, {config.train.steps} steps of {group} rollouts"
 
 
-def model(config: Config) -> str | None:
-    """Checks that no file of the weights is missing and that the tokenizer fits them."""
+def model(config: Config, tokenizers: list[Tokenizer]) -> str | None:
+    """Checks that no file of the weights is missing and that the tokenizer fits them; appends it to `tokenizers`."""
     path = config.model.path
     directory = TOY_POLICY if path == "toy" else Path(path)
     if not path:
@@ -159,6 +163,7 @@ def model(config: Config) -> str | None:
         raise UserError(f"{count}, accepted: all of them (`hf download` resumes an interrupted download)")
     shape = model_shape(config)
     tokenizer = Tokenizer.load(config.model.tokenizer or str(directory), shape.eos_ids)
+    tokenizers.append(tokenizer)
     if tokenizer.size > shape.vocab_rows:
         raise UserError(
             f"config.model.tokenizer: found {tokenizer.size} token ids for {shape.vocab_rows} embedding rows, "
@@ -195,18 +200,18 @@ def memory(config: Config, plans: list[Plan]) -> str:
     return text if first.platform == "cpu" else f"{text}; launch/plan.py computes the peak"
 
 
-def questions(config: Config) -> str | None:
+def questions(config: Config, load: Load) -> str | None:
     """The number of questions for training and for validation."""
     data = config.data
     if data.source == CLOSED_WORLD:
         return f"{data.world_questions} from the closed world"
     if not data.source or not are_there(data.source):
         return None
-    train, held = open_questions(data.source), []
+    train, held = load(data.source), []
     if data.validation_share:
         train, held = hold_out(train, data.validation_share)
     if data.validation:
-        held = open_questions(data.validation)
+        held = load(data.validation)
     if len(train) < config.train.prompts:
         raise UserError(
             f"{data.source}: found {len(train)} questions for steps of {config.train.prompts}, accepted: more "
@@ -218,7 +223,7 @@ def questions(config: Config) -> str | None:
 
 
 def _smaller_steps(config: Config, questions: int) -> str:
-    """Flags for the largest steps that so many questions allow, with one update per step; "" if there are none."""
+    """Flags for the largest step for which `questions` suffice, with one update per step; "" if there is none."""
     samples, rows = config.rollout.samples, config.learning.micro_batch_rows
     fitting = [n for n in range(1, questions + 1) if n * samples % rows == 0]
     if not fitting:
@@ -227,17 +232,21 @@ def _smaller_steps(config: Config, questions: int) -> str:
     return f", or --config.train.prompts={count} --config.learning.mini_batch_rollouts={count * samples}"
 
 
-def prompt(config: Config) -> str | None:
-    """Checks the prompt template, and the length of the prompts of the first questions."""
+def prompt(config: Config, load: Load, tokenizers: Sequence[Tokenizer]) -> str | None:
+    """Checks the prompt template, and the length of the prompts of the first questions.
+
+    Args:
+      tokenizers: the tokenizer, if it is already loaded.
+    """
     data, limit = config.data, config.rollout.prompt_tokens
     if data.prompt == "row":
         return "from the rows of the questions"
     template = load_template(data.template)
     directory = config.model.tokenizer or (str(TOY_POLICY) if config.model.path == "toy" else config.model.path)
     is_file = data.source != CLOSED_WORLD and data.source and are_there(data.source)
-    if not (is_file and Path(directory).is_dir()):
+    if not (is_file and directory and Path(directory).is_dir()):
         return data.template
-    tokenizer, asked = Tokenizer.load(directory), open_questions(data.source)
+    tokenizer, asked = tokenizers[0] if tokenizers else Tokenizer.load(directory), load(data.source)
     lengths = [len(render_prompt(tokenizer, template, asked[i].text)) for i in range(min(len(asked), PROMPTS))]
     if max(lengths) > limit:
         over = sum(length > limit for length in lengths)

@@ -29,7 +29,7 @@ from psearch_jax.rollout.search import BatchRetriever, in_background
 from psearch_jax.runtime import processes
 from psearch_jax.serving.search import ServingSearch
 from psearch_jax.text import tags
-from psearch_jax.text.answers import normalise
+from psearch_jax.text.answers import contains_words, normalise
 from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage
 
@@ -275,7 +275,7 @@ def support(trajectory: Trajectory) -> list[Passage]:
     first: dict[str, Passage] = {}
     for passage in retrieved:
         first.setdefault(passage.id, passage)
-    return [p for p in first.values() if answer and f" {answer} " in f" {normalise(f'{p.title} {p.text}')} "]
+    return [p for p in first.values() if contains_words(normalise(f"{p.title} {p.text}"), answer)]
 
 
 def _send_turns(asked: _Asked, turns: Sequence[Turn], corrected: int) -> None:

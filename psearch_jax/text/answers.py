@@ -29,13 +29,18 @@ def f1(prediction: str | None, golds: Sequence[str]) -> float:
     return max((_token_f1(normalise(prediction).split(), normalise(gold).split()) for gold in golds), default=0.0)
 
 
+def contains_words(text: str, words: str) -> bool:
+    """Whether `words` occur next to each other in `text`, as complete words; both normalised. No words: False."""
+    return bool(words) and f" {words} " in f" {text} "
+
+
 def loose_accuracy(prediction: str | None, parts: Sequence[str]) -> float:
     """The share of the parts of an answer that occur in the prediction as complete words (FanOutQA, arXiv 2402.14116).
 
     Their scorer also lemmatises, which finds inflected forms that this one misses.
     """
-    text = f" {normalise(prediction or '')} "
-    return sum(f" {normalise(part)} " in text for part in parts) / len(parts)
+    text = normalise(prediction or "")
+    return sum(contains_words(text, normalise(part)) for part in parts) / len(parts)
 
 
 def _token_f1(prediction: list[str], gold: list[str]) -> float:

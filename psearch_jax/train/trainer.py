@@ -189,8 +189,7 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult
     trained = [rollouts.trajectories[i] for i in rows]
     trains_all = config.rollout.unfinished != "mask"
     batch = make_batch(trained, rollouts.advantages[rows], config.rollout.context_tokens, trains_all)
-    several_updates = updates_per_step(config) > 1 or run.critic is not None
-    copy = HostCopy(run.state) if run.keeps_copy and several_updates else None
+    copy = HostCopy(run.state) if run.keeps_copy else None
     with run.phase("logprobs", times):
         batch, metrics = _score(run, batch, np.asarray(rollouts.totals)[rows], trained)
     with run.phase("update", times):

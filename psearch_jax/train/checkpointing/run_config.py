@@ -53,7 +53,7 @@ def config_of(model: str) -> Config | None:
 def export_files(config: Config) -> dict[str, bytes]:
     """The files that an export adds so that its policy is asked as it was trained, by name.
 
-    None if the prompt template is a file that does not exist any more: the export then needs a config to be asked.
+    Empty if the prompt template is a file that does not exist any more: the export then needs a config to be asked.
     """
     sections = to_mapping(config)
     template, files = config.data.template, {}

@@ -11,7 +11,7 @@ from psearch_jax.config import Config, DecoderConfig
 from psearch_jax.rl.advantages import carry_signal
 from psearch_jax.runtime.accelerators import chip_of, forward_flops
 from psearch_jax.runtime.metrics import mean
-from psearch_jax.text.answers import exact_match, normalise
+from psearch_jax.text.answers import contains_words, exact_match, normalise
 from psearch_jax.train.critic import CRITIC
 from psearch_jax.types import END_STATUSES, KINDS, RewardParts, TrainBatch, Trajectory
 
@@ -96,4 +96,4 @@ def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _saw_answer(trajectory: Trajectory) -> bool:
     golds = [normalise(a) for a in trajectory.question.answers]
     texts = [normalise(p.title + " " + p.text) for t in trajectory.turns for result in t.passages for p in result]
-    return any(g and f" {g} " in f" {text} " for g in golds for text in texts)
+    return any(contains_words(text, gold) for gold in golds for text in texts)
