@@ -233,8 +233,10 @@ def test_learning_to_split_in_a_few_steps(tmp_path):
     assert set(summary["before"]) == {"all", "pairs", "parallel", "sequential", "single", "mixed"}
     figures = {"em", "f1", "decomposition_ratio", "searches", "sub_queries", "turns", "valid_format", "questions"}
     figures |= {"tokens", "context", "llm_calls", "chance"}
-    assert set(summary["after"]["mixed"]) == figures
-    assert (
-        set(summary["after"]["pairs"]) == figures | {"decomposition_accuracy"}
-        and summary["after"]["all"]["questions"] == 240
-    )
+    after, plan = summary["after"], {"independent_at_once", "dependent_in_order"}
+    split = figures | {"decomposition_accuracy"}
+    assert set(after["mixed"]) == figures | plan
+    assert set(after["parallel"]) == split | {"independent_at_once"}
+    assert set(after["sequential"]) == split | {"dependent_in_order"}
+    assert set(after["pairs"]) == split | plan
+    assert after["all"]["questions"] == 240
