@@ -10,6 +10,7 @@
     python launch/bench.py cold_start --json=FILE skills of a toy policy before reinforcement learning
     python launch/bench.py methods --policy NAME DIR --out=OUT  policies under every method, and baselines
     python launch/bench.py device --out=DIR       the first hour with a GPU or TPU: kernels, rates, rollouts, updates
+    python launch/bench.py drafts --model=DIR --questions=FILE --index=DIR  rollouts with and without draft tokens
     python launch/bench.py latency --parallel=RUN wall-clock time that splitting a question saves
     python launch/bench.py users --json=FILE      many concurrent users of one server
     python launch/bench.py weights --json=FILE    host memory while a 7B checkpoint is loaded and exported
@@ -28,7 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS = {  # the folders of benchmarks/
-    "speed": ("device", "latency", "rollout", "scale", "step", "update", "users", "weights"),
+    "speed": ("device", "drafts", "latency", "rollout", "scale", "step", "update", "users", "weights"),
     "search": ("corpus", "merging", "recall", "retrieval"),
     "quality": ("cold_start", "methods", "questions", "triples", "world"),
 }

@@ -45,6 +45,7 @@ from psearch_jax.text.prompts import load_template, render_messages, render_prom
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing import checkpoint, settings
 from psearch_jax.train.critic import Critic, critic_learning, first_params, without_lm_head
+from psearch_jax.train.replay import Recording
 from psearch_jax.train.run import Run
 from psearch_jax.train.state import (
     TrainState,
@@ -175,7 +176,10 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
     corrected = learning.importance_cap or learning.old_logprobs == "sampler"
     if (config.model.int8_weights or config.model.int8_cache) and not corrected:
         log.warning("rollouts are sampled in int8 without a correction: set learning.importance_cap=2 to weight them")
+    recording = Recording(config.train.replay) if config.train.replay else None
     questions, evaluation = questions_of(config, parts.world)
+    if recording is not None:
+        evaluation = []
     optimizer = make_optimizer(config.learning, updates_per_step(config) * config.train.steps)
     trained, adapters = parts.params, config.model.lora
     base = parts.params if adapters else None
@@ -219,6 +223,7 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         given=given,
         reference=reference,
         critic=critic,
+        recording=recording,
         lora=checkpoint.lora_record(config.model, config.seed, parts.path),
         settings=settings.record(config, _contents(config, parts, loader.fingerprint, evaluation)),
     )

@@ -81,4 +81,6 @@ def _not_found(name: str, path: str) -> str:
 
 def needs_retriever(config: Config) -> bool:
     """Whether rollouts of this config need a retriever."""
+    if config.train.replay:
+        return False
     return config.rollout.search_turns > 0 or config.rollout.initial_search

@@ -67,10 +67,15 @@ def config(model: str, default: Config = Config()) -> Config:  # noqa: B008 (fro
         # Never send the token of the run's own server to another server.
         chosen = {"index": values.index or "", "corpus": values.corpus or "", "url": values.retriever_url or ""}
         config = replace(config, retrieval=replace(config.retrieval, **chosen, token_file=""))
-    if values.config is None:
+    return overridden(config)
+
+
+def overridden(config: Config) -> Config:
+    """The config with the fields that `--config.SECTION.FIELD` sets."""
+    if flags.FLAGS.config is None:
         return config
     fields = ConfigDict(to_mapping(config))
-    fields.update_from_flattened_dict(config_flags.get_override_values(values["config"]))
+    fields.update_from_flattened_dict(config_flags.get_override_values(flags.FLAGS["config"]))
     return from_mapping(fields.to_dict())
 
 

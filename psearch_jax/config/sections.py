@@ -249,6 +249,15 @@ class RolloutSection:
         at_most=1,
         resume=FREE,
     )
+    draft_tokens: int = setting(
+        0,
+        "Draft tokens that each decode step verifies per row. They are copied from what followed the row's last "
+        "tokens earlier in the row; each one that equals the sampled token saves a step. The samples do not change. "
+        "Useful where a decode step mostly reads weights and caches, as on accelerators.",
+        at_least=0,
+        at_most=7,
+        resume=FREE,
+    )
     overlap_search: bool = setting(
         False,
         "Runs the searches of one yield while the other rows decode, and inserts the passages at the next yield. "
@@ -438,6 +447,14 @@ class TrainSection:
     )
     trajectories_per_step: int = setting(
         64, "Rollouts written to trajectories/ at each step.", at_least=0, resume=FREE
+    )
+    record_rollouts: bool = setting(
+        False, "Writes all rollouts, with everything that learning reads of them, to rollouts/.", resume=FREE
+    )
+    replay: str = setting(
+        "",
+        "Directory of a run with `record_rollouts`; this run learns from its rollouts and samples none. It needs the "
+        "same seed, questions and number of prompts, and is not evaluated.",
     )
 
 

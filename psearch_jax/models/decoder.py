@@ -20,6 +20,7 @@ from flax import nnx
 from psearch_jax.config import DecoderConfig, Lora, Remat
 from psearch_jax.models import ragged
 from psearch_jax.models.attention import Implementation
+from psearch_jax.models.attention.cached import DECODED
 from psearch_jax.models.attention.scores import ATTENDED, NEG_INF
 from psearch_jax.models.int8 import Scales
 from psearch_jax.models.kv_cache import KVCache
@@ -160,7 +161,7 @@ class Decoder(nnx.Module):
         table = constrain(self.embedding[...], "vocab", None)  # gathered over fsdp once, not once per row
         x = jnp.take(table, ids, axis=0).astype(self.activations)
         listed, by_length = None, False
-        if cache is not None and ids.shape[1] == 1:
+        if cache is not None and rows is None and ids.shape[1] <= DECODED:
             mesh = jax.sharding.get_abstract_mesh()
             by_length = ragged.applies(self.attention, cache.k_transposed, config, mesh)
             listed = ragged.work_list(begin, cache, self.attention) if by_length else None

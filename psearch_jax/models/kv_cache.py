@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from psearch_jax.config import DecoderConfig
+from psearch_jax.models.attention.cached import DECODED
 from psearch_jax.models.int8 import rounded
 from psearch_jax.sharding import on_own_rows
 
@@ -125,10 +126,13 @@ def write(
     def put(old: jax.Array | None, new: jax.Array | None, across: bool = False) -> jax.Array | None:
         if old is None or new is None:
             return None
-        if rows is None and old.ndim == 4 and new.shape[3] == 1:
-            # Scales of one position: to scatter single numbers, XLA for TPU would convert all scales to another
+        if rows is None and old.ndim == 4 and new.shape[3] <= DECODED:
+            # Scales of a decode step: to scatter single numbers, XLA for TPU would convert all scales to another
             # layout, and back for the kernel that reads them, at every token.
-            return jnp.where(jnp.arange(size) == target[:, None], new, old)
+            for t in range(new.shape[3]):
+                here = jnp.arange(size) == target[:, t : t + 1]  # [B, S]
+                old = jnp.where(here[:, None], new[..., t : t + 1], old)
+            return old
         if rows is None:
             return _put(old, new, target, jnp.arange(new.shape[1]), across)
         axes = AXES[: old.ndim]

@@ -13,7 +13,7 @@ import numpy as np
 from psearch_jax.config import DecoderConfig
 from psearch_jax.models import kv_cache, products, ragged
 from psearch_jax.models.attention import Implementation, causal
-from psearch_jax.models.attention.cached import Keys, chunk_attention, decode
+from psearch_jax.models.attention.cached import DECODED, Keys, chunk_attention, decode
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.sharding import constrain
 
@@ -34,7 +34,7 @@ class LayerContext:
     rows: jax.Array | None  # [B] int32, rows of the cache
     segments: jax.Array | None  # [B, T] int32
     keep_kv: bool  # return the keys and values
-    by_length: bool  # decode one token by models/ragged.py, which reads only the real positions of the cache
+    by_length: bool  # decode by models/ragged.py, which reads only the real positions of the cache
     listed: ragged.Work | None  # its work list
 
 
@@ -53,9 +53,9 @@ def layer(
     w, index = weights_and_index
     # Gather over fsdp here. Otherwise the partitioner made each of 16 x 4 chips gather and multiply the attention of
     # all rows, which added a quarter to an update's products.
-    # Not for one token: weights that are sampled from are not split over fsdp, and the constraint would keep the slice
+    # Not for decoding: weights that are sampled from are not split over fsdp, and the constraint would keep the slice
     # of the stacked kernel from fusing with its product.
-    if "o_kernel" in w and x.shape[1] > 1:
+    if "o_kernel" in w and x.shape[1] > DECODED:
         w = {**w, "o_kernel": constrain(w["o_kernel"], "heads", None, None)}
     eps = context.config.rms_eps
 
@@ -87,7 +87,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, index: jax.Array, context:
         return ragged.decode(q, k, v, cache, index, start, context.attention, listed=context.listed)
     k_old, v_old, *scales = kv_cache.read(cache, index, context.span, context.rows)
     old = Keys(k_old, v_old, cache.k_transposed, *scales)
-    return (decode if q.shape[1] == 1 else chunk_attention)(q, k, v, old, start)
+    return (decode if q.shape[1] <= DECODED else chunk_attention)(q, k, v, old, start)
 
 
 def _dense(
@@ -96,13 +96,16 @@ def _dense(
     """x times the kernel `name`, plus its bias and its adapter if it has them."""
     dtype = context.dtype
     bias, scale, transposed = (w.get(f"{name}{part}") for part in ("_bias", "_kernel_scale", "_kernel_transposed"))
-    if f"{name}_kernel_across" in w:
+    if contracted == 2 and x.shape[1] <= DECODED and scale is None and context.attention == "splash":
+        # Without a reshape the slice of the stacked kernel fuses with its product on a TPU, also for several tokens.
+        out = jnp.einsum("BTNH,NHD->BTD", x, w[f"{name}_kernel"].astype(dtype))
+    elif f"{name}_kernel_across" in w:
         out = products.dense_across(x, w[f"{name}_kernel_across"], dtype, bias, contracted)
     else:
         out = products.dense(x, w[f"{name}_kernel"], dtype, bias, contracted, scale, transposed)
     if f"{name}_kernel_a" in w:
         # The barrier makes this another input than x: XLA for GPUs would concatenate both kernels for one product.
-        low_input = jax.lax.optimization_barrier(x) if x.shape[1] == 1 else x
+        low_input = jax.lax.optimization_barrier(x) if x.shape[1] <= DECODED else x
         low = products.dense(low_input, w[f"{name}_kernel_a"], x.dtype, contracted=contracted)
         out += products.dense(context.lora_scale * low, w[f"{name}_kernel_b"], x.dtype)
     return out

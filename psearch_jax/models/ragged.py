@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from psearch_jax.config import DecoderConfig
 from psearch_jax.models.attention import Implementation
-from psearch_jax.models.attention.cached import KEY_BLOCK, Keys, over_cache
-from psearch_jax.models.attention.scores import NEG_INF, grouped, merge_heads
+from psearch_jax.models.attention.cached import KEY_BLOCK, Keys, over_cache, over_chunk
+from psearch_jax.models.attention.scores import NEG_INF, group_heads, grouped, merge_heads
 from psearch_jax.models.attention.splash import LANES
 from psearch_jax.models.kv_cache import AXES, KVCache
 from psearch_jax.sharding import COMPUTE, on_own_rows, spec
@@ -71,11 +71,11 @@ def decode(
     interpret: bool = False,
     listed: Work | None = None,
 ) -> jax.Array:
-    """Attention of one token over itself and the cached positions before it, as `attention.cached.decode`.
+    """Attention of a few tokens over themselves and the cached positions before them, as `attention.cached.decode`.
 
     Args:
-      q: [B, 1, N, H].
-      k, v: [B, K, 1, H] of the token.
+      q: [B, T, N, H], T at most `DECODED`.
+      k, v: [B, K, T, H] of the tokens.
       cache: of which the first start[b] positions of row b are real.
       layer: [] int32.
       start: [B] int32.
@@ -83,7 +83,7 @@ def decode(
       listed: `work_list` of the cache, the same for all layers; default: computed here, where it is needed.
 
     Returns:
-      [B, 1, N, H].
+      [B, T, N, H].
     """
     own = ("rows", "kv_heads", None, None)
     if listed is None:
@@ -132,6 +132,7 @@ def _by_groups(q, k, v, layer, start, cached_k, cached_v, *scales) -> jax.Array:
     cached_k [L, B, K, H, S], cached_v [L, B, K, S, H]; in int8 also the scales [L, B, K, S] of both.
     """
     B, K, S, H = cached_v.shape[1:]
+    place = jnp.arange(q.shape[1])
     R = group_rows(B, K * min(KEY_BLOCK, S) * H * q.dtype.itemsize)
 
     def group(g: jax.Array, out: jax.Array) -> jax.Array:
@@ -144,8 +145,7 @@ def _by_groups(q, k, v, layer, start, cached_k, cached_v, *scales) -> jax.Array:
             here = (jax.lax.dynamic_slice(x, (layer, g * R, 0, at), (1, R, K, width))[0] for x in scales)
             return Keys(keys, values, True, *here)
 
-        own = scored(own_k)  # [R, K, G, 1, 1]
-        sums = own, jnp.ones_like(own), jnp.broadcast_to(own_v[:, :, None].astype(jnp.float32), (*own.shape[:4], H))
+        sums = over_chunk(q.dtype, scored, own_k, own_v, place)
         attended = merge_heads(over_cache(sums, q.dtype, scored, look, length, S).astype(out.dtype))
         return jax.lax.dynamic_update_slice_in_dim(out, attended, g * R, 0)
 
@@ -174,9 +174,9 @@ def _on_tpu(q, k, v, layer, start, row, block, entries, cached_k, cached_v, *sca
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    B, _, N, H = q.shape
+    B, T, N, H = q.shape
     K, S = cached_v.shape[2:4]
-    G = N // K
+    X = T * N // K
     size = block_positions(K, H, cached_v.dtype.itemsize, S)
     scalars = (jnp.reshape(layer, 1).astype(jnp.int32), row, block, start.astype(jnp.int32))
 
@@ -189,28 +189,28 @@ def _on_tpu(q, k, v, layer, start, row, block, entries, cached_k, cached_v, *sca
     def of_lines(i, layer, row, block, start):
         return layer[0], row[i], 0, block[i]
 
-    queries, own = pl.BlockSpec((1, K, G, H), of_row), pl.BlockSpec((1, K, 1, H), of_row)
+    queries, own = pl.BlockSpec((1, K, X, H), of_row), pl.BlockSpec((1, K, T, H), of_row)
     cached = pl.BlockSpec((1, 1, K, size, H), of_block)
     out = pl.pallas_call(
         functools.partial(_tpu_kernel, size=size),
-        out_shape=jax.ShapeDtypeStruct((B, K, G, H), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((B, K, X, H), q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(entries[0],),
             in_specs=[queries, own, own, cached, cached, *[pl.BlockSpec((1, 1, K, size), of_lines)] * len(scales)],
             out_specs=queries,
-            scratch_shapes=[pltpu.VMEM((K, G, width), jnp.float32) for width in (1, 1, H)],
+            scratch_shapes=[pltpu.VMEM((K, X, width), jnp.float32) for width in (1, 1, H)],
         ),
-        cost_estimate=_cost(B, N, K, S, H, H * cached_v.dtype.itemsize + (4 if scales else 0)),
+        cost_estimate=_cost(B, T * N, K, S, H, H * cached_v.dtype.itemsize + (4 if scales else 0)),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         name="ragged_decode",
         interpret=interpret,
-    )(*scalars, q.reshape(B, K, G, H), k, v, cached_k, cached_v, *scales)
-    return out.reshape(B, 1, N, H)
+    )(*scalars, group_heads(q, K).reshape(B, K, X, H), k, v, cached_k, cached_v, *scales)
+    return merge_heads(out.reshape(B, K, N // K, T, H))
 
 
 def _cost(B: int, N: int, K: int, S: int, H: int, line_bytes: int) -> Any:
-    """The cost estimate for the compiler, which cannot inspect the kernel: with rows half full."""
+    """The cost estimate for the compiler, which cannot inspect the kernel: N queries per row, rows half full."""
     from jax.experimental import pallas as pl
 
     return pl.CostEstimate(
@@ -219,7 +219,10 @@ def _cost(B: int, N: int, K: int, S: int, H: int, line_bytes: int) -> Any:
 
 
 def _tpu_kernel(layer, row, block, start, q, own_k, own_v, k, v, *others, size: int) -> None:
-    """One entry; `most`, `total` and `values` keep the running maximum and sums over all entries of a row."""
+    """One entry; `most`, `total` and `values` keep the running maximum and sums over all entries of a row.
+
+    q [1, K, G * T, H], the tokens of a head next to each other; own_k, own_v [1, K, T, H].
+    """
     from jax.experimental import pallas as pl
 
     *scales, out, most, total, values = others  # scales of keys and of values, in int8
@@ -230,10 +233,21 @@ def _tpu_kernel(layer, row, block, start, q, own_k, own_v, k, v, *others, size: 
 
     @pl.when(block[i] == 0)
     def _():
-        wide = q[0].astype(jnp.float32) * own_k[0].astype(jnp.float32)
-        most[...] = scale * jnp.sum(wide, axis=-1, keepdims=True)
-        total[...] = jnp.ones(total.shape, jnp.float32)
-        values[...] = jnp.broadcast_to(own_v[0].astype(jnp.float32), values.shape)
+        T, wide = own_k.shape[2], q[0].astype(jnp.float32)
+        token = jax.lax.broadcasted_iota(jnp.int32, most.shape, 1) % T
+
+        def scores_of(t: int) -> jax.Array:  # [K, G * T, 1]
+            scores = scale * jnp.sum(wide * own_k[0, :, pl.ds(t, 1)].astype(jnp.float32), axis=-1, keepdims=True)
+            return scores if t == 0 else jnp.where(token >= t, scores, NEG_INF)
+
+        own = [scores_of(t) for t in range(T)]
+        most[...] = functools.reduce(jnp.maximum, own)
+        weights = [jnp.exp(scores - most[...]) for scores in own]
+        total[...] = sum(weights)
+        values[...] = jnp.zeros(values.shape, jnp.float32)
+        for t, weight in enumerate(weights):  # a value that is not finite must not reach the tokens before it
+            here = weight * own_v[0, :, pl.ds(t, 1)].astype(jnp.float32)
+            values[...] += here if t == 0 else jnp.where(token >= t, here, 0)
 
     real = first + jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) < length
     seen = first + jax.lax.broadcasted_iota(jnp.int32, (1, size), 1) < length
@@ -266,11 +280,10 @@ def _on_gpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool)
         cached = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=True) for x in (cached_k, cached_v, *scales))
         cached_k, cached_v, *scales = cached
         layer = jnp.zeros_like(layer)
-    B, _, N, H = q.shape
+    B, T, N, H = q.shape
     K, S = cached_v.shape[2:4]
-    G = N // K
-    q, width = q.reshape(B, K, G, H), min(GPU_BLOCK, 2 ** int(math.log2(S)))
-    parts, queries = -(-S // GPU_PART), max(GPU_QUERIES, 2 ** math.ceil(math.log2(G)))
+    X, width = T * N // K, min(GPU_BLOCK, 2 ** int(math.log2(S)))
+    parts, queries = -(-S // GPU_PART), max(GPU_QUERIES, 2 ** math.ceil(math.log2(X)))
 
     def whole(x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
@@ -280,8 +293,8 @@ def _on_gpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool)
 
     arrays = (cached_k, cached_v, *scales)
     most, total, values = pl.pallas_call(
-        functools.partial(_gpu_kernel, width=width, group=G),
-        out_shape=[jax.ShapeDtypeStruct((B, K, parts, G, size), jnp.float32) for size in (1, 1, H)],
+        functools.partial(_gpu_kernel, width=width, group=X),
+        out_shape=[jax.ShapeDtypeStruct((B, K, parts, X, size), jnp.float32) for size in (1, 1, H)],
         grid=(B, K, parts),
         in_specs=[
             whole(layer.reshape(1)),
@@ -293,13 +306,15 @@ def _on_gpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool)
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         name="ragged_decode",
         interpret=interpret,
-    )(layer.reshape(1).astype(jnp.int32), start.astype(jnp.int32), q, *arrays)
-    # Add the token's own key as one more part.
-    own = H**-0.5 * jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=-1, keepdims=True)
-    top = jnp.maximum(jnp.max(most, axis=2), own)
-    kept, of_own = jnp.exp(most - top[:, :, None]), jnp.exp(own - top)
-    out = jnp.sum(values * kept, axis=2) + of_own * v.astype(jnp.float32)
-    return (out / (jnp.sum(total * kept, axis=2) + of_own)).astype(q.dtype).reshape(B, 1, N, H)
+    )(layer.reshape(1).astype(jnp.int32), start.astype(jnp.int32), group_heads(q, K).reshape(B, K, X, H), *arrays)
+    # Add the tokens themselves as one more part.
+    own = over_chunk(q.dtype, grouped(q, K)[1], k, v, jnp.arange(T))
+    own_most, own_total, own_values = (x.reshape(B, K, X, -1) for x in own)
+    top = jnp.maximum(jnp.max(most, axis=2), own_most)
+    kept, of_own = jnp.exp(most - top[:, :, None]), jnp.exp(own_most - top)
+    out = jnp.sum(values * kept, axis=2) + of_own * own_values
+    out = out / (jnp.sum(total * kept, axis=2) + of_own * own_total)
+    return merge_heads(out.astype(q.dtype).reshape(B, K, N // K, T, H))
 
 
 def _gpu_kernel(layer, start, q, k, v, *others, width: int, group: int) -> None:

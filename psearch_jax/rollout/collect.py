@@ -184,7 +184,10 @@ class Collector:
         while scheduler.refill(progress):
             scheduler.decode(temperature)
             scheduler.read()
-        self.usage = replace(scheduler.usage, decode_steps=int(processes.fetch(scheduler.state.steps)))
+        state, own = scheduler.state, list(scheduler.own)
+        steps, row_steps, drafted = processes.fetch((state.steps, state.row_steps, state.drafted))
+        counts = {"row_steps": int(row_steps[own].sum()), "drafted": int(drafted[own].sum())}
+        self.usage = replace(scheduler.usage, decode_steps=int(steps), **counts)
         return [scheduler.results[order] for order in range(scheduler.added)]
 
 

@@ -7,7 +7,7 @@ It handles token ids and no text. The life of a row, in calls by the host:
 Invariant of every row: `length` tokens are known and the cache holds `length - 1` of them, because the last known
 token is always the next model input. So no logits are stored, and new, parked and refilled rows are treated alike.
 
-`generate` stops when no row is running, when each row got the requested number of tokens, or when enough rows wait:
+`generate` stops when no row is running, after the requested number of decode steps, or when enough rows wait:
 parked at `</search>` or at the end of a full turn, or finished while other rollouts wait for a slot.
 `admit` and `extend` change only a few rows per call, `rows` [R] as in models/kv_cache.py. Their cost grows with R, so
 a row need not wait until many rows are ready.
@@ -189,7 +189,7 @@ class Sampler:
         *,
         refill: bool = False,
         awaiting_search: int = 0,
-        max_tokens: int = FOREVER,
+        max_steps: int = FOREVER,
         unstacked: Unstacked | None = None,
     ) -> SamplerState:
         """Samples until no row is running or enough rows wait. Temperature 0 is greedy (log-probs at temperature 1).
@@ -200,7 +200,7 @@ class Sampler:
             not read.
           refill: rollouts wait for a slot, so finished rows count as waiting, like parked rows.
           awaiting_search: number of parked rows for which a yield could do nothing; they do not count as waiting.
-          max_tokens: per row in this call, for streaming.
+          max_steps: decode steps of this call, for streaming; without drafts, each samples a token per row.
           unstacked: `unstack_once(params)`.
         """
         rows, positions = state.ids.shape
@@ -211,7 +211,7 @@ class Sampler:
                 self._tables,
                 state,
                 np.full(rows, temperature, np.float32),
-                YieldLimits(np.bool_(refill), np.int32(awaiting_search), np.int32(max_tokens)),
+                YieldLimits(np.bool_(refill), np.int32(awaiting_search), np.int32(max_steps)),
                 unstacked,
                 span=span or positions,
             )
@@ -307,7 +307,7 @@ class Sampler:
         place = NamedSharding(mesh, jax.sharding.PartitionSpec(None, ROWS, heads))
         scales = (place, place) if self.options.int8_cache else ()
         cache = KVCache(place, place, self._programs.k_transposed, *scales)
-        return SamplerState(row2, row2, row2, cache, row1, row1, row1, row1, row1, row2, replicated(mesh))
+        return SamplerState(row2, row2, row2, cache, row1, row1, row1, row1, row1, row2, replicated(mesh), row1, row1)
 
 
 def _call(program: Callable, *args: Any, **kwargs: Any) -> Any:

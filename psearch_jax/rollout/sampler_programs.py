@@ -19,7 +19,7 @@ from psearch_jax.models import kv_cache
 from psearch_jax.models.attention.scores import NEG_INF
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.unstacked import Unstacked
-from psearch_jax.rollout import boundary, sampling
+from psearch_jax.rollout import boundary, drafts, sampling
 from psearch_jax.rollout.sampler_state import SamplerState, Status
 from psearch_jax.sharding import put_rows, take_rows
 
@@ -44,6 +44,7 @@ class SamplerOptions:
       int8_weights: the graph's kernels are in int8.
       int8_cache: cached keys and values are in int8.
       unstacked_decoding: decode from a copy of each layer's weights in separate arrays (models/unstacked.py).
+      draft_tokens: drafts that a decode step verifies per row, at most 7; 0: one token is sampled per step.
     """
 
     dtype: Any = jnp.float32
@@ -55,6 +56,7 @@ class SamplerOptions:
     int8_weights: bool = False
     int8_cache: bool = False
     unstacked_decoding: bool = False
+    draft_tokens: int = 0
 
 
 @jax.tree_util.register_dataclass
@@ -74,7 +76,7 @@ class YieldLimits:
 
     refill: jax.Array  # [] bool, finished rows count as waiting, because rollouts wait for a slot
     awaiting_search: jax.Array  # [] int32, parked rows that do not count as waiting
-    max_tokens: jax.Array  # [] int32, per row
+    max_steps: jax.Array  # [] int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +116,8 @@ class SamplerPrograms:
             status=zeros(rows),
             key=jnp.zeros((rows, 2), jnp.uint32),
             steps=jnp.int32(0),
+            row_steps=zeros(rows),
+            drafted=zeros(rows),
         )
 
     def unstack(self, params: nnx.State) -> Unstacked:
@@ -155,6 +159,8 @@ class SamplerPrograms:
             status=put_rows(state.status, jnp.where(source == -1, -1, rows), status),
             key=put("key", keys),
             steps=state.steps,
+            row_steps=state.row_steps,
+            drafted=state.drafted,
         )
 
     def extend(self, params: nnx.State, state: SamplerState, rows, ids, n, turn_tokens) -> SamplerState:
@@ -207,7 +213,7 @@ class SamplerPrograms:
             finished = (state.status > Status.SEARCH) & ~parked
             waiting = jnp.sum(parked) - limits.awaiting_search + limits.refill * jnp.sum(finished)
             enough = waiting >= self.options.yield_share * (running + waiting)
-            return (running > 0) & ~enough & (state.steps - first_step < limits.max_tokens)
+            return (running > 0) & ~enough & (state.steps - first_step < limits.max_steps)
 
         def decode(state: SamplerState) -> SamplerState:
             return self._decode(model, unstacked, tables, temperature, span, state)
@@ -223,18 +229,44 @@ class SamplerPrograms:
         span: int,
         state: SamplerState,
     ) -> SamplerState:
-        """Samples one token for every running row."""
+        """Samples a token for every running row, and more as long as they equal the row's draft.
+
+        The model computes all T = 1 + draft_tokens positions of a row at once. The draw at a position depends only on
+        the row's key, the position and the tokens before it. So a draw behind an accepted draft is the one that a step
+        of its own would have made, and the tokens are those of plain decoding (up to rounding).
+        """
         B, S = state.ids.shape
-        rows = jnp.arange(B)
+        T = 1 + self.options.draft_tokens
         running = state.status == Status.RUNNING
         # A waiting row gets position 0: it attends to no cached position, and by-length decoding skips its cache.
         at = jnp.maximum(jnp.where(running, state.length, 0) - 1, 0)
         inputs = jnp.take_along_axis(state.ids, at[:, None], axis=1)
+        draft = drafts.copied(state.ids, at + 1, T - 1) if T > 1 else jnp.zeros((B, 0), jnp.int32)
+        inputs = jnp.concatenate([inputs, jnp.maximum(draft, 0)], axis=1)
         hidden, (k, v) = model.hidden(inputs, state.cache, at, keep_kv=True, span=span, unstacked=unstacked)
+        logits = model.logits(hidden, 1.0, self.n_ids, unstacked)
+        before, active = state, running
+        for t in range(T):
+            state, token = self._sample(tables, temperature, logits[:, t], active, state)
+            if t < T - 1:
+                active &= (state.status == Status.RUNNING) & (draft[:, t] == token)
+        return replace(
+            state,
+            cache=kv_cache.write(state.cache, k, v, at, state.length - before.length),
+            steps=state.steps + 1,
+            row_steps=state.row_steps + running,
+            drafted=state.drafted + jnp.sum(running[:, None] & (draft >= 0), axis=1),
+        )
+
+    def _sample(
+        self, tables: StopTables, temperature: jax.Array, logits: jax.Array, active: jax.Array, state: SamplerState
+    ) -> tuple[SamplerState, jax.Array]:
+        """Samples one token for every active row from its logits [B, V]; also returns the tokens [B] of all rows."""
+        B, S = state.ids.shape
+        rows = jnp.arange(B)
         greedy = temperature == 0
-        logits = model.logits(hidden[:, 0], 1.0, self.n_ids, unstacked)
         finite = jnp.all(jnp.isfinite(logits), axis=-1)
-        sampled = running & finite
+        sampled = active & finite
         logits = logits / jnp.where(greedy, 1.0, temperature)[:, None]
         logits = jnp.maximum(logits, NEG_INF)  # the division may have turned the mask into -inf
         choice = self.draw(sampling.filter_logits(logits, self.options.top_k, self.options.top_p), state)
@@ -260,15 +292,14 @@ class SamplerPrograms:
         status = jnp.select([c for c, _ in ended], [jnp.int32(s) for _, s in ended], jnp.int32(Status.RUNNING))
         automaton = jnp.where(answered, self.answered, tables.next[state.automaton, token].astype(jnp.int32))
         status = jnp.where(finite, status, Status.NOT_FINITE)
-        return replace(
+        state = replace(
             state,
             ids=state.ids.at[rows, write_at].set(token, mode="drop"),
             mask=state.mask.at[rows, write_at].set(True, mode="drop"),
             logprobs=state.logprobs.at[rows, write_at].set(logprob, mode="drop"),
-            cache=kv_cache.write(state.cache, k, v, at, sampled.astype(jnp.int32)),
             length=length,
             turn_left=jnp.where(sampled, turn_left, state.turn_left),
             automaton=jnp.where(sampled, automaton, state.automaton),
-            status=jnp.where(running, status, state.status),
-            steps=state.steps + 1,
+            status=jnp.where(active, status, state.status),
         )
+        return state, token

@@ -40,19 +40,20 @@ def choose(logits: jax.Array, uniform: jax.Array) -> jax.Array:
 
 def _choose(logits: jax.Array, uniform: jax.Array, split: str | None) -> jax.Array:
     B, V = logits.shape
-    blocks = -(-V // _BLOCK)
+    block = next((size for size in (_BLOCK, _BLOCK // 2) if V % size == 0), _BLOCK)  # to pad nothing where possible
+    blocks = -(-V // block)
     p = jnp.exp(logits - _over_all(jnp.max(logits, axis=-1, keepdims=True), split, jax.lax.pmax))
-    p = jnp.pad(p, ((0, 0), (0, blocks * _BLOCK - V))).reshape(B, blocks, _BLOCK)
+    p = jnp.pad(p, ((0, 0), (0, blocks * block - V))).reshape(B, blocks, block)
     mass = jnp.sum(p, axis=-1)
     if split:
         mass = jax.lax.all_gather(mass, split, axis=1, tiled=True)  # of every device's blocks, in order
     target = uniform * jnp.sum(mass, axis=-1)
-    block, before = _invert(mass, target)
-    own = block - _index(split) * blocks
+    chosen, before = _invert(mass, target)
+    own = chosen - _index(split) * blocks
     inside = jnp.take_along_axis(p, jnp.clip(own, 0, blocks - 1)[:, None, None], axis=1)[:, 0]
     inside = _over_all(jnp.where(((own >= 0) & (own < blocks))[:, None], inside, 0.0), split)
     offset, _ = _invert(inside, target - before)
-    return (block // blocks * V + block % blocks * _BLOCK + offset).astype(jnp.int32)
+    return (chosen // blocks * V + chosen % blocks * block + offset).astype(jnp.int32)
 
 
 def log_probability(logits: jax.Array, token: jax.Array) -> jax.Array:

@@ -102,7 +102,7 @@ class RolloutScheduler:
     Attributes:
       live: slot -> rollout, for this process's slots that are decoding, parked or waiting for a search.
       results: order -> trajectory; the caller may remove what it takes.
-      usage: the cost so far, except `decode_steps`, which `state.steps` counts.
+      usage: the cost so far, except what `state` counts: `decode_steps`, `row_steps` and `drafted`.
     """
 
     def __init__(
@@ -280,8 +280,8 @@ class RolloutScheduler:
 
     # ---- decode ----
 
-    def decode(self, temperature: float | np.ndarray, max_tokens: int = FOREVER) -> None:
-        """Samples until enough rows wait, or `max_tokens` per row; one temperature for all slots, or one per slot."""
+    def decode(self, temperature: float | np.ndarray, max_steps: int = FOREVER) -> None:
+        """Samples until enough rows wait, or for `max_steps`; one temperature for all slots, or one per slot."""
         self.state = self.sampler.generate(
             self.params,
             self.state,
@@ -289,7 +289,7 @@ class RolloutScheduler:
             self._span(),
             refill=self._refill,
             awaiting_search=self._awaiting_search,
-            max_tokens=max_tokens,
+            max_steps=max_steps,
             unstacked=self.unstacked,
         )
 

@@ -27,6 +27,7 @@ from psearch_jax.rollout.usage import Usage
 from psearch_jax.runtime import processes, progress
 from psearch_jax.runtime.metrics import MetricsWriter, cut_jsonl, mean
 from psearch_jax.runtime.paths import locate, make_writable
+from psearch_jax.train import replay
 from psearch_jax.train.checkpointing.best import Best
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints
 from psearch_jax.train.checkpointing.preemption import HostCopy, Interrupted, room_for_copy
@@ -95,9 +96,12 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
                 "no host memory for a copy of the state: SIGTERM during updates loses the steps since the last "
                 "checkpoint"
             )
+    if run.recording is not None:
+        run.recording.check(step, config.train.steps)
     _compile(run)
     before = validation.measured_once(run, workdir / "before.json", fresh=step == 0)
-    if config.eval.every_steps:
+    every_steps = config.eval.every_steps if run.evaluation else 0
+    if every_steps:
         # At step 0, any best checkpoint comes from a run that was killed before its first regular checkpoint.
         digest, until = questions_digest(run.evaluation), step if changed or step == 0 else None
         saver.best = closers.enter_context(closing(Best(workdir, config.eval.best_metric, digest, until)))
@@ -111,7 +115,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         except (Interrupted, RetrievalError) as stop:
             saver.abandon(stop, step, loaded)
         metrics = done.metrics | alarms.update(step, done.metrics)
-        if config.eval.every_steps and (step + 1) % config.eval.every_steps == 0 and step + 1 < config.train.steps:
+        if every_steps and (step + 1) % every_steps == 0 and step + 1 < config.train.steps:
             try:
                 figures = validation.measured(run, config.eval.temperature)
                 for kind, values in figures.items():
@@ -121,6 +125,8 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
                 stopped = stop
         saver.writer.write(step, metrics)
         write_trajectories(workdir, step, done.trajectories, done.rewards, config.train.trajectories_per_step)
+        if config.train.record_rollouts and run.recording is None:
+            replay.write(workdir, step, done.draws)
         report(bar, step, metrics)
         check_finite(run, workdir, step, metrics)
         step += 1
@@ -154,6 +160,7 @@ class StepResult:
     metrics: dict[str, float]
     trajectories: list[Trajectory]
     rewards: list[RewardParts]
+    draws: list[list[Trajectory]]  # the trajectories by draw
 
 
 @dataclass
@@ -165,7 +172,7 @@ class Rollouts:
     totals: list[float] = field(default_factory=list)  # per rollout: reward minus length penalty
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [N] float32
     usage: Usage = field(default_factory=Usage)
-    draws: int = 0  # batches of questions
+    draws: list[list[Trajectory]] = field(default_factory=list)  # by batch of questions
 
 
 def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult:
@@ -197,15 +204,16 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult
     sampled = sum(int(t.mask.sum()) for t in rollouts.trajectories)
     metrics = over_updates(updates) | metrics | probe_metrics
     metrics |= rollout_metrics(rollouts.trajectories, rollouts.rewards, rollouts.advantages, config.rollout.samples)
-    metrics |= {"reward": mean(rollouts.totals), "draws": rollouts.draws}
+    metrics |= {"reward": mean(rollouts.totals), "draws": len(rollouts.draws)}
     metrics |= {f"{name}_s": value for name, value in times.items()}
-    metrics |= rollouts.usage.metrics()
-    metrics["sampled_tokens_per_s"] = sampled / times["rollout"]
+    if run.recording is None:
+        metrics |= rollouts.usage.metrics()
+        metrics["sampled_tokens_per_s"] = sampled / times["rollout"]
     metrics["trained_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
     updated = _policy_learns(run, step), run.critic is not None
     share = update_peak_share(config, run.model, batch, times["update"], *updated)
     metrics |= {"update_peak_share": share} if share else {}
-    return StepResult(metrics, rollouts.trajectories, rollouts.rewards)
+    return StepResult(metrics, rollouts.trajectories, rollouts.rewards, rollouts.draws)
 
 
 def rollouts_of_step(run: Run, questions: Sequence[Question], step: int, times: dict[str, float]) -> Rollouts:
@@ -221,28 +229,37 @@ def rollouts_of_step(run: Run, questions: Sequence[Question], step: int, times: 
     Raises:
       Interrupted, RetrievalError: as `Collector.collect`.
     """
-    config, rollouts = run.config, Rollouts()
-    with run.phase("rollout", times):
-        sampling = run.learner.sampling_copy(run.state.params)
+    config, rollouts, sampling = run.config, Rollouts(), None
+    if run.recording is None:
+        with run.phase("rollout", times):
+            sampling = run.learner.sampling_copy(run.state.params)
     while True:
         with run.phase("rollout", times):
-            collected = _rollout(run, sampling, questions, step)
+            collected = _rollout(run, sampling, questions, step, len(rollouts.draws))
             rollouts.usage += run.collector.usage
-            rollouts.draws += 1
             # A batch from the next epoch may repeat a question of this step, which would give the same rollouts.
             seen = set(map(_group, rollouts.trajectories))
             fresh = [t for t in collected if _group(t) not in seen]
+            rollouts.draws.append(fresh)
         with run.phase("reward", times):
             _reward(run, rollouts, fresh, step)
             rollouts.advantages = _advantages(run, rollouts)
         enough = carry_signal(rollouts.advantages, config.rollout.samples).sum() >= config.train.prompts
-        if enough or rollouts.draws > config.train.dynamic_sampling_rounds:
+        done = enough or len(rollouts.draws) > config.train.dynamic_sampling_rounds
+        if run.recording is not None:  # all that was recorded, so that the loader advances as it did then
+            done = len(rollouts.draws) == run.recording.count(step)
+        if done:
             return rollouts
         questions = next(run.loader)
 
 
-def _rollout(run: Run, sampling: nnx.State, questions: Sequence[Question], step: int) -> list[Trajectory]:
-    """The rollouts of all processes' questions."""
+def _rollout(
+    run: Run, sampling: nnx.State | None, questions: Sequence[Question], step: int, draw: int
+) -> list[Trajectory]:
+    """The rollouts of all processes' questions: sampled, or read from a recording."""
+    if run.recording is not None:
+        return run.recording.draw(step, draw, questions)
+    assert sampling is not None
     config, samples = run.config, run.config.rollout.samples
 
     def on_progress(done: int, _: int) -> None:
@@ -357,9 +374,10 @@ def _compile(run: Run) -> None:
     """Compiles every program, so that no later step has to."""
     run.stop.checker()()
     with run.phase("compile"):
-        sampling = run.learner.sampling_copy(run.state.params)
-        run.collector.warm_up(sampling)
-        del sampling
+        if run.recording is None:
+            sampling = run.learner.sampling_copy(run.state.params)
+            run.collector.warm_up(sampling)
+            del sampling
         run.learner.warm_up(run.state.params, run.reference)
         if run.critic is not None:
             run.critic.warm_up(run.state.critic.params)

@@ -13,6 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from psearch_jax.config import PRESETS, MeshSection, RolloutSection
 from psearch_jax.models import decoder, ragged
+from psearch_jax.models.attention import cached as attention_to_cache
+from psearch_jax.models.attention.cached import DECODED, Keys
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.rollout.collect import widths
 from psearch_jax.sharding import make_mesh
@@ -21,10 +23,10 @@ LAYERS, LAYER, H = 3, 1, 128
 BOUNDS = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2}
 
 
-def drawn(B, K, G, S, dtype, cached, seed=0):
-    """Random queries, the keys and values of one new token per row, and a cache."""
+def drawn(B, K, G, S, dtype, cached, T=1, seed=0):
+    """Random queries, the keys and values of T new tokens per row, and a cache."""
     rng = np.random.default_rng(seed)
-    shapes = (B, 1, K * G, H), (B, K, 1, H), (B, K, 1, H), (LAYERS, B, K, S, H), (LAYERS, B, K, S, H)
+    shapes = (B, T, K * G, H), (B, K, T, H), (B, K, T, H), (LAYERS, B, K, S, H), (LAYERS, B, K, S, H)
     q, k, v, *old = (jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
     return 4 * q, k, v, KVCache.of(*old, jnp.dtype(cached))
 
@@ -35,13 +37,13 @@ def by_definition(q, k, v, cache, start):
     if cache.k_scale is not None:
         ks, vs = ks * cache.k_scale[LAYER][..., None], vs * cache.v_scale[LAYER][..., None]
     out, group = np.zeros_like(q), q.shape[2] // k.shape[1]
-    for b, n in np.ndindex(q.shape[0], q.shape[2]):
+    for b, t, n in np.ndindex(*q.shape[:3]):
         keys, values = (
-            np.concatenate([x[b, n // group, : start[b]], y[b, n // group]]) for x, y in ((ks, k), (vs, v))
+            np.concatenate([x[b, n // group, : start[b]], y[b, n // group, : t + 1]]) for x, y in ((ks, k), (vs, v))
         )
-        scores = keys @ q[b, 0, n] / np.sqrt(H)
+        scores = keys @ q[b, t, n] / np.sqrt(H)
         weights = np.exp(scores - scores.max())
-        out[b, 0, n] = weights @ values / weights.sum()
+        out[b, t, n] = weights @ values / weights.sum()
     return out
 
 
@@ -56,6 +58,7 @@ def with_behind(cache, start, value):
     return jax.tree.map(put, cache)
 
 
+@pytest.mark.parametrize("T", [1, 3, DECODED])
 @pytest.mark.parametrize("form", ["splash", "cudnn"])
 @pytest.mark.parametrize(
     ("K", "G", "S", "dtype", "cached"),
@@ -68,35 +71,59 @@ def with_behind(cache, start, value):
         (4, 2, 608, "float32", "int8"),
     ],
 )
-def test_every_row_to_its_own_length(K, G, S, dtype, cached, form):
-    """A block skipped at a row's end or read from its neighbour, another layer's cache, heads paired wrongly, or a NaN
-    past a row's end or the cache's end that reaches the output."""
+def test_every_row_to_its_own_length(K, G, S, dtype, cached, form, T):
+    """A block skipped at a row's end or read from its neighbour, another layer's cache, heads paired wrongly, a draft
+    that attends to the drafts after it, or a NaN past a row's end or the cache's end that reaches the output."""
     size = ragged.block_positions(K, H, jnp.dtype(cached).itemsize, S) if form == "splash" else ragged.GPU_BLOCK
     ends = [0, 1, size - 1, size, size + 1, S // 2, ragged.GPU_PART, ragged.GPU_PART + 1, S - 1, S]
     start = np.array(sorted({min(end, S) for end in ends}), np.int32)
-    q, k, v, cache = drawn(len(start), K, G, S, dtype, cached)
+    q, k, v, cache = drawn(len(start), K, G, S, dtype, cached, T)
     wanted = by_definition(q, k, v, cache, start)
     cache = with_behind(cache, start, jnp.nan)
     interpreted = functools.partial(ragged.decode, form=form, interpret=True)
     got = jax.jit(interpreted)(q, k, v, cache, jnp.int32(LAYER), start)
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=BOUNDS[dtype])
+    if T > 1:  # the last token is a draft with values that are not finite
+        k, v = (x.at[:, :, -1].set(jnp.nan) for x in (k, v))
+        got = jax.jit(interpreted)(q, k, v, cache, jnp.int32(LAYER), start)[:, :-1]
+        np.testing.assert_allclose(np.asarray(got, np.float64), wanted[:, :-1], atol=BOUNDS[dtype])
 
 
 @pytest.mark.parametrize(
     ("dtype", "cached"),
     [*((name, name) for name in BOUNDS), ("float32", "int8"), ("bfloat16", "int8")],
 )
-@pytest.mark.parametrize(("K", "G", "S", "B"), [(1, 7, 1120, 6), (2, 2, 832, 24), (4, 1, 96, 3), (2, 3, 288, 1)])
-def test_rows_in_groups(K, G, S, B, dtype, cached):
+@pytest.mark.parametrize(
+    ("K", "G", "S", "B", "T"), [(1, 7, 1120, 6, 1), (2, 2, 832, 24, 4), (4, 1, 96, 3, 1), (2, 3, 288, 1, 8)]
+)
+def test_rows_in_groups(K, G, S, B, T, dtype, cached):
     """A group that ends with its first row, a block that two visits count, or reads past a row's end."""
     start = np.random.default_rng(1).integers(0, S + 1, B).astype(np.int32)
     start[:3] = [S, 0, min(257, S)][:B]
-    q, k, v, cache = drawn(B, K, G, S, dtype, cached)
+    q, k, v, cache = drawn(B, K, G, S, dtype, cached, T)
     wanted = by_definition(q, k, v, cache, start)
     cache = with_behind(cache, start, 3e4)
     cache = replace(cache, k=cache.k.swapaxes(3, 4), k_transposed=True)
     got = jax.jit(functools.partial(ragged.decode, form="rowwise"))(q, k, v, cache, jnp.int32(LAYER), start)
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("T", [1, 4])
+@pytest.mark.parametrize(("dtype", "cached"), [("float32", "float32"), ("bfloat16", "int8")])
+def test_without_blocks(dtype, cached, T, across):
+    """The form for other machines, in which a draft attends to the drafts after it or past its row's end."""
+    start = np.array([0, 5, 96], np.int32)
+    q, k, v, cache = drawn(3, 2, 3, 96, dtype, cached, T)
+    wanted = by_definition(q, k, v, cache, start)
+    cache = jax.tree.map(lambda x: x[LAYER], with_behind(cache, start, 3e4))
+    keys = Keys(cache.k.swapaxes(2, 3) if across else cache.k, cache.v, across, cache.k_scale, cache.v_scale)
+    got = attention_to_cache.decode(q, k, v, keys, start)
+    np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=BOUNDS[dtype])
+    if T > 1:  # the last token is a draft with values that are not finite
+        k, v = (x.at[:, :, -1].set(jnp.nan) for x in (k, v))
+        got = attention_to_cache.decode(q, k, v, keys, start)[:, :-1]
+        np.testing.assert_allclose(np.asarray(got, np.float64), wanted[:, :-1], atol=BOUNDS[dtype])
 
 
 def test_groups_fill_what_they_may():
@@ -131,14 +158,14 @@ def test_where_it_is_asked_for(tiny_tokenizer):
     assert widths(rollout, by_length=True).spans == (rollout.context_tokens,) and len(widths(rollout).spans) == 4
 
 
-@pytest.mark.parametrize("form", ["splash", "cudnn"])
-def test_a_model_that_decodes_with_it(monkeypatch, form):
+@pytest.mark.parametrize(("form", "T"), [("splash", 1), ("splash", 4), ("cudnn", 1), ("cudnn", 4)])
+def test_a_model_that_decodes_with_it(monkeypatch, form, T):
     """Another position, layer or rotation than in the portable form."""
     config = tiny_config(head_dim=H)
     params, rng = random_params(config, scale=0.1), np.random.default_rng(0)
     shape = (config.layers, 4, config.kv_heads, 64, H)
     cache = KVCache(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2)))
-    ids, start = rng.integers(0, 400, (4, 1)).astype(np.int32), np.array([0, 5, 33, 64], np.int32)
+    ids, start = rng.integers(0, 400, (4, T)).astype(np.int32), np.array([0, 5, 33, 64], np.int32)
     asked = []
 
     def interpreted(*arguments, **keywords):
@@ -165,8 +192,9 @@ def test_a_model_that_decodes_with_it(monkeypatch, form):
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
+@pytest.mark.parametrize("T", [1, 4])
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-def test_it_compiles_for_tpus(topology):
+def test_it_compiles_for_tpus(topology, T):
     """Code that only the interpreter accepts, or a cache that is first copied to another layout."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
     from psearch_jax.planning.targets import tpu_target
@@ -179,8 +207,8 @@ def test_it_compiles_for_tpus(topology):
             return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
         rows, K = ("data", "fsdp"), shape.kv_heads
-        q = placed((B, 1, shape.heads, H), rows, None, "tensor")
-        own = placed((B, K, 1, H), rows, "tensor")
+        q = placed((B, T, shape.heads, H), rows, None, "tensor")
+        own = placed((B, K, T, H), rows, "tensor")
         cache = placed((LAYERS, B, K, S, H), None, rows, "tensor")
         layer, start = placed((), dtype=jnp.int32), placed((B,), rows, dtype=jnp.int32)
 
@@ -194,7 +222,7 @@ def test_it_compiles_for_tpus(topology):
             assert "all-gather" not in compiled.as_text()
 
 
-def described(size, B, S, cached, sharding=None):
+def described(size, B, S, cached, sharding=None, T=1):
     """The abstract arguments of `ragged.decode` for a published model."""
     shape = PRESETS[size]
 
@@ -204,19 +232,19 @@ def described(size, B, S, cached, sharding=None):
     K, H = shape.kv_heads, shape.head_dim
     cache, scales = of((LAYERS, B, K, S, H), jnp.dtype(cached)), of((LAYERS, B, K, S), jnp.float32)
     cache = KVCache(cache, cache, False, scales, scales) if cached == "int8" else KVCache(cache, cache)
-    own = of((B, K, 1, H))
-    return of((B, 1, shape.heads, H)), own, own, cache, of((), jnp.int32), of((B,), jnp.int32)
+    own = of((B, K, T, H))
+    return of((B, T, shape.heads, H)), own, own, cache, of((), jnp.int32), of((B,), jnp.int32)
 
 
 @pytest.mark.parametrize("cached", ["bfloat16", "int8"])
-@pytest.mark.parametrize("size", ["1.5b", "7b"])
-def test_it_is_told_to_gpus(size, cached):
+@pytest.mark.parametrize(("size", "T"), [("1.5b", 1), ("7b", 4)])
+def test_it_lowers_for_gpus(size, T, cached):
     """Code that the interpreter accepts and the GPU kernel language cannot express."""
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="cuda")
     mesh = jax.sharding.AbstractMesh((1, 1, 1), ("data", "fsdp", "tensor"), abstract_device=device)
     decode = jax.jit(functools.partial(ragged.decode, form="cudnn"))
     with jax.sharding.use_abstract_mesh(mesh):
-        lowered = decode.trace(*described(size, 32, 6208, cached)).lower(lowering_platforms=("cuda",)).as_text()
+        lowered = decode.trace(*described(size, 32, 6208, cached, T=T)).lower(lowering_platforms=("cuda",)).as_text()
     assert "triton" in lowered and "ragged_decode" in lowered
 
 
@@ -230,12 +258,12 @@ def test_it_compiles_for_gpus(gpu, cached):
         pytest.skip("the compiler for GPUs is not installed: pip install 'jax[cuda13]'")
     mesh = make_mesh(MeshSection(), absent_gpus(gpu, 1))
     place = NamedSharding(mesh, PartitionSpec())
-    for size in ("0.5b", "1.5b", "7b"):
+    for size, T in (("0.5b", 1), ("1.5b", 4), ("7b", 1), ("7b", 4)):
         decode = jax.jit(functools.partial(ragged.decode, form="cudnn"))
         with jax.set_mesh(mesh):
-            compiled = decode.lower(*described(size, 32, 6208, cached, place)).compile()
+            compiled = decode.lower(*described(size, 32, 6208, cached, place, T)).compile()
         # The partial results of the parts, and their combination.
-        assert compiled.memory_analysis().temp_size_in_bytes < 2**23, size
+        assert compiled.memory_analysis().temp_size_in_bytes < 2**23 * T, (size, T)
 
 
 def test_a_cache_of_bytes_that_32_bits_do_not_count():

@@ -84,10 +84,12 @@ def test_the_cache_is_not_copied(qwen7b):
     assert qwen7b.programs["admit"].peak_bytes < 1.1 * (state + qwen7b.resident["prompt_pool"])
 
 
-def test_no_weight_is_gathered_while_decoding(target):
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_no_weight_is_gathered_while_decoding(target, drafts):
     """Weights that stay sharded over fsdp are gathered for every layer and token."""
     config = config_file("qwen7b", model={"path": "", "preset": "0.5b"}, mesh={"tensor": 2})
-    config = replace(config, rollout=replace(config.rollout, context_tokens=1024, prompt_tokens=256, slots=16))
+    changes = {"context_tokens": 1024, "prompt_tokens": 256, "slots": 16, "draft_tokens": drafts}
+    config = replace(config, rollout=replace(config.rollout, **changes))
     mesh = make_mesh(config.mesh, target.devices)
     sampler = bare_sampler(config, model_shape(config), mesh)
     _, _, programs = sampler.traced(16, 1024, 16, 8, widths(config.rollout))

@@ -100,6 +100,17 @@ def test_merging(tmp_path, wordy_policy):
     assert "| all | 2 | both | yes |" in done.stdout
 
 
+def test_drafts(tmp_path):
+    """Rollouts would be compared that sampled something else, or with a policy that drafts nothing."""
+    flags = ["--count=8", "--slots=4", "--drafts", "3", "--repeats=2", f"--json={tmp_path / 'out.json'}"]
+    done = bench("drafts", *flags)
+    plain, drafted = json.loads((tmp_path / "out.json").read_text())["drafts"]
+    assert plain["equal"] == drafted["equal"] == drafted["trajectories"] == 8
+    assert plain["sampled"] == drafted["sampled"] == plain["row_steps"] and plain["accepted"] is None
+    assert drafted["tokens_per_step"] > 1.2 and 0.1 < drafted["accepted"] <= 1 and len(drafted["speed"]) == 2
+    assert drafted["decode_steps"] < plain["decode_steps"] and "| 4 | 3 | 8 of 8 |" in done.stdout
+
+
 TINY = ("device", "--sizes", "tiny", "--scale=0.05", "--dtype=float32")
 
 

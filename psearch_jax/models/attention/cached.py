@@ -1,4 +1,4 @@
-"""Attention to a cache: `chunk_attention` of several tokens, `decode` of one."""
+"""Attention to a cache: `chunk_attention` of many tokens, `decode` of the few of a decode step."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from psearch_jax.models.attention.scores import NEG_INF, grouped, merge_heads, w
 
 QUERY_CHUNK = 256  # `chunk_attention` takes this many query positions at once
 KEY_BLOCK = 256  # cached positions per block
+DECODED = 8  # at most so many tokens of a row per decode step: one, and the drafts that the step verifies
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,8 @@ def chunk_attention(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: 
 
 def _attend_block(q: jax.Array, first: jax.Array, *, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array):
     """`chunk_attention` for the queries [B, X, N, H] at positions `first` .. first + X - 1 of the chunk."""
-    X, T = q.shape[1], k.shape[2]
     q, scored = grouped(q, k.shape[1])
-    own = jnp.arange(T) <= first + jnp.arange(X)[:, None]
-    scores = jnp.where(own, scored(k), NEG_INF)
-    most = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.exp(scores - most)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    out = weighted_sum(weights, v, q.dtype)
+    sums = over_chunk(q.dtype, scored, k, v, first + jnp.arange(q.shape[3]))
 
     def read_block(at: jax.Array, width: int) -> Keys:
         def part(x: jax.Array | None, axis: int = 2) -> jax.Array | None:
@@ -69,8 +64,30 @@ def _attend_block(q: jax.Array, first: jax.Array, *, k: jax.Array, v: jax.Array,
 
         return Keys(part(old.k, 3 if old.across else 2), part(old.v), old.across, part(old.k_scale), part(old.v_scale))
 
-    out = over_cache((most, total, out), q.dtype, scored, read_block, start, old.v.shape[2])
+    out = over_cache(sums, q.dtype, scored, read_block, start, old.v.shape[2])
     return merge_heads(out.astype(v.dtype))
+
+
+def over_chunk(
+    dtype: Any, scored: Callable[..., jax.Array], k: jax.Array, v: jax.Array, place: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The `sums` of `over_cache` after causal attention of a chunk's queries to the chunk itself.
+
+    Args:
+      dtype, scored: as in `over_cache`.
+      k, v: [B, K, T, H] of the chunk.
+      place: [X], the position of each query in the chunk.
+    """
+    seen = jnp.arange(k.shape[2]) <= place[:, None]
+    scores = jnp.where(seen, scored(k), NEG_INF)  # [B, K, G, X, T]
+    most = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - most)
+    if k.shape[2] > DECODED:
+        out = weighted_sum(weights, v, dtype)
+    else:  # A draft whose values are not finite must not reach the tokens before it: 0 * NaN is NaN.
+        values = weights[..., None] * v[:, :, None, None].astype(jnp.float32)
+        out = jnp.sum(jnp.where(seen[..., None], values, 0), axis=-2)
+    return most, jnp.sum(weights, axis=-1, keepdims=True), out
 
 
 def over_cache(
@@ -115,23 +132,23 @@ def over_cache(
 
 
 def decode(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array) -> jax.Array:
-    """Attention of one token over itself and the cached positions before it.
+    """Causal attention of a few tokens over themselves and the cached positions before them, all at once.
 
     Args:
-      q: [B, 1, N, H].
-      k, v: [B, K, 1, H] of the token.
+      q: [B, T, N, H], T at most `DECODED`.
+      k, v: [B, K, T, H] of the tokens.
       old: cached keys and values of S positions, of which the first start[b] are real.
 
     Returns:
-      [B, 1, N, H].
+      [B, T, N, H].
     """
-    S = old.v.shape[2]
+    T, S = q.shape[1], old.v.shape[2]
     q, scored = grouped(q, k.shape[1])
-    own = scored(k)
+    own_most, own_total, own_values = over_chunk(q.dtype, scored, k, v, jnp.arange(T))
     scores = scored(old.k, old.across, old.k_scale)
     scores = jnp.where((jnp.arange(S) < start[:, None])[:, None, None, None], scores, NEG_INF)
-    most = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), own)
-    weights, of_own = jnp.exp(scores - most), jnp.exp(own - most)
-    total = jnp.sum(weights, axis=-1, keepdims=True) + of_own
-    out = (weighted_sum(weights, old.v, q.dtype, old.v_scale) + of_own * v[:, :, None].astype(jnp.float32)) / total
+    most = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), own_most)
+    weights, of_own = jnp.exp(scores - most), jnp.exp(own_most - most)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + of_own * own_total
+    out = (weighted_sum(weights, old.v, q.dtype, old.v_scale) + of_own * own_values) / total
     return merge_heads(out.astype(v.dtype))

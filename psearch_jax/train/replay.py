@@ -1,0 +1,147 @@
+"""Recorded rollouts: with `train.record_rollouts` a run writes them; with `train.replay` another run learns from them.
+
+RUN/rollouts/000012.npz holds everything that learning reads of step 12: all trajectories of every draw, with tokens,
+mask, log-probs, turns and question. So a replay needs neither sampler nor retriever. With the settings of the recorded
+run it repeats the updates of that run to the bit. With other settings it compares rewards, objectives or optimizers on
+the same rollouts; the further its policy moves away from the recorded run's, the more off-policy they are.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from psearch_jax.runtime import processes
+from psearch_jax.runtime.paths import locate, write_whole
+from psearch_jax.types import Question, Trajectory, Turn, UserError
+from retrieval.protocol import Passage
+
+FOLDER = "rollouts"
+_ARRAYS = ("ids", "mask", "logprobs")
+
+
+def write(workdir: Path, step: int, draws: Sequence[Sequence[Trajectory]]) -> None:
+    """Writes the rollouts of a step, from the first process.
+
+    Args:
+      draws: the trajectories of each batch of questions that the step drew.
+    """
+    if not processes.first():
+        return
+    every = [t for draw in draws for t in draw]
+    rows = [
+        {
+            "question": asdict(t.question),
+            "sample": t.sample,
+            "status": t.status,
+            "turns": [asdict(turn) for turn in t.turns],
+            "prompt_length": t.prompt_length,
+            "tokens": len(t.ids),
+            "draw": number,
+        }
+        for number, draw in enumerate(draws)
+        for t in draw
+    ]
+    arrays = {name: np.concatenate([getattr(t, name) for t in every]) for name in _ARRAYS}
+    described = json.dumps({"draws": len(draws), "rows": rows})  # ASCII: a text may hold half a surrogate pair
+    arrays["described"] = np.frombuffer(described.encode(), np.uint8)
+    content = io.BytesIO()
+    np.savez_compressed(content, **arrays)
+    (workdir / FOLDER).mkdir(exist_ok=True)
+    write_whole(_file(workdir, step), content.getvalue())
+
+
+class Recording:
+    """The recorded rollouts of a run.
+
+    Args:
+      run: its directory.
+
+    Raises:
+      UserError: it holds no recorded rollouts.
+    """
+
+    def __init__(self, run: str):
+        self._run = locate(run)
+        if not any((self._run / FOLDER).glob("*.npz")):
+            raise UserError(
+                f"config.train.replay={run}: has no recorded rollouts, accepted: the directory of a run with "
+                "train.record_rollouts=true"
+            )
+
+    def check(self, first: int, end: int) -> None:
+        """Raises `UserError` if one of the steps first .. end - 1 was not recorded."""
+        for step in range(first, end):
+            if not _file(self._run, step).is_file():
+                raise UserError(
+                    f"{_file(self._run, step)}: not found; accepted for config.train.steps: at most {step}, the "
+                    "number of recorded steps"
+                )
+
+    def draws(self, step: int) -> list[list[Trajectory]]:
+        """The trajectories of each draw of a step.
+
+        Raises:
+          UserError: the file does not exist or cannot be read.
+        """
+        file = _file(self._run, step)
+        try:
+            with np.load(io.BytesIO(file.read_bytes())) as saved:
+                arrays = {name: saved[name] for name in _ARRAYS}
+                described = json.loads(saved["described"].tobytes())
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise UserError(f"{file}: cannot be read ({error}), accepted: a file of recorded rollouts") from None
+        rows = described["rows"]
+        ends = np.cumsum([row["tokens"] for row in rows])[:-1]
+        split = zip(rows, *(np.split(arrays[name], ends) for name in _ARRAYS), strict=True)
+        draws: list[list[Trajectory]] = [[] for _ in range(described["draws"])]
+        for row, ids, mask, logprobs in split:
+            draws[row["draw"]].append(_trajectory(row, ids, mask, logprobs))
+        return draws
+
+    def count(self, step: int) -> int:
+        """The number of draws of a step."""
+        return len(self.draws(step))
+
+    def draw(self, step: int, number: int, questions: Sequence[Question]) -> list[Trajectory]:
+        """One draw of a step.
+
+        Args:
+          number: below `count(step)`; draws after the first come from dynamic sampling.
+          questions: those that this process would have asked; the draws so far must contain them.
+
+        Raises:
+          UserError: other questions were recorded, or the file cannot be read.
+        """
+        draws = self.draws(step)
+        recorded = {(t.question.source, t.question.id) for draw in draws[: number + 1] for t in draw}
+        lacking = next((q for q in questions if (q.source, q.id) not in recorded), None)
+        if lacking is not None:
+            raise UserError(
+                f"{_file(self._run, step)}: found no rollouts of question {lacking.id!r} of {lacking.source!r}; "
+                "accepted: a replay with the seed, the questions and train.prompts of the recorded run"
+            )
+        return draws[number]
+
+
+def _file(run: Path, step: int) -> Path:
+    return run / FOLDER / f"{step:06d}.npz"
+
+
+def _trajectory(row: dict[str, Any], ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray) -> Trajectory:
+    question = row["question"]
+    question = Question(**question | {"answers": tuple(question["answers"])})
+    turns = tuple(map(_turn, row["turns"]))
+    return Trajectory(question, row["sample"], row["status"], turns, ids, mask, logprobs, row["prompt_length"])
+
+
+def _turn(row: dict[str, Any]) -> Turn:
+    passages = tuple(tuple(Passage(**passage) for passage in ranking) for ranking in row["passages"])
+    return Turn(**row | {"queries": tuple(row["queries"]), "passages": passages})
