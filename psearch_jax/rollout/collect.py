@@ -6,7 +6,6 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 
 import jax
@@ -23,13 +22,12 @@ from psearch_jax.rollout.scheduler import Parts, Progress, RolloutScheduler
 from psearch_jax.rollout.search import BatchedSearch, BatchRetriever, OverlappedSearch, SearchPolicy
 from psearch_jax.rollout.turns import ParseTurn, TurnParser
 from psearch_jax.rollout.usage import Usage
-from psearch_jax.runtime import processes, progress
+from psearch_jax.runtime import processes
+from psearch_jax.runtime.compiling import compile_all
 from psearch_jax.text import tags
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Question, Trajectory
 from retrieval.protocol import Retriever
-
-COMPILERS = 2  # programs compiled at a time: each keeps more than one core busy for part of the time
 
 QUESTION_TOKENS = 32  # most questions that are asked on a terminal have no more tokens
 
@@ -93,10 +91,8 @@ class Collector:
         Args:
           unstacked: `Sampler.unstack_once(params)`, if it exists already.
         """
-        with progress.step("compiling"):
-            self._warm_up(params, self.sampler.unstack_once(params) if unstacked is None else unstacked)
-
-    def _warm_up(self, params: nnx.State, unstacked: Unstacked | None) -> None:
+        unstacked = self.sampler.unstack_once(params) if unstacked is None else unstacked
+        self.compile(params, self.parts.widths.prompts, unstacked)
         rows, pool, widths = self.parts.rows_per_call, self.parts.pool_rows, self.parts.widths
         state = self.sampler.new_state(self.parts.rollout.slots, self.parts.rollout.context_tokens)
         nothing = np.zeros(rows, np.int32)
@@ -117,7 +113,7 @@ class Collector:
         return other
 
     def compile(self, params: nnx.State, prompts: Sequence[int], unstacked: Unstacked | None = None) -> None:
-        """Compiles the programs of every width in several threads without running any: faster than `warm_up`.
+        """Compiles the programs of every width without running any, in less memory than `warm_up`.
 
         Args:
           prompts: the prompt widths to compile for; other widths are compiled when first needed.
@@ -143,10 +139,7 @@ class Collector:
         work += [functools.partial(prefill, width) for width in prompts]
         work += [functools.partial(extend, width) for width in widths.observations]
         sampling.row_keys(0, 0, [np.zeros(8, np.uint32)], [0])
-        with progress.step("compiling", len(work)), ThreadPoolExecutor(COMPILERS) as pool:
-            for done in as_completed([pool.submit(one) for one in work]):
-                done.result()
-                progress.advance()
+        compile_all(work)
 
     def collect(
         self,

@@ -20,7 +20,7 @@ from psearch_jax.rl.losses import METRICS, policy_loss
 from psearch_jax.rollout.copy import SamplingCopy
 from psearch_jax.runtime.metrics import Ratio
 from psearch_jax.sharding import STORAGE, param_shardings, placed
-from psearch_jax.train.trainable import Trainable, TrainingOptions, empty_micro_batch, hidden_states, never_stop
+from psearch_jax.train.trainable import Trainable, TrainingOptions, hidden_states, never_stop
 from psearch_jax.types import MicroBatch, TrainBatch
 
 
@@ -99,20 +99,26 @@ class Learner(Trainable):
         self, reference: nnx.State, batch: TrainBatch, check_stop: Callable[[], None] = never_stop
     ) -> np.ndarray:
         """`score` with the reference: complete weights, or the adapters that a run started from. [N, S] float32."""
-        return self._over_batch(lambda micro_batch: self._by_reference(reference, micro_batch), batch, check_stop)
+        program, frozen = self._scored_by(reference)
+        return self._over_batch(lambda micro_batch: program(reference, frozen, micro_batch), batch, check_stop)
 
-    def _by_reference(self, reference: nnx.State, micro_batch: MicroBatch) -> jax.Array:
+    def _scored_by(self, reference: nnx.State) -> tuple[Callable[..., jax.Array], Any]:
+        """The program that scores with a reference, and its frozen inputs."""
         if "adapters" in reference:
-            return self._score_program(reference, self._frozen_inputs, micro_batch)
-        return self._reference_score_program(reference, None, micro_batch)
+            return self._score_program, self._frozen_inputs
+        return self._reference_score_program, None
 
     def warm_up(self, params: nnx.State, reference: nnx.State | None = None) -> None:
         """Compiles every program at every width, so that no later step has to."""
         super().warm_up(params)
-        for width in self._widths if reference is not None else ():
-            micro_batch = empty_micro_batch(self._learning.micro_batch_rows, width, np.zeros)
-            with jax.set_mesh(self.mesh):
-                jax.block_until_ready(self._by_reference(reference, micro_batch))
+        if reference is None:
+            return
+        program, frozen = self._scored_by(reference)
+        calls = [(reference, frozen, batch) for batch in self._empty_batches()]
+        with jax.set_mesh(self.mesh):
+            self._compile(program, calls)
+            for call in calls:
+                jax.block_until_ready(program(*call))
 
     def compilations(self) -> dict[str, int]:
         """Number of shapes each program was compiled for."""

@@ -28,6 +28,7 @@ from psearch_jax.models.buckets import buckets, row_widths
 from psearch_jax.models.transposed import multiplies_slowly_transposed, with_transposed
 from psearch_jax.rl.batch import Place, micro_batches, padding
 from psearch_jax.runtime import progress
+from psearch_jax.runtime.compiling import compile_all
 from psearch_jax.runtime.metrics import Ratio
 from psearch_jax.sharding import constrain, is_one_cpu, placed, replicated, rows_sharding
 from psearch_jax.train.state import TrainState, abstract_state, learning_rate, state_shardings
@@ -208,12 +209,31 @@ class Trainable(abc.ABC):
 
     def warm_up(self, params: nnx.State) -> None:
         """Compiles every program at every width, so that no later step has to."""
-        for width in self._widths:
-            micro_batch = empty_micro_batch(self._learning.micro_batch_rows, width, np.zeros)
+        frozen, batches = self._frozen_inputs, self._empty_batches()
+        with jax.set_mesh(self.mesh):
+            sums = self._zero(params)
+            self._compile(self._accumulate, [(params, frozen, sums, batch) for batch in batches])
+            for batch in batches:
+                sums = self._accumulate(params, frozen, sums, batch)
+            jax.block_until_ready(sums)
+            if self.needs_score:
+                self._compile(self._score_program, calls := [(params, frozen, batch) for batch in batches])
+                for call in calls:
+                    jax.block_until_ready(self._score_program(*call))
+
+    def _empty_batches(self) -> list[MicroBatch]:
+        """A micro-batch of padding for every width."""
+        rows = self._learning.micro_batch_rows
+        return [empty_micro_batch(rows, width, np.zeros) for width in self._widths]
+
+    def _compile(self, program: Any, calls: Sequence[tuple[Any, ...]]) -> None:
+        """Compiles a jitted program for each tuple of arguments, several at a time; later calls reuse the results."""
+
+        def one(arguments: tuple[Any, ...]) -> None:
             with jax.set_mesh(self.mesh):
-                jax.block_until_ready(self._accumulate(params, self._frozen_inputs, self._zero(params), micro_batch))
-                if self.needs_score:
-                    jax.block_until_ready(self._score_program(params, self._frozen_inputs, micro_batch))
+                program.lower(*arguments).compile()
+
+        compile_all([functools.partial(one, arguments) for arguments in calls])
 
     @property
     def needs_score(self) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import QWEN3, make_learner, one_device_mesh, random_params, tiny_config
+from jax import monitoring
 from programs import ROOT, completed
 
 from psearch_jax.config import LearningSection
@@ -358,10 +359,19 @@ def test_shared_rows_in_sixteen_bits(tiny_tokenizer, params):
 
 
 def test_warm_up_compiles_every_width(tiny_tokenizer, params):
-    """A width that first occurs at step 40 is compiled then, and stops a pod for minutes."""
+    """A width that first occurs at step 40 is compiled then, and stops a pod for minutes; or every program is compiled
+    twice, in threads and again when it is called."""
     learner, optimizer = make_learner(tiny_tokenizer, CONFIG, 32)
     state = init_state(params, optimizer, one_device_mesh())
+    compiled: list[str] = []
+
+    def listen(event: str, seconds: float, **_) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    monitoring.register_event_duration_secs_listener(listen)
     learner.warm_up(state.params)
+    assert len(compiled) == 5  # both programs at both widths, and the gradient sums of 0
     warm = learner.compilations()
     assert warm == {"logprobs": 2, "reference_logprobs": 0, "accumulate": 2, "apply": 0}
     for seed in (0, 1):
