@@ -2,23 +2,26 @@
 
 For every form of question: how often the sub-query of a fact retrieves it, how often the question as a single search
 retrieves all of its facts, and the random-guess EM. For the decision to split: the accuracy of classifiers on held-out
-questions that see only the first words, the bag of words, or word bigrams.
+questions that see only the first words, the bag of words (linear, and a random forest), the unordered pair of
+attributes, or word bigrams; and of one rule about the order of words that decides every question.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from sklearn.ensemble import RandomForestClassifier
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
+from sklearn.pipeline import Pipeline, make_pipeline
 
-from psearch_jax.closed_world.encyclopedia import ClosedWorld, fact_sentence
+from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, ClosedWorld, fact_sentence
 from psearch_jax.closed_world.question_forms import questions
 from psearch_jax.closed_world.scripted import query
 from psearch_jax.closed_world.wordings import FORMS, PAIRED, words_of_wordings
@@ -31,6 +34,9 @@ from retrieval.service import RetrievalService
 TOPK = (1, 2, 3)
 PAIRS = "minimal pairs"
 WORD = r"'s|\w+|[^\w\s]"
+# An attribute of an attribute: `of the teacher of A`, `of A's teacher`, `A's teacher's`, `the year A's teacher was`.
+NESTED = re.compile(r"of the [a-z ]+ of|of (Name )*Name's|'s [a-z ]+'s|year (the [a-z ]+ of|(Name )*Name's)")
+TREES = 300
 
 
 def main(argv: Sequence[str]) -> None:
@@ -91,22 +97,36 @@ def surface_cues(world: ClosedWorld, count: int) -> dict[str, dict[str, float]]:
     }
     texts, labels = _examples(world, "train", count, False)
     pair_texts, pair_labels = _examples(world, "train", count, False, PAIRED)
-    vectorizers = {
-        "first three words": CountVectorizer(
-            token_pattern=WORD, ngram_range=(3, 3), lowercase=False, preprocessor=_opening
-        ),
-        "bag of words": CountVectorizer(token_pattern=WORD, lowercase=False, preprocessor=_nameless),
-        "word bigrams": CountVectorizer(
-            token_pattern=WORD, ngram_range=(2, 2), lowercase=False, preprocessor=_nameless
-        ),
+    counts = functools.partial(CountVectorizer, token_pattern=WORD, lowercase=False, preprocessor=_nameless)
+    linear = functools.partial(LogisticRegression, max_iter=3000)
+    classifiers: dict[str, Callable[[], Pipeline]] = {
+        "first three words": lambda: make_pipeline(counts(ngram_range=(3, 3), preprocessor=_opening), linear()),
+        "unordered attributes": lambda: make_pipeline(CountVectorizer(analyzer=_attributes), linear()),
+        "bag of words, linear": lambda: make_pipeline(counts(), linear()),
+        "bag of words, random forest": lambda: make_pipeline(counts(), RandomForestClassifier(TREES, random_state=0)),
+        "word bigrams": lambda: make_pipeline(counts(ngram_range=(2, 2)), linear()),
     }
     out: dict[str, dict[str, float]] = {}
-    for features, vectors in vectorizers.items():
-        model = make_pipeline(vectors, LogisticRegression(max_iter=3000)).fit(texts, labels)
+    for features, made in classifiers.items():
+        model = made().fit(texts, labels)
         out[features] = {name: float(model.score(*examples)) for name, examples in test_sets.items()}
-        own = make_pipeline(vectors, LogisticRegression(max_iter=3000)).fit(pair_texts, pair_labels)
+        own = made().fit(pair_texts, pair_labels)
         out[features][f"{PAIRS}, trained on {PAIRS} only"] = float(own.score(*test_sets[PAIRS]))
+    out["one rule: an attribute of an attribute"] = {
+        name: float(
+            np.mean([bool(NESTED.search(_nameless(text))) == (label == "sequential") for text, label in pairs])
+        )
+        for name, pairs in ((name, list(zip(*examples, strict=True))) for name, examples in test_sets.items())
+    }
     return out
+
+
+def _attributes(text: str) -> list[str]:
+    """The attributes that a question names, as one feature without their order."""
+    known = sorted(
+        {attribute for attributes in ATTRIBUTES.values() for attribute in attributes}, key=len, reverse=True
+    )
+    return [" | ".join(sorted(re.findall("|".join(known), text)))]
 
 
 def _examples(
@@ -138,5 +158,8 @@ def retrieval_table(figures: dict[str, dict[str, Any]]) -> str:
 
 def cue_table(cues: dict[str, dict[str, float]]) -> str:
     columns = list(next(iter(cues.values())))
-    rows = [[name, *(f"{figures[column]:.2f}" for column in columns)] for name, figures in cues.items()]
+    rows = [
+        [name, *(f"{figures[column]:.2f}" if column in figures else "" for column in columns)]
+        for name, figures in cues.items()
+    ]
     return table([["features", *columns], *rows])
