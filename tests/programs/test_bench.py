@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from programs import ROOT
 
-from benchmarks.quality import methods
+from benchmarks.quality import methods, transplant
 from benchmarks.speed import latency, users
-from psearch_jax.types import UserError
+from psearch_jax.types import Question, UserError
 
 PROGRAM = ROOT / "launch" / "bench.py"
 SUBJECTS = runpy.run_path(str(PROGRAM))["SUBJECTS"]
@@ -109,6 +109,29 @@ def test_drafts(tmp_path):
     assert plain["sampled"] == drafted["sampled"] == plain["row_steps"] and plain["accepted"] is None
     assert drafted["tokens_per_step"] > 1.2 and 0.1 < drafted["accepted"] <= 1 and len(drafted["speed"]) == 2
     assert drafted["decode_steps"] < plain["decode_steps"] and "| 4 | 3 | 8 of 8 |" in done.stdout
+
+
+def test_thoughts_are_given_to_other_questions():
+    """A question that gets its own thought as a foreign one would look as if the policy decided by the question."""
+    asked = [
+        Question("pairs", f"{kind}{i}", "?", ("a",), kind) for kind in ("parallel", "sequential") for i in range(4)
+    ]
+    for origin, same_kind in (("same type", True), ("other type", False)):
+        donors = transplant.donors_of(asked, origin)
+        assert all((donors[q.id].kind == q.kind) == same_kind and donors[q.id] != q for q in asked)
+        assert len({donor.id for donor in donors.values()}) >= 4
+    assert all(donor.id == asker for asker, donor in transplant.donors_of(asked, "own").items())
+
+
+@pytest.mark.slow
+def test_transplant(tmp_path):
+    """A thought that is cut or tokenised differently when it is written into the prompt: with its own thought, a
+    question must be answered as without."""
+    done = bench("transplant", "--count=24", f"--json={tmp_path / 'out.json'}")
+    lines = {line["thought"]: line for line in json.loads((tmp_path / "out.json").read_text())["transplant"]}
+    figures = ("questions", "parallel", "sequential", "accuracy")
+    assert [lines["own"][name] for name in figures] == [lines["none written"][name] for name in figures]
+    assert lines["own"]["questions"] >= 20 and "| toy | other type |" in done.stdout
 
 
 TINY = ("device", "--sizes", "tiny", "--scale=0.05", "--dtype=float32")
