@@ -68,8 +68,8 @@ def _validate_validation(config: Config) -> None:
 def _validate_learning(config: Config) -> None:
     _validate_validation(config)
     r, le, t, w = config.rollout, config.learning, config.train, config.reward
-    if w.profile == "compat" and (w.outcome != "em" or w.search_penalty):
-        raise UserError("config.reward: profile=compat requires outcome=em and search_penalty=0")
+    if w.profile == "compat" and (w.outcome != "em" or w.search_penalty or w.sub_query_penalty):
+        raise UserError("config.reward: profile=compat requires outcome=em, search_penalty=0 and sub_query_penalty=0")
     if w.parallelism == "critical_path" and (w.profile == "compat" or r.samples < 2):
         raise UserError(
             "config.reward.parallelism: found critical_path, which compares the rollouts of a group; accepted with "

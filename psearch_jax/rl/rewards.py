@@ -31,7 +31,8 @@ def paper_reward(trajectory: Trajectory, reward: RewardSection) -> RewardParts:
     worth = float(right) if reward.outcome == "em" else f1(trajectory.answer, question.answers)
     form = format_part(worth, trajectory.answer is not None, trajectory.well_formed, reward)
     searches = len(trajectory.executed)
-    penalty = reward.search_penalty * searches
+    sub_queries = sum(len(turn.queries) for turn in trajectory.executed)
+    penalty = reward.search_penalty * searches + reward.sub_query_penalty * sub_queries
     if reward.parallelism == "critical_path" or (reward.gate_bonus_on_outcome and not right):
         return RewardParts(worth, form, 0.0, -penalty)
     decomposition = decomposition_part(kind, trajectory.decomposed, reward.decomposition)

@@ -124,6 +124,15 @@ def test_every_search_has_its_price():
     assert paper_reward(wrong, replace(priced, gate_bonus_on_outcome=True)).total == pytest.approx(0.1 - 0.4)
 
 
+def test_every_sub_query_has_its_price():
+    """A price that depends on the grouping of sub-queries into searches would pay for splitting, or punish it."""
+    priced = RewardSection(sub_query_penalty=0.05, parallelism="critical_path")
+    plain = replace(priced, sub_query_penalty=0.0)
+    for searches, sub_queries in (([], 0), ([2], 2), ([1, 1], 2), ([2, 1], 3)):
+        t = trajectory("sequential", searches, "Ada")
+        assert paper_reward(t, priced).total == pytest.approx(paper_reward(t, plain).total - 0.05 * sub_queries)
+
+
 def test_format_by_the_answers_worth():
     """Half right is half of each rule: a right answer must not also earn the consolation for a wrong one."""
     weights = RewardSection(format=0.2, final_format=0.3)
