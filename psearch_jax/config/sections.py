@@ -320,8 +320,8 @@ class RewardSection:
     search_penalty: float = setting(0.0, "Subtracted for every search that was run.", at_least=0)
     sub_query_penalty: float = setting(
         0.0,
-        "Subtracted for every sub-query that was run. Whether the needed ones run at once or one after the other, they "
-        "cost the same, so with parallelism=critical_path it is a price on needless ones.",
+        "Subtracted for every sub-query that was run. Whether the needed ones run at once or one after the other, "
+        "they cost the same, so with parallelism=critical_path it is a price on needless ones.",
         at_least=0,
     )
     unfinished_penalty: float = setting(
