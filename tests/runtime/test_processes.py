@@ -129,7 +129,7 @@ def test_two_processes_evaluate_as_one(tmp_path):
 def test_what_processes_cannot_share_is_refused(tiny_policy, tmp_path):
     """An odd number of slots on two hosts: each must print one line, and neither may be left waiting."""
     over = {"mesh.tensor": 2, "rollout.slots": 3}
-    for code, _, err in ended(start_run(2, 1, tmp_path, tiny_policy, 1, **over), 120):
+    for code, _, err in ended(start_run(2, 1, tmp_path, tiny_policy, 1, **over)):
         assert code == 2 and "config.rollout.slots: found 3, accepted: a multiple of the 2 processes" in err
 
 
