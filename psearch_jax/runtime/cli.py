@@ -21,6 +21,7 @@ from retrieval.protocol import CorpusError, RetrievalError
 
 BAD_INPUT = 2  # exit code
 LOST = 3  # exit code after another process of the run was lost
+GRACE_S = 10  # the first process of a run stays this long after an error, so that slower ones can report theirs
 # Without PyTorch, which we do not need, transformers would print a warning at every start.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
@@ -68,7 +69,7 @@ def run(main: Callable[[list[str]], None], positional: bool = False, defaults: s
             sys.stdout.flush()
             sys.stderr.flush()
             if processes.first():  # its exit aborts the other processes, so let them print their own message
-                time.sleep(2)
+                time.sleep(GRACE_S)
             os._exit(code)  # a normal exit would deadlock: it waits for the other processes, which wait for this one
         return code
 
