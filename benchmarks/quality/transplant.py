@@ -58,23 +58,22 @@ def measured(model: str, count: int, temperature: float) -> list[dict[str, Any]]
     asked = closed_world_benchmark(parts.world, PAIRS, count)
     plain = parts.collector.render
 
-    def answered(render: Callable[[Question], list[int]]) -> list[Trajectory]:
+    def answered(asked: Sequence[Question], render: Callable[[Question], list[int]]) -> list[Trajectory]:
         parts.collector.render = render
         return evaluate(parts.collector, params, asked, seed=1, step=EVAL_STEP, temperature=temperature)
 
-    first = answered(plain)
+    first = answered(asked, plain)
     thoughts = {t.question.id: thought_of(t, parts.tokenizer) for t in first}
     kept = [q for q in asked if thoughts[q.id]]
     log(f"{model}: {len(kept)} of {len(asked)} questions have a first thought")
     lines = [_line(model, THOUGHTS[0], [t for t in first if thoughts[t.question.id]])]
-    asked = kept
     for origin in THOUGHTS[1:]:
         donors = donors_of(kept, origin)
 
         def render(question: Question, donors: Mapping[str, Question] = donors) -> list[int]:
             return plain(question) + thoughts[donors[question.id].id]
 
-        lines.append(_line(model, origin, answered(render)))
+        lines.append(_line(model, origin, answered(kept, render)))
     return lines
 
 

@@ -37,6 +37,7 @@ WORD = r"'s|\w+|[^\w\s]"
 # An attribute of an attribute: `of the teacher of A`, `of A's teacher`, `A's teacher's`, `the year A's teacher was`.
 NESTED = re.compile(r"of the [a-z ]+ of|of (Name )*Name's|'s [a-z ]+'s|year (the [a-z ]+ of|(Name )*Name's)")
 TREES = 300
+_ATTRIBUTE = re.compile("|".join(sorted({a for of in ATTRIBUTES.values() for a in of}, key=len, reverse=True)))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -123,10 +124,7 @@ def surface_cues(world: ClosedWorld, count: int) -> dict[str, dict[str, float]]:
 
 def _attributes(text: str) -> list[str]:
     """The attributes that a question names, as one feature without their order."""
-    known = sorted(
-        {attribute for attributes in ATTRIBUTES.values() for attribute in attributes}, key=len, reverse=True
-    )
-    return [" | ".join(sorted(re.findall("|".join(known), text)))]
+    return [" | ".join(sorted(_ATTRIBUTE.findall(text)))]
 
 
 def _examples(

@@ -103,7 +103,6 @@ class Collector:
             state = self.sampler.admit(state, prompts, nothing - 1, np.zeros((rows, 2), np.uint32), 1, 1, nothing - 1)
         for span in widths.spans:
             state = self.sampler.generate(params, state, 1.0, span, unstacked=unstacked)
-        sampling.row_keys(0, 0, [np.zeros(8, np.uint32)], [0])
         jax.block_until_ready(state)
 
     def with_widths(self, widths: Widths) -> Collector:

@@ -106,29 +106,15 @@ class Recording:
             draws[row["draw"]].append(_trajectory(row, ids, mask, logprobs))
         return draws
 
-    def count(self, step: int) -> int:
-        """The number of draws of a step."""
-        return len(self.draws(step))
-
-    def draw(self, step: int, number: int, questions: Sequence[Question]) -> list[Trajectory]:
-        """One draw of a step.
-
-        Args:
-          number: below `count(step)`; draws after the first come from dynamic sampling.
-          questions: those that this process would have asked; the draws so far must contain them.
-
-        Raises:
-          UserError: other questions were recorded, or the file cannot be read.
-        """
-        draws = self.draws(step)
-        recorded = {(t.question.source, t.question.id) for draw in draws[: number + 1] for t in draw}
+    def check_questions(self, step: int, draws: Sequence[Sequence[Trajectory]], questions: Sequence[Question]) -> None:
+        """Raises `UserError` if a question that this process would have asked is not among a step's draws so far."""
+        recorded = {(t.question.source, t.question.id) for draw in draws for t in draw}
         lacking = next((q for q in questions if (q.source, q.id) not in recorded), None)
         if lacking is not None:
             raise UserError(
                 f"{_file(self._run, step)}: found no rollouts of question {lacking.id!r} of {lacking.source!r}; "
                 "accepted: a replay with the seed, the questions and train.prompts of the recorded run"
             )
-        return draws[number]
 
 
 def _file(run: Path, step: int) -> Path:

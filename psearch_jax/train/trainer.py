@@ -36,6 +36,7 @@ from psearch_jax.train.monitoring import validation
 from psearch_jax.train.monitoring.alarms import Alarms, check_finite, probe, read_rows
 from psearch_jax.train.monitoring.figures import over_updates, rollout_metrics, update_peak_share
 from psearch_jax.train.monitoring.records import report, write_config, write_json, write_trajectories
+from psearch_jax.train.replay import Recording
 from psearch_jax.train.run import Run
 from psearch_jax.train.saving import Saver, resume
 from psearch_jax.train.state import updates_per_step
@@ -229,13 +230,14 @@ def rollouts_of_step(run: Run, questions: Sequence[Question], step: int, times: 
     Raises:
       Interrupted, RetrievalError: as `Collector.collect`.
     """
-    config, rollouts, sampling = run.config, Rollouts(), None
-    if run.recording is None:
-        with run.phase("rollout", times):
-            sampling = run.learner.sampling_copy(run.state.params)
+    if run.recording is not None:
+        return _recorded_rollouts(run, run.recording, questions, step, times)
+    config, rollouts = run.config, Rollouts()
+    with run.phase("rollout", times):
+        sampling = run.learner.sampling_copy(run.state.params)
     while True:
         with run.phase("rollout", times):
-            collected = _rollout(run, sampling, questions, step, len(rollouts.draws))
+            collected = _rollout(run, sampling, questions, step)
             rollouts.usage += run.collector.usage
             # A batch from the next epoch may repeat a question of this step, which would give the same rollouts.
             seen = set(map(_group, rollouts.trajectories))
@@ -245,21 +247,28 @@ def rollouts_of_step(run: Run, questions: Sequence[Question], step: int, times: 
             _reward(run, rollouts, fresh, step)
             rollouts.advantages = _advantages(run, rollouts)
         enough = carry_signal(rollouts.advantages, config.rollout.samples).sum() >= config.train.prompts
-        done = enough or len(rollouts.draws) > config.train.dynamic_sampling_rounds
-        if run.recording is not None:  # all that was recorded, so that the loader advances as it did then
-            done = len(rollouts.draws) == run.recording.count(step)
-        if done:
+        if enough or len(rollouts.draws) > config.train.dynamic_sampling_rounds:
             return rollouts
         questions = next(run.loader)
 
 
-def _rollout(
-    run: Run, sampling: nnx.State | None, questions: Sequence[Question], step: int, draw: int
-) -> list[Trajectory]:
-    """The rollouts of all processes' questions: sampled, or read from a recording."""
-    if run.recording is not None:
-        return run.recording.draw(step, draw, questions)
-    assert sampling is not None
+def _recorded_rollouts(
+    run: Run, recording: Recording, questions: Sequence[Question], step: int, times: dict[str, float]
+) -> Rollouts:
+    """All recorded rollouts of a step; the loader advances as it did when they were sampled."""
+    rollouts = Rollouts()
+    with run.phase("rollout", times):
+        rollouts.draws = recording.draws(step)
+    for n, draw in enumerate(rollouts.draws, 1):
+        recording.check_questions(step, rollouts.draws[:n], questions if n == 1 else next(run.loader))
+        with run.phase("reward", times):
+            _reward(run, rollouts, draw, step)
+    rollouts.advantages = _advantages(run, rollouts)
+    return rollouts
+
+
+def _rollout(run: Run, sampling: nnx.State, questions: Sequence[Question], step: int) -> list[Trajectory]:
+    """The rollouts of all processes' questions."""
     config, samples = run.config, run.config.rollout.samples
 
     def on_progress(done: int, _: int) -> None:

@@ -77,7 +77,7 @@ def test_another_objective_on_the_same_rollouts(recorded, tmp_path):
 
 
 def test_a_killed_replay_resumes_bit_for_bit(recorded, tmp_path):
-    """A resumed replay that starts again at the first recorded step, or goes on by sampling."""
+    """A resumed replay that starts again at the first recorded step, or continues by sampling."""
     process = Program(replaying(recorded, tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: (tmp_path / "trajectories" / "000001.jsonl").is_file(), process)
     process.send_signal(signal.SIGKILL)

@@ -14,7 +14,7 @@ from psearch_jax.models.attention.scores import NEG_INF, grouped, merge_heads, w
 
 QUERY_CHUNK = 256  # `chunk_attention` takes this many query positions at once
 KEY_BLOCK = 256  # cached positions per block
-DECODED = 8  # at most so many tokens of a row per decode step: one, and the drafts that the step verifies
+DECODED = 8  # maximum tokens of a row per decode step: one, plus the drafts that the step verifies
 
 
 @dataclass(frozen=True)
