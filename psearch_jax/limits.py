@@ -97,6 +97,11 @@ def _validate_learning(config: Config) -> None:
             f"config.learning.importance_cap={le.importance_cap} has no effect with old_logprobs=sampler, where the "
             "sampler's log-probs are the old policy's; accepted: 0 (learning.dual_clip bounds the loss)"
         )
+    if le.importance_level == "sequence" and not le.importance_cap:
+        raise UserError(
+            "config.learning.importance_level: found sequence without learning.importance_cap, accepted: token, or an "
+            "importance_cap above 0"
+        )
     if 0 < le.dual_clip < 1 + le.clip_high:
         raise UserError(
             f"config.learning.dual_clip={le.dual_clip} is below 1 + clip_high={1 + le.clip_high}, "

@@ -106,6 +106,8 @@ class Trajectory:
     mask: np.ndarray  # [S] bool, True where the token was sampled
     logprobs: np.ndarray  # [S] float32, of the sampled tokens; 0 elsewhere
     prompt_length: int  # tokens of the prompt
+    # (position, version), ascending: from each position on, tokens were sampled by the weights after `version` steps.
+    versions: tuple[tuple[int, int], ...] = ()
 
     @property
     def answer(self) -> str | None:

@@ -174,6 +174,8 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
     log.info(parts.describe())
     learning = config.learning
     corrected = learning.importance_cap or learning.old_logprobs == "sampler"
+    if config.train.staleness and not corrected:
+        log.warning("rollouts are sampled with older weights without a correction: set learning.importance_cap=2")
     if (config.model.int8_weights or config.model.int8_cache) and not corrected:
         log.warning("rollouts are sampled in int8 without a correction: set learning.importance_cap=2 to weight them")
     recording = Recording(config.train.replay) if config.train.replay else None
@@ -216,6 +218,7 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         loader=loader,
         evaluation=evaluation,
         reward=reward_of(config, parts.tokenizer),
+        stream=parts.collector.stream(config.rollout.samples, config.seed),
         abstract=placed(abstract, state_shardings(abstract, parts.mesh)),
         initial_state=initial,
         model=parts.model,

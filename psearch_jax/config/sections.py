@@ -395,7 +395,19 @@ class LearningSection:
     guard: float = setting(
         0.0, "Weight of a penalty on good actions that become less likely (arXiv 2512.04220); 0: off.", at_least=0
     )
-    importance_cap: float = setting(0.0, "Weights each token by min(p_old / p_sampler, importance_cap); 0: off.")
+    importance_cap: float = setting(
+        0.0, "Weights each token by min(p_old / p_sampler, importance_cap); 0: off.", at_least=0
+    )
+    importance_level: Literal["token", "sequence"] = setting(
+        "token",
+        "The probabilities in that ratio: `token`: of each token; `sequence`: of all sampled tokens of the rollout.",
+    )
+    reject_ratio: float = setting(
+        0.0,
+        "Leaves a rollout out of the loss if the geometric mean of its tokens' p_old / p_sampler is above "
+        "reject_ratio or below 1 / reject_ratio; 0: off.",
+        accepted=Accepted("0, or above 1", lambda value: value == 0 or value > 1),
+    )
     mini_batch_rollouts: int = setting(
         320,
         "Rollouts per optimizer step, in complete groups. The published value of 256 cuts groups of 5.",
@@ -432,6 +444,13 @@ class TrainSection:
         resume=FREE,
     )
     prompts: int = setting(512, "Questions per step.", at_least=1)
+    staleness: int = setting(
+        0,
+        "Maximum age, in steps, of the weights that sample a token. Rollouts of this many further steps are started "
+        "ahead and fill the slots while the last rollouts of a step are decoded; unfinished ones continue with the "
+        "next step's weights. 0: each step starts and ends its own rollouts.",
+        at_least=0,
+    )
     dynamic_sampling_rounds: int = setting(
         0,
         "Dynamic sampling (DAPO): up to this many times, a step draws `prompts` more questions to replace groups "
@@ -509,6 +528,13 @@ class AlarmSection:
     gap: float = setting(
         0.1, "Mean absolute difference of sampler and trainer log-probs, in nats per token.", resume=FREE
     )
+    sample_size: float = setting(
+        0.5,
+        "Effective sample size, as a share of the tokens, below which the sampler's weights are too old "
+        "(`effective_sample_size`).",
+        resume=FREE,
+    )
+    rejected: float = setting(0.25, "Share of tokens that learning.reject_ratio leaves out.", resume=FREE)
     probe_every_steps: int = setting(
         25,
         "Steps between probes. A probe repeats one rollout per question with passages retrieved for other questions; "

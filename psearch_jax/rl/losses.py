@@ -11,6 +11,7 @@ from psearch_jax.config import LearningSection
 from psearch_jax.runtime.metrics import Ratio
 
 METRICS = ("loss", "kl", "entropy", "clip_fraction", "ratio", "logp_gap", "displaced")
+METRICS += ("importance", "importance_squared", "rejected")
 VALUE_METRICS = ("loss", "value", "clip_fraction")
 ROUNDING = 1e-3  # nats; a smaller loss of log-prob may only be rounding between two programs
 MAX_LOG_RATIO = 20.0  # exp(20) is finite in float32, so a diverged ratio does not make the update NaN
@@ -44,10 +45,12 @@ def policy_loss(
     With `ratio=sequence` every token has its trajectory's ratio, exp of the mean log-ratio; with `sequence_mean` that
     is GSPO (arXiv 2507.18071 eq. 5). `dual_clip` bounds the surrogate from below by
     `dual_clip * min(advantage, 0)` (arXiv 1912.09729 eq. 5). `importance_cap` weights tokens by the truncated ratio of
-    old policy to sampler. With `kl_in=reward` the KL is in the advantages and not here. `entropy_coefficient` times
-    the entropy is subtracted (arXiv 1707.06347 eq. 9). `guard` is the weight of a penalty on good actions that lost
-    likelihood (LLDS, arXiv 2512.04220). An action is the tokens of one turn. If its advantage is not negative and its
-    total log-prob fell by more than ROUNDING, each of its tokens whose log-prob fell adds that fall to the loss.
+    old policy to sampler; where the sampler's weights are older, that is the decoupled objective (arXiv 2110.00641,
+    2505.24298). `reject_ratio` leaves out rollouts that the old policy would hardly sample. With `kl_in=reward` the KL
+    is in the advantages and not here. `entropy_coefficient` times the entropy is subtracted (arXiv 1707.06347 eq. 9).
+    `guard` is the weight of a penalty on good actions that lost likelihood (LLDS, arXiv 2512.04220). An action is the
+    tokens of one turn. If its advantage is not negative and its total log-prob fell by more than ROUNDING, each of its
+    tokens whose log-prob fell adds that fall to the loss.
 
     Arrays are [B, S] float32 and refer to the token at the same position; where `mask` is 0 nothing counts. `segments`
     is [B, S] int32: the index of the token's trajectory in its row, from 1 without gaps; 0 for padding. `old` may be
@@ -59,7 +62,9 @@ def policy_loss(
       2503.20783), including fully masked ones, because a smaller divisor would raise the weight of the others. The
       packing of trajectories into rows does not affect the loss.
       `displaced` is the share of good actions' tokens whose action lost more than ROUNDING of total log-prob.
-      `logp_gap` is the mean of |old - sampler|, or of |logp - sampler| with `old_logprobs=sampler`.
+      `logp_gap` is the mean of |old - sampler|, or of |logp - sampler| with `old_logprobs=sampler`; `importance` and
+      `importance_squared` are the means of the ratio exp(old - sampler) and of its square. `rejected` is the share of
+      tokens in rejected rollouts. These still count where the loss divides.
     """
     counts = mask > 0
     change = log_ratio = jnp.where(counts, logp - old, 0.0)
@@ -70,10 +75,15 @@ def policy_loss(
     surrogate = jnp.minimum(ratio * advantage, clipped * advantage)
     if learning.dual_clip > 0:
         surrogate = jnp.maximum(surrogate, learning.dual_clip * jnp.minimum(advantage, 0.0))
-    if learning.importance_cap > 0:
-        # Truncated importance sampling: the sampler's policy differs slightly from the old policy.
-        gap = jnp.clip(jnp.where(counts, old - sampler, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
-        surrogate = surrogate * jax.lax.stop_gradient(jnp.minimum(jnp.exp(gap), learning.importance_cap))
+    # The sampler's policy differs from the old policy: slightly by its arithmetic, and by the age of its weights.
+    current = jax.lax.stop_gradient(logp if learning.old_logprobs == "sampler" else old)
+    gap = jnp.clip(jnp.where(counts, current - sampler, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    importance = jnp.exp(gap)
+    if learning.importance_cap > 0:  # truncated importance sampling
+        weight = importance
+        if learning.importance_level == "sequence":
+            weight = jnp.exp(jnp.clip(_of_own(gap, segments), -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        surrogate = surrogate * jnp.minimum(weight, learning.importance_cap)
     kl = jnp.where(counts, k3(logp, ref, learning.kl_clamp), 0.0)
     kl_coefficient = learning.kl_coefficient if learning.kl_in == "loss" else 0.0
     per_token = (-surrogate + kl_coefficient * kl - learning.entropy_coefficient * entropy) * mask
@@ -81,6 +91,11 @@ def policy_loss(
     displaced = good & (_of_own(change, _actions(counts)) < -ROUNDING)
     if learning.guard > 0:
         per_token += learning.guard * jnp.where(displaced, jnp.maximum(-change, 0.0), 0.0)
+    rejected = jnp.zeros_like(counts)
+    if learning.reject_ratio > 0:
+        mean_gap = _of_own(gap, segments) / jnp.maximum(_of_own(mask, segments), 1.0)
+        rejected = counts & (jnp.abs(mean_gap) > jnp.log(learning.reject_ratio))
+        per_token = jnp.where(rejected, 0.0, per_token)
     tokens = jnp.sum(mask)
     if learning.aggregation == "token_mean":
         loss = Ratio(jnp.sum(per_token), tokens)
@@ -91,16 +106,18 @@ def policy_loss(
         trajectories = jnp.sum(jnp.max(segments, axis=1)).astype(jnp.float32)
         loss = Ratio(jnp.sum(per_token), trajectories * context_tokens)
     cut = (ratio * advantage > clipped * advantage) & counts
-    current = logp if learning.old_logprobs == "sampler" else old
-    gap = jnp.abs(jnp.where(counts, current - sampler, 0.0))
+    distance = jnp.abs(jnp.where(counts, current - sampler, 0.0))
     metrics = {
         "loss": loss,
         "kl": Ratio(jnp.sum(kl), tokens),
         "entropy": Ratio(jnp.sum(entropy * mask), tokens),
         "clip_fraction": Ratio(jnp.sum(cut), tokens),
         "ratio": Ratio(jnp.sum(ratio * mask), tokens),
-        "logp_gap": Ratio(jnp.sum(gap), tokens),
+        "logp_gap": Ratio(jnp.sum(distance), tokens),
         "displaced": Ratio(jnp.sum(displaced), jnp.sum(good)),
+        "importance": Ratio(jnp.sum(importance * mask), tokens),
+        "importance_squared": Ratio(jnp.sum(importance**2 * mask), tokens),
+        "rejected": Ratio(jnp.sum(rejected), tokens),
     }
     return loss, metrics
 

@@ -18,11 +18,10 @@ from psearch_jax.models.unstacked import Unstacked
 from psearch_jax.rollout import sampling
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.rollout.sampler_state import Widths
-from psearch_jax.rollout.scheduler import Parts, Progress, RolloutScheduler
-from psearch_jax.rollout.search import BatchedSearch, BatchRetriever, OverlappedSearch, SearchPolicy
+from psearch_jax.rollout.scheduler import Parts, Progress
+from psearch_jax.rollout.stream import RolloutStream
 from psearch_jax.rollout.turns import ParseTurn, TurnParser
 from psearch_jax.rollout.usage import Usage
-from psearch_jax.runtime import processes
 from psearch_jax.runtime.compiling import compile_all
 from psearch_jax.text import tags
 from psearch_jax.text.tokenizer import Tokenizer
@@ -166,27 +165,15 @@ class Collector:
         Raises:
           RetrievalError, or what `progress` raises: in every process if it is raised in one.
         """
-        prompts: list[list[int]] = []
-        processes.allgather(lambda: prompts.extend(map(self.render, questions)))  # an error in one is raised in all
-        unstacked = self.sampler.unstack_once(params)
-        scheduler = RolloutScheduler(
-            self.parts, params, search_policy(self.parts), samples=samples, seed=seed, step=step, unstacked=unstacked
-        )
-        scheduler.add(questions, prompts)
-        while scheduler.refill(progress):
-            scheduler.decode(temperature)
-            scheduler.read()
-        state, own = scheduler.state, list(scheduler.own)
-        steps, row_steps, drafted = processes.fetch((state.steps, state.row_steps, state.drafted))
-        counts = {"row_steps": int(row_steps[own].sum()), "drafted": int(drafted[own].sum())}
-        self.usage = replace(scheduler.usage, decode_steps=int(steps), **counts)
-        return [scheduler.results[order] for order in range(scheduler.added)]
+        stream = self.stream(samples, seed)
+        stream.add(questions, step)
+        trajectories = stream.collect(params, step, temperature, progress)
+        self.usage = stream.usage
+        return trajectories
 
-
-def search_policy(parts: Parts) -> SearchPolicy:
-    """A new search policy, by `rollout.overlap_search`."""
-    retriever = BatchRetriever(parts.retriever, parts.retrieval.topk)
-    return OverlappedSearch(retriever) if parts.rollout.overlap_search else BatchedSearch(retriever)
+    def stream(self, samples: int, seed: int) -> RolloutStream:
+        """A stream of batches whose rollouts may overlap; `samples` and `seed` as in `collect`."""
+        return RolloutStream(self.parts, self.render, samples, seed)
 
 
 def widths(rollout: RolloutSection, by_length: bool = False) -> Widths:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -116,6 +116,10 @@ class Sampler:
         self._prefill = jax.jit(programs.prefill, out_shardings=shardings)
         self._admit = jax.jit(programs.admit, donate_argnames="state", out_shardings=shardings)
         self._extend = jax.jit(programs.extend, donate_argnames="state", out_shardings=shardings)
+        self._place = jax.jit(programs.place, donate_argnames="state", out_shardings=shardings)
+        self._refresh = jax.jit(
+            programs.refresh, donate_argnames="state", static_argnames="width", out_shardings=shardings
+        )
         self._generate = jax.jit(
             programs.generate, donate_argnames="state", static_argnames="span", out_shardings=shardings
         )
@@ -179,6 +183,24 @@ class Sampler:
         rows = np.arange(len(n), dtype=np.int32) if rows is None else rows
         with jax.set_mesh(self.mesh):
             return self._run(self._extend, params, state, rows, ids, n, _per_row(turn_tokens, n))
+
+    def place(self, state: SamplerState, rows: Mapping[str, np.ndarray]) -> SamplerState:
+        """Replaces fields of the state, each for all slots. The cache of the rows is then wrong until `refresh`."""
+        with jax.set_mesh(self.mesh):
+            return self._run(self._place, state, dict(rows))
+
+    def refresh(
+        self, params: nnx.State, state: SamplerState, rows: np.ndarray, start: int, width: int
+    ) -> SamplerState:
+        """Computes the cached keys and values of rows again, with other weights, at `width` positions from `start`.
+
+        Call it from position 0 on, in steps of `width`: later positions attend to the cache of earlier ones.
+
+        Args:
+          rows: [R] int32, -1 for none.
+        """
+        with jax.set_mesh(self.mesh):
+            return self._run(self._refresh, params, state, rows, np.int32(start), width=width)
 
     def generate(
         self,

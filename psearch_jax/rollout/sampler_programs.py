@@ -191,6 +191,21 @@ class SamplerPrograms:
             status=put_rows(state.status, touched, status),
         )
 
+    def place(self, state: SamplerState, rows: dict[str, jax.Array]) -> SamplerState:
+        return replace(state, **rows)
+
+    def refresh(self, params: nnx.State, state: SamplerState, rows, start, *, width: int) -> SamplerState:
+        model = nnx.merge(self.graph, params)
+        S = state.ids.shape[1]
+        known, length = (take_rows(x, rows) for x in (state.ids, state.length))
+        # The last known token is the next decode step's input.
+        count = jnp.where(rows < 0, 0, jnp.clip(length - 1 - start, 0, width))
+        begin = jnp.where(count > 0, start, 0)
+        inputs = jnp.take_along_axis(known, jnp.minimum(begin[:, None] + jnp.arange(width), S - 1), axis=1)
+        _, (k, v) = model.hidden(inputs, state.cache, begin, keep_kv=True, rows=rows)
+        touched = jnp.where(count > 0, rows, -1)
+        return replace(state, cache=kv_cache.write(state.cache, k, v, begin, count, touched))
+
     def generate(
         self,
         params: nnx.State,

@@ -59,7 +59,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class _Waiting:
+class Waiting:
     """A rollout that waits for a slot."""
 
     order: int  # the question's index is order // samples
@@ -67,6 +67,19 @@ class _Waiting:
     sample: int
     prompt: list[int]
     key: np.ndarray  # [2] uint32
+
+
+@dataclass(frozen=True)
+class Parked:
+    """A rollout that was taken out of its slot in the middle of a turn, with everything that continues it."""
+
+    rollout: Rollout
+    ids: np.ndarray  # [n] int32
+    mask: np.ndarray  # [n] bool
+    logprobs: np.ndarray  # [n] float32
+    key: np.ndarray  # [2] uint32
+    turn_left: int
+    automaton: int
 
 
 @dataclass(frozen=True)
@@ -93,11 +106,9 @@ class RolloutScheduler:
     """Runs rollouts from question to trajectory; more questions may be added at any time.
 
     Args:
-      params: the sampling copy of the policy.
       search: a new policy, for this scheduler only.
       samples: R, rollouts per question.
-      seed, step: parts of every rollout's random key.
-      unstacked: `Sampler.unstack_once(params)`.
+      seed: part of every rollout's random key.
 
     Attributes:
       live: slot -> rollout, for this process's slots that are decoding, parked or waiting for a search.
@@ -108,15 +119,12 @@ class RolloutScheduler:
     def __init__(
         self,
         parts: Parts,
-        params: nnx.State,
         search: SearchPolicy,
         *,
         samples: int,
         seed: int,
-        step: int,
-        unstacked: Unstacked | None = None,
     ):
-        self.parts, self.params, self.search, self.samples = parts, params, search, samples
+        self.parts, self.search, self.samples = parts, search, samples
         self.rollout, self.sampler = parts.rollout, parts.sampler
         self.rows = self.rollout.slots
         share, me = self.rows // jax.process_count(), jax.process_index()
@@ -125,12 +133,12 @@ class RolloutScheduler:
         self.live: dict[int, Rollout] = {}
         self.results: dict[int, Trajectory] = {}
         self.added = self.done = 0
-        self._seed, self._step = seed, step
+        self.seed = seed
         # If the model ended its reply, the correction is the next user message; otherwise it continues the reply.
         obs_tokens, tokenizer, message = self.rollout.obs_tokens, parts.tokenizer, tags.CORRECTIVE_MESSAGE
         self._corrective = tokenizer.encode_foreign(message)[:obs_tokens]
         self._corrective_after_eos = tokenizer.next_user_message(message.strip(), obs_tokens)
-        self._waiting: deque[_Waiting] = deque()
+        self.waiting: deque[Waiting] = deque()
         self._dropped: set[int] = set()  # orders of rollouts that still have to be ended
         self.starts: dict[int, int] = {}  # slot -> start of its turn, for live slots of all processes
         self._pool: SamplerState | None = None
@@ -138,11 +146,75 @@ class RolloutScheduler:
         self._ended: set[int] = set()  # own slots whose rollout has ended but whose row is not emptied yet
         self._refill = False  # some process has rollouts that wait for a slot
         self._awaiting_search = 0  # rows of all processes that wait for a search while others decode
-        self.unstacked = unstacked
-        self.state = self.sampler.new_state(self.rows, self.rollout.context_tokens)
 
-    def add(self, questions: Sequence[Question], prompts: Sequence[list[int]]) -> None:
-        """Queues every sample of this process's `questions`; with a too long prompt it ends as `truncated`."""
+    def resume(
+        self, params: nnx.State, unstacked: Unstacked | None = None, version: int = 0, parked: Sequence[Parked] = ()
+    ) -> None:
+        """Opens the slots with a policy, and continues parked rollouts in them.
+
+        Their keys and values are computed again: from here on the policy conditions on its own.
+
+        Args:
+          params: the sampling copy of the policy.
+          unstacked: `Sampler.unstack_once(params)`.
+          version: recorded with every token that this policy samples.
+          parked: of this process, no more than it has slots.
+        """
+        self.params, self.unstacked, self.version = params, unstacked, version
+        self.usage = Usage(len(self.own))
+        self.state = self.sampler.new_state(self.rows, self.rollout.context_tokens)
+        own = dict(zip(self.own, parked, strict=False))
+        placed = {slot: one for part in processes.allgather(lambda: own) for slot, one in part.items()}
+        if not placed:
+            return
+        self.starts = {slot: one.rollout.turn_start for slot, one in placed.items()}
+        for slot, one in own.items():
+            live = replace(one.rollout, turns=list(one.rollout.turns), versions=list(one.rollout.versions))
+            live.sampled_from(len(one.ids), version)
+            self.live[slot] = live
+        self.place(placed)
+        for rows in self._row_batches(sorted(placed, key=lambda b: len(placed[b].ids))):
+            self.refresh(rows, max(len(placed[b].ids) for b in rows.tolist() if b >= 0) - 1)
+
+    def place(self, placed: Mapping[int, Parked]) -> None:
+        """Puts parked rollouts into slots, without their keys and values; the other slots are empty."""
+        self.state = self.sampler.place(self.state, _rows_of(placed, self.rows, self.rollout.context_tokens))
+
+    def refresh(self, rows: np.ndarray, positions: int) -> None:
+        """Computes the first `positions` keys and values of rows [R] (-1: none) with the current weights."""
+        width = self.parts.widths.observations[-1]
+        for start in range(0, positions, width):
+            self.state = self.sampler.refresh(self.params, self.state, rows, start, width)
+            self._count(refreshed=rows.size * width)
+
+    def park(self) -> list[Parked]:
+        """Takes all rollouts out of their slots, in the middle of a turn, and frees the slots' memory.
+
+        Searches in progress are completed first.
+        """
+        while self._awaiting_search:
+            self.read()
+        parked = []
+        if self.starts:
+            names = ("ids", "mask", "logprobs", "length", "key", "turn_left", "automaton")
+            of = processes.fetch({name: getattr(self.state, name) for name in names})
+            for b, live in self.live.items():
+                known = [of[name][b, : of["length"][b]].copy() for name in ("ids", "mask", "logprobs")]
+                self._count(decoded=live.sampled_now(known[1]))
+                left = of["key"][b].copy(), int(of["turn_left"][b]), int(of["automaton"][b])
+                parked.append(Parked(live, *known, *left))
+        self.live, self.starts, self._pool_rows = {}, {}, {}
+        self._ended.clear()
+        del self.state, self.params, self.unstacked
+        self._pool = None
+        return parked
+
+    def add(self, questions: Sequence[Question], prompts: Sequence[list[int]], step: int) -> None:
+        """Queues every sample of this process's `questions`; with a too long prompt it ends as `truncated`.
+
+        Args:
+          step: part of the random key of these rollouts.
+        """
         new: list[tuple[int, Question, int, list[int]]] = []
         for question, prompt in zip(questions, prompts, strict=True):
             cut = np.asarray(prompt[: self.rollout.prompt_tokens], np.int32)
@@ -155,8 +227,8 @@ class RolloutScheduler:
                     self._finish(live, "truncated", cut, np.zeros(len(cut), bool), np.zeros(len(cut), np.float32))
         if new:
             words = [sampling.id_words(question.source, question.id) for _, question, _, _ in new]
-            keys = sampling.row_keys(self._seed, self._step, words, [sample for _, _, sample, _ in new])
-            self._waiting.extend(_Waiting(*one, key) for one, key in zip(new, keys, strict=True))
+            keys = sampling.row_keys(self.seed, step, words, [sample for _, _, sample, _ in new])
+            self.waiting.extend(Waiting(*one, key) for one, key in zip(new, keys, strict=True))
 
     def drop(self, order: int) -> None:
         """Cancels a rollout that nobody waits for any more; it gets no result. For a single process only."""
@@ -201,19 +273,20 @@ class RolloutScheduler:
         admissions = _Admissions(dict.fromkeys(self._ended, -2), {}, {}, False, False)
         self._ended.clear()
         free = [b for b in self.own if b not in self.live]
-        while free and self._waiting and self._waiting[0].order // self.samples in self._pool_rows:
-            one, slot = self._waiting.popleft(), free.pop(0)
+        while free and self.waiting and self.waiting[0].order // self.samples in self._pool_rows:
+            one, slot = self.waiting.popleft(), free.pop(0)
             length = len(one.prompt)
             admissions.source[slot] = self._pool_rows[one.order // self.samples]
             admissions.keys[slot], admissions.starts[slot] = one.key, length
-            self.live[slot] = Rollout(one.order, one.question, one.sample, length, length)
-        return replace(admissions, lacking=bool(free and self._waiting), more=bool(self._waiting))
+            live = self.live[slot] = Rollout(one.order, one.question, one.sample, length, length)
+            live.sampled_from(length, self.version)
+        return replace(admissions, lacking=bool(free and self.waiting), more=bool(self.waiting))
 
     def _end_dropped(self) -> None:
         """Ends dropped rollouts; rows that wait for a search end once their passages have arrived."""
         if not self._dropped:
             return
-        self._waiting = deque(one for one in self._waiting if one.order not in self._dropped)
+        self.waiting = deque(one for one in self.waiting if one.order not in self._dropped)
         pending = self._dropped & set(self.search.pending)
         for b in [b for b, live in self.live.items() if live.order in self._dropped - pending]:
             del self.live[b], self.starts[b]
@@ -224,7 +297,7 @@ class RolloutScheduler:
         """Fills every process's share of the pool with its next prompts."""
         rows = self.parts.pool_rows
         share = rows // jax.process_count()
-        own = dict(list({one.order // self.samples: one.prompt for one in self._waiting}.items())[:share])
+        own = dict(list({one.order // self.samples: one.prompt for one in self.waiting}.items())[:share])
         prompts = processes.allgather(lambda: list(own.values()))
         width = pick(self.parts.widths.prompts, max(len(prompt) for part in prompts for prompt in part))
         ids, n = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
@@ -238,8 +311,8 @@ class RolloutScheduler:
         self._pool_rows = {group: row for row, group in enumerate(own, jax.process_index() * share)}
 
     def _admit(self, source: dict[int, int], keys: dict[int, np.ndarray]) -> None:
-        if self._pool is None:
-            raise AssertionError("a slot can only end after a prompt was admitted")
+        if self._pool is None:  # slots are emptied before the first prompt is prefilled
+            self._pool = self.sampler.new_state(self.parts.pool_rows, self.parts.widths.prompts[0])
         for rows in self._row_batches(source):
             picked = np.array([source.get(b, -1) for b in rows], np.int32)
             row_keys = np.stack([keys.get(b, np.zeros(2, np.uint32)) for b in rows])
@@ -404,8 +477,24 @@ class RolloutScheduler:
     def _finish(self, live: Rollout, status: EndStatus, ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray):
         if live.order in self._dropped:
             return
+        turns, versions = tuple(live.turns), tuple(live.versions)
         self.results[live.order] = Trajectory(
-            live.question, live.sample, status, tuple(live.turns), ids, mask, logprobs, live.prompt_length
+            live.question, live.sample, status, turns, ids, mask, logprobs, live.prompt_length, versions
         )
         self.done += 1
-        self._count(decoded=int(mask.sum()))
+        self._count(decoded=live.sampled_now(mask))
+
+
+def _rows_of(placed: Mapping[int, Parked], rows: int, positions: int) -> dict[str, np.ndarray]:
+    """The sampler's state of parked rollouts by slot, except the cache; the other slots are empty."""
+    known = {"ids": np.int32, "mask": bool, "logprobs": np.float32}
+    out: dict[str, np.ndarray] = {name: np.zeros((rows, positions), kind) for name, kind in known.items()}
+    out |= {name: np.zeros(rows, np.int32) for name in ("length", "turn_left", "automaton", "status")}
+    out["key"] = np.zeros((rows, 2), np.uint32)
+    for slot, one in placed.items():
+        n = out["length"][slot] = len(one.ids)
+        for name in known:
+            out[name][slot, :n] = getattr(one, name)
+        out["turn_left"][slot], out["automaton"][slot] = one.turn_left, one.automaton
+        out["key"][slot], out["status"][slot] = one.key, Status.RUNNING
+    return out

@@ -23,10 +23,21 @@ class Rollout:
     prompt_length: int
     turn_start: int  # position of the first token of the current turn
     turns: list[Turn] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)  # as Trajectory.versions
 
     @property
     def model_calls(self) -> int:
         return sum(t.n_sampled > 0 for t in self.turns)
+
+    def sampled_from(self, position: int, version: int) -> None:
+        """Records that tokens from this position on are sampled with the weights of a version."""
+        if self.versions and self.versions[-1][0] == position:  # the version before sampled nothing
+            self.versions.pop()
+        self.versions.append((position, version))
+
+    def sampled_now(self, mask: np.ndarray) -> int:
+        """Number of tokens sampled with the weights of the last version."""
+        return int(mask[self.versions[-1][0] :].sum()) if self.versions else 0
 
 
 ParseTurn = Callable[[Rollout, np.ndarray, Status], Turn]  # of the sampled tokens [n] and how they ended

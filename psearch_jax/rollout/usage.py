@@ -17,7 +17,8 @@ class Usage:
     yields: int = 0
     prefilled: int = 0  # positions computed by `prefill`, pads included, for all processes
     extended: int = 0  # positions computed by `extend`, likewise
-    forced: int = 0  # of these, appended tokens
+    refreshed: int = 0  # positions computed again with newer weights, likewise
+    forced: int = 0  # of the extended ones, appended tokens
     search_s: float = 0.0  # time in which this process waited for passages, and all rows with it
     host_s: float = 0.0  # time of this process's other work between two programs
 
@@ -52,5 +53,6 @@ class Usage:
         if self.drafted:
             shares |= {"tokens_per_step": self.tokens_per_step, "draft_use": self.draft_use}
         counts = {name: getattr(self, name) for name in ("decode_steps", "yields", "prefilled", "extended")}
+        counts |= {"refreshed": self.refreshed} if self.refreshed else {}
         costs = {f"cost/{name}": float(value) for name, value in (shares | counts).items()}
         return costs | {"search_s": self.search_s, "host_s": self.host_s}

@@ -189,9 +189,8 @@ class Answerer:
     def _serve(self) -> None:
         """Answers questions until `close`."""
         search = ServingSearch(BatchRetriever(self._parts.retriever, self._parts.retrieval.topk))
-        scheduler = RolloutScheduler(
-            self._parts, self._params, search, samples=1, seed=self._seed, step=0, unstacked=self._unstacked
-        )
+        scheduler = RolloutScheduler(self._parts, search, samples=1, seed=self._seed)
+        scheduler.resume(self._params, self._unstacked)
         self._failing = False
         while True:
             self._admit_questions(scheduler)
@@ -217,7 +216,7 @@ class Answerer:
             while (asked := self._arrived.get(block=not self._asked)) is not None:
                 if not asked.cancelled:
                     self._asked[scheduler.added] = asked
-                    scheduler.add([asked.question], [asked.prompt])
+                    scheduler.add([asked.question], [asked.prompt], step=0)
         for order in [order for order, asked in self._asked.items() if asked.cancelled]:
             scheduler.drop(order)
             del self._asked[order]

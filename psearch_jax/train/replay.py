@@ -8,23 +8,15 @@ the same rollouts; the further its policy moves away from the recorded run's, th
 
 from __future__ import annotations
 
-import io
-import json
-import zipfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.paths import locate, write_whole
-from psearch_jax.types import Question, Trajectory, Turn, UserError
-from retrieval.protocol import Passage
+from psearch_jax.train.rollout_files import described, packed, trajectory_of, unpacked
+from psearch_jax.types import Question, Trajectory, UserError
 
 FOLDER = "rollouts"
-_ARRAYS = ("ids", "mask", "logprobs")
 
 
 def write(workdir: Path, step: int, draws: Sequence[Sequence[Trajectory]]) -> None:
@@ -35,27 +27,13 @@ def write(workdir: Path, step: int, draws: Sequence[Sequence[Trajectory]]) -> No
     """
     if not processes.first():
         return
-    every = [t for draw in draws for t in draw]
     rows = [
-        {
-            "question": asdict(t.question),
-            "sample": t.sample,
-            "status": t.status,
-            "turns": [asdict(turn) for turn in t.turns],
-            "prompt_length": t.prompt_length,
-            "tokens": len(t.ids),
-            "draw": number,
-        }
+        ({**described(t), "draw": number}, (t.ids, t.mask, t.logprobs))
         for number, draw in enumerate(draws)
         for t in draw
     ]
-    arrays = {name: np.concatenate([getattr(t, name) for t in every]) for name in _ARRAYS}
-    described = json.dumps({"draws": len(draws), "rows": rows})  # ASCII: a text may hold half a surrogate pair
-    arrays["described"] = np.frombuffer(described.encode(), np.uint8)
-    content = io.BytesIO()
-    np.savez_compressed(content, **arrays)
     (workdir / FOLDER).mkdir(exist_ok=True)
-    write_whole(_file(workdir, step), content.getvalue())
+    write_whole(_file(workdir, step), packed(rows, draws=len(draws)))
 
 
 class Recording:
@@ -93,17 +71,12 @@ class Recording:
         """
         file = _file(self._run, step)
         try:
-            with np.load(io.BytesIO(file.read_bytes())) as saved:
-                arrays = {name: saved[name] for name in _ARRAYS}
-                described = json.loads(saved["described"].tobytes())
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            rows, facts = unpacked(file.read_bytes())
+        except (OSError, ValueError) as error:
             raise UserError(f"{file}: cannot be read ({error}), accepted: a file of recorded rollouts") from None
-        rows = described["rows"]
-        ends = np.cumsum([row["tokens"] for row in rows])[:-1]
-        split = zip(rows, *(np.split(arrays[name], ends) for name in _ARRAYS), strict=True)
-        draws: list[list[Trajectory]] = [[] for _ in range(described["draws"])]
-        for row, ids, mask, logprobs in split:
-            draws[row["draw"]].append(_trajectory(row, ids, mask, logprobs))
+        draws: list[list[Trajectory]] = [[] for _ in range(facts["draws"])]
+        for row, arrays in rows:
+            draws[row["draw"]].append(trajectory_of(row, arrays))
         return draws
 
     def check_questions(self, step: int, draws: Sequence[Sequence[Trajectory]], questions: Sequence[Question]) -> None:
@@ -119,15 +92,3 @@ class Recording:
 
 def _file(run: Path, step: int) -> Path:
     return run / FOLDER / f"{step:06d}.npz"
-
-
-def _trajectory(row: dict[str, Any], ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray) -> Trajectory:
-    question = row["question"]
-    question = Question(**question | {"answers": tuple(question["answers"])})
-    turns = tuple(map(_turn, row["turns"]))
-    return Trajectory(question, row["sample"], row["status"], turns, ids, mask, logprobs, row["prompt_length"])
-
-
-def _turn(row: dict[str, Any]) -> Turn:
-    passages = tuple(tuple(Passage(**passage) for passage in ranking) for ranking in row["passages"])
-    return Turn(**row | {"queries": tuple(row["queries"]), "passages": passages})

@@ -14,6 +14,7 @@ from flax import nnx
 from psearch_jax.config import Config, DecoderConfig
 from psearch_jax.data.loader import QuestionLoader
 from psearch_jax.rollout.collect import Collector
+from psearch_jax.rollout.stream import RolloutStream
 from psearch_jax.train.checkpointing import settings
 from psearch_jax.train.checkpointing.preemption import StopRequest
 from psearch_jax.train.critic import Critic
@@ -33,6 +34,7 @@ class Run:
     loader: QuestionLoader
     evaluation: Sequence[Question]
     reward: Callable[[Trajectory], RewardParts]
+    stream: RolloutStream  # the rollouts of training
     abstract: TrainState  # the state as ShapeDtypeStructs with shardings
     initial_state: Callable[[], TrainState] | None  # makes the state of step 0 from weights that it holds
     model: DecoderConfig

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from psearch_jax.config import best_metric
+from psearch_jax.rollout.stream import InFlight
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.metrics import MetricsWriter
-from psearch_jax.train.checkpointing import settings
+from psearch_jax.train.checkpointing import in_flight, settings
 from psearch_jax.train.checkpointing.best import Best
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
 from psearch_jax.train.checkpointing.preemption import Interrupted
@@ -38,11 +39,19 @@ class Saver:
         """Whether the last checkpoint is older than `train.checkpoint_every_minutes`."""
         return (time.monotonic() - self._saved) / 60 >= self._minutes > 0
 
-    def save(self, step: int, loader: dict[str, Any]) -> None:
-        """Saves the state after `step` steps; a resumed run's questions start at the position `loader`."""
+    def save(self, step: int, loader: dict[str, Any], rollouts: InFlight) -> None:
+        """Saves the state after `step` steps.
+
+        Args:
+          loader: the position at which a resumed run's questions start.
+          rollouts: those in flight at that position.
+        """
+        loop = {**self._record, "loader": loader}
         with self._run.phase("checkpoint"):
             processes.allgather(self.writer.flush)
-            self.checkpoints.save(step, self._run.state, {**self._record, "loader": loader})
+            if self._run.config.train.staleness:
+                loop["in_flight"] = in_flight.saved(rollouts, self._run.config.rollout.samples)
+            self.checkpoints.save(step, self._run.state, loop)
         self._saved = time.monotonic()
 
     def offer(self, step: int, figures: Mapping[str, Mapping[str, float]]) -> None:
@@ -53,10 +62,10 @@ class Saver:
             if self.best and self.best.offer(step, figures[kind][name], self._run.state.params, self._record):
                 log.info("step %d has the best %s so far: %.4f", step, metric, figures[kind][name])
 
-    def abandon(self, stop: Exception, step: int, loader: dict[str, Any]) -> NoReturn:
-        """Saves the state before a step that `stop` discarded, with the loader before its questions; raises `stop`."""
+    def abandon(self, stop: Exception, step: int, loader: dict[str, Any], rollouts: InFlight) -> NoReturn:
+        """Saves the state before a step that `stop` discarded, with loader and rollouts before it; raises `stop`."""
         if step and self.checkpoints.latest() != step and self._run.state is not None:
-            self.save(step, loader)
+            self.save(step, loader, rollouts)
         self.checkpoints.wait()
         if isinstance(stop, Interrupted):
             kept = step if self._run.state is not None else self.checkpoints.latest()
@@ -95,4 +104,6 @@ def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: boo
         if not changes:
             raise
         log.warning("the questions start from the beginning (%s)", error)
+    if "in_flight" in loop and "train.staleness" not in changes:
+        run.stream.restore(in_flight.restored(loop["in_flight"], config.rollout.samples))
     return step, bool(changes)

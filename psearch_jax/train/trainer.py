@@ -34,7 +34,13 @@ from psearch_jax.train.checkpointing.preemption import HostCopy, Interrupted, ro
 from psearch_jax.train.critic import CRITIC
 from psearch_jax.train.monitoring import validation
 from psearch_jax.train.monitoring.alarms import Alarms, check_finite, probe, read_rows
-from psearch_jax.train.monitoring.figures import over_updates, rollout_metrics, update_peak_share
+from psearch_jax.train.monitoring.figures import (
+    gap_by_age,
+    over_updates,
+    rollout_metrics,
+    staleness,
+    update_peak_share,
+)
 from psearch_jax.train.monitoring.records import report, write_config, write_json, write_trajectories
 from psearch_jax.train.replay import Recording
 from psearch_jax.train.run import Run
@@ -110,11 +116,11 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
     stopped: Exception | None = None
     bar = tqdm(total=config.train.steps, initial=step, unit="step", disable=not processes.on_terminal())
     while step < config.train.steps:
-        loaded = run.loader.state()
+        loaded, in_flight = run.loader.state(), run.stream.in_flight()
         try:
             done = train_step(run, next(run.loader), step)
         except (Interrupted, RetrievalError) as stop:
-            saver.abandon(stop, step, loaded)
+            saver.abandon(stop, step, loaded, in_flight)
         metrics = done.metrics | alarms.update(step, done.metrics)
         if every_steps and (step + 1) % every_steps == 0 and step + 1 < config.train.steps:
             try:
@@ -137,7 +143,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
             stopped = stopped or Interrupted()
         late = asked[0][1]  # by the clock of the first process
         if step % config.train.checkpoint_every_steps == 0 or step == config.train.steps or late or stopped:
-            saver.save(step, run.loader.state())
+            saver.save(step, run.loader.state(), run.stream.in_flight())
         if stopped:
             raise Interrupted(f"saved after step {step}") if isinstance(stopped, Interrupted) else stopped
     bar.close()
@@ -192,7 +198,7 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult
     probe_metrics = {}
     if _is_probed(run, step):
         with run.phase("probe", times):
-            probe_metrics = probe(run, questions, step, rollouts.trajectories)
+            probe_metrics = probe(run, step, rollouts.draws[0])
     rows = trained_rows(rollouts.advantages, config.rollout.samples, config.train.prompts)
     trained = [rollouts.trajectories[i] for i in rows]
     trains_all = config.rollout.unfinished != "mask"
@@ -200,6 +206,9 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult
     copy = HostCopy(run.state) if run.keeps_copy else None
     with run.phase("logprobs", times):
         batch, metrics = _score(run, batch, np.asarray(rollouts.totals)[rows], trained)
+    if config.train.staleness:
+        metrics |= staleness(rollouts.trajectories, step)
+        metrics |= gap_by_age(batch, trained, step) if run.learner.needs_score else {}
     with run.phase("update", times):
         updates = _update(run, mini_batches(batch, config.learning.mini_batch_rollouts), step, copy)
     sampled = sum(int(t.mask.sum()) for t in rollouts.trajectories)
@@ -238,7 +247,7 @@ def rollouts_of_step(run: Run, questions: Sequence[Question], step: int, times: 
     while True:
         with run.phase("rollout", times):
             collected = _rollout(run, sampling, questions, step)
-            rollouts.usage += run.collector.usage
+            rollouts.usage += run.stream.usage
             # A batch from the next epoch may repeat a question of this step, which would give the same rollouts.
             seen = set(map(_group, rollouts.trajectories))
             fresh = [t for t in collected if _group(t) not in seen]
@@ -268,23 +277,22 @@ def _recorded_rollouts(
 
 
 def _rollout(run: Run, sampling: nnx.State, questions: Sequence[Question], step: int) -> list[Trajectory]:
-    """The rollouts of all processes' questions."""
+    """Starts the rollouts of all processes' questions; returns the batch that was started `train.staleness` calls ago.
+
+    Without staleness these are the rollouts of `questions`.
+    """
     config, samples = run.config, run.config.rollout.samples
+    while len(run.stream) < config.train.staleness:  # the first step of a run
+        run.stream.add(questions, step + len(run.stream))
+        questions = next(run.loader)
+    run.stream.add(questions, step + config.train.staleness)
 
     def on_progress(done: int, _: int) -> None:
         run.stop.check()
         progress.reach(done)
 
     with progress.step("rollouts", len(questions) * samples, patient=True):
-        own = run.collector.collect(
-            sampling,
-            questions,
-            samples,
-            seed=config.seed,
-            step=step,
-            temperature=config.rollout.temperature,
-            progress=on_progress,
-        )
+        own = run.stream.collect(sampling, step, config.rollout.temperature, on_progress)
         return processes.in_order(own, samples)  # from here on every process computes the same
 
 
@@ -386,6 +394,8 @@ def _compile(run: Run) -> None:
         if run.recording is None:
             sampling = run.learner.sampling_copy(run.state.params)
             run.collector.warm_up(sampling)
+            if run.config.train.staleness:
+                run.stream.warm_up(sampling)
             del sampling
         run.learner.warm_up(run.state.params, run.reference)
         if run.critic is not None:

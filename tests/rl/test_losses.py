@@ -10,6 +10,7 @@ import pytest
 
 from psearch_jax.config import LearningSection
 from psearch_jax.rl.losses import k3, policy_loss, value_loss
+from psearch_jax.train.monitoring.figures import over_updates
 
 # Two rows of four positions; row 0 has two sampled tokens, row 1 one. All other log-probs are junk on purpose.
 JUNK = 99.0
@@ -133,6 +134,37 @@ def test_the_importance_cap_by_hand():
     np.testing.assert_allclose(value.total, 2.0 * TOKENS[0] + 0.5 * TOKENS[1] + TOKENS[2], rtol=1e-5)
     np.testing.assert_allclose(metrics["logp_gap"].value, (math.log(3) + math.log(2)) / 3, rtol=1e-5)
     np.testing.assert_allclose(loss(sampler=sampler)[0].total, sum(TOKENS), rtol=1e-5)
+
+
+def test_importance_weights_of_complete_rollouts_by_hand():
+    """A weight per token where the ratio of the rollout was asked for, or tokens of other rollouts in its product."""
+    sampler = at_sampled(-1.0 - math.log(3.0), -2.0 - math.log(0.5), -0.5)  # old / sampler = 3 x .5 and 1
+    for cap, weight in ((10.0, 1.5), (1.2, 1.2)):
+        value, _ = loss(sampler=sampler, importance_cap=cap, importance_level="sequence")
+        np.testing.assert_allclose(value.total, weight * (TOKENS[0] + TOKENS[1]) + TOKENS[2], rtol=1e-5)
+
+
+def test_the_effective_sample_size_by_hand():
+    """A sample size that does not fall when few tokens carry all weight: the alarm would never be raised."""
+    sampler = at_sampled(-1.0 - math.log(3.0), -2.0 - math.log(0.5), -0.5)
+    metrics = {name: ratio.value for name, ratio in loss(sampler=sampler)[1].items()}
+    combined = over_updates([{**metrics, "skipped": 0, "bad_in_a_row": 0, "bad_gradient": 0, "learning_rate": 0}])
+    assert combined["effective_sample_size"] == pytest.approx(4.5**2 / (3 * 10.25), rel=1e-5)
+    equal = {name: ratio.value for name, ratio in loss()[1].items()}
+    combined = over_updates([{**equal, "skipped": 0, "bad_in_a_row": 0, "bad_gradient": 0, "learning_rate": 0}])
+    assert combined["effective_sample_size"] == pytest.approx(1) and combined["rejected"] == 0
+
+
+def test_rejected_rollouts_by_hand():
+    """A rollout that the policy has left behind still moves it, or the rejection raises the weight of the others."""
+    for sign in (1, -1):  # the geometric means are 1.5 ** .5 = 1.225, or its inverse, and 1
+        sampler = at_sampled(-1.0 - sign * math.log(3.0), -2.0 - sign * math.log(0.5), -0.5)
+        value, metrics = loss(sampler=sampler, reject_ratio=1.25)
+        np.testing.assert_allclose(value.total, sum(TOKENS), rtol=1e-5)
+        assert metrics["rejected"].value == 0
+        value, metrics = loss(sampler=sampler, reject_ratio=1.2, entropy_coefficient=0.5)
+        np.testing.assert_allclose([value.total, value.count], [TOKENS[2] - 0.5 * 0.9, 3], rtol=1e-5)
+        assert metrics["rejected"].value == pytest.approx(2 / 3)
 
 
 def test_the_samplers_logprobs_as_the_old_ones():

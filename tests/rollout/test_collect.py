@@ -25,8 +25,8 @@ from written import CONFIG, collect, say
 from psearch_jax.config import RolloutSection
 from psearch_jax.models import decoder
 from psearch_jax.rl.batch import make_batch
-from psearch_jax.rollout.collect import search_policy
 from psearch_jax.rollout.scheduler import RolloutScheduler
+from psearch_jax.rollout.stream import search_policy
 from psearch_jax.text import tags
 from psearch_jax.train.state import init_state
 from retrieval.protocol import Passage
@@ -524,8 +524,9 @@ def test_what_nobody_wants_leaves_nothing_behind(tiny_tokenizer, sampler, params
     script = say(tiny_tokenizer, SEARCH, ANSWER)
     sampler.give(0, 0, [(q, 0) for q in questions], [script] * 6)
     collector = make_collector(tiny_tokenizer, sampler, rollout, service)
-    scheduler = RolloutScheduler(collector.parts, params, search_policy(collector.parts), samples=1, seed=0, step=0)
-    scheduler.add(questions, [collector.render(q) for q in questions])
+    scheduler = RolloutScheduler(collector.parts, search_policy(collector.parts), samples=1, seed=0)
+    scheduler.resume(params)
+    scheduler.add(questions, [collector.render(q) for q in questions], step=0)
     for order in (0, 3, 5):  # one of them has a slot when it is dropped
         assert order or scheduler.refill(None)
         scheduler.drop(order)
@@ -534,4 +535,4 @@ def test_what_nobody_wants_leaves_nothing_behind(tiny_tokenizer, sampler, params
         scheduler.decode(1.0, 2)
         scheduler.read()
     assert sorted(scheduler.results) == [1, 2, 4] and all(t.status == "answered" for t in scheduler.results.values())
-    assert not scheduler._waiting and not scheduler._dropped and not scheduler.live
+    assert not scheduler.waiting and not scheduler._dropped and not scheduler.live

@@ -23,14 +23,15 @@ from psearch_jax.runtime.metrics import mean
 from psearch_jax.text.answers import exact_match
 from psearch_jax.train.critic import CRITIC
 from psearch_jax.train.run import Run
-from psearch_jax.types import Question, Trajectory, UserError
+from psearch_jax.types import Trajectory, UserError
 from retrieval.protocol import Passage, Retriever
 
 log = logging.getLogger("psearch_jax")
 ALARM = "alarm/"  # prefix of the alarms in metrics.jsonl; 1 means active
 NAMES = ("reward", "over_splitting", "no_search", "wrong_though_seen", "likelihood", "entropy", "gap", "retriever")
+NAMES += ("sample_size", "rejected")
 _READ = ("reward", "split/sequential", "searched_0", "wrong_though_seen", "logprob_of_correct", "entropy")
-_READ += ("logp_gap", "probe/em", "probe/em_misled")
+_READ += ("logp_gap", "probe/em", "probe/em_misled", "effective_sample_size", "rejected")
 
 
 class Alarms:
@@ -96,6 +97,13 @@ class Alarms:
             active["entropy"] = f"{now['entropy']:.2f} nats per token, up from {self._calmest:.2f}"
         if now["logp_gap"] > at.gap:
             active["gap"] = f"sampler and trainer differ by {now['logp_gap']:.3f} nats per token"
+        if now["effective_sample_size"] < at.sample_size:
+            active["sample_size"] = (
+                f"the sampler's weights differ so much that its tokens count as {now['effective_sample_size']:.2f} of "
+                "their number"
+            )
+        if now["rejected"] > at.rejected:
+            active["rejected"] = f"{now['rejected']:.2f} of the tokens are in rejected rollouts"
         gain = now["probe/em"] - now["probe/em_misled"]
         if now["probe/em"] > at.probe_gain and gain < at.probe_gain:
             active["retriever"] = (
@@ -162,21 +170,22 @@ def _first_nonfinite_param(run: Run, metrics: Mapping[str, float]) -> str:
     return CRITIC + run.critic.first_nonfinite_param({"bad_gradient": metrics[f"{CRITIC}bad_gradient"]})
 
 
-def probe(run: Run, questions: Sequence[Question], step: int, rolled: Sequence[Trajectory]) -> dict[str, float]:
+def probe(run: Run, step: int, rolled: Sequence[Trajectory]) -> dict[str, float]:
     """EM of each question's first rollout, and of the same rollout with passages retrieved for unrelated questions.
 
-    Both use the step's random keys, so only the passages differ. All processes must call this.
+    Both use the step's random keys, so only the passages differ (with `train.staleness` also the weights, by as many
+    steps). All processes must call this.
 
     Args:
-      questions: those of this process.
-      rolled: the step's rollouts, of all processes.
+      rolled: the rollouts of the step's first batch, of all processes.
     """
     config = run.config
-    texts = list(dict.fromkeys(t.question.text for t in rolled))
+    questions = list({(t.question.source, t.question.id): t.question for t in rolled}.values())
+    texts = list(dict.fromkeys(q.text for q in questions))
     retriever = Misled(run.collector.retriever, texts)
     own = run.collector.with_retriever(retriever).collect(
         run.learner.sampling_copy(run.state.params),
-        questions,
+        processes.share(questions),
         1,
         seed=config.seed,
         step=step,

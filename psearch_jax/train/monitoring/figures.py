@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -59,6 +60,34 @@ def rollout_metrics(
     return out
 
 
+def staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
+    """The age, in steps, of the weights that sampled the tokens of a step, and the share of continued rollouts."""
+    ages = np.concatenate([step - token_versions(t)[t.mask] for t in trajectories])
+    counts = {f"staleness/{age}": mean(ages == age) for age in range(int(ages.max(initial=0)) + 1)}
+    return {"staleness": mean(ages), "continued": mean(len(t.versions) > 1 for t in trajectories), **counts}
+
+
+def gap_by_age(batch: TrainBatch, trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
+    """The mean absolute difference of the trainer's and the sampler's log-probs, by the age of the sampler's weights.
+
+    Args:
+      batch: with `old_logprobs`; its rows are those of `trajectories`.
+    """
+    gaps, ages = [np.zeros(0)], [np.zeros(0, np.int64)]
+    for i, t in enumerate(trajectories):
+        kept = batch.mask[i, : len(t.ids)] > 0
+        gaps.append(np.abs(batch.old_logprobs - batch.sampler_logprobs)[i, : len(t.ids)][kept])
+        ages.append(step - token_versions(t)[kept])
+    gap, age = np.concatenate(gaps), np.concatenate(ages)
+    return {f"logp_gap/{n}": mean(gap[age == n]) for n in np.unique(age).tolist()}
+
+
+def token_versions(trajectory: Trajectory) -> np.ndarray:
+    """[S] int64, the version of the weights that sampled each token; before the first sampled token the first one."""
+    starts, versions = zip(*(trajectory.versions or ((0, 0),)), strict=True)
+    return np.asarray(versions)[np.maximum(np.searchsorted(starts, np.arange(len(trajectory.ids)), "right") - 1, 0)]
+
+
 def update_peak_share(
     config: Config, model: DecoderConfig, batch: TrainBatch, seconds: float, policy: bool = True, critic: bool = False
 ) -> float | None:
@@ -83,6 +112,10 @@ def update_peak_share(
 def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Combines the metrics of a step's updates: the mean of each, but sums or the worst update for failures."""
     metrics = {name: mean([u[name] for u in updates]) for name in updates[0]}
+    if "importance" in metrics:
+        # As a share of the tokens (Kish): (sum of weights)^2 / (number x sum of their squares).
+        square = metrics.pop("importance_squared")
+        metrics["effective_sample_size"] = metrics.pop("importance") ** 2 / square if square else math.nan
     for who in ("", CRITIC):
         if f"{who}loss" not in metrics:
             continue

@@ -1,0 +1,152 @@
+"""Rollouts of several batches of questions at once, collected batch by batch in the order in which they were added.
+
+With batches ahead, the slots stay full while the last rollouts of a batch are decoded: rollouts of the next batches
+take the free ones. Between two calls of `collect` unfinished rollouts are parked on the host (scheduler.py), and the
+next call continues them with newer weights. Batches are never reordered, so short rollouts are not learned from before
+long ones, and a token is at most `ahead` calls older than the batch that it is collected with.
+
+Which rollouts are parked where depends only on decode steps and yields, not on time: equal seeds give equal runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from flax import nnx
+
+from psearch_jax.rollout.scheduler import Parked, Parts, Progress, RolloutScheduler, Waiting
+from psearch_jax.rollout.search import BatchedSearch, BatchRetriever, OverlappedSearch, SearchPolicy
+from psearch_jax.rollout.usage import Usage
+from psearch_jax.runtime import processes
+from psearch_jax.types import Question, Trajectory
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """All rollouts of a stream between two calls of `collect`, of one process."""
+
+    added: int  # number of rollouts ever added
+    batches: tuple[range, ...]  # the orders of the rollouts of each batch
+    waiting: tuple[Waiting, ...]
+    parked: tuple[Parked, ...]
+    results: dict[int, Trajectory]
+
+
+class RolloutStream:
+    """Keeps rollouts in flight over several calls of `collect`.
+
+    Args:
+      parts: components and settings.
+      render: from a question to the token ids of its prompt.
+      samples: R, rollouts per question.
+      seed: part of every rollout's random key.
+
+    Attributes:
+      usage: the cost of the last call of `collect`.
+    """
+
+    def __init__(self, parts: Parts, render: Callable[[Question], list[int]], samples: int, seed: int):
+        self._render = render
+        self._scheduler = RolloutScheduler(parts, search_policy(parts), samples=samples, seed=seed)
+        self._batches: deque[range] = deque()  # of this process
+        self._parked: list[Parked] = []
+        self.usage = Usage()
+
+    def __len__(self) -> int:
+        """Number of batches that were added and not collected yet."""
+        return len(self._batches)
+
+    def warm_up(self, params: nnx.State) -> None:
+        """Compiles the programs that only unfinished rollouts need (the others: `Collector.warm_up`)."""
+        scheduler = self._scheduler
+        scheduler.resume(params)
+        scheduler.place({})
+        nothing = np.full(scheduler.parts.rows_per_call, -1, np.int32)
+        scheduler.refresh(nothing, 1)
+        scheduler.park()
+
+    def add(self, questions: Sequence[Question], step: int) -> None:
+        """Adds a batch: this process's questions. All processes must call this.
+
+        Args:
+          step: part of the random key of these rollouts.
+        """
+        prompts: list[list[int]] = []
+        processes.allgather(lambda: prompts.extend(map(self._render, questions)))  # an error in one is raised in all
+        first = self._scheduler.added
+        self._scheduler.add(questions, prompts, step)
+        self._batches.append(range(first, self._scheduler.added))
+
+    def collect(
+        self, params: nnx.State, version: int, temperature: float, progress: Progress | None = None
+    ) -> list[Trajectory]:
+        """Rolls out until the oldest batch is complete.
+
+        Args:
+          params: the sampling copy of the policy.
+          version: of these weights, recorded with the tokens that they sample.
+          progress: called with the number of completed rollouts of the batch, and of all.
+
+        Returns:
+          The batch's trajectories, all samples of a question together, in the order of its questions.
+
+        Raises:
+          RetrievalError, or what `progress` raises: in every process if it is raised in one. The stream cannot be used
+            after that, except by `restore`.
+        """
+        scheduler, batch = self._scheduler, self._batches[0]
+        fitting = self._parked[: len(scheduler.own)]
+        for one in reversed(self._parked[len(fitting) :]):  # the run was resumed with fewer slots: these start again
+            scheduler.waiting.appendleft(_from_prompt(one))
+        scheduler.resume(params, scheduler.sampler.unstack_once(params), version, fitting)
+
+        def report(*_: int) -> None:
+            if progress:
+                progress(sum(order in scheduler.results for order in batch), len(batch))
+
+        while not self._complete(batch) and scheduler.refill(report):
+            scheduler.decode(temperature)
+            scheduler.read()
+        state, own = scheduler.state, list(scheduler.own)
+        steps, row_steps, drafted = processes.fetch((state.steps, state.row_steps, state.drafted))
+        self._parked = scheduler.park()
+        counts = {"row_steps": int(row_steps[own].sum()), "drafted": int(drafted[own].sum())}
+        self.usage = replace(scheduler.usage, decode_steps=int(steps), **counts)
+        self._batches.popleft()
+        return [scheduler.results.pop(order) for order in batch]
+
+    def _complete(self, batch: range) -> bool:
+        """Whether every process has all trajectories of the batch."""
+        return all(processes.allgather(lambda: all(order in self._scheduler.results for order in batch)))
+
+    def in_flight(self) -> InFlight:
+        """The rollouts that a later run continues with `restore`."""
+        scheduler = self._scheduler
+        waiting, results = tuple(scheduler.waiting), dict(scheduler.results)
+        return InFlight(scheduler.added, tuple(self._batches), waiting, tuple(self._parked), results)
+
+    def restore(self, saved: InFlight) -> None:
+        """Continues from the rollouts of `in_flight`, also of a stream that failed in `collect`."""
+        old = self._scheduler
+        self._scheduler = scheduler = RolloutScheduler(
+            old.parts, search_policy(old.parts), samples=old.samples, seed=old.seed
+        )
+        scheduler.added, scheduler.done = saved.added, len(saved.results)
+        scheduler.results = dict(saved.results)
+        scheduler.waiting.extend(saved.waiting)
+        self._batches, self._parked = deque(saved.batches), list(saved.parked)
+
+
+def _from_prompt(parked: Parked) -> Waiting:
+    rollout = parked.rollout
+    prompt = parked.ids[: rollout.prompt_length].tolist()
+    return Waiting(rollout.order, rollout.question, rollout.sample, prompt, parked.key)
+
+
+def search_policy(parts: Parts) -> SearchPolicy:
+    """A new search policy, by `rollout.overlap_search`."""
+    retriever = BatchRetriever(parts.retriever, parts.retrieval.topk)
+    return OverlappedSearch(retriever) if parts.rollout.overlap_search else BatchedSearch(retriever)

@@ -1,0 +1,192 @@
+"""Rollouts that outlive the call in which they began: parked, continued with newer weights, saved and restored."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers import make_collector, make_learner, make_sampler, question, random_params, retriever, rollout_section
+from written import CONFIG
+
+from psearch_jax.rl.batch import make_batch
+from psearch_jax.train.checkpointing import in_flight
+from psearch_jax.train.state import init_state
+
+BATCH, SAMPLES = 2, 2
+ROLLOUT = rollout_section(slots=6, samples=SAMPLES, yield_share=0.2, turn_tokens=24, prompt_tokens=96)
+
+
+@pytest.fixture(scope="module")
+def policies():
+    """Three versions of a policy that differ clearly."""
+    return [random_params(CONFIG, seed=seed) for seed in (2, 3, 4)]
+
+
+def batch(i: int) -> list:
+    """Questions of different lengths, in another order of lengths in every batch."""
+    words = ["Who is older?", "Who, of the two whom everybody knows, is the older one?", "Who?"]
+    return [question(f"{i}-{j}", words[(i + j) % 3]) for j in range(BATCH)]
+
+
+def make_stream(tokenizer, rollout=ROLLOUT, **options):
+    collector = make_collector(tokenizer, make_sampler(tokenizer, CONFIG, **options), rollout, retriever())
+    return collector.stream(SAMPLES, seed=0)
+
+
+def collected(stream, policies, ahead: int, batches: int = 4, between=lambda stream: stream) -> list:
+    """The trajectories of each batch; the weights change with every batch."""
+    out, added = [], 0
+    for version in range(batches):
+        while len(stream) <= ahead:
+            stream.add(batch(added), step=added)
+            added += 1
+        out.append(stream.collect(policies[version % len(policies)], version, 1.0))
+        stream = between(stream)
+    return out
+
+
+def ids(trajectories) -> list[str]:
+    return [t.question.id for t in trajectories]
+
+
+def same(ours, theirs) -> bool:
+    return all(
+        np.array_equal(a.ids, b.ids) and np.array_equal(a.logprobs, b.logprobs) and a.turns == b.turns
+        for a, b in zip(sum(ours, []), sum(theirs, []), strict=True)
+    ) and [t.versions for one in ours for t in one] == [t.versions for one in theirs for t in one]
+
+
+def test_without_batches_ahead_it_is_collect(tiny_tokenizer, policies):
+    """A synchronous run whose rollouts depend on how they are organised."""
+    stream = make_stream(tiny_tokenizer)
+    collector = make_collector(tiny_tokenizer, make_sampler(tiny_tokenizer, CONFIG), ROLLOUT, retriever())
+    for version, trajectories in enumerate(collected(stream, policies, ahead=0)):
+        plain = collector.collect(
+            policies[version % 3], batch(version), SAMPLES, seed=0, step=version, temperature=1.0
+        )
+        assert same([trajectories], [plain])
+        assert all(t.versions == ((t.prompt_length, version),) for t in trajectories)
+        assert stream.usage.refreshed == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_tokens": 2}], ids=str)
+def test_parking_changes_no_token(tiny_tokenizer, policies, options):
+    """A rollout that continues from a wrong cache, key, budget or tag state after it was parked.
+
+    With equal weights, rollouts that are parked on the way sample what they would have sampled at once.
+    """
+    ahead = collected(make_stream(tiny_tokenizer, **options), policies[:1], ahead=2)
+    at_once = collected(make_stream(tiny_tokenizer, **options), policies[:1], ahead=0)
+    assert sum(len(t.versions) > 1 for one in ahead for t in one) >= 3, "no rollout was continued"
+    for ours, theirs in zip(sum(ahead, []), sum(at_once, []), strict=True):
+        assert (ours.question, ours.sample, ours.status) == (theirs.question, theirs.sample, theirs.status)
+        assert ours.turns == theirs.turns and np.array_equal(ours.ids, theirs.ids)
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+
+
+def test_an_int8_cache_is_computed_again_with_its_scales(tiny_tokenizer, policies):
+    """A continued rollout that reads new keys with old scales. (Rounding to int8 may change a few tokens.)"""
+    pairs = zip(
+        sum(collected(make_stream(tiny_tokenizer, int8_cache=True), policies[:1], ahead=2), []),
+        sum(collected(make_stream(tiny_tokenizer, int8_cache=True), policies[:1], ahead=0), []),
+        strict=True,
+    )
+    equal, total, continued = 0, 0, 0
+    for ours, theirs in pairs:
+        n = min(len(ours.ids), len(theirs.ids))
+        common = int(np.argmin(np.append(ours.ids[:n] == theirs.ids[:n], False)))
+        np.testing.assert_allclose(ours.logprobs[:common], theirs.logprobs[:common], atol=0.1)
+        equal, total, continued = equal + common, total + n, continued + (len(ours.versions) > 1)
+    assert continued >= 3 and equal > 0.7 * total, (continued, equal, total)
+
+
+def test_searches_in_the_background_are_not_lost(tiny_tokenizer, policies):
+    """A rollout parked while its search runs: without its passages it would wait forever."""
+    rollout = replace(ROLLOUT, overlap_search=True)
+    ahead = collected(make_stream(tiny_tokenizer, rollout), policies[:1], ahead=2)
+    at_once = collected(make_stream(tiny_tokenizer, rollout), policies[:1], ahead=0)
+    assert all(np.array_equal(a.ids, b.ids) for a, b in zip(sum(ahead, []), sum(at_once, []), strict=True))
+
+
+def test_every_token_has_the_weights_and_the_log_prob_it_was_sampled_with(tiny_tokenizer, policies):
+    """A cache of older weights, or a version recorded at the wrong position: the correction would use wrong ratios."""
+    trajectories = sum(collected(make_stream(tiny_tokenizer), policies, ahead=2, batches=5), [])
+    learner, optimizer = make_learner(tiny_tokenizer, CONFIG, ROLLOUT.context_tokens)
+    data = make_batch(trajectories, np.ones(len(trajectories), np.float32), ROLLOUT.context_tokens)
+    scores = [learner.score(init_state(p, optimizer, learner.mesh).params, data) for p in policies]
+    continued = 0
+    for i, t in enumerate(trajectories):
+        starts = [*t.versions, (len(t.ids), None)]
+        assert starts == sorted(starts, key=lambda pair: pair[0]) and starts[0][0] == t.prompt_length
+        for (start, version), (end, _) in zip(starts, starts[1:], strict=False):
+            mask = t.mask[start:end]
+            np.testing.assert_allclose(t.logprobs[start:end], scores[version % 3][i, start:end] * mask, atol=2e-4)
+        continued += len(t.versions) > 1
+    assert continued >= 3
+
+
+def test_no_token_is_older_than_allowed(tiny_tokenizer, policies):
+    """A rollout that is overtaken by later batches and grows older at every step."""
+    for ahead in (1, 2):
+        for version, trajectories in enumerate(collected(make_stream(tiny_tokenizer), policies, ahead, batches=6)):
+            assert ids(trajectories) == [q.id for q in batch(version) for _ in range(SAMPLES)]
+            assert all(0 <= version - v <= ahead for t in trajectories for _, v in t.versions)
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_tokens": 2}], ids=str)
+def test_a_restored_stream_continues_to_the_bit(tiny_tokenizer, policies, options):
+    """A resumed run that loses a rollout in flight, or continues it differently."""
+
+    def through_a_file(stream):
+        record = json.loads(json.dumps(in_flight.saved(stream.in_flight(), SAMPLES)))
+        other = make_stream(tiny_tokenizer, **options)
+        other.restore(in_flight.restored(record, SAMPLES))
+        return other
+
+    straight = collected(make_stream(tiny_tokenizer, **options), policies, ahead=2, batches=5)
+    resumed = collected(make_stream(tiny_tokenizer, **options), policies, 2, 5, through_a_file)
+    assert same(straight, resumed) and any(len(t.versions) > 1 for one in straight for t in one)
+
+
+def test_a_snapshot_does_not_change_afterwards(tiny_tokenizer, policies):
+    """A step that is interrupted in the middle: the checkpoint must hold the rollouts as they were before it."""
+    stream, other = make_stream(tiny_tokenizer), make_stream(tiny_tokenizer)
+    first = collected(stream, policies, ahead=2, batches=1)
+    before = stream.in_flight()
+    saved = in_flight.saved(before, SAMPLES)
+    stream.add(batch(3), step=3)
+    again = [stream.collect(policies[1], 1, 1.0)]
+    assert in_flight.saved(before, SAMPLES) == saved
+    other.restore(before)
+    other.add(batch(3), step=3)
+    assert same(again, [other.collect(policies[1], 1, 1.0)]) and first
+
+
+def test_fewer_slots_after_a_resume(tiny_tokenizer, policies):
+    """Rollouts that find no slot in a resumed run would never end."""
+    stream = make_stream(tiny_tokenizer)
+    collected(stream, policies, ahead=2, batches=1)
+    assert len(stream.in_flight().parked) > 2
+    small = make_stream(tiny_tokenizer, replace(ROLLOUT, slots=2))
+    small.restore(stream.in_flight())
+    for version in (1, 2):
+        trajectories = small.collect(policies[version], version, 1.0)
+        assert ids(trajectories) == [q.id for q in batch(version) for _ in range(SAMPLES)]
+
+
+def test_slots_stay_full_while_a_batch_ends(tiny_tokenizer, policies):
+    """Batches ahead that save no decode steps would be stale for nothing."""
+
+    def cost(ahead: int) -> tuple[int, float]:
+        stream, steps, use = make_stream(tiny_tokenizer), 0, []
+        collected(stream, policies[:1], ahead, batches=2)
+        for i in range(6):
+            stream.add(batch(9 + i), step=9 + i)
+            stream.collect(policies[0], i, 1.0)
+            steps, use = steps + stream.usage.decode_steps, [*use, stream.usage.row_use]
+        return steps, float(np.mean(use))
+
+    (steps, use), (fewer, higher) = cost(0), cost(2)
+    assert fewer < steps and higher > use, ((steps, use), (fewer, higher))

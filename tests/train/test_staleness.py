@@ -1,0 +1,129 @@
+"""Runs whose rollouts are ahead of the updates (train.staleness)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+
+import numpy as np
+import pytest
+from helpers import question
+from runs import assert_same_params, command, metrics_without_clocks, run, start, wait_for
+
+from psearch_jax.rl.batch import make_batch
+from psearch_jax.train.monitoring.figures import gap_by_age, staleness, token_versions
+from psearch_jax.types import Trajectory
+
+# Rollouts of several turns and few slots, so that some are continued in another step; rewards that differ.
+STALE = {
+    "train.staleness": 2,
+    "rollout.samples": 4,
+    "rollout.turn_tokens": 48,
+    "rollout.context_tokens": 384,
+    "rollout.search_turns": 2,
+    "rollout.yield_share": 0.1,
+    "learning.importance_cap": 2.0,
+    "learning.learning_rate": 1e-3,
+    "learning.mini_batch_rollouts": 8,  # two updates a step: the gap by age is measured
+    "train.checkpoint_every_steps": 1,
+}
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """An uninterrupted run."""
+    workdir = tmp_path_factory.mktemp("straight")
+    run(command(workdir, "toy", STEPS, **STALE))
+    return workdir
+
+
+def test_a_stale_run_measures_its_staleness(straight):
+    """Rollouts that are not ahead, or metrics that do not show how old their weights are and what that costs."""
+    rows = metrics_without_clocks(straight)
+    assert rows[0]["staleness"] == rows[0]["staleness/0"] - 1 == 0
+    assert all(0 < row["staleness"] <= 2 and 0 < row["continued"] < 1 for row in rows[2:])
+    assert all(abs(sum(row.get(f"staleness/{age}", 0) for age in range(3)) - 1) < 1e-6 for row in rows)
+    assert rows[0]["logp_gap/0"] < 1e-4 and rows[0]["effective_sample_size"] > 0.999
+    gaps = {age: [row[f"logp_gap/{age}"] for row in rows if f"logp_gap/{age}" in row] for age in range(3)}
+    assert max(gaps[0]) < 1e-4 < 1e-3 < min(gaps[1]), "older weights give other log-probs"
+    assert 0.5 < rows[-1]["effective_sample_size"] < 0.9999
+
+
+def test_a_stale_run_repeats_itself(straight, tmp_path):
+    """A schedule that follows the clock: no asynchronous run could be repeated or debugged."""
+    run(command(tmp_path, "toy", STEPS, **STALE))
+    assert metrics_without_clocks(tmp_path) == metrics_without_clocks(straight)
+    assert_same_params(tmp_path, straight)
+
+
+def test_a_killed_stale_run_resumes_to_the_bit(straight, tmp_path):
+    """A checkpoint without the rollouts in flight: after a resume they start anew or are lost."""
+    process = start(command(tmp_path, "toy", STEPS, **STALE), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: (tmp_path / "checkpoints" / "3").is_dir(), process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    run(command(tmp_path, "toy", STEPS, **STALE))
+    assert metrics_without_clocks(tmp_path) == metrics_without_clocks(straight)
+    assert_same_params(tmp_path, straight)
+
+
+def test_an_interrupted_stale_step_is_repeated(straight, tmp_path):
+    """SIGTERM in the middle of a step: rollouts that the abandoned step advanced would be continued twice."""
+    fields = {**STALE, "train.checkpoint_every_steps": 100}
+    process = start(command(tmp_path, "toy", STEPS, **fields), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    metrics = tmp_path / "metrics.jsonl"
+    wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 1, process)
+    os.kill(process.pid, signal.SIGTERM)
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode != 0 and "saved after step" in str(stderr)
+    run(command(tmp_path, "toy", STEPS, **fields))
+    assert_same_params(tmp_path, straight)
+
+
+def test_a_recorded_stale_run_replays_to_the_bit(straight, tmp_path):
+    """A recording without the versions, or in another order of batches: the stale learner could not be debugged."""
+    recorded, again = tmp_path / "recorded", tmp_path / "again"
+    run(command(recorded, "toy", 3, **STALE, **{"train.record_rollouts": True}))
+    arguments = command(again, "toy", 3, **STALE)
+    run([*arguments[:2], f"--replay={recorded}", f"--workdir={again}"])
+    assert_same_params(again, recorded)
+    ours, theirs = metrics_without_clocks(again), metrics_without_clocks(recorded)
+    assert [row["staleness"] for row in ours] == [row["staleness"] for row in theirs]
+    assert [row["logp_gap"] for row in ours] == [row["logp_gap"] for row in theirs]
+
+
+def test_another_staleness_needs_consent_and_starts_anew(straight, tmp_path, capfd):
+    """Rollouts that stay in flight with a bound that they exceed."""
+    run(command(tmp_path, "toy", 2, **STALE))
+    refused = run(command(tmp_path, "toy", 3, **{**STALE, "train.staleness": 1}), expect=2)
+    assert "train.staleness" in refused.stderr
+    run([*command(tmp_path, "toy", 4, **{**STALE, "train.staleness": 1}), "--allow_changes"])
+    assert all(row["staleness"] <= 1 for row in metrics_without_clocks(tmp_path)[2:])
+
+
+def trajectory(versions, mask) -> Trajectory:
+    n = len(mask)
+    mask = np.asarray(mask, bool)
+    return Trajectory(question(0), 0, "answered", (), np.arange(n, dtype=np.int32), mask, -1.0 * mask, 2, versions)
+
+
+def test_ages_by_hand():
+    """An age counted from the wrong position, or over tokens that were not sampled."""
+    one = trajectory(((2, 3), (5, 4)), [0, 0, 1, 1, 0, 1])
+    two = trajectory(((2, 5),), [0, 0, 1, 1])
+    assert token_versions(one).tolist() == [3, 3, 3, 3, 3, 4]
+    values = staleness([one, two], step=5)
+    assert values == {
+        "staleness": pytest.approx(1.0),
+        "continued": 0.5,
+        "staleness/0": 0.4,
+        "staleness/1": 0.2,
+        "staleness/2": 0.4,
+    }
+    batch = make_batch([one, two], np.ones(2, np.float32), 8)
+    old = batch.sampler_logprobs.copy()
+    old[0, 2], old[0, 5], old[1, 2], old[0, 0] = -1.5, -3.0, -1.25, 9.0
+    object.__setattr__(batch, "old_logprobs", old)
+    assert gap_by_age(batch, [one, two], step=5) == {"logp_gap/0": 0.125, "logp_gap/1": 2.0, "logp_gap/2": 0.25}
