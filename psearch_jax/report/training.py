@@ -45,6 +45,14 @@ _SERIES = (
         "logp_gap",
     ),
     (
+        "sample_size",
+        "Learning",
+        "Effective sample size",
+        "Of the importance weights between sampler and trainer, as a share of the sampled tokens.",
+        "effective_sample_size",
+    ),
+    ("staleness", "Learning", "Staleness", "Mean age of the weights that sampled a token, in steps.", "staleness"),
+    (
         "likelihood",
         "Learning",
         "Log-likelihood of correct rollouts",

@@ -20,6 +20,8 @@ FINE = {
     "logprob_of_correct": -0.05,
     "entropy": 0.1,
     "logp_gap": 0.001,
+    "effective_sample_size": 0.98,
+    "rejected": 0.0,
     "probe/em": 0.8,
     "probe/em_misled": 0.1,
 }
@@ -32,6 +34,8 @@ BROKEN = {
     "entropy": {"entropy": 1.4},
     "gap": {"logp_gap": 0.4},
     "retriever": {"probe/em_misled": 0.79},
+    "sample_size": {"effective_sample_size": 0.2},
+    "rejected": {"rejected": 0.5},
 }
 
 
@@ -133,7 +137,7 @@ def test_the_probe_asks_the_steps_questions_with_the_steps_own_numbers(tiny_poli
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(run.collector), "collect", spied)
-        results = probe(run, questions, 0, trajectories)
+        results = probe(run, 0, trajectories)
     assert results["probe/em"] == results["probe/em_misled"]
     assert len(seen) == len(questions)
     for t in seen:
