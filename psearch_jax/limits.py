@@ -107,6 +107,11 @@ def _validate_learning(config: Config) -> None:
             f"config.learning.dual_clip={le.dual_clip} is below 1 + clip_high={1 + le.clip_high}, "
             "accepted: 0, or at least that"
         )
+    if config.mesh.rollout_devices and t.dynamic_sampling_rounds:
+        raise UserError(
+            f"config.mesh.rollout_devices: found {config.mesh.rollout_devices} with train.dynamic_sampling_rounds="
+            f"{t.dynamic_sampling_rounds}, accepted: one of them"
+        )
     if t.prompts * r.samples % le.mini_batch_rollouts:
         raise UserError(
             f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must divide train.prompts x "

@@ -74,6 +74,25 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
         return Mesh(grid, AXES, axis_types=types)
 
 
+def make_meshes(section: MeshSection) -> tuple[Mesh, Mesh]:
+    """The meshes of the devices that train and of those that sample; without `rollout_devices` they are the same one.
+
+    Raises:
+      UserError: as `make_mesh`, or there are not more devices than `rollout_devices`.
+    """
+    devices, n = jax.devices(), section.rollout_devices
+    if not n:
+        mesh = make_mesh(section)
+        return mesh, mesh
+    if n >= len(devices) or n % section.rollout_tensor:
+        raise UserError(
+            f"config.mesh.rollout_devices: found {n} with rollout_tensor={section.rollout_tensor} and {len(devices)} "
+            "devices, accepted: fewer than all, and a multiple of rollout_tensor"
+        )
+    sampling = MeshSection(data=1, fsdp=n // section.rollout_tensor, tensor=section.rollout_tensor)
+    return make_mesh(section, devices[:-n]), make_mesh(sampling, devices[-n:])
+
+
 def spec(axes: tuple[str | None, ...], rules: Mapping[str, MeshAxes], mesh: Any, shape: tuple[int, ...] | None = None):
     """PartitionSpec of an array with these logical axes.
 

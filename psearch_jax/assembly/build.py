@@ -38,6 +38,7 @@ from psearch_jax.sharding import (
     check_heads,
     check_rows,
     make_mesh,
+    make_meshes,
     param_shardings,
     placed,
 )
@@ -70,7 +71,7 @@ class Engine:
     tokenizer: Tokenizer
     tokenizer_path: str
     path: str  # the directory of the weights; empty when they are random or come from a checkpoint
-    mesh: Mesh
+    mesh: Mesh  # of `params`
     # Storage-sharded. In training: float32 weights or, with adapters, only their base in the dtype of `sampled_as`.
     # Otherwise: weights in the dtype of `sampled_as`, and any adapters.
     params: nnx.State
@@ -125,7 +126,7 @@ def engine(
         raise UserError(listed("this run needs:", missing))
     if params is None:
         config = with_adapter_shape(config)
-    mesh = make_mesh(config.mesh)
+    mesh, rollout_mesh = make_meshes(config.mesh) if training else 2 * (make_mesh(config.mesh),)
     dtype = jnp.float32 if training and not config.model.lora_rank else sampled_as(config)
     loaded = params is None
     model, params, path = load_weights(config, mesh, model, params, dtype)
@@ -134,12 +135,13 @@ def engine(
     if not training and lora.split_adapters(params)[1] is None:  # the config may ask for adapters that are not loaded
         config = replace(config, model=replace(config.model, lora_rank=0))
     check_heads(mesh, model.heads)
+    check_heads(rollout_mesh, model.heads)
     if config.rollout.context_tokens > model.max_positions:
         raise UserError(
             f"config.rollout.context_tokens: found {config.rollout.context_tokens}, accepted: at most the model's "
             f"{model.max_positions} positions"
         )
-    check_rows(mesh, rollout__slots=config.rollout.slots)
+    check_rows(rollout_mesh, rollout__slots=config.rollout.slots)
     _check_shares(config, training)
     if training:
         check_rows(mesh, learning__micro_batch_rows=config.learning.micro_batch_rows)
@@ -147,7 +149,7 @@ def engine(
     with progress.step("loading the tokenizer"):
         tokenizer = load_tokenizer(config, model, path)
     tables = cached_tables(tokenizer, CACHE_HOME / "boundary", model.vocab_rows)
-    sampler = make_sampler(config, model, mesh, tables, tokenizer.size, sorted(tokenizer.stop_ids))
+    sampler = make_sampler(config, model, rollout_mesh, tables, tokenizer.size, sorted(tokenizer.stop_ids))
     world = None
     if config.data.source == CLOSED_WORLD:
         world = ClosedWorld.make(config.data.world_seed, names=config.data.world_names)
@@ -185,7 +187,8 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
     optimizer = make_optimizer(config.learning, updates_per_step(config) * config.train.steps)
     trained, adapters = parts.params, config.model.lora
     base = parts.params if adapters else None
-    learner = make_learner(config, parts.model, parts.mesh, optimizer, parts.tokenizer.size, base)
+    n_ids, rollout_mesh = parts.tokenizer.size, parts.collector.sampler.mesh
+    learner = make_learner(config, parts.model, parts.mesh, optimizer, n_ids, base, rollout_mesh=rollout_mesh)
     if adapters:
         trained = first_adapters(config, parts.model, parts.mesh)
         count = sum(x.size for x in jax.tree.leaves(trained))
@@ -298,6 +301,11 @@ def _tokenizer_of(config: Config, recorded: str) -> str:
 def _check_shares(config: Config, training: bool) -> None:
     count = jax.process_count()
     shared = {"rollout.slots": config.rollout.slots} | ({"train.prompts": config.train.prompts} if training else {})
+    if training and config.mesh.rollout_devices and count > 1:
+        raise UserError(
+            f"config.mesh.rollout_devices: found {config.mesh.rollout_devices} with {count} processes, accepted: 0, "
+            "or a single process"
+        )
     for field, value in shared.items():
         if value % count:
             raise UserError(f"config.{field}: found {value}, accepted: a multiple of the {count} processes")

@@ -68,6 +68,7 @@ def make_learner(
     n_ids: int,
     base: nnx.State | None = None,
     pack: bool = True,
+    rollout_mesh: Mesh | None = None,
 ) -> Learner:
     """The learner of a config. Without `pack` each trajectory gets its own row."""
     return Learner(
@@ -82,6 +83,7 @@ def make_learner(
         int8_sampling=config.model.int8_weights,
         on_policy=updates_per_step(config) == 1,
         base=base,
+        rollout_mesh=rollout_mesh,
     )
 
 

@@ -125,6 +125,19 @@ class MeshSection:
     tensor: int = setting(
         1, "Devices over which heads, MLPs and vocabulary are split, in training and sampling.", resume=FREE
     )
+    rollout_devices: int = setting(
+        0,
+        "Of all devices, the number that only sample, while the others train (at the same time with "
+        "`train.staleness` of at least 1); `data`, `fsdp` and `tensor` then divide those that train. Needs a single "
+        "process. 0: all devices do both in turn.",
+        at_least=0,
+    )
+    rollout_tensor: int = setting(
+        1,
+        "With `rollout_devices`: `tensor` of the devices that sample; their rows are split over the others.",
+        at_least=1,
+        resume=FREE,
+    )
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from psearch_jax.planning.targets import Target
 from psearch_jax.runtime.accelerators import GIB, Chip, chip_of
 from psearch_jax.runtime.cli import CACHE_VARIABLE, DEFAULT_CACHE
 from psearch_jax.runtime.paths import TOY_POLICY, is_remote, locate
-from psearch_jax.sharding import make_mesh
+from psearch_jax.sharding import make_meshes
 from psearch_jax.text.prompts import load_template, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing.checkpoint import find_checkpoint
@@ -175,7 +175,7 @@ def model(config: Config, tokenizers: list[Tokenizer]) -> str | None:
 
 def mesh(config: Config) -> str:
     """Checks that the mesh fits the devices."""
-    made = make_mesh(config.mesh)
+    made, _ = make_meshes(config.mesh)
     return " x ".join(f"{name} {size}" for name, size in made.shape.items())
 
 

@@ -181,6 +181,11 @@ def make_plan(
     """
     config = with_method(config)
     validate(config)
+    if config.mesh.rollout_devices:
+        raise UserError(
+            f"config.mesh.rollout_devices: found {config.mesh.rollout_devices}, accepted in a plan: 0 (plan the "
+            "devices that train by themselves)"
+        )
     mesh = make_mesh(config.mesh, target.devices)
     model = model_shape(config)
     check_heads(mesh, model.heads)

@@ -168,7 +168,7 @@ class Collector:
         stream = self.stream(samples, seed)
         stream.add(questions, step)
         trajectories = stream.collect(params, step, temperature, progress)
-        self.usage = stream.usage
+        self.usage = stream.spent()
         return trajectories
 
     def stream(self, samples: int, seed: int) -> RolloutStream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from psearch_jax.config import DecoderConfig
 from psearch_jax.models import int8, lora
 from psearch_jax.models.transposed import multiplies_slowly_transposed, with_head
-from psearch_jax.sharding import SAMPLING, STORAGE, param_shardings
+from psearch_jax.sharding import SAMPLING, STORAGE, MeshAxes, param_shardings
 
 
 def sampled_shape(config: DecoderConfig, mesh: Mesh, dtype: Any) -> DecoderConfig:
@@ -23,9 +23,13 @@ def sampled_shape(config: DecoderConfig, mesh: Mesh, dtype: Any) -> DecoderConfi
 
 
 def sampling_cast(
-    abstract: nnx.State, dtype: Any, mesh: Mesh, rounding: Callable[..., nnx.State] | None = None
+    abstract: nnx.State,
+    dtype: Any,
+    mesh: Mesh,
+    rounding: Callable[..., nnx.State] | None = None,
+    rules: Mapping[str, MeshAxes] = SAMPLING,
 ) -> Callable[[nnx.State], nnx.State]:
-    """A jitted function from stored parameters to the sampler's copy, which is split only over `tensor`.
+    """A jitted function from stored parameters to the sampler's copy, which is split by `rules`.
 
     The copy is in `dtype`, except for parameters that `rounding(copy, params)` replaces. Adapters keep their dtype:
     the model casts them where it uses them, and rounding them twice would differ from training.
@@ -40,7 +44,7 @@ def sampling_cast(
         copy = jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
         return rounding(copy, params) if rounding else copy
 
-    return jax.jit(cast, out_shardings=param_shardings(jax.eval_shape(cast, abstract), SAMPLING, mesh))
+    return jax.jit(cast, out_shardings=param_shardings(jax.eval_shape(cast, abstract), rules, mesh))
 
 
 def sampled_in_place(abstract: nnx.State, mesh: Mesh) -> bool:
@@ -96,6 +100,44 @@ class SamplingCopy:
         if adapters is None:
             return weights
         return adapters if self._in_place else lora.join_adapters(weights, adapters)
+
+
+class MovedCopy:
+    """Makes the same copy as `SamplingCopy` for a sampler on other devices than those of the weights.
+
+    The weights are cast in their storage sharding and sent from device to device, array by array, so neither mesh
+    holds more than its part. Frozen weights are sent once, adapters every time.
+
+    Args:
+      source: the mesh of the weights; `mesh` is the sampler's. The others as in `SamplingCopy`.
+
+    Attributes:
+      sent_bytes: of the last copy, counting every array once.
+    """
+
+    def __init__(self, weights: nnx.State, dtype: Any, source: Mesh, mesh: Mesh, in_int8: bool, trained: bool):
+        rounding = int8.with_kernels if in_int8 else None
+        self._cast = sampling_cast(weights, dtype, source, rounding, STORAGE)
+        self._mesh, self._trained = mesh, trained
+        self._unties = "lm_head" not in weights and multiplies_slowly_transposed(mesh, dtype)
+        self._kept: nnx.State | None = None
+        self.sent_bytes = 0
+
+    def __call__(self, weights: nnx.State, adapters: nnx.State | None = None) -> nnx.State:
+        copy, self.sent_bytes = self._kept, 0
+        if copy is None:
+            copy = self._sent(self._cast(weights))
+            copy = with_head(copy, _head(copy)) if self._unties else copy
+            self._kept = None if self._trained else copy
+        return copy if adapters is None else lora.join_adapters(copy, self._sent(adapters))
+
+    def traced(self, weights: nnx.State, adapters: nnx.State | None = None) -> jax.stages.Traced:
+        """The casting program, traced for ShapeDtypeStructs."""
+        return self._cast.trace(weights)
+
+    def _sent(self, params: nnx.State) -> nnx.State:
+        self.sent_bytes += sum(x.nbytes for x in jax.tree.leaves(params))
+        return jax.device_put(params, param_shardings(params, SAMPLING, self._mesh))
 
 
 @jax.jit

@@ -43,9 +43,6 @@ class RolloutStream:
       render: from a question to the token ids of its prompt.
       samples: R, rollouts per question.
       seed: part of every rollout's random key.
-
-    Attributes:
-      usage: the cost of the last call of `collect`.
     """
 
     def __init__(self, parts: Parts, render: Callable[[Question], list[int]], samples: int, seed: int):
@@ -53,7 +50,7 @@ class RolloutStream:
         self._scheduler = RolloutScheduler(parts, search_policy(parts), samples=samples, seed=seed)
         self._batches: deque[range] = deque()  # of this process
         self._parked: list[Parked] = []
-        self.usage = Usage()
+        self._spent = Usage()
 
     def __len__(self) -> int:
         """Number of batches that were added and not collected yet."""
@@ -80,18 +77,19 @@ class RolloutStream:
         self._scheduler.add(questions, prompts, step)
         self._batches.append(range(first, self._scheduler.added))
 
-    def collect(
-        self, params: nnx.State, version: int, temperature: float, progress: Progress | None = None
-    ) -> list[Trajectory]:
+    @property
+    def ready(self) -> bool:
+        """Whether the oldest batch is complete in every process, so that `take` returns it."""
+        batch = self._batches[0]
+        return all(processes.allgather(lambda: all(order in self._scheduler.results for order in batch)))
+
+    def run(self, params: nnx.State, version: int, temperature: float, progress: Progress | None = None) -> None:
         """Rolls out until the oldest batch is complete.
 
         Args:
           params: the sampling copy of the policy.
           version: of these weights, recorded with the tokens that they sample.
           progress: called with the number of completed rollouts of the batch, and of all.
-
-        Returns:
-          The batch's trajectories, all samples of a question together, in the order of its questions.
 
         Raises:
           RetrievalError, or what `progress` raises: in every process if it is raised in one. The stream cannot be used
@@ -107,20 +105,31 @@ class RolloutStream:
             if progress:
                 progress(sum(order in scheduler.results for order in batch), len(batch))
 
-        while not self._complete(batch) and scheduler.refill(report):
+        while not self.ready and scheduler.refill(report):
             scheduler.decode(temperature)
             scheduler.read()
         state, own = scheduler.state, list(scheduler.own)
         steps, row_steps, drafted = processes.fetch((state.steps, state.row_steps, state.drafted))
         self._parked = scheduler.park()
         counts = {"row_steps": int(row_steps[own].sum()), "drafted": int(drafted[own].sum())}
-        self.usage = replace(scheduler.usage, decode_steps=int(steps), **counts)
-        self._batches.popleft()
-        return [scheduler.results.pop(order) for order in batch]
+        self._spent = replace(scheduler.usage, decode_steps=int(steps), **counts)
 
-    def _complete(self, batch: range) -> bool:
-        """Whether every process has all trajectories of the batch."""
-        return all(processes.allgather(lambda: all(order in self._scheduler.results for order in batch)))
+    def take(self) -> list[Trajectory]:
+        """The trajectories of the oldest batch, all samples of a question together, in the order of its questions."""
+        return [self._scheduler.results.pop(order) for order in self._batches.popleft()]
+
+    def collect(
+        self, params: nnx.State, version: int, temperature: float, progress: Progress | None = None
+    ) -> list[Trajectory]:
+        """Rolls out the oldest batch, unless it is complete, and takes it. Arguments and errors as those of `run`."""
+        if not self.ready:
+            self.run(params, version, temperature, progress)
+        return self.take()
+
+    def spent(self) -> Usage:
+        """The cost since the last call."""
+        spent, self._spent = self._spent, Usage(len(self._scheduler.own))
+        return spent
 
     def in_flight(self) -> InFlight:
         """The rollouts that a later run continues with `restore`."""

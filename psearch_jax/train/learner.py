@@ -17,7 +17,7 @@ from psearch_jax.config import DecoderConfig, LearningSection
 from psearch_jax.models import decoder
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.rl.losses import METRICS, policy_loss
-from psearch_jax.rollout.copy import SamplingCopy
+from psearch_jax.rollout.copy import MovedCopy, SamplingCopy
 from psearch_jax.runtime.metrics import Ratio
 from psearch_jax.sharding import STORAGE, param_shardings, placed
 from psearch_jax.train.trainable import Trainable, TrainingOptions, hidden_states, never_stop
@@ -48,6 +48,7 @@ class Learner(Trainable):
       on_policy: every update starts from the old policy itself, so its own forward pass gives the old log-probs;
         those of the batch are ignored.
       int8_sampling: the sampling copy has int8 kernels.
+      rollout_mesh: the sampler's; default: the same mesh.
     """
 
     metrics, scored = METRICS, "logprobs"
@@ -66,6 +67,7 @@ class Learner(Trainable):
         int8_sampling: bool = False,
         on_policy: bool = False,
         base: nnx.State | None = None,
+        rollout_mesh: Mesh | None = None,
     ):
         self._temperature, self._n_ids = temperature, n_ids
         self._context, self._on_policy, self._lora = options.context_tokens, on_policy, options.lora
@@ -78,7 +80,12 @@ class Learner(Trainable):
         cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, sampling_dtype), weights)
         self._frozen = placed(cast, param_shardings(weights, STORAGE, mesh)) if options.lora else None
         parts = self._weights_and_adapters(cast, self._abstract.params)
-        self._copy = SamplingCopy(*parts, sampling_dtype, mesh, int8_sampling, trained=options.lora is None)
+        self._copy: SamplingCopy | MovedCopy
+        trained = options.lora is None
+        if rollout_mesh in (None, mesh):
+            self._copy = SamplingCopy(*parts, sampling_dtype, mesh, int8_sampling, trained)
+        else:
+            self._copy = MovedCopy(parts[0], sampling_dtype, mesh, rollout_mesh, int8_sampling, trained)
         self._reference = jax.jit(functools.partial(jax.tree.map, lambda x: x.astype(sampling_dtype)))
 
     @property
@@ -90,6 +97,11 @@ class Learner(Trainable):
     def sampling_copy(self, params: nnx.State) -> nnx.State:
         """The parameters in the sampler's format. The copy may alias the base, which is never donated."""
         return self._copy(*self._weights_and_adapters(self.base, params))
+
+    @property
+    def transferred_bytes(self) -> int:
+        """Bytes that the last sampling copy sent to the sampler's own devices."""
+        return self._copy.sent_bytes if isinstance(self._copy, MovedCopy) else 0
 
     def reference_copy(self, params: nnx.State) -> nnx.State:
         """A frozen copy in the sampling dtype and storage sharding; with adapters, the base itself."""

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flax import nnx
 from tqdm import tqdm
 
 from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.rl import gae
-from psearch_jax.rl.advantages import carry_signal, group_advantages, trained_rows
+from psearch_jax.rl.advantages import trained_rows
 from psearch_jax.rl.batch import make_batch, mini_batches
-from psearch_jax.rl.rewards import length_penalty, with_critical_path
-from psearch_jax.rollout.usage import Usage
-from psearch_jax.runtime import processes, progress
+from psearch_jax.runtime import processes
 from psearch_jax.runtime.metrics import MetricsWriter, cut_jsonl, mean
 from psearch_jax.runtime.paths import locate, make_writable
 from psearch_jax.train import replay
@@ -42,7 +39,7 @@ from psearch_jax.train.monitoring.figures import (
     update_peak_share,
 )
 from psearch_jax.train.monitoring.records import report, write_config, write_json, write_trajectories
-from psearch_jax.train.replay import Recording
+from psearch_jax.train.rollouts import rollouts_of_step, sampling_ahead
 from psearch_jax.train.run import Run
 from psearch_jax.train.saving import Saver, resume
 from psearch_jax.train.state import updates_per_step
@@ -96,7 +93,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
     rows = read_rows(workdir / "metrics.jsonl") if processes.first() else []  # only it truncates and writes the file
     alarms = Alarms(config.alarms, run.collector.retriever is not None, rows)
     saver = Saver(run, checkpoints, closers.enter_context(closing(MetricsWriter(workdir))))
-    if updates_per_step(config) > 1 or run.critic is not None:
+    if updates_per_step(config) > 1 or run.critic is not None or config.mesh.rollout_devices:
         run.keeps_copy = room_for_copy(run.state)
         if not run.keeps_copy:
             log.warning(
@@ -170,18 +167,6 @@ class StepResult:
     draws: list[list[Trajectory]]  # the trajectories by draw
 
 
-@dataclass
-class Rollouts:
-    """All rollouts of a step, the same in every process. The rollouts of a group are adjacent."""
-
-    trajectories: list[Trajectory] = field(default_factory=list)
-    rewards: list[RewardParts] = field(default_factory=list)
-    totals: list[float] = field(default_factory=list)  # per rollout: reward minus length penalty
-    advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [N] float32
-    usage: Usage = field(default_factory=Usage)
-    draws: list[list[Trajectory]] = field(default_factory=list)  # by batch of questions
-
-
 def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult:
     """One step of GRPO or PPO, after which `run.state` is the new state.
 
@@ -204,13 +189,20 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult
     trains_all = config.rollout.unfinished != "mask"
     batch = make_batch(trained, rollouts.advantages[rows], config.rollout.context_tokens, trains_all)
     copy = HostCopy(run.state) if run.keeps_copy else None
-    with run.phase("logprobs", times):
-        batch, metrics = _score(run, batch, np.asarray(rollouts.totals)[rows], trained)
-    if config.train.staleness:
-        metrics |= staleness(rollouts.trajectories, step)
-        metrics |= gap_by_age(batch, trained, step) if run.learner.needs_score else {}
-    with run.phase("update", times):
-        updates = _update(run, mini_batches(batch, config.learning.mini_batch_rollouts), step, copy)
+    updates: list[dict[str, float]] = []
+    try:
+        with sampling_ahead(run, step, times):
+            with run.phase("logprobs", times):
+                batch, metrics = _score(run, batch, np.asarray(rollouts.totals)[rows], trained)
+            if config.train.staleness:
+                metrics |= staleness(rollouts.trajectories, step)
+                metrics |= gap_by_age(batch, trained, step) if run.learner.needs_score else {}
+            with run.phase("update", times):
+                updates = _update(run, mini_batches(batch, config.learning.mini_batch_rollouts), step, copy)
+    except (Interrupted, RetrievalError):
+        if updates:  # the sampler stopped after the updates were complete
+            run.state = copy.state() if copy else None
+        raise
     sampled = sum(int(t.mask.sum()) for t in rollouts.trajectories)
     metrics = over_updates(updates) | metrics | probe_metrics
     metrics |= rollout_metrics(rollouts.trajectories, rollouts.rewards, rollouts.advantages, config.rollout.samples)
@@ -218,100 +210,15 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult
     metrics |= {f"{name}_s": value for name, value in times.items()}
     if run.recording is None:
         metrics |= rollouts.usage.metrics()
-        metrics["sampled_tokens_per_s"] = sampled / times["rollout"]
+        if not config.train.staleness:
+            metrics["sampled_tokens_per_s"] = sampled / times["rollout"]
+        if config.mesh.rollout_devices:
+            metrics["transfer_bytes"] = run.learner.transferred_bytes
     metrics["trained_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
     updated = _policy_learns(run, step), run.critic is not None
     share = update_peak_share(config, run.model, batch, times["update"], *updated)
     metrics |= {"update_peak_share": share} if share else {}
     return StepResult(metrics, rollouts.trajectories, rollouts.rewards, rollouts.draws)
-
-
-def rollouts_of_step(run: Run, questions: Sequence[Question], step: int, times: dict[str, float]) -> Rollouts:
-    """Collects rollouts of a step's questions, and of more questions while too few groups carry a signal.
-
-    A group whose rewards are all equal teaches nothing. Up to `train.dynamic_sampling_rounds` more batches are taken
-    from the loader, until `train.prompts` groups carry a signal (dynamic sampling, arXiv 2503.14476 section 3.2).
-
-    Args:
-      questions: those of this process.
-      times: the seconds of the phases rollout and reward are added to it.
-
-    Raises:
-      Interrupted, RetrievalError: as `Collector.collect`.
-    """
-    if run.recording is not None:
-        return _recorded_rollouts(run, run.recording, questions, step, times)
-    config, rollouts = run.config, Rollouts()
-    with run.phase("rollout", times):
-        sampling = run.learner.sampling_copy(run.state.params)
-    while True:
-        with run.phase("rollout", times):
-            collected = _rollout(run, sampling, questions, step)
-            rollouts.usage += run.stream.usage
-            # A batch from the next epoch may repeat a question of this step, which would give the same rollouts.
-            seen = set(map(_group, rollouts.trajectories))
-            fresh = [t for t in collected if _group(t) not in seen]
-            rollouts.draws.append(fresh)
-        with run.phase("reward", times):
-            _reward(run, rollouts, fresh, step)
-            rollouts.advantages = _advantages(run, rollouts)
-        enough = carry_signal(rollouts.advantages, config.rollout.samples).sum() >= config.train.prompts
-        if enough or len(rollouts.draws) > config.train.dynamic_sampling_rounds:
-            return rollouts
-        questions = next(run.loader)
-
-
-def _recorded_rollouts(
-    run: Run, recording: Recording, questions: Sequence[Question], step: int, times: dict[str, float]
-) -> Rollouts:
-    """All recorded rollouts of a step; the loader advances as it did when they were sampled."""
-    rollouts = Rollouts()
-    with run.phase("rollout", times):
-        rollouts.draws = recording.draws(step)
-    for n, draw in enumerate(rollouts.draws, 1):
-        recording.check_questions(step, rollouts.draws[:n], questions if n == 1 else next(run.loader))
-        with run.phase("reward", times):
-            _reward(run, rollouts, draw, step)
-    rollouts.advantages = _advantages(run, rollouts)
-    return rollouts
-
-
-def _rollout(run: Run, sampling: nnx.State, questions: Sequence[Question], step: int) -> list[Trajectory]:
-    """Starts the rollouts of all processes' questions; returns the batch that was started `train.staleness` calls ago.
-
-    Without staleness these are the rollouts of `questions`.
-    """
-    config, samples = run.config, run.config.rollout.samples
-    while len(run.stream) < config.train.staleness:  # the first step of a run
-        run.stream.add(questions, step + len(run.stream))
-        questions = next(run.loader)
-    run.stream.add(questions, step + config.train.staleness)
-
-    def on_progress(done: int, _: int) -> None:
-        run.stop.check()
-        progress.reach(done)
-
-    with progress.step("rollouts", len(questions) * samples, patient=True):
-        own = run.stream.collect(sampling, step, config.rollout.temperature, on_progress)
-        return processes.in_order(own, samples)  # from here on every process computes the same
-
-
-def _reward(run: Run, rollouts: Rollouts, fresh: Sequence[Trajectory], step: int) -> None:
-    """Adds trajectories and their rewards to the step's rollouts."""
-    section, reward, context = run.config.rollout, run.config.reward, run.config.rollout.context_tokens
-    rewards = with_critical_path([run.reward(t) for t in fresh], fresh, reward, step)
-    for trajectory, parts in zip(fresh, rewards, strict=True):
-        penalty = length_penalty(trajectory, reward, section.unfinished == "penalise", context)
-        rollouts.trajectories.append(trajectory)
-        rollouts.rewards.append(parts)
-        rollouts.totals.append(parts.total - penalty)
-
-
-def _advantages(run: Run, rollouts: Rollouts) -> np.ndarray:
-    """[N] float32, relative to each rollout's group."""
-    groups = list(map(_group, rollouts.trajectories))
-    valid = [t.status != "not_finite" for t in rollouts.trajectories]
-    return group_advantages(rollouts.totals, groups, run.config.learning.advantage, valid)
 
 
 def _score(
@@ -381,10 +288,6 @@ def _policy_learns(run: Run, step: int) -> bool:
 def _is_probed(run: Run, step: int) -> bool:
     every = run.config.alarms.probe_every_steps
     return every > 0 and (step + 1) % every == 0 and run.collector.retriever is not None
-
-
-def _group(trajectory: Trajectory) -> Hashable:
-    return trajectory.question.source, trajectory.question.id
 
 
 def _compile(run: Run) -> None:

@@ -13,7 +13,7 @@ from psearch_jax.config import Config, RewardSection, from_mapping
 from psearch_jax.rl.compat import check_examples, compat_reward, compat_score, valid_transcript
 from psearch_jax.rl.rewards import format_part, length_penalty, paper_reward, with_critical_path
 from psearch_jax.text.prompts import load_template
-from psearch_jax.train import trainer
+from psearch_jax.train import rollouts as stage
 from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage
 
@@ -186,11 +186,11 @@ def test_the_critical_path_reaches_the_advantages():
     reward = RewardSection(parallelism="critical_path")
     config = replace(Config(), reward=reward)
     run = SimpleNamespace(config=config, reward=lambda t: paper_reward(t, reward))
-    rollouts = trainer.Rollouts()
-    trainer._reward(run, rollouts, [with_turns([2]), with_turns([1, 1])], 0)
+    rollouts = stage.Rollouts()
+    stage._reward(run, rollouts, [with_turns([2]), with_turns([1, 1])], 0)
     assert [parts.critical_path for parts in rollouts.rewards] == pytest.approx([0.1, -0.1])
     assert rollouts.totals == pytest.approx([1.1, 0.9])
-    advantages = trainer._advantages(run, rollouts)
+    advantages = stage._advantages(run, rollouts)
     assert advantages[0] > 0 > advantages[1]
 
 

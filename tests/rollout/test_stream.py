@@ -68,7 +68,7 @@ def test_without_batches_ahead_it_is_collect(tiny_tokenizer, policies):
         )
         assert same([trajectories], [plain])
         assert all(t.versions == ((t.prompt_length, version),) for t in trajectories)
-        assert stream.usage.refreshed == 0
+        assert stream.spent().refreshed == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"draft_tokens": 2}], ids=str)
@@ -185,7 +185,8 @@ def test_slots_stay_full_while_a_batch_ends(tiny_tokenizer, policies):
         for i in range(6):
             stream.add(batch(9 + i), step=9 + i)
             stream.collect(policies[0], i, 1.0)
-            steps, use = steps + stream.usage.decode_steps, [*use, stream.usage.row_use]
+            spent = stream.spent()
+            steps, use = steps + spent.decode_steps, [*use, spent.row_use]
         return steps, float(np.mean(use))
 
     (steps, use), (fewer, higher) = cost(0), cost(2)

@@ -14,7 +14,7 @@ from runs import command, final_params, metrics_without_clocks, run, small_confi
 
 from psearch_jax.assembly import build
 from psearch_jax.train import replay
-from psearch_jax.train.trainer import rollouts_of_step
+from psearch_jax.train.rollouts import rollouts_of_step
 from psearch_jax.types import UserError
 
 # A policy whose rewards differ: the learner of the recorded run must have something to learn.

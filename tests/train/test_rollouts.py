@@ -11,7 +11,7 @@ from runs import final_params, metrics_without_clocks, small_config
 from psearch_jax.assembly import build
 from psearch_jax.rl.advantages import trained_rows
 from psearch_jax.train import trainer
-from psearch_jax.train.trainer import rollouts_of_step
+from psearch_jax.train.rollouts import rollouts_of_step
 from psearch_jax.types import Question, RewardParts
 
 

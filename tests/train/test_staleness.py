@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,7 +10,17 @@ import subprocess
 import numpy as np
 import pytest
 from helpers import question
-from runs import assert_same_params, command, ended, metrics_without_clocks, run, start, start_run, wait_for
+from runs import (
+    assert_same_params,
+    command,
+    ended,
+    final_params,
+    metrics_without_clocks,
+    run,
+    start,
+    start_run,
+    wait_for,
+)
 
 from psearch_jax.rl.batch import make_batch
 from psearch_jax.train.monitoring.figures import gap_by_age, staleness, token_versions
@@ -127,6 +138,54 @@ def test_stale_runs_of_two_processes(tmp_path):
     finish(1, killed, 6)  # one process takes up the rollouts of both
     rows = metrics_without_clocks(killed)
     assert len(rows) == 6 and all(row["staleness"] <= 2 for row in rows) and rows[4]["continued"] > 0
+
+
+# Eight devices, four of which sample; the mini-batches of one mesh of eight.
+MESHES = {**STALE, "learning.micro_batch_rows": 8, "eval.questions_per_kind": 0, "train.checkpoint_every_steps": 1}
+
+
+def eight(workdir, steps: int, rollout_devices: int, **fields):
+    fields = {**MESHES, "mesh.rollout_devices": rollout_devices, **fields}
+    return start(command(workdir, "toy", steps, **fields), devices=8)
+
+
+def finish(process) -> None:
+    ((code, _, err),) = ended([process])
+    assert code == 0, err[-3000:]
+
+
+def sampled_tokens(workdir, step: int) -> list:
+    file = workdir / "trajectories" / f"{step:06d}.jsonl"
+    return [json.loads(line)["ids"] for line in file.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_two_meshes_equal_one(tmp_path):
+    """Weights that are sent wrongly from the mesh that trains to the mesh that samples, or a gradient that differs."""
+    for count in (0, 4):
+        finish(eight(tmp_path / str(count), 2, count, **{"train.staleness": 0, "train.trajectories_per_step": 64}))
+    one, two = tmp_path / "0", tmp_path / "4"
+    assert all(sampled_tokens(one, step) == sampled_tokens(two, step) for step in range(2))
+    ours, theirs = final_params(two), final_params(one)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        np.testing.assert_allclose(ours[name], theirs[name], atol=2e-4, err_msg=name)
+
+
+@pytest.mark.slow
+def test_two_meshes_repeat_and_resume_to_the_bit(tmp_path):
+    """Sampling and learning at the same time, in an order that the clock decides."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(eight(whole, 4, 4))
+    rows = metrics_without_clocks(whole)
+    assert all(1 <= row["staleness"] <= 2 for row in rows[1:])
+    process = eight(killed, 4, 4)
+    wait_for(lambda: (killed / "checkpoints" / "2").is_dir(), process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    finish(eight(killed, 4, 4))
+    assert metrics_without_clocks(killed) == rows
+    assert_same_params(killed, whole)
 
 
 def trajectory(versions, mask) -> Trajectory:

@@ -1,0 +1,167 @@
+"""The first stages of a training step: rollout, reward, advantage."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from flax import nnx
+
+from psearch_jax.rl.advantages import carry_signal, group_advantages
+from psearch_jax.rl.rewards import length_penalty, with_critical_path
+from psearch_jax.rollout.search import in_background
+from psearch_jax.rollout.usage import Usage
+from psearch_jax.runtime import processes, progress
+from psearch_jax.train.replay import Recording
+from psearch_jax.train.run import Run
+from psearch_jax.types import Question, RewardParts, Trajectory
+
+
+@dataclass
+class Rollouts:
+    """All rollouts of a step, the same in every process. The rollouts of a group are adjacent."""
+
+    trajectories: list[Trajectory] = field(default_factory=list)
+    rewards: list[RewardParts] = field(default_factory=list)
+    totals: list[float] = field(default_factory=list)  # per rollout: reward minus length penalty
+    advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [N] float32
+    usage: Usage = field(default_factory=Usage)
+    draws: list[list[Trajectory]] = field(default_factory=list)  # by batch of questions
+
+
+def rollouts_of_step(run: Run, questions: Sequence[Question], step: int, times: dict[str, float]) -> Rollouts:
+    """Collects rollouts of a step's questions, and of more questions while too few groups carry a signal.
+
+    A group whose rewards are all equal teaches nothing. Up to `train.dynamic_sampling_rounds` more batches are taken
+    from the loader, until `train.prompts` groups carry a signal (dynamic sampling, arXiv 2503.14476 section 3.2).
+
+    Args:
+      questions: those of this process.
+      times: the seconds of the phases rollout and reward are added to it.
+
+    Raises:
+      Interrupted, RetrievalError: as `Collector.collect`.
+    """
+    if run.recording is not None:
+        return _recorded_rollouts(run, run.recording, questions, step, times)
+    config, rollouts = run.config, Rollouts()
+
+    @functools.cache
+    def sampling() -> nnx.State:
+        return _sampling_copy(run, times)
+
+    while True:
+        with run.phase("rollout", times):
+            collected = _rollout(run, sampling, questions, step)
+            rollouts.usage += run.stream.spent()
+            # A batch from the next epoch may repeat a question of this step, which would give the same rollouts.
+            seen = set(map(_group, rollouts.trajectories))
+            fresh = [t for t in collected if _group(t) not in seen]
+            rollouts.draws.append(fresh)
+        with run.phase("reward", times):
+            _reward(run, rollouts, fresh, step)
+            rollouts.advantages = _advantages(run, rollouts)
+        enough = carry_signal(rollouts.advantages, config.rollout.samples).sum() >= config.train.prompts
+        if enough or len(rollouts.draws) > config.train.dynamic_sampling_rounds:
+            return rollouts
+        questions = next(run.loader)
+
+
+def _sampling_copy(run: Run, times: dict[str, float]) -> nnx.State:
+    if not run.config.mesh.rollout_devices:
+        return run.learner.sampling_copy(run.state.params)
+    with run.phase("transfer", times):
+        return jax.block_until_ready(run.learner.sampling_copy(run.state.params))
+
+
+@contextmanager
+def sampling_ahead(run: Run, step: int, times: dict[str, float]) -> Iterator[None]:
+    """Completes the next step's rollouts while the block updates the policy (`mesh.rollout_devices`, with staleness).
+
+    They are sampled by the weights before the update. An error or a stop request ends both.
+
+    Args:
+      times: the seconds of the phases transfer and sampling_ahead are added to it.
+    """
+    if not (run.config.mesh.rollout_devices and run.config.train.staleness) or run.recording is not None:
+        yield
+        return
+    params = _sampling_copy(run, times)
+    temperature = run.config.rollout.temperature
+
+    def sample() -> None:
+        with run.phase("sampling_ahead", times):
+            run.stream.run(params, step, temperature, lambda *_: run.stop.check())
+
+    future = in_background(sample)
+    try:
+        yield
+    except BaseException:
+        future.exception()  # wait: the sampler uses the run's devices
+        raise
+    future.result()
+
+
+def _recorded_rollouts(
+    run: Run, recording: Recording, questions: Sequence[Question], step: int, times: dict[str, float]
+) -> Rollouts:
+    """All recorded rollouts of a step; the loader advances as it did when they were sampled."""
+    rollouts = Rollouts()
+    with run.phase("rollout", times):
+        rollouts.draws = recording.draws(step)
+    for n, draw in enumerate(rollouts.draws, 1):
+        recording.check_questions(step, rollouts.draws[:n], questions if n == 1 else next(run.loader))
+        with run.phase("reward", times):
+            _reward(run, rollouts, draw, step)
+    rollouts.advantages = _advantages(run, rollouts)
+    return rollouts
+
+
+def _rollout(
+    run: Run, sampling: Callable[[], nnx.State], questions: Sequence[Question], step: int
+) -> list[Trajectory]:
+    """Starts the rollouts of all processes' questions; returns the batch that was started `train.staleness` calls ago.
+
+    Without staleness these are the rollouts of `questions`.
+    """
+    config, samples = run.config, run.config.rollout.samples
+    while len(run.stream) < config.train.staleness:  # the first step of a run
+        run.stream.add(questions, step + len(run.stream))
+        questions = next(run.loader)
+    run.stream.add(questions, step + config.train.staleness)
+
+    def on_progress(done: int, _: int) -> None:
+        run.stop.check()
+        progress.reach(done)
+
+    with progress.step("rollouts", len(questions) * samples, patient=True):
+        if not run.stream.ready:
+            run.stream.run(sampling(), step, config.rollout.temperature, on_progress)
+        own = run.stream.take()
+        return processes.in_order(own, samples)  # from here on every process computes the same
+
+
+def _reward(run: Run, rollouts: Rollouts, fresh: Sequence[Trajectory], step: int) -> None:
+    """Adds trajectories and their rewards to the step's rollouts."""
+    section, reward, context = run.config.rollout, run.config.reward, run.config.rollout.context_tokens
+    rewards = with_critical_path([run.reward(t) for t in fresh], fresh, reward, step)
+    for trajectory, parts in zip(fresh, rewards, strict=True):
+        penalty = length_penalty(trajectory, reward, section.unfinished == "penalise", context)
+        rollouts.trajectories.append(trajectory)
+        rollouts.rewards.append(parts)
+        rollouts.totals.append(parts.total - penalty)
+
+
+def _advantages(run: Run, rollouts: Rollouts) -> np.ndarray:
+    """[N] float32, relative to each rollout's group."""
+    groups = list(map(_group, rollouts.trajectories))
+    valid = [t.status != "not_finite" for t in rollouts.trajectories]
+    return group_advantages(rollouts.totals, groups, run.config.learning.advantage, valid)
+
+
+def _group(trajectory: Trajectory) -> Hashable:
+    return trajectory.question.source, trajectory.question.id
