@@ -31,7 +31,8 @@ def batch(i: int) -> list:
 
 
 def make_stream(tokenizer, rollout=ROLLOUT, **options):
-    collector = make_collector(tokenizer, make_sampler(tokenizer, CONFIG, **options), rollout, retriever())
+    sampler = make_sampler(tokenizer, CONFIG, yield_share=rollout.yield_share, **options)
+    collector = make_collector(tokenizer, sampler, rollout, retriever())
     return collector.stream(SAMPLES, seed=0)
 
 
@@ -61,7 +62,8 @@ def same(ours, theirs) -> bool:
 def test_without_batches_ahead_it_is_collect(tiny_tokenizer, policies):
     """A synchronous run whose rollouts depend on how they are organised."""
     stream = make_stream(tiny_tokenizer)
-    collector = make_collector(tiny_tokenizer, make_sampler(tiny_tokenizer, CONFIG), ROLLOUT, retriever())
+    sampler = make_sampler(tiny_tokenizer, CONFIG, yield_share=ROLLOUT.yield_share)
+    collector = make_collector(tiny_tokenizer, sampler, ROLLOUT, retriever())
     for version, trajectories in enumerate(collected(stream, policies, ahead=0)):
         plain = collector.collect(
             policies[version % 3], batch(version), SAMPLES, seed=0, step=version, temperature=1.0
@@ -166,7 +168,7 @@ def test_a_snapshot_does_not_change_afterwards(tiny_tokenizer, policies):
 
 def test_fewer_slots_after_a_resume(tiny_tokenizer, policies):
     """Rollouts that find no slot in a resumed run would never end."""
-    stream = make_stream(tiny_tokenizer)
+    stream = make_stream(tiny_tokenizer, replace(ROLLOUT, slots=12))
     collected(stream, policies, ahead=2, batches=1)
     assert len(stream.in_flight().parked) > 2
     small = make_stream(tiny_tokenizer, replace(ROLLOUT, slots=2))
