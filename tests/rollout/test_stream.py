@@ -168,13 +168,13 @@ def test_a_snapshot_does_not_change_afterwards(tiny_tokenizer, policies):
 
 def test_fewer_slots_after_a_resume(tiny_tokenizer, policies):
     """Rollouts that find no slot in a resumed run would never end."""
-    stream = make_stream(tiny_tokenizer, replace(ROLLOUT, slots=12))
-    collected(stream, policies, ahead=2, batches=1)
+    stream = make_stream(tiny_tokenizer, replace(ROLLOUT, slots=9))
+    collected(stream, policies, ahead=2, batches=2)
     assert len(stream.in_flight().parked) > 2
     small = make_stream(tiny_tokenizer, replace(ROLLOUT, slots=2))
     small.restore(stream.in_flight())
-    for version in (1, 2):
-        trajectories = small.collect(policies[version], version, 1.0)
+    for version in (2, 3):
+        trajectories = small.collect(policies[version % 3], version, 1.0)
         assert ids(trajectories) == [q.id for q in batch(version) for _ in range(SAMPLES)]
 
 
