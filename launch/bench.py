@@ -16,6 +16,7 @@
     python launch/bench.py users --json=FILE      many concurrent users of one server
     python launch/bench.py weights --json=FILE    host memory while a 7B checkpoint is loaded and exported
     python launch/bench.py scale --out=DIR        the machine that each model size needs, planned without one
+    python launch/bench.py staleness --rollouts=RUN  what rollouts ahead of the updates would save, simulated
     python launch/bench.py rollout --json=FILE    multi-turn rollouts, next to transformers on PyTorch
     python launch/bench.py update --json=FILE     an optimizer step, next to PyTorch, torch.compile and TRL
     python launch/bench.py step --json=FILE       complete training steps: rollouts, reference pass and update
@@ -30,7 +31,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS = {  # the folders of benchmarks/
-    "speed": ("device", "drafts", "latency", "rollout", "scale", "step", "update", "users", "weights"),
+    "speed": ("device", "drafts", "latency", "rollout", "scale", "staleness", "step", "update", "users", "weights"),
     "search": ("corpus", "merging", "recall", "retrieval"),
     "quality": ("cold_start", "methods", "questions", "transplant", "triples", "world"),
 }

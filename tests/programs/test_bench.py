@@ -11,7 +11,7 @@ import pytest
 from programs import ROOT
 
 from benchmarks.quality import methods, transplant
-from benchmarks.speed import latency, users
+from benchmarks.speed import latency, staleness, users
 from psearch_jax.types import Question, UserError
 
 PROGRAM = ROOT / "launch" / "bench.py"
@@ -109,6 +109,28 @@ def test_drafts(tmp_path):
     assert plain["sampled"] == drafted["sampled"] == plain["row_steps"] and plain["accepted"] is None
     assert drafted["tokens_per_step"] > 1.2 and 0.1 < drafted["accepted"] <= 1 and len(drafted["speed"]) == 2
     assert drafted["decode_steps"] < plain["decode_steps"] and "| 4 | 3 | 8 of 8 |" in done.stdout
+
+
+def test_staleness(tmp_path):
+    """A gain where sampling takes no time, or a mesh of its own that makes the slower half faster."""
+    (tmp_path / "run" / "trajectories").mkdir(parents=True)
+    rows = [
+        {"status": "answered", "ids": [0] * 9, "turns": [{"n_sampled": 4}, {"n_sampled": n}]} for n in (3, 5, 90, 4)
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "run" / "trajectories" / "000000.jsonl").write_text(text)
+    flags = [f"--rollouts={tmp_path / 'run'}", "--preset=1.5b", "--config=configs/qwen1p5b.py", "--machines", "h100:8"]
+    done = bench("staleness", *flags, "--staleness", "0", "1", f"--json={tmp_path / 'out.json'}")
+    alone, ahead, split = json.loads((tmp_path / "out.json").read_text())["staleness"]
+    assert ahead["decode steps"] < alone["decode steps"] and ahead["row use"] > alone["row use"]
+    assert (
+        alone["learning s"] == ahead["learning s"] < split["learning s"] and split["sampling s"] > ahead["sampling s"]
+    )
+    assert alone["step s"] == alone["sampling s"] + alone["learning s"]
+    assert split["step s"] == max(split["sampling s"], split["learning s"]) and "| gain |" in done.stdout
+    (tmp_path / "run" / "trajectories" / "000000.jsonl").unlink()
+    with pytest.raises(UserError, match="has no recorded rollouts"):
+        staleness.recorded_lengths(tmp_path / "run", 100)
 
 
 def test_thoughts_are_given_to_other_questions():
