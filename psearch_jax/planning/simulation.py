@@ -43,7 +43,7 @@ class SampledStep:
 
     decode_steps: int
     row_steps: int  # sum over the slots of the decode steps in which the slot's row was running
-    continued_tokens: int  # sampled tokens of rollouts that were parked before: their keys are computed again
+    continued_tokens: int  # sampled tokens of rollouts that were suspended before: their keys are computed again
 
 
 def simulate(

@@ -70,7 +70,7 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Parked:
+class Suspended:
     """A rollout that was taken out of its slot in the middle of a turn, with everything that continues it."""
 
     rollout: Rollout
@@ -148,9 +148,13 @@ class RolloutScheduler:
         self._awaiting_search = 0  # rows of all processes that wait for a search while others decode
 
     def resume(
-        self, params: nnx.State, unstacked: Unstacked | None = None, version: int = 0, parked: Sequence[Parked] = ()
+        self,
+        params: nnx.State,
+        unstacked: Unstacked | None = None,
+        version: int = 0,
+        suspended: Sequence[Suspended] = (),
     ) -> None:
-        """Opens the slots with a policy, and continues parked rollouts in them.
+        """Opens the slots with a policy, and continues suspended rollouts in them.
 
         Their keys and values are computed again: from here on the policy conditions on its own.
 
@@ -158,12 +162,12 @@ class RolloutScheduler:
           params: the sampling copy of the policy.
           unstacked: `Sampler.unstack_once(params)`.
           version: recorded with every token that this policy samples.
-          parked: of this process, no more than it has slots.
+          suspended: of this process, no more than it has slots.
         """
         self.params, self.unstacked, self.version = params, unstacked, version
         self.usage = Usage(len(self.own))
         self.state = self.sampler.new_state(self.rows, self.rollout.context_tokens)
-        own = dict(zip(self.own, parked, strict=False))
+        own = dict(zip(self.own, suspended, strict=False))
         placed = {slot: one for part in processes.allgather(lambda: own) for slot, one in part.items()}
         if not placed:
             return
@@ -176,8 +180,8 @@ class RolloutScheduler:
         for rows in self._row_batches(sorted(placed, key=lambda b: len(placed[b].ids))):
             self.refresh(rows, max(len(placed[b].ids) for b in rows.tolist() if b >= 0) - 1)
 
-    def place(self, placed: Mapping[int, Parked]) -> None:
-        """Puts parked rollouts into slots, without their keys and values; the other slots are empty."""
+    def place(self, placed: Mapping[int, Suspended]) -> None:
+        """Puts suspended rollouts into slots, without their keys and values; the other slots are empty."""
         self.state = self.sampler.place(self.state, _rows_of(placed, self.rows, self.rollout.context_tokens))
 
     def refresh(self, rows: np.ndarray, positions: int) -> None:
@@ -187,14 +191,14 @@ class RolloutScheduler:
             self.state = self.sampler.refresh(self.params, self.state, rows, start, width)
             self._count(refreshed=rows.size * width)
 
-    def park(self) -> list[Parked]:
+    def suspend(self) -> list[Suspended]:
         """Takes all rollouts out of their slots, in the middle of a turn, and frees the slots' memory.
 
         Searches in progress are completed first.
         """
         while self._awaiting_search:
             self.read()
-        parked = []
+        suspended = []
         if self.starts:
             names = ("ids", "mask", "logprobs", "length", "key", "turn_left", "automaton")
             of = processes.fetch({name: getattr(self.state, name) for name in names})
@@ -202,12 +206,12 @@ class RolloutScheduler:
                 known = [of[name][b, : of["length"][b]].copy() for name in ("ids", "mask", "logprobs")]
                 self._count(decoded=live.sampled_now(known[1]))
                 left = of["key"][b].copy(), int(of["turn_left"][b]), int(of["automaton"][b])
-                parked.append(Parked(live, *known, *left))
+                suspended.append(Suspended(live, *known, *left))
         self.live, self.starts, self._pool_rows = {}, {}, {}
         self._ended.clear()
         del self.state, self.params, self.unstacked
         self._pool = None
-        return parked
+        return suspended
 
     def add(self, questions: Sequence[Question], prompts: Sequence[list[int]], step: int) -> None:
         """Queues every sample of this process's `questions`; with a too long prompt it ends as `truncated`.
@@ -485,8 +489,8 @@ class RolloutScheduler:
         self._count(decoded=live.sampled_now(mask))
 
 
-def _rows_of(placed: Mapping[int, Parked], rows: int, positions: int) -> dict[str, np.ndarray]:
-    """The sampler's state of parked rollouts by slot, except the cache; the other slots are empty."""
+def _rows_of(placed: Mapping[int, Suspended], rows: int, positions: int) -> dict[str, np.ndarray]:
+    """The sampler's state of suspended rollouts by slot, except the cache; the other slots are empty."""
     known = {"ids": np.int32, "mask": bool, "logprobs": np.float32}
     out: dict[str, np.ndarray] = {name: np.zeros((rows, positions), kind) for name, kind in known.items()}
     out |= {name: np.zeros(rows, np.int32) for name in ("length", "turn_left", "automaton", "status")}

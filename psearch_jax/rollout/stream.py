@@ -1,11 +1,11 @@
 """Rollouts of several batches of questions at once, collected batch by batch in the order in which they were added.
 
 With batches ahead, the slots stay full while the last rollouts of a batch are decoded: rollouts of the next batches
-take the free ones. Between two calls of `collect` unfinished rollouts are parked on the host (scheduler.py), and the
+take the free ones. Between two calls of `collect` unfinished rollouts are suspended on the host (scheduler.py), and the
 next call continues them with newer weights. Batches are never reordered, so short rollouts are not learned from before
 long ones, and a token is at most `ahead` calls older than the batch that it is collected with.
 
-Which rollouts are parked where depends only on decode steps and yields, not on time: equal seeds give equal runs.
+Which rollouts are suspended where depends only on decode steps and yields, not on time: equal seeds give equal runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from flax import nnx
 
-from psearch_jax.rollout.scheduler import Parked, Parts, Progress, RolloutScheduler, Waiting
+from psearch_jax.rollout.scheduler import Suspended, Parts, Progress, RolloutScheduler, Waiting
 from psearch_jax.rollout.search import BatchedSearch, BatchRetriever, OverlappedSearch, SearchPolicy
 from psearch_jax.rollout.usage import Usage
 from psearch_jax.runtime import processes
@@ -31,7 +31,7 @@ class InFlight:
     added: int  # number of rollouts ever added
     batches: tuple[range, ...]  # the orders of the rollouts of each batch
     waiting: tuple[Waiting, ...]
-    parked: tuple[Parked, ...]
+    suspended: tuple[Suspended, ...]
     results: dict[int, Trajectory]
 
 
@@ -49,7 +49,7 @@ class RolloutStream:
         self._render = render
         self._scheduler = RolloutScheduler(parts, search_policy(parts), samples=samples, seed=seed)
         self._batches: deque[range] = deque()  # of this process
-        self._parked: list[Parked] = []
+        self._suspended: list[Suspended] = []
         self._spent = Usage()
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class RolloutStream:
         scheduler.place({})
         nothing = np.full(scheduler.parts.rows_per_call, -1, np.int32)
         scheduler.refresh(nothing, 1)
-        scheduler.park()
+        scheduler.suspend()
 
     def add(self, questions: Sequence[Question], step: int) -> None:
         """Adds a batch: this process's questions. All processes must call this.
@@ -96,8 +96,10 @@ class RolloutStream:
             after that, except by `restore`.
         """
         scheduler, batch = self._scheduler, self._batches[0]
-        fitting = self._parked[: len(scheduler.own)]
-        for one in reversed(self._parked[len(fitting) :]):  # the run was resumed with fewer slots: these start again
+        fitting = self._suspended[: len(scheduler.own)]
+        for one in reversed(
+            self._suspended[len(fitting) :]
+        ):  # the run was resumed with fewer slots: these start again
             scheduler.waiting.appendleft(_from_prompt(one))
         scheduler.resume(params, scheduler.sampler.unstack_once(params), version, fitting)
 
@@ -110,7 +112,7 @@ class RolloutStream:
             scheduler.read()
         state, own = scheduler.state, list(scheduler.own)
         steps, row_steps, drafted = processes.fetch((state.steps, state.row_steps, state.drafted))
-        self._parked = scheduler.park()
+        self._suspended = scheduler.suspend()
         counts = {"row_steps": int(row_steps[own].sum()), "drafted": int(drafted[own].sum())}
         self._spent = replace(scheduler.usage, decode_steps=int(steps), **counts)
 
@@ -135,7 +137,7 @@ class RolloutStream:
         """The rollouts that a later run continues with `restore`."""
         scheduler = self._scheduler
         waiting, results = tuple(scheduler.waiting), dict(scheduler.results)
-        return InFlight(scheduler.added, tuple(self._batches), waiting, tuple(self._parked), results)
+        return InFlight(scheduler.added, tuple(self._batches), waiting, tuple(self._suspended), results)
 
     def restore(self, saved: InFlight) -> None:
         """Continues from the rollouts of `in_flight`, also of a stream that failed in `collect`."""
@@ -146,13 +148,13 @@ class RolloutStream:
         scheduler.added, scheduler.done = saved.added, len(saved.results)
         scheduler.results = dict(saved.results)
         scheduler.waiting.extend(saved.waiting)
-        self._batches, self._parked = deque(saved.batches), list(saved.parked)
+        self._batches, self._suspended = deque(saved.batches), list(saved.suspended)
 
 
-def _from_prompt(parked: Parked) -> Waiting:
-    rollout = parked.rollout
-    prompt = parked.ids[: rollout.prompt_length].tolist()
-    return Waiting(rollout.order, rollout.question, rollout.sample, prompt, parked.key)
+def _from_prompt(suspended: Suspended) -> Waiting:
+    rollout = suspended.rollout
+    prompt = suspended.ids[: rollout.prompt_length].tolist()
+    return Waiting(rollout.order, rollout.question, rollout.sample, prompt, suspended.key)
 
 
 def search_policy(parts: Parts) -> SearchPolicy:

@@ -1,4 +1,4 @@
-"""Rollouts that outlive the call in which they began: parked, continued with newer weights, saved and restored."""
+"""Rollouts that outlive the call in which they began: suspended, continued with newer weights, saved and restored."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def test_without_batches_ahead_it_is_collect(tiny_tokenizer, policies):
 
 
 @pytest.mark.parametrize("options", [{}, {"draft_tokens": 2}], ids=str)
-def test_parking_changes_no_token(tiny_tokenizer, policies, options):
-    """A rollout that continues from a wrong cache, key, budget or tag state after it was parked.
+def test_suspending_changes_no_token(tiny_tokenizer, policies, options):
+    """A rollout that continues from a wrong cache, key, budget or tag state after it was suspended.
 
-    With equal weights, rollouts that are parked on the way sample what they would have sampled at once.
+    With equal weights, rollouts that are suspended on the way sample what they would have sampled at once.
     """
     ahead = collected(make_stream(tiny_tokenizer, **options), policies[:1], ahead=2)
     at_once = collected(make_stream(tiny_tokenizer, **options), policies[:1], ahead=0)
@@ -105,7 +105,7 @@ def test_an_int8_cache_is_computed_again_with_its_scales(tiny_tokenizer, policie
 
 
 def test_searches_in_the_background_are_not_lost(tiny_tokenizer, policies):
-    """A rollout parked while its search runs: without its passages it would wait forever."""
+    """A rollout suspended while its search runs: without its passages it would wait forever."""
     rollout = replace(ROLLOUT, overlap_search=True)
     ahead = collected(make_stream(tiny_tokenizer, rollout), policies[:1], ahead=2)
     at_once = collected(make_stream(tiny_tokenizer, rollout), policies[:1], ahead=0)
@@ -170,7 +170,7 @@ def test_fewer_slots_after_a_resume(tiny_tokenizer, policies):
     """Rollouts that find no slot in a resumed run would never end."""
     stream = make_stream(tiny_tokenizer, replace(ROLLOUT, slots=9))
     collected(stream, policies, ahead=2, batches=2)
-    assert len(stream.in_flight().parked) > 2
+    assert len(stream.in_flight().suspended) > 2
     small = make_stream(tiny_tokenizer, replace(ROLLOUT, slots=2))
     small.restore(stream.in_flight())
     for version in (2, 3):

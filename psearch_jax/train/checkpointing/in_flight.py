@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from psearch_jax.rollout.scheduler import Parked, Waiting
+from psearch_jax.rollout.scheduler import Suspended, Waiting
 from psearch_jax.rollout.stream import InFlight
 from psearch_jax.rollout.turns import Rollout
 from psearch_jax.runtime import processes
@@ -50,7 +50,7 @@ def restored(record: dict[str, Any], samples: int) -> InFlight:
     rows, facts = unpacked(base64.b64decode(record["rollouts"]))
     count, me = jax.process_count(), jax.process_index()
     waiting: list[Waiting] = []
-    parked: list[Parked] = []
+    suspended: list[Suspended] = []
     results = {}
     for row, arrays in rows:
         group, sample = divmod(row["order"], samples)
@@ -67,9 +67,9 @@ def restored(record: dict[str, Any], samples: int) -> InFlight:
             continue
         turns, versions = list(map(turn_of, row["turns"])), [(int(at), int(v)) for at, v in row["versions"]]
         rollout = Rollout(order, question, sample, prompt_length, row["turn_start"], turns, versions)
-        parked.append(Parked(rollout, *arrays, key, row["turn_left"], row["automaton"]))
+        suspended.append(Suspended(rollout, *arrays, key, row["turn_left"], row["automaton"]))
     batches = tuple(range(start // count, stop // count) for start, stop in facts["batches"])
-    return InFlight(facts["added"] // count, batches, tuple(waiting), tuple(parked), results)
+    return InFlight(facts["added"] // count, batches, tuple(waiting), tuple(suspended), results)
 
 
 def _global(order: int, samples: int, process: int, count: int) -> int:
@@ -85,13 +85,13 @@ def _rows(part: InFlight) -> list[tuple[dict[str, Any], Arrays]]:
         row = {"question": asdict(one.question), "prompt_length": n, "key": one.key.tolist()}
         arrays = np.asarray(one.prompt, np.int32), np.zeros(n, bool), np.zeros(n, np.float32)
         rows.append(({**row, "state": "waiting", "order": one.order}, arrays))
-    for parked in part.parked:
-        live = parked.rollout
-        row = {"question": asdict(live.question), "prompt_length": live.prompt_length, "key": parked.key.tolist()}
+    for suspended in part.suspended:
+        live = suspended.rollout
+        row = {"question": asdict(live.question), "prompt_length": live.prompt_length, "key": suspended.key.tolist()}
         row |= {"turns": [asdict(turn) for turn in live.turns], "versions": live.versions}
-        row |= {"turn_start": live.turn_start, "turn_left": parked.turn_left, "automaton": parked.automaton}
-        arrays = parked.ids, parked.mask, parked.logprobs
-        rows.append(({**row, "state": "parked", "order": live.order}, arrays))
+        row |= {"turn_start": live.turn_start, "turn_left": suspended.turn_left, "automaton": suspended.automaton}
+        arrays = suspended.ids, suspended.mask, suspended.logprobs
+        rows.append(({**row, "state": "suspended", "order": live.order}, arrays))
     for order, trajectory in part.results.items():
         arrays = trajectory.ids, trajectory.mask, trajectory.logprobs
         rows.append(({**described(trajectory), "state": "ended", "order": order}, arrays))
