@@ -1,7 +1,7 @@
 """Rollouts of several batches of questions at once, collected batch by batch in the order in which they were added.
 
 With batches ahead, the slots stay full while the last rollouts of a batch are decoded: rollouts of the next batches
-take the free ones. Between two calls of `collect` unfinished rollouts are suspended on the host (scheduler.py), and the
+take the free ones. Between two calls of `collect`, unfinished rollouts are suspended to the host (scheduler.py); the
 next call continues them with newer weights. Batches are never reordered, so short rollouts are not learned from before
 long ones, and a token is at most `ahead` calls older than the batch that it is collected with.
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from flax import nnx
 
-from psearch_jax.rollout.scheduler import Suspended, Parts, Progress, RolloutScheduler, Waiting
+from psearch_jax.rollout.scheduler import Parts, Progress, RolloutScheduler, Suspended, Waiting
 from psearch_jax.rollout.search import BatchedSearch, BatchRetriever, OverlappedSearch, SearchPolicy
 from psearch_jax.rollout.usage import Usage
 from psearch_jax.runtime import processes
