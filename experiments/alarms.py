@@ -18,6 +18,9 @@ EXPERIMENT = Experiment(
         "likelihood": Arm(RISING),
         "entropy": Arm({"learning.entropy_coefficient": 0.5}),
         "gap": Arm(RISING | {"learning.old_logprobs": "sampler"}),  # the last updates use an older policy's samples
+        # Rollouts of several steps ago, while the policy changes fast.
+        "sample_size": Arm(RISING | {"train.staleness": 4}),
+        "rejected": Arm(RISING | {"train.staleness": 4, "learning.reject_ratio": 1.05}),
         "retriever": Arm(corpus=1),  # passages of another world, which do not contain the questions' names
     },
     evaluations={},
