@@ -2,10 +2,9 @@
 
 Expected before the first run, at 60 steps and equal rollouts. Staleness 1 and 2 learn like 0: on the minimal pairs,
 decomposition accuracy after training is at most .03 lower, and the effective sample size of the importance weights
-stays above .9. At staleness 4 the gap grows with the learning rate of the demo (3e-4, three hundred times the published
-one): without a correction decomposition accuracy is lower than at 0 by .03 or more, with truncated importance weights
-by less than without. 192 slots hold all rollouts of a step, so few rollouts are continued, and staleness means that
-complete rollouts wait.
+stays above .9. At staleness 4 the gap grows, because the learning rate of the demo (3e-4) is far above the published
+one: without a correction decomposition accuracy is lower than at 0 by .03 or more, with truncated importance weights
+by less than without.
 """
 
 from experiments import MAIN, Arm, Experiment
