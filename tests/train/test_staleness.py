@@ -134,7 +134,8 @@ def test_stale_runs_of_two_processes(tmp_path):
     finish(2, killed, 4)
     assert metrics_without_clocks(killed) == metrics_without_clocks(whole)
     assert_same_params(killed, whole)
-    assert any(row["continued"] > 0 for row in metrics_without_clocks(whole))
+    rows = metrics_without_clocks(whole)
+    assert any(row["continued"] > 0 for row in rows) and all(row.get("logp_gap/0", 0) < 1e-4 for row in rows)
     finish(1, killed, 6)  # one process takes up the rollouts of both
     rows = metrics_without_clocks(killed)
     assert len(rows) == 6 and all(row["staleness"] <= 2 for row in rows) and rows[4]["continued"] > 0

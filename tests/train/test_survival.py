@@ -51,9 +51,12 @@ def times_of_steps(workdir: Path) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_twenty_kills_change_nothing(tiny_policy, tmp_path):
-    """A half-written file, a key or a batch used twice, or an incomplete checkpoint used: each shows in the end."""
+    """A half-written file, a key or a batch used twice, or an incomplete checkpoint used: each shows in the end.
+
+    With rollouts ahead of the updates, whose checkpoints hold all that others hold, and the rollouts in flight.
+    """
     rng = np.random.default_rng(0)
-    fields = {**QUICK, "train.checkpoint_every_steps": 2}
+    fields = {**QUICK, "train.checkpoint_every_steps": 2, "train.staleness": 1, "rollout.yield_share": 0.1}
     uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
     run(command(uninterrupted, tiny_policy, STEPS, **fields))
     written = times_of_steps(uninterrupted).values()
@@ -80,6 +83,7 @@ def test_twenty_kills_change_nothing(tiny_policy, tmp_path):
     run(command(killed, tiny_policy, STEPS, **fields))
     assert metrics_without_clocks(killed) == metrics_without_clocks(uninterrupted)
     assert [row["step"] for row in metrics_without_clocks(killed)] == list(range(STEPS))
+    assert any(row["continued"] for row in metrics_without_clocks(killed))
     ours, theirs = final_params(killed), final_params(uninterrupted)
     assert ours.keys() == theirs.keys() and all(np.array_equal(ours[k], theirs[k]) for k in ours)
     for step in range(STEPS):
