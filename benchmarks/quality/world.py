@@ -3,7 +3,8 @@
 For every form of question: how often the sub-query of a fact retrieves it, how often the question as a single search
 retrieves all of its facts, and the random-guess EM. For the decision to split: the accuracy of classifiers on held-out
 questions that see only the first words, the bag of words (linear, and a random forest), the unordered pair of
-attributes, or word bigrams; and of one rule about the order of words that decides every question.
+attributes, the scripted first thought of the cold start (its word bigrams, and its bag of words), or word bigrams; and
+of one rule about the order of words that decides every question.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sklearn.pipeline import Pipeline, make_pipeline
 
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, ClosedWorld, fact_sentence
 from psearch_jax.closed_world.question_forms import questions
-from psearch_jax.closed_world.scripted import query
+from psearch_jax.closed_world.scripted import first_thought, query
 from psearch_jax.closed_world.wordings import FORMS, PAIRED, words_of_wordings
 from psearch_jax.eval.tables import table
 from psearch_jax.runtime.paths import write_whole
@@ -96,47 +97,54 @@ def surface_cues(world: ClosedWorld, count: int) -> dict[str, dict[str, float]]:
         "held-out wordings": _examples(world, "eval", count // 2, True),
         PAIRS: _examples(world, "eval", count // 2, True, PAIRED),
     }
-    texts, labels = _examples(world, "train", count, False)
-    pair_texts, pair_labels = _examples(world, "train", count, False, PAIRED)
-    counts = functools.partial(CountVectorizer, token_pattern=WORD, lowercase=False, preprocessor=_nameless)
+    train, train_pairs = _examples(world, "train", count, False), _examples(world, "train", count, False, PAIRED)
+    counts = functools.partial(CountVectorizer, token_pattern=WORD, lowercase=False, preprocessor=_worded)
     linear = functools.partial(LogisticRegression, max_iter=3000)
+    forest = functools.partial(RandomForestClassifier, TREES, random_state=0)
+    thought = functools.partial(counts, preprocessor=_thought)
     classifiers: dict[str, Callable[[], Pipeline]] = {
         "first three words": lambda: make_pipeline(counts(ngram_range=(3, 3), preprocessor=_opening), linear()),
         "unordered attributes": lambda: make_pipeline(CountVectorizer(analyzer=_attributes), linear()),
         "bag of words, linear": lambda: make_pipeline(counts(), linear()),
-        "bag of words, random forest": lambda: make_pipeline(counts(), RandomForestClassifier(TREES, random_state=0)),
+        "bag of words, random forest": lambda: make_pipeline(counts(), forest()),
+        "first thought, word bigrams": lambda: make_pipeline(thought(ngram_range=(1, 2)), linear()),
+        "first thought, random forest": lambda: make_pipeline(thought(), forest()),
         "word bigrams": lambda: make_pipeline(counts(ngram_range=(2, 2)), linear()),
     }
     out: dict[str, dict[str, float]] = {}
     for features, made in classifiers.items():
-        model = made().fit(texts, labels)
+        model = made().fit(*train)
         out[features] = {name: float(model.score(*examples)) for name, examples in test_sets.items()}
-        own = made().fit(pair_texts, pair_labels)
+        own = made().fit(*train_pairs)
         out[features][f"{PAIRS}, trained on {PAIRS} only"] = float(own.score(*test_sets[PAIRS]))
     out["one rule: an attribute of an attribute"] = {
-        name: float(
-            np.mean([bool(NESTED.search(_nameless(text))) == (label == "sequential") for text, label in pairs])
-        )
-        for name, pairs in ((name, list(zip(*examples, strict=True))) for name, examples in test_sets.items())
+        name: float(np.mean([bool(NESTED.search(_nameless(q.text))) == (q.kind == "sequential") for q in asked]))
+        for name, (asked, _) in test_sets.items()
     }
     return out
 
 
-def _attributes(text: str) -> list[str]:
+def _attributes(question: Question) -> list[str]:
     """The attributes that a question names, as one feature without their order."""
-    return [" | ".join(sorted(_ATTRIBUTE.findall(text)))]
+    return [" | ".join(sorted(_ATTRIBUTE.findall(question.text)))]
 
 
 def _examples(
     world: ClosedWorld, split: str, count: int, held_out: bool, pairs: Sequence[tuple[str, str]] = ()
-) -> tuple[list[str], list[str]]:
-    """Texts and kinds of `count` parallel and `count` sequential questions."""
-    texts, labels = [], []
+) -> tuple[list[Question], list[str]]:
+    """`count` parallel and `count` sequential questions, and their kinds."""
+    asked = []
     for i, kind in enumerate(("parallel", "sequential")):
-        asked = questions(world, split, kind, count, 5, [pair[i] for pair in pairs], held_out_wordings=held_out)
-        texts += [q.text for q in asked]
-        labels += [kind] * len(asked)
-    return texts, labels
+        asked += questions(world, split, kind, count, 5, [pair[i] for pair in pairs], held_out_wordings=held_out)
+    return asked, [q.kind for q in asked]
+
+
+def _worded(question: Question) -> str:
+    return _nameless(question.text)
+
+
+def _thought(question: Question) -> str:
+    return _nameless(first_thought(question))
 
 
 def _nameless(text: str) -> str:
@@ -144,8 +152,8 @@ def _nameless(text: str) -> str:
     return re.sub(r"[A-Z][a-z]+", lambda match: match[0] if match[0] in kept else "Name", text)
 
 
-def _opening(text: str) -> str:
-    return " ".join(re.findall(WORD, _nameless(text))[:3])
+def _opening(question: Question) -> str:
+    return " ".join(re.findall(WORD, _worded(question))[:3])
 
 
 def retrieval_table(figures: dict[str, dict[str, Any]]) -> str:

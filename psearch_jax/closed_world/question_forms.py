@@ -18,8 +18,22 @@ SOURCE = "closed_world"
 SIZES = {2: 0.5, 3: 0.3, 4: 0.2}
 LARGEST = 8
 KNOWN_ENTITIES = 20
+ATTEMPTS = 200  # to find entities for two relations, before others are drawn
 
 Lookup = tuple[str, str, str]  # attribute, subject, value
+
+# See Asker.shared_pair. A relation with itself is half as frequent as two, because one search often finds both facts.
+SHARED_PAIRS = tuple(
+    (inner, outer)
+    for kind, attributes in ATTRIBUTES.items()
+    for outer, value in attributes.items()
+    if value == kind
+    for of in ATTRIBUTES.values()
+    for inner, reached in of.items()
+    if reached == kind
+)
+_WEIGHTS = np.asarray([0.5 if inner == outer else 1.0 for inner, outer in SHARED_PAIRS])
+_SHARED_SHARES = _WEIGHTS / _WEIGHTS.sum()
 
 
 @dataclass(frozen=True)
@@ -54,11 +68,12 @@ class Asker:
                 return drawn
 
     def _tellable(self, drawn: Draw) -> bool:
-        """Whether all names in the question and its look-ups begin differently, and no look-up repeats."""
+        """Whether all names in the question and its look-ups begin differently, and no look-up or option repeats."""
         named = {name for r in drawn.rounds for _, *pair in r for name in pair if not name.isdigit()}
         named |= {name for name in (*drawn.options, drawn.sought) if name and not name.isdigit()}
         asked = [lookup for r in drawn.rounds for lookup in r]
-        return len({head(name) for name in named}) == len(named) and len(set(asked)) == len(asked)
+        unique = len(set(asked)) == len(asked) and len(set(drawn.options)) == len(drawn.options)
+        return unique and len({head(name) for name in named}) == len(named)
 
     def pick(self, items: Sequence) -> Any:
         """One of the items, uniformly."""
@@ -82,9 +97,18 @@ class Asker:
         sizes = {n: share for n, share in self.sizes.items() if n <= most}
         return int(self.rng.choice(list(sizes), p=np.divide(list(sizes.values()), sum(sizes.values()))))
 
-    def relation(self, kind: str, value: str | None = None) -> str:
-        """An attribute of a type whose value is an entity (of a type)."""
-        return self.pick([a for a, v in ATTRIBUTES[kind].items() if v != "year" and value in (None, v)])
+    def relation(self, kind: str) -> str:
+        """An attribute of a type whose value is an entity."""
+        return self.pick([a for a, v in ATTRIBUTES[kind].items() if v != "year"])
+
+    def shared_pair(self) -> tuple[str, str]:
+        """Two relations (inner, outer) that a parallel and a sequential question can both ask for.
+
+        Their values have the same type, so a question can compare them; the outer one belongs to that type, so a
+        question can chain them.
+        """
+        pairs = SHARED_PAIRS
+        return pairs[self.rng.choice(len(pairs), p=_SHARED_SHARES)]
 
     def to(self, entity: Entity, attribute: str) -> Entity:
         """The entity that a relation leads to."""
@@ -117,9 +141,13 @@ def _first(asker: Asker) -> Draw | None:
     return answer and Draw([[_year_lookup(e) for e in chosen]], {"v": HAPPENED[kind]}, answer, names)
 
 
-def _has(asker: Asker, most: int = LARGEST) -> Draw | None:
+def _has(asker: Asker) -> Draw | None:
     kind = asker.kind()
-    attribute = asker.relation(kind)
+    return _owners_of(asker, kind, asker.relation(kind), LARGEST)
+
+
+def _owners_of(asker: Asker, kind: str, attribute: str, most: int) -> Draw | None:
+    """Which of some entities of a type has a value, that of the right one, as an attribute."""
     chosen = asker.some(kind, asker.size(most))
     values = [asker.world.value(e, attribute) for e in chosen]
     if len(set(values)) < len(values):
@@ -131,23 +159,23 @@ def _has(asker: Asker, most: int = LARGEST) -> Draw | None:
 
 
 def _shares(asker: Asker) -> Draw | None:
-    drawn = _has(asker, most=3)
-    if drawn is None:
-        return None
-    attribute, _, _ = drawn.rounds[0][0]
-    owner = next(e for e in asker.pools[_kind_with(attribute)] if e.name == drawn.answer)
-    target = owner.facts[attribute]
-    what = ATTRIBUTES[owner.kind][attribute]
-    other = asker.relation(asker.pick([k for k in ATTRIBUTES if what in ATTRIBUTES[k].values()]), what)
-    owners = asker.sharing(other, target)
-    if not owners or owners == [owner]:
-        return None
-    subject = asker.pick(owners)
-    if subject.name in drawn.options:
-        return None
-    lookup = (other, subject.name, drawn.sought)
-    fills = {"a": attribute, "b": other, "B": subject.name}
-    return Draw([[*drawn.rounds[0], lookup]], fills, drawn.answer, drawn.options, drawn.sought)
+    a, b = _either_order(asker, asker.shared_pair())
+    kind = _kind_with(a)
+    for _ in range(ATTEMPTS):
+        drawn = _owners_of(asker, kind, a, most=3)
+        if drawn is None:
+            continue
+        owner = next(e for e in asker.pools[kind] if e.name == drawn.answer)
+        owners = [e for e in asker.sharing(b, owner.facts[a]) if e.name not in drawn.options]
+        if owners:
+            subject = asker.pick(owners).name
+            rounds = [[*drawn.rounds[0], (b, subject, drawn.sought)]]
+            return Draw(rounds, {"a": a, "b": b, "B": subject}, drawn.answer, drawn.options, drawn.sought)
+    return None
+
+
+def _either_order(asker: Asker, pair: tuple[str, str]) -> tuple[str, str]:
+    return pair if asker.rng.random() < 0.5 else pair[::-1]
 
 
 def _kind_with(attribute: str) -> str:
@@ -155,23 +183,20 @@ def _kind_with(attribute: str) -> str:
 
 
 def _same(asker: Asker) -> Draw | None:
-    what = asker.pick(list(ATTRIBUTES))
-    relations = [a for attributes in ATTRIBUTES.values() for a, value in attributes.items() if value == what]
-    a, b = asker.pick(relations), asker.pick(relations)
-    if a == b and asker.rng.random() < 0.5:  # one search often finds both
-        return None
-    one = asker.one(_kind_with(a))
-    if asker.rng.random() < 0.5:
-        owners = [e for e in asker.sharing(b, one.facts[a]) if e.id != one.id]
-        if not owners:
-            return None
-        other = asker.pick(owners)
-    else:
-        other = asker.one(_kind_with(b))
-    values = asker.world.value(one, a), asker.world.value(other, b)
-    lookups = [(a, one.name, values[0]), (b, other.name, values[1])]
-    fills = {"a": a, "b": b, "A": one.name, "B": other.name}
-    return Draw([lookups], fills, "yes" if values[0] == values[1] else "no", [], values[1])
+    a, b = _either_order(asker, asker.shared_pair())
+    equal = asker.rng.random() < 0.5
+    for _ in range(ATTEMPTS):
+        one, other = asker.one(_kind_with(a)), asker.one(_kind_with(b))
+        if equal:
+            owners = [e for e in asker.sharing(b, one.facts[a]) if e.id != one.id]
+            if not owners:
+                continue
+            other = asker.pick(owners)
+        values = asker.world.value(one, a), asker.world.value(other, b)
+        lookups = [(a, one.name, values[0]), (b, other.name, values[1])]
+        fills = {"a": a, "b": b, "A": one.name, "B": other.name}
+        return Draw([lookups], fills, "yes" if values[0] == values[1] else "no", [], values[1])
+    return None
 
 
 def _dated_as(asker: Asker, entity: Entity) -> Entity | None:
@@ -183,12 +208,17 @@ def _dated_as(asker: Asker, entity: Entity) -> Entity | None:
     return asker.pick(owners) if owners else None
 
 
-def _walk(asker: Asker, hops: int) -> tuple[list[list[Lookup]], Entity, dict[str, str]]:
-    """A random walk over relations: rounds of one look-up each, the final entity, and `fills` of the wording."""
-    at = asker.one()
+def _walk(
+    asker: Asker, hops: int, attributes: Sequence[str] = ()
+) -> tuple[list[list[Lookup]], Entity, dict[str, str]]:
+    """A walk over relations: rounds of one look-up each, the final entity, and `fills` of the wording.
+
+    attributes: the relations; default: random ones.
+    """
+    at = asker.one(_kind_with(attributes[0]) if attributes else None)
     rounds, fills = [], {"A": at.name}
-    for letter in "abc"[:hops]:
-        attribute = asker.relation(at.kind)
+    for hop, letter in enumerate("abc"[:hops]):
+        attribute = attributes[hop] if attributes else asker.relation(at.kind)
         fills[letter] = attribute
         reached = asker.to(at, attribute)
         rounds.append([(attribute, at.name, reached.name)])
@@ -214,7 +244,7 @@ def _dated(hops: int) -> Callable[[Asker], Draw]:
 
 def _chosen(hops: int) -> Callable[[Asker], Draw]:
     def draw(asker: Asker) -> Draw:
-        rounds, end, fills = _walk(asker, hops)
+        rounds, end, fills = _walk(asker, hops, asker.shared_pair() if hops == 2 else ())
         names = [end.name, *(asker.one(end.kind).name for _ in range(asker.size(most=3) - 1))]
         return Draw(rounds, fills, end.name, [names[i] for i in asker.rng.permutation(len(names))])
 
@@ -223,7 +253,7 @@ def _chosen(hops: int) -> Callable[[Asker], Draw]:
 
 def _confirmed(hops: int) -> Callable[[Asker], Draw]:
     def draw(asker: Asker) -> Draw:
-        rounds, end, fills = _walk(asker, hops)
+        rounds, end, fills = _walk(asker, hops, asker.shared_pair() if hops == 2 else ())
         asked = end.name if asker.rng.random() < 0.5 else asker.one(end.kind).name
         return Draw(rounds, fills | {"X": asked}, "yes" if asked == end.name else "no", [], asked)
 

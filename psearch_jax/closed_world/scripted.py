@@ -1,19 +1,23 @@
 """Scripted trajectories for the cold start: correct grammar, real passages, deliberately poor strategies.
 
-The teacher's first thought lists the facts that the question needs: `need teacher of A ; hometown of that`. It then
-searches all at once or one fact at a time, whatever the question's structure; reinforcement learning has to learn that
-choice. A fact whose subject is not known yet is searched literally, `hometown of that`, and returns nothing useful.
-The last thought lists the facts next to each other, and the answer follows from it.
+The teacher's first thought lists the names and the attributes of the question in their order, in the same words for
+every type of question: `named A ; B asked teacher ; hometown`. It does not say which attribute belongs to which name,
+or whether one fact depends on another. The teacher then searches all at once or one fact at a time, whatever the
+question's structure; reinforcement learning has to learn that choice. Searching all at once, it searches a fact whose
+subject is not known yet for the first subject instead, which finds another fact or none. The last thought lists the
+facts next to each other, and the answer follows from it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
+from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, HAPPENED
 from psearch_jax.data.transcripts import Observations, Row, TranscriptTurn, encode_transcript
 from psearch_jax.text.prompts import load_template, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
@@ -23,10 +27,9 @@ from retrieval.protocol import Passage, Retriever
 OBSERVATION_TOKENS = 144  # as in configs/smoke.py
 # The words of the teacher's thoughts, besides attributes, names and years.
 SCRIPT_WORDS = (
-    "need",
+    "named",
+    "asked",
     "of",
-    "that",
-    "split",
     "next",
     "again",
     "found",
@@ -38,6 +41,8 @@ SCRIPT_WORDS = (
     "yes",
     "no",
 )
+# What a question asks for: attributes, and the events of years.
+_ASKED = re.compile("|".join([*(a for of in ATTRIBUTES.values() for a in of), *HAPPENED.values()]))
 
 
 @dataclass(frozen=True)
@@ -71,13 +76,21 @@ class Step:
         return f"{thought}<answer> {self.answer} </answer>"
 
 
-def needs(question: Question) -> list[str]:
-    """The queries that a question needs, one per fact, as far as they can be worded before any search.
+def first_thought(question: Question) -> str:
+    """The names, then the attributes and events that a question mentions, each in the order of the question."""
+    facts = question.metadata
+    names = {subject for _, subject, _ in facts["rounds"][0]} | {*facts["options"], facts["sought"]} - {""}
+    named = sorted((name for name in names if name in question.text), key=question.text.index)
+    return f"named {' ; '.join(named)} asked {' ; '.join(_ASKED.findall(question.text))}"
 
-    If a fact's subject is unknown, `that` replaces it, with one query for all subjects of the round.
+
+def all_at_once(question: Question) -> tuple[str, ...]:
+    """The queries of a teacher that takes all facts for independent, one per look-up of the first round and per round.
+
+    The first subject takes the place of subjects that are not known yet.
     """
     first, *later = question.metadata["rounds"]
-    return [query(lookup) for lookup in first] + [f"{r[0][0]} of that" for r in later]
+    return (*map(query, first), *(f"{r[0][0]} of {first[0][1]}" for r in later))
 
 
 def query(lookup: Sequence[str]) -> str:
@@ -127,14 +140,13 @@ def guessed(question: Question, rng: np.random.Generator) -> Step:
 
 def plan(question: Question, rng: np.random.Generator, mixture: Mixture, turns: int) -> list[Step]:
     """The teacher's turns for one closed-world question, with at most `turns` searches."""
-    rounds, wanted = question.metadata["rounds"], needs(question)
-    need = f"need {' ; '.join(wanted)}"
+    rounds = question.metadata["rounds"]
     if rng.random() < mixture.closed:
         return _forgetful([guessed(question, rng)], rng, mixture)
     end = Step(verdict(question), answer=question.answers[0])
     if rng.random() < mixture.guess:
         end = guessed(question, rng)
-    steps = [Step(need, _first_search(question, wanted, rng, mixture))]
+    steps = [Step(first_thought(question), _first_search(question, rng, mixture))]
     split = len(steps[0].queries) > 1
     if split and len(rounds) > 1 and rng.random() > mixture.recover:
         return _forgetful([*steps, guessed(question, rng)], rng, mixture)
@@ -157,14 +169,13 @@ def plan(question: Question, rng: np.random.Generator, mixture: Mixture, turns: 
     return _forgetful([*steps, end], rng, mixture)
 
 
-def _first_search(
-    question: Question, wanted: Sequence[str], rng: np.random.Generator, mixture: Mixture
-) -> tuple[str, ...]:
-    """The queries of the first turn: all needed ones, or only the first."""
+def _first_search(question: Question, rng: np.random.Generator, mixture: Mixture) -> tuple[str, ...]:
+    """The queries of the first turn: all of them, or only the first."""
+    queries = all_at_once(question)
     if rng.random() < mixture.split:
         # Questions that need a single fact are split just as blindly, with a second query about the same subject.
-        return tuple(wanted) if len(wanted) > 1 else (wanted[0], f"rival of {question.metadata['rounds'][0][0][1]}")
-    return (wanted[0],)
+        return queries if len(queries) > 1 else (*queries, f"rival of {question.metadata['rounds'][0][0][1]}")
+    return queries[:1]
 
 
 def _forgetful(steps: list[Step], rng: np.random.Generator, mixture: Mixture) -> list[Step]:
@@ -181,7 +192,7 @@ def recall(question: Question) -> list[Step]:
 
 def oracle(question: Question) -> list[Step]:
     """Optimal turns: one search per round with all of its queries, then the right answer."""
-    steps, thought = [], f"need {' ; '.join(needs(question))}"
+    steps, thought = [], first_thought(question)
     for r in question.metadata["rounds"]:
         steps.append(Step(thought, tuple(map(query, r))))
         thought = f"found {' ; '.join(value for _, _, value in r)} next"

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from psearch_jax.closed_world import exercises
-from psearch_jax.closed_world.encyclopedia import ClosedWorld
+from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, HAPPENED, ClosedWorld
 from psearch_jax.closed_world.question_forms import questions
 from psearch_jax.closed_world.scripted import (
     OBSERVATION_TOKENS,
     Mixture,
-    needs,
+    all_at_once,
+    first_thought,
     oracle,
     plan,
     running_least,
@@ -29,6 +30,7 @@ from retrieval.service import RetrievalService
 
 RIGHT = Mixture(split=0, hasty=0, guess=0, redundant=0, forgotten=0, closed=0)
 NAME = re.compile(r"\b[A-Z][a-z]{6}\b")
+ATTRIBUTE_WORDS = [*(a for of in ATTRIBUTES.values() for a in of), *HAPPENED.values()]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,13 @@ def test_names_cost_three_ids_wherever_they_stand(world, tokenizer):
     for entity in world.entities[::37]:
         ids = tokenizer.encode_foreign(f" {entity.name}")
         assert len(ids) == 3, entity.name
-        for text in ("The rival of {} is", "<answer> {} </answer>", "Of {}'s", "need hometown of {} ; next", "{}, "):
+        for text in (
+            "The rival of {} is",
+            "<answer> {} </answer>",
+            "Of {}'s",
+            "named {} asked hometown ; next",
+            "{}, ",
+        ):
             tokens = tokenizer.encode_foreign(text.format(entity.name) if "{}, " != text else f" {entity.name}, ")
             assert any(tokens[i : i + 3] == ids for i in range(len(tokens))), text
     assert [tokenizer.decode([i]) for i in tokenizer.encode_foreign("is 1943.\n")] == ["is", " 1943", ".\n"]
@@ -106,12 +114,30 @@ def test_scripted_turns_parse_as_written(world, tokenizer, retriever):
             assert actions[-1].answer == question.answers[0]
 
 
-def test_what_is_needed_tells_the_shapes_apart(world):
-    """A parallel question whose first thought contains `that`, or a sequential one whose first thought does not."""
+def test_first_thoughts_repeat_the_question_and_nothing_else(world):
+    """A first thought that binds attributes to names or marks a dependence: it would say when to split."""
     for q in every_kind(world, 100, "eval"):
-        waits = [need.endswith(" of that") for need in needs(q)]
-        assert any(waits) == (q.kind in ("sequential", "mixed")) and not waits[0]
-        assert all(not NAME.search(need) for need, waiting in zip(needs(q), waits, strict=True) if waiting)
+        named, asked = re.fullmatch(r"named (.+) asked (.+)", first_thought(q)).groups()
+        assert named.split(" ; ") == list(dict.fromkeys(NAME.findall(q.text))), q
+        places = [q.text.index(words) for words in asked.split(" ; ")]
+        assert places == sorted(places) and set(asked.split(" ; ")) <= set(ATTRIBUTE_WORDS), q
+        attributes = {a for r in q.metadata["rounds"] for a, _, _ in r}
+        assert len(attributes) <= len(asked.split(" ; ")) <= 3, q
+
+
+def test_searching_all_at_once_misses_what_depends_on_another_fact(world, retriever):
+    """A split that pays on sequential questions, or that is written differently on them: nothing would be learned from
+    rewards, or the type could be read off the first sub-query."""
+    for q in every_kind(world, 60, "eval"):
+        queries = all_at_once(q)
+        facts = [f"The {a} of {s} is {v}." for r in q.metadata["rounds"] for a, s, v in r]
+        retrieved = {p.text for ranking in retriever.search(list(queries), 2) for p in ranking}
+        assert len(queries) == sum(len(r) if i == 0 else 1 for i, r in enumerate(q.metadata["rounds"]))
+        assert queries[0] == oracle(q)[0].queries[0]
+        if q.kind == "parallel":
+            assert queries == oracle(q)[0].queries
+        elif q.kind == "sequential":
+            assert not {facts[-1]} & retrieved or q.metadata["rounds"][0][0][1] in facts[-1], q
 
 
 def test_an_oracle_is_answered_all_it_needs(world, retriever):
