@@ -96,11 +96,9 @@ class RolloutStream:
             after that, except by `restore`.
         """
         scheduler, batch = self._scheduler, self._batches[0]
-        fitting = self._suspended[: len(scheduler.own)]
-        for one in reversed(
-            self._suspended[len(fitting) :]
-        ):  # the run was resumed with fewer slots: these start again
-            scheduler.waiting.appendleft(_from_prompt(one))
+        slots = len(scheduler.own)  # fewer than before, if the run was resumed with fewer: the others start again
+        fitting, others = self._suspended[:slots], self._suspended[slots:]
+        scheduler.waiting.extendleft(map(_from_prompt, reversed(others)))
         scheduler.resume(params, scheduler.sampler.unstack_once(params), version, fitting)
 
         def report(*_: int) -> None:
@@ -110,6 +108,7 @@ class RolloutStream:
         while not self.ready and scheduler.refill(report):
             scheduler.decode(temperature)
             scheduler.read()
+        processes.allgather(report)  # that the batch is complete
         state, own = scheduler.state, list(scheduler.own)
         steps, row_steps, drafted = processes.fetch((state.steps, state.row_steps, state.drafted))
         self._suspended = scheduler.suspend()

@@ -161,10 +161,16 @@ def sampled_tokens(workdir, step: int) -> list:
 
 
 @pytest.mark.slow
-def test_two_meshes_equal_one(tmp_path):
+@pytest.mark.parametrize(
+    "fields", [{}, {"model.lora_rank": 4, "mesh.rollout_tensor": 2}], ids=["complete", "adapters"]
+)
+def test_two_meshes_equal_one(tmp_path, fields):
     """Weights that are sent wrongly from the mesh that trains to the mesh that samples, or a gradient that differs."""
+    fields = {**fields, "train.staleness": 0, "train.trajectories_per_step": 64}
     for count in (0, 4):
-        finish(eight(tmp_path / str(count), 2, count, **{"train.staleness": 0, "train.trajectories_per_step": 64}))
+        finish(eight(tmp_path / str(count), 2, count, **fields))
+    sent = [row["transfer_bytes"] for row in metrics_without_clocks(tmp_path / "4")]
+    assert sent[0] > 1e6 and (sent[1] < 0.1 * sent[0]) == ("model.lora_rank" in fields), "the base is sent once"
     one, two = tmp_path / "0", tmp_path / "4"
     assert all(sampled_tokens(one, step) == sampled_tokens(two, step) for step in range(2))
     ours, theirs = final_params(two), final_params(one)
