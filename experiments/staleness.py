@@ -16,8 +16,8 @@ EXPERIMENT = Experiment(
     arms={
         "staleness 0": Arm(),
         **{f"staleness {n}": Arm({"train.staleness": n}) for n in STALENESS},
-        **{f"staleness {n}, weighted": Arm({"train.staleness": n, "learning.importance_cap": 2.0}) for n in STALENESS},
-        "staleness 4, rejecting": Arm(
+        **{f"staleness {n} weighted": Arm({"train.staleness": n, "learning.importance_cap": 2.0}) for n in STALENESS},
+        "staleness 4 rejecting": Arm(
             {"train.staleness": 4, "learning.importance_cap": 2.0, "learning.reject_ratio": 1.05}
         ),
     },
