@@ -62,15 +62,9 @@ def test_a_stale_run_measures_its_staleness(straight):
     assert 0.5 < rows[-1]["effective_sample_size"] < 0.9999
 
 
-def test_a_stale_run_repeats_itself(straight, tmp_path):
-    """A schedule that follows the clock: no asynchronous run could be repeated or debugged."""
-    run(command(tmp_path, "toy", STEPS, **STALE))
-    assert metrics_without_clocks(tmp_path) == metrics_without_clocks(straight)
-    assert_same_params(tmp_path, straight)
-
-
 def test_a_killed_stale_run_resumes_to_the_bit(straight, tmp_path):
-    """A checkpoint without the rollouts in flight: after a resume they start anew or are lost."""
+    """A schedule that follows the clock, so that no run repeats; or a checkpoint without the rollouts in flight, which
+    start anew or are lost after a resume."""
     process = start(command(tmp_path, "toy", STEPS, **STALE), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: (tmp_path / "checkpoints" / "3").is_dir(), process)
     process.send_signal(signal.SIGKILL)
