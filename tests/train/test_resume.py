@@ -72,6 +72,7 @@ def again(parts: trainer.Run, **fields) -> trainer.Run:
     own |= {
         "initial_state": lambda: with_warmup(state.state(), warmup),
         "stop": preemption.StopRequest(),
+        "stream": parts.collector.stream(config.rollout.samples, config.seed),
         "wall_s": defaultdict(float),
     }
     return replace(parts, **own)

@@ -164,7 +164,8 @@ def test_two_meshes_equal_one(tmp_path, fields):
     for count in (0, 4):
         finish(eight(tmp_path / str(count), 2, count, **fields))
     sent = [row["transfer_bytes"] for row in metrics_without_clocks(tmp_path / "4")]
-    assert sent[0] > 1e6 and (sent[1] < 0.1 * sent[0]) == ("model.lora_rank" in fields), "the base is sent once"
+    limits = (1e4, 1e6) if "model.lora_rank" in fields else (1e6, 1e7)  # the base is sent once, before the first step
+    assert all(limits[0] < n < limits[1] for n in sent), sent
     one, two = tmp_path / "0", tmp_path / "4"
     assert all(sampled_tokens(one, step) == sampled_tokens(two, step) for step in range(2))
     ours, theirs = final_params(two), final_params(one)
