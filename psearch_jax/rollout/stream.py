@@ -105,10 +105,13 @@ class RolloutStream:
             if progress:
                 progress(sum(order in scheduler.results for order in batch), len(batch))
 
-        while not self.ready and scheduler.refill(report):
+        # Without other batches, `refill` ends the loop and reports the end: its exchange between processes suffices.
+        alone = len(self._batches) == 1
+        while (alone or not self.ready) and scheduler.refill(report):
             scheduler.decode(temperature)
             scheduler.read()
-        processes.allgather(report)  # that the batch is complete
+        if not alone:
+            processes.allgather(report)
         state, own = scheduler.state, list(scheduler.own)
         steps, row_steps, drafted = processes.fetch((state.steps, state.row_steps, state.drafted))
         self._suspended = scheduler.suspend()

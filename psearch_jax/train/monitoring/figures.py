@@ -11,7 +11,7 @@ import numpy as np
 from psearch_jax.config import Config, DecoderConfig
 from psearch_jax.rl.advantages import carry_signal
 from psearch_jax.runtime.accelerators import chip_of, forward_flops
-from psearch_jax.runtime.metrics import mean
+from psearch_jax.runtime.metrics import Ratio, mean
 from psearch_jax.text.answers import contains_words, exact_match, normalise
 from psearch_jax.train.critic import CRITIC
 from psearch_jax.types import END_STATUSES, KINDS, RewardParts, TrainBatch, Trajectory
@@ -63,8 +63,10 @@ def rollout_metrics(
 def staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
     """The age, in steps, of the weights that sampled the tokens of a step, and the share of continued rollouts."""
     ages = np.concatenate([step - token_versions(t)[t.mask] for t in trajectories])
-    counts = {f"staleness/{age}": mean(ages == age) for age in range(int(ages.max(initial=0)) + 1)}
-    return {"staleness": mean(ages), "continued": mean(len(t.versions) > 1 for t in trajectories), **counts}
+    counts, tokens = np.bincount(ages, minlength=1).tolist(), len(ages)
+    shares = {f"staleness/{age}": Ratio(count, tokens).value for age, count in enumerate(counts)}
+    continued = mean(len(t.versions) > 1 for t in trajectories)
+    return {"staleness": Ratio(int(ages.sum()), tokens).value, "continued": continued, **shares}
 
 
 def gap_by_age(batch: TrainBatch, trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
@@ -76,10 +78,11 @@ def gap_by_age(batch: TrainBatch, trajectories: Sequence[Trajectory], step: int)
     gaps, ages = [np.zeros(0)], [np.zeros(0, np.int64)]
     for i, t in enumerate(trajectories):
         kept = batch.mask[i, : len(t.ids)] > 0
-        gaps.append(np.abs(batch.old_logprobs - batch.sampler_logprobs)[i, : len(t.ids)][kept])
+        gaps.append(np.abs(batch.old_logprobs[i] - batch.sampler_logprobs[i])[: len(t.ids)][kept])
         ages.append(step - token_versions(t)[kept])
-    gap, age = np.concatenate(gaps), np.concatenate(ages)
-    return {f"logp_gap/{n}": mean(gap[age == n]) for n in np.unique(age).tolist()}
+    age = np.concatenate(ages)
+    counts, sums = np.bincount(age), np.bincount(age, np.concatenate(gaps))
+    return {f"logp_gap/{n}": float(sums[n] / counts[n]) for n in np.flatnonzero(counts).tolist()}
 
 
 def token_versions(trajectory: Trajectory) -> np.ndarray:
