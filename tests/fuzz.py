@@ -41,8 +41,9 @@ class Fuzz:
             test(*args, **fixtures, **drawn)
 
         drawn_for.inner_test, pyfuncitem.obj.__signature__ = with_fixtures, inspect.Signature()
-        # Inputs shorter than the test consumes give no example, so lengths must not start at one byte.
-        atheris.Setup([sys.argv[0], "-len_control=0", *self._flags], drawn_for.fuzz_one_input)
+        # Inputs shorter than the test consumes give no example, so lengths must not start at one byte. No limit of
+        # memory: libFuzzer compares it with the peak that Linux reports, which a process inherits from its parent.
+        atheris.Setup([sys.argv[0], "-len_control=0", "-rss_limit_mb=0", *self._flags], drawn_for.fuzz_one_input)
         atheris.Fuzz()
 
 

@@ -19,7 +19,7 @@ SUBJECTS = runpy.run_path(str(PROGRAM))["SUBJECTS"]
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess:
-    done = subprocess.run([sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
