@@ -115,6 +115,7 @@ def configure_jax() -> None:
     if "coordinator" in flags.FLAGS and flags.FLAGS.is_parsed():
         values = flags.FLAGS
         processes.start(values.coordinator, values.processes, values.process, values.distributed)
+    platforms.overlap_collectives(jax.distributed.is_initialized())
     own = logging.getLogger("psearch_jax")
     if not own.handlers:
         handler = logging.StreamHandler(sys.stderr)

@@ -1,4 +1,4 @@
-"""Which kinds of devices JAX should look for on this machine, and which dtypes its processor can multiply."""
+"""Which devices JAX looks for on this machine, XLA's schedule for several GPUs, and what the processor multiplies."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ GOOGLE = "0x1ae0"  # PCI vendor
 NOT_TPUS = ("0x001f", "0x0042")  # devices of that vendor: the disk and network card of a virtual machine
 # Names in /proc/cpuinfo, on x86 and on ARM, of instructions that multiply in 16 bits.
 _PRODUCTS = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16", "fphp"}}
+OVERLAP = "xla_gpu_enable_latency_hiding_scheduler"
 SET_BY_JAX = {"TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH"}  # JAX sets these on import wherever libtpu is installed
 
 
@@ -54,6 +55,19 @@ def skip_absent_tpu(root: Path = Path("/")) -> None:
     if chosen or find_spec("libtpu") is None or _plugins() or may_have_tpu(root):
         return
     jax.config.update("jax_platforms", "cpu")
+
+
+def overlap_collectives(several_processes: bool, root: Path = Path("/")) -> None:
+    """Lets XLA compute on GPUs while they exchange data; call it before the first use of a device.
+
+    By default XLA's schedule for GPUs waits for every collective. The flag is a public one of XLA:
+    https://docs.jax.dev/en/latest/gpu_performance_tips.html. Nothing changes without an NVIDIA GPU, with a single one,
+    or if the user's `XLA_FLAGS` name the flag.
+    """
+    gpus, flags = len(list(root.glob("dev/nvidia[0-9]*"))), os.environ.get("XLA_FLAGS", "")
+    if gpus > 1 or (gpus and several_processes):
+        if OVERLAP not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} --{OVERLAP}=true".strip()
 
 
 @functools.cache

@@ -64,6 +64,34 @@ def test_gpus_and_the_users_choice_are_left_alone(no_choice, tmp_path, monkeypat
     assert jax.config.jax_platforms == "tpu"
 
 
+@pytest.mark.parametrize(
+    ("gpus", "several", "flags", "expected"),
+    [
+        (0, True, "", ""),
+        (1, False, "", ""),
+        (1, True, "", f"--{platforms.OVERLAP}=true"),
+        (8, False, "--xla_dump_to=x", f"--xla_dump_to=x --{platforms.OVERLAP}=true"),
+        (8, True, f"--{platforms.OVERLAP}=false", f"--{platforms.OVERLAP}=false"),
+    ],
+)
+def test_collectives_overlap_where_there_are_several_gpus(tmp_path, monkeypatch, gpus, several, flags, expected):
+    """Eight GPUs wait for every gather of weights, or a user's own choice is overwritten."""
+    (tmp_path / "dev").mkdir()
+    for name in ["nvidiactl", "nvidia-uvm", *(f"nvidia{i}" for i in range(gpus))]:
+        (tmp_path / "dev" / name).touch()
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    platforms.overlap_collectives(several, tmp_path)
+    assert os.environ["XLA_FLAGS"] == expected
+
+
+def test_xla_knows_the_flag():
+    """XLA ends a program whose XLA_FLAGS name a flag that it no longer has."""
+    environment = {**os.environ, "XLA_FLAGS": f"--{platforms.OVERLAP}=true", "JAX_PLATFORMS": "cpu"}
+    program = [sys.executable, "-c", "import jax; print(jax.devices()[0].platform)"]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "cpu", done.stderr[-2000:]
+
+
 def test_a_program_says_nothing_of_a_tpu(tmp_path):
     """The first thing that a newcomer sees is a page of libtpu's warnings."""
     if find_spec("libtpu") is None or platforms.may_have_tpu():
