@@ -43,7 +43,7 @@ def given_config() -> Config:
     elif REPLAY.value:
         from psearch_jax.train.checkpointing.run_config import config_of
 
-        recorded = config_of(REPLAY.value)
+        recorded = config_of(REPLAY.value, training=True)
         if recorded is None:
             raise UserError(
                 f"--replay={REPLAY.value}: no run with a checkpoint, accepted: a run directory, or --config"

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -71,19 +72,26 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
         return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=devices)
     except NotImplementedError:  # an axis is not a product of physical axes of the slice, such as 8 in 4x4
         grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-        return Mesh(grid, AXES, axis_types=types)
+    except AssertionError:  # the devices are not a block of the slice: those that `rollout_devices` leaves of it
+        grid = np.asarray(devices).reshape(sizes)
+    return Mesh(grid, AXES, axis_types=types)
 
 
 def make_meshes(section: MeshSection) -> tuple[Mesh, Mesh]:
     """The meshes of the devices that train and of those that sample; without `rollout_devices` they are the same one.
 
     Raises:
-      UserError: as `make_mesh`, or there are not more devices than `rollout_devices`.
+      UserError: as `make_mesh`, or there are not more devices than `rollout_devices`, or several processes.
     """
     devices, n = jax.devices(), section.rollout_devices
     if not n:
         mesh = make_mesh(section)
         return mesh, mesh
+    if jax.process_count() > 1:
+        raise UserError(
+            f"config.mesh.rollout_devices: found {n} with {jax.process_count()} processes, accepted: 0, or a single "
+            "process"
+        )
     if n >= len(devices) or n % section.rollout_tensor:
         raise UserError(
             f"config.mesh.rollout_devices: found {n} with rollout_tensor={section.rollout_tensor} and {len(devices)} "

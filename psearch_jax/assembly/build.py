@@ -301,11 +301,6 @@ def _tokenizer_of(config: Config, recorded: str) -> str:
 def _check_shares(config: Config, training: bool) -> None:
     count = jax.process_count()
     shared = {"rollout.slots": config.rollout.slots} | ({"train.prompts": config.train.prompts} if training else {})
-    if training and config.mesh.rollout_devices and count > 1:
-        raise UserError(
-            f"config.mesh.rollout_devices: found {config.mesh.rollout_devices} with {count} processes, accepted: 0, "
-            "or a single process"
-        )
     for field, value in shared.items():
         if value % count:
             raise UserError(f"config.{field}: found {value}, accepted: a multiple of the {count} processes")

@@ -11,12 +11,11 @@ from psearch_jax.eval.benchmarks import PAIRS
 from psearch_jax.eval.scores import Score, by_kind, em_interval
 from psearch_jax.report.charts import POOLED, SPLIT, Chart, Line, distribution_charts, distributions, short
 from psearch_jax.report.runs import RunFiles
-from psearch_jax.runtime.metrics import mean
+from psearch_jax.runtime.metrics import PHASES, mean
 from psearch_jax.types import END_STATUSES, KINDS, RewardParts
 
 INTERVALS = 12  # at most this number of EM intervals over the steps; one step has too few questions for one
 ENDS = 5  # the first and the last fifth of the steps are compared
-PHASES = ("rollout", "probe", "reward", "logprobs", "update")
 
 _HIDDEN = " With several runs, choose a question kind to see the intervals."
 

@@ -63,8 +63,8 @@ def policy_loss(
       packing of trajectories into rows does not affect the loss.
       `displaced` is the share of good actions' tokens whose action lost more than ROUNDING of total log-prob.
       `logp_gap` is the mean of |old - sampler|, or of |logp - sampler| with `old_logprobs=sampler`; `importance` and
-      `importance_squared` are the means of the ratio exp(old - sampler) and of its square. `rejected` is the share of
-      tokens in rejected rollouts. These still count where the loss divides.
+      `importance_squared` are the means over tokens of the importance weight, not truncated, and of its square.
+      `rejected` is the share of tokens in rejected rollouts. These still count where the loss divides.
     """
     counts = mask > 0
     change = log_ratio = jnp.where(counts, logp - old, 0.0)
@@ -78,12 +78,12 @@ def policy_loss(
     # The sampler's policy differs from the old policy: slightly by its arithmetic, and by the age of its weights.
     current = jax.lax.stop_gradient(logp if learning.old_logprobs == "sampler" else old)
     gap = jnp.clip(jnp.where(counts, current - sampler, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    importance = jnp.exp(gap)
+    if learning.importance_level == "sequence":
+        importance = jnp.exp(jnp.clip(_of_own(gap, segments), -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    else:
+        importance = jnp.exp(gap)
     if learning.importance_cap > 0:  # truncated importance sampling
-        weight = importance
-        if learning.importance_level == "sequence":
-            weight = jnp.exp(jnp.clip(_of_own(gap, segments), -MAX_LOG_RATIO, MAX_LOG_RATIO))
-        surrogate = surrogate * jnp.minimum(weight, learning.importance_cap)
+        surrogate = surrogate * jnp.minimum(importance, learning.importance_cap)
     kl = jnp.where(counts, k3(logp, ref, learning.kl_clamp), 0.0)
     kl_coefficient = learning.kl_coefficient if learning.kl_in == "loss" else 0.0
     per_token = (-surrogate + kl_coefficient * kl - learning.entropy_coefficient * entropy) * mask

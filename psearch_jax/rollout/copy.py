@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from psearch_jax.config import DecoderConfig
 from psearch_jax.models import int8, lora
 from psearch_jax.models.transposed import multiplies_slowly_transposed, with_head
-from psearch_jax.sharding import SAMPLING, STORAGE, MeshAxes, param_shardings
+from psearch_jax.sharding import AXES, SAMPLING, STORAGE, MeshAxes, param_shardings
 
 
 def sampled_shape(config: DecoderConfig, mesh: Mesh, dtype: Any) -> DecoderConfig:
@@ -105,8 +106,9 @@ class SamplingCopy:
 class MovedCopy:
     """Makes the same copy as `SamplingCopy` for a sampler on other devices than those of the weights.
 
-    The weights are cast in their storage sharding and sent from device to device, array by array, so neither mesh
-    holds more than its part. Frozen weights are sent once, adapters every time.
+    The weights are cast in their storage sharding. Array by array they are gathered over fsdp, into the sampler's
+    shards, and sent from device to device: JAX would copy other shards through the host's memory. Frozen weights are
+    sent once, adapters every time.
 
     Args:
       source: the mesh of the weights; `mesh` is the sampler's. The others as in `SamplingCopy`.
@@ -119,6 +121,7 @@ class MovedCopy:
         rounding = int8.with_kernels if in_int8 else None
         self._cast = sampling_cast(weights, dtype, source, rounding, STORAGE)
         self._mesh, self._trained = mesh, trained
+        self._source = _with_tensor(source, mesh.shape["tensor"])
         self._unties = "lm_head" not in weights and multiplies_slowly_transposed(mesh, dtype)
         self._kept: nnx.State | None = None
         self.sent_bytes = 0
@@ -137,7 +140,33 @@ class MovedCopy:
 
     def _sent(self, params: nnx.State) -> nnx.State:
         self.sent_bytes += sum(x.nbytes for x in jax.tree.leaves(params))
-        return jax.device_put(params, param_shardings(params, SAMPLING, self._mesh))
+        places, targets = (param_shardings(params, SAMPLING, mesh) for mesh in (self._source, self._mesh))
+
+        def send(x: jax.Array, there: NamedSharding, target: NamedSharding) -> jax.Array:
+            gathered = _gathered(there, in_two=there.mesh != x.sharding.mesh)(x)
+            return jax.block_until_ready(jax.device_put(gathered, target))
+
+        return jax.tree.map(send, params, places, targets)
+
+
+def _with_tensor(mesh: Mesh, size: int) -> Mesh:
+    """The same devices in the same order, with another size of `tensor`; the same mesh if it does not divide them."""
+    if mesh.shape["tensor"] == size or mesh.size % size:
+        return mesh
+    return Mesh(mesh.devices.reshape(1, -1, size), AXES, axis_types=mesh.axis_types)
+
+
+@functools.cache
+def _gathered(sharding: NamedSharding, in_two: bool) -> Callable[[jax.Array], jax.Array]:
+    """A program that reshards an array on its devices; `in_two` steps between meshes of other shapes, which is how
+    XLA would do it, with a warning for each array.
+    """
+    complete = NamedSharding(sharding.mesh, PartitionSpec())
+
+    def program(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, complete) if in_two else x
+
+    return jax.jit(program, out_shardings=sharding)
 
 
 @jax.jit

@@ -21,6 +21,8 @@ import jax
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.paths import is_remote, locate, write_whole
 
+# The phases of a training step that do not overlap: the sum of their `PHASE_s` is its duration.
+PHASES = ("rollout", "probe", "reward", "logprobs", "update", "sampling_wait")
 PUT_S = 30.0
 _ROWS = "metrics.jsonl"
 

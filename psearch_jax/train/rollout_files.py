@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -40,7 +41,7 @@ def unpacked(content: bytes) -> tuple[list[tuple[dict[str, Any], Arrays]], dict[
         with np.load(io.BytesIO(content)) as saved:
             arrays = [saved[name] for name in _ARRAYS]
             facts = json.loads(saved["described"].tobytes())
-    except (OSError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(str(error)) from None
     rows = facts.pop("rows")
     ends = np.cumsum([row["tokens"] for row in rows])[:-1]

@@ -85,12 +85,14 @@ def sampling_ahead(run: Run, step: int, times: dict[str, float]) -> Iterator[Non
     They are sampled by the weights before the update. An error or a stop request ends both.
 
     Args:
-      times: the seconds of the phases transfer and sampling_ahead are added to it.
+      times: the seconds of the phases sampling_ahead (at the same time as the block), sampling_wait (before and after
+        the block) and transfer (a part of sampling_wait) are added to it.
     """
     if not (run.config.mesh.rollout_devices and run.config.train.staleness) or run.recording is not None:
         yield
         return
-    params = _sampling_copy(run, times)
+    with run.phase("sampling_wait", times):
+        params = _sampling_copy(run, times)
     temperature = run.config.rollout.temperature
 
     def sample() -> None:
@@ -103,7 +105,8 @@ def sampling_ahead(run: Run, step: int, times: dict[str, float]) -> Iterator[Non
     except BaseException:
         future.exception()  # wait: the sampler uses the run's devices
         raise
-    future.result()
+    with run.phase("sampling_wait", times):
+        future.result()
 
 
 def _recorded_rollouts(

@@ -23,6 +23,17 @@ from psearch_jax.train.state import updates_per_step, warmup_updates, with_warmu
 from psearch_jax.types import UserError
 
 log = logging.getLogger("psearch_jax")
+# Fields that rollouts in flight depend on: under other values they would be continued wrongly.
+_IN_FLIGHT = (
+    "data.",
+    "method",
+    "model.tokenizer",
+    "retrieval.",
+    "rollout.",
+    "seed",
+    "train.prompts",
+    "train.staleness",
+)
 
 
 class Saver:
@@ -67,10 +78,11 @@ class Saver:
         if step and self.checkpoints.latest() != step and self._run.state is not None:
             self.save(step, loader, rollouts)
         self.checkpoints.wait()
+        kept = step if self._run.state is not None else self.checkpoints.latest()
+        saved = f"saved after step {kept}" if kept else "nothing is saved yet"
         if isinstance(stop, Interrupted):
-            kept = step if self._run.state is not None else self.checkpoints.latest()
-            raise Interrupted(f"saved after step {kept}" if kept else "nothing is saved yet") from None
-        log.error("lost the retriever; saved after step %d, the same command resumes from there", step)
+            raise Interrupted(saved) from None
+        log.error("lost the retriever; %s, the same command resumes from there", saved)
         raise stop
 
 
@@ -85,8 +97,12 @@ def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: boo
     """
     changes: dict[str, str] = {}
 
+    flying: list[InFlight] = []
+
     def accept(loop: Mapping[str, Any]) -> None:
         changes.update(settings.accepted_changes(loop, run.settings, workdir, allow_changes))
+        if "in_flight" in loop and not any(name.startswith(_IN_FLIGHT) for name in changes):
+            flying[:] = [in_flight.restored(loop["in_flight"], run.config.rollout.samples)]
 
     run.initial_state = None  # frees the initial weights before the checkpoint is loaded
     run.state, loop = checkpoints.restore(run.abstract, accept)
@@ -104,6 +120,8 @@ def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: boo
         if not changes:
             raise
         log.warning("the questions start from the beginning (%s)", error)
-    if "in_flight" in loop and "train.staleness" not in changes:
-        run.stream.restore(in_flight.restored(loop["in_flight"], config.rollout.samples))
+    if flying:
+        run.stream.restore(flying[0])
+    elif "in_flight" in loop:
+        log.warning("the rollouts in flight are dropped, because they depend on settings that changed")
     return step, bool(changes)

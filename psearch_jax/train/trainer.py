@@ -201,6 +201,7 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult
                 updates = _update(run, mini_batches(batch, config.learning.mini_batch_rollouts), step, copy)
     except (Interrupted, RetrievalError):
         if updates:  # the sampler stopped after the updates were complete
+            run.state = None  # frees the updated state before the copy is sent to the devices
             run.state = copy.state() if copy else None
         raise
     sampled = sum(int(t.mask.sum()) for t in rollouts.trajectories)
@@ -216,7 +217,7 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult
             metrics["transfer_bytes"] = run.learner.transferred_bytes
     metrics["trained_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
     updated = _policy_learns(run, step), run.critic is not None
-    share = update_peak_share(config, run.model, batch, times["update"], *updated)
+    share = update_peak_share(config, run.model, batch, times["update"], run.learner.mesh.size, *updated)
     metrics |= {"update_peak_share": share} if share else {}
     return StepResult(metrics, rollouts.trajectories, rollouts.rewards, rollouts.draws)
 

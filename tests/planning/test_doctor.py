@@ -169,3 +169,12 @@ def test_a_run_that_goes_on_is_known_and_the_program_counts(tmp_path):
     done = completed([*command, "--config.retrieval.corpus=nowhere.jsonl"])
     assert done.returncode == 2 and "2 to fix" in done.stderr.splitlines()[-1], done.stdout + done.stderr
     assert sum(line.startswith("FIX") for line in done.stdout.splitlines()) == 2
+
+
+def test_devices_that_only_sample_hold_no_state(tmp_path, monkeypatch):
+    """A run with `mesh.rollout_devices` that would work is reported as one that cannot be planned."""
+    alone, plans, here = [], [], jax.devices()
+    doctor.memory(config(), alone)
+    monkeypatch.setattr(jax, "devices", lambda: here * 2)
+    text = doctor.memory(config(mesh={"rollout_devices": 1}), plans)
+    assert "GiB on each device" in text and plans[0].held_bytes == alone[0].held_bytes

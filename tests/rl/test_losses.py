@@ -150,6 +150,10 @@ def test_the_effective_sample_size_by_hand():
     metrics = {name: ratio.value for name, ratio in loss(sampler=sampler)[1].items()}
     combined = over_updates([{**metrics, "skipped": 0, "bad_in_a_row": 0, "bad_gradient": 0, "learning_rate": 0}])
     assert combined["effective_sample_size"] == pytest.approx(4.5**2 / (3 * 10.25), rel=1e-5)
+    by_rollout = loss(sampler=sampler, importance_cap=2.0, importance_level="sequence")[1]  # weights 1.5, 1.5 and 1
+    metrics |= {name: by_rollout[name].value for name in ("importance", "importance_squared")}
+    combined = over_updates([{**metrics, "skipped": 0, "bad_in_a_row": 0, "bad_gradient": 0, "learning_rate": 0}])
+    assert combined["effective_sample_size"] == pytest.approx(4.0**2 / (3 * 5.5), rel=1e-5)
     equal = {name: ratio.value for name, ratio in loss()[1].items()}
     combined = over_updates([{**equal, "skipped": 0, "bad_in_a_row": 0, "bad_gradient": 0, "learning_rate": 0}])
     assert combined["effective_sample_size"] == pytest.approx(1) and combined["rejected"] == 0

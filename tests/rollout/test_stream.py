@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from helpers import make_collector, make_learner, make_sampler, question, random_params, retriever, rollout_section
+from programs import ROOT, completed
 from written import CONFIG
 
 from psearch_jax.rl.batch import make_batch
+from psearch_jax.rollout.scheduler import Waiting
+from psearch_jax.rollout.stream import InFlight
 from psearch_jax.train.checkpointing import in_flight
 from psearch_jax.train.state import init_state
 
@@ -193,3 +197,32 @@ def test_slots_stay_full_while_a_batch_ends(tiny_tokenizer, policies):
 
     (steps, use), (fewer, higher) = cost(0), cost(2)
     assert fewer < steps and higher > use, ((steps, use), (fewer, higher))
+
+
+def test_rollouts_of_two_processes_continue_in_one_in_order(monkeypatch):
+    """Rollouts of a later batch would take the slots before those of the batch that is due."""
+
+    def of(process: int) -> InFlight:
+        waiting = [
+            Waiting(
+                order, question(f"{order // SAMPLES * 2 + process}"), order % SAMPLES, [1, 2], np.zeros(2, np.uint32)
+            )
+            for order in range(4 * SAMPLES)
+        ]
+        return InFlight(4 * SAMPLES, (range(2 * SAMPLES), range(2 * SAMPLES, 4 * SAMPLES)), tuple(waiting), (), {})
+
+    monkeypatch.setattr(in_flight.processes, "allgather", lambda _: [of(0), of(1)])
+    taken_up = in_flight.restored(in_flight.saved(of(0), SAMPLES), SAMPLES)
+    assert [one.order for one in taken_up.waiting] == list(range(8 * SAMPLES))
+    assert [one.question.id for one in taken_up.waiting] == [str(i // SAMPLES) for i in range(8 * SAMPLES)]
+    assert taken_up.batches == (range(4 * SAMPLES), range(4 * SAMPLES, 8 * SAMPLES))
+
+
+@pytest.mark.parametrize(("mesh", "sampler_tensor"), [("4,1", 1), ("2,2", 2), ("4,1", 2), ("2,2", 1)])
+def test_weights_are_sent_from_device_to_device(mesh, sampler_tensor):
+    """Weights that pass through host memory at every step, or arrive in other places."""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    script = ROOT / "tests" / "support" / "moved_copy.py"
+    done = completed([script, mesh, str(sampler_tensor)], env=environment)
+    assert done.returncode == 0 and float(done.stdout.split()[-1]) == 0, done.stderr[-3000:]
+    assert "Involuntary full rematerialization" not in done.stderr

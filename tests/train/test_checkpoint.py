@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -112,6 +113,27 @@ def test_what_is_damaged_is_set_aside(kept, tmp_path, caplog, item, name, damage
     keeper.wait()
     assert keeper.restore(abstract())[1]["step"] == 2
     assert sorted(p.name for p in directory.iterdir()) == ["1", "2", "2.unreadable"]
+
+
+def test_rollouts_in_flight_that_are_damaged_are_set_aside(kept, tmp_path, caplog):
+    """A wrong byte in the rollouts in flight would end the run at every start, though an older checkpoint is whole."""
+    keeper, _ = kept
+
+    def accept(loop):
+        if loop["step"] == 2:
+            raise ValueError("Error -3 while decompressing data")
+
+    assert keeper.restore(abstract(), accept)[1]["step"] == 1
+    assert "checkpoint 2 cannot be read (ValueError: Error -3" in caplog.text
+    assert (tmp_path / "checkpoints" / "2.unreadable").is_dir()
+
+
+def test_room_for_rollouts_in_flight(tmp_path, monkeypatch):
+    """A nearly full disk would pass the check, and the checkpoint fail in the middle of writing."""
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**26))
+    checkpoint.check_room(tmp_path, np.zeros(10))
+    with pytest.raises(OSError, match="it needs 1"):
+        checkpoint.check_room(tmp_path, np.zeros(10), 10**8)
 
 
 def test_nothing_is_set_aside_when_nothing_can_be_read(kept, tmp_path):

@@ -125,10 +125,16 @@ def test_what_a_replay_refuses(recorded, tmp_path, tiny_policy):
     assert "--config: none given, accepted: a file such as configs/smoke.py, or --replay=RUN" in refused
 
 
-def test_a_damaged_recording(recorded, tmp_path):
-    """A file cut by a full disk would end in a traceback of the zip reader."""
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_a_damaged_recording(recorded, tmp_path, damage):
+    """A file cut by a full disk, or with a wrong byte, would end in a traceback of the zip reader."""
     (tmp_path / "rollouts").mkdir()
-    whole = (recorded / "rollouts" / "000000.npz").read_bytes()
-    (tmp_path / "rollouts" / "000000.npz").write_bytes(whole[: len(whole) // 2])
+    content = bytearray((recorded / "rollouts" / "000000.npz").read_bytes())
+    if damage == "cut":
+        del content[len(content) // 2 :]
+    else:
+        start = content.index(b"ids.npy") + len("ids.npy") + 40
+        content[start : start + 16] = b"\xff" * 16  # in the compressed data, not in a table of the archive
+    (tmp_path / "rollouts" / "000000.npz").write_bytes(content)
     with pytest.raises(UserError, match="000000.npz: cannot be read"):
         replay.Recording(str(tmp_path)).draws(0)

@@ -9,8 +9,10 @@ import signal
 import threading
 import weakref
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -21,9 +23,11 @@ from psearch_jax.assembly import build
 from psearch_jax.config import from_mapping, to_mapping
 from psearch_jax.train import trainer
 from psearch_jax.train.checkpointing import checkpoint, preemption, settings
+from psearch_jax.train.saving import Saver
 from psearch_jax.train.state import updates_per_step, warmup_updates, with_warmup
 from psearch_jax.train.trainer import train_step
 from psearch_jax.types import RewardParts, UserError
+from retrieval.protocol import RetrievalError
 
 FIELDS = {
     "rollout.context_tokens": 72,
@@ -317,6 +321,38 @@ class Alarm:
 
     def __getattr__(self, name):
         return getattr(self.loader, name)
+
+
+@pytest.mark.parametrize("keeps_copy", [True, False])
+def test_a_sampler_that_stops_after_the_updates(parts, tmp_path, monkeypatch, caplog, keeps_copy):
+    """Two states on the devices at once, where one fills them; or a log line that claims a checkpoint that is not
+    there. With `mesh.rollout_devices` the sampler may lose its retriever when the updates are complete."""
+
+    @contextmanager
+    def sampling_ahead(*_):
+        yield
+        raise RetrievalError("unreachable")
+
+    run, kept = again(parts), preemption.HostCopy.state
+    run.state = run.initial_state()
+    run.keeps_copy, before = keeps_copy, jax.tree.map(np.asarray, run.state.params)
+
+    def state(copy):
+        assert run.state is None, "the updated state is still on the devices"
+        return kept(copy)
+
+    monkeypatch.setattr(trainer, "sampling_ahead", sampling_ahead)
+    monkeypatch.setattr(preemption.HostCopy, "state", state)
+    with pytest.raises(RetrievalError):
+        train_step(run, next(run.loader), 3)
+    if keeps_copy:
+        assert all(jax.tree.leaves(jax.tree.map(np.array_equal, before, jax.tree.map(np.asarray, run.state.params))))
+        return
+    assert run.state is None
+    checkpoints = SimpleNamespace(latest=lambda: 2, wait=lambda: None)
+    with pytest.raises(RetrievalError):
+        Saver(run, checkpoints, None).abandon(RetrievalError("unreachable"), 3, {}, None)
+    assert "lost the retriever; saved after step 2" in caplog.text
 
 
 @pytest.fixture

@@ -2,10 +2,12 @@
 
 import json
 
+import jax
 import pytest
 
 from configs import smoke
-from psearch_jax.config import Config, from_mapping
+from psearch_jax.config import Config, MeshSection, from_mapping, to_mapping
+from psearch_jax.train.checkpointing import run_config
 from psearch_jax.train.checkpointing.run_config import EXPORTED, PROMPT, config_of, export_files
 from psearch_jax.types import UserError
 
@@ -58,3 +60,29 @@ def test_an_export_of_another_version_is_refused_by_name(tmp_path):
     file.write_text(json.dumps(values | {"rollout": values["rollout"] | {"widths": 3}}))
     with pytest.raises(UserError, match=r"psearch.json: config.rollout.widths: this field is now called"):
         config_of(str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "expected", "trained"),
+    [
+        ({"fsdp": 2, "rollout_devices": 2}, 4, MeshSection(), MeshSection(fsdp=2, rollout_devices=2)),
+        (
+            {"tensor": 2, "rollout_devices": 4, "rollout_tensor": 4},
+            8,
+            MeshSection(tensor=4),
+            MeshSection(tensor=2, rollout_devices=4, rollout_tensor=4),
+        ),
+        ({"rollout_devices": 6}, 4, MeshSection(), MeshSection()),
+        ({"data": 2, "fsdp": 2}, 8, MeshSection(), MeshSection()),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 8, MeshSection(2, 2, 2), MeshSection(2, 2, 2)),
+    ],
+)
+def test_the_mesh_of_a_run(tmp_path, monkeypatch, mesh, devices, expected, trained):
+    """A run with devices that only sample could not be evaluated on the machine that trained it, or its replay would
+    train on other devices."""
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    monkeypatch.setattr(run_config, "find_checkpoint", lambda path: path / "checkpoints" / "1")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps(to_mapping(from_mapping({"mesh": mesh}))))
+    assert config_of(str(tmp_path)).mesh == expected
+    assert config_of(str(tmp_path), training=True).mesh == trained

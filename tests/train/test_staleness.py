@@ -99,13 +99,21 @@ def test_a_recorded_stale_run_replays_to_the_bit(straight, tmp_path):
     assert [row["logp_gap"] for row in ours] == [row["logp_gap"] for row in theirs]
 
 
-def test_another_staleness_needs_consent_and_starts_anew(straight, tmp_path, capfd):
-    """Rollouts that stay in flight with a bound that they exceed."""
+def test_other_settings_need_consent_and_rollouts_start_anew(tmp_path):
+    """Rollouts that stay in flight with a bound that they exceed, or that are counted into groups of another size and
+    so continue from the prompts of other questions."""
     run(command(tmp_path, "toy", 2, **STALE))
-    refused = run(command(tmp_path, "toy", 3, **{**STALE, "train.staleness": 1}), expect=2)
-    assert "train.staleness" in refused.stderr
-    run([*command(tmp_path, "toy", 4, **{**STALE, "train.staleness": 1}), "--allow_changes"])
+    changed = {**STALE, "train.staleness": 1, "rollout.samples": 8, "rollout.context_tokens": 320}
+    refused = run(command(tmp_path, "toy", 3, **changed), expect=2)
+    assert all(name in refused.stderr for name in ("train.staleness", "rollout.samples", "rollout.context_tokens"))
+    resumed = run([*command(tmp_path, "toy", 4, **changed, **{"train.trajectories_per_step": 64}), "--allow_changes"])
+    assert "rollouts in flight are dropped" in resumed.stderr
     assert all(row["staleness"] <= 1 for row in metrics_without_clocks(tmp_path)[2:])
+    for step in (2, 3):
+        prompts: dict[str, set] = {}
+        for row in map(json.loads, (tmp_path / "trajectories" / f"{step:06d}.jsonl").read_text().splitlines()):
+            prompts.setdefault(row["question"], set()).add(tuple(row["ids"][: row["mask"].index(1)]))
+        assert all(len(own) == 1 for own in prompts.values()) and len(set.union(*prompts.values())) == len(prompts)
 
 
 @pytest.mark.slow
@@ -181,6 +189,8 @@ def test_two_meshes_repeat_and_resume_to_the_bit(tmp_path):
     finish(eight(whole, 4, 4))
     rows = metrics_without_clocks(whole)
     assert all(1 <= row["staleness"] <= 2 for row in rows[1:])
+    waits = [json.loads(line)["sampling_wait_s"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert min(waits) > 0, "the step's time lacks the wait for the sampler"
     process = eight(killed, 4, 4)
     wait_for(lambda: (killed / "checkpoints" / "2").is_dir(), process)
     process.send_signal(signal.SIGKILL)

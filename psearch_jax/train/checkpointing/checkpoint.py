@@ -75,7 +75,7 @@ class Checkpoints:
             loop=ocp.args.JsonSave({**loop, "step": step}),
         )
         with writing(self._directory):
-            check_room(self._directory, state)
+            check_room(self._directory, state, len(loop.get("in_flight", {}).get("rollouts", "")))
             self._manager.save(step, args=arguments, force=True)
 
     def restore(
@@ -85,7 +85,8 @@ class Checkpoints:
 
         Args:
           state: the target shapes and shardings, on any mesh; ShapeDtypeStructs are enough.
-          accept: called with a checkpoint's `loop` before its arrays are loaded; it raises to refuse the checkpoint.
+          accept: called with a checkpoint's `loop` before its arrays are loaded; it raises to refuse the checkpoint, a
+            ValueError if the checkpoint is damaged.
 
         Raises:
           UserError: the checkpoint has another architecture, none can be read, or reading failed without damage.
@@ -96,7 +97,13 @@ class Checkpoints:
             arrays, loop, problem = None, *self._read(step, loop=ocp.args.JsonRestore())
             if not problem:
                 loop = loop["loop"]
-                accept(loop)
+                try:
+                    accept(loop)
+                except UserError:
+                    raise
+                except ValueError as error:
+                    problem = _first_line(error)
+            if not problem:
                 _same_shapes(self._directory / str(step), loop, state.params)
                 arrays, problem = self._read(
                     step,
@@ -176,12 +183,12 @@ def writing(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def check_room(directory: Path, tree: Any) -> None:
-    """Raises OSError in all processes if one of them has no disk space for a checkpoint of these arrays.
+def check_room(directory: Path, tree: Any, extra: int = 0) -> None:
+    """Raises OSError in all processes if one of them has no disk space for these arrays and `extra` bytes.
 
     Checked first, because a disk that fills up while Orbax's threads write gives pages of tracebacks.
     """
-    size = int(1.1 * sum(x.nbytes for x in jax.tree.leaves(tree))) + _OVERHEAD
+    size = int(1.1 * sum(x.nbytes for x in jax.tree.leaves(tree))) + extra + _OVERHEAD
 
     def ask() -> None:
         if is_remote(directory):  # an object store has no size limit

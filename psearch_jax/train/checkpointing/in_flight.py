@@ -68,6 +68,7 @@ def restored(record: dict[str, Any], samples: int) -> InFlight:
         turns, versions = list(map(turn_of, row["turns"])), [(int(at), int(v)) for at, v in row["versions"]]
         rollout = Rollout(order, question, sample, prompt_length, row["turn_start"], turns, versions)
         suspended.append(Suspended(rollout, *arrays, key, row["turn_left"], row["automaton"]))
+    waiting.sort(key=lambda one: one.order)  # with fewer processes than before, the order of several is merged
     batches = tuple(range(start // count, stop // count) for start, stop in facts["batches"])
     return InFlight(facts["added"] // count, batches, tuple(waiting), tuple(suspended), results)
 

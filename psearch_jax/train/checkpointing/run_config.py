@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -21,10 +21,13 @@ EXPORTED = "psearch.json"  # in an export: a config with method, prompt, budgets
 PROMPT = "prompt.txt"  # in an export: a prompt template that is not packaged
 
 
-def config_of(model: str) -> Config | None:
+def config_of(model: str, training: bool = False) -> Config | None:
     """The config of the run that `model`, a checkpoint or run directory, belongs to, or of an export; else None.
 
     A mesh that does not fit this machine's devices is replaced by the default one.
+
+    Args:
+      training: keep `mesh.rollout_devices`. Else the mesh has all devices, and `tensor` suffices for both parts.
 
     Raises:
       UserError: config.json cannot be read.
@@ -43,11 +46,16 @@ def config_of(model: str) -> Config | None:
         config = from_mapping(values)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
-    sizes = astuple(config.mesh)
+    mesh, devices = config.mesh, jax.device_count()
+    if training:
+        devices -= mesh.rollout_devices
+    elif mesh.rollout_devices:
+        mesh = MeshSection(tensor=max(mesh.tensor, mesh.rollout_tensor))
+    sizes = (mesh.data, mesh.fsdp, mesh.tensor)
     known = math.prod(size for size in sizes if size > 0)
-    if jax.device_count() % known or (-1 not in sizes and known != jax.device_count()):  # the run used another machine
-        config = replace(config, mesh=MeshSection())
-    return config
+    if devices < 1 or devices % known or (-1 not in sizes and known != devices):  # the run used another machine
+        mesh = MeshSection()
+    return replace(config, mesh=mesh)
 
 
 def export_files(config: Config) -> dict[str, bytes]:

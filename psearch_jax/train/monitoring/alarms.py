@@ -173,8 +173,8 @@ def _first_nonfinite_param(run: Run, metrics: Mapping[str, float]) -> str:
 def probe(run: Run, step: int, rolled: Sequence[Trajectory]) -> dict[str, float]:
     """EM of each question's first rollout, and of the same rollout with passages retrieved for unrelated questions.
 
-    Both use the step's random keys, so only the passages differ (with `train.staleness` also the weights, by as many
-    steps). All processes must call this.
+    Both use the step's random keys, so only the passages differ. With `train.staleness` the weights differ too, by as
+    many steps, and after further draws of dynamic sampling the keys. All processes must call this.
 
     Args:
       rolled: the rollouts of the step's first batch, of all processes.

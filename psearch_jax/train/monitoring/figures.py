@@ -92,7 +92,7 @@ def token_versions(trajectory: Trajectory) -> np.ndarray:
 
 
 def update_peak_share(
-    config: Config, model: DecoderConfig, batch: TrainBatch, seconds: float, policy: bool = True, critic: bool = False
+    config: Config, model: DecoderConfig, batch: TrainBatch, seconds: float, devices: int, policy: bool, critic: bool
 ) -> float | None:
     """Model FLOPs utilisation of a step's updates against the devices' published peak; None if the peak is unknown.
 
@@ -101,6 +101,7 @@ def update_peak_share(
 
     Args:
       seconds: the duration of the updates.
+      devices: how many train.
       policy, critic: which of them were updated; a critic has no lm head.
     """
     chip = chip_of(jax.devices()[0])
@@ -109,7 +110,7 @@ def update_peak_share(
     passes = 2 if config.model.lora_rank else 3
     counted = [int(np.count_nonzero(batch.mask))] * policy + [0] * critic
     flops = passes * sum(forward_flops(model, batch.length, ids) for ids in counted)
-    return flops / (seconds * chip.flops * jax.device_count())
+    return flops / (seconds * chip.flops * devices)
 
 
 def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from psearch_jax.config import Config, to_mapping
 from psearch_jax.eval.evaluate import trajectory_row
 from psearch_jax.runtime import processes
+from psearch_jax.runtime.metrics import PHASES
 from psearch_jax.runtime.paths import write_whole
 from psearch_jax.types import KINDS, RewardParts, Trajectory
 
@@ -58,7 +59,7 @@ def report(bar: tqdm, step: int, metrics: Mapping[str, float]) -> None:
         for kind in KINDS
         if f"em/{kind}" in metrics
     )
-    seconds = sum(metrics[f"{phase}_s"] for phase in ("rollout", "reward", "logprobs", "update"))
+    seconds = sum(metrics.get(f"{phase}_s", 0.0) for phase in PHASES)
     answered = metrics["status/answered"]
     line = f"step {step} reward {metrics['reward']:.3f} answered {answered:.2f} {kinds} {seconds:.1f}s"
     if bar.disable:
