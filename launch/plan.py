@@ -62,16 +62,19 @@ def main(_: list[str]) -> None:
     def gib(size: int) -> str:
         return f"{size / GIB:.2f}"
 
-    mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
+    def sizes(mesh: Any) -> str:
+        return " x ".join(f"{name} {size}" for name, size in mesh.items())
+
+    mesh = sizes(plan.mesh) + (f" train, {sizes(plan.rollout_mesh)} sample" if plan.split else "")
     kind = f"{plan.chips} x {target.kind}, {gib(plan.chip.hbm_bytes)} GiB each"
     print(f"{TOPOLOGY.value}: {kind}; {mesh}\n")
     rows = [["resident", "GiB per chip"]]
     print(table(rows + [[name.replace("_", " "), gib(size)] for name, size in plan.resident.items()]) + "\n")
     rows = [["program", "largest at width", "peak", "other arrays", "total", "compiled in"]]
     for name, p in plan.programs.items():
-        sizes = [gib(n) for n in (p.peak_bytes, p.resident_bytes, p.total_bytes)]
+        numbers = [gib(n) for n in (p.peak_bytes, p.resident_bytes, p.total_bytes)]
         width = f"{p.width} of {', '.join(map(str, plan.widths[name]))}" if p.width else ""
-        rows.append([name, width, *([p.refused, "", ""] if p.refused else sizes), f"{p.compile_s:.0f} s"])
+        rows.append([name, width, *([p.refused, "", ""] if p.refused else numbers), f"{p.compile_s:.0f} s"])
     print(table(rows) + "\n")
     spare = gib(plan.headroom_offloaded_bytes)
     print(f"headroom {gib(plan.headroom_bytes)} GiB; {spare} with the optimizer in host memory between updates")
@@ -87,9 +90,12 @@ def main(_: list[str]) -> None:
     sampled = SAMPLED.value or ids // 4
     floor = floor_seconds(plan, config, ids, sampled)
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in floor.items())
+    seconds = sum(floor.values())
+    if plan.split and config.train.staleness:  # at the same time
+        sampling = floor["prefill"] + floor["decode"]
+        seconds = max(sampling, seconds - sampling)
     print(
-        f"a step takes at least {sum(floor.values()):.0f} s ({parts}) with {ids} tokens per trajectory, "
-        f"{sampled} of them sampled"
+        f"a step takes at least {seconds:.0f} s ({parts}) with {ids} tokens per trajectory, {sampled} of them sampled"
     )
     record = plan.to_json() | {"floor_s": floor} | _beside_floors(plan, config)
     if SEARCH.value:

@@ -77,15 +77,15 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
     return Mesh(grid, AXES, axis_types=types)
 
 
-def make_meshes(section: MeshSection) -> tuple[Mesh, Mesh]:
+def make_meshes(section: MeshSection, devices: list[Any] | None = None) -> tuple[Mesh, Mesh]:
     """The meshes of the devices that train and of those that sample; without `rollout_devices` they are the same one.
 
     Raises:
       UserError: as `make_mesh`, or there are not more devices than `rollout_devices`, or several processes.
     """
-    devices, n = jax.devices(), section.rollout_devices
+    devices, n = jax.devices() if devices is None else devices, section.rollout_devices
     if not n:
-        mesh = make_mesh(section)
+        mesh = make_mesh(section, devices)
         return mesh, mesh
     if jax.process_count() > 1:
         raise UserError(

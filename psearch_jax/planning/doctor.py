@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -187,11 +187,7 @@ def memory(config: Config, plans: list[Plan]) -> str:
     room = int((stats or {}).get("bytes_limit", 0)) or (known.hbm_bytes if known else 0)
     if first.platform == "cpu":
         room = available_memory() // jax.local_device_count()
-    mesh, training = config.mesh, jax.devices()
-    if mesh.rollout_devices:  # the others train, and hold the state
-        training = training[: -mesh.rollout_devices]
-        config = replace(config, mesh=replace(mesh, rollout_devices=0, rollout_tensor=1))
-    target = Target("here", training, Chip(room, 0.0, 0.0), first.device_kind)
+    target = Target("here", jax.devices(), Chip(room, 0.0, 0.0), first.device_kind)
     plan = make_plan(config, target, names=())
     plans.append(plan)
     needed = plan.held_bytes

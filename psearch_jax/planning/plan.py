@@ -36,7 +36,7 @@ from psearch_jax.sharding import (
     STORAGE,
     check_heads,
     check_rows,
-    make_mesh,
+    make_meshes,
     param_shardings,
     placed,
     stand_in,
@@ -50,9 +50,10 @@ ARRAY = ("name", "shape", "sharding", "bytes_per_chip", "replicated")  # the lis
 TOKENIZER_IDS = 151_665  # of Qwen2.5; Qwen3 has four more, which changes no size
 
 
-SAMPLER_PROGRAMS = ("prefill", "admit", "extend", "generate")
+SAMPLER_PROGRAMS = ("prefill", "admit", "extend", "refresh", "generate")
 LEARNER_PROGRAMS = ("reshard", "logprobs", "accumulate", "apply")
 CRITIC_PROGRAMS = ("critic_values", "critic_accumulate", "critic_apply")  # of learning.algorithm=ppo
+SAMPLED = ("sampling_copy", "sampler_state", "prompt_pool")  # groups of arrays on the chips that sample
 START = "start"  # not a program: the train state is built while the loaded weights are still in memory
 
 
@@ -79,12 +80,13 @@ class Program:
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory that a run needs on every chip."""
+    """The memory that a run needs on every chip. With `mesh.rollout_devices` a chip trains or samples."""
 
     topology: str
     chips: int
     chip: Chip
-    mesh: Mapping[str, int]
+    mesh: Mapping[str, int]  # of the chips that train
+    rollout_mesh: Mapping[str, int]  # of those that sample
     model: DecoderConfig
     resident: Mapping[str, int]  # bytes per chip, by group of arrays
     checkpoint_bytes: int  # over all chips, each value counted once
@@ -96,7 +98,14 @@ class Plan:
     @property
     def held_bytes(self) -> int:
         """Bytes of all arrays that a run holds before anything is computed, if none of them is ever freed."""
-        return sum(self.resident.values()) - (self.resident["frozen_base"] if self.in_place else 0)
+        held = sum(self.resident.values()) - (self.resident["frozen_base"] if self.in_place else 0)
+        sampling = sum(self.resident[name] for name in SAMPLED)
+        return max(sampling, held - sampling) if self.split else held
+
+    @property
+    def split(self) -> bool:
+        """Whether some chips only sample and the others only train."""
+        return math.prod(self.mesh.values()) < self.chips
 
     @property
     def fits(self) -> bool:
@@ -127,6 +136,7 @@ class Plan:
             "chips": self.chips,
             "hbm_bytes": self.chip.hbm_bytes,
             "mesh": dict(self.mesh),
+            "rollout_mesh": dict(self.rollout_mesh),
             "resident": dict(self.resident),
             "checkpoint_bytes": self.checkpoint_bytes,
             "programs": programs,
@@ -181,26 +191,24 @@ def make_plan(
     """
     config = with_method(config)
     validate(config)
-    if config.mesh.rollout_devices:
-        raise UserError(
-            f"config.mesh.rollout_devices: found {config.mesh.rollout_devices}, accepted in a plan: 0 (plan the "
-            "devices that train by themselves)"
-        )
-    mesh = make_mesh(config.mesh, target.devices)
+    mesh, rollout_mesh = make_meshes(config.mesh, target.devices)
+    split = config.mesh.rollout_devices > 0
     model = model_shape(config)
     check_heads(mesh, model.heads)
-    check_rows(mesh, rollout__slots=config.rollout.slots, learning__micro_batch_rows=config.learning.micro_batch_rows)
+    check_heads(rollout_mesh, model.heads)
+    check_rows(rollout_mesh, rollout__slots=config.rollout.slots)
+    check_rows(mesh, learning__micro_batch_rows=config.learning.micro_batch_rows)
     optimizer, ppo = make_optimizer(config.learning, 1000), config.learning.algorithm == "ppo"
     critic_optimizer = make_optimizer(critic_learning(config), 1000)
-    prompts = pool_rows(config.rollout, mesh)
+    prompts = pool_rows(config.rollout, rollout_mesh)
 
     def programs(config: Config) -> tuple[Any, Any, Any, dict[str, dict[int, Any]]]:
         r = config.rollout
-        learner = make_learner(config, model, mesh, optimizer, min(TOKENIZER_IDS, model.vocab_rows))
-        sampler = bare_sampler(config, model, mesh)
-        slots, pool, traces = sampler.traced(
-            r.slots, r.context_tokens, prompts, rows_per_call(r, mesh), widths(r, sampler.by_length)
-        )
+        n_ids = min(TOKENIZER_IDS, model.vocab_rows)
+        learner = make_learner(config, model, mesh, optimizer, n_ids, rollout_mesh=rollout_mesh)
+        sampler = bare_sampler(config, model, rollout_mesh)
+        rows = (r.slots, r.context_tokens, prompts, rows_per_call(r, rollout_mesh))
+        slots, pool, traces = sampler.traced(*rows, widths(r, sampler.by_length), config.train.staleness > 0)
         traces |= learner.traced()
         if ppo:
             critic = make_critic(config, model, mesh, critic_optimizer)
@@ -246,9 +254,10 @@ def make_plan(
     layers = [copy[part] for part in ("layers", "adapters", "scales") if part in copy]
     unstacked = bytes_per_chip(layers) if target.absent and config.model.unstacked_decoding else 0
     # Whether the sampler uses the frozen base directly, without a copy.
-    in_place = bool(lora) and not config.model.int8_weights and sampled_in_place(abstract, mesh)
+    in_place = bool(lora) and not split and not config.model.int8_weights and sampled_in_place(abstract, mesh)
     both = ("critic", "critic_optimizer")
     kept = ("parameters", "optimizer", *both, "reference", *(() if in_place else ("frozen_base",)))
+    kept = () if split else kept  # while the sampler works, on its chips
     # Resident during the critic's programs, whose arguments include the frozen base without the policy's lm head.
     during_critic = resident_bytes("parameters", "optimizer", "reference")
     head = bytes_per_chip(stored) - bytes_per_chip(base_of_critic) if lora else 0
@@ -256,6 +265,7 @@ def make_plan(
         "prefill": resident_bytes(*kept, "sampler_state"),
         "admit": resident_bytes(*kept, "sampling_copy"),
         "extend": resident_bytes(*kept, "prompt_pool"),
+        "refresh": resident_bytes(*kept),
         "generate": resident_bytes(*kept, "prompt_pool") + unstacked,
         "reshard": resident_bytes("optimizer", *both, "reference", *(("frozen_base",) if in_place else ())),
         "logprobs": resident_bytes("optimizer", *both, "reference"),
@@ -273,7 +283,8 @@ def make_plan(
         variants, largest = [], list(traces[name])[-1]
         for width, trace in list(traces[name].items())[-1 if largest_only else 0 :]:
             counted = to_the_end and width == largest
-            p = _compile(trace, mesh, others[name], wide.get(name, {}).get(width), counted)
+            where = rollout_mesh if name in SAMPLER_PROGRAMS else mesh
+            p = _compile(trace, where, others[name], wide.get(name, {}).get(width), counted)
             variants.append(replace(p, width=width))
             log(f"{name} {width or ''}: {p.refused or f'{p.total_bytes / GIB:.2f} GiB'} ({p.compile_s:.0f} s)")
         worst = max(variants, key=lambda p: (bool(p.refused), p.total_bytes))
@@ -281,13 +292,16 @@ def make_plan(
         by_width[name] = {p.width: -1 if p.refused else p.total_bytes for p in variants}
         if not (to_the_end or worst.fits(target.chip)):
             break
-    large = tuple(row for name, tree in arrays.items() for row in _large(name, tree, mesh))
+    large = tuple(
+        row for name, tree in arrays.items() for row in _large(name, tree, rollout_mesh if name in SAMPLED else mesh)
+    )
     chips = len(target.devices)
     return Plan(
         target.topology,
         chips,
         target.chip,
         dict(mesh.shape),
+        dict(rollout_mesh.shape),
         model,
         resident,
         checkpoint_bytes,
@@ -313,7 +327,10 @@ def advice(plan: Plan, config: Config) -> list[str]:
         "critic_apply": "config.mesh.fsdp (more chips)",
         START: "config.mesh.fsdp (more chips)",
         "reshard": "config.mesh.tensor (a larger one splits the sampling copy further), or more chips",
-        "extend": f"config.rollout.slots={config.rollout.slots} or obs_tokens={config.rollout.obs_tokens}",
+        **dict.fromkeys(
+            ("extend", "refresh"),
+            f"config.rollout.slots={config.rollout.slots} or obs_tokens={config.rollout.obs_tokens}",
+        ),
     }
     default = f"config.rollout.slots={config.rollout.slots} or context_tokens={config.rollout.context_tokens}"
     if plan.topology.partition(":")[0] in GPUS and config.model.unstacked_decoding:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 
 from psearch_jax.config import Config
@@ -17,7 +19,7 @@ def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int) -
     4 forward passes with full rematerialisation, else 3; one less with LoRA, since the base weights need no gradient.
     Log-probs take one pass for the reference and one for the old policy, unless the update computes the latter. A
     critic takes one pass and an update, without the lm head. A decode step reads the weights and, on average, half of
-    the final cache.
+    the final cache. With `mesh.rollout_devices`, prefill and decode take place on the chips that sample.
 
     Args:
       mean_ids: mean tokens per trajectory, prompt and passages included.
@@ -27,18 +29,18 @@ def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int) -
     everywhere = forward_flops(m, [mean_ids], mean_ids)
     prefilled = trajectories * everywhere * (1 - sampled_ids / mean_ids)
     forward = trajectories * forward_flops(m, [mean_ids], sampled_ids)
-    rate = plan.chips * plan.chip.flops
+    sampling, training = (math.prod(mesh.values()) * plan.chip.flops for mesh in (plan.rollout_mesh, plan.mesh))
     calls = trajectories * sampled_ids / config.rollout.slots
     learning = config.learning
     old = learning.old_logprobs == "trainer" and (updates_per_step(config) > 1 or learning.kl_in == "reward")
     logprob_passes = old + (learning.kl_coefficient > 0)
     critic_flops = trajectories * forward_flops(m, [mean_ids], 0) * (1 + _passes(config))
-    critic = {"critic": critic_flops / rate} if learning.algorithm == "ppo" else {}
+    critic = {"critic": critic_flops / training} if learning.algorithm == "ppo" else {}
     return {
-        "prefill": prefilled / rate,
+        "prefill": prefilled / sampling,
         "decode": calls * decode_floor_bytes(plan, config, mean_ids / 2) / plan.chip.bandwidth,
-        "logprobs": forward * logprob_passes / rate,
-        "update": forward * _passes(config) / rate,
+        "logprobs": forward * logprob_passes / training,
+        "update": forward * _passes(config) / training,
         **critic,
     }
 
@@ -46,7 +48,7 @@ def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int) -
 def decode_floor_bytes(plan: Plan, config: Config, mean_length: float) -> float:
     """Lower bound on the bytes that one decode step reads on a chip: the weights, without an untied embedding table
     (a lookup reads only a few of its rows), and the KV cache of rows of `mean_length` tokens."""
-    m, mesh = plan.model, plan.mesh
+    m, mesh = plan.model, plan.rollout_mesh
     item = jnp.dtype(config.model.sampling_dtype).itemsize
     looked_up = 0 if m.tied else m.vocab_rows * m.width * item / mesh["tensor"]
     line = m.head_dim + 4 if config.model.int8_cache else m.head_dim * item  # bytes; int8 with its 4-byte scale
@@ -59,7 +61,8 @@ def update_products_flops(plan: Plan, config: Config) -> float:
     """FLOPs per chip of the layers' weight matmuls in one micro-batch of the widest rows: 6 per weight and token, 8
     with full rematerialisation (which may skip a layer's last matmul), 2 less with LoRA."""
     tokens = max(plan.widths["accumulate"]) * config.learning.micro_batch_rows
-    return _passes(config) * tokens * forward_flops(plan.model, [1], 0) / plan.chips  # length 1: almost no attention
+    # Of length 1: almost no attention.
+    return _passes(config) * tokens * forward_flops(plan.model, [1], 0) / math.prod(plan.mesh.values())
 
 
 def _passes(config: Config) -> int:

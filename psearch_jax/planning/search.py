@@ -9,10 +9,14 @@ from typing import Any, get_args
 from psearch_jax.config import Config, Remat
 from psearch_jax.planning.plan import SAMPLER_PROGRAMS, make_plan
 from psearch_jax.planning.targets import Target
-from psearch_jax.sharding import make_mesh
+from psearch_jax.sharding import make_meshes
+
+FIELDS = ("rollout.slots", "learning.micro_batch_rows", "rollout.context_tokens", "model.remat")
 
 
-def search(config: Config, target: Target, log: Callable[[str], None]) -> dict[str, int | str]:
+def search(
+    config: Config, target: Target, log: Callable[[str], None], fields: Sequence[str] = FIELDS
+) -> dict[str, int | str]:
     """The largest slots, rows per micro-batch and context that fit, and the `model.remat` that recomputes least.
 
     Each is searched for separately (the numbers by bisection) with all other settings unchanged. If none fits, it is
@@ -28,7 +32,8 @@ def search(config: Config, target: Target, log: Callable[[str], None]) -> dict[s
         log(f"{changes}: {'fits' if fit else 'does not fit'}")
         return fit
 
-    mesh = make_mesh(config.mesh, target.devices)
+    mesh, rollout_mesh = make_meshes(config.mesh, target.devices)
+    sampled = rollout_mesh.shape["data"] * rollout_mesh.shape["fsdp"]
     rows, r, le = mesh.shape["data"] * mesh.shape["fsdp"], config.rollout, config.learning
     group = le.mini_batch_rollouts
     micro = [n for n in range(rows, group + 1, rows) if group % n == 0]
@@ -36,18 +41,18 @@ def search(config: Config, target: Target, log: Callable[[str], None]) -> dict[s
     contexts = [n for n in contexts if n > r.prompt_tokens]
     updates = ("accumulate", "critic_accumulate")
     by_rows = (*updates, "logprobs", "critic_values")
-    return {
-        "rollout.slots": _largest(
-            [rows * n for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)],
-            lambda n: fits(SAMPLER_PROGRAMS, {"rollout.slots": n}),
+    slots = [sampled * n for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)]
+    searches: dict[str, Callable[[], int | str]] = {
+        "rollout.slots": lambda: _largest(slots, lambda n: fits(SAMPLER_PROGRAMS, {"rollout.slots": n})),
+        "learning.micro_batch_rows": lambda: _largest(
+            micro, lambda n: fits(by_rows, {"learning.micro_batch_rows": n})
         ),
-        "learning.micro_batch_rows": _largest(micro, lambda n: fits(by_rows, {"learning.micro_batch_rows": n})),
-        "rollout.context_tokens": _largest(
-            contexts,
-            lambda n: fits((*by_rows, *SAMPLER_PROGRAMS), {"rollout.context_tokens": n}),
+        "rollout.context_tokens": lambda: _largest(
+            contexts, lambda n: fits((*by_rows, *SAMPLER_PROGRAMS), {"rollout.context_tokens": n})
         ),
-        "model.remat": next((r for r in get_args(Remat) if fits(updates, {"model.remat": r})), ""),
+        "model.remat": lambda: next((r for r in get_args(Remat) if fits(updates, {"model.remat": r})), ""),
     }
+    return {field: searches[field]() for field in fields}
 
 
 def _largest(values: Sequence[int], accepted: Callable[[int], bool]) -> int:

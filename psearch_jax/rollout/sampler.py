@@ -274,10 +274,11 @@ class Sampler:
         return placed(params, param_shardings(params, SAMPLING, self.mesh))
 
     def traced(
-        self, rows: int, positions: int, pool_rows: int, rows_per_call: int, widths: Widths
+        self, rows: int, positions: int, pool_rows: int, rows_per_call: int, widths: Widths, refreshes: bool = False
     ) -> tuple[SamplerState, SamplerState, dict[str, dict[int, Callable[[], jax.stages.Traced]]]]:
         """The state, the largest pool, and every program by its width, all without arrays: they compile on a machine
-        without the devices (planning/plan.py). `rows_per_call` is R of `admit` and `extend`."""
+        without the devices (planning/plan.py). `rows_per_call` is R of `admit` and `extend`; `refreshes` adds the
+        program `refresh`, which only continued rollouts need."""
         mesh, shardings = self.mesh, self._shardings()
         params = self.abstract_params()
         state = placed(jax.eval_shape(lambda: self._programs.new_state(rows, positions)), shardings)
@@ -310,6 +311,9 @@ class Sampler:
         def generate(span: int) -> jax.stages.Traced:
             return self._generate.trace(params, tables, state, temperature, limits, span=span)
 
+        def refresh(width: int) -> jax.stages.Traced:
+            return self._refresh.trace(params, state, count, number, width=width)
+
         def by_width(program: Callable[[int], jax.stages.Traced], widths: Sequence[int]):
             return {width: functools.partial(program, width) for width in widths}
 
@@ -318,6 +322,7 @@ class Sampler:
             "admit": by_width(admit, widths.prompts),
             "extend": by_width(extend, widths.observations),
             "generate": by_width(generate, widths.spans),
+            **({"refresh": by_width(refresh, widths.observations[-1:])} if refreshes else {}),
         }
         return state, pools[widths.prompts[-1]], programs
 

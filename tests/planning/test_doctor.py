@@ -177,4 +177,4 @@ def test_devices_that_only_sample_hold_no_state(tmp_path, monkeypatch):
     doctor.memory(config(), alone)
     monkeypatch.setattr(jax, "devices", lambda: here * 2)
     text = doctor.memory(config(mesh={"rollout_devices": 1}), plans)
-    assert "GiB on each device" in text and plans[0].held_bytes == alone[0].held_bytes
+    assert "GiB on each device" in text and 0 < plans[0].held_bytes < alone[0].held_bytes

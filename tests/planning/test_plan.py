@@ -19,6 +19,7 @@ from psearch_jax.config import Config, MeshSection, ModelSection, from_mapping
 from psearch_jax.planning.hlo import cost
 from psearch_jax.planning.plan import (
     LARGE,
+    SAMPLED,
     SAMPLER_PROGRAMS,
     advice,
     bare_sampler,
@@ -102,6 +103,33 @@ def test_no_weight_is_gathered_while_decoding(target, drafts):
     assert not collectives_in_loops(f"%other {gather}{turns}", LARGE)
 
 
+def test_chips_that_only_sample():
+    """A run with `mesh.rollout_devices` could not be planned, or a chip would be charged for what others hold."""
+    rollout = {"context_tokens": 1024, "prompt_tokens": 256, "obs_tokens": 256, "slots": 16}
+    mesh = {"tensor": 2, "rollout_devices": 4, "rollout_tensor": 2}
+    config = config_file(
+        "qwen7b", model={"path": "", "preset": "0.5b"}, mesh=mesh, rollout=rollout, train={"staleness": 1}
+    )
+    names = ("start", "refresh", "reshard", "apply")
+    plan = make_plan(config, tpu_target("v5e:2x4"), names=names, largest_only=True)
+    assert plan.split and plan.chips == 8
+    assert plan.mesh == {"data": 1, "fsdp": 2, "tensor": 2} == plan.rollout_mesh
+    weights = 494e6
+    assert plan.resident["parameters"] == pytest.approx(4 * weights / 4, rel=0.01)
+    assert plan.resident["sampling_copy"] == pytest.approx(2 * weights / 2, rel=0.01)
+    state = sum(plan.resident[name] for name in ("parameters", "optimizer", "reference"))
+    assert plan.held_bytes == max(state, sum(plan.resident[name] for name in SAMPLED))
+    assert plan.programs["refresh"].resident_bytes == 0
+    assert plan.programs["refresh"].peak_bytes > plan.resident["sampling_copy"] + plan.resident["sampler_state"]
+    assert plan.programs["apply"].resident_bytes == plan.resident["reference"]
+    one = make_plan(
+        replace(config, mesh=MeshSection(1, -1, 2)), tpu_target("v5e:2x4"), names=("start",), largest_only=True
+    )
+    floor, floor_of_one = (floor_seconds(each, config, 512, 128) for each in (plan, one))
+    assert floor["update"] == pytest.approx(2 * floor_of_one["update"])
+    assert floor["prefill"] == pytest.approx(2 * floor_of_one["prefill"])
+
+
 def test_every_width_is_planned():
     """Only the largest shape is planned; a narrower one, with another form of attention, may need more."""
     budgets = {"slots": 8, "context_tokens": 2048, "prompt_tokens": 64, "obs_tokens": 512}
@@ -116,7 +144,7 @@ def test_every_width_is_planned():
 
 def test_what_is_planned_is_what_a_run_compiles(tiny_policy):
     """The first step, of the policy or of a critic, compiles a shape that is not in the plan."""
-    config = small_config(tiny_policy, **{"rollout.num_buckets": 4, "learning.algorithm": "ppo"})
+    config = small_config(tiny_policy, **{"rollout.num_buckets": 2, "learning.algorithm": "ppo"})
     parts = build.training_run(config)
     parts.begin()
     sampling = parts.learner.sampling_copy(parts.state.params)
@@ -268,12 +296,13 @@ def test_bisection():
 
 @pytest.mark.slow
 def test_the_search_ends_at_what_fits():
-    """The search reports rows and context that do not fit, or that leave half of the memory unused."""
+    """The search reports slots that do not fit, or that leave half of the memory unused. (Rows and context are
+    found by the same bisection.)"""
     budgets = {"slots": 2, "context_tokens": 512, "prompt_tokens": 256, "obs_tokens": 128, "num_buckets": 1}
     batches = {"mini_batch_rollouts": 8, "micro_batch_rows": 1}
     config = config_file("smoke", model={"path": "", "preset": "toy"}, rollout=budgets, learning=batches)
     target, log = Target("here", jax.devices()[:1], Chip(64_000_000, 1e12, 1e12), "cpu"), []
-    largest = search(config, target, log.append)
+    largest = search(config, target, log.append, ("rollout.slots", "model.remat"))
     tried = {field: {} for field in largest}
     for line in log:
         changes, _, verdict = line.rpartition(": ")
@@ -281,8 +310,6 @@ def test_the_search_ends_at_what_fits():
         tried[field][value] = verdict == "fits"
     grids = {
         "rollout.slots": {12: 16, 16: 24, 24: 32, 32: 48},
-        "learning.micro_batch_rows": {1: 2, 2: 4, 4: 8},
-        "rollout.context_tokens": {512: 1024, 1024: 1536, 1536: 2048, 2048: 2560, 2560: 3072},
         "model.remat": {"dots": "none", "full": "dots"},  # the value recomputes less than its key
     }
     for field, next_value in grids.items():
