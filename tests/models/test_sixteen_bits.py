@@ -203,7 +203,9 @@ def test_adapters_sample_from_the_policy_they_train(tiny_tokenizer):
         moved, wanted = by_sampler() - first[0], as_array(*trained(state.params)) - first[1]
         assert np.linalg.norm(wanted) > 0 and metrics["skipped"] == 0
         assert np.linalg.norm(moved - wanted) <= 0.05 * np.linalg.norm(wanted), step
-    assert 0 < max(gaps) < 1.3 * gaps[0] < 0.05, gaps  # at the first step the adapters are 0, so its gap is the base's
+    # At the first step the adapters are 0, so its gap is the base's. A processor with bfloat16 instructions computes
+    # both sides alike, up to single roundings.
+    assert 0 < max(gaps) < max(1.3 * gaps[0], 1e-4) < 0.05, gaps
 
     held = dict(nnx.to_flat_state(base))
     for path, variable in nnx.to_flat_state(learner.sampling_copy(state.params)):
