@@ -55,6 +55,7 @@ SHAPES: dict[str, DecoderConfig] = {**SIZES, **PRESETS}
 ADAPTED = ("7b",)  # too large to train all weights on one device
 SMALL = (  # flags of launch/train.py for a quick test
     "--config.train.steps=1",
+    "--config.rollout.num_buckets=1",
     "--config.train.prompts=4",
     "--config.rollout.samples=4",
     "--config.rollout.slots=16",

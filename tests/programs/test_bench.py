@@ -257,6 +257,7 @@ def test_methods(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     chosen = ["--methods", "closed book", "parallel", f"--out={tmp_path}"]
     flags = ["--config=configs/smoke.py", "--benchmark=closed_world:parallel", "--benchmark=closed_world:sequential"]
+    flags += ["--config.rollout.num_buckets=1", "--config.rollout.slots=16"]  # compiled sooner
     methods.main(["--policy", "toy", "toy", *chosen, *flags, "--count=8"])
     lines = json.loads((tmp_path / "methods.json").read_text())["methods"]
     assert [(line["method"], line["benchmark"]) for line in lines] == [

@@ -11,9 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from helpers import random_params, tiny_config
 
-from psearch_jax.config import MeshSection
+from psearch_jax.config import Lora, MeshSection
+from psearch_jax.models import lora
 from psearch_jax.rollout.copy import MovedCopy
 from psearch_jax.sharding import STORAGE, make_mesh, param_shardings
+
+
+def nbytes(tree) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
 def main() -> None:
@@ -26,7 +31,14 @@ def main() -> None:
     with jax.transfer_guard_device_to_host("disallow"):
         sent = jax.block_until_ready(copy(stored))
     assert all(x.sharding.device_set <= set(sampler.devices.flat) for x in jax.tree.leaves(sent))
-    pairs = zip(jax.tree.leaves(sent), jax.tree.leaves(weights), strict=True)
+    adapters = lora.init_adapters(tiny_config(64), Lora(4, 8.0), 0)
+    low = jax.device_put(adapters, param_shardings(adapters, STORAGE, source))
+    frozen = MovedCopy(weights, jnp.float32, source, sampler, in_int8=False, trained=False)
+    for bytes_sent in (copy.sent_bytes + nbytes(low), nbytes(low)):  # the base is sent once
+        joined = jax.block_until_ready(frozen(stored, low))
+        assert frozen.sent_bytes == bytes_sent, (frozen.sent_bytes, bytes_sent)
+    again, received = lora.split_adapters(joined)
+    pairs = zip(jax.tree.leaves((sent, again, received)), jax.tree.leaves((weights, weights, low)), strict=True)
     print(max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs))
 
 

@@ -163,17 +163,12 @@ def sampled_tokens(workdir, step: int) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fields", [{}, {"model.lora_rank": 4, "mesh.rollout_tensor": 2}], ids=["complete", "adapters"]
-)
-def test_two_meshes_equal_one(tmp_path, fields):
+def test_two_meshes_equal_one(tmp_path):
     """Weights that are sent wrongly from the mesh that trains to the mesh that samples, or a gradient that differs."""
-    fields = {**fields, "train.staleness": 0, "train.trajectories_per_step": 64}
-    for count in (0, 4):
-        finish(eight(tmp_path / str(count), 2, count, **fields))
-    sent = [row["transfer_bytes"] for row in metrics_without_clocks(tmp_path / "4")]
-    limits = (1e4, 1e6) if "model.lora_rank" in fields else (1e6, 1e7)  # the base is sent once, before the first step
-    assert all(limits[0] < n < limits[1] for n in sent), sent
+    fields = {"train.staleness": 0, "train.trajectories_per_step": 64}
+    finish(eight(tmp_path / "0", 2, 0, **fields))
+    finish(eight(tmp_path / "4", 2, 4, **fields, **{"mesh.rollout_tensor": 2}))
+    assert all(1e6 < row["transfer_bytes"] < 1e7 for row in metrics_without_clocks(tmp_path / "4"))
     one, two = tmp_path / "0", tmp_path / "4"
     assert all(sampled_tokens(one, step) == sampled_tokens(two, step) for step in range(2))
     ours, theirs = final_params(two), final_params(one)
