@@ -122,6 +122,7 @@ class MovedCopy:
         self._cast = sampling_cast(weights, dtype, source, rounding, STORAGE)
         self._mesh, self._trained = mesh, trained
         self._source = _with_tensor(source, mesh.shape["tensor"])
+        self._in_two = self._source != source
         self._unties = "lm_head" not in weights and multiplies_slowly_transposed(mesh, dtype)
         self._kept: nnx.State | None = None
         self.sent_bytes = 0
@@ -143,7 +144,7 @@ class MovedCopy:
         places, targets = (param_shardings(params, SAMPLING, mesh) for mesh in (self._source, self._mesh))
 
         def send(x: jax.Array, there: NamedSharding, target: NamedSharding) -> jax.Array:
-            gathered = _gathered(there, in_two=there.mesh != x.sharding.mesh)(x)
+            gathered = _gathered(there, self._in_two)(x)
             return jax.block_until_ready(jax.device_put(gathered, target))
 
         return jax.tree.map(send, params, places, targets)
