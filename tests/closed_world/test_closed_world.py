@@ -246,7 +246,7 @@ def _two(q):
 def test_what_words_give_away(world):
     """The decision to split could be read off the first words, the words without their order, or the cold start's
     first thought, more often than docs/demo.md says, whose table this prints."""
-    cues = surface_cues(world, 1600)
+    cues = surface_cues(world, 800)
     print(cue_table(cues))
     assert cues["first three words"]["held-out wordings"] <= 0.65
     assert cues["bag of words, linear"]["held-out wordings"] <= 0.8
