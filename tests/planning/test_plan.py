@@ -54,7 +54,7 @@ def target():
 @pytest.fixture(scope="module")
 def qwen7b(target):
     """The plan of configs/qwen7b.py, with the sampler's programs and the small ones."""
-    names = ("start", "prefill", "admit", "extend", "generate", "reshard", "apply")
+    names = ("start", "admit", "extend", "generate")
     return make_plan(config_file("qwen7b"), target, names=names, largest_only=True)
 
 
