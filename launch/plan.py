@@ -44,7 +44,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.models.attention.splash import splash_block
     from psearch_jax.planning import targets
     from psearch_jax.planning.plan import advice, make_plan
-    from psearch_jax.planning.roofline import floor_seconds
+    from psearch_jax.planning.roofline import floor_seconds, step_seconds
     from psearch_jax.planning.search import search
     from psearch_jax.rollout.collect import widths as widths_of
     from psearch_jax.runtime.paths import locate, make_writable, write_whole
@@ -90,12 +90,9 @@ def main(_: list[str]) -> None:
     sampled = SAMPLED.value or ids // 4
     floor = floor_seconds(plan, config, ids, sampled)
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in floor.items())
-    seconds = sum(floor.values())
-    if plan.split and config.train.staleness:  # at the same time
-        sampling = floor["prefill"] + floor["decode"]
-        seconds = max(sampling, seconds - sampling)
     print(
-        f"a step takes at least {seconds:.0f} s ({parts}) with {ids} tokens per trajectory, {sampled} of them sampled"
+        f"a step takes at least {step_seconds(plan, config, floor):.0f} s ({parts}) with {ids} tokens per trajectory, "
+        f"{sampled} of them sampled"
     )
     record = plan.to_json() | {"floor_s": floor} | _beside_floors(plan, config)
     if SEARCH.value:

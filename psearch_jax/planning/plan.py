@@ -256,8 +256,8 @@ def make_plan(
     # Whether the sampler uses the frozen base directly, without a copy.
     in_place = bool(lora) and not split and not config.model.int8_weights and sampled_in_place(abstract, mesh)
     both = ("critic", "critic_optimizer")
-    kept = ("parameters", "optimizer", *both, "reference", *(() if in_place else ("frozen_base",)))
-    kept = () if split else kept  # while the sampler works, on its chips
+    state = ("parameters", "optimizer", *both, "reference", *(() if in_place else ("frozen_base",)))
+    kept = () if split else state  # on the sampler's chips, while it works
     # Resident during the critic's programs, whose arguments include the frozen base without the policy's lm head.
     during_critic = resident_bytes("parameters", "optimizer", "reference")
     head = bytes_per_chip(stored) - bytes_per_chip(base_of_critic) if lora else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 
@@ -43,6 +44,12 @@ def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int) -
         "update": forward * _passes(config) / training,
         **critic,
     }
+
+
+def step_seconds(plan: Plan, config: Config, parts: Mapping[str, float]) -> float:
+    """The lower bound of a step from those of its parts, of which chips that sample ahead do theirs meanwhile."""
+    total, sampling = sum(parts.values()), parts["prefill"] + parts["decode"]
+    return max(sampling, total - sampling) if plan.split and config.train.staleness else total
 
 
 def decode_floor_bytes(plan: Plan, config: Config, mean_length: float) -> float:

@@ -11,16 +11,17 @@ from psearch_jax.planning.plan import SAMPLER_PROGRAMS, make_plan
 from psearch_jax.planning.targets import Target
 from psearch_jax.sharding import make_meshes
 
-FIELDS = ("rollout.slots", "learning.micro_batch_rows", "rollout.context_tokens", "model.remat")
-
 
 def search(
-    config: Config, target: Target, log: Callable[[str], None], fields: Sequence[str] = FIELDS
+    config: Config, target: Target, log: Callable[[str], None], fields: Sequence[str] | None = None
 ) -> dict[str, int | str]:
     """The largest slots, rows per micro-batch and context that fit, and the `model.remat` that recomputes least.
 
     Each is searched for separately (the numbers by bisection) with all other settings unchanged. If none fits, it is
     0, or "" for remat.
+
+    Args:
+      fields: those to search for; default: all four.
     """
 
     def fits(names: Sequence[str], changes: Mapping[str, Any]) -> bool:
@@ -52,7 +53,7 @@ def search(
         ),
         "model.remat": lambda: next((r for r in get_args(Remat) if fits(updates, {"model.remat": r})), ""),
     }
-    return {field: searches[field]() for field in fields}
+    return {field: searches[field]() for field in fields or searches}
 
 
 def _largest(values: Sequence[int], accepted: Callable[[int], bool]) -> int:

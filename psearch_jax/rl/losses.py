@@ -78,10 +78,8 @@ def policy_loss(
     # The sampler's policy differs from the old policy: slightly by its arithmetic, and by the age of its weights.
     current = jax.lax.stop_gradient(logp if learning.old_logprobs == "sampler" else old)
     gap = jnp.clip(jnp.where(counts, current - sampler, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    if learning.importance_level == "sequence":
-        importance = jnp.exp(jnp.clip(_of_own(gap, segments), -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    else:
-        importance = jnp.exp(gap)
+    log_weight = _of_own(gap, segments) if learning.importance_level == "sequence" else gap
+    importance = jnp.exp(jnp.clip(log_weight, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     if learning.importance_cap > 0:  # truncated importance sampling
         surrogate = surrogate * jnp.minimum(importance, learning.importance_cap)
     kl = jnp.where(counts, k3(logp, ref, learning.kl_clamp), 0.0)

@@ -65,9 +65,8 @@ def overlap_collectives(several_processes: bool, root: Path = Path("/")) -> None
     or if the user's `XLA_FLAGS` name the flag.
     """
     gpus, flags = len(list(root.glob("dev/nvidia[0-9]*"))), os.environ.get("XLA_FLAGS", "")
-    if gpus > 1 or (gpus and several_processes):
-        if OVERLAP not in flags:
-            os.environ["XLA_FLAGS"] = f"{flags} --{OVERLAP}=true".strip()
+    if OVERLAP not in flags and (gpus > 1 or (gpus and several_processes)):
+        os.environ["XLA_FLAGS"] = f"{flags} --{OVERLAP}=true".strip()
 
 
 @functools.cache

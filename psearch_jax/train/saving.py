@@ -24,7 +24,7 @@ from psearch_jax.types import UserError
 
 log = logging.getLogger("psearch_jax")
 # Fields that rollouts in flight depend on: under other values they would be continued wrongly.
-_IN_FLIGHT = (
+_ROLLOUT_FIELDS = (
     "data.",
     "method",
     "model.tokenizer",
@@ -96,13 +96,13 @@ def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: boo
       UserError: settings that affect the results changed, and `allow_changes` is false; or the algorithm changed.
     """
     changes: dict[str, str] = {}
-
-    flying: list[InFlight] = []
+    rollouts: InFlight | None = None
 
     def accept(loop: Mapping[str, Any]) -> None:
+        nonlocal rollouts
         changes.update(settings.accepted_changes(loop, run.settings, workdir, allow_changes))
-        if "in_flight" in loop and not any(name.startswith(_IN_FLIGHT) for name in changes):
-            flying[:] = [in_flight.restored(loop["in_flight"], run.config.rollout.samples)]
+        kept = "in_flight" in loop and not any(name.startswith(_ROLLOUT_FIELDS) for name in changes)
+        rollouts = in_flight.restored(loop["in_flight"], run.config.rollout.samples) if kept else None
 
     run.initial_state = None  # frees the initial weights before the checkpoint is loaded
     run.state, loop = checkpoints.restore(run.abstract, accept)
@@ -120,8 +120,8 @@ def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: boo
         if not changes:
             raise
         log.warning("the questions start from the beginning (%s)", error)
-    if flying:
-        run.stream.restore(flying[0])
+    if rollouts is not None:
+        run.stream.restore(rollouts)
     elif "in_flight" in loop:
         log.warning("the rollouts in flight are dropped, because they depend on settings that changed")
     return step, bool(changes)

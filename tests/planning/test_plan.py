@@ -26,7 +26,7 @@ from psearch_jax.planning.plan import (
     make_plan,
     model_shape,
 )
-from psearch_jax.planning.roofline import decode_floor_bytes, floor_seconds, update_products_flops
+from psearch_jax.planning.roofline import decode_floor_bytes, floor_seconds, step_seconds, update_products_flops
 from psearch_jax.planning.search import _largest, search
 from psearch_jax.planning.targets import Target, cuda_target, tpu_target
 from psearch_jax.rollout.collect import pool_rows, rows_per_call, widths
@@ -54,7 +54,7 @@ def target():
 @pytest.fixture(scope="module")
 def qwen7b(target):
     """The plan of configs/qwen7b.py, with the sampler's programs and the small ones."""
-    names = ("start", "admit", "extend", "generate")
+    names = ("start", "prefill", "admit", "extend", "generate", "reshard", "apply")
     return make_plan(config_file("qwen7b"), target, names=names, largest_only=True)
 
 
@@ -128,6 +128,9 @@ def test_chips_that_only_sample():
     floor, floor_of_one = (floor_seconds(each, config, 512, 128) for each in (plan, one))
     assert floor["update"] == pytest.approx(2 * floor_of_one["update"])
     assert floor["prefill"] == pytest.approx(2 * floor_of_one["prefill"])
+    sampling, total = floor["prefill"] + floor["decode"], sum(floor.values())
+    assert step_seconds(plan, config, floor) == max(sampling, total - sampling) < total
+    assert step_seconds(one, config, floor) == total
 
 
 def test_every_width_is_planned():
