@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from psearch_jax.config import MeshSection
 from psearch_jax.models import decoder
+from psearch_jax.planning.targets import tpu_target
 from psearch_jax.sharding import (
     AXES,
     COMPUTE,
@@ -16,6 +17,7 @@ from psearch_jax.sharding import (
     check_heads,
     constrain,
     make_mesh,
+    make_meshes,
     param_shardings,
     rows_sharding,
     spec,
@@ -41,6 +43,17 @@ def test_a_mesh_that_does_not_divide_the_devices_is_one_line(section):
 def test_the_open_axis_takes_what_the_others_leave():
     """-1 must resolve so that the mesh covers all devices."""
     assert dict(make_mesh(MeshSection(1, -1, 1), jax.devices()[:1]).shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_a_slice_is_divided_at_any_count(count):
+    """The devices that `rollout_devices` leaves are often no block of the slice, for which JAX raises a bare
+    AssertionError."""
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
+    devices = tpu_target("v5e:2x4").devices
+    training, sampling = make_meshes(MeshSection(1, -1, 1, rollout_devices=count), devices)
+    assert (training.size, sampling.size) == (8 - count, count)
+    assert {*training.devices.flat, *sampling.devices.flat} == set(devices)
 
 
 def test_heads_that_tensor_does_not_divide_are_refused_with_the_accepted_sizes():

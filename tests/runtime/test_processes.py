@@ -58,6 +58,7 @@ def test_what_one_process_knows_reaches_all(tmp_path):
         assert damaged["record"] == {"step": 3, **damaged["best"]}
         assert "/of 1/run/3" in damaged["said"] and "cannot be read" in damaged["said"] and damaged["took"] < 30
         assert "Odd" in got["odd"] and "1 2" in got["odd"]
+        assert got["two meshes"].startswith("config.mesh.rollout_devices: found 1 with 2 processes, accepted: 0")
         calls, exchanges = got["stopped"]  # the stop is requested at the fourth call
         assert got["stopped"] == reports[0]["stopped"] and 4 <= calls < 200 and exchanges <= 4
 

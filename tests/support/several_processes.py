@@ -15,7 +15,9 @@ import numpy as np
 from helpers import random_params, tiny_config
 from jax.sharding import NamedSharding, PartitionSpec
 
+from psearch_jax.config import MeshSection
 from psearch_jax.runtime import processes
+from psearch_jax.sharding import make_meshes
 from psearch_jax.train.checkpointing import checkpoint
 from psearch_jax.train.checkpointing.best import Best, find_best
 from psearch_jax.train.checkpointing.preemption import Interrupted, StopRequest
@@ -60,6 +62,14 @@ def failing(index: int, error: Exception, by=processes.allgather) -> str:
         by(work)
     except Exception as raised:
         return f"{type(raised).__name__}: {raised}"
+    return "nothing was raised"
+
+
+def two_meshes() -> str:
+    try:
+        make_meshes(MeshSection(rollout_devices=1))
+    except UserError as error:
+        return str(error)
     return "nothing was raised"
 
 
@@ -134,6 +144,7 @@ if __name__ == "__main__":
         "search": failing(1, RetrievalError("the server is gone")),
         "input": failing(0, UserError("found 3")),
         "odd": failing(1, Odd(1, 2)),
+        "two meshes": two_meshes(),
         "stopped": stopped(1),
         "damaged": one_reads_badly(Path(sys.argv[4]), mesh),
         "array": processes.fetch(spread).tolist(),
