@@ -41,7 +41,8 @@ class TitleRetriever:
 
     def describe(self) -> dict:
         """What is searched, for the record of the run; None for unknown values."""
-        return {"corpus": "titles", "corpus_sha256": None, "rows": len(self._passages)}
+        rows = len(self._passages)
+        return {"corpus": "titles", "corpus_sha256": None, "ranking_sha256": None, "rows": rows}
 
     def _matches(self, words: set[str]) -> list[Passage]:
         return [passage for passage in self._passages if words & set(passage.title.lower().split())]

@@ -52,7 +52,8 @@ flags.mark_flag_as_required("out")
 
 def main(_: list[str]) -> None:
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
-    logging.getLogger("retrieval").setLevel(logging.INFO)
+    log = logging.getLogger("retrieval")
+    log.setLevel(logging.INFO)
     started = time.perf_counter()
     if _VERIFY.value:
         size = verify_index(_OUT.value)
@@ -62,6 +63,10 @@ def main(_: list[str]) -> None:
         raise UserError("flag --corpus is missing: the passages to index")
     if _FROM_FAISS.value is not None and _ENCODER.value == "bm25":
         raise UserError("--from_faiss: --encoder=bm25 found, accepted: --encoder=MODEL_DIR, to encode the queries")
+    if _ENCODER.value in ("bm25", HashingEncoder.name):
+        given = [n for n in ("encoder_dtype", "query_prefix", "passage_prefix") if flags.FLAGS[n].value is not None]
+        if given:
+            raise UserError(f"--{given[0]}: --encoder={_ENCODER.value} found, accepted: with --encoder=MODEL_DIR only")
     tree = {
         "leaves": _LEAVES.value,
         "searched_leaves": _SEARCHED.value,
@@ -69,11 +74,18 @@ def main(_: list[str]) -> None:
         "dimensions_per_block": _BLOCK.value,
         "reorder": _REORDER.value,
     }
+    given = [name for name, value in {"target_recall": _TARGET.value, **tree}.items() if value is not None]
+    if given and _ENCODER.value == "bm25":
+        raise UserError(f"--{given[0]}: --encoder=bm25 found, accepted: with an encoder of vectors only")
     options = BuildOptions(_SHARDS.value, _EXACT_BELOW.value, _TARGET.value, tree)
     corpus = open_corpus(_CORPUS.value)
     refuse_occupied(on_disk(_OUT.value).absolute(), corpus.path, _OVERWRITE.value)
     encoder = make_encoder(_ENCODER.value)
     check_options(options, len(corpus), encoder.dimensions if encoder else None)
+    if given and len(corpus) < _EXACT_BELOW.value:
+        log.warning(
+            "--%s: no effect, because fewer than %d passages are searched exactly", given[0], _EXACT_BELOW.value
+        )
     vectors = None if _FROM_FAISS.value is None else read_flat(_FROM_FAISS.value)
     if isinstance(encoder, HashingEncoder):
         encoder = encoder.fit(corpus)  # reads all passages: only after all checks above

@@ -137,7 +137,7 @@ def main(_: list[str]) -> None:
 
     from psearch_jax.assembly import build  # slow import, after bad input was refused
     from psearch_jax.eval import tables
-    from psearch_jax.eval.evaluate import FILLS, Evaluation, evaluate, weights_digest
+    from psearch_jax.eval.evaluate import FILLS, Evaluation, evaluate, policy_settings
     from psearch_jax.eval.gold import GoldPassages
     from psearch_jax.eval.scores import figures
     from psearch_jax.report import page
@@ -146,21 +146,14 @@ def main(_: list[str]) -> None:
 
     parts = build.from_path(config, model)
     sampling = {"temperature": TEMPERATURE.value, "seed": SEED.value, "samples": SAMPLES.value}
-    sections = dataclasses.asdict(with_method(config))
-    settings = {"weights": weights_digest(parts.params), "method": config.method, **sampling}
-    settings |= {name: sections[name] for name in ("data", "rollout")}
-    # Without url: a server may move, and the corpus's digest below identifies the passages.
-    settings["retrieval"] = {name: sections["retrieval"][name] for name in ("index", "corpus", "topk")}
     if GOLD.value:
         gold = GoldPassages(parts.collector.retriever, [q for group in questions.values() for q in group])
         parts = dataclasses.replace(parts, collector=parts.collector.with_retriever(gold))
-        settings["gold_passages"] = True
+        sampling["gold_passages"] = True
     retriever = parts.collector.retriever
     passages = processes.broadcast(lambda: retriever.describe() if retriever else {})
-    settings["retrieval"] |= {name: passages[name] for name in ("corpus_sha256", "rows") if passages}
-    settings["sampling_dtype"] = config.model.sampling_dtype
-    settings |= {name: True for name in ("int8_weights", "int8_cache") if sections["model"][name]}
-    evaluation = Evaluation(OUT.value, questions, settings)
+    settings = policy_settings(config, parts.params, passages)
+    evaluation = Evaluation(OUT.value, questions, settings | sampling)
     params = parts.sampling_copy()
 
     total = sum(map(len, questions.values()))

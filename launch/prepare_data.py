@@ -46,9 +46,11 @@ def main(_: list[str]) -> None:
     if not SPLIT.value.isidentifier() or SPLIT.value == "all":
         raise UserError(f"--split={SPLIT.value}: accepted: a word such as train")
     skipped: list[str] | None = [] if SKIP.value else None
+    if not any(location.startswith(PREFIX) for _, location in sources):
+        for name in ("corpus", "questions", "seed"):
+            if flags.FLAGS[name].present:
+                raise UserError(f"--{name}={flags.FLAGS[name].value}: accepted with a --source=NAME:{PREFIX}FILE only")
     corpus = MemoryMappedCorpus(CORPUS.value) if CORPUS.value else None
-    if corpus is not None and not any(location.startswith(PREFIX) for _, location in sources):
-        raise UserError(f"--corpus={CORPUS.value}: accepted with a --source=NAME:{PREFIX}FILE only")
     triples = TripleOptions(QUESTIONS.value, SEED.value, corpus)
     questions = prepare(sources, SPLIT.value, OUT.value, skipped, triples)
 

@@ -55,7 +55,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.config import with_method
     from psearch_jax.data.prepared import open_questions
     from psearch_jax.eval.benchmarks import CLOSED_WORLD
-    from psearch_jax.eval.evaluate import FILLS, evaluate, questions_digest, weights_digest
+    from psearch_jax.eval.evaluate import FILLS, evaluate, policy_settings, questions_digest
     from psearch_jax.eval.rejection import Selection, sample
     from psearch_jax.rl.rewards import with_critical_path
 
@@ -70,15 +70,13 @@ def main(_: list[str]) -> None:
     questions = questions[: COUNT.value] if COUNT.value else questions
     params = parts.sampling_copy()
     selection = Selection(KEEP.value, MIN_REWARD.value, not ILL_FORMED.value)
-    sections = dataclasses.asdict(with_method(config))
-    settings = {
-        "weights": weights_digest(parts.params),
+    retriever = parts.collector.retriever
+    passages = processes.broadcast(lambda: retriever.describe() if retriever else {})
+    settings = policy_settings(config, parts.params, passages) | {
         "questions": questions_digest(questions),
         "sampling": {"samples": SAMPLES.value, "temperature": TEMPERATURE.value, "seed": SEED.value},
         "selection": dataclasses.asdict(selection),
-        **{name: sections[name] for name in ("method", "rollout", "reward")},
-        "template": sections["data"]["template"],
-        "retrieval": {name: sections["retrieval"][name] for name in ("index", "corpus", "topk")},
+        "reward": dataclasses.asdict(with_method(config).reward),
     }
 
     def roll_out(part: list[Question]) -> Any:

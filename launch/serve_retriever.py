@@ -37,6 +37,8 @@ def main(_: list[str]) -> None:
         raise UserError(f"--index, --live: found {'both' if _LIVE.value else 'neither'}, accepted: one of them")
     from retrieval.remote.server import make_app, serve
 
+    if flags.FLAGS["candidates"].present and not _RERANKER.value:
+        raise UserError(f"--candidates={_CANDIDATES.value}: accepted with --reranker only")
     cli.configure_jax()  # for a BERT encoder or a reranker
     retriever = _live() if _LIVE.value else _index()
     if _RERANKER.value:

@@ -11,13 +11,15 @@ psearch_jax/data/teacher.py explains what the transcripts teach and what they le
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from absl import flags
 from ml_collections import config_flags
 
 from psearch_jax.runtime import cli
-from psearch_jax.runtime.paths import on_disk, write_whole
+from psearch_jax.runtime.paths import make_writable, on_disk, write_whole
 from psearch_jax.types import KINDS, UserError
+from retrieval.protocol import Passage, in_utf8
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run that the transcripts are for.")
 QUESTIONS = flags.DEFINE_list("questions", None, "Question files or prepared directories, separated by commas.")
@@ -42,6 +44,7 @@ def main(_: list[str]) -> None:
 
     cli.configure_jax()
     out, config = on_disk(OUT.value, "--out"), from_mapping(CONFIG.value.to_dict())
+    make_writable(out.parent)
     questions = [question for place in QUESTIONS.value for question in open_questions(place)]
     usable = [question for question in questions if rounds_of(question)]
     if not usable:
@@ -53,6 +56,10 @@ def main(_: list[str]) -> None:
     if not (section.index or section.corpus or section.url):
         raise UserError("config.retrieval: no passages named, accepted: index, corpus or url")
     retriever = build.retriever_of(config, None)
+
+    def search(queries: Sequence[str]) -> list[list[Passage]]:
+        return [list(map(in_utf8, ranking)) for ranking in retriever.search(list(queries), section.topk)]
+
     rng = np.random.default_rng([SEED.value, 0x7EAC])
     options = TeacherOptions(SPLIT.value, config.rollout.search_turns)
     rows, left_out = [], 0
@@ -60,7 +67,7 @@ def main(_: list[str]) -> None:
     split: Counter[str] = Counter()
     with tqdm(total=COUNT.value, unit="transcript", disable=None) as bar:
         for i in rng.permutation(len(usable)):
-            turns = teach(usable[i], lambda queries: retriever.search(list(queries), section.topk), rng, options)
+            turns = teach(usable[i], search, rng, options)
             if turns is None:
                 left_out += 1
                 continue

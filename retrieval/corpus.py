@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import shutil
+import uuid
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -139,6 +140,7 @@ def read_contents(id_: str, contents: str, score: float = 0.0) -> Passage:
     title, line_break, text = contents.partition("\n")
     if not line_break:
         title, text = "", contents
+    title = title.strip()
     if len(title) >= 2 and title[0] == title[-1] == '"':
         title = title[1:-1]
     return Passage(id=id_, title=title, text=text, score=score)
@@ -250,4 +252,5 @@ def _line_number(path: Path, offset: int) -> int:
 
 def _beside(path: Path) -> Path:
     """A temporary name in the same folder, from which the finished file is renamed atomically."""
-    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # Processes in different containers may have the same number.
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,6 +70,25 @@ class Passage:
     score: float = 0.0
 
 
+def in_utf8(passage: Passage) -> Passage:
+    """The passage in valid UTF-8: the JSON of a corpus may contain half a surrogate pair."""
+    return Passage(as_utf8(passage.id), as_utf8(passage.title), as_utf8(passage.text), passage.score)
+
+
+def in_background(f: Callable[[], Any]) -> Future:
+    """Runs `f` in a daemon thread: the program can exit without waiting for it."""
+    future: Future = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(f())
+        except BaseException as error:  # re-raised by `future.result()`
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
 class Retriever(Protocol):
     """Anything that answers a batch of queries."""
 
@@ -83,6 +104,7 @@ class Retriever(Protocol):
 
             corpus          the name of the index directory or corpus file
             corpus_sha256   the digest of its jsonl file, the same in process and from a server
+            ranking_sha256  a digest of what ranks its passages: encoder, search tree, reranker
             rows            its number of passages
 
         Raises `RetrievalError` when no server can be reached.
@@ -96,6 +118,11 @@ class Ranker(Protocol):
     @property
     def rows(self) -> int:
         """N, the number of passages."""
+        ...
+
+    @property
+    def identity(self) -> Any:
+        """JSON values that determine how it ranks: of two rankers with other identities, results may differ."""
         ...
 
     def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -121,7 +121,13 @@ class RetrievalService:
             for passage in self._corpus:
                 digest.update(jsonl_row(passage).encode())
             self._fingerprint = digest.hexdigest()
-        return {"corpus": self._name or None, "corpus_sha256": self._fingerprint, "rows": self.rows}
+        ranking = json.dumps(self._ranker.identity, sort_keys=True)
+        return {
+            "corpus": self._name or None,
+            "corpus_sha256": self._fingerprint,
+            "ranking_sha256": hashlib.sha256(ranking.encode()).hexdigest(),
+            "rows": self.rows,
+        }
 
     @property
     def counters(self) -> dict[str, int]:

@@ -186,7 +186,12 @@ def from_json(row: Any, source: str | None, stem: str, where: str) -> Question:
         answers += _answers(row["answer_aliases"], "answer_aliases", where, needed=False)
     id_field = next((name for name in ("id", "_id", "query_id") if name in row), "id")
     graph = next(filter(None, map(musique_graph, (row.get("id"), metadata.get("id")))), None)
-    kept = _metadata(metadata, row.get("prompt"), where)
+    # The original files of 2WikiMultiHopQA and HotpotQA have these outside of `metadata`.
+    original = {
+        "evidences": row.get("evidences"),
+        "supporting_titles": _supporting_titles(row.get("supporting_facts")),
+    }
+    kept = _metadata({**original, **metadata}, row.get("prompt"), where)
     if label_field != "metadata.type":
         kept["type"] = label
     if graph:
@@ -199,6 +204,13 @@ def from_json(row: Any, source: str | None, stem: str, where: str) -> Question:
         kind=MUSIQUE_GRAPHS[graph].kind if graph and not label else _kind(label, label_field, where),
         metadata=kept,
     )
+
+
+def _supporting_titles(facts: Any) -> list[str]:
+    """The distinct titles of `supporting_facts`, a list of [title, sentence]."""
+    pairs = facts if isinstance(facts, list) else []
+    titles = [pair[0] for pair in pairs if isinstance(pair, list) and pair and isinstance(pair[0], str)]
+    return list(dict.fromkeys(titles))
 
 
 def _from_fanout(row: dict[str, Any], source: str | None, stem: str, where: str) -> Question:
@@ -287,9 +299,7 @@ def _kind(label: Any, field: str, where: str) -> Kind:
 
 
 def _metadata(metadata: dict[str, Any], prompt: Any, where: str) -> dict[str, Any]:
-    kept = {key: value for key, value in metadata.items() if _is_plain(value)}
-    if _is_evidence(metadata.get("evidences")):
-        kept["evidences"] = metadata["evidences"]
+    kept = {key: value for key, value in metadata.items() if _RESERVED.get(key, _is_plain)(value)}
     if prompt is None:
         return kept
     if not _is_chat(prompt):
@@ -304,10 +314,30 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, scalars) or (isinstance(value, list) and all(isinstance(v, scalars) for v in value))
 
 
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(text, str) for text in value)
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+
+
 def _is_evidence(value: Any) -> bool:
     """Whether a value is a list of [entity, relation, value] triples, as in 2WikiMultiHopQA."""
     triples = value if isinstance(value, list) else [None]
     return all(isinstance(t, list) and len(t) == 3 and all(isinstance(part, str) for part in t) for t in triples)
+
+
+# What the evaluation reads, and of which form; in another form the name means something else in that data set.
+_RESERVED: dict[str, Callable[[Any], bool]] = {
+    "answer_parts": _is_texts,
+    "chance": _is_share,
+    "dependency": lambda value: isinstance(value, str),
+    "evidences": _is_evidence,
+    "graph": lambda value: isinstance(value, str),
+    "rounds": lambda value: False,  # of questions that this project made; never read from a file
+    "supporting_titles": _is_texts,
+}
 
 
 def _is_chat(prompt: Any) -> bool:

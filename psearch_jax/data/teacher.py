@@ -17,11 +17,13 @@ from psearch_jax.data.evidence.facts import parse_date
 from psearch_jax.data.evidence.triples import Triple, dependency_rounds
 from psearch_jax.data.transcripts import TranscriptTurn
 from psearch_jax.text.answers import normalise
+from psearch_jax.text.tags import SEPARATOR, split_sub_queries
 from psearch_jax.types import Question
 from retrieval.protocol import Passage
 
 Search = Callable[[Sequence[str]], Sequence[Sequence[Passage]]]  # queries -> a ranking for each
 Rounds = tuple[tuple[Triple, ...], ...]
+_SEPARATOR = f" {SEPARATOR} "
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def rounds_of(question: Question) -> Rounds:
     Evidences that are not all triples of strings count as none: other data sets use the name for something else.
     """
     metadata = question.metadata
-    if "rounds" in metadata:
+    if "rounds" in metadata:  # only questions that this project made have them (data/sources.py)
         return tuple(
             tuple(Triple(entity, relation, value) for relation, entity, value in r) for r in metadata["rounds"]
         )
@@ -67,13 +69,16 @@ def teach(
     if len(searches) > options.search_turns:
         return None
     thought, turns = first_thought(rounds), []
-    for queries, facts in searches:
+    for wanted, facts in searches:
+        queries = split_sub_queries(_SEPARATOR.join(wanted))  # as a rollout's: of equal ones only one is kept
+        if not queries:
+            return None
         rankings = tuple(map(tuple, search(queries)))
         texts = [passage for ranking in rankings for passage in ranking]
         if not all(_stated(fact, texts) for fact in facts):
             return None
-        text = f"<think>{thought}</think>\n<search>{' ## '.join(queries)}</search>"
-        turns.append(TranscriptTurn(text, tuple(queries), rankings))
+        text = f"<think>{thought}</think>\n<search>{_SEPARATOR.join(queries)}</search>"
+        turns.append(TranscriptTurn(text, queries, rankings))
         thought = " ".join(f"{fact.entity}: {fact.relation} {fact.value}." for fact in facts)
     answer = question.answers[0]
     last = f"<think>{thought} So the answer is {answer}.</think>\n<answer>{answer}</answer>"

@@ -131,12 +131,14 @@ def load_benchmarks(
 
 
 def _closed(name: str, sets: str, argument: str, world: Callable[[], ClosedWorld], count: int, seed: int) -> Benchmark:
-    asked: list[Question] = []
-    for part in sets.split("+"):
+    parts = sets.split("+")
+    for part in parts:
         if part not in SETS:
             raise UserError(f"--benchmark={argument}: set {part!r} found, accepted: {', '.join(SETS)}")
-        asked += closed_world_benchmark(world(), part, count or CLOSED_WORLD_COUNT, seed)
-    return Benchmark(name, asked, True)
+    if len(set(parts)) < len(parts):
+        raise UserError(f"--benchmark={argument}: a set is named twice, accepted: each set once")
+    asked = [q for part in parts for q in closed_world_benchmark(world(), part, count or CLOSED_WORLD_COUNT, seed)]
+    return Benchmark(name, list({(q.source, q.id): q for q in asked}.values()), True)  # sets may share a question
 
 
 def file_name(benchmark: str) -> str:

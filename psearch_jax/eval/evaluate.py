@@ -19,12 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from psearch_jax.config import Config, with_method
 from psearch_jax.eval.benchmarks import file_name
 from psearch_jax.eval.scores import DIGITS, Score, from_row, score, to_row
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.scheduler import Progress
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.paths import locate, remove_tree, write_whole
+from psearch_jax.text.prompts import load_template
 from psearch_jax.types import Question, RewardParts, Trajectory, Turn, UserError, digest
 
 FILLS = 8  # trajectories per part / slots; slots idle at the end of a part, so a part fills each several times
@@ -81,16 +83,18 @@ class Evaluation:
         self.benchmarks = tuple(benchmarks)
         digests = {name: questions_digest(questions) for name, questions in benchmarks.items()}
         self.settings = json.loads(json.dumps({**settings, "questions": digests}))
-        parts = self.out / _PARTS
-        saved = processes.broadcast(
-            lambda: _read_settings(self.out / "results.json") or _read_settings(parts / _SETTINGS)
+        parts, results = self.out / _PARTS, self.out / "results.json"
+        ended, saved = processes.broadcast(
+            lambda: (results.is_file(), _read_settings(results) or _read_settings(parts / _SETTINGS))
         )
+        if ended and saved is None:
+            raise UserError(f"{results}: not the results of an evaluation; accepted: another --out")
         if saved is not None and saved != self.settings:
             raise UserError(
                 f"--out={self.out}: holds an evaluation with {_difference(saved, self.settings)}; "
                 "accepted: the same settings, or another directory"
             )
-        self.finished = processes.broadcast(lambda: (self.out / "results.json").is_file() and not parts.is_dir())
+        self.finished = processes.broadcast(lambda: ended and not parts.is_dir())
 
         def begin() -> None:
             parts.mkdir(parents=True, exist_ok=True)
@@ -185,6 +189,24 @@ def _bit_sums(params: Any) -> jax.Array:
     return jnp.stack([one(x) for x in jax.tree.leaves(params)])
 
 
+def policy_settings(config: Config, params: nnx.State, passages: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings and contents on which a policy's rollouts depend, to be recorded with them.
+
+    Args:
+      passages: as `Retriever.describe` returns them; empty without a retriever.
+    """
+    config = with_method(config)
+    sections = asdict(config)
+    settings = {"weights": weights_digest(params), "sampling_dtype": config.model.sampling_dtype}
+    settings |= {name: True for name in ("int8_weights", "int8_cache") if sections["model"][name]}
+    settings |= {name: sections[name] for name in ("method", "data", "rollout")}
+    if config.data.prompt != "row":  # a file of the same name may have other contents
+        settings["template"] = hashlib.sha256(load_template(config.data.template).encode()).hexdigest()
+    # Without url: a server may move. What identifies the passages and their ranking is in `passages`.
+    retrieval = {name: sections["retrieval"][name] for name in ("index", "corpus", "topk")}
+    return settings | {"retrieval": retrieval | {k: v for k, v in passages.items() if k != "corpus"}}
+
+
 def weights_digest(params: nnx.State) -> str:
     """A short hash of the parameters' float32 bits, independent of sharding and device."""
     return hashlib.sha256(processes.fetch(_bit_sums(nnx.to_pure_dict(params))).tobytes()).hexdigest()[:16]
@@ -249,7 +271,7 @@ def questions_digest(questions: Sequence[Question]) -> str:
 def _read_settings(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))["settings"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

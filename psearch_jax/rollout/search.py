@@ -7,13 +7,12 @@ other rows decode. serving/search.py has one for live requests.
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from retrieval.protocol import Passage, Retriever, as_utf8
+from retrieval.protocol import Passage, Retriever, in_background, in_utf8
 
 Queries = Mapping[int, tuple[str, ...]]  # order of a rollout (turns.Rollout) -> its sub-queries
 Passages = dict[int, tuple[tuple[Passage, ...], ...]]  # order of a rollout -> the passages of each sub-query
@@ -58,7 +57,7 @@ class BatchRetriever:
     def search(self, queries: Queries) -> Passages:
         flat = [q for of_rollout in queries.values() for q in of_rollout]
         results = iter(self.retriever.search(flat, self.topk) if flat and self.retriever else ())
-        return {order: tuple(tuple(map(_in_utf8, next(results))) for _ in row) for order, row in queries.items()}
+        return {order: tuple(tuple(map(in_utf8, next(results))) for _ in row) for order, row in queries.items()}
 
 
 class BatchedSearch:
@@ -98,22 +97,3 @@ class OverlappedSearch:
         if self._future:
             self._future.exception()  # waits for it: one batch at a time
         return self._retriever.search(queries)
-
-
-def in_background(f: Callable[[], Any]) -> Future:
-    """Runs `f` in a daemon thread: the program can exit without waiting for it."""
-    future: Future = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(f())
-        except BaseException as error:  # re-raised by `future.result()`
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return future
-
-
-def _in_utf8(passage: Passage) -> Passage:
-    """The passage in valid UTF-8: the JSON of a corpus may contain half a surrogate pair."""
-    return Passage(as_utf8(passage.id), as_utf8(passage.title), as_utf8(passage.text), passage.score)

@@ -25,13 +25,13 @@ from psearch_jax.models.unstacked import Unstacked
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler_state import Status
 from psearch_jax.rollout.scheduler import RolloutScheduler
-from psearch_jax.rollout.search import BatchRetriever, in_background
+from psearch_jax.rollout.search import BatchRetriever
 from psearch_jax.runtime import processes
 from psearch_jax.serving.search import ServingSearch
 from psearch_jax.text import tags
 from psearch_jax.text.answers import contains_words, normalise
 from psearch_jax.types import Question, Trajectory, Turn, UserError
-from retrieval.protocol import Passage
+from retrieval.protocol import Passage, in_background
 
 log = logging.getLogger("psearch_jax")
 EVERY = 8  # tokens decoded per row between two event updates

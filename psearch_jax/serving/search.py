@@ -8,7 +8,8 @@ import time
 from collections.abc import Collection
 from concurrent.futures import Future, wait
 
-from psearch_jax.rollout.search import BatchRetriever, Passages, Queries, in_background
+from psearch_jax.rollout.search import BatchRetriever, Passages, Queries
+from retrieval.protocol import in_background
 
 log = logging.getLogger("psearch_jax")
 IDLE_WAIT_S = 0.05  # if no row decodes, wait this long for the search before admitting new questions

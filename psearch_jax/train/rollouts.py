@@ -13,12 +13,12 @@ from flax import nnx
 
 from psearch_jax.rl.advantages import carry_signal, group_advantages
 from psearch_jax.rl.rewards import length_penalty, with_critical_path
-from psearch_jax.rollout.search import in_background
 from psearch_jax.rollout.usage import Usage
 from psearch_jax.runtime import processes, progress
 from psearch_jax.train.replay import Recording
 from psearch_jax.train.run import Run
 from psearch_jax.types import Question, RewardParts, Trajectory
+from retrieval.protocol import in_background
 
 
 @dataclass

@@ -9,6 +9,7 @@ over this process's devices.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -72,7 +73,7 @@ class BertEncoder:
         """`settings`: the identity without `dimensions` and `weights`; `from_model` explains the fields."""
         self._directory, self._settings = directory, settings
         self._model = load_bert(directory, settings["dtype"])
-        self._weights = _digest(directory)
+        self._weights = weights_digest(directory)
         self._tokenizer = load_tokenizer(directory, self._model.config.vocab_rows)
         self._lengths = [n for n in LENGTHS if n < settings["max_tokens"]] + [settings["max_tokens"]]
         devices = jax.local_devices()
@@ -119,7 +120,8 @@ class BertEncoder:
         if not directory.is_dir():
             raise CorpusError(f"{directory}: no such directory; accepted: hashing, bm25 or a BERT encoder's directory")
         name = _model_name(directory)
-        query, passage = next((v for part, v in PREFIXES.items() if part in name.lower()), ("", ""))
+        words = re.split(r"[^a-z0-9]+", name.lower())  # not "lr2e5", which ends the names of many runs
+        query, passage = next((v for part, v in PREFIXES.items() if part in words), ("", ""))
         positions = read_config(directory / "config.json").positions
         own = _if_there(directory / LENGTH_FILE).get("max_seq_length") or LENGTHS[-1]
         if not isinstance(own, int) or own < 3:
@@ -281,7 +283,8 @@ def _if_there(path: Path) -> dict[str, Any]:
     return read_object(path) if path.is_file() else {}
 
 
-def _digest(directory: Path) -> str:
+def weights_digest(directory: Path) -> str:
+    """A digest of a model directory's weights."""
     digest = hashlib.sha256()
     for path in weight_files(directory):
         with open(path, "rb") as file:

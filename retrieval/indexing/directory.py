@@ -103,7 +103,7 @@ def build_index(
       CorpusError: the directory exists, is being built by another process or cannot be written, an option does not
         fit, an encoding is not finite, or `vectors` do not match the corpus and the encoder.
     """
-    directory = on_disk(directory).absolute()
+    directory = on_disk(directory).resolve()  # of a symbolic link, the directory that it names
     refuse_occupied(directory, corpus.path, overwrite)
     check_options(options, len(corpus), encoder.dimensions if encoder else None)
     sample = None if vectors is None or encoder is None else refuse_foreign_vectors(vectors, corpus, encoder)

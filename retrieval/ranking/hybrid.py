@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,11 @@ class HybridRanker:
         self.rows = self.rankers[0].rows
         if any(ranker.rows != self.rows for ranker in self.rankers):
             raise CorpusError(f"the indexes hold {[r.rows for r in self.rankers]} rows, expected one corpus for all")
+
+    @property
+    def identity(self) -> Any:
+        """See `Ranker.identity`."""
+        return [ranker.identity for ranker in self.rankers]
 
     def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
         """See `Ranker.rank`."""

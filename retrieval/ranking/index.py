@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -216,6 +216,13 @@ class DenseRanker:
                 f"the index holds vectors of {index.dimensions} dimensions, the encoder makes {encoder.dimensions}"
             )
         self.index, self.encoder, self.rows = index, encoder, index.rows
+
+    @property
+    def identity(self) -> Any:
+        """See `Ranker.identity`."""
+        parts = self.index.parts if isinstance(self.index, ShardedIndex) else [self.index]
+        trees = [asdict(part.tree) for part in parts if isinstance(part, ScannIndex) and part.tree]
+        return {"encoder": self.encoder.identity, "trees": trees}
 
     def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
         """See `Ranker.rank`."""

@@ -6,6 +6,8 @@ is cut first. As in retrieval/encoders/encoder.py, a score does not depend on th
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from retrieval.encoders.bert import head_weights, load_bert
-from retrieval.encoders.encoder import LENGTHS, Pace, batches, load_tokenizer, pace_of
+from retrieval.encoders.encoder import LENGTHS, Pace, batches, load_tokenizer, pace_of, weights_digest
 from retrieval.protocol import CorpusError, Passage, Retriever, as_utf8
 
 HEAD = {
@@ -37,6 +39,7 @@ class CrossEncoder:
         """Raises `CorpusError` when the directory contains no BERT, or not one with a single score."""
         pace = pace or pace_of(jax.local_devices()[0])
         self._bert = load_bert(directory, pace.dtype)
+        self.identity = {"weights": weights_digest(directory), "max_tokens": max_tokens, "dtype": pace.dtype}
         self._tokenizer = load_tokenizer(directory, self._bert.config.vocab_rows)
         self._head = {name: jnp.asarray(value) for name, value in head_weights(directory, HEAD).items()}
         labels, width = self._head["score_kernel"].shape
@@ -110,5 +113,7 @@ class Reranked:
         return [list(ranked[query]) for query in queries]
 
     def describe(self) -> dict[str, Any]:
-        """See `Retriever.describe`: that of the reranked retriever."""
-        return self._retriever.describe()
+        """See `Retriever.describe`: that of the reranked retriever, with a ranking of its own."""
+        description = self._retriever.describe()
+        ranking = json.dumps([description.get("ranking_sha256"), self._encoder.identity, self._candidates])
+        return description | {"ranking_sha256": hashlib.sha256(ranking.encode()).hexdigest()}

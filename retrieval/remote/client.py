@@ -8,11 +8,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
-from retrieval.protocol import Passage, RetrievalError, Retriever
+from retrieval.protocol import Passage, RetrievalError, Retriever, in_background
 from retrieval.remote.wire import UNTOLD, Wire, line, read_description, read_rankings
 
 log = logging.getLogger("retrieval")
@@ -78,16 +79,21 @@ class HttpRetriever:
         share = max(LEAST_SHARE, -(-len(sent) // len(self._replicas)))
         parts = list(_requests(sent, min(QUERIES_PER_REQUEST, max(1, ROWS_PER_REQUEST // max(1, k)), share)))
         given_up = threading.Event()
-        workers = min(len(parts), len(self._replicas))
-        if workers > 1:
-            pool = ThreadPoolExecutor(workers)
-            try:
-                answers = list(pool.map(lambda part: self._ask(part, k, given_up), parts))
-            finally:
-                given_up.set()  # when one part failed for good, do not wait for the others
-                pool.shutdown(wait=False, cancel_futures=True)
-        else:
-            answers = [self._ask(part, k, given_up) for part in parts]
+        waiting = iter(enumerate(parts))
+        answers: list[list[list[Passage]]] = [[] for _ in parts]
+
+        def work() -> None:
+            while not given_up.is_set():
+                with self._lock:
+                    place, part = next(waiting, (-1, []))
+                if place < 0:
+                    return
+                answers[place] = self._ask(part, k, given_up)
+
+        try:
+            _all_at_once([work] * min(len(parts), len(self._replicas)))
+        finally:
+            given_up.set()  # when one part failed for good, do not wait for the others
         rankings = {
             query: ranking
             for part, answer in zip(parts, answers, strict=True)
@@ -96,7 +102,7 @@ class HttpRetriever:
         return [list(rankings.get(query, ())) for query in cleaned]
 
     def describe(self) -> dict[str, Any]:
-        """See `Retriever.describe`. Also raises `RetrievalError` when two replicas serve different corpora."""
+        """See `Retriever.describe`. Also raises `RetrievalError` when two replicas rank or contain other passages."""
 
         def ask(replica: Replica) -> dict[str, Any]:
             status, data = self._wire.request("GET", replica.info)
@@ -111,8 +117,10 @@ class HttpRetriever:
                 other = ask(replica)
             except (OSError, ValueError):
                 continue  # it is down; it is compared at the next call when it is up
-            if other != description:
-                raise RetrievalError(f"{self._urls()}: replicas of different corpora: {description} and {other}")
+            differing = [name for name in description if name != "corpus" and other[name] != description[name]]
+            if differing:  # directories may have any name
+                found = " and ".join(str({name: one[name] for name in differing}) for one in (description, other))
+                raise RetrievalError(f"{self._urls()}: these are not replicas of one index: {found}")
         return dict(description)
 
     def _ask(self, queries: list[str], k: int, given_up: threading.Event) -> list[list[Passage]]:
@@ -198,11 +206,10 @@ class ShardedRetriever:
     def __init__(self, parts: Iterable[Retriever]):
         """`parts` in the order of the corpus: at equal scores the earlier part comes first."""
         self._parts = list(parts)
-        self._threads = ThreadPoolExecutor(len(self._parts))
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """See `Retriever.search`; the parts are searched concurrently."""
-        answers = list(self._threads.map(lambda part: part.search(queries, k), self._parts))
+        answers = _all_at_once([partial(part.search, queries, k) for part in self._parts])
         merged = []
         for rankings in zip(*answers, strict=True):
             passages = [passage for ranking in rankings for passage in ranking]
@@ -210,7 +217,7 @@ class ShardedRetriever:
         return merged
 
     def describe(self) -> dict[str, Any]:
-        """See `Retriever.describe`: the names and digests of all parts joined by "|", and the total of rows."""
+        """See `Retriever.describe`: names and digests of all parts joined by "|", and the total of rows."""
         parts = [part.describe() for part in self._parts]
 
         def joined(name: str) -> str | None:
@@ -219,7 +226,7 @@ class ShardedRetriever:
 
         rows = [part["rows"] for part in parts]
         total = None if None in rows else sum(rows)
-        return {"corpus": joined("corpus"), "corpus_sha256": joined("corpus_sha256"), "rows": total}
+        return {name: joined(name) for name in ("corpus", "corpus_sha256", "ranking_sha256")} | {"rows": total}
 
 
 def connect(
@@ -231,6 +238,19 @@ def connect(
         for part in addresses.split("|")
     ]
     return parts[0] if len(parts) == 1 else ShardedRetriever(parts)
+
+
+def _all_at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """The results of concurrent calls; the first error is raised without waiting for the others.
+
+    The threads are daemons: a program can exit while a server does not answer.
+    """
+    if len(calls) == 1:
+        return [calls[0]()]
+    futures = [in_background(call) for call in calls]
+    for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+        future.result()
+    return [future.result() for future in futures]
 
 
 def _requests(queries: Sequence[str], most: int) -> Iterator[list[str]]:

@@ -78,7 +78,10 @@ def description(queries: int, query_chars: int, topk: int, rows: int, with_token
     passage = fields({"id": TEXT, "contents": TEXT})
     result = {"anyOf": [passage, fields({"document": passage, "score": NUMBER})]}
     text_or_null = {"type": ["string", "null"]}
-    about = fields({"corpus": text_or_null, "corpus_sha256": text_or_null, "rows": {"type": ["integer", "null"]}})
+    about = fields(
+        {name: text_or_null for name in ("corpus", "corpus_sha256", "ranking_sha256")}
+        | {"rows": {"type": ["integer", "null"]}}
+    )
     answer = json_of(fields({"result": rows_of(rows_of(result))}))
     health = fields({"status": TEXT, "rows": {"type": ["integer", "null"]}})
     return describer.document(

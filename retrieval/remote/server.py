@@ -2,7 +2,7 @@
 
 POST /retrieve   {"queries": [str], "topk": int or null, "return_scores": bool} -> {"result": [[...], ...]}
 GET  /health     {"status": "ok", "rows": N}, or with status 503 when searches fail
-GET  /info       {"corpus": name or null, "corpus_sha256": digest or null, "rows": N or null}
+GET  /info       {"corpus": name, "corpus_sha256": digest, "ranking_sha256": digest, "rows": N}, each may be null
 GET  /metrics    Prometheus text
 GET  /openapi.json  this interface as OpenAPI 3.1
 """

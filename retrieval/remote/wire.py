@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from hashlib import sha256
 from typing import Any
 
 import orjson
@@ -15,12 +16,12 @@ import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from retrieval.corpus import read_contents
-from retrieval.protocol import Passage
+from retrieval.protocol import Passage, as_utf8
 
 CONNECT_S = 10.0
 ANSWER_BYTES = 2**30  # the most that is read: a faulty server may send forever
-UNTOLD: dict[str, Any] = {"corpus": None, "corpus_sha256": None, "rows": None}
-_TOLD = {"corpus": str, "corpus_sha256": str, "rows": int}
+_TOLD = {"corpus": str, "corpus_sha256": str, "ranking_sha256": str, "rows": int}
+UNTOLD: dict[str, Any] = dict.fromkeys(_TOLD)
 
 
 class Wire:
@@ -166,15 +167,17 @@ def _object(data: bytes) -> dict[str, Any]:
 
 def _passage(row: Any) -> Passage:
     document = _field(_of_type(row, "a result", dict), "document", dict)
-    id_ = _field(document, "id", (str, int))
-    score = _field(row, "score", (int, float))
+    contents = _field(document, "contents", str)
+    # The servers of Search-R1 that ask a search engine on the web send neither id nor score.
+    id_ = _field(document, "id", (str, int)) if "id" in document else sha256(as_utf8(contents).encode()).hexdigest()
+    score = _field(row, "score", (int, float)) if "score" in row else 0.0
     try:
         finite = math.isfinite(score)
     except OverflowError:  # an integer too large for a float
         finite = False
     if not finite:
         raise ValueError(f"field score is {line(str(score)[:40])}, expected a finite number")
-    return read_contents(str(id_), _field(document, "contents", str), float(score))
+    return read_contents(str(id_), contents, float(score))
 
 
 def _field(content: dict[str, Any], name: str, type_: Any) -> Any:

@@ -3,12 +3,14 @@
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from psearch_jax.data.kinds import KIND_OF_LABEL, MUSIQUE_GRAPHS, Graph, musique_graph
 from psearch_jax.data.sources import read_questions
+from psearch_jax.eval.scores import score, summarise
 from psearch_jax.text.prompts import render_messages
-from psearch_jax.types import KINDS, UserError
+from psearch_jax.types import KINDS, Trajectory, Turn, UserError
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -169,7 +171,23 @@ def test_array_of_hotpotqa_and_2wiki(tmp_path):
         ("5a8b", "Who?", ("Ada",), "parallel"),
         ("5a8c", "Where?", ("Rome",), "mixed"),
     ]
-    assert questions[0].metadata == {"type": "comparison"}
+    assert questions[0].metadata == {"type": "comparison"} and questions[1].metadata == {"type": "bridge_comparison"}
+    triples, facts = [["Ada", "father", "Byron"], ["Byron", "place of birth", "London"]], [["Ada", 0], ["Byron", 2]]
+    rows = [{**rows[1], "evidences": triples, "supporting_facts": [*facts, ["Ada", 1]]}]
+    file.write_text(json.dumps(rows))
+    (question,) = read_questions(file)
+    assert question.metadata["evidences"] == triples and question.metadata["supporting_titles"] == ["Ada", "Byron"]
+
+
+@pytest.mark.parametrize("value", [3, ["a", "b"], "high", [1, 2], True, 7.5])
+def test_names_that_another_set_uses_otherwise(tmp_path, value):
+    """A row's own `rounds`, `chance` or `answer_parts` would end an evaluation after all its rollouts."""
+    names = ("rounds", "evidences", "chance", "dependency", "graph", "supporting_titles", "answer_parts")
+    metadata = {"type": "bridge", "other": value} | dict.fromkeys(names, value)
+    (question,) = read_questions(write(tmp_path / "x.jsonl", [row(metadata=metadata)]))
+    turn, tokens = Turn("x", "answer", True, answer="Ada", n_sampled=1), np.ones(1)
+    trajectory = Trajectory(question, 0, "answered", (turn,), tokens, tokens, tokens, 0)
+    assert question.metadata["other"] == value and summarise([score(trajectory)])["questions"] == 1
 
 
 def test_array_of_multihop_rag(tmp_path):

@@ -130,11 +130,23 @@ def test_a_round_that_a_prepared_question_names(search):
     assert parse_turn(taught(question, search, 0)[-1].text).answer == "Kenosha"
 
 
+def test_equal_queries_are_one_as_in_a_rollout(search):
+    """Two facts with the same query: the transcript would show more rankings than the search has sub-queries, and
+    fine-tuning refuse the complete file."""
+    films = [["Vertigo", "director", "Alfred Hitchcock"], ["vertigo", "director", "Hitchcock"]]
+    question = Question("s", "1", "Who?", ("Alfred Hitchcock",), "parallel", {"evidences": films})
+    turns = [turn for seed in range(8) for turn in taught(question, search, seed) if turn.queries]
+    assert all(parse_turn(turn.text).queries == turn.queries for turn in turns)
+    assert all(len(turn.queries) == len(turn.passages) for turn in turns)
+
+
 def test_the_program_writes_what_fine_tuning_reads(tmp_path):
     """A file that launch/sft.py refuses, or questions without triples accepted without a message."""
-    questions, corpus, out = (tmp_path / name for name in ("questions.jsonl", "corpus.jsonl", "out.jsonl"))
+    questions, corpus, out = (tmp_path / name for name in ("questions.jsonl", "corpus.jsonl", "new/out.jsonl"))
     questions.write_text("".join(json.dumps(row(kind)) + "\n" for kind in ROWS))
-    corpus.write_text("".join(json.dumps({"id": p.id, "contents": f'"{p.title}"\n{p.text}'}) + "\n" for p in PASSAGES))
+    # Half a surrogate pair, which cannot be written in UTF-8.
+    texts = [{"id": p.id, "contents": f'"{p.title}"\n{p.text} \ud83d'} for p in PASSAGES]
+    corpus.write_text("".join(json.dumps(text) + "\n" for text in texts))
     program = [
         sys.executable,
         "launch/write_transcripts.py",

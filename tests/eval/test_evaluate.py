@@ -28,7 +28,7 @@ from helpers import question as plain_question
 from programs import ROOT, Program, completed, wait_until
 
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
-from psearch_jax.config import Config, to_mapping
+from psearch_jax.config import Config, from_mapping, to_mapping
 from psearch_jax.eval.benchmarks import (
     PAPER,
     PUBLISHED,
@@ -37,7 +37,14 @@ from psearch_jax.eval.benchmarks import (
     load_benchmarks,
     published,
 )
-from psearch_jax.eval.evaluate import Evaluation, evaluate, read_scores, trajectory_row, weights_digest
+from psearch_jax.eval.evaluate import (
+    Evaluation,
+    evaluate,
+    policy_settings,
+    read_scores,
+    trajectory_row,
+    weights_digest,
+)
 from psearch_jax.eval.scores import by_kind, score, summarise
 from psearch_jax.models.hf import save_hf
 from psearch_jax.rollout.sampling import id_words, row_keys
@@ -192,6 +199,10 @@ def test_closed_world_arguments():
         load_benchmarks(["closed_world:double"], small_world)
     with pytest.raises(UserError, match="each name once"):
         load_benchmarks(["closed_world:mixed", "closed_world:mixed"], small_world, 3)
+    with pytest.raises(UserError, match="a set is named twice"):
+        load_benchmarks(["x:closed_world:many+many"], small_world, 3)
+    (both,) = load_benchmarks(["x:closed_world:parallel+entities2"], small_world, 400)
+    assert len({(q.source, q.id) for q in both.questions}) == len(both.questions) < 800, "a question of both sets"
 
 
 def test_benchmark_from_a_file(shared_data):
@@ -292,6 +303,28 @@ def test_parts_are_not_done_twice(tmp_path):
     assert (
         Evaluation(tmp_path / "out", sets, {"seed": 1}).run(None, 3, None) == scores == read_scores(tmp_path / "out")
     )
+
+
+@pytest.mark.parametrize("content", ["{}", "nonsense", "[1]"])
+def test_the_results_of_something_else_are_not_an_evaluation(tmp_path, content):
+    """A directory with a foreign results.json would count as a finished evaluation, whose rows are missing."""
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(UserError, match="results.json: not the results of an evaluation"):
+        Evaluation(tmp_path, {"a": [Question("set", "1", "1?", ("x",), "single")]}, {"seed": 1})
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_settings_of_a_policy_name_contents(tmp_path):
+    """An evaluation with an edited prompt, or another ranking of the same passages, would pass as finished."""
+    params = random_params(tiny_config(tied=True))
+    prompt = tmp_path / "prompt.txt"
+    settings = []
+    for text, ranking in [("As asked: {question}", "r"), ("Briefly: {question}", "r"), ("As asked: {question}", "s")]:
+        prompt.write_text(text)
+        own = from_mapping({"data": {"template": str(prompt)}})
+        settings.append(policy_settings(own, params, {"corpus": "c", "ranking_sha256": ranking, "rows": 3}))
+    assert settings[0] != settings[1] and settings[0] != settings[2]
+    assert settings[0]["retrieval"]["corpus"] == "", "the config's field, not the name that a server gives"
 
 
 def test_digest_of_weights(tiny_tokenizer):

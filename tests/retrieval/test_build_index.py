@@ -74,6 +74,16 @@ def test_existing_directory(corpus, tmp_path):
     assert (tmp_path / "precious" / "thesis.tex").exists()
 
 
+def test_a_link_is_followed(corpus, tmp_path):
+    """The index would replace the link to a large disk, and fill the small one."""
+    (tmp_path / "large").mkdir()
+    (tmp_path / "index").symlink_to("large")
+    result = build_index(f"--corpus={corpus}", f"--out={tmp_path / 'index'}", "--target_recall=0.9")
+    assert result.returncode == 0 and "--target_recall: no effect" in result.stderr, result
+    assert (tmp_path / "index").is_symlink() and (tmp_path / "large" / "manifest.json").is_file()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.jsonl", "index", "large"]
+
+
 def test_bad_input_is_one_line(corpus, tmp_path):
     """Bad input would end in a traceback, or leave a partial index."""
     out = f"--out={tmp_path / 'index'}"
@@ -81,6 +91,8 @@ def test_bad_input_is_one_line(corpus, tmp_path):
     assert "flag --out" in refused(f"--corpus={corpus}")
     assert "e6: no such directory; accepted: hashing, bm25 or" in refused(f"--corpus={corpus}", "--encoder=e6", out)
     assert "--from_faiss" in refused(f"--corpus={corpus}", "--encoder=bm25", "--from_faiss=x.index", out)
+    assert "--leaves: --encoder=bm25 found" in refused(f"--corpus={corpus}", "--encoder=bm25", "--leaves=4", out)
+    assert "--query_prefix: --encoder=hashing found" in refused(f"--corpus={corpus}", "--query_prefix=q: ", out)
     assert "x.index: no such" in refused(f"--corpus={corpus}", "--from_faiss=x.index", out)
     assert "shards is 4" in refused(f"--corpus={corpus}", "--shards=4", out)
     assert "absent.jsonl" in refused("--corpus=absent.jsonl", out)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -159,6 +161,14 @@ def test_half_surrogates_and_whole_numbers_are_taken():
     assert (passage.id, passage.title, passage.text, passage.score) == ("7", "A\ud83d", "b", 2.0)
 
 
+def test_rows_without_id_and_score_are_taken():
+    """The servers that search the web for Search-R1 send neither; a run with them would retry for five minutes."""
+    answer = {"result": [[{"document": {"contents": '"Ada"\nborn'}}, {"document": {"contents": '"Bo"\nborn'}}]]}
+    with Server(answers=[lambda _: answer]) as server:
+        first, second = HttpRetriever(server.url, retry_deadline_s=0).search(["a"], 2)[0]
+    assert (first.title, first.text, first.score) == ("Ada", "born", 0.0) and first.id != second.id
+
+
 @pytest.mark.parametrize("status", [401, 404, 413, 422])
 def test_a_refusal_is_not_repeated(status):
     """A wrong token or address would be retried for five minutes before the user learns of it."""
@@ -276,6 +286,17 @@ def test_a_refusal_of_one_share_ends_the_search():
         with pytest.raises(RetrievalError, match="refused with status 401"):
             HttpRetriever([server.url, gone()], retry_deadline_s=300).search([str(n) for n in range(100)], 1)
         assert time.monotonic() - started < 5
+
+
+def test_a_program_can_end_while_servers_are_down():
+    """A stopped run would wait for threads that retry dead servers for five minutes."""
+    code = (
+        "from retrieval.protocol import in_background; from retrieval.remote.client import connect; import time\n"
+        f"for servers in ('{gone()},{gone()}', '{gone()}|{gone()}'):\n"
+        "    in_background(lambda: connect(servers).search([str(n) for n in range(100)], 1))\n"
+        "    time.sleep(0.5)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True).returncode == 0
 
 
 def test_the_next_replica_takes_over():

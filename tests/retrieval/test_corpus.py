@@ -2,6 +2,7 @@
 
 import gzip
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers import people
@@ -37,10 +38,12 @@ def test_corpus_reads_foreign_rows(tmp_path):
     """Other tools' rows would be refused or misread: integer ids, bare titles, blank lines, no last newline, a BOM."""
     text = (
         '\ufeff{"id": 7, "contents": "\\"A\\"\\nx"}\n\n{"id": "8", "contents": "B\\ny"}\r\n{"id": 9, "contents": "z"}'
+        '\n{"id": 10, "contents": "\\"C\\" \\r\\nx"}'
     )
     (tmp_path / "c.jsonl").write_bytes(text.encode())
     corpus = MemoryMappedCorpus(tmp_path / "c.jsonl")
-    assert list(corpus) == [Passage("7", "A", "x"), Passage("8", "B", "y"), Passage("9", "", "z")]
+    expected = [Passage("7", "A", "x"), Passage("8", "B", "y"), Passage("9", "", "z"), Passage("10", "C", "x")]
+    assert list(corpus) == expected
 
 
 @pytest.mark.parametrize(
@@ -106,6 +109,17 @@ def test_gzip_corpus(tmp_path):
     with pytest.raises(CorpusError, match="cut.jsonl.gz"):
         MemoryMappedCorpus(tmp_path / "cut.jsonl.gz")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.jsonl.gz", "c.jsonl.gz.unpacked", "cut.jsonl.gz"]
+
+
+def test_several_processes_unpack_one_corpus(tmp_path):
+    """The pods of a job open an archive on their shared volume, often with equal process numbers: one would rename
+    the file that another is still writing."""
+    write_corpus(tmp_path / "c.jsonl", people())
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress((tmp_path / "c.jsonl").read_bytes()))
+    with ThreadPoolExecutor(8) as pool:  # threads have the same process number
+        opened = pool.map(lambda _: list(MemoryMappedCorpus(tmp_path / "c.jsonl.gz")), range(8))
+        assert all(passages == people() for passages in opened)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.jsonl", "c.jsonl.gz", "c.jsonl.gz.unpacked"]
 
 
 def test_gzip_corpus_beside_a_file_of_the_same_name(tmp_path):

@@ -165,6 +165,8 @@ def test_prefixes_follow_the_model(directory, tmp_path):
     assert np.array_equal(own.encode_queries(["baro"]), plain.encode_queries(["who: baro"]))
     assert np.array_equal(own.encode_passages([Passage("2", "", "baro")]), plain.encode_queries(["what: baro"]))
     assert own.identity != plain.identity != e5.identity
+    by_chance = BertEncoder.from_model(shutil.copytree(directory, tmp_path / "MiniLM-lr2e5"))
+    assert by_chance.identity["query_prefix"] == ""
 
 
 def test_pooling_is_the_directory_s_own(directory, tmp_path):

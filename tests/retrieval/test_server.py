@@ -6,6 +6,7 @@ import hashlib
 import http.client
 import json
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -428,11 +429,14 @@ def test_the_corpus_behind_an_address_has_a_name(directory, tmp_path):
     """An evaluation that cannot name its corpus: results over a wrong one look like those over the right one."""
     service = RetrievalService.open(directory)
     digest = hashlib.sha256((directory / "corpus.jsonl").read_bytes()).hexdigest()
-    named = {"corpus": "index", "corpus_sha256": digest, "rows": 320}
+    ranking = service.describe()["ranking_sha256"]
+    named = {"corpus": "index", "corpus_sha256": digest, "ranking_sha256": ranking, "rows": 320}
     in_memory = RetrievalService.from_corpus(people())
     from_file = RetrievalService.from_corpus(directory / "corpus.jsonl")
-    assert service.describe() == named and from_file.describe() == {**named, "corpus": "corpus.jsonl"}
-    assert in_memory.describe() == {**named, "corpus": None}
+    other = in_memory.describe()["ranking_sha256"]  # vectors of another width
+    assert service.describe() == named and other != ranking
+    assert from_file.describe() == {**named, "corpus": "corpus.jsonl", "ranking_sha256": other}
+    assert in_memory.describe() == {**named, "corpus": None, "ranking_sha256": other}
     part = RetrievalService.from_corpus(people()[:20])
     with Running(make_app(service, token="s3cret")) as one, Running(make_app(service)) as two:
         assert HTTP.request("GET", one.url + "/info").status == 401
@@ -441,10 +445,17 @@ def test_the_corpus_behind_an_address_has_a_name(directory, tmp_path):
         assert connect(both, token="s3cret").describe() == named
         with Running(make_app(part)) as three:
             parts = connect(f"{two.url}/retrieve|{three.url}/retrieve")
-            digests = f"{digest}|{part.describe()['corpus_sha256']}"
-            assert parts.describe() == {"corpus": None, "corpus_sha256": digests, "rows": 340}
-            with pytest.raises(RetrievalError, match="different corpora"):
+            joined = {name: f"{named[name]}|{part.describe()[name]}" for name in ("corpus_sha256", "ranking_sha256")}
+            assert parts.describe() == {"corpus": None, **joined, "rows": 340}
+            with pytest.raises(RetrievalError, match="not replicas of one index"):
                 connect(f"{two.url}/retrieve,{three.url}/retrieve").describe()
+        with Running(make_app(RetrievalService.open(shutil.copytree(directory, tmp_path / "copy")))) as four:
+            assert connect(f"{two.url}/retrieve,{four.url}/retrieve").describe()["rows"] == 320
+        with (
+            Running(make_app(in_memory)) as five,
+            pytest.raises(RetrievalError, match="replicas of one index.*ranking_sha256"),
+        ):
+            connect(f"{two.url}/retrieve,{five.url}/retrieve").describe()
     with pytest.raises(RetrievalError, match="no answer in 0 s"):
         connect(one.url + "/retrieve", retry_deadline_s=0).describe()
 

@@ -19,8 +19,7 @@ from helpers import (
 from helpers import retriever as real_retriever
 
 from psearch_jax.rollout import search
-from psearch_jax.rollout.search import in_background
-from retrieval.protocol import RetrievalError
+from retrieval.protocol import RetrievalError, in_background
 
 CONFIG = tiny_config(tied=False)
 ROWS = 6
@@ -136,6 +135,6 @@ def test_one_that_fails_ends_the_rollouts(run):
 
 def test_no_end_of_the_program_waits_for_one():
     """A preempted machine whose retriever is gone waits for the client's retry deadline before it stops."""
-    code = "import time; from psearch_jax.rollout.search import in_background; in_background(lambda: time.sleep(900))"
+    code = "import time; from retrieval.protocol import in_background; in_background(lambda: time.sleep(900))"
     root = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=300).returncode == 0
