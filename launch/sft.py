@@ -50,27 +50,36 @@ def main(_: list[str]) -> None:
 
 
 def _train(values: dict) -> None:
+    import gc
     from pathlib import Path
+
+    import jax
 
     from psearch_jax.assembly import build_sft
     from psearch_jax.config import from_mapping
     from psearch_jax.models.hf import save_hf
     from psearch_jax.runtime import processes
     from psearch_jax.sft import trainer
-    from psearch_jax.train.checkpointing.checkpoint import load_params
+    from psearch_jax.train.checkpointing.checkpoint import load_params, on_host
+    from psearch_jax.train.checkpointing.run_config import export_files
 
-    run = build_sft.supervised_run(from_mapping(values), TRANSCRIPTS.value)
+    config = from_mapping(values)
+    run = build_sft.supervised_run(config, TRANSCRIPTS.value)
     summary = trainer.train(run, WORKDIR.value, CHANGES.value)
     if not processes.first():
         return
     losses = " -> ".join(f"{loss:.3f}" for loss in summary["validation_loss"].values())
     held_out = f", loss on held-out transcripts {losses}" if losses else ""
     print(f"{summary['steps']} steps on {summary['transcripts']} transcripts in {summary['wall_s']:.0f} s{held_out}")
-    if EXPORT.value:
-        del run.trainer, run.initial_state  # free their weights before loading them again
-        model, params, loop = load_params(WORKDIR.value)
-        policy = Path(WORKDIR.value) / "policy"
-        save_hf(params, model, loop["tokenizer"], policy, lora=_lora(loop))
+    policy = Path(WORKDIR.value) / "policy"
+    if EXPORT.value and jax.process_count() > 1:
+        command = f"launch/export_hf.py --checkpoint={WORKDIR.value} --out={policy}"
+        print(f"several processes; to write the policy: {command}")
+    elif EXPORT.value:
+        del run  # its weights are loaded again, in the host's memory: one device may be too small for all of them
+        gc.collect()
+        model, params, loop = load_params(WORKDIR.value, on_host)
+        save_hf(params, model, loop["tokenizer"], policy, lora=_lora(loop), files=export_files(config))
         print(f"{policy}: written")
 
 

@@ -25,7 +25,13 @@ import numpy as np
 from psearch_jax.config import RolloutSection
 from psearch_jax.runtime.paths import locate
 from psearch_jax.text.prompts import render_messages, render_prompt
-from psearch_jax.text.tags import CORRECTIVE_MESSAGE, MAX_SUB_QUERIES, parse_turn, render_observation
+from psearch_jax.text.tags import (
+    CORRECTIVE_MESSAGE,
+    MAX_SUB_QUERIES,
+    SEARCH_CLOSE,
+    parse_turn,
+    render_observation,
+)
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import UserError
 from retrieval.protocol import Passage
@@ -71,13 +77,14 @@ def encode_transcript(
 
     Args:
       prompt: token ids.
-      encode: text to token ids, never a control token; default: the tokenizer's `encode_foreign`.
+      encode: text to token ids, never a control token; default: the tokenizer's `encode_reply` for replies, and its
+        `encode_foreign` for observations.
     """
-    encode = encode or tokenizer.encode_foreign
+    encode_reply, encode = encode or tokenizer.encode_reply, encode or tokenizer.encode_foreign
     stop = tokenizer.encode_trusted("<|im_end|>")
     ids, mask = list(prompt), [False] * len(prompt)
     for i, turn in enumerate(turns):
-        reply, last = encode(turn.text), i == len(turns) - 1
+        reply, last = encode_reply(turn.text), i == len(turns) - 1
         observed: list[int] = []
         if not turn.queries:
             reply = reply + stop
@@ -184,6 +191,8 @@ def _turn(value: Any, max_sub_queries: int, where: str) -> TranscriptTurn:
     if not isinstance(trained, bool):
         raise UserError(f"{where}: field train: {trained!r} found, accepted: true or false")
     queries = parse_turn(text, max_sub_queries).queries
+    if queries and (tail := text.partition(SEARCH_CLOSE)[2].strip()):
+        raise UserError(f"{where}: {tail[:40]!r} after {SEARCH_CLOSE} found, accepted: no text after a search")
     rankings = value.get("passages", [])
     if not isinstance(rankings, list) or len(rankings) != len(queries):
         count = len(rankings) if isinstance(rankings, list) else str(rankings)[:60]

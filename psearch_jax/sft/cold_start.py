@@ -242,7 +242,7 @@ def make_optimizer(config: ToySFTConfig) -> optax.GradientTransformation:
 
 
 def _schedule(config: ToySFTConfig) -> optax.Schedule:
-    warmup = min(config.warmup_steps, max(1, config.steps // 10))
+    warmup = min(config.warmup_steps, max(1, config.steps // 10), config.steps - 1)
     peak = config.learning_rate
     return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, config.steps, peak * config.final_learning_rate_share)
 

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from psearch_jax.config import DecoderConfig, LearningSection, SFTSection
 from psearch_jax.data.transcripts import Row
 from psearch_jax.models import decoder
+from psearch_jax.runtime import processes
 from psearch_jax.runtime.metrics import Ratio
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints
 from psearch_jax.train.checkpointing.preemption import Interrupted, StopRequest
@@ -103,7 +104,7 @@ def digest(rows: Sequence[Row]) -> str:
 def cosine_schedule(section: SFTSection, steps: int) -> optax.Schedule:
     """Linear warm-up from 0 over `warmup_ratio` of the steps, then cosine decay to the final ratio of the peak."""
     peak = section.learning_rate
-    warmup = min(steps - 1, max(1, round(section.warmup_ratio * steps)))
+    warmup = min(steps - 1, max(1, round(section.warmup_ratio * steps))) if section.warmup_ratio else 0
     return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, peak * section.final_learning_rate_ratio)
 
 
@@ -210,7 +211,10 @@ def fit(
             means |= {"progress": done / options.steps, "tokens_per_s": tokens / seconds}
             log_metrics(done, means | {"steps_per_s": (done - first) / seconds})
             window = []
-        late = 0 < options.checkpoint_every_minutes <= (time.monotonic() - saved) / 60
+        late = False
+        if options.checkpoint_every_minutes:  # by the clock of the first process, because all save together
+            minutes = processes.broadcast(lambda: (time.monotonic() - saved) / 60)  # noqa: B023
+            late = minutes >= options.checkpoint_every_minutes
         if done % options.checkpoint_every_steps == 0 or done == options.steps or late:
             save(done)
             saved = time.monotonic()

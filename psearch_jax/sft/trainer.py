@@ -36,7 +36,7 @@ class SupervisedRun:
     batches: RowBatches
     held_out: Sequence[Row]  # transcripts whose loss is logged and which are not trained on
     abstract: TrainState  # the state as ShapeDtypeStructs with shardings
-    initial_state: Callable[[], TrainState]  # makes the state of step 0
+    initial_state: Callable[[], TrainState] | None  # makes the state of step 0, once
     steps: int
     tokenizer_path: str
     record: Mapping[str, Any]  # what every checkpoint records about the model, the adapters and the settings
@@ -123,9 +123,13 @@ def _resume(
     def accept(loop: Mapping[str, Any]) -> None:
         settings.accepted_changes(loop, run.record["settings"], workdir, allow_changes)
 
-    restored = checkpoints.restore(run.abstract, accept) if checkpoints.latest() is not None else None
-    if restored is None:
-        return 0, run.initial_state()
+    make, run.initial_state = run.initial_state, None  # it holds the weights that the state is made from
+    assert make is not None, "a run is trained once"
+    if checkpoints.latest() is None:
+        return 0, make()
+    del make
+    restored = checkpoints.restore(run.abstract, accept)
+    assert restored is not None
     step = int(restored[1]["step"])
     log.info("resuming after step %d", step)
     return step, restored[0]

@@ -116,7 +116,7 @@ class Tokenizer:
             raise UserError(f"tokenizer {self.name}: chat_template leaves out message {missing[0]}")
         ids: list[int] = []
         for k, piece in enumerate(re.split(r"CONTENT(\d+)PLACEHOLDER", rendered)):
-            ids += self._encode_content(messages[int(piece)]["content"]) if k % 2 else self.encode_trusted(piece)
+            ids += self.encode_reply(messages[int(piece)]["content"]) if k % 2 else self.encode_trusted(piece)
         return ids
 
     def next_user_message(self, text: str, max_tokens: int) -> list[int]:
@@ -145,7 +145,8 @@ class Tokenizer:
         assert isinstance(rendered, str)  # because of tokenize=False
         return _BEGUN.sub("", rendered) if add_generation_prompt else rendered
 
-    def _encode_content(self, text: str) -> list[int]:
+    def encode_reply(self, text: str) -> list[int]:
+        """As `encode_foreign`, but one of our tags that is a single token of the vocabulary becomes that token."""
         if not self._tags:
             return self.encode_foreign(text)
         pieces = re.split(f"({'|'.join(map(re.escape, self._tags))})", text)

@@ -8,9 +8,11 @@ the same rollouts; the further its policy moves away from the recorded run's, th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from psearch_jax.config import RolloutSection
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.paths import locate, write_whole
 from psearch_jax.train.rollout_files import described, packed, trajectory_of, unpacked
@@ -63,11 +65,14 @@ class Recording:
                     "number of recorded steps"
                 )
 
-    def draws(self, step: int) -> list[list[Trajectory]]:
+    def draws(self, step: int, rollout: RolloutSection) -> list[list[Trajectory]]:
         """The trajectories of each draw of a step.
 
+        Args:
+          rollout: of the replay; its `samples` and `context_tokens` must suit the recorded rollouts.
+
         Raises:
-          UserError: the file does not exist or cannot be read.
+          UserError: the file does not exist or cannot be read, or the rollouts have other groups or do not fit.
         """
         file = _file(self._run, step)
         try:
@@ -77,6 +82,18 @@ class Recording:
         draws: list[list[Trajectory]] = [[] for _ in range(facts["draws"])]
         for row, arrays in rows:
             draws[row["draw"]].append(trajectory_of(row, arrays))
+        trajectories = [t for draw in draws for t in draw]
+        sizes = set(Counter((t.question.source, t.question.id) for t in trajectories).values())
+        longest = max((len(t.ids) for t in trajectories), default=0)
+        if sizes - {rollout.samples}:
+            raise UserError(
+                f"config.rollout.samples: found {rollout.samples}, accepted: {max(sizes)}, as recorded in {file}"
+            )
+        if longest > rollout.context_tokens:
+            raise UserError(
+                f"config.rollout.context_tokens: found {rollout.context_tokens}, accepted: at least {longest}, the "
+                f"longest rollout in {file}"
+            )
         return draws
 
     def check_questions(self, step: int, draws: Sequence[Sequence[Trajectory]], questions: Sequence[Question]) -> None:

@@ -115,7 +115,7 @@ def _recorded_rollouts(
     """All recorded rollouts of a step; the loader advances as it did when they were sampled."""
     rollouts = Rollouts()
     with run.phase("rollout", times):
-        rollouts.draws = recording.draws(step)
+        rollouts.draws = recording.draws(step, run.config.rollout)
     for n, draw in enumerate(rollouts.draws, 1):
         recording.check_questions(step, rollouts.draws[:n], questions if n == 1 else next(run.loader))
         with run.phase("reward", times):

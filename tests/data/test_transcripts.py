@@ -105,6 +105,7 @@ BAD = {
         "objects with title and text",
     ),
     "an answer too early": ({**GOOD, "turns": [TURNS[1], TURNS[1]]}, "turn 0: an answer found"),
+    "text after a search": ({**GOOD, "turns": [{**TURNS[0], "text": SEARCH + " so"}, TURNS[1]]}, "turn 0: 'so' after"),
     "train that is no flag": ({**GOOD, "turns": [{"text": ANSWER, "train": 1}]}, "field train: 1 found"),
     "nothing to learn": ({**GOOD, "turns": [{"text": ANSWER, "train": False}]}, "no token to learn from"),
     "too long": ({**GOOD, "turns": [{"text": "a " * 900 + ANSWER}]}, "config.rollout.context_tokens=900"),

@@ -9,10 +9,10 @@ NOTEBOOK = ROOT / "notebooks" / "colab_smoke.ipynb"
 SMALL = {
     "rollout.slots": 4,
     "rollout.samples": 2,
-    "rollout.context_tokens": 1536,
-    "rollout.prompt_tokens": 1024,
+    "rollout.context_tokens": 1024,
+    "rollout.prompt_tokens": 768,
     "rollout.turn_tokens": 16,
-    "rollout.obs_tokens": 128,
+    "rollout.obs_tokens": 64,
     "rollout.search_turns": 1,
     "rollout.num_buckets": 1,
     "rollout.initial_search": True,

@@ -52,6 +52,7 @@ def command(out: Path, *more: str) -> list[str]:
         "--questions=closed_world",
         "--samples=4",
         "--config.rollout.slots=16",
+        "--config.rollout.num_buckets=1",
         f"--out={out}",
         *more,
     ]

@@ -75,7 +75,7 @@ def test_one_and_four_processes_agree(tmp_path):
     """Rollouts, searches, metrics or parameters that depend on the number of hosts. (Two: see below.)"""
     policy = Path("toy")
     # Of four processes, two share every row; searches run in each of them while all decode.
-    over = {"mesh.fsdp": 2, "mesh.tensor": 2, "rollout.overlap_search": True}
+    over = {"mesh.fsdp": 2, "mesh.tensor": 2, "rollout.overlap_search": True, "rollout.search_turns": 1}
     for count in (1, 4):
         finish(start_run(count, 4 // count, tmp_path / str(count), policy, 2, **over))
     one_process_rows = metrics_without_clocks(tmp_path / "1")
@@ -107,6 +107,7 @@ def test_two_processes_evaluate_as_one(tmp_path):
         "--benchmark=closed_world:mixed",
         "--count=9",
         "--config.rollout.slots=8",
+        "--config.rollout.num_buckets=1",
     ]
     for count in (1, 2):
         program = [sys.executable, "launch/eval.py", *flags, f"--out={tmp_path / str(count)}"]
@@ -137,8 +138,10 @@ def test_what_processes_cannot_share_is_refused(tiny_policy, tmp_path):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_dead_process_ends_the_others(tiny_policy, tmp_path, victim):
     """Hosts that wait forever for a dead one would waste a pod's hours, and nobody would be informed."""
-    started = start_run(2, 1, tmp_path, tiny_policy, 1000, **{"train.checkpoint_every_steps": 1})
-    wait_for(lambda: (tmp_path / "trajectories" / "000002.jsonl").is_file(), started[1 - victim])
+    started = start_run(
+        2, 1, tmp_path, tiny_policy, 1000, **{"train.checkpoint_every_steps": 1, "rollout.search_turns": 0}
+    )
+    wait_for(lambda: (tmp_path / "checkpoints" / "1").is_dir(), started[1 - victim])
     started[victim].send_signal(signal.SIGKILL)
     killed = time.monotonic()
     code, _, err = ended(started)[1 - victim]
@@ -152,7 +155,8 @@ def test_a_dead_process_ends_the_others(tiny_policy, tmp_path, victim):
 def test_a_run_goes_on_with_another_number_of_processes(tiny_policy, tmp_path):
     """SIGTERM in one process must make all of them save; the run may resume on fewer hosts."""
     several, uninterrupted = tmp_path / "several", tmp_path / "whole"
-    fixed = {"train.checkpoint_every_steps": 1000, "learning.warmup_ratio": 0.0}  # a share of `train.steps`
+    fixed = {"train.checkpoint_every_steps": 1000, "rollout.search_turns": 1}
+    fixed["learning.warmup_ratio"] = 0.0  # a share of `train.steps`
     started = start_run(2, 2, several, tiny_policy, 1000, **fixed)
     wait_for(lambda: (several / "trajectories" / "000001.jsonl").is_file(), started[0])
     started[1].send_signal(signal.SIGTERM)

@@ -15,6 +15,7 @@ from runs import small_config
 from psearch_jax.assembly import build, build_sft
 from psearch_jax.config import SFTSection
 from psearch_jax.sft import loop, trainer
+from psearch_jax.train.checkpointing.run_config import config_of
 from psearch_jax.types import UserError
 
 NAMES = ("Ada", "Alan", "Grace", "Edsger", "Barbara", "Donald", "Frances", "John")
@@ -66,6 +67,7 @@ def test_it_learns_and_is_a_run_directory(policy, transcripts, tmp_path, lora_ra
     assert summary["transcripts"] == 6 and summary["steps"] == 3
     parts = build.from_path(replace(config, model=replace(config.model, path="")), str(tmp_path))
     assert (parts.config.model.lora_rank == lora_rank) and parts.sampling_copy()
+    assert run.initial_state is None, "the weights of step 0 stay in memory"
 
 
 def test_the_loss_is_the_mean_over_the_models_tokens(policy, transcripts):
@@ -83,6 +85,14 @@ def test_the_loss_is_the_mean_over_the_models_tokens(policy, transcripts):
         assert metrics["loss"] == pytest.approx(-by_row.sum() / batch.mask.sum(), rel=1e-5)
         losses.append(metrics["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_no_warm_up_learns_from_the_first_step():
+    """A ratio of 0 that still spends a step at learning rate 0."""
+    rates = [float(loop.cosine_schedule(SFTSection(learning_rate=1.0, warmup_ratio=0.0), 4)(i)) for i in range(4)]
+    assert rates[0] == 1.0 and rates == sorted(rates, reverse=True)
+    rates = [float(loop.cosine_schedule(SFTSection(learning_rate=1.0, warmup_ratio=0.5), 4)(i)) for i in range(4)]
+    assert rates[0] == 0.0 and rates[2] == 1.0
 
 
 def test_an_epoch_sees_every_row_once(policy, transcripts):
@@ -151,6 +161,10 @@ def test_a_killed_run_resumes_to_the_same_weights(policy, transcripts, tmp_path)
     assert {p.name for p in names[0]} == {p.name for p in names[1]}
     weights = [(place / "policy" / "model.safetensors").read_bytes() for place in (complete, killed)]
     assert weights[0] == weights[1]
+    exported = config_of(str(complete / "policy"))
+    assert exported and exported.rollout.obs_tokens == 120, (
+        "the policy is evaluated with other budgets than it learned"
+    )
     refused = completed([sys.executable, *command(policy, transcripts, killed)])
     assert refused.returncode == 2 and "exists already" in refused.stderr
 

@@ -26,6 +26,7 @@ SMALL = {
     "rollout.obs_tokens": 128,
     "rollout.search_turns": 1,
     "rollout.num_buckets": 1,  # every width costs a compilation
+    "data.world_questions": 200,
     "learning.mini_batch_rollouts": 4,
     "learning.micro_batch_rows": 4,
     "train.prompts": 4,
@@ -81,7 +82,7 @@ def wait_for(condition, process: Program, seconds: float = 300) -> None:
 
 
 def small_config(policy: Path, **fields) -> Config:
-    sections: dict[str, dict] = {"data": {"source": "closed_world", "template": "toy", "world_questions": 200}}
+    sections: dict[str, dict] = {"data": {"source": "closed_world", "template": "toy"}}
     for name, value in {**SMALL, "model.path": str(policy), "rollout.prompt_tokens": 64, **fields}.items():
         section, _, key = name.partition(".")
         sections.setdefault(section, {})[key] = value

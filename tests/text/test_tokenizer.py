@@ -79,6 +79,7 @@ def test_tags_that_are_ids_are_read_as_tags(thinking):
     opened = thinking.hf.convert_tokens_to_ids("<think>")
     turn = thinking.encode_trusted("<think>\nx\n</think>\n\n<search> a ## b </search>")
     assert turn[0] == opened
+    assert thinking.encode_reply("<think>\nx\n</think>\n\n<search> a ## b </search>") == turn, "as it is fine-tuned on"
     action = parse_turn(thinking.decode(turn))
     assert action.well_formed and action.queries == ("a", "b")
     tables = build_tables(thinking.token_bytes)

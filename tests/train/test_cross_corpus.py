@@ -13,7 +13,7 @@ from psearch_jax.closed_world.names import is_new
 from psearch_jax.data.sources import read_questions
 from psearch_jax.eval.evaluate import read_scores
 
-TOY = ("--model=toy", "--config=configs/smoke.py", "--config.rollout.slots=16")
+TOY = ("--model=toy", "--config=configs/smoke.py", "--config.rollout.slots=16", "--config.rollout.num_buckets=1")
 
 
 def run(program, *arguments):
@@ -61,7 +61,8 @@ def test_training_and_evaluation_on_the_files(files, tmp_path):
     run("prepare_data.py", f"--source=multihoprag:{files[0]}", f"--out={tmp_path / 'data'}")
     run("build_index.py", f"--corpus={files[1]}", "--encoder=hashing", f"--out={tmp_path / 'index'}")
     small = ["--config.train.steps=1", "--config.train.prompts=2", "--config.rollout.slots=16"]
-    small += ["--config.learning.mini_batch_rollouts=16", "--config.learning.micro_batch_rows=16"]
+    small += ["--config.learning.mini_batch_rollouts=16", "--config.learning.micro_batch_rows=8"]
+    small += ["--config.rollout.num_buckets=1"]
     paths = [f"--config.data.source={tmp_path / 'data'}", f"--config.retrieval.index={tmp_path / 'index'}"]
     run("train.py", "--config=configs/smoke.py", *small, *paths, f"--workdir={tmp_path / 'run'}")
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from programs import Program
 from runs import command, final_params, metrics_without_clocks, run, small_config, wait_for
 
 from psearch_jax.assembly import build
+from psearch_jax.config import RolloutSection
 from psearch_jax.train import replay
 from psearch_jax.train.rollouts import rollouts_of_step
 from psearch_jax.types import UserError
@@ -92,7 +94,7 @@ def test_every_field_of_a_trajectory_is_recorded(tmp_path):
     parts.begin()
     draws = [*rollouts_of_step(parts, next(parts.loader), 0, {}).draws, []]  # the last one repeated its questions
     replay.write(tmp_path, 0, draws)
-    read = replay.Recording(str(tmp_path)).draws(0)
+    read = replay.Recording(str(tmp_path)).draws(0, parts.config.rollout)
     assert [len(draw) for draw in read] == [len(draw) for draw in draws]
     for ours, wanted in zip(sum(read, []), sum(draws, []), strict=True):
         for name in ("ids", "mask", "logprobs"):
@@ -103,6 +105,15 @@ def test_every_field_of_a_trajectory_is_recorded(tmp_path):
         assert ours.prompt_length == wanted.prompt_length and ours.question.contents == wanted.question.contents
         assert ours.question.kind == wanted.question.kind and parts.reward(ours) == parts.reward(wanted)
     assert any(turn.passages for t in sum(draws, []) for turn in t.turns)
+    # Half a group would be learned from with the advantages of the complete one; a longer rollout fits no row.
+    longest = max(len(t.ids) for t in sum(draws, []))
+    refused = [
+        ({"samples": 1}, f"samples: found 1, accepted: {parts.config.rollout.samples}"),
+        ({"context_tokens": longest - 1}, f"context_tokens: found .*, accepted: at least {longest}"),
+    ]
+    for change, message in refused:
+        with pytest.raises(UserError, match=message):
+            replay.Recording(str(tmp_path)).draws(0, replace(parts.config.rollout, **change))
 
 
 def test_what_a_replay_refuses(recorded, tmp_path, tiny_policy):
@@ -137,4 +148,4 @@ def test_a_damaged_recording(recorded, tmp_path, damage):
         content[start : start + 16] = b"\xff" * 16  # in the compressed data, not in a table of the archive
     (tmp_path / "rollouts" / "000000.npz").write_bytes(content)
     with pytest.raises(UserError, match="000000.npz: cannot be read"):
-        replay.Recording(str(tmp_path)).draws(0)
+        replay.Recording(str(tmp_path)).draws(0, RolloutSection())

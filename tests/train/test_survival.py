@@ -30,7 +30,7 @@ from psearch_jax.assembly import build
 from psearch_jax.train.checkpointing import checkpoint
 from psearch_jax.types import UserError
 
-QUICK = {"eval.questions_per_kind": 0, "rollout.context_tokens": 192, "rollout.obs_tokens": 96}
+QUICK = {"eval.questions_per_kind": 0}
 KILLS, STEPS = 20, 90
 QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # nobody reads the output of a killed process
 

@@ -62,7 +62,7 @@ def test_sigterm_saves_and_exits_cleanly(tiny_policy, tmp_path):
 
 def test_no_step_after_the_first_compiles(tiny_policy):
     """A shape that changes from step to step would stop a run for minutes each time it first occurs."""
-    parts = build.training_run(small_config(tiny_policy, **{"rollout.num_buckets": 4}))
+    parts = build.training_run(small_config(tiny_policy, **{"rollout.num_buckets": 2}))
     parts.begin()
     sampling = parts.learner.sampling_copy(parts.state.params)
     parts.collector.warm_up(sampling)
@@ -221,7 +221,7 @@ def test_real_questions_and_passages_run_through(shared_data, tmp_path):
 def test_learning_to_split_in_a_few_steps(tmp_path):
     """A run that works but learns nothing: a wrong sign, a mask off by one, or a reward assigned to the wrong row."""
     # Only parallel questions: a few steps on all kinds would first learn one splitting rate for all of them.
-    fields = {"train.steps": 10, "eval.questions_per_kind": 60, "eval.also_greedy": False, "data.parallel_share": 1.0}
+    fields = {"train.steps": 7, "eval.questions_per_kind": 60, "eval.also_greedy": False, "data.parallel_share": 1.0}
     fields["data.sequential_share"] = 0.0
     flags = [f"--config.{name}={value}" for name, value in fields.items()]
     run([sys.executable, "launch/train.py", "--config=configs/smoke.py", f"--workdir={tmp_path}", *flags])

@@ -343,6 +343,15 @@ def load_params(
     raise AssertionError("find_checkpoints returns at least one")
 
 
+def on_host(abstract: nnx.State) -> nnx.State:
+    """For `place` of `load_params`: the host's memory; the first device if JAX_PLATFORMS excludes the CPU."""
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        device = jax.local_devices()[0]
+    return jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(device), abstract)
+
+
 def _load_params(
     checkpoint: Path, place: Callable[[nnx.State], nnx.State] | None, dtype: Any
 ) -> tuple[DecoderConfig, nnx.State, dict[str, Any]]:
