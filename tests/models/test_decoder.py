@@ -20,7 +20,7 @@ from psearch_jax.rollout.sampler_state import Status
 from psearch_jax.sharding import AXES, SAMPLING, STORAGE, param_shardings
 
 TOLERANCE = 1e-5  # of max|a-b| / max|b|
-SHAPES = [("qwen2", kv, tied) for kv in (1, 2, 3) for tied in (True, False)]  # kv heads (of 6), tied head
+SHAPES = [("qwen2", 1, False), ("qwen2", 2, True), ("qwen2", 3, False)]  # kv heads (of 6), tied head
 SHAPES += [("qwen3", 2, True), ("qwen3", 3, False)]
 
 

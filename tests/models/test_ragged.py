@@ -58,18 +58,20 @@ def with_behind(cache, start, value):
     return jax.tree.map(put, cache)
 
 
-@pytest.mark.parametrize("T", [1, 3, DECODED])
+SHAPES = [
+    (1, 7, 1120, "bfloat16", "bfloat16"),
+    (2, 6, 608, "float16", "float16"),
+    (4, 1, 96, "bfloat16", "bfloat16"),
+    (2, 3, 416, "float32", "float32"),
+    (1, 7, 2080, "bfloat16", "int8"),
+    (4, 2, 608, "float32", "int8"),
+]
+
+
 @pytest.mark.parametrize("form", ["splash", "cudnn"])
 @pytest.mark.parametrize(
-    ("K", "G", "S", "dtype", "cached"),
-    [
-        (1, 7, 1120, "bfloat16", "bfloat16"),
-        (2, 6, 608, "float16", "float16"),
-        (4, 1, 96, "bfloat16", "bfloat16"),
-        (2, 3, 416, "float32", "float32"),
-        (1, 7, 2080, "bfloat16", "int8"),
-        (4, 2, 608, "float32", "int8"),
-    ],
+    ("K", "G", "S", "dtype", "cached", "T"),
+    [(*shape, T) for i, shape in enumerate(SHAPES) for T in (1, (3, DECODED)[i % 2])],
 )
 def test_every_row_to_its_own_length(K, G, S, dtype, cached, form, T):
     """A block skipped at a row's end or read from its neighbour, another layer's cache, heads paired wrongly, a draft
