@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -150,6 +151,33 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if mesh.empty:
         return x
     return jax.lax.with_sharding_constraint(x, spec(axes, COMPUTE, mesh, x.shape))
+
+
+def fsdp_gathered(x: jax.Array, *axes: str | None) -> jax.Array:
+    """A parameter as a computation uses it, all-gathered over fsdp; its gradient is scattered over fsdp again.
+
+    A constraint alone also applies to the gradient, which every device would then hold, and sum, in full.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return x if mesh.empty else _gathered(x, *(spec(axes, rules, mesh, x.shape) for rules in (COMPUTE, STORAGE)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(x: jax.Array, computed: PartitionSpec, stored: PartitionSpec) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, computed)
+
+
+def _gathered_forward(x: jax.Array, computed: PartitionSpec, stored: PartitionSpec) -> tuple[jax.Array, None]:
+    return _gathered(x, computed, stored), None
+
+
+def _gathered_backward(
+    computed: PartitionSpec, stored: PartitionSpec, _: None, gradient: jax.Array
+) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(gradient, stored),)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def on_own_rows(f: Callable[..., jax.Array], x: jax.Array, axes: tuple[str | None, ...], *others: Any) -> jax.Array:

@@ -30,7 +30,7 @@ from psearch_jax.models.products import precision, product, product_across
 from psearch_jax.models.transposed import Transposed
 from psearch_jax.models.unstacked import Unstacked, unstack
 from psearch_jax.models.vocabulary import by_chunks, gathered
-from psearch_jax.sharding import COMPUTE, STORAGE, constrain, spec
+from psearch_jax.sharding import COMPUTE, STORAGE, constrain, fsdp_gathered, spec
 
 VISITED, VISITED_ROWWISE = 1024, 256  # positions per chunk of a vocabulary pass: by default, on a CPU
 Head = tuple[jax.Array, jax.Array | None]  # [D, V], and [V, D] if models/transposed.py stores it
@@ -158,7 +158,7 @@ class Decoder(nnx.Module):
         if positions is None:
             positions = begin[:, None] + jnp.arange(ids.shape[1])
         rotation = rope_cos_sin(positions, config.head_dim, config.rope_theta)
-        table = constrain(self.embedding[...], "vocab", None)  # gathered over fsdp once, not once per row
+        table = fsdp_gathered(self.embedding[...], "vocab", "embed")  # once, not once per row
         x = jnp.take(table, ids, axis=0).astype(self.activations)
         listed, by_length = None, False
         if cache is not None and rows is None and ids.shape[1] <= DECODED:

@@ -15,7 +15,7 @@ from psearch_jax.models import kv_cache, products, ragged
 from psearch_jax.models.attention import Implementation, causal
 from psearch_jax.models.attention.cached import DECODED, Keys, chunk_attention, decode
 from psearch_jax.models.kv_cache import KVCache
-from psearch_jax.sharding import constrain
+from psearch_jax.sharding import constrain, fsdp_gathered
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def layer(
     # Not for decoding: weights that are sampled from are not split over fsdp, and the constraint would keep the slice
     # of the stacked kernel from fusing with its product.
     if "o_kernel" in w and x.shape[1] > DECODED:
-        w = {**w, "o_kernel": constrain(w["o_kernel"], "heads", None, None)}
+        w = {**w, "o_kernel": fsdp_gathered(w["o_kernel"], "heads", None, "embed")}
     eps = context.config.rms_eps
 
     def project_and_rotate(y: jax.Array, name: str, axis: str) -> jax.Array:

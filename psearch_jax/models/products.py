@@ -67,7 +67,8 @@ def dense_across(
 def product(x: jax.Array, kernel: jax.Array, dtype: Any, transposed: jax.Array | None = None) -> jax.Array:
     """x [M, K] times kernel [K, N], with operands in `dtype`; the result is in x's dtype.
 
-    If x is wider than `dtype`, operands are rounded and sums are float32, also in the backward pass.
+    If x is wider than `dtype`, operands are rounded and sums are float32, also in the backward pass. The gradient of a
+    kernel wider than `dtype` is never rounded to it, so that devices exchange their parts of its sum in float32.
 
     Args:
       transposed: a stored copy [N, K] of a frozen kernel (models/transposed.py), for the backward pass; the kernel
@@ -75,8 +76,10 @@ def product(x: jax.Array, kernel: jax.Array, dtype: Any, transposed: jax.Array |
     """
     if transposed is not None:
         return _frozen_product(x, kernel, transposed, jnp.dtype(dtype))
+    if x.dtype == kernel.dtype == dtype:
+        return jnp.matmul(x, kernel)
     if x.dtype == dtype:
-        return jnp.matmul(x, kernel.astype(dtype))
+        return _mixed_product(x, kernel, jnp.dtype(dtype))
     return _rounded_product(x, kernel, jnp.dtype(dtype))
 
 
@@ -120,6 +123,24 @@ def _backward(dtype: Any, kept: tuple[jax.Array, jax.Array], gradient: jax.Array
 
 
 _rounded_product.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _mixed_product(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.matmul(x, kernel.astype(dtype))
+
+
+def _mixed_forward(x: jax.Array, kernel: jax.Array, dtype: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _mixed_product(x, kernel, dtype), (x, kernel)
+
+
+def _mixed_backward(dtype: Any, kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = kept
+    of_x = jnp.matmul(gradient, kernel.astype(dtype).T)
+    return of_x, jnp.matmul(x.T, gradient, preferred_element_type=kernel.dtype)
+
+
+_mixed_product.defvjp(_mixed_forward, _mixed_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

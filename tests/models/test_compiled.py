@@ -1,5 +1,6 @@
 """Checks the text of the model's compiled programs, for devices that this machine need not have."""
 
+import math
 import re
 
 import jax
@@ -67,6 +68,32 @@ def test_the_kernel_runs_again_where_all_is_computed_anew():
 
     # Forward, and the gradients of queries and of keys and values.
     assert [kernels(remat) for remat in ("none", "dots", "full")] == [3, 3, 4]
+
+
+def test_gradients_of_weights_are_summed_in_float32():
+    """Chips would add up their parts of a kernel's gradient in 16 bits."""
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
+    mesh = make_mesh(MeshSection(1, 4, 2), tpu_target("v5e:2x4").devices)
+    config, positions = tiny_config(width=512, heads=4, kv_heads=2, head_dim=64, mlp=1536), 256
+    abstract = decoder.abstract_params(config)[1]
+    params = placed(abstract, places := param_shardings(abstract, STORAGE, mesh))
+    ids = jax.ShapeDtypeStruct((8, positions), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
+
+    def loss(params, ids):
+        model = nnx.merge(decoder.graphdef(config, jnp.bfloat16, "dots", "splash"), params)
+        return jnp.sum(model.hidden(ids)[0].astype(jnp.float32) ** 2)
+
+    with jax.set_mesh(mesh):
+        text = jax.jit(jax.grad(loss), out_shardings=places).lower(params, ids).compile().as_text()
+    sums = re.findall(r"= (.*) (?:all-reduce|reduce-scatter|collective-permute)(?:-start)?\(", text)
+    arrays = [
+        (kind, list(map(int, dims.split(","))))
+        for each in sums
+        for kind, dims in re.findall(r"\b(f32|bf16)\[([\d,]+)\]", each)
+    ]
+    kernels = [(kind, dims) for kind, dims in arrays if math.prod(dims) > 4096 and positions not in dims]
+    assert len(kernels) >= 3 and {kind for kind, _ in kernels} == {"f32"}, kernels
+    assert any(positions in dims for kind, dims in arrays if kind == "bf16"), "activations are, and may be"
 
 
 @pytest.mark.parametrize(("dtype", "asked"), [("float32", True), ("bfloat16", False)])

@@ -51,6 +51,20 @@ def test_operands_are_rounded_once_and_sums_are_float32(kernel_dtype, instructio
     np.testing.assert_allclose(of_w.astype(jnp.float32), exact, rtol=1e-2 if kernel_dtype == half else 1e-5, atol=1e-4)
 
 
+def test_the_gradient_of_a_master_weight_is_not_rounded():
+    """With 16-bit activations a kernel's gradient would be rounded to 16 bits, and summed in them over devices."""
+    x, w, g = operands(jnp.float32)
+    x, g = x.astype(jnp.bfloat16), g.astype(jnp.bfloat16)
+    value, (of_x, of_w) = jax.jit(lambda x, w, g: with_gradients(x, w, g))(x, w, g)
+    assert value.dtype == of_x.dtype == jnp.bfloat16 and of_w.dtype == jnp.float32
+    plain, (of_plain, of_rounded) = with_gradients(x, w.astype(jnp.bfloat16), g)
+    np.testing.assert_array_equal(value, plain)
+    np.testing.assert_array_equal(of_x, of_plain)
+    exact = x.astype(jnp.float32).T @ g.astype(jnp.float32)
+    np.testing.assert_allclose(of_w, exact, rtol=1e-5, atol=1e-5)
+    assert jnp.abs(of_rounded - exact).max() > 1e-3  # the assertion above would notice a rounded gradient
+
+
 def with_gradients(x, w, g):
     value, pull = jax.vjp(lambda x, w: product(x, w, jnp.bfloat16), x, w)
     return value, pull(g)
@@ -105,8 +119,7 @@ def test_bfloat16_on_a_cpu_is_closer_to_float32_than_bfloat16_activations():
     assert form == "rowwise" and 0 < mixed < 0.8 * rounded
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(("tied", "remat"), [(True, "full"), (False, "none")])
 def test_gradients_with_transposed_copies_are_those_without(tied, remat):
     """A transpose of the wrong axes or of the wrong matrix: the loss falls, but the gradients are wrong."""
     config, mesh, adapters = tiny_config(tied=tied), one_device_mesh(), Lora(4, 8.0)
