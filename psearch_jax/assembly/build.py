@@ -332,6 +332,10 @@ def retriever_of(config: Config, world: ClosedWorld | None, retry_deadline_s: fl
 
 def _renderer(config: Config, tokenizer: Tokenizer) -> Callable[[Question], list[int]]:
     if config.data.prompt == "row":
+        if config.method in ("search_r1", "r1"):  # such as the published file's, which ask for several sub-queries
+            log.warning(
+                "config.method=%s with data.prompt=row: the prompts of the rows are used as they are", config.method
+            )
 
         def render(question: Question) -> list[int]:
             if "prompt" not in question.metadata:
