@@ -155,8 +155,7 @@ def test_a_dead_process_ends_the_others(tiny_policy, tmp_path, victim):
 def test_a_run_goes_on_with_another_number_of_processes(tiny_policy, tmp_path):
     """SIGTERM in one process must make all of them save; the run may resume on fewer hosts."""
     several, uninterrupted = tmp_path / "several", tmp_path / "whole"
-    fixed = {"train.checkpoint_every_steps": 1000, "rollout.search_turns": 1}
-    fixed["learning.warmup_ratio"] = 0.0  # a share of `train.steps`
+    fixed = {"train.checkpoint_every_steps": 1000, "learning.warmup_ratio": 0.0}  # a share of `train.steps`
     started = start_run(2, 2, several, tiny_policy, 1000, **fixed)
     wait_for(lambda: (several / "trajectories" / "000001.jsonl").is_file(), started[0])
     started[1].send_signal(signal.SIGTERM)
