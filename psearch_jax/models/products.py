@@ -113,7 +113,10 @@ def _rounded_product(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _forward(x: jax.Array, kernel: jax.Array, dtype: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _rounded_product(x, kernel, dtype), (x, kernel)
+    return _multiplied(x, kernel, dtype), (
+        x,
+        kernel,
+    )  # not by the function itself, which would hide it from remat=dots
 
 
 def _backward(dtype: Any, kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -131,7 +134,7 @@ def _mixed_product(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _mixed_forward(x: jax.Array, kernel: jax.Array, dtype: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _mixed_product(x, kernel, dtype), (x, kernel)
+    return jnp.matmul(x, kernel.astype(dtype)), (x, kernel)  # as in _forward, visible to remat=dots
 
 
 def _mixed_backward(dtype: Any, kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -149,7 +152,7 @@ def _frozen_product(x: jax.Array, kernel: jax.Array, transposed: jax.Array, dtyp
 
 
 def _frozen_forward(x: jax.Array, kernel: jax.Array, transposed: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    return _frozen_product(x, kernel, transposed, dtype), transposed
+    return _multiplied(x, from_bits(kernel), dtype), transposed
 
 
 def _frozen_backward(dtype: Any, transposed: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None, None]:

@@ -527,8 +527,10 @@ def test_leaks_and_the_corpus_behind_an_address_are_reported(evaluated, tmp_path
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     digest = hashlib.sha256(files[1].read_bytes()).hexdigest()
-    assert results["passages"] == {"corpus": "index", "corpus_sha256": digest, "rows": len(PASSAGES)}
-    assert results["settings"]["retrieval"]["corpus_sha256"] == digest and f"(sha256 {digest})" in done.stdout
+    ranking = RetrievalService.open(tmp_path / "index").describe()["ranking_sha256"]
+    named = {"corpus_sha256": digest, "ranking_sha256": ranking, "rows": len(PASSAGES)}
+    assert results["passages"] == {"corpus": "index", **named}
+    assert results["settings"]["retrieval"].items() >= named.items() and f"(sha256 {digest})" in done.stdout
     assert "LEAK: 3 of the 3 questions of popqa were trained on." in done.stdout
     assert json.loads((tmp_path / "out" / "results.json").read_text())["leaked"] == {"popqa": ["q0", "q1", "q2"]}
     assert "1 bad rows were skipped" in done.stdout and "bad.jsonl:4" in (tmp_path / "out" / "skipped.txt").read_text()

@@ -65,6 +65,28 @@ def test_the_gradient_of_a_master_weight_is_not_rounded():
     assert jnp.abs(of_rounded - exact).max() > 1e-3  # the assertion above would notice a rounded gradient
 
 
+@pytest.mark.parametrize("kind", ["rounded", "mixed", "frozen"])
+def test_dots_stores_every_product(kind):
+    """With remat=dots the backward pass would run all products of the forward pass again, as with remat=full."""
+    x, w, _ = operands(jnp.float32)
+    w, half = (w @ w.T).astype(jnp.bfloat16 if kind == "frozen" else jnp.float32), jnp.bfloat16
+    x = x.astype(half) if kind == "mixed" else x
+
+    def loss(x, w):
+        for _ in range(2):
+            stored = transposed.bits(w.T) if kind == "frozen" else None
+            x = jax.nn.silu(product(x, transposed.bits(w) if kind == "frozen" else w, half, stored))
+        return x.astype(jnp.float32).sum()
+
+    def products(function):
+        return str(jax.make_jaxpr(jax.grad(function, argnums=0 if kind == "frozen" else (0, 1)))(x, w)).count(
+            "dot_gen"
+        )
+
+    stored, anew = (jax.checkpoint(loss, policy=decoder._stored(remat)) for remat in ("dots", "full"))
+    assert products(stored) == products(loss) < products(anew)
+
+
 def with_gradients(x, w, g):
     value, pull = jax.vjp(lambda x, w: product(x, w, jnp.bfloat16), x, w)
     return value, pull(g)
