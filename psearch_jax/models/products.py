@@ -113,10 +113,8 @@ def _rounded_product(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _forward(x: jax.Array, kernel: jax.Array, dtype: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _multiplied(x, kernel, dtype), (
-        x,
-        kernel,
-    )  # not by the function itself, which would hide it from remat=dots
+    # Not by `_rounded_product`, which would hide the product from remat=dots.
+    return _multiplied(x, kernel, dtype), (x, kernel)
 
 
 def _backward(dtype: Any, kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
