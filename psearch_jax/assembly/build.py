@@ -206,6 +206,12 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         abstract = replace(abstract, critic=abstract_state(first, critic_optimizer))
         initial_critic = functools.partial(init_state, first, critic_optimizer, parts.mesh)
         initial = functools.partial(_both, initial, initial_critic)
+    if config.train.dynamic_sampling_rounds and len(questions) < 2 * config.train.prompts:
+        log.warning(
+            "train.dynamic_sampling_rounds: every further draw repeats the questions of its step and is discarded, "
+            "because an epoch of %d questions is one step",
+            len(questions),
+        )
     loader = QuestionLoader(
         questions,
         config.train.prompts // jax.process_count(),
