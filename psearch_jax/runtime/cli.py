@@ -21,11 +21,7 @@ from psearch_jax.types import ITEM, UserError, first_line
 from retrieval.protocol import CorpusError, RetrievalError
 
 BAD_INPUT = 2  # exit code
-# Errors about a directory or disk that the user named; others, such as a missing file, may be faults of this project.
-_OF_USER = (
-    *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
-)
+_OF_DISK = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP)  # not faults of this project
 LOST = 3  # exit code after another process of the run was lost
 GRACE_S = 10  # the first process of a run stays this long after an error, so that slower ones can report theirs
 # Without PyTorch, which we do not need, transformers would print a warning at every start.
@@ -51,11 +47,11 @@ def run(main: Callable[[list[str]], None], positional: bool = False, defaults: s
             main(argv)
         except (UserError, CorpusError, RetrievalError) as error:
             return _refuse(str(error))
-        except OSError as error:
-            if error.errno not in _OF_USER:
-                raise
-            return _refuse(str(error))
+        except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+            return _refuse(str(error))  # about a directory that the user named
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in _OF_DISK:
+                return _refuse(str(error))
             if not of_store(error):
                 raise
             return _refuse(f"{STORE}: cannot be reached, read or written ({' '.join(str(error).split())[:300]})")
