@@ -10,6 +10,8 @@ import pytest
 from programs import ROOT
 
 PROGRAM = """
+import errno
+
 from absl import flags
 from ml_collections import config_flags
 from psearch_jax.runtime import cli
@@ -27,6 +29,8 @@ def main(argv):
         raise UserError(listed("this run  needs:", ["a model\\n of some size", "a file"]))
     if flags.FLAGS.n == 5:
         raise ZeroDivisionError("a bug")
+    if flags.FLAGS.n == 7:
+        raise OSError(errno.ENOSPC, "No space left on device", "rows.jsonl")
     import jax
     cli.configure_jax()
     print(argv[1:], jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_entry_size_bytes)
@@ -60,6 +64,7 @@ def program(tmp_path_factory):
         ("--n=2", "flags_only: questions.jsonl:3: bad row"),
         ("--n=3", "flags_only: corpus: bad"),
         ("--n=4", "flags_only: none"),
+        ("--n=7", "flags_only: [Errno 28] No space left on device: 'rows.jsonl'"),
         ("--n=many", "flags_only: flag --n=many: invalid literal for int() with base 10: 'many'"),
         ("--m=2", "flags_only: Unknown command line flag 'm'"),
         ("file", "flags_only: 'file' found, accepted: flags only"),
