@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -58,6 +59,11 @@ def read_object(path: Path) -> dict[str, Any]:
 def as_utf8(text: str) -> str:
     """The text with lone surrogates, which a model can write but UTF-8 cannot encode, replaced by question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def text_sha256(text: str) -> str:
+    """The digest of a text in UTF-8, in hexadecimal."""
+    return hashlib.sha256(as_utf8(text).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

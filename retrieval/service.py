@@ -21,7 +21,7 @@ from retrieval.encoders.hashing import HashingEncoder
 from retrieval.indexing.directory import open_index
 from retrieval.indexing.encoding import encode_corpus
 from retrieval.manifest import NAME, sha256
-from retrieval.protocol import CorpusError, Encoder, Passage, Ranker, as_utf8
+from retrieval.protocol import CorpusError, Encoder, Passage, Ranker, as_utf8, text_sha256
 from retrieval.ranking.index import DenseRanker, ScannIndex
 
 CACHED_QUERIES = 65_536
@@ -121,11 +121,10 @@ class RetrievalService:
             for passage in self._corpus:
                 digest.update(jsonl_row(passage).encode())
             self._fingerprint = digest.hexdigest()
-        ranking = json.dumps(self._ranker.identity, sort_keys=True)
         return {
             "corpus": self._name or None,
             "corpus_sha256": self._fingerprint,
-            "ranking_sha256": hashlib.sha256(ranking.encode()).hexdigest(),
+            "ranking_sha256": text_sha256(json.dumps(self._ranker.identity, sort_keys=True)),
             "rows": self.rows,
         }
 

@@ -6,7 +6,6 @@ is cut first. As in retrieval/encoders/encoder.py, a score does not depend on th
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from retrieval.encoders.bert import head_weights, load_bert
 from retrieval.encoders.encoder import LENGTHS, Pace, batches, load_tokenizer, pace_of, weights_digest
-from retrieval.protocol import CorpusError, Passage, Retriever, as_utf8
+from retrieval.protocol import CorpusError, Passage, Retriever, as_utf8, text_sha256
 
 HEAD = {
     "pooler_kernel": "pooler.dense.weight",
@@ -115,5 +114,5 @@ class Reranked:
     def describe(self) -> dict[str, Any]:
         """See `Retriever.describe`: that of the reranked retriever, with a ranking of its own."""
         description = self._retriever.describe()
-        ranking = json.dumps([description.get("ranking_sha256"), self._encoder.identity, self._candidates])
-        return description | {"ranking_sha256": hashlib.sha256(ranking.encode()).hexdigest()}
+        ranking = [description.get("ranking_sha256"), self._encoder.identity, self._candidates]
+        return description | {"ranking_sha256": text_sha256(json.dumps(ranking))}

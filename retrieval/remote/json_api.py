@@ -13,7 +13,6 @@ becomes a number), and the numbers of `Settings`. In a path, names are fields of
 
 from __future__ import annotations
 
-import hashlib
 import html
 import json
 import logging
@@ -30,7 +29,7 @@ from urllib.parse import quote, urlsplit
 
 from cachetools import TTLCache
 
-from retrieval.protocol import CorpusError, Passage, RetrievalError, as_utf8, read_object
+from retrieval.protocol import CorpusError, Passage, RetrievalError, as_utf8, read_object, text_sha256
 from retrieval.remote.client import FIRST_WAIT_S, LONGEST_WAIT_S, QUERY_CHARS, RETRIED_STATUS
 from retrieval.remote.wire import UNTOLD, Wire, line
 
@@ -210,7 +209,7 @@ class LiveSearch:
         if not (title or text):
             return None
         own = _at(result, s.id) if s.id else None
-        digest = hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
+        digest = text_sha256(f"{title}\n{text}")[:16]
         return Passage(as_utf8(str(own)[:500]) if own is not None else digest, title[: s.text_chars], text)
 
     def _hidden(self, text: str) -> str:

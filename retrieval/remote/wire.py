@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from hashlib import sha256
 from typing import Any
 
 import orjson
@@ -16,7 +15,7 @@ import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from retrieval.corpus import read_contents
-from retrieval.protocol import Passage, as_utf8
+from retrieval.protocol import Passage, text_sha256
 
 CONNECT_S = 10.0
 ANSWER_BYTES = 2**30  # the most that is read: a faulty server may send forever
@@ -169,7 +168,7 @@ def _passage(row: Any) -> Passage:
     document = _field(_of_type(row, "a result", dict), "document", dict)
     contents = _field(document, "contents", str)
     # The servers of Search-R1 that ask a search engine on the web send neither id nor score.
-    id_ = _field(document, "id", (str, int)) if "id" in document else sha256(as_utf8(contents).encode()).hexdigest()
+    id_ = _field(document, "id", (str, int)) if "id" in document else text_sha256(contents)
     score = _field(row, "score", (int, float)) if "score" in row else 0.0
     try:
         finite = math.isfinite(score)
