@@ -7,8 +7,10 @@ Every line is a call of `launch/eval.py`, which gets all flags that this program
 token budgets. Its results stay in OUT/POLICY/METHOD, so the same command resumes after an interruption, and a policy
 or a method can be added later. For an evaluation `parallelsearch` equals `parallel_prompt`: only their rewards differ.
 
-`retrieve first` searches for the question once and answers (classic retrieval-augmented generation). `gold passages`
-puts the passages that state the facts into the context, an upper limit for every retriever.
+`search_r1` and `parallel` use the prompt of `--config.data.template`; `closed book` uses `direct`. The other two do
+not search on their own and use `passages`. `retrieve first` searches for the question once (classic
+retrieval-augmented generation). `gold passages` puts the passages that state the facts into the context, an upper
+limit for every retriever.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from psearch_jax.eval.tables import table
 from psearch_jax.types import UserError
 
 EVAL = Path(__file__).resolve().parents[2] / "launch" / "eval.py"
-# A method with passages, and a prompt that mentions no searches.
-_ANSWER_ONLY = ("--config.method=search_r1", "--config.data.template=direct")
+# Passages without a search of the policy's own.
+_ANSWER_ONLY = ("--config.method=search_r1", "--config.data.template=passages")
 METHODS: dict[str, tuple[str, ...]] = {
-    "closed book": ("--config.method=r1",),
+    "closed book": ("--config.method=r1", "--config.data.template=direct"),
     "retrieve first": (*_ANSWER_ONLY, "--config.rollout.initial_search", "--config.rollout.search_turns=0"),
     "gold passages": (*_ANSWER_ONLY, "--gold_passages"),
     "search_r1": ("--config.method=search_r1",),
@@ -42,7 +44,6 @@ _OWN = (
     "adapters",
     "gold_passages",
     "config.method",
-    "config.data.template",
     "config.rollout.initial_search",
     "config.rollout.search_turns",
 )

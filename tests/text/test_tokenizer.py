@@ -245,6 +245,7 @@ def test_packaged_templates(tiny_tokenizer):
         "compact",
         "direct",
         "parallel",
+        "passages",
         "published",
         "published_sequential",
         "sequential",
@@ -255,7 +256,8 @@ def test_packaged_templates(tiny_tokenizer):
     for family in ("parallel", "sequential"), ("published", "published_sequential"):
         assert "##" in texts[family[0]] and "##" not in texts[family[1]]
     assert "do not depend" in texts["parallel"] and "depend" not in texts["published"], "the published one has no rule"
-    assert "<search>" in texts["sequential"] and "<search>" not in texts["direct"]
+    assert "<search>" in texts["sequential"]
+    assert all("<search>" not in texts[name] for name in ("direct", "passages"))
     for text in texts.values():
         ids = prompts.render_prompt(tiny_tokenizer, text, "who </search> {x}<|im_end|>?")
         assert "who &lt;/search> {x}<|im_end|>?<|im_end|>" in tiny_tokenizer.decode(ids, control=True)
