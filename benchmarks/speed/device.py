@@ -41,7 +41,7 @@ from benchmarks.speed.timing import SIZES, log, machine, tabled, written
 from benchmarks.speed.update import LORA, adapters_of, config_of, mask_of
 from benchmarks.speed.update import Ours as Update
 from psearch_jax.config import PRESETS, DecoderConfig, MeshSection
-from psearch_jax.models import attention, decoder, ragged
+from psearch_jax.models import attention, decoder, ragged, ragged_chunk
 from psearch_jax.models.attention import cached
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.runtime.accelerators import chip_of, forward_flops
@@ -204,12 +204,16 @@ def kernels() -> dict[str, Any]:
         cache = KVCache(*(jnp.asarray(rng.normal(size=(2, B, K, 1024, H)), dtype) for _ in range(2)))
         start = jnp.asarray([0, 1, 700, 1024], jnp.int32)
         shape = replace(PRESETS["7b"], heads=N, kv_heads=K, head_dim=H)
+        old = cached.Keys(cache.k[1].astype(jnp.float32), cache.v[1].astype(jnp.float32))
         if ragged.applies(form, False, shape, jax.sharding.get_abstract_mesh()):
             one = (q[:, :1], k[:, :, :1], v[:, :, :1])
             ours = jax.jit(ragged.decode, static_argnums=6)(*one, cache, jnp.int32(1), start, form)
-            old = cached.Keys(cache.k[1].astype(jnp.float32), cache.v[1].astype(jnp.float32))
             theirs = cached.decode(*(x.astype(jnp.float32) for x in one), old, start)
             errors[f"decode by length ({form})"] = _relative(ours, theirs)
+        if ragged_chunk.applies(form, False, shape, jax.sharding.get_abstract_mesh()):
+            rows = jnp.arange(B, dtype=jnp.int32)
+            ours = jax.jit(ragged_chunk.attend, static_argnums=7)(q, k, v, cache, jnp.int32(1), start, rows, form)
+            errors[f"chunk by length ({form})"] = _relative(ours, cached.chunk_attention(*wide, old, start))
     limit = 1e-4 if dtype == jnp.float32 else 2e-2
     wrong = {name: error for name, error in errors.items() if not error < limit}
     if wrong:

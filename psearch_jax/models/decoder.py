@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from psearch_jax.config import DecoderConfig, Lora, Remat
-from psearch_jax.models import ragged
+from psearch_jax.models import ragged, ragged_chunk
 from psearch_jax.models.attention import Implementation
 from psearch_jax.models.attention.cached import DECODED
 from psearch_jax.models.attention.scores import ATTENDED, NEG_INF
@@ -142,8 +142,8 @@ class Decoder(nnx.Module):
           ids: [B, T] int32. Rows are padded on the right, so real positions do not attend to pads (causal attention).
           cache: keys and values of the positions before the chunk; not written here.
           start: [B] int32, the position of ids[:, 0], which is also the number of real cached positions.
-          span: cached positions to attend to, at least max(start); default: the complete cache. models/ragged.py
-            ignores it and reads only the positions before `start`.
+          span: cached positions to attend to, at least max(start); default: the complete cache. models/ragged.py and
+            ragged_chunk.py ignore it and read only the positions before `start`.
           rows: [B] int32, the cache rows that the chunk continues, as in models/kv_cache.py; default: all in order.
           keep_kv: also return the chunk's keys and values, for a cache.
           positions: [B, T] int32, of each token in its text; default: counted from `start`.
@@ -160,9 +160,13 @@ class Decoder(nnx.Module):
         rotation = rope_cos_sin(positions, config.head_dim, config.rope_theta)
         table = fsdp_gathered(self.embedding[...], "vocab", "embed")  # once, not once per row
         x = jnp.take(table, ids, axis=0).astype(self.activations)
-        listed, by_length = None, False
-        if cache is not None and rows is None and ids.shape[1] <= DECODED:
-            mesh = jax.sharding.get_abstract_mesh()
+        listed, by_length, mesh = None, False, jax.sharding.get_abstract_mesh()
+        if cache is not None and ids.shape[1] > DECODED:
+            by_length = ragged_chunk.applies(self.attention, cache.k_transposed, config, mesh)
+            if by_length:
+                rows = jnp.arange(ids.shape[0]) if rows is None else rows
+                listed = ragged_chunk.work_list(begin, cache, ids.shape[1], self.attention)
+        elif cache is not None and rows is None:
             by_length = ragged.applies(self.attention, cache.k_transposed, config, mesh)
             listed = ragged.work_list(begin, cache, self.attention) if by_length else None
         context = LayerContext(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from psearch_jax.config import DecoderConfig
-from psearch_jax.models import kv_cache, products, ragged
+from psearch_jax.models import kv_cache, products, ragged, ragged_chunk
 from psearch_jax.models.attention import Implementation, causal
 from psearch_jax.models.attention.cached import DECODED, Keys, chunk_attention, decode
 from psearch_jax.models.kv_cache import KVCache
@@ -34,7 +34,7 @@ class LayerContext:
     rows: jax.Array | None  # [B] int32, rows of the cache
     segments: jax.Array | None  # [B, T] int32
     keep_kv: bool  # return the keys and values
-    by_length: bool  # decode by models/ragged.py, which reads only the real positions of the cache
+    by_length: bool  # attend by models/ragged.py or ragged_chunk.py, which read only the cache's real positions
     listed: ragged.Work | None  # its work list
 
 
@@ -83,8 +83,11 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, index: jax.Array, context:
     cache, start = context.cache, context.start
     if cache is None:
         return causal(q, k, v, context.attention, context.segments)
-    if context.by_length:
+    if context.by_length and q.shape[1] <= DECODED:
         return ragged.decode(q, k, v, cache, index, start, context.attention, listed=context.listed)
+    if context.by_length:
+        to_rows = (cache, index, start, context.rows, context.attention)
+        return ragged_chunk.attend(q, k, v, *to_rows, listed=context.listed)
     k_old, v_old, *scales = kv_cache.read(cache, index, context.span, context.rows)
     old = Keys(k_old, v_old, cache.k_transposed, *scales)
     return (decode if q.shape[1] <= DECODED else chunk_attention)(q, k, v, old, start)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -275,11 +276,7 @@ def _on_gpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool)
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    if cached_v.dtype.itemsize == 1 and 2**31 < cached_v.size <= 2**32:
-        # Up to 4 GiB, kernels use signed 32-bit offsets, which overflow beyond 2 GiB: pass only this layer.
-        cached = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=True) for x in (cached_k, cached_v, *scales))
-        cached_k, cached_v, *scales = cached
-        layer = jnp.zeros_like(layer)
+    layer, (cached_k, cached_v, *scales) = addressable(layer, (cached_k, cached_v, *scales))
     B, T, N, H = q.shape
     K, S = cached_v.shape[2:4]
     X, width = T * N // K, min(GPU_BLOCK, 2 ** int(math.log2(S)))
@@ -315,6 +312,17 @@ def _on_gpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool)
     out = jnp.sum(values * kept, axis=2) + of_own * own_values
     out = out / (jnp.sum(total * kept, axis=2) + of_own * own_total)
     return merge_heads(out.astype(q.dtype).reshape(B, K, N // K, T, H))
+
+
+def addressable(layer: jax.Array, cached: Sequence[jax.Array]) -> tuple[jax.Array, Sequence[jax.Array]]:
+    """The layer's index and the arrays [L, ...] of a cache, as a GPU kernel can address them: perhaps one layer only.
+
+    Up to 4 GiB, kernels use signed 32-bit offsets, which overflow beyond 2 GiB.
+    """
+    if not (cached[1].dtype.itemsize == 1 and 2**31 < cached[1].size <= 2**32):
+        return layer, cached
+    at = layer.reshape(())
+    return jnp.zeros_like(layer), [jax.lax.dynamic_index_in_dim(x, at, keepdims=True) for x in cached]
 
 
 def _gpu_kernel(layer, start, q, k, v, *others, width: int, group: int) -> None:

@@ -37,13 +37,15 @@ def by_definition(q, k, v, cache, start):
     if cache.k_scale is not None:
         ks, vs = ks * cache.k_scale[LAYER][..., None], vs * cache.v_scale[LAYER][..., None]
     out, group = np.zeros_like(q), q.shape[2] // k.shape[1]
-    for b, t, n in np.ndindex(*q.shape[:3]):
+    for b, n in np.ndindex(q.shape[0], q.shape[2]):
         keys, values = (
-            np.concatenate([x[b, n // group, : start[b]], y[b, n // group, : t + 1]]) for x, y in ((ks, k), (vs, v))
+            np.concatenate([x[b, n // group, : start[b]], y[b, n // group]]) for x, y in ((ks, k), (vs, v))
         )
-        scores = keys @ q[b, t, n] / np.sqrt(H)
-        weights = np.exp(scores - scores.max())
-        out[b, t, n] = weights @ values / weights.sum()
+        for t in range(q.shape[1]):
+            seen = start[b] + t + 1
+            scores = keys[:seen] @ q[b, t, n] / np.sqrt(H)
+            weights = np.exp(scores - scores.max())
+            out[b, t, n] = weights @ values[:seen] / weights.sum()
     return out
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 from helpers import QWEN3, random_params, started, tiny_config
 
 from psearch_jax.config import DecoderConfig, LearningSection, Lora, MeshSection
-from psearch_jax.models import attention, decoder, lora, ragged
+from psearch_jax.models import attention, decoder, lora, ragged, ragged_chunk
 from psearch_jax.models.attention import cached
 from psearch_jax.models.attention.cudnn import cudnn_attention
 from psearch_jax.models.attention.splash import splash_attention
@@ -76,6 +76,7 @@ def check_kernels(mesh) -> None:
     np.testing.assert_allclose(ours, wanted, atol=1e-5)
     if mesh.shape["tensor"] > 2:  # not used where `tensor` does not divide the kv heads (models/ragged.py)
         return
+    chunk = q[:, :20], k[:, :, :20], v[:, :, :20]
     q, k, v = q[:, :1], k[:, :, :1], v[:, :, :1]
     cache = KVCache(*(rng.normal(size=(2, B, 2, 64, 16)).astype(np.float32) for _ in range(2)))
     start = rng.integers(0, 65, B).astype(np.int32)
@@ -85,6 +86,15 @@ def check_kernels(mesh) -> None:
         decode = functools.partial(ragged.decode, form=form, interpret=True)
         with jax.set_mesh(mesh):
             ours = jax.jit(decode)(q, k, v, one, np.int32(1), start)
+        np.testing.assert_allclose(ours, wanted, atol=1e-5)
+    # Each device's rows in reverse order.
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    rows = np.arange(B, dtype=np.int32).reshape(parts, -1)[:, ::-1].reshape(-1)
+    wanted = cached.chunk_attention(*chunk, cached.Keys(cache.k[1][rows], cache.v[1][rows]), start)
+    for form in ("splash", "cudnn"):
+        attend = functools.partial(ragged_chunk.attend, form=form, interpret=True)
+        with jax.set_mesh(mesh):
+            ours = jax.jit(attend)(*chunk, cache, np.int32(1), start, rows)
         np.testing.assert_allclose(ours, wanted, atol=1e-5)
 
 
