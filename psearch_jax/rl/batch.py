@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
 
 def micro_batches(
-    batch: TrainBatch, rows: int, widths: Sequence[int], pack: bool = True
+    batch: TrainBatch, rows: int, widths: Sequence[int], per_row: int | None = None
 ) -> list[tuple[list[Place], MicroBatch]]:
     """Packs a batch into micro-batches of exactly `rows` rows, each as wide as one of `widths`, the widest first.
 
@@ -67,23 +67,18 @@ def micro_batches(
     micro-batches are then narrowed or removed while everything still fits. The cheapest candidate wins.
 
     Args:
-      pack: whether a row may hold several trajectories; otherwise each has its own row.
+      per_row: maximum trajectories in a row; None: any number.
     """
     n = np.sort(batch.length[batch.length > 0])[::-1].tolist()
-    if not pack:
-        taken = [pick(widths, length) for length in n[::rows]]
-    else:
-        candidates = [_shrunk(_opened(n, widths, least, rows), n, widths, rows) for least in widths]
-        # Rows of several widths were opened one at a time, so packing into all of them at once can fail. With rows of
-        # one width it always succeeds.
-        candidates = [taken for taken in candidates if _fitted(n, taken, rows) is not None]
-        taken = min(candidates, key=lambda taken: _cost(taken, widths[-1]))
+    most = per_row or len(n)
+    candidates = [_shrunk(_opened(n, widths, least, rows, most), n, widths, rows, most) for least in widths]
+    # Rows of several widths were opened one at a time, so packing into all of them at once can fail. With rows of
+    # one width it always succeeds.
+    candidates = [taken for taken in candidates if _fitted(n, taken, rows, most) is not None]
+    taken = min(candidates, key=lambda taken: _cost(taken, widths[-1]))
     order = [int(i) for i in np.argsort(-batch.length, kind="stable") if batch.length[i] > 0]
-    if pack:
-        bins = _fitted(n, taken, rows)
-        assert bins is not None, "the chosen widths were checked to fit"
-    else:
-        bins = list(range(len(n)))
+    bins = _fitted(n, taken, rows, most)
+    assert bins is not None, "the chosen widths were checked to fit"
     places: list[list[Place]] = [[] for _ in taken]
     used: dict[int, int] = {}
     for i, at in zip(order, bins, strict=True):
@@ -104,38 +99,42 @@ def _cost(taken: Sequence[int], context: int) -> float:
     return sum(width + width**2 / (4 * context) for width in taken)
 
 
-def _opened(n: Sequence[int], widths: Sequence[int], least: int, rows: int) -> list[int]:
+def _opened(n: Sequence[int], widths: Sequence[int], least: int, rows: int, most: int) -> list[int]:
     """Widths, widest first, of micro-batches that hold lengths `n` (descending) in rows of at least `least`."""
-    room: list[int] = []  # free positions of each open row, ascending
+    room: list[tuple[int, int]] = []  # of each open row its free positions and trajectories, by free positions
     opened = []
     for length in n:
-        at = bisect.bisect_left(room, length)
+        at = bisect.bisect_left(room, (length,))
         if at == len(room):
             opened.append(pick(widths, max(length, least)))
-            bisect.insort(room, opened[-1] - length)
+            free, shared = opened[-1], 0
         else:
-            bisect.insort(room, room.pop(at) - length)
+            free, shared = room.pop(at)
+        if shared + 1 < most:
+            bisect.insort(room, (free - length, shared + 1))
     return sorted(opened, reverse=True)[::rows]
 
 
-def _fitted(n: Sequence[int], taken: Sequence[int], rows: int) -> list[int] | None:
+def _fitted(n: Sequence[int], taken: Sequence[int], rows: int, most: int) -> list[int] | None:
     """Best fit: the row of each length of `n` (descending), the fullest with room for it; None if one does not fit.
 
-    Rows are numbered across the micro-batches, `rows` in each.
+    Rows are numbered across the micro-batches, `rows` in each. A row has room for at most `most` lengths.
     """
-    room = sorted((width, row) for row, width in enumerate(width for width in taken for _ in range(rows)))
+    # As in `_opened`: of equally full rows, the one with fewer lengths.
+    room = sorted((width, 0, row) for row, width in enumerate(width for width in taken for _ in range(rows)))
     out = []
     for length in n:
         at = bisect.bisect_left(room, (length,))
         if at == len(room):
             return None
-        free, row = room.pop(at)
-        bisect.insort(room, (free - length, row))
+        free, shared, row = room.pop(at)
         out.append(row)
+        if shared + 1 < most:
+            bisect.insort(room, (free - length, shared + 1, row))
     return out
 
 
-def _shrunk(taken: list[int], n: Sequence[int], widths: Sequence[int], rows: int) -> list[int]:
+def _shrunk(taken: list[int], n: Sequence[int], widths: Sequence[int], rows: int, most: int) -> list[int]:
     """Narrows or removes micro-batches while all lengths fit, trying the largest savings first."""
     changes = sorted(((old - new, old, new) for old in widths for new in (0, *widths) if new < old), reverse=True)
     for _, old, new in changes:
@@ -143,7 +142,7 @@ def _shrunk(taken: list[int], n: Sequence[int], widths: Sequence[int], rows: int
             fewer = list(taken)
             fewer.remove(old)
             fewer = sorted([*fewer, new] if new else fewer, reverse=True)
-            if sum(fewer) * rows < sum(n) or _fitted(n, fewer, rows) is None:
+            if sum(fewer) * rows < sum(n) or _fitted(n, fewer, rows, most) is None:
                 break
             taken = fewer
     return taken

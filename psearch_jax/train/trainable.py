@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from psearch_jax.config import DecoderConfig, LearningSection, Lora, Remat
 from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
-from psearch_jax.models.attention import implementation_for, takes_segments
+from psearch_jax.models.attention import implementation_for, max_segments
 from psearch_jax.models.buckets import buckets, row_widths
 from psearch_jax.models.transposed import multiplies_slowly_transposed, with_transposed
 from psearch_jax.rl.batch import Place, micro_batches, padding
@@ -49,7 +49,7 @@ class TrainingOptions:
       remat, shard_residual: as in `decoder.graphdef`.
       lora: train only adapters (and a value head), not the weights.
       widths: the number of widths that rows are padded to.
-      pack: let trajectories share rows, if the attention implementation supports segments.
+      pack: let trajectories share rows.
     """
 
     context_tokens: int
@@ -125,8 +125,8 @@ class Trainable(abc.ABC):
             values=values,
             transposed=self._transposes,
         )
-        self._packs = options.pack and takes_segments(form)
-        self._widths = (row_widths if self._packs else buckets)(options.context_tokens, options.widths)
+        self._per_row = max_segments(form) if options.pack else 1
+        self._widths = (buckets if self._per_row == 1 else row_widths)(options.context_tokens, options.widths)
         self._learning, self._optimizer, self.mesh = learning, optimizer, mesh
         trained = adapters.abstract_trained(decoder.abstract_params(model, values)[1], model, lora)
         self._abstract = abstract_state(trained, optimizer)
@@ -298,7 +298,7 @@ class Trainable(abc.ABC):
         return out
 
     def _packed(self, batch: TrainBatch) -> list[tuple[list[Place], MicroBatch]]:
-        return micro_batches(batch, self._learning.micro_batch_rows, self._widths, self._packs)
+        return micro_batches(batch, self._learning.micro_batch_rows, self._widths, self._per_row)
 
     def _sums(self, params: nnx.State, packed: Sequence[MicroBatch], check_stop: Callable[[], None]) -> Sums:
         with jax.set_mesh(self.mesh), progress.step("update", len(packed), patient=True):

@@ -12,14 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import one_device_mesh
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from psearch_jax.config import MeshSection
 from psearch_jax.models.attention import causal, implementation_for, on_each_device
 from psearch_jax.models.attention.blocked import QUERY_BLOCK
 from psearch_jax.models.attention.cached import KEY_BLOCK, QUERY_CHUNK, Keys, chunk_attention, decode
+from psearch_jax.models.attention.cudnn import SEGMENTS
 from psearch_jax.models.attention.splash import splash_attention, splash_block, splash_width
 from psearch_jax.models.buckets import buckets
-from psearch_jax.sharding import AXES
+from psearch_jax.sharding import AXES, make_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "configs"))
 
@@ -146,6 +148,58 @@ def test_attention_within_segments(form, length):
         np.testing.assert_allclose(x, y, atol=1e-4)
 
 
+def rows_with_trajectories(length):
+    """Segment ids of four packed rows: `SEGMENTS` trajectories that fill it, two and padding, one, and none."""
+    place, out = np.arange(length), np.zeros((4, length), np.int32)
+    out[0] = 1 + np.searchsorted([1, length // 3, length // 2], place, side="right")
+    out[1] = np.where(place < length - 9, 1 + (place > 20), 0)
+    out[2] = 1
+    assert out[0].max() == SEGMENTS
+    return out
+
+
+def without_a_gpu(q, k, v, *, implementation, **arguments):
+    """JAX's own attention with the arguments for cuDNN's, with NaN where that leaves values that count for nothing."""
+    assert implementation == "cudnn"
+    lengths = arguments["query_seq_lengths"]
+    out = DOT_PRODUCT(q, k, v, implementation="xla", **arguments)
+    real = jnp.arange(q.shape[1]) < lengths[:, None]
+    return jnp.where(real[..., None, None], out, jnp.nan)
+
+
+DOT_PRODUCT = jax.nn.dot_product_attention
+
+
+@pytest.mark.parametrize(("length", "heads", "kv_heads"), [(40, 4, 2), (64, 3, 1)])
+def test_the_gpu_kernel_within_segments(monkeypatch, length, heads, kv_heads):
+    """A trajectory that is moved to another's place, is cut, or attends to a neighbour; a gradient that returns to
+    another position, or that the padding after a trajectory makes NaN."""
+    monkeypatch.setattr(jax.nn, "dot_product_attention", without_a_gpu)
+    q, k, v, _ = draw(B=4, T=length, N=heads, K=kv_heads, H=32)
+    segments = rows_with_trajectories(length)
+    real = (segments > 0)[..., None, None]
+
+    def ours(q, k, v):
+        return jnp.where(real, causal(q, k, v, "cudnn", segments), 0)
+
+    def defined(q, k, v):
+        return jnp.where(real, dense(q, k, v, segments), 0)
+
+    wanted = np.where(real, plain(q, k, v, segments=segments), 0)
+    np.testing.assert_allclose(jax.jit(ours)(q, k, v), wanted, atol=1e-5)
+    for x, y in zip(gradients(ours, q, k, v), gradients(defined, q, k, v), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4)
+
+
+def test_no_number_is_added_one_by_one(monkeypatch):
+    """The transpose of a gather is a scatter, which a GPU adds with atomic operations: slow, and in any order."""
+    monkeypatch.setattr(jax.nn, "dot_product_attention", without_a_gpu)
+    q, k, v, _ = draw(B=4, T=40, N=4, K=2, H=32)
+    attend = functools.partial(causal, implementation="cudnn", segments=rows_with_trajectories(40))
+    traced = jax.make_jaxpr(functools.partial(gradients, attend))(q, k, v)
+    assert "gather" in str(traced) and "scatter" not in str(traced)
+
+
 SIXTEEN = 0.03  # for values from N(0, 1) and scores of std 16; rounding the query twice gives 3 times this error
 
 
@@ -212,6 +266,45 @@ def test_the_gpu_kernel():
     np.testing.assert_allclose(causal(*low, "cudnn").astype(np.float32), plain(q, k, v), atol=3e-2)
     q, k, v = sixteen_bits(QUERY_CHUNK + 128)
     np.testing.assert_allclose(np.asarray(causal(q, k, v, "cudnn"), np.float64), plain(q, k, v), atol=SIXTEEN)
+    q, k, v, _ = draw(B=4, T=300, N=4, K=2, H=64)
+    low, segments = [x.astype(jnp.bfloat16) for x in (q, k, v)], rows_with_trajectories(300)
+    real = (segments > 0)[..., None, None]
+    ours, defined = (
+        gradients(lambda *x, f=f: jnp.where(real, f(*x), 0).astype(jnp.float32), *x)
+        for f, x in (
+            (functools.partial(causal, implementation="cudnn", segments=segments), low),
+            (functools.partial(dense, segments=segments), (q, k, v)),
+        )
+    )
+    for x, y in zip(ours, defined, strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.linalg.norm(x - y) < 0.03 * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize("gpu", ["h100", "a100-80", "l4"])
+def test_packed_rows_compile_for_gpus(gpu):
+    """cuDNN refuses lengths together with a causal mask or grouped heads, or the gradient needs a scatter."""
+    from psearch_jax.planning.targets import absent_gpus, gpu_compiler
+
+    if not gpu_compiler():
+        pytest.skip("the compiler for GPUs is not installed: pip install 'jax[cuda13]'")
+    mesh = make_mesh(MeshSection(), absent_gpus(gpu, 1))
+    place = NamedSharding(mesh, PartitionSpec())
+
+    def of(shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    def total(q, k, v, segments):
+        return jnp.sum(causal(q, k, v, "cudnn", segments).astype(jnp.float32))
+
+    B, T, N, K, H = 2, 3072, 12, 2, 128
+    arguments = of((B, T, N, H)), of((B, K, T, H)), of((B, K, T, H)), of((B, T), jnp.int32)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*arguments).compile()
+    text = compiled.as_text()
+    assert text.count('custom_call_target="__cudnn$fmha') == 2 and " scatter(" not in text
+    separate = SEGMENTS * B * T * (N + 2 * K) * H * 2  # queries, keys and values in rows of their own
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * separate
 
 
 def mesh_of(*described):

@@ -104,9 +104,9 @@ def test_neither_micro_batches_nor_shared_rows_change_anything(tiny_tokenizer, p
         learner._widths = widths
         batch = batch if results else on_policy(learner, params, batch)
         results.append((learner.gradients(params, batch), learner.score(params, batch)))
-    learner._packs = False
+    learner._per_row = 1
     results.append((learner.gradients(params, batch), learner.score(params, batch)))
-    assert [padding(micro_batches(batch, 2, (48,), x)) < 0.25 for x in (True, False)] == [True, False]
+    assert [padding(micro_batches(batch, 2, (48,), most)) < 0.25 for most in (None, 1)] == [True, False]
     for gradients, logprobs in results[1:]:
         assert worst(gradients, results[0][0]) < 2e-6
         np.testing.assert_allclose(logprobs, results[0][1], atol=1e-5)
@@ -260,14 +260,14 @@ def test_the_widths_of_a_learner(pack):
     assert list(learner.traced()["accumulate"]) == list((row_widths if pack else buckets)(6196))
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_micro_batches_lose_no_trajectory_and_no_position(together):
+@pytest.mark.parametrize("most", [None, 3, 1])
+def test_micro_batches_lose_no_trajectory_and_no_position(most):
     """A trajectory is cut, overwrites another one, or its mask is misaligned with its token ids."""
     widths = (16, 32, 48, 64)
     for seed, (n, longest) in enumerate([(7, 64), (40, 64), (40, 20), (1, 64), (0, 64)]):
         batch = some_batch(n + 1, seed, positions=longest)  # the last one is empty
         seen = []
-        for places, micro_batch in micro_batches(batch, 3, widths, together):
+        for places, micro_batch in micro_batches(batch, 3, widths, most):
             assert micro_batch.ids.shape[0] == 3 and micro_batch.ids.shape[1] in widths
             real = np.zeros(micro_batch.ids.shape, bool)
             for i, row, start in places:
@@ -281,7 +281,7 @@ def test_micro_batches_lose_no_trajectory_and_no_position(together):
             np.testing.assert_array_equal(micro_batch.segments > 0, real)
             assert not micro_batch.mask[~real].any() and not micro_batch.ids[~real].any()
             shared = [sum(place.row == row for place in places) for row in range(3)]
-            assert micro_batch.segments.max(1).tolist() == shared and (together or max(shared) == 1)
+            assert micro_batch.segments.max(1).tolist() == shared and (not most or max(shared) <= most)
             seen += [place.trajectory for place in places]
         assert sorted(seen) == np.flatnonzero(batch.length).tolist()
 
@@ -300,8 +300,9 @@ def test_packing_always_finds_room():
     for n in lengths:
         batch = replace(some_batch(len(n), positions=2048), length=np.array(n, np.int32))
         for rows in (1, 2):
-            batches = micro_batches(batch, rows, row_widths(2048, 3))
-            assert sorted(place.trajectory for places, _ in batches for place in places) == list(range(len(n)))
+            for most in (None, 1, 2, 4):
+                batches = micro_batches(batch, rows, row_widths(2048, 3), most)
+                assert sorted(place.trajectory for places, _ in batches for place in places) == list(range(len(n)))
 
 
 def test_packing_pays():
@@ -310,8 +311,8 @@ def test_packing_pays():
     length = np.clip(rng.lognormal(7.3, 0.6, 320), 300, 6196).astype(np.int32)
     nothing = np.zeros((320, 6196), np.float32)
     batch = TrainBatch(nothing.astype(np.int32), length, *[nothing] * 7)
-    single, shared = (padding(micro_batches(batch, 16, buckets(6196), together)) for together in (False, True))
-    assert single > 0.3 and shared < 0.05
+    single, four, shared = (padding(micro_batches(batch, 16, buckets(6196), most)) for most in (1, 4, None))
+    assert single > 0.3 and shared < 0.05 and four < 0.08
     equal = take_rows(replace(batch, length=np.full_like(length, 3000)), np.arange(64))
     assert [micro_batch.ids.shape for _, micro_batch in micro_batches(equal, 16, buckets(6196))] == [(16, 3072)] * 4
 

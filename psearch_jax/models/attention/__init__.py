@@ -2,8 +2,7 @@
 
 `implementation_for` chooses by dtype and devices: in 16 bits `splash` (a Pallas kernel, for TPUs) and `cudnn` (for
 GPUs); in float32, and where there is no kernel, `blocked`; on a CPU `rowwise`, which is `blocked` row by row. None
-holds all scores of a row at once. All but `cudnn` can also attend only within the trajectories of a packed row
-(`takes_segments`).
+holds all scores of a row at once. All can also attend only within the trajectories of a packed row.
 All of them scale in float32: for 16-bit queries the scores, because such a query times H**-0.5 would be rounded again.
 Letters: B rows, T query positions, S key positions, N heads, K kv heads, G = N/K, H head dim.
 """
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from psearch_jax.models.attention.blocked import blocked_attention, rowwise_attention
-from psearch_jax.models.attention.cudnn import MIN_CAPABILITY, capability, cudnn_attention
+from psearch_jax.models.attention.cudnn import MIN_CAPABILITY, SEGMENTS, capability, cudnn_attention
 from psearch_jax.models.attention.splash import splash_attention
 from psearch_jax.sharding import COMPUTE, spec
 
@@ -42,13 +41,9 @@ def implementation_for(mesh: Mesh, dtype: Any) -> Implementation:
     return "cudnn" if all(capability(device) >= MIN_CAPABILITY for device in devices) else "blocked"
 
 
-def takes_segments(implementation: Implementation) -> bool:
-    """Whether training rows may hold several trajectories each.
-
-    JAX passes cuDNN no segments, only a length per row, and a [T, T] mask would cost what packing saves. So rows for
-    cuDNN hold one trajectory each.
-    """
-    return implementation != "cudnn"
+def max_segments(implementation: Implementation) -> int | None:
+    """The maximum number of trajectories in a packed row; None: any number."""
+    return SEGMENTS if implementation == "cudnn" else None
 
 
 def causal(
@@ -64,8 +59,7 @@ def causal(
       q: [B, T, N, H].
       k, v: [B, K, T, H], the cache's layout.
       segments: [B, T] int32, equal within a trajectory, whose positions are contiguous; None: each row is one
-        trajectory. `cudnn` ignores it (`takes_segments`): causal attention never sees the padding after a row's only
-        trajectory.
+        trajectory. `cudnn` needs them numbered as in `cudnn_attention`.
 
     Returns:
       [B, T, N, H].
@@ -73,7 +67,7 @@ def causal(
     if implementation == "splash":
         return on_each_device(splash_attention, q, k, v, segments)
     if implementation == "cudnn":
-        return on_each_device(cudnn_attention, q, k, v)
+        return on_each_device(cudnn_attention, q, k, v, segments)
     starts = None if segments is None else _segment_starts(segments)
     if implementation == "rowwise":
         return on_each_device(rowwise_attention, q, k, v, starts)

@@ -1,12 +1,22 @@
-"""Attention by cuDNN's kernel, for GPUs from Ampere on, in 16 bits."""
+"""Attention by cuDNN's kernel, for GPUs from Ampere on, in 16 bits.
+
+JAX passes cuDNN no segments, only a length per row. So the trajectories of a packed row are first moved to rows of
+their own, whose positions past the length the kernel skips, and the results are moved back. The moves cost little
+compared with the products and the attention; padding the rows of every other operation would cost a third of them.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 MIN_CAPABILITY = (8, 0)  # compute capability of Ampere; a T4 has 7.5
+SEGMENTS = (
+    4  # maximum trajectories per packed row; queries, keys and values of one layer take this many times the memory
+)
 
 
 def capability(device: Any) -> tuple[int, ...]:
@@ -15,7 +25,65 @@ def capability(device: Any) -> tuple[int, ...]:
     return tuple(map(int, words)) if all(word.isdigit() for word in words) else ()
 
 
-def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """cuDNN's flash attention, which applies the scale to its float32 scores."""
+def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+    """cuDNN's flash attention, which applies the scale to its float32 scores.
+
+    Args:
+      q: [B, T, N, H].
+      k, v: [B, K, T, H].
+      segments: [B, T] int32: 1, 2, ... up to `SEGMENTS` for the trajectories of a row, which follow each other from
+        its first position, and 0 for the padding after them; None: each row is one trajectory.
+
+    Returns:
+      [B, T, N, H], arbitrary at padding.
+    """
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=q.shape[-1] ** -0.5, implementation="cudnn")
+    if segments is None:
+        return _attention(q, k, v)
+    B, T = segments.shape
+    numbers = jnp.arange(1, SEGMENTS + 1)
+    length = jnp.sum(segments[:, None] == numbers[:, None], axis=2)  # [B, SEGMENTS]
+    start = jnp.cumsum(length, axis=1) - length
+    place = jnp.arange(T)
+    apart = (start[..., None] + place).reshape(B, -1)  # in the packed row, of each position of the separate rows
+    apart = jnp.where((place < length[..., None]).reshape(B, -1), apart, -1)
+    own = jnp.maximum(segments - 1, 0)
+    together = own * T + place - jnp.take_along_axis(start, own, axis=1)  # the inverse
+    together = jnp.where(segments > 0, together, -1)
+
+    def separate(x: jax.Array) -> jax.Array:
+        return _moved(x, apart, together).reshape(B * SEGMENTS, *x.shape[1:])
+
+    # A row without a trajectory attends to one position, because a softmax over none may be NaN.
+    lengths = jnp.maximum(length.reshape(-1), 1).astype(jnp.int32)
+    out = _attention(*map(separate, (q, k, v)), query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+    return _moved(out.reshape(B, SEGMENTS * T, *out.shape[2:]), together, apart)
+
+
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, **lengths: jax.Array) -> jax.Array:
+    scale = q.shape[-1] ** -0.5
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=scale, implementation="cudnn", **lengths)
+
+
+@jax.custom_vjp
+def _moved(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+    """x [B, S, ...] at the positions `source` [B, R], and 0 where they are -1.
+
+    `target` [B, S] is the inverse, with -1 at positions of x that are not taken. With it the gradient is also read by
+    position; the transpose of a gather would add numbers one by one.
+    """
+    taken = jnp.take_along_axis(x, jnp.maximum(source, 0).reshape(*source.shape, *[1] * (x.ndim - 2)), axis=1)
+    return jnp.where((source >= 0).reshape(*source.shape, *[1] * (x.ndim - 2)), taken, 0)
+
+
+def _moved_forward(x: jax.Array, source: jax.Array, target: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _moved(x, source, target), (source, target)
+
+
+def _moved_backward(places: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[Any, ...]:
+    source, target = places
+    nothing = [np.zeros(place.shape, jax.dtypes.float0) for place in places]
+    return _moved(gradient, target, source), *nothing
+
+
+_moved.defvjp(_moved_forward, _moved_backward)
