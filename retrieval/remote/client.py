@@ -119,8 +119,8 @@ class HttpRetriever:
                 continue  # it is down; it is compared at the next call when it is up
             differing = [name for name in description if name != "corpus" and other[name] != description[name]]
             if differing:  # directories may have any name
-                found = " and ".join(str({name: one[name] for name in differing}) for one in (description, other))
-                raise RetrievalError(f"{self._urls()}: these are not replicas of one index: {found}")
+                contents = " and ".join(str({name: one[name] for name in differing}) for one in (description, other))
+                raise RetrievalError(f"{self._urls()}: these are not replicas of one index: {contents}")
         return dict(description)
 
     def _ask(self, queries: list[str], k: int, given_up: threading.Event) -> list[list[Passage]]:

@@ -64,11 +64,11 @@ def test_whatever_a_model_writes_is_one_action_of_what_it_wrote(text, cap):
 @given(
     st.lists(st.tuples(WRITTEN, st.lists(st.tuples(WRITTEN, WRITTEN), max_size=3)), min_size=1, max_size=4), st.data()
 )
-def test_no_passage_forges_a_tag_an_action_or_a_control_id(tiny_tokenizer, found, data):
+def test_no_passage_forges_a_tag_an_action_or_a_control_id(tiny_tokenizer, searches, data):
     """A poisoned corpus could answer for the policy, end its message, or begin another turn."""
     budget = data.draw(st.integers(tags.MIN_OBSERVATION_TOKENS, 400))
-    queries = [query for query, _ in found]
-    rankings = [[Passage(str(i), *p) for i, p in enumerate(ranking)] for _, ranking in found]
+    queries = [query for query, _ in searches]
+    rankings = [[Passage(str(i), *p) for i, p in enumerate(ranking)] for _, ranking in searches]
     ids = tags.render_observation(queries, rankings, tiny_tokenizer.encode_foreign, budget)
     assert len(ids) <= budget
     assert not set(ids) & {i for i, piece in enumerate(tiny_tokenizer.token_bytes) if piece is None}

@@ -116,16 +116,16 @@ def test_a_prompt_that_cannot_be_used(tmp_path):
     rows = [{"id": str(i), "question": "Which is the rival of Nujider?", "golden_answers": ["I"]} for i in range(48)]
     asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def found(text):
+    def examined(text):
         template.write_text(text)
         given = config(data={"source": str(asked), "template": str(template)})
         (prompt,) = findings(given, tmp_path)["prompt"]
         return prompt
 
-    assert found("no place").wrong and "{question} not found" in found("no place").text
-    good = found("{question}")
+    assert examined("no place").wrong and "{question} not found" in examined("no place").text
+    good = examined("{question}")
     assert not good.wrong and re.search(r"up to \d+ of 64 tokens", good.text)
-    long = found("{question}" + " Which" * 70)
+    long = examined("{question}" + " Which" * 70)
     assert long.wrong and "48 of the first 48 prompts exceed config.rollout.prompt_tokens=64" in long.text
 
 

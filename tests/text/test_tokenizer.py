@@ -206,7 +206,7 @@ def test_generation_config_adds_stop_ids(tiny_tokenizer, tmp_path, ids):
 
 
 @pytest.mark.parametrize(
-    "file, text, found",
+    "file, text, message",
     [
         ("tokenizer.json", '{"a":', "cannot be loaded"),
         ("tokenizer_config.json", "{", "cannot be loaded"),
@@ -215,10 +215,10 @@ def test_generation_config_adds_stop_ids(tiny_tokenizer, tmp_path, ids):
         ("generation_config.json", '{"eos_token_id": 99999999}', "stop ids"),
     ],
 )
-def test_damaged_tokenizer_files(tiny_tokenizer, tmp_path, file, text, found):
+def test_damaged_tokenizer_files(tiny_tokenizer, tmp_path, file, text, message):
     """A damaged file must be reported in one clear line, not with a traceback from inside a library."""
     (copy_tokenizer(tiny_tokenizer, tmp_path) / file).write_text(text)
-    with pytest.raises(UserError, match=re.escape(found)) as caught:
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
         Tokenizer.load(tmp_path)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
