@@ -154,7 +154,9 @@ def times(
     together = divided(chips, chips)
     yield {**base, "devices that sample": chips, **together, "step s": sum(together.values())}
     if staleness:
-        splits = [(n, divided(n, chips - n)) for n in range(tensor, chips, tensor)]
+        # If fsdp did not divide the model's width, every chip that trains would hold all rows of every matrix.
+        parts = [n for n in range(tensor, chips, tensor) if job.model.width % ((chips - n) // tensor) == 0]
+        splits = [(n, divided(n, chips - n)) for n in parts]
         n, best = min(splits, key=lambda pair: max(pair[1].values()))
         yield {**base, "devices that sample": n, **best, "step s": max(best.values())}
 
