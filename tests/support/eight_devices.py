@@ -38,14 +38,14 @@ LEARNING = LearningSection(
 )
 
 
-def rollouts(sampler: Sampler, params: nnx.State):
+def rollouts(sampler: Sampler, params: nnx.State, temperature: float = 1.0):
     """Samples two turns of eight rows of different lengths."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 256, n).tolist() for n in rng.integers(3, 12, B)]
     keys = rng.integers(0, 2**32, (B, 2), np.uint32)
-    state = sampler.generate(params, started(sampler, params, prompts, keys, S, 10), 1.0)
+    state = sampler.generate(params, started(sampler, params, prompts, keys, S, 10), temperature)
     ids, n = rng.integers(0, 256, (B, 8)).astype(np.int32), rng.integers(0, 9, B).astype(np.int32)
-    state = sampler.generate(params, sampler.extend(params, state, ids, n, 10), 1.0)
+    state = sampler.generate(params, sampler.extend(params, state, ids, n, 10), temperature)
     return jax.tree.map(np.asarray, jax.device_get(state))
 
 
@@ -62,10 +62,11 @@ def check_kernels(mesh) -> None:
         return here(*args, **kwargs)
 
     q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in ((B, 130, 4, 16), *[(B, 2, 130, 16)] * 2))
-    for kernel in (splash, cudnn_attention):
+    numbered = np.sort(rng.integers(1, 4, (B, 130)).astype(np.int32))
+    for kernel, marks in ((splash, ()), (cudnn_attention, ()), (cudnn_attention, (numbered,))):
         with jax.set_mesh(mesh), mock.patch.object(jax.nn, "dot_product_attention", instead):
-            ours = jax.jit(functools.partial(attention.on_each_device, kernel))(q, k, v)
-        np.testing.assert_allclose(ours, attention.causal(q, k, v), atol=1e-5)
+            ours = jax.jit(functools.partial(attention.on_each_device, kernel))(q, k, v, *marks)
+        np.testing.assert_allclose(ours, attention.causal(q, k, v, segments=marks[0] if marks else None), atol=1e-5)
     segments = np.sort(rng.integers(0, 3, (B, 130)).astype(np.int32))
     with jax.set_mesh(mesh):
         ours = jax.jit(functools.partial(attention.on_each_device, splash))(q, k, v, segments)
@@ -222,7 +223,9 @@ def main(sizes: str, out: str) -> None:
         check_critic(mesh, normed, optimizer)
     options, sampled = TrainingOptions(S, shard_residual=tensor > 1), dict(temperature=1.0, n_ids=len(TOKENS))
     learner = Learner(config, LEARNING, optimizer, mesh, options, **sampled)
-    rolled = rollouts(make_sampler(config, mesh), learner.sampling_copy(state.params))
+    copy = learner.sampling_copy(state.params)
+    rolled = rollouts(make_sampler(config, mesh), copy)
+    drafted = rollouts(make_sampler(config, mesh, draft_tokens=3), copy, temperature=0.0)  # greedy text repeats itself
 
     narrow = Learner(normed, LEARNING, optimizer, mesh, TrainingOptions(S), **sampled, int8_sampling=True)
     unstacked = mesh.size > 1  # as GPUs decode
@@ -240,6 +243,7 @@ def main(sizes: str, out: str) -> None:
     (piece,) = mini_batches(batch, B)
     result = {name: getattr(rolled, name) for name in ("ids", "mask", "length", "status", "logprobs")}
     result |= {"int8_ids": in_int8.ids, "int8_logprobs": in_int8.logprobs}
+    result |= {"drafted_ids": drafted.ids, "drafted_mask": drafted.mask, "drafted_steps": drafted.row_steps}
     result |= {"trainer_logprobs": old, "learning_rate": np.float64(LEARNING.learning_rate)}
     first, seen = None, []
     for _ in range(3):
