@@ -4,14 +4,20 @@
 
 It compiles the run's programs for the topology; for TPUs this needs libtpu (`pip install 'jax[tpu]'`). It prints each
 program's peak memory per chip as reported by the compiler, and the other arrays in memory at that time. For TPUs it
-also compares the bytes that decoding moves and the FLOPs of an update with their lower bounds. `--search` finds the
-largest slots, micro-batch and context that fit. If the run does not fit, it prints what to change, with exit code 2.
+also compares the bytes that decoding moves and the FLOPs of an update with their lower bounds. If the run does not
+fit, it prints what to change, with exit code 2.
+
+    python launch/plan.py --config=configs/qwen7b.py --topology=h100:8 --search --write=configs/mine.py
+
+`--search` first chooses the mesh, slots, rows per micro-batch and rematerialisation with which a step is expected to
+be fastest, among those that fit, and then plans the run with them. `--write` writes them to a config file.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +29,8 @@ from psearch_jax.types import UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/qwen7b.py.", lock_config=False)
 TOPOLOGY = flags.DEFINE_string("topology", None, "TPUs such as v5e:4x4, v5p:2x2x1; or GPUs such as h100, a100-80:8.")
-SEARCH = flags.DEFINE_bool("search", False, "Find the largest slots, micro-batch rows and context that fit.")
+SEARCH = flags.DEFINE_bool("search", False, "Choose mesh, slots, micro-batch rows and remat by expected time.")
+WRITE = flags.DEFINE_string("write", None, "With --search: config file to write the chosen settings to.")
 ARRAYS = flags.DEFINE_bool("arrays", False, "List all arrays over 1 MB per chip, not only replicated ones.")
 JSON = flags.DEFINE_string("json", None, "File for the plan as JSON.")
 IDS = flags.DEFINE_integer(
@@ -36,6 +43,9 @@ flags.mark_flags_as_required(["config", "topology"])
 def main(_: list[str]) -> None:
     from psearch_jax.runtime.accelerators import GIB, GPUS
 
+    if WRITE.value and (not SEARCH.value or Path(WRITE.value).exists()):
+        how = "with --search" if not SEARCH.value else "a new file"
+        raise UserError(f"--write={WRITE.value}: accepted: {how}")
     of_gpus = TOPOLOGY.value.partition(":")[0] in GPUS
     if not of_gpus:
         jax.config.update("jax_platforms", "cpu")  # nothing runs on a device, so do not occupy a TPU
@@ -45,7 +55,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.planning import targets
     from psearch_jax.planning.plan import advice, make_plan
     from psearch_jax.planning.roofline import floor_seconds, step_seconds
-    from psearch_jax.planning.search import search
+    from psearch_jax.planning.search import search, with_changes, write_config
     from psearch_jax.rollout.collect import widths as widths_of
     from psearch_jax.runtime.paths import locate, make_writable, write_whole
 
@@ -57,6 +67,22 @@ def main(_: list[str]) -> None:
     def log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    ids = IDS.value or config.rollout.context_tokens // 2
+    sampled = SAMPLED.value or ids // 4
+    record: dict[str, Any] = {}
+    if SEARCH.value:
+        settings = search(config, target, ids, sampled, log)
+        if settings is None:
+            accepted = "more or larger devices, or adapters"
+            raise UserError(f"--search: no settings fit {TOPOLOGY.value}, accepted: {accepted}")
+        seconds = ", ".join(f"{name} {value:.0f}" for name, value in settings.seconds.items())
+        expected = f"{sum(settings.seconds.values()):.0f} s per step expected: {seconds}"
+        print(", ".join(f"{name}={value}" for name, value in settings.changes.items()) + f"\n{expected}\n")
+        record["search"] = {"settings": settings.changes, "expected_s": settings.seconds}
+        config = with_changes(config, settings.changes)
+        if WRITE.value:
+            base = Path(config_flags.get_config_filename(flags.FLAGS["config"]))
+            write_config(Path(WRITE.value), base, settings.changes, TOPOLOGY.value, expected)
     plan = make_plan(config, target, log)
 
     def gib(size: int) -> str:
@@ -86,26 +112,20 @@ def main(_: list[str]) -> None:
         if replicated or ARRAYS.value:
             where = "replicated" if replicated else "split"
             print(f"{where}: {name} {list(shape)} {sharding}, {size / 2**20:.1f} MiB on every chip")
-    ids = IDS.value or config.rollout.context_tokens // 2
-    sampled = SAMPLED.value or ids // 4
     floor = floor_seconds(plan, config, ids, sampled)
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in floor.items())
     print(
         f"a step takes at least {step_seconds(plan, config, floor):.0f} s ({parts}) with {ids} tokens per trajectory, "
         f"{sampled} of them sampled"
     )
-    record = plan.to_json() | {"floor_s": floor} | _beside_floors(plan, config)
-    if SEARCH.value:
-        record["largest"] = search(config, target, log)
-        largest = ", ".join(f"{name}={value}" for name, value in record["largest"].items())
-        print(f"largest values that fit, each with the other settings unchanged: {largest}")
+    record |= plan.to_json() | {"floor_s": floor} | _compared_with_floors(plan, config)
     if JSON.value:
         write_whole(JSON.value, json.dumps(record, indent=2) + "\n")
     if not plan.fits:
         raise UserError("does not fit: " + "; ".join(advice(plan, config)))
 
 
-def _beside_floors(plan: Any, config: Any) -> dict[str, Any]:
+def _compared_with_floors(plan: Any, config: Any) -> dict[str, Any]:
     """Prints the bytes and FLOPs of the compiled programs next to their lower bounds; returns them for the JSON."""
     from psearch_jax.planning.roofline import decode_floor_bytes, update_products_flops
 

@@ -1,10 +1,9 @@
 """`launch/bench.py staleness`: what rollouts ahead of the updates, and a mesh of their own, would save.
 
 Decode steps are simulated from the lengths of recorded rollouts (psearch_jax/planning/simulation.py), with the slots
-of a config. A time model turns them into seconds: a decode step reads the weights and the cached keys of its rows, at
-a share of the chip's bandwidth; prefill, learning and the keys that are computed again take their FLOPs, at a share of
-its peak. Both shares are assumptions, the same for all rows of the table, so compare rows and not seconds. With two
-meshes, the slower of both decides.
+of a config, and turned into seconds (psearch_jax/planning/expected.py). The shares of the chip's peaks are
+assumptions, the same for all rows of the table, so compare rows and not seconds. With two meshes, the slower of both
+decides.
 """
 
 from __future__ import annotations
@@ -13,49 +12,27 @@ import argparse
 import json
 import runpy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.speed.timing import machine, written
-from psearch_jax.config import PRESETS, Config, DecoderConfig, from_mapping
+from psearch_jax.config import PRESETS, Config, from_mapping
 from psearch_jax.eval.tables import table
+from psearch_jax.planning.expected import Job, Machine, Shares, learning_seconds, sampling_seconds
 from psearch_jax.planning.simulation import Lengths, SampledStep, simulate
-from psearch_jax.runtime.accelerators import CHIPS, GPUS, Chip, forward_flops
-from psearch_jax.train.state import updates_per_step
+from psearch_jax.runtime.accelerators import CHIPS, GPUS
 from psearch_jax.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINES = {
-    "v5e:4x4": (CHIPS["TPU v5 lite"], 16, 4),
-    "v6e:4x4": (CHIPS["TPU v6 lite"], 16, 4),
-    "h100:8": (GPUS["h100"], 8, 2),
-}  # chip, number, tensor
+    "v5e:4x4": Machine(CHIPS["TPU v5 lite"], 16, 4),
+    "v6e:4x4": Machine(CHIPS["TPU v6 lite"], 16, 4),
+    "h100:8": Machine(GPUS["h100"], 8, 2),
+}
 STEPS = 6  # simulated and averaged, after those that fill the pipeline
-
-
-@dataclass(frozen=True)
-class Job:
-    """A training step: the model, its rollouts and their mean lengths."""
-
-    model: DecoderConfig
-    config: Config
-    tokens: float  # of a rollout
-    sampled: float  # of them
-
-    @property
-    def rollouts(self) -> int:
-        return self.config.train.prompts * self.config.rollout.samples
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Reached shares of a chip's published peaks."""
-
-    flops: float
-    bandwidth: float
 
 
 def main(argv: Sequence[str]) -> None:
@@ -70,21 +47,21 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--slots", type=int, nargs="+", help="numbers of slots; default: the config's")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2], help="values of train.staleness")
     parser.add_argument("--machines", nargs="+", default=list(MACHINES), choices=list(MACHINES), help="machines")
-    parser.add_argument("--flops_share", type=float, default=0.4, help="reached share of the peak FLOPs")
-    parser.add_argument("--bandwidth_share", type=float, default=0.6, help="reached share of the peak bandwidth")
+    for name, share in vars(Shares()).items():
+        parser.add_argument(f"--{name}_share", type=float, default=share, help=f"reached share of the peak {name}")
     parser.add_argument("--json", help="file for the figures")
     flags = parser.parse_args(argv)
     config = from_mapping(runpy.run_path(flags.config)["get_config"]().to_dict())
     job = Job(PRESETS[flags.preset], config, flags.tokens, flags.sampled)
     recorded = recorded_lengths(Path(flags.rollouts), config.rollout.context_tokens)
     lengths = scaled(recorded, flags.sampled, config.rollout.turn_tokens)
-    rates = Rates(flags.flops_share, flags.bandwidth_share)
+    shares = Shares(flags.flops_share, flags.bandwidth_share, flags.link_share)
     lines = []
     for slots in flags.slots or [config.rollout.slots]:
         for staleness in flags.staleness:
             sampled = mean_step(lengths, replace(config, rollout=replace(config.rollout, slots=slots)), staleness)
             for name in flags.machines:
-                expected = times(job, MACHINES[name], slots, staleness, sampled, rates)
+                expected = times(job, MACHINES[name], slots, staleness, sampled, shares)
                 lines += [{"machine": name, **line} for line in expected]
     written(flags.json, {"machine": machine(), "arguments": vars(flags), "staleness": lines})
     columns = ["machine", "slots", "staleness", "devices that sample", "decode steps", "row use"]
@@ -134,10 +111,9 @@ def mean_step(lengths: Sequence[Lengths], config: Config, staleness: int) -> Sam
 
 
 def times(
-    job: Job, where: tuple[Chip, int, int], slots: int, staleness: int, sampled: SampledStep, rates: Rates
+    job: Job, where: Machine, slots: int, staleness: int, sampled: SampledStep, shares: Shares
 ) -> Iterator[dict[str, Any]]:
     """The expected seconds of a step on one mesh and, with staleness, on the best division into two."""
-    chip, chips, tensor = where
     base = {
         "slots": slots,
         "staleness": staleness,
@@ -146,11 +122,13 @@ def times(
     }
 
     def divided(sampling: int, learning: int) -> dict[str, float]:
+        there, here = (replace(where, chips=chips) for chips in (sampling, learning))
         return {
-            "sampling s": sampling_seconds(job, chip, sampling, tensor, slots, sampled, rates),
-            "learning s": learning_seconds(job, chip, learning, rates),
+            "sampling s": sum(sampling_seconds(job, there, slots, sampled, shares).values()),
+            "learning s": sum(learning_seconds(job, here, shares).values()),
         }
 
+    chips, tensor = where.chips, where.tensor
     together = divided(chips, chips)
     yield {**base, "devices that sample": chips, **together, "step s": sum(together.values())}
     if staleness:
@@ -159,31 +137,6 @@ def times(
         splits = [(n, divided(n, chips - n)) for n in parts]
         n, best = min(splits, key=lambda pair: max(pair[1].values()))
         yield {**base, "devices that sample": n, **best, "step s": max(best.values())}
-
-
-def sampling_seconds(
-    job: Job, chip: Chip, chips: int, tensor: int, slots: int, sampled: SampledStep, rates: Rates
-) -> float:
-    """Decoding, prompts and passages, and keys that are computed again."""
-    m, replicas = job.model, chips / tensor
-    weights = 2 * forward_flops(m, [1], 1) / 2 / tensor  # bytes of a bfloat16 copy on a chip
-    rows = slots / replicas
-    cached = 2 * m.layers * max(1, m.kv_heads / tensor) * m.head_dim * 2 * rows * job.tokens / 2
-    read = (weights + cached) / (chip.bandwidth * rates.bandwidth)
-    multiplied = rows * forward_flops(m, [1], 1) / tensor / (chip.flops * rates.flops)
-    peak = chips * chip.flops * rates.flops
-    forced = job.rollouts * forward_flops(m, [job.tokens], 0) * (1 - job.sampled / job.tokens)
-    again = sampled.continued_tokens / job.sampled * forward_flops(m, [job.tokens], 0)
-    return sampled.decode_steps * max(read, multiplied) + (forced + again) / peak
-
-
-def learning_seconds(job: Job, chip: Chip, chips: int, rates: Rates) -> float:
-    """Log-probs of the reference, and of the old policy if a step has several updates; then the updates."""
-    learning = job.config.learning
-    passes = (learning.kl_coefficient > 0) + (updates_per_step(job.config) > 1)
-    passes += 3 + (job.config.model.remat == "full") - (job.config.model.lora_rank > 0)
-    forward = job.rollouts * forward_flops(job.model, [job.tokens], job.sampled)
-    return passes * forward / (chips * chip.flops * rates.flops)
 
 
 def _shown(value: Any) -> str:

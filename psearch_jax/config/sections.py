@@ -88,7 +88,7 @@ class ModelSection:
         "full",
         "What the backward pass recomputes in each layer: `none`: nothing; `dots`: all but attention and the matrix "
         "products with weights; `full`: everything. Less recomputation is faster and needs more memory; "
-        "launch/plan.py --search shows what fits.",
+        "launch/plan.py --search chooses the fastest that fits.",
         resume=FREE,
     )
     lora_rank: int = setting(

@@ -32,16 +32,13 @@ def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int) -
     forward = trajectories * forward_flops(m, [mean_ids], sampled_ids)
     sampling, training = (math.prod(mesh.values()) * plan.chip.flops for mesh in (plan.rollout_mesh, plan.mesh))
     calls = trajectories * sampled_ids / config.rollout.slots
-    learning = config.learning
-    old = learning.old_logprobs == "trainer" and (updates_per_step(config) > 1 or learning.kl_in == "reward")
-    logprob_passes = old + (learning.kl_coefficient > 0)
-    critic_flops = trajectories * forward_flops(m, [mean_ids], 0) * (1 + _passes(config))
-    critic = {"critic": critic_flops / training} if learning.algorithm == "ppo" else {}
+    critic_flops = trajectories * forward_flops(m, [mean_ids], 0) * (1 + update_passes(config))
+    critic = {"critic": critic_flops / training} if config.learning.algorithm == "ppo" else {}
     return {
         "prefill": prefilled / sampling,
         "decode": calls * decode_floor_bytes(plan, config, mean_ids / 2) / plan.chip.bandwidth,
-        "logprobs": forward * logprob_passes / training,
-        "update": forward * _passes(config) / training,
+        "logprobs": forward * logprob_passes(config) / training,
+        "update": forward * update_passes(config) / training,
         **critic,
     }
 
@@ -69,9 +66,16 @@ def update_products_flops(plan: Plan, config: Config) -> float:
     with full rematerialisation (which may skip a layer's last matmul), 2 less with LoRA."""
     tokens = max(plan.widths["accumulate"]) * config.learning.micro_batch_rows
     # Of length 1: almost no attention.
-    return _passes(config) * tokens * forward_flops(plan.model, [1], 0) / math.prod(plan.mesh.values())
+    return update_passes(config) * tokens * forward_flops(plan.model, [1], 0) / math.prod(plan.mesh.values())
 
 
-def _passes(config: Config) -> int:
+def logprob_passes(config: Config) -> int:
+    """Forward passes for log-probs: of the reference, and of the old policy unless the update computes them."""
+    learning = config.learning
+    old = learning.old_logprobs == "trainer" and (updates_per_step(config) > 1 or learning.kl_in == "reward")
+    return old + (learning.kl_coefficient > 0)
+
+
+def update_passes(config: Config) -> int:
     """FLOPs of an update, in forward passes."""
     return 3 + (config.model.remat == "full") - (config.model.lora_rank > 0)

@@ -1,65 +1,164 @@
-"""Searches for the largest budgets with which a run fits a machine."""
+"""Searches for the settings with which a run is expected to be fastest on a machine, among those that fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, get_args
 
 from psearch_jax.config import Config, Remat
-from psearch_jax.planning.plan import SAMPLER_PROGRAMS, make_plan
+from psearch_jax.planning.expected import Job, Machine, Shares, learning_seconds, sampling_seconds, typical_step
+from psearch_jax.planning.plan import LEARNER_PROGRAMS, SAMPLER_PROGRAMS, make_plan, model_shape
 from psearch_jax.planning.targets import Target
-from psearch_jax.sharding import make_meshes
+from psearch_jax.runtime.paths import write_whole
+from psearch_jax.types import UserError
+
+Changes = Mapping[str, Any]  # from fields such as "rollout.slots" to values
+SLOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # per replica
+SIMILAR = 1.03  # settings whose times differ by less are tried in the order of the memory that they need
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to change in a config, and the expected seconds of a step."""
+
+    changes: dict[str, Any]
+    seconds: dict[str, float]  # by part
 
 
 def search(
-    config: Config, target: Target, log: Callable[[str], None], fields: Sequence[str] | None = None
-) -> dict[str, int | str]:
-    """The largest slots, rows per micro-batch and context that fit, and the `model.remat` that recomputes least.
+    config: Config, target: Target, tokens: float, sampled: float, log: Callable[[str], None]
+) -> Settings | None:
+    """The `mesh.tensor`, `rollout.slots`, `learning.micro_batch_rows` and `model.remat` with the fewest expected
+    seconds per step (planning/expected.py) whose programs fit. None of them changes what is learned.
 
-    Each is searched for separately (the numbers by bisection) with all other settings unchanged. If none fits, it is
-    0, or "" for remat.
+    Sampling and learning need memory at different times and are searched for separately, for each size of `tensor`,
+    from the fastest settings on. A candidate is compiled for the machine.
 
     Args:
-      fields: those to search for; default: all four.
+      tokens: mean tokens per rollout.
+      sampled: how many of them are sampled.
+
+    Returns:
+      None if nothing fits.
+
+    Raises:
+      UserError: the config samples on devices of its own.
     """
+    if config.mesh.rollout_devices:
+        raise UserError(f"--search: found config.mesh.rollout_devices={config.mesh.rollout_devices}, accepted: 0")
+    shape, chips = model_shape(config), len(target.devices)
+    tensors = [t for t in range(1, chips + 1) if chips % t == 0 and shape.heads % t == 0]
+    # If fsdp did not divide the model's width, every replica would hold all of the state.
+    tensors = [t for t in tensors if shape.width % (chips // t) == 0]
+    steps: dict[int, Any] = {}
 
-    def fits(names: Sequence[str], changes: Mapping[str, Any]) -> bool:
-        changed = config
-        for field, value in changes.items():
-            section, _, name = field.partition(".")
-            changed = replace(changed, **{section: replace(getattr(changed, section), **{name: value})})
-        fit = make_plan(changed, target, names=names, to_the_end=False).fits
-        log(f"{changes}: {'fits' if fit else 'does not fit'}")
-        return fit
+    def parts(changes: Changes) -> dict[str, float]:
+        changed = with_changes(config, changes)
+        job = Job(shape, changed, tokens, sampled)
+        where = Machine(target.chip, chips, changes["mesh.tensor"])
+        if "rollout.slots" not in changes:
+            return learning_seconds(job, where, Shares())
+        slots = changed.rollout.slots
+        if slots not in steps:
+            steps[slots] = typical_step(job, slots)
+        return sampling_seconds(job, where, slots, steps[slots], Shares())
 
-    mesh, rollout_mesh = make_meshes(config.mesh, target.devices)
-    sampled = rollout_mesh.shape["data"] * rollout_mesh.shape["fsdp"]
-    rows, r, le = mesh.shape["data"] * mesh.shape["fsdp"], config.rollout, config.learning
-    group = le.mini_batch_rollouts
-    micro = [n for n in range(rows, group + 1, rows) if group % n == 0]
-    contexts = [*range(512, 4096, 512), *range(4096, 8192, 1024), *range(8192, 32_768 + 1, 2048)]
-    contexts = [n for n in contexts if n > r.prompt_tokens]
-    updates = ("accumulate", "critic_accumulate")
-    by_rows = (*updates, "logprobs", "critic_values")
-    slots = [sampled * n for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)]
-    searches: dict[str, Callable[[], int | str]] = {
-        "rollout.slots": lambda: _largest(slots, lambda n: fits(SAMPLER_PROGRAMS, {"rollout.slots": n})),
-        "learning.micro_batch_rows": lambda: _largest(
-            micro, lambda n: fits(by_rows, {"learning.micro_batch_rows": n})
-        ),
-        "rollout.context_tokens": lambda: _largest(
-            contexts, lambda n: fits((*by_rows, *SAMPLER_PROGRAMS), {"rollout.context_tokens": n})
-        ),
-        "model.remat": lambda: next((r for r in get_args(Remat) if fits(updates, {"model.remat": r})), ""),
-    }
-    return {field: searches[field]() for field in fields or searches}
+    def fastest(choices: Sequence[Changes], names: Sequence[str], limit: float) -> Settings | None:
+        """The fastest of `choices`, ordered from more to less memory, that fits and takes less than `limit`."""
+        ordered = sorted(
+            ((parts(choice), -i, choice) for i, choice in enumerate(choices)),
+            key=lambda one: (round(math.log(sum(one[0].values())) / math.log(SIMILAR)), one[1]),
+        )
+        too_large: list[Changes] = []
+        for seconds, _, choice in ordered:
+            if sum(seconds.values()) >= limit:
+                return None
+            if any(_needs_more(choice, other) for other in too_large):
+                continue
+            fit = make_plan(
+                with_changes(config, choice), target, names=names, to_the_end=False, largest_only=True
+            ).fits
+            log(f"{_shown(choice)}: {sum(seconds.values()):.3g} s, {'fits' if fit else 'does not fit'}")
+            if fit:
+                return Settings(dict(choice), seconds)
+            too_large.append(choice)
+        return None
+
+    best, limit = None, math.inf
+    for tensor in tensors:
+        learners = list(_learner_choices(config, tensor, chips // tensor))
+        samplers = list(_sampler_choices(config, tensor, chips // tensor))
+        if not learners or not samplers:
+            continue
+        least = min(sum(parts(choice).values()) for choice in samplers)
+        learner = fastest(learners, LEARNER_PROGRAMS, limit - least)
+        if learner is None:
+            continue
+        sampler = fastest(samplers, SAMPLER_PROGRAMS, limit - sum(learner.seconds.values()))
+        if sampler is None:
+            continue
+        best = Settings(sampler.changes | learner.changes, sampler.seconds | learner.seconds)
+        limit = sum(best.seconds.values())
+    return best
 
 
-def _largest(values: Sequence[int], accepted: Callable[[int], bool]) -> int:
-    """The largest accepted value of a rising sequence in which all smaller ones are accepted too; 0 if none is."""
-    low, high = 0, len(values)  # values[:low] are accepted, values[high:] are not
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if accepted(values[middle]) else (low, middle)
-    return values[low - 1] if low else 0
+def _sampler_choices(config: Config, tensor: int, replicas: int) -> Iterator[Changes]:
+    """From more to less memory."""
+    rollouts = config.train.prompts * config.rollout.samples
+    for n in reversed(SLOTS):
+        if n * replicas <= rollouts:
+            yield {**_mesh(tensor), "rollout.slots": n * replicas}
+
+
+def _learner_choices(config: Config, tensor: int, replicas: int) -> Iterator[Changes]:
+    """From more to less memory, if fewer rows save more than recomputing."""
+    group = config.learning.mini_batch_rollouts
+    rows = [n for n in range(replicas, group + 1, replicas) if group % n == 0]
+    for remat, n in itertools.product(get_args(Remat), reversed(rows)):
+        yield {**_mesh(tensor), "learning.micro_batch_rows": n, "model.remat": remat}
+
+
+def _mesh(tensor: int) -> dict[str, int]:
+    return {"mesh.data": 1, "mesh.fsdp": -1, "mesh.tensor": tensor}
+
+
+def _needs_more(one: Changes, other: Changes) -> bool:
+    """Whether `one` needs at least as much memory as `other`."""
+    remats = get_args(Remat)
+    if "model.remat" in one and remats.index(one["model.remat"]) > remats.index(other["model.remat"]):
+        return False
+    counts = ("learning.micro_batch_rows", "rollout.slots")
+    return all(one[name] >= other[name] for name in counts if name in one)
+
+
+def with_changes(config: Config, changes: Changes) -> Config:
+    """The config with other values of some fields."""
+    for field, value in changes.items():
+        section, _, name = field.partition(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    return config
+
+
+def _shown(changes: Changes) -> str:
+    return " ".join(f"{name}={value}" for name, value in changes.items() if name not in ("mesh.data", "mesh.fsdp"))
+
+
+def write_config(file: Path, base: Path, changes: Changes, topology: str, expected: str) -> None:
+    """Writes a config file: that of `base`, with other values of some fields."""
+    lines = [f"    config.{name} = {json.dumps(value)}" for name, value in changes.items()]
+    write_whole(
+        file,
+        f'"""{base.name} with settings for {topology}, by launch/plan.py --search.\n\n{expected}.\n"""\n\n'
+        "import runpy\n"
+        "from pathlib import Path\n\n"
+        "from ml_collections import ConfigDict\n\n\n"
+        "def get_config() -> ConfigDict:\n"
+        f"    base = Path(__file__).parent / {json.dumps(os.path.relpath(base, file.parent))}\n"
+        '    config = runpy.run_path(str(base))["get_config"]()\n' + "\n".join(lines) + "\n    return config\n",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,27 +19,28 @@ class Chip:
     hbm_bytes: int
     flops: float  # per second
     bandwidth: float  # bytes per second
+    link: float = math.inf  # bytes per second to a neighbour: one ICI link in one direction, NVLink, or PCIe
 
 
 # By JAX's `device_kind`, per device (for v4 and tpu7x, one of a chip's two cores). Memory is what the compiler reports
 # as available.
 CHIPS: dict[str, Chip] = {
-    "TPU v4": Chip(int(15.25 * GIB), 137.5e12, 614e9),
-    "TPU v5 lite": Chip(int(15.75 * GIB), 197e12, 819e9),
-    "TPU v5": Chip(int(95.74 * GIB), 459e12, 2765e9),
-    "TPU v6 lite": Chip(int(31.25 * GIB), 918e12, 1640e9),
-    "TPU7x": Chip(int(94.75 * GIB), 1153e12, 3690e9),
+    "TPU v4": Chip(int(15.25 * GIB), 137.5e12, 614e9, 45e9),
+    "TPU v5 lite": Chip(int(15.75 * GIB), 197e12, 819e9, 45e9),
+    "TPU v5": Chip(int(95.74 * GIB), 459e12, 2765e9, 90e9),
+    "TPU v6 lite": Chip(int(31.25 * GIB), 918e12, 1640e9, 90e9),
+    "TPU7x": Chip(int(94.75 * GIB), 1153e12, 3690e9, 90e9),
 }
 # MiB per card, as reported by the driver.
 MIB = {"h200": 143_771, "h100": 81_559, "a100-80": 81_920, "a100-40": 40_960, "l4": 23_034, "t4": 15_360}
 
-_PEAKS = {  # FLOPs and bytes per second
-    "h200": (989e12, 4.8e12),
-    "h100": (989e12, 3.35e12),
-    "a100-80": (312e12, 2.04e12),
-    "a100-40": (312e12, 1.56e12),
-    "l4": (121e12, 300e9),
-    "t4": (65e12, 320e9),
+_PEAKS = {  # FLOPs, bytes per second from memory, and to another GPU of the host
+    "h200": (989e12, 4.8e12, 450e9),
+    "h100": (989e12, 3.35e12, 450e9),
+    "a100-80": (312e12, 2.04e12, 300e9),
+    "a100-40": (312e12, 1.56e12, 300e9),
+    "l4": (121e12, 300e9, 32e9),
+    "t4": (65e12, 320e9, 16e9),
 }
 # By the name in --topology, which is for example "h200:8" for eight on one host. Memory is the share that a process
 # may use with XLA_PYTHON_CLIENT_MEM_FRACTION=.92.

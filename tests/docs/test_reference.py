@@ -46,7 +46,7 @@ def test_every_field_is_on_the_page_with_its_default_and_what_a_resumed_run_does
             ["`0.125`", "above 0, at most 1", "may change it", "when this share of the live rows"],
         ),
         ("learning.ratio", ['`"token"`; `token`, `sequence`', "must keep it", "(GSPO)"]),
-        ("model.remat", ["recomputes in each layer", "launch/plan.py --search shows what fits"]),
+        ("model.remat", ["recomputes in each layer", "launch/plan.py --search chooses the fastest that fits"]),
         ("learning.gamma", ["in training from 0 to 1", "PPO only"]),
         ("rollout.context_tokens", ["[must agree](#what-must-agree)"]),
         ("eval.best_metric", ["in training em, f1", "as in parallel/em"]),

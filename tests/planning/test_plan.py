@@ -1,6 +1,5 @@
 """Plans for absent TPUs: the memory of every chip, replicated arrays, and refused configs."""
 
-import ast
 import json
 import os
 import subprocess
@@ -20,14 +19,12 @@ from psearch_jax.planning.hlo import cost
 from psearch_jax.planning.plan import (
     LARGE,
     SAMPLED,
-    SAMPLER_PROGRAMS,
     advice,
     bare_sampler,
     make_plan,
     model_shape,
 )
 from psearch_jax.planning.roofline import decode_floor_bytes, floor_seconds, step_seconds, update_products_flops
-from psearch_jax.planning.search import _largest, search
 from psearch_jax.planning.targets import Target, cuda_target, tpu_target
 from psearch_jax.rollout.collect import pool_rows, rows_per_call, widths
 from psearch_jax.runtime.accelerators import GIB, GPUS, Chip, chip_of
@@ -291,38 +288,6 @@ def test_the_peak_of_a_device():
     assert of("tpu", "TPU v5 lite").flops == 197e12 and of("gpu", "NVIDIA H100 80GB HBM3") == GPUS["h100"]
     assert of("gpu", "Tesla T4") == GPUS["t4"] and of("gpu", "NVIDIA L4") == GPUS["l4"]
     assert of("gpu", "NVIDIA L40S") is None and of("cpu", "cpu") is None
-
-
-def test_bisection():
-    """The largest value that fits is missed by one."""
-    for most in range(0, 9):
-        assert _largest(list(range(1, 9)), lambda n, most=most: n <= most) == most
-
-
-@pytest.mark.slow
-def test_the_search_ends_at_what_fits():
-    """The search reports slots that do not fit, or that leave half of the memory unused. (Rows and context are
-    found by the same bisection.)"""
-    budgets = {"slots": 2, "context_tokens": 512, "prompt_tokens": 256, "obs_tokens": 128, "num_buckets": 1}
-    batches = {"mini_batch_rollouts": 8, "micro_batch_rows": 1}
-    config = config_file("smoke", model={"path": "", "preset": "toy"}, rollout=budgets, learning=batches)
-    target, log = Target("here", jax.devices()[:1], Chip(64_000_000, 1e12, 1e12), "cpu"), []
-    largest = search(config, target, log.append, ("rollout.slots", "model.remat"))
-    tried = {field: {} for field in largest}
-    for line in log:
-        changes, _, verdict = line.rpartition(": ")
-        ((field, value),) = ast.literal_eval(changes).items()
-        tried[field][value] = verdict == "fits"
-    grids = {
-        "rollout.slots": {12: 16, 16: 24, 24: 32, 32: 48},
-        "model.remat": {"dots": "none", "full": "dots"},  # the value recomputes less than its key
-    }
-    for field, next_value in grids.items():
-        best = largest[field]
-        assert tried[field][best] and not tried[field][next_value[best]], (field, best, tried[field])
-    changed = replace(config, rollout=replace(config.rollout, slots=largest["rollout.slots"]))
-    plan = make_plan(changed, target, names=SAMPLER_PROGRAMS)
-    assert plan.fits and plan.headroom_bytes < 0.5 * target.chip.hbm_bytes
 
 
 def test_what_a_gpu_holds():

@@ -1,0 +1,109 @@
+"""The search for the fastest settings that fit a machine, and the expected seconds that it compares."""
+
+import math
+import re
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import pytest
+from programs import ROOT
+
+from psearch_jax.config import PRESETS, from_mapping
+from psearch_jax.planning import expected
+from psearch_jax.planning.plan import make_plan
+from psearch_jax.planning.search import SLOTS, search, with_changes, write_config
+from psearch_jax.planning.targets import Target
+from psearch_jax.runtime.accelerators import CHIPS, Chip, forward_flops
+from psearch_jax.types import UserError
+
+
+def config_file(name, **changes):
+    """A config of configs/ with some fields of sections changed."""
+    values = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"]().to_dict()
+    for section, fields in changes.items():
+        values[section] |= fields
+    return from_mapping(values)
+
+
+def job(**changes):
+    """A step of 320 rollouts of 1.5B."""
+    config = config_file("qwen1p5b", **({"train": {"prompts": 64}} | changes))
+    return expected.Job(PRESETS["1.5b"], config, 3000.0, 600.0)
+
+
+@pytest.mark.slow
+def test_the_search_ends_at_the_fastest_that_fits(tmp_path):
+    """Settings that do not fit, or slower ones than others that fit; or a config file that is not what was chosen."""
+    budgets = {"slots": 2, "context_tokens": 512, "prompt_tokens": 256, "obs_tokens": 128, "num_buckets": 1}
+    batches = {"mini_batch_rollouts": 8, "micro_batch_rows": 1}
+    config = config_file("smoke", model={"path": "", "preset": "toy"}, rollout=budgets, learning=batches)
+    target, log = Target("here", jax.devices()[:1], Chip(64_000_000, 1e12, 1e12), "cpu"), []
+    settings = search(config, target, 400, 100, log.append)
+    tried = [re.fullmatch(r"(.*): ([\d.e+-]+) s, (fits|does not fit)", line).groups() for line in log]
+    for field in ("learning.micro_batch_rows", "rollout.slots"):
+        of_kind = [(float(seconds), verdict) for shown, seconds, verdict in tried if field in shown]
+        assert [verdict for _, verdict in of_kind] == ["does not fit"] * (len(of_kind) - 1) + ["fits"], log
+        assert of_kind[-1][0] >= 0.97 * of_kind[0][0], "the first ones tried are the fastest"
+    assert 2 < settings.changes["rollout.slots"] < max(SLOTS) and settings.changes["mesh.tensor"] == 1
+    plan = make_plan(with_changes(config, settings.changes), target)
+    assert plan.fits and plan.headroom_bytes < 0.5 * target.chip.hbm_bytes
+    write_config(tmp_path / "mine.py", ROOT / "configs" / "smoke.py", settings.changes, "here", "1 s expected")
+    written = from_mapping(runpy.run_path(str(tmp_path / "mine.py"))["get_config"]().to_dict())
+    assert written == with_changes(config_file("smoke"), settings.changes)
+    tiny = replace(target, chip=replace(target.chip, hbm_bytes=1_000_000))
+    assert search(config, tiny, 400, 100, log.append) is None
+
+
+def test_what_the_search_refuses(tmp_path):
+    """A search that ignores a division of the devices, or a file that is overwritten after minutes of compiling."""
+    target = Target("here", jax.devices()[:1], Chip(64_000_000, 1e12, 1e12), "cpu")
+    with pytest.raises(UserError, match="--search: found config.mesh.rollout_devices=1, accepted: 0"):
+        search(config_file("smoke", mesh={"rollout_devices": 1}), target, 400, 100, print)
+    old = tmp_path / "old.py"
+    old.write_text("")
+    for flags, line in (
+        ((f"--write={tmp_path / 'new.py'}",), "accepted: with --search"),
+        ((f"--write={old}", "--search"), "accepted: a new file"),
+    ):
+        command = [sys.executable, "launch/plan.py", "--config=configs/smoke.py", "--topology=t4", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 2 and line in done.stderr.splitlines()[-1]
+
+
+def test_expected_seconds():
+    """Communication that costs nothing, or costs where an axis has one device; work that more chips share and that
+    takes as long as before."""
+    chip, none = CHIPS["TPU v5 lite"], replace(CHIPS["TPU v5 lite"], link=math.inf)
+    shares, step = expected.Shares(0.5, 0.5, 1.0), expected.typical_step(job(), 64)
+
+    def seconds(chip, chips, tensor, of=None):
+        where = expected.Machine(chip, chips, tensor)
+        sampling = expected.sampling_seconds(of or job(), where, 64, step, shares)
+        return sampling | expected.learning_seconds(of or job(), where, shares)
+
+    one, four, split, free = (seconds(*at) for at in ((chip, 1, 1), (chip, 4, 1), (chip, 4, 4), (none, 4, 4)))
+    for name in ("prefill and extend", "logprobs", "update"):
+        assert one[name] == pytest.approx(4 * free[name]), "without communication, chips divide the work"
+        assert free[name] < split[name], "sums over tensor take time"
+        assert four[name] == pytest.approx(free[name]), "weights are gathered while products run"
+    # By hand, a decode step of one chip: weights, and half of the final cache, in 16 bits.
+    m = PRESETS["1.5b"]
+    cache = 2 * m.layers * m.kv_heads * m.head_dim * 2 * 64 * 1500
+    moved = forward_flops(m, [1], 1) + cache
+    assert one["decode"] == pytest.approx(step.decode_steps * moved / (0.5 * chip.bandwidth))
+    assert seconds(replace(chip, link=1e8), 4, 1)["update"] > 2 * four["update"], "then gathers take longer"
+    lora = job(model={"lora_rank": 8})
+    passes = 3 + (lora.config.model.remat == "full")
+    assert seconds(chip, 1, 1, lora)["update"] == pytest.approx(one["update"] * (passes - 1) / passes)
+    assert seconds(chip, 1, 1, job(model={"int8_weights": True}))["decode"] < one["decode"]
+
+
+def test_a_typical_step():
+    """More slots that take more decode steps, or rollouts that sample another number of tokens."""
+    few, many = (expected.typical_step(job(), slots) for slots in (64, 256))
+    assert many.decode_steps < few.decode_steps and few.row_steps == many.row_steps
+    assert few.row_steps == pytest.approx(320 * 600, rel=0.1)
+    assert few.decode_steps > few.row_steps / 64
