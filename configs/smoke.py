@@ -34,4 +34,5 @@ def get_config() -> ConfigDict:
         ),
         train=dict(steps=60, prompts=24, checkpoint_every_steps=30, trajectories_per_step=64),
         eval=dict(questions_per_kind=200, temperature=1.0, also_greedy=True),
+        sft=dict(epochs=20, learning_rate=2e-3),
     )

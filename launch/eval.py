@@ -190,7 +190,7 @@ def main(_: list[str]) -> None:
     if any(benchmark.closed_world for benchmark in loaded):
         notes = ["Published figures are for the real sets; these questions are fictional."]
     else:
-        notes = ["Published figures are for the complete sets, with various retrievers."]
+        notes = ["Published figures, where shown, are for the complete sets, with various retrievers."]
     if passages:
         rows, name, digest = (passages[key] for key in ("rows", "corpus", "corpus_sha256"))
         corpus = (

@@ -32,7 +32,7 @@ from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.copy import SamplingCopy
 from psearch_jax.runtime import progress
 from psearch_jax.runtime.cli import CACHE_HOME, read_token
-from psearch_jax.runtime.paths import locate
+from psearch_jax.runtime.paths import locate, packaged
 from psearch_jax.sharding import (
     STORAGE,
     check_heads,
@@ -145,7 +145,7 @@ def engine(
     _check_shares(config, training)
     if training:
         check_rows(mesh, learning__micro_batch_rows=config.learning.micro_batch_rows)
-    tokenizer_path = config.model.tokenizer or path
+    tokenizer_path = packaged(config.model.tokenizer) or path
     with progress.step("loading the tokenizer"):
         tokenizer = load_tokenizer(config, model, path)
     tables = cached_tables(tokenizer, CACHE_HOME / "boundary", model.vocab_rows)

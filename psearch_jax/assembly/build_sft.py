@@ -14,7 +14,7 @@ from psearch_jax.config import Config, with_method
 from psearch_jax.data.transcripts import Row, read_rows
 from psearch_jax.limits import validate
 from psearch_jax.models import hf
-from psearch_jax.runtime.paths import TOY_POLICY
+from psearch_jax.runtime.paths import packaged
 from psearch_jax.sft import loop
 from psearch_jax.sft.trainer import SupervisedRun
 from psearch_jax.sharding import check_heads, check_rows, make_mesh, placed
@@ -34,13 +34,13 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
     config = with_adapter_shape(with_method(config))
     validate(config, training=False)
     section, m = config.sft, config.model
-    path = str(TOY_POLICY) if m.path == "toy" else hf.resolve(m.path) if m.path else ""
+    path = packaged(m.path) if m.path in ("toy", "") else hf.resolve(m.path)
     if not (m.tokenizer or path):
         raise UserError(
             "config.model.path: found '', accepted: the weights to train, or config.model.tokenizer with random ones"
         )
     template = None if config.data.prompt == "row" else load_template(config.data.template)
-    tokenizer = Tokenizer.load(m.tokenizer or path)
+    tokenizer = Tokenizer.load(packaged(m.tokenizer) or path)
     rows: list[Row] = []
     for file in transcripts.split(","):
         rows += read_rows(file, tokenizer, template, config.rollout, config.retrieval.max_sub_queries)
@@ -71,7 +71,7 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
         base=params if m.lora else None,
     )
     first = first_adapters(config, model, mesh) if m.lora else params
-    tokenizer_path = config.model.tokenizer or path
+    tokenizer_path = packaged(config.model.tokenizer) or path
     contents = {
         "model.path": (path, settings.fingerprint(path, settings.WEIGHTS) if path else m.preset),
         "model.adapters": (m.adapters, settings.fingerprint(m.adapters, settings.ADAPTERS) if m.adapters else ""),

@@ -48,7 +48,7 @@ def missing_inputs(config: Config, training: bool = True, retriever: Retriever |
         *(("retrieval.index", directory) for directory in config.retrieval.index.split(",")),
         ("retrieval.corpus", config.retrieval.corpus),
         ("model.adapters", config.model.adapters),
-        ("model.tokenizer", config.model.tokenizer),
+        ("model.tokenizer", "" if config.model.tokenizer == "toy" else config.model.tokenizer),
     )
     for name, path in named:
         if not path:

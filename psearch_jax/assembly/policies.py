@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from psearch_jax.config import PRESETS, Config, DecoderConfig
 from psearch_jax.models import decoder, hf, lora, peft
-from psearch_jax.runtime.paths import TOY_POLICY
+from psearch_jax.runtime.paths import TOY_POLICY, packaged
 from psearch_jax.sharding import STORAGE, param_shardings
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import UserError
@@ -78,7 +78,7 @@ def load_tokenizer(config: Config, model: DecoderConfig, path: str) -> Tokenizer
     Raises:
       UserError: there is none, or it does not match the model.
     """
-    where = config.model.tokenizer or path
+    where = packaged(config.model.tokenizer) or path
     tokenizer = Tokenizer.load(where, model.eos_ids)
     _match(tokenizer, model, where)
     return tokenizer

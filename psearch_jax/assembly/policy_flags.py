@@ -16,6 +16,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from psearch_jax.config import Config, Method, ModelSection, defaults, from_mapping, to_mapping, with_method
+from psearch_jax.runtime.paths import is_remote
 from psearch_jax.types import UserError
 
 DEFAULTS = str(Path(defaults.__file__))  # for cli.run: fields can be set without a config file
@@ -52,8 +53,10 @@ def config(model: str, default: Config = Config()) -> Config:  # noqa: B008 (fro
     The flags that name adapters and passages override it, and `--config.SECTION.FIELD` overrides both.
 
     Raises:
-      UserError: more than one flag names passages, or a field has a value that is not accepted.
+      UserError: there is no such policy, more than one flag names passages, or a field has a value that is not
+        accepted.
     """
+    _check_place(model)
     values = flags.FLAGS
     if values["config"].present:
         config = from_mapping(values.config.to_dict())
@@ -68,6 +71,17 @@ def config(model: str, default: Config = Config()) -> Config:  # noqa: B008 (fro
         chosen = {"index": values.index or "", "corpus": values.corpus or "", "url": values.retriever_url or ""}
         config = replace(config, retrieval=replace(config.retrieval, **chosen, token_file=""))
     return overridden(config)
+
+
+def _check_place(model: str) -> None:
+    """Raises `UserError` for a path without a directory, before other missing flags are reported."""
+    from psearch_jax.models import hf
+
+    place = Path(model)
+    if model == "toy" or is_remote(model) or place.exists():
+        return
+    if place.parent.is_dir() and not hf.reachable(model):
+        raise UserError(f"--model={model}: there is no such directory")
 
 
 def overridden(config: Config) -> Config:

@@ -21,6 +21,7 @@ from psearch_jax.assembly.inputs import missing_inputs
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.config import Config, with_method
 from psearch_jax.data.held_out import hold_out
+from psearch_jax.data.kinds import kinds_of
 from psearch_jax.data.prepared import are_there, open_questions
 from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.limits import validate
@@ -28,7 +29,7 @@ from psearch_jax.planning.plan import Plan, make_plan, model_shape
 from psearch_jax.planning.targets import Target
 from psearch_jax.runtime.accelerators import GIB, Chip, chip_of
 from psearch_jax.runtime.cli import CACHE_VARIABLE, DEFAULT_CACHE
-from psearch_jax.runtime.paths import TOY_POLICY, is_remote, locate
+from psearch_jax.runtime.paths import TOY_POLICY, is_remote, locate, packaged
 from psearch_jax.sharding import make_meshes
 from psearch_jax.text.prompts import load_template, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
@@ -42,6 +43,7 @@ PACKAGE = "psearch_jax"
 # Device files of accelerators, and the extra of setup.py that installs the JAX build for them.
 SIGNS = (("/dev/nvidiactl", "cuda"), ("/dev/accel0", "tpu"), ("/dev/vfio/0", "tpu"))
 PROMPTS = 200  # questions whose prompts are measured
+MANY_TOKENS = 4.0  # per word: English takes 1.3 with the tokenizer of Qwen2.5, 8 in single bytes
 SHARDS = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
 
 
@@ -65,6 +67,15 @@ def examine(config: Config, workdir: str, root: Path = Path("/")) -> Iterator[Fi
       workdir: the directory of the run.
       root: the root of the file system.
     """
+    reported: set[str] = set()
+    for finding in _checks(config, workdir, root):
+        if finding.wrong and finding.text in reported:
+            continue  # another check met the same error
+        reported.add(finding.text)
+        yield finding
+
+
+def _checks(config: Config, workdir: str, root: Path) -> Iterator[Finding]:
     yield from guarded("packages", packages)
     yield from guarded("devices", lambda: devices(root))
     yield from guarded("config", lambda: settings(config))
@@ -162,7 +173,7 @@ def model(config: Config, tokenizers: list[Tokenizer]) -> str | None:
         count = f"{path}: found {len(numbered)} of {int(numbered[0][1])} files of weights"
         raise UserError(f"{count}, accepted: all of them (`hf download` resumes an interrupted download)")
     shape = model_shape(config)
-    tokenizer = Tokenizer.load(config.model.tokenizer or str(directory), shape.eos_ids)
+    tokenizer = Tokenizer.load(packaged(config.model.tokenizer) or str(directory), shape.eos_ids)
     tokenizers.append(tokenizer)
     if tokenizer.size > shape.vocab_rows:
         raise UserError(
@@ -219,7 +230,17 @@ def questions(config: Config, load: Load) -> str | None:
         )
     epochs = config.train.steps * config.train.prompts / len(train)
     validation = f", {len(held)} for validation" if held else ""
-    return f"{len(train)} in {data.source}, seen {epochs:.2g} times{validation}"
+    return f"{len(train)} in {data.source}{_kinds(config, train)}, seen {epochs:.2g} times{validation}"
+
+
+def _kinds(config: Config, train: Sequence[Question]) -> str:
+    """The kinds of the first questions, and what the reward does not pay for if none is parallel."""
+    kinds = kinds_of(train)
+    first = "" if len(train) == kinds.total() else f" of the first {kinds.total()}"
+    text = f" ({', '.join(f'{count} {kind}' for kind, count in kinds.most_common())}{first})"
+    if set(kinds) == {"single"} and config.reward.decomposition:
+        text += "; the reward for splitting needs questions with metadata.type parallel"
+    return text
 
 
 def _smaller_steps(config: Config, questions: int) -> str:
@@ -242,7 +263,7 @@ def prompt(config: Config, load: Load, tokenizers: Sequence[Tokenizer]) -> str |
     if data.prompt == "row":
         return "from the rows of the questions"
     template = load_template(data.template)
-    directory = config.model.tokenizer or (str(TOY_POLICY) if config.model.path == "toy" else config.model.path)
+    directory = packaged(config.model.tokenizer or config.model.path)
     is_file = data.source != CLOSED_WORLD and data.source and are_there(data.source)
     if not (is_file and directory and Path(directory).is_dir()):
         return data.template
@@ -254,7 +275,12 @@ def prompt(config: Config, load: Load, tokenizers: Sequence[Tokenizer]) -> str |
             f"{data.template}: {over} of the first {len(lengths)} prompts exceed config.rollout.prompt_tokens={limit} "
             f"(the longest has {max(lengths)} tokens); accepted: a shorter template, or more prompt_tokens"
         )
-    return f"{data.template}, up to {max(lengths)} of {limit} tokens"
+    text = f"{data.template}, up to {max(lengths)} of {limit} tokens"
+    texts = " ".join(asked[i].text for i in range(len(lengths)))
+    per_word = len(tokenizer.encode_foreign(texts)) / len(texts.split())
+    if per_word > MANY_TOKENS:
+        text += f"; {per_word:.1f} tokens per word of the questions: this tokenizer was not made for their language"
+    return text
 
 
 def passages(config: Config) -> str | None:

@@ -21,6 +21,7 @@ from psearch_jax.types import ITEM, UserError, first_line
 from retrieval.protocol import CorpusError, RetrievalError
 
 BAD_INPUT = 2  # exit code
+INTERRUPTED = 130  # as shells report a process that SIGINT ended
 _OF_DISK = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP)  # not faults of this project
 LOST = 3  # exit code after another process of the run was lost
 GRACE_S = 10  # the first process of a run stays this long after an error, so that slower ones can report theirs
@@ -49,6 +50,8 @@ def run(main: Callable[[list[str]], None], positional: bool = False, defaults: s
             return _refuse(str(error))
         except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
             return _refuse(str(error))  # about a directory that the user named
+        except KeyboardInterrupt:
+            return _refuse("interrupted by Ctrl-C", INTERRUPTED)
         except Exception as error:
             if isinstance(error, OSError) and error.errno in _OF_DISK:
                 return _refuse(str(error))
@@ -152,7 +155,12 @@ def _parse(argv: Sequence[str], positional: bool, defaults: str) -> list[str]:
         if "config" in flags.FLAGS:
             getattr(flags.FLAGS.config, "to_dict", None)  # a file that cannot be opened raises only at its first use
     except (flags.Error, UserError) as error:
-        sys.exit(_refuse(str(error)))
+        text = str(error)
+        if "Error whilst parsing config file" in text:
+            # absl quotes the traceback of a config file that raises; its last line says what is wrong.
+            reason = text.strip().splitlines()[-1].strip()
+            text = f"--config: {reason.removeprefix(f'{UserError.__module__}.UserError: ')}"
+        sys.exit(_refuse(text))
     except OSError as error:
         sys.exit(_refuse(f"--config: {str(error).strip().splitlines()[-1].strip()}"))
     except (AttributeError, KeyError) as error:  # what ml_collections raises for an unknown field or section

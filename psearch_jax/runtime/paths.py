@@ -30,7 +30,7 @@ from retrieval.protocol import is_remote
 
 STORE = "gs://"
 ASSETS = Path(__file__).parent.parent / "assets"  # packaged files
-TOY_POLICY = ASSETS / "toy_policy"  # the policy named `toy`
+TOY_POLICY = ASSETS / "toy_policy"  # the policy and the tokenizer named `toy`
 
 
 def locate(location: str | os.PathLike[str]) -> Path:
@@ -136,3 +136,8 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     elif path.exists():
         epath.Path(path).rmtree(missing_ok=True)
+
+
+def packaged(path: str) -> str:
+    """The directory of the toy policy for `toy`; any other path or name unchanged."""
+    return str(TOY_POLICY) if path == "toy" else path

@@ -85,6 +85,8 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
     elif run.state is None:
         run.begin()
     if processes.first():
+        if not step and (rows := read_rows(workdir / "metrics.jsonl")):
+            log.warning(f"{workdir}: has metrics of {len(rows)} steps but no checkpoint; starting again at step 0")
         write_config(workdir, run.given, step)
         cut_jsonl(workdir / "metrics.jsonl", step)
         for file in (workdir / "trajectories").glob("*.jsonl"):

@@ -46,6 +46,12 @@ def test_the_demo_needs_nothing(tmp_path):
     assert "starts a new run" in by_name["workdir"][0].text
 
 
+def test_the_packaged_tokenizer_has_a_name(tmp_path):
+    """Without a connection to the hub, no file of one's own can be checked before weights are there."""
+    by_name = findings(config(model={"path": "", "preset": "toy", "tokenizer": "toy"}), tmp_path)
+    assert not wrong(by_name)
+
+
 def test_every_lack_has_its_line_and_its_mending(tmp_path):
     """A TPU run that lacks three files reports only one of them at each start."""
     text = wrong(findings(from_mapping(qwen7b.get_config().to_dict()), tmp_path))
@@ -78,6 +84,36 @@ def test_passages_that_do_not_answer_are_seen_at_once(tmp_path):
     (tmp_path / "index").mkdir()
     text = wrong(findings(config(retrieval={"index": str(tmp_path / "index")}), tmp_path))
     assert "passages" in text and "index" in text
+
+
+def test_questions_that_the_reward_or_the_tokenizer_does_not_suit(tmp_path):
+    """A label in the wrong place, with which splitting is never rewarded, or a tokenizer of single bytes, and all is
+    reported as well."""
+    file = tmp_path / "asked.jsonl"
+
+    def text(metadata, name):
+        rows = [
+            {
+                "id": str(i),
+                "question": "Which painter finished earlier?",
+                "golden_answers": ["I"],
+                "metadata": metadata,
+            }
+            for i in range(48)
+        ]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return " ".join(f.text for f in findings(config(data={"source": str(file)}), tmp_path)[name])
+
+    assert "(48 single)" in text({"kind": "parallel"}, "questions")
+    assert "needs questions with metadata.type parallel" in text({"kind": "parallel"}, "questions")
+    labelled = text({"type": "parallel"}, "questions")
+    assert "(48 parallel)" in labelled and "needs questions" not in labelled
+    assert re.search(r"[5-9]\.\d tokens per word", text({"type": "parallel"}, "prompt"))
+    twice = wrong(findings(config(data={"source": str(tmp_path / "none.jsonl")}), tmp_path))
+    assert len(set(twice.splitlines())) == len(twice.splitlines())
+    file.write_text("{")
+    text = wrong(findings(config(data={"source": str(file)}), tmp_path))
+    assert text.count("not JSON") == 1, "one fault is one line"
 
 
 def test_too_few_questions_too_little_memory_and_disk(tmp_path, monkeypatch):

@@ -46,6 +46,7 @@ def program(tmp_path_factory):
         "from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({'size': {'rows': 3}})\n"
     )
     (directory / "config.py").write_text(config)
+    (directory / "broken.py").write_text("def get_config():\n    raise ValueError(\"unknown key 'rolout'\")\n")
     for name, positional in (("flags_only", False), ("positional", True)):
         (directory / f"{name}.py").write_text(PROGRAM.replace("{positional}", str(positional)))
 
@@ -69,6 +70,7 @@ def program(tmp_path_factory):
         ("--m=2", "flags_only: Unknown command line flag 'm'"),
         ("file", "flags_only: 'file' found, accepted: flags only"),
         ("--config=nope.py", "No such file or directory: 'nope.py'"),
+        ("--config=broken.py", "flags_only: --config: ValueError: unknown key 'rolout'"),
         ("--config=config.py --config.size.row=1", "unknown field 'row' Did you mean \"rows\""),
         ("--config=config.py --config.size.rows=few", "flag --config.size.rows=few: invalid literal"),
     ],

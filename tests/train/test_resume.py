@@ -355,6 +355,19 @@ def test_a_sampler_that_stops_after_the_updates(parts, tmp_path, monkeypatch, ca
     assert "lost the retriever; saved after step 2" in caplog.text
 
 
+def test_ctrl_c_saves_and_a_second_one_ends(capsys):
+    """A researcher who presses Ctrl-C loses the steps since the last checkpoint, or cannot end the program."""
+    request, before = preemption.StopRequest(), signal.getsignal(signal.SIGINT)
+    with request.heard():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert request.arrived and "Ctrl-C again stops without saving" in capsys.readouterr().err
+        with pytest.raises(preemption.Interrupted):
+            request.check()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 @pytest.fixture
 def deaf():
     """A signal that arrives when no run handles it must not end the tests."""

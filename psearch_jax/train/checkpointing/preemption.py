@@ -1,9 +1,10 @@
-"""SIGTERM handling, and a host copy of the state so that a step can be abandoned at any moment."""
+"""SIGTERM and Ctrl-C, and a host copy of the state so that a step can be abandoned at any moment."""
 
 from __future__ import annotations
 
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,11 +21,11 @@ _MEMORY_SHARE = 0.5  # of the available host memory that copies of the state may
 
 
 class Interrupted(Exception):
-    """SIGTERM arrived; everything is saved."""
+    """SIGTERM or Ctrl-C arrived; everything is saved."""
 
 
 class StopRequest:
-    """A request by SIGTERM to save and exit.
+    """A request by SIGTERM, or by the SIGINT of Ctrl-C, to save and exit.
 
     Attributes:
       arrived: whether this process has received it.
@@ -34,23 +35,31 @@ class StopRequest:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Inside the block, SIGTERM sets `arrived` instead of ending the process."""
-        before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "arrived", True))
+        """Inside the block, SIGTERM and the first SIGINT set `arrived` instead of ending the process."""
+
+        def note(number: int, _: object) -> None:
+            self.arrived = True
+            if number == signal.SIGINT:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                print("stopping as soon as the run is saved; Ctrl-C again stops without saving", file=sys.stderr)
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+            for number, handler in before.items():
+                signal.signal(number, handler or signal.SIG_DFL)
 
     def check(self) -> None:
-        """Raises Interrupted if this process has received SIGTERM."""
+        """Raises Interrupted if this process has been asked to stop."""
         if self.arrived:
-            raise Interrupted("SIGTERM arrived")
+            raise Interrupted("asked to stop")
 
     def checker(self) -> Callable[[], None]:
         """A function for all processes to call between the same pieces of device work.
 
-        It raises Interrupted in all processes once one has received SIGTERM. They exchange this at the first call and
-        then about every second: each exchange sets the number of calls to skip, the same in all processes.
+        It raises Interrupted in all processes once one has been asked to stop. They exchange this at the first call
+        and then about every second: each exchange sets the number of calls to skip, the same in all processes.
         """
         if jax.process_count() == 1:
             return self.check
@@ -64,7 +73,7 @@ class StopRequest:
             interval = (time.monotonic() - last) / calls
             reports = processes.allgather(lambda: (self.arrived, interval))
             if any(arrived for arrived, _ in reports):
-                raise Interrupted("SIGTERM arrived")
+                raise Interrupted("asked to stop")
             slowest = max(seconds for _, seconds in reports)
             skip, calls, last = int(_EVERY_S / max(slowest, 1e-3)), 0, time.monotonic()
 
