@@ -70,7 +70,7 @@ def micro_batches(
       per_row: maximum trajectories in a row; None: any number.
     """
     n = np.sort(batch.length[batch.length > 0])[::-1].tolist()
-    most = per_row or len(n)
+    most = per_row or 0  # 0: any number, and no need to count
     candidates = [_shrunk(_opened(n, widths, least, rows, most), n, widths, rows, most) for least in widths]
     # Rows of several widths were opened one at a time, so packing into all of them at once can fail. With rows of
     # one width it always succeeds.
@@ -110,15 +110,16 @@ def _opened(n: Sequence[int], widths: Sequence[int], least: int, rows: int, most
             free, shared = opened[-1], 0
         else:
             free, shared = room.pop(at)
-        if shared + 1 < most:
-            bisect.insort(room, (free - length, shared + 1))
+        if not most or shared + 1 < most:
+            bisect.insort(room, (free - length, shared + bool(most)))
     return sorted(opened, reverse=True)[::rows]
 
 
 def _fitted(n: Sequence[int], taken: Sequence[int], rows: int, most: int) -> list[int] | None:
     """Best fit: the row of each length of `n` (descending), the fullest with room for it; None if one does not fit.
 
-    Rows are numbered across the micro-batches, `rows` in each. A row has room for at most `most` lengths.
+    Rows are numbered across the micro-batches, `rows` in each. A row has room for at most `most` lengths (0: any
+    number).
     """
     # As in `_opened`: of equally full rows, the one with fewer lengths.
     room = sorted((width, 0, row) for row, width in enumerate(width for width in taken for _ in range(rows)))
@@ -129,8 +130,8 @@ def _fitted(n: Sequence[int], taken: Sequence[int], rows: int, most: int) -> lis
             return None
         free, shared, row = room.pop(at)
         out.append(row)
-        if shared + 1 < most:
-            bisect.insort(room, (free - length, shared + 1, row))
+        if not most or shared + 1 < most:
+            bisect.insort(room, (free - length, shared + bool(most), row))
     return out
 
 
