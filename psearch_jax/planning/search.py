@@ -11,16 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from psearch_jax.config import Config, Remat
+from psearch_jax.config import Config, DecoderConfig, Remat
+from psearch_jax.models.buckets import row_widths
 from psearch_jax.planning.expected import Job, Machine, Shares, learning_seconds, sampling_seconds, typical_step
 from psearch_jax.planning.plan import LEARNER_PROGRAMS, SAMPLER_PROGRAMS, make_plan, model_shape
 from psearch_jax.planning.targets import Target
+from psearch_jax.runtime.accelerators import forward_flops
 from psearch_jax.runtime.paths import write_whole
 from psearch_jax.types import UserError
 
 Changes = Mapping[str, Any]  # from fields such as "rollout.slots" to values
 SLOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # per replica
-SIMILAR = 1.03  # settings whose times differ by less are tried in the order of the memory that they need
+ROWS = (1, 2, 4, 8)  # of a micro-batch, per replica
+SIMILAR = 1.03  # settings whose times differ by less are tried in their own order
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,9 @@ def search(
         return sampling_seconds(job, where, slots, steps[slots], Shares())
 
     def fastest(choices: Sequence[Changes], names: Sequence[str], limit: float) -> Settings | None:
-        """The fastest of `choices`, ordered from more to less memory, that fits and takes less than `limit`."""
+        """The fastest of `choices` that fits and takes less than `limit`; of similar ones the first."""
         ordered = sorted(
-            ((parts(choice), -i, choice) for i, choice in enumerate(choices)),
+            ((parts(choice), i, choice) for i, choice in enumerate(choices)),
             key=lambda one: (round(math.log(sum(one[0].values())) / math.log(SIMILAR)), one[1]),
         )
         too_large: list[Changes] = []
@@ -80,6 +83,8 @@ def search(
             if sum(seconds.values()) >= limit:
                 return None
             if any(_needs_more(choice, other) for other in too_large):
+                continue
+            if least_bytes(with_changes(config, choice), shape, chips, names) > target.chip.hbm_bytes:
                 continue
             fit = make_plan(
                 with_changes(config, choice), target, names=names, to_the_end=False, largest_only=True
@@ -109,19 +114,38 @@ def search(
 
 
 def _sampler_choices(config: Config, tensor: int, replicas: int) -> Iterator[Changes]:
-    """From more to less memory."""
+    """From few slots to many: more of them only pay if they save time."""
     rollouts = config.train.prompts * config.rollout.samples
-    for n in reversed(SLOTS):
+    for n in SLOTS:
         if n * replicas <= rollouts:
             yield {**_mesh(tensor), "rollout.slots": n * replicas}
 
 
 def _learner_choices(config: Config, tensor: int, replicas: int) -> Iterator[Changes]:
-    """From more to less memory, if fewer rows save more than recomputing."""
+    """From many rows to few: the products of larger micro-batches are more efficient, and with few rows the compiler
+    may move activations between devices where weights would be fewer bytes."""
     group = config.learning.mini_batch_rollouts
-    rows = [n for n in range(replicas, group + 1, replicas) if group % n == 0]
+    rows = [n * replicas for n in ROWS if group % (n * replicas) == 0]
     for remat, n in itertools.product(get_args(Remat), reversed(rows)):
         yield {**_mesh(tensor), "learning.micro_batch_rows": n, "model.remat": remat}
+
+
+def least_bytes(config: Config, shape: DecoderConfig, chips: int, names: Sequence[str]) -> float:
+    """A lower bound on a device's bytes in the sampler's or the learner's programs, counted without compiling.
+
+    It counts what stays for a step, and the sampler's weights and cache, or what an update stores of the layers.
+    """
+    m, t, rollout, section = shape, config.mesh.tensor, config.rollout, config.model
+    weights, replicas = forward_flops(m, [1], 1) / 2, chips // t
+    kept = (2 if section.lora_rank else 12) * weights / chips
+    if names == SAMPLER_PROGRAMS:
+        line = m.head_dim + 4 if section.int8_cache else 2 * m.head_dim
+        positions = rollout.slots / replicas * rollout.context_tokens
+        cache = 2 * m.layers * max(1, m.kv_heads / t) * line * positions
+        return kept + weights / t * (1 if section.int8_weights else 2) + cache
+    tokens = config.learning.micro_batch_rows / replicas * row_widths(rollout.context_tokens)[-1]
+    stored = {"none": 2 * m.width + 3 * m.mlp, "dots": 2 * m.width + 2 * m.mlp, "full": m.width}[section.remat]
+    return kept + 2 * m.layers * tokens * stored / t
 
 
 def _mesh(tensor: int) -> dict[str, int]:

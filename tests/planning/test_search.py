@@ -13,8 +13,8 @@ from programs import ROOT
 
 from psearch_jax.config import PRESETS, from_mapping
 from psearch_jax.planning import expected
-from psearch_jax.planning.plan import make_plan
-from psearch_jax.planning.search import SLOTS, search, with_changes, write_config
+from psearch_jax.planning.plan import LEARNER_PROGRAMS, SAMPLER_PROGRAMS, make_plan
+from psearch_jax.planning.search import SLOTS, least_bytes, search, with_changes, write_config
 from psearch_jax.planning.targets import Target
 from psearch_jax.runtime.accelerators import CHIPS, Chip, forward_flops
 from psearch_jax.types import UserError
@@ -37,8 +37,15 @@ def job(**changes):
 @pytest.mark.slow
 def test_the_search_ends_at_the_fastest_that_fits(tmp_path):
     """Settings that do not fit, or slower ones than others that fit; or a config file that is not what was chosen."""
-    budgets = {"slots": 2, "context_tokens": 512, "prompt_tokens": 256, "obs_tokens": 128, "num_buckets": 1}
-    batches = {"mini_batch_rollouts": 8, "micro_batch_rows": 1}
+    budgets = {
+        "slots": 2,
+        "samples": 2,
+        "context_tokens": 512,
+        "prompt_tokens": 256,
+        "obs_tokens": 128,
+        "num_buckets": 1,
+    }
+    batches = {"mini_batch_rollouts": 2, "micro_batch_rows": 1}
     config = config_file("smoke", model={"path": "", "preset": "toy"}, rollout=budgets, learning=batches)
     target, log = Target("here", jax.devices()[:1], Chip(64_000_000, 1e12, 1e12), "cpu"), []
     settings = search(config, target, 400, 100, log.append)
@@ -71,6 +78,19 @@ def test_what_the_search_refuses(tmp_path):
         command = [sys.executable, "launch/plan.py", "--config=configs/smoke.py", "--topology=t4", *flags]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 2 and line in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["smoke", "smoke_lora"])
+def test_nothing_that_fits_is_ruled_out_by_counting(name):
+    """Settings that fit are never tried, because a count that is meant as a lower bound exceeds the compiler's."""
+    lora = {"model": {"path": "", "preset": "toy", "lora_rank": 4 if name == "smoke_lora" else 0, "remat": "none"}}
+    budgets = {"slots": 4, "context_tokens": 512, "prompt_tokens": 256, "obs_tokens": 128, "num_buckets": 1}
+    batches = {"mini_batch_rollouts": 8, "micro_batch_rows": 2}
+    config = config_file("smoke", rollout=budgets, learning=batches, **lora)
+    target = Target("here", jax.devices()[:1], Chip(2**40, 1e12, 1e12), "cpu")
+    for names, program in ((SAMPLER_PROGRAMS, "generate"), (LEARNER_PROGRAMS, "accumulate")):
+        plan = make_plan(config, target, names=(program,))
+        assert 0 < least_bytes(config, plan.model, 1, names) < plan.programs[program].total_bytes
 
 
 def test_expected_seconds():
