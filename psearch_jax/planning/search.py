@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -14,7 +14,7 @@ from typing import Any, get_args
 from psearch_jax.config import Config, DecoderConfig, Remat
 from psearch_jax.models.buckets import row_widths
 from psearch_jax.planning.expected import Job, Machine, Shares, learning_seconds, sampling_seconds, typical_step
-from psearch_jax.planning.plan import LEARNER_PROGRAMS, SAMPLER_PROGRAMS, make_plan, model_shape
+from psearch_jax.planning.plan import CRITIC_PROGRAMS, LEARNER_PROGRAMS, SAMPLER_PROGRAMS, make_plan, model_shape
 from psearch_jax.planning.targets import Target
 from psearch_jax.runtime.accelerators import forward_flops
 from psearch_jax.runtime.paths import write_whole
@@ -84,25 +84,26 @@ def search(
                 return None
             if any(_needs_more(choice, other) for other in too_large):
                 continue
-            if least_bytes(with_changes(config, choice), shape, chips, names) > target.chip.hbm_bytes:
-                continue
-            fit = make_plan(
-                with_changes(config, choice), target, names=names, to_the_end=False, largest_only=True
-            ).fits
+            changed = with_changes(config, choice)
+            fit = make_plan(changed, target, names=names, to_the_end=False, largest_only=True).fits
             log(f"{_shown(choice)}: {sum(seconds.values()):.3g} s, {'fits' if fit else 'does not fit'}")
             if fit:
                 return Settings(dict(choice), seconds)
             too_large.append(choice)
         return None
 
-    best, limit = None, math.inf
+    def possible(choices: Iterable[Changes], names: Sequence[str]) -> list[Changes]:
+        counted = ((least_bytes(with_changes(config, choice), shape, chips, names), choice) for choice in choices)
+        return [choice for least, choice in counted if least <= target.chip.hbm_bytes]
+
+    best, limit, learning = None, math.inf, (*LEARNER_PROGRAMS, *CRITIC_PROGRAMS)
     for tensor in tensors:
-        learners = list(_learner_choices(config, tensor, chips // tensor))
-        samplers = list(_sampler_choices(config, tensor, chips // tensor))
+        learners = possible(_learner_choices(config, tensor, chips // tensor), learning)
+        samplers = possible(_sampler_choices(config, tensor, chips // tensor), SAMPLER_PROGRAMS)
         if not learners or not samplers:
             continue
         least = min(sum(parts(choice).values()) for choice in samplers)
-        learner = fastest(learners, LEARNER_PROGRAMS, limit - least)
+        learner = fastest(learners, learning, limit - least)
         if learner is None:
             continue
         sampler = fastest(samplers, SAMPLER_PROGRAMS, limit - sum(learner.seconds.values()))
