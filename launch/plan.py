@@ -62,6 +62,8 @@ def main(_: list[str]) -> None:
     config = from_mapping(CONFIG.value.to_dict())
     if JSON.value:
         make_writable(locate(JSON.value).parent)
+    if WRITE.value:
+        make_writable(Path(WRITE.value).parent)
     target = (targets.cuda_target if of_gpus else targets.tpu_target)(TOPOLOGY.value)
 
     def log(line: str) -> None:
@@ -69,6 +71,8 @@ def main(_: list[str]) -> None:
 
     ids = IDS.value or config.rollout.context_tokens // 2
     sampled = SAMPLED.value or ids // 4
+    if not 0 < sampled <= ids:
+        raise UserError(f"--mean_ids, --sampled_ids: found {ids} and {sampled}, accepted: 0 < sampled_ids <= mean_ids")
     record: dict[str, Any] = {}
     if SEARCH.value:
         settings = search(config, target, ids, sampled, log)
@@ -80,9 +84,6 @@ def main(_: list[str]) -> None:
         print(", ".join(f"{name}={value}" for name, value in settings.changes.items()) + f"\n{expected}\n")
         record["search"] = {"settings": settings.changes, "expected_s": settings.seconds}
         config = with_changes(config, settings.changes)
-        if WRITE.value:
-            base = Path(config_flags.get_config_filename(flags.FLAGS["config"]))
-            write_config(Path(WRITE.value), base, settings.changes, TOPOLOGY.value, expected)
     plan = make_plan(config, target, log)
 
     def gib(size: int) -> str:
@@ -123,6 +124,10 @@ def main(_: list[str]) -> None:
         write_whole(JSON.value, json.dumps(record, indent=2) + "\n")
     if not plan.fits:
         raise UserError("does not fit: " + "; ".join(advice(plan, config)))
+    if WRITE.value:
+        base = Path(config_flags.get_config_filename(flags.FLAGS["config"]))
+        changes = config_flags.get_override_values(flags.FLAGS["config"]) | settings.changes
+        write_config(Path(WRITE.value), base, changes, TOPOLOGY.value, expected)
 
 
 def _compared_with_floors(plan: Any, config: Any) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def main(_: list[str]) -> None:
         summary = trainer.train(run, WORKDIR.value, CHANGES.value)
     except trainer.Interrupted as stop:
         print(f"interrupted: {stop}; the same command resumes")
-        sys.exit(STOPPED.value)
+        sys.exit(cli.INTERRUPTED if run.stop.by_user else STOPPED.value)
     if not processes.first():
         return
     if summary["after"]:

@@ -9,9 +9,9 @@ from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.closed_world.question_forms import questions
 from psearch_jax.config import Config, best_metric
 from psearch_jax.data.held_out import hold_out, pick
-from psearch_jax.data.kinds import kinds_of
-from psearch_jax.data.prepared import open_questions, overlap
+from psearch_jax.data.prepared import kinds_of, open_questions, overlap
 from psearch_jax.eval.benchmarks import PAIRS, closed_world_benchmark
+from psearch_jax.rl.rewards import never_pays_for_splitting
 from psearch_jax.types import KINDS, Question, UserError
 
 log = logging.getLogger("psearch_jax")
@@ -25,8 +25,10 @@ def questions_of(config: Config, world: ClosedWorld | None) -> tuple[Sequence[Qu
     data = config.data
     if world is None:
         train: Sequence[Question] = open_questions(data.source)
-        if config.reward.decomposition and set(kinds_of(train)) == {"single"}:
-            log.warning(f"{data.source}: the questions have no metadata.type, so the reward never pays for splitting")
+        if never_pays_for_splitting(kinds_of(train), config.reward):
+            log.warning(
+                f"{data.source}: no question is parallel (metadata.type), so the reward never pays for splitting"
+            )
         held: Sequence[Question] = []
         if data.validation_share:
             train, held = hold_out(train, data.validation_share)

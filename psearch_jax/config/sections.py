@@ -55,7 +55,9 @@ class ModelSection:
         resume=SAME_CONTENT,
     )
     tokenizer: str = setting(
-        "", 'Hugging Face tokenizer directory or hub id; "": the tokenizer at `path`.', resume=SAME_CONTENT
+        "",
+        'Hugging Face tokenizer directory or hub id, or `toy`; "": the tokenizer at `path`.',
+        resume=SAME_CONTENT,
     )
     dtype: Literal["float32", "bfloat16", "float16"] = setting(
         "bfloat16", "Dtype of the training computation; the master weights are float32."

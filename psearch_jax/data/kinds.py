@@ -7,12 +7,11 @@ both. `single`: one fact, or a set without labels.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from psearch_jax.types import KINDS, Kind, Question
+from psearch_jax.types import KINDS, Kind
 
 # A set's label -> our kind. The paper's subsets are HotpotQA's comparison and bridge, 2WikiMultiHopQA's comparison and
 # inference + compositional, and MultiHop-RAG's comparison and inference queries.
@@ -30,12 +29,6 @@ KIND_OF_LABEL: dict[str, Kind] = {
     **{kind: kind for kind in KINDS},
 }
 UNLABELLED: Kind = "single"
-COUNTED = 1000  # `kinds_of` reads no more questions than this
-
-
-def kinds_of(questions: Sequence[Question]) -> Counter[Kind]:
-    """The kinds of the first questions, with their numbers."""
-    return Counter(questions[i].kind for i in range(min(len(questions), COUNTED)))
 
 
 @dataclass(frozen=True)

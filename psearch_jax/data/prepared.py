@@ -11,10 +11,11 @@ import logging
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tqdm import tqdm
@@ -24,7 +25,7 @@ from psearch_jax.data.evidence.triples import TripleOptions, iter_triple_questio
 from psearch_jax.data.sources import Seen, collect_questions, from_json, iter_questions, read_questions
 from psearch_jax.runtime.paths import locate, on_disk
 from psearch_jax.text.answers import normalise
-from psearch_jax.types import Question, UserError, first_line
+from psearch_jax.types import Kind, Question, UserError, first_line
 
 log = logging.getLogger("psearch_jax")
 TFDS_PREFIX = "tfds:"
@@ -142,6 +143,16 @@ def open_questions(
     if locate(location).is_dir():
         return PreparedQuestions(location)
     return read_questions(location, source, skipped)
+
+
+def kinds_of(questions: Sequence[Question]) -> Counter[Kind]:
+    """The number of questions of each kind. A prepared directory knows it; other questions are all read."""
+    if not isinstance(questions, PreparedQuestions):
+        return Counter(question.kind for question in questions)
+    counts: Counter[Kind] = Counter()
+    for _, kind, count in questions.counts:
+        counts[cast(Kind, kind)] += count
+    return counts
 
 
 def are_there(location: str) -> bool:

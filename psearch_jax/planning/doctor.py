@@ -21,12 +21,12 @@ from psearch_jax.assembly.inputs import missing_inputs
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.config import Config, with_method
 from psearch_jax.data.held_out import hold_out
-from psearch_jax.data.kinds import kinds_of
-from psearch_jax.data.prepared import are_there, open_questions
+from psearch_jax.data.prepared import are_there, kinds_of, open_questions
 from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.limits import validate
 from psearch_jax.planning.plan import Plan, make_plan, model_shape
 from psearch_jax.planning.targets import Target
+from psearch_jax.rl.rewards import never_pays_for_splitting
 from psearch_jax.runtime.accelerators import GIB, Chip, chip_of
 from psearch_jax.runtime.cli import CACHE_VARIABLE, DEFAULT_CACHE
 from psearch_jax.runtime.paths import TOY_POLICY, is_remote, locate, packaged
@@ -43,7 +43,7 @@ PACKAGE = "psearch_jax"
 # Device files of accelerators, and the extra of setup.py that installs the JAX build for them.
 SIGNS = (("/dev/nvidiactl", "cuda"), ("/dev/accel0", "tpu"), ("/dev/vfio/0", "tpu"))
 PROMPTS = 200  # questions whose prompts are measured
-MANY_TOKENS = 4.0  # per word: English takes 1.3 with the tokenizer of Qwen2.5, 8 in single bytes
+MANY_TOKENS = 0.6  # per byte: .2 to .3 in languages that a tokenizer was made for, 1 in single bytes
 SHARDS = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
 
 
@@ -219,6 +219,7 @@ def questions(config: Config, load: Load) -> str | None:
     if not data.source or not are_there(data.source):
         return None
     train, held = load(data.source), []
+    kinds = _kinds(config, train)
     if data.validation_share:
         train, held = hold_out(train, data.validation_share)
     if data.validation:
@@ -230,15 +231,14 @@ def questions(config: Config, load: Load) -> str | None:
         )
     epochs = config.train.steps * config.train.prompts / len(train)
     validation = f", {len(held)} for validation" if held else ""
-    return f"{len(train)} in {data.source}{_kinds(config, train)}, seen {epochs:.2g} times{validation}"
+    return f"{len(train)} in {data.source} ({kinds}), seen {epochs:.2g} times{validation}"
 
 
 def _kinds(config: Config, train: Sequence[Question]) -> str:
-    """The kinds of the first questions, and what the reward does not pay for if none is parallel."""
+    """The kinds of the questions, and what the reward does not pay for if none is parallel."""
     kinds = kinds_of(train)
-    first = "" if len(train) == kinds.total() else f" of the first {kinds.total()}"
-    text = f" ({', '.join(f'{count} {kind}' for kind, count in kinds.most_common())}{first})"
-    if set(kinds) == {"single"} and config.reward.decomposition:
+    text = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    if never_pays_for_splitting(kinds, config.reward):
         text += "; the reward for splitting needs questions with metadata.type parallel"
     return text
 
@@ -277,9 +277,9 @@ def prompt(config: Config, load: Load, tokenizers: Sequence[Tokenizer]) -> str |
         )
     text = f"{data.template}, up to {max(lengths)} of {limit} tokens"
     texts = " ".join(asked[i].text for i in range(len(lengths)))
-    per_word = len(tokenizer.encode_foreign(texts)) / len(texts.split())
-    if per_word > MANY_TOKENS:
-        text += f"; {per_word:.1f} tokens per word of the questions: this tokenizer was not made for their language"
+    per_byte = len(tokenizer.encode_foreign(texts)) / len(texts.encode())
+    if per_byte > MANY_TOKENS:
+        text += f"; {per_byte:.1f} tokens per byte of the questions: the tokenizer was not made for their language"
     return text
 
 

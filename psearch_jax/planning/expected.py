@@ -61,11 +61,13 @@ def sampling_seconds(job: Job, where: Machine, slots: int, sampled: SampledStep,
 
     A decode step reads the weights and, on average, half of the final cache; products or `LAYER_S` may take longer.
     """
-    m, chip, model = job.model, where.chip, job.config.model
+    m, chip, config, model = job.model, where.chip, job.config, job.config.model
     peak, bandwidth = chip.flops * shares.flops, chip.bandwidth * shares.bandwidth
     weights = forward_flops(m, [1], 1) / 2 / where.tensor * (1 if model.int8_weights else 2)  # bytes on a chip
     rows, line = slots / where.replicas, m.head_dim + 4 if model.int8_cache else 2 * m.head_dim
-    cached = 2 * m.layers * max(1, m.kv_heads / where.tensor) * line * rows * job.tokens / 2
+    # Without the keys of all its query heads a chip holds all of them, and reads the complete span.
+    read = job.tokens / 2 if m.kv_heads % where.tensor == 0 else config.rollout.context_tokens
+    cached = 2 * m.layers * kv_heads_per_chip(m, where.tensor) * line * rows * read
     multiplied = rows * forward_flops(m, [1], 1) / where.tensor / peak
     step = max((weights + cached) / bandwidth, multiplied, m.layers * LAYER_S) + _sums(job, where, rows, shares)
     forced = 1 - job.sampled / job.tokens + sampled.continued_tokens / job.sampled / job.rollouts
@@ -88,12 +90,16 @@ def learning_seconds(job: Job, where: Machine, shares: Shares) -> dict[str, floa
     gathered = pieces * 2 * weights * split  # in 16 bits
     scattered = 0.0 if config.model.lora_rank else pieces * 4 * weights * split
     sums = _sums(job, where, tokens / where.replicas, shares, calls=0)
-    scores = logprob_passes(config)
     passes, again = update_passes(config), config.model.remat == "full"
-    return {
-        "logprobs": scores * (max(forward, gathered) + sums),
-        "update": max(passes * forward, (2 + again) * gathered + scattered) + (2 + again) * sums,
-    }
+    score = max(forward, gathered) + sums
+    update = max(passes * forward, (2 + again) * gathered + scattered) + (2 + again) * sums
+    critic = {"critic": score + update} if config.learning.algorithm == "ppo" else {}
+    return {"logprobs": logprob_passes(config) * score, "update": update, **critic}
+
+
+def kv_heads_per_chip(model: DecoderConfig, tensor: int) -> float:
+    """The kv heads that a chip's cache holds: all of them if `tensor` does not divide them."""
+    return model.kv_heads / tensor if model.kv_heads % tensor == 0 else model.kv_heads
 
 
 def _sums(job: Job, where: Machine, tokens: float, shares: Shares, calls: int = 1) -> float:

@@ -11,9 +11,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from psearch_jax.config import Config, DecoderConfig, Remat
+from psearch_jax.config import Config, DecoderConfig, Remat, with_method
 from psearch_jax.models.buckets import row_widths
-from psearch_jax.planning.expected import Job, Machine, Shares, learning_seconds, sampling_seconds, typical_step
+from psearch_jax.planning.expected import (
+    Job,
+    Machine,
+    Shares,
+    kv_heads_per_chip,
+    learning_seconds,
+    sampling_seconds,
+    typical_step,
+)
 from psearch_jax.planning.plan import CRITIC_PROGRAMS, LEARNER_PROGRAMS, SAMPLER_PROGRAMS, make_plan, model_shape
 from psearch_jax.planning.targets import Target
 from psearch_jax.runtime.accelerators import forward_flops
@@ -55,10 +63,9 @@ def search(
     """
     if config.mesh.rollout_devices:
         raise UserError(f"--search: found config.mesh.rollout_devices={config.mesh.rollout_devices}, accepted: 0")
+    config = with_method(config)
     shape, chips = model_shape(config), len(target.devices)
     tensors = [t for t in range(1, chips + 1) if chips % t == 0 and shape.heads % t == 0]
-    # If fsdp did not divide the model's width, every replica would hold all of the state.
-    tensors = [t for t in tensors if shape.width % (chips // t) == 0]
     steps: dict[int, Any] = {}
 
     def parts(changes: Changes) -> dict[str, float]:
@@ -81,7 +88,7 @@ def search(
         too_large: list[Changes] = []
         for seconds, _, choice in ordered:
             if sum(seconds.values()) >= limit:
-                return None
+                continue
             if any(_needs_more(choice, other) for other in too_large):
                 continue
             changed = with_changes(config, choice)
@@ -138,12 +145,13 @@ def least_bytes(config: Config, shape: DecoderConfig, chips: int, names: Sequenc
     """
     m, t, rollout, section = shape, config.mesh.tensor, config.rollout, config.model
     weights, replicas = forward_flops(m, [1], 1) / 2, chips // t
-    kept = (2 if section.lora_rank else 12) * weights / chips
+    # A replica holds everything if fsdp does not divide the width.
+    kept = (2 if section.lora_rank else 12) * weights / (t if m.width % replicas else chips)
     if names == SAMPLER_PROGRAMS:
         line = m.head_dim + 4 if section.int8_cache else 2 * m.head_dim
-        positions = rollout.slots / replicas * rollout.context_tokens
-        cache = 2 * m.layers * max(1, m.kv_heads / t) * line * positions
-        return kept + weights / t * (1 if section.int8_weights else 2) + cache
+        cache = 2 * m.layers * kv_heads_per_chip(m, t) * line * rollout.slots / replicas * rollout.context_tokens
+        in_place = section.lora_rank and not section.int8_weights and replicas == 1  # samples from the frozen weights
+        return (0 if in_place else kept) + weights / t * (1 if section.int8_weights else 2) + cache
     tokens = config.learning.micro_batch_rows / replicas * row_widths(rollout.context_tokens)[-1]
     stored = {"none": 2 * m.width + 3 * m.mlp, "dots": 2 * m.width + 2 * m.mlp, "full": m.width}[section.remat]
     return kept + 2 * m.layers * tokens * stored / t
@@ -176,7 +184,7 @@ def _shown(changes: Changes) -> str:
 
 def write_config(file: Path, base: Path, changes: Changes, topology: str, expected: str) -> None:
     """Writes a config file: that of `base`, with other values of some fields."""
-    lines = [f"    config.{name} = {json.dumps(value)}" for name, value in changes.items()]
+    lines = [f"    config.{name} = {value!r}" for name, value in changes.items()]
     write_whole(
         file,
         f'"""{base.name} with settings for {topology}, by launch/plan.py --search.\n\n{expected}.\n"""\n\n'

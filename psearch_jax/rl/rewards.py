@@ -8,7 +8,7 @@ labels. No text is parsed here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from psearch_jax.config import RewardSection
@@ -37,6 +37,12 @@ def paper_reward(trajectory: Trajectory, reward: RewardSection) -> RewardParts:
         return RewardParts(worth, form, 0.0, -penalty)
     decomposition = decomposition_part(kind, trajectory.decomposed, reward.decomposition)
     return RewardParts(worth, form, decomposition, count_part(kind, searches, reward.search_count) - penalty)
+
+
+def never_pays_for_splitting(kinds: Iterable[Kind], reward: RewardSection) -> bool:
+    """Whether the reward has a bonus for splitting that no question of these kinds can earn."""
+    labelled = reward.parallelism == "labelled" and reward.decomposition > 0
+    return labelled and all((reward.mixed if kind == "mixed" else kind) != "parallel" for kind in kinds)
 
 
 def format_part(worth: float, answered: bool, well_formed: bool, reward: RewardSection) -> float:

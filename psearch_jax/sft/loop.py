@@ -175,7 +175,7 @@ def fit(
       stop: checked before every micro-batch.
 
     Raises:
-      Interrupted: after SIGTERM, once the last complete step is saved.
+      Interrupted: after SIGTERM or Ctrl-C, once the last complete step is saved.
       UserError: too many updates in a row were not finite.
     """
     stop = stop or StopRequest()

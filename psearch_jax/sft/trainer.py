@@ -50,7 +50,7 @@ def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False) 
       allow_changes: resume even if settings that affect the results have changed.
 
     Raises:
-      Interrupted: after SIGTERM, once the checkpoint is on disk.
+      Interrupted: after SIGTERM or Ctrl-C, once the checkpoint is on disk.
       UserError: the settings or transcripts differ from those of the run, or as `fit`.
     """
     workdir, config = locate(workdir), run.config

@@ -56,7 +56,7 @@ def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[st
       allow_changes: resume even if settings that affect the results have changed.
 
     Raises:
-      Interrupted: after SIGTERM, once the checkpoint is on disk.
+      Interrupted: after SIGTERM or Ctrl-C, once the checkpoint is on disk.
       RetrievalError: the retriever stayed unreachable; raised once the last complete step is on disk.
       UserError: the settings differ from those of the run, too many updates in a row were not finite, or the run
         directory cannot be read or written.
@@ -99,7 +99,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         run.keeps_copy = room_for_copy(run.state)
         if not run.keeps_copy:
             log.warning(
-                "no host memory for a copy of the state: SIGTERM during updates loses the steps since the last "
+                "no host memory for a copy of the state: stopping during updates loses the steps since the last "
                 "checkpoint"
             )
     if run.recording is not None:

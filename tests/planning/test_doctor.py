@@ -104,11 +104,14 @@ def test_questions_that_the_reward_or_the_tokenizer_does_not_suit(tmp_path):
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return " ".join(f.text for f in findings(config(data={"source": str(file)}), tmp_path)[name])
 
-    assert "(48 single)" in text({"kind": "parallel"}, "questions")
+    assert "(48 single; " in text({"kind": "parallel"}, "questions")
     assert "needs questions with metadata.type parallel" in text({"kind": "parallel"}, "questions")
     labelled = text({"type": "parallel"}, "questions")
     assert "(48 parallel)" in labelled and "needs questions" not in labelled
-    assert re.search(r"[5-9]\.\d tokens per word", text({"type": "parallel"}, "prompt"))
+    assert re.search(r"(0\.[7-9]|1\.0) tokens per byte", text({"type": "parallel"}, "prompt"))
+    critical = config(data={"source": str(file)}, reward={"parallelism": "critical_path"})
+    text({"kind": "parallel"}, "questions")
+    assert "needs questions" not in findings(critical, tmp_path)["questions"][0].text
     twice = wrong(findings(config(data={"source": str(tmp_path / "none.jsonl")}), tmp_path))
     assert len(set(twice.splitlines())) == len(twice.splitlines())
     file.write_text("{")

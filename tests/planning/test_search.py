@@ -93,6 +93,18 @@ def test_nothing_that_fits_is_ruled_out_by_counting(name):
         assert 0 < least_bytes(config, plan.model, 1, names) < plan.programs[program].total_bytes
 
 
+def test_the_count_of_adapters_without_fsdp():
+    """One chip samples adapters from the frozen weights, which are counted once: 7B fits chips of 32 GB."""
+    config = config_file("qwen7b_lora", rollout={"slots": 32})
+    chip = CHIPS["TPU v6 lite"]
+    plan = make_plan(config, Target("v6e", jax.devices()[:1], chip, "v6e"), names=())
+    counted = least_bytes(config, plan.model, 1, SAMPLER_PROGRAMS)
+    held = plan.resident["frozen_base"] + plan.resident["sampler_state"]
+    assert plan.in_place and plan.resident["frozen_base"] < counted < min(held, chip.hbm_bytes)
+    unequal = config_file("qwen7b_lora", rollout={"slots": 32}, model={"int8_weights": True})
+    assert least_bytes(unequal, plan.model, 1, SAMPLER_PROGRAMS) > counted
+
+
 def test_expected_seconds():
     """Communication that costs nothing, or costs where an axis has one device; work that more chips share and that
     takes as long as before."""
@@ -119,6 +131,13 @@ def test_expected_seconds():
     passes = 3 + (lora.config.model.remat == "full")
     assert seconds(chip, 1, 1, lora)["update"] == pytest.approx(one["update"] * (passes - 1) / passes)
     assert seconds(chip, 1, 1, job(model={"int8_weights": True}))["decode"] < one["decode"]
+    assert seconds(chip, 1, 1, job(learning={"algorithm": "ppo"}))["critic"] > one["update"]
+    # Two kv heads over four chips: each holds both, and reads complete rows.
+    whole = expected.sampling_seconds(job(), expected.Machine(none, 4, 4), 64, step, shares)["decode"]
+    span = 2 * m.layers * m.kv_heads * m.head_dim * 2 * 64 * job().config.rollout.context_tokens
+    moved = forward_flops(m, [1], 1) / 4 + span
+    hops = step.decode_steps * 2 * m.layers * 6 * expected.HOP_S
+    assert whole == pytest.approx(step.decode_steps * moved / (0.5 * chip.bandwidth) + hops)
 
 
 def test_a_typical_step():

@@ -119,8 +119,7 @@ def test_the_norms_of_heads_are_learned_in_shared_rows(tiny_tokenizer):
     learner, optimizer = make_learner(tiny_tokenizer, config, 48, learning_rate=1e-3, mini_batch_rollouts=12)
     learner._widths = (48,)
     batch = on_policy(learner, start, batch)
-    for together in (True, False):
-        learner._packs = together
+    for learner._per_row in (None, 1):
         gradients.append(learner.gradients(start, batch))
     assert worst(*gradients) < 2e-6
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(start)["layers"])  # an update donates its input state
@@ -350,8 +349,7 @@ def test_shared_rows_in_sixteen_bits(tiny_tokenizer, params):
     learner = Learner(CONFIG, learning, optimizer, one_device_mesh(), options, temperature=1.0, n_ids=n_ids)
     batch = on_policy(learner, params, some_batch(12, seed=3, positions=48))
     results = []
-    for together in (True, False):
-        learner._packs = together
+    for learner._per_row in (None, 1):
         results.append(jax.device_get((learner.gradients(params, batch), learner.score(params, batch))))
     (packed, logprobs), (unpacked, expected) = results
     pairs = zip(jax.tree.leaves(packed), jax.tree.leaves(unpacked), strict=True)

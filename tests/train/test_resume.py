@@ -355,12 +355,12 @@ def test_a_sampler_that_stops_after_the_updates(parts, tmp_path, monkeypatch, ca
     assert "lost the retriever; saved after step 2" in caplog.text
 
 
-def test_ctrl_c_saves_and_a_second_one_ends(capsys):
+def test_ctrl_c_saves_and_a_second_one_ends(capfd):
     """A researcher who presses Ctrl-C loses the steps since the last checkpoint, or cannot end the program."""
     request, before = preemption.StopRequest(), signal.getsignal(signal.SIGINT)
     with request.heard():
         os.kill(os.getpid(), signal.SIGINT)
-        assert request.arrived and "Ctrl-C again stops without saving" in capsys.readouterr().err
+        assert request.arrived and request.by_user and "Ctrl-C again stops without saving" in capfd.readouterr().err
         with pytest.raises(preemption.Interrupted):
             request.check()
         with pytest.raises(KeyboardInterrupt):

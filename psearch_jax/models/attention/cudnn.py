@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 MIN_CAPABILITY = (8, 0)  # compute capability of Ampere; a T4 has 7.5
-SEGMENTS = (
-    4  # maximum trajectories per packed row; queries, keys and values of one layer take this many times the memory
-)
+# Maximum trajectories per packed row. Queries, keys, values and output take this many times the memory: of one layer
+# at a time, or with model.remat=none of all layers, because cuDNN's gradient stores them.
+SEGMENTS = 4
 
 
 def capability(device: Any) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Arra
         its first position, and 0 for the padding after them; None: each row is one trajectory.
 
     Returns:
-      [B, T, N, H], arbitrary at padding.
+      [B, T, N, H], 0 at the padding after `segments`.
     """
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     if segments is None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,9 +29,10 @@ class StopRequest:
 
     Attributes:
       arrived: whether this process has received it.
+      by_user: whether it was Ctrl-C.
     """
 
-    arrived = False
+    arrived = by_user = False
 
     @contextmanager
     def heard(self) -> Iterator[None]:
@@ -40,8 +41,10 @@ class StopRequest:
         def note(number: int, _: object) -> None:
             self.arrived = True
             if number == signal.SIGINT:
+                self.by_user = True
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-                print("stopping as soon as the run is saved; Ctrl-C again stops without saving", file=sys.stderr)
+                # Not `print`: it fails if the signal arrives while the same stream is being written.
+                os.write(2, b"stopping as soon as the run is saved; Ctrl-C again stops without saving\n")
 
         before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
