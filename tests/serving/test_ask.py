@@ -78,7 +78,8 @@ def test_svg_contains_all_output(tmp_path):
     ("arguments", "named"),
     [
         (["--svg=a.svg", "--json", "Who?"], "--svg"),
-        (["--model=nowhere", "Who?"], "--index"),
+        (["--model=nowhere", "Who?"], "--model=nowhere: there is no such directory"),
+        (["--model=psearch_jax/assets/toy_policy", "Who?"], "--index"),
         (["--model=nowhere", "--config.method=r1", "Who?"], "nowhere"),
         (["--config.method=other", "Who?"], "config.method"),
         (["--config.rollout.turn_token=9", "Who?"], "turn_token"),
