@@ -22,7 +22,7 @@ from benchmarks.speed.timing import machine, written
 from psearch_jax.config import PRESETS, Config, from_mapping
 from psearch_jax.eval.tables import table
 from psearch_jax.planning.expected import Job, Machine, Shares, learning_seconds, sampling_seconds
-from psearch_jax.planning.simulation import Lengths, SampledStep, simulate
+from psearch_jax.planning.simulation import Lengths, SampledStep, scaled, simulate
 from psearch_jax.runtime.accelerators import CHIPS, GPUS
 from psearch_jax.types import UserError
 
@@ -90,14 +90,6 @@ def recorded_lengths(run: Path, context_tokens: int) -> list[Lengths]:
     if not out:
         raise UserError(f"--rollouts={run}: has no recorded rollouts, accepted: a run with trajectories/*.jsonl")
     return out
-
-
-def scaled(lengths: Sequence[Lengths], mean: float, turn_tokens: int) -> list[Lengths]:
-    """The same rollouts with turns longer or shorter by one factor, so that they sample `mean` tokens on average."""
-    factor = mean / np.mean([sum(one.turns) for one in lengths])
-    return [
-        replace(one, turns=tuple(min(turn_tokens, max(1, round(n * factor))) for n in one.turns)) for one in lengths
-    ]
 
 
 def mean_step(lengths: Sequence[Lengths], config: Config, staleness: int) -> SampledStep:

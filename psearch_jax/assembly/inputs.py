@@ -8,7 +8,7 @@ from psearch_jax.config import Config
 from psearch_jax.data.prepared import are_there
 from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.models import hf
-from psearch_jax.runtime.paths import is_remote, on_disk
+from psearch_jax.runtime.paths import is_remote, on_disk, packaged
 from psearch_jax.types import UserError
 from retrieval.protocol import Retriever
 
@@ -48,7 +48,7 @@ def missing_inputs(config: Config, training: bool = True, retriever: Retriever |
         *(("retrieval.index", directory) for directory in config.retrieval.index.split(",")),
         ("retrieval.corpus", config.retrieval.corpus),
         ("model.adapters", config.model.adapters),
-        ("model.tokenizer", "" if config.model.tokenizer == "toy" else config.model.tokenizer),
+        ("model.tokenizer", packaged(config.model.tokenizer)),
     )
     for name, path in named:
         if not path:

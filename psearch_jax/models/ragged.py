@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -111,9 +111,15 @@ def work_list(start: jax.Array, cache: KVCache, form: Implementation) -> Work | 
     mesh = jax.sharding.get_abstract_mesh()
     K, S, H = cache.v.shape[2:]
     size = block_positions(K // (1 if mesh.empty else mesh.shape["tensor"]), H, cache.v.dtype.itemsize, S)
+    return on_own_starts(lambda start: work(start, size, start.shape[0] * -(-S // size)), start)
+
+
+def on_own_starts(listed: Callable[[jax.Array], Work], start: jax.Array) -> Work:
+    """The work list of each device for its own rows, one after another, from a function of their `start`."""
+    mesh = jax.sharding.get_abstract_mesh()
 
     def local(start: jax.Array) -> Work:
-        row, block, entries = work(start, size, start.shape[0] * -(-S // size))
+        row, block, entries = listed(start)
         return row, block, entries[None]
 
     if mesh.empty or mesh.size == 1:

@@ -21,7 +21,7 @@ from psearch_jax.models.attention import Implementation
 from psearch_jax.models.attention.scores import NEG_INF, group_heads, merge_heads
 from psearch_jax.models.kv_cache import AXES, KVCache
 from psearch_jax.models.ragged import Work
-from psearch_jax.sharding import COMPUTE, on_own_rows, spec
+from psearch_jax.sharding import on_own_rows
 
 # Of the TPU kernel: query positions per entry, and maximum cached positions. Scores of G heads, in float32, must fit
 # into a core's memory several times. Query positions are a multiple of the rows of a register in 16 bits.
@@ -104,16 +104,7 @@ def work_list(start: jax.Array, cache: KVCache, T: int, form: Implementation) ->
         return None
     S, H = cache.v.shape[3:]
     size, blocks = _key_positions(S, H, cache.v.dtype.itemsize), -(-T // _query_positions(T, form))
-
-    def local(start: jax.Array) -> Work:
-        pair, block, entries = work(start, size, blocks, -(-S // size))
-        return pair, block, entries[None]
-
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return local(start)
-    place = spec(("rows",), COMPUTE, mesh, start.shape)
-    return jax.shard_map(local, in_specs=place, out_specs=(place,) * 3, check_vma=False)(start)
+    return ragged.on_own_starts(lambda start: work(start, size, blocks, -(-S // size)), start)
 
 
 def work(start: jax.Array, size: int, query_blocks: int, key_blocks: int) -> Work:

@@ -29,7 +29,7 @@ from psearch_jax.planning.targets import Target
 from psearch_jax.rl.rewards import never_pays_for_splitting
 from psearch_jax.runtime.accelerators import GIB, Chip, chip_of
 from psearch_jax.runtime.cli import CACHE_VARIABLE, DEFAULT_CACHE
-from psearch_jax.runtime.paths import TOY_POLICY, is_remote, locate, packaged
+from psearch_jax.runtime.paths import is_remote, locate, packaged
 from psearch_jax.sharding import make_meshes
 from psearch_jax.text.prompts import load_template, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
@@ -160,7 +160,7 @@ def settings(config: Config) -> str:
 def model(config: Config, tokenizers: list[Tokenizer]) -> str | None:
     """Checks that no file of the weights is missing and that the tokenizer fits them; appends it to `tokenizers`."""
     path = config.model.path
-    directory = TOY_POLICY if path == "toy" else Path(path)
+    directory = Path(packaged(path))
     if not path:
         return f"random weights of {config.model.preset}"
     if not directory.is_dir():

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from psearch_jax.config import Config, DecoderConfig
+from psearch_jax.config import Config, DecoderConfig, ModelSection
 from psearch_jax.models.buckets import row_widths
 from psearch_jax.planning.roofline import logprob_passes, update_passes
-from psearch_jax.planning.simulation import Lengths, SampledStep, simulate
+from psearch_jax.planning.simulation import Lengths, SampledStep, scaled, simulate
 from psearch_jax.runtime.accelerators import Chip, forward_flops
 
 HOP_S = 2e-6  # seconds that a collective takes per device that it passes, however small it is
@@ -61,15 +61,14 @@ def sampling_seconds(job: Job, where: Machine, slots: int, sampled: SampledStep,
 
     A decode step reads the weights and, on average, half of the final cache; products or `LAYER_S` may take longer.
     """
-    m, chip, config, model = job.model, where.chip, job.config, job.config.model
+    m, chip, config = job.model, where.chip, job.config
     peak, bandwidth = chip.flops * shares.flops, chip.bandwidth * shares.bandwidth
-    weights = forward_flops(m, [1], 1) / 2 / where.tensor * (1 if model.int8_weights else 2)  # bytes on a chip
-    rows, line = slots / where.replicas, m.head_dim + 4 if model.int8_cache else 2 * m.head_dim
-    # Without the keys of all its query heads a chip holds all of them, and reads the complete span.
-    read = job.tokens / 2 if m.kv_heads % where.tensor == 0 else config.rollout.context_tokens
-    cached = 2 * m.layers * kv_heads_per_chip(m, where.tensor) * line * rows * read
+    rows = slots / where.replicas
+    # Where a chip holds all kv heads, decoding reads the complete span.
+    positions = job.tokens / 2 if m.kv_heads % where.tensor == 0 else config.rollout.context_tokens
+    read = sampler_bytes(m, config.model, where.tensor, rows * positions)
     multiplied = rows * forward_flops(m, [1], 1) / where.tensor / peak
-    step = max((weights + cached) / bandwidth, multiplied, m.layers * LAYER_S) + _sums(job, where, rows, shares)
+    step = max(read / bandwidth, multiplied, m.layers * LAYER_S) + _sums(job, where, rows, shares)
     forced = 1 - job.sampled / job.tokens + sampled.continued_tokens / job.sampled / job.rollouts
     tokens = job.rollouts * job.tokens * forced
     flops = job.rollouts * forced * forward_flops(m, [int(job.tokens)], 0)
@@ -97,9 +96,15 @@ def learning_seconds(job: Job, where: Machine, shares: Shares) -> dict[str, floa
     return {"logprobs": logprob_passes(config) * score, "update": update, **critic}
 
 
-def kv_heads_per_chip(model: DecoderConfig, tensor: int) -> float:
-    """The kv heads that a chip's cache holds: all of them if `tensor` does not divide them."""
-    return model.kv_heads / tensor if model.kv_heads % tensor == 0 else model.kv_heads
+def sampler_bytes(model: DecoderConfig, section: ModelSection, tensor: int, positions: float) -> float:
+    """Bytes of the sampler's weights on a chip, and of keys and values at `positions` of its rows.
+
+    A chip holds its part of the kv heads, or all of them if `tensor` does not divide them.
+    """
+    weights = forward_flops(model, [1], 1) / 2 / tensor * (1 if section.int8_weights else 2)
+    line = model.head_dim + 4 if section.int8_cache else 2 * model.head_dim
+    kv_heads = model.kv_heads / tensor if model.kv_heads % tensor == 0 else model.kv_heads
+    return weights + 2 * model.layers * kv_heads * line * positions
 
 
 def _sums(job: Job, where: Machine, tokens: float, shares: Shares, calls: int = 1) -> float:
@@ -119,8 +124,6 @@ def typical_step(job: Job, slots: int) -> SampledStep:
     rng, most = np.random.default_rng(0), job.config.rollout.turn_tokens
     counts = rng.integers(1, job.config.rollout.search_turns + 2, job.rollouts)
     mean = job.sampled / counts.mean()
-    drawn = [np.clip(rng.exponential(mean, n), 1, most).astype(int) for n in counts]
-    factor = job.sampled * job.rollouts / sum(int(turns.sum()) for turns in drawn)
-    lengths = [Lengths(tuple(min(most, max(1, round(n * factor))) for n in turns)) for turns in drawn]
-    (step,) = simulate([lengths], slots, 0, job.config.rollout.yield_share)
+    drawn = [Lengths(tuple(np.clip(rng.exponential(mean, n), 1, most).astype(int).tolist())) for n in counts]
+    (step,) = simulate([scaled(drawn, job.sampled, most)], slots, 0, job.config.rollout.yield_share)
     return step

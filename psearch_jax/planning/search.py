@@ -17,8 +17,8 @@ from psearch_jax.planning.expected import (
     Job,
     Machine,
     Shares,
-    kv_heads_per_chip,
     learning_seconds,
+    sampler_bytes,
     sampling_seconds,
     typical_step,
 )
@@ -148,10 +148,9 @@ def least_bytes(config: Config, shape: DecoderConfig, chips: int, names: Sequenc
     # A replica holds everything if fsdp does not divide the width.
     kept = (2 if section.lora_rank else 12) * weights / (t if m.width % replicas else chips)
     if names == SAMPLER_PROGRAMS:
-        line = m.head_dim + 4 if section.int8_cache else 2 * m.head_dim
-        cache = 2 * m.layers * kv_heads_per_chip(m, t) * line * rollout.slots / replicas * rollout.context_tokens
         in_place = section.lora_rank and not section.int8_weights and replicas == 1  # samples from the frozen weights
-        return (0 if in_place else kept) + weights / t * (1 if section.int8_weights else 2) + cache
+        held = sampler_bytes(m, section, t, rollout.slots / replicas * rollout.context_tokens)
+        return held if in_place else kept + held
     tokens = config.learning.micro_batch_rows / replicas * row_widths(rollout.context_tokens)[-1]
     stored = {"none": 2 * m.width + 3 * m.mlp, "dots": 2 * m.width + 2 * m.mlp, "full": m.width}[section.remat]
     return kept + 2 * m.layers * tokens * stored / t

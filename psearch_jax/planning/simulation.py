@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from psearch_jax.types import Trajectory
 
@@ -44,6 +46,14 @@ class SampledStep:
     decode_steps: int
     row_steps: int  # sum over the slots of the decode steps in which the slot's row was running
     continued_tokens: int  # sampled tokens of rollouts that were suspended before: their keys are computed again
+
+
+def scaled(lengths: Sequence[Lengths], mean: float, turn_tokens: int) -> list[Lengths]:
+    """The same rollouts with turns longer or shorter by one factor, so that they sample `mean` tokens on average."""
+    factor = mean / np.mean([sum(one.turns) for one in lengths])
+    return [
+        replace(one, turns=tuple(min(turn_tokens, max(1, round(n * factor))) for n in one.turns)) for one in lengths
+    ]
 
 
 def simulate(

@@ -17,7 +17,7 @@ import orjson
 
 from psearch_jax.eval.scores import Score
 from psearch_jax.report.runs import Block, RunFiles
-from psearch_jax.runtime.paths import TOY_POLICY
+from psearch_jax.runtime.paths import packaged
 from psearch_jax.text import tags
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import UserError
@@ -162,7 +162,7 @@ def spelling_of(run: RunFiles) -> Spelling | None:
     """The tokenizer that the run's config.json names, or None if it is not on this machine; nothing is downloaded."""
     model = run.config.get("model") or {}
     name = model.get("tokenizer") or model.get("path") or ""
-    path: str | None = str(TOY_POLICY) if name == "toy" else name
+    path: str | None = packaged(name)
     if not run.trained or not path:
         return None
     if not Path(path).is_dir():
