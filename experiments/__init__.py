@@ -20,6 +20,16 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Transplant:
+    """One call of launch/bench.py transplant, sampled: the minimal pairs with first thoughts of other questions.
+
+    Only for arms without `arguments`, because it uses the prompt and the limits of configs/smoke.py.
+    """
+
+    count: int = 200  # questions, half of each type
+
+
+@dataclass(frozen=True)
 class Arm:
     """One of the compared settings."""
 
@@ -37,7 +47,7 @@ class Experiment:
 
     claim: str  # one sentence
     arms: Mapping[str, Arm]
-    evaluations: Mapping[str, Evaluation]
+    evaluations: Mapping[str, Evaluation | Transplant]
     reference: str  # the arm that the others are compared with, run by run
     figures: tuple[str, ...] = (
         "em",
@@ -45,6 +55,7 @@ class Experiment:
         "decomposition_ratio",
         "turns",
     )  # of `scores.summarise`
+    metrics: tuple[str, ...] = ()  # of metrics.jsonl, recorded as means over a run's steps
 
 
 MAIN = Evaluation(("pairs", "parallel", "sequential", "single"))

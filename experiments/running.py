@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from configs import smoke, smoke_ppo
-from experiments import Arm, Experiment
+from experiments import Arm, Experiment, Transplant
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.eval.evaluate import read_scores
-from psearch_jax.eval.scores import finished_by_turn, splitting, summarise
+from psearch_jax.eval.scores import DIGITS, finished_by_turn, splitting, summarise
+from psearch_jax.runtime.metrics import mean
 from psearch_jax.runtime.paths import TOY_POLICY, write_whole
 from psearch_jax.train.checkpointing.settings import WEIGHTS, fingerprint
 from psearch_jax.train.monitoring.alarms import ALARM, NAMES, read_rows
@@ -176,7 +177,11 @@ def _run(experiment: Experiment, arm: Arm, place: Path, fields: Mapping[str, Any
         )
     results["after"] = _evaluated(experiment, arm, place, "after", str(run))
     results["wall_s"] = json.loads((run / "summary.json").read_text(encoding="utf-8"))["wall_s"]
-    results["alarms"] = first_alarm_steps(read_rows(run / "metrics.jsonl"))
+    rows = read_rows(run / "metrics.jsonl")
+    results["alarms"] = first_alarm_steps(rows)
+    if experiment.metrics:
+        values = {name: [row[name] for row in rows if name in row] for name in experiment.metrics}
+        results["metrics"] = {name: round(mean(own), DIGITS) for name, own in values.items() if own}
     return results
 
 
@@ -216,6 +221,10 @@ def _corpus(work: Path, seed: int) -> Path:
 def _evaluated(experiment: Experiment, arm: Arm, place: Path, moment: str, model: str) -> Figures:
     figures: Figures = {}
     for name, evaluation in experiment.evaluations.items():
+        if isinstance(evaluation, Transplant):
+            if not arm.arguments:
+                figures |= _transplanted(name, evaluation, place / f"{moment}-{_digest(asdict(evaluation))}.json", model)
+            continue
         out = place / f"{moment}-{_digest(asdict(evaluation), arm.arguments)}"
         if not (out / "results.json").is_file():
             benchmarks = [f"--benchmark={CLOSED_WORLD}:{one}" for one in evaluation.sets]
@@ -232,9 +241,27 @@ def _evaluated(experiment: Experiment, arm: Arm, place: Path, moment: str, model
         scores = read_scores(out)
         for one in evaluation.sets:
             own = scores[f"{CLOSED_WORLD}:{one}"]
-            more = {"finished_by_turn": finished_by_turn(own), "confusion": splitting(own)["confusion"]}
-            figures[f"{name}/{one}"] = summarise(own) | more
+            split = splitting(own)
+            more = {"finished_by_turn": finished_by_turn(own), "confusion": split["confusion"]}
+            figures[f"{name}/{one}"] = summarise(own) | more | {"never_split": split["never_split"]}
     return figures
+
+
+def _transplanted(name: str, evaluation: Transplant, file: Path, model: str) -> Figures:
+    """The decision to split, by the origin of the first thought."""
+    if not file.is_file():
+        _program("bench.py", "transplant", "--model", model, f"--count={evaluation.count}", f"--json={file}")
+    lines = json.loads(file.read_text(encoding="utf-8"))["transplant"]
+    return {
+        f"{name}/{line['thought']}": {
+            "decomposition_accuracy": line["accuracy"],
+            "parallel_split": line["parallel"],
+            "sequential_split": line["sequential"],
+            "questions": line["questions"],
+            "never_split": 0.5,
+        }
+        for line in lines
+    }
 
 
 def _path(policy: str) -> str:

@@ -10,17 +10,22 @@ by less than without.
 from experiments import MAIN, Arm, Experiment
 
 STALENESS = (1, 2, 4)
+CURVE = (20, 40)  # steps after which a policy is evaluated as well
 
 EXPERIMENT = Experiment(
     claim="Rollouts ahead of the updates by a few steps teach as much as synchronous ones.",
     arms={
-        "staleness 0": Arm(),
-        **{f"staleness {n}": Arm({"train.staleness": n}) for n in STALENESS},
-        **{f"staleness {n} weighted": Arm({"train.staleness": n, "learning.importance_cap": 2.0}) for n in STALENESS},
+        "staleness 0": Arm(steps=CURVE),
+        **{f"staleness {n}": Arm({"train.staleness": n}, steps=CURVE) for n in STALENESS},
+        **{
+            f"staleness {n} weighted": Arm({"train.staleness": n, "learning.importance_cap": 2.0}, steps=CURVE)
+            for n in STALENESS
+        },
         "staleness 4 rejecting": Arm(
-            {"train.staleness": 4, "learning.importance_cap": 2.0, "learning.reject_ratio": 1.05}
+            {"train.staleness": 4, "learning.importance_cap": 2.0, "learning.reject_ratio": 1.05}, steps=CURVE
         ),
     },
     evaluations={"held-out": MAIN},
     reference="staleness 0",
+    metrics=("staleness", "effective_sample_size", "rejected", "logp_gap"),
 )

@@ -1,11 +1,18 @@
-"""The results of an experiment as Markdown tables: means and intervals over runs, not over questions."""
+"""The results of an experiment as Markdown tables: means and intervals over cold starts, not over questions.
+
+Runs of one cold start resemble one another, so its seeds are averaged first. With a single cold start, the intervals
+are over its seeds.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from experiments import Experiment
+from psearch_jax.eval.benchmarks import PAIRS
 from psearch_jax.eval.tables import share, table
 from psearch_jax.runtime.metrics import mean, spread
 
@@ -17,14 +24,23 @@ TITLES = {
     "searches": "searches",
     "tokens": "sampled tokens",
     "valid_format": "valid format",
+    "independent_at_once": "independent pairs at once",
+    "dependent_in_order": "dependent pairs in order",
+    "parallel_split": "parallel split",
+    "sequential_split": "sequential split",
 }
-SHARES = ("em", "decomposition_accuracy", "decomposition_ratio", "valid_format", "f1")
-_AFTER, _ALARMS = "after", "alarms"
-_NOT_MOMENTS = ("wall_s", _ALARMS)
+NOT_SHARES = ("turns", "searches", "tokens")
+_AFTER, _ALARMS, _METRICS = "after", "alarms", "metrics"
+_NOT_MOMENTS = ("wall_s", _ALARMS, _METRICS)
 
 
-def report(experiment: Experiment, record: Mapping[str, Any]) -> str:
-    """All tables: for each set the figures of every arm, then paired differences from the reference."""
+def report(experiment: Experiment, record: Mapping[str, Any], surface: Mapping[str, float] | None = None) -> str:
+    """All tables: for each set the figures of every arm, paired differences from the reference, each cold start.
+
+    Args:
+      surface: decomposition accuracy on the minimal pairs of classifiers that see only a question's words; these become
+        rows of the tables of that set.
+    """
     parts = [experiment.claim]
     runs = by_arm(record)
     moments = list(
@@ -33,13 +49,30 @@ def report(experiment: Experiment, record: Mapping[str, Any]) -> str:
     for moment in moments:
         for where in _places(runs, moment):
             title = where if moment == _AFTER else f"{where}, {moment}"
-            parts += [f"{title}:", _figures(experiment, runs, moment, where)]
+            shown = surface if where.endswith(f"/{PAIRS}") else None
+            parts += [f"{title}:", _figures(experiment, runs, moment, where, shown or {})]
     others = [name for name in runs if name != experiment.reference]
     if experiment.reference in runs and others:
         parts += [f"Differences from {experiment.reference}, run by run:", _differences(experiment, runs)]
+    if len({run.partition("/")[0] for results in runs.values() for run in results}) > 1:
+        parts += ["Each cold start (its seeds separated by commas):", _each(experiment, runs)]
+    if experiment.metrics:
+        parts += ["Means over the steps of training:", _metrics(experiment, runs)]
     if any(_ALARMS in one for results in runs.values() for one in results.values()):
         parts += ["Alarms, the number of runs in which each fired, and the earliest step:", _alarms(runs)]
     return "\n\n".join(parts) + "\n"
+
+
+def surface_classifiers(file: Path) -> dict[str, float]:
+    """The accuracy on minimal pairs of classifiers that see only a question's words; empty without the file.
+
+    Args:
+      file: what `launch/bench.py world --json` wrote.
+    """
+    if not file.is_file():
+        return {}
+    cues = json.loads(file.read_text(encoding="utf-8"))["cues"]
+    return {name: figures["minimal pairs"] for name, figures in cues.items()}
 
 
 def by_arm(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -55,22 +88,85 @@ def _places(runs: Mapping[str, Mapping[str, Any]], moment: str) -> list[str]:
     return list(dict.fromkeys(w for results in runs.values() for one in results.values() for w in one.get(moment, {})))
 
 
-def _values(results: Mapping[str, Any], moment: str, where: str, figure: str) -> list[float]:
-    """A figure's values over the runs of an arm that have it."""
-    values = (one.get(moment, {}).get(where, {}).get(figure) for one in results.values())
-    return [value for value in values if value is not None]
+def _of_runs(results: Mapping[str, Any], moment: str, where: str, figure: str) -> dict[str, float]:
+    """A figure by run (cold start / seed), of the runs of an arm that have it."""
+    values = {run: one.get(moment, {}).get(where, {}).get(figure) for run, one in results.items()}
+    return {run: value for run, value in values.items() if value is not None}
 
 
-def _figures(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]], moment: str, where: str) -> str:
-    shown = [f for f in experiment.figures if any(_values(results, moment, where, f) for results in runs.values())]
-    rows = [["arm", "runs", *(TITLES.get(name, name) for name in shown)]]
-    chance = [v for results in runs.values() for v in _values(results, moment, where, "chance")]
-    if chance:
-        rows.append(["chance level", "", *(share(mean(chance)) if name == "em" else "" for name in shown)])
+def _by_cold_start(values: Mapping[str, float]) -> dict[str, list[float]]:
+    """The values of the seeds of each cold start, from values by run."""
+    groups: dict[str, list[float]] = {}
+    for run in sorted(values):
+        groups.setdefault(run.partition("/")[0], []).append(values[run])
+    return groups
+
+
+def _independent(values: Mapping[str, float]) -> list[float]:
+    """One value per cold start, the mean of its seeds; with a single cold start, the value of each seed."""
+    groups = list(_by_cold_start(values).values())
+    return groups[0] if len(groups) == 1 else [mean(group) for group in groups]
+
+
+def _figures(
+    experiment: Experiment,
+    runs: Mapping[str, Mapping[str, Any]],
+    moment: str,
+    where: str,
+    surface: Mapping[str, float],
+) -> str:
+    shown = [f for f in experiment.figures if any(_of_runs(results, moment, where, f) for results in runs.values())]
+    rows = [["arm", "cold starts", "runs", *(TITLES.get(name, name) for name in shown)]]
+
+    def control(name: str, figure: str, value: float) -> None:
+        if figure in shown:
+            rows.append([name, "", "", *(share(value) if other == figure else "" for other in shown)])
+
+    for name, source, figure in (
+        ("chance level", "chance", "em"),
+        ("never split", "never_split", "decomposition_accuracy"),
+    ):
+        values = [v for results in runs.values() for v in _of_runs(results, moment, where, source).values()]
+        if values:
+            control(name, figure, mean(values))
+    for name, value in surface.items():
+        control(f"classifier: {name}", "decomposition_accuracy", value)
     for name, results in runs.items():
-        cells = [with_interval(_values(results, moment, where, figure), figure in SHARES) for figure in shown]
-        if any(cells):
-            rows.append([name, str(len(results)), *cells])
+        values = {figure: _of_runs(results, moment, where, figure) for figure in shown}
+        if any(values.values()):
+            count = [str(len(_by_cold_start(results))), str(len(results))]
+            rows.append([name, *count, *(with_interval(_independent(values[f]), f not in NOT_SHARES) for f in shown)])
+    return table(rows)
+
+
+def _each(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """The figures of every run after training, by cold start."""
+    starts = sorted({run.partition("/")[0] for results in runs.values() for run in results}, key=int)
+    rows = [["question set", "metric", "arm", *(f"cold start {start}" for start in starts)]]
+    for where in _places(runs, _AFTER):
+        for figure in experiment.figures:
+            for name, results in runs.items():
+                groups = _by_cold_start(_of_runs(results, _AFTER, where, figure))
+                if groups:
+                    cells = [", ".join(_written(v, figure) for v in groups.get(start, [])) for start in starts]
+                    rows.append([where, TITLES.get(figure, figure), name, *cells])
+    return table(rows)
+
+
+def _written(value: float, figure: str) -> str:
+    return f"{value:.2f}" if figure in NOT_SHARES else share(value)
+
+
+def _metrics(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = [["arm", "runs", *experiment.metrics]]
+    for name, results in runs.items():
+        measured = {run: one[_METRICS] for run, one in results.items() if _METRICS in one}
+        if measured:
+            cells = []
+            for metric in experiment.metrics:
+                values = {run: one[metric] for run, one in measured.items() if metric in one}
+                cells.append(with_interval(_independent(values), True) if values else "")
+            rows.append([name, str(len(measured)), *cells])
     return table(rows)
 
 
@@ -88,16 +184,16 @@ def _alarms(runs: Mapping[str, Mapping[str, Any]]) -> str:
     return table(rows)
 
 
-def _reference_runs(run: str, both_trained: bool, reference: Mapping[str, Any]) -> list[Any]:
+def _reference_runs(run: str, both_trained: bool, reference: Mapping[str, Any]) -> list[str]:
     """The reference's runs to compare a run with: that of its seed, or all of its cold start if an arm has no seed."""
     if both_trained:
-        return [reference[run]] if run in reference else []
+        return [run] if run in reference else []
     start = run.partition("/")[0]
-    return [values for other, values in reference.items() if other.partition("/")[0] == start]
+    return [other for other in reference if other.partition("/")[0] == start]
 
 
 def with_interval(values: Sequence[float], is_share: bool) -> str:
-    """A mean over runs with its 95% interval by Student's t; empty without values."""
+    """The mean with its 95% interval by Student's t; empty without values."""
     if not values:
         return ""
     centre, low, high = spread(values)
@@ -107,21 +203,21 @@ def with_interval(values: Sequence[float], is_share: bool) -> str:
 
 
 def _differences(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]]) -> str:
-    rows = [["arm", "question set", "metric", "runs", "difference", "95% interval over runs"]]
+    rows = [["arm", "question set", "metric", "runs", "difference", "95% interval"]]
     reference = runs[experiment.reference]
     for name, results in runs.items():
         both_trained = experiment.arms[name].trained and experiment.arms[experiment.reference].trained
         for where in _places(runs, _AFTER) if name != experiment.reference else ():
             for figure in experiment.figures:
-                pairs = [
-                    (theirs, own)
-                    for run in results
-                    if (own := results[run].get(_AFTER, {}).get(where, {}).get(figure)) is not None
-                    for other in _reference_runs(run, both_trained, reference)
-                    if (theirs := other.get(_AFTER, {}).get(where, {}).get(figure)) is not None
-                ]
-                if pairs:
-                    centre, low, high = spread([own - theirs for theirs, own in pairs])
-                    interval = f"{low:+.3f} to {high:+.3f}" if len(pairs) > 1 else ""
-                    rows.append([name, where, TITLES.get(figure, figure), str(len(pairs)), f"{centre:+.3f}", interval])
+                differences = {}
+                for run, own in _of_runs(results, _AFTER, where, figure).items():
+                    others = {other: reference[other] for other in _reference_runs(run, both_trained, reference)}
+                    for other, theirs in _of_runs(others, _AFTER, where, figure).items():
+                        differences[run if both_trained else f"{run}/{other}"] = own - theirs
+                if differences:
+                    values = _independent(differences)
+                    centre, low, high = spread(values)
+                    interval = f"{low:+.3f} to {high:+.3f}" if len(values) > 1 else ""
+                    count = str(len(differences))
+                    rows.append([name, where, TITLES.get(figure, figure), count, f"{centre:+.3f}", interval])
     return table(rows)

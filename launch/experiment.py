@@ -3,7 +3,8 @@
     python launch/experiment.py ablation --policies=toy,runs/toy_sft-1/policy --seeds=0,1
 
 Each run is recorded in docs/experiments/NAME.json when its evaluation is done, and recorded runs are not repeated. So
-the same command resumes, on any machine. `--only_tables` prints the recorded results.
+the same command resumes, on any machine. `--only_tables` prints the recorded results. The classifiers in the tables
+are those of `launch/bench.py world --json=docs/experiments/controls/world.json`.
 """
 
 import importlib
@@ -16,6 +17,7 @@ from psearch_jax.runtime import cli
 from psearch_jax.types import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
+CONTROLS = ROOT / "docs" / "experiments" / "controls" / "world.json"  # written by launch/bench.py world --json
 POLICIES = flags.DEFINE_list("policies", ["toy"], "Cold starts: toy, or policy directories made by launch/sft.py.")
 SEEDS = flags.DEFINE_list("seeds", ["0"], "Seeds of the runs.")
 STEPS = flags.DEFINE_integer("steps", 60, "Steps of every run.", lower_bound=1)
@@ -47,7 +49,7 @@ def main(argv: list[str]) -> None:
     else:
         work, seeds = Path(WORK.value).resolve(), [int(seed) for seed in SEEDS.value]
         record = running.run_all(experiment, file, work, POLICIES.value, seeds, STEPS.value, ARMS.value)
-    print(tables.report(experiment, record), end="")
+    print(tables.report(experiment, record, tables.surface_classifiers(CONTROLS)), end="")
 
 
 if __name__ == "__main__":

@@ -98,21 +98,8 @@ def surface_cues(world: ClosedWorld, count: int) -> dict[str, dict[str, float]]:
         PAIRS: _examples(world, "eval", count // 2, True, PAIRED),
     }
     train, train_pairs = _examples(world, "train", count, False), _examples(world, "train", count, False, PAIRED)
-    counts = functools.partial(CountVectorizer, token_pattern=WORD, lowercase=False, preprocessor=_worded)
-    linear = functools.partial(LogisticRegression, max_iter=3000)
-    forest = functools.partial(RandomForestClassifier, TREES, random_state=0)
-    thought = functools.partial(counts, preprocessor=_thought)
-    classifiers: dict[str, Callable[[], Pipeline]] = {
-        "first three words": lambda: make_pipeline(counts(ngram_range=(3, 3), preprocessor=_opening), linear()),
-        "unordered attributes": lambda: make_pipeline(CountVectorizer(analyzer=_attributes), linear()),
-        "bag of words, linear": lambda: make_pipeline(counts(), linear()),
-        "bag of words, random forest": lambda: make_pipeline(counts(), forest()),
-        "first thought, word bigrams": lambda: make_pipeline(thought(ngram_range=(1, 2)), linear()),
-        "first thought, random forest": lambda: make_pipeline(thought(), forest()),
-        "word bigrams": lambda: make_pipeline(counts(ngram_range=(2, 2)), linear()),
-    }
     out: dict[str, dict[str, float]] = {}
-    for features, made in classifiers.items():
+    for features, made in CLASSIFIERS.items():
         model = made().fit(*train)
         out[features] = {name: float(model.score(*examples)) for name, examples in test_sets.items()}
         own = made().fit(*train_pairs)
@@ -154,6 +141,21 @@ def _nameless(text: str) -> str:
 
 def _opening(question: Question) -> str:
     return " ".join(re.findall(WORD, _worded(question))[:3])
+
+
+_counts = functools.partial(CountVectorizer, token_pattern=WORD, lowercase=False, preprocessor=_worded)
+_linear = functools.partial(LogisticRegression, max_iter=3000)
+_forest = functools.partial(RandomForestClassifier, TREES, random_state=0)
+_of_thought = functools.partial(_counts, preprocessor=_thought)
+CLASSIFIERS: dict[str, Callable[[], Pipeline]] = {  # by the features that they see
+    "first three words": lambda: make_pipeline(_counts(ngram_range=(3, 3), preprocessor=_opening), _linear()),
+    "unordered attributes": lambda: make_pipeline(CountVectorizer(analyzer=_attributes), _linear()),
+    "bag of words, linear": lambda: make_pipeline(_counts(), _linear()),
+    "bag of words, random forest": lambda: make_pipeline(_counts(), _forest()),
+    "first thought, word bigrams": lambda: make_pipeline(_of_thought(ngram_range=(1, 2)), _linear()),
+    "first thought, random forest": lambda: make_pipeline(_of_thought(), _forest()),
+    "word bigrams": lambda: make_pipeline(_counts(ngram_range=(2, 2)), _linear()),
+}
 
 
 def retrieval_table(figures: dict[str, dict[str, Any]]) -> str:

@@ -81,7 +81,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Writes a file atomically.
+    """Writes a file atomically, in a new directory if necessary.
 
     Raises:
       OSError: also in place of any error of the object store's library.
@@ -89,6 +89,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     path, data = locate(path), content.encode() if isinstance(content, str) else content
     if not is_remote(path):
         temporary = path.with_name(path.name + ".tmp")
+        temporary.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(data)
         temporary.replace(path)
         return

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from programs import ROOT, completed, wait_until
 
-from experiments import Arm, Evaluation, Experiment, running, tables
+from benchmarks.quality import world
+from experiments import Arm, Evaluation, Experiment, Transplant, running, tables
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.config import from_mapping
 from psearch_jax.eval.benchmarks import SETS
@@ -45,7 +46,8 @@ def test_what_is_declared_can_run(name):
     for arm_name, arm in experiment.arms.items():
         assert not re.search("[,/]", arm_name), "names are separated by commas, and used as directory names"
         validate(config_of(arm))
-    assert {one for evaluation in experiment.evaluations.values() for one in evaluation.sets} <= set(SETS)
+    asked = [evaluation for evaluation in experiment.evaluations.values() if isinstance(evaluation, Evaluation)]
+    assert {one for evaluation in asked for one in evaluation.sets} <= set(SETS)
     assert set(experiment.figures) <= set(tables.TITLES)
 
 
@@ -80,13 +82,58 @@ EXPERIMENT = Experiment(
 )
 
 
-def test_intervals_are_over_runs_and_differences_within_them():
-    """Two runs that differ widely look certain, or an arm is compared with the reference of another run."""
+def test_intervals_are_over_cold_starts_and_differences_within_runs():
+    """Two cold starts that differ widely look certain, or an arm is compared with the reference of another run."""
     results = record(a=(0.5, 0.9), b=(0.6, 1.0))
     text = tables.report(EXPERIMENT, results)
-    assert "| chance level |  | .400 |" in text
-    assert "| a | 2 | .700 (.000-1.000) | 2.50 (-3.85-8.85) |" in text
+    assert "| chance level |  |  | .400 |" in text
+    assert "| a | 2 | 2 | .700 (.000-1.000) | 2.50 (-3.85-8.85) |" in text
     assert "| b | held-out/parallel | EM | 2 | +0.100 | +0.100 to +0.100 |" in text
+    assert "| held-out/parallel | EM | b | .600 | 1.000 |" in text
+
+
+def test_seeds_of_one_cold_start_are_not_independent_cold_starts():
+    """Ten seeds of two cold starts are counted as ten: the interval shrinks to that of the seeds."""
+    results = record(a=(0.5, 0.9))
+    one_start = {f"a/0/{seed}": one for seed, one in enumerate(results["runs"].values())}
+    text = tables.report(EXPERIMENT, results | {"runs": one_start})
+    assert "| a | 1 | 2 | .700 (.000-1.000) |" in text and "Each cold start" not in text
+    seeds = {f"a/{i}/{seed}": results["runs"][f"a/{i}/0"] for i in range(2) for seed in range(5)}
+    text = tables.report(EXPERIMENT, results | {"runs": seeds})
+    assert "| a | 2 | 10 | .700 (.000-1.000) |" in text
+    assert "| held-out/parallel | EM | a | .500, .500, .500, .500, .500 |" in text
+
+
+def test_controls_are_rows_of_the_tables():
+    """Decomposition accuracy that a rule on the question's words, or never splitting, also reaches looks learned."""
+    results = record(a=(0.5, 0.9))
+    for one in results["runs"].values():
+        one["after"]["held-out/pairs"] = {"decomposition_accuracy": 0.8, "never_split": 0.5}
+    figures = ("decomposition_accuracy", "turns")
+    surface = tables.surface_classifiers(ROOT / "docs" / "experiments" / "controls" / "world.json")
+    text = tables.report(replace(EXPERIMENT, figures=figures), results, surface)
+    assert text.count("| never split |  |  | .500 |") == 1
+    assert f"| classifier: word bigrams |  |  | {surface['word bigrams']:.3f}".replace("0.", ".") in text
+    assert text.count("classifier:") == len(surface) >= 7
+    assert tables.surface_classifiers(ROOT / "nowhere.json") == {}
+
+
+def test_the_committed_controls_are_those_of_this_world():
+    """The wordings or the minimal pairs change, and the tables still compare with classifiers of the old ones."""
+    file = ROOT / "docs" / "experiments" / "controls" / "world.json"
+    committed = json.loads(file.read_text())["cues"]
+    pairs = world._examples(ClosedWorld.make(0), "eval", 800, True, world.PAIRED)
+    cues = world.CLASSIFIERS["first three words"]().fit(*world._examples(ClosedWorld.make(0), "train", 1600, False))
+    assert cues.score(*pairs) == pytest.approx(committed["first three words"][world.PAIRS], abs=0.02)
+
+
+def test_training_metrics_are_reported_where_they_exist():
+    """A metric that only some arms log stops the report, or counts as 0 in the others."""
+    results = record(a=(0.5, 0.9), b=(0.6, 1.0))
+    results["runs"]["b/0/0"]["metrics"] = {"staleness": 0.8}
+    results["runs"]["a/0/0"]["metrics"] = {}
+    text = tables.report(replace(EXPERIMENT, metrics=("staleness",)), results)
+    assert "| a | 1 |  |" in text and "| b | 1 | .800 |" in text
 
 
 def test_an_arm_that_has_not_run_everywhere_is_compared_where_it_has():
@@ -101,7 +148,7 @@ def test_an_untrained_arm_is_compared_with_every_seed_of_its_cold_start():
     results = record(a=(0.5, 0.9), b=(0.6, 1.0))
     results["runs"] |= {"a/0/1": results["runs"]["a/0/0"]}
     untrained = replace(EXPERIMENT, arms={"a": Arm(), "b": Arm(trained=False)})
-    assert "| b | held-out/parallel | EM | 3 | +0.100 |" in tables.report(untrained, results)
+    assert "| b | held-out/parallel | EM | 3 | +0.100 | +0.100 to +0.100 |" in tables.report(untrained, results)
 
 
 def test_alarms_are_counted_by_runs_with_the_step_of_the_first():
@@ -210,16 +257,20 @@ def test_an_experiment_is_run_once_and_kept(tmp_path, monkeypatch):
     small = {"train.prompts": 2, "rollout.samples": 2, "rollout.slots": 4, "rollout.num_buckets": 1}
     small |= {"learning.mini_batch_rollouts": 4, "learning.micro_batch_rows": 4}
     arms = {"cold start": Arm(trained=False), "a": Arm(small, steps=(1,))}
-    experiment = replace(EXPERIMENT, arms=arms)
+    evaluations = {**EXPERIMENT.evaluations, "first thought": Transplant(4)}
+    experiment = replace(EXPERIMENT, arms=arms, evaluations=evaluations, metrics=("logp_gap",))
     started, start = [], running._program
     monkeypatch.setattr(running, "_program", lambda *arguments: started.append(arguments) or start(*arguments))
     both = (experiment, tmp_path / "x.json", tmp_path / "work", ["toy"], [0], 2)
     with ThreadPoolExecutor(2) as pool:
         result, concurrent = pool.map(lambda _: running.run_all(*both), range(2))
-    assert result == concurrent and len(started) == len(set(started)) == 4
+    assert result == concurrent and len(started) == len(set(started)) == 7
     assert set(result["runs"]) == {"cold start/0/0", "a/0/0"} and result == running.read(tmp_path / "x.json")
     trained = result["runs"]["a/0/0"]
-    assert {"step 1", "after", "wall_s", "alarms"} == set(trained)
+    assert {"step 1", "after", "wall_s", "alarms", "metrics"} == set(trained)
+    assert 0 <= trained["metrics"]["logp_gap"] < 0.01
+    thoughts = [trained["after"][f"first thought/{origin}"] for origin in ("own", "same type", "other type")]
+    assert all(0 < one["questions"] <= 4 and 0 <= one["decomposition_accuracy"] <= 1 for one in thoughts)
     figures = trained["after"]["held-out/parallel"]
     assert figures["questions"] == 2 and 0 <= figures["em"] <= 1 and len(figures["finished_by_turn"]) > 2
     calls = []
