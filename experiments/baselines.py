@@ -4,8 +4,8 @@ Expected before the first run from the cold start whose thoughts mark no depende
 seeds each. `parallelsearch` raises decomposition accuracy on the minimal pairs from .5 to at least .7 in every cold
 start, with foreign first thoughts as with its own (difference at most .1); it is not above the classifier on word
 bigrams (.78) in the mean. EM on parallel questions changes by at most .03, turns fall below 2.2, and EM on mixed
-questions, which training never asks, falls by .05 to .1. `search_r1` with eight searches gains at most .05 over four on
-questions with many look-ups, because no training question needs more than four.
+questions, which training never asks, falls by .05 to .1. `search_r1` with eight searches gains at most .05 over four
+on questions with many look-ups, because no training question needs more than four.
 """
 
 from experiments import MAIN, Arm, Evaluation, Experiment, Transplant

@@ -223,7 +223,8 @@ def _evaluated(experiment: Experiment, arm: Arm, place: Path, moment: str, model
     for name, evaluation in experiment.evaluations.items():
         if isinstance(evaluation, Transplant):
             if not arm.arguments:
-                figures |= _transplanted(name, evaluation, place / f"{moment}-{_digest(asdict(evaluation))}.json", model)
+                file = place / f"{moment}-{_digest(asdict(evaluation))}.json"
+                figures |= _transplanted(name, evaluation, file, model)
             continue
         out = place / f"{moment}-{_digest(asdict(evaluation), arm.arguments)}"
         if not (out / "results.json").is_file():

@@ -38,7 +38,7 @@ def report(experiment: Experiment, record: Mapping[str, Any], surface: Mapping[s
     """All tables: for each set the figures of every arm, paired differences from the reference, each cold start.
 
     Args:
-      surface: decomposition accuracy on the minimal pairs of classifiers that see only a question's words; these become
+      surface: decomposition accuracy on the minimal pairs of classifiers that see only a question's words; they become
         rows of the tables of that set.
     """
     parts = [experiment.claim]
