@@ -81,25 +81,57 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
 def make_meshes(section: MeshSection, devices: list[Any] | None = None) -> tuple[Mesh, Mesh]:
     """The meshes of the devices that train and of those that sample; without `rollout_devices` they are the same one.
 
+    Every process has an equal part of both: the last of its devices sample. So weights are sent within processes. The
+    TPUs of several processes cannot be divided: a program needs all chips of a host.
+
     Raises:
-      UserError: as `make_mesh`, or there are not more devices than `rollout_devices`, or several processes.
+      UserError: as `make_mesh`, or `rollout_devices` cannot be divided in this way.
     """
     devices, n = jax.devices() if devices is None else devices, section.rollout_devices
     if not n:
         mesh = make_mesh(section, devices)
         return mesh, mesh
-    if jax.process_count() > 1:
+    on_tpu = devices[0].platform == "tpu"
+    if on_tpu and jax.process_count() > 1:
         raise UserError(
-            f"config.mesh.rollout_devices: found {n} with {jax.process_count()} processes, accepted: 0, or a single "
-            "process"
+            f"config.mesh.rollout_devices: found {n} with {jax.process_count()} processes of TPUs, accepted: 0, or a "
+            "single process"
         )
-    if n >= len(devices) or n % section.rollout_tensor:
+    by_process: dict[int, list[Any]] = {}
+    for device in devices:  # a plan's slice may have several hosts
+        by_process.setdefault(0 if on_tpu else device.process_index, []).append(device)
+    count = len(by_process)
+    if n >= len(devices) or n % (count * section.rollout_tensor):
         raise UserError(
-            f"config.mesh.rollout_devices: found {n} with rollout_tensor={section.rollout_tensor} and {len(devices)} "
-            "devices, accepted: fewer than all, and a multiple of rollout_tensor"
+            f"config.mesh.rollout_devices: found {n} with rollout_tensor={section.rollout_tensor}, {len(devices)} "
+            f"devices and {count} process{'es' * (count > 1)}, accepted: fewer than all, and a multiple of "
+            f"{count * section.rollout_tensor} (processes x rollout_tensor)"
         )
-    sampling = MeshSection(data=1, fsdp=n // section.rollout_tensor, tensor=section.rollout_tensor)
-    return make_mesh(section, devices[:-n]), make_mesh(sampling, devices[-n:])
+    own = n // count
+    training = [device for part in by_process.values() for device in part[:-own]]
+    sampling = [device for part in by_process.values() for device in part[-own:]]
+    shape = MeshSection(data=1, fsdp=n // section.rollout_tensor, tensor=section.rollout_tensor)
+    return make_mesh(section, training), make_mesh(shape, sampling)
+
+
+def own_part(mesh: Mesh) -> Mesh:
+    """The mesh of this process's devices, over which arrays that `mesh` splits over `tensor` only are complete.
+
+    Raises:
+      UserError: this process does not have a device of every part of `tensor`.
+    """
+    if jax.process_count() == 1:
+        return mesh
+    parts = [
+        [device for device in part.flat if device.process_index == jax.process_index()]
+        for part in np.moveaxis(mesh.devices, -1, 0)
+    ]
+    if not parts[0] or len({len(part) for part in parts}) > 1:
+        raise UserError(
+            f"config.mesh: tensor={len(parts)} is divided over several processes, accepted with rollout_devices: a "
+            "size that divides the training devices of each process"
+        )
+    return Mesh(np.array(parts).T[None], AXES, axis_types=mesh.axis_types)
 
 
 def spec(axes: tuple[str | None, ...], rules: Mapping[str, MeshAxes], mesh: Any, shape: tuple[int, ...] | None = None):

@@ -56,6 +56,14 @@ def test_a_slice_is_divided_at_any_count(count):
     assert {*training.devices.flat, *sampling.devices.flat} == set(devices)
 
 
+def test_tpus_of_several_hosts_are_not_divided(monkeypatch):
+    """Programs on some of the chips of each host, which the compiler of a TPU refuses minutes later."""
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match="found 4 with 2 processes of TPUs, accepted: 0, or a single process"):
+        make_meshes(MeshSection(1, -1, 1, rollout_devices=4), tpu_target("v5e:2x4").devices)
+
+
 def test_heads_that_tensor_does_not_divide_are_refused_with_the_accepted_sizes():
     """14 query heads over 4 devices would be padded or replicated silently."""
     check_heads(abstract_mesh(1, 4, 7), 14)

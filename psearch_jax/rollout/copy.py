@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from psearch_jax.config import DecoderConfig
 from psearch_jax.models import int8, lora
 from psearch_jax.models.transposed import multiplies_slowly_transposed, with_head
-from psearch_jax.sharding import AXES, SAMPLING, STORAGE, MeshAxes, param_shardings
+from psearch_jax.sharding import AXES, SAMPLING, STORAGE, MeshAxes, own_part, param_shardings
 
 
 def sampled_shape(config: DecoderConfig, mesh: Mesh, dtype: Any) -> DecoderConfig:
@@ -107,14 +107,17 @@ class MovedCopy:
     """Makes the same copy as `SamplingCopy` for a sampler on other devices than those of the weights.
 
     The weights are cast in their storage sharding. Array by array they are gathered over fsdp, into the sampler's
-    shards, and sent from device to device: JAX would copy other shards through the host's memory. Frozen weights are
-    sent once, adapters every time.
+    shards, and sent from device to device within each process: JAX would copy other shards through the host's memory.
+    Frozen weights are sent once, adapters every time.
 
     Args:
       source: the mesh of the weights; `mesh` is the sampler's. The others as in `SamplingCopy`.
 
     Attributes:
       sent_bytes: of the last copy, counting every array once.
+
+    Raises:
+      UserError: as `own_part`, for either mesh.
     """
 
     def __init__(self, weights: nnx.State, dtype: Any, source: Mesh, mesh: Mesh, in_int8: bool, trained: bool):
@@ -123,6 +126,7 @@ class MovedCopy:
         self._mesh, self._trained = mesh, trained
         self._source = _with_tensor(source, mesh.shape["tensor"])
         self._in_two = self._source != source
+        self._own_source, self._own_target = own_part(self._source), own_part(mesh)
         self._unties = "lm_head" not in weights and multiplies_slowly_transposed(mesh, dtype)
         self._kept: nnx.State | None = None
         self.sent_bytes = 0
@@ -144,15 +148,22 @@ class MovedCopy:
         places, targets = (param_shardings(params, SAMPLING, mesh) for mesh in (self._source, self._mesh))
 
         def send(x: jax.Array, there: NamedSharding, target: NamedSharding) -> jax.Array:
-            gathered = _gathered(there, self._in_two)(x)
-            return jax.block_until_ready(jax.device_put(gathered, target))
+            own = _with_shards_of(_gathered(there, self._in_two)(x), NamedSharding(self._own_source, there.spec))
+            sent = jax.block_until_ready(jax.device_put(own, NamedSharding(self._own_target, target.spec)))
+            return _with_shards_of(sent, target)
 
         return jax.tree.map(send, params, places, targets)
 
 
+def _with_shards_of(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """The same array in a sharding under which this process's devices hold the same shards."""
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, [s.data for s in x.addressable_shards])
+
+
 def _with_tensor(mesh: Mesh, size: int) -> Mesh:
     """The same devices in the same order, with another size of `tensor`; the same mesh if it does not divide them."""
-    if mesh.shape["tensor"] == size or mesh.size % size:
+    per_process = mesh.size // len({device.process_index for device in mesh.devices.flat})
+    if mesh.shape["tensor"] == size or per_process % size:
         return mesh
     return Mesh(mesh.devices.reshape(1, -1, size), AXES, axis_types=mesh.axis_types)
 

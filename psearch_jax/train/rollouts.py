@@ -82,7 +82,9 @@ def _sampling_copy(run: Run, times: dict[str, float]) -> nnx.State:
 def sampling_ahead(run: Run, step: int, times: dict[str, float]) -> Iterator[None]:
     """Completes the next step's rollouts while the block updates the policy (`mesh.rollout_devices`, with staleness).
 
-    They are sampled by the weights before the update. An error or a stop request ends both.
+    They are sampled by the weights before the update. An error or a stop request ends both. On the CPUs of several
+    processes they are completed before the block: a CPU client runs programs with collectives in the order in which
+    they were started, and two threads would start them in another order in each process, which deadlocks.
 
     Args:
       times: the seconds of the phases sampling_ahead (at the same time as the block), sampling_wait (before and after
@@ -93,12 +95,16 @@ def sampling_ahead(run: Run, step: int, times: dict[str, float]) -> Iterator[Non
         return
     with run.phase("sampling_wait", times):
         params = _sampling_copy(run, times)
-    temperature = run.config.rollout.temperature
+    temperature, sampler_mesh = run.config.rollout.temperature, run.collector.sampler.mesh
 
     def sample() -> None:
-        with run.phase("sampling_ahead", times):
+        with run.phase("sampling_ahead", times), processes.exchanging_on(sampler_mesh):
             run.stream.run(params, step, temperature, lambda *_: run.stop.check())
 
+    if jax.process_count() > 1 and sampler_mesh.devices.flat[0].platform == "cpu":
+        sample()
+        yield
+        return
     future = in_background(sample)
     try:
         yield

@@ -64,6 +64,8 @@ def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[st
     try:
         with ExitStack() as closers:
             closers.enter_context(run.stop.heard())
+            if run.config.mesh.rollout_devices:  # so that this thread and the sampler's can exchange at the same time
+                closers.enter_context(processes.exchanging_on(run.learner.mesh))
             return _train(run, locate(workdir), closers, allow_changes)
     except OSError as error:
         if processes.lost(error):

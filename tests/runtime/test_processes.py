@@ -38,7 +38,7 @@ def test_what_one_process_knows_reaches_all(tmp_path):
     """A row lost or reordered trains on the wrong question; an error that only one process sees hangs the others."""
     count, address = 2, f"127.0.0.1:{free_port()}"
     program = [sys.executable, "tests/support/several_processes.py", address, str(count)]
-    outs = finish([start([*program, str(i), str(tmp_path)]) for i in range(count)])
+    outs = finish([start([*program, str(i), str(tmp_path)], devices=2) for i in range(count)])
     reports = [json.loads(out.split("FOUND ")[1].splitlines()[0]) for out in outs]
     for index, got in enumerate(reports):
         assert got["first"] == (index == 0) and got["agreed"] == "of 0"
@@ -58,7 +58,10 @@ def test_what_one_process_knows_reaches_all(tmp_path):
         assert damaged["record"] == {"step": 3, **damaged["best"]}
         assert "/of 1/run/3" in damaged["said"] and "cannot be read" in damaged["said"] and damaged["took"] < 30
         assert "Odd" in got["odd"] and "1 2" in got["odd"]
-        assert got["two meshes"].startswith("config.mesh.rollout_devices: found 1 with 2 processes, accepted: 0")
+        assert "found 1" in got["two meshes"] and "accepted: fewer than all, and a multiple of 2" in got["two meshes"]
+        other = f"of {1 - index}"
+        assert got["divided"] == {"parts": [[0, 1], [0, 1]], "got": [other, other], "own": 1, "ours": True}
+        assert "config.mesh: tensor=2 is divided over several processes" in got["over processes"]
         calls, exchanges = got["stopped"]  # the stop is requested at the fourth call
         assert got["stopped"] == reports[0]["stopped"] and 4 <= calls < 200 and exchanges <= 4
 

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from psearch_jax.config import MeshSection
 from psearch_jax.runtime import processes
-from psearch_jax.sharding import make_meshes
+from psearch_jax.sharding import make_meshes, own_part
 from psearch_jax.train.checkpointing import checkpoint
 from psearch_jax.train.checkpointing.best import Best, find_best
 from psearch_jax.train.checkpointing.preemption import Interrupted, StopRequest
@@ -68,6 +68,32 @@ def failing(index: int, error: Exception, by=processes.allgather) -> str:
 def two_meshes() -> str:
     try:
         make_meshes(MeshSection(rollout_devices=1))
+    except UserError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def divided() -> dict:
+    """Each process has a part of both meshes; messages travel over either, also while the other one is set."""
+    training, sampling = make_meshes(MeshSection(rollout_devices=2))
+    got = []
+    for over, other in ((training, sampling), (sampling, training)):
+        with processes.exchanging_on(over), jax.set_mesh(other):
+            got.append(processes.allgather(lambda: f"of {here}" + "x" * 5000)[1 - here][:4])
+    parts = [[device.process_index for device in mesh.devices.flat] for mesh in (training, sampling)]
+    own = own_part(training)
+    return {
+        "parts": parts,
+        "got": got,
+        "own": own.size,
+        "ours": all(d.process_index == here for d in own.devices.flat),
+    }
+
+
+def over_processes() -> str:
+    """A size of `tensor` that no process can hold alone."""
+    try:
+        own_part(make_meshes(MeshSection(tensor=2, rollout_devices=2))[0])
     except UserError as error:
         return str(error)
     return "nothing was raised"
@@ -126,7 +152,7 @@ def one_reads_badly(folder: Path, mesh: jax.sharding.Mesh) -> dict:
 if __name__ == "__main__":
     coordinator, count, here = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     processes.start(coordinator, count, here)
-    mesh = jax.make_mesh((count,), ("all",), devices=jax.devices())
+    mesh = jax.make_mesh((jax.device_count(),), ("all",), devices=jax.devices())
     place = NamedSharding(mesh, PartitionSpec("all"))
     spread = jax.make_array_from_callback((4,), place, lambda index: np.arange(4)[index])
     rows = list(range(11))
@@ -145,6 +171,8 @@ if __name__ == "__main__":
         "input": failing(0, UserError("found 3")),
         "odd": failing(1, Odd(1, 2)),
         "two meshes": two_meshes(),
+        "divided": divided(),
+        "over processes": over_processes(),
         "stopped": stopped(1),
         "damaged": one_reads_badly(Path(sys.argv[4]), mesh),
         "array": processes.fetch(spread).tolist(),

@@ -14,7 +14,6 @@ from runs import (
     assert_same_params,
     command,
     ended,
-    final_params,
     metrics_without_clocks,
     run,
     start,
@@ -147,14 +146,15 @@ def test_stale_runs_of_two_processes(tmp_path):
 MESHES = {**STALE, "learning.micro_batch_rows": 8, "eval.questions_per_kind": 0, "train.checkpoint_every_steps": 1}
 
 
-def eight(workdir, steps: int, rollout_devices: int, **fields):
-    fields = {**MESHES, "mesh.rollout_devices": rollout_devices, **fields}
-    return start(command(workdir, "toy", steps, **fields), devices=8)
+def eight(count: int, workdir, steps: int, rollout_devices: int, **fields):
+    """The `count` processes of a run, which have eight devices together."""
+    fields = {**MESHES, "train.prompts": 4, "mesh.rollout_devices": rollout_devices, **fields}
+    return start_run(count, 8 // count, workdir, "toy", steps, **fields)
 
 
-def finish(process) -> None:
-    ((code, _, err),) = ended([process])
-    assert code == 0, err[-3000:]
+def finish(processes) -> None:
+    for code, _, err in ended(processes):
+        assert code == 0, err[-3000:]
 
 
 def sampled_tokens(workdir, step: int) -> list:
@@ -164,33 +164,37 @@ def sampled_tokens(workdir, step: int) -> list:
 
 @pytest.mark.slow
 def test_two_meshes_equal_one(tmp_path):
-    """Weights that are sent wrongly from the mesh that trains to the mesh that samples, or a gradient that differs."""
+    """Weights that are sent wrongly from the mesh that trains to the mesh that samples, within a process or in each of
+    two, or a gradient that differs."""
     fields = {"train.staleness": 0, "train.trajectories_per_step": 64}
-    finish(eight(tmp_path / "0", 2, 0, **fields))
-    finish(eight(tmp_path / "4", 2, 4, **fields, **{"mesh.rollout_tensor": 2}))
-    assert all(1e6 < row["transfer_bytes"] < 1e7 for row in metrics_without_clocks(tmp_path / "4"))
-    one, two = tmp_path / "0", tmp_path / "4"
-    assert all(sampled_tokens(one, step) == sampled_tokens(two, step) for step in range(2))
-    ours, theirs = final_params(two), final_params(one)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        np.testing.assert_allclose(ours[name], theirs[name], atol=2e-4, err_msg=name)
+    one, two, several = tmp_path / "one", tmp_path / "two", tmp_path / "several"
+    finish(eight(1, one, 2, 0, **fields))
+    for count, workdir, mesh in ((1, two, {}), (2, several, {"mesh.fsdp": 2, "mesh.tensor": 2})):
+        finish(eight(count, workdir, 2, 4, **fields, **{"mesh.rollout_tensor": 2}, **mesh))
+        assert all(1e6 < row["transfer_bytes"] < 1e7 for row in metrics_without_clocks(workdir))
+        assert all(sampled_tokens(one, step) == sampled_tokens(workdir, step) for step in range(2))
+        norms = [[row["gradient_norm"] for row in metrics_without_clocks(each)] for each in (workdir, one)]
+        np.testing.assert_allclose(*norms, rtol=1e-3)
+        assert_same_params(workdir, one)
 
 
 @pytest.mark.slow
-def test_two_meshes_repeat_and_resume_to_the_bit(tmp_path):
-    """Sampling and learning at the same time, in an order that the clock decides."""
+@pytest.mark.parametrize(("count", "steps"), [(1, 4), (2, 2)])
+def test_two_meshes_repeat_and_resume_to_the_bit(tmp_path, count, steps):
+    """Sampling and learning at the same time, in an order that the clock decides; or two processes that wait for each
+    other's samplers and learners in different orders, and hang."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finish(eight(whole, 4, 4))
+    finish(eight(count, whole, steps, 4))
     rows = metrics_without_clocks(whole)
     assert all(1 <= row["staleness"] <= 2 for row in rows[1:])
     waits = [json.loads(line)["sampling_wait_s"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert min(waits) > 0, "the step's time lacks the wait for the sampler"
-    process = eight(killed, 4, 4)
-    wait_for(lambda: (killed / "checkpoints" / "2").is_dir(), process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    finish(eight(killed, 4, 4))
+    processes = eight(count, killed, steps, 4)
+    wait_for(lambda: (killed / "checkpoints" / str(steps // 2)).is_dir(), processes[0])
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    finish(eight(count, killed, steps, 4))
     assert metrics_without_clocks(killed) == rows
     assert_same_params(killed, whole)
 
