@@ -8,6 +8,7 @@
     python launch/bench.py world --json=FILE      what closed-world questions reveal without a policy
     python launch/bench.py triples --triples=FILE what questions made from triples reveal
     python launch/bench.py cold_start --json=FILE skills of a toy policy before reinforcement learning
+    python launch/bench.py stale_cache --run RUN  what keeping the cache of suspended rollouts would cost
     python launch/bench.py transplant --model RUN whether a policy splits by the question or by its first thought
     python launch/bench.py methods --policy NAME DIR --out=OUT  policies under every method, and baselines
     python launch/bench.py device --out=DIR       the first hour with a GPU or TPU: kernels, rates, rollouts, updates
@@ -33,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GROUPS = {  # the folders of benchmarks/
     "speed": ("device", "drafts", "latency", "rollout", "scale", "staleness", "step", "update", "users", "weights"),
     "search": ("corpus", "merging", "recall", "retrieval"),
-    "quality": ("cold_start", "methods", "questions", "transplant", "triples", "world"),
+    "quality": ("cold_start", "methods", "questions", "stale_cache", "transplant", "triples", "world"),
 }
 SUBJECTS = {subject: group for group, subjects in GROUPS.items() for subject in subjects}
 

@@ -7,10 +7,11 @@ import sys
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from programs import ROOT, completed
 
-from benchmarks.quality import methods, transplant
+from benchmarks.quality import methods, stale_cache, transplant
 from benchmarks.speed import latency, staleness, users
 from psearch_jax.types import Question, UserError
 
@@ -154,6 +155,29 @@ def test_transplant(tmp_path):
     figures = ("questions", "parallel", "sequential", "accuracy")
     assert [lines["own"][name] for name in figures] == [lines["none written"][name] for name in figures]
     assert lines["own"]["questions"] >= 20 and "| toy | other type |" in done.stdout
+
+
+def test_a_stale_cache_matters_only_between_different_policies():
+    """Log-probs of other positions are compared: then a policy would differ from itself."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    shape = Qwen2Config(vocab_size=64, num_attention_heads=2, num_key_value_heads=2, **sizes)
+    policies = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        policies.append(Qwen2ForCausalLM(shape).eval())
+    rng = np.random.default_rng(0)
+    ids, mask = rng.integers(64, size=40), rng.random(40) < 0.5
+    mask[0] = False
+    stale, policy = stale_cache._gaps(policies[0], policies[0], ids, mask)
+    later = mask.sum() - mask.sum() // 2 - 1
+    assert len(stale) == len(policy) == later and stale.max() < 1e-5 and policy.max() == 0
+    stale, policy = stale_cache._gaps(*policies, ids, mask)
+    assert stale.min() > 1e-6 and policy.min() > 1e-6
+    with pytest.raises(UserError, match="accepted: two that are 1 apart"):
+        stale_cache.measured(ROOT / "nowhere", [1], 4)
 
 
 TINY = ("device", "--sizes", "tiny", "--scale=0.05", "--dtype=float32")
