@@ -237,7 +237,7 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         critic=critic,
         recording=recording,
         lora=checkpoint.lora_record(config.model, config.seed, parts.path),
-        settings=settings.record(config, _contents(config, parts, loader.fingerprint, evaluation)),
+        settings=settings.record(config, _contents(config, parts, loader.fingerprint, evaluation), unused="sft"),
     )
 
 

@@ -123,6 +123,12 @@ def test_every_difference_is_listed_and_nothing_changes(parts, tmp_path):
     assert listing(tmp_path) == before
 
 
+def test_settings_that_only_fine_tuning_reads_may_change(parts):
+    """A newer config file with another number of epochs for launch/sft.py, and every older run is refused."""
+    assert "learning.learning_rate" in parts.settings
+    assert not [name for name in parts.settings if name.startswith("sft.")]
+
+
 def test_changes_are_accepted_by_a_flag_and_recorded(parts, tmp_path, caplog):
     """A deliberate change must be possible, and the record must show until which step the old settings applied."""
     trainer.train(again(parts, **{"train.steps": 1}), tmp_path)

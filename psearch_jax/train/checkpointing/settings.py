@@ -33,15 +33,20 @@ def fields(config: Config) -> dict[str, Any]:
     return out
 
 
-def record(config: Config, contents: Mapping[str, tuple[str, str]]) -> Record:
+def record(config: Config, contents: Mapping[str, tuple[str, str]], unused: str = "") -> Record:
     """The record of a run.
 
     Args:
       config: with the method's settings applied.
       contents: for each field with `Resume.SAME_CONTENT`, what it names and the fingerprint of that.
+      unused: a section of the config that the run does not read.
     """
     declared, values = settings_of(Config), fields(config)
-    values = {name: value for name, value in values.items() if declared[name].resume is Resume.SAME_VALUE}
+    values = {
+        name: value
+        for name, value in values.items()
+        if declared[name].resume is Resume.SAME_VALUE and name.partition(".")[0] != unused
+    }
     return values | {name: {"names": named, "is": digest} for name, (named, digest) in contents.items()}
 
 
