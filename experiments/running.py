@@ -180,7 +180,8 @@ def _run(experiment: Experiment, arm: Arm, place: Path, fields: Mapping[str, Any
     rows = read_rows(run / "metrics.jsonl")
     results["alarms"] = first_alarm_steps(rows)
     if experiment.metrics:
-        values = {name: [row[name] for row in rows if name in row] for name in experiment.metrics}
+        # A value that was not finite is null.
+        values = {name: [row[name] for row in rows if row.get(name) is not None] for name in experiment.metrics}
         results["metrics"] = {name: round(mean(own), DIGITS) for name, own in values.items() if own}
     return results
 

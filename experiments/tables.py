@@ -1,7 +1,7 @@
 """The results of an experiment as Markdown tables: means and intervals over cold starts, not over questions.
 
-Runs of one cold start resemble one another, so its seeds are averaged first. With a single cold start, the intervals
-are over its seeds.
+Runs of one cold start resemble one another, so its seeds are averaged first. If a record has a single cold start, the
+intervals are over its seeds.
 """
 
 from __future__ import annotations
@@ -32,39 +32,43 @@ TITLES = {
 NOT_SHARES = ("turns", "searches", "tokens")
 _AFTER, _ALARMS, _METRICS = "after", "alarms", "metrics"
 _NOT_MOMENTS = ("wall_s", _ALARMS, _METRICS)
+_COLD_START, _SEED = 0, 1  # the parts of a run's key
+_UNITS = ("cold starts", "seeds")
 
 
-def report(experiment: Experiment, record: Mapping[str, Any], surface: Mapping[str, float] | None = None) -> str:
+def report(experiment: Experiment, record: Mapping[str, Any], controls: Mapping[str, float] | None = None) -> str:
     """All tables: for each set the figures of every arm, paired differences from the reference, each cold start.
 
     Args:
-      surface: decomposition accuracy on the minimal pairs of classifiers that see only a question's words; they become
-        rows of the tables of that set.
+      controls: as from `controls_of`; they become rows of the tables of the minimal pairs.
     """
     parts = [experiment.claim]
     runs = by_arm(record)
+    starts = {run.partition("/")[0] for results in runs.values() for run in results}
+    unit = _SEED if len(starts) == 1 else _COLD_START
     moments = list(
         dict.fromkeys(m for results in runs.values() for one in results.values() for m in one if m not in _NOT_MOMENTS)
     )
     for moment in moments:
         for where in _places(runs, moment):
             title = where if moment == _AFTER else f"{where}, {moment}"
-            shown = surface if where.endswith(f"/{PAIRS}") else None
-            parts += [f"{title}:", _figures(experiment, runs, moment, where, shown or {})]
+            shown = controls if controls and _in_default_world(experiment, where) else {}
+            parts += [f"{title}:", _figures(experiment, runs, moment, where, shown, unit)]
     others = [name for name in runs if name != experiment.reference]
     if experiment.reference in runs and others:
-        parts += [f"Differences from {experiment.reference}, run by run:", _differences(experiment, runs)]
-    if len({run.partition("/")[0] for results in runs.values() for run in results}) > 1:
+        title = f"Differences from {experiment.reference}, paired by run; intervals are over {_UNITS[unit]}:"
+        parts += [title, _differences(experiment, runs, unit)]
+    if len(starts) > 1:
         parts += ["Each cold start (its seeds separated by commas):", _each(experiment, runs)]
     if experiment.metrics:
-        parts += ["Means over the steps of training:", _metrics(experiment, runs)]
+        parts += ["Means over the steps of training:", _metrics(experiment, runs, unit)]
     if any(_ALARMS in one for results in runs.values() for one in results.values()):
         parts += ["Alarms, the number of runs in which each fired, and the earliest step:", _alarms(runs)]
     return "\n\n".join(parts) + "\n"
 
 
-def surface_classifiers(file: Path) -> dict[str, float]:
-    """The accuracy on minimal pairs of classifiers that see only a question's words; empty without the file.
+def controls_of(file: Path) -> dict[str, float]:
+    """The accuracy, on the minimal pairs that the arms are asked, of controls without a policy; empty without the file.
 
     Args:
       file: what `launch/bench.py world --json` wrote.
@@ -72,7 +76,15 @@ def surface_classifiers(file: Path) -> dict[str, float]:
     if not file.is_file():
         return {}
     cues = json.loads(file.read_text(encoding="utf-8"))["cues"]
-    return {name: figures["minimal pairs"] for name, figures in cues.items()}
+    return {name: figures["evaluated pairs"] for name, figures in cues.items()}
+
+
+def _in_default_world(experiment: Experiment, where: str) -> bool:
+    """Whether these are the minimal pairs for which the controls were measured."""
+    name, _, asked = where.partition("/")
+    evaluation = experiment.evaluations.get(name)
+    own_world = not any("data.world" in argument for argument in getattr(evaluation, "arguments", ()))
+    return asked == PAIRS and own_world
 
 
 def by_arm(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -94,18 +106,12 @@ def _of_runs(results: Mapping[str, Any], moment: str, where: str, figure: str) -
     return {run: value for run, value in values.items() if value is not None}
 
 
-def _by_cold_start(values: Mapping[str, float]) -> dict[str, list[float]]:
-    """The values of the seeds of each cold start, from values by run."""
+def _independent(values: Mapping[str, float], unit: int) -> list[float]:
+    """One value per cold start, the mean of its seeds; or one per seed, the mean over cold starts."""
     groups: dict[str, list[float]] = {}
-    for run in sorted(values):
-        groups.setdefault(run.partition("/")[0], []).append(values[run])
-    return groups
-
-
-def _independent(values: Mapping[str, float]) -> list[float]:
-    """One value per cold start, the mean of its seeds; with a single cold start, the value of each seed."""
-    groups = list(_by_cold_start(values).values())
-    return groups[0] if len(groups) == 1 else [mean(group) for group in groups]
+    for run, value in values.items():
+        groups.setdefault(run.split("/")[unit], []).append(value)
+    return [mean(group) for group in groups.values()]
 
 
 def _figures(
@@ -113,10 +119,11 @@ def _figures(
     runs: Mapping[str, Mapping[str, Any]],
     moment: str,
     where: str,
-    surface: Mapping[str, float],
+    controls: Mapping[str, float],
+    unit: int,
 ) -> str:
     shown = [f for f in experiment.figures if any(_of_runs(results, moment, where, f) for results in runs.values())]
-    rows = [["arm", "cold starts", "runs", *(TITLES.get(name, name) for name in shown)]]
+    rows = [["arm", _UNITS[unit], "runs", *(TITLES.get(name, name) for name in shown)]]
 
     def control(name: str, figure: str, value: float) -> None:
         if figure in shown:
@@ -129,13 +136,13 @@ def _figures(
         values = [v for results in runs.values() for v in _of_runs(results, moment, where, source).values()]
         if values:
             control(name, figure, mean(values))
-    for name, value in surface.items():
-        control(f"classifier: {name}", "decomposition_accuracy", value)
+    for name, value in controls.items():
+        control(f"control: {name}", "decomposition_accuracy", value)
     for name, results in runs.items():
-        values = {figure: _of_runs(results, moment, where, figure) for figure in shown}
+        values = {figure: _independent(_of_runs(results, moment, where, figure), unit) for figure in shown}
         if any(values.values()):
-            count = [str(len(_by_cold_start(results))), str(len(results))]
-            rows.append([name, *count, *(with_interval(_independent(values[f]), f not in NOT_SHARES) for f in shown)])
+            count = [str(max(map(len, values.values()))), str(len(results))]
+            rows.append([name, *count, *(with_interval(values[f], f not in NOT_SHARES) for f in shown)])
     return table(rows)
 
 
@@ -146,9 +153,10 @@ def _each(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]]) -> str:
     for where in _places(runs, _AFTER):
         for figure in experiment.figures:
             for name, results in runs.items():
-                groups = _by_cold_start(_of_runs(results, _AFTER, where, figure))
-                if groups:
-                    cells = [", ".join(_written(v, figure) for v in groups.get(start, [])) for start in starts]
+                values = sorted(_of_runs(results, _AFTER, where, figure).items())
+                if values:
+                    own = [[v for run, v in values if run.partition("/")[0] == start] for start in starts]
+                    cells = [", ".join(_written(value, figure) for value in group) for group in own]
                     rows.append([where, TITLES.get(figure, figure), name, *cells])
     return table(rows)
 
@@ -157,16 +165,20 @@ def _written(value: float, figure: str) -> str:
     return f"{value:.2f}" if figure in NOT_SHARES else share(value)
 
 
-def _metrics(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]]) -> str:
-    rows = [["arm", "runs", *experiment.metrics]]
+def _metrics(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]], unit: int) -> str:
+    rows = [["arm", _UNITS[unit], "runs", *experiment.metrics]]
     for name, results in runs.items():
         measured = {run: one[_METRICS] for run, one in results.items() if _METRICS in one}
-        if measured:
-            cells = []
-            for metric in experiment.metrics:
-                values = {run: one[metric] for run, one in measured.items() if metric in one}
-                cells.append(with_interval(_independent(values), True) if values else "")
-            rows.append([name, str(len(measured)), *cells])
+        if not measured:
+            continue
+        cells = []
+        for metric in experiment.metrics:
+            values = _independent({run: one[metric] for run, one in measured.items() if metric in one}, unit)
+            centre, low, high = spread(values) if values else (0.0, 0.0, 0.0)
+            interval = f" ({low:.3g} to {high:.3g})" if low != high else ""
+            cells.append(f"{centre:.3g}{interval}" if values else "")
+        count = len({run.split("/")[unit] for run in measured})
+        rows.append([name, str(count), str(len(measured)), *cells])
     return table(rows)
 
 
@@ -202,8 +214,8 @@ def with_interval(values: Sequence[float], is_share: bool) -> str:
     return share(centre) + (f" ({share(max(0.0, low))}-{share(min(1.0, high))})" if low != high else "")
 
 
-def _differences(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]]) -> str:
-    rows = [["arm", "question set", "metric", "runs", "difference", "95% interval"]]
+def _differences(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]], unit: int) -> str:
+    rows = [["arm", "question set", "metric", _UNITS[unit], "runs", "difference", "95% interval"]]
     reference = runs[experiment.reference]
     for name, results in runs.items():
         both_trained = experiment.arms[name].trained and experiment.arms[experiment.reference].trained
@@ -213,11 +225,12 @@ def _differences(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]]) 
                 for run, own in _of_runs(results, _AFTER, where, figure).items():
                     others = {other: reference[other] for other in _reference_runs(run, both_trained, reference)}
                     for other, theirs in _of_runs(others, _AFTER, where, figure).items():
-                        differences[run if both_trained else f"{run}/{other}"] = own - theirs
+                        # Keyed by the run that has a seed; the other one of an untrained arm has none.
+                        differences[run if experiment.arms[name].trained else other] = own - theirs
                 if differences:
-                    values = _independent(differences)
+                    values = _independent(differences, unit)
                     centre, low, high = spread(values)
                     interval = f"{low:+.3f} to {high:+.3f}" if len(values) > 1 else ""
-                    count = str(len(differences))
-                    rows.append([name, where, TITLES.get(figure, figure), count, f"{centre:+.3f}", interval])
+                    count = [str(len(values)), str(len(differences))]
+                    rows.append([name, where, TITLES.get(figure, figure), *count, f"{centre:+.3f}", interval])
     return table(rows)

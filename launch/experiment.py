@@ -3,7 +3,7 @@
     python launch/experiment.py ablation --policies=toy,runs/toy_sft-1/policy --seeds=0,1
 
 Each run is recorded in docs/experiments/NAME.json when its evaluation is done, and recorded runs are not repeated. So
-the same command resumes, on any machine. `--only_tables` prints the recorded results. The classifiers in the tables
+the same command resumes, on any machine. `--only_tables` prints the recorded results. The controls in the tables
 are those of `launch/bench.py world --json=docs/experiments/controls/world.json`.
 """
 
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
     else:
         work, seeds = Path(WORK.value).resolve(), [int(seed) for seed in SEEDS.value]
         record = running.run_all(experiment, file, work, POLICIES.value, seeds, STEPS.value, ARMS.value)
-    print(tables.report(experiment, record, tables.surface_classifiers(CONTROLS)), end="")
+    print(tables.report(experiment, record, tables.controls_of(CONTROLS)), end="")
 
 
 if __name__ == "__main__":

@@ -100,7 +100,13 @@ def make_meshes(section: MeshSection, devices: list[Any] | None = None) -> tuple
     by_process: dict[int, list[Any]] = {}
     for device in devices:  # a plan's slice may have several hosts
         by_process.setdefault(0 if on_tpu else device.process_index, []).append(device)
-    count = len(by_process)
+    count, each = len(by_process), len(devices) // len(by_process)
+    if any(len(part) != each for part in by_process.values()):
+        sizes = ", ".join(str(len(part)) for part in by_process.values())
+        raise UserError(
+            f"config.mesh.rollout_devices: found {n} with {sizes} devices in the processes, accepted: 0, or equally "
+            "many devices in each"
+        )
     if n >= len(devices) or n % (count * section.rollout_tensor):
         raise UserError(
             f"config.mesh.rollout_devices: found {n} with rollout_tensor={section.rollout_tensor}, {len(devices)} "
@@ -108,17 +114,21 @@ def make_meshes(section: MeshSection, devices: list[Any] | None = None) -> tuple
             f"{count * section.rollout_tensor} (processes x rollout_tensor)"
         )
     own = n // count
-    training = [device for part in by_process.values() for device in part[:-own]]
-    sampling = [device for part in by_process.values() for device in part[-own:]]
+    train = make_mesh(section, [device for part in by_process.values() for device in part[:-own]])
+    if count > 1 and (each - own) % section.rollout_tensor and (each - own) % train.shape["tensor"]:
+        raise UserError(
+            f"config.mesh: found tensor={train.shape['tensor']} and rollout_tensor={section.rollout_tensor} with "
+            f"{each - own} training devices in each process, accepted: one of them divides that number"
+        )
     shape = MeshSection(data=1, fsdp=n // section.rollout_tensor, tensor=section.rollout_tensor)
-    return make_mesh(section, training), make_mesh(shape, sampling)
+    return train, make_mesh(shape, [device for part in by_process.values() for device in part[-own:]])
 
 
 def own_part(mesh: Mesh) -> Mesh:
-    """The mesh of this process's devices, over which arrays that `mesh` splits over `tensor` only are complete.
+    """This process's devices of `mesh`, as a mesh: they hold every shard of an array split over `tensor` only.
 
     Raises:
-      UserError: this process does not have a device of every part of `tensor`.
+      ValueError: they do not, because a part of `tensor` is on no device of this process.
     """
     if jax.process_count() == 1:
         return mesh
@@ -127,10 +137,7 @@ def own_part(mesh: Mesh) -> Mesh:
         for part in np.moveaxis(mesh.devices, -1, 0)
     ]
     if not parts[0] or len({len(part) for part in parts}) > 1:
-        raise UserError(
-            f"config.mesh: tensor={len(parts)} is divided over several processes, accepted with rollout_devices: a "
-            "size that divides the training devices of each process"
-        )
+        raise ValueError(f"tensor={len(parts)} is divided over several processes")
     return Mesh(np.array(parts).T[None], AXES, axis_types=mesh.axis_types)
 
 

@@ -5,7 +5,7 @@ were kept, the newer policy would read what older weights cached. For recorded r
 every step, transformers computes the log-probs of the sampled tokens in a rollout's second half, by the policy that is
 `age` updates newer than the one that sampled them: with its own cache, and with the older policy's cache of the first
 half. `stale gap` is the mean difference of the two. `policy gap` is the difference of the two policies themselves,
-which staleness has in any case and which importance weights correct; they cannot correct the stale gap.
+which staleness has in any case. The run must have sampled at temperature 1 and without staleness.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from psearch_jax.train.checkpointing.checkpoint import load_params
 from psearch_jax.types import UserError
 
 MAX_FIRST_STEPS = 5  # steps from which ages are counted
+RECORDED_GAP = 1e-3  # nats; more means that other weights sampled the rollouts
 
 
 def main(argv: Sequence[str]) -> None:
@@ -52,29 +53,37 @@ def measured(run: Path, ages: Sequence[int], count: int) -> list[dict[str, Any]]
     Raises:
       UserError: the run has no two checkpoints of that distance with the trajectories between them.
     """
-    steps = sorted(int(d.name) for d in (run / "checkpoints").glob("[0-9]*"))
-    rollouts = {step: _rollouts(run / "trajectories" / f"{step:06d}.jsonl", count) for step in steps}
+    steps = {int(d.name) for d in (run / "checkpoints").glob("[0-9]*")}
+    rollouts = {step: _rollouts(run / "trajectories" / f"{step:06d}.jsonl", count) for step in sorted(steps)}
+    first = {age: [s for s in rollouts if s + age in steps and rollouts[s]][:MAX_FIRST_STEPS] for age in ages}
+    for age, own in first.items():
+        if not own:
+            raise UserError(f"--run={run}: checkpoints of steps {list(rollouts)} found, accepted: two {age} apart")
+    needed = {step for age, own in first.items() for s in own for step in (s, s + age)}
     with tempfile.TemporaryDirectory() as folder:
-        policies = {step: _policy(run / "checkpoints" / str(step), Path(folder) / str(step)) for step in steps}
+        policies = {s: _policy(run / "checkpoints" / str(s), Path(folder) / str(s)) for s in sorted(needed)}
     lines = []
-    for age in ages:
-        pairs = [s for s in steps if s + age in policies and rollouts[s]][:MAX_FIRST_STEPS]
-        if not pairs:
-            raise UserError(f"--run={run}: checkpoints of steps {steps} found, accepted: two that are {age} apart")
-        log(f"age {age}: steps {', '.join(map(str, pairs))}")
-        gaps = [_gaps(policies[s], policies[s + age], *one) for s in pairs for one in rollouts[s]]
-        stale, policy = (np.concatenate([gap[i] for gap in gaps]) for i in (0, 1))
+    for age, own in first.items():
+        log(f"age {age}: steps {', '.join(map(str, own))}")
+        gaps = [_gaps(policies[s], policies[s + age], *one) for s in own for one in rollouts[s]]
+        stale, policy, recorded = (np.concatenate([gap[i] for gap in gaps]) for i in range(3))
+        if recorded.mean() > RECORDED_GAP:
+            raise UserError(
+                f"--run={run}: log-probs of the older policy differ from the recorded ones by {recorded.mean():.3g} on "
+                f"average, accepted: at most {RECORDED_GAP}, as in runs without staleness at temperature 1"
+            )
         line = {"age": age, "rollouts": len(gaps), "tokens": len(stale)}
         lines.append({**line, "stale gap": mean(stale), "policy gap": mean(policy)})
     return lines
 
 
-def _rollouts(file: Path, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The ids [T] and mask [T] of recorded rollouts."""
+def _rollouts(file: Path, count: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """The ids, mask and log-probs, each [T], of recorded rollouts with at least two sampled tokens."""
     if not file.is_file():
         return []
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[:count]]
-    return [(np.asarray(row["ids"]), np.asarray(row["mask"], bool)) for row in rows]
+    arrays = ((np.asarray(r["ids"]), np.asarray(r["mask"], bool), np.asarray(r["logprobs"])) for r in rows)
+    return [one for one in arrays if one[1].sum() > 1]
 
 
 def _policy(checkpoint: Path, folder: Path) -> Any:
@@ -87,8 +96,10 @@ def _policy(checkpoint: Path, folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
-def _gaps(older: Any, newer: Any, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """|difference| at the sampled tokens of the second half: (of the caches, of the policies)."""
+def _gaps(older: Any, newer: Any, ids: np.ndarray, mask: np.ndarray, recorded: np.ndarray) -> list[np.ndarray]:
+    """|difference| at the sampled tokens of the second half: of the caches, of the policies, and of the recorded
+    log-probs from those of the older policy.
+    """
     import torch
 
     sampled = np.flatnonzero(mask)
@@ -106,7 +117,7 @@ def _gaps(older: Any, newer: Any, ids: np.ndarray, mask: np.ndarray) -> tuple[np
         own, old = (logprobs(policy(tokens).logits, 0) for policy in (newer, older))
         cache = older(tokens[:, :cut], use_cache=True).past_key_values
         stale = logprobs(newer(tokens[:, cut:], past_key_values=cache).logits, cut)
-    return np.abs(stale - own), np.abs(old - own)
+    return [np.abs(stale - own), np.abs(old - own), np.abs(recorded[wanted] - old)]
 
 
 def _shown(value: Any) -> str:

@@ -26,6 +26,8 @@ from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, ClosedWorld, fact_
 from psearch_jax.closed_world.question_forms import questions
 from psearch_jax.closed_world.scripted import first_thought, query
 from psearch_jax.closed_world.wordings import FORMS, PAIRED, words_of_wordings
+from psearch_jax.eval import benchmarks
+from psearch_jax.eval.benchmarks import closed_world_benchmark
 from psearch_jax.eval.tables import table
 from psearch_jax.runtime.paths import write_whole
 from psearch_jax.types import Question
@@ -34,6 +36,7 @@ from retrieval.service import RetrievalService
 
 TOPK = (1, 2, 3)
 PAIRS = "minimal pairs"
+EVALUATED = "evaluated pairs"  # those of launch/eval.py and the experiments
 WORD = r"'s|\w+|[^\w\s]"
 # An attribute of an attribute: `of the teacher of A`, `of A's teacher`, `A's teacher's`, `the year A's teacher was`.
 NESTED = re.compile(r"of the [a-z ]+ of|of (Name )*Name's|'s [a-z ]+'s|year (the [a-z ]+ of|(Name )*Name's)")
@@ -96,6 +99,7 @@ def surface_cues(world: ClosedWorld, count: int) -> dict[str, dict[str, float]]:
         "known wordings": _examples(world, "eval", count // 2, False),
         "held-out wordings": _examples(world, "eval", count // 2, True),
         PAIRS: _examples(world, "eval", count // 2, True, PAIRED),
+        EVALUATED: (asked := closed_world_benchmark(world, benchmarks.PAIRS, 200), [q.kind for q in asked]),
     }
     train, train_pairs = _examples(world, "train", count, False), _examples(world, "train", count, False, PAIRED)
     out: dict[str, dict[str, float]] = {}

@@ -117,7 +117,7 @@ class MovedCopy:
       sent_bytes: of the last copy, counting every array once.
 
     Raises:
-      UserError: as `own_part`, for either mesh.
+      ValueError: as `own_part`, for either mesh. `make_meshes` makes none of this kind.
     """
 
     def __init__(self, weights: nnx.State, dtype: Any, source: Mesh, mesh: Mesh, in_int8: bool, trained: bool):

@@ -87,8 +87,8 @@ def sampling_ahead(run: Run, step: int, times: dict[str, float]) -> Iterator[Non
     they were started, and two threads would start them in another order in each process, which deadlocks.
 
     Args:
-      times: the seconds of the phases sampling_ahead (at the same time as the block), sampling_wait (before and after
-        the block) and transfer (a part of sampling_wait) are added to it.
+      times: the seconds of the phases sampling_ahead, sampling_wait (the part of the step in which no update runs) and
+        transfer (a part of sampling_wait) are added to it.
     """
     if not (run.config.mesh.rollout_devices and run.config.train.staleness) or run.recording is not None:
         yield
@@ -102,7 +102,8 @@ def sampling_ahead(run: Run, step: int, times: dict[str, float]) -> Iterator[Non
             run.stream.run(params, step, temperature, lambda *_: run.stop.check())
 
     if jax.process_count() > 1 and sampler_mesh.devices.flat[0].platform == "cpu":
-        sample()
+        with run.phase("sampling_wait", times):
+            sample()
         yield
         return
     future = in_background(sample)

@@ -171,12 +171,15 @@ def test_a_stale_cache_matters_only_between_different_policies():
     rng = np.random.default_rng(0)
     ids, mask = rng.integers(64, size=40), rng.random(40) < 0.5
     mask[0] = False
-    stale, policy = stale_cache._gaps(policies[0], policies[0], ids, mask)
+    with torch.no_grad():
+        scores = torch.log_softmax(policies[0](torch.tensor(ids[None])).logits[0], -1).numpy()
+    recorded = np.concatenate([[0.0], scores[np.arange(39), ids[1:]]])
+    stale, policy, other = stale_cache._gaps(policies[0], policies[0], ids, mask, recorded)
     later = mask.sum() - mask.sum() // 2 - 1
-    assert len(stale) == len(policy) == later and stale.max() < 1e-5 and policy.max() == 0
-    stale, policy = stale_cache._gaps(*policies, ids, mask)
-    assert stale.min() > 1e-6 and policy.min() > 1e-6
-    with pytest.raises(UserError, match="accepted: two that are 1 apart"):
+    assert len(stale) == len(policy) == later and stale.max() < 1e-5 and policy.max() == 0 and other.max() < 1e-5
+    stale, policy, other = stale_cache._gaps(*policies, ids, mask, recorded)
+    assert stale.min() > 1e-6 and policy.min() > 1e-6 and other.max() < 1e-5
+    with pytest.raises(UserError, match="accepted: two 1 apart"):
         stale_cache.measured(ROOT / "nowhere", [1], 4)
 
 

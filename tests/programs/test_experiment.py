@@ -18,7 +18,7 @@ from benchmarks.quality import world
 from experiments import Arm, Evaluation, Experiment, Transplant, running, tables
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.config import from_mapping
-from psearch_jax.eval.benchmarks import SETS
+from psearch_jax.eval.benchmarks import SETS, closed_world_benchmark
 from psearch_jax.limits import validate
 from psearch_jax.train.checkpointing.settings import fields
 from psearch_jax.types import UserError
@@ -88,7 +88,7 @@ def test_intervals_are_over_cold_starts_and_differences_within_runs():
     text = tables.report(EXPERIMENT, results)
     assert "| chance level |  |  | .400 |" in text
     assert "| a | 2 | 2 | .700 (.000-1.000) | 2.50 (-3.85-8.85) |" in text
-    assert "| b | held-out/parallel | EM | 2 | +0.100 | +0.100 to +0.100 |" in text
+    assert "| b | held-out/parallel | EM | 2 | 2 | +0.100 | +0.100 to +0.100 |" in text
     assert "| held-out/parallel | EM | b | .600 | 1.000 |" in text
 
 
@@ -97,11 +97,22 @@ def test_seeds_of_one_cold_start_are_not_independent_cold_starts():
     results = record(a=(0.5, 0.9))
     one_start = {f"a/0/{seed}": one for seed, one in enumerate(results["runs"].values())}
     text = tables.report(EXPERIMENT, results | {"runs": one_start})
-    assert "| a | 1 | 2 | .700 (.000-1.000) |" in text and "Each cold start" not in text
+    assert "| arm | seeds | runs |" in text and "Each cold start" not in text
+    assert "| a | 2 | 2 | .700 (.000-1.000) |" in text
     seeds = {f"a/{i}/{seed}": results["runs"][f"a/{i}/0"] for i in range(2) for seed in range(5)}
     text = tables.report(EXPERIMENT, results | {"runs": seeds})
     assert "| a | 2 | 10 | .700 (.000-1.000) |" in text
     assert "| held-out/parallel | EM | a | .500, .500, .500, .500, .500 |" in text
+
+
+def test_seeds_do_not_stand_in_for_cold_starts_that_are_missing():
+    """An arm that ran from all cold starts is compared with one that ran from the first: the interval over the seeds
+    of that cold start looks like one over cold starts."""
+    results = record(a=(0.5, 0.9), b=(0.6, 1.0))
+    seeds = {f"{arm}/0/{seed}": results["runs"][f"{arm}/0/0"] for arm in "ab" for seed in range(5)}
+    text = tables.report(EXPERIMENT, results | {"runs": seeds | {"b/1/0": results["runs"]["b/1/0"]}})
+    assert "| b | held-out/parallel | EM | 1 | 5 | +0.100 |  |" in text
+    assert "| a | 1 | 5 | .500 |" in text and "| b | 2 | 6 | .800 (.000-1.000) |" in text
 
 
 def test_controls_are_rows_of_the_tables():
@@ -109,38 +120,43 @@ def test_controls_are_rows_of_the_tables():
     results = record(a=(0.5, 0.9))
     for one in results["runs"].values():
         one["after"]["held-out/pairs"] = {"decomposition_accuracy": 0.8, "never_split": 0.5}
+        one["after"]["elsewhere/pairs"] = {"decomposition_accuracy": 0.8, "never_split": 0.5}
     figures = ("decomposition_accuracy", "turns")
-    surface = tables.surface_classifiers(ROOT / "docs" / "experiments" / "controls" / "world.json")
-    text = tables.report(replace(EXPERIMENT, figures=figures), results, surface)
-    assert text.count("| never split |  |  | .500 |") == 1
-    assert f"| classifier: word bigrams |  |  | {surface['word bigrams']:.3f}".replace("0.", ".") in text
-    assert text.count("classifier:") == len(surface) >= 7
-    assert tables.surface_classifiers(ROOT / "nowhere.json") == {}
+    controls = tables.controls_of(ROOT / "docs" / "experiments" / "controls" / "world.json")
+    elsewhere = {"elsewhere": Evaluation(("pairs",), 2, ("--config.data.world_seed=1",))}
+    experiment = replace(EXPERIMENT, figures=figures, evaluations=EXPERIMENT.evaluations | elsewhere)
+    text = tables.report(experiment, results, controls)
+    assert text.count("| never split |  |  | .500 |") == 2
+    assert f"| control: word bigrams |  |  | {controls['word bigrams']:.3f}".replace("0.", ".") in text
+    assert text.count("control:") == len(controls) >= 7, "not for the pairs of another world"
+    assert tables.controls_of(ROOT / "nowhere.json") == {}
 
 
 def test_the_committed_controls_are_those_of_this_world():
     """The wordings or the minimal pairs change, and the tables still compare with classifiers of the old ones."""
     file = ROOT / "docs" / "experiments" / "controls" / "world.json"
     committed = json.loads(file.read_text())["cues"]
-    pairs = world._examples(ClosedWorld.make(0), "eval", 800, True, world.PAIRED)
-    cues = world.CLASSIFIERS["first three words"]().fit(*world._examples(ClosedWorld.make(0), "train", 1600, False))
-    assert cues.score(*pairs) == pytest.approx(committed["first three words"][world.PAIRS], abs=0.02)
+    asked = closed_world_benchmark(ClosedWorld.make(0), "pairs", 200)
+    bigrams = world.CLASSIFIERS["word bigrams"]().fit(*world._examples(ClosedWorld.make(0), "train", 1600, False))
+    score = bigrams.score(asked, [q.kind for q in asked])
+    assert score == pytest.approx(committed["word bigrams"][world.EVALUATED], abs=0.011)
 
 
 def test_training_metrics_are_reported_where_they_exist():
     """A metric that only some arms log stops the report, or counts as 0 in the others."""
     results = record(a=(0.5, 0.9), b=(0.6, 1.0))
-    results["runs"]["b/0/0"]["metrics"] = {"staleness": 0.8}
+    results["runs"]["b/0/0"]["metrics"] = {"staleness": 2.5}
+    results["runs"]["b/1/0"]["metrics"] = {"staleness": 1.5}
     results["runs"]["a/0/0"]["metrics"] = {}
     text = tables.report(replace(EXPERIMENT, metrics=("staleness",)), results)
-    assert "| a | 1 |  |" in text and "| b | 1 | .800 |" in text
+    assert "| a | 1 | 1 |  |" in text and "| b | 2 | 2 | 2 (-4.35 to 8.35) |" in text
 
 
 def test_an_arm_that_has_not_run_everywhere_is_compared_where_it_has():
     """A run that is still missing counts as 0, or is replaced by one with another cold start."""
     results = record(a=(0.5, 0.9), b=(0.6, 1.0))
     del results["runs"]["b/0/0"]
-    assert "| b | held-out/parallel | EM | 1 | +0.100 |  |" in tables.report(EXPERIMENT, results)
+    assert "| b | held-out/parallel | EM | 1 | 1 | +0.100 |  |" in tables.report(EXPERIMENT, results)
 
 
 def test_an_untrained_arm_is_compared_with_every_seed_of_its_cold_start():
@@ -148,7 +164,7 @@ def test_an_untrained_arm_is_compared_with_every_seed_of_its_cold_start():
     results = record(a=(0.5, 0.9), b=(0.6, 1.0))
     results["runs"] |= {"a/0/1": results["runs"]["a/0/0"]}
     untrained = replace(EXPERIMENT, arms={"a": Arm(), "b": Arm(trained=False)})
-    assert "| b | held-out/parallel | EM | 3 | +0.100 | +0.100 to +0.100 |" in tables.report(untrained, results)
+    assert "| b | held-out/parallel | EM | 2 | 3 | +0.100 | +0.100 to +0.100 |" in tables.report(untrained, results)
 
 
 def test_alarms_are_counted_by_runs_with_the_step_of_the_first():

@@ -65,9 +65,9 @@ def failing(index: int, error: Exception, by=processes.allgather) -> str:
     return "nothing was raised"
 
 
-def two_meshes() -> str:
+def refused(**mesh) -> str:
     try:
-        make_meshes(MeshSection(rollout_devices=1))
+        make_meshes(MeshSection(**mesh))
     except UserError as error:
         return str(error)
     return "nothing was raised"
@@ -75,7 +75,7 @@ def two_meshes() -> str:
 
 def divided() -> dict:
     """Each process has a part of both meshes; messages travel over either, also while the other one is set."""
-    training, sampling = make_meshes(MeshSection(rollout_devices=2))
+    training, sampling = make_meshes(MeshSection(rollout_devices=2 * count))
     got = []
     for over, other in ((training, sampling), (sampling, training)):
         with processes.exchanging_on(over), jax.set_mesh(other):
@@ -88,15 +88,6 @@ def divided() -> dict:
         "own": own.size,
         "ours": all(d.process_index == here for d in own.devices.flat),
     }
-
-
-def over_processes() -> str:
-    """A size of `tensor` that no process can hold alone."""
-    try:
-        own_part(make_meshes(MeshSection(tensor=2, rollout_devices=2))[0])
-    except UserError as error:
-        return str(error)
-    return "nothing was raised"
 
 
 def stopped(index: int) -> tuple[int, int]:
@@ -154,7 +145,7 @@ if __name__ == "__main__":
     processes.start(coordinator, count, here)
     mesh = jax.make_mesh((jax.device_count(),), ("all",), devices=jax.devices())
     place = NamedSharding(mesh, PartitionSpec("all"))
-    spread = jax.make_array_from_callback((4,), place, lambda index: np.arange(4)[index])
+    spread = jax.make_array_from_callback((6,), place, lambda index: np.arange(6)[index])
     rows = list(range(11))
     long = {"process": here, "text": "x" * (20_000_000 * here + 3)}  # longer than one exchange can carry
     results = {
@@ -170,9 +161,9 @@ if __name__ == "__main__":
         "search": failing(1, RetrievalError("the server is gone")),
         "input": failing(0, UserError("found 3")),
         "odd": failing(1, Odd(1, 2)),
-        "two meshes": two_meshes(),
+        "two meshes": refused(rollout_devices=1),
+        "over processes": refused(tensor=2, rollout_devices=4, rollout_tensor=2),
         "divided": divided(),
-        "over processes": over_processes(),
         "stopped": stopped(1),
         "damaged": one_reads_badly(Path(sys.argv[4]), mesh),
         "array": processes.fetch(spread).tolist(),

@@ -181,19 +181,24 @@ def test_two_meshes_equal_one(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "steps"), [(1, 4), (2, 2)])
 def test_two_meshes_repeat_and_resume_to_the_bit(tmp_path, count, steps):
-    """Sampling and learning at the same time, in an order that the clock decides; or two processes that wait for each
-    other's samplers and learners in different orders, and hang."""
+    """Sampling and learning at the same time, in an order that the clock decides. With two processes: one that is told
+    to stop, while the other waits for it."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(eight(count, whole, steps, 4))
     rows = metrics_without_clocks(whole)
     assert all(1 <= row["staleness"] <= 2 for row in rows[1:])
-    waits = [json.loads(line)["sampling_wait_s"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    assert min(waits) > 0, "the step's time lacks the wait for the sampler"
+    for row in map(json.loads, (whole / "metrics.jsonl").read_text().splitlines()):
+        # On the CPUs of two processes the update waits for all of the sampling.
+        assert row["sampling_wait_s"] > (0 if count == 1 else row["sampling_ahead_s"]), "the step's time lacks a part"
     processes = eight(count, killed, steps, 4)
     wait_for(lambda: (killed / "checkpoints" / str(steps // 2)).is_dir(), processes[0])
-    for process in processes:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+    if count == 1:
+        processes[0].send_signal(signal.SIGKILL)
+        processes[0].communicate()
+    else:
+        processes[1].send_signal(signal.SIGTERM)
+        stopped = ended(processes, 120)
+        assert all(code == 0 for code, _, _ in stopped), [err[-2000:] for _, _, err in stopped]
     finish(eight(count, killed, steps, 4))
     assert metrics_without_clocks(killed) == rows
     assert_same_params(killed, whole)
