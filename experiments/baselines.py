@@ -1,8 +1,8 @@
 """The four methods, trained with equal budgets from the same cold starts; classic retrieval and the cold start.
 
 Predictions, written before the first run from cold starts whose thoughts mark no dependence, for five cold starts with
-two seeds each. `parallelsearch` raises decomposition accuracy on the minimal pairs from .5 to at least .7 in every cold
-start, with foreign first thoughts as with its own (difference at most .1); it is not above the classifier on word
+two seeds each. `parallelsearch` raises decomposition accuracy on the minimal pairs from .5 to at least .7 in every
+cold start, with foreign first thoughts as with its own (difference at most .1); it is not above the classifier on word
 bigrams (.78) on average. EM on parallel questions changes by at most .03, turns fall below 2.2, and EM on mixed
 questions, which training never asks, falls by .05 to .1. `search_r1` with eight searches gains at most .05 over four
 on questions with many look-ups, because no training question needs more than four.

@@ -68,7 +68,7 @@ def report(experiment: Experiment, record: Mapping[str, Any], controls: Mapping[
 
 
 def controls_of(file: Path) -> dict[str, float]:
-    """The accuracy, on the minimal pairs that the arms are asked, of controls without a policy; empty without the file.
+    """The accuracy of controls without a policy on the minimal pairs that the arms are asked; empty without the file.
 
     Args:
       file: what `launch/bench.py world --json` wrote.

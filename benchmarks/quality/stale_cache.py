@@ -69,8 +69,8 @@ def measured(run: Path, ages: Sequence[int], count: int) -> list[dict[str, Any]]
         stale, policy, recorded = (np.concatenate([gap[i] for gap in gaps]) for i in range(3))
         if recorded.mean() > RECORDED_GAP:
             raise UserError(
-                f"--run={run}: log-probs of the older policy differ from the recorded ones by {recorded.mean():.3g} on "
-                f"average, accepted: at most {RECORDED_GAP}, as in runs without staleness at temperature 1"
+                f"--run={run}: log-probs of the older policy differ from the recorded ones by {recorded.mean():.3g} "
+                f"on average, accepted: at most {RECORDED_GAP}, as in runs without staleness at temperature 1"
             )
         line = {"age": age, "rollouts": len(gaps), "tokens": len(stale)}
         lines.append({**line, "stale gap": mean(stale), "policy gap": mean(policy)})

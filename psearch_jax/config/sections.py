@@ -131,7 +131,8 @@ class MeshSection:
         0,
         "Of all devices, the number that only sample, while the others train (at the same time with "
         "`train.staleness` of at least 1); `data`, `fsdp` and `tensor` then divide those that train. With "
-        "several processes, each has equally many of both; several hosts of TPUs are refused. 0: all devices do both in turn.",
+        "several processes, each has equally many of both; several hosts of TPUs are refused. 0: all devices do both "
+        "in turn.",
         at_least=0,
     )
     rollout_tensor: int = setting(
