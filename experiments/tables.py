@@ -44,7 +44,7 @@ def report(experiment: Experiment, record: Mapping[str, Any], controls: Mapping[
     """
     parts = [experiment.claim]
     runs = by_arm(record)
-    starts = {run.partition("/")[0] for results in runs.values() for run in results}
+    starts = sorted({run.partition("/")[0] for results in runs.values() for run in results}, key=int)
     unit = _SEED if len(starts) == 1 else _COLD_START
     moments = list(
         dict.fromkeys(m for results in runs.values() for one in results.values() for m in one if m not in _NOT_MOMENTS)
@@ -59,7 +59,7 @@ def report(experiment: Experiment, record: Mapping[str, Any], controls: Mapping[
         title = f"Differences from {experiment.reference}, paired by run; intervals are over {_UNITS[unit]}:"
         parts += [title, _differences(experiment, runs, unit)]
     if len(starts) > 1:
-        parts += ["Each cold start (its seeds separated by commas):", _each(experiment, runs)]
+        parts += ["Each cold start (its seeds separated by commas):", _each(experiment, runs, starts)]
     if experiment.metrics:
         parts += ["Means over the steps of training:", _metrics(experiment, runs, unit)]
     if any(_ALARMS in one for results in runs.values() for one in results.values()):
@@ -146,9 +146,8 @@ def _figures(
     return table(rows)
 
 
-def _each(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]]) -> str:
+def _each(experiment: Experiment, runs: Mapping[str, Mapping[str, Any]], starts: Sequence[str]) -> str:
     """The figures of every run after training, by cold start."""
-    starts = sorted({run.partition("/")[0] for results in runs.values() for run in results}, key=int)
     rows = [["question set", "metric", "arm", *(f"cold start {start}" for start in starts)]]
     for where in _places(runs, _AFTER):
         for figure in experiment.figures:

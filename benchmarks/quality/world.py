@@ -26,7 +26,7 @@ from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, ClosedWorld, fact_
 from psearch_jax.closed_world.question_forms import questions
 from psearch_jax.closed_world.scripted import first_thought, query
 from psearch_jax.closed_world.wordings import FORMS, PAIRED, words_of_wordings
-from psearch_jax.eval import benchmarks
+from psearch_jax.eval.benchmarks import PAIRS as EVALUATED_SET
 from psearch_jax.eval.benchmarks import closed_world_benchmark
 from psearch_jax.eval.tables import table
 from psearch_jax.runtime.paths import write_whole
@@ -99,7 +99,7 @@ def surface_cues(world: ClosedWorld, count: int) -> dict[str, dict[str, float]]:
         "known wordings": _examples(world, "eval", count // 2, False),
         "held-out wordings": _examples(world, "eval", count // 2, True),
         PAIRS: _examples(world, "eval", count // 2, True, PAIRED),
-        EVALUATED: (asked := closed_world_benchmark(world, benchmarks.PAIRS, 200), [q.kind for q in asked]),
+        EVALUATED: (asked := closed_world_benchmark(world, EVALUATED_SET, 200), [q.kind for q in asked]),
     }
     train, train_pairs = _examples(world, "train", count, False), _examples(world, "train", count, False, PAIRED)
     out: dict[str, dict[str, float]] = {}
