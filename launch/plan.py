@@ -92,7 +92,7 @@ def main(_: list[str]) -> None:
     def sizes(mesh: Any) -> str:
         return " x ".join(f"{name} {size}" for name, size in mesh.items())
 
-    mesh = sizes(plan.mesh) + (f" train, {sizes(plan.rollout_mesh)} sample" if plan.split else "")
+    mesh = sizes(plan.mesh) + (f" train, {sizes(plan.rollout_mesh)} sample" if plan.mesh != plan.rollout_mesh else "")
     kind = f"{plan.chips} x {target.kind}, {gib(plan.chip.hbm_bytes)} GiB each"
     print(f"{TOPOLOGY.value}: {kind}; {mesh}\n")
     rows = [["resident", "GiB per chip"]]

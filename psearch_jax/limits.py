@@ -112,11 +112,6 @@ def _validate_learning(config: Config) -> None:
             f"config.mesh.rollout_devices: found {config.mesh.rollout_devices} with train.dynamic_sampling_rounds="
             f"{t.dynamic_sampling_rounds}, accepted: one of them"
         )
-    if config.mesh.rollout_tensor > 1 and not config.mesh.rollout_devices:
-        raise UserError(
-            f"config.mesh.rollout_tensor: found {config.mesh.rollout_tensor} without mesh.rollout_devices, accepted: "
-            "1, or rollout_devices above 0"
-        )
     if t.prompts * r.samples % le.mini_batch_rollouts:
         raise UserError(
             f"config.learning.mini_batch_rollouts={le.mini_batch_rollouts} must divide train.prompts x "

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -79,18 +80,19 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
 
 
 def make_meshes(section: MeshSection, devices: list[Any] | None = None) -> tuple[Mesh, Mesh]:
-    """The meshes of the devices that train and of those that sample; without `rollout_devices` they are the same one.
+    """The meshes that train and sample: of the same devices, or with `rollout_devices` of separate ones.
 
-    Every process has an equal part of both: the last of its devices sample. So weights are sent within processes. The
-    TPUs of several processes cannot be divided: a program needs all chips of a host.
+    The same devices have one mesh, or two that differ in `tensor` (`regroup`). Of separate devices, every process has
+    an equal part of both: the last of its devices sample. So weights are sent within processes. The TPUs of several
+    processes cannot be divided: a program needs all chips of a host.
 
     Raises:
-      UserError: as `make_mesh`, or `rollout_devices` cannot be divided in this way.
+      UserError: as `make_mesh`, or the devices cannot be divided in this way.
     """
     devices, n = jax.devices() if devices is None else devices, section.rollout_devices
     if not n:
-        mesh = make_mesh(section, devices)
-        return mesh, mesh
+        return _regrouped(make_mesh(section, devices), section.rollout_tensor)
+    sampling_tensor = section.rollout_tensor or max(1, section.tensor)
     on_tpu = devices[0].platform == "tpu"
     if on_tpu and jax.process_count() > 1:
         raise UserError(
@@ -107,21 +109,92 @@ def make_meshes(section: MeshSection, devices: list[Any] | None = None) -> tuple
             f"config.mesh.rollout_devices: found {n} with {sizes} devices in the processes, accepted: 0, or equally "
             "many devices in each"
         )
-    if n >= len(devices) or n % (count * section.rollout_tensor):
+    if n >= len(devices) or n % (count * sampling_tensor):
         raise UserError(
-            f"config.mesh.rollout_devices: found {n} with rollout_tensor={section.rollout_tensor}, {len(devices)} "
+            f"config.mesh.rollout_devices: found {n} with rollout_tensor={sampling_tensor}, {len(devices)} "
             f"devices and {count} process{'es' * (count > 1)}, accepted: fewer than all, and a multiple of "
-            f"{count * section.rollout_tensor} (processes x rollout_tensor)"
+            f"{count * sampling_tensor} (processes x rollout_tensor)"
         )
     own = n // count
     train = make_mesh(section, [device for part in by_process.values() for device in part[:-own]])
-    if count > 1 and (each - own) % section.rollout_tensor and (each - own) % train.shape["tensor"]:
+    if count > 1 and (each - own) % sampling_tensor and (each - own) % train.shape["tensor"]:
         raise UserError(
-            f"config.mesh: found tensor={train.shape['tensor']} and rollout_tensor={section.rollout_tensor} with "
+            f"config.mesh: found tensor={train.shape['tensor']} and rollout_tensor={sampling_tensor} with "
             f"{each - own} training devices in each process, accepted: one of them divides that number"
         )
-    shape = MeshSection(data=1, fsdp=n // section.rollout_tensor, tensor=section.rollout_tensor)
+    shape = MeshSection(data=1, fsdp=n // sampling_tensor, tensor=sampling_tensor)
     return train, make_mesh(shape, [device for part in by_process.values() for device in part[-own:]])
+
+
+def sampling_mesh(section: MeshSection) -> Mesh:
+    """The mesh of a program that does not train, such as an evaluation: all devices, with the sampler's `tensor`."""
+    tensor = section.rollout_tensor
+    return make_mesh(MeshSection(tensor=tensor) if tensor else section)
+
+
+@dataclass(frozen=True)
+class Regrouping:
+    """Two meshes of the same devices that differ in `tensor`, and how the devices exchange the weights' parts.
+
+    `common` divides the devices in the order of `source`; one of its axes, `part`, belongs to `fsdp` or to `tensor`.
+    An array moves from its place by `tables[0]`, which is the one by `STORAGE` in `source`, through one program per
+    further table, to its place by `tables[-1]`, which is the one by `SAMPLING` in `target`.
+    """
+
+    source: Mesh
+    target: Mesh
+    common: Mesh
+    tables: tuple[Mapping[str, MeshAxes], ...]
+
+
+def regroup(mesh: Mesh, tensor: int) -> Regrouping | None:
+    """The devices of `mesh`, rows split over fewer or more of them, for a sampler with another `tensor`.
+
+    Neighbours along `tensor` stay neighbours. Weights move in two steps, so that no device ever holds a complete
+    array: first `part` changes its axis, or is gathered, and then fsdp is gathered. None if this is impossible: no
+    size of `tensor` divides the other, or the rows cannot be split in this way.
+    """
+    data, fsdp, now = mesh.devices.shape
+    large, small = max(now, tensor), min(now, tensor)
+    part = large // small
+    if large % small or (tensor > now and fsdp % part):
+        return None
+    whole = dict.fromkeys(_TENSOR, "tensor")
+    in_parts = dict.fromkeys(_TENSOR, ("tensor", "part"))
+    tables: tuple[Mapping[str, MeshAxes], ...]
+    if tensor > now:
+        grid, axes = mesh.devices.reshape(data, fsdp // part, part, now), ("data", "fsdp", "part", "tensor")
+        target = grid.swapaxes(2, 3).reshape(data, fsdp // part, tensor)
+        tables = ({**whole, "embed": ("fsdp", "part")}, {**in_parts, "embed": "fsdp"}, in_parts)
+    else:
+        grid, axes = mesh.devices.reshape(data, fsdp, tensor, part), ("data", "fsdp", "tensor", "part")
+        target = grid.swapaxes(2, 3).reshape(data, fsdp * part, tensor)
+        tables = ({**in_parts, "embed": "fsdp"}, {**whole, "embed": "fsdp"}, whole)
+    common = Mesh(grid, axes, axis_types=(AxisType.Auto,) * 4)
+    return Regrouping(mesh, Mesh(target, AXES, axis_types=mesh.axis_types), common, tables)
+
+
+def _regrouped(mesh: Mesh, tensor: int) -> tuple[Mesh, Mesh]:
+    """The mesh, and its devices with another `tensor`; 0: the same.
+
+    Raises:
+      UserError: they cannot be divided so.
+    """
+    data, fsdp, now = mesh.devices.shape
+    if tensor in (0, now):
+        return mesh, mesh
+    made = regroup(mesh, tensor)
+    if made is None:
+        accepted = ", ".join(str(n) for n in range(1, mesh.size + 1) if regroup(mesh, n))
+        raise UserError(
+            f"config.mesh.rollout_tensor: found {tensor} with a mesh of tensor={now} and fsdp={fsdp}, accepted: 0, "
+            f"{accepted}"
+        )
+    if now > 1:
+        return mesh, made.target
+    # The sampler's groups are laid out along the slice. Those of training, over all devices, may have any order.
+    sampling = make_mesh(MeshSection(data, fsdp // tensor, tensor), list(mesh.devices.flat))
+    return Mesh(sampling.devices.reshape(data, fsdp, 1), AXES, axis_types=mesh.axis_types), sampling
 
 
 def own_part(mesh: Mesh) -> Mesh:

@@ -56,6 +56,24 @@ def test_a_slice_is_divided_at_any_count(count):
     assert {*training.devices.flat, *sampling.devices.flat} == set(devices)
 
 
+def test_the_sampler_has_neighbours_along_tensor():
+    """A sampler whose sums over `tensor` cross the slice; two meshes of the same devices that are not the same."""
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
+    devices = tpu_target("v5e:4x4").devices
+    for tensor, sampler_tensor in ((1, 4), (1, 2), (2, 4), (4, 1)):
+        training, sampling = make_meshes(MeshSection(1, -1, tensor, rollout_tensor=sampler_tensor), devices)
+        assert sampling.devices.shape == (1, 16 // sampler_tensor, sampler_tensor)
+        assert set(sampling.devices.flat) == set(training.devices.flat) == set(devices)
+        for group in sampling.devices[0]:
+            columns, rows = ({device.coords[i] for device in group} for i in (0, 1))
+            assert len(columns) * len(rows) == sampler_tensor, "not a line or a square"
+            assert all(max(places) - min(places) == len(places) - 1 for places in (columns, rows)), "not neighbours"
+    for sampler_tensor in (3, 32):
+        with pytest.raises(UserError, match=f"rollout_tensor: found {sampler_tensor} .* accepted: 0, 1, 2, 4, 8, 16$"):
+            make_meshes(MeshSection(1, -1, 2, rollout_tensor=sampler_tensor), devices)
+    assert make_meshes(MeshSection(1, -1, 2, rollout_tensor=2), devices)[1].devices.shape == (1, 8, 2)
+
+
 def test_tpus_of_several_hosts_are_not_divided(monkeypatch):
     """Programs on some of the chips of each host, which the compiler of a TPU refuses minutes later."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")

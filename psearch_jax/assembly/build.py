@@ -37,10 +37,10 @@ from psearch_jax.sharding import (
     STORAGE,
     check_heads,
     check_rows,
-    make_mesh,
     make_meshes,
     param_shardings,
     placed,
+    sampling_mesh,
 )
 from psearch_jax.text.prompts import load_template, render_messages, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
@@ -126,7 +126,7 @@ def engine(
         raise UserError(listed("this run needs:", missing))
     if params is None:
         config = with_adapter_shape(config)
-    mesh, rollout_mesh = make_meshes(config.mesh) if training else 2 * (make_mesh(config.mesh),)
+    mesh, rollout_mesh = make_meshes(config.mesh) if training else 2 * (sampling_mesh(config.mesh),)
     dtype = jnp.float32 if training and not config.model.lora_rank else sampled_as(config)
     loaded = params is None
     model, params, path = load_weights(config, mesh, model, params, dtype)
@@ -287,7 +287,7 @@ def from_path(config: Config, path: str) -> Engine:
         return engine(replace(config, model=replace(config.model, path=path)))
     if not place.is_dir():
         return engine(replace(config, model=replace(config.model, path=path)))
-    mesh = make_mesh(config.mesh)
+    mesh = sampling_mesh(config.mesh)
     model, params, loop = checkpoint.load_params(
         path, lambda abstract: param_shardings(abstract, STORAGE, mesh), sampled_as(config)
     )

@@ -125,7 +125,7 @@ class MeshSection:
         resume=FREE,
     )
     tensor: int = setting(
-        1, "Devices over which heads, MLPs and vocabulary are split, in training and sampling.", resume=FREE
+        1, "Devices over which heads, MLPs and vocabulary are split, in training and in sampling.", resume=FREE
     )
     rollout_devices: int = setting(
         0,
@@ -136,9 +136,10 @@ class MeshSection:
         at_least=0,
     )
     rollout_tensor: int = setting(
-        1,
-        "With `rollout_devices`: `tensor` of the devices that sample; their rows are split over the others.",
-        at_least=1,
+        0,
+        "`tensor` of the sampler: a multiple or a divisor of `tensor`. Training is fastest with a small `tensor`; the "
+        "sampler's weights are split over `tensor` only. 0: the same.",
+        at_least=0,
         resume=FREE,
     )
 

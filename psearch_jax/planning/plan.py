@@ -254,7 +254,9 @@ def make_plan(
     layers = [copy[part] for part in ("layers", "adapters", "scales") if part in copy]
     unstacked = bytes_per_chip(layers) if target.absent and config.model.unstacked_decoding else 0
     # Whether the sampler uses the frozen base directly, without a copy.
-    in_place = bool(lora) and not split and not config.model.int8_weights and sampled_in_place(abstract, mesh)
+    in_place = (
+        bool(lora) and mesh == rollout_mesh and not config.model.int8_weights and sampled_in_place(abstract, mesh)
+    )
     both = ("critic", "critic_optimizer")
     state = ("parameters", "optimizer", *both, "reference", *(() if in_place else ("frozen_base",)))
     kept = () if split else state  # on the sampler's chips, while it works
@@ -326,7 +328,7 @@ def advice(plan: Plan, config: Config) -> list[str]:
         "apply": "config.mesh.fsdp (more chips)",
         "critic_apply": "config.mesh.fsdp (more chips)",
         START: "config.mesh.fsdp (more chips)",
-        "reshard": "config.mesh.tensor (a larger one splits the sampling copy further), or more chips",
+        "reshard": "config.mesh.rollout_tensor (a larger one splits the sampling copy further), or more chips",
         **dict.fromkeys(
             ("extend", "refresh"),
             f"config.rollout.slots={config.rollout.slots} or obs_tokens={config.rollout.obs_tokens}",

@@ -32,6 +32,8 @@ Changes = Mapping[str, Any]  # from fields such as "rollout.slots" to values
 SLOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # per replica
 ROWS = (1, 2, 4, 8)  # of a micro-batch, per replica
 SIMILAR = 1.03  # settings whose times differ by less are tried in their own order
+SAMPLING = (*SAMPLER_PROGRAMS, "reshard")
+LEARNING = (*[name for name in LEARNER_PROGRAMS if name != "reshard"], *CRITIC_PROGRAMS)
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,11 @@ class Settings:
 def search(
     config: Config, target: Target, tokens: float, sampled: float, log: Callable[[str], None]
 ) -> Settings | None:
-    """The `mesh.tensor`, `rollout.slots`, `learning.micro_batch_rows` and `model.remat` with the fewest expected
-    seconds per step (planning/expected.py) whose programs fit. None of them changes what is learned.
+    """The fastest `mesh.tensor`, `mesh.rollout_tensor`, `rollout.slots`, `learning.micro_batch_rows` and `model.remat`
+    that fit, by the expected seconds of a step (planning/expected.py). None of them changes what is learned.
 
-    Sampling and learning need memory at different times and are searched for separately, for each size of `tensor`,
-    from the fastest settings on. A candidate is compiled for the machine.
+    Learning and sampling need memory at different times and are searched for separately, from the fastest settings
+    on. A candidate is compiled for the machine.
 
     Args:
       tokens: mean tokens per rollout.
@@ -67,75 +69,67 @@ def search(
     shape, chips = model_shape(config), len(target.devices)
     tensors = [t for t in range(1, chips + 1) if chips % t == 0 and shape.heads % t == 0]
     steps: dict[int, Any] = {}
+    failed = set()  # sizes of `tensor` in training for which no sampler fits
 
     def parts(changes: Changes) -> dict[str, float]:
+        """Expected seconds of what `changes` are about: sampling, if they contain the number of slots."""
         changed = with_changes(config, changes)
         job = Job(shape, changed, tokens, sampled)
-        where = Machine(target.chip, chips, changes["mesh.tensor"])
         if "rollout.slots" not in changes:
-            return learning_seconds(job, where, Shares())
+            return learning_seconds(job, Machine(target.chip, chips, changes["mesh.tensor"]), Shares())
         slots = changed.rollout.slots
         if slots not in steps:
             steps[slots] = typical_step(job, slots)
+        where = Machine(target.chip, chips, changes["mesh.rollout_tensor"])
         return sampling_seconds(job, where, slots, steps[slots], Shares())
 
-    def fastest(choices: Sequence[Changes], names: Sequence[str], limit: float) -> Settings | None:
-        """The fastest of `choices` that fits and takes less than `limit`; of similar ones the first."""
-        ordered = sorted(
-            ((parts(choice), i, choice) for i, choice in enumerate(choices)),
-            key=lambda one: (round(math.log(sum(one[0].values())) / math.log(SIMILAR)), one[1]),
-        )
+    def fitting(choices: Iterable[Changes], names: Sequence[str], others: Changes) -> Iterator[Settings]:
+        """Those of `choices` that fit next to `others`, from the fastest on; similar ones in their own order."""
+        counted = [(least_bytes(with_changes(config, choice), shape, chips, names), choice) for choice in choices]
+        possible = [choice for least, choice in counted if least <= target.chip.hbm_bytes]
+        seconds = [parts(choice) for choice in possible]
+        totals = [sum(each.values()) for each in seconds]
+        order = sorted(range(len(possible)), key=lambda i: (round(math.log(totals[i]) / math.log(SIMILAR)), i))
         too_large: list[Changes] = []
-        for seconds, _, choice in ordered:
-            if sum(seconds.values()) >= limit:
+        for i in order:
+            choice = possible[i]
+            if choice["mesh.tensor"] in failed or any(_needs_more(choice, other) for other in too_large):
                 continue
-            if any(_needs_more(choice, other) for other in too_large):
-                continue
-            changed = with_changes(config, choice)
+            changed = with_changes(config, {**others, **choice})
             fit = make_plan(changed, target, names=names, to_the_end=False, largest_only=True).fits
-            log(f"{_shown(choice)}: {sum(seconds.values()):.3g} s, {'fits' if fit else 'does not fit'}")
+            log(f"{_shown(choice)}: {totals[i]:.3g} s, {'fits' if fit else 'does not fit'}")
             if fit:
-                return Settings(dict(choice), seconds)
-            too_large.append(choice)
-        return None
+                yield Settings(dict(choice), seconds[i])
+            else:
+                too_large.append(choice)
 
-    def possible(choices: Iterable[Changes], names: Sequence[str]) -> list[Changes]:
-        counted = ((least_bytes(with_changes(config, choice), shape, chips, names), choice) for choice in choices)
-        return [choice for least, choice in counted if least <= target.chip.hbm_bytes]
-
-    best, limit, learning = None, math.inf, (*LEARNER_PROGRAMS, *CRITIC_PROGRAMS)
-    for tensor in tensors:
-        learners = possible(_learner_choices(config, tensor, chips // tensor), learning)
-        samplers = possible(_sampler_choices(config, tensor, chips // tensor), SAMPLER_PROGRAMS)
-        if not learners or not samplers:
-            continue
-        least = min(sum(parts(choice).values()) for choice in samplers)
-        learner = fastest(learners, learning, limit - least)
-        if learner is None:
-            continue
-        sampler = fastest(samplers, SAMPLER_PROGRAMS, limit - sum(learner.seconds.values()))
-        if sampler is None:
-            continue
-        best = Settings(sampler.changes | learner.changes, sampler.seconds | learner.seconds)
-        limit = sum(best.seconds.values())
-    return best
+    one_row = {"mesh.rollout_tensor": 0, "rollout.slots": chips}  # rows that every mesh can split
+    for learner in fitting(_learner_choices(config, tensors, chips), LEARNING, one_row):
+        tensor = learner.changes["mesh.tensor"]
+        for sampler in fitting(_sampler_choices(config, tensor, tensors, chips), SAMPLING, learner.changes):
+            return Settings(learner.changes | sampler.changes, sampler.seconds | learner.seconds)
+        failed.add(tensor)
+    return None
 
 
-def _sampler_choices(config: Config, tensor: int, replicas: int) -> Iterator[Changes]:
+def _sampler_choices(config: Config, tensor: int, tensors: Sequence[int], chips: int) -> Iterator[Changes]:
     """From few slots to many: more of them only pay if they save time."""
     rollouts = config.train.prompts * config.rollout.samples
-    for n in SLOTS:
-        if n * replicas <= rollouts:
-            yield {**_mesh(tensor), "rollout.slots": n * replicas}
+    nested = [t for t in tensors if t % tensor == 0 or tensor % t == 0]
+    for n, rollout_tensor in itertools.product(SLOTS, nested):
+        slots = n * chips // rollout_tensor
+        if slots <= rollouts:
+            yield {**_mesh(tensor), "mesh.rollout_tensor": rollout_tensor, "rollout.slots": slots}
 
 
-def _learner_choices(config: Config, tensor: int, replicas: int) -> Iterator[Changes]:
+def _learner_choices(config: Config, tensors: Sequence[int], chips: int) -> Iterator[Changes]:
     """From many rows to few: the products of larger micro-batches are more efficient, and with few rows the compiler
     may move activations between devices where weights would be fewer bytes."""
     group = config.learning.mini_batch_rollouts
-    rows = [n * replicas for n in ROWS if group % (n * replicas) == 0]
-    for remat, n in itertools.product(get_args(Remat), reversed(rows)):
-        yield {**_mesh(tensor), "learning.micro_batch_rows": n, "model.remat": remat}
+    for tensor, remat, n in itertools.product(tensors, get_args(Remat), reversed(ROWS)):
+        rows = n * chips // tensor
+        if group % rows == 0:
+            yield {**_mesh(tensor), "learning.micro_batch_rows": rows, "model.remat": remat}
 
 
 def least_bytes(config: Config, shape: DecoderConfig, chips: int, names: Sequence[str]) -> float:
@@ -147,10 +141,11 @@ def least_bytes(config: Config, shape: DecoderConfig, chips: int, names: Sequenc
     weights, replicas = forward_flops(m, [1], 1) / 2, chips // t
     # A replica holds everything if fsdp does not divide the width.
     kept = (2 if section.lora_rank else 12) * weights / (t if m.width % replicas else chips)
-    if names == SAMPLER_PROGRAMS:
-        in_place = section.lora_rank and not section.int8_weights and replicas == 1  # samples from the frozen weights
-        held = sampler_bytes(m, section, t, rollout.slots / replicas * rollout.context_tokens)
-        return held if in_place else kept + held
+    if names == SAMPLING:
+        t = config.mesh.rollout_tensor or t
+        held = sampler_bytes(m, section, t, rollout.slots * t / chips * rollout.context_tokens)
+        in_place = section.lora_rank and not section.int8_weights and t == config.mesh.tensor == chips
+        return held if in_place else kept + held  # in place: samples from the frozen weights
     tokens = config.learning.micro_batch_rows / replicas * row_widths(rollout.context_tokens)[-1]
     stored = {"none": 2 * m.width + 3 * m.mlp, "dots": 2 * m.width + 2 * m.mlp, "full": m.width}[section.remat]
     return kept + 2 * m.layers * tokens * stored / t
@@ -163,6 +158,8 @@ def _mesh(tensor: int) -> dict[str, int]:
 def _needs_more(one: Changes, other: Changes) -> bool:
     """Whether `one` needs at least as much memory as `other`."""
     remats = get_args(Remat)
+    if any(one.get(name) != other.get(name) for name in ("mesh.tensor", "mesh.rollout_tensor")):
+        return False
     if "model.remat" in one and remats.index(one["model.remat"]) > remats.index(other["model.remat"]):
         return False
     counts = ("learning.micro_batch_rows", "rollout.slots")

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from psearch_jax.config import DecoderConfig
 from psearch_jax.models import int8, lora
 from psearch_jax.models.transposed import multiplies_slowly_transposed, with_head
-from psearch_jax.sharding import AXES, SAMPLING, STORAGE, MeshAxes, own_part, param_shardings
+from psearch_jax.sharding import (
+    SAMPLING,
+    STORAGE,
+    MeshAxes,
+    Regrouping,
+    own_part,
+    param_shardings,
+    placed,
+    regroup,
+)
 
 
 def sampled_shape(config: DecoderConfig, mesh: Mesh, dtype: Any) -> DecoderConfig:
@@ -28,9 +37,10 @@ def sampling_cast(
     dtype: Any,
     mesh: Mesh,
     rounding: Callable[..., nnx.State] | None = None,
-    rules: Mapping[str, MeshAxes] = SAMPLING,
+    tables: Sequence[Mapping[str, MeshAxes]] = (SAMPLING,),
 ) -> Callable[[nnx.State], nnx.State]:
-    """A jitted function from stored parameters to the sampler's copy, which is split by `rules`.
+    """A jitted function from stored parameters to the sampler's copy, which is split by one of `tables` after the
+    other, and in the end by the last.
 
     The copy is in `dtype`, except for parameters that `rounding(copy, params)` replaces. Adapters keep their dtype:
     the model casts them where it uses them, and rounding them twice would differ from training.
@@ -43,9 +53,12 @@ def sampling_cast(
 
     def cast(params: nnx.State) -> nnx.State:
         copy = jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        return rounding(copy, params) if rounding else copy
+        copy = rounding(copy, params) if rounding else copy
+        for table in tables[:-1]:
+            copy = jax.lax.with_sharding_constraint(copy, param_shardings(copy, table, mesh))
+        return copy
 
-    return jax.jit(cast, out_shardings=param_shardings(jax.eval_shape(cast, abstract), rules, mesh))
+    return jax.jit(cast, out_shardings=param_shardings(jax.eval_shape(cast, abstract), tables[-1], mesh))
 
 
 def sampled_in_place(abstract: nnx.State, mesh: Mesh) -> bool:
@@ -67,19 +80,31 @@ class SamplingCopy:
     Args:
       weights, adapters: abstract or concrete; adapters are None if there are none.
       dtype: of the copy; adapters keep theirs.
+      mesh: of the weights.
       in_int8: convert the layers' kernels to int8.
       trained: the weights change, so the sampler needs a copy of them.
+      rollout_mesh: the sampler's, of the same devices; default: `mesh`.
     """
 
     def __init__(
-        self, weights: nnx.State, adapters: nnx.State | None, dtype: Any, mesh: Mesh, in_int8: bool, trained: bool
+        self,
+        weights: nnx.State,
+        adapters: nnx.State | None,
+        dtype: Any,
+        mesh: Mesh,
+        in_int8: bool,
+        trained: bool,
+        rollout_mesh: Mesh | None = None,
     ):
         same = all(x.dtype == dtype for x in jax.tree.leaves(weights))
-        self._in_place = not trained and same and not in_int8 and sampled_in_place(weights, mesh)
+        in_place = rollout_mesh in (None, mesh) and sampled_in_place(weights, mesh)
+        self._in_place = not trained and same and not in_int8 and in_place
         rounding = int8.with_kernels if in_int8 else None
         self._unties = "lm_head" not in weights and multiplies_slowly_transposed(mesh, dtype)
         self._frozen_head: jax.Array | None = None
-        self._cast = sampling_cast(self._moved(weights, adapters), dtype, mesh, rounding)
+        self._grouping = None if rollout_mesh in (None, mesh) else regroup(mesh, rollout_mesh.shape["tensor"])
+        where = (self._grouping.common, rounding, self._grouping.tables[1:]) if self._grouping else (mesh, rounding)
+        self._cast = sampling_cast(self._moved(weights, adapters), dtype, *where)
 
     def __call__(self, weights: nnx.State, adapters: nnx.State | None = None) -> nnx.State:
         if self._unties and self._in_place:
@@ -88,14 +113,20 @@ class SamplingCopy:
             weights = with_head(weights, self._frozen_head)
         if self._in_place and adapters is None:
             return weights
-        copy = self._cast(self._moved(weights, adapters))
+        moved, grouping = self._moved(weights, adapters), self._grouping
+        if grouping:
+            copy = self._cast(_with_shards_of(moved, _places(moved, grouping)))
+            copy = _with_shards_of(copy, param_shardings(copy, SAMPLING, grouping.target))
+        else:
+            copy = self._cast(moved)
         if self._in_place:
             return lora.join_adapters(weights, copy)
         return with_head(copy, _head(copy)) if self._unties else copy
 
     def traced(self, weights: nnx.State, adapters: nnx.State | None = None) -> jax.stages.Traced:
         """The casting program, traced for ShapeDtypeStructs."""
-        return self._cast.trace(self._moved(weights, adapters))
+        moved = self._moved(weights, adapters)
+        return self._cast.trace(placed(moved, _places(moved, self._grouping)) if self._grouping else moved)
 
     def _moved(self, weights: nnx.State, adapters: nnx.State | None) -> nnx.State:
         if adapters is None:
@@ -106,9 +137,9 @@ class SamplingCopy:
 class MovedCopy:
     """Makes the same copy as `SamplingCopy` for a sampler on other devices than those of the weights.
 
-    The weights are cast in their storage sharding. Array by array they are gathered over fsdp, into the sampler's
-    shards, and sent from device to device within each process: JAX would copy other shards through the host's memory.
-    Frozen weights are sent once, adapters every time.
+    The weights are cast in their storage sharding. Array by array they are regrouped into the sampler's shards and
+    sent from device to device within each process: JAX would copy other shards through the host's memory. Frozen
+    weights are sent once, adapters every time.
 
     Args:
       source: the mesh of the weights; `mesh` is the sampler's. The others as in `SamplingCopy`.
@@ -122,11 +153,12 @@ class MovedCopy:
 
     def __init__(self, weights: nnx.State, dtype: Any, source: Mesh, mesh: Mesh, in_int8: bool, trained: bool):
         rounding = int8.with_kernels if in_int8 else None
-        self._cast = sampling_cast(weights, dtype, source, rounding, STORAGE)
+        self._cast = sampling_cast(weights, dtype, source, rounding, (STORAGE,))
         self._mesh, self._trained = mesh, trained
-        self._source = _with_tensor(source, mesh.shape["tensor"])
-        self._in_two = self._source != source
-        self._own_source, self._own_target = own_part(self._source), own_part(mesh)
+        per_process, tensor = source.size // jax.process_count(), mesh.shape["tensor"]
+        grouping = None if per_process % tensor else regroup(source, tensor)
+        self._grouping = grouping or regroup(source, source.shape["tensor"])
+        self._own_source, self._own_target = own_part(self._grouping.target), own_part(mesh)
         self._unties = "lm_head" not in weights and multiplies_slowly_transposed(mesh, dtype)
         self._kept: nnx.State | None = None
         self.sent_bytes = 0
@@ -145,40 +177,43 @@ class MovedCopy:
 
     def _sent(self, params: nnx.State) -> nnx.State:
         self.sent_bytes += sum(x.nbytes for x in jax.tree.leaves(params))
-        places, targets = (param_shardings(params, SAMPLING, mesh) for mesh in (self._source, self._mesh))
+        grouping, targets = self._grouping, param_shardings(params, SAMPLING, self._mesh)
+        steps = [param_shardings(params, table, grouping.common) for table in grouping.tables]
+        places = param_shardings(params, SAMPLING, grouping.target)
 
-        def send(x: jax.Array, there: NamedSharding, target: NamedSharding) -> jax.Array:
-            own = _with_shards_of(_gathered(there, self._in_two)(x), NamedSharding(self._own_source, there.spec))
+        def send(x: jax.Array, place: NamedSharding, target: NamedSharding, *steps: NamedSharding) -> jax.Array:
+            own = _resharded(steps[1:])(_with_shards_of(x, steps[0]))
+            own = _with_shards_of(own, NamedSharding(self._own_source, place.spec))
             sent = jax.block_until_ready(jax.device_put(own, NamedSharding(self._own_target, target.spec)))
             return _with_shards_of(sent, target)
 
-        return jax.tree.map(send, params, places, targets)
+        return jax.tree.map(send, params, places, targets, *steps)
 
 
-def _with_shards_of(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """The same array in a sharding under which this process's devices hold the same shards."""
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, [s.data for s in x.addressable_shards])
+def _places(params: nnx.State, grouping: Regrouping) -> nnx.State:
+    """Where `params` are at first, in the common mesh of a regrouping."""
+    return param_shardings(params, grouping.tables[0], grouping.common)
 
 
-def _with_tensor(mesh: Mesh, size: int) -> Mesh:
-    """The same devices in the same order, with another size of `tensor`; the same mesh if it does not divide them."""
-    per_process = mesh.size // len({device.process_index for device in mesh.devices.flat})
-    if mesh.shape["tensor"] == size or per_process % size:
-        return mesh
-    return Mesh(mesh.devices.reshape(1, -1, size), AXES, axis_types=mesh.axis_types)
+def _with_shards_of(x: Any, sharding: Any) -> Any:
+    """The same arrays in shardings under which this process's devices hold the same shards."""
+
+    def one(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, [s.data for s in x.addressable_shards])
+
+    return jax.tree.map(one, x, sharding)
 
 
 @functools.cache
-def _gathered(sharding: NamedSharding, in_two: bool) -> Callable[[jax.Array], jax.Array]:
-    """A program that reshards an array on its devices; `in_two` steps between meshes of other shapes, which is how
-    XLA would do it, with a warning for each array.
-    """
-    complete = NamedSharding(sharding.mesh, PartitionSpec())
+def _resharded(steps: tuple[NamedSharding, ...]) -> Callable[[jax.Array], jax.Array]:
+    """A program that moves an array to one place after the other."""
 
     def program(x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, complete) if in_two else x
+        for step in steps[:-1]:
+            x = jax.lax.with_sharding_constraint(x, step)
+        return x
 
-    return jax.jit(program, out_shardings=sharding)
+    return jax.jit(program, out_shardings=steps[-1])
 
 
 @jax.jit

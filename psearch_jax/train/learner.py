@@ -82,8 +82,9 @@ class Learner(Trainable):
         parts = self._weights_and_adapters(cast, self._abstract.params)
         self._copy: SamplingCopy | MovedCopy
         trained = options.lora is None
-        if rollout_mesh in (None, mesh):
-            self._copy = SamplingCopy(*parts, sampling_dtype, mesh, int8_sampling, trained)
+        rollout_mesh = rollout_mesh or mesh
+        if set(rollout_mesh.devices.flat) == set(mesh.devices.flat):
+            self._copy = SamplingCopy(*parts, sampling_dtype, mesh, int8_sampling, trained, rollout_mesh)
         else:
             self._copy = MovedCopy(parts[0], sampling_dtype, mesh, rollout_mesh, int8_sampling, trained)
         self._reference = jax.jit(functools.partial(jax.tree.map, lambda x: x.astype(sampling_dtype)))

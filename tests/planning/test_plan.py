@@ -130,6 +130,21 @@ def test_chips_that_only_sample():
     assert step_seconds(one, config, floor) == total
 
 
+def test_another_tensor_for_the_sampler():
+    """A plan that counts another copy than the sampler has, or a chip that holds complete weights meanwhile."""
+    rollout = {"context_tokens": 1024, "prompt_tokens": 256, "obs_tokens": 256, "slots": 16}
+    mesh = {"tensor": 1, "rollout_tensor": 4}
+    config = config_file("qwen7b", model={"path": "", "preset": "1.5b"}, mesh=mesh, rollout=rollout)
+    plan = make_plan(config, tpu_target("v5e:2x4"), names=("reshard",), largest_only=True)
+    assert plan.mesh == {"data": 1, "fsdp": 8, "tensor": 1} and not plan.split
+    assert plan.rollout_mesh == {"data": 1, "fsdp": 2, "tensor": 4}
+    weights = 1544e6
+    assert plan.resident["parameters"] == pytest.approx(4 * weights / 8, rel=0.01)
+    assert plan.resident["sampling_copy"] == pytest.approx(2 * weights / 4, rel=0.1)  # kv heads are not split
+    temporary = plan.programs["reshard"].peak_bytes - plan.resident["parameters"] - plan.resident["sampling_copy"]
+    assert 0 < temporary < plan.resident["sampling_copy"]
+
+
 def test_every_width_is_planned():
     """Only the largest shape is planned; a narrower one, with another form of attention, may need more."""
     budgets = {"slots": 8, "context_tokens": 2048, "prompt_tokens": 64, "obs_tokens": 512}

@@ -13,8 +13,8 @@ from programs import ROOT
 
 from psearch_jax.config import PRESETS, from_mapping
 from psearch_jax.planning import expected
-from psearch_jax.planning.plan import LEARNER_PROGRAMS, SAMPLER_PROGRAMS, make_plan
-from psearch_jax.planning.search import SLOTS, least_bytes, search, with_changes, write_config
+from psearch_jax.planning.plan import make_plan
+from psearch_jax.planning.search import LEARNING, SAMPLING, SLOTS, least_bytes, search, with_changes, write_config
 from psearch_jax.planning.targets import Target
 from psearch_jax.runtime.accelerators import CHIPS, Chip, forward_flops
 from psearch_jax.types import UserError
@@ -88,7 +88,7 @@ def test_nothing_that_fits_is_ruled_out_by_counting(name):
     batches = {"mini_batch_rollouts": 8, "micro_batch_rows": 2}
     config = config_file("smoke", rollout=budgets, learning=batches, **lora)
     target = Target("here", jax.devices()[:1], Chip(2**40, 1e12, 1e12), "cpu")
-    for names, program in ((SAMPLER_PROGRAMS, "generate"), (LEARNER_PROGRAMS, "accumulate")):
+    for names, program in ((SAMPLING, "generate"), (LEARNING, "accumulate")):
         plan = make_plan(config, target, names=(program,))
         assert 0 < least_bytes(config, plan.model, 1, names) < plan.programs[program].total_bytes
 
@@ -98,11 +98,11 @@ def test_the_count_of_adapters_without_fsdp():
     config = config_file("qwen7b_lora", rollout={"slots": 32})
     chip = CHIPS["TPU v6 lite"]
     plan = make_plan(config, Target("v6e", jax.devices()[:1], chip, "v6e"), names=())
-    counted = least_bytes(config, plan.model, 1, SAMPLER_PROGRAMS)
+    counted = least_bytes(config, plan.model, 1, SAMPLING)
     held = plan.resident["frozen_base"] + plan.resident["sampler_state"]
     assert plan.in_place and plan.resident["frozen_base"] < counted < min(held, chip.hbm_bytes)
     unequal = config_file("qwen7b_lora", rollout={"slots": 32}, model={"int8_weights": True})
-    assert least_bytes(unequal, plan.model, 1, SAMPLER_PROGRAMS) > counted
+    assert least_bytes(unequal, plan.model, 1, SAMPLING) > counted
 
 
 def test_expected_seconds():

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from helpers import make_collector, make_learner, make_sampler, question, random_params, retriever, rollout_section
-from programs import ROOT, completed
 from written import CONFIG
 
 from psearch_jax.rl.batch import make_batch
@@ -216,13 +214,3 @@ def test_rollouts_of_two_processes_continue_in_one_in_order(monkeypatch):
     assert [one.order for one in taken_up.waiting] == list(range(8 * SAMPLES))
     assert [one.question.id for one in taken_up.waiting] == [str(i // SAMPLES) for i in range(8 * SAMPLES)]
     assert taken_up.batches == (range(4 * SAMPLES), range(4 * SAMPLES, 8 * SAMPLES))
-
-
-@pytest.mark.parametrize(("mesh", "sampler_tensor"), [("4,1", 1), ("2,2", 2), ("4,1", 2), ("2,2", 1)])
-def test_weights_are_sent_from_device_to_device(mesh, sampler_tensor):
-    """Weights that pass through host memory at every step, or arrive in other places."""
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    script = ROOT / "tests" / "support" / "moved_copy.py"
-    done = completed([script, mesh, str(sampler_tensor)], env=environment)
-    assert done.returncode == 0 and float(done.stdout.split()[-1]) == 0, done.stderr[-3000:]
-    assert "Involuntary full rematerialization" not in done.stderr

@@ -72,14 +72,19 @@ def test_half_an_address_is_refused(values):
         processes.start(*values)
 
 
+# Of four processes, two share every row, or all four while they sample. Searches run in each of them while all decode.
 @pytest.mark.slow
-def test_one_and_four_processes_agree(tmp_path):
-    """Rollouts, searches, metrics or parameters that depend on the number of hosts. (Two: see below.)"""
+@pytest.mark.parametrize(
+    ("mesh", "sampler"), [({"mesh.fsdp": 2, "mesh.tensor": 2}, {}), ({"mesh.fsdp": 4}, {"mesh.rollout_tensor": 4})]
+)
+def test_one_and_four_processes_agree(tmp_path, mesh, sampler):
+    """Rollouts, searches, metrics or parameters that depend on the number of hosts (two: see below), or on the mesh of
+    the sampler: weights that are regrouped wrongly between hosts."""
     policy = Path("toy")
-    # Of four processes, two share every row; searches run in each of them while all decode.
-    over = {"mesh.fsdp": 2, "mesh.tensor": 2, "rollout.overlap_search": True, "rollout.search_turns": 1}
+    over = {**mesh, "rollout.overlap_search": True, "rollout.search_turns": 1}
     for count in (1, 4):
-        finish(start_run(count, 4 // count, tmp_path / str(count), policy, 2, **over))
+        fields = over if count == 1 else over | sampler
+        finish(start_run(count, 4 // count, tmp_path / str(count), policy, 2, **fields))
     one_process_rows = metrics_without_clocks(tmp_path / "1")
     assert any(row["reward"] != 0 and row["gradient_norm"] > 0 for row in one_process_rows)
     params = final_params(tmp_path / "1")

@@ -1,4 +1,4 @@
-"""Sends weights from four devices to four others, for rollout/test_stream.py: moved_copy.py FSDP,TENSOR SAMPLER_TENSOR
+"""Sends weights from four devices to four others, for rollout/test_copy.py: moved_copy.py FSDP,TENSOR SAMPLER_TENSOR
 
 Prints the largest difference from the weights. The transfers may not pass through host memory (jax 0.12 checks this on
 a CPU, jax 0.10 does not).

@@ -73,13 +73,15 @@ def test_an_export_of_another_version_is_refused_by_name(tmp_path):
             MeshSection(tensor=2, rollout_devices=4, rollout_tensor=4),
         ),
         ({"rollout_devices": 6}, 4, MeshSection(), MeshSection()),
+        ({"rollout_tensor": 4}, 8, MeshSection(tensor=4), MeshSection(rollout_tensor=4)),
+        ({"rollout_tensor": 4}, 2, MeshSection(), MeshSection()),
         ({"data": 2, "fsdp": 2}, 8, MeshSection(), MeshSection()),
         ({"data": 2, "fsdp": 2, "tensor": 2}, 8, MeshSection(2, 2, 2), MeshSection(2, 2, 2)),
     ],
 )
 def test_the_mesh_of_a_run(tmp_path, monkeypatch, mesh, devices, expected, trained):
-    """A run with devices that only sample could not be evaluated on the machine that trained it, or its replay would
-    train on other devices."""
+    """A run with devices that only sample, or another `tensor` for the sampler, could not be evaluated on the machine
+    that trained it, or its replay would train on other devices."""
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     monkeypatch.setattr(run_config, "find_checkpoint", lambda path: path / "checkpoints" / "1")
     (tmp_path / "checkpoints").mkdir()

@@ -27,7 +27,7 @@ def config_of(model: str, training: bool = False) -> Config | None:
     A mesh that does not fit this machine's devices is replaced by the default one.
 
     Args:
-      training: keep `mesh.rollout_devices`. Else the mesh has all devices, and `tensor` suffices for both parts.
+      training: keep both meshes. Else the mesh has all devices, with the sampler's `tensor`.
 
     Raises:
       UserError: config.json cannot be read.
@@ -49,11 +49,12 @@ def config_of(model: str, training: bool = False) -> Config | None:
     mesh, devices = config.mesh, jax.device_count()
     if training:
         devices -= mesh.rollout_devices
-    elif mesh.rollout_devices:
-        mesh = MeshSection(tensor=max(mesh.tensor, mesh.rollout_tensor))
+    elif mesh.rollout_devices or mesh.rollout_tensor:
+        mesh = MeshSection(tensor=mesh.rollout_tensor or mesh.tensor)
     sizes = (mesh.data, mesh.fsdp, mesh.tensor)
     known = math.prod(size for size in sizes if size > 0)
-    if devices < 1 or devices % known or (-1 not in sizes and known != devices):  # the run used another machine
+    fits = devices > 0 and devices % known == 0 and (-1 in sizes or known == devices)
+    if not (fits and jax.device_count() % max(1, mesh.rollout_tensor) == 0):  # the run used another machine
         mesh = MeshSection()
     return replace(config, mesh=mesh)
 
