@@ -95,6 +95,8 @@ def main(_: list[str]) -> None:
     mesh = sizes(plan.mesh) + (f" train, {sizes(plan.rollout_mesh)} sample" if plan.mesh != plan.rollout_mesh else "")
     kind = f"{plan.chips} x {target.kind}, {gib(plan.chip.hbm_bytes)} GiB each"
     print(f"{TOPOLOGY.value}: {kind}; {mesh}\n")
+    if plan.split and not of_gpus:
+        print("mesh.rollout_devices: refused by a run on a slice of several hosts\n")
     rows = [["resident", "GiB per chip"]]
     print(table(rows + [[name.replace("_", " "), gib(size)] for name, size in plan.resident.items()]) + "\n")
     rows = [["program", "largest at width", "peak", "other arrays", "total", "compiled in"]]

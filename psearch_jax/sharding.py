@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -50,28 +50,39 @@ def stand_in() -> Iterator[None]:
         _STAND_IN.reset(token)
 
 
-def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
-    """The device mesh of a run; one axis may be -1 and gets the devices that the other two leave.
+def mesh_sizes(section: MeshSection, count: int) -> tuple[int, int, int]:
+    """The sizes of `data`, `fsdp` and `tensor` for `count` devices; one may be -1 and gets what the others leave.
 
     Raises:
-      UserError: the product of the axes is not the number of devices.
+      UserError: their product is not the number of devices.
     """
-    devices = jax.devices() if devices is None else devices
     sizes = [section.data, section.fsdp, section.tensor]
     if sizes.count(-1) > 1 or any(s == 0 or s < -1 for s in sizes):
         raise UserError(f"config.mesh: found data,fsdp,tensor={sizes}, accepted: positive sizes, at most one -1")
     if -1 in sizes:
         known = -sizes[0] * sizes[1] * sizes[2]
-        sizes[sizes.index(-1)] = max(1, len(devices) // known)
-    if sizes[0] * sizes[1] * sizes[2] != len(devices):
+        sizes[sizes.index(-1)] = max(1, count // known)
+    data, fsdp, tensor = sizes
+    if data * fsdp * tensor != count:
         raise UserError(
-            f"config.mesh: data={sizes[0]} x fsdp={sizes[1]} x tensor={sizes[2]} is not the number of devices, "
-            f"{len(devices)}; accepted: sizes with that product, such as --config.mesh.data=1 --config.mesh.fsdp=-1 "
+            f"config.mesh: data={data} x fsdp={fsdp} x tensor={tensor} is not the number of devices, {count}; "
+            "accepted: sizes with that product, such as --config.mesh.data=1 --config.mesh.fsdp=-1 "
             "--config.mesh.tensor=1"
         )
+    return data, fsdp, tensor
+
+
+def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
+    """The device mesh of a run.
+
+    Raises:
+      UserError: as `mesh_sizes`.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = mesh_sizes(section, len(devices))
     types = (AxisType.Auto,) * 3
     try:
-        return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=devices)
+        return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
     except NotImplementedError:  # an axis is not a product of physical axes of the slice, such as 8 in 4x4
         grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     except AssertionError:  # the devices are not a block of the slice: those that `rollout_devices` leaves of it
@@ -82,17 +93,16 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
 def make_meshes(section: MeshSection, devices: list[Any] | None = None) -> tuple[Mesh, Mesh]:
     """The meshes that train and sample: of the same devices, or with `rollout_devices` of separate ones.
 
-    The same devices have one mesh, or two that differ in `tensor` (`regroup`). Of separate devices, every process has
-    an equal part of both: the last of its devices sample. So weights are sent within processes. The TPUs of several
-    processes cannot be divided: a program needs all chips of a host.
+    The same devices have one mesh, or two that differ in `tensor` (`regrouping`). Of separate devices, every process
+    has an equal part of both: the last of its devices sample. So weights are sent within processes. The TPUs of
+    several processes cannot be divided: a program needs all chips of a host.
 
     Raises:
       UserError: as `make_mesh`, or the devices cannot be divided in this way.
     """
     devices, n = jax.devices() if devices is None else devices, section.rollout_devices
     if not n:
-        return _regrouped(make_mesh(section, devices), section.rollout_tensor)
-    sampling_tensor = section.rollout_tensor or max(1, section.tensor)
+        return _meshes_of_the_same(section, devices)
     on_tpu = devices[0].platform == "tpu"
     if on_tpu and jax.process_count() > 1:
         raise UserError(
@@ -109,92 +119,103 @@ def make_meshes(section: MeshSection, devices: list[Any] | None = None) -> tuple
             f"config.mesh.rollout_devices: found {n} with {sizes} devices in the processes, accepted: 0, or equally "
             "many devices in each"
         )
-    if n >= len(devices) or n % (count * sampling_tensor):
+    if n >= len(devices) or n % count:
         raise UserError(
-            f"config.mesh.rollout_devices: found {n} with rollout_tensor={sampling_tensor}, {len(devices)} "
-            f"devices and {count} process{'es' * (count > 1)}, accepted: fewer than all, and a multiple of "
-            f"{count * sampling_tensor} (processes x rollout_tensor)"
+            f"config.mesh.rollout_devices: found {n} with {len(devices)} devices and {count} "
+            f"process{'es' * (count > 1)}, accepted: fewer than all, and a multiple of {count} (processes)"
         )
     own = n // count
     train = make_mesh(section, [device for part in by_process.values() for device in part[:-own]])
-    if count > 1 and (each - own) % sampling_tensor and (each - own) % train.shape["tensor"]:
+    sizes = train.devices.shape
+    tensor = section.rollout_tensor or sizes[-1]
+    _check_rollout_tensor(sizes, tensor)
+    if n % (count * tensor):
         raise UserError(
-            f"config.mesh: found tensor={train.shape['tensor']} and rollout_tensor={sampling_tensor} with "
-            f"{each - own} training devices in each process, accepted: one of them divides that number"
+            f"config.mesh.rollout_devices: found {n} with rollout_tensor={tensor} and {count} "
+            f"process{'es' * (count > 1)}, accepted: a multiple of {count * tensor} (processes x rollout_tensor)"
         )
-    shape = MeshSection(data=1, fsdp=n // sampling_tensor, tensor=sampling_tensor)
+    if count > 1 and (each - own) % tensor and (each - own) % sizes[-1]:
+        raise UserError(
+            f"config.mesh: found tensor={sizes[-1]} and rollout_tensor={tensor} with {each - own} training devices in "
+            "each process, accepted: one of them divides that number"
+        )
+    shape = MeshSection(data=1, fsdp=n // tensor, tensor=tensor)
     return train, make_mesh(shape, [device for part in by_process.values() for device in part[-own:]])
+
+
+def _meshes_of_the_same(section: MeshSection, devices: list[Any]) -> tuple[Mesh, Mesh]:
+    """Two meshes of all devices, or the same one twice."""
+    sizes = data, fsdp, now = mesh_sizes(section, len(devices))
+    tensor = section.rollout_tensor or now
+    _check_rollout_tensor(sizes, tensor)
+    if tensor != now and (now == 1 or 1 < tensor < now):
+        # The smaller groups, those of the sampler, get neighbours of the slice. Those of training follow from them.
+        sampling = make_mesh(MeshSection(data, fsdp * now // tensor, tensor), devices)
+        grid = sampling.devices
+        if now > 1:  # the inverse of `regrouping`
+            grid = grid.reshape(data, fsdp, now // tensor, tensor).swapaxes(2, 3)
+        return Mesh(grid.reshape(sizes), AXES, axis_types=sampling.axis_types), sampling
+    mesh = make_mesh(section, devices)
+    other = None if tensor == now else regrouping(mesh, tensor)
+    return mesh, other.target if other else mesh
+
+
+def _check_rollout_tensor(sizes: tuple[int, ...], tensor: int) -> None:
+    data, fsdp, now = sizes
+    if not can_regroup(fsdp, now, tensor):
+        accepted = ", ".join(str(n) for n in range(1, fsdp * now + 1) if can_regroup(fsdp, now, n))
+        raise UserError(
+            f"config.mesh.rollout_tensor: found {tensor} with a mesh of fsdp={fsdp} and tensor={now}, accepted: 0, "
+            f"{accepted}"
+        )
 
 
 def sampling_mesh(section: MeshSection) -> Mesh:
     """The mesh of a program that does not train, such as an evaluation: all devices, with the sampler's `tensor`."""
-    tensor = section.rollout_tensor
-    return make_mesh(MeshSection(tensor=tensor) if tensor else section)
+    return make_meshes(replace(section, rollout_devices=0))[1]
 
 
 @dataclass(frozen=True)
 class Regrouping:
-    """Two meshes of the same devices that differ in `tensor`, and how the devices exchange the weights' parts.
+    """How devices exchange the parts of weights between a mesh and `target`, which differs in `tensor`.
 
-    `common` divides the devices in the order of `source`; one of its axes, `part`, belongs to `fsdp` or to `tensor`.
-    An array moves from its place by `tables[0]`, which is the one by `STORAGE` in `source`, through one program per
-    further table, to its place by `tables[-1]`, which is the one by `SAMPLING` in `target`.
+    `common` divides the devices in the order of the mesh; one of its axes, `part`, belongs to `fsdp` or to `tensor`.
+    An array moves from its place by `tables[0]`, which is the one by `STORAGE` in the mesh, to its place by each
+    further table. The last is the one by `SAMPLING` in `target`.
     """
 
-    source: Mesh
     target: Mesh
     common: Mesh
     tables: tuple[Mapping[str, MeshAxes], ...]
 
 
-def regroup(mesh: Mesh, tensor: int) -> Regrouping | None:
-    """The devices of `mesh`, rows split over fewer or more of them, for a sampler with another `tensor`.
+def can_regroup(fsdp: int, now: int, tensor: int) -> bool:
+    """Whether a mesh with these sizes of `fsdp` and `tensor` has a regrouping for another `tensor`."""
+    return now % tensor == 0 or (tensor % now == 0 and fsdp % (tensor // now) == 0)
 
-    Neighbours along `tensor` stay neighbours. Weights move in two steps, so that no device ever holds a complete
-    array: first `part` changes its axis, or is gathered, and then fsdp is gathered. None if this is impossible: no
-    size of `tensor` divides the other, or the rows cannot be split in this way.
+
+def regrouping(mesh: Mesh, tensor: int) -> Regrouping | None:
+    """The devices of `mesh` divided for a sampler with another `tensor`; None if `can_regroup` is false.
+
+    Weights move in two steps: first `part` changes its axis, or is gathered, and then fsdp is gathered. So no device
+    ever holds more of a kernel than it does in the end.
     """
     data, fsdp, now = mesh.devices.shape
-    large, small = max(now, tensor), min(now, tensor)
-    part = large // small
-    if large % small or (tensor > now and fsdp % part):
+    if not can_regroup(fsdp, now, tensor):
         return None
-    whole = dict.fromkeys(_TENSOR, "tensor")
+    together = dict.fromkeys(_TENSOR, "tensor")
     in_parts = dict.fromkeys(_TENSOR, ("tensor", "part"))
     tables: tuple[Mapping[str, MeshAxes], ...]
     if tensor > now:
-        grid, axes = mesh.devices.reshape(data, fsdp // part, part, now), ("data", "fsdp", "part", "tensor")
-        target = grid.swapaxes(2, 3).reshape(data, fsdp // part, tensor)
-        tables = ({**whole, "embed": ("fsdp", "part")}, {**in_parts, "embed": "fsdp"}, in_parts)
+        part, axes = tensor // now, ("data", "fsdp", "part", "tensor")
+        grid = mesh.devices.reshape(data, fsdp // part, part, now)
+        tables = ({**together, "embed": ("fsdp", "part")}, {**in_parts, "embed": "fsdp"}, in_parts)
     else:
-        grid, axes = mesh.devices.reshape(data, fsdp, tensor, part), ("data", "fsdp", "tensor", "part")
-        target = grid.swapaxes(2, 3).reshape(data, fsdp * part, tensor)
-        tables = ({**in_parts, "embed": "fsdp"}, {**whole, "embed": "fsdp"}, whole)
-    common = Mesh(grid, axes, axis_types=(AxisType.Auto,) * 4)
-    return Regrouping(mesh, Mesh(target, AXES, axis_types=mesh.axis_types), common, tables)
-
-
-def _regrouped(mesh: Mesh, tensor: int) -> tuple[Mesh, Mesh]:
-    """The mesh, and its devices with another `tensor`; 0: the same.
-
-    Raises:
-      UserError: they cannot be divided so.
-    """
-    data, fsdp, now = mesh.devices.shape
-    if tensor in (0, now):
-        return mesh, mesh
-    made = regroup(mesh, tensor)
-    if made is None:
-        accepted = ", ".join(str(n) for n in range(1, mesh.size + 1) if regroup(mesh, n))
-        raise UserError(
-            f"config.mesh.rollout_tensor: found {tensor} with a mesh of tensor={now} and fsdp={fsdp}, accepted: 0, "
-            f"{accepted}"
-        )
-    if now > 1:
-        return mesh, made.target
-    # The sampler's groups are laid out along the slice. Those of training, over all devices, may have any order.
-    sampling = make_mesh(MeshSection(data, fsdp // tensor, tensor), list(mesh.devices.flat))
-    return Mesh(sampling.devices.reshape(data, fsdp, 1), AXES, axis_types=mesh.axis_types), sampling
+        part, axes = now // tensor, ("data", "fsdp", "tensor", "part")
+        grid = mesh.devices.reshape(data, fsdp, tensor, part)
+        tables = ({**in_parts, "embed": "fsdp"}, {**together, "embed": "fsdp"}, together)
+    target = Mesh(grid.swapaxes(2, 3).reshape(data, -1, tensor), AXES, axis_types=mesh.axis_types)
+    return Regrouping(target, Mesh(grid, axes, axis_types=(AxisType.Auto,) * 4), tables)
 
 
 def own_part(mesh: Mesh) -> Mesh:
@@ -351,7 +372,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def check_rows(mesh: Mesh, **counts: int) -> None:
-    """Refuses row counts that are not divisible by mesh data x fsdp; `counts` maps `section__field` to a count.
+    """Refuses row counts that the mesh does not divide; `counts` maps `section__field` to a count.
 
     Raises:
       UserError: it names the field and the accepted values.
@@ -359,12 +380,17 @@ def check_rows(mesh: Mesh, **counts: int) -> None:
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
     for field, value in counts.items():
         if value % rows:
-            name = field.replace("__", ".")
-            raise UserError(f"config.{name}: found {value}, accepted: a multiple of mesh data x fsdp = {rows}")
+            name, part = field.replace("__", "."), f"tensor={mesh.shape['tensor']}"
+            raise UserError(
+                f"config.{name}: found {value}, accepted: a multiple of {rows}, which is {mesh.size} devices / {part}"
+            )
 
 
-def check_heads(mesh: Mesh, heads: int) -> None:
-    """Refuses a `tensor` axis that does not divide the query heads.
+def check_heads(mesh: Mesh, heads: int, field: str = "tensor") -> None:
+    """Refuses a mesh whose `tensor` does not divide the query heads.
+
+    Args:
+      field: of config.mesh, to name in the message.
 
     Raises:
       UserError: it names the accepted sizes.
@@ -372,4 +398,4 @@ def check_heads(mesh: Mesh, heads: int) -> None:
     tensor = mesh.shape["tensor"]
     if heads % tensor:
         accepted = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise UserError(f"config.mesh.tensor: found {tensor}, accepted for {heads} query heads: {accepted}")
+        raise UserError(f"config.mesh.{field}: found {tensor}, accepted for {heads} query heads: {accepted}")

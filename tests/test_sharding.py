@@ -15,11 +15,13 @@ from psearch_jax.sharding import (
     SAMPLING,
     STORAGE,
     check_heads,
+    check_rows,
     constrain,
     make_mesh,
     make_meshes,
     param_shardings,
     rows_sharding,
+    sampling_mesh,
     spec,
 )
 from psearch_jax.types import UserError
@@ -60,7 +62,7 @@ def test_the_sampler_has_neighbours_along_tensor():
     """A sampler whose sums over `tensor` cross the slice; two meshes of the same devices that are not the same."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
     devices = tpu_target("v5e:4x4").devices
-    for tensor, sampler_tensor in ((1, 4), (1, 2), (2, 4), (4, 1)):
+    for tensor, sampler_tensor in ((1, 4), (1, 2), (2, 4), (4, 1), (4, 2), (8, 2)):
         training, sampling = make_meshes(MeshSection(1, -1, tensor, rollout_tensor=sampler_tensor), devices)
         assert sampling.devices.shape == (1, 16 // sampler_tensor, sampler_tensor)
         assert set(sampling.devices.flat) == set(training.devices.flat) == set(devices)
@@ -87,6 +89,23 @@ def test_heads_that_tensor_does_not_divide_are_refused_with_the_accepted_sizes()
     check_heads(abstract_mesh(1, 4, 7), 14)
     with pytest.raises(UserError, match="config.mesh.tensor: found 4, accepted for 14 query heads: 1, 2, 7, 14$"):
         check_heads(abstract_mesh(1, 4, 4), 14)
+    with pytest.raises(UserError, match="config.mesh.rollout_tensor: found 4, accepted for 14 query heads"):
+        check_heads(abstract_mesh(1, 4, 4), 14, "rollout_tensor")
+
+
+def test_rows_that_the_mesh_does_not_divide_are_refused():
+    """A message with the mesh of training, for rows that the sampler's mesh divides."""
+    check_rows(abstract_mesh(1, 8, 2), rollout__slots=16)
+    with pytest.raises(UserError, match="config.rollout.slots: found 12, accepted: a multiple of 8, .* 16 devices"):
+        check_rows(abstract_mesh(1, 8, 2), rollout__slots=12)
+
+
+def test_the_mesh_of_programs_that_only_sample():
+    """A policy that was trained with a `tensor` of the sampler could not be evaluated where it was sampled."""
+    one = jax.devices()[:1]
+    assert sampling_mesh(MeshSection(rollout_devices=1)).shape == make_mesh(MeshSection(), one).shape
+    with pytest.raises(UserError, match="config.mesh.rollout_tensor: found 2 with a mesh of fsdp=1 and tensor=1"):
+        sampling_mesh(MeshSection(rollout_tensor=2))
 
 
 def test_an_axis_that_does_not_divide_stays_whole():

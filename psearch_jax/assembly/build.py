@@ -81,7 +81,9 @@ class Engine:
     def sampling_copy(self) -> nnx.State:
         """The parameters in the sampler's dtype and sharding; arrays that already have both are not copied."""
         m, parts = self.config.model, lora.split_adapters(self.params)
-        return SamplingCopy(*parts, jnp.dtype(m.sampling_dtype), self.mesh, m.int8_weights, trained=False)(*parts)
+        return SamplingCopy(*parts, jnp.dtype(m.sampling_dtype), self.mesh, in_int8=m.int8_weights, trained=False)(
+            *parts
+        )
 
     def describe(self) -> str:
         """One line that describes the model and the devices."""
@@ -135,7 +137,7 @@ def engine(
     if not training and lora.split_adapters(params)[1] is None:  # the config may ask for adapters that are not loaded
         config = replace(config, model=replace(config.model, lora_rank=0))
     check_heads(mesh, model.heads)
-    check_heads(rollout_mesh, model.heads)
+    check_heads(rollout_mesh, model.heads, "rollout_tensor")
     if config.rollout.context_tokens > model.max_positions:
         raise UserError(
             f"config.rollout.context_tokens: found {config.rollout.context_tokens}, accepted: at most the model's "

@@ -138,7 +138,7 @@ class MeshSection:
     rollout_tensor: int = setting(
         0,
         "`tensor` of the sampler: a multiple or a divisor of `tensor`. Training is fastest with a small `tensor`; the "
-        "sampler's weights are split over `tensor` only. 0: the same.",
+        "sampler's weights are split over `tensor` only. 0: the same. Programs that do not train use this mesh alone.",
         at_least=0,
         resume=FREE,
     )

@@ -195,7 +195,7 @@ def make_plan(
     split = config.mesh.rollout_devices > 0
     model = model_shape(config)
     check_heads(mesh, model.heads)
-    check_heads(rollout_mesh, model.heads)
+    check_heads(rollout_mesh, model.heads, "rollout_tensor")
     check_rows(rollout_mesh, rollout__slots=config.rollout.slots)
     check_rows(mesh, learning__micro_batch_rows=config.learning.micro_batch_rows)
     optimizer, ppo = make_optimizer(config.learning, 1000), config.learning.algorithm == "ppo"
@@ -320,30 +320,30 @@ def bytes_per_chip(tree: Any) -> int:
 
 
 def advice(plan: Plan, config: Config) -> list[str]:
-    """The settings to lower, a line for each program that does not fit."""
+    """The settings to change, a line for each program that does not fit."""
     rows = plan.mesh["data"] * plan.mesh["fsdp"]
-    micro = f"config.learning.micro_batch_rows={config.learning.micro_batch_rows} (a multiple of {rows})"
+    micro = f"lower config.learning.micro_batch_rows={config.learning.micro_batch_rows} (a multiple of {rows})"
+    chips = "use more chips (config.mesh.fsdp)"
+    split_further = f"raise config.mesh.rollout_tensor={plan.rollout_mesh['tensor']}, or use more chips"
     words = {
         **dict.fromkeys(("accumulate", "logprobs", "critic_accumulate", "critic_values"), micro),
-        "apply": "config.mesh.fsdp (more chips)",
-        "critic_apply": "config.mesh.fsdp (more chips)",
-        START: "config.mesh.fsdp (more chips)",
-        "reshard": "config.mesh.rollout_tensor (a larger one splits the sampling copy further), or more chips",
+        **dict.fromkeys(("apply", "critic_apply", START), chips),
+        "reshard": chips if plan.split else split_further,
         **dict.fromkeys(
             ("extend", "refresh"),
-            f"config.rollout.slots={config.rollout.slots} or obs_tokens={config.rollout.obs_tokens}",
+            f"lower config.rollout.slots={config.rollout.slots} or obs_tokens={config.rollout.obs_tokens}",
         ),
     }
-    default = f"config.rollout.slots={config.rollout.slots} or context_tokens={config.rollout.context_tokens}"
+    default = f"lower config.rollout.slots={config.rollout.slots} or context_tokens={config.rollout.context_tokens}"
     if plan.topology.partition(":")[0] in GPUS and config.model.unstacked_decoding:
         words["generate"] = f"{default}, or set config.model.unstacked_decoding=False"
     lines = []
     for name, p in plan.programs.items():
         if p.refused:
-            lines.append(f"{name} does not fit even on its own ({p.refused}): lower {words.get(name, default)}")
+            lines.append(f"{name} does not fit even on its own ({p.refused}): {words.get(name, default)}")
         elif p.total_bytes > plan.chip.hbm_bytes:
             over = (p.total_bytes - plan.chip.hbm_bytes) / GIB
-            lines.append(f"{name} is {over:.2f} GiB over: lower {words.get(name, default)}")
+            lines.append(f"{name} is {over:.2f} GiB over: {words.get(name, default)}")
     return lines
 
 

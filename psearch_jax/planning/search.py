@@ -32,7 +32,7 @@ Changes = Mapping[str, Any]  # from fields such as "rollout.slots" to values
 SLOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # per replica
 ROWS = (1, 2, 4, 8)  # of a micro-batch, per replica
 SIMILAR = 1.03  # settings whose times differ by less are tried in their own order
-SAMPLING = (*SAMPLER_PROGRAMS, "reshard")
+SAMPLING = ("reshard", *SAMPLER_PROGRAMS)
 LEARNING = (*[name for name in LEARNER_PROGRAMS if name != "reshard"], *CRITIC_PROGRAMS)
 
 
@@ -47,11 +47,12 @@ class Settings:
 def search(
     config: Config, target: Target, tokens: float, sampled: float, log: Callable[[str], None]
 ) -> Settings | None:
-    """The fastest `mesh.tensor`, `mesh.rollout_tensor`, `rollout.slots`, `learning.micro_batch_rows` and `model.remat`
-    that fit, by the expected seconds of a step (planning/expected.py). None of them changes what is learned.
+    """Chooses `mesh.tensor`, `learning.micro_batch_rows` and `model.remat`, then `mesh.rollout_tensor` and
+    `rollout.slots`. None of them changes what is learned.
 
-    Learning and sampling need memory at different times and are searched for separately, from the fastest settings
-    on. A candidate is compiled for the machine.
+    It takes the settings with which learning is expected to be fastest (planning/expected.py) among those that fit,
+    and with them the fastest of sampling that fit: they need memory at different times. A candidate is compiled for
+    the machine.
 
     Args:
       tokens: mean tokens per rollout.
@@ -103,8 +104,8 @@ def search(
             else:
                 too_large.append(choice)
 
-    one_row = {"mesh.rollout_tensor": 0, "rollout.slots": chips}  # rows that every mesh can split
-    for learner in fitting(_learner_choices(config, tensors, chips), LEARNING, one_row):
+    any_sampler = {"mesh.rollout_tensor": 0, "rollout.slots": chips}  # which every mesh divides
+    for learner in fitting(_learner_choices(config, tensors, chips), LEARNING, any_sampler):
         tensor = learner.changes["mesh.tensor"]
         for sampler in fitting(_sampler_choices(config, tensor, tensors, chips), SAMPLING, learner.changes):
             return Settings(learner.changes | sampler.changes, sampler.seconds | learner.seconds)
@@ -116,8 +117,7 @@ def _sampler_choices(config: Config, tensor: int, tensors: Sequence[int], chips:
     """From few slots to many: more of them only pay if they save time."""
     rollouts = config.train.prompts * config.rollout.samples
     nested = [t for t in tensors if t % tensor == 0 or tensor % t == 0]
-    for n, rollout_tensor in itertools.product(SLOTS, nested):
-        slots = n * chips // rollout_tensor
+    for slots, rollout_tensor in sorted((n * chips // t, t) for n, t in itertools.product(SLOTS, nested)):
         if slots <= rollouts:
             yield {**_mesh(tensor), "mesh.rollout_tensor": rollout_tensor, "rollout.slots": slots}
 
@@ -144,7 +144,8 @@ def least_bytes(config: Config, shape: DecoderConfig, chips: int, names: Sequenc
     if names == SAMPLING:
         t = config.mesh.rollout_tensor or t
         held = sampler_bytes(m, section, t, rollout.slots * t / chips * rollout.context_tokens)
-        in_place = section.lora_rank and not section.int8_weights and t == config.mesh.tensor == chips
+        unsplit = replicas == 1 or m.width % replicas
+        in_place = section.lora_rank and not section.int8_weights and t == config.mesh.tensor and unsplit
         return held if in_place else kept + held  # in place: samples from the frozen weights
     tokens = config.learning.micro_batch_rows / replicas * row_widths(rollout.context_tokens)[-1]
     stored = {"none": 2 * m.width + 3 * m.mlp, "dots": 2 * m.width + 2 * m.mlp, "full": m.width}[section.remat]

@@ -23,7 +23,7 @@ from psearch_jax.sharding import (
     own_part,
     param_shardings,
     placed,
-    regroup,
+    regrouping,
 )
 
 
@@ -84,6 +84,9 @@ class SamplingCopy:
       in_int8: convert the layers' kernels to int8.
       trained: the weights change, so the sampler needs a copy of them.
       rollout_mesh: the sampler's, of the same devices; default: `mesh`.
+
+    Raises:
+      ValueError: `rollout_mesh` is no regrouping of `mesh`. `make_meshes` makes none of this kind.
     """
 
     def __init__(
@@ -92,17 +95,22 @@ class SamplingCopy:
         adapters: nnx.State | None,
         dtype: Any,
         mesh: Mesh,
+        *,
         in_int8: bool,
         trained: bool,
         rollout_mesh: Mesh | None = None,
     ):
-        same = all(x.dtype == dtype for x in jax.tree.leaves(weights))
-        in_place = rollout_mesh in (None, mesh) and sampled_in_place(weights, mesh)
-        self._in_place = not trained and same and not in_int8 and in_place
+        one_mesh = rollout_mesh is None or rollout_mesh == mesh
+        same = one_mesh and all(x.dtype == dtype for x in jax.tree.leaves(weights))
+        self._in_place = same and not trained and not in_int8 and sampled_in_place(weights, mesh)
         rounding = int8.with_kernels if in_int8 else None
         self._unties = "lm_head" not in weights and multiplies_slowly_transposed(mesh, dtype)
         self._frozen_head: jax.Array | None = None
-        self._grouping = None if rollout_mesh in (None, mesh) else regroup(mesh, rollout_mesh.shape["tensor"])
+        self._grouping = None
+        if rollout_mesh is not None and rollout_mesh != mesh:
+            self._grouping = regrouping(mesh, rollout_mesh.shape["tensor"])
+            if self._grouping is None or self._grouping.target != rollout_mesh:
+                raise ValueError("no regrouping of the weights' mesh")
         where = (self._grouping.common, rounding, self._grouping.tables[1:]) if self._grouping else (mesh, rounding)
         self._cast = sampling_cast(self._moved(weights, adapters), dtype, *where)
 
@@ -156,8 +164,8 @@ class MovedCopy:
         self._cast = sampling_cast(weights, dtype, source, rounding, (STORAGE,))
         self._mesh, self._trained = mesh, trained
         per_process, tensor = source.size // jax.process_count(), mesh.shape["tensor"]
-        grouping = None if per_process % tensor else regroup(source, tensor)
-        self._grouping = grouping or regroup(source, source.shape["tensor"])
+        grouping = None if per_process % tensor else regrouping(source, tensor)
+        self._grouping = grouping or regrouping(source, source.shape["tensor"])
         self._own_source, self._own_target = own_part(self._grouping.target), own_part(mesh)
         self._unties = "lm_head" not in weights and multiplies_slowly_transposed(mesh, dtype)
         self._kept: nnx.State | None = None

@@ -84,7 +84,9 @@ class Learner(Trainable):
         trained = options.lora is None
         rollout_mesh = rollout_mesh or mesh
         if set(rollout_mesh.devices.flat) == set(mesh.devices.flat):
-            self._copy = SamplingCopy(*parts, sampling_dtype, mesh, int8_sampling, trained, rollout_mesh)
+            self._copy = SamplingCopy(
+                *parts, sampling_dtype, mesh, in_int8=int8_sampling, trained=trained, rollout_mesh=rollout_mesh
+            )
         else:
             self._copy = MovedCopy(parts[0], sampling_dtype, mesh, rollout_mesh, int8_sampling, trained)
         self._reference = jax.jit(functools.partial(jax.tree.map, lambda x: x.astype(sampling_dtype)))

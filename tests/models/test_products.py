@@ -254,7 +254,7 @@ def test_only_a_cpu_in_16_bits_samples_with_a_separate_head():
     """A float32 sampler, or full training on another platform, that stores the embedding twice."""
     config, mesh, weights = tiny_config(tied=True), one_device_mesh(), random_params(tiny_config(tied=True))
     assert sampled_shape(config, mesh, jnp.float32) == config
-    assert SamplingCopy(weights, None, jnp.dtype("float32"), mesh, False, trained=False)(weights) is weights
+    assert SamplingCopy(weights, None, jnp.dtype("float32"), mesh, in_int8=False, trained=False)(weights) is weights
     accelerator = mock.Mock(size=1, devices=np.array([mock.Mock(platform="gpu")]))
     assert sampled_shape(config, accelerator, jnp.bfloat16) == config
     assert not transposed.multiplies_slowly_transposed(accelerator, jnp.bfloat16)

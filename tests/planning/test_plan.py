@@ -131,7 +131,7 @@ def test_chips_that_only_sample():
 
 
 def test_another_tensor_for_the_sampler():
-    """A plan that counts another copy than the sampler has, or a chip that holds complete weights meanwhile."""
+    """A plan that counts another copy than the sampler has, or leaves out what the exchange of the weights needs."""
     rollout = {"context_tokens": 1024, "prompt_tokens": 256, "obs_tokens": 256, "slots": 16}
     mesh = {"tensor": 1, "rollout_tensor": 4}
     config = config_file("qwen7b", model={"path": "", "preset": "1.5b"}, mesh=mesh, rollout=rollout)
@@ -142,7 +142,7 @@ def test_another_tensor_for_the_sampler():
     assert plan.resident["parameters"] == pytest.approx(4 * weights / 8, rel=0.01)
     assert plan.resident["sampling_copy"] == pytest.approx(2 * weights / 4, rel=0.1)  # kv heads are not split
     temporary = plan.programs["reshard"].peak_bytes - plan.resident["parameters"] - plan.resident["sampling_copy"]
-    assert 0 < temporary < plan.resident["sampling_copy"]
+    assert 0.5 < temporary / plan.resident["sampling_copy"] < 1
 
 
 def test_every_width_is_planned():
@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_said(target):
     plan = make_plan(config, target, names=("generate",), largest_only=True)
     assert not plan.fits
     (line,) = advice(plan, config)
-    assert line.startswith("generate") and "lower config.rollout.slots=2048" in line
+    assert line.startswith("generate") and ": lower config.rollout.slots=2048" in line
 
 
 def test_configs_at_odds_with_the_mesh(target):

@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -13,10 +14,12 @@ from programs import ROOT
 
 from psearch_jax.config import PRESETS, from_mapping
 from psearch_jax.planning import expected
+from psearch_jax.planning import search as searching
 from psearch_jax.planning.plan import make_plan
 from psearch_jax.planning.search import LEARNING, SAMPLING, SLOTS, least_bytes, search, with_changes, write_config
-from psearch_jax.planning.targets import Target
+from psearch_jax.planning.targets import Target, tpu_target
 from psearch_jax.runtime.accelerators import CHIPS, Chip, forward_flops
+from psearch_jax.sharding import check_rows, make_meshes
 from psearch_jax.types import UserError
 
 
@@ -62,6 +65,41 @@ def test_the_search_ends_at_the_fastest_that_fits(tmp_path):
     assert written == with_changes(config_file("smoke"), settings.changes)
     tiny = replace(target, chip=replace(target.chip, hbm_bytes=1_000_000))
     assert search(config, tiny, 400, 100, log.append) is None
+
+
+def test_training_and_sampling_are_divided_separately(monkeypatch):
+    """A search that gives the sampler the mesh of training, or a sampler that does not fit; slots that its mesh does
+    not divide; or that ends with the first choice that does not fit."""
+    asked = []
+
+    def plan(config, target, names, **_):
+        _, rollout_mesh = make_meshes(config.mesh, target.devices)
+        check_rows(rollout_mesh, rollout__slots=config.rollout.slots)
+        asked.append((names, config))
+        fits = config.model.remat == "full" if names == LEARNING else rollout_mesh.shape["tensor"] == 4
+        return SimpleNamespace(fits=fits and (names == LEARNING or config.rollout.slots <= 128))
+
+    monkeypatch.setattr(searching, "make_plan", plan)
+    devices = tpu_target("v6e:4x4").devices
+    target = Target("v6e:4x4", devices, CHIPS["TPU v6 lite"], "v6e")
+    config = config_file("qwen7b")
+    settings = search(config, target, 3098, 600, lambda _: None)
+    mesh = {"mesh.data": 1, "mesh.fsdp": -1, "mesh.tensor": 1, "mesh.rollout_tensor": 4}
+    assert settings.changes == {**mesh, "rollout.slots": 128, "model.remat": "full", "learning.micro_batch_rows": 64}
+    # Compared with the config's own mesh, whose sums over `tensor` are those of 4 for both.
+    one_mesh = expected.Machine(target.chip, 16, 4)
+    of_config = expected.Job(PRESETS["7b"], config, 3098, 600)
+    assert sum(settings.seconds.values()) < 0.75 * sum(
+        [
+            *expected.learning_seconds(of_config, one_mesh, expected.Shares()).values(),
+            *expected.sampling_seconds(
+                of_config, one_mesh, 128, expected.typical_step(of_config, 128), expected.Shares()
+            ).values(),
+        ]
+    )
+    assert all(config.mesh.tensor == 1 for names, config in asked if names == SAMPLING)
+    monkeypatch.setattr(searching, "make_plan", lambda *_, names, **__: SimpleNamespace(fits=names == LEARNING))
+    assert search(config, target, 3098, 600, lambda _: None) is None
 
 
 def test_what_the_search_refuses(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import jax
 
 from psearch_jax.config import Config, MeshSection, from_mapping, to_mapping
 from psearch_jax.runtime.paths import absolute, locate, read_json
+from psearch_jax.sharding import can_regroup, mesh_sizes
 from psearch_jax.text.prompts import load_template, packaged_templates
 from psearch_jax.train.checkpointing.checkpoint import find_checkpoint
 from psearch_jax.types import UserError
@@ -51,10 +51,12 @@ def config_of(model: str, training: bool = False) -> Config | None:
         devices -= mesh.rollout_devices
     elif mesh.rollout_devices or mesh.rollout_tensor:
         mesh = MeshSection(tensor=mesh.rollout_tensor or mesh.tensor)
-    sizes = (mesh.data, mesh.fsdp, mesh.tensor)
-    known = math.prod(size for size in sizes if size > 0)
-    fits = devices > 0 and devices % known == 0 and (-1 in sizes or known == devices)
-    if not (fits and jax.device_count() % max(1, mesh.rollout_tensor) == 0):  # the run used another machine
+    try:
+        _, fsdp, tensor = mesh_sizes(mesh, devices)
+        fits = devices > 0 and can_regroup(fsdp, tensor, mesh.rollout_tensor or tensor)
+    except UserError:
+        fits = False
+    if not fits:  # the run used another machine
         mesh = MeshSection()
     return replace(config, mesh=mesh)
 
