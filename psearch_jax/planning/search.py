@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from psearch_jax.types import UserError
 Changes = Mapping[str, Any]  # from fields such as "rollout.slots" to values
 SLOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # per replica
 ROWS = (1, 2, 4, 8)  # of a micro-batch, per replica
-SIMILAR = 1.03  # settings whose times differ by less are tried in their own order
+SIMILAR = 1.03  # times in this proportion count as similar
 SAMPLING = ("reshard", *SAMPLER_PROGRAMS)
 LEARNING = (*[name for name in LEARNER_PROGRAMS if name != "reshard"], *CRITIC_PROGRAMS)
 
@@ -90,9 +89,8 @@ def search(
         possible = [choice for least, choice in counted if least <= target.chip.hbm_bytes]
         seconds = [parts(choice) for choice in possible]
         totals = [sum(each.values()) for each in seconds]
-        order = sorted(range(len(possible)), key=lambda i: (round(math.log(totals[i]) / math.log(SIMILAR)), i))
         too_large: list[Changes] = []
-        for i in order:
+        for i in _from_the_fastest(totals):
             choice = possible[i]
             if choice["mesh.tensor"] in failed or any(_needs_more(choice, other) for other in too_large):
                 continue
@@ -111,6 +109,17 @@ def search(
             return Settings(learner.changes | sampler.changes, sampler.seconds | learner.seconds)
         failed.add(tensor)
     return None
+
+
+def _from_the_fastest(seconds: Sequence[float]) -> list[int]:
+    """The order in which to try settings: by time, and in their own order where times are similar."""
+    order, similar = [], []
+    for i in sorted(range(len(seconds)), key=seconds.__getitem__):
+        if similar and seconds[i] > SIMILAR * seconds[similar[0]]:
+            order += sorted(similar)
+            similar = []
+        similar.append(i)
+    return order + sorted(similar)
 
 
 def _sampler_choices(config: Config, tensor: int, tensors: Sequence[int], chips: int) -> Iterator[Changes]:

@@ -16,7 +16,16 @@ from psearch_jax.config import PRESETS, from_mapping
 from psearch_jax.planning import expected
 from psearch_jax.planning import search as searching
 from psearch_jax.planning.plan import make_plan
-from psearch_jax.planning.search import LEARNING, SAMPLING, SLOTS, least_bytes, search, with_changes, write_config
+from psearch_jax.planning.search import (
+    LEARNING,
+    SAMPLING,
+    SLOTS,
+    _from_the_fastest,
+    least_bytes,
+    search,
+    with_changes,
+    write_config,
+)
 from psearch_jax.planning.targets import Target, tpu_target
 from psearch_jax.runtime.accelerators import CHIPS, Chip, forward_flops
 from psearch_jax.sharding import check_rows, make_meshes
@@ -65,6 +74,12 @@ def test_the_search_ends_at_the_fastest_that_fits(tmp_path):
     assert written == with_changes(config_file("smoke"), settings.changes)
     tiny = replace(target, chip=replace(target.chip, hbm_bytes=1_000_000))
     assert search(config, tiny, 400, 100, log.append) is None
+
+
+def test_similar_times_are_tried_in_their_own_order():
+    """More slots, and less memory to spare, for a gain that the model of the time cannot tell."""
+    assert _from_the_fastest([2.0, 1.02, 1.0, 1.04, 2.05]) == [1, 2, 3, 0, 4]
+    assert _from_the_fastest([1.0, 0.99, 0.96]) == [2, 0, 1]
 
 
 def test_training_and_sampling_are_divided_separately(monkeypatch):
