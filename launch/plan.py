@@ -58,6 +58,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.planning.search import search, with_changes, write_config
     from psearch_jax.rollout.collect import widths as widths_of
     from psearch_jax.runtime.paths import locate, make_writable, write_whole
+    from psearch_jax.sharding import described
 
     config = from_mapping(CONFIG.value.to_dict())
     if JSON.value:
@@ -89,10 +90,7 @@ def main(_: list[str]) -> None:
     def gib(size: int) -> str:
         return f"{size / GIB:.2f}"
 
-    def sizes(mesh: Any) -> str:
-        return " x ".join(f"{name} {size}" for name, size in mesh.items())
-
-    mesh = sizes(plan.mesh) + (f" train, {sizes(plan.rollout_mesh)} sample" if plan.mesh != plan.rollout_mesh else "")
+    mesh = described(plan.mesh, plan.rollout_mesh)
     kind = f"{plan.chips} x {target.kind}, {gib(plan.chip.hbm_bytes)} GiB each"
     print(f"{TOPOLOGY.value}: {kind}; {mesh}\n")
     if plan.split and not of_gpus:

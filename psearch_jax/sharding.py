@@ -218,6 +218,12 @@ def regrouping(mesh: Mesh, tensor: int) -> Regrouping | None:
     return Regrouping(target, Mesh(grid, axes, axis_types=(AxisType.Auto,) * 4), tables)
 
 
+def described(mesh: Mapping[str, int], rollout_mesh: Mapping[str, int]) -> str:
+    """The sizes of both meshes in words; only those of the first if they are equal."""
+    first, second = (" x ".join(f"{name} {size}" for name, size in sizes.items()) for sizes in (mesh, rollout_mesh))
+    return first if first == second else f"{first} to train, {second} to sample"
+
+
 def own_part(mesh: Mesh) -> Mesh:
     """This process's devices of `mesh`, as a mesh: they hold every shard of an array split over `tensor` only.
 

@@ -17,6 +17,7 @@ from psearch_jax.sharding import (
     check_heads,
     check_rows,
     constrain,
+    described,
     make_mesh,
     make_meshes,
     param_shardings,
@@ -74,6 +75,13 @@ def test_the_sampler_has_neighbours_along_tensor():
         with pytest.raises(UserError, match=f"rollout_tensor: found {sampler_tensor} .* accepted: 0, 1, 2, 4, 8, 16$"):
             make_meshes(MeshSection(1, -1, 2, rollout_tensor=sampler_tensor), devices)
     assert make_meshes(MeshSection(1, -1, 2, rollout_tensor=2), devices)[1].devices.shape == (1, 8, 2)
+
+
+def test_meshes_in_words():
+    """A log or plan that shows the mesh of training for the sampler."""
+    one = {"data": 1, "fsdp": 4}
+    assert described(one, dict(one)) == "data 1 x fsdp 4"
+    assert described(one, {"data": 1, "fsdp": 2}) == "data 1 x fsdp 4 to train, data 1 x fsdp 2 to sample"
 
 
 def test_tpus_of_several_hosts_are_not_divided(monkeypatch):

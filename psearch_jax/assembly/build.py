@@ -37,6 +37,7 @@ from psearch_jax.sharding import (
     STORAGE,
     check_heads,
     check_rows,
+    described,
     make_meshes,
     param_shardings,
     placed,
@@ -88,7 +89,7 @@ class Engine:
     def describe(self) -> str:
         """One line that describes the model and the devices."""
         count = sum(x.size for x in jax.tree.leaves(self.params))
-        mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
+        mesh = described(self.mesh.shape, self.collector.sampler.mesh.shape)
         return f"{count / 1e6:.1f}M parameters on {self.mesh.devices.size} x {jax.devices()[0].device_kind} ({mesh})"
 
 

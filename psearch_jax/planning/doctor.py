@@ -30,7 +30,7 @@ from psearch_jax.rl.rewards import never_pays_for_splitting
 from psearch_jax.runtime.accelerators import GIB, Chip, chip_of
 from psearch_jax.runtime.cli import CACHE_VARIABLE, DEFAULT_CACHE
 from psearch_jax.runtime.paths import is_remote, locate, packaged
-from psearch_jax.sharding import make_meshes
+from psearch_jax.sharding import described, make_meshes
 from psearch_jax.text.prompts import load_template, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing.checkpoint import find_checkpoint
@@ -185,9 +185,8 @@ def model(config: Config, tokenizers: list[Tokenizer]) -> str | None:
 
 
 def mesh(config: Config) -> str:
-    """Checks that the mesh fits the devices."""
-    made, _ = make_meshes(config.mesh)
-    return " x ".join(f"{name} {size}" for name, size in made.shape.items())
+    """Checks that the meshes fit the devices."""
+    return described(*(mesh.shape for mesh in make_meshes(config.mesh)))
 
 
 def memory(config: Config, plans: list[Plan]) -> str:

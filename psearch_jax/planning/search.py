@@ -190,7 +190,8 @@ def _shown(changes: Changes) -> str:
 
 def write_config(file: Path, base: Path, changes: Changes, topology: str, expected: str) -> None:
     """Writes a config file: that of `base`, with other values of some fields."""
-    lines = [f"    config.{name} = {value!r}" for name, value in changes.items()]
+    values = {name: json.dumps(value) if isinstance(value, str) else repr(value) for name, value in changes.items()}
+    lines = [f"    config.{name} = {value}" for name, value in values.items()]
     write_whole(
         file,
         f'"""{base.name} with settings for {topology}, by launch/plan.py --search.\n\n{expected}.\n"""\n\n'

@@ -12,10 +12,11 @@ import jax
 import pytest
 from programs import ROOT
 
-from psearch_jax.config import PRESETS, from_mapping
+from psearch_jax.config import PRESETS, from_mapping, with_method
+from psearch_jax.limits import validate
 from psearch_jax.planning import expected
 from psearch_jax.planning import search as searching
-from psearch_jax.planning.plan import make_plan
+from psearch_jax.planning.plan import make_plan, model_shape
 from psearch_jax.planning.search import (
     LEARNING,
     SAMPLING,
@@ -27,8 +28,8 @@ from psearch_jax.planning.search import (
     write_config,
 )
 from psearch_jax.planning.targets import Target, tpu_target
-from psearch_jax.runtime.accelerators import CHIPS, Chip, forward_flops
-from psearch_jax.sharding import check_rows, make_meshes
+from psearch_jax.runtime.accelerators import CHIPS, GPUS, Chip, forward_flops
+from psearch_jax.sharding import can_regroup, check_rows, make_meshes, mesh_sizes
 from psearch_jax.types import UserError
 
 
@@ -94,6 +95,7 @@ def test_training_and_sampling_are_divided_separately(monkeypatch):
         fits = config.model.remat == "full" if names == LEARNING else rollout_mesh.shape["tensor"] == 4
         return SimpleNamespace(fits=fits and (names == LEARNING or config.rollout.slots <= 128))
 
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
     monkeypatch.setattr(searching, "make_plan", plan)
     devices = tpu_target("v6e:4x4").devices
     target = Target("v6e:4x4", devices, CHIPS["TPU v6 lite"], "v6e")
@@ -199,3 +201,28 @@ def test_a_typical_step():
     assert many.decode_steps < few.decode_steps and few.row_steps == many.row_steps
     assert few.row_steps == pytest.approx(320 * 600, rel=0.1)
     assert few.decode_steps > few.row_steps / 64
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "machines").glob("*.py")), ids=lambda file: file.stem)
+def test_the_configs_of_machines(file):
+    """A config for a machine that changes what is learned, that contradicts itself, or that cannot fit the machine."""
+    about = file.read_text()
+    base, topology = re.match(r'"""(\w+)\.py with settings for ([\w:-]+), by launch/plan\.py --search', about).groups()
+    config = from_mapping(runpy.run_path(str(file))["get_config"]().to_dict())
+    chosen = ("mesh.tensor", "mesh.rollout_tensor", "rollout.slots", "learning.micro_batch_rows", "model.remat")
+    changes = {name: getattr(getattr(config, name.split(".")[0]), name.split(".")[1]) for name in chosen}
+    assert config == with_changes(config_file(base), changes)
+    validate(config)
+    name, _, count = topology.partition(":")
+    if name in GPUS:
+        chip, chips = GPUS[name], int(count or 1)
+    else:
+        pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
+        target = tpu_target(topology)
+        chip, chips = target.chip, len(target.devices)
+    sizes = mesh_sizes(config.mesh, chips)
+    assert can_regroup(*sizes[1:], config.mesh.rollout_tensor)
+    assert config.learning.micro_batch_rows % (chips // config.mesh.tensor) == 0
+    assert config.rollout.slots % (chips // config.mesh.rollout_tensor) == 0
+    for names in (LEARNING, SAMPLING):
+        assert least_bytes(with_method(config), model_shape(config), chips, names) < chip.hbm_bytes
