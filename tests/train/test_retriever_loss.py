@@ -105,13 +105,17 @@ def test_an_absent_retriever_stops_the_start(tiny_policy, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_retriever_lost_by_one_process_stops_them_all(tiny_policy, index, tmp_path):
-    """One host that loses its server would leave the others waiting in a device call, with nothing saved."""
+@pytest.mark.parametrize(
+    ("devices", "ahead"), [(1, {}), (2, {"mesh.rollout_devices": 2, "train.staleness": 1})], ids=["one mesh", "two"]
+)
+def test_a_retriever_lost_by_one_process_stops_them_all(tiny_policy, index, tmp_path, devices, ahead):
+    """One host that loses its server would leave the others waiting in a device call, with nothing saved; also if
+    the rollouts of the next step were in progress."""
     servers = [serve(index) for _ in range(2)]
     try:
         each = [{"retrieval.url": url} for _, url in servers]
-        fields = {**SEARCHING, "retrieval.retry_deadline_s": 1.0, "train.checkpoint_every_steps": 1000}
-        started = start_run(2, 1, tmp_path, tiny_policy, 1000, each, **fields)
+        fields = {**SEARCHING, "retrieval.retry_deadline_s": 1.0, "train.checkpoint_every_steps": 1000, **ahead}
+        started = start_run(2, devices, tmp_path, tiny_policy, 1000, each, **fields)
         wait_for(lambda: rows(tmp_path) >= 2, started[0])
         stop(servers[1][0])
         results = ended(started, 120)
