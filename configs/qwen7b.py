@@ -3,9 +3,9 @@
     python launch/train.py --config=configs/qwen7b.py --config.data.source=TRAIN.parquet \\
         --config.retrieval.index=DIR --workdir=DIR
 
-Planned for v5e:4x4, at most 14.3 of 15.8 GiB per chip, for v6e:4x4 and v5p:2x2x1 (docs/scale.md); on other machines
-run launch/plan.py first. Float32 master weights and AdamW need 12 bytes per parameter, about 91 GB over all chips, and
-the gradients another 30 GB during an update.
+It fits v5e:4x4 and larger slices. configs/machines/ has faster settings for v5e, v6e, v5p and eight H100; on other
+machines run launch/plan.py first (docs/scale.md). Float32 master weights and AdamW need 12 bytes per parameter, about
+91 GB over all chips, and the gradients another 30 GB during an update.
 """
 
 from ml_collections import ConfigDict

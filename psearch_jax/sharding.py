@@ -386,9 +386,9 @@ def check_rows(mesh: Mesh, **counts: int) -> None:
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
     for field, value in counts.items():
         if value % rows:
-            name, part = field.replace("__", "."), f"tensor={mesh.shape['tensor']}"
+            name, tensor = field.replace("__", "."), mesh.shape["tensor"]
             raise UserError(
-                f"config.{name}: found {value}, accepted: a multiple of {rows}, which is {mesh.size} devices / {part}"
+                f"config.{name}: found {value}, accepted: a multiple of {rows} = {mesh.size} devices / tensor={tensor}"
             )
 
 
