@@ -156,8 +156,7 @@ def _meshes_of_the_same(section: MeshSection, devices: list[Any]) -> tuple[Mesh,
             grid = grid.reshape(data, fsdp, now // tensor, tensor).swapaxes(2, 3)
         return Mesh(grid.reshape(sizes), AXES, axis_types=sampling.axis_types), sampling
     mesh = make_mesh(section, devices)
-    other = None if tensor == now else regrouping(mesh, tensor)
-    return mesh, other.target if other else mesh
+    return mesh, mesh if tensor == now else regrouping(mesh, tensor).target
 
 
 def _check_rollout_tensor(sizes: tuple[int, ...], tensor: int) -> None:
@@ -194,15 +193,18 @@ def can_regroup(fsdp: int, now: int, tensor: int) -> bool:
     return now % tensor == 0 or (tensor % now == 0 and fsdp % (tensor // now) == 0)
 
 
-def regrouping(mesh: Mesh, tensor: int) -> Regrouping | None:
-    """The devices of `mesh` divided for a sampler with another `tensor`; None if `can_regroup` is false.
+def regrouping(mesh: Mesh, tensor: int) -> Regrouping:
+    """The devices of `mesh` divided for a sampler with another `tensor`.
 
     Weights move in two steps: first `part` changes its axis, or is gathered, and then fsdp is gathered. So no device
     ever holds more of a kernel than it does in the end.
+
+    Raises:
+      ValueError: `can_regroup` is false.
     """
     data, fsdp, now = mesh.devices.shape
     if not can_regroup(fsdp, now, tensor):
-        return None
+        raise ValueError(f"fsdp={fsdp} and tensor={now} cannot be regrouped for tensor={tensor}")
     together = dict.fromkeys(_TENSOR, "tensor")
     in_parts = dict.fromkeys(_TENSOR, ("tensor", "part"))
     tables: tuple[Mapping[str, MeshAxes], ...]

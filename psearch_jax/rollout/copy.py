@@ -100,17 +100,15 @@ class SamplingCopy:
         trained: bool,
         rollout_mesh: Mesh | None = None,
     ):
-        one_mesh = rollout_mesh is None or rollout_mesh == mesh
-        same = one_mesh and all(x.dtype == dtype for x in jax.tree.leaves(weights))
+        rollout_mesh = rollout_mesh or mesh
+        same = rollout_mesh == mesh and all(x.dtype == dtype for x in jax.tree.leaves(weights))
         self._in_place = same and not trained and not in_int8 and sampled_in_place(weights, mesh)
         rounding = int8.with_kernels if in_int8 else None
         self._unties = "lm_head" not in weights and multiplies_slowly_transposed(mesh, dtype)
         self._frozen_head: jax.Array | None = None
-        self._grouping = None
-        if rollout_mesh is not None and rollout_mesh != mesh:
-            self._grouping = regrouping(mesh, rollout_mesh.shape["tensor"])
-            if self._grouping is None or self._grouping.target != rollout_mesh:
-                raise ValueError("no regrouping of the weights' mesh")
+        self._grouping = None if rollout_mesh == mesh else regrouping(mesh, rollout_mesh.shape["tensor"])
+        if self._grouping and self._grouping.target != rollout_mesh:
+            raise ValueError("no regrouping of the weights' mesh")
         where = (self._grouping.common, rounding, self._grouping.tables[1:]) if self._grouping else (mesh, rounding)
         self._cast = sampling_cast(self._moved(weights, adapters), dtype, *where)
 
@@ -156,16 +154,17 @@ class MovedCopy:
       sent_bytes: of the last copy, counting every array once.
 
     Raises:
-      ValueError: as `own_part`, for either mesh. `make_meshes` makes none of this kind.
+      ValueError: as `own_part`, for either mesh, or as `regrouping`. `make_meshes` makes none of this kind.
     """
 
     def __init__(self, weights: nnx.State, dtype: Any, source: Mesh, mesh: Mesh, in_int8: bool, trained: bool):
         rounding = int8.with_kernels if in_int8 else None
         self._cast = sampling_cast(weights, dtype, source, rounding, (STORAGE,))
         self._mesh, self._trained = mesh, trained
-        per_process, tensor = source.size // jax.process_count(), mesh.shape["tensor"]
-        grouping = None if per_process % tensor else regrouping(source, tensor)
-        self._grouping = grouping or regrouping(source, source.shape["tensor"])
+        tensor = mesh.shape["tensor"]
+        if source.size // jax.process_count() % tensor:  # its groups would cross processes: keep those of `source`
+            tensor = source.shape["tensor"]
+        self._grouping = regrouping(source, tensor)
         self._own_source, self._own_target = own_part(self._grouping.target), own_part(mesh)
         self._unties = "lm_head" not in weights and multiplies_slowly_transposed(mesh, dtype)
         self._kept: nnx.State | None = None
