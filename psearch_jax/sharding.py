@@ -379,6 +379,20 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def put(values: Any, shardings: Any) -> Any:
+    """Places values that every process holds, each on its own devices.
+
+    jax.device_put compares such values between the processes first. Its collectives may meet those of a program that
+    still runs, which stops a run on several CPU processes.
+    """
+
+    def one(value: Any, sharding: NamedSharding) -> jax.Array:
+        value = np.asarray(value)
+        return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
+
+    return jax.tree.map(one, values, shardings)
+
+
 def check_rows(mesh: Mesh, **counts: int) -> None:
     """Refuses row counts that the mesh does not divide; `counts` maps `section__field` to a count.
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from psearch_jax.config import PRESETS, Config, DecoderConfig
 from psearch_jax.models import decoder, hf, lora, peft
 from psearch_jax.runtime.paths import TOY_POLICY, packaged
-from psearch_jax.sharding import STORAGE, param_shardings
+from psearch_jax.sharding import STORAGE, param_shardings, put
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import UserError
 
@@ -68,7 +68,7 @@ def first_adapters(config: Config, model: DecoderConfig, mesh: Mesh) -> nnx.Stat
     assert adapters is not None
     places = param_shardings(lora.abstract_adapters(model, adapters), STORAGE, mesh)
     if config.model.adapters:
-        return jax.device_put(peft.load_adapters(config.model.adapters, model), places)
+        return put(peft.load_adapters(config.model.adapters, model), places)
     return jax.jit(lambda: lora.init_adapters(model, adapters, config.seed), out_shardings=places)()
 
 

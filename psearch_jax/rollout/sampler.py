@@ -51,6 +51,7 @@ from psearch_jax.sharding import (
     is_one_cpu,
     param_shardings,
     placed,
+    put,
     replicated,
     rows_sharding,
     spec,
@@ -257,7 +258,8 @@ class Sampler:
 
     @functools.cached_property
     def _tables(self) -> StopTables:
-        return jax.device_put(self._host_tables, replicated(self.mesh))
+        everywhere = replicated(self.mesh)
+        return put(self._host_tables, jax.tree.map(lambda _: everywhere, self._host_tables))
 
     def compilations(self) -> dict[str, int]:
         """The number of shapes that each program was compiled for."""

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
 
 from psearch_jax.config import Config, LearningSection
-from psearch_jax.sharding import STORAGE, param_shardings, replicated
+from psearch_jax.sharding import STORAGE, param_shardings, put, replicated
 
 
 @jax.tree_util.register_dataclass
@@ -75,7 +76,7 @@ def with_warmup(state: TrainState, updates: int) -> TrainState:
     def set_length(node: Any) -> Any:
         if not _is_warmup(node):
             return node
-        return node._replace(updates=jax.device_put(jnp.int32(updates), node.updates.sharding))
+        return node._replace(updates=put(np.int32(updates), node.updates.sharding))
 
     return replace(state, optimizer=jax.tree.map(set_length, state.optimizer, is_leaf=_is_warmup))
 

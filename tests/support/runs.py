@@ -75,7 +75,7 @@ def wait_for(condition, process: Program, seconds: float = 300) -> None:
     def holds() -> bool:
         if condition():
             return True
-        assert process.poll() is None, "the run ended before it was interrupted"
+        assert process.poll() is None, f"the run ended too early: {process.communicate()[1]}"
         return False
 
     wait_until(holds, seconds)
