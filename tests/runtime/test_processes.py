@@ -46,6 +46,7 @@ def test_what_one_process_knows_reaches_all(tmp_path):
         assert got["groups"] == ["a1", "a2", "b1", "b2", "c1", "c2", "d1", "d2", "e1", "e2"]
         assert got["long"] == [[0, 3], [1, 20_000_003]]
         assert got["none"] == [None, None] and got["array"] == list(range(6))
+        assert got["not compared"] == [[index]] * 3
         prefix = "" if index == 0 else "process 0 of 2: "
         assert got["unreadable"] == f"OSError: [Errno 5] {prefix}Input/output error: 'before.json'"
         assert all(got["lost"]) and not any(got["not lost"]), (got["lost"], got["not lost"])

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from psearch_jax.config import MeshSection
 from psearch_jax.runtime import processes
-from psearch_jax.sharding import make_meshes, own_part
+from psearch_jax.sharding import make_meshes, own_part, put
 from psearch_jax.train.checkpointing import checkpoint
 from psearch_jax.train.checkpointing.best import Best, find_best
 from psearch_jax.train.checkpointing.preemption import Interrupted, StopRequest
@@ -111,15 +111,13 @@ def one_reads_badly(folder: Path, mesh: jax.sharding.Mesh) -> dict:
     everywhere = NamedSharding(mesh, PartitionSpec())
     config = tiny_config(8)
 
-    def spread(x: jax.Array) -> jax.Array:
-        return jax.make_array_from_callback(x.shape, everywhere, lambda index: np.asarray(x)[index])
-
     def place(tree):
         return jax.tree.map(lambda _: everywhere, tree)
 
     best = Best(folder, "em", "these")
     loop = {"model": checkpoint.model_record(config), "tokenizer": "x"}
-    best.offer(3, 0.5, jax.tree.map(spread, random_params(config)), loop)
+    params = random_params(config)
+    best.offer(3, 0.5, put(params, place(params)), loop)
     best.close()
     own = folder / f"of {here}" / "run"
 
@@ -145,7 +143,9 @@ if __name__ == "__main__":
     processes.start(coordinator, count, here)
     mesh = jax.make_mesh((jax.device_count(),), ("all",), devices=jax.devices())
     place = NamedSharding(mesh, PartitionSpec("all"))
-    spread = jax.make_array_from_callback((6,), place, lambda index: np.arange(6)[index])
+    spread = put(np.arange(6), place)
+    # Other values than the other process has; processes that compared them would refuse them.
+    alone = put(np.array([here]), NamedSharding(mesh, PartitionSpec()))
     rows = list(range(11))
     long = {"process": here, "text": "x" * (20_000_000 * here + 3)}  # longer than one exchange can carry
     results = {
@@ -167,5 +167,6 @@ if __name__ == "__main__":
         "stopped": stopped(1),
         "damaged": one_reads_badly(Path(sys.argv[4]), mesh),
         "array": processes.fetch(spread).tolist(),
+        "not compared": [shard.data.tolist() for shard in alone.addressable_shards],
     }
     print("FOUND " + json.dumps(results), flush=True)
