@@ -380,7 +380,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def put(values: Any, shardings: Any) -> Any:
-    """Places values that every process holds, each on its own devices.
+    """Places values that every process holds, each on its own devices. `shardings` may be a prefix of `values`.
 
     jax.device_put compares such values between the processes first. Its collectives may meet those of a program that
     still runs, which stops a run on several CPU processes.
@@ -390,7 +390,7 @@ def put(values: Any, shardings: Any) -> Any:
         value = np.asarray(value)
         return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
 
-    return jax.tree.map(one, values, shardings)
+    return jax.tree.map(one, values, jax.tree.broadcast(shardings, values))
 
 
 def check_rows(mesh: Mesh, **counts: int) -> None:

@@ -258,8 +258,7 @@ class Sampler:
 
     @functools.cached_property
     def _tables(self) -> StopTables:
-        everywhere = replicated(self.mesh)
-        return put(self._host_tables, jax.tree.map(lambda _: everywhere, self._host_tables))
+        return put(self._host_tables, replicated(self.mesh))
 
     def compilations(self) -> dict[str, int]:
         """The number of shapes that each program was compiled for."""

@@ -116,8 +116,7 @@ def one_reads_badly(folder: Path, mesh: jax.sharding.Mesh) -> dict:
 
     best = Best(folder, "em", "these")
     loop = {"model": checkpoint.model_record(config), "tokenizer": "x"}
-    params = random_params(config)
-    best.offer(3, 0.5, put(params, place(params)), loop)
+    best.offer(3, 0.5, put(random_params(config), everywhere), loop)
     best.close()
     own = folder / f"of {here}" / "run"
 
