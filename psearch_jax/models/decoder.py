@@ -29,11 +29,11 @@ from psearch_jax.models.lora import Adapters
 from psearch_jax.models.products import precision, product, product_across
 from psearch_jax.models.transposed import Transposed
 from psearch_jax.models.unstacked import Unstacked, unstack
-from psearch_jax.models.vocabulary import by_chunks, gathered
+from psearch_jax.models.vocabulary import Pass, Scored, at_once, by_blocks, by_chunks, gathered, n_blocks
 from psearch_jax.sharding import COMPUTE, STORAGE, constrain, fsdp_gathered, spec
 
 VISITED, VISITED_ROWWISE = 1024, 256  # positions per chunk of a vocabulary pass: by default, on a CPU
-Head = tuple[jax.Array, jax.Array | None]  # [D, V], and [V, D] if models/transposed.py stores it
+BlockedHead = tuple[jax.Array | None, jax.Array | None]  # [n, D, V/n] and [n, V/n, D], blocks of columns; see _blocks
 
 
 def _precise(method: Callable) -> Callable:
@@ -223,24 +223,45 @@ class Decoder(nnx.Module):
         out = product_across(rows, unstacked.head, self.dtype).reshape(*hidden.shape[:-1], -1) / temperature
         return jnp.where(jnp.arange(out.shape[-1]) < n_ids, out, NEG_INF)
 
-    def _head(self) -> Head:
-        """The head [D, V], and [V, D] if that is stored as well."""
-        if self.transposed is None:
-            return self.embedding[...].T if self.lm_head is None else self.lm_head[...], None
-        other = self.transposed.head[...]
-        return (other, self.embedding[...]) if self.lm_head is None else (self.lm_head[...], other)
+    def _head(self) -> jax.Array:
+        """The head [D, V]."""
+        return self.embedding[...].T if self.lm_head is None else self.lm_head[...]
+
+    def _blocks(self) -> BlockedHead:
+        """The head by blocks of columns: in both orders if models/transposed.py stores it, else in its own."""
+        if self.transposed is not None:
+            return self.transposed.head[...], self.transposed.head_across[...]
+        D, V = self.config.width, self.config.vocab_rows
+        n = n_blocks(V)
+        if self.lm_head is None:
+            return None, self.embedding[...].reshape(n, V // n, D)
+        return self.lm_head[...].reshape(D, n, V // n).swapaxes(0, 1), None
 
     def _logits(
-        self, head: Head, hidden: jax.Array, temperature: float, n_ids: int, first: jax.Array | int = 0
+        self, head: jax.Array, hidden: jax.Array, temperature: float, n_ids: int, first: jax.Array | int = 0
     ) -> jax.Array:
         """`logits` for some columns of the head, the first of which is token id `first`."""
-        lead = hidden.shape[:-1]
         if hidden.dtype == self.dtype:
-            out = jnp.matmul(hidden, head[0].astype(self.dtype), preferred_element_type=jnp.float32)
+            out = jnp.matmul(hidden, head.astype(self.dtype), preferred_element_type=jnp.float32)
         else:
-            out = product(hidden.reshape(-1, hidden.shape[-1]), head[0], self.dtype, head[1]).reshape(*lead, -1)
-        out = out / temperature
-        return jnp.where(first + jnp.arange(out.shape[-1]) < n_ids, out, NEG_INF)
+            out = product(hidden.reshape(-1, hidden.shape[-1]), head, self.dtype).reshape(*hidden.shape[:-1], -1)
+        return self._scaled(out, temperature, n_ids, first)
+
+    def _block_logits(
+        self, block: BlockedHead, h: jax.Array, index: jax.Array, temperature: float, n_ids: int
+    ) -> jax.Array:
+        """`logits` [M, V/n] for a block of the head, without its axis n."""
+        down, across = block
+        with precision(self.dtype):  # the backward pass is traced later
+            if down is not None and across is not None:
+                out = product(h, down, self.dtype, across)
+            else:
+                out = product(h, across.T if down is None else down, self.dtype)
+        return self._scaled(out, temperature, n_ids, index * out.shape[1])
+
+    def _scaled(self, out: jax.Array, temperature: float, n_ids: int, first: jax.Array | int) -> jax.Array:
+        """A product with the head as logits."""
+        return jnp.where(first + jnp.arange(out.shape[-1]) < n_ids, out / temperature, NEG_INF)
 
     @_precise
     def values(self, hidden: jax.Array) -> jax.Array:
@@ -273,63 +294,69 @@ class Decoder(nnx.Module):
           ([B, T] float32, [B, T] float32), 0 at unwanted positions.
         """
         chunk = chunk or (VISITED_ROWWISE if self.attention == "rowwise" else VISITED)
-        visit = functools.partial(self._visit, temperature=temperature, n_ids=n_ids, chunk=chunk)
+        options = {"temperature": temperature, "n_ids": n_ids}
         wanted = jnp.ones(targets.shape, bool) if wanted is None else wanted
-        head, mesh = self._head(), jax.sharding.get_abstract_mesh()
-        if mesh.empty or mesh.size == 1:
-            return visit(head, hidden, targets, wanted)
-        stored = spec(("embed", "vocab"), STORAGE, mesh, head[0].shape)
+        mesh = jax.sharding.get_abstract_mesh()
+        is_single = mesh.empty or mesh.size == 1
+        if is_single and self.attention == "rowwise":
+            visit = by_blocks(functools.partial(self._block_logits, **options))
+            return _at_wanted(visit, chunk, self._blocks(), hidden, targets, wanted)
+        head = self._head()
+        if is_single:
+            return _at_wanted(
+                at_once(functools.partial(self._scored, **options)), chunk, head, hidden, targets, wanted
+            )
+        stored = spec(("embed", "vocab"), STORAGE, mesh, head.shape)
         rows = spec(("rows",), COMPUTE, mesh, hidden.shape)
 
         def local(head: jax.Array, *of_rows: jax.Array) -> tuple[jax.Array, jax.Array]:
             if stored[0]:
                 head = gathered(head, stored[0], self.dtype)
-            return visit((head, None), *of_rows, split=stored[1])
+            visit = at_once(functools.partial(self._scored, **options, split=stored[1]))
+            return _at_wanted(visit, chunk, head, *of_rows)
 
         mapped = jax.shard_map(local, in_specs=(stored, rows, rows, rows), out_specs=(rows, rows), check_vma=False)
-        return mapped(head[0], hidden, targets, wanted)
+        return mapped(head, hidden, targets, wanted)
 
-    def _visit(
-        self,
-        head: Head,
-        hidden: jax.Array,
-        targets: jax.Array,
-        wanted: jax.Array,
-        *,
-        temperature: float,
-        n_ids: int,
-        chunk: int,
-        split: str | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """`logprobs` of a device's rows, with the full head [D, V] or with its columns, `split` over a mesh axis."""
-        B, T, D = hidden.shape
-        columns = head[0].shape[1]
-        chunk = min(chunk, B * T)
+    def _scored(
+        self, head: jax.Array, h: jax.Array, t: jax.Array, *, temperature: float, n_ids: int, split: str | None = None
+    ) -> Scored:
+        """Log-probs, entropies and log-sum-exps [M] for states [M, D] and targets [M], by all columns of the head at
+        once; with `split`, the device has a part of them, and that mesh axis the others."""
+        columns = head.shape[1]
 
         def over_all(x: jax.Array, reduce: Callable = jax.lax.psum) -> jax.Array:
             return reduce(x, split) if split else x
 
-        def one(head: Head, h: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-            first = jax.lax.axis_index(split) * columns if split else 0
-            with precision(self.dtype):  # the backward pass is traced later
-                out = self._logits(head, h, temperature, n_ids, first)
-            out -= over_all(jax.lax.stop_gradient(jnp.max(out, axis=-1, keepdims=True)), jax.lax.pmax)
-            table = out - jnp.log(over_all(jnp.sum(jnp.exp(out), axis=-1, keepdims=True)))
-            place = t - first
-            chosen = jnp.take_along_axis(table, jnp.clip(place, 0, columns - 1)[..., None], axis=-1)[..., 0]
-            if split:
-                chosen = over_all(jnp.where((place >= 0) & (place < columns), chosen, 0.0))
-            return chosen, -over_all(jnp.sum(jnp.exp(table) * jnp.where(table > NEG_INF / 2, table, 0.0), axis=-1))
+        first = jax.lax.axis_index(split) * columns if split else 0
+        with precision(self.dtype):  # the backward pass is traced later
+            out = self._logits(head, h, temperature, n_ids, first)
+        most = over_all(jax.lax.stop_gradient(jnp.max(out, axis=-1, keepdims=True)), jax.lax.pmax)
+        out -= most
+        log_total = jnp.log(over_all(jnp.sum(jnp.exp(out), axis=-1, keepdims=True)))
+        table, place = out - log_total, t - first
+        chosen = jnp.take_along_axis(table, jnp.clip(place, 0, columns - 1)[..., None], axis=-1)[..., 0]
+        if split:
+            chosen = over_all(jnp.where((place >= 0) & (place < columns), chosen, 0.0))
+        entropy = -over_all(jnp.sum(jnp.exp(table) * jnp.where(table > NEG_INF / 2, table, 0.0), axis=-1))
+        return chosen, entropy, (most + log_total)[..., 0]
 
-        # The wanted positions of all rows come first, then the others.
-        order = jnp.argsort(~wanted.reshape(-1), stable=True)
-        order = jnp.concatenate([order, B * T + jnp.arange(-(B * T) % chunk, dtype=order.dtype)])
-        unique = {"unique_indices": True}  # also those past the end, which pad the last chunk
-        flat = (jnp.asarray(x).reshape(B * T, *x.shape[2:]) for x in (hidden, targets))
-        h, t = (x.at[order].get(mode="fill", fill_value=0, **unique) for x in flat)
-        results = by_chunks(one, chunk, head, h, t, jnp.sum(wanted))
-        chosen, entropy = (jnp.zeros(B * T).at[order].set(x, mode="drop", **unique).reshape(B, T) for x in results)
-        return jnp.where(wanted, chosen, 0.0), jnp.where(wanted, entropy, 0.0)
+
+def _at_wanted(
+    visit: Pass, chunk: int, head: Any, hidden: jax.Array, targets: jax.Array, wanted: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`Decoder.logprobs` of a device's rows, with a head as `visit` takes it."""
+    B, T, D = hidden.shape
+    chunk = min(chunk, B * T)
+    # The wanted positions of all rows come first, then the others.
+    order = jnp.argsort(~wanted.reshape(-1), stable=True)
+    order = jnp.concatenate([order, B * T + jnp.arange(-(B * T) % chunk, dtype=order.dtype)])
+    unique = {"unique_indices": True}  # also those past the end, which pad the last chunk
+    flat = (jnp.asarray(x).reshape(B * T, *x.shape[2:]) for x in (hidden, targets))
+    h, t = (x.at[order].get(mode="fill", fill_value=0, **unique) for x in flat)
+    results = by_chunks(visit, chunk, head, h, t, jnp.sum(wanted))
+    chosen, entropy = (jnp.zeros(B * T).at[order].set(x, mode="drop", **unique).reshape(B, T) for x in results)
+    return jnp.where(wanted, chosen, 0.0), jnp.where(wanted, entropy, 0.0)
 
 
 def _stored(remat: Remat) -> Callable[..., bool]:

@@ -36,16 +36,19 @@ def dense(
     contracted: int = 1,
     scale: jax.Array | None = None,
     transposed: jax.Array | None = None,
+    narrow: bool = False,
 ) -> jax.Array:
     """x [B, T, *in] times kernel [*in, *out], with operands in `dtype`, as one product of two matrices; an int8 kernel
-    has a `scale` [*out]. `transposed` is as in `product`.
+    has a `scale` [*out]. `transposed` is as in `product`. `narrow` is for kernels with few outputs on a CPU.
 
     XLA's CPU backend uses its fast matrix product only for this form, not for an einsum over more dimensions.
     """
     B, T = x.shape[:2]
     inputs, outputs = math.prod(kernel.shape[:contracted]), kernel.shape[contracted:]
     x2, kernel = x.reshape(B * T, inputs), kernel.reshape(inputs, -1)
-    if scale is None:
+    if narrow and x.dtype == kernel.dtype == dtype:
+        out = _narrow_product(x2, kernel)
+    elif scale is None:
         out = product(x2, kernel, dtype, transposed)
     else:
         out = jnp.matmul(x2.astype(dtype), kernel.astype(dtype), preferred_element_type=jnp.float32)
@@ -92,6 +95,28 @@ def product_across(x: jax.Array, across: jax.Array, dtype: Any) -> jax.Array:
     """
     operand = jax.lax.optimization_barrier(rounded(x, dtype).T)
     return jax.lax.optimization_barrier(jnp.matmul(across, operand)).T
+
+
+@jax.custom_vjp
+def _narrow_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x [M, K] times kernel [K, r], for a small r on a CPU.
+
+    XLA's CPU backend takes six times as long for x^T [K, M] times a gradient [M, r] as for the transpose of that
+    product. The barrier keeps XLA from transposing it back.
+    """
+    return jnp.matmul(x, kernel)
+
+
+def _narrow_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return jnp.matmul(x, kernel), (x, kernel)
+
+
+def _narrow_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = kept
+    return jnp.matmul(gradient, kernel.T), jax.lax.optimization_barrier(jnp.matmul(gradient.T, x)).T
+
+
+_narrow_product.defvjp(_narrow_forward, _narrow_backward)
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:

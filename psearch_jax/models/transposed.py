@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from psearch_jax.config import DecoderConfig
 from psearch_jax.models.lora import KERNELS, axis_sizes
 from psearch_jax.models.products import bits
+from psearch_jax.models.vocabulary import n_blocks
 from psearch_jax.runtime import platforms
 from psearch_jax.sharding import is_one_cpu
 
@@ -38,13 +39,16 @@ class Transposed(nnx.Module):
     """The kernels' transposes, and the head in the order that the model does not store.
 
     Attributes:
-      head: [D, V] for a tied head, [V, D] for an untied one; None for a model without a head.
+      head, head_across: [n, D, V/n] and [n, V/n, D], the head in both orders by blocks of its columns
+        (vocabulary.by_blocks); None for a model without a head.
     """
 
     def __init__(self, config: DecoderConfig, head: bool):
         self.layers = TransposedKernels(config)
-        shape = (config.width, config.vocab_rows)
-        self.head = nnx.Param(jnp.zeros(shape if config.tied else shape[::-1])) if head else None
+        n = n_blocks(config.vocab_rows)
+        D, columns = config.width, config.vocab_rows // n
+        self.head = nnx.Param(jnp.zeros((n, D, columns))) if head else None
+        self.head_across = nnx.Param(jnp.zeros((n, columns, D))) if head else None
 
 
 def multiplies_slowly_transposed(mesh: Mesh, dtype: Any) -> bool:
@@ -64,7 +68,10 @@ def _both_orders(weights: nnx.State, head: bool) -> dict[tuple[str, ...], jax.Ar
         out["layers", name] = bits(kernel)
         out["transposed", "layers", f"{name}_transposed"] = bits(matrices)
     if head:
-        out["transposed", "head"] = flat.get(("lm_head",), flat["embedding",]).get_value().T
+        untied = flat.get(("lm_head",))
+        across = flat["embedding",].get_value() if untied is None else untied.get_value().T  # [V, D]
+        blocks = bits(across.reshape(n_blocks(across.shape[0]), -1, across.shape[1]))
+        out["transposed", "head"], out["transposed", "head_across"] = blocks.swapaxes(1, 2), blocks
     return out
 
 

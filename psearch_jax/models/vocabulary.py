@@ -1,50 +1,151 @@
-"""The parts of a pass over the vocabulary that have a custom backward pass: its loop, and gathering the head."""
+"""Passes over the vocabulary: log-probs and entropies of chunks of positions, and gathering the head on a mesh.
+
+M positions, V columns of the head. On a CPU the logits [M, V] of a chunk do not fit into the processor's caches, and
+the elementwise operations of a softmax take several times as long as the product. So it goes over blocks of columns.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from psearch_jax.models.attention.scores import NEG_INF
+
+BLOCK = 16384  # maximum columns of a block
+
+Scored = tuple[jax.Array, jax.Array, jax.Array]  # log-probs of the targets, entropies, log-sum-exps, each [M]
+
+
+class Pass(NamedTuple):
+    """How a chunk of positions is computed; `head` is a tree of arrays, h the [M, D] states, t the [M] targets.
+
+    Attributes:
+      forward: (head, h, t) -> Scored.
+      backward: (head, h, t, what `forward` returned, the gradients of its first two) -> the gradients of head (None if
+        it `is_frozen`) and h.
+    """
+
+    forward: Callable[[Any, jax.Array, jax.Array], Scored]
+    backward: Callable[[Any, jax.Array, jax.Array, Scored, tuple[jax.Array, jax.Array]], tuple[Any, jax.Array]]
+
+
+def is_frozen(head: Any) -> bool:
+    """Whether the head is stored as its bits (products.bits), so that it has no gradient."""
+    return any(jnp.issubdtype(x.dtype, jnp.integer) for x in jax.tree.leaves(head))
+
+
+def at_once(forward: Callable[[Any, jax.Array, jax.Array], Scored]) -> Pass:
+    """All columns at once; the backward pass computes `forward` again."""
+
+    def backward(head: Any, h: jax.Array, t: jax.Array, _: Scored, gradients: tuple) -> tuple[Any, jax.Array]:
+        return jax.vjp(lambda head, h: forward(head, h, t)[:2], head, h)[1](gradients)
+
+    return Pass(forward, backward)
+
+
+def n_blocks(columns: int) -> int:
+    """The smallest number of equal blocks of at most `BLOCK` columns; 1 if the columns do not divide into few."""
+    least = -(-columns // BLOCK)
+    return next((n for n in range(least, 4 * least) if columns % n == 0), 1)
+
+
+def by_blocks(logits: Callable[[Any, jax.Array, jax.Array], jax.Array]) -> Pass:
+    """One block of columns after the other, with a running softmax (arXiv 1805.02867, algorithm 3).
+
+    The backward pass computes the logits again, and the softmax from the log-sum-exps of the forward pass.
+
+    Args:
+      logits: (a block of the head, h, the index of the block) -> [M, columns of a block] float32. The arrays of `head`
+        have a leading axis of blocks.
+    """
+
+    def forward(head: Any, h: jax.Array, t: jax.Array) -> Scored:
+        def add(sums: tuple[jax.Array, ...], block: tuple[jax.Array, Any]) -> tuple[tuple[jax.Array, ...], None]:
+            most, total, weighted, of_target = sums
+            index, part = block
+            out = logits(part, h, index)
+            new = jnp.maximum(most, jnp.max(out, axis=-1))
+            above, kept = out - new[:, None], jnp.exp(most - new)
+            powers = jnp.exp(above)
+            weighted = kept * (weighted + (most - new) * total) + jnp.sum(powers * above, axis=-1)
+            total = kept * total + jnp.sum(powers, axis=-1)
+            here, place = jnp.divmod(t, out.shape[1])
+            chosen = jnp.take_along_axis(out, place[:, None], axis=-1)[:, 0]
+            return (new, total, weighted, jnp.where(here == index, chosen, of_target)), None
+
+        zero = jnp.zeros(t.shape, jnp.float32)
+        (most, total, weighted, of_target), _ = jax.lax.scan(add, (zero + NEG_INF, zero, zero, zero), _listed(head))
+        log_total = jnp.log(total)
+        return of_target - most - log_total, log_total - weighted / total, most + log_total
+
+    def backward(head: Any, h: jax.Array, t: jax.Array, scored: Scored, gradients: tuple) -> tuple[Any, jax.Array]:
+        of_chosen, of_entropy, entropy, log_sum = (x[:, None] for x in (*gradients, *scored[1:]))
+
+        def add(of_h: jax.Array, block: tuple[jax.Array, Any]) -> tuple[jax.Array, list[Any]]:
+            index, part = block
+            if is_frozen(head):
+                out, pull = jax.vjp(lambda h: logits(part, h, index), h)
+            else:
+                out, pull = jax.vjp(lambda part, h: logits(part, h, index), part, h)
+            is_target = t[:, None] == index * out.shape[1] + jnp.arange(out.shape[1])
+            log_weights = out - log_sum
+            weights = jnp.exp(log_weights)
+            *of_part, more = pull(of_chosen * (is_target - weights) - of_entropy * weights * (log_weights + entropy))
+            return of_h + more, of_part
+
+        of_h, of_head = jax.lax.scan(add, jnp.zeros_like(h), _listed(head))
+        return (of_head[0] if of_head else None), of_h
+
+    return Pass(forward, backward)
+
+
+def _listed(head: Any) -> tuple[jax.Array, Any]:
+    """The blocks of a head and their indices, to scan over."""
+    return jnp.arange(jax.tree.leaves(head)[0].shape[0], dtype=jnp.int32), head
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def by_chunks(
-    one: Callable, chunk: int, head: Any, h: jax.Array, t: jax.Array, count: jax.Array
+    visit: Pass, chunk: int, head: Any, h: jax.Array, t: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`one(head, h, t)` for the first `count` of [M, D] states and [M] targets, `chunk` at a time; 0 after them.
+    """Log-probs of the targets and entropies at the first `count` of M positions, `chunk` at a time; 0 after them.
 
     The number of iterations depends on `count`. JAX differentiates such a loop only in forward mode, hence the custom
-    backward pass, which recomputes every chunk. `head` is a tree of arrays.
+    backward pass.
     """
+    return _by_chunks_forward(visit, chunk, head, h, t, count)[0]
 
-    def body(i: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        parts = one(head, *(jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk) for x in (h, t)))
+
+def _by_chunks_forward(visit: Pass, chunk: int, head: Any, h: jax.Array, t: jax.Array, count: jax.Array) -> tuple:
+    def body(i: jax.Array, out: Scored) -> Scored:
+        parts = visit.forward(head, *_chunks(i, chunk, h, t))
         return tuple(jax.lax.dynamic_update_slice_in_dim(a, x, i * chunk, 0) for a, x in zip(out, parts, strict=True))
 
     zeros = jnp.zeros(t.shape, jnp.float32)
-    return jax.lax.fori_loop(0, -(-count // chunk), body, (zeros, zeros))
+    scored = jax.lax.fori_loop(0, -(-count // chunk), body, (zeros, zeros, zeros))
+    return scored[:2], (head, h, t, count, scored)
 
 
-def _by_chunks_forward(one: Callable, chunk: int, *arguments: Any) -> tuple[Any, tuple[Any, ...]]:
-    return by_chunks(one, chunk, *arguments), arguments
-
-
-def _by_chunks_backward(one: Callable, chunk: int, arguments: tuple[Any, ...], gradients: Any) -> tuple:
-    head, h, t, count = arguments
+def _by_chunks_backward(visit: Pass, chunk: int, kept: tuple[Any, ...], gradients: Any) -> tuple:
+    head, h, t, count, scored = kept
 
     def body(i: jax.Array, sums: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
-        states, targets, *g = (jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk) for x in (h, t, *gradients))
-        _, pull = jax.vjp(lambda head, states: one(head, states, targets), head, states)
-        of_head, of_states = pull(tuple(g))
-        return jax.tree.map(jnp.add, sums[0], of_head), jax.lax.dynamic_update_slice_in_dim(
-            sums[1], of_states, i * chunk, 0
-        )
+        states, targets, *rest = _chunks(i, chunk, h, t, *scored, *gradients)
+        of_head, of_states = visit.backward(head, states, targets, tuple(rest[:3]), tuple(rest[3:]))
+        of_h = jax.lax.dynamic_update_slice_in_dim(sums[1], of_states, i * chunk, 0)
+        return jax.tree.map(jnp.add, sums[0], of_head), of_h
 
-    zeros = jax.tree.map(jnp.zeros_like, (head, h))
+    zeros = None if is_frozen(head) else jax.tree.map(jnp.zeros_like, head), jnp.zeros_like(h)
     return *jax.lax.fori_loop(0, -(-count // chunk), body, zeros), None, None
+
+
+def _chunks(i: jax.Array, chunk: int, *arrays: jax.Array) -> list[jax.Array]:
+    """The positions of chunk i of each array."""
+    return [jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk) for x in arrays]
 
 
 by_chunks.defvjp(_by_chunks_forward, _by_chunks_backward)

@@ -13,9 +13,10 @@ from helpers import make_sampler, random_params, tiny_config
 from jax.sharding import AbstractMesh, AxisType
 
 from psearch_jax.config import PRESETS, DecoderConfig
-from psearch_jax.models import decoder, kv_cache
+from psearch_jax.models import decoder, kv_cache, vocabulary
 from psearch_jax.models.hf import load_hf
 from psearch_jax.models.kv_cache import KVCache
+from psearch_jax.models.layer import gated
 from psearch_jax.rollout.sampler_state import Status
 from psearch_jax.sharding import AXES, SAMPLING, STORAGE, param_shardings
 
@@ -196,6 +197,39 @@ def test_logprobs_and_entropy_by_chunks_equal_the_whole_table():
     np.testing.assert_allclose(got, np.take_along_axis(table, targets[..., None], -1)[..., 0], atol=2e-5)
     np.testing.assert_allclose(entropy, -(np.exp(table) * table).sum(-1), atol=2e-5)
     assert np.all(np.asarray(model.logits(hidden, 0.7, 400))[..., 400:] < -1e29)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logprobs_by_blocks_of_the_vocabulary_are_those_of_all_at_once(tied, monkeypatch):
+    """The running softmax of a CPU loses a block, or a block without any token makes it NaN."""
+    monkeypatch.setattr(vocabulary, "BLOCK", 60)
+    assert vocabulary.n_blocks(416) == 8 and vocabulary.n_blocks(151936) > 2000
+    config, rng = tiny_config(tied=tied), np.random.default_rng(5)
+    params = random_params(config, scale=0.3)
+    ids, wanted = rng.integers(0, 300, (2, 13)).astype(np.int32), rng.random((2, 13)) < 0.7
+
+    def loss(params, form):
+        model = nnx.merge(decoder.graphdef(config, jnp.float32, attention=form), params)
+        chosen, entropy = model.logprobs(model.hidden(ids)[0], ids, 0.7, 300, wanted, chunk=4)
+        return jnp.sum(jnp.sin(chosen) + entropy**2), (chosen, entropy)
+
+    evaluated = [
+        jax.jit(jax.value_and_grad(functools.partial(loss, form=form), has_aux=True))(params)
+        for form in ("blocked", "rowwise")
+    ]
+    for x, y in zip(*map(jax.tree.leaves, evaluated), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=3e-5 * np.abs(x).max())
+
+
+def test_the_gradient_of_swiglu_is_that_of_its_formula():
+    """A wrong term in the derivative: training still descends, but not along the gradient."""
+    gate, up, weights = (2 * jax.random.normal(jax.random.key(i), (5, 7)) for i in range(3))
+    got, expected = (
+        jax.grad(lambda *x: jnp.sum(weights * f(*x)), (0, 1))(gate, up)  # noqa: B023
+        for f in (gated, lambda gate, up: gate / (1 + jnp.exp(-gate)) * up)
+    )
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 def test_recomputation_changes_no_gradient():

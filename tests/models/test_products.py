@@ -10,9 +10,9 @@ from flax import nnx
 from helpers import one_device_mesh, random_params, tables_for, tiny_config
 
 from psearch_jax.config import LearningSection, Lora
-from psearch_jax.models import decoder, lora, transposed
+from psearch_jax.models import decoder, lora, transposed, vocabulary
 from psearch_jax.models.attention import implementation_for
-from psearch_jax.models.products import product, product_across
+from psearch_jax.models.products import dense, product, product_across
 from psearch_jax.rollout.copy import SamplingCopy, sampled_shape
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.rollout.sampler_programs import SamplerOptions
@@ -124,6 +124,22 @@ def test_equal_dtypes_are_a_plain_product():
     np.testing.assert_array_equal(product(x, w, jnp.float32), jnp.matmul(x, w))
 
 
+def test_gradients_of_narrow_kernels_are_those_of_plain_products():
+    """The gradient of an adapter's first matrix is transposed, or is computed by the slow product again."""
+    x, kernel, g = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(2, 3, 96), (96, 4), (4,)]))
+
+    def gradients(narrow):
+        def loss(x, kernel):
+            return jnp.sum(g * jnp.sin(dense(x, kernel, jnp.float32, narrow=narrow)))
+
+        return jax.jit(jax.grad(loss, (0, 1)))
+
+    for a, b in zip(gradients(True)(x, kernel), gradients(False)(x, kernel), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    compiled = [gradients(narrow).lower(x, kernel).compile().as_text() for narrow in (True, False)]
+    assert ["f32[96,4]{1,0} dot(" in text for text in compiled] == [False, True]
+
+
 def test_bfloat16_on_a_cpu_is_closer_to_float32_than_bfloat16_activations():
     """If the CPU form is not used, log-probs are as far off as when every activation is rounded."""
     config, mesh = tiny_config(tied=True), one_device_mesh()
@@ -140,9 +156,10 @@ def test_bfloat16_on_a_cpu_is_closer_to_float32_than_bfloat16_activations():
     assert form == "rowwise" and 0 < mixed < 0.8 * rounded
 
 
-@pytest.mark.parametrize(("tied", "remat"), [(True, "full"), (False, "none")])
-def test_gradients_with_transposed_copies_are_those_without(tied, remat):
+@pytest.mark.parametrize(("tied", "remat", "block"), [(True, "full", 60), (False, "none", 60), (True, "none", 416)])
+def test_gradients_with_transposed_copies_are_those_without(tied, remat, block, monkeypatch):
     """A transpose of the wrong axes or of the wrong matrix: the loss falls, but the gradients are wrong."""
+    monkeypatch.setattr(vocabulary, "BLOCK", block)
     config, mesh, adapters = tiny_config(tied=tied), one_device_mesh(), Lora(4, 8.0)
     base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config, scale=0.1))
     params = jax.tree.map(lambda x: x + 0.01, lora.init_adapters(config, adapters, 0))

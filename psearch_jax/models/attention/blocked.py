@@ -96,7 +96,8 @@ def _pulled_back(q, k, v, begin, out, log_sums, gradient) -> tuple[jax.Array, ja
     """The gradients of q, k and v."""
     K, H, dtype = k.shape[1], q.shape[-1], q.dtype
     wide = dtype == jnp.float32
-    of_q, of_k, of_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    # The gradients of k and v are summed as [B, K, H, S]: otherwise XLA for CPUs would transpose all scores for them.
+    of_q, (of_k, of_v) = [], (jnp.zeros(x.swapaxes(2, 3).shape, jnp.float32) for x in (k, v))
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     # The backward pass is traced outside `products.precision`, so the same precision is set here.
     with jax.default_matmul_precision("highest") if wide else contextlib.nullcontext():
@@ -108,10 +109,11 @@ def _pulled_back(q, k, v, begin, out, log_sums, gradient) -> tuple[jax.Array, ja
             mean = jnp.sum(of_out.astype(jnp.float32) * own.astype(jnp.float32), axis=-1, keepdims=True)
             of_scores = (weights * (change - mean)).astype(dtype)
             of_q.append(merge_heads(product("BKGXS,BKSH->BKGXH", of_scores, k[:, :, :last])))
-            of_k = of_k.at[:, :, :last].add(product("BKGXS,BKGXH->BKSH", of_scores, queries))
-            of_v = of_v.at[:, :, :last].add(product("BKGXS,BKGXH->BKSH", weights.astype(dtype), of_out))
+            of_k = of_k.at[..., :last].add(product("BKGXH,BKGXS->BKHS", queries, of_scores))
+            of_v = of_v.at[..., :last].add(product("BKGXH,BKGXS->BKHS", of_out, weights.astype(dtype)))
     # In float32, `grouped` scales the queries, so `queries`, and with it `of_k`, is already scaled.
     of_q, of_k = jnp.concatenate(of_q, axis=1) * H**-0.5, of_k if wide else of_k * H**-0.5
+    of_k, of_v = of_k.swapaxes(2, 3), of_v.swapaxes(2, 3)
     return tuple(x.astype(like.dtype) for x, like in zip((of_q, of_k, of_v), (q, k, v), strict=True))
 
 
