@@ -209,8 +209,7 @@ class Decoder(nnx.Module):
 
     def unstack(self, across: bool = False) -> Unstacked:
         """A separate copy of each layer's weights, for many calls of `hidden`; see models/unstacked.py."""
-        head = self.embedding[...].T if self.lm_head is None else self.lm_head[...]
-        return unstack(self._weights(), self.config.layers, head, across)
+        return unstack(self._weights(), self.config.layers, self._head(), across)
 
     @_precise
     def logits(
@@ -220,8 +219,8 @@ class Decoder(nnx.Module):
         if unstacked is None or unstacked.head is None:
             return self._logits(self._head(), hidden, temperature, n_ids)
         rows = hidden.reshape(-1, hidden.shape[-1])
-        out = product_across(rows, unstacked.head, self.dtype).reshape(*hidden.shape[:-1], -1) / temperature
-        return jnp.where(jnp.arange(out.shape[-1]) < n_ids, out, NEG_INF)
+        out = product_across(rows, unstacked.head, self.dtype).reshape(*hidden.shape[:-1], -1)
+        return self._scaled(out, temperature, n_ids, 0)
 
     def _head(self) -> jax.Array:
         """The head [D, V]."""
@@ -250,13 +249,13 @@ class Decoder(nnx.Module):
     def _block_logits(
         self, block: BlockedHead, h: jax.Array, index: jax.Array, temperature: float, n_ids: int
     ) -> jax.Array:
-        """`logits` [M, V/n] for a block of the head, without its axis n."""
-        down, across = block
+        """`logits` [M, V/n] of states [M, D] for one block of the head, [D, V/n] and [V/n, D]."""
+        kernel, across = block
         with precision(self.dtype):  # the backward pass is traced later
-            if down is not None and across is not None:
-                out = product(h, down, self.dtype, across)
+            if kernel is None:
+                out = product(h, across.T, self.dtype)
             else:
-                out = product(h, across.T if down is None else down, self.dtype)
+                out = product(h, kernel, self.dtype, across)
         return self._scaled(out, temperature, n_ids, index * out.shape[1])
 
     def _scaled(self, out: jax.Array, temperature: float, n_ids: int, first: jax.Array | int) -> jax.Array:

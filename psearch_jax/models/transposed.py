@@ -2,8 +2,8 @@
 
 On a CPU, XLA multiplies 16-bit operands at twice the speed of float32 only if the second one is stored as [K, N]. The
 backward pass multiplies by the transpose of every kernel, and a tied head is the transpose of the embedding; without
-stored transposes, both products are as slow as float32. So frozen matrices are transposed once. The layers' bfloat16
-matrices are stored as their bits, in both orders (see products.bits).
+stored transposes, both products are as slow as float32. So frozen matrices are transposed once, and stored as their
+bits in both orders (see products.bits).
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def with_head(weights: nnx.State, head: jax.Array) -> nnx.State:
 def with_transposed(weights: nnx.State, head: bool) -> nnx.State:
     """`weights` and the transposes of their matrices, for a model with `transposed`.
 
-    The layers' matrices are copied; the other weights are not. Without `head`, the head's transpose is left out, as
-    for a model with a value head.
+    The matrices of layers and head are copied; the other weights are not. Without `head`, that of the head is left
+    out, as for a model with a value head.
     """
     made = {path: nnx.Param(x) for path, x in _both_orders(weights, head).items()}
     return nnx.from_flat_state(dict(nnx.to_flat_state(weights)) | made)
