@@ -296,15 +296,13 @@ class Decoder(nnx.Module):
         options = {"temperature": temperature, "n_ids": n_ids}
         wanted = jnp.ones(targets.shape, bool) if wanted is None else wanted
         mesh = jax.sharding.get_abstract_mesh()
-        is_single = mesh.empty or mesh.size == 1
-        if is_single and self.attention == "rowwise":
-            visit = by_blocks(functools.partial(self._block_logits, **options))
-            return _at_wanted(visit, chunk, self._blocks(), hidden, targets, wanted)
+        if mesh.empty or mesh.size == 1:
+            if self.attention == "rowwise":
+                visit, head = by_blocks(functools.partial(self._block_logits, **options)), self._blocks()
+            else:
+                visit, head = at_once(functools.partial(self._scored, **options)), self._head()
+            return _at_wanted(visit, chunk, head, hidden, targets, wanted)
         head = self._head()
-        if is_single:
-            return _at_wanted(
-                at_once(functools.partial(self._scored, **options)), chunk, head, hidden, targets, wanted
-            )
         stored = spec(("embed", "vocab"), STORAGE, mesh, head.shape)
         rows = spec(("rows",), COMPUTE, mesh, hidden.shape)
 
