@@ -201,12 +201,12 @@ class ScriptedSampler(Sampler):
             budgets[at], *self._turns[int(slots[at])] = script.turns
         return super().admit(state, pool, source, keys, budgets, budget_end, rows)
 
-    def extend(self, params, state, ids, n, turn_tokens, rows=None) -> SamplerState:
+    def extend(self, params, state, ids, n, turn_tokens, rows=None, unstacked=None) -> SamplerState:
         slots, budgets = np.arange(len(n)) if rows is None else rows, np.ones(len(n), np.int32)
         for at in np.flatnonzero(n):
             budgets[at] = self._turns[int(slots[at])].pop(0)
         self.extend_calls += 1
-        return super().extend(params, state, ids, n, budgets, rows)
+        return super().extend(params, state, ids, n, budgets, rows, unstacked)
 
 
 class Ours:

@@ -159,6 +159,9 @@ class Decoder(nnx.Module):
             positions = begin[:, None] + jnp.arange(ids.shape[1])
         rotation = rope_cos_sin(positions, config.head_dim, config.rope_theta)
         table = fsdp_gathered(self.embedding[...], "vocab", "embed")  # once, not once per row
+        if self.attention == "rowwise" and table.dtype != self.activations:
+            # XLA's CPU backend would convert the complete table to float32 before the loop that decodes.
+            table, ids = jax.lax.optimization_barrier((table, ids))
         x = jnp.take(table, ids, axis=0).astype(self.activations)
         listed, by_length, mesh = None, False, jax.sharding.get_abstract_mesh()
         if cache is not None and ids.shape[1] > DECODED:

@@ -96,9 +96,11 @@ class Collector:
         state = self.sampler.new_state(self.parts.rollout.slots, self.parts.rollout.context_tokens)
         nothing = np.zeros(rows, np.int32)
         for width in widths.observations:
-            state = self.sampler.extend(params, state, np.zeros((rows, width), np.int32), nothing, 1, nothing - 1)
+            ids = np.zeros((rows, width), np.int32)
+            state = self.sampler.extend(params, state, ids, nothing, 1, nothing - 1, unstacked)
         for width in widths.prompts:
-            prompts = self.sampler.prefill(params, np.zeros((pool, width), np.int32), np.zeros(pool, np.int32))
+            ids, n = np.zeros((pool, width), np.int32), np.zeros(pool, np.int32)
+            prompts = self.sampler.prefill(params, ids, n, unstacked)
             state = self.sampler.admit(state, prompts, nothing - 1, np.zeros((rows, 2), np.uint32), 1, 1, nothing - 1)
         for span in widths.spans:
             state = self.sampler.generate(params, state, 1.0, span, unstacked=unstacked)
@@ -115,7 +117,7 @@ class Collector:
 
         Args:
           prompts: the prompt widths to compile for; other widths are compiled when first needed.
-          unstacked: as `generate` will get it.
+          unstacked: as the programs will get it.
         """
         rows, pool_rows, widths = self.parts.rows_per_call, self.parts.pool_rows, self.parts.widths
         sampler, compiler = self.sampler, self.sampler.compile_only()
@@ -126,12 +128,14 @@ class Collector:
             compiler.generate(params, state, 1.0, span, unstacked=unstacked)
 
         def prefill(width: int) -> None:
-            compiler.prefill(params, np.zeros((pool_rows, width), np.int32), np.zeros(pool_rows, np.int32))
+            ids, n = np.zeros((pool_rows, width), np.int32), np.zeros(pool_rows, np.int32)
+            compiler.prefill(params, ids, n, unstacked)
             pool = sampler.new_state(pool_rows, width)
             compiler.admit(state, pool, nothing - 1, keys, 1, 1, nothing - 1)
 
         def extend(width: int) -> None:
-            compiler.extend(params, state, np.zeros((rows, width), np.int32), nothing, 1, nothing - 1)
+            ids = np.zeros((rows, width), np.int32)
+            compiler.extend(params, state, ids, nothing, 1, nothing - 1, unstacked)
 
         work = [functools.partial(generate, span) for span in widths.spans]
         work += [functools.partial(prefill, width) for width in prompts]

@@ -94,6 +94,8 @@ class Sampler:
         self._on_one_cpu = is_one_cpu(mesh)
         # Int8 kernels are converted at each step whatever their layout, so they are not transposed.
         narrow = options.int8_weights or (dtype != jnp.float32 and platforms.cpu_multiplies(dtype))
+        # XLA for CPUs cannot slice 16 bits: in every call it would convert the stacks of all layers to float32 first.
+        self._chunks_unstacked = self._on_one_cpu and jnp.dtype(dtype).itemsize == 2 and not options.int8_weights
         states, columns = tables.next.shape
         self._programs = programs = SamplerPrograms(
             graph=graph,
@@ -134,10 +136,18 @@ class Sampler:
         with jax.set_mesh(self.mesh):
             return self._run(self._new, rows, positions)
 
-    def prefill(self, params: nnx.State, ids: np.ndarray, n: np.ndarray) -> SamplerState:
-        """Computes a pool of P prompts and their caches. ids [P, C] int32, n [P] int32 (0: an unused row)."""
+    def prefill(
+        self, params: nnx.State, ids: np.ndarray, n: np.ndarray, unstacked: Unstacked | None = None
+    ) -> SamplerState:
+        """Computes a pool of P prompts and their caches.
+
+        Args:
+          ids: [P, C] int32.
+          n: [P] int32 (0: an unused row).
+          unstacked: `unstack_once(params)`; here, in `extend` and `refresh` read only where the stacks are slower.
+        """
         with jax.set_mesh(self.mesh):
-            return self._run(self._prefill, params, ids, n)
+            return self._run(self._prefill, params, ids, n, self._for_chunks(unstacked))
 
     def admit(
         self,
@@ -170,6 +180,7 @@ class Sampler:
         n: np.ndarray,
         turn_tokens: int | np.ndarray,
         rows: np.ndarray | None = None,
+        unstacked: Unstacked | None = None,
     ) -> SamplerState:
         """Appends `n[r]` forced tokens to row `rows[r]` (mask 0) and starts its next turn; n = 0 leaves it as it is.
 
@@ -180,10 +191,12 @@ class Sampler:
           n: [R] int32.
           turn_tokens: maximum tokens of the next turn; one number, or [R].
           rows: [R] int32, -1 for none; default: all slots in order.
+          unstacked: as in `prefill`.
         """
         rows = np.arange(len(n), dtype=np.int32) if rows is None else rows
+        turns = _per_row(turn_tokens, n)
         with jax.set_mesh(self.mesh):
-            return self._run(self._extend, params, state, rows, ids, n, _per_row(turn_tokens, n))
+            return self._run(self._extend, params, state, rows, ids, n, turns, self._for_chunks(unstacked))
 
     def place(self, state: SamplerState, rows: Mapping[str, np.ndarray]) -> SamplerState:
         """Replaces fields of the state, each for all slots. The cache of the rows is then wrong until `refresh`."""
@@ -191,7 +204,13 @@ class Sampler:
             return self._run(self._place, state, dict(rows))
 
     def refresh(
-        self, params: nnx.State, state: SamplerState, rows: np.ndarray, start: int, width: int
+        self,
+        params: nnx.State,
+        state: SamplerState,
+        rows: np.ndarray,
+        start: int,
+        width: int,
+        unstacked: Unstacked | None = None,
     ) -> SamplerState:
         """Computes the cached keys and values of rows again, with other weights, at `width` positions from `start`.
 
@@ -199,9 +218,11 @@ class Sampler:
 
         Args:
           rows: [R] int32, -1 for none.
+          unstacked: as in `prefill`.
         """
         with jax.set_mesh(self.mesh):
-            return self._run(self._refresh, params, state, rows, np.int32(start), width=width)
+            weights = self._for_chunks(unstacked)
+            return self._run(self._refresh, params, state, rows, np.int32(start), weights, width=width)
 
     def generate(
         self,
@@ -248,6 +269,10 @@ class Sampler:
             return None
         with jax.set_mesh(self.mesh):
             return self._unstack_once(params)
+
+    def _for_chunks(self, unstacked: Unstacked | None) -> Unstacked | None:
+        """What the programs that process several positions of a row read in place of the stacks."""
+        return unstacked if self._chunks_unstacked else None
 
     def compile_only(self) -> Sampler:
         """A sampler whose calls compile this one's programs without running them, in any thread. They return None, so

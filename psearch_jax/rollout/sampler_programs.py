@@ -123,9 +123,11 @@ class SamplerPrograms:
     def unstack(self, params: nnx.State) -> Unstacked:
         return nnx.merge(self.graph, params).unstack(self.transpose_unstacked)
 
-    def prefill(self, params: nnx.State, ids: jax.Array, n: jax.Array) -> SamplerState:
+    def prefill(
+        self, params: nnx.State, ids: jax.Array, n: jax.Array, unstacked: Unstacked | None = None
+    ) -> SamplerState:
         model = nnx.merge(self.graph, params)
-        _, (k, v) = model.hidden(ids, keep_kv=True)
+        _, (k, v) = model.hidden(ids, keep_kv=True, unstacked=unstacked)
         pool = self.new_state(*ids.shape)
         # Keys and values of pads may not be finite, and `admit` copies them past the prompt: replace them by zeros.
         real = (jnp.arange(ids.shape[1]) < n[:, None])[:, None, :, None]
@@ -163,7 +165,16 @@ class SamplerPrograms:
             drafted=state.drafted,
         )
 
-    def extend(self, params: nnx.State, state: SamplerState, rows, ids, n, turn_tokens) -> SamplerState:
+    def extend(
+        self,
+        params: nnx.State,
+        state: SamplerState,
+        rows: jax.Array,
+        ids: jax.Array,
+        n: jax.Array,
+        turn_tokens: jax.Array,
+        unstacked: Unstacked | None = None,
+    ) -> SamplerState:
         model = nnx.merge(self.graph, params)
         S = state.ids.shape[1]
         R, C = ids.shape
@@ -177,7 +188,7 @@ class SamplerPrograms:
         start = jnp.where(room > 0, jnp.maximum(length - 1, 0), 0)
         count = jnp.where(room > 0, length + room - 1 - start, 0)
         inputs = jnp.take_along_axis(known, jnp.minimum(start[:, None] + offset, S - 1), axis=1)
-        _, (k, v) = model.hidden(inputs, state.cache, start, keep_kv=True, rows=rows)
+        _, (k, v) = model.hidden(inputs, state.cache, start, keep_kv=True, rows=rows, unstacked=unstacked)
         length = length + room
         touched = jnp.where(n > 0, rows, -1)
         status = jnp.where(length >= end, Status.CONTEXT_FULL, Status.RUNNING)
@@ -194,7 +205,16 @@ class SamplerPrograms:
     def place(self, state: SamplerState, rows: dict[str, jax.Array]) -> SamplerState:
         return replace(state, **rows)
 
-    def refresh(self, params: nnx.State, state: SamplerState, rows, start, *, width: int) -> SamplerState:
+    def refresh(
+        self,
+        params: nnx.State,
+        state: SamplerState,
+        rows: jax.Array,
+        start: jax.Array,
+        unstacked: Unstacked | None = None,
+        *,
+        width: int,
+    ) -> SamplerState:
         model = nnx.merge(self.graph, params)
         S = state.ids.shape[1]
         known, length = (take_rows(x, rows) for x in (state.ids, state.length))
@@ -202,7 +222,7 @@ class SamplerPrograms:
         count = jnp.where(rows < 0, 0, jnp.clip(length - 1 - start, 0, width))
         begin = jnp.where(count > 0, start, 0)
         inputs = jnp.take_along_axis(known, jnp.minimum(begin[:, None] + jnp.arange(width), S - 1), axis=1)
-        _, (k, v) = model.hidden(inputs, state.cache, begin, keep_kv=True, rows=rows)
+        _, (k, v) = model.hidden(inputs, state.cache, begin, keep_kv=True, rows=rows, unstacked=unstacked)
         touched = jnp.where(count > 0, rows, -1)
         return replace(state, cache=kv_cache.write(state.cache, k, v, begin, count, touched))
 
@@ -285,7 +305,7 @@ class SamplerPrograms:
         logits = logits / jnp.where(greedy, 1.0, temperature)[:, None]
         logits = jnp.maximum(logits, NEG_INF)  # the division may have turned the mask into -inf
         choice = self.draw(sampling.filter_logits(logits, self.options.top_k, self.options.top_p), state)
-        token = jnp.where(greedy, jnp.argmax(logits, axis=-1), choice).astype(jnp.int32)
+        token = jnp.where(greedy, sampling.likeliest(logits), choice)
         logprob = sampling.log_probability(logits, token)
 
         write_at = jnp.where(sampled, state.length, S)

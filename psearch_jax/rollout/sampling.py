@@ -56,6 +56,21 @@ def _choose(logits: jax.Array, uniform: jax.Array, split: str | None) -> jax.Arr
     return (chosen // blocks * V + chosen % blocks * block + offset).astype(jnp.int32)
 
 
+def likeliest(logits: jax.Array) -> jax.Array:
+    """The first token with the largest logit of each row, as `jnp.argmax`, whose reduction of pairs takes four times
+    as long on a CPU.
+
+    Args:
+      logits: [B, V] float32. A row with NaN gets the last token.
+
+    Returns:
+      [B] int32.
+    """
+    V = logits.shape[-1]
+    largest = logits == jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(largest, jnp.arange(V, dtype=jnp.int32), V - 1), axis=-1)
+
+
 def log_probability(logits: jax.Array, token: jax.Array) -> jax.Array:
     """The log-probability of one token per row, [B], without computing those of the other tokens.
 

@@ -188,7 +188,7 @@ class RolloutScheduler:
         """Computes the first `positions` keys and values of rows [R] (-1: none) with the current weights."""
         width = self.parts.widths.observations[-1]
         for start in range(0, positions, width):
-            self.state = self.sampler.refresh(self.params, self.state, rows, start, width)
+            self.state = self.sampler.refresh(self.params, self.state, rows, start, width, self.unstacked)
             self._count(refreshed=rows.size * width)
 
     def suspend(self) -> list[Suspended]:
@@ -310,7 +310,7 @@ class RolloutScheduler:
                 n[row] = len(prompt)
                 ids[row, : n[row]] = prompt
         self._pool = None  # free the old pool before the next one is computed
-        self._pool = self.sampler.prefill(self.params, ids, n)
+        self._pool = self.sampler.prefill(self.params, ids, n, self.unstacked)
         self._count(prefilled=ids.size)
         self._pool_rows = {group: row for row, group in enumerate(own, jax.process_index() * share)}
 
@@ -468,7 +468,8 @@ class RolloutScheduler:
                 if b >= 0:
                     n[r] = len(chunks[b])
                     ids[r, : n[r]] = chunks[b]
-            self.state = self.sampler.extend(self.params, self.state, ids, n, self.rollout.turn_tokens, rows)
+            turn = self.rollout.turn_tokens
+            self.state = self.sampler.extend(self.params, self.state, ids, n, turn, rows, self.unstacked)
             self._count(extended=ids.size, forced=int(n.sum()))
         for b, chunk in chunks.items():
             self.starts[b] = int(lengths[b]) + len(chunk)

@@ -1,5 +1,6 @@
 """Matrix products with 16-bit operands and float32 accumulation."""
 
+import re
 from unittest import mock
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from flax import nnx
 from helpers import one_device_mesh, random_params, tables_for, tiny_config
 
-from psearch_jax.config import LearningSection, Lora
+from psearch_jax.config import DecoderConfig, LearningSection, Lora
 from psearch_jax.models import decoder, lora, transposed, vocabulary
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.models.products import dense, product, product_across
@@ -265,6 +266,75 @@ def test_a_separate_head_samples_with_the_log_probs_of_the_tied_one(tiny_tokeniz
     np.testing.assert_array_equal(untied[0], tied[0])
     np.testing.assert_allclose(untied[1], tied[1], atol=1e-4)
     assert np.any(tied[1] < 0)
+
+
+def sampler_in_16_bits(tokenizer, config: DecoderConfig) -> Sampler:
+    mesh, half = one_device_mesh(), jnp.dtype("bfloat16")
+    return Sampler(
+        graph=decoder.graphdef(config, half, attention=implementation_for(mesh, half)),
+        config=config,
+        tables=tables_for(tokenizer, config),
+        n_ids=tokenizer.size,
+        stop_ids=sorted(tokenizer.stop_ids),
+        mesh=mesh,
+        options=SamplerOptions(half, unstacked_decoding=True),
+    )
+
+
+@pytest.mark.parametrize("instructions", [True, False])
+def test_prompts_and_passages_read_the_weights_of_each_layer(instructions, tiny_tokenizer, monkeypatch):
+    """Layers in another order, swapped axes or another call's weights: every cached key after the first layer is
+    wrong, and no rollout fails."""
+    monkeypatch.setattr(platforms, "cpu_multiplies", lambda dtype: instructions)
+    config, rows = tiny_config(tied=False), 4
+    weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config, scale=0.1))
+    sampler, rng = sampler_in_16_bits(tiny_tokenizer, config), np.random.default_rng(0)
+    ids, more = (rng.integers(3, 300, (rows, n)).astype(np.int32) for n in (16, 8))
+    keys, every = np.arange(2 * rows, dtype=np.uint32).reshape(rows, 2), np.arange(rows, dtype=np.int32)
+
+    def caches(unstacked):
+        pool = sampler.prefill(weights, ids, np.full(rows, 16, np.int32), unstacked)
+        state = sampler.admit(sampler.new_state(rows, 48), pool, every, keys, 8, 48)
+        state = sampler.extend(weights, state, more, np.full(rows, 8, np.int32), 8, unstacked=unstacked)
+        extended = np.asarray(state.cache.k[..., :23])
+        emptied = sampler.place(state, {})
+        refreshed = sampler.refresh(weights, emptied, every, 0, 24, unstacked)
+        return np.asarray(pool.cache.k), extended, np.asarray(refreshed.cache.k[..., :23])
+
+    unstacked = sampler.unstack_once(weights)
+    for actual, expected in zip(caches(unstacked), caches(None), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=2e-2 * np.abs(expected).max())
+    unread = jax.tree.map(jnp.zeros_like, unstacked)
+    assert np.all(caches(unread)[0][1:] == 0), "the stacks are read instead"
+
+
+def test_sampling_in_16_bits_converts_no_stack_and_no_embedding(tiny_tokenizer, with_instructions):
+    """XLA converts what a CPU cannot slice in 16 bits: a call would first copy all kernels, or the embedding of every
+    token, to float32, which took half of the time that a passage takes to read."""
+    config, rows, width = tiny_config(tied=False), 4, 24
+    weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config))
+    sampler = sampler_in_16_bits(tiny_tokenizer, config)
+    unstacked, texts = sampler.unstack_once(weights), []
+    sampler._run = lambda program, *args, **keywords: texts.append(
+        program.lower(*args, **keywords).compile().as_text()
+    )
+    ids, n = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
+    state = sampler_in_16_bits(tiny_tokenizer, config).new_state(rows, 48)
+    sampler.prefill(weights, ids, n, unstacked)
+    sampler.extend(weights, state, ids, n, 8, unstacked=unstacked)
+    sampler.refresh(weights, state, n, 0, width, unstacked)
+    sampler.generate(weights, state, 1.0, unstacked=unstacked)
+    assert len(texts) == 4
+    for text in texts:
+        stored = set(re.findall(r"= (\w+\[[\d,]+\])\S* (?:parameter|fusion|copy|convert)\(", without_fused(text)))
+        assert {f"bf16[{config.width},{config.mlp}]", f"bf16[{config.vocab_rows},{config.width}]"} <= stored
+        assert f"f32[{config.layers},{config.width},{config.mlp}]" not in stored
+        assert f"f32[{config.vocab_rows},{config.width}]" not in stored
+
+
+def without_fused(text: str) -> str:
+    """A compiled program without the bodies of its fusions, whose values are not stored."""
+    return "\n".join(part for part in text.split("\n\n") if not re.match(r"%(fused|wrapped)_\w*computation", part))
 
 
 def test_only_a_cpu_in_16_bits_samples_with_a_separate_head():
