@@ -78,8 +78,8 @@ class ModelSection:
         True,
         "On a GPU or a single CPU device, decoding copies each layer's weights into separate arrays once per call. "
         "The copy needs as much memory as the layers, in float32 on a CPU without instructions for `sampling_dtype`. "
-        "If false, decoding copies a slice of the stacked weights before every product, and on a CPU a call in 16 bits "
-        "first converts all of them to float32.",
+        "If false, decoding copies a slice of the stacked weights before every product, and on a CPU a call in 16 "
+        "bits first converts all of them to float32.",
         resume=FREE,
     )
     shard_residual: bool = setting(
