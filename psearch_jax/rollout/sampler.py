@@ -287,7 +287,7 @@ class Sampler:
 
     def compilations(self) -> dict[str, int]:
         """The number of shapes that each program was compiled for."""
-        names = ("prefill", "admit", "extend", "generate")
+        names = ("prefill", "admit", "extend", "refresh", "generate")
         return {name: getattr(self, f"_{name}")._cache_size() for name in names}
 
     def abstract_params(self) -> nnx.State:

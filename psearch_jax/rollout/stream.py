@@ -59,7 +59,7 @@ class RolloutStream:
     def warm_up(self, params: nnx.State) -> None:
         """Compiles the programs that only unfinished rollouts need (the others: `Collector.warm_up`)."""
         scheduler = self._scheduler
-        scheduler.resume(params)
+        scheduler.resume(params, scheduler.sampler.unstack_once(params))
         scheduler.place({})
         nothing = np.full(scheduler.parts.rows_per_call, -1, np.int32)
         scheduler.refresh(nothing, 1)

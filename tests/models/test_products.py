@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import one_device_mesh, random_params, tables_for, tiny_config
+from helpers import make_sampler, one_device_mesh, random_params, tables_for, tiny_config
 
-from psearch_jax.config import DecoderConfig, LearningSection, Lora
+from psearch_jax.config import LearningSection, Lora
 from psearch_jax.models import decoder, lora, transposed, vocabulary
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.models.products import dense, product, product_across
@@ -268,19 +268,6 @@ def test_a_separate_head_samples_with_the_log_probs_of_the_tied_one(tiny_tokeniz
     assert np.any(tied[1] < 0)
 
 
-def sampler_in_16_bits(tokenizer, config: DecoderConfig) -> Sampler:
-    mesh, half = one_device_mesh(), jnp.dtype("bfloat16")
-    return Sampler(
-        graph=decoder.graphdef(config, half, attention=implementation_for(mesh, half)),
-        config=config,
-        tables=tables_for(tokenizer, config),
-        n_ids=tokenizer.size,
-        stop_ids=sorted(tokenizer.stop_ids),
-        mesh=mesh,
-        options=SamplerOptions(half, unstacked_decoding=True),
-    )
-
-
 @pytest.mark.parametrize("instructions", [True, False])
 def test_prompts_and_passages_read_the_weights_of_each_layer(instructions, tiny_tokenizer, monkeypatch):
     """Layers in another order, swapped axes or another call's weights: every cached key after the first layer is
@@ -288,7 +275,8 @@ def test_prompts_and_passages_read_the_weights_of_each_layer(instructions, tiny_
     monkeypatch.setattr(platforms, "cpu_multiplies", lambda dtype: instructions)
     config, rows = tiny_config(tied=False), 4
     weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config, scale=0.1))
-    sampler, rng = sampler_in_16_bits(tiny_tokenizer, config), np.random.default_rng(0)
+    sampler = make_sampler(tiny_tokenizer, config, dtype=jnp.bfloat16, unstacked_decoding=True)
+    rng = np.random.default_rng(0)
     ids, more = (rng.integers(3, 300, (rows, n)).astype(np.int32) for n in (16, 8))
     keys, every = np.arange(2 * rows, dtype=np.uint32).reshape(rows, 2), np.arange(rows, dtype=np.int32)
 
@@ -313,13 +301,13 @@ def test_sampling_in_16_bits_converts_no_stack_and_no_embedding(tiny_tokenizer, 
     token, to float32, which took half of the time that a passage takes to read."""
     config, rows, width = tiny_config(tied=False), 4, 24
     weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config))
-    sampler = sampler_in_16_bits(tiny_tokenizer, config)
+    sampler = make_sampler(tiny_tokenizer, config, dtype=jnp.bfloat16, unstacked_decoding=True)
+    state = sampler.new_state(rows, 48)
     unstacked, texts = sampler.unstack_once(weights), []
     sampler._run = lambda program, *args, **keywords: texts.append(
         program.lower(*args, **keywords).compile().as_text()
     )
     ids, n = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
-    state = sampler_in_16_bits(tiny_tokenizer, config).new_state(rows, 48)
     sampler.prefill(weights, ids, n, unstacked)
     sampler.extend(weights, state, ids, n, 8, unstacked=unstacked)
     sampler.refresh(weights, state, n, 0, width, unstacked)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import make_collector, make_learner, make_sampler, question, random_params, retriever, rollout_section
@@ -73,6 +75,26 @@ def test_without_batches_ahead_it_is_collect(tiny_tokenizer, policies):
         assert same([trajectories], [plain])
         assert all(t.versions == ((t.prompt_length, version),) for t in trajectories)
         assert stream.spent().refreshed == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_compiles_after_the_warm_up(tiny_tokenizer, policies, dtype):
+    """Programs for other arguments than a run passes: its first steps would wait for them to compile again."""
+    policies = [jax.tree.map(lambda x: x.astype(dtype), params) for params in policies]
+    sampler = make_sampler(tiny_tokenizer, CONFIG, dtype=jnp.dtype(dtype), yield_share=0.2, unstacked_decoding=True)
+    collector = make_collector(tiny_tokenizer, sampler, ROLLOUT, retriever())
+    stream = collector.stream(SAMPLES, seed=0)
+    collector.warm_up(policies[0])
+    stream.warm_up(policies[0])
+    warm = sampler.compilations()
+    refreshed = []
+
+    def note(stream):
+        refreshed.append(stream.spent().refreshed)
+        return stream
+
+    collected(stream, policies, ahead=1, between=note)
+    assert sum(refreshed) > 0 and sampler.compilations() == warm
 
 
 @pytest.mark.parametrize("options", [{}, {"draft_tokens": 2}], ids=str)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from psearch_jax.config import DecoderConfig, LearningSection, MeshSection, RetrievalSection, RolloutSection
 from psearch_jax.models import decoder
+from psearch_jax.models.attention import implementation_for
 from psearch_jax.rollout import sampling
 from psearch_jax.rollout.boundary import BoundaryTables, build_tables
 from psearch_jax.rollout.collect import Collector
@@ -60,9 +61,11 @@ def tables_for(tokenizer: Tokenizer, config: DecoderConfig) -> BoundaryTables:
 
 
 def make_sampler(tokenizer: Tokenizer, config: DecoderConfig, mesh: Mesh | None = None, cls=Sampler, **options):
-    """A float32 sampler of class `cls` with the tokenizer's real boundary tables and stop tokens."""
+    """A sampler of class `cls`, by default in float32, with the tokenizer's real boundary tables and stop tokens."""
+    dtype = options.get("dtype", jnp.float32)
+    form = "blocked" if dtype == jnp.float32 else implementation_for(mesh or one_device_mesh(), dtype)
     return cls(
-        graph=decoder.graphdef(config, jnp.float32, int8=options.get("int8_weights", False)),
+        graph=decoder.graphdef(config, dtype, attention=form, int8=options.get("int8_weights", False)),
         config=config,
         tables=tables_for(tokenizer, config),
         n_ids=tokenizer.size,
