@@ -3,6 +3,7 @@
 XLA (of jax 0.10 and 0.12, for GPUs and CPUs) does not multiply by a slice of an array in place: in the loop over the
 layers it first copies every kernel, so each step reads the weights a second time and writes them. So the weights are
 copied once, before a loop of many steps; on a CPU also into the layout in which products of a few rows are fastest.
+In 16 bits a CPU reads prompts and passages from the copy as well (`Sampler.prefill`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Weights = Mapping[str, jax.Array]  # of one layer, by name
 
 
 class Unstacked(NamedTuple):
-    """What decoding uses in place of the model's stacked weights.
+    """What is read in place of the model's stacked weights.
 
     Attributes:
       layers: the weights of each; with `across`, a kernel NAME [*in, *out] is NAME_across [*out, *in], in float32.

@@ -107,6 +107,7 @@ def test_drafts(tmp_path):
     done = bench("drafts", *flags)
     plain, drafted = json.loads((tmp_path / "out.json").read_text())["drafts"]
     assert plain["equal"] == drafted["equal"] == drafted["trajectories"] == 8
+    assert drafted["first_differences"] == [] and drafted["logprob_rounding"] < 1e-3
     assert plain["sampled"] == drafted["sampled"] == plain["row_steps"] and plain["accepted"] is None
     assert drafted["tokens_per_step"] > 1.2 and 0.1 < drafted["accepted"] <= 1 and len(drafted["speed"]) == 2
     assert drafted["decode_steps"] < plain["decode_steps"] and "| 4 | 3 | 8 of 8 |" in done.stdout
