@@ -495,7 +495,7 @@ def test_one_compilation_per_shape(tiny_tokenizer, params):
     for temperature in (1.0, 0.0):
         rollout(fresh, params, prompts(), KEYS, ragged_chunks(), temperature)
     once = fresh.compilations()
-    assert once == {"prefill": 1, "admit": 1, "extend": 1, "generate": 1}
+    assert once == {"prefill": 1, "admit": 1, "extend": 1, "refresh": 0, "generate": 1}
     rollout(fresh, params, prompts()[::-1], KEYS + 9, ragged_chunks(5), 0.7)
     assert fresh.compilations() == once
 
