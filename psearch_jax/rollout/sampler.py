@@ -95,7 +95,7 @@ class Sampler:
         # Int8 kernels are converted at each step whatever their layout, so they are not transposed.
         narrow = options.int8_weights or (dtype != jnp.float32 and platforms.cpu_multiplies(dtype))
         # XLA for CPUs cannot slice 16 bits: in every call it would convert the stacks of all layers to float32 first.
-        self._chunks_unstacked = self._on_one_cpu and jnp.dtype(dtype).itemsize == 2 and not options.int8_weights
+        self._chunks_unstacked = self._on_one_cpu and dtype != jnp.float32 and not options.int8_weights
         states, columns = tables.next.shape
         self._programs = programs = SamplerPrograms(
             graph=graph,

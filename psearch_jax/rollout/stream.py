@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from flax import nnx
 
+from psearch_jax.models.unstacked import Unstacked
 from psearch_jax.rollout.scheduler import Parts, Progress, RolloutScheduler, Suspended, Waiting
 from psearch_jax.rollout.search import BatchedSearch, BatchRetriever, OverlappedSearch, SearchPolicy
 from psearch_jax.rollout.usage import Usage
@@ -56,10 +57,14 @@ class RolloutStream:
         """Number of batches that were added and not collected yet."""
         return len(self._batches)
 
-    def warm_up(self, params: nnx.State) -> None:
-        """Compiles the programs that only unfinished rollouts need (the others: `Collector.warm_up`)."""
+    def warm_up(self, params: nnx.State, unstacked: Unstacked | None) -> None:
+        """Compiles the programs that only unfinished rollouts need (the others: `Collector.warm_up`).
+
+        Args:
+          unstacked: `Sampler.unstack_once(params)`.
+        """
         scheduler = self._scheduler
-        scheduler.resume(params, scheduler.sampler.unstack_once(params))
+        scheduler.resume(params, unstacked)
         scheduler.place({})
         nothing = np.full(scheduler.parts.rows_per_call, -1, np.int32)
         scheduler.refresh(nothing, 1)

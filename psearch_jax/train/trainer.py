@@ -301,10 +301,11 @@ def _compile(run: Run) -> None:
     with run.phase("compile"):
         if run.recording is None:
             sampling = run.learner.sampling_copy(run.state.params)
-            run.collector.warm_up(sampling)
+            unstacked = run.collector.sampler.unstack_once(sampling)
+            run.collector.warm_up(sampling, unstacked)
             if run.config.train.staleness:
-                run.stream.warm_up(sampling)
-            del sampling
+                run.stream.warm_up(sampling, unstacked)
+            del sampling, unstacked
         run.learner.warm_up(run.state.params, run.reference)
         if run.critic is not None:
             run.critic.warm_up(run.state.critic.params)

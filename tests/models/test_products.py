@@ -1,6 +1,7 @@
 """Matrix products with 16-bit operands and float32 accumulation."""
 
 import re
+from dataclasses import replace
 from unittest import mock
 
 import jax
@@ -8,15 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import make_sampler, one_device_mesh, random_params, tables_for, tiny_config
+from helpers import make_sampler, one_device_mesh, random_params, tiny_config
 
 from psearch_jax.config import LearningSection, Lora
 from psearch_jax.models import decoder, lora, transposed, vocabulary
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.models.products import dense, product, product_across
 from psearch_jax.rollout.copy import SamplingCopy, sampled_shape
-from psearch_jax.rollout.sampler import Sampler
-from psearch_jax.rollout.sampler_programs import SamplerOptions
 from psearch_jax.runtime import platforms
 from psearch_jax.sharding import stand_in
 from psearch_jax.train.learner import Learner
@@ -237,22 +236,12 @@ def test_a_separate_head_samples_with_the_log_probs_of_the_tied_one(tiny_tokeniz
     config, mesh, half = tiny_config(tied=True), one_device_mesh(), jnp.dtype("bfloat16")
     weights = jax.tree.map(lambda x: x.astype(half), random_params(config, scale=0.1))
     make_copy = SamplingCopy(weights, None, half, mesh, in_int8=False, trained=False)
-    copy, n_ids = make_copy(weights), tiny_tokenizer.size
+    copy = make_copy(weights)
     assert make_copy(weights)["lm_head"].get_value() is copy["lm_head"].get_value(), "a frozen head is made once"
     assert copy["embedding"].get_value() is weights["embedding"].get_value()
 
     def log_probs(shape, params):
-        form = implementation_for(mesh, half)
-        graph, stops = decoder.graphdef(shape, half, attention=form), sorted(tiny_tokenizer.stop_ids)
-        sampler = Sampler(
-            graph=graph,
-            config=shape,
-            tables=tables_for(tiny_tokenizer, shape),
-            n_ids=n_ids,
-            stop_ids=stops,
-            mesh=mesh,
-            options=SamplerOptions(half),
-        )
+        sampler = make_sampler(tiny_tokenizer, shape, mesh, dtype=half)
         abstract = jax.tree.map(lambda x: (x.shape, x.dtype), sampler.abstract_params())
         assert abstract == jax.tree.map(lambda x: (x.shape, x.dtype), params)
         rows, ids = 4, np.random.default_rng(0).integers(3, 300, (4, 16)).astype(np.int32)
@@ -285,15 +274,15 @@ def test_prompts_and_passages_read_the_weights_of_each_layer(instructions, tiny_
         state = sampler.admit(sampler.new_state(rows, 48), pool, every, keys, 8, 48)
         state = sampler.extend(weights, state, more, np.full(rows, 8, np.int32), 8, unstacked=unstacked)
         extended = np.asarray(state.cache.k[..., :23])
-        emptied = sampler.place(state, {})
+        emptied = replace(state, cache=jax.tree.map(jnp.zeros_like, state.cache))
         refreshed = sampler.refresh(weights, emptied, every, 0, 24, unstacked)
         return np.asarray(pool.cache.k), extended, np.asarray(refreshed.cache.k[..., :23])
 
     unstacked = sampler.unstack_once(weights)
     for actual, expected in zip(caches(unstacked), caches(None), strict=True):
         np.testing.assert_allclose(actual, expected, atol=2e-2 * np.abs(expected).max())
-    unread = jax.tree.map(jnp.zeros_like, unstacked)
-    assert np.all(caches(unread)[0][1:] == 0), "the stacks are read instead"
+    zeros = jax.tree.map(jnp.zeros_like, unstacked)
+    assert all(np.all(keys == 0) for keys in caches(zeros)), "the stacks are read instead"
 
 
 def test_sampling_in_16_bits_converts_no_stack_and_no_embedding(tiny_tokenizer, with_instructions):

@@ -11,18 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import one_device_mesh, random_params, started, tables_for, tiny_config
+from helpers import make_sampler, one_device_mesh, random_params, started, tiny_config
 from programs import ROOT
 from runs import SMALL, metrics_without_clocks, small_config
 
 from psearch_jax.assembly import build
 from psearch_jax.config import Config, LearningSection, Lora, from_mapping
 from psearch_jax.eval.benchmarks import PAIRS
-from psearch_jax.models import decoder, hf, lora
-from psearch_jax.models.attention import implementation_for
+from psearch_jax.models import hf, lora
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler import Sampler
-from psearch_jax.rollout.sampler_programs import SamplerOptions
 from psearch_jax.runtime import platforms
 from psearch_jax.train import trainer
 from psearch_jax.train.checkpointing import checkpoint
@@ -155,22 +153,13 @@ def test_adapters_sample_from_the_policy_they_train(tiny_tokenizer):
     rows, positions, width = 16, 64, 12
     learning = LearningSection(micro_batch_rows=rows, learning_rate=2e-5, warmup_ratio=0.0)  # configs/qwen7b_lora.py
     optimizer = make_optimizer(learning, 10)
-    n_ids, stops = tiny_tokenizer.size, sorted(tiny_tokenizer.stop_ids)
+    n_ids = tiny_tokenizer.size
     base = jax.tree.map(lambda x: x.astype(half), random_params(config, scale=0.1))
     options = TrainingOptions(positions, half, remat="none", lora=adapters)
     learner = Learner(
         config, learning, optimizer, mesh, options, temperature=1.0, n_ids=n_ids, sampling_dtype=half, base=base
     )
-    graph = decoder.graphdef(config, half, attention=implementation_for(mesh, half), lora=adapters)
-    sampler = Sampler(
-        graph=graph,
-        config=config,
-        tables=tables_for(tiny_tokenizer, config),
-        n_ids=n_ids,
-        stop_ids=stops,
-        mesh=mesh,
-        options=SamplerOptions(half, lora=adapters),
-    )
+    sampler = make_sampler(tiny_tokenizer, config, mesh, dtype=half, lora=adapters)
     state = init_state(lora.init_adapters(config, adapters, 0), optimizer, mesh)
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, 390, (rows, width)).astype(np.int32)

@@ -84,8 +84,9 @@ def test_nothing_compiles_after_the_warm_up(tiny_tokenizer, policies, dtype):
     sampler = make_sampler(tiny_tokenizer, CONFIG, dtype=jnp.dtype(dtype), yield_share=0.2, unstacked_decoding=True)
     collector = make_collector(tiny_tokenizer, sampler, ROLLOUT, retriever())
     stream = collector.stream(SAMPLES, seed=0)
-    collector.warm_up(policies[0])
-    stream.warm_up(policies[0])
+    unstacked = sampler.unstack_once(policies[0])
+    collector.warm_up(policies[0], unstacked)
+    stream.warm_up(policies[0], unstacked)
     warm = sampler.compilations()
     refreshed = []
 

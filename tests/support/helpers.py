@@ -62,16 +62,17 @@ def tables_for(tokenizer: Tokenizer, config: DecoderConfig) -> BoundaryTables:
 
 def make_sampler(tokenizer: Tokenizer, config: DecoderConfig, mesh: Mesh | None = None, cls=Sampler, **options):
     """A sampler of class `cls`, by default in float32, with the tokenizer's real boundary tables and stop tokens."""
-    dtype = options.get("dtype", jnp.float32)
+    settings = SamplerOptions(**options)
+    dtype, adapters, in_int8 = settings.dtype, settings.lora, settings.int8_weights
     form = "blocked" if dtype == jnp.float32 else implementation_for(mesh or one_device_mesh(), dtype)
     return cls(
-        graph=decoder.graphdef(config, dtype, attention=form, int8=options.get("int8_weights", False)),
+        graph=decoder.graphdef(config, dtype, attention=form, lora=adapters, int8=in_int8),
         config=config,
         tables=tables_for(tokenizer, config),
         n_ids=tokenizer.size,
         stop_ids=sorted(tokenizer.stop_ids),
         mesh=mesh or one_device_mesh(),
-        options=SamplerOptions(**options),
+        options=settings,
     )
 
 
