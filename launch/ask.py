@@ -108,21 +108,22 @@ def start(config: Config) -> tuple[dict[str, Answerer], tuple[str, ...]]:
 
     began = time.monotonic()
     parts = build.from_path(config, policy_flags.model())
-    params, collectors = parts.sampling_copy(), {config.method: parts.collector}
-    if COMPARE.value not in (None, config.method):
+    collectors = {config.method: parts.collector}
+    if COMPARE.value == config.method:
+        raise UserError(f"--compare={COMPARE.value}: the policy's own method, accepted: another")
+    if COMPARE.value:
         collectors[COMPARE.value] = build.by_method(parts, config, COMPARE.value)
     examples = policy_flags.examples(parts.world)
-    del parts  # free the parameters: only their copy is used
-    sampler = collectors[config.method].sampler
     with progress.step("copying the weights layer by layer"):
-        unstacked = sampler.unstack_once(params)
+        weights = parts.sampling_weights()
+    del parts  # free the parameters: only their copy is used
     loaded = time.monotonic()
     print("compiling; the next start is faster", file=sys.stderr, flush=True)
     answerers = {}
     for name, collector in collectors.items():
         collector, prompt = for_one(collector)
-        collector.compile(params, (prompt,), unstacked)
-        answerers[name] = Answerer(collector, params, SEED.value, unstacked=unstacked)
+        collector.compile(weights, (prompt,))
+        answerers[name] = Answerer(collector, weights, SEED.value)
     ready = time.monotonic()
     seconds = f"{loaded - began:.1f} s to load, {ready - loaded:.1f} s to compile"
     print(f"ready ({seconds})", file=sys.stderr, flush=True)

@@ -152,9 +152,9 @@ def main(_: list[str]) -> None:
         sampling["gold_passages"] = True
     retriever = parts.collector.retriever
     passages = processes.broadcast(lambda: retriever.describe() if retriever else {})
-    settings = policy_settings(config, parts.params, passages)
+    settings = policy_settings(parts.config, parts.tokenizer, parts.params, passages)
     evaluation = Evaluation(OUT.value, questions, settings | sampling)
-    params = parts.sampling_copy()
+    weights = parts.sampling_weights()
 
     total = sum(map(len, questions.values()))
     bar = tqdm(total=total, unit="question", leave=False, disable=not processes.on_terminal())
@@ -170,7 +170,7 @@ def main(_: list[str]) -> None:
     def roll_out(part: Any, tell: Any) -> Any:
         return evaluate(
             parts.collector,
-            params,
+            weights,
             part,
             seed=SEED.value,
             step=EVAL_STEP,  # as in the run's own evaluations, so that a checkpoint samples the same tokens here

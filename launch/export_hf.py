@@ -26,7 +26,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.models.peft import save_adapters
     from psearch_jax.train.checkpointing.best import find_best
     from psearch_jax.train.checkpointing.checkpoint import load_params
-    from psearch_jax.train.checkpointing.run_config import config_of, export_files
+    from psearch_jax.train.checkpointing.run_config import config_of, export_files, exported_shape
     from psearch_jax.types import UserError
 
     jax.config.update("jax_platforms", "cpu")  # a large model may not fit one accelerator, and none is needed
@@ -45,7 +45,9 @@ def main(_: list[str]) -> None:
         return
     trained = config_of(str(checkpoint))
     files = export_files(trained) if trained else {}
-    lost = save_hf(params, config, TOKENIZER.value or loop["tokenizer"], OUT.value, dtype, lora=lora, files=files)
+    tokenizer = TOKENIZER.value or loop["tokenizer"]
+    shape = exported_shape(config, tokenizer)
+    lost = save_hf(params, shape, tokenizer, OUT.value, dtype, lora=lora, files=files)
     why = f", the best by {loop['best']['metric']} ({loop['best']['value']:.4f})" if "best" in loop else ""
     print(f"{CHECKPOINT.value}, step {loop['step']}{why} -> {OUT.value} ({DTYPE.value})")
     if lora:

@@ -53,6 +53,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.assembly import build
     from psearch_jax.assembly.questions import training_questions
     from psearch_jax.config import with_method
+    from psearch_jax.data.held_out import without_held_out
     from psearch_jax.data.prepared import open_questions
     from psearch_jax.eval.benchmarks import CLOSED_WORLD
     from psearch_jax.eval.evaluate import FILLS, evaluate, policy_settings, questions_digest
@@ -63,17 +64,18 @@ def main(_: list[str]) -> None:
     in_closed_world = QUESTIONS.value == CLOSED_WORLD
     source = CLOSED_WORLD if in_closed_world else ""
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=source))
-    questions = [] if in_closed_world else open_questions(QUESTIONS.value)
+    share = config.data.validation_share
+    questions = [] if in_closed_world else without_held_out(open_questions(QUESTIONS.value), share)
     parts = build.from_path(config, model)
     if in_closed_world:
         questions = training_questions(parts.config, parts.world)
     questions = questions[: COUNT.value] if COUNT.value else questions
-    params = parts.sampling_copy()
+    weights = parts.sampling_weights()
     selection = Selection(KEEP.value, MIN_REWARD.value, not ILL_FORMED.value)
     retriever = parts.collector.retriever
     passages = processes.broadcast(lambda: retriever.describe() if retriever else {})
-    settings = policy_settings(config, parts.params, passages) | {
-        "questions": questions_digest(questions),
+    settings = policy_settings(parts.config, parts.tokenizer, parts.params, passages) | {
+        "questions": questions_digest(questions, with_metadata=True),
         "sampling": {"samples": SAMPLES.value, "temperature": TEMPERATURE.value, "seed": SEED.value},
         "selection": dataclasses.asdict(selection),
         "reward": dataclasses.asdict(with_method(config).reward),
@@ -82,7 +84,7 @@ def main(_: list[str]) -> None:
     def roll_out(part: list[Question]) -> Any:
         return evaluate(
             parts.collector,
-            params,
+            weights,
             part,
             seed=SEED.value,
             step=0,
@@ -108,12 +110,12 @@ def main(_: list[str]) -> None:
     if not processes.first():
         return
     print(
-        "{sampled:.0f} rollouts of {questions:.0f} questions: reward {sampled_reward:.3f}, EM {sampled_em:.3f}, split "
-        "{sampled_split:.3f}".format(**figures)
+        "{sampled:.0f} rollouts of {questions:.0f} questions: reward {sampled_reward:.3f}, outcome "
+        "{sampled_outcome:.3f}, split {sampled_split:.3f}".format(**figures)
     )
     print(
-        "{kept:.0f} kept, of {questions_kept:.0f} questions: reward {kept_reward:.3f}, EM {kept_em:.3f}, split "
-        "{kept_split:.3f}".format(**figures)
+        "{kept:.0f} kept, of {questions_kept:.0f} questions: reward {kept_reward:.3f}, outcome {kept_outcome:.3f}, "
+        "split {kept_split:.3f}".format(**figures)
     )
     print(f"{out}: written")
 

@@ -40,12 +40,11 @@ def main(_: list[str]) -> None:
 
     model = policy_flags.model()
     parts = build.from_path(config, model)
-    params, collector, examples = parts.sampling_copy(), parts.collector, policy_flags.examples(parts.world)
+    weights, collector, examples = parts.sampling_weights(), parts.collector, policy_flags.examples(parts.world)
     del parts  # free the parameters: only their copy is used
     print("compiling for every length of prompts and passages", file=sys.stderr, flush=True)
-    unstacked = collector.sampler.unstack_once(params)
-    collector.warm_up(params, unstacked)
-    answerer = Answerer(collector, params, unstacked=unstacked)
+    collector.warm_up(weights)
+    answerer = Answerer(collector, weights)
     name = _NAME.value or flags.FLAGS.model.rstrip("/").rpartition("/")[2]
     hosts = () if host in ("0.0.0.0", "::") else (*http.LOOPBACK, f"[{host}]" if ":" in host else host)
     app = make_app(answerer, name, Limits(requests=_REQUESTS.value), token, examples, hosts)

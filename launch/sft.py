@@ -61,7 +61,7 @@ def _train(values: dict) -> None:
     from psearch_jax.runtime import processes
     from psearch_jax.sft import trainer
     from psearch_jax.train.checkpointing.checkpoint import load_params, on_host
-    from psearch_jax.train.checkpointing.run_config import export_files
+    from psearch_jax.train.checkpointing.run_config import export_files, exported_shape
 
     config = from_mapping(values)
     run = build_sft.supervised_run(config, TRANSCRIPTS.value)
@@ -79,7 +79,8 @@ def _train(values: dict) -> None:
         del run  # its weights are loaded again, in the host's memory: one device may be too small for all of them
         gc.collect()
         model, params, loop = load_params(WORKDIR.value, on_host)
-        save_hf(params, model, loop["tokenizer"], policy, lora=_lora(loop), files=export_files(config))
+        shape = exported_shape(model, loop["tokenizer"])
+        save_hf(params, shape, loop["tokenizer"], policy, lora=_lora(loop), files=export_files(config))
         print(f"{policy}: written")
 
 

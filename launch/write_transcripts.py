@@ -38,6 +38,7 @@ def main(_: list[str]) -> None:
 
     from psearch_jax.assembly import build
     from psearch_jax.config import from_mapping
+    from psearch_jax.data.held_out import without_held_out
     from psearch_jax.data.prepared import open_questions
     from psearch_jax.data.teacher import TeacherOptions, rounds_of, teach, transcript_row
     from psearch_jax.eval.tables import table
@@ -45,7 +46,8 @@ def main(_: list[str]) -> None:
     cli.configure_jax()
     out, config = on_disk(OUT.value, "--out"), from_mapping(CONFIG.value.to_dict())
     make_writable(out.parent)
-    questions = [question for place in QUESTIONS.value for question in open_questions(place)]
+    share = config.data.validation_share
+    questions = [q for place in QUESTIONS.value for q in without_held_out(open_questions(place), share)]
     usable = [question for question in questions if rounds_of(question)]
     if not usable:
         raise UserError(

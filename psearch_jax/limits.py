@@ -68,8 +68,12 @@ def _validate_validation(config: Config) -> None:
 def _validate_learning(config: Config) -> None:
     _validate_validation(config)
     r, le, t, w = config.rollout, config.learning, config.train, config.reward
-    if w.profile == "compat" and (w.outcome != "em" or w.search_penalty or w.sub_query_penalty):
-        raise UserError("config.reward: profile=compat requires outcome=em, search_penalty=0 and sub_query_penalty=0")
+    other = w.search_penalty or w.sub_query_penalty or w.gate_bonus_on_outcome or w.mixed != "sequential"
+    if w.profile == "compat" and (w.outcome != "em" or other):
+        raise UserError(
+            "config.reward: profile=compat requires outcome=em, search_penalty=0, sub_query_penalty=0, "
+            "gate_bonus_on_outcome=False and mixed=sequential"
+        )
     if w.parallelism == "critical_path" and (w.profile == "compat" or r.samples < 2):
         raise UserError(
             "config.reward.parallelism: found critical_path, which compares the rollouts of a group; accepted with "

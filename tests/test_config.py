@@ -134,6 +134,8 @@ CLOSED = {"source": "closed_world"}
             ["config.reward.parallelism", "rollout.samples"],
         ),
         ({"reward": {"profile": "compat", "outcome": "f1"}}, ["outcome=em", "profile=compat"]),
+        ({"reward": {"profile": "compat", "gate_bonus_on_outcome": True}}, ["gate_bonus_on_outcome=False"]),
+        ({"reward": {"profile": "compat", "mixed": "parallel"}}, ["mixed=sequential", "profile=compat"]),
         ({"rollout": {"top_p": 0.9}, "learning": {"old_logprobs": "sampler"}}, ["top_p=0.9", "another distribution"]),
         ({"rollout": {"top_p": 0.0}, "learning": {"importance_cap": 2.0}}, ["config.rollout.top_p", "0.0"]),
         ({"rollout": {"top_k": -1}, "learning": {"importance_cap": 2.0}}, ["config.rollout.top_k", "-1"]),

@@ -69,7 +69,9 @@ def measured(model: str, names: str, held_out: bool, count: int, temperature: fl
         for name, form in FORMS.items()
         for q in questions(world, "eval", form.kind, count, 1, [name], held_out_wordings=held_out)
     ]
-    rolled = evaluate(parts.collector, parts.sampling_copy(), asked, seed=1, step=EVAL_STEP, temperature=temperature)
+    rolled = evaluate(
+        parts.collector, parts.sampling_weights(), asked, seed=1, step=EVAL_STEP, temperature=temperature
+    )
     best = dict(
         zip((q.text for q in asked), oracle_retrieves_all(asked, parts.collector.retriever, config), strict=True)
     )

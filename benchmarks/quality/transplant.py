@@ -54,13 +54,13 @@ def measured(model: str, count: int, temperature: float) -> list[dict[str, Any]]
     """The share of questions whose first search is split, by type and by the origin of the first thought."""
     config = _with_room(from_mapping(get_config().to_dict()))
     parts = build.from_path(config, model)
-    params = parts.sampling_copy()
+    weights = parts.sampling_weights()
     asked = closed_world_benchmark(parts.world, PAIRS, count)
     plain = parts.collector.render
 
     def answered(asked: Sequence[Question], render: Callable[[Question], list[int]]) -> list[Trajectory]:
         parts.collector.render = render
-        return evaluate(parts.collector, params, asked, seed=1, step=EVAL_STEP, temperature=temperature)
+        return evaluate(parts.collector, weights, asked, seed=1, step=EVAL_STEP, temperature=temperature)
 
     first = answered(asked, plain)
     thoughts = {t.question.id: thought_of(t, parts.tokenizer) for t in first}

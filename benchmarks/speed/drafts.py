@@ -29,6 +29,7 @@ from psearch_jax.config import Config, from_mapping
 from psearch_jax.data.sources import read_questions
 from psearch_jax.eval.tables import table
 from psearch_jax.rollout.collect import Collector
+from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.runtime import cli
 from psearch_jax.types import Question, Trajectory
 
@@ -55,14 +56,14 @@ def main(argv: Sequence[str]) -> None:
     cli.configure_jax()
     config = _config(flags)
     parts = build.from_path(config, flags.model)
-    params = parts.sampling_copy()
+    weights = parts.sampling_weights()
     asked = _questions(flags, parts)
     lines = []
     for slots in flags.slots:
         collectors = {n: _collector(parts, config, slots, n) for n in (0, *flags.drafts)}
         for collector in collectors.values():
-            collector.warm_up(params)
-        lines += _measured(collectors, params, asked, flags.temperature, flags.repeats, slots)
+            collector.warm_up(weights)
+        lines += _measured(collectors, weights, asked, flags.temperature, flags.repeats, slots)
     written(flags.json, {"machine": machine(), "arguments": vars(flags), "drafts": lines})
     print(_table(lines))
 
@@ -96,7 +97,7 @@ def _collector(parts: build.Engine, config: Config, slots: int, drafts: int) -> 
 
 def _measured(
     collectors: dict[int, Collector],
-    params: Any,
+    weights: SamplingWeights,
     questions: Sequence[Question],
     temperature: float,
     repeats: int,
@@ -108,7 +109,7 @@ def _measured(
     for repeat in range(repeats):
         for n, collector in collectors.items():
             began = time.perf_counter()
-            sampled[n] = collector.collect(params, questions, 1, seed=1, step=0, temperature=temperature)
+            sampled[n] = collector.collect(weights, questions, 1, seed=1, step=0, temperature=temperature)
             seconds[n].append(time.perf_counter() - began)
             log(f"{slots} slots, {n} draft tokens, run {repeat + 1} of {repeats}: {seconds[n][-1]:.1f} s")
     lines = []

@@ -111,12 +111,12 @@ def served(world: ClosedWorld) -> Iterator[str]:
 
 
 def _engine(model: str, slots: int) -> tuple[Any, Any]:
-    """A collector and its policy's sampling copy, with every shape compiled."""
+    """A collector and the weights of its policy, with every shape compiled."""
     config = from_mapping(get_config().to_dict())
     parts = build.from_path(replace(config, rollout=replace(config.rollout, slots=slots, samples=1)), model)
-    params = parts.sampling_copy()
-    parts.collector.warm_up(params)
-    return parts.collector, params
+    weights = parts.sampling_weights()
+    parts.collector.warm_up(weights)
+    return parts.collector, weights
 
 
 def _measured(
@@ -135,14 +135,14 @@ def _measured(
         name: collector.with_retriever(HttpRetriever([url]) if place == "HTTP" else collector.retriever)
         for name, (collector, _) in engines.items()
     }
-    for collector, (_, params) in zip(asking.values(), engines.values(), strict=True):
-        evaluate(collector, params, groups[0], seed=0, step=0, temperature=0.0)  # connects; not measured
+    for collector, (_, weights) in zip(asking.values(), engines.values(), strict=True):
+        evaluate(collector, weights, groups[0], seed=0, step=0, temperature=0.0)  # connects; not measured
     for group in groups:
-        for name, (_, params) in engines.items():
+        for name, (_, weights) in engines.items():
             retriever = Delayed(asking[name].retriever, delay)
             collector = asking[name].with_retriever(retriever)
             start = time.perf_counter()
-            rolled = evaluate(collector, params, group, seed=0, step=0, temperature=0.0)
+            rolled = evaluate(collector, weights, group, seed=0, step=0, temperature=0.0)
             seconds[name].append(time.perf_counter() - start)
             calls[name].append(retriever.calls)
             scores[name].append(list(map(score, rolled)))

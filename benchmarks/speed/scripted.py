@@ -201,12 +201,12 @@ class ScriptedSampler(Sampler):
             budgets[at], *self._turns[int(slots[at])] = script.turns
         return super().admit(state, pool, source, keys, budgets, budget_end, rows)
 
-    def extend(self, params, state, ids, n, turn_tokens, rows=None, unstacked=None) -> SamplerState:
+    def extend(self, weights, state, ids, n, turn_tokens, rows=None) -> SamplerState:
         slots, budgets = np.arange(len(n)) if rows is None else rows, np.ones(len(n), np.int32)
         for at in np.flatnonzero(n):
             budgets[at] = self._turns[int(slots[at])].pop(0)
         self.extend_calls += 1
-        return super().extend(params, state, ids, n, budgets, rows, unstacked)
+        return super().extend(weights, state, ids, n, budgets, rows)
 
 
 class Ours:
@@ -268,8 +268,9 @@ class Ours:
         keys = sampling.row_keys(seed, step, words, [*range(work.samples)] * len(self._questions))
         self.sampler.begin(work, dict(zip(map(tuple, keys.tolist()), work.scripts, strict=True)))
         began = time.perf_counter()
+        weights = self.sampler.weights(params or self._params)
         trajectories = self._collector.collect(
-            params or self._params, self._questions, work.samples, seed=seed, step=step, temperature=1.0
+            weights, self._questions, work.samples, seed=seed, step=step, temperature=1.0
         )
         self._seconds = time.perf_counter() - began
         return trajectories

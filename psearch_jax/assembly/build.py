@@ -30,9 +30,10 @@ from psearch_jax.rl.rewards import paper_reward
 from psearch_jax.rollout.boundary import cached_tables
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.copy import SamplingCopy
+from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.runtime import progress
 from psearch_jax.runtime.cli import CACHE_HOME, read_token
-from psearch_jax.runtime.paths import locate, packaged
+from psearch_jax.runtime.paths import packaged
 from psearch_jax.sharding import (
     STORAGE,
     check_heads,
@@ -46,6 +47,7 @@ from psearch_jax.sharding import (
 from psearch_jax.text.prompts import load_template, render_messages, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing import checkpoint, settings
+from psearch_jax.train.checkpointing.run_config import has_checkpoints
 from psearch_jax.train.critic import Critic, critic_learning, first_params, without_lm_head
 from psearch_jax.train.replay import Recording
 from psearch_jax.train.run import Run
@@ -85,6 +87,10 @@ class Engine:
         return SamplingCopy(*parts, jnp.dtype(m.sampling_dtype), self.mesh, in_int8=m.int8_weights, trained=False)(
             *parts
         )
+
+    def sampling_weights(self) -> SamplingWeights:
+        """The policy as the sampler reads it."""
+        return self.collector.sampler.weights(self.sampling_copy())
 
     def describe(self) -> str:
         """One line that describes the model and the devices."""
@@ -250,9 +256,7 @@ def _contents(
     """For each field with `Resume.SAME_CONTENT`, the path it names and a fingerprint of the content."""
     preset = f"random weights of {config.model.preset}"
     weights = settings.fingerprint(parts.path, settings.WEIGHTS) if parts.path else preset
-    tokenizer = parts.tokenizer
-    probe = str(tokenizer.chat([{"role": "user", "content": "?"}]))
-    words = settings.text_fingerprint(tokenizer.fingerprint, str(sorted(tokenizer.stop_ids)), probe)
+    words = settings.text_fingerprint(*parts.tokenizer.identity)
     template = "" if config.data.prompt == "row" else load_template(config.data.template)
     adapters = config.model.adapters
     contents = {
@@ -285,10 +289,7 @@ def _both(policy: Callable[[], TrainState], critic: Callable[[], TrainState]) ->
 
 def from_path(config: Config, path: str) -> Engine:
     """An engine for a Hugging Face directory, a hub id, `toy`, a run directory, or one checkpoint of a run."""
-    place = locate(path)
-    if path == "toy" or (place / "config.json").is_file() and not (place / "checkpoints").is_dir():
-        return engine(replace(config, model=replace(config.model, path=path)))
-    if not place.is_dir():
+    if not has_checkpoints(path):
         return engine(replace(config, model=replace(config.model, path=path)))
     mesh = sampling_mesh(config.mesh)
     model, params, loop = checkpoint.load_params(

@@ -9,7 +9,7 @@ import importlib
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 from absl import flags
@@ -22,7 +22,14 @@ from psearch_jax.types import UserError
 DEFAULTS = str(Path(defaults.__file__))  # for cli.run: fields can be set without a config file
 METHODS = list(get_args(Method))
 EXAMPLES = ("parallel", "sequential", "parallel")  # kinds of the example questions
-PATIENCE_S = 10.0  # maximum retrieval.retry_deadline_s while somebody waits for an answer
+PATIENCE_S = 10.0  # maximum retrieval.timeout_s and retry_deadline_s while somebody waits, unless the user sets them
+_NO_EFFECT = {  # on the answers to a user's questions: why
+    "rollout.slots": "--slots of launch/serve_agent.py says how many are answered together",
+    "rollout.samples": "each is answered once",
+    "rollout.temperature": "each has its own (--temperature of launch/ask.py, temperature in a request)",
+    "rollout.overlap_search": "the others are always decoded during a search",
+    "data.prompt": "all are asked with the template",
+}
 
 
 def define_flags(model: str | None) -> None:
@@ -53,16 +60,23 @@ def config(model: str, default: Config = Config()) -> Config:  # noqa: B008 (fro
     The flags that name adapters and passages override it, and `--config.SECTION.FIELD` overrides both.
 
     Raises:
-      UserError: there is no such policy, more than one flag names passages, or a field has a value that is not
-        accepted.
+      UserError: there is no such policy, adapters are named for a run's checkpoints, more than one flag names
+        passages, or a field has a value that is not accepted.
     """
     _check_place(model)
+    from psearch_jax.train.checkpointing.run_config import config_of, has_checkpoints
+
     values = flags.FLAGS
+    named = {"--adapters": values.adapters, "--config.model.adapters": _set_fields().get("model.adapters")}
+    for flag, adapters in named.items():
+        if adapters and has_checkpoints(model):
+            raise UserError(
+                f"{flag}={adapters}: found with --model={model}, whose checkpoints are complete policies; accepted: "
+                "with weights in Hugging Face format (launch/export_hf.py writes them)"
+            )
     if values["config"].present:
         config = from_mapping(values.config.to_dict())
     else:
-        from psearch_jax.train.checkpointing.run_config import config_of
-
         config = config_of(model) or default
     if values.adapters:
         config = replace(config, model=replace(config.model, adapters=values.adapters, lora_rank=0))
@@ -86,11 +100,16 @@ def _check_place(model: str) -> None:
 
 def overridden(config: Config) -> Config:
     """The config with the fields that `--config.SECTION.FIELD` sets."""
-    if flags.FLAGS.config is None:
+    if not (given := _set_fields()):
         return config
     fields = ConfigDict(to_mapping(config))
-    fields.update_from_flattened_dict(config_flags.get_override_values(flags.FLAGS["config"]))
+    fields.update_from_flattened_dict(given)
     return from_mapping(fields.to_dict())
+
+
+def _set_fields() -> dict[str, Any]:
+    """The values that `--config.SECTION.FIELD` sets, by SECTION.FIELD."""
+    return {} if flags.FLAGS.config is None else config_flags.get_override_values(flags.FLAGS["config"])
 
 
 def passages() -> bool:
@@ -119,8 +138,16 @@ def to_serve(root: Path, slots: int, samples: int = 1) -> Config:
         sys.path.insert(0, str(root))
         default = from_mapping(importlib.import_module("configs.smoke").get_config().to_dict())
     base = config(model(), default)
-    # A user who waits should learn within seconds that a server is down.
-    retrieval = replace(base.retrieval, retry_deadline_s=min(PATIENCE_S, base.retrieval.retry_deadline_s))
+    given = _set_fields()
+    for field, why in _NO_EFFECT.items():
+        if field in given:
+            raise UserError(
+                f"--config.{field}: found {given[field]!r}, which has no effect on single questions: {why}"
+            )
+    # A user who waits should learn within seconds that a server is down, whatever suits the policy's training.
+    patience = {name: min(PATIENCE_S, getattr(base.retrieval, name)) for name in ("timeout_s", "retry_deadline_s")}
+    own = {name: value for name, value in patience.items() if f"retrieval.{name}" not in given}
+    retrieval = replace(base.retrieval, **own)
     # A question that a user asks has no stored prompt, so the template is used.
     data = replace(base.data, prompt="template", source="" if passages() else base.data.source)
     rollout = replace(base.rollout, slots=-(-slots // jax.device_count()) * jax.device_count(), samples=samples)

@@ -423,7 +423,8 @@ class LearningSection:
     reject_ratio: float = setting(
         0.0,
         "Leaves a rollout out of the loss if the geometric mean of its tokens' p_old / p_sampler is above "
-        "reject_ratio or below 1 / reject_ratio; 0: off.",
+        "reject_ratio or below 1 / reject_ratio; 0: off. With `old_logprobs=sampler`, p_old is that of the policy at "
+        "each update.",
         accepted=Accepted("0, or above 1", lambda value: value == 0 or value > 1),
     )
     mini_batch_rollouts: int = setting(

@@ -39,6 +39,13 @@ class Selection(Sequence[Question]):
         return self._questions[self._places[place]]
 
 
+def without_held_out(questions: Sequence[Question], share: float) -> Sequence[Question]:
+    """The questions that `hold_out` leaves for training; with `share` 0 all of them, without reading any."""
+    if not share:
+        return questions
+    return _selected(questions, [i for i, question in enumerate(questions) if place(question) >= share], share)
+
+
 def hold_out(questions: Sequence[Question], share: float) -> tuple[Sequence[Question], list[Question]]:
     """(training questions, held-out questions). Reads every question once.
 
@@ -56,9 +63,13 @@ def hold_out(questions: Sequence[Question], share: float) -> tuple[Sequence[Ques
             f"config.data.validation_share: {share} of {len(questions)} questions holds out {len(held)} and leaves "
             f"{len(kept)}, accepted: a share that does both"
         )
+    return _selected(questions, kept, share), held
+
+
+def _selected(questions: Sequence[Question], places: Sequence[int], share: float) -> Sequence[Question]:
     if isinstance(questions, list):
-        return [questions[i] for i in kept], held
-    return Selection(questions, kept, f"{getattr(questions, 'fingerprint', '')} without {share}"), held
+        return [questions[i] for i in places]
+    return Selection(questions, places, f"{getattr(questions, 'fingerprint', '')} without {share}")
 
 
 def pick(questions: Iterable[Question], per_kind: int) -> list[Question]:

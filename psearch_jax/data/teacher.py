@@ -16,7 +16,7 @@ import numpy as np
 from psearch_jax.data.evidence.facts import parse_date
 from psearch_jax.data.evidence.triples import Triple, dependency_rounds
 from psearch_jax.data.transcripts import TranscriptTurn
-from psearch_jax.text.answers import normalise
+from psearch_jax.text.answers import contains_words, normalise
 from psearch_jax.text.tags import SEPARATOR, split_sub_queries
 from psearch_jax.types import Question
 from retrieval.protocol import Passage
@@ -122,10 +122,10 @@ def query_of(triple: Triple) -> str:
 
 
 def _stated(fact: Triple, passages: Sequence[Passage]) -> bool:
-    """Whether one of the passages contains the fact's value; a date in any spelling."""
+    """Whether one of the passages contains the fact's value, as complete words; a date in any spelling."""
     wanted = list(map(normalise, spellings_of(fact)))
     texts = [normalise(f"{passage.title} {passage.text}") for passage in passages]
-    return any(value in text for value in wanted for text in texts)
+    return any(contains_words(text, value) for value in wanted for text in texts)
 
 
 def spellings_of(fact: Triple) -> tuple[str, ...]:

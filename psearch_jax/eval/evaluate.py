@@ -23,10 +23,12 @@ from psearch_jax.config import Config, with_method
 from psearch_jax.eval.benchmarks import file_name
 from psearch_jax.eval.scores import DIGITS, Score, from_row, score, to_row
 from psearch_jax.rollout.collect import Collector
+from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.scheduler import Progress
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.paths import locate, remove_tree, write_whole
 from psearch_jax.text.prompts import load_template
+from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Question, RewardParts, Trajectory, Turn, UserError, digest
 
 FILLS = 8  # trajectories per part / slots; slots idle at the end of a part, so a part fills each several times
@@ -35,7 +37,7 @@ _PARTS, _SETTINGS = "parts", "settings.json"
 
 def evaluate(
     collector: Collector,
-    params: nnx.State,
+    weights: SamplingWeights,
     questions: Sequence[Question],
     *,
     seed: int,
@@ -48,14 +50,14 @@ def evaluate(
 
     Args:
       collector: the same class as in training.
-      params: the sampling copy of the policy.
+      weights: of the policy.
       seed, step: parts of every rollout's random key; no effect at temperature 0.
       temperature: 0 is greedy.
       samples: R.
     """
     own = processes.share(questions)
     trajectories = collector.collect(
-        params, own, samples, seed=seed, step=step, temperature=temperature, progress=progress
+        weights, own, samples, seed=seed, step=step, temperature=temperature, progress=progress
     )
     return processes.in_order(trajectories, samples)
 
@@ -81,7 +83,7 @@ class Evaluation:
         self.out = locate(out)
         self._tasks = [(name, question) for name, questions in benchmarks.items() for question in questions]
         self.benchmarks = tuple(benchmarks)
-        digests = {name: questions_digest(questions) for name, questions in benchmarks.items()}
+        digests = {name: questions_digest(questions, with_metadata=True) for name, questions in benchmarks.items()}
         self.settings = json.loads(json.dumps({**settings, "questions": digests}))
         parts, results = self.out / _PARTS, self.out / "results.json"
         ended, saved = processes.broadcast(
@@ -189,21 +191,26 @@ def _bit_sums(params: Any) -> jax.Array:
     return jnp.stack([one(x) for x in jax.tree.leaves(params)])
 
 
-def policy_settings(config: Config, params: nnx.State, passages: Mapping[str, Any]) -> dict[str, Any]:
+def policy_settings(
+    config: Config, tokenizer: Tokenizer, params: nnx.State, passages: Mapping[str, Any]
+) -> dict[str, Any]:
     """The settings and contents on which a policy's rollouts depend, to be recorded with them.
 
     Args:
+      config: with the scale of the adapters in `params`, if there are any.
       passages: as `Retriever.describe` returns them; empty without a retriever.
     """
     config = with_method(config)
     sections = asdict(config)
     settings = {"weights": weights_digest(params), "sampling_dtype": config.model.sampling_dtype}
     settings |= {name: True for name in ("int8_weights", "int8_cache") if sections["model"][name]}
+    settings |= {"lora_alpha": config.model.lora_alpha} if "adapters" in params else {}
+    settings["tokenizer"] = hashlib.sha256(json.dumps(tokenizer.identity).encode()).hexdigest()[:16]
     settings |= {name: sections[name] for name in ("method", "data", "rollout")}
     if config.data.prompt != "row":  # a file of the same name may have other contents
         settings["template"] = hashlib.sha256(load_template(config.data.template).encode()).hexdigest()
     # Without url: a server may move. What identifies the passages and their ranking is in `passages`.
-    retrieval = {name: sections["retrieval"][name] for name in ("index", "corpus", "topk")}
+    retrieval = {name: sections["retrieval"][name] for name in ("index", "corpus", "topk", "max_sub_queries")}
     return settings | {"retrieval": retrieval | {k: v for k, v in passages.items() if k != "corpus"}}
 
 
@@ -263,9 +270,17 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def questions_digest(questions: Sequence[Question]) -> str:
-    """The number of questions and a hash of their contents."""
-    return f"{len(questions)} {digest(questions)[:16]}"
+def questions_digest(questions: Sequence[Question], with_metadata: bool = False) -> str:
+    """The number of questions and a hash of their contents.
+
+    Args:
+      with_metadata: also of all metadata, from which scores and gold passages come.
+    """
+    contents = digest(questions)
+    if with_metadata:
+        metadata = json.dumps([question.metadata for question in questions], sort_keys=True, default=str)
+        contents = hashlib.sha256((contents + metadata).encode()).hexdigest()
+    return f"{len(questions)} {contents[:16]}"
 
 
 def _read_settings(file: Path) -> Any:

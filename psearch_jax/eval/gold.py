@@ -17,7 +17,8 @@ class GoldPassages:
     """A retriever that returns a question's gold passages for its own text, and the retriever's results otherwise.
 
     Args:
-      retriever: looks passages up by title. If none of its best results has that title, the best result is used.
+      retriever: looks passages up, by their title alone and with the question. All results with that title are used,
+        those that fit the question best first; without any, the best result for the title.
 
     Raises:
       UserError: a question does not name the passages that it needs.
@@ -25,15 +26,18 @@ class GoldPassages:
 
     def __init__(self, retriever: Retriever, questions: Sequence[Question]):
         self._retriever = retriever
-        titles = {question.query: titles_of(question) for question in questions}
-        wanted = list(dict.fromkeys(title for some in titles.values() for title in some))
-        gold = {
-            title: _titled(title, ranking)
-            for title, ranking in zip(wanted, retriever.search(wanted, _LOOKED_AT), strict=True)
-        }
-        self._passages = {
-            text: list({p.id: p for title in some for p in gold[title]}.values()) for text, some in titles.items()
-        }
+        titles: dict[str, list[str]] = {}  # by the text of a question, which two questions may share
+        for question in questions:
+            titles.setdefault(question.query, []).extend(titles_of(question))
+        wanted = [(text, title) for text, some in titles.items() for title in dict.fromkeys(some)]
+        with_question = retriever.search([f"{title} {text}" for text, title in wanted], _LOOKED_AT)
+        alone = dict.fromkeys(title for _, title in wanted)
+        by_title = dict(zip(alone, retriever.search(list(alone), _LOOKED_AT), strict=True))
+        self._passages: dict[str, list[Passage]] = {}
+        for (text, title), ranking in zip(wanted, with_question, strict=True):
+            same = [p for p in (*ranking, *by_title[title]) if normalise(p.title) == normalise(title)]
+            known = {p.id: p for p in (*self._passages.get(text, ()), *(same or by_title[title][:1]))}
+            self._passages[text] = list(known.values())
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """All gold passages of a question, whatever `k` is; for other queries the retriever's `k` passages."""
@@ -61,9 +65,3 @@ def titles_of(question: Question) -> list[str]:
             "nor metadata.evidences, accepted: questions that name their passages"
         )
     return list(dict.fromkeys(titles))
-
-
-def _titled(title: str, passages: Sequence[Passage]) -> list[Passage]:
-    """The first passage with that title, else the best passage; [] if there are no passages."""
-    same = [passage for passage in passages if normalise(passage.title) == normalise(title)]
-    return (same or list(passages))[:1]

@@ -111,7 +111,7 @@ def _part(
     for name, pairs in (("sampled", scored), ("kept", kept)):
         totals[name] = len(pairs)
         totals[f"{name}_reward"] = sum(r.total for _, r in pairs)
-        totals[f"{name}_em"] = sum(r.outcome for _, r in pairs)
+        totals[f"{name}_outcome"] = sum(r.outcome for _, r in pairs)
         totals[f"{name}_split"] = sum(t.decomposed for t, _ in pairs)
     totals["questions_kept"] = len({(t.question.source, t.question.id) for t, _ in kept})
     return {"rows": [trajectory_row(t, r, 0) for t, r in kept], "totals": totals}
@@ -120,6 +120,6 @@ def _part(
 def _means(totals: Mapping[str, float]) -> dict[str, float]:
     out = {name: totals[name] for name in ("questions", "questions_kept", "sampled", "kept")}
     for name in ("sampled", "kept"):
-        for value in ("reward", "em", "split"):
+        for value in ("reward", "outcome", "split"):
             out[f"{name}_{value}"] = round(totals[f"{name}_{value}"] / max(totals[name], 1), 4)
     return out

@@ -8,9 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +26,7 @@ from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
 from psearch_jax.models.tensors import Tensor, TensorReader, write_files
 from psearch_jax.runtime import progress
-from psearch_jax.runtime.paths import TOY_POLICY, is_remote, locate, read_json, remove_tree
+from psearch_jax.runtime.paths import TOY_POLICY, locate, read_json, whole_directory
 from psearch_jax.types import UserError
 
 # (path in our parameters, HF name, HF axes, our axes). A dot in the HF axes separates array dimensions; letters
@@ -306,11 +304,7 @@ def save_hf(
         raise UserError(f"{out}: exists already, accepted: a directory that does not exist yet")
     merge = _Merge(params, lora, dtype)
     tensors = list(_exported(merge, config))  # parameters of another shape are refused here
-    target = out
-    if not is_remote(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        target = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
+    with whole_directory(out) as target:
         write_files(target, tensors, dtype, shard_bytes)
         for name in _TOKENIZER_FILES:
             if (tokenizer_directory / name).is_file():
@@ -319,12 +313,6 @@ def save_hf(
             (target / name).write_bytes(content)
         (target / "README.md").write_text(_card(merge, _family(config), dtype, bool(files)), encoding="utf-8")
         write_config(target, config, dtype)
-        if target != out:
-            target.chmod(0o755)
-            os.replace(target, out)
-    except BaseException:
-        remove_tree(target)
-        raise
     return merge.relative_error
 
 

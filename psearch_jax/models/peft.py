@@ -13,7 +13,7 @@ from flax import nnx
 
 from psearch_jax.config import DecoderConfig, Lora
 from psearch_jax.models import hf, lora
-from psearch_jax.runtime.paths import locate, read_json, write_whole
+from psearch_jax.runtime.paths import locate, read_json, whole_directory, write_whole
 from psearch_jax.types import UserError, first_line
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -23,7 +23,7 @@ _PREFIX = "base_model.model."
 def save_adapters(
     adapters: nnx.State, config: DecoderConfig, adapter: Lora, base: str, out: str | Path, dtype: Any = jnp.float32
 ) -> None:
-    """Writes adapters so that PEFT can load them with the base model.
+    """Writes adapters so that PEFT can load them with the base model; `out` is then complete or absent.
 
     Args:
       adapters: in the tree structure of `lora.abstract_adapters`.
@@ -60,9 +60,9 @@ def save_adapters(
         "inference_mode": True,
         "target_modules": sorted({module_name(kernel, 0).rpartition(".")[2] for kernel in lora.KERNELS}),
     }
-    out.mkdir(parents=True)
-    write_whole(out / WEIGHTS, save(tensors, metadata={"format": "pt"}))
-    write_whole(out / CONFIG, json.dumps(record, indent=2) + "\n")
+    with whole_directory(out) as target:
+        write_whole(target / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+        write_whole(target / CONFIG, json.dumps(record, indent=2) + "\n")
 
 
 def read_shape(path: str | Path) -> Lora:

@@ -73,13 +73,19 @@ def read_runs(directories: Sequence[str | Path]) -> list[RunFiles]:
     """Reads all directories. Each is named by its last path component if those are distinct, else by its path.
 
     Raises:
-      UserError: one is neither a training run nor a finished evaluation, there are both, or a file cannot be read.
+      UserError: one is neither a run of launch/train.py nor a finished evaluation, there are both, or a file cannot
+        be read.
     """
     if not directories:
         raise UserError("no directory found, accepted: one or more of launch/train.py, or of launch/eval.py")
     short = [Path(d).name for d in directories]
     names = short if len(set(short)) == len(short) else [str(d) for d in directories]
     runs = [_read(locate(d), name) for d, name in zip(directories, names, strict=True)]
+    for run in runs:
+        if run.rows and not any("reward" in row for row in run.rows):
+            raise UserError(
+                f"{run.directory}: a run of launch/sft.py found, accepted: of launch/train.py or launch/eval.py"
+            )
     for run in runs[1:]:
         if run.trained != runs[0].trained:
             kinds = {True: "a training run", False: "an evaluation"}

@@ -10,13 +10,12 @@ from dataclasses import replace
 
 import jax
 import numpy as np
-from flax import nnx
 
 from psearch_jax.config import RetrievalSection, RolloutSection
 from psearch_jax.models.buckets import buckets
-from psearch_jax.models.unstacked import Unstacked
 from psearch_jax.rollout import sampling
 from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.sampler_state import Widths
 from psearch_jax.rollout.scheduler import Parts, Progress
 from psearch_jax.rollout.stream import RolloutStream
@@ -84,26 +83,21 @@ class Collector:
         other.parts, other.usage = replace(self.parts, retriever=retriever), Usage()
         return other
 
-    def warm_up(self, params: nnx.State, unstacked: Unstacked | None = None) -> None:
-        """Compiles every shape that `collect` can need, so that no later step waits for a compilation.
-
-        Args:
-          unstacked: `Sampler.unstack_once(params)`, if it exists already.
-        """
-        unstacked = self.sampler.unstack_once(params) if unstacked is None else unstacked
-        self.compile(params, self.parts.widths.prompts, unstacked)
+    def warm_up(self, weights: SamplingWeights) -> None:
+        """Compiles every shape that `collect` can need, so that no later step waits for a compilation."""
+        self.compile(weights, self.parts.widths.prompts)
         rows, pool, widths = self.parts.rows_per_call, self.parts.pool_rows, self.parts.widths
         state = self.sampler.new_state(self.parts.rollout.slots, self.parts.rollout.context_tokens)
         nothing = np.zeros(rows, np.int32)
         for width in widths.observations:
             ids = np.zeros((rows, width), np.int32)
-            state = self.sampler.extend(params, state, ids, nothing, 1, nothing - 1, unstacked)
+            state = self.sampler.extend(weights, state, ids, nothing, 1, nothing - 1)
         for width in widths.prompts:
             ids, n = np.zeros((pool, width), np.int32), np.zeros(pool, np.int32)
-            prompts = self.sampler.prefill(params, ids, n, unstacked)
+            prompts = self.sampler.prefill(weights, ids, n)
             state = self.sampler.admit(state, prompts, nothing - 1, np.zeros((rows, 2), np.uint32), 1, 1, nothing - 1)
         for span in widths.spans:
-            state = self.sampler.generate(params, state, 1.0, span, unstacked=unstacked)
+            state = self.sampler.generate(weights, state, 1.0, span)
         jax.block_until_ready(state)
 
     def with_widths(self, widths: Widths) -> Collector:
@@ -112,12 +106,11 @@ class Collector:
         other.parts, other.usage = replace(self.parts, widths=widths), Usage()
         return other
 
-    def compile(self, params: nnx.State, prompts: Sequence[int], unstacked: Unstacked | None = None) -> None:
+    def compile(self, weights: SamplingWeights, prompts: Sequence[int]) -> None:
         """Compiles the programs of every width without running any, in less memory than `warm_up`.
 
         Args:
           prompts: the prompt widths to compile for; other widths are compiled when first needed.
-          unstacked: as the programs will get it.
         """
         rows, pool_rows, widths = self.parts.rows_per_call, self.parts.pool_rows, self.parts.widths
         sampler, compiler = self.sampler, self.sampler.compile_only()
@@ -125,17 +118,17 @@ class Collector:
         nothing, keys = np.zeros(rows, np.int32), np.zeros((rows, 2), np.uint32)
 
         def generate(span: int) -> None:
-            compiler.generate(params, state, 1.0, span, unstacked=unstacked)
+            compiler.generate(weights, state, 1.0, span)
 
         def prefill(width: int) -> None:
             ids, n = np.zeros((pool_rows, width), np.int32), np.zeros(pool_rows, np.int32)
-            compiler.prefill(params, ids, n, unstacked)
+            compiler.prefill(weights, ids, n)
             pool = sampler.new_state(pool_rows, width)
             compiler.admit(state, pool, nothing - 1, keys, 1, 1, nothing - 1)
 
         def extend(width: int) -> None:
             ids = np.zeros((rows, width), np.int32)
-            compiler.extend(params, state, ids, nothing, 1, nothing - 1, unstacked)
+            compiler.extend(weights, state, ids, nothing, 1, nothing - 1)
 
         work = [functools.partial(generate, span) for span in widths.spans]
         work += [functools.partial(prefill, width) for width in prompts]
@@ -145,7 +138,7 @@ class Collector:
 
     def collect(
         self,
-        params: nnx.State,
+        weights: SamplingWeights,
         questions: Sequence[Question],
         samples: int,
         *,
@@ -159,7 +152,7 @@ class Collector:
         Every process calls this with its own questions, whose number may differ.
 
         Args:
-          params: the sampling copy of the policy.
+          weights: the policy.
           seed, step: parts of every rollout's random key.
 
         Returns:
@@ -171,7 +164,7 @@ class Collector:
         """
         stream = self.stream(samples, seed)
         stream.add(questions, step)
-        trajectories = stream.collect(params, step, temperature, progress)
+        trajectories = stream.collect(weights, step, temperature, progress)
         self.usage = stream.spent()
         return trajectories
 

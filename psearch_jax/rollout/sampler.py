@@ -32,13 +32,13 @@ from psearch_jax.config import DecoderConfig
 from psearch_jax.models import decoder, int8, lora, ragged
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.models.kv_cache import KVCache
-from psearch_jax.models.unstacked import Unstacked
 from psearch_jax.rollout.boundary import BoundaryTables
 from psearch_jax.rollout.copy import sampling_cast
 from psearch_jax.rollout.sampler_programs import (
     Draw,
     SamplerOptions,
     SamplerPrograms,
+    SamplingWeights,
     StopTables,
     YieldLimits,
     random_draw,
@@ -94,8 +94,6 @@ class Sampler:
         self._on_one_cpu = is_one_cpu(mesh)
         # Int8 kernels are converted at each step whatever their layout, so they are not transposed.
         narrow = options.int8_weights or (dtype != jnp.float32 and platforms.cpu_multiplies(dtype))
-        # XLA for CPUs cannot slice 16 bits: in every call it would convert the stacks of all layers to float32 first.
-        self._chunks_unstacked = self._on_one_cpu and dtype != jnp.float32 and not options.int8_weights
         states, columns = tables.next.shape
         self._programs = programs = SamplerPrograms(
             graph=graph,
@@ -106,6 +104,8 @@ class Sampler:
             cache_dtype=jnp.int8 if options.int8_cache else activations,
             k_transposed=on_cpu,
             transpose_unstacked=self._on_one_cpu and not narrow,
+            # XLA for CPUs cannot slice 16 bits: in every call it would convert the stacks of all layers to float32.
+            chunks_unstacked=self._on_one_cpu and dtype != jnp.float32 and not options.int8_weights,
             draw=draw,
         )
         self.by_length = ragged.applies(implementation_for(mesh, dtype), programs.k_transposed, config, mesh)
@@ -126,28 +126,35 @@ class Sampler:
         self._generate = jax.jit(
             programs.generate, donate_argnames="state", static_argnames="span", out_shardings=shardings
         )
-        self._unstack_once = jax.jit(programs.unstack)
+        self._unstack = jax.jit(programs.unstack)
         self._run = _call
 
-    # ---- the five calls ----
+    def weights(self, params: nnx.State) -> SamplingWeights:
+        """The sampling copy of a policy in the form that every call takes.
+
+        On one CPU the layers are unstacked here, once for many calls. On a GPU each call of `generate` does it.
+        """
+        if not (self.options.unstacked_decoding and self._on_one_cpu):
+            return SamplingWeights(params, None)
+        with jax.set_mesh(self.mesh):
+            return SamplingWeights(params, self._unstack(params))
+
+    # ---- the calls ----
 
     def new_state(self, rows: int, positions: int) -> SamplerState:
         """B empty slots of S positions."""
         with jax.set_mesh(self.mesh):
             return self._run(self._new, rows, positions)
 
-    def prefill(
-        self, params: nnx.State, ids: np.ndarray, n: np.ndarray, unstacked: Unstacked | None = None
-    ) -> SamplerState:
+    def prefill(self, weights: SamplingWeights, ids: np.ndarray, n: np.ndarray) -> SamplerState:
         """Computes a pool of P prompts and their caches.
 
         Args:
           ids: [P, C] int32.
           n: [P] int32 (0: an unused row).
-          unstacked: `unstack_once(params)`; here, in `extend` and `refresh` read only where the stacks are slower.
         """
         with jax.set_mesh(self.mesh):
-            return self._run(self._prefill, params, ids, n, self._for_chunks(unstacked))
+            return self._run(self._prefill, weights, ids, n)
 
     def admit(
         self,
@@ -174,13 +181,12 @@ class Sampler:
 
     def extend(
         self,
-        params: nnx.State,
+        weights: SamplingWeights,
         state: SamplerState,
         ids: np.ndarray,
         n: np.ndarray,
         turn_tokens: int | np.ndarray,
         rows: np.ndarray | None = None,
-        unstacked: Unstacked | None = None,
     ) -> SamplerState:
         """Appends `n[r]` forced tokens to row `rows[r]` (mask 0) and starts its next turn; n = 0 leaves it as it is.
 
@@ -191,12 +197,11 @@ class Sampler:
           n: [R] int32.
           turn_tokens: maximum tokens of the next turn; one number, or [R].
           rows: [R] int32, -1 for none; default: all slots in order.
-          unstacked: as in `prefill`.
         """
         rows = np.arange(len(n), dtype=np.int32) if rows is None else rows
         turns = _per_row(turn_tokens, n)
         with jax.set_mesh(self.mesh):
-            return self._run(self._extend, params, state, rows, ids, n, turns, self._for_chunks(unstacked))
+            return self._run(self._extend, weights, state, rows, ids, n, turns)
 
     def place(self, state: SamplerState, rows: Mapping[str, np.ndarray]) -> SamplerState:
         """Replaces fields of the state, each for all slots. The cache of the rows is then wrong until `refresh`."""
@@ -204,13 +209,7 @@ class Sampler:
             return self._run(self._place, state, dict(rows))
 
     def refresh(
-        self,
-        params: nnx.State,
-        state: SamplerState,
-        rows: np.ndarray,
-        start: int,
-        width: int,
-        unstacked: Unstacked | None = None,
+        self, weights: SamplingWeights, state: SamplerState, rows: np.ndarray, start: int, width: int
     ) -> SamplerState:
         """Computes the cached keys and values of rows again, with other weights, at `width` positions from `start`.
 
@@ -218,15 +217,13 @@ class Sampler:
 
         Args:
           rows: [R] int32, -1 for none.
-          unstacked: as in `prefill`.
         """
         with jax.set_mesh(self.mesh):
-            weights = self._for_chunks(unstacked)
-            return self._run(self._refresh, params, state, rows, np.int32(start), weights, width=width)
+            return self._run(self._refresh, weights, state, rows, np.int32(start), width=width)
 
     def generate(
         self,
-        params: nnx.State,
+        weights: SamplingWeights,
         state: SamplerState,
         temperature: float | np.ndarray,
         span: int | None = None,
@@ -234,9 +231,8 @@ class Sampler:
         refill: bool = False,
         awaiting_search: int = 0,
         max_steps: int = FOREVER,
-        unstacked: Unstacked | None = None,
     ) -> SamplerState:
-        """Samples until no row is running or enough rows wait. Temperature 0 is greedy (log-probs at temperature 1).
+        """Samples until no row is running or enough rows wait. Below temperature 1e-6 greedily (log-probs at 1).
 
         Args:
           temperature: one for all rows, or one per row: [B] float32.
@@ -245,34 +241,18 @@ class Sampler:
           refill: rollouts wait for a slot, so finished rows count as waiting, like parked rows.
           awaiting_search: number of parked rows for which a yield could do nothing; they do not count as waiting.
           max_steps: decode steps of this call, for streaming; without drafts, each samples a token per row.
-          unstacked: `unstack_once(params)`.
         """
         rows, positions = state.ids.shape
         with jax.set_mesh(self.mesh):
             return self._run(
                 self._generate,
-                params,
+                weights,
                 self._tables,
                 state,
                 np.full(rows, temperature, np.float32),
                 YieldLimits(np.bool_(refill), np.int32(awaiting_search), np.int32(max_steps)),
-                unstacked,
                 span=span or positions,
             )
-
-    def unstack_once(self, params: nnx.State) -> Unstacked | None:
-        """`Decoder.unstack`, made once for many calls of `generate` (on one CPU).
-
-        None if each call unstacks the weights itself (on a GPU), or reads them as they are.
-        """
-        if not (self.options.unstacked_decoding and self._on_one_cpu):
-            return None
-        with jax.set_mesh(self.mesh):
-            return self._unstack_once(params)
-
-    def _for_chunks(self, unstacked: Unstacked | None) -> Unstacked | None:
-        """What the programs that process several positions of a row read in place of the stacks."""
-        return unstacked if self._chunks_unstacked else None
 
     def compile_only(self) -> Sampler:
         """A sampler whose calls compile this one's programs without running them, in any thread. They return None, so
@@ -306,7 +286,7 @@ class Sampler:
         without the devices (planning/plan.py). `rows_per_call` is R of `admit` and `extend`; `refreshes` adds the
         program `refresh`, which only continued rollouts need."""
         mesh, shardings = self.mesh, self._shardings()
-        params = self.abstract_params()
+        weights = SamplingWeights(self.abstract_params(), None)
         state = placed(jax.eval_shape(lambda: self._programs.new_state(rows, positions)), shardings)
         pools = {
             width: placed(jax.eval_shape(functools.partial(self._programs.new_state, pool_rows, width)), shardings)
@@ -326,19 +306,19 @@ class Sampler:
             return jax.ShapeDtypeStruct((n, width), jnp.int32, sharding=rows_2d)
 
         def prefill(width: int) -> jax.stages.Traced:
-            return self._prefill.trace(params, ids(pool_rows, width), prompts)
+            return self._prefill.trace(weights, ids(pool_rows, width), prompts)
 
         def admit(width: int) -> jax.stages.Traced:
             return self._admit.trace(state, pools[width], count, count, keys, count, number)
 
         def extend(width: int) -> jax.stages.Traced:
-            return self._extend.trace(params, state, count, ids(rows_per_call, width), count, count)
+            return self._extend.trace(weights, state, count, ids(rows_per_call, width), count, count)
 
         def generate(span: int) -> jax.stages.Traced:
-            return self._generate.trace(params, tables, state, temperature, limits, span=span)
+            return self._generate.trace(weights, tables, state, temperature, limits, span=span)
 
         def refresh(width: int) -> jax.stages.Traced:
-            return self._refresh.trace(params, state, count, number, width=width)
+            return self._refresh.trace(weights, state, count, number, width=width)
 
         def by_width(program: Callable[[int], jax.stages.Traced], widths: Sequence[int]):
             return {width: functools.partial(program, width) for width in widths}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from psearch_jax.models.unstacked import Unstacked
 from psearch_jax.rollout import boundary, drafts, sampling
 from psearch_jax.rollout.sampler_state import SamplerState, Status
 from psearch_jax.sharding import put_rows, take_rows
+
+COLDEST = 1e-6  # below this temperature decoding is greedy: the division of logits would overflow float32
 
 Draw = Callable[[jax.Array, SamplerState], jax.Array]  # from logits [B, V] and the state to tokens [B] int32
 
@@ -59,6 +61,18 @@ class SamplerOptions:
     draft_tokens: int = 0
 
 
+class SamplingWeights(NamedTuple):
+    """The policy as the programs read it, from `Sampler.weights`.
+
+    Attributes:
+      params: the sampling copy: weights, and adapters if the graph has any.
+      unstacked: the layers of `params` once more, as decoding on one CPU reads them; None elsewhere.
+    """
+
+    params: nnx.State
+    unstacked: Unstacked | None
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StopTables:
@@ -89,6 +103,7 @@ class SamplerPrograms:
       answered: the automaton state of rows with a complete answer.
       cache_dtype, k_transposed: how keys and values are stored.
       transpose_unstacked: `Decoder.unstack` transposes the kernels.
+      chunks_unstacked: prompts and passages read `SamplingWeights.unstacked`, not the stacks.
       draw: samples the next tokens.
     """
 
@@ -100,6 +115,7 @@ class SamplerPrograms:
     cache_dtype: Any
     k_transposed: bool
     transpose_unstacked: bool
+    chunks_unstacked: bool
     draw: Draw
 
     def new_state(self, rows: int, positions: int) -> SamplerState:
@@ -123,11 +139,8 @@ class SamplerPrograms:
     def unstack(self, params: nnx.State) -> Unstacked:
         return nnx.merge(self.graph, params).unstack(self.transpose_unstacked)
 
-    def prefill(
-        self, params: nnx.State, ids: jax.Array, n: jax.Array, unstacked: Unstacked | None = None
-    ) -> SamplerState:
-        model = nnx.merge(self.graph, params)
-        _, (k, v) = model.hidden(ids, keep_kv=True, unstacked=unstacked)
+    def prefill(self, weights: SamplingWeights, ids: jax.Array, n: jax.Array) -> SamplerState:
+        k, v = self._keys_and_values(weights, ids)
         pool = self.new_state(*ids.shape)
         # Keys and values of pads may not be finite, and `admit` copies them past the prompt: replace them by zeros.
         real = (jnp.arange(ids.shape[1]) < n[:, None])[:, None, :, None]
@@ -167,15 +180,13 @@ class SamplerPrograms:
 
     def extend(
         self,
-        params: nnx.State,
+        weights: SamplingWeights,
         state: SamplerState,
         rows: jax.Array,
         ids: jax.Array,
         n: jax.Array,
         turn_tokens: jax.Array,
-        unstacked: Unstacked | None = None,
     ) -> SamplerState:
-        model = nnx.merge(self.graph, params)
         S = state.ids.shape[1]
         R, C = ids.shape
         offset = jnp.arange(C)
@@ -188,7 +199,7 @@ class SamplerPrograms:
         start = jnp.where(room > 0, jnp.maximum(length - 1, 0), 0)
         count = jnp.where(room > 0, length + room - 1 - start, 0)
         inputs = jnp.take_along_axis(known, jnp.minimum(start[:, None] + offset, S - 1), axis=1)
-        _, (k, v) = model.hidden(inputs, state.cache, start, keep_kv=True, rows=rows, unstacked=unstacked)
+        k, v = self._keys_and_values(weights, inputs, state.cache, start, rows=rows)
         length = length + room
         touched = jnp.where(n > 0, rows, -1)
         status = jnp.where(length >= end, Status.CONTEXT_FULL, Status.RUNNING)
@@ -207,37 +218,39 @@ class SamplerPrograms:
 
     def refresh(
         self,
-        params: nnx.State,
+        weights: SamplingWeights,
         state: SamplerState,
         rows: jax.Array,
         start: jax.Array,
-        unstacked: Unstacked | None = None,
         *,
         width: int,
     ) -> SamplerState:
-        model = nnx.merge(self.graph, params)
         S = state.ids.shape[1]
         known, length = (take_rows(x, rows) for x in (state.ids, state.length))
         # The last known token is the next decode step's input.
         count = jnp.where(rows < 0, 0, jnp.clip(length - 1 - start, 0, width))
         begin = jnp.where(count > 0, start, 0)
         inputs = jnp.take_along_axis(known, jnp.minimum(begin[:, None] + jnp.arange(width), S - 1), axis=1)
-        _, (k, v) = model.hidden(inputs, state.cache, begin, keep_kv=True, rows=rows, unstacked=unstacked)
+        k, v = self._keys_and_values(weights, inputs, state.cache, begin, rows=rows)
         touched = jnp.where(count > 0, rows, -1)
         return replace(state, cache=kv_cache.write(state.cache, k, v, begin, count, touched))
 
+    def _keys_and_values(self, weights: SamplingWeights, *inputs: Any, **rows: Any) -> tuple[jax.Array, jax.Array]:
+        """Of several positions of each row; arguments as those of `Decoder.hidden`."""
+        model, unstacked = nnx.merge(self.graph, weights.params), weights.unstacked if self.chunks_unstacked else None
+        return model.hidden(*inputs, keep_kv=True, unstacked=unstacked, **rows)[1]
+
     def generate(
         self,
-        params: nnx.State,
+        weights: SamplingWeights,
         tables: StopTables,
         state: SamplerState,
         temperature: jax.Array,  # [B]
         limits: YieldLimits,
-        unstacked: Unstacked | None = None,
         *,
         span: int,
     ) -> SamplerState:
-        model = nnx.merge(self.graph, params)
+        model, unstacked = nnx.merge(self.graph, weights.params), weights.unstacked
         if unstacked is None and self.options.unstacked_decoding:
             unstacked = model.unstack(self.transpose_unstacked)
         first_step = state.steps
@@ -299,7 +312,7 @@ class SamplerPrograms:
         """Samples one token for every active row from its logits [B, V]; also returns the tokens [B] of all rows."""
         B, S = state.ids.shape
         rows = jnp.arange(B)
-        greedy = temperature == 0
+        greedy = temperature < COLDEST
         finite = jnp.all(jnp.isfinite(logits), axis=-1)
         sampled = active & finite
         logits = logits / jnp.where(greedy, 1.0, temperature)[:, None]

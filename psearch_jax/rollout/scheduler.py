@@ -23,13 +23,12 @@ from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
-from flax import nnx
 
 from psearch_jax.config import RetrievalSection, RolloutSection
 from psearch_jax.models.buckets import pick
-from psearch_jax.models.unstacked import Unstacked
 from psearch_jax.rollout import sampling
 from psearch_jax.rollout.sampler import FOREVER, Sampler
+from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.sampler_state import SamplerState, Status, Widths
 from psearch_jax.rollout.search import Passages, Queries, SearchPolicy
 from psearch_jax.rollout.turns import ParseTurn, Rollout
@@ -149,8 +148,7 @@ class RolloutScheduler:
 
     def resume(
         self,
-        params: nnx.State,
-        unstacked: Unstacked | None = None,
+        weights: SamplingWeights,
         version: int = 0,
         suspended: Sequence[Suspended] = (),
     ) -> None:
@@ -159,12 +157,11 @@ class RolloutScheduler:
         Their keys and values are computed again: from here on the policy conditions on its own.
 
         Args:
-          params: the sampling copy of the policy.
-          unstacked: `Sampler.unstack_once(params)`.
+          weights: of the policy.
           version: recorded with every token that this policy samples.
           suspended: of this process, no more than it has slots.
         """
-        self.params, self.unstacked, self.version = params, unstacked, version
+        self.weights, self.version = weights, version
         self.usage = Usage(len(self.own))
         self.state = self.sampler.new_state(self.rows, self.rollout.context_tokens)
         own = dict(zip(self.own, suspended, strict=False))
@@ -188,7 +185,7 @@ class RolloutScheduler:
         """Computes the first `positions` keys and values of rows [R] (-1: none) with the current weights."""
         width = self.parts.widths.observations[-1]
         for start in range(0, positions, width):
-            self.state = self.sampler.refresh(self.params, self.state, rows, start, width, self.unstacked)
+            self.state = self.sampler.refresh(self.weights, self.state, rows, start, width)
             self._count(refreshed=rows.size * width)
 
     def suspend(self) -> list[Suspended]:
@@ -209,7 +206,7 @@ class RolloutScheduler:
                 suspended.append(Suspended(live, *known, *left))
         self.live, self.starts, self._pool_rows = {}, {}, {}
         self._ended.clear()
-        del self.state, self.params, self.unstacked
+        del self.state, self.weights
         self._pool = None
         return suspended
 
@@ -310,7 +307,7 @@ class RolloutScheduler:
                 n[row] = len(prompt)
                 ids[row, : n[row]] = prompt
         self._pool = None  # free the old pool before the next one is computed
-        self._pool = self.sampler.prefill(self.params, ids, n, self.unstacked)
+        self._pool = self.sampler.prefill(self.weights, ids, n)
         self._count(prefilled=ids.size)
         self._pool_rows = {group: row for row, group in enumerate(own, jax.process_index() * share)}
 
@@ -360,14 +357,13 @@ class RolloutScheduler:
     def decode(self, temperature: float | np.ndarray, max_steps: int = FOREVER) -> None:
         """Samples until enough rows wait, or for `max_steps`; one temperature for all slots, or one per slot."""
         self.state = self.sampler.generate(
-            self.params,
+            self.weights,
             self.state,
             temperature,
             self._span(),
             refill=self._refill,
             awaiting_search=self._awaiting_search,
             max_steps=max_steps,
-            unstacked=self.unstacked,
         )
 
     def _span(self) -> int:
@@ -469,7 +465,7 @@ class RolloutScheduler:
                     n[r] = len(chunks[b])
                     ids[r, : n[r]] = chunks[b]
             turn = self.rollout.turn_tokens
-            self.state = self.sampler.extend(self.params, self.state, ids, n, turn, rows, self.unstacked)
+            self.state = self.sampler.extend(self.weights, self.state, ids, n, turn, rows)
             self._count(extended=ids.size, forced=int(n.sum()))
         for b, chunk in chunks.items():
             self.starts[b] = int(lengths[b]) + len(chunk)

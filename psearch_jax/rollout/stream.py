@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from flax import nnx
 
-from psearch_jax.models.unstacked import Unstacked
+from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.scheduler import Parts, Progress, RolloutScheduler, Suspended, Waiting
 from psearch_jax.rollout.search import BatchedSearch, BatchRetriever, OverlappedSearch, SearchPolicy
 from psearch_jax.rollout.usage import Usage
@@ -57,14 +56,10 @@ class RolloutStream:
         """Number of batches that were added and not collected yet."""
         return len(self._batches)
 
-    def warm_up(self, params: nnx.State, unstacked: Unstacked | None) -> None:
-        """Compiles the programs that only unfinished rollouts need (the others: `Collector.warm_up`).
-
-        Args:
-          unstacked: `Sampler.unstack_once(params)`.
-        """
+    def warm_up(self, weights: SamplingWeights) -> None:
+        """Compiles the programs that only unfinished rollouts need (the others: `Collector.warm_up`)."""
         scheduler = self._scheduler
-        scheduler.resume(params, unstacked)
+        scheduler.resume(weights)
         scheduler.place({})
         nothing = np.full(scheduler.parts.rows_per_call, -1, np.int32)
         scheduler.refresh(nothing, 1)
@@ -88,11 +83,13 @@ class RolloutStream:
         batch = self._batches[0]
         return all(processes.allgather(lambda: all(order in self._scheduler.results for order in batch)))
 
-    def run(self, params: nnx.State, version: int, temperature: float, progress: Progress | None = None) -> None:
+    def run(
+        self, weights: SamplingWeights, version: int, temperature: float, progress: Progress | None = None
+    ) -> None:
         """Rolls out until the oldest batch is complete.
 
         Args:
-          params: the sampling copy of the policy.
+          weights: of the policy.
           version: of these weights, recorded with the tokens that they sample.
           progress: called with the number of completed rollouts of the batch, and of all.
 
@@ -104,7 +101,7 @@ class RolloutStream:
         slots = len(scheduler.own)  # fewer than before, if the run was resumed with fewer: the others start again
         fitting, others = self._suspended[:slots], self._suspended[slots:]
         scheduler.waiting.extendleft(map(_from_prompt, reversed(others)))
-        scheduler.resume(params, scheduler.sampler.unstack_once(params), version, fitting)
+        scheduler.resume(weights, version, fitting)
 
         def report(*_: int) -> None:
             if progress:
@@ -128,11 +125,11 @@ class RolloutStream:
         return [self._scheduler.results.pop(order) for order in self._batches.popleft()]
 
     def collect(
-        self, params: nnx.State, version: int, temperature: float, progress: Progress | None = None
+        self, weights: SamplingWeights, version: int, temperature: float, progress: Progress | None = None
     ) -> list[Trajectory]:
         """Rolls out the oldest batch, unless it is complete, and takes it. Arguments and errors as those of `run`."""
         if not self.ready:
-            self.run(params, version, temperature, progress)
+            self.run(weights, version, temperature, progress)
         return self.take()
 
     def spent(self) -> Usage:

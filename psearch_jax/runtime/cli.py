@@ -22,7 +22,8 @@ from retrieval.protocol import CorpusError, RetrievalError
 
 BAD_INPUT = 2  # exit code
 INTERRUPTED = 130  # as shells report a process that SIGINT ended
-_OF_DISK = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP)  # not faults of this project
+# Errors of a disk or a path, not of this project.
+OF_DISK = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENAMETOOLONG, errno.ELOOP)
 LOST = 3  # exit code after another process of the run was lost
 GRACE_S = 10  # the first process of a run stays this long after an error, so that slower ones can report theirs
 # Without PyTorch, which we do not need, transformers would print a warning at every start.
@@ -53,7 +54,7 @@ def run(main: Callable[[list[str]], None], positional: bool = False, defaults: s
         except KeyboardInterrupt:
             return _refuse("interrupted by Ctrl-C", INTERRUPTED)
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in _OF_DISK:
+            if isinstance(error, OSError) and error.errno in OF_DISK:
                 return _refuse(str(error))
             if not of_store(error):
                 raise

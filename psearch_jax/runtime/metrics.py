@@ -63,6 +63,9 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return centre, float(centre - half), float(centre + half)
 
 
+WEIGHT = "trained_tokens"  # of an update: its weight in the means over the updates of a step
+
+
 class MetricsWriter:
     """Appends one JSON object per step to `metrics.jsonl` and writes its numbers to TensorBoard.
 
@@ -125,11 +128,15 @@ def _json_number(value: Any) -> float | int | None:
     return value if math.isfinite(value) else None
 
 
-def cut_jsonl(path: Path, before_step: int) -> None:
-    """Drops rows with `step >= before_step` and incomplete lines, so that a resumed run writes no step twice."""
+def cut_jsonl(path: Path, before_step: int) -> int:
+    """Drops rows with `step >= before_step` and incomplete lines, so that a resumed run writes no step twice.
+
+    Returns:
+      The number of complete rows that it dropped.
+    """
     if not path.is_file():
-        return
-    kept = []
+        return 0
+    kept, dropped = [], 0
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
@@ -137,4 +144,7 @@ def cut_jsonl(path: Path, before_step: int) -> None:
             continue
         if row["step"] < before_step:
             kept.append(line)
+        else:
+            dropped += 1
     write_whole(path, "".join(f"{line}\n" for line in kept))
+    return dropped

@@ -19,6 +19,8 @@ import shutil
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -78,6 +80,26 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     """The path without `..` and symbolic links; on an object store unchanged."""
     path = locate(path)
     return path if is_remote(path) else path.resolve()
+
+
+@contextmanager
+def whole_directory(out: Path) -> Iterator[Path]:
+    """A directory to write the contents of `out` into, renamed to `out` at the end: it is complete or absent.
+
+    On an object store, which has no renaming, it is `out` itself. If the block raises, what it wrote is removed.
+    """
+    target = out
+    if not is_remote(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        target = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield target
+        if target != out:
+            target.chmod(0o755)
+            os.replace(target, out)
+    except BaseException:
+        remove_tree(target)
+        raise
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:

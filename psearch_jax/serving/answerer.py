@@ -18,11 +18,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from flax import nnx
 
 from psearch_jax.limits import HOTTEST
-from psearch_jax.models.unstacked import Unstacked
 from psearch_jax.rollout.collect import Collector
+from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.sampler_state import Status
 from psearch_jax.rollout.scheduler import RolloutScheduler
 from psearch_jax.rollout.search import BatchRetriever
@@ -79,23 +78,20 @@ class Answerer:
 
     Args:
       collector: its budgets apply to every question.
-      params: the sampling copy of the policy.
+      weights: of the policy.
       seed: combined with each question's own seed.
       every: tokens decoded per row between two event updates: fewer stream more smoothly and cost a little more.
-      unstacked: the result of `Sampler.unstack_once(params)`, if there is one already.
     """
 
     def __init__(
         self,
         collector: Collector,
-        params: nnx.State,
+        weights: SamplingWeights,
         seed: int = 0,
         every: int = EVERY,
-        unstacked: Unstacked | None = None,
     ):
         self._parts = collector.parts
-        self._collector, self._params, self._seed, self._every = collector, params, seed, every
-        self._unstacked = collector.sampler.unstack_once(params) if unstacked is None else unstacked
+        self._collector, self._weights, self._seed, self._every = collector, weights, seed, every
         self._arrived: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._asked: dict[int, _Asked] = {}  # by rollout order
         self._failing, self._closed = False, False
@@ -190,13 +186,13 @@ class Answerer:
         """Answers questions until `close`."""
         search = ServingSearch(BatchRetriever(self._parts.retriever, self._parts.retrieval.topk))
         scheduler = RolloutScheduler(self._parts, search, samples=1, seed=self._seed)
-        scheduler.resume(self._params, self._unstacked)
+        scheduler.resume(self._weights)
         self._failing = False
         while True:
             self._admit_questions(scheduler)
             if self._closed:
                 return
-            self._decode(scheduler)
+            self._decode(scheduler, search)
             self._send_turns(scheduler)
             self._send_failures(scheduler, search)
 
@@ -221,10 +217,11 @@ class Answerer:
             scheduler.drop(order)
             del self._asked[order]
 
-    def _decode(self, scheduler: RolloutScheduler) -> None:
+    def _decode(self, scheduler: RolloutScheduler, search: ServingSearch) -> None:
         """Decodes a few tokens for all rows, and searches."""
         if not scheduler.refill(None):
             return
+        self._send_failures(scheduler, search)  # of initial searches: their rows would answer without passages
         if scheduler.decodes:
             temperatures = np.zeros(scheduler.rows, np.float32)
             for slot, live in scheduler.live.items():

@@ -166,7 +166,7 @@ def make_app(
             resources.callback(events.cancel)
             about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
             if asking.stream:
-                status["code"] = 200
+                status["code"] = http.GONE  # until the answer is complete
                 return Streamed(_stream(about, asking, events, metrics, status), resources.pop_all())
             try:
                 content = await http.while_there(request, _complete(about, asking, events, metrics))
@@ -279,7 +279,7 @@ async def _summary(events: Events, metrics: Metrics) -> AnswerSummary:
 async def _stream(
     about: dict[str, Any], asking: Asking, events: Events, metrics: Metrics, status: dict[str, int]
 ) -> AsyncIterator[bytes]:
-    """The answer as server-sent events, each a chunk. Sets the `code` in `status` if the answer fails."""
+    """The answer as server-sent events, each a chunk. Sets the `code` in `status` at its end."""
 
     def chunk(delta: dict[str, Any], reason: str | None = None, **more: Any) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": reason}
@@ -304,6 +304,7 @@ async def _stream(
         yield chunk({"content": summary.trajectory.answer or ""})
         more = {"usage": _usage(summary.trajectory), "psearch": as_json(asking.question, summary)}
         yield chunk({}, _reason(summary.trajectory), **more)
+        status["code"] = 200
     yield b"data: [DONE]\n\n"
 
 

@@ -1,4 +1,7 @@
-"""Searches of live requests: a search blocks no other row, and its failure affects only its own question."""
+"""Searches of live requests: a search blocks no other row, and its failure affects only its own question.
+
+Only an initial search (`rollout.initial_search`) blocks: decoding waits until it has ended.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from retrieval.protocol import in_background
 
 log = logging.getLogger("psearch_jax")
 IDLE_WAIT_S = 0.05  # if no row decodes, wait this long for the search before admitting new questions
-RETRY_S = 10.0  # after a batched search failed, retry its rows one by one for this long
+RETRY_S = 10.0  # if a batched search fails sooner than this, its rows are retried one by one until then
 
 Failures = dict[int, str]  # order of a rollout -> the reason, in one line
 
@@ -75,11 +78,11 @@ class ServingSearch:
         """Retries one rollout after the other if the batch fails. For any thread."""
         results: Passages = {}
         failures: Failures = {}
+        deadline = time.monotonic() + RETRY_S
         try:
             results = self._retriever.search(queries)
         except BaseException as error:  # a panic in a Rust library does not derive from Exception
             log.warning("a search for %d questions failed: %s", len(queries), " ".join(str(error).split())[:300])
-            deadline = time.monotonic() + RETRY_S
             for order, own in queries.items():
                 if len(queries) > 1 and time.monotonic() < deadline:
                     try:

@@ -24,7 +24,7 @@ from psearch_jax.config import DecoderConfig, LearningSection, SFTSection
 from psearch_jax.data.transcripts import Row
 from psearch_jax.models import decoder
 from psearch_jax.runtime import processes
-from psearch_jax.runtime.metrics import Ratio
+from psearch_jax.runtime.metrics import WEIGHT, Ratio
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints
 from psearch_jax.train.checkpointing.preemption import Interrupted, StopRequest
 from psearch_jax.train.learner import token_logprobs
@@ -154,6 +154,7 @@ class FitOptions:
     checkpoint_every_minutes: float = 0.0  # 0: by steps only
     max_bad_steps: int = 3
     record: Mapping[str, Any] = field(default_factory=dict)  # JSON-ready, saved in every checkpoint
+    all_steps: int = 0  # of the run, of which these are a part; 0: the same
 
 
 def fit(
@@ -205,10 +206,10 @@ def fit(
         tokens += sum(int(np.count_nonzero(micro_batch.segments)) for micro_batch in pieces)
         done = step + 1
         if done % options.log_every_steps == 0 or done == options.steps:
-            keys = dict.fromkeys(key for row in window for key in row if key != "bad_gradient")
+            keys = dict.fromkeys(key for row in window for key in row if key not in ("bad_gradient", WEIGHT))
             means = {key: float(np.mean([row[key] for row in window if key in row])) for key in keys}
             seconds = time.monotonic() - started
-            means |= {"progress": done / options.steps, "tokens_per_s": tokens / seconds}
+            means |= {"progress": done / (options.all_steps or options.steps), "tokens_per_s": tokens / seconds}
             log_metrics(done, means | {"steps_per_s": (done - first) / seconds})
             window = []
         late = False

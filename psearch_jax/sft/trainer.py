@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from psearch_jax.config import Config
 from psearch_jax.data.transcripts import Row
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.metrics import MetricsWriter, cut_jsonl
-from psearch_jax.runtime.paths import locate, make_writable
+from psearch_jax.runtime.paths import locate, make_writable, read_json
 from psearch_jax.sft.loop import FitOptions, RowBatches, SupervisedTrainer, fit
 from psearch_jax.train.checkpointing import settings
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints
@@ -66,11 +67,13 @@ def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False) 
         if processes.first():
             write_config(workdir, config, step)
             cut_jsonl(workdir / "metrics.jsonl", step + 1)
+        if step == run.steps and (known := _known_summary(workdir)):  # nothing left to do
+            return known
         writer = closers.enter_context(closing(MetricsWriter(workdir)))
         bar = closers.enter_context(
             tqdm(total=run.steps, initial=step, unit="step", disable=not processes.on_terminal())
         )
-        validation: dict[int, float] = {}
+        validation = _validation(workdir)
 
         def measure(done: int, state: TrainState) -> None:
             if run.held_out:
@@ -89,12 +92,13 @@ def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False) 
 
         record = {**run.record, "tokenizer": run.tokenizer_path}
         record = {name: value for name, value in record.items() if value is not None}
-        if step == 0:
-            measure(0, state)
+        if step % epoch == 0 and step not in validation:  # step 0, or killed before this was measured
+            measure(step, state)
         while step < run.steps:  # one epoch at a time, to measure the held-out loss in between
             end = min(run.steps, (step // epoch + 1) * epoch)
             options = FitOptions(
                 end,
+                all_steps=run.steps,
                 checkpoint_every_steps=config.train.checkpoint_every_steps,
                 checkpoint_every_minutes=config.train.checkpoint_every_minutes,
                 max_bad_steps=config.learning.max_bad_steps,
@@ -113,6 +117,23 @@ def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False) 
         if processes.first():
             write_json(workdir / "summary.json", summary)
         return summary
+
+
+def _validation(workdir: Path) -> dict[int, float]:
+    """The losses on held-out transcripts that the run has measured, by step."""
+
+    def read() -> dict[int, float]:
+        file, name = workdir / "metrics.jsonl", "validation/loss"
+        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        return {row["step"]: row[name] for row in rows if row.get(name) is not None}
+
+    return processes.broadcast(read)
+
+
+def _known_summary(workdir: Path) -> dict[str, Any]:
+    """The summary of a run that has ended; {} if there is none."""
+    file = workdir / "summary.json"
+    return processes.broadcast(lambda: read_json(file) if file.is_file() else {})
 
 
 def _resume(

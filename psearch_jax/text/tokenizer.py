@@ -153,6 +153,12 @@ class Tokenizer:
         return [i for p in pieces for i in ([self._tags[p]] if p in self._tags else self.encode_foreign(p))]
 
     @cached_property
+    def identity(self) -> tuple[str, str, str]:
+        """What prompts and rollouts depend on: the fingerprint, the stop ids, and a short prompt."""
+        prompt = self.chat([{"role": "user", "content": "?"}])
+        return self.fingerprint, str(sorted(self.stop_ids)), str(prompt)
+
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over the bytes of all tokens in order: equal exactly if `token_bytes` is equal."""
         digest = hashlib.sha256()

@@ -50,7 +50,7 @@ class Critic(Trainable):
       value_clip: `clip` of `value_loss`.
     """
 
-    metrics, scored = VALUE_METRICS, "values"
+    metrics, per_token, scored = VALUE_METRICS, "value", "values"
 
     def __init__(
         self,

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import jax
 import numpy as np
-from flax import nnx
 
 from psearch_jax.rl.advantages import carry_signal, group_advantages
 from psearch_jax.rl.rewards import length_penalty, with_critical_path
+from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.usage import Usage
 from psearch_jax.runtime import processes, progress
 from psearch_jax.train.replay import Recording
@@ -51,12 +51,12 @@ def rollouts_of_step(run: Run, questions: Sequence[Question], step: int, times: 
     config, rollouts = run.config, Rollouts()
 
     @functools.cache
-    def sampling() -> nnx.State:
-        return _sampling_copy(run, times)
+    def weights() -> SamplingWeights:
+        return _sampling_weights(run, times)
 
     while True:
         with run.phase("rollout", times):
-            collected = _rollout(run, sampling, questions, step)
+            collected = _rollout(run, weights, questions, step)
             rollouts.usage += run.stream.spent()
             # A batch from the next epoch may repeat a question of this step, which would give the same rollouts.
             seen = set(map(_group, rollouts.trajectories))
@@ -71,11 +71,11 @@ def rollouts_of_step(run: Run, questions: Sequence[Question], step: int, times: 
         questions = next(run.loader)
 
 
-def _sampling_copy(run: Run, times: dict[str, float]) -> nnx.State:
+def _sampling_weights(run: Run, times: dict[str, float]) -> SamplingWeights:
     if not run.config.mesh.rollout_devices:
-        return run.learner.sampling_copy(run.state.params)
+        return run.sampling_weights()
     with run.phase("transfer", times):
-        return jax.block_until_ready(run.learner.sampling_copy(run.state.params))
+        return jax.block_until_ready(run.sampling_weights())
 
 
 @contextmanager
@@ -94,12 +94,12 @@ def sampling_ahead(run: Run, step: int, times: dict[str, float]) -> Iterator[Non
         yield
         return
     with run.phase("sampling_wait", times):
-        params = _sampling_copy(run, times)
+        weights = _sampling_weights(run, times)
     temperature, sampler_mesh = run.config.rollout.temperature, run.collector.sampler.mesh
 
     def sample() -> None:
         with run.phase("sampling_ahead", times), processes.exchanging_on(sampler_mesh):
-            run.stream.run(params, step, temperature, lambda *_: run.stop.check())
+            run.stream.run(weights, step, temperature, lambda *_: run.stop.check())
 
     if jax.process_count() > 1 and sampler_mesh.devices.flat[0].platform == "cpu":
         with run.phase("sampling_wait", times):
@@ -122,9 +122,10 @@ def _recorded_rollouts(
     """All recorded rollouts of a step; the loader advances as it did when they were sampled."""
     rollouts = Rollouts()
     with run.phase("rollout", times):
-        rollouts.draws = recording.draws(step, run.config.rollout)
+        rollouts.draws = processes.all_or_none(lambda: recording.draws(step, run.config.rollout))
     for n, draw in enumerate(rollouts.draws, 1):
-        recording.check_questions(step, rollouts.draws[:n], questions if n == 1 else next(run.loader))
+        asked, known = questions if n == 1 else next(run.loader), rollouts.draws[:n]
+        processes.all_or_none(functools.partial(recording.check_questions, step, known, asked))
         with run.phase("reward", times):
             _reward(run, rollouts, draw, step)
     rollouts.advantages = _advantages(run, rollouts)
@@ -132,7 +133,7 @@ def _recorded_rollouts(
 
 
 def _rollout(
-    run: Run, sampling: Callable[[], nnx.State], questions: Sequence[Question], step: int
+    run: Run, weights: Callable[[], SamplingWeights], questions: Sequence[Question], step: int
 ) -> list[Trajectory]:
     """Starts the rollouts of all processes' questions; returns the batch that was started `train.staleness` calls ago.
 
@@ -150,7 +151,7 @@ def _rollout(
 
     with progress.step("rollouts", len(questions) * samples, patient=True):
         if not run.stream.ready:
-            run.stream.run(sampling(), step, config.rollout.temperature, on_progress)
+            run.stream.run(weights(), step, config.rollout.temperature, on_progress)
         own = run.stream.take()
         return processes.in_order(own, samples)  # from here on every process computes the same
 

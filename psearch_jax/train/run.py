@@ -14,6 +14,7 @@ from flax import nnx
 from psearch_jax.config import Config, DecoderConfig
 from psearch_jax.data.loader import QuestionLoader
 from psearch_jax.rollout.collect import Collector
+from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.stream import RolloutStream
 from psearch_jax.train.checkpointing import settings
 from psearch_jax.train.checkpointing.preemption import StopRequest
@@ -61,6 +62,11 @@ class Run:
         assert self.state is not None, "no state: `begin` first"
         state, self.state = self.state, None
         return state
+
+    def sampling_weights(self) -> SamplingWeights:
+        """The current policy as the sampler reads it."""
+        assert self.state is not None, "no state: `begin` first"
+        return self.collector.sampler.weights(self.learner.sampling_copy(self.state.params))
 
     @contextmanager
     def phase(self, name: str, times: dict[str, float] | None = None) -> Iterator[None]:

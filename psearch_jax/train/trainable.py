@@ -29,7 +29,7 @@ from psearch_jax.models.transposed import multiplies_slowly_transposed, with_tra
 from psearch_jax.rl.batch import Place, micro_batches, padding
 from psearch_jax.runtime import progress
 from psearch_jax.runtime.compiling import compile_all
-from psearch_jax.runtime.metrics import Ratio
+from psearch_jax.runtime.metrics import WEIGHT, Ratio
 from psearch_jax.sharding import constrain, is_one_cpu, placed, replicated, rows_sharding
 from psearch_jax.train.state import TrainState, abstract_state, learning_rate, state_shardings
 from psearch_jax.types import MicroBatch, TrainBatch
@@ -97,6 +97,7 @@ class Trainable(abc.ABC):
     """
 
     metrics: tuple[str, ...]  # the names of the metrics of `_loss`
+    per_token = "entropy"  # one of them, a mean over all trained tokens
     scored: str  # the name of the `score` program in `compilations` and `traced`
 
     def __init__(
@@ -182,7 +183,8 @@ class Trainable(abc.ABC):
 
         The metrics include `update_padding`, the padded share of the micro-batches' positions. `check_stop` is called
         before every micro-batch, while none is running; if it raises, `state` is intact. If loss or gradient is not
-        finite, parameters and optimizer state stay unchanged and `skipped` is 1.
+        finite, or no token is trained, parameters and optimizer state stay unchanged and `skipped` is 1. Means without
+        anything to count are NaN.
         """
         packed = self._packed(batch)
         state, metrics = self.update_micro_batches(state, [micro_batch for _, micro_batch in packed], check_stop)
@@ -343,22 +345,25 @@ class Trainable(abc.ABC):
         grads = jax.tree.map(lambda g: g / jnp.maximum(loss.count, 1.0), grads)
         norm = optax.global_norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].total)
+        tokens = metrics[self.per_token].count
+        taken = finite & (tokens > 0)  # without a trained token, momentum alone would move the parameters
         updates, optimizer = self._optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
 
         def keep(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+            return jax.tree.map(lambda a, b: jnp.where(taken, a, b), new, old)
 
-        bad = jnp.where(finite, 0, state.bad_in_a_row + 1)
+        bad = jnp.where(taken, 0, state.bad_in_a_row + ~finite)
         nonfinite = jnp.stack([~jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
         first = jnp.where(jnp.any(nonfinite), jnp.argmax(nonfinite), -1)  # index of the leaf, in tree order
-        new = TrainState(keep(params, state.params), keep(optimizer, state.optimizer), state.updates + finite, bad)
-        means = {k: r.total / jnp.maximum(r.count, 1.0) for k, r in metrics.items()}
+        new = TrainState(keep(params, state.params), keep(optimizer, state.optimizer), state.updates + taken, bad)
+        means = {k: jnp.where(r.count > 0, r.total / jnp.maximum(r.count, 1.0), jnp.nan) for k, r in metrics.items()}
         means["learning_rate"] = self._learning_rate(state)
         return new, {
             **means,
             "gradient_norm": norm,
-            "skipped": 1.0 - finite,
+            WEIGHT: tokens,
+            "skipped": 1.0 - taken,
             "bad_in_a_row": bad,
             "bad_gradient": first,
         }

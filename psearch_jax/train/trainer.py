@@ -21,7 +21,7 @@ from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.rl import gae
 from psearch_jax.rl.advantages import trained_rows
 from psearch_jax.rl.batch import make_batch, mini_batches
-from psearch_jax.runtime import processes
+from psearch_jax.runtime import cli, processes
 from psearch_jax.runtime.metrics import MetricsWriter, cut_jsonl, mean
 from psearch_jax.runtime.paths import locate, make_writable
 from psearch_jax.train import replay
@@ -68,7 +68,9 @@ def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[st
                 closers.enter_context(processes.exchanging_on(run.learner.mesh))
             return _train(run, locate(workdir), closers, allow_changes)
     except OSError as error:
-        if processes.lost(error):
+        # Rewards and retrievers raise such errors too, of other files and of connections.
+        in_workdir = error.filename and Path(str(error.filename)).absolute().is_relative_to(Path(workdir).absolute())
+        if processes.lost(error) or not (in_workdir or error.errno in cli.OF_DISK):
             raise
         raise UserError(
             f"{error.filename or workdir}: cannot be written ({error.strerror or error}); the checkpoints of "
@@ -87,10 +89,10 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
     elif run.state is None:
         run.begin()
     if processes.first():
-        if not step and (rows := read_rows(workdir / "metrics.jsonl")):
-            log.warning(f"{workdir}: has metrics of {len(rows)} steps but no checkpoint; starting again at step 0")
         write_config(workdir, run.given, step)
-        cut_jsonl(workdir / "metrics.jsonl", step)
+        dropped = cut_jsonl(workdir / "metrics.jsonl", step)
+        if dropped and not step:
+            log.warning(f"{workdir}: has metrics of {dropped} steps but no checkpoint; starting again at step 0")
         for file in (workdir / "trajectories").glob("*.jsonl"):
             if int(file.stem) >= step:
                 file.unlink()
@@ -146,6 +148,8 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         if step % config.train.checkpoint_every_steps == 0 or step == config.train.steps or late or stopped:
             saver.save(step, run.loader.state(), run.stream.in_flight())
         if stopped:
+            if isinstance(stopped, RetrievalError):
+                log.error("lost the retriever in an evaluation, which is left out; saved after step %d", step)
             raise Interrupted(f"saved after step {step}") if isinstance(stopped, Interrupted) else stopped
     bar.close()
 
@@ -300,12 +304,11 @@ def _compile(run: Run) -> None:
     run.stop.checker()()
     with run.phase("compile"):
         if run.recording is None:
-            sampling = run.learner.sampling_copy(run.state.params)
-            unstacked = run.collector.sampler.unstack_once(sampling)
-            run.collector.warm_up(sampling, unstacked)
+            weights = run.sampling_weights()
+            run.collector.warm_up(weights)
             if run.config.train.staleness:
-                run.stream.warm_up(sampling, unstacked)
-            del sampling, unstacked
+                run.stream.warm_up(weights)
+            del weights
         run.learner.warm_up(run.state.params, run.reference)
         if run.critic is not None:
             run.critic.warm_up(run.state.critic.params)

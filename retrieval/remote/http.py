@@ -133,8 +133,15 @@ def refuse_foreign_pages(request: Request, hosts: Sequence[str]) -> None:
     origin = request.headers.get("origin")
     if hosts and re.sub(r":\d+$", "", host) not in hosts:
         raise HTTPException(403, f"called by the name {host[:80]}, accepted: {', '.join(hosts)}")
-    if origin is not None and urlsplit(origin).netloc != host:
+    if origin is not None and _host_of(origin) != host:
         raise HTTPException(403, "asked by a page of another site")
+
+
+def _host_of(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:  # brackets that do not enclose an address
+        return None
 
 
 def stopping(request: Request) -> Response:

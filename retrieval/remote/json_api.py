@@ -106,6 +106,7 @@ class LiveSearch:
         self._kept: TTLCache[tuple[str, int], list[Passage]] = TTLCache(settings.keep, settings.keep_s)
         self._lock = threading.Lock()  # guards the cache and the next turn
         self._answers = False  # whether the service ever answered
+        self._found: bool | None = None  # whether an answer ever had a list of results; None: no answer yet
         self._next_turn = 0.0  # monotonic clock
         self._pool = ThreadPoolExecutor(settings.at_once, "live")
 
@@ -193,13 +194,24 @@ class LiveSearch:
         except (ValueError, RecursionError):
             raise ValueError("the answer is not JSON") from None
         results = _at(answer, s.results) if s.results else answer
-        if results is None:
-            return []  # services omit empty results
+        if results is None:  # services omit empty results, but the path may also be wrong
+            if self._found is None:
+                self._found, fields = False, self._hidden(_fields_of(answer))
+                log.warning(
+                    "%s: nothing at results=%s, taken for no results; found: %s", self._host, s.results, fields
+                )
+            return []
         if not isinstance(results, list):
             kind = type(results).__name__
             raise RetrievalError(f"{self._host}: results={s.results} is a {kind}, accepted: the path of a list")
-        passages = (self._passage(result) for result in results)
-        return [passage for passage in passages if passage is not None][:k]
+        self._found = True
+        passages = [passage for passage in map(self._passage, results) if passage is not None]
+        if results and not passages:
+            raise RetrievalError(
+                f"{self._host}: no result has a text at text={s.text}, or a title at title={s.title!r}; the fields of "
+                f"the first: {self._hidden(_fields_of(results[0]))}"
+            )
+        return passages[:k]
 
     def _passage(self, result: Any) -> Passage | None:
         s = self._settings
@@ -217,6 +229,10 @@ class LiveSearch:
         for secret in self._secrets:
             text = text.replace(secret, HIDDEN).replace(quote(secret, safe=""), HIDDEN)
         return line(text)
+
+
+def _fields_of(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, dict) else type(value).__name__
 
 
 def _fits(name: str, value: Any) -> bool:

@@ -7,7 +7,7 @@ import pytest
 
 from psearch_jax.assembly.questions import questions_of
 from psearch_jax.config import from_mapping
-from psearch_jax.data.held_out import hold_out, pick
+from psearch_jax.data.held_out import hold_out, pick, without_held_out
 from psearch_jax.data.loader import QuestionLoader
 from psearch_jax.data.prepared import prepare
 from psearch_jax.types import KINDS, Question, UserError
@@ -30,6 +30,7 @@ def test_what_is_held_out_depends_on_the_question_alone():
     assert {q.id for q in held} < {q.id for q in hold_out(QUESTIONS, 0.2)[1]}
     other = [Question("other", q.id, q.text, q.answers, q.kind) for q in QUESTIONS]
     assert {q.id for q in hold_out(other, 0.1)[1]} != {q.id for q in held}  # the source matters too
+    assert without_held_out(QUESTIONS, 0.1) == train and without_held_out(QUESTIONS, 0) is QUESTIONS
 
 
 def test_the_few_that_are_asked():

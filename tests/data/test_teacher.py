@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from programs import completed
 
+from psearch_jax.data.evidence.triples import Triple
 from psearch_jax.data.sources import read_questions
-from psearch_jax.data.teacher import TeacherOptions, first_thought, rounds_of, teach
+from psearch_jax.data.teacher import TeacherOptions, _stated, first_thought, rounds_of, teach
 from psearch_jax.text.tags import parse_turn
 from psearch_jax.types import Question
 from retrieval.protocol import Passage
@@ -163,3 +164,9 @@ def test_the_program_writes_what_fine_tuning_reads(tmp_path):
     plain.write_text(json.dumps({"id": "1", "question": "Who?", "golden_answers": ["A"]}) + "\n")
     refused = completed([*program[:4], f"--questions={plain}", f"--out={tmp_path / 'none.jsonl'}"])
     assert refused.returncode == 2 and "none of 1 questions has evidence triples" in refused.stderr
+
+
+@pytest.mark.parametrize(("text", "stated"), [("X is a town in Indiana.", False), ("X is a town in India.", True)])
+def test_a_fact_is_stated_in_complete_words(text, stated):
+    """Transcripts teach the model to state what no passage says."""
+    assert _stated(Triple("X", "country", "India"), [Passage("0", "X", text)]) is stated

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from programs import ROOT, completed
 
 from psearch_jax.data.evidence.drawer import Drawer
-from psearch_jax.data.evidence.facts import COUNTRIES, Date, Evidence, Triple, parse_date
+from psearch_jax.data.evidence.facts import COUNTRIES, Date, Evidence, Triple, parse_date, read_fact
 from psearch_jax.data.evidence.forms import FORMS, draw, draw_pair
 from psearch_jax.data.evidence.triples import dependency_rounds, make_questions, read_triples, signature
 from psearch_jax.data.evidence.wordings import EVENTS, RELATIONS, framed, nouns
@@ -432,3 +432,14 @@ def test_real_triples_give_enough_and_leak_nothing(shared_data):
     assert len(questions) == 2000 and set(shared_with(folder / "2wiki_test.jsonl", questions).values()) == {0}
     assert overlap(read_questions(folder / "2wiki_test.jsonl"), questions) == []
     assert surface_cues(questions)["opening and connectives"]["all"] < 0.6
+
+
+def test_a_date_that_is_less_precise_may_be_the_same():
+    """`Was he born in 1901?` is answered `no` for a birth on 3 May 1901."""
+
+    def fact(value):
+        return read_fact(Triple("Ada", "date of birth", value))
+
+    known = fact("3 May 1901")
+    assert all(known.same_value(fact(value)) for value in ("1901", "May 1901", "3 May 1901"))
+    assert not any(known.same_value(fact(value)) for value in ("1902", "June 1901", "4 May 1901"))

@@ -1,5 +1,6 @@
 """Evaluation: metrics, rows on disk, benchmarks, published figures, and launch/eval.py itself."""
 
+import copy
 import hashlib
 import json
 import socket
@@ -28,7 +29,7 @@ from helpers import question as plain_question
 from programs import ROOT, Program, completed, wait_until
 
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
-from psearch_jax.config import Config, from_mapping, to_mapping
+from psearch_jax.config import Config, Lora, from_mapping, to_mapping
 from psearch_jax.eval.benchmarks import (
     PAPER,
     PUBLISHED,
@@ -46,6 +47,7 @@ from psearch_jax.eval.evaluate import (
     weights_digest,
 )
 from psearch_jax.eval.scores import by_kind, score, summarise
+from psearch_jax.models import lora
 from psearch_jax.models.hf import save_hf
 from psearch_jax.rollout.sampling import id_words, row_keys
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
@@ -126,7 +128,7 @@ def test_evaluation_runs_the_training_engine(tiny_tokenizer):
     seen = []
     trajectories = evaluate(
         collector,
-        params,
+        collector.sampler.weights(params),
         questions,
         seed=3,
         step=5,
@@ -314,7 +316,16 @@ def test_the_results_of_something_else_are_not_an_evaluation(tmp_path, content):
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
 
 
-def test_settings_of_a_policy_name_contents(tmp_path):
+def test_other_gold_facts_are_another_evaluation(tmp_path):
+    """Corrected titles or evidences of a question would leave the results of the wrong ones in place."""
+    asked = Question("set", "1", "1?", ("x",), "single", {"supporting_titles": ["A"]})
+    Evaluation(tmp_path / "out", {"a": [asked]}, {"seed": 1})
+    Evaluation(tmp_path / "out", {"a": [replace(asked)]}, {"seed": 1})
+    with pytest.raises(UserError, match=r"questions\.a"):
+        Evaluation(tmp_path / "out", {"a": [replace(asked, metadata={"supporting_titles": ["B"]})]}, {"seed": 1})
+
+
+def test_settings_of_a_policy_name_contents(tiny_tokenizer, tmp_path):
     """An evaluation with an edited prompt, or another ranking of the same passages, would pass as finished."""
     params = random_params(tiny_config(tied=True))
     prompt = tmp_path / "prompt.txt"
@@ -322,9 +333,24 @@ def test_settings_of_a_policy_name_contents(tmp_path):
     for text, ranking in [("As asked: {question}", "r"), ("Briefly: {question}", "r"), ("As asked: {question}", "s")]:
         prompt.write_text(text)
         own = from_mapping({"data": {"template": str(prompt)}})
-        settings.append(policy_settings(own, params, {"corpus": "c", "ranking_sha256": ranking, "rows": 3}))
+        settings.append(
+            policy_settings(own, tiny_tokenizer, params, {"corpus": "c", "ranking_sha256": ranking, "rows": 3})
+        )
     assert settings[0] != settings[1] and settings[0] != settings[2]
     assert settings[0]["retrieval"]["corpus"] == "", "the config's field, not the name that a server gives"
+
+
+def test_settings_of_a_policy_name_what_changes_its_rollouts(tiny_tokenizer):
+    """An evaluation with fewer sub-queries, another tokenizer or another scale of its adapters would pass as the
+    same, and a resumed one would mix both."""
+    shape = tiny_config()
+    params = lora.join_adapters(random_params(shape), lora.init_adapters(shape, Lora(2, 4.0), 0))
+    other = copy.copy(tiny_tokenizer)
+    other.identity = (*tiny_tokenizer.identity[:1], "[0]", tiny_tokenizer.identity[2])
+    changes = [{}, {"retrieval": {"max_sub_queries": 1}}, {"model": {"lora_alpha": 8.0}}, {"model": {"lora_rank": 2}}]
+    found = [policy_settings(from_mapping(one), tiny_tokenizer, params, {}) for one in changes]
+    found.append(policy_settings(from_mapping({}), other, params, {}))
+    assert found[0] == found[3] and len({json.dumps(one, sort_keys=True) for one in found}) == 4
 
 
 def test_digest_of_weights(tiny_tokenizer):

@@ -46,6 +46,23 @@ def test_titles_given_by_the_set_go_first(service):
     assert [passage.id for passage in passages] == ["4", "3"]
 
 
+def test_all_passages_of_a_title_are_found():
+    """An article of several passages is cut to its first, which need not state the fact: no upper limit at all."""
+    parts = ["Ada Lovelace was a mathematician.", "Ada Lovelace died in Marylebone.", "Ada Lovelace wrote notes."]
+    article = [Passage(str(i), "Ada Lovelace", text) for i, text in enumerate(parts)]
+    question = asked("Where did she die, in Marylebone?", supporting_titles=["Ada Lovelace"])
+    gold = GoldPassages(RetrievalService.from_corpus([*PASSAGES, *article]), [question])
+    (passages,) = gold.search([question.query], 1)
+    assert {passage.id for passage in passages} == {"0", "1", "2"} and passages[0].id == "1"
+
+
+def test_questions_of_one_text_keep_their_passages(service):
+    """The passages of the last such question would stand for those of all."""
+    first, second = asked(supporting_titles=["Carl Reiner"]), asked(supporting_titles=["Frank Launder"])
+    (passages,) = GoldPassages(service, [first, second]).search([first.query], 1)
+    assert [passage.title for passage in passages] == ["Carl Reiner", "Frank Launder"]
+
+
 def test_other_queries_are_searched(service):
     """A policy that may search in addition to its gold passages gets no results."""
     gold = GoldPassages(service, [asked(evidences=EVIDENCE)])

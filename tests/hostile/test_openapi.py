@@ -56,7 +56,7 @@ def test_chat_completions_are_what_they_say(tmp_path):
     """As above, for the chat server with the policy that is shipped."""
     config = from_mapping(get_config().to_dict())
     parts = build.from_path(replace(config, rollout=replace(config.rollout, slots=4, samples=2, num_buckets=1)), "toy")
-    answerer = Answerer(parts.collector, parts.sampling_copy())
+    answerer = Answerer(parts.collector, parts.sampling_weights())
     try:
         with Running(chat.make_app(answerer, "toy", token=TOKEN)) as running:
             # Only the last message with role user is used, which no schema can express.

@@ -152,17 +152,18 @@ def test_cached_multi_turn_decode_equals_torch(pair, tiny_tokenizer):
             assert relative(ours[b], torch_logits(model, ids[b : b + 1, : length[b]])[0, -1]) <= TOLERANCE
 
     with jax.default_matmul_precision("highest"):
-        pool = sampler.prefill(params, some(3, 16), np.array([16, 3, 9], np.int32))
+        weights = sampler.weights(params)
+        pool = sampler.prefill(weights, some(3, 16), np.array([16, 3, 9], np.int32))
         keys = rng.integers(0, 2**32, (3, 2), np.uint32)
         state = sampler.new_state(3, 96)
         state = sampler.admit(state, pool, np.array([2, 0, 1], np.int32), keys, 6, 96)
         check(state)
         for turn, n in enumerate(([8, 1, 5], [1, 8, 0], [3, 4, 8])):
-            state = sampler.extend(params, state, some(3, 8), np.array(n, np.int32), 6)
+            state = sampler.extend(weights, state, some(3, 8), np.array(n, np.int32), 6)
             check(state)
             if turn == 1:
                 continue
-            state = sampler.generate(params, state, 1.0)
+            state = sampler.generate(weights, state, 1.0)
             check(state)
     ids, mask, logprobs = (np.asarray(x) for x in (state.ids, state.mask, state.logprobs))
     assert mask.sum() >= 12 and not np.any(np.asarray(state.status) == Status.RUNNING)

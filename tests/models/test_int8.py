@@ -107,8 +107,9 @@ def test_rollouts_by_whole_numbers(tiny_tokenizer):
 
     def rolled(params, **options):
         sampler = make_sampler(tiny_tokenizer, CONFIG, **options)
-        state = sampler.generate(params, started(sampler, params, prompts, keys, 64, 10), 1.0)
-        return jax.device_get(sampler.generate(params, sampler.extend(params, state, forced, n, 10), 1.0))
+        weights = sampler.weights(params)
+        state = sampler.generate(weights, started(sampler, weights, prompts, keys, 64, 10), 1.0)
+        return jax.device_get(sampler.generate(weights, sampler.extend(weights, state, forced, n, 10), 1.0))
 
     weights = rolled(copy, int8_weights=True)
     expected = rolled(widened(copy))
@@ -135,6 +136,13 @@ def test_an_evaluation_reads_what_a_run_samples_from(tiny_policy):
         for path in (("layers", name), ("scales", f"{name}_scale")):
             np.testing.assert_array_equal(made[path].get_value(), expected[path].get_value())
     assert sampler.new_state(2, 32).cache.v.dtype == jnp.int8
+
+
+def test_the_base_of_adapters_stays_narrow(tiny_policy):
+    """A float32 base of a 7B model needs 15 GB more than the plan counts, for the option that is to save memory."""
+    fields = {"model.int8_weights": True, "model.lora_rank": 2, "model.dtype": "bfloat16"}
+    run = build.training_run(small_config(tiny_policy, **fields, **{"model.sampling_dtype": "bfloat16"}))
+    assert {x.dtype for x in jax.tree.leaves(run.learner.base)} == {jnp.dtype("bfloat16")}
 
 
 def test_adapters_beside_whole_numbers(tiny_tokenizer):

@@ -51,6 +51,20 @@ def test_what_is_written_is_read_again(adapters, tmp_path):
         peft.save_adapters(adapters, CONFIG, ADAPTER, "base", tmp_path / "a")
 
 
+def test_an_export_of_adapters_is_complete_or_absent(adapters, tmp_path, monkeypatch):
+    """After a full disk the directory has weights without their config, and the repeated command refuses it."""
+
+    def full(*_, **options):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken, pytest.raises(OSError, match="No space"):
+        broken.setattr(peft.json, "dumps", full)
+        peft.save_adapters(adapters, CONFIG, ADAPTER, "base", tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+    peft.save_adapters(adapters, CONFIG, ADAPTER, "base", tmp_path / "a")
+    assert sorted(file.name for file in (tmp_path / "a").iterdir()) == [peft.CONFIG, peft.WEIGHTS]
+
+
 def test_peft_computes_the_same_with_them(adapters, tiny_tokenizer, tmp_path):
     """Only this project can load the directory, or PEFT loads another policy from it."""
     pytest.importorskip("torch", reason="torch is not installed")

@@ -16,6 +16,7 @@ from psearch_jax.models import decoder, lora, transposed, vocabulary
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.models.products import dense, product, product_across
 from psearch_jax.rollout.copy import SamplingCopy, sampled_shape
+from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.runtime import platforms
 from psearch_jax.sharding import stand_in
 from psearch_jax.train.learner import Learner
@@ -245,10 +246,10 @@ def test_a_separate_head_samples_with_the_log_probs_of_the_tied_one(tiny_tokeniz
         abstract = jax.tree.map(lambda x: (x.shape, x.dtype), sampler.abstract_params())
         assert abstract == jax.tree.map(lambda x: (x.shape, x.dtype), params)
         rows, ids = 4, np.random.default_rng(0).integers(3, 300, (4, 16)).astype(np.int32)
-        pool = sampler.prefill(params, ids, np.full(rows, 16, np.int32))
+        pool = sampler.prefill(sampler.weights(params), ids, np.full(rows, 16, np.int32))
         keys = np.arange(2 * rows, dtype=np.uint32).reshape(rows, 2)
         state = sampler.admit(sampler.new_state(rows, 48), pool, np.arange(rows, dtype=np.int32), keys, 8, 48)
-        state = sampler.generate(params, state, 1.0)
+        state = sampler.generate(sampler.weights(params), state, 1.0)
         return np.asarray(state.ids), np.asarray(state.logprobs)
 
     tied, untied = log_probs(config, weights), log_probs(sampled_shape(config, mesh, half), copy)
@@ -263,44 +264,44 @@ def test_prompts_and_passages_read_the_weights_of_each_layer(instructions, tiny_
     wrong, and no rollout fails."""
     monkeypatch.setattr(platforms, "cpu_multiplies", lambda dtype: instructions)
     config, rows = tiny_config(tied=False), 4
-    weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config, scale=0.1))
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config, scale=0.1))
     sampler = make_sampler(tiny_tokenizer, config, dtype=jnp.bfloat16, unstacked_decoding=True)
     rng = np.random.default_rng(0)
     ids, more = (rng.integers(3, 300, (rows, n)).astype(np.int32) for n in (16, 8))
     keys, every = np.arange(2 * rows, dtype=np.uint32).reshape(rows, 2), np.arange(rows, dtype=np.int32)
 
-    def caches(unstacked):
-        pool = sampler.prefill(weights, ids, np.full(rows, 16, np.int32), unstacked)
+    def caches(weights):
+        pool = sampler.prefill(weights, ids, np.full(rows, 16, np.int32))
         state = sampler.admit(sampler.new_state(rows, 48), pool, every, keys, 8, 48)
-        state = sampler.extend(weights, state, more, np.full(rows, 8, np.int32), 8, unstacked=unstacked)
+        state = sampler.extend(weights, state, more, np.full(rows, 8, np.int32), 8)
         extended = np.asarray(state.cache.k[..., :23])
         emptied = replace(state, cache=jax.tree.map(jnp.zeros_like, state.cache))
-        refreshed = sampler.refresh(weights, emptied, every, 0, 24, unstacked)
+        refreshed = sampler.refresh(weights, emptied, every, 0, 24)
         return np.asarray(pool.cache.k), extended, np.asarray(refreshed.cache.k[..., :23])
 
-    unstacked = sampler.unstack_once(weights)
-    for actual, expected in zip(caches(unstacked), caches(None), strict=True):
+    weights = sampler.weights(params)
+    for actual, expected in zip(caches(weights), caches(SamplingWeights(params, None)), strict=True):
         np.testing.assert_allclose(actual, expected, atol=2e-2 * np.abs(expected).max())
-    zeros = jax.tree.map(jnp.zeros_like, unstacked)
-    assert all(np.all(keys == 0) for keys in caches(zeros)), "the stacks are read instead"
+    zeros = jax.tree.map(jnp.zeros_like, weights.unstacked)
+    assert all(np.all(keys == 0) for keys in caches(weights._replace(unstacked=zeros))), "the stacks are read instead"
 
 
 def test_sampling_in_16_bits_converts_no_stack_and_no_embedding(tiny_tokenizer, with_instructions):
     """XLA converts what a CPU cannot slice in 16 bits: a call would first copy all kernels, or the embedding of every
     token, to float32, which took half of the time that a passage takes to read."""
     config, rows, width = tiny_config(tied=False), 4, 24
-    weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config))
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config))
     sampler = make_sampler(tiny_tokenizer, config, dtype=jnp.bfloat16, unstacked_decoding=True)
     state = sampler.new_state(rows, 48)
-    unstacked, texts = sampler.unstack_once(weights), []
+    weights, texts = sampler.weights(params), []
     sampler._run = lambda program, *args, **keywords: texts.append(
         program.lower(*args, **keywords).compile().as_text()
     )
     ids, n = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
-    sampler.prefill(weights, ids, n, unstacked)
-    sampler.extend(weights, state, ids, n, 8, unstacked=unstacked)
-    sampler.refresh(weights, state, n, 0, width, unstacked)
-    sampler.generate(weights, state, 1.0, unstacked=unstacked)
+    sampler.prefill(weights, ids, n)
+    sampler.extend(weights, state, ids, n, 8)
+    sampler.refresh(weights, state, n, 0, width)
+    sampler.generate(weights, state, 1.0)
     assert len(texts) == 4
     for text in texts:
         stored = set(re.findall(r"= (\w+\[[\d,]+\])\S* (?:parameter|fusion|copy|convert)\(", without_fused(text)))

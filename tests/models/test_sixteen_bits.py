@@ -126,7 +126,7 @@ def test_the_colab_settings_run(tiny_policy, tmp_path, no_warm_up):
     ids = np.random.default_rng(0).integers(5, 300, (rows, 32)).astype(np.int32)
 
     def keys(sampler: Sampler, params: nnx.State) -> np.ndarray:
-        return np.asarray(sampler.prefill(params, ids, np.full(rows, 32, np.int32)).cache.k)
+        return np.asarray(sampler.prefill(sampler.weights(params), ids, np.full(rows, 32, np.int32)).cache.k)
 
     wanted = keys(run.collector.sampler, run.learner.sampling_copy(run.state.params))
     other = replace(run.config, model=replace(run.config.model, lora_rank=0))
@@ -169,7 +169,8 @@ def test_adapters_sample_from_the_policy_they_train(tiny_tokenizer):
         return np.stack([np.asarray(x[-1], np.float32) for x in (k, v)])  # of the last layer
 
     def by_sampler() -> np.ndarray:
-        cache = sampler.prefill(learner.sampling_copy(state.params), prompts, np.full(rows, width, np.int32)).cache
+        weights = sampler.weights(learner.sampling_copy(state.params))
+        cache = sampler.prefill(weights, prompts, np.full(rows, width, np.int32)).cache
         return as_array(cache.k.swapaxes(3, 4) if cache.k_transposed else cache.k, cache.v)[..., :width, :]
 
     trained = jax.jit(
@@ -178,10 +179,9 @@ def test_adapters_sample_from_the_policy_they_train(tiny_tokenizer):
     first, gaps = (by_sampler(), as_array(*trained(state.params))), []
     np.testing.assert_array_equal(*first)
     for step in range(4):
-        copy = learner.sampling_copy(state.params)
-        rolled = jax.device_get(
-            sampler.generate(copy, started(sampler, copy, prompts.tolist(), keys + step, positions, 60), 1.0)
-        )
+        weights = sampler.weights(learner.sampling_copy(state.params))
+        state_of_rows = started(sampler, weights, prompts.tolist(), keys + step, positions, 60)
+        rolled = jax.device_get(sampler.generate(weights, state_of_rows, 1.0))
         mask = rolled.mask.astype(np.float32)
         advantage = mask * rng.normal(size=(rows, 1)).astype(np.float32)
         zeros = np.zeros_like(mask)

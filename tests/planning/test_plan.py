@@ -163,7 +163,7 @@ def test_what_is_planned_is_what_a_run_compiles(tiny_policy):
     parts = build.training_run(config)
     parts.begin()
     sampling = parts.learner.sampling_copy(parts.state.params)
-    parts.collector.warm_up(sampling)
+    parts.collector.warm_up(parts.collector.sampler.weights(sampling))
     parts.learner.warm_up(parts.state.params)
     r, sampler = config.rollout, parts.collector.sampler
     collector = parts.collector

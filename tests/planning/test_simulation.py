@@ -25,7 +25,7 @@ def test_it_counts_what_the_sampler_counts(tiny_tokenizer, share, staleness):
             for ahead in range(staleness):
                 stream.add([question(f"{ahead}-{i}") for i in range(3)], ahead)
         stream.add([question(f"{step + staleness}-{i}") for i in range(3)], step + staleness)
-        batches.append(stream.collect(params, step, 1.0))
+        batches.append(stream.collect(sampler.weights(params), step, 1.0))
         counted.append(stream.spent())
     lengths = [[Lengths.of(t, rollout.context_tokens) for t in batch] for batch in batches]
     simulated = simulate(lengths, rollout.slots, staleness, share)

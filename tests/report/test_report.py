@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,14 @@ from retrieval.protocol import Passage
 HOSTILE = "</script><script>window.forged = 1</script><img src=x onerror='window.forged = 1'> born in Brünn"
 PASSAGES = (Passage("p0", "Ada Lovelace", HOSTILE), Passage("p1", "", "Alan Turing was born in 1912."))
 KINDS = ("parallel", "sequential", "single")
+
+
+def test_a_supervised_run_is_refused(tmp_path):
+    """A traceback, or a page without a single chart."""
+    with closing(MetricsWriter(tmp_path)) as writer:
+        writer.write(1, {"loss": 1.0, "progress": 0.5})
+    with pytest.raises(UserError, match="a run of launch/sft.py found"):
+        read_runs([tmp_path])
 
 
 def rollout(tokenizer, number: int, sample: int, right: bool, split: bool, obs_tokens: int = 400) -> Trajectory:

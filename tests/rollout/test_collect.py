@@ -97,7 +97,7 @@ def test_one_query_per_search(tiny_tokenizer, sampler, params, service):
     script = say(tiny_tokenizer, SEARCH, ANSWER, im_end)
     sampler.give(0, 0, [(asked, 0)], [script])
     collector = make_collector(tiny_tokenizer, sampler, rollout_section(samples=1), counting, max_sub_queries=1)
-    (t,) = collector.collect(params, [asked], 1, seed=0, step=0, temperature=1.0)
+    (t,) = collector.collect(collector.sampler.weights(params), [asked], 1, seed=0, step=0, temperature=1.0)
     assert t.status == "answered" and not t.decomposed
     assert t.turns[0].queries == ("Ada Lovelace born",) and counting.calls == [["Ada Lovelace born"]]
 
@@ -390,7 +390,8 @@ def test_what_a_call_cost(tiny_tokenizer, params, service):
         collector = make_collector(tiny_tokenizer, sampler, rollout, service)
         rollouts = [(question(i), 0) for i in range(len(scripts))]
         sampler.give(0, 0, rollouts, scripts)
-        out = collector.collect(params, [q for q, _ in rollouts], 1, seed=0, step=0, temperature=1.0)
+        weights = sampler.weights(params)
+        out = collector.collect(weights, [q for q, _ in rollouts], 1, seed=0, step=0, temperature=1.0)
         used[share] = usage = collector.usage
         assert [t.status for t in out] == ["answered"] * len(scripts)
         sampled = sum(int(t.mask.sum()) for t in out)
@@ -496,7 +497,7 @@ def test_nothing_compiles_after_the_warm_up(tiny_tokenizer, params, service):
     fresh = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler)
     fresh.after = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
     rollout = rollout_section(prompt_tokens=32, obs_tokens=32)  # two widths each
-    make_collector(tiny_tokenizer, fresh, rollout, service).warm_up(params)
+    make_collector(tiny_tokenizer, fresh, rollout, service).warm_up(fresh.weights(params))
     warm = fresh.compilations()
     scripts = drawing_scripts(tiny_tokenizer, 10)
     collect(fresh, tiny_tokenizer, params, scripts, rollout, service, samples=2)
@@ -525,7 +526,7 @@ def test_what_nobody_wants_leaves_nothing_behind(tiny_tokenizer, sampler, params
     sampler.give(0, 0, [(q, 0) for q in questions], [script] * 6)
     collector = make_collector(tiny_tokenizer, sampler, rollout, service)
     scheduler = RolloutScheduler(collector.parts, search_policy(collector.parts), samples=1, seed=0)
-    scheduler.resume(params)
+    scheduler.resume(sampler.weights(params))
     scheduler.add(questions, [collector.render(q) for q in questions], step=0)
     for order in (0, 3, 5):  # one of them has a slot when it is dropped
         assert order or scheduler.refill(None)

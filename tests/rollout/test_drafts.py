@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from psearch_jax.models import int8
 from psearch_jax.rollout import drafts
+from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.sampler_state import Status
 
 B, S, C, TURN = 8, 96, 8, 20
@@ -50,15 +51,15 @@ def keys(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 2**32, (B, 2), np.uint32)
 
 
-def turns(sampler, params, seed: int, temperature) -> list:
+def turns(sampler, weights, seed: int, temperature) -> list:
     """The states after each of three turns, between which some tokens are appended."""
     rng = np.random.default_rng(seed)
-    state, states = started(sampler, params, prompts(seed), keys(seed), S, TURN), []
+    state, states = started(sampler, weights, prompts(seed), keys(seed), S, TURN), []
     for turn in range(3):
         if turn:
             n = rng.integers(1, C + 1, B).astype(np.int32)
-            state = sampler.extend(params, state, rng.integers(3, 390, (B, C)).astype(np.int32), n, TURN)
-        state = sampler.generate(params, state, temperature)
+            state = sampler.extend(weights, state, rng.integers(3, 390, (B, C)).astype(np.int32), n, TURN)
+        state = sampler.generate(weights, state, temperature)
         states.append(jax.device_get(state))
     return states
 
@@ -79,9 +80,9 @@ def test_the_samples_are_those_of_plain_decoding(tiny_tokenizer, n, options):
     drafting = make_sampler(tiny_tokenizer, CONFIG, draft_tokens=n, **options)
     accepted = 0
     for seed in range(3):
-        params = random_params(CONFIG, seed=seed, scale=0.2)
+        weights = SamplingWeights(random_params(CONFIG, seed=seed, scale=0.2), None)
         for temperature in (0.0, 0.4, np.linspace(0, 1.2, B, dtype=np.float32)):
-            wanted, got = (turns(one, params, seed, temperature) for one in (plain, drafting))
+            wanted, got = (turns(one, weights, seed, temperature) for one in (plain, drafting))
             for before, after in zip(wanted, got, strict=True):
                 same(before, after)
             sampled = int(got[-1].mask.sum())
@@ -93,11 +94,11 @@ def test_the_samples_are_those_of_plain_decoding(tiny_tokenizer, n, options):
 
 def test_drafts_with_a_cache_in_int8(tiny_tokenizer):
     """A scale of an accepted draft that is not written would scale its keys by 0."""
-    params = int8.with_kernels(*[random_params(CONFIG, seed=1)] * 2)
+    weights = SamplingWeights(int8.with_kernels(*[random_params(CONFIG, seed=1)] * 2), None)
     one, other = (
         make_sampler(tiny_tokenizer, CONFIG, int8_weights=True, int8_cache=True, draft_tokens=n) for n in (0, 3)
     )
-    wanted, got = (turns(sampler, params, 1, 0.4)[-1] for sampler in (one, other))
+    wanted, got = (turns(sampler, weights, 1, 0.4)[-1] for sampler in (one, other))
     # Drafts of one step attend to each other before they are rounded, so a few draws may differ.
     equal = [int(np.argmin(np.append(a == b, False))) for a, b in zip(wanted.ids, got.ids, strict=True)]
     assert np.mean(np.array(equal) >= wanted.length) >= 0.5
@@ -113,12 +114,12 @@ def test_drafts_with_a_cache_in_int8(tiny_tokenizer):
 def test_all_or_none_accepted(tiny_tokenizer, period, accepted):
     """Extremes with a known number of steps: text that repeats itself, and text in which no token occurs twice."""
     n, length = 3, 40
-    params = random_params(CONFIG, seed=1)
+    weights = SamplingWeights(random_params(CONFIG, seed=1), None)
     sampler = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, draft_tokens=n)
     text = (list(range(10, 10 + period)) * 60 if period else list(range(10, 100)))[: length + 6]
     prompt, sampler.scripts = text[:6], {tuple(keys(0)[0].tolist()): text[6:]}
-    state = started(sampler, params, [prompt] + [None] * (B - 1), keys(0), S, length)
-    state = jax.device_get(sampler.generate(params, state, 1.0))
+    state = started(sampler, weights, [prompt] + [None] * (B - 1), keys(0), S, length)
+    state = jax.device_get(sampler.generate(weights, state, 1.0))
     assert Status(state.status[0]) == Status.TURN_FULL and state.mask[0].sum() == length
     if accepted:
         assert state.steps == -(-length // (n + 1)) == state.row_steps[0] and state.drafted[0] == n * state.steps
@@ -128,13 +129,13 @@ def test_all_or_none_accepted(tiny_tokenizer, period, accepted):
 
 def test_a_draft_past_the_end_of_the_context(tiny_tokenizer):
     """A draft whose positions lie behind the row's last one must be neither written nor sampled."""
-    params = random_params(CONFIG, seed=1)
+    weights = SamplingWeights(random_params(CONFIG, seed=1), None)
     states = []
     for n in (0, 7):
         sampler = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, draft_tokens=n)
         sampler.scripts = {tuple(key): [5] * 60 for key in keys(0).tolist()}
-        state = started(sampler, params, [[5] * (3 + i) for i in range(B)], keys(0), 32, 60, 32)
-        states.append(jax.device_get(sampler.generate(params, state, 1.0)))
+        state = started(sampler, weights, [[5] * (3 + i) for i in range(B)], keys(0), 32, 60, 32)
+        states.append(jax.device_get(sampler.generate(weights, state, 1.0)))
     same(*states)
     assert np.all(states[1].length == 32) and set(states[1].status.tolist()) == {int(Status.CONTEXT_FULL)}
 
@@ -142,8 +143,9 @@ def test_a_draft_past_the_end_of_the_context(tiny_tokenizer):
 def test_a_logit_that_is_not_finite_behind_a_draft(tiny_tokenizer):
     """A row must end where its logits fail, and not earlier because a draft there is computed as well."""
     config = tiny_config(tied=False)  # so that a broken embedding breaks only the logits after its token
-    broken = random_params(config, seed=1)
-    broken["embedding"] = broken["embedding"].replace(broken["embedding"][...].at[7].set(jnp.nan))
+    params = random_params(config, seed=1)
+    params["embedding"] = params["embedding"].replace(params["embedding"][...].at[7].set(jnp.nan))
+    broken = SamplingWeights(params, None)
     states = []
     for n in (0, 3):
         sampler = make_sampler(tiny_tokenizer, config, cls=ScriptedSampler, draft_tokens=n)

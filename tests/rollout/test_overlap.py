@@ -102,7 +102,9 @@ def run(tiny_tokenizer, sampler, params):
         questions = [question(i) for i in range(ROWS)]
         sampler.give(0, 0, [(q, 0) for q in questions], scripts)
         collector = make_collector(tiny_tokenizer, sampler, rollout, service)
-        return collector.collect(params, questions, 1, seed=0, step=0, temperature=1.0), collector.usage
+        return collector.collect(
+            collector.sampler.weights(params), questions, 1, seed=0, step=0, temperature=1.0
+        ), collector.usage
 
     return collected
 

@@ -10,6 +10,7 @@ from flax import nnx
 from helpers import ScriptedSampler, make_learner, make_sampler, random_params, started, tiny_config
 
 from psearch_jax.models import decoder, int8
+from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.sampler_state import SamplerState, Status
 from psearch_jax.types import TrainBatch
 
@@ -20,8 +21,8 @@ KEYS = np.stack([np.arange(B), np.arange(B) + 100], axis=1).astype(np.uint32)
 
 
 @pytest.fixture(scope="module")
-def params():
-    return random_params(CONFIG, seed=1)
+def weights():
+    return SamplingWeights(random_params(CONFIG, seed=1), None)
 
 
 @pytest.fixture(scope="module", params=[0, 3], ids=["plain", "drafts"])
@@ -36,12 +37,12 @@ def sampler(tiny_tokenizer):
 
 
 @pytest.fixture(scope="module", params=["float32", "int8"])
-def either(request, tiny_tokenizer, sampler, params):
+def either(request, tiny_tokenizer, sampler, weights):
     """A sampler and its weights: in float32, or with int8 weights and an int8 cache."""
     if request.param == "float32":
-        return sampler, params
+        return sampler, weights
     int8_sampler = make_sampler(tiny_tokenizer, CONFIG, int8_weights=True, int8_cache=True)
-    return int8_sampler, int8.with_kernels(params, params)
+    return int8_sampler, SamplingWeights(int8.with_kernels(weights.params, weights.params), None)
 
 
 def fetch(state):
@@ -59,15 +60,15 @@ def spell(tokenizer, text: str) -> list[int]:
     return [single[bytes([b])] for b in text.encode()]
 
 
-def run_scripts(sampler, params, scripts, turn_tokens=TURN, budget_end=S):
+def run_scripts(sampler, weights, scripts, turn_tokens=TURN, budget_end=S):
     sampler.scripts = {tuple(k): s for k, s in zip(KEYS.tolist(), scripts, strict=False)}
     rows = [p if i < len(scripts) else None for i, p in enumerate(prompts())]
-    state = started(sampler, params, rows, KEYS, S, turn_tokens, budget_end)
+    state = started(sampler, weights, rows, KEYS, S, turn_tokens, budget_end)
     before = fetch(state)
-    return before, fetch(sampler.generate(params, state, 1.0))
+    return before, fetch(sampler.generate(weights, state, 1.0))
 
 
-def test_each_end_stops_a_row_at_its_own_id(tiny_tokenizer, scripted, params):
+def test_each_end_stops_a_row_at_its_own_id(tiny_tokenizer, scripted, weights):
     """A row that samples past its boundary is trained on tokens that no host read; one that stops early is cut."""
     encode, stop = tiny_tokenizer.encode_foreign, sorted(tiny_tokenizer.stop_ids)
     im_end = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
@@ -84,7 +85,7 @@ def test_each_end_stops_a_row_at_its_own_id(tiny_tokenizer, scripted, params):
         ([word] * 40, TURN, Status.TURN_FULL),
         ([*[word] * 5, *answer, *tail], 18, Status.ANSWER),  # the answer's tail may pass the turn's budget
     ]
-    before, after = run_scripts(scripted, params, [ids for ids, _, _ in cases])
+    before, after = run_scripts(scripted, weights, [ids for ids, _, _ in cases])
     for b, (ids, sampled, status) in enumerate(cases):
         start = before.length[b]
         assert (after.length[b] - start, Status(after.status[b])) == (sampled, status), b
@@ -97,14 +98,14 @@ def test_each_end_stops_a_row_at_its_own_id(tiny_tokenizer, scripted, params):
         assert np.all((after.logprobs[b] != 0) == expected)
 
 
-def test_no_answer_tail_at_all(tiny_tokenizer, params):
+def test_no_answer_tail_at_all(tiny_tokenizer, weights):
     """max_tokens_after_answer=0 must end the row at the tag, neither one token later nor never."""
     one = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, max_tokens_after_answer=0)
-    before, after = run_scripts(one, params, [[*spell(tiny_tokenizer, "</answer>"), 5, 5]])
+    before, after = run_scripts(one, weights, [[*spell(tiny_tokenizer, "</answer>"), 5, 5]])
     assert after.length[0] - before.length[0] == 9 and after.status[0] == Status.ANSWER
 
 
-def test_a_full_context_ends_a_row_and_a_tag_at_its_last_id_still_counts(tiny_tokenizer, scripted, params):
+def test_a_full_context_ends_a_row_and_a_tag_at_its_last_id_still_counts(tiny_tokenizer, scripted, weights):
     """Writes past S would be dropped silently while the length keeps growing."""
     search, answer = spell(tiny_tokenizer, "</search>"), spell(tiny_tokenizer, "</answer>")
     lengths = [len(p) for p in prompts()]
@@ -112,7 +113,7 @@ def test_a_full_context_ends_a_row_and_a_tag_at_its_last_id_still_counts(tiny_to
     fill = [[5] * (end - n) for n in lengths]
     fill[1][-9:], fill[2][-9:] = search, answer
     fill[3][-11:] = [*answer, 5, 5]
-    before, after = run_scripts(scripted, params, fill, turn_tokens=50, budget_end=end)
+    before, after = run_scripts(scripted, weights, fill, turn_tokens=50, budget_end=end)
     assert np.all(after.length == end)
     status = [Status.CONTEXT_FULL, Status.SEARCH, Status.ANSWER, Status.ANSWER]
     assert after.status[:4].tolist() == status and set(after.status[4:]) == {Status.CONTEXT_FULL}
@@ -120,29 +121,29 @@ def test_a_full_context_ends_a_row_and_a_tag_at_its_last_id_still_counts(tiny_to
     assert not after.ids[:, end:].any()
 
 
-def test_a_prompt_that_fills_the_context_never_runs(sampler, params):
+def test_a_prompt_that_fills_the_context_never_runs(sampler, weights):
     """Without room for a single token, the row must end before it samples."""
     rows = [list(range(3, 3 + n)) for n in (12, 11, 5)] + [None] * 5
-    state = started(sampler, params, rows, KEYS, 12, TURN)
+    state = started(sampler, weights, rows, KEYS, 12, TURN)
     assert np.asarray(state.status)[:4].tolist() == [Status.CONTEXT_FULL, Status.RUNNING, Status.RUNNING, Status.EMPTY]
-    after = fetch(sampler.generate(params, state, 1.0))
+    after = fetch(sampler.generate(weights, state, 1.0))
     assert np.all(after.length[:3] == [12, 12, after.length[2]]) and np.all(after.length <= 12)
     assert after.mask.sum(1)[0] == 0 and after.ids[0].tolist() == rows[0]
 
 
-def rollout(sampler, params, rows, keys, chunks, temperature=1.0, positions=S, width=0):
+def rollout(sampler, weights, rows, keys, chunks, temperature=1.0, positions=S, width=0):
     """Three turns: generate, extend by `chunks[turn][row]` tokens, generate, ..."""
     return follow(
-        sampler, params, started(sampler, params, rows, keys, positions, TURN, width=width), chunks, temperature
+        sampler, weights, started(sampler, weights, rows, keys, positions, TURN, width=width), chunks, temperature
     )
 
 
-def follow(sampler, params, state, chunks, temperature=1.0):
+def follow(sampler, weights, state, chunks, temperature=1.0):
     """The turns of `rollout` from a state whose slots are filled."""
     for chunk in chunks:
-        state = sampler.generate(params, state, temperature)
-        state = sampler.extend(params, state, *padded(chunk, C), TURN)
-    return fetch(sampler.generate(params, state, temperature))
+        state = sampler.generate(weights, state, temperature)
+        state = sampler.extend(weights, state, *padded(chunk, C), TURN)
+    return fetch(sampler.generate(weights, state, temperature))
 
 
 def padded(lists, width=0) -> tuple[np.ndarray, np.ndarray]:
@@ -160,17 +161,17 @@ def ragged_chunks(seed: int = 3, rows: int = B) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampled_logprobs_are_the_trainers(tiny_tokenizer, sampler, params, temperature):
+def test_sampled_logprobs_are_the_trainers(tiny_tokenizer, sampler, weights, temperature):
     """PPO's ratio is 1 before the first update only if sampler and trainer compute the same log-probs."""
     rows = prompts()
     rows[3] = None
-    state = rollout(sampler, params, rows, KEYS, ragged_chunks(), temperature)
+    state = rollout(sampler, weights, rows, KEYS, ragged_chunks(), temperature)
     assert state.mask.sum() > 60 and np.all(state.mask.sum(1)[[0, 1, 2, 4]] > 10)
     zeros = np.zeros((B, S), np.float32)
     mask = state.mask.astype(np.float32)
     batch = TrainBatch(state.ids, state.length, mask, zeros, zeros, zeros, state.logprobs, zeros, zeros)
     learner, _ = make_learner(tiny_tokenizer, CONFIG, S, temperature=temperature)
-    trainer = learner.score(params, batch)
+    trainer = learner.score(weights.params, batch)
     gap = np.abs(trainer - state.logprobs)[state.mask]
     assert gap.max() <= 1e-4
     assert np.all(state.logprobs[~state.mask] == 0)
@@ -178,45 +179,45 @@ def test_sampled_logprobs_are_the_trainers(tiny_tokenizer, sampler, params, temp
 
 def test_a_rollout_alone_is_bit_equal(either):
     """A result that depends on neighbouring rows cannot be replayed or debugged."""
-    sampler, params = either
+    sampler, weights = either
     rows, chunks = prompts(), ragged_chunks()
-    together = rollout(sampler, params, rows, KEYS, chunks)
+    together = rollout(sampler, weights, rows, KEYS, chunks)
     for b, slot in ((2, 2), (5, 0)):
         alone = [None] * B
         alone[slot] = rows[b]
         keys = np.zeros_like(KEYS)
         keys[slot] = KEYS[b]
         forced = [[turn[b] if i == slot else [] for i in range(B)] for turn in chunks]
-        one = rollout(sampler, params, alone, keys, forced, width=max(map(len, rows)))  # the same bucket
+        one = rollout(sampler, weights, alone, keys, forced, width=max(map(len, rows)))  # the same bucket
         for name in ("ids", "mask", "logprobs", "length", "status"):
             np.testing.assert_array_equal(getattr(one, name)[slot], getattr(together, name)[b], err_msg=name)
 
 
-def test_another_number_of_slots_samples_the_same_ids(sampler, params):
+def test_another_number_of_slots_samples_the_same_ids(sampler, weights):
     """The number of slots is a matter of speed: it may change a log-prob by rounding, but not a token."""
     rows, chunks = prompts(), ragged_chunks()
-    together = rollout(sampler, params, rows, KEYS, chunks)
-    pair = rollout(sampler, params, rows[4:6], KEYS[4:6], [turn[4:6] for turn in chunks], positions=96)
+    together = rollout(sampler, weights, rows, KEYS, chunks)
+    pair = rollout(sampler, weights, rows[4:6], KEYS[4:6], [turn[4:6] for turn in chunks], positions=96)
     np.testing.assert_array_equal(pair.ids[:, :S], together.ids[4:6])
     np.testing.assert_allclose(pair.logprobs[:, :S], together.logprobs[4:6], atol=1e-5)
 
 
-def test_rows_with_nothing_to_add_are_untouched_bit_for_bit(tiny_tokenizer, scripted, params):
+def test_rows_with_nothing_to_add_are_untouched_bit_for_bit(tiny_tokenizer, scripted, weights):
     """A parked row that changes while others are extended, admitted or sampled would be corrupted silently."""
     search = spell(tiny_tokenizer, "</search>")
-    _, parked = run_scripts(scripted, params, [search[: 9 - (b % 3)] if b % 2 else search for b in range(6)])
+    _, parked = run_scripts(scripted, weights, [search[: 9 - (b % 3)] if b % 2 else search for b in range(6)])
     state = jax.tree.map(jnp.asarray, parked)
     n = np.array([3, 0, 0, 8, 0, 0, 0, 0], np.int32)
     ids = np.full((B, C), 9, np.int32)
-    extended = scripted.extend(params, state, ids, n, TURN)
+    extended = scripted.extend(weights, state, ids, n, TURN)
     check_rows(parked, fetch(extended), n == 0)
-    pool = scripted.prefill(params, np.full((2, 16), 7, np.int32), np.array([16, 0], np.int32))
+    pool = scripted.prefill(weights, np.full((2, 16), 7, np.int32), np.array([16, 0], np.int32))
     source = np.array([-1, 0, -1, -1, -1, -1, -1, -1], np.int32)
     before = fetch(extended)
     admitted = scripted.admit(extended, pool, source, KEYS + 7, TURN, S)
     check_rows(before, fetch(admitted), source == -1)
     before = fetch(admitted)
-    after = fetch(scripted.generate(params, admitted, 1.0))
+    after = fetch(scripted.generate(weights, admitted, 1.0))
     still = before.status != Status.RUNNING
     assert 3 <= still.sum() < B and np.all(after.length[~still] > before.length[~still])
     check_rows(before, after, still)
@@ -236,28 +237,28 @@ def check_rows(a, b, rows, rounding: float = 0.0) -> None:
             np.testing.assert_allclose(mine[:, rows], theirs[:, rows], rtol=0, atol=rounding)
 
 
-def test_an_extension_forgets_half_a_tag(tiny_tokenizer, scripted, params):
+def test_an_extension_forgets_half_a_tag(tiny_tokenizer, scripted, weights):
     """Half a tag before an observation and half after it are not a tag: the host parses each turn separately."""
     search = spell(tiny_tokenizer, "</search>")
     half = [5] * (TURN - 8) + search[:-1]
-    _, state = run_scripts(scripted, params, [[*half, search[-1], *[5] * 20]])
+    _, state = run_scripts(scripted, weights, [[*half, search[-1], *[5] * 20]])
     assert state.status[0] == Status.TURN_FULL
     state = jax.tree.map(jnp.asarray, state)
     n = np.array([1] + [0] * (B - 1), np.int32)
-    state = scripted.extend(params, state, np.full((B, C), 9, np.int32), n, TURN)
-    state = fetch(scripted.generate(params, state, 1.0))
+    state = scripted.extend(weights, state, np.full((B, C), 9, np.int32), n, TURN)
+    state = fetch(scripted.generate(weights, state, 1.0))
     assert state.status[0] == Status.TURN_FULL and state.mask[0].sum() == 2 * TURN
 
 
-def test_an_extension_past_the_end_is_dropped_and_overwrites_nothing(scripted, params):
+def test_an_extension_past_the_end_is_dropped_and_overwrites_nothing(scripted, weights):
     """A clamped write would overwrite the last tokens and keys with the overflow."""
     prompt = list(range(10, 22))  # 12 tokens, then S = 16: room for 4
     keys = KEYS[:3]
-    state = started(scripted, params, [prompt, prompt, prompt], keys, 16, TURN)
+    state = started(scripted, weights, [prompt, prompt, prompt], keys, 16, TURN)
     before = fetch(state)
     ids = np.arange(100, 100 + 3 * C, dtype=np.int32).reshape(3, C)
-    after = scripted.extend(params, state, ids, np.array([8, 4, 3], np.int32), TURN)
-    again = fetch(scripted.extend(params, after, ids, np.array([8, 0, 0], np.int32), TURN))
+    after = scripted.extend(weights, state, ids, np.array([8, 4, 3], np.int32), TURN)
+    again = fetch(scripted.extend(weights, after, ids, np.array([8, 0, 0], np.int32), TURN))
     for b, added in enumerate((4, 4, 3)):
         assert again.ids[b, :12].tolist() == prompt and again.length[b] == 12 + added
         assert again.ids[b, 12 : 12 + added].tolist() == ids[b, :added].tolist()
@@ -269,11 +270,11 @@ def test_an_extension_past_the_end_is_dropped_and_overwrites_nothing(scripted, p
         assert np.abs(x[:, 0, :, 11:15]).min() > 0 and np.all(x[:, 0, :, 15] == 0)
 
 
-def test_empty_rows_make_no_nan(sampler, params):
+def test_empty_rows_make_no_nan(sampler, weights):
     """0 times NaN is NaN: one empty slot could poison the cache of the next rollout in it."""
     rows = [None] * B
     rows[2] = [5, 6, 7]
-    state = rollout(sampler, params, rows, KEYS, [[[9] if b == 2 else [] for b in range(B)]])
+    state = rollout(sampler, weights, rows, KEYS, [[[9] if b == 2 else [] for b in range(B)]])
     for leaf in jax.tree.leaves(state):
         assert np.all(np.isfinite(leaf))
     empty = np.arange(B) != 2
@@ -283,13 +284,13 @@ def test_empty_rows_make_no_nan(sampler, params):
 
 def test_a_refilled_slot_is_like_a_fresh_one(either):
     """The next rollout in a slot must never attend to keys that the last one left there."""
-    sampler, params = either
+    sampler, weights = either
     rows, chunks = prompts(), ragged_chunks()
-    fresh = rollout(sampler, params, rows, KEYS, chunks)
-    used = jax.tree.map(jnp.asarray, rollout(sampler, params, rows[::-1], KEYS + 50, ragged_chunks(9)))
-    pool = sampler.prefill(params, *padded(rows))
+    fresh = rollout(sampler, weights, rows, KEYS, chunks)
+    used = jax.tree.map(jnp.asarray, rollout(sampler, weights, rows[::-1], KEYS + 50, ragged_chunks(9)))
+    pool = sampler.prefill(weights, *padded(rows))
     state = sampler.admit(used, pool, np.arange(B, dtype=np.int32), KEYS, TURN, S)
-    state = follow(sampler, params, state, chunks)
+    state = follow(sampler, weights, state, chunks)
     np.testing.assert_array_equal(state.ids, fresh.ids)
     np.testing.assert_array_equal(state.logprobs, fresh.logprobs)
 
@@ -298,16 +299,16 @@ def test_a_refilled_slot_is_like_a_fresh_one(either):
 def test_what_is_not_finite_ends_its_own_row_and_leaves_with_it(either, poison):
     """A masked position contributes 0 times its value: a NaN would end every later rollout of the slot, and no metric
     would show it."""
-    sampler, params = either
+    sampler, weights = either
 
     def of(x):  # an integer is always finite, so its scale is poisoned instead
         return jnp.asarray(poison if jnp.issubdtype(x.dtype, jnp.floating) else 1, x.dtype)
 
     rows, chunks = prompts(), ragged_chunks()
-    fresh = rollout(sampler, params, rows, KEYS, chunks)
-    state = started(sampler, params, rows, KEYS, S, TURN)
+    fresh = rollout(sampler, weights, rows, KEYS, chunks)
+    state = started(sampler, weights, rows, KEYS, S, TURN)
     broken = jax.tree.map(lambda x: x.at[:, [1, 4]].set(of(x)), state.cache)
-    used = sampler.generate(params, dataclasses.replace(state, cache=broken), 1.0)
+    used = sampler.generate(weights, dataclasses.replace(state, cache=broken), 1.0)
     ended = fetch(used)
     assert ended.status[[1, 4]].tolist() == [Status.NOT_FINITE] * 2 and not ended.mask[[1, 4]].any()
     assert ended.length[[1, 4]].tolist() == [len(rows[1]), len(rows[4])] and np.isfinite(ended.logprobs).all()
@@ -315,26 +316,26 @@ def test_what_is_not_finite_ends_its_own_row_and_leaves_with_it(either, poison):
     assert np.all(ended.status[others] != Status.NOT_FINITE) and ended.mask[others].any(axis=1).all()
 
     emptied = jax.tree.map(lambda x: jnp.full_like(x, of(x)), used.cache)  # as if all rows had ended with such values
-    pool = sampler.prefill(params, *padded(rows))
+    pool = sampler.prefill(weights, *padded(rows))
     state = sampler.admit(dataclasses.replace(used, cache=emptied), pool, np.arange(B, dtype=np.int32), KEYS, TURN, S)
-    refilled = follow(sampler, params, state, chunks)
+    refilled = follow(sampler, weights, state, chunks)
     check_rows(fresh, refilled, np.arange(B))
 
 
-def test_an_emptied_slot_neither_runs_nor_waits(tiny_tokenizer, scripted, params):
+def test_an_emptied_slot_neither_runs_nor_waits(tiny_tokenizer, scripted, weights):
     """A parked row that nobody will extend would hold up `generate` for the others."""
-    _, parked = run_scripts(scripted, params, [spell(tiny_tokenizer, "</search>")] * 2)
+    _, parked = run_scripts(scripted, weights, [spell(tiny_tokenizer, "</search>")] * 2)
     assert parked.status[:2].tolist() == [Status.SEARCH] * 2
     state = jax.tree.map(jnp.asarray, parked)
-    pool = scripted.prefill(params, np.zeros((B, 11), np.int32), np.zeros(B, np.int32))
+    pool = scripted.prefill(weights, np.zeros((B, 11), np.int32), np.zeros(B, np.int32))
     state = fetch(scripted.admit(state, pool, np.array([-2, -1] + [-1] * 6), KEYS, TURN, S))
     assert state.status[:2].tolist() == [Status.EMPTY, Status.SEARCH]
 
 
-def test_greedy_takes_the_likeliest_id(tiny_tokenizer, sampler, params):
+def test_greedy_takes_the_likeliest_id(tiny_tokenizer, sampler, weights):
     """Evaluation at temperature 0 must be the argmax of a plain forward pass, with log-probs at temperature 1."""
-    state = rollout(sampler, params, prompts(), KEYS, [], temperature=0.0)
-    model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32), params)
+    state = rollout(sampler, weights, prompts(), KEYS, [], temperature=0.0)
+    model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32), weights.params)
     logits = np.asarray(model.logits(model.hidden(jnp.asarray(state.ids))[0], 1.0, tiny_tokenizer.size))
     table = np.asarray(jax.nn.log_softmax(logits, axis=-1))
     rows, at = np.nonzero(state.mask)
@@ -342,24 +343,35 @@ def test_greedy_takes_the_likeliest_id(tiny_tokenizer, sampler, params):
     np.testing.assert_allclose(state.logprobs[rows, at], table[rows, at - 1].max(-1), atol=1e-5)
 
 
-def test_yielding_early_changes_no_rollout(tiny_tokenizer, params):
+def test_the_coldest_temperatures_are_greedy(sampler, weights):
+    """Logits divided by a number so small overflow: masked ids would be drawn, and log-probs be NaN."""
+    temperatures = np.array([0.0, 1e-38, 1e-30, 1e-8, 1e-7, 0.0, 1e-20, 1e-9][:B], np.float32)
+    state = started(sampler, weights, prompts(), KEYS, S, TURN)
+    cold = fetch(sampler.generate(weights, state, temperatures))
+    state = started(sampler, weights, prompts(), KEYS, S, TURN)
+    greedy = fetch(sampler.generate(weights, state, 0.0))
+    np.testing.assert_array_equal(cold.ids, greedy.ids)
+    np.testing.assert_array_equal(cold.logprobs, greedy.logprobs)
+
+
+def test_yielding_early_changes_no_rollout(tiny_tokenizer, weights):
     """yield_share is a matter of speed: rows that are still running must resume where they were."""
     search = spell(tiny_tokenizer, "</search>")
     early = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=0.5)
     scripts = [[5] * b + search for b in range(4)]
     early.scripts = {tuple(k): s for k, s in zip(KEYS.tolist(), scripts, strict=False)}
     rows = [p if i < 4 else None for i, p in enumerate(prompts())]
-    state = started(early, params, rows, KEYS, S, TURN)
+    state = started(early, weights, rows, KEYS, S, TURN)
     seen = []
     for _ in range(3):
-        state = early.generate(params, state, 1.0)
+        state = early.generate(weights, state, 1.0)
         seen.append(np.asarray(state.status)[:4].tolist())
         if seen[-1].count(Status.SEARCH) == 4:
             break
         emptied = np.array([-2 if s == Status.SEARCH else -1 for s in np.asarray(state.status)], np.int32)
         done = np.asarray(state.status) == Status.SEARCH
         assert done.sum() == (2 if len(seen) == 1 else 1)
-        pool = early.prefill(params, np.zeros((B, 11), np.int32), np.zeros(B, np.int32))
+        pool = early.prefill(weights, np.zeros((B, 11), np.int32), np.zeros(B, np.int32))
         state = early.admit(state, pool, emptied, KEYS, TURN, S)
     assert seen[0] == [Status.SEARCH, Status.SEARCH, Status.RUNNING, Status.RUNNING]
     for b, script in enumerate(scripts):
@@ -368,53 +380,53 @@ def test_yielding_early_changes_no_rollout(tiny_tokenizer, params):
 
 
 @pytest.mark.parametrize("refill", [False, True])
-def test_a_finished_row_makes_room_only_where_others_wait(tiny_tokenizer, params, refill):
+def test_a_finished_row_makes_room_only_where_others_wait(tiny_tokenizer, weights, refill):
     """Finished rows computed for nothing while rollouts wait for a slot, or early returns when no rollout waits."""
     early = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=0.5)
     im_end = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
     scripts = [[5] * b + [im_end] for b in (1, 3, 8, 10)]
     early.scripts = {tuple(k): s for k, s in zip(KEYS.tolist(), scripts, strict=False)}
     rows = [p if i < 4 else None for i, p in enumerate(prompts())]
-    state = started(early, params, rows, KEYS, S, TURN)
-    state = fetch(early.generate(params, state, 1.0, refill=refill))
+    state = started(early, weights, rows, KEYS, S, TURN)
+    state = fetch(early.generate(weights, state, 1.0, refill=refill))
     wanted = [Status.EOS] * 2 + [Status.RUNNING if refill else Status.EOS] * 2
     assert state.status[:4].tolist() == wanted and state.steps == (4 if refill else 11)
 
 
-def test_a_full_turn_waits_as_a_search_does(tiny_tokenizer, params):
+def test_a_full_turn_waits_as_a_search_does(tiny_tokenizer, weights):
     """A row whose turn is full also waits for the host: uncounted, it would idle until all others have stopped."""
     early = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=0.5)
     early.scripts = {tuple(k): [5] * 40 for k in KEYS[:4].tolist()}
     rows = [p if i < 4 else None for i, p in enumerate(prompts())]
-    pool = early.prefill(params, *padded([p or [] for p in rows]))
+    pool = early.prefill(weights, *padded([p or [] for p in rows]))
     source, turns = np.array([0, 1, 2, 3, -1, -1, -1, -1], np.int32), np.array([2, 4, 9, 12, 1, 1, 1, 1])
     state = early.admit(early.new_state(B, S), pool, source, KEYS, turns, S)
-    state = fetch(early.generate(params, state, 1.0))
+    state = fetch(early.generate(weights, state, 1.0))
     assert state.status[:4].tolist() == [Status.TURN_FULL] * 2 + [Status.RUNNING] * 2 and state.steps == 4
 
 
 def test_rows_picked_out_of_order_are_extended_as_in_place(either):
     """Passages appended to another row than the one that searched, or a padding row that overwrites a real one."""
-    sampler, params = either
+    sampler, weights = either
     chunk = ragged_chunks()[0]
-    state = sampler.generate(params, started(sampler, params, prompts(), KEYS, S, TURN), 1.0)
+    state = sampler.generate(weights, started(sampler, weights, prompts(), KEYS, S, TURN), 1.0)
     before = fetch(state)
     ids, n = padded([c if b in (1, 4, 6) else [] for b, c in enumerate(chunk)], C)
-    wanted = fetch(sampler.extend(params, jax.tree.map(jnp.asarray, before), ids, n, TURN))
+    wanted = fetch(sampler.extend(weights, jax.tree.map(jnp.asarray, before), ids, n, TURN))
     rows = np.array([6, -1, 1, 4], np.int32)
     picked = sampler.extend(
-        params, jax.tree.map(jnp.asarray, before), ids[rows], np.where(rows < 0, 3, n[rows]), TURN, rows
+        weights, jax.tree.map(jnp.asarray, before), ids[rows], np.where(rows < 0, 3, n[rows]), TURN, rows
     )
     # With another number of rows, some processors add in another order.
     check_rows(fetch(picked), wanted, np.arange(B), rounding=1e-5)
 
 
-def test_a_shorter_span_of_the_cache_changes_no_rollout(sampler, params):
+def test_a_shorter_span_of_the_cache_changes_no_rollout(sampler, weights):
     """No row may need positions past the span; one position too few and rows forget their own tokens."""
     spans = []
     for span in (None, 28):  # prompts of up to 11 tokens, turns of 14 and an answer's tail
-        state = started(sampler, params, prompts(), KEYS, S, TURN)
-        spans.append(fetch(sampler.generate(params, state, 1.0, span)))
+        state = started(sampler, weights, prompts(), KEYS, S, TURN)
+        spans.append(fetch(sampler.generate(weights, state, 1.0, span)))
     np.testing.assert_array_equal(spans[0].ids, spans[1].ids)
     np.testing.assert_allclose(spans[0].logprobs, spans[1].logprobs, atol=1e-5)
     assert spans[0].length.max() > 20
@@ -422,10 +434,10 @@ def test_a_shorter_span_of_the_cache_changes_no_rollout(sampler, params):
 
 def test_layers_apart_change_no_rollout(tiny_tokenizer, either):
     """Separate layers, as a GPU decodes: a layer's weights in another's place, or those of the call before."""
-    sampler, params = either
+    sampler, weights = either
     extra = {"int8_weights": True, "int8_cache": True} if sampler.new_state(1, 32).cache.k_scale is not None else {}
     split = make_sampler(tiny_tokenizer, CONFIG, unstacked_decoding=True, **extra)
-    states = [fetch(s.generate(params, started(s, params, prompts(), KEYS, S, TURN), 1.0)) for s in (sampler, split)]
+    states = [fetch(s.generate(weights, started(s, weights, prompts(), KEYS, S, TURN), 1.0)) for s in (sampler, split)]
     np.testing.assert_array_equal(states[0].ids, states[1].ids)
     np.testing.assert_allclose(states[0].logprobs, states[1].logprobs, atol=1e-5)
     assert states[0].mask.sum() > 50
@@ -433,31 +445,31 @@ def test_layers_apart_change_no_rollout(tiny_tokenizer, either):
 
 def test_weights_taken_apart_once_change_no_rollout(tiny_tokenizer, either):
     """Weights split once, as a CPU decodes: layers reordered or of other weights, or kernels with swapped axes."""
-    sampler, params = either
+    sampler, weights = either
     extra = {"int8_weights": True, "int8_cache": True} if sampler.new_state(1, 32).cache.k_scale is not None else {}
     split_sampler = make_sampler(tiny_tokenizer, CONFIG, unstacked_decoding=True, **extra)
-    split_weights = split_sampler.unstack_once(params)
-    assert (split_weights.head is None) == bool(extra) and sampler.unstack_once(params) is None
-    state = started(sampler, params, prompts(), KEYS, S, TURN)
-    expected = fetch(sampler.generate(params, state, 1.0))
-    state = started(sampler, params, prompts(), KEYS, S, TURN)
-    actual = fetch(split_sampler.generate(params, state, 1.0, unstacked=split_weights))
+    taken_apart = split_sampler.weights(weights.params)
+    assert (taken_apart.unstacked.head is None) == bool(extra) and sampler.weights(weights.params) == weights
+    state = started(sampler, weights, prompts(), KEYS, S, TURN)
+    expected = fetch(sampler.generate(weights, state, 1.0))
+    state = started(sampler, weights, prompts(), KEYS, S, TURN)
+    actual = fetch(split_sampler.generate(taken_apart, state, 1.0))
     np.testing.assert_array_equal(actual.ids, expected.ids)
     np.testing.assert_allclose(actual.logprobs, expected.logprobs, atol=1e-5)
 
 
-def test_what_was_only_compiled_is_not_compiled_again(tiny_tokenizer, params, caplog):
+def test_what_was_only_compiled_is_not_compiled_again(tiny_tokenizer, weights, caplog):
     """The first real call would wait for the compilation a second time."""
     sampler = make_sampler(tiny_tokenizer, CONFIG, unstacked_decoding=True)
-    split_weights = sampler.unstack_once(params)
-    state = started(sampler, params, prompts(), KEYS, S, TURN)
-    assert sampler.compile_only().generate(params, state, 1.0, unstacked=split_weights) is None
+    weights = sampler.weights(weights.params)
+    state = started(sampler, weights, prompts(), KEYS, S, TURN)
+    assert sampler.compile_only().generate(weights, state, 1.0) is None
     with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
-        jax.block_until_ready(sampler.generate(params, state, 1.0, unstacked=split_weights))
+        jax.block_until_ready(sampler.generate(weights, state, 1.0))
     assert not [r for r in caplog.records if "Compiling" in r.message and "generate" in r.message]
 
 
-def test_a_row_that_waits_reads_no_cache(tiny_tokenizer, params, monkeypatch):
+def test_a_row_that_waits_reads_no_cache(tiny_tokenizer, weights, monkeypatch):
     """Where each row attends to its own length, a waiting row would cost as much as one that samples."""
     starts, hidden = [], decoder.Decoder.hidden
 
@@ -470,7 +482,7 @@ def test_a_row_that_waits_reads_no_cache(tiny_tokenizer, params, monkeypatch):
     word = tiny_tokenizer.encode_foreign("a")[0]
     fresh = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler)
     search = spell(tiny_tokenizer, "</search>")
-    _, state = run_scripts(fresh, params, [search, [word] * 40], TURN)
+    _, state = run_scripts(fresh, weights, [search, [word] * 40], TURN)
     jax.effects_barrier()
     lengths = np.stack(starts)
     assert state.status[:2].tolist() == [Status.SEARCH, Status.TURN_FULL] and len(lengths) == TURN
@@ -478,25 +490,25 @@ def test_a_row_that_waits_reads_no_cache(tiny_tokenizer, params, monkeypatch):
     assert lengths[:, 1].tolist() == list(range(state.length[1] - TURN - 1, state.length[1] - 1))
 
 
-def test_turn_budgets_may_differ_by_row(scripted, params):
+def test_turn_budgets_may_differ_by_row(scripted, weights):
     """A row that takes another row's budget samples another number of tokens than it was granted."""
     rows, budgets = np.array([3, 9, 1, 14, 5, 7, 2, 11]), np.array([4, 1, 6, 2, 8, 3, 5, 7])
-    before, first = run_scripts(scripted, params, [[5] * 40] * B, turn_tokens=rows)
+    before, first = run_scripts(scripted, weights, [[5] * 40] * B, turn_tokens=rows)
     np.testing.assert_array_equal(first.length - before.length, rows)
     n = np.where(np.arange(B) % 2, 2, 0).astype(np.int32)  # every other row continues
-    state = scripted.extend(params, jax.tree.map(jnp.asarray, first), np.full((B, C), 6, np.int32), n, budgets)
-    second = fetch(scripted.generate(params, state, 1.0))
+    state = scripted.extend(weights, jax.tree.map(jnp.asarray, first), np.full((B, C), 6, np.int32), n, budgets)
+    second = fetch(scripted.generate(weights, state, 1.0))
     np.testing.assert_array_equal(second.length - first.length, np.where(n > 0, n + budgets, 0))
 
 
-def test_one_compilation_per_shape(tiny_tokenizer, params):
+def test_one_compilation_per_shape(tiny_tokenizer, weights):
     """A program that recompiles for another count, key or temperature would stop every step for a minute."""
     fresh = make_sampler(tiny_tokenizer, CONFIG)
     for temperature in (1.0, 0.0):
-        rollout(fresh, params, prompts(), KEYS, ragged_chunks(), temperature)
+        rollout(fresh, weights, prompts(), KEYS, ragged_chunks(), temperature)
     once = fresh.compilations()
     assert once == {"prefill": 1, "admit": 1, "extend": 1, "refresh": 0, "generate": 1}
-    rollout(fresh, params, prompts()[::-1], KEYS + 9, ragged_chunks(5), 0.7)
+    rollout(fresh, weights, prompts()[::-1], KEYS + 9, ragged_chunks(5), 0.7)
     assert fresh.compilations() == once
 
 

@@ -118,9 +118,9 @@ def test_recorded_logprobs_are_those_before_the_filter(tiny_tokenizer):
     params = random_params(config)
     sampler = make_sampler(tiny_tokenizer, config, top_k=3)
     ids = np.array([[5, 6, 7, 8]], np.int32)
-    pool = sampler.prefill(params, ids, np.array([4], np.int32))
+    pool = sampler.prefill(sampler.weights(params), ids, np.array([4], np.int32))
     state = sampler.admit(sampler.new_state(1, 24), pool, np.array([0]), np.ones((1, 2), np.uint32), 16, 24)
-    state = sampler.generate(params, state, 1.0)
+    state = sampler.generate(sampler.weights(params), state, 1.0)
     mask = np.asarray(state.mask[0])
     assert mask.sum() >= 4 and np.asarray(state.logprobs[0])[mask].mean() < -0.5
     assert np.all(np.asarray(state.ids) < tiny_tokenizer.size)

@@ -13,6 +13,7 @@ from helpers import make_collector, make_learner, make_sampler, question, random
 from written import CONFIG
 
 from psearch_jax.rl.batch import make_batch
+from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.scheduler import Waiting
 from psearch_jax.rollout.stream import InFlight
 from psearch_jax.train.checkpointing import in_flight
@@ -25,7 +26,7 @@ ROLLOUT = rollout_section(slots=6, samples=SAMPLES, yield_share=0.2, turn_tokens
 @pytest.fixture(scope="module")
 def policies():
     """Three versions of a policy that differ clearly."""
-    return [random_params(CONFIG, seed=seed) for seed in (2, 3, 4)]
+    return [SamplingWeights(random_params(CONFIG, seed=seed), None) for seed in (2, 3, 4)]
 
 
 def batch(i: int) -> list:
@@ -80,13 +81,12 @@ def test_without_batches_ahead_it_is_collect(tiny_tokenizer, policies):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nothing_compiles_after_the_warm_up(tiny_tokenizer, policies, dtype):
     """Programs for other arguments than a run passes: its first steps would wait for them to compile again."""
-    policies = [jax.tree.map(lambda x: x.astype(dtype), params) for params in policies]
     sampler = make_sampler(tiny_tokenizer, CONFIG, dtype=jnp.dtype(dtype), yield_share=0.2, unstacked_decoding=True)
     collector = make_collector(tiny_tokenizer, sampler, ROLLOUT, retriever())
     stream = collector.stream(SAMPLES, seed=0)
-    unstacked = sampler.unstack_once(policies[0])
-    collector.warm_up(policies[0], unstacked)
-    stream.warm_up(policies[0], unstacked)
+    policies = [sampler.weights(jax.tree.map(lambda x: x.astype(dtype), weights.params)) for weights in policies]
+    collector.warm_up(policies[0])
+    stream.warm_up(policies[0])
     warm = sampler.compilations()
     refreshed = []
 
@@ -142,7 +142,7 @@ def test_every_token_has_the_weights_and_the_log_prob_it_was_sampled_with(tiny_t
     trajectories = sum(collected(make_stream(tiny_tokenizer), policies, ahead=2, batches=5), [])
     learner, optimizer = make_learner(tiny_tokenizer, CONFIG, ROLLOUT.context_tokens)
     data = make_batch(trajectories, np.ones(len(trajectories), np.float32), ROLLOUT.context_tokens)
-    scores = [learner.score(init_state(p, optimizer, learner.mesh).params, data) for p in policies]
+    scores = [learner.score(init_state(p.params, optimizer, learner.mesh).params, data) for p in policies]
     continued = 0
     for i, t in enumerate(trajectories):
         starts = [*t.versions, (len(t.ids), None)]

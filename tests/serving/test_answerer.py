@@ -42,14 +42,16 @@ def sampler(tiny_tokenizer):
     return scripted_sampler(tiny_tokenizer, CONFIG)
 
 
-def scripted(sampler, tokenizer, params, scripts: dict[str, list[str]], service=None, every=3) -> Answerer:
+def scripted(
+    sampler, tokenizer, params, scripts: dict[str, list[str]], service=None, every=3, initial_search=False
+) -> Answerer:
     """An answerer whose model replies to these questions with these turns, at temperature 1."""
     asked = [(Question("asked", f"0 {text}", text, (), "single"), 0) for text in scripts]
     sampler.give(
         0, 0, asked, [[i for part in parts for i in tokenizer.encode_foreign(part)] for parts in scripts.values()]
     )
-    rollout = rollout_section(samples=1, context_tokens=256)
-    return Answerer(make_collector(tokenizer, sampler, rollout, service), params, every=every)
+    rollout = rollout_section(samples=1, context_tokens=256, initial_search=initial_search)
+    return Answerer(make_collector(tokenizer, sampler, rollout, service), sampler.weights(params), every=every)
 
 
 def test_what_is_told_of_a_question_is_what_happened_in_its_order(sampler, tiny_tokenizer, params):
@@ -121,6 +123,19 @@ def test_a_failed_search_is_told_and_the_next_one_answered(sampler, tiny_tokeniz
     own.close()
 
 
+def test_a_failed_initial_search_is_no_answer(sampler, tiny_tokenizer, params):
+    """A short answer that was sampled without the passages of the question would look like every other answer."""
+    service = Breaking()
+    short = {"Who?": ["<answer>A</answer>"]}
+    own = scripted(sampler, tiny_tokenizer, params, short, service, every=64, initial_search=True)
+    events = list(own.answer("Who?", 1.0))
+    assert [event.kind for event in events] == ["error"], events
+    service.broken = lambda query: False
+    wait_until(lambda: own.healthy, 30)
+    assert list(own.answer("Who?", 1.0))[-1].trajectory.answer == "A"
+    own.close()
+
+
 def test_one_refused_query_ends_one_answer(sampler, tiny_tokenizer, params):
     """A client with a query that the retriever refuses could end everybody's answers."""
     service = Breaking()
@@ -189,7 +204,7 @@ def toy():
     parts = build.from_path(replace(config, rollout=rollout), "toy")
     kinds = ("parallel", "sequential", "single")
     asked = [q.text for kind in kinds for q in questions(parts.world, "eval", kind, 4, 0)]
-    return parts, parts.sampling_copy(), asked
+    return parts, parts.sampling_weights(), asked
 
 
 def test_company_changes_no_answer_and_everybody_hears_their_own(toy):

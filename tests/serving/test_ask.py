@@ -18,6 +18,7 @@ from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.closed_world.question_forms import questions
 from psearch_jax.config import Config, RetrievalSection, from_mapping
 from psearch_jax.runtime.paths import TOY_POLICY
+from psearch_jax.types import UserError
 
 SEARCHED = "Are the setting of Gamudol and the rival of Pujazas the same?"
 ASK = [sys.executable, "launch/ask.py"]
@@ -85,11 +86,16 @@ def test_svg_contains_all_output(tmp_path):
         (["--config.rollout.turn_token=9", "Who?"], "turn_token"),
         (["--config.rollout.slots=9", "--config=configs/smoke.py", "Who?"], "--config.rollout.slots"),
         (["--config=configs/smoke.py", "--config.retrieval.topk=0", "Who?"], "config.retrieval.topk"),
+        (
+            ["--config=configs/smoke.py", "--config.rollout.samples=2", "Who?"],
+            "rollout.samples: found 2, which has no",
+        ),
         (["--temperature=nan", "Who?"], "temperature"),
         (["--seed=4294967296", "Who?"], "--seed"),
         (["--index=a", "--corpus=b", "Who?"], "found several"),
         (["--retriever_url=http://127.0.0.1:9/retrieve", SEARCHED], "1 of 1 questions"),
         (["Who? " * 500], "question"),
+        (["--compare=parallelsearch", "Who?"], "--compare=parallelsearch: the policy's own method"),
     ],
 )
 def test_what_cannot_be_asked_is_one_line(arguments, named):
@@ -114,6 +120,54 @@ def test_the_token_of_a_runs_server_goes_to_no_other(monkeypatch):
         assert named.rollout == replace(changed.rollout, slots=3), "a field that no flag names keeps the run's value"
     with flagsaver.flagsaver(model="toy"):
         assert policy_flags.config("toy", own).retrieval.token_file == "/run/secrets/own"
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """Sets what --config.SECTION.FIELD would; a process can parse such flags only once."""
+    return lambda fields: monkeypatch.setattr(policy_flags, "_set_fields", lambda: fields)
+
+
+def test_a_user_waits_for_a_server_as_long_as_they_say(given):
+    """A server that never answers would hold a user for the minutes that suit training, or a user's own value would
+    be ignored."""
+    url = {"retrieval.url": "http://127.0.0.1:9"}
+    for fields, expected in (
+        ({}, (policy_flags.PATIENCE_S, policy_flags.PATIENCE_S)),
+        ({"retrieval.timeout_s": 20.0, "retrieval.retry_deadline_s": 99.0}, (20.0, 99.0)),
+    ):
+        given(url | fields)
+        with flagsaver.flagsaver(model="toy"):
+            served = policy_flags.to_serve(ROOT, 4).retrieval
+        assert (served.timeout_s, served.retry_deadline_s) == expected
+
+
+@pytest.mark.parametrize(("field", "value"), [("rollout.slots", 3), ("data.prompt", "row")])
+def test_a_field_without_effect_is_refused(given, field, value):
+    """A user would take the answers for those of the setting that they named."""
+    given({field: value})
+    with (
+        flagsaver.flagsaver(model="toy"),
+        pytest.raises(UserError, match=rf"--config\.{field}: found {value!r}, which has no effect"),
+    ):
+        policy_flags.to_serve(ROOT, 4)
+
+
+def test_adapters_for_a_run_are_refused(given, tmp_path):
+    """The checkpoint alone would be evaluated or served, and its figures taken for those of the adapters."""
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    with (
+        flagsaver.flagsaver(model=str(run), adapters="mine"),
+        pytest.raises(UserError, match="--adapters=mine: found with --model=.*run, whose checkpoints"),
+    ):
+        policy_flags.config(str(run))
+    given({"model.adapters": "mine"})
+    with (
+        flagsaver.flagsaver(model=str(run)),
+        pytest.raises(UserError, match=r"--config\.model\.adapters=mine: found with"),
+    ):
+        policy_flags.config(str(run))
 
 
 @pytest.mark.parametrize("first", ["search_r1", "r1"])

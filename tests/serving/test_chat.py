@@ -59,7 +59,7 @@ def toy():
     config = from_mapping(get_config().to_dict())
     parts = build.from_path(replace(config, rollout=replace(config.rollout, slots=4, samples=2, num_buckets=1)), "toy")
     watched = Watched(parts.collector.retriever)
-    answerer = Answerer(parts.collector.with_retriever(watched), parts.sampling_copy())
+    answerer = Answerer(parts.collector.with_retriever(watched), parts.sampling_weights())
     asked = [q.text for kind in ("parallel", "sequential") for q in questions(parts.world, "eval", kind, 6, 0)]
     yield answerer, watched, asked
     answerer.close()
@@ -169,7 +169,7 @@ def test_a_retriever_that_fails_is_told_and_the_next_one_answered(running, toy):
 
 
 def test_what_is_counted_is_what_was_answered(toy):
-    """A refusal would count as a quick answer, or a stream that ended in an error as a success."""
+    """A refusal would count as a quick answer, or a stream that ended in an error or was left as a success."""
     answerer, watched, asked = toy
     with Running(make_app(answerer, "toy", Limits(requests=2))) as running:
 
@@ -186,6 +186,13 @@ def test_what_is_counted_is_what_was_answered(toy):
         finally:
             watched.broken = False
         wait_until(lambda: counted('answers_requests_total{status="503"} 1.0'))
+        assert counted("answers_seconds_count 1.0")
+        watched.seconds = 1.0
+        left = running.raw(json.dumps(body(asked[1], stream=True)).encode(), path=PATH)
+        assert b"200 OK" in left.recv(12000)
+        left.close()
+        wait_until(lambda: counted('answers_requests_total{status="499"} 1.0'), 30)
+        watched.seconds = 0.0
         assert counted("answers_seconds_count 1.0")
 
 
@@ -274,7 +281,8 @@ def test_pages_of_other_sites_are_refused_where_no_token_is_asked_for(running, t
     """A page of another site could ask in a reader's name or, through its own host name, read the answers."""
     _, _, asked = toy
     own = running.url.removeprefix("http://")
-    for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}, {"Origin": "null"}):
+    foreign = ("http://evil.example", "null", "http://[", "http://a]b")
+    for headers in ({"Host": "evil.example"}, *({"Origin": origin} for origin in foreign)):
         refused = running.post(body(asked[0]), PATH, **headers)
         assert refused.status == 403 and refused.json()["error"]["message"], headers
     for headers in ({}, {"Origin": running.url}, {"Host": own.replace("127.0.0.1", "localhost")}):

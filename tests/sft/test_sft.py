@@ -66,8 +66,15 @@ def test_it_learns_and_is_a_run_directory(policy, transcripts, tmp_path, lora_ra
     assert rows[-2]["loss"] < rows[1]["loss"] and rows[-2]["progress"] == 1.0
     assert summary["transcripts"] == 6 and summary["steps"] == 3
     parts = build.from_path(replace(config, model=replace(config.model, path="")), str(tmp_path))
-    assert (parts.config.model.lora_rank == lora_rank) and parts.sampling_copy()
+    assert (parts.config.model.lora_rank == lora_rank) and parts.sampling_weights()
     assert run.initial_state is None, "the weights of step 0 stay in memory"
+    progress = [row["progress"] for row in rows if "progress" in row]
+    assert progress == sorted(progress) and len(set(progress)) == 3, "of the run, not of an epoch"
+    again = trainer.train(build_sft.supervised_run(config, str(transcripts)), tmp_path)
+    assert again == summary == json.loads((tmp_path / "summary.json").read_text()), "nothing was left to do"
+    (tmp_path / "summary.json").unlink()  # killed before it was written
+    again = trainer.train(build_sft.supervised_run(config, str(transcripts)), tmp_path)
+    assert again["validation_loss"] == summary["validation_loss"]
 
 
 def test_the_loss_is_the_mean_over_the_models_tokens(policy, transcripts):

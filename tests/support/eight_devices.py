@@ -43,9 +43,10 @@ def rollouts(sampler: Sampler, params: nnx.State, temperature: float = 1.0):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 256, n).tolist() for n in rng.integers(3, 12, B)]
     keys = rng.integers(0, 2**32, (B, 2), np.uint32)
-    state = sampler.generate(params, started(sampler, params, prompts, keys, S, 10), temperature)
+    weights = sampler.weights(params)
+    state = sampler.generate(weights, started(sampler, weights, prompts, keys, S, 10), temperature)
     ids, n = rng.integers(0, 256, (B, 8)).astype(np.int32), rng.integers(0, 9, B).astype(np.int32)
-    state = sampler.generate(params, sampler.extend(params, state, ids, n, 10), temperature)
+    state = sampler.generate(weights, sampler.extend(weights, state, ids, n, 10), temperature)
     return jax.tree.map(np.asarray, jax.device_get(state))
 
 

@@ -159,14 +159,14 @@ def make_learner(tokenizer: Tokenizer, config: DecoderConfig, context_tokens: in
 
 
 def started(
-    sampler: Sampler, params, prompts, keys, positions: int, turn_tokens: int, budget_end: int | None = None, width=0
+    sampler: Sampler, weights, prompts, keys, positions: int, turn_tokens: int, budget_end: int | None = None, width=0
 ):
     """A state whose slots hold the prompts, padded to at least `width` tokens; None leaves a slot empty."""
     ids = np.zeros((len(prompts), max(width, *(len(p or ()) for p in prompts))), np.int32)
     n = np.array([len(p or ()) for p in prompts], np.int32)
     for row, prompt in enumerate(prompts):
         ids[row, : n[row]] = prompt or ()
-    pool = sampler.prefill(params, ids, n)
+    pool = sampler.prefill(weights, ids, n)
     source = np.array([-1 if p is None else row for row, p in enumerate(prompts)], np.int32)
     state = sampler.new_state(len(prompts), positions)
     return sampler.admit(state, pool, source, np.asarray(keys, np.uint32), turn_tokens, budget_end or positions)

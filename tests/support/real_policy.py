@@ -81,8 +81,8 @@ class Policy:
 
     def collect(self, count: int, samples: int = 1, temperature: float = 1.0) -> list[Trajectory]:
         """Rollouts of the first `count` questions."""
-        copy, collector = self.engine.sampling_copy(), self.engine.collector
-        return collector.collect(copy, questions()[:count], samples, seed=0, step=0, temperature=temperature)
+        weights, collector = self.engine.sampling_weights(), self.engine.collector
+        return collector.collect(weights, questions()[:count], samples, seed=0, step=0, temperature=temperature)
 
     @functools.cached_property
     def learner(self) -> Learner:
@@ -115,7 +115,7 @@ def main(directory: str, out: str) -> None:
     model, params = hf.load_hf(directory, lambda abstract: param_shardings(abstract, SAMPLING, mesh), jnp.float32)
     engine = build.engine(settings, params=params, model=model, retriever=retriever())
     rollouts = engine.collector.collect(
-        engine.sampling_copy(), questions()[:GREEDY], 1, seed=0, step=0, temperature=0.0
+        engine.sampling_weights(), questions()[:GREEDY], 1, seed=0, step=0, temperature=0.0
     )
     devices = {d for x in jax.tree.leaves(params) for d in x.sharding.device_set}
     np.savez(out, devices=len(devices), **{f"ids{i}": t.ids for i, t in enumerate(rollouts)})

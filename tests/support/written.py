@@ -53,7 +53,7 @@ def collect(
         w = collector.parts.widths
         w = replace(w, observations=w.observations[-1:], spans=w.spans[-1:])
         collector.parts = replace(collector.parts, widths=w)
-    out = collector.collect(params, questions, samples, seed=0, step=0, temperature=1.0)
+    out = collector.collect(collector.sampler.weights(params), questions, samples, seed=0, step=0, temperature=1.0)
     assert [(t.question, t.sample) for t in out] == pairs
     for trajectory, script in zip(out, scripts, strict=True):
         check(trajectory, tokenizer, script, rollout)

@@ -19,6 +19,7 @@ from psearch_jax.models import decoder
 from psearch_jax.models.buckets import buckets, row_widths
 from psearch_jax.rl.batch import make_batch, micro_batches, mini_batches, padding, take_rows
 from psearch_jax.rl.losses import policy_loss
+from psearch_jax.runtime.metrics import WEIGHT
 from psearch_jax.train.learner import Learner, token_logprobs
 from psearch_jax.train.state import init_state, learning_rate, make_optimizer, with_warmup
 from psearch_jax.train.trainable import TrainingOptions
@@ -150,6 +151,19 @@ def test_the_gradient_is_that_of_the_whole_loss(tiny_tokenizer, params, learner)
         return loss.total / loss.count
 
     assert worst(learner.gradients(params, batch), full_gradient(params)) < 5e-6
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "constant_length"])
+def test_an_update_without_a_trained_token_moves_nothing(tiny_tokenizer, params, aggregation):
+    """The momentum of earlier updates moves the parameters by most of a step that no rollout asked for."""
+    learner, optimizer = make_learner(tiny_tokenizer, CONFIG, S, learning_rate=1e-3, aggregation=aggregation)
+    good = on_policy(learner, params, some_batch())
+    empty = TrainBatch(**{**vars(good), "mask": np.zeros_like(good.mask), "advantage": np.zeros_like(good.mask)})
+    state, _ = learner.update(init_state(params, optimizer, one_device_mesh()), good)
+    before = jax.device_get((state.params, state.optimizer))
+    state, metrics = learner.update(state, empty)
+    assert same_bits(before, (state.params, state.optimizer)) and int(state.updates) == 1
+    assert (metrics["skipped"], metrics["bad_in_a_row"], metrics[WEIGHT]) == (1, 0, 0) and np.isnan(metrics["entropy"])
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])

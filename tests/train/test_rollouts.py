@@ -64,8 +64,7 @@ def test_two_meshes_of_several_processes_exchange_on_their_own_devices(monkeypat
     run = SimpleNamespace(
         config=from_mapping(config),
         recording=None,
-        learner=SimpleNamespace(sampling_copy=lambda _: 0),
-        state=SimpleNamespace(params=0),
+        sampling_weights=lambda: 0,
         collector=SimpleNamespace(sampler=SimpleNamespace(mesh=sampler_mesh)),
         stream=SimpleNamespace(run=lambda *_: note("sampler") or time.sleep(0.1)),
         wall_s=defaultdict(float),

@@ -1,14 +1,15 @@
 """The config of a run or an export, with which its policy is asked and evaluated."""
 
 import json
+from dataclasses import replace
 
 import jax
 import pytest
 
 from configs import smoke
-from psearch_jax.config import Config, MeshSection, from_mapping, to_mapping
+from psearch_jax.config import PRESETS, Config, MeshSection, from_mapping, to_mapping
 from psearch_jax.train.checkpointing import run_config
-from psearch_jax.train.checkpointing.run_config import EXPORTED, PROMPT, config_of, export_files
+from psearch_jax.train.checkpointing.run_config import EXPORTED, PROMPT, config_of, export_files, exported_shape
 from psearch_jax.types import UserError
 
 
@@ -101,3 +102,11 @@ def test_the_mesh_of_a_run(tmp_path, monkeypatch, mesh, devices, expected, train
     (tmp_path / "config.json").write_text(json.dumps(to_mapping(from_mapping({"mesh": mesh}))))
     assert config_of(str(tmp_path)).mesh == expected
     assert config_of(str(tmp_path), training=True).mesh == trained
+
+
+def test_an_export_stops_where_the_policy_stops(tiny_tokenizer):
+    """A base model's files name only its end of text: other programs would generate past the end of the answer."""
+    stops = tiny_tokenizer.stop_ids
+    first = max(stops)
+    shape = exported_shape(replace(next(iter(PRESETS.values())), eos_ids=(first,)), tiny_tokenizer.name)
+    assert shape.eos_ids[0] == first and set(shape.eos_ids) == stops

@@ -65,13 +65,35 @@ def test_no_step_after_the_first_compiles(tiny_policy):
     parts = build.training_run(small_config(tiny_policy, **{"rollout.num_buckets": 2}))
     parts.begin()
     sampling = parts.learner.sampling_copy(parts.state.params)
-    parts.collector.warm_up(sampling)
+    parts.collector.warm_up(parts.collector.sampler.weights(sampling))
     parts.learner.warm_up(parts.state.params, parts.reference)
     train_step(parts, next(parts.loader), 0)
     once = {**parts.collector.sampler.compilations(), **parts.learner.compilations()}
     for step in range(1, 4):
         train_step(parts, next(parts.loader), step)
     assert {**parts.collector.sampler.compilations(), **parts.learner.compilations()} == once
+
+
+def test_errors_of_rewards_are_not_those_of_the_disk(tiny_policy, tmp_path):
+    """A judge that cannot be reached would be reported as a directory that cannot be written, its cause hidden."""
+    for error in (ConnectionRefusedError("judge"), FileNotFoundError(2, "No such file", "/nonexistent/judge.json")):
+        parts = build.training_run(small_config(tiny_policy))
+
+        def judge(_, error=error):
+            raise error
+
+        parts.reward = judge
+        with pytest.raises(type(error)) as raised:
+            trainer.train(parts, tmp_path)
+        assert raised.value is error
+
+
+def test_half_a_line_of_metrics_before_the_first_checkpoint(tiny_policy, tmp_path, caplog):
+    """A run that lost its power while it wrote its first rows could never start again."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 1}\n{"step": 1, "rew')
+    trainer.train(build.training_run(small_config(tiny_policy, **{"train.steps": 1})), tmp_path)
+    assert "has metrics of 1 steps but no checkpoint" in caplog.text
+    assert [row["step"] for row in metrics_without_clocks(tmp_path)] == [0]
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(tiny_policy, tmp_path):

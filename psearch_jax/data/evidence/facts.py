@@ -135,9 +135,9 @@ class Fact:
         return f"{'on' if self.date and self.date.day else 'in'} {self.shown}"
 
     def same_value(self, other: Fact) -> bool:
-        """Whether both have the same value. A place within the other's place counts, since `no` would not be safe."""
-        if self.date or other.date:
-            return self.date == other.date
+        """Whether both may have the same value: a date known less precisely, or a place within the other's, counts."""
+        if self.date and other.date:
+            return self.date.before(other.date) is None
         mine, theirs = key(self.shown), key(other.shown)
         place = RELATIONS[self.relation].value == "place"
         return mine == theirs or (place and bool(set(mine.split(", ")) & set(theirs.split(", "))))

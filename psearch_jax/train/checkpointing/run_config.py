@@ -9,10 +9,11 @@ from pathlib import Path
 
 import jax
 
-from psearch_jax.config import Config, MeshSection, from_mapping, to_mapping
+from psearch_jax.config import Config, DecoderConfig, MeshSection, from_mapping, to_mapping
 from psearch_jax.runtime.paths import absolute, locate, read_json
 from psearch_jax.sharding import can_regroup, mesh_sizes
 from psearch_jax.text.prompts import load_template, packaged_templates
+from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing.checkpoint import find_checkpoint
 from psearch_jax.types import UserError
 
@@ -33,11 +34,8 @@ def config_of(model: str, training: bool = False) -> Config | None:
       UserError: config.json cannot be read.
     """
     path = locate(model)
-    in_hf_format = (path / "config.json").is_file() and not (path / "checkpoints").is_dir()
-    if in_hf_format and (path / EXPORTED).is_file():
-        return _of_export(path)
-    if not path.is_dir() or in_hf_format:
-        return None
+    if not has_checkpoints(model):
+        return _of_export(path) if (path / EXPORTED).is_file() else None
     file = absolute(find_checkpoint(path)).parents[1] / "config.json"
     if not file.is_file():
         return None
@@ -59,6 +57,22 @@ def config_of(model: str, training: bool = False) -> Config | None:
     if not fits:  # the run used another machine
         mesh = MeshSection()
     return replace(config, mesh=mesh)
+
+
+def has_checkpoints(model: str) -> bool:
+    """Whether `model` is a run directory or a checkpoint; not one in Hugging Face format, a hub id or `toy`."""
+    path = locate(model)
+    in_hf_format = (path / "config.json").is_file() and not (path / "checkpoints").is_dir()
+    return model != "toy" and path.is_dir() and not in_hf_format
+
+
+def exported_shape(shape: DecoderConfig, tokenizer: str | Path) -> DecoderConfig:
+    """The shape with the stop ids of the tokenizer, at which the policy has learned to end its messages.
+
+    The files of a base model name fewer: other programs would generate past the answer.
+    """
+    stop_ids = Tokenizer.load(tokenizer, shape.eos_ids).stop_ids
+    return replace(shape, eos_ids=tuple(dict.fromkeys((*shape.eos_ids, *sorted(stop_ids)))))
 
 
 def export_files(config: Config) -> dict[str, bytes]:

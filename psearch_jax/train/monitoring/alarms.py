@@ -184,7 +184,7 @@ def probe(run: Run, step: int, rolled: Sequence[Trajectory]) -> dict[str, float]
     texts = list(dict.fromkeys(q.text for q in questions))
     retriever = Misled(run.collector.retriever, texts)
     own = run.collector.with_retriever(retriever).collect(
-        run.learner.sampling_copy(run.state.params),
+        run.sampling_weights(),
         processes.share(questions),
         1,
         seed=config.seed,

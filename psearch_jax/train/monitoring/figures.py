@@ -11,7 +11,7 @@ import numpy as np
 from psearch_jax.config import Config, DecoderConfig
 from psearch_jax.rl.advantages import carry_signal
 from psearch_jax.runtime.accelerators import chip_of, forward_flops
-from psearch_jax.runtime.metrics import Ratio, mean
+from psearch_jax.runtime.metrics import WEIGHT, Ratio, mean
 from psearch_jax.text.answers import contains_words, exact_match, normalise
 from psearch_jax.train.critic import CRITIC
 from psearch_jax.types import END_STATUSES, KINDS, RewardParts, TrainBatch, Trajectory
@@ -114,8 +114,16 @@ def update_peak_share(
 
 
 def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combines the metrics of a step's updates: the mean of each, but sums or the worst update for failures."""
-    metrics = {name: mean([u[name] for u in updates]) for name in updates[0]}
+    """Combines the metrics of a step's updates: means by trained tokens, but sums or the worst update for failures."""
+
+    def combined(name: str) -> float:
+        weights = [u[(CRITIC if name.startswith(CRITIC) else "") + WEIGHT] for u in updates]
+        counted = [(u[name], weight) for u, weight in zip(updates, weights, strict=True) if weight]
+        if not counted:
+            return mean([u[name] for u in updates])
+        return Ratio(sum(value * weight for value, weight in counted), sum(weights)).value
+
+    metrics = {name: combined(name) for name in updates[0] if not name.endswith(WEIGHT)}
     if "importance" in metrics:
         # As a share of the tokens (Kish): (sum of weights)^2 / (number x sum of their squares).
         square = metrics.pop("importance_squared")

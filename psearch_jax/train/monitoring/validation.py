@@ -25,7 +25,6 @@ def measured(run: Run, temperature: float) -> dict[str, dict[str, float]]:
 
     The closed world's minimal pairs are summarised separately. Random keys do not depend on the training seed.
     """
-    sampling = run.learner.sampling_copy(run.state.params)
     bar = tqdm(total=len(run.evaluation), unit="question", leave=False, disable=not processes.on_terminal())
 
     def progress(done: int, own: int) -> None:
@@ -34,7 +33,7 @@ def measured(run: Run, temperature: float) -> dict[str, dict[str, float]]:
 
     trajectories = evaluate(
         run.collector,
-        sampling,
+        run.sampling_weights(),
         run.evaluation,
         seed=run.config.eval.seed,
         step=EVAL_STEP,
