@@ -14,7 +14,8 @@ PROGRAMS = sorted(
 DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"]
 # Accelerator builds are extras: a plain install is for CPUs, which the tests and the demo use.
 EXTRAS = {
-    "cuda": ["jax[cuda13]"],
+    "cuda": ["jax[cuda13]"],  # needs a driver of version 580 or newer
+    "cuda12": ["jax[cuda12]"],
     "tpu": ["jax[tpu]"],
     "gcs": ["gcsfs>=2025.2"],  # for run directories, evaluations, exports and questions at gs://
     # The libraries that `launch/bench.py retrieval` compares with. `rollout` and `update` compare with torch and trl,

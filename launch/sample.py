@@ -2,7 +2,8 @@
 
     python launch/sample.py --model=MODEL --config=configs/qwen0p5b_cpu.py --questions=TRAIN --index=DIR \\
         --samples=8 --out=best.jsonl
-    python launch/sft.py --config=configs/qwen0p5b_cpu.py --transcripts=best.jsonl --workdir=DIR
+    python launch/sft.py --config=configs/qwen0p5b_cpu.py --config.model.path=MODEL --transcripts=best.jsonl \\
+        --workdir=DIR
 
 The config defines the reward. MODEL is a run directory, a checkpoint, a Hugging Face directory or hub id, or toy.
 The same command resumes after the last complete part.

@@ -15,7 +15,15 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from psearch_jax.assembly.inputs import missing_inputs, needs_retriever
-from psearch_jax.assembly.policies import first_adapters, load_tokenizer, load_weights, sampled_as, with_adapter_shape
+from psearch_jax.assembly.policies import (
+    check_context,
+    check_shares,
+    first_adapters,
+    load_tokenizer,
+    load_weights,
+    sampled_as,
+    with_adapter_shape,
+)
 from psearch_jax.assembly.programs import make_critic, make_learner, make_sampler
 from psearch_jax.assembly.questions import questions_of
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
@@ -145,13 +153,9 @@ def engine(
         config = replace(config, model=replace(config.model, lora_rank=0))
     check_heads(mesh, model.heads)
     check_heads(rollout_mesh, model.heads, "rollout_tensor")
-    if config.rollout.context_tokens > model.max_positions:
-        raise UserError(
-            f"config.rollout.context_tokens: found {config.rollout.context_tokens}, accepted: at most the model's "
-            f"{model.max_positions} positions"
-        )
+    check_context(config, model)
     check_rows(rollout_mesh, rollout__slots=config.rollout.slots)
-    _check_shares(config, training)
+    check_shares(config, training, jax.process_count())
     if training:
         check_rows(mesh, learning__micro_batch_rows=config.learning.micro_batch_rows)
     tokenizer_path = packaged(config.model.tokenizer) or path
@@ -306,14 +310,6 @@ def _tokenizer_of(config: Config, recorded: str) -> str:
     if config.model.tokenizer or not Path(recorded).is_absolute():
         return config.model.tokenizer or recorded
     return hf.still_there(recorded, config.model.path, "tokenizer_config.json") or recorded
-
-
-def _check_shares(config: Config, training: bool) -> None:
-    count = jax.process_count()
-    shared = {"rollout.slots": config.rollout.slots} | ({"train.prompts": config.train.prompts} if training else {})
-    for field, value in shared.items():
-        if value % count:
-            raise UserError(f"config.{field}: found {value}, accepted: a multiple of the {count} processes")
 
 
 def retriever_of(config: Config, world: ClosedWorld | None, retry_deadline_s: float | None = None) -> Retriever:

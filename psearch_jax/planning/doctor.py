@@ -135,8 +135,20 @@ def packages() -> str:
     return f"Python {python}, {shown}, and {checked} requirements met"
 
 
+def cuda_plugins() -> list[str]:
+    """The installed JAX builds for NVIDIA's GPUs, one per version of CUDA, the oldest first."""
+    names = {distribution.metadata["Name"] for distribution in importlib.metadata.distributions()}
+    return sorted(name for name in names if name and re.fullmatch(r"jax-cuda\d+-plugin", name))
+
+
 def devices(root: Path = Path("/")) -> str:
     """The devices that JAX uses, and whether it misses an accelerator of this machine."""
+    plugins = cuda_plugins()
+    if len(plugins) > 1:
+        raise UserError(
+            f"found {' and '.join(plugins)}, accepted: one, because JAX would load either: "
+            f"`pip uninstall {plugins[0]} {plugins[0].replace('plugin', 'pjrt')}`"
+        )
     used = jax.devices()
     text = f"{len(used)} x {used[0].device_kind}, {jax.process_count()} process{'es' * (jax.process_count() > 1)}"
     if used[0].platform != "cpu" or os.environ.get("JAX_PLATFORMS") == "cpu":
@@ -198,6 +210,12 @@ def memory(config: Config, plans: list[Plan]) -> str:
     if first.platform == "cpu":
         room = available_memory() // jax.local_device_count()
     target = Target("here", jax.devices(), Chip(room, 0.0, 0.0), first.device_kind)
+    try:
+        model_shape(config)
+    except UserError as error:
+        if Path(config.model.path).exists():
+            raise
+        return f"not counted: {error}"  # of a model that a run would download
     plan = make_plan(config, target, names=())
     plans.append(plan)
     needed = plan.held_bytes
@@ -311,8 +329,9 @@ def disk(config: Config, plan: Plan, workdir: str) -> str:
     train = config.train
     count = train.keep_checkpoints + 1  # a new one is written before the oldest is removed
     count += train.steps // train.keep_every_steps if train.keep_every_steps else 0
+    count = max(1, count - len(list((Path(workdir) / "checkpoints").glob("[0-9]*"))))  # those that are there stay
     free = shutil.disk_usage(place).free
-    text = f"{size * count / GIB:.2f} GiB for {count} checkpoints, {free / GIB:.2f} free at {place}"
+    text = f"{size * count / GIB:.2f} GiB for {count} more checkpoints, {free / GIB:.2f} free at {place}"
     if size * count > free:
         raise UserError(f"{text}: use a larger disk, gs://BUCKET/..., or fewer train.keep_checkpoints")
     return f"{text}"

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from psearch_jax.assembly.policies import check_context, check_shares, with_adapter_shape
 from psearch_jax.assembly.programs import make_critic, make_learner, make_sampler
 from psearch_jax.config import PRESETS, Config, DecoderConfig, with_method
 from psearch_jax.limits import validate
@@ -189,11 +190,13 @@ def make_plan(
     Raises:
       UserError: the config contradicts itself or does not suit the mesh.
     """
-    config = with_method(config)
+    config = with_adapter_shape(with_method(config))
     validate(config)
     mesh, rollout_mesh = make_meshes(config.mesh, target.devices)
     split = config.mesh.rollout_devices > 0
     model = model_shape(config)
+    check_context(config, model)
+    check_shares(config, training=True, processes=len({device.process_index for device in target.devices}))
     check_heads(mesh, model.heads)
     check_heads(rollout_mesh, model.heads, "rollout_tensor")
     check_rows(rollout_mesh, rollout__slots=config.rollout.slots)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from psearch_jax.assembly.policies import with_adapter_shape
 from psearch_jax.config import Config, DecoderConfig, Remat, with_method
 from psearch_jax.models.buckets import row_widths
 from psearch_jax.planning.expected import (
@@ -65,7 +66,7 @@ def search(
     """
     if config.mesh.rollout_devices:
         raise UserError(f"--search: found config.mesh.rollout_devices={config.mesh.rollout_devices}, accepted: 0")
-    config = with_method(config)
+    config = with_adapter_shape(with_method(config))
     shape, chips = model_shape(config), len(target.devices)
     tensors = [t for t in range(1, chips + 1) if chips % t == 0 and shape.heads % t == 0]
     steps: dict[int, Any] = {}

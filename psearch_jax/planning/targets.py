@@ -54,7 +54,10 @@ def tpu_target(topology: str) -> Target:
     from jax.experimental import topologies
 
     try:
-        devices = list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+        # On v4 the two cores of a chip are one device, as here by this option only.
+        both_cores = {"chip_config_name": "megacore"} if topology.startswith("v4") else {}
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **both_cores)
+        devices = list(found.devices)
     except Exception as error:  # whatever the plugin raises
         raise UserError(
             f"--topology={topology}: {first_line(error)[:200]}; accepted: names such as v5e:4x4, v5p:2x2x1, v6e:4x4, "

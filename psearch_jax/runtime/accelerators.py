@@ -22,10 +22,10 @@ class Chip:
     link: float = math.inf  # bytes per second to a neighbour: one ICI link in one direction, NVLink, or PCIe
 
 
-# By JAX's `device_kind`, per device (for v4 and tpu7x, one of a chip's two cores). Memory is what the compiler reports
+# By JAX's `device_kind`, per device (for tpu7x, one of a chip's two cores). Memory is what the compiler reports
 # as available.
 CHIPS: dict[str, Chip] = {
-    "TPU v4": Chip(int(15.25 * GIB), 137.5e12, 614e9, 45e9),
+    "TPU v4": Chip(int(30.75 * GIB), 275e12, 1228e9, 45e9),
     "TPU v5 lite": Chip(int(15.75 * GIB), 197e12, 819e9, 45e9),
     "TPU v5": Chip(int(95.74 * GIB), 459e12, 2765e9, 90e9),
     "TPU v6 lite": Chip(int(31.25 * GIB), 918e12, 1640e9, 90e9),

@@ -65,7 +65,10 @@ def of_store(error: BaseException) -> bool:
     from google.auth.exceptions import GoogleAuthError
 
     bare = type(error) is OSError and error.errno is None  # as `Forbidden: ...`; errors of the system have an errno
-    return bare or isinstance(error, HttpError | GoogleAuthError | aiohttp.ClientError)
+    from_orbax = "google.api_core.exceptions" in sys.modules and isinstance(
+        error, sys.modules["google.api_core.exceptions"].GoogleAPIError
+    )
+    return bare or from_orbax or isinstance(error, HttpError | GoogleAuthError | aiohttp.ClientError)
 
 
 def on_disk(location: str | os.PathLike[str], name: str) -> Path:

@@ -51,6 +51,9 @@ def start(coordinator: str = "", count: int = 0, index: int = -1, cluster: bool 
             f"--coordinator={coordinator} --processes={count} --process={index}: accepted: all three, HOST:PORT, the "
             "number of processes, and the index of this one, from 0"
         )
+    # JAX's own handler of SIGTERM only notes the signal: while it is installed, nothing would end this process before
+    # training begins, nor an evaluation at all.
+    jax.config.update("jax_enable_preemption_service", False)
     arguments = {"coordinator_address": coordinator, "num_processes": count, "process_id": index} if all(named) else {}
     try:
         jax.distributed.initialize(

@@ -102,10 +102,14 @@ def digest(rows: Sequence[Row]) -> str:
 
 
 def cosine_schedule(section: SFTSection, steps: int) -> optax.Schedule:
-    """Linear warm-up from 0 over `warmup_ratio` of the steps, then cosine decay to the final ratio of the peak."""
+    """Warm-up over `warmup_ratio` of the steps, then cosine decay to the final ratio of the peak.
+
+    The warm-up is linear, from 1/n of the peak at its first step to the peak at its n-th: every step learns.
+    """
     peak = section.learning_rate
-    warmup = min(steps - 1, max(1, round(section.warmup_ratio * steps))) if section.warmup_ratio else 0
-    return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, peak * section.final_learning_rate_ratio)
+    n = max(1, min(steps - 1, round(section.warmup_ratio * steps)))
+    final = peak * section.final_learning_rate_ratio
+    return optax.warmup_cosine_decay_schedule(peak / n, peak, n - 1, steps, final)
 
 
 def make_optimizer(section: SFTSection, learning: LearningSection, steps: int) -> optax.GradientTransformation:

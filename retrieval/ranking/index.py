@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -378,10 +378,18 @@ def _seconds(index: VectorIndex, queries: np.ndarray, k: int) -> float:
 
 
 def _scann() -> Any:
+    """ScaNN, imported late: clients of a remote retriever do not need it."""
+    # It imports TensorFlow, for operations that are not used here, and fails if it finds another version than its own.
+    hidden = "tensorflow" not in sys.modules
+    if hidden:
+        sys.modules["tensorflow"] = cast(Any, None)  # an import of it then fails, as if it were not installed
     try:
-        import scann  # imported late: clients of a remote retriever do not need it
+        import scann
     except ImportError as error:
         raise RetrievalError(f"ScaNN cannot be imported ({error}); install it: pip install scann (Linux)") from None
+    finally:
+        if hidden:
+            del sys.modules["tensorflow"]
     return scann
 
 

@@ -16,7 +16,9 @@ from configs import qwen7b, smoke
 from psearch_jax.config import from_mapping
 from psearch_jax.planning import doctor
 from psearch_jax.planning.doctor import examine
+from psearch_jax.runtime.accelerators import GIB
 from psearch_jax.runtime.paths import TOY_POLICY
+from psearch_jax.types import UserError
 
 
 def config(**sections):
@@ -144,7 +146,7 @@ def test_too_few_questions_too_little_memory_and_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "available_memory", lambda: 2**20)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
     text = wrong(findings(config(), tmp_path / "not" / "yet"))
-    assert "of 0.00 GiB on each device" in text and "GiB for 4 checkpoints" in text
+    assert "of 0.00 GiB on each device" in text and "GiB for 4 more checkpoints" in text
     disk = findings(config(train={"keep_every_steps": 10}), tmp_path)["disk"][0].text
     assert "for 10 checkpoints" in disk
 
@@ -172,7 +174,7 @@ def test_a_checkpoint_holds_one_copy(tmp_path):
     """On a mesh that replicates the state, the required disk space counts every copy."""
     command = [sys.executable, "launch/doctor.py", "--config=configs/smoke.py", f"--workdir={tmp_path}"]
     disk = [
-        re.search(r"(\S+ GiB) for 4 checkpoints", start([*command, *mesh], devices=4).communicate()[0])[1]
+        re.search(r"(\S+ GiB) for 4 more checkpoints", start([*command, *mesh], devices=4).communicate()[0])[1]
         for mesh in (["--config.mesh.data=4", "--config.mesh.fsdp=1"], ["--config.mesh.fsdp=4"])
     ]
     assert disk[0] == disk[1] == "0.04 GiB"
@@ -190,6 +192,13 @@ def test_an_accelerator_that_is_not_used_is_seen(tmp_path, monkeypatch):
     assert "/dev/nvidiactl" in text and "[cuda]" in text
 
 
+def test_two_builds_for_gpus_are_named(monkeypatch):
+    """JAX would load one of them by chance, so that some processes of a run find no GPU."""
+    monkeypatch.setattr(doctor, "cuda_plugins", lambda: ["jax-cuda12-plugin", "jax-cuda13-plugin"])
+    (finding,) = doctor.guarded("devices", doctor.devices)
+    assert finding.wrong and "pip uninstall jax-cuda12-plugin jax-cuda12-pjrt" in finding.text
+
+
 def test_packages_that_are_missing_or_too_old_are_named(monkeypatch):
     """An outdated environment fails deep inside a run, with an attribute that some library does not have."""
     real = doctor.importlib.metadata.version
@@ -197,6 +206,23 @@ def test_packages_that_are_missing_or_too_old_are_named(monkeypatch):
     by_name = list(doctor.guarded("packages", doctor.packages))
     assert by_name[0].wrong and "nothing-such is missing" in by_name[0].text
     assert f"flax {real('flax')} is not >=99" in by_name[0].text and "jax" not in by_name[0].text.split("flax")[0]
+
+
+def test_a_model_of_unknown_size_is_no_fault(tmp_path):
+    """A run that would download its weights and work is reported as one to fix."""
+    by_name = findings(config(model={"path": "somebody/Own-Model", "tokenizer": "toy"}), tmp_path)
+    assert not by_name["memory"][0].wrong and "not counted" in by_name["memory"][0].text
+
+
+def test_checkpoints_that_are_there_need_no_more_room(tmp_path, monkeypatch):
+    """A run that may go on is told to buy a larger disk for the checkpoints that it has already written."""
+    plan = SimpleNamespace(checkpoint_bytes=10 * GIB)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=15 * GIB))
+    with pytest.raises(UserError, match="for 4 more checkpoints"):
+        doctor.disk(config(), plan, str(tmp_path))
+    for step in (1, 2, 3):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    assert "for 1 more checkpoints" in doctor.disk(config(), plan, str(tmp_path))
 
 
 def test_a_run_that_goes_on_is_known_and_the_program_counts(tmp_path):

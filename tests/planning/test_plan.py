@@ -179,6 +179,40 @@ def test_what_is_planned_is_what_a_run_compiles(tiny_policy):
     assert planned == parts.critic.compilations() | {"apply": 1}
 
 
+def test_adapters_from_a_file_are_planned_as_adapters(tiny_policy, tmp_path):
+    """A plan counts float32 weights and their optimizer, five times what the run holds."""
+    config, target = small_config(tiny_policy), Target("here", jax.devices(), Chip(2**40, 1.0, 1.0), "cpu")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 3, "lora_alpha": 6}')
+    named, ranked = (
+        make_plan(replace(config, model=replace(config.model, **fields)), target, names=())
+        for fields in ({"adapters": str(tmp_path)}, {"lora_rank": 3, "lora_alpha": 6.0})
+    )
+    assert named.resident == ranked.resident and named.checkpoint_bytes == ranked.checkpoint_bytes
+    assert named.resident["frozen_base"] > named.resident["parameters"]
+
+
+def test_the_cores_of_a_v4_chip_are_one_device():
+    """A plan for half-chips: JAX runs a v4-8 slice as four devices of 32 GB."""
+    target = tpu_target("v4:2x2x1")
+    assert len(target.devices) == 4 and target.chip.hbm_bytes > 30 * GIB
+
+
+def test_budgets_that_a_run_would_refuse(target):
+    """A run that was planned to fit is refused after its weights are loaded, on a slice that waits."""
+    config = config_file("qwen7b")
+    for section, fields, named in (
+        ("rollout", {"context_tokens": 400_000}, "at most the model's 32768 positions"),
+        ("train", {"prompts": 66}, "a multiple of the 4 processes"),
+    ):
+        changed = replace(config, **{section: replace(getattr(config, section), **fields)})
+        if section == "train":
+            changed = replace(
+                changed, learning=replace(config.learning, mini_batch_rollouts=66 * 5, micro_batch_rows=10)
+            )
+        with pytest.raises(UserError, match=named):
+            make_plan(changed, target, names=())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lora", "names"), [(0, ("accumulate", "critic_accumulate")), (4, ("logprobs", "critic_values"))]

@@ -1,8 +1,13 @@
 """ScaNN indexes: exact and tree search, shards, tuning, and checks of their inputs and results."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from helpers import people, unit_rows
+from programs import ROOT
 
 from retrieval.protocol import CorpusError, RetrievalError
 from retrieval.ranking.index import ScannIndex, ShardedIndex, TreeSettings, exact_search, recall, tree_settings, tune
@@ -148,3 +153,12 @@ def test_tree_settings_that_do_not_fit():
         tree_settings(15, 32)
     assert tree_settings(10**6, 384).leaves == 2000
     assert tree_settings(21_015_324, 768).dimensions_per_block == 3
+
+
+def test_scann_needs_no_tensorflow(tmp_path):
+    """On a machine with another TensorFlow than ScaNN was built for, no index could be opened."""
+    (tmp_path / "tensorflow.py").write_text("raise RuntimeError('another version')")
+    script = "import sys; from retrieval.ranking.index import _scann; _scann(); assert 'tensorflow' not in sys.modules"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

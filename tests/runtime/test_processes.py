@@ -34,6 +34,19 @@ def finish(started: list[subprocess.Popen]) -> list[str]:
     return [out for _, out, _ in results]
 
 
+def test_sigterm_ends_a_process_that_has_joined():
+    """While it loads weights a process would ignore the signal, and be killed minutes later with another exit code."""
+    script = (
+        "import sys, time; from psearch_jax.runtime import processes; "
+        f"processes.start('127.0.0.1:{free_port()}', 1, 0); print('joined', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", script]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "joined\n", process.communicate()[1][-2000:]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == -signal.SIGTERM
+
+
 def test_what_one_process_knows_reaches_all(tmp_path):
     """A row lost or reordered trains on the wrong question; an error that only one process sees hangs the others."""
     count, address = 2, f"127.0.0.1:{free_port()}"

@@ -94,12 +94,14 @@ def test_the_loss_is_the_mean_over_the_models_tokens(policy, transcripts):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_no_warm_up_learns_from_the_first_step():
-    """A ratio of 0 that still spends a step at learning rate 0."""
+def test_every_step_learns():
+    """A first step at learning rate 0: of a short run, the transcripts of a large share of its batches."""
     rates = [float(loop.cosine_schedule(SFTSection(learning_rate=1.0, warmup_ratio=0.0), 4)(i)) for i in range(4)]
     assert rates[0] == 1.0 and rates == sorted(rates, reverse=True)
     rates = [float(loop.cosine_schedule(SFTSection(learning_rate=1.0, warmup_ratio=0.5), 4)(i)) for i in range(4)]
-    assert rates[0] == 0.0 and rates[2] == 1.0
+    assert rates[0] == 0.5 and rates[1] == 1.0 > rates[2]
+    rates = [float(loop.cosine_schedule(SFTSection(learning_rate=1.0), n)(0)) for n in (1, 2, 15, 30, 60)]
+    assert rates == pytest.approx([1, 1, 1, 0.5, 1 / 3]), "no first step at rate 0"
 
 
 def test_an_epoch_sees_every_row_once(policy, transcripts):
