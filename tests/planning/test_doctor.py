@@ -148,7 +148,7 @@ def test_too_few_questions_too_little_memory_and_disk(tmp_path, monkeypatch):
     text = wrong(findings(config(), tmp_path / "not" / "yet"))
     assert "of 0.00 GiB on each device" in text and "GiB for 4 more checkpoints" in text
     disk = findings(config(train={"keep_every_steps": 10}), tmp_path)["disk"][0].text
-    assert "for 10 checkpoints" in disk
+    assert "for 10 more checkpoints" in disk
 
 
 def test_a_prompt_that_cannot_be_used(tmp_path):
