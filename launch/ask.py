@@ -101,6 +101,8 @@ def picture(output: Text) -> str:
 
 def start(config: Config) -> tuple[dict[str, Answerer], tuple[str, ...]]:
     """The compiled answerers, by method, and example questions."""
+    if COMPARE.value == config.method:
+        raise UserError(f"--compare={COMPARE.value}: the policy's own method, accepted: another")
     with progress.step("starting"):  # slow imports, after bad input was refused
         from psearch_jax.assembly import build
         from psearch_jax.rollout.collect import for_one
@@ -109,8 +111,6 @@ def start(config: Config) -> tuple[dict[str, Answerer], tuple[str, ...]]:
     began = time.monotonic()
     parts = build.from_path(config, policy_flags.model())
     collectors = {config.method: parts.collector}
-    if COMPARE.value == config.method:
-        raise UserError(f"--compare={COMPARE.value}: the policy's own method, accepted: another")
     if COMPARE.value:
         collectors[COMPARE.value] = build.by_method(parts, config, COMPARE.value)
     examples = policy_flags.examples(parts.world)

@@ -56,8 +56,8 @@ def tpu_target(topology: str) -> Target:
     try:
         # On v4 the two cores of a chip are one device, as here by this option only.
         both_cores = {"chip_config_name": "megacore"} if topology.startswith("v4") else {}
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **both_cores)
-        devices = list(found.devices)
+        slice_ = topologies.get_topology_desc(platform="tpu", topology_name=topology, **both_cores)
+        devices = list(slice_.devices)
     except Exception as error:  # whatever the plugin raises
         raise UserError(
             f"--topology={topology}: {first_line(error)[:200]}; accepted: names such as v5e:4x4, v5p:2x2x1, v6e:4x4, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from psearch_jax.sft.loop import FitOptions, RowBatches, SupervisedTrainer, fit
 from psearch_jax.train.checkpointing import settings
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints
 from psearch_jax.train.checkpointing.preemption import StopRequest
+from psearch_jax.train.monitoring.alarms import read_rows
 from psearch_jax.train.monitoring.records import write_config, write_json
 from psearch_jax.train.state import TrainState
 
@@ -123,9 +123,8 @@ def _validation(workdir: Path) -> dict[int, float]:
     """The losses on held-out transcripts that the run has measured, by step."""
 
     def read() -> dict[int, float]:
-        file, name = workdir / "metrics.jsonl", "validation/loss"
-        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-        return {row["step"]: row[name] for row in rows if row.get(name) is not None}
+        name = "validation/loss"
+        return {row["step"]: row[name] for row in read_rows(workdir / "metrics.jsonl") if row.get(name) is not None}
 
     return processes.broadcast(read)
 

@@ -142,7 +142,7 @@ class HttpRetriever:
         `OSError` and `ValueError` are retried. Raises `RetrievalError` after `retry_deadline_s` of failures.
         """
         failures = waits = 0
-        deadline, began = 0.0, time.monotonic()
+        deadline = 0.0
         while True:
             if failures and self._all_rest():  # wait a random time, so that many clients do not return at once
                 waits += 1
@@ -167,7 +167,8 @@ class HttpRetriever:
                 log.warning("%s; retrying for up to %.0f s", cause, self._retry_deadline_s)
             failures += 1
             if given_up.is_set() or time.monotonic() >= deadline:
-                raise RetrievalError(f"{self._urls()}: no answer in {time.monotonic() - began:.0f} s; last: {cause}")
+                seconds = self._retry_deadline_s
+                raise RetrievalError(f"{self._urls()}: no answer in {seconds:.0f} s of retries; last: {cause}")
 
     def _all_rest(self) -> bool:
         with self._lock:

@@ -348,9 +348,9 @@ def test_settings_of_a_policy_name_what_changes_its_rollouts(tiny_tokenizer):
     other = copy.copy(tiny_tokenizer)
     other.identity = (*tiny_tokenizer.identity[:1], "[0]", tiny_tokenizer.identity[2])
     changes = [{}, {"retrieval": {"max_sub_queries": 1}}, {"model": {"lora_alpha": 8.0}}, {"model": {"lora_rank": 2}}]
-    found = [policy_settings(from_mapping(one), tiny_tokenizer, params, {}) for one in changes]
-    found.append(policy_settings(from_mapping({}), other, params, {}))
-    assert found[0] == found[3] and len({json.dumps(one, sort_keys=True) for one in found}) == 4
+    settings = [policy_settings(from_mapping(one), tiny_tokenizer, params, {}) for one in changes]
+    settings.append(policy_settings(from_mapping({}), other, params, {}))
+    assert settings[0] == settings[3] and len({json.dumps(one, sort_keys=True) for one in settings}) == 4
 
 
 def test_digest_of_weights(tiny_tokenizer):

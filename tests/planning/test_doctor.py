@@ -215,7 +215,7 @@ def test_a_model_of_unknown_size_is_no_fault(tmp_path):
 
 
 def test_checkpoints_that_are_there_need_no_more_room(tmp_path, monkeypatch):
-    """A run that may go on is told to buy a larger disk for the checkpoints that it has already written."""
+    """The doctor demands a larger disk for checkpoints that the resumed run has already written."""
     plan = SimpleNamespace(checkpoint_bytes=10 * GIB)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=15 * GIB))
     with pytest.raises(UserError, match="for 4 more checkpoints"):

@@ -162,8 +162,7 @@ def test_what_is_planned_is_what_a_run_compiles(tiny_policy):
     config = small_config(tiny_policy, **{"rollout.num_buckets": 2, "learning.algorithm": "ppo"})
     parts = build.training_run(config)
     parts.begin()
-    sampling = parts.learner.sampling_copy(parts.state.params)
-    parts.collector.warm_up(parts.collector.sampler.weights(sampling))
+    parts.collector.warm_up(parts.sampling_weights())
     parts.learner.warm_up(parts.state.params)
     r, sampler = config.rollout, parts.collector.sampler
     collector = parts.collector

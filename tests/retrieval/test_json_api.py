@@ -243,13 +243,13 @@ def test_it_is_served_as_every_other_retriever(served, service, tmp_path, monkey
     assert done.returncode == 2 and "--index, --live: found neither" in done.stderr
 
 
-def test_a_path_that_finds_nothing_is_told(served, service, tmp_path, monkeypatch, caplog):
+def test_a_path_without_results_is_logged(served, service, tmp_path, monkeypatch, caplog):
     """With a mistyped path every search would find nothing, and a run would learn that searching is useless."""
     live = opened(tmp_path, monkeypatch, **settings(served[1]) | {"results": "web.result"})
     with caplog.at_level(logging.WARNING):
         assert live.search(["a", "b"], 2) == [[], []]
-    (told,) = [r.getMessage() for r in caplog.records if "results=web.result" in r.getMessage()]
-    assert told.endswith("found: web")
+    (warning,) = [r.getMessage() for r in caplog.records if "results=web.result" in r.getMessage()]
+    assert warning.endswith("found: web")
     live = opened(tmp_path, monkeypatch, **settings(served[1]) | {"text": "abuot.short", "title": ""})
     with pytest.raises(RetrievalError, match=r"no result has a text at text=abuot\.short.*the first: other"):
         live.search(["c"], 2)

@@ -64,8 +64,7 @@ def test_no_step_after_the_first_compiles(tiny_policy):
     """A shape that changes from step to step would stop a run for minutes each time it first occurs."""
     parts = build.training_run(small_config(tiny_policy, **{"rollout.num_buckets": 2}))
     parts.begin()
-    sampling = parts.learner.sampling_copy(parts.state.params)
-    parts.collector.warm_up(parts.collector.sampler.weights(sampling))
+    parts.collector.warm_up(parts.sampling_weights())
     parts.learner.warm_up(parts.state.params, parts.reference)
     train_step(parts, next(parts.loader), 0)
     once = {**parts.collector.sampler.compilations(), **parts.learner.compilations()}
