@@ -37,6 +37,7 @@ IDS = flags.DEFINE_integer(
     "mean_ids", 0, "Mean tokens per trajectory, for the lower bound of a step's time; 0: half of the context."
 )
 SAMPLED = flags.DEFINE_integer("sampled_ids", 0, "How many of them are sampled; 0: a quarter.")
+PROMPT = flags.DEFINE_integer("prompt_ids", 0, "How many are the prompt, which a group shares; 0: a tenth.")
 flags.mark_flags_as_required(["config", "topology"])
 
 
@@ -72,8 +73,10 @@ def main(_: list[str]) -> None:
 
     ids = IDS.value or config.rollout.context_tokens // 2
     sampled = SAMPLED.value or ids // 4
-    if not 0 < sampled <= ids:
-        raise UserError(f"--mean_ids, --sampled_ids: found {ids} and {sampled}, accepted: 0 < sampled_ids <= mean_ids")
+    prompt = PROMPT.value or max(0, min(ids // 10, ids - sampled))
+    if not (0 < sampled <= ids and 0 <= prompt <= ids - sampled):
+        found, accepted = f"found {ids}, {sampled}, {prompt}", "0 < sampled_ids, sampled_ids + prompt_ids <= mean_ids"
+        raise UserError(f"--mean_ids, --sampled_ids, --prompt_ids: {found}, accepted: {accepted}")
     record: dict[str, Any] = {}
     if SEARCH.value:
         settings = search(config, target, ids, sampled, log)
@@ -113,11 +116,11 @@ def main(_: list[str]) -> None:
         if replicated or ARRAYS.value:
             where = "replicated" if replicated else "split"
             print(f"{where}: {name} {list(shape)} {sharding}, {size / 2**20:.1f} MiB on every chip")
-    floor = floor_seconds(plan, config, ids, sampled)
+    floor = floor_seconds(plan, config, ids, sampled, prompt)
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in floor.items())
     print(
         f"a step takes at least {step_seconds(plan, config, floor):.0f} s ({parts}) with {ids} tokens per trajectory, "
-        f"{sampled} of them sampled"
+        f"{sampled} of them sampled, {prompt} of the prompt"
     )
     record |= plan.to_json() | {"floor_s": floor} | _compared_with_floors(plan, config)
     if JSON.value:

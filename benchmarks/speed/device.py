@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -252,17 +253,17 @@ class Timed(ScriptedSampler):
         return self._clock("generate", lambda: super(Timed, self).generate(*arguments, **keywords))
 
 
-def work_of(size: str, scale: float) -> Work:
+def work_of(size: str, scale: float, slots: int = 0) -> Work:
     """Rollouts of 2,048 tokens at scale 1: a prompt of 512, three turns of 128 and two observations of 576."""
-    slots = 32 if size in ADAPTED else 64
+    slots = slots or (32 if size in ADAPTED else 64)
     turn, observation, prompt = (max(4, round(n * scale)) for n in (128, 576, 512))
     script = Script((turn,) * 3, (observation,) * 2)
-    return Work("device", prompt, 8, slots, (script,) * slots)
+    return Work("device", prompt, math.gcd(8, slots), slots, (script,) * slots)
 
 
 def rollout(size: str, flags: argparse.Namespace) -> dict[str, Any]:
     """Seconds of the sampler's programs for one batch of rollouts."""
-    model, work = SHAPES[size], work_of(size, flags.scale)
+    model, work = SHAPES[size], work_of(size, flags.scale, flags.slots)
     params = _weights(model, flags.dtype)
     ours = Ours(work, model, params, {}, 0.0, flags.dtype, Timed)
     ours.run()  # compiles
@@ -371,11 +372,14 @@ def _flags(argv: Sequence[str]) -> argparse.Namespace:
     flags.add_argument("--minutes", type=float, default=10.0, help="limit of each part")
     flags.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the products")
     flags.add_argument("--scale", type=float, default=1.0, help="factor of all lengths; below 1 for a quick test")
+    flags.add_argument("--slots", type=int, default=0, help="rows decoded together; default: 64, 32 for 7b")
     flags.add_argument("--run", help=argparse.SUPPRESS)  # the part that this process runs
     parsed = flags.parse_args(argv)
     every = ["versions", "peaks", "kernels"]
     every += [f"{kind}-{size}" for size in parsed.sizes for kind in ("rollout", "update")] + ["demo", "colab"]
     parsed.parts = parsed.parts or every
+    if parsed.slots < 0:
+        flags.error(f"--slots={parsed.slots}: accepted: at least 1, or 0 for the default")
     for name in parsed.parts:
         if name not in every:
             flags.error(f"--parts {name}: accepted: {', '.join(every)}")

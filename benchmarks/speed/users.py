@@ -1,8 +1,12 @@
 """`launch/bench.py users`: many concurrent users of launch/serve_agent.py, whose answers must not affect each other.
 
+    python launch/bench.py users                          the toy policy and questions of its closed world
+    python launch/bench.py users --model=DIR --index=INDEX --questions=FILE --users=16 --slots=8
+
 It starts a server, and first sends every request on its own, greedy and sampled with a seed. Then --users users send
 requests for --seconds seconds, each one after another; half of the users stream. Text, searches and answers must equal
-those of the requests on their own.
+those of the requests on their own. The server gets all flags that this program does not define, such as --index and
+--config.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -27,6 +32,7 @@ import urllib3
 from benchmarks.speed.timing import log, machine, written
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.closed_world.question_forms import questions
+from psearch_jax.data.sources import read_questions
 from psearch_jax.eval.tables import table
 from psearch_jax.types import UserError
 
@@ -36,24 +42,23 @@ Asked = dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="bench users", description=__doc__)
-    parser.add_argument(
-        "--model", default="toy", help="as for launch/serve_agent.py; it answers closed-world questions"
+    parser = argparse.ArgumentParser(
+        prog="bench users", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", default="toy", help="as for launch/serve_agent.py")
+    parser.add_argument("--questions", help="question file; default: the closed world's")
     parser.add_argument("--users", type=int, default=200, help="concurrent users")
     parser.add_argument("--seconds", type=float, default=120, help="how long they send requests")
     parser.add_argument("--slots", type=int, default=32, help="as for launch/serve_agent.py")
-    parser.add_argument("--count", type=int, default=20, help="questions of each kind")
+    parser.add_argument("--count", type=int, default=60, help="questions, each asked greedily and sampled")
     parser.add_argument("--json", help="file for the figures")
-    flags = parser.parse_args(argv)
-    world = ClosedWorld.make(0)
-    texts = [q.text for kind in KINDS for q in questions(world, "eval", kind, flags.count, 3)]
+    flags, passed = parser.parse_known_args(argv)
     asked = [
         {"messages": [{"role": "user", "content": text}], "temperature": temperature, "seed": i}
-        for i, text in enumerate(texts)
+        for i, text in enumerate(_texts(flags.questions, flags.count))
         for temperature in (0.0, 1.0)
     ]
-    with served(flags.model, flags.slots, flags.users) as url:
+    with served(flags.model, flags.slots, flags.users, passed) as url:
         pool = urllib3.PoolManager(maxsize=flags.users + 1, block=False, retries=False)
         log(f"{len(asked)} requests one at a time")
         started = time.perf_counter()
@@ -82,10 +87,20 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"{wrong} answers differ from those of single requests; the first: {figures['first'][:400]}")
 
 
+def _texts(file: str | None, count: int) -> list[str]:
+    """The first questions of the file, or of the closed world, kinds in turn."""
+    if file:
+        return [question.text for question in read_questions(file)[:count]]
+    world, each = ClosedWorld.make(0), math.ceil(count / len(KINDS))
+    kinds = (questions(world, "eval", kind, each, 3) for kind in KINDS)
+    return [question.text for one_each in zip(*kinds, strict=True) for question in one_each][:count]
+
+
 @contextmanager
-def served(model: str, slots: int, users: int) -> Iterator[str]:
-    """Starts a server and yields its address."""
+def served(model: str, slots: int, users: int, passed: Sequence[str]) -> Iterator[str]:
+    """Starts a server with the flags `passed`, and yields its address."""
     command = [sys.executable, ROOT / "launch" / "serve_agent.py", f"--model={model}", f"--slots={slots}", "--port=0"]
+    command += passed
     # 2 * users: a stream holds its place for a moment after its end, when its user already sends the next request.
     server = subprocess.Popen([*command, f"--requests={2 * users}"], stdout=subprocess.PIPE, text=True)
     try:

@@ -13,11 +13,12 @@ from psearch_jax.runtime.accelerators import forward_flops
 from psearch_jax.train.state import updates_per_step
 
 
-def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int) -> dict[str, float]:
+def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int, prompt_ids: int) -> dict[str, float]:
     """Lower bounds in seconds for each part of a training step, from hand-counted FLOPs and bytes.
 
-    A forward pass counts as in `forward_flops`; in learning, the lm head runs on sampled tokens only. An update costs
-    4 forward passes with full rematerialisation, else 3; one less with LoRA, since the base weights need no gradient.
+    A forward pass counts as in `forward_flops`, with the lm head on sampled tokens only. Prompts are prefilled once
+    per group of rollouts. An update costs 4 forward passes with full rematerialisation, else 3; one less with LoRA,
+    since the base weights need no gradient.
     Log-probs take one pass for the reference and one for the old policy, unless the update computes the latter. A
     critic takes one pass and an update, without the lm head. A decode step reads the weights and, on average, half of
     the final cache. With `mesh.rollout_devices`, prefill and decode take place on the chips that sample.
@@ -25,10 +26,11 @@ def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int) -
     Args:
       mean_ids: mean tokens per trajectory, prompt and passages included.
       sampled_ids: the sampled ones among them.
+      prompt_ids: those of the prompt.
     """
     m, trajectories = plan.model, config.train.prompts * config.rollout.samples
-    everywhere = forward_flops(m, [mean_ids], mean_ids)
-    prefilled = trajectories * everywhere * (1 - sampled_ids / mean_ids)
+    prefilled_ids = mean_ids - sampled_ids - prompt_ids * (1 - 1 / config.rollout.samples)
+    prefilled = trajectories * forward_flops(m, [mean_ids], 0) * prefilled_ids / mean_ids
     forward = trajectories * forward_flops(m, [mean_ids], sampled_ids)
     sampling, training = (math.prod(mesh.values()) * plan.chip.flops for mesh in (plan.rollout_mesh, plan.mesh))
     calls = trajectories * sampled_ids / config.rollout.slots

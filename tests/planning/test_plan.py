@@ -122,7 +122,7 @@ def test_chips_that_only_sample():
     one = make_plan(
         replace(config, mesh=MeshSection(1, -1, 2)), tpu_target("v5e:2x4"), names=("start",), largest_only=True
     )
-    floor, floor_of_one = (floor_seconds(each, config, 512, 128) for each in (plan, one))
+    floor, floor_of_one = (floor_seconds(each, config, 512, 128, 64) for each in (plan, one))
     assert floor["update"] == pytest.approx(2 * floor_of_one["update"])
     assert floor["prefill"] == pytest.approx(2 * floor_of_one["prefill"])
     sampling, total = floor["prefill"] + floor["decode"], sum(floor.values())
@@ -292,18 +292,19 @@ def test_shapes_are_known_without_weights():
 
 
 def test_the_floor_by_hand(qwen7b):
-    """FLOPs are counted too often: the full model for each chip, or the embedding as a product."""
+    """FLOPs are counted too often: the full model for each chip, the embedding as a product, the vocabulary at
+    positions that are only read, or a prompt for each rollout of its group."""
     config = config_file("qwen7b")
-    seconds = floor_seconds(qwen7b, config, 2000, 500)
+    seconds = floor_seconds(qwen7b, config, 2000, 500, 250)
     layers, head = 28 * (3584 * (28 + 8) * 128 + 28 * 128 * 3584 + 3 * 3584 * 18_944), 152_064 * 3584
     scores = 2 * 28 * 28 * 128 * 2000**2
     forward = 2560 * (2 * layers * 2000 + 2 * head * 500 + scores) / (16 * 197e12)
-    everywhere = 2560 * (2 * (layers + head) * 2000 + scores) / (16 * 197e12)
+    read = (2560 * (2000 - 500 - 250) + 512 * 250) / (2560 * 2000)  # share of the tokens
     assert seconds["update"] == pytest.approx(4 * forward) and seconds["logprobs"] == pytest.approx(2 * forward)
-    assert seconds["prefill"] == pytest.approx(0.75 * everywhere)
+    assert seconds["prefill"] == pytest.approx(read * 2560 * (2 * layers * 2000 + scores) / (16 * 197e12))
     weights = qwen7b.resident["sampling_copy"] - 152_064 * 3584 * 2 / 4  # without the input embedding table
-    read = weights + 2 * 28 * 1 * 128 * 2 * 32 * 1000
-    assert seconds["decode"] == pytest.approx(2560 * 500 / 128 * read / 819e9)
+    step_bytes = weights + 2 * 28 * 1 * 128 * 2 * 32 * 1000
+    assert seconds["decode"] == pytest.approx(2560 * 500 / 128 * step_bytes / 819e9)
 
 
 def test_a_decode_step_beside_the_least(qwen7b, target):

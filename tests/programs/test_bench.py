@@ -184,7 +184,7 @@ def test_a_stale_cache_matters_only_between_different_policies():
         stale_cache.measured(ROOT / "nowhere", [1], 4)
 
 
-TINY = ("device", "--sizes", "tiny", "--scale=0.05", "--dtype=float32")
+TINY = ("device", "--sizes", "tiny", "--scale=0.05", "--slots=4", "--dtype=float32")
 
 
 @pytest.mark.slow
@@ -198,6 +198,7 @@ def test_the_first_hour_with_a_device(tmp_path):
     lines = {line["what"]: line for result in results.values() for line in result.get("lines", ())}
     assert {"prefill", "decode steps", "extend", "update", "1 steps"} < set(lines)
     assert all(line["seconds"] > 0 for line in lines.values() if line["seconds"] is not None)
+    assert lines["all rollouts"]["amount"] == 4  # --slots
     assert lines["decode steps"]["lower_bound_s"] > 0 and "| rollout-tiny | prefill |" in done.stdout
     again = bench(*TINY, f"--out={out}", "--parts", *parts)
     assert again.stderr.count("done before") == len(parts) and again.stdout == done.stdout
@@ -489,7 +490,7 @@ def test_latency(tmp_path):
 @pytest.mark.slow
 def test_users(tmp_path, monkeypatch):
     """Answers that differ from those of single requests would count as equal, or a user would never send a request."""
-    done = bench("users", "--users=6", "--slots=3", "--seconds=2", "--count=1", f"--json={tmp_path / 'out.json'}")
+    done = bench("users", "--users=6", "--slots=3", "--seconds=2", "--count=3", f"--json={tmp_path / 'out.json'}")
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["outcomes"] == {"identical": sum(report["by_user"]), "different": 0, "failed": 0}
     assert min(report["by_user"]) > 0 and len(report["seconds"]) == sum(report["by_user"])
