@@ -120,7 +120,8 @@ def test_training_and_sampling_are_divided_separately(monkeypatch):
 
 
 def test_what_the_search_refuses(tmp_path):
-    """A search that ignores a division of the devices, or a file that is overwritten after minutes of compiling."""
+    """A search that ignores a division of the devices, a file that is overwritten after minutes of compiling, or
+    lengths that no rollout has."""
     target = Target("here", jax.devices()[:1], Chip(64_000_000, 1e12, 1e12), "cpu")
     with pytest.raises(UserError, match="--search: found config.mesh.rollout_devices=1, accepted: 0"):
         search(config_file("smoke", mesh={"rollout_devices": 1}), target, 400, 100, print)
@@ -129,6 +130,7 @@ def test_what_the_search_refuses(tmp_path):
     for flags, line in (
         ((f"--write={tmp_path / 'new.py'}",), "accepted: with --search"),
         ((f"--write={old}", "--search"), "accepted: a new file"),
+        (("--mean_ids=100", "--sampled_ids=80", "--prompt_ids=30"), "found 100, 80, 30, accepted: 0 < sampled_ids"),
     ):
         command = [sys.executable, "launch/plan.py", "--config=configs/smoke.py", "--topology=t4", *flags]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
