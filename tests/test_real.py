@@ -23,6 +23,7 @@ import pytest
 MODEL = os.environ.get("PSEARCH_QWEN", "")
 pytestmark = [
     pytest.mark.real,
+    pytest.mark.timeout(7200),  # sampling 300 trajectories takes half an hour where two cores do other work, too
     pytest.mark.skipif(not MODEL, reason="PSEARCH_QWEN names no directory with real weights (make test-real)"),
 ]
 MARGIN = 1e-3  # float32 logits closer to each other than this are a tie
