@@ -74,8 +74,8 @@ def main(argv: Sequence[str]) -> None:
         ["identical to the single request", str(figures["outcomes"]["identical"])],
         ["different", str(figures["outcomes"]["different"])],
         ["refused or failed", str(figures["outcomes"]["failed"])],
-        ["answers per second", f"{len(figures['seconds']) / lasted:.1f}"],
-        ["answers per second, one at a time", f"{1 / single_s:.1f}"],
+        ["answers per second", f"{len(figures['seconds']) / lasted:.3g}"],
+        ["answers per second, one at a time", f"{1 / single_s:.3g}"],
         *([f"seconds, {p}% at most", f"{np.percentile(seconds, p):.2f}"] for p in (50, 95, 99, 100)),
         ["answers per user, minimum and maximum", f"{min(figures['by_user'])} and {max(figures['by_user'])}"],
     ]
