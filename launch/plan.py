@@ -74,7 +74,7 @@ def main(_: list[str]) -> None:
     ids = IDS.value or config.rollout.context_tokens // 2
     sampled = SAMPLED.value or ids // 4
     prompt = PROMPT.value or max(0, min(ids // 10, ids - sampled))
-    if not (0 < sampled <= ids and 0 <= prompt <= ids - sampled):
+    if not (0 < sampled and 0 <= prompt <= ids - sampled):
         found, accepted = f"found {ids}, {sampled}, {prompt}", "0 < sampled_ids, sampled_ids + prompt_ids <= mean_ids"
         raise UserError(f"--mean_ids, --sampled_ids, --prompt_ids: {found}, accepted: {accepted}")
     record: dict[str, Any] = {}

@@ -18,10 +18,10 @@ def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int, p
 
     A forward pass counts as in `forward_flops`, with the lm head on sampled tokens only. Prompts are prefilled once
     per group of rollouts. An update costs 4 forward passes with full rematerialisation, else 3; one less with LoRA,
-    since the base weights need no gradient.
-    Log-probs take one pass for the reference and one for the old policy, unless the update computes the latter. A
-    critic takes one pass and an update, without the lm head. A decode step reads the weights and, on average, half of
-    the final cache. With `mesh.rollout_devices`, prefill and decode take place on the chips that sample.
+    since the base weights need no gradient. Log-probs take one pass for the reference and one for the old policy,
+    unless the update computes the latter. A critic takes one pass and an update, without the lm head. A decode step
+    reads the weights and, on average, half of the final cache. With `mesh.rollout_devices`, prefill and decode take
+    place on the chips that sample.
 
     Args:
       mean_ids: mean tokens per trajectory, prompt and passages included.
