@@ -5,7 +5,7 @@
 Learning rates and updates suit the toy policy. The decomposition bonus is 0.5: for a split, a parallel question gains
 several times what a sequential one loses, and with the published 0.15 the policy split both kinds. Advantages are
 whitened separately for each kind of question, which avoids an early phase in which sequential questions are split too
-(docs/experiments.md).
+(docs/earlier_experiments.md).
 """
 
 from ml_collections import ConfigDict

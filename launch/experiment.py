@@ -1,6 +1,6 @@
 """Runs an experiment of experiments/ and prints its results.
 
-    python launch/experiment.py ablation --policies=toy,runs/toy_sft-1/policy --seeds=0,1
+    python launch/experiment.py baselines --policies=toy,runs/toy_sft-1/policy --seeds=0,1 --out=runs/results
 
 Each run is recorded in docs/experiments/NAME.json when its evaluation is done, and recorded runs are not repeated. So
 the same command resumes, on any machine. `--only_tables` prints the recorded results. The controls in the tables
