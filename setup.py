@@ -118,6 +118,7 @@ setup(
         "orjson>=3.10",
         "starlette>=0.40",
         "uvicorn>=0.30",
+        "h11>=0.14",
         "prometheus-client>=0.20",
         "scikit-learn>=1.5",
         "grain>=0.2.12",

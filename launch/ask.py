@@ -77,6 +77,8 @@ def main(argv: list[str]) -> None:
                     raise
                 shown.line("stopped")
     except KeyboardInterrupt:
+        if not typing:
+            raise
         shown.line("stopped")
     finally:
         for answerer in answerers.values():

@@ -62,9 +62,9 @@ def with_passages(config: Config, closed_world: list[bool]) -> Config:
     """The config with the passages that the benchmarks need: the closed world's, or an index, corpus or URL."""
     retrieval, source, rollout = config.retrieval, "", with_method(config).rollout
     if all(closed_world):
-        if policy_flags.passages():
+        if named := "".join(policy_flags.passages().values()):
             raise UserError(
-                "--index, --corpus, --retriever_url: found with the closed world, which brings its own passages"
+                f"--index, --corpus, --retriever_url: found {named} with the closed world, which has its own passages"
             )
         retrieval, source = dataclasses.replace(retrieval, index="", corpus="", url=""), "closed_world"
     elif any(closed_world):

@@ -35,6 +35,7 @@ def main(_: list[str]) -> None:
     token = cli.server_token()
     if bool(_INDEX.value) == bool(_LIVE.value):
         raise UserError(f"--index, --live: found {'both' if _LIVE.value else 'neither'}, accepted: one of them")
+    from retrieval.remote import http
     from retrieval.remote.server import make_app, serve
 
     if flags.FLAGS["candidates"].present and not _RERANKER.value:
@@ -45,7 +46,7 @@ def main(_: list[str]) -> None:
         from retrieval.ranking.rerank import CrossEncoder, Reranked
 
         retriever = Reranked(retriever, CrossEncoder(Path(_RERANKER.value)), _CANDIDATES.value)
-    app = make_app(retriever, token=token, default_topk=_TOPK.value)
+    app = make_app(retriever, token=token, default_topk=_TOPK.value, hosts=http.names_of(flags.FLAGS.host))
     about = retriever.describe()
     what = f"{about['rows']} passages" if about["rows"] else about["corpus"]
     ready = f"serving {what} on {{url}}"

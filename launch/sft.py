@@ -12,12 +12,13 @@ configs/toy_sft.py trains the toy policy on exercises and scripted trajectories 
 The same command resumes.
 """
 
-import sys
+from dataclasses import replace
 
 from absl import flags
 from ml_collections import config_flags
 
 from psearch_jax.runtime import cli
+from psearch_jax.train.checkpointing.preemption import Interrupted, StopRequest
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "A run such as configs/qwen0p5b_cpu.py, or toy_sft.py.")
 WORKDIR = flags.DEFINE_string("workdir", None, "The run directory: created if absent, otherwise resumed.")
@@ -25,12 +26,12 @@ TRANSCRIPTS = flags.DEFINE_string("transcripts", "", "jsonl files of rollouts or
 EXPORT = flags.DEFINE_bool("export", True, "Write DIR/policy at the end.")
 CHANGES = flags.DEFINE_bool("allow_changes", False, "Resume even if settings that affect the numbers changed.")
 cli.process_flags()
+cli.stop_flag()
 flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main(_: list[str]) -> None:
     from psearch_jax.runtime.paths import on_disk
-    from psearch_jax.train.checkpointing.preemption import Interrupted
     from psearch_jax.types import UserError
 
     values = CONFIG.value.to_dict()
@@ -42,14 +43,14 @@ def main(_: list[str]) -> None:
     if policy.exists():
         raise UserError(f"{policy}: exists already, accepted: a --workdir without a policy")
     cli.configure_jax()
+    stop = StopRequest()
     try:
-        (_train_toy if is_toy else _train)(values)
-    except Interrupted as stop:
-        print(f"interrupted: {stop}; the same command resumes")
-        sys.exit(0)
+        (_train_toy if is_toy else _train)(values, stop)
+    except Interrupted as interrupted:
+        cli.end_stopped(str(interrupted), stop.by_user)
 
 
-def _train(values: dict) -> None:
+def _train(values: dict, stop: StopRequest) -> None:
     import gc
     from pathlib import Path
 
@@ -64,7 +65,7 @@ def _train(values: dict) -> None:
     from psearch_jax.train.checkpointing.run_config import export_files, exported_shape
 
     config = from_mapping(values)
-    run = build_sft.supervised_run(config, TRANSCRIPTS.value)
+    run = replace(build_sft.supervised_run(config, TRANSCRIPTS.value), stop=stop)
     summary = trainer.train(run, WORKDIR.value, CHANGES.value)
     if not processes.first():
         return
@@ -91,7 +92,7 @@ def _lora(loop: dict) -> object:
     return Lora(record["rank"], record["alpha"]) if record else None
 
 
-def _train_toy(values: dict) -> None:
+def _train_toy(values: dict, stop: StopRequest) -> None:
     import dataclasses
     import json
 
@@ -103,7 +104,6 @@ def _train_toy(values: dict) -> None:
     from psearch_jax.sft import cold_start
     from psearch_jax.text.tokenizer import Tokenizer
     from psearch_jax.train.checkpointing.checkpoint import find_checkpoint
-    from psearch_jax.train.checkpointing.preemption import StopRequest
     from psearch_jax.types import UserError
     from retrieval.service import RetrievalService
 
@@ -133,7 +133,6 @@ def _train_toy(values: dict) -> None:
     rows = cold_start.make_rows(config, tokenizer, RetrievalService.from_corpus)
     for skill, members in rows.items():
         print(f"{skill}: {len(members)} rows, {sum(len(ids) for ids, _ in members) / 1e6:.2f}M tokens", flush=True)
-    stop = StopRequest()
     with stop.heard():
         shape, params = cold_start.train(
             config, tokenizer, rows, log, workdir / "checkpoints", str(workdir / "tokenizer"), stop

@@ -9,7 +9,6 @@ searching, with the config of that run unless --config names a file:
     python launch/train.py --replay=runs/smoke --workdir=runs/again --config.learning.advantage=leave_one_out
 """
 
-import sys
 from dataclasses import replace
 
 from absl import flags
@@ -24,15 +23,9 @@ from psearch_jax.types import UserError
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/smoke.py.", lock_config=False)
 WORKDIR = flags.DEFINE_string("workdir", None, "The run directory: created if absent, otherwise resumed.")
 CHANGES = flags.DEFINE_bool("allow_changes", False, "Resume even if settings that affect the numbers changed.")
-STOPPED = flags.DEFINE_integer(
-    "stopped_code",
-    0,
-    "Exit code after SIGTERM stopped the run; a Kubernetes Job takes 0 for complete.",
-    0,
-    255,
-)
 REPLAY = flags.DEFINE_string("replay", None, "A run whose recorded rollouts are learned from; none are sampled.")
 cli.process_flags()
+cli.stop_flag()
 flags.mark_flag_as_required("workdir")
 
 
@@ -68,8 +61,7 @@ def main(_: list[str]) -> None:
     try:
         summary = trainer.train(run, WORKDIR.value, CHANGES.value)
     except trainer.Interrupted as stop:
-        print(f"interrupted: {stop}; the same command resumes")
-        sys.exit(cli.INTERRUPTED if run.stop.by_user else STOPPED.value)
+        cli.end_stopped(str(stop), run.stop.by_user)
     if not processes.first():
         return
     if summary["after"]:

@@ -246,8 +246,12 @@ def _refuse_duplicate_ids(path: Path, offsets: np.ndarray, id_hashes: np.ndarray
 
 
 def _line_number(path: Path, offset: int) -> int:
+    lines, left = 1, offset
     with open(path, "rb") as file:
-        return file.read(offset).count(b"\n") + 1
+        while left:
+            block = file.read(min(left, 2**20))
+            lines, left = lines + block.count(b"\n"), left - len(block)
+    return lines
 
 
 def _beside(path: Path) -> Path:

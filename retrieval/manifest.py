@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ NAME = "manifest.json"
 # That always detects a file of another index, and damage to a contiguous thirtieth of a file.
 SAMPLE_ABOVE_BYTES = 64 * 2**20
 SAMPLE_BLOCKS, BLOCK_BYTES = 64, 2**16
-COPY_BELOW_BYTES = 256 * 2**20
 FIELDS = {"kind": str, "rows": int, "encoder": dict, "corpus_sha256": str, "files": dict}
 
 
@@ -109,21 +107,6 @@ def sample_sha256(path: Path) -> str:
         for place in sorted(places):
             digest.update(os.pread(file.fileno(), BLOCK_BYTES, place))
     return digest.hexdigest()
-
-
-def copy_or_link(source: Path, target: Path) -> None:
-    """Copy `source` into an index as `target`; hard-link a large file if the file system allows it.
-
-    Symbolic links (as in a hub snapshot) are resolved, since a relative one would not work in the index.
-    """
-    target.unlink(missing_ok=True)
-    if source.stat().st_size >= COPY_BELOW_BYTES:
-        try:
-            os.link(source.resolve(), target)
-            return
-        except OSError:
-            pass  # on another file system: copy instead
-    shutil.copyfile(source, target)
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

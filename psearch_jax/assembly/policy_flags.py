@@ -57,7 +57,8 @@ def model() -> str:
 def config(model: str, default: Config = Config()) -> Config:  # noqa: B008 (frozen)
     """The config from --config, or else the config of the policy's run, or else `default`.
 
-    The flags that name adapters and passages override it, and `--config.SECTION.FIELD` overrides both.
+    The flags that name adapters and passages override it, and `--config.SECTION.FIELD` overrides both. Passages that
+    either of them names replace those of the config.
 
     Raises:
       UserError: there is no such policy, adapters are named for a run's checkpoints, more than one flag names
@@ -80,9 +81,8 @@ def config(model: str, default: Config = Config()) -> Config:  # noqa: B008 (fro
         config = config_of(model) or default
     if values.adapters:
         config = replace(config, model=replace(config.model, adapters=values.adapters, lora_rank=0))
-    if passages():
+    if chosen := passages():
         # Never send the token of the run's own server to another server.
-        chosen = {"index": values.index or "", "corpus": values.corpus or "", "url": values.retriever_url or ""}
         config = replace(config, retrieval=replace(config.retrieval, **chosen, token_file=""))
     return overridden(config)
 
@@ -112,12 +112,20 @@ def _set_fields() -> dict[str, Any]:
     return {} if flags.FLAGS.config is None else config_flags.get_override_values(flags.FLAGS["config"])
 
 
-def passages() -> bool:
-    """Whether a flag names passages. Raises `UserError` if several flags do."""
-    named = [name for name in ("index", "corpus", "retriever_url") if flags.FLAGS[name].value]
+def passages() -> dict[str, str]:
+    """The passages that the command line names, as fields of `config.retrieval`; empty if it names none.
+
+    Raises `UserError` if several flags name passages.
+    """
+    given = _set_fields()
+    named = {}
+    for field, flag in {"index": "index", "corpus": "corpus", "url": "retriever_url"}.items():
+        named[f"--{flag}"] = field, flags.FLAGS[flag].value
+        named[f"--config.retrieval.{field}"] = field, given.get(f"retrieval.{field}")
+    named = {flag: place for flag, place in named.items() if place[1]}
     if len(named) > 1:
-        raise UserError("--index, --corpus, --retriever_url: found several, accepted: one of them")
-    return bool(named)
+        raise UserError(f"{', '.join(named)}: found several, accepted: one of them")
+    return {"index": "", "corpus": "", "url": "", **dict(named.values())} if named else {}
 
 
 def to_serve(root: Path, slots: int, samples: int = 1) -> Config:

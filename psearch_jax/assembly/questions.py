@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
-from psearch_jax.closed_world.question_forms import questions
+from psearch_jax.closed_world.question_forms import kind_counts, questions
 from psearch_jax.config import Config, best_metric
 from psearch_jax.data.held_out import hold_out, pick
 from psearch_jax.data.prepared import kinds_of, open_questions, overlap
@@ -59,9 +59,5 @@ def questions_of(config: Config, world: ClosedWorld | None) -> tuple[Sequence[Qu
 def training_questions(config: Config, world: ClosedWorld) -> list[Question]:
     """The closed world's training questions, in the proportions that section `data` sets."""
     data = config.data
-    counts = {
-        "parallel": round(data.world_questions * data.parallel_share),
-        "sequential": round(data.world_questions * data.sequential_share),
-    }
-    counts["single"] = data.world_questions - sum(counts.values())
+    counts = kind_counts(data.world_questions, {"parallel": data.parallel_share, "sequential": data.sequential_share})
     return [q for kind, count in counts.items() for q in questions(world, "train", kind, count, data.world_seed)]

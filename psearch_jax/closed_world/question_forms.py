@@ -305,6 +305,19 @@ _DRAWS: dict[str, Callable[[Asker], Draw | None]] = {
 }
 
 
+def kind_counts(total: int, shares: dict[Kind, float]) -> dict[Kind, int]:
+    """How many of `total` questions are of each kind: the shares, rounded, as long as any are left; `single` the rest.
+
+    Raises `UserError` if the shares sum to more than 1.
+    """
+    if sum(shares.values()) > 1 + 1e-9:
+        raise UserError(f"closed world: shares {', '.join(map(str, shares.values()))} sum to more than 1")
+    counts: dict[Kind, int] = {}
+    for kind, share in shares.items():
+        counts[kind] = min(round(total * share), total - sum(counts.values()))
+    return counts | {"single": total - sum(counts.values())}
+
+
 def questions(
     world: ClosedWorld,
     split: Split,

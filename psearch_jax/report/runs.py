@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,7 @@ def read_runs(directories: Sequence[str | Path]) -> list[RunFiles]:
     """
     if not directories:
         raise UserError("no directory found, accepted: one or more of launch/train.py, or of launch/eval.py")
-    short = [Path(d).name for d in directories]
+    short = [os.path.basename(os.path.abspath(d)) for d in directories]
     names = short if len(set(short)) == len(short) else [str(d) for d in directories]
     runs = [_read(locate(d), name) for d, name in zip(directories, names, strict=True)]
     for run in runs:

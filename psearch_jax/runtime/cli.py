@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 from absl import app, flags
@@ -22,6 +23,7 @@ from retrieval.protocol import CorpusError, RetrievalError
 
 BAD_INPUT = 2  # exit code
 INTERRUPTED = 130  # as shells report a process that SIGINT ended
+PIPE_CLOSED = 141  # and one that SIGPIPE ended
 # Errors of a disk or a path, not of this project.
 OF_DISK = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENAMETOOLONG, errno.ELOOP)
 LOST = 3  # exit code after another process of the run was lost
@@ -49,8 +51,11 @@ def run(main: Callable[[list[str]], None], positional: bool = False, defaults: s
             main(argv)
         except (UserError, CorpusError, RetrievalError) as error:
             return _refuse(str(error))
-        except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
-            return _refuse(str(error))  # about a directory that the user named
+        except (FileExistsError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+            return _refuse(str(error))  # about a path that the user named
+        except BrokenPipeError:  # `| head` has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own flush at exit fails, too
+            return PIPE_CLOSED
         except KeyboardInterrupt:
             return _refuse("interrupted by Ctrl-C", INTERRUPTED)
         except Exception as error:
@@ -90,6 +95,23 @@ def process_flags() -> None:
     flags.DEFINE_integer("processes", 0, "With several processes: their number.")
     flags.DEFINE_integer("process", -1, "With several processes: the index of this one, from 0.")
     flags.DEFINE_bool("distributed", False, "Find the other processes by the environment: TPU pod, Slurm, Kubernetes.")
+
+
+def stop_flag() -> None:
+    """Defines the exit code of a program that SIGTERM stops, for `end_stopped`."""
+    flags.DEFINE_integer(
+        "stopped_code",
+        0,
+        "Exit code after SIGTERM stopped the run; a Kubernetes Job takes 0 for complete.",
+        0,
+        255,
+    )
+
+
+def end_stopped(reason: str, by_user: bool) -> NoReturn:
+    """Exits after a run has been saved: with `INTERRUPTED` after Ctrl-C, otherwise with --stopped_code."""
+    print(f"interrupted: {reason}; the same command resumes")
+    sys.exit(INTERRUPTED if by_user else flags.FLAGS.stopped_code)
 
 
 def server_flags(port: int) -> None:

@@ -20,6 +20,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,10 +152,7 @@ def make_app(
     """
     metrics, requests = Metrics(), http.Room("questions", limits.requests)
 
-    def authorise(request: Request) -> None:
-        http.authorise(request, token)
-        if token is None:
-            http.refuse_foreign_pages(request, hosts)
+    authorise = partial(http.authorise, token=token, hosts=hosts)
 
     async def completions(request: Request) -> Response:
         authorise(request)

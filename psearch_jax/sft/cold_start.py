@@ -21,7 +21,7 @@ from flax import nnx
 from psearch_jax.closed_world import exercises
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.closed_world.names import SYLLABLES, nearly, renaming
-from psearch_jax.closed_world.question_forms import known_questions, questions
+from psearch_jax.closed_world.question_forms import kind_counts, known_questions, questions
 from psearch_jax.closed_world.scripted import Mixture, plan, recall, write_all
 from psearch_jax.config import PRESETS, DecoderConfig, LearningSection, MeshSection, Remat
 from psearch_jax.config.setting import SEED, one_of, setting
@@ -35,7 +35,7 @@ from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
 from psearch_jax.train.checkpointing.preemption import StopRequest
 from psearch_jax.train.state import init_state
 from psearch_jax.train.trainable import TrainingOptions
-from psearch_jax.types import KINDS, MicroBatch, Question, UserError
+from psearch_jax.types import KINDS, Kind, MicroBatch, Question, UserError
 from retrieval.protocol import Passage, Retriever
 
 log = logging.getLogger("psearch_jax")
@@ -137,10 +137,12 @@ def make_rows(
     first_turns = [plan(question, rng, config.mixture, config.turns)[:1] for question in others]
     rows["recalling"] += write_all(others, first_turns, None, tokenizer, config.topk)
     rows["reading"], rows["trajectories"] = [], []
-    n = config.trajectories_per_world
-    counts = {"parallel": round(n * config.parallel_share), "sequential": round(n * config.sequential_share)}
-    counts["mixed"] = round(n * config.mixed_share)
-    counts["single"] = n - sum(counts.values())
+    shares: dict[Kind, float] = {
+        "parallel": config.parallel_share,
+        "sequential": config.sequential_share,
+        "mixed": config.mixed_share,
+    }
+    counts = kind_counts(config.trajectories_per_world, shares)
     sizes = dict(enumerate(config.sizes, start=2))
     for seed in range(config.first_world, config.first_world + config.worlds):
         world = ClosedWorld.make(seed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from retrieval.encoders.bert import load_bert, read_config, weight_files
-from retrieval.manifest import copy_or_link
 from retrieval.protocol import CorpusError, Passage, as_utf8, read_object
 
 VERSION = 1  # raise it with any change to the vectors: older indexes are then refused
@@ -158,12 +158,12 @@ class BertEncoder:
         return self._encode_texts(texts, self._settings["passage_prefix"], self._passage_rows)
 
     def save(self, directory: Path) -> None:
-        """Copy (or link) the model's files into an index directory."""
+        """Copy the model's files into an index directory, and what a hub snapshot's symbolic links point to."""
         target = Path(directory) / FOLDER
         target.mkdir(exist_ok=True)
         for path in [self._directory / name for name in FILES] + weight_files(self._directory):
             if path.is_file():
-                copy_or_link(path, target / path.name)
+                shutil.copyfile(path, target / path.name)
 
     @classmethod
     def load(cls, directory: Path, identity: dict[str, Any]) -> BertEncoder:

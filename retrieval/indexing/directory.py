@@ -29,7 +29,7 @@ from retrieval.corpus import ConcatenatedCorpus, MemoryMappedCorpus
 from retrieval.encoders.hashing import HashingEncoder
 from retrieval.indexing.build_journal import BuildJournal, build_journal
 from retrieval.indexing.encoding import RECORD, VECTORS, copy_to, encode_to, refuse_foreign_vectors
-from retrieval.manifest import copy_or_link, load_array, read_manifest, sha256, write_manifest
+from retrieval.manifest import load_array, read_manifest, sha256, write_manifest
 from retrieval.memory import available_memory
 from retrieval.protocol import CorpusError, Encoder, Passage, Ranker, on_disk
 from retrieval.ranking.bm25 import Bm25Ranker
@@ -245,7 +245,7 @@ def _shards(
     shards = options.shards or min(max(fitting, begun), rows)  # keep the shards of an unfinished build if they fit
     tree = options.tree_of(-(-rows // shards), dimensions)
     floats, trees = disk_bytes(rows, dimensions, None), shards * disk_bytes(-(-rows // shards), dimensions, tree)
-    needed = trees if shards == 1 else trees + encodes * floats + corpus.path.stat().st_size
+    needed = trees + (shards > 1) * encodes * floats + corpus.path.stat().st_size
     used = sum({p.stat().st_ino: 512 * p.stat().st_blocks for p in folder.rglob("*") if p.is_file()}.values())
     free = shutil.disk_usage(folder).free
     if tree:
@@ -273,7 +273,7 @@ def _fill(
     assert work.base is not None
     digest, shards = work.base["corpus"], work.base["shards"]
     if encoder is None:
-        copy_or_link(corpus.path, work.index / "corpus.jsonl")
+        shutil.copyfile(corpus.path, work.index / "corpus.jsonl")
         np.save(work.index / "corpus.offsets.npy", np.asarray(corpus.offsets))
         _fill_bm25(work.index, corpus, digest)
         return
@@ -319,6 +319,18 @@ def _fill_bm25(directory: Path, corpus: MemoryMappedCorpus, digest: str) -> None
     write_manifest(directory, fields, _files(directory))
 
 
+def _link(source: Path, target: Path) -> None:
+    """Hard-link a file that the build has made, or copy it where the file system has no hard links.
+
+    Files of the user are copied: rewriting a linked one would change the index, and stop a process that has it mapped.
+    """
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def _fill_dense(
     work: BuildJournal,
     name: str,
@@ -345,7 +357,7 @@ def _fill_dense(
         target.mkdir(exist_ok=True)
         offsets = np.asarray(corpus.offsets[start:stop])
         if len(offsets) == len(corpus):
-            copy_or_link(corpus.path, target / "corpus.jsonl")
+            shutil.copyfile(corpus.path, target / "corpus.jsonl")
         else:
             corpus.write_slice(target / "corpus.jsonl", start, stop)
             offsets = offsets - offsets[0]
@@ -355,7 +367,7 @@ def _fill_dense(
 
     def write_vectors() -> None:
         if ready:
-            copy_or_link(ready, target / "vectors.npy")
+            _link(ready, target / "vectors.npy")
         else:
             copy_to(target / "vectors.npy", vectors[start:stop])
 

@@ -139,7 +139,8 @@ class HttpRetriever:
     def _patiently(self, ask: Callable[[Replica], T], size: int, given_up: threading.Event) -> T:
         """Call `ask` with one replica after another until it succeeds; each call adds a load of `size` queries.
 
-        `OSError` and `ValueError` are retried. Raises `RetrievalError` after `retry_deadline_s` of failures.
+        `OSError` and `ValueError` are retried. Raises `RetrievalError` after `retry_deadline_s` of failures, but not
+        before every replica has been tried.
         """
         failures = waits = 0
         deadline = 0.0
@@ -166,7 +167,7 @@ class HttpRetriever:
                 deadline = time.monotonic() + self._retry_deadline_s
                 log.warning("%s; retrying for up to %.0f s", cause, self._retry_deadline_s)
             failures += 1
-            if given_up.is_set() or time.monotonic() >= deadline:
+            if given_up.is_set() or (time.monotonic() >= deadline and failures >= len(self._replicas)):
                 seconds = self._retry_deadline_s
                 raise RetrievalError(f"{self._urls()}: no answer in {seconds:.0f} s of retries; last: {cause}")
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,11 +24,13 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from retrieval.protocol import CorpusError
 
 log = logging.getLogger("retrieval")
 SILENCE_S = 1.0  # stop reading a refused client's body after this long without data
+HEAD_S = 30.0  # close a connection on which a request's headers take longer than this
 STALLED_S = 60  # close the connection of a client that receives nothing of its answer for this long
 GONE = 499  # the status counted for a client that disconnected
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -107,15 +110,53 @@ class Lingering:
         await self._app(scope, listen, answer)
 
 
+class TimedHeads(H11Protocol):
+    """uvicorn's HTTP protocol, which would wait without limit for the headers of a request."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unwatch()
+
+    def _watch(self) -> None:
+        if self.conn.their_state is not h11.IDLE:  # the headers are complete
+            self._unwatch()
+        elif self._late is None:  # not at every byte: a client that sends one from time to time would stay for ever
+            self._late = self.loop.call_later(HEAD_S, self._close)
+
+    def _close(self) -> None:
+        if self.conn.their_state is h11.IDLE:
+            self.transport.close()
+
+    def _unwatch(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
 def middleware(bounds: Bounds) -> list[Middleware]:
     """The middleware of every application here."""
     return [Middleware(Lingering, bounds.linger_bytes, bounds.linger_s)]
 
 
-def authorise(request: Request, token: str | None) -> None:
-    """Raise `HTTPException` 401 unless the request has the bearer token; None: no token is required."""
+def authorise(request: Request, token: str | None, hosts: Sequence[str]) -> None:
+    """Raise `HTTPException` 401 unless the request has the bearer token.
+
+    Without a token (None), refuse the pages of other sites instead; `hosts` as for `refuse_foreign_pages`.
+    """
+    if token is None:
+        return refuse_foreign_pages(request, hosts)
     header = request.headers.get("authorization", "")
-    if token is not None and not hmac.compare_digest(header.encode(), f"Bearer {token}".encode()):
+    if not hmac.compare_digest(header.encode(), f"Bearer {token}".encode()):
         message = "a bearer token is needed: Authorization: Bearer TOKEN"
         raise HTTPException(401, message, {"WWW-Authenticate": "Bearer"})
 
@@ -135,6 +176,11 @@ def refuse_foreign_pages(request: Request, hosts: Sequence[str]) -> None:
         raise HTTPException(403, f"called by the name {host[:80]}, accepted: {', '.join(hosts)}")
     if origin is not None and _host_of(origin) != host:
         raise HTTPException(403, "asked by a page of another site")
+
+
+def names_of(host: str) -> tuple[str, ...]:
+    """The `hosts` of `refuse_foreign_pages` for a server that listens on the address `host`."""
+    return () if host in ("0.0.0.0", "::") else (*LOOPBACK, f"[{host}]" if ":" in host else host)
 
 
 def _host_of(origin: str) -> str | None:
@@ -187,7 +233,7 @@ def serve_on(
         log.warning("--host=%s without --token_file: whoever reaches this machine may %s", host, may)
     config = uvicorn.Config(
         app,
-        http="h11",  # always installed, unlike httptools, so that edge cases behave the same everywhere
+        http=TimedHeads,  # h11: always installed, unlike httptools, so that edge cases behave the same everywhere
         log_level="warning",
         access_log=False,
         timeout_keep_alive=75,

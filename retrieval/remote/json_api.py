@@ -87,8 +87,10 @@ def read_settings(path: str | os.PathLike[str]) -> tuple[Settings, tuple[str, ..
         return value
 
     settings = Settings(**_mapped(raw, lambda text: _VARIABLE.sub(filled, text)))
-    if urlsplit(settings.url).scheme not in ("http", "https") or not ("{query}" in settings.url or settings.body):
-        raise CorpusError(f"{path}: url is {raw['url']}, accepted: http(s)://... with {{query}} in it, or a body")
+    if urlsplit(settings.url).scheme not in ("http", "https") or "{query}" not in settings.url + json.dumps(
+        settings.body
+    ):
+        raise CorpusError(f"{path}: url is {raw['url']}, accepted: http(s)://..., with {{query}} in it or in the body")
     return settings, tuple(secrets)
 
 

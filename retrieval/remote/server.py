@@ -65,14 +65,17 @@ def make_app(
     limits: Limits = Limits(),  # noqa: B008 (frozen)
     token: str | None = None,
     default_topk: int = 3,
+    hosts: tuple[str, ...] = http.LOOPBACK,
 ) -> Starlette:
     """The ASGI application.
 
     Args:
       token: the bearer token that all paths but /health and /openapi.json require; None: none is required.
       default_topk: for requests without `topk`.
+      hosts: without a token, the host names that clients may use; empty: any.
     """
     about = retriever.describe()
+    authorise = partial(http.authorise, token=token, hosts=hosts)
     metrics = Metrics()
     batcher = Batcher(retriever, limits.queries, metrics.batch.observe)
     requests, rows = http.Room("requests", limits.requests), http.Room("passages", limits.rows_at_once)
@@ -92,7 +95,7 @@ def make_app(
         return Response(content, media_type="application/json")
 
     async def retrieve(request: Request) -> Response:
-        http.authorise(request, token)
+        authorise(request)
         started = time.perf_counter()
         status = 500
         try:
@@ -116,11 +119,11 @@ def make_app(
         return JSONResponse(status, 200 if healthy else 503)
 
     async def info(request: Request) -> Response:
-        http.authorise(request, token)
+        authorise(request)
         return JSONResponse(about)
 
     async def expose(request: Request) -> Response:
-        http.authorise(request, token)
+        authorise(request)
         return PlainTextResponse(generate_latest(metrics.registry))
 
     async def described(_: Request) -> Response:

@@ -13,7 +13,13 @@ from programs import ROOT
 
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, YEAR_OF, ClosedWorld
 from psearch_jax.closed_world.names import HEADS, MIDDLES, TAILS, draw_names, head, is_new, nearly, renaming
-from psearch_jax.closed_world.question_forms import KNOWN_ENTITIES, SHARED_PAIRS, known_questions, questions
+from psearch_jax.closed_world.question_forms import (
+    KNOWN_ENTITIES,
+    SHARED_PAIRS,
+    kind_counts,
+    known_questions,
+    questions,
+)
 from psearch_jax.closed_world.wordings import FORMS, PAIRED
 from psearch_jax.types import KINDS, UserError
 from retrieval.service import RetrievalService
@@ -36,6 +42,16 @@ def test_world_is_a_function_of_its_seed(world):
     for kind in KINDS:
         first, again = (questions(world, "eval", kind, 50, seed=3) for _ in range(2))
         assert first == again != questions(world, "eval", kind, 50, seed=4)
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 7, 103, 2003, 4000])
+def test_kinds_sum_to_the_questions_asked_for(total):
+    """Two halves are both rounded up, and the kind that is left gets -1 questions, of which dozens are made."""
+    counts = kind_counts(total, {"parallel": 0.5, "sequential": 0.5})
+    assert sum(counts.values()) == total and min(counts.values()) >= 0
+    assert kind_counts(total, {"parallel": 0.42, "sequential": 0.32, "mixed": 0.06})["single"] >= 0
+    with pytest.raises(UserError, match="sum to more than 1"):
+        kind_counts(total, {"parallel": 0.9, "sequential": 0.9})
 
 
 def test_world_does_not_drift(world):

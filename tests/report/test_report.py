@@ -321,6 +321,12 @@ def test_a_broken_line_is_named(tmp_path, run):
     assert not list(copy.glob("*.tmp"))
 
 
+def test_a_run_has_the_name_of_its_directory(run, monkeypatch):
+    """`launch/report.py .` makes a page whose title and tables name no run."""
+    monkeypatch.chdir(run)
+    assert [read_runs([d])[0].name for d in (".", str(run), f"../{run.name}/")] == [run.name] * 3
+
+
 def test_directories_that_make_no_page(tmp_path, run, tiny_tokenizer):
     """An empty page for a mistyped directory, or for results that cannot share a chart."""
     with pytest.raises(UserError, match="neither metrics.jsonl nor results.json found"):

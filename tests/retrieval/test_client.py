@@ -308,7 +308,9 @@ def test_the_next_replica_takes_over():
         retriever = HttpRetriever([gone(), server.url], retry_deadline_s=5)
         for query in "abc":
             assert retriever.search([query], 1)[0][0].id == "7"
-    assert [request["queries"] for request in server.requests] == [["a"], ["b"], ["c"]]
+        for _ in range(8):  # which replica is asked first is random
+            assert HttpRetriever([gone(), server.url], retry_deadline_s=0).search(["d"], 1)[0][0].id == "7"
+    assert [request["queries"] for request in server.requests] == [["a"], ["b"], ["c"], *8 * [["d"]]]
 
 
 def test_a_server_that_comes_back_is_used(caplog):

@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -24,6 +25,18 @@ def test_corpus_round_trip(tmp_path):
     corpus = MemoryMappedCorpus(tmp_path / "c.jsonl")
     assert list(corpus) == passages and len(corpus) == 4
     assert list(corpus.passages(1, 3)) == passages[1:3] and list(corpus.passages(3, 99)) == passages[3:]
+
+
+def test_a_repeated_id_is_found_in_little_memory(tmp_path):
+    """The line numbers of the error are counted in the complete file: a dump of 14 GB ends without a message."""
+    path, text = tmp_path / "c.jsonl", "x" * 2**20
+    write_corpus(path, [Passage(str(n % 31), "", text) for n in range(32)])
+    tracemalloc.start()
+    with pytest.raises(CorpusError, match=r"c.jsonl: line 32: field id repeats '0' of line 1"):
+        MemoryMappedCorpus(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 * 2**20, peak
 
 
 def test_corpus_refuses_rows_outside(tmp_path):

@@ -213,6 +213,7 @@ def test_no_more_than_so_many_a_second(served, service, tmp_path, monkeypatch):
         ({"urls": 1}, "unknown field urls"),
         ({"url": "ftp://x/{query}"}, "url is ftp"),
         ({"url": "https://x/"}, "{query} in it"),
+        ({"url": "https://x/", "body": {"q": ["{qurey}"]}}, "{query} in it or in the body"),
         ({"text": []}, "field text is"),
         ({"timeout_s": 0}, "field timeout_s is 0"),
         ({"at_once": 1.5}, "field at_once"),

@@ -304,6 +304,47 @@ def test_a_client_that_reads_nothing_is_hung_up_on(monkeypatch):
         connection.close()
 
 
+def test_a_request_whose_headers_do_not_end_is_not_waited_for(service, monkeypatch):
+    """A thousand connections that send nothing, or a byte from time to time, keep all other clients out for ever."""
+    monkeypatch.setattr("retrieval.remote.http.HEAD_S", 0.5)
+    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    with Running(make_app(Watched(service, seconds=1.0))) as running:
+        silent, half, slow, second = (socket.create_connection(("127.0.0.1", running.port), 5) for _ in range(4))
+        half.sendall(request)
+        second.sendall(request + b"\r\n" + request)
+        started = time.monotonic()
+        with suppress(OSError):
+            while time.monotonic() - started < 10:
+                slow.send(b"G")
+                time.sleep(0.05)
+        assert time.monotonic() - started < 5
+        assert silent.recv(1) == half.recv(1) == b""
+        answered = b"".join(iter(lambda: second.recv(1024), b""))
+        assert answered.count(b"200 OK") == 1
+        # A request whose answer takes longer is none of them.
+        assert running.post({"queries": ["Baro Quill"]}).status == 200
+        for connection in (silent, half, slow, second):
+            connection.close()
+
+
+def test_pages_of_other_sites_read_no_passages_without_a_token(service, running):
+    """A page of another site, under a host name of its own, reads a user's passages from a server on their machine."""
+    evil = f"http://evil.example:{running.port}"
+    for path in ("/retrieve", "/info", "/metrics"):
+        for headers in ({"Host": f"evil.example:{running.port}", "Origin": evil}, {"Origin": evil}):
+            if path == "/retrieve":
+                answer = running.post({"queries": ["Baro Quill"]}, **headers)
+            else:
+                answer = HTTP.request("GET", running.url + path, headers=headers)
+            assert answer.status == 403 and b"quill" not in answer.data.lower(), (path, headers)
+    with Running(make_app(service, hosts=())) as anywhere:
+        assert anywhere.post({"queries": ["Baro Quill"]}, Host="retriever:8000").status == 200
+        assert anywhere.post({"queries": ["Baro Quill"]}, Origin=evil).status == 403
+    with Running(make_app(service, token="s3cret")) as closed:
+        headers = {"Host": "retriever:8000", "Origin": evil, "Authorization": "Bearer s3cret"}
+        assert closed.post({"queries": ["Baro Quill"]}, **headers).status == 200
+
+
 def test_half_a_surrogate_pair(tmp_path):
     """Half a surrogate pair in a passage, valid in JSON but not in UTF-8, would turn the entire reply into a 500."""
     passages = [Passage("odd", "Baro Quill", "Baro Quill wrote \ud83d once."), *people()[1:]]
@@ -352,7 +393,7 @@ def test_a_stop_has_an_end():
         text=True,
     )
     port = urlsplit(process.stdout.readline()).port
-    ask = "POST /retrieve HTTP/1.1\r\nHost: test\r\nContent-Length: {}\r\n\r\n"
+    ask = "POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n"
     connections = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(2)]
     body = '{"queries": ["a"]}'
     connections[0].sendall((ask.format(len(body)) + body).encode())

@@ -31,6 +31,8 @@ def main(argv):
         raise ZeroDivisionError("a bug")
     if flags.FLAGS.n == 7:
         raise OSError(errno.ENOSPC, "No space left on device", "rows.jsonl")
+    if flags.FLAGS.n == 8:
+        open("results/rows.jsonl")
     import jax
     cli.configure_jax()
     print(argv[1:], jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_entry_size_bytes)
@@ -66,6 +68,7 @@ def program(tmp_path_factory):
         ("--n=3", "flags_only: corpus: bad"),
         ("--n=4", "flags_only: none"),
         ("--n=7", "flags_only: [Errno 28] No space left on device: 'rows.jsonl'"),
+        ("--n=8", "flags_only: [Errno 2] No such file or directory: 'results/rows.jsonl'"),
         ("--n=many", "flags_only: flag --n=many: invalid literal for int() with base 10: 'many'"),
         ("--m=2", "flags_only: Unknown command line flag 'm'"),
         ("file", "flags_only: 'file' found, accepted: flags only"),

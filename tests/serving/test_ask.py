@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +19,8 @@ from psearch_jax.assembly import build, policy_flags
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.closed_world.question_forms import questions
 from psearch_jax.config import Config, RetrievalSection, from_mapping
+from psearch_jax.limits import validate
+from psearch_jax.runtime import cli
 from psearch_jax.runtime.paths import TOY_POLICY
 from psearch_jax.types import UserError
 
@@ -62,6 +66,27 @@ def test_a_users_own_passages_are_searched_and_lines_of_standard_input_asked(tmp
     assert passages == {"mine"}
 
 
+def test_a_stopped_list_of_questions_is_not_taken_for_a_complete_one():
+    """Ctrl-C ends with exit code 0, or writes a line that is not JSON into a file of answers."""
+    asking = subprocess.Popen(
+        [*ASK, "--json"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    asking.stdin.write(f"{SEARCHED}\n")
+    asking.stdin.flush()
+    first = asking.stdout.readline()
+    asking.send_signal(signal.SIGINT)  # while it waits for the next line
+    rest, errors = asking.communicate(timeout=120)
+    assert asking.returncode == cli.INTERRUPTED and json.loads(first)["question"] == SEARCHED and rest == "", errors
+    assert errors.strip().splitlines()[-1] == "ask: interrupted by Ctrl-C"
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    """`| head -1` ends in a traceback of BrokenPipeError."""
+    command = f"{sys.executable} launch/ask.py --json {shlex.quote(SEARCHED)} {shlex.quote(SEARCHED)} | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert json.loads(done.stdout)["question"] == SEARCHED and "Traceback" not in done.stderr, done.stderr
+
+
 def test_svg_contains_all_output(tmp_path):
     """The SVG would crop long passages, be invalid XML, or load fonts from elsewhere."""
     picture = tmp_path / "new" / "ask.svg"
@@ -92,7 +117,8 @@ def test_svg_contains_all_output(tmp_path):
         ),
         (["--temperature=nan", "Who?"], "temperature"),
         (["--seed=4294967296", "Who?"], "--seed"),
-        (["--index=a", "--corpus=b", "Who?"], "found several"),
+        (["--index=a", "--corpus=b", "Who?"], "--index, --corpus: found several"),
+        (["--index=a", "--config.retrieval.corpus=b", "Who?"], "--index, --config.retrieval.corpus: found several"),
         (["--retriever_url=http://127.0.0.1:9/retrieve", SEARCHED], "1 of 1 questions"),
         (["Who? " * 500], "question"),
         (["--compare=parallelsearch", "Who?"], "--compare=parallelsearch: the policy's own method"),
@@ -120,6 +146,18 @@ def test_the_token_of_a_runs_server_goes_to_no_other(monkeypatch):
         assert named.rollout == replace(changed.rollout, slots=3), "a field that no flag names keeps the run's value"
     with flagsaver.flagsaver(model="toy"):
         assert policy_flags.config("toy", own).retrieval.token_file == "/run/secrets/own"
+
+
+def test_named_passages_replace_those_of_the_run(given):
+    """A run's own index is searched, and recorded next to the corpus that the user named."""
+    own = Config(retrieval=RetrievalSection(index="old", token_file="secret", topk=5))
+    with flagsaver.flagsaver(model="toy"):
+        given({"retrieval.corpus": "new.jsonl"})
+        assert policy_flags.config("toy", own).retrieval == RetrievalSection(corpus="new.jsonl", topk=5)
+        assert policy_flags.to_serve(ROOT, 4).data.source == "", "not the closed world either"
+    both = replace(own, retrieval=replace(own.retrieval, corpus="new.jsonl"))
+    with pytest.raises(UserError, match="config.retrieval: found index and corpus, accepted: one of"):
+        validate(both, training=False)
 
 
 @pytest.fixture

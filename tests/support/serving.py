@@ -9,7 +9,7 @@ import threading
 import urllib3
 import uvicorn
 
-from retrieval.remote.http import listen
+from retrieval.remote.http import TimedHeads, listen
 
 HTTP = urllib3.PoolManager(retries=False)
 
@@ -21,7 +21,9 @@ class Running:
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
+        self._server = uvicorn.Server(
+            uvicorn.Config(app, http=TimedHeads, log_level="error", timeout_graceful_shutdown=5)
+        )
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]})
 
     def __enter__(self) -> Running:
