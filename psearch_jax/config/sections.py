@@ -538,7 +538,9 @@ class AlarmSection:
     )
     no_search: float = setting(0.3, "Share of rollouts without a search.", resume=FREE)
     wrong_though_seen: float = setting(
-        0.5, "Share of wrong answers among rollouts that had the right answer in a passage.", resume=FREE
+        0.5,
+        "Share of wrong answers among rollouts that had the right answer in a passage, other than yes and no.",
+        resume=FREE,
     )
     likelihood_fall: float = setting(
         0.3, "Fall of the log-prob of right rollouts, in nats per token, while the reward did not rise.", resume=FREE

@@ -222,7 +222,7 @@ def weights_digest(params: nnx.State) -> str:
 def trajectory_row(trajectory: Trajectory, reward: RewardParts | None, step: int) -> dict[str, Any]:
     """One trajectory as it is written to disk: JSON-serialisable, without clock times.
 
-    `ids`, `mask` (1: sampled) and `logprobs` have the same length. `reward` has the four parts and their `total`, or
+    `ids`, `mask` (1: sampled) and `logprobs` have the same length. `reward` has its parts and their `total`, or
     is empty if `reward` is None. `source`, `question` and `golden_answers` are for human readers.
     """
     t, question = trajectory, trajectory.question

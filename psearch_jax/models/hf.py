@@ -348,8 +348,8 @@ def _card(merge: _Merge, family: str, dtype: Any, asked: bool) -> str:
     text = f"# A policy trained with psearch_jax\n\n{family} weights in {name}.\n"
     if asked:
         text += (
-            "\n`launch/ask.py --model=DIR --index=INDEX` uses the prompt and the token budgets of its training, which "
-            "are in psearch.json.\n"
+            "\n`launch/ask.py --model=DIR --index=INDEX` takes the settings of its training from psearch.json, such "
+            "as the token budgets.\n"
         )
     if lora:
         text += (

@@ -63,7 +63,9 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return centre, float(centre - half), float(centre + half)
 
 
-WEIGHT = "trained_tokens"  # of an update: its weight in the means over the updates of a step
+# The weight of an update in the means over the updates of a step. That of a single metric NAME is NAME/trained_tokens:
+# it may be a mean over fewer tokens, or over trajectories.
+WEIGHT = "trained_tokens"
 
 
 class MetricsWriter:

@@ -51,7 +51,7 @@ class Learner(Trainable):
       rollout_mesh: the sampler's; default: the same mesh.
     """
 
-    metrics, scored = METRICS, "logprobs"
+    scored = "logprobs"
 
     def __init__(
         self,
@@ -69,6 +69,8 @@ class Learner(Trainable):
         base: nnx.State | None = None,
         rollout_mesh: Mesh | None = None,
     ):
+        self._has_reference = learning.kl_coefficient > 0
+        self.metrics = tuple(name for name in METRICS if name != "kl" or self._has_reference)
         self._temperature, self._n_ids = temperature, n_ids
         self._context, self._on_policy, self._lora = options.context_tokens, on_policy, options.lora
         super().__init__(model, learning, optimizer, mesh, options, base=base)
@@ -161,11 +163,11 @@ class Learner(Trainable):
         old = micro_batch.sampler_logprobs if learning.old_logprobs == "sampler" else micro_batch.old_logprobs
         if self._on_policy and learning.old_logprobs == "trainer":
             old = jax.lax.stop_gradient(logp)
-        return policy_loss(
+        loss, metrics = policy_loss(
             logp,
             entropy,
             old,
-            micro_batch.ref_logprobs if learning.kl_coefficient > 0 else old,
+            micro_batch.ref_logprobs if self._has_reference else old,
             micro_batch.sampler_logprobs,
             micro_batch.advantage,
             micro_batch.mask,
@@ -173,3 +175,4 @@ class Learner(Trainable):
             learning,
             self._context,
         )
+        return loss, {name: metrics[name] for name in self.metrics}

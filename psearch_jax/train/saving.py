@@ -86,11 +86,11 @@ class Saver:
         raise stop
 
 
-def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: bool) -> tuple[int, bool]:
+def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: bool) -> tuple[int, frozenset[str]]:
     """Restores the newest complete checkpoint and the loader's position into the run.
 
     Returns:
-      The checkpoint's step, and whether settings changed.
+      The checkpoint's step, and the names of the settings that changed.
 
     Raises:
       UserError: settings that affect the results changed, and `allow_changes` is false; or the algorithm changed.
@@ -124,4 +124,4 @@ def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: boo
         run.stream.restore(rollouts)
     elif "in_flight" in loop:
         log.warning("the rollouts in flight are dropped, because they depend on settings that changed")
-    return step, bool(changes)
+    return step, frozenset(changes)

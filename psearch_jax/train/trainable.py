@@ -361,6 +361,7 @@ class Trainable(abc.ABC):
         means["learning_rate"] = self._learning_rate(state)
         return new, {
             **means,
+            **{f"{k}/{WEIGHT}": r.count for k, r in metrics.items()},
             "gradient_norm": norm,
             WEIGHT: tokens,
             "skipped": 1.0 - taken,

@@ -30,7 +30,7 @@ from psearch_jax.train.checkpointing.checkpoint import Checkpoints
 from psearch_jax.train.checkpointing.preemption import HostCopy, Interrupted, room_for_copy
 from psearch_jax.train.critic import CRITIC
 from psearch_jax.train.monitoring import validation
-from psearch_jax.train.monitoring.alarms import Alarms, check_finite, probe, read_rows
+from psearch_jax.train.monitoring.alarms import SETTINGS_CHANGED, Alarms, check_finite, probe, read_rows
 from psearch_jax.train.monitoring.figures import (
     gap_by_age,
     over_updates,
@@ -47,6 +47,18 @@ from psearch_jax.types import Question, RewardParts, TrainBatch, Trajectory, Use
 from retrieval.protocol import RetrievalError
 
 log = logging.getLogger("psearch_jax")
+# Settings that evaluations depend on, or begin with; of section eval, those that a resume must keep.
+_EVALUATED = (
+    "data.validation",
+    "data.template",
+    "data.prompt",
+    "data.world",
+    "method",
+    "model.",
+    "retrieval.",
+    "rollout.",
+)
+_EVALUATED += ("eval.questions_per_kind", "eval.temperature", "eval.also_greedy", "eval.seed")
 
 
 def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[str, Any]:
@@ -83,9 +95,9 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
     make_writable(workdir)  # fail now rather than at the first save
     checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints, config.train.keep_every_steps)
     closers.enter_context(closing(checkpoints))
-    step, changed = 0, False
+    step, changes = 0, frozenset[str]()
     if checkpoints.latest() is not None:
-        step, changed = resume(run, checkpoints, workdir, allow_changes)
+        step, changes = resume(run, checkpoints, workdir, allow_changes)
     elif run.state is None:
         run.begin()
     if processes.first():
@@ -96,8 +108,12 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         for file in (workdir / "trajectories").glob("*.jsonl"):
             if int(file.stem) >= step:
                 file.unlink()
+        if any(name.startswith(_EVALUATED) for name in changes):
+            (workdir / "before.json").unlink(missing_ok=True)  # cannot be compared with evaluations from now on
     rows = read_rows(workdir / "metrics.jsonl") if processes.first() else []  # only it truncates and writes the file
-    alarms = Alarms(config.alarms, run.collector.retriever is not None, rows)
+    may_search = config.rollout.search_turns > 0
+    may_split = may_search and config.retrieval.max_sub_queries > 1
+    alarms = Alarms(config.alarms, may_search, rows)
     saver = Saver(run, checkpoints, closers.enter_context(closing(MetricsWriter(workdir))))
     if updates_per_step(config) > 1 or run.critic is not None or config.mesh.rollout_devices:
         run.keeps_copy = room_for_copy(run.state)
@@ -113,7 +129,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
     every_steps = config.eval.every_steps if run.evaluation else 0
     if every_steps:
         # At step 0, any best checkpoint comes from a run that was killed before its first regular checkpoint.
-        digest, until = questions_digest(run.evaluation), step if changed or step == 0 else None
+        digest, until = questions_digest(run.evaluation), step if changes or step == 0 else None
         saver.best = closers.enter_context(closing(Best(workdir, config.eval.best_metric, digest, until)))
 
     stopped: Exception | None = None
@@ -124,7 +140,9 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
             done = train_step(run, next(run.loader), step)
         except (Interrupted, RetrievalError) as stop:
             saver.abandon(stop, step, loaded, in_flight)
-        metrics = done.metrics | alarms.update(step, done.metrics)
+        metrics = done.metrics | ({SETTINGS_CHANGED: 1.0} if changes else {})
+        metrics |= alarms.update(step, metrics)
+        changes = frozenset()
         if every_steps and (step + 1) % every_steps == 0 and step + 1 < config.train.steps:
             try:
                 figures = validation.measured(run, config.eval.temperature)
@@ -137,7 +155,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         write_trajectories(workdir, step, done.trajectories, done.rewards, config.train.trajectories_per_step)
         if config.train.record_rollouts and run.recording is None:
             replay.write(workdir, step, done.draws)
-        report(bar, step, metrics)
+        report(bar, step, metrics, may_split)
         check_finite(run, workdir, step, metrics)
         step += 1
         bar.update()

@@ -177,6 +177,17 @@ def test_updates_weigh_by_their_tokens():
     assert math.isnan(over_updates([empty])["entropy"])
 
 
+def test_updates_weigh_by_what_a_metric_counts():
+    """An update with few good actions outweighs one with many, or one without any makes the figure of the step NaN."""
+    full = {**{name: ratio.value for name, ratio in loss()[1].items()}, **FINITE}
+    few, many, none = (
+        {**full, "displaced": value, f"displaced/{WEIGHT}": count}
+        for value, count in ((1.0, 100), (0.0, 900), (math.nan, 0))
+    )
+    combined = over_updates([few, many, none])
+    assert combined["displaced"] == pytest.approx(0.1) and not any(name.endswith(WEIGHT) for name in combined)
+
+
 def test_rejected_rollouts_by_hand():
     """A rollout that the policy has left behind still moves it, or the rejection raises the weight of the others."""
     for sign in (1, -1):  # the geometric means are 1.5 ** .5 = 1.225, or its inverse, and 1

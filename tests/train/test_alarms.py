@@ -92,6 +92,18 @@ def test_a_run_that_goes_on_remembers_its_best_likelihood(tmp_path, caplog):
     assert not any(ringing(fresh, step, **BROKEN["likelihood"]) for step in range(6, 9))
 
 
+def test_after_a_change_of_settings_alarms_start_anew(caplog):
+    """A reward with smaller weights looks like a fall from the old one, at every step until the end of the run."""
+    before = [FINE | {"reward": 0.9}] * 20
+    changed = [FINE | {"reward": 0.5, "settings_changed": 1.0}, *[FINE | {"reward": 0.5}] * 9]
+    alarms = Alarms(AlarmSection(window=3), rows=before)
+    for row in changed:
+        assert not any(alarms.update(20, row).values()), "in the run that was resumed"
+    alarms = Alarms(AlarmSection(window=3), rows=[*before, *changed])
+    assert not any(alarms.update(30, FINE | {"reward": 0.5}).values()), "and in the next one"
+    assert any(alarms.update(31 + n, FINE | {"reward": 0.0})["alarm/reward"] for n in range(3)) and caplog.records
+
+
 def test_without_a_retriever_nobody_is_told_to_search():
     """Method r1, which cannot search, would get an alarm at every step because it does not search."""
     alarms = Alarms(AlarmSection(window=1), searches=False)

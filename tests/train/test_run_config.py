@@ -47,6 +47,14 @@ def test_an_own_prompt_moves_with_the_export(tmp_path):
     assert (moved / PROMPT).read_text() == "As a librarian: {question}"
 
 
+def test_an_export_does_not_claim_a_prompt_it_was_not_trained_with(tmp_path, caplog):
+    """A policy trained with the prompts of its rows would be evaluated with a packaged template, without a word."""
+    of_rows = from_mapping({"data": {"prompt": "row", "template": str(tmp_path / "gone.txt")}})
+    config = exported(tmp_path / "out", of_rows)
+    assert config.data.prompt == "row" and config.data.template == Config().data.template
+    assert "trained with the prompts of its data" in caplog.text
+
+
 def test_a_prompt_that_is_gone_does_not_prevent_an_export(tmp_path, caplog):
     """A run copied to another machine could not be exported there."""
     assert export_files(from_mapping({"data": {"template": str(tmp_path / "gone.txt")}})) == {}

@@ -182,6 +182,17 @@ def test_bad_updates_inside_a_step_stop_the_run(tiny_policy, tmp_path):
     assert (row["skipped"], row["bad_in_a_row"]) == (1, 1)
 
 
+def test_a_run_is_not_judged_by_what_it_cannot_do(tiny_policy, tmp_path, caplog):
+    """A run with one search for the question is told at every step that it does not search, and that it will never
+    split; a run without a reference reports a divergence of 0 from it."""
+    fields = {"rollout.search_turns": 0, "rollout.initial_search": True, "alarms.window": 1}
+    fields |= {"learning.kl_coefficient": 0.0, "train.steps": 1, "eval.questions_per_kind": 0}
+    trainer.train(build.training_run(small_config(tiny_policy, **fields)), tmp_path)
+    (row,) = metrics_without_clocks(tmp_path)
+    assert row["searched_0"] == 1 and row["alarm/no_search"] == 0 and row["split/parallel"] == 0
+    assert "split them" not in caplog.text and "kl" not in row and row["entropy"] > 0
+
+
 @pytest.mark.slow
 def test_what_was_not_evaluated_before_is_not_made_up(tiny_policy, tmp_path, caplog):
     """An evaluation of the trained policy reported as the one before training would hide everything learned."""
@@ -193,6 +204,18 @@ def test_what_was_not_evaluated_before_is_not_made_up(tiny_policy, tmp_path, cap
     again = trainer.train(build.training_run(config), tmp_path)
     assert again["before"] == {} and again["after"] == first["after"]
     assert "the summary will have no before figures" in caplog.text and not (tmp_path / "before.json").exists()
+
+
+@pytest.mark.slow
+def test_evaluations_of_two_kinds_are_not_compared(tiny_policy, tmp_path, caplog):
+    """After a change of the evaluation, the old figures before training would be compared with new ones after it."""
+    fields = {"train.steps": 1, "eval.questions_per_kind": 2}
+    first = trainer.train(build.training_run(small_config(tiny_policy, **fields)), tmp_path)
+    for changes, kept in (({"reward.format": 0.2}, True), ({"eval.temperature": 0.5}, False)):
+        run = build.training_run(small_config(tiny_policy, **fields, **changes))
+        again = trainer.train(run, tmp_path, allow_changes=True)
+        assert again["before"] == (first["before"] if kept else {}), changes
+    assert "before.json is missing" in caplog.text
 
 
 @pytest.mark.slow

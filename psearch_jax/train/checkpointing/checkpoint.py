@@ -1,9 +1,10 @@
 """Checkpoints with Orbax, and the order in which a run resumes.
 
 A checkpoint directory `checkpoints/STEP` holds three items:
-  params: nested dict of the trained float32 arrays (of the adapters with LoRA). Export and evaluation need no others.
-  optimizer: arrays by position.
-  loop: JSON with counters, the loader's state, the model's shape, the tokenizer's path and, for adapters, the path of
+  params: nested dict of the policy's trained float32 arrays (of its adapters with LoRA). Export and evaluation need no
+    others.
+  optimizer: arrays by position: the optimizer's, the counters of updates and, with PPO, all of the critic.
+  loop: JSON with the step, the loader's state, the model's shape, the tokenizer's path and, for adapters, the path of
     their base weights.
 
 A run with a workdir resumes from the first of these:

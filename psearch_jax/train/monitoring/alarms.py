@@ -28,6 +28,7 @@ from retrieval.protocol import Passage, Retriever
 
 log = logging.getLogger("psearch_jax")
 ALARM = "alarm/"  # prefix of the alarms in metrics.jsonl; 1 means active
+SETTINGS_CHANGED = "settings_changed"  # 1 in the first step after a resume with --allow_changes
 NAMES = ("reward", "over_splitting", "no_search", "wrong_though_seen", "likelihood", "entropy", "gap", "retriever")
 NAMES += ("sample_size", "rejected")
 _READ = ("reward", "split/sequential", "searched_0", "wrong_though_seen", "logprob_of_correct", "entropy")
@@ -37,6 +38,8 @@ _READ += ("logp_gap", "probe/em", "probe/em_misled", "effective_sample_size", "r
 class Alarms:
     """Tracks which alarms are active. It compares means over the last `window` steps with thresholds.
 
+    After a change of settings it starts anew, because a reward, for example, may then have another scale.
+
     Args:
       thresholds: the config's `alarms` section.
       searches: whether rollouts can search at all.
@@ -45,16 +48,19 @@ class Alarms:
 
     def __init__(self, thresholds: AlarmSection, searches: bool = True, rows: Iterable[Mapping[str, Any]] = ()):
         self._at, self._searches = thresholds, searches
+        self._ringing: set[str] = set()
+        self._restart()
+        for row in rows:
+            self._ringing = set(self._look(row))
+
+    def _restart(self) -> None:
         self._recent: dict[str, deque[float]] = {
-            name: deque(maxlen=1 if name.startswith("probe/") else thresholds.window) for name in _READ
+            name: deque(maxlen=1 if name.startswith("probe/") else self._at.window) for name in _READ
         }
         self._steps = 0
-        self._ringing: set[str] = set()
         self._highest = -math.inf  # mean reward
         self._likeliest, self._reward_then = -math.inf, math.inf  # the highest mean log-prob, and the reward then
         self._calmest = math.inf  # the lowest mean entropy
-        for row in rows:
-            self._ringing = set(self._look(row))
 
     def update(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """The alarms of a step as metrics, 1 or 0 each. Logs every alarm that becomes active."""
@@ -65,6 +71,8 @@ class Alarms:
         return {ALARM + name: float(name in active) for name in NAMES}
 
     def _look(self, metrics: Mapping[str, Any]) -> dict[str, str]:
+        if metrics.get(SETTINGS_CHANGED):
+            self._restart()
         for name, values in self._recent.items():
             value = metrics.get(name)
             if value is not None and math.isfinite(value):

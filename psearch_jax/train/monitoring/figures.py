@@ -114,10 +114,11 @@ def update_peak_share(
 
 
 def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combines the metrics of a step's updates: means by trained tokens, but sums or the worst update for failures."""
+    """Combines the metrics of a step's updates: means by their counts, but sums or the worst update for failures."""
 
     def combined(name: str) -> float:
-        weights = [u[(CRITIC if name.startswith(CRITIC) else "") + WEIGHT] for u in updates]
+        tokens = (CRITIC if name.startswith(CRITIC) else "") + WEIGHT
+        weights = [u.get(f"{name}/{WEIGHT}", u[tokens]) for u in updates]
         counted = [(u[name], weight) for u, weight in zip(updates, weights, strict=True) if weight]
         if not counted:
             return mean([u[name] for u in updates])
@@ -139,6 +140,7 @@ def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _saw_answer(trajectory: Trajectory) -> bool:
-    golds = [normalise(a) for a in trajectory.question.answers]
+    """Whether a retrieved passage contains an accepted answer; `yes` and `no` do not count, as any text may."""
+    golds = [gold for a in trajectory.question.answers if (gold := normalise(a)) not in ("yes", "no")]
     texts = [normalise(p.title + " " + p.text) for t in trajectory.turns for result in t.passages for p in result]
     return any(contains_words(text, gold) for gold in golds for text in texts)

@@ -50,8 +50,12 @@ def write_trajectories(
     write_whole(directory / f"{step:06d}.jsonl", text)
 
 
-def report(bar: tqdm, step: int, metrics: Mapping[str, float]) -> None:
-    """Shows the step in one line, on the progress bar or in the log, and logs warnings."""
+def report(bar: tqdm, step: int, metrics: Mapping[str, float], may_split: bool) -> None:
+    """Shows the step in one line, on the progress bar or in the log, and logs warnings.
+
+    Args:
+      may_split: whether rollouts may search for several sub-queries at once.
+    """
     if not processes.first():
         return
     kinds = " ".join(
@@ -79,7 +83,7 @@ def report(bar: tqdm, step: int, metrics: Mapping[str, float]) -> None:
             100 * answered,
         )
     split = metrics.get("split/parallel")
-    if step == 0 and split is not None and split < 0.05:
+    if may_split and step == 0 and split is not None and split < 0.05:
         log.warning(
             "only %.1f%% of the rollouts on parallel questions split them: groups without a single split give no "
             "signal for splitting, so the behaviour may disappear",
