@@ -4,7 +4,8 @@
         --questions=DIR --count=500 --out=transcripts.jsonl
 
 The questions need evidence triples: a directory that launch/prepare_data.py made from triples, or a 2WikiMultiHopQA
-file. In a random --split_share of the questions of every kind, the first search is split into sub-queries.
+file. Of the model, only the tokenizer is loaded, to cut passages as a rollout does (config.rollout.obs_tokens). In a
+random --split_share of the questions of every kind, the first search is split into sub-queries.
 psearch_jax/data/teacher.py explains what the transcripts teach and what they leave to reinforcement learning.
 """
 
@@ -17,7 +18,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from psearch_jax.runtime import cli
-from psearch_jax.runtime.paths import make_writable, on_disk, write_whole
+from psearch_jax.runtime.paths import make_writable, on_disk, packaged, write_whole
 from psearch_jax.types import KINDS, UserError
 from retrieval.protocol import Passage, in_utf8
 
@@ -37,14 +38,18 @@ def main(_: list[str]) -> None:
     from tqdm import tqdm
 
     from psearch_jax.assembly import build
-    from psearch_jax.config import from_mapping
+    from psearch_jax.config import from_mapping, with_method
     from psearch_jax.data.held_out import without_held_out
     from psearch_jax.data.prepared import open_questions
     from psearch_jax.data.teacher import TeacherOptions, rounds_of, teach, transcript_row
+    from psearch_jax.data.transcripts import Observations
     from psearch_jax.eval.tables import table
+    from psearch_jax.limits import validate
+    from psearch_jax.text.tokenizer import Tokenizer
 
     cli.configure_jax()
-    out, config = on_disk(OUT.value, "--out"), from_mapping(CONFIG.value.to_dict())
+    out, config = on_disk(OUT.value, "--out"), with_method(from_mapping(CONFIG.value.to_dict()))
+    validate(config, training=False)
     make_writable(out.parent)
     share = config.data.validation_share
     questions = [q for place in QUESTIONS.value for q in without_held_out(open_questions(place), share)]
@@ -57,19 +62,24 @@ def main(_: list[str]) -> None:
     section = config.retrieval
     if not (section.index or section.corpus or section.url):
         raise UserError("config.retrieval: no passages named, accepted: index, corpus or url")
+    tokenizer = Tokenizer.load(packaged(config.model.tokenizer or config.model.path))
+    observations = Observations.of(config.rollout)
     retriever = build.retriever_of(config, None)
 
     def search(queries: Sequence[str]) -> list[list[Passage]]:
         return [list(map(in_utf8, ranking)) for ranking in retriever.search(list(queries), section.topk)]
 
+    def observe(queries: Sequence[str], rankings: Sequence[Sequence[Passage]]) -> str:
+        return tokenizer.decode(observations.rendered(queries, rankings, tokenizer.encode_foreign))
+
     rng = np.random.default_rng([SEED.value, 0x7EAC])
-    options = TeacherOptions(SPLIT.value, config.rollout.search_turns)
+    options = TeacherOptions(SPLIT.value, config.rollout.search_turns, section.max_sub_queries)
     rows, left_out = [], 0
     written: Counter[str] = Counter()
     split: Counter[str] = Counter()
     with tqdm(total=COUNT.value, unit="transcript", disable=None) as bar:
         for i in rng.permutation(len(usable)):
-            turns = teach(usable[i], search, rng, options)
+            turns = teach(usable[i], search, observe, rng, options)
             if turns is None:
                 left_out += 1
                 continue
@@ -81,13 +91,14 @@ def main(_: list[str]) -> None:
                 break
     if not rows:
         raise UserError(
-            f"--questions: the passages state the facts of none of {left_out} questions; see retrieval.topk"
+            f"--questions: the passages shown state the facts of none of {left_out} questions; see retrieval.topk and "
+            "rollout.obs_tokens"
         )
     write_whole(out, "".join(rows))
     lines = [[kind, str(written[kind]), f"{split[kind] / written[kind]:.2f}"] for kind in KINDS if written[kind]]
     print(table([["kind", "transcripts", "split"], *lines]))
     print(
-        f"{out}: {len(rows)} transcripts; {left_out} questions were left out because the retrieved passages do not "
+        f"{out}: {len(rows)} transcripts; {left_out} questions were left out because the passages shown do not "
         f"state their facts or they take more than {options.search_turns} searches"
     )
 

@@ -3,7 +3,7 @@
 A question's evidence triples list the facts to look up. The teacher decides at random, whatever the question's kind,
 whether to search for them at once or step by step, and then states the retrieved facts. Its first thought lists the
 entities and relations of the question in the same form for every kind, so it does not reveal whether one fact depends
-on another. A transcript is kept only if the retrieved passages state every fact that it relies on.
+on another. A transcript is kept only if the observations, which may be cut, state every fact that it relies on.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from psearch_jax.data.evidence.facts import parse_date
 from psearch_jax.data.evidence.triples import Triple, dependency_rounds
 from psearch_jax.data.transcripts import TranscriptTurn
 from psearch_jax.text.answers import contains_words, normalise
-from psearch_jax.text.tags import SEPARATOR, split_sub_queries
+from psearch_jax.text.tags import MAX_SUB_QUERIES, SEPARATOR, split_sub_queries
 from psearch_jax.types import Question
 from retrieval.protocol import Passage
 
 Search = Callable[[Sequence[str]], Sequence[Sequence[Passage]]]  # queries -> a ranking for each
+Observe = Callable[
+    [Sequence[str], Sequence[Sequence[Passage]]], str
+]  # queries, their rankings -> what is shown of them
 Rounds = tuple[tuple[Triple, ...], ...]
 _SEPARATOR = f" {SEPARATOR} "
 
@@ -32,6 +35,7 @@ class TeacherOptions:
 
     split_share: float = 0.5  # share of questions, of every kind, whose first search has several sub-queries
     search_turns: int = 3
+    max_sub_queries: int = MAX_SUB_QUERIES
 
 
 def rounds_of(question: Question) -> Rounds:
@@ -55,27 +59,30 @@ def _is_triple(evidence: object) -> bool:
 
 
 def teach(
-    question: Question, search: Search, rng: np.random.Generator, options: TeacherOptions
+    question: Question, search: Search, observe: Observe, rng: np.random.Generator, options: TeacherOptions
 ) -> list[TranscriptTurn] | None:
     """The turns of one question, or None if no transcript can be written.
 
     None: the question has no triples, needs more than `search_turns` searches, or some fact is not stated in the
-    retrieved passages.
+    observation of its search.
     """
     rounds = rounds_of(question)
     if not rounds:
         return None
-    searches = _searches(rounds, rng.random() < options.split_share)
+    several = options.max_sub_queries > 1
+    searches = _searches(rounds, rng.random() < options.split_share and several, several)
     if len(searches) > options.search_turns:
         return None
     thought, turns = first_thought(rounds), []
     for wanted, facts in searches:
-        queries = split_sub_queries(_SEPARATOR.join(wanted))  # as a rollout's: of equal ones only one is kept
+        # As a rollout's: of equal ones only one is kept.
+        queries = split_sub_queries(_SEPARATOR.join(wanted), options.max_sub_queries)
         if not queries:
             return None
         rankings = tuple(map(tuple, search(queries)))
-        texts = [passage for ranking in rankings for passage in ranking]
-        if not all(_stated(fact, texts) for fact in facts):
+        texts = [f"{passage.title} {passage.text}" for ranking in rankings for passage in ranking]
+        # Also in a passage: the observation repeats the queries.
+        if not all(_stated(fact, texts) and _stated(fact, [observe(queries, rankings)]) for fact in facts):
             return None
         text = f"<think>{thought}</think>\n<search>{_SEPARATOR.join(queries)}</search>"
         turns.append(TranscriptTurn(text, queries, rankings))
@@ -92,11 +99,12 @@ def first_thought(rounds: Rounds) -> str:
     return f"Named: {', '.join(named)}. Asked: {', '.join(asked)}."
 
 
-def _searches(rounds: Rounds, split: bool) -> list[tuple[list[str], list[Triple]]]:
+def _searches(rounds: Rounds, split: bool, several: bool) -> list[tuple[list[str], list[Triple]]]:
     """(sub-queries, the facts that they should retrieve) of every search.
 
     A split first search covers everything that can be worded. A single known fact is joined by a query for the next
-    fact through its path of relations, whose results the transcript does not rely on.
+    fact through its path of relations, whose results the transcript does not rely on. Without `several`, every search
+    has one sub-query.
     """
     first, *later = rounds
     searches: list[tuple[list[str], list[Triple]]] = []
@@ -109,7 +117,7 @@ def _searches(rounds: Rounds, split: bool) -> list[tuple[list[str], list[Triple]
     else:
         searches += [([query_of(triple)], [triple]) for triple in first]
     for r in later:
-        if split or len(first) > 1:
+        if several and (split or len(first) > 1):
             searches.append(([query_of(triple) for triple in r], list(r)))
         else:
             searches += [([query_of(triple)], [triple]) for triple in r]
@@ -121,10 +129,9 @@ def query_of(triple: Triple) -> str:
     return f"{triple.entity} {triple.relation}"
 
 
-def _stated(fact: Triple, passages: Sequence[Passage]) -> bool:
-    """Whether one of the passages contains the fact's value, as complete words; a date in any spelling."""
-    wanted = list(map(normalise, spellings_of(fact)))
-    texts = [normalise(f"{passage.title} {passage.text}") for passage in passages]
+def _stated(fact: Triple, texts: Sequence[str]) -> bool:
+    """Whether one of the texts contains the fact's value, as complete words; a date in any spelling."""
+    wanted, texts = list(map(normalise, spellings_of(fact))), list(map(normalise, texts))
     return any(contains_words(text, value) for value in wanted for text in texts)
 
 

@@ -62,6 +62,12 @@ class Observations:
     def of(cls, rollout: RolloutSection) -> Observations:
         return cls(rollout.obs_tokens, rollout.label_subqueries, rollout.deduplicate)
 
+    def rendered(
+        self, queries: Sequence[str], passages: Sequence[Sequence[Passage]], encode: Callable[[str], list[int]]
+    ) -> list[int]:
+        """The token ids that `render_observation` makes of the passages of one search."""
+        return render_observation(queries, passages, encode, self.tokens, self.label_subqueries, self.deduplicate)
+
 
 def encode_transcript(
     tokenizer: Tokenizer,
@@ -91,14 +97,7 @@ def encode_transcript(
             if not last:
                 observed = tokenizer.next_user_message(CORRECTIVE_MESSAGE.strip(), observations.tokens)
         elif not last:
-            observed = render_observation(
-                turn.queries,
-                turn.passages,
-                encode,
-                observations.tokens,
-                observations.label_subqueries,
-                observations.deduplicate,
-            )
+            observed = observations.rendered(turn.queries, turn.passages, encode)
         ids += reply + observed
         mask += [turn.trained] * len(reply) + [False] * len(observed)
     return np.asarray(ids, np.int32), np.asarray(mask, bool)

@@ -13,7 +13,8 @@ from programs import completed
 from psearch_jax.data.evidence.triples import Triple
 from psearch_jax.data.sources import read_questions
 from psearch_jax.data.teacher import TeacherOptions, _stated, first_thought, rounds_of, teach
-from psearch_jax.text.tags import parse_turn
+from psearch_jax.data.transcripts import Observations
+from psearch_jax.text.tags import MIN_OBSERVATION_TOKENS, parse_turn
 from psearch_jax.types import Question
 from retrieval.protocol import Passage
 from retrieval.service import RetrievalService
@@ -65,8 +66,12 @@ def search():
     return lambda queries: service.search(list(queries), 3)
 
 
+def everything(queries, rankings) -> str:
+    return " ".join(f"{p.title} {p.text}" for ranking in rankings for p in ranking)
+
+
 def taught(question, search, seed, **options):
-    return teach(question, search, np.random.default_rng(seed), TeacherOptions(**options))
+    return teach(question, search, everything, np.random.default_rng(seed), TeacherOptions(**options))
 
 
 @pytest.mark.parametrize("kind", ROWS)
@@ -117,10 +122,32 @@ def test_questions_whose_facts_are_not_retrieved_are_left_out(questions, search)
     """A thought that states what no passage says."""
     subset = RetrievalService.from_corpus(PASSAGES[:3])
     example = questions["comparison"]
-    assert all(teach(example, lambda q: subset.search(list(q), 2), np.random.default_rng(s), TeacherOptions()) is None
-               for s in range(4))  # fmt: skip
+    assert all(taught(example, lambda q: subset.search(list(q), 2), s) is None for s in range(4))
     assert taught(Question("s", "1", "Who?", ("A",), "single"), search, 0) is None
     assert taught(questions["bridge_comparison"], search, 0, search_turns=1) is None
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_facts_that_the_observation_cuts_away_are_not_stated(questions, search, kind, tiny_tokenizer):
+    """The retrieved passages state a fact, but a rollout shows only their beginning: the model learns to invent it."""
+
+    def observe(tokens):
+        observations = Observations(tokens)
+        return lambda q, r: tiny_tokenizer.decode(observations.rendered(q, r, tiny_tokenizer.encode_foreign))
+
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        assert teach(questions[kind], search, observe(MIN_OBSERVATION_TOKENS), rng, TeacherOptions()) is None
+        kept = teach(questions[kind], search, observe(2000), np.random.default_rng(seed), TeacherOptions())
+        assert kept == taught(questions[kind], search, seed)
+
+
+def test_searches_have_no_more_sub_queries_than_a_rollout(questions, search):
+    """Fine-tuning refuses the complete file, because a search has more rankings than sub-queries."""
+    for kind, searches in (("comparison", 2), ("compositional", 2), ("bridge_comparison", 4)):
+        for seed in range(8):
+            turns = taught(questions[kind], search, seed, max_sub_queries=1, search_turns=4)
+            assert [len(turn.queries) for turn in turns] == [1] * searches + [0]
 
 
 def test_a_round_that_a_prepared_question_names(search):
@@ -152,6 +179,8 @@ def test_the_program_writes_what_fine_tuning_reads(tmp_path):
         sys.executable,
         "launch/write_transcripts.py",
         "--config=configs/qwen0p5b_cpu.py",
+        "--config.model.tokenizer=toy",  # which needs more tokens
+        "--config.rollout.obs_tokens=900",
         f"--config.retrieval.corpus={corpus}",
         f"--questions={questions}",
         f"--out={out}",
@@ -162,11 +191,11 @@ def test_the_program_writes_what_fine_tuning_reads(tmp_path):
     assert {r["id"] for r in rows} == set(ROWS) and all(r["turns"][0]["passages"][0][0]["text"] for r in rows)
     plain = tmp_path / "plain.jsonl"
     plain.write_text(json.dumps({"id": "1", "question": "Who?", "golden_answers": ["A"]}) + "\n")
-    refused = completed([*program[:4], f"--questions={plain}", f"--out={tmp_path / 'none.jsonl'}"])
+    refused = completed([*program[:6], f"--questions={plain}", f"--out={tmp_path / 'none.jsonl'}"])
     assert refused.returncode == 2 and "none of 1 questions has evidence triples" in refused.stderr
 
 
 @pytest.mark.parametrize(("text", "stated"), [("X is a town in Indiana.", False), ("X is a town in India.", True)])
 def test_a_fact_is_stated_in_complete_words(text, stated):
     """Transcripts teach the model to state what no passage says."""
-    assert _stated(Triple("X", "country", "India"), [Passage("0", "X", text)]) is stated
+    assert _stated(Triple("X", "country", "India"), [text]) is stated
