@@ -29,7 +29,7 @@ class TitleRetriever:
     """Returns the passages whose title shares a word with the query."""
 
     def __init__(self, corpus: Path):
-        rows = map(json.loads, corpus.read_text(encoding="utf-8").splitlines())
+        rows = map(json.loads, corpus.read_bytes().splitlines())
         self._passages = [Passage(row["id"], row["title"], row["text"]) for row in rows]
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import Experiment
+from experiments import Evaluation, Experiment
 from psearch_jax.eval.benchmarks import PAIRS
 from psearch_jax.eval.tables import share, table
 from psearch_jax.runtime.metrics import mean, spread
@@ -80,11 +80,11 @@ def controls_of(file: Path) -> dict[str, float]:
 
 
 def _in_default_world(experiment: Experiment, where: str) -> bool:
-    """Whether these are the minimal pairs for which the controls were measured."""
+    """Whether these are the minimal pairs for which the controls were measured, and all of them."""
     name, _, asked = where.partition("/")
     evaluation = experiment.evaluations.get(name)
     own_world = not any("data.world" in argument for argument in getattr(evaluation, "arguments", ()))
-    return asked == PAIRS and own_world
+    return asked == PAIRS and own_world and getattr(evaluation, "count", 0) == Evaluation.count
 
 
 def by_arm(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -81,7 +81,7 @@ def _rollouts(file: Path, count: int) -> list[tuple[np.ndarray, np.ndarray, np.n
     """The ids, mask and log-probs, each [T], of recorded rollouts with at least two sampled tokens."""
     if not file.is_file():
         return []
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[:count]]
+    rows = [json.loads(line) for line in file.read_bytes().splitlines()[:count]]
     arrays = ((np.asarray(r["ids"]), np.asarray(r["mask"], bool), np.asarray(r["logprobs"])) for r in rows)
     return [one for one in arrays if one[1].sum() > 1]
 

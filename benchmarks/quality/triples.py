@@ -3,8 +3,8 @@
     python launch/bench.py triples --triples=FILE --corpus=FILE [--test=FILE]
 
 It prints the counts by form, and how well simple classifiers separate parallel from sequential questions. They are
-cross-validated in five folds; both members of a minimal pair, and all questions about one first entity, are in one
-fold. With --test it also counts the questions and entities of that file among the questions made.
+cross-validated in five folds; both members of a minimal pair are in one fold, and so are all other questions about one
+first entity. With --test it also counts the questions and entities of that file among the questions made.
 """
 
 from __future__ import annotations

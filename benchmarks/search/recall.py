@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--k", type=int, default=3, help="passages per search")
     parser.add_argument("--json", help="file for the figures")
     flags = parser.parse_args(argv)
-    lines = Path(flags.questions).read_text(encoding="utf-8").splitlines()
+    lines = Path(flags.questions).read_bytes().splitlines()
     rows = [json.loads(line) for line in lines if line.strip()]
     corpus = open_corpus(flags.corpus)
     bm25, hashing = Bm25Ranker.build(corpus), dense(corpus, HashingEncoder().fit(corpus))

@@ -49,6 +49,7 @@ from psearch_jax.runtime.accelerators import chip_of, forward_flops
 from psearch_jax.runtime.cli import configure_jax
 from psearch_jax.runtime.paths import TOY_POLICY
 from psearch_jax.sharding import SAMPLING, make_mesh, param_shardings
+from psearch_jax.train.checkpointing.checkpoint import find_checkpoint
 from psearch_jax.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,18 +102,26 @@ def _run(name: str, argv: Sequence[str], flags: argparse.Namespace) -> None:
             code = running.wait(60 * flags.minutes)
         except subprocess.TimeoutExpired:
             error, code = f"not done after {flags.minutes:g} minutes", 0
-            os.killpg(running.pid, signal.SIGTERM)  # a training run saves its state, and continues in the next call
-            try:
-                running.wait(GRACE_S)
-            except subprocess.TimeoutExpired:  # it hangs in the device's driver
-                os.killpg(running.pid, signal.SIGKILL)
-                running.wait()
+        finally:
+            _stop(running)
     if code:
         lines = (flags.out / f"{name}.log").read_text(encoding="utf-8").strip().splitlines()
         error = lines[-1] if lines else f"exit code {code}"
     if error:
         written(str(flags.out / f"{name}.json"), {"error": error[:500]})
     log(f"{name}: {error or 'done'} ({time.monotonic() - began:.0f} s)")
+
+
+def _stop(running: subprocess.Popen) -> None:
+    """Ends a part and the run that it started, so that the next part has the device; after Ctrl-C, too."""
+    if running.poll() is not None:
+        return
+    os.killpg(running.pid, signal.SIGTERM)  # a training run saves its state, and resumes in the next call
+    try:
+        running.wait(GRACE_S)
+    except subprocess.TimeoutExpired:  # it hangs in the device's driver
+        os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
 
 
 def _result(out: Path, name: str) -> dict[str, Any] | None:
@@ -312,7 +321,7 @@ def update(size: str, flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def training(config: str, flags: argparse.Namespace) -> dict[str, Any]:
-    """A training run as a user starts it."""
+    """A training run as a user starts it; what an interrupted one has done in an earlier call does not count."""
     workdir = flags.out / f"{config}_run"
     command = [
         sys.executable,
@@ -324,13 +333,20 @@ def training(config: str, flags: argparse.Namespace) -> dict[str, Any]:
         fields = {"model.path": "", "model.preset": "0.5b", "model.tokenizer": str(TOY_POLICY)}
         fields |= {"data.source": "closed_world", "data.template": "toy", "rollout.prompt_tokens": "64"}
         command += [f"--config.{name}={value}" for name, value in fields.items()]
+    try:
+        done_before = int(find_checkpoint(workdir).name)
+    except UserError:
+        done_before = 0
     began = time.monotonic()
+    # SIGTERM is for the run, which saves: this process waits for it. (A handler is not inherited, SIG_IGN would be.)
+    signal.signal(signal.SIGTERM, lambda *_: None)
     code = subprocess.run([*command, *(SMALL if flags.scale < 1 else ())], cwd=ROOT).returncode
     if code:
         raise UserError(f"{config}: exit code {code}, see above")
     summary = json.loads((workdir / "summary.json").read_text(encoding="utf-8"))
-    seconds = time.monotonic() - began
-    return {"lines": [_line(f"{summary['steps']} steps", summary["steps"], seconds, "")], "summary": summary}
+    seconds, steps = time.monotonic() - began, summary["steps"] - done_before
+    what = f"{steps} of {summary['steps']} steps"
+    return {"lines": [_line(what, steps, seconds, "")], "summary": summary}
 
 
 def _weights(model: DecoderConfig, dtype: str) -> nnx.State:

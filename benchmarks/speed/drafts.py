@@ -75,9 +75,9 @@ def _config(flags: argparse.Namespace) -> Config:
         config = replace(config, model=replace(config.model, adapters=flags.adapters, lora_rank=0))
     if flags.questions:
         config = replace(config, data=replace(config.data, source=""))
-    if flags.index:
-        config = replace(config, retrieval=replace(config.retrieval, index=flags.index))
-    return config
+    # Without a cache, which would have the first collector search for all others.
+    retrieval = replace(config.retrieval, index=flags.index or config.retrieval.index, cache_queries=0)
+    return replace(config, retrieval=retrieval)
 
 
 def _questions(flags: argparse.Namespace, parts: build.Engine) -> list[Question]:

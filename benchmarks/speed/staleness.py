@@ -81,7 +81,7 @@ def recorded_lengths(run: Path, context_tokens: int) -> list[Lengths]:
     """
     out = []
     for file in sorted((run / "trajectories").glob("*.jsonl")):
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in file.read_bytes().splitlines():  # str.splitlines would also cut at U+2028
             row = json.loads(line)
             turns = tuple(turn["n_sampled"] for turn in row["turns"] if turn["n_sampled"])
             cut = row["status"] == "truncated" and len(row["ids"]) < context_tokens

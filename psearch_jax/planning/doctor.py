@@ -17,7 +17,7 @@ import jax
 from packaging.requirements import Requirement
 
 from psearch_jax.assembly import build
-from psearch_jax.assembly.inputs import missing_inputs
+from psearch_jax.assembly.inputs import missing_inputs, needs_retriever
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.config import Config, with_method
 from psearch_jax.data.held_out import hold_out
@@ -302,8 +302,8 @@ def prompt(config: Config, load: Load, tokenizers: Sequence[Tokenizer]) -> str |
 
 def passages(config: Config) -> str | None:
     """Checks that the retriever answers, and measures how fast."""
-    if not config.rollout.search_turns:
-        return f"none: {config.method} does not search"
+    if not needs_retriever(config):
+        return "none: the run does not search"
     world = ClosedWorld.make(config.data.world_seed) if config.data.source == CLOSED_WORLD else None
     if not (world or config.retrieval.index or config.retrieval.corpus or config.retrieval.url):
         return None
@@ -330,9 +330,13 @@ def disk(config: Config, plan: Plan, workdir: str) -> str:
     count = train.keep_checkpoints + 1  # a new one is written before the oldest is removed
     count += train.steps // train.keep_every_steps if train.keep_every_steps else 0
     count = max(1, count - len(list((Path(workdir) / "checkpoints").glob("[0-9]*"))))  # those that are there stay
-    free = shutil.disk_usage(place).free
-    text = f"{size * count / GIB:.2f} GiB for {count} more checkpoints, {free / GIB:.2f} free at {place}"
-    if size * count > free:
+    free, needed = shutil.disk_usage(place).free, size * count
+    text = f"{needed / GIB:.2f} GiB for {count} more checkpoints"
+    if config.eval.every_steps:  # a new best checkpoint is written before the previous one is removed
+        best = plan.parameter_bytes * (2 - (Path(workdir) / "best").is_dir())
+        needed, text = needed + best, f"{text} and {best / GIB:.2f} for the best one"
+    text += f", {free / GIB:.2f} free at {place}"
+    if needed > free:
         raise UserError(f"{text}: use a larger disk, gs://BUCKET/..., or fewer train.keep_checkpoints")
     return f"{text}"
 

@@ -101,7 +101,8 @@ def sampler_bytes(model: DecoderConfig, section: ModelSection, tensor: int, posi
 
     A chip holds its part of the kv heads, or all of them if `tensor` does not divide them.
     """
-    weights = forward_flops(model, [1], 1) / 2 / tensor * (1 if section.int8_weights else 2)
+    weights, head = forward_flops(model, [1], 1) / 2, model.vocab_rows * model.width
+    weights = (weights + head if section.int8_weights else 2 * weights) / tensor  # the head keeps 16 bits
     line = model.head_dim + 4 if section.int8_cache else 2 * model.head_dim
     kv_heads = model.kv_heads / tensor if model.kv_heads % tensor == 0 else model.kv_heads
     return weights + 2 * model.layers * kv_heads * line * positions

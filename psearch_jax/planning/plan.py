@@ -91,6 +91,7 @@ class Plan:
     model: DecoderConfig
     resident: Mapping[str, int]  # bytes per chip, by group of arrays
     checkpoint_bytes: int  # over all chips, each value counted once
+    parameter_bytes: int  # of the policy's trained parameters in it
     programs: Mapping[str, Program]  # each program at the width that needs most memory, not always the largest
     widths: Mapping[str, Mapping[int, int]]  # program -> width -> total bytes; -1: refused
     large: tuple[tuple[str, tuple[int, ...], str, int, bool], ...]  # fields as in ARRAY
@@ -140,6 +141,7 @@ class Plan:
             "rollout_mesh": dict(self.rollout_mesh),
             "resident": dict(self.resident),
             "checkpoint_bytes": self.checkpoint_bytes,
+            "parameter_bytes": self.parameter_bytes,
             "programs": programs,
             "widths": {name: dict(total_bytes) for name, total_bytes in self.widths.items()},
             "headroom_bytes": self.headroom_bytes,
@@ -247,8 +249,10 @@ def make_plan(
         "prompt_pool": pool,
     }
     resident = {name: bytes_per_chip(tree) for name, tree in arrays.items()}
-    saved = jax.tree.leaves([arrays[name] for name in ("parameters", "optimizer", "critic", "critic_optimizer")])
-    checkpoint_bytes = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in saved)
+    saved = [arrays[name] for name in ("parameters", "optimizer", "critic", "critic_optimizer")]
+
+    def bytes_of(tree: Any) -> int:
+        return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
     def resident_bytes(*names: str) -> int:
         return sum(resident[name] for name in names)
@@ -309,7 +313,8 @@ def make_plan(
         dict(rollout_mesh.shape),
         model,
         resident,
-        checkpoint_bytes,
+        bytes_of(saved),
+        bytes_of(arrays["parameters"]),
         compiled,
         by_width,
         large,

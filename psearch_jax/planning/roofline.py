@@ -20,8 +20,8 @@ def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int, p
     per group of rollouts. An update costs 4 forward passes with full rematerialisation, else 3; one less with LoRA,
     since the base weights need no gradient. Log-probs take one pass for the reference and one for the old policy,
     unless the update computes the latter. A critic takes one pass and an update, without the lm head. A decode step
-    reads the weights and, on average, half of the final cache. With `mesh.rollout_devices`, prefill and decode take
-    place on the chips that sample.
+    reads the weights and, on average, half of the final cache; all drafts are accepted. With `mesh.rollout_devices`,
+    prefill and decode take place on the chips that sample.
 
     Args:
       mean_ids: mean tokens per trajectory, prompt and passages included.
@@ -33,7 +33,7 @@ def floor_seconds(plan: Plan, config: Config, mean_ids: int, sampled_ids: int, p
     prefilled = trajectories * forward_flops(m, [mean_ids], 0) * prefilled_ids / mean_ids
     forward = trajectories * forward_flops(m, [mean_ids], sampled_ids)
     sampling, training = (math.prod(mesh.values()) * plan.chip.flops for mesh in (plan.rollout_mesh, plan.mesh))
-    calls = trajectories * sampled_ids / config.rollout.slots
+    calls = trajectories * sampled_ids / config.rollout.slots / (1 + config.rollout.draft_tokens)
     critic_flops = trajectories * forward_flops(m, [mean_ids], 0) * (1 + update_passes(config))
     critic = {"critic": critic_flops / training} if config.learning.algorithm == "ppo" else {}
     return {

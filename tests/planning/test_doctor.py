@@ -149,6 +149,21 @@ def test_too_few_questions_too_little_memory_and_disk(tmp_path, monkeypatch):
     assert "of 0.00 GiB on each device" in text and "GiB for 4 more checkpoints" in text
     disk = findings(config(train={"keep_every_steps": 10}), tmp_path)["disk"][0].text
     assert "for 10 more checkpoints" in disk
+    # The best checkpoint has the parameters only, twice while one replaces the other.
+    disk = findings(config(eval={"every_steps": 5}), tmp_path)["disk"][0].text
+    four, best = map(
+        float, re.findall(r"([0-9.]+) GiB for 4 more checkpoints and ([0-9.]+) for the best one", disk)[0]
+    )
+    assert best == pytest.approx(four / 4 / 3 * 2, abs=0.006), "rounded to 0.01 GiB"
+
+
+def test_one_search_for_the_question_needs_a_retriever_too(tmp_path):
+    """A run that only searches for the question itself would start without passages."""
+    fields = {"search_turns": 0, "initial_search": True}
+    dead = config(retrieval={"url": "http://127.0.0.1:9/retrieve"}, rollout=fields, data={"source": "closed_world"})
+    assert "127.0.0.1:9" in wrong(findings(dead, tmp_path))
+    without = config(rollout={"search_turns": 0}, data={"source": "closed_world"})
+    assert findings(without, tmp_path)["passages"][0].text == "none: the run does not search"
 
 
 def test_a_prompt_that_cannot_be_used(tmp_path):

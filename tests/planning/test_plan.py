@@ -305,6 +305,9 @@ def test_the_floor_by_hand(qwen7b):
     weights = qwen7b.resident["sampling_copy"] - 152_064 * 3584 * 2 / 4  # without the input embedding table
     step_bytes = weights + 2 * 28 * 1 * 128 * 2 * 32 * 1000
     assert seconds["decode"] == pytest.approx(2560 * 500 / 128 * step_bytes / 819e9)
+    drafting = replace(config, rollout=replace(config.rollout, draft_tokens=3))
+    drafted = floor_seconds(qwen7b, drafting, 2000, 500, 250)["decode"]
+    assert drafted == pytest.approx(seconds["decode"] / 4), "a step may accept all three drafts"
 
 
 def test_a_decode_step_beside_the_least(qwen7b, target):

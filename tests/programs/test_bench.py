@@ -2,14 +2,16 @@
 
 import json
 import runpy
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from programs import ROOT, completed
+from programs import ROOT, Program, completed, wait_until
 
 from benchmarks.quality import methods, stale_cache, transplant
 from benchmarks.speed import latency, staleness, users
@@ -196,7 +198,7 @@ def test_the_first_hour_with_a_device(tmp_path):
     assert list(results) == parts and not any("error" in result for result in results.values()), done.stderr[-3000:]
     assert results["versions"]["platform"] == "cpu" and results["peaks"]["measured"]["bytes_per_s"] > 1e8
     lines = {line["what"]: line for result in results.values() for line in result.get("lines", ())}
-    assert {"prefill", "decode steps", "extend", "update", "1 steps"} < set(lines)
+    assert {"prefill", "decode steps", "extend", "update", "1 of 1 steps"} < set(lines)
     assert all(line["seconds"] > 0 for line in lines.values() if line["seconds"] is not None)
     assert lines["all rollouts"]["amount"] == 4  # --slots
     assert lines["decode steps"]["lower_bound_s"] > 0 and "| rollout-tiny | prefill |" in done.stdout
@@ -214,6 +216,28 @@ def test_a_part_that_fails_is_repeated(tmp_path):
     assert json.loads((out / "device.json").read_text())["parts"]["versions"]["devices"] == 1
     wrong = completed([PROGRAM, *TINY, f"--out={out}", "--parts", "all"])
     assert wrong.returncode == 2 and "accepted: versions, peaks, kernels, rollout-tiny" in wrong.stderr
+
+
+def test_ctrl_c_ends_the_part_that_runs(tmp_path):
+    """The part goes on without its parent: the next call finds the accelerator in use."""
+    out = tmp_path / "device"
+    program = Program([PROGRAM, *TINY, f"--out={out}", "--parts", "rollout-tiny"])
+
+    def of_the_part() -> list[str]:
+        lines = (_command(place) for place in Path("/proc").glob("[0-9]*"))
+        return [line for line in lines if str(out) in line and "--run=rollout-tiny" in line]
+
+    wait_until(lambda: bool(of_the_part()), 60)
+    program.send_signal(signal.SIGINT)
+    program.communicate(60)
+    assert program.returncode != 0 and of_the_part() == []
+
+
+def _command(place: Path) -> str:
+    try:
+        return (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:  # it has just ended
+        return ""
 
 
 def test_help_lists_every_benchmark():
