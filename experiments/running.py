@@ -28,7 +28,7 @@ from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.eval.evaluate import read_scores
 from psearch_jax.eval.scores import DIGITS, finished_by_turn, splitting, summarise
 from psearch_jax.runtime.metrics import mean
-from psearch_jax.runtime.paths import TOY_POLICY, write_whole
+from psearch_jax.runtime.paths import TOY_POLICY, write_atomically
 from psearch_jax.train.checkpointing.settings import WEIGHTS, fingerprint
 from psearch_jax.train.monitoring.alarms import ALARM, NAMES, read_rows
 from psearch_jax.types import UserError
@@ -82,7 +82,7 @@ def run_all(
                 with _locked(work):
                     record = _open_record(file, experiment, steps, starts)
                     record["runs"][run] = results
-                    write_whole(file, as_text(record))
+                    write_atomically(file, as_text(record))
     return _open_record(file, experiment, steps, starts)
 
 

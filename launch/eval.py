@@ -24,7 +24,7 @@ from absl import flags
 from psearch_jax.assembly import policy_flags
 from psearch_jax.config import Config, with_method
 from psearch_jax.runtime import cli, processes
-from psearch_jax.runtime.paths import locate, write_whole
+from psearch_jax.runtime.paths import locate, write_atomically
 from psearch_jax.types import Question, UserError
 
 log = logging.getLogger("psearch_jax")
@@ -217,7 +217,7 @@ def main(_: list[str]) -> None:
             notes.append(f"LEAK: {len(ids)} of the {len(questions[name])} questions of {name} were trained on.")
     if skipped:
         notes.append(f"{len(skipped)} bad rows were skipped, see skipped.txt; the first: {skipped[0]}")
-        write_whole(locate(OUT.value) / "skipped.txt", "".join(f"{line}\n" for line in skipped))
+        write_atomically(locate(OUT.value) / "skipped.txt", "".join(f"{line}\n" for line in skipped))
     text = "\n\n".join([text, *notes]) + "\n"
     evaluation.finish({"model": model, "passages": passages, "benchmarks": results, "leaked": leaked}, text)
     print(text, end="")

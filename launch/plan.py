@@ -58,7 +58,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.planning.roofline import floor_seconds, step_seconds
     from psearch_jax.planning.search import search, with_changes, write_config
     from psearch_jax.rollout.collect import widths as widths_of
-    from psearch_jax.runtime.paths import locate, make_writable, write_whole
+    from psearch_jax.runtime.paths import locate, make_writable, write_atomically
     from psearch_jax.sharding import described
 
     config = from_mapping(CONFIG.value.to_dict())
@@ -124,7 +124,7 @@ def main(_: list[str]) -> None:
     )
     record |= plan.to_json() | {"floor_s": floor} | _compared_with_floors(plan, config)
     if JSON.value:
-        write_whole(JSON.value, json.dumps(record, indent=2) + "\n")
+        write_atomically(JSON.value, json.dumps(record, indent=2) + "\n")
     if not plan.fits:
         raise UserError("does not fit: " + "; ".join(advice(plan, config)))
     if WRITE.value:

@@ -17,7 +17,7 @@ from pathlib import Path
 from absl import flags
 
 from psearch_jax.runtime import cli
-from psearch_jax.runtime.paths import write_whole
+from psearch_jax.runtime.paths import write_atomically
 from psearch_jax.types import KINDS, UserError
 from retrieval.corpus import MemoryMappedCorpus
 
@@ -60,7 +60,7 @@ def main(_: list[str]) -> None:
     rows = [[source, str(c.total()), *(str(c[kind]) for kind in KINDS)] for source, c in by_source.items()]
     print(table([["source", "questions", *KINDS], *rows]))
     if skipped:
-        write_whole(Path(OUT.value) / "skipped.txt", "".join(f"{line}\n" for line in skipped))
+        write_atomically(Path(OUT.value) / "skipped.txt", "".join(f"{line}\n" for line in skipped))
         print(f"{len(skipped)} bad rows skipped, see {OUT.value}/skipped.txt; the first: {skipped[0]}")
 
 

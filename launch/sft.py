@@ -100,7 +100,7 @@ def _train_toy(values: dict, stop: StopRequest) -> None:
     from psearch_jax.config import from_mapping
     from psearch_jax.models.hf import save_hf
     from psearch_jax.runtime.metrics import MetricsWriter, cut_jsonl
-    from psearch_jax.runtime.paths import make_writable, on_disk, write_whole
+    from psearch_jax.runtime.paths import make_writable, on_disk, write_atomically
     from psearch_jax.sft import cold_start
     from psearch_jax.text.tokenizer import Tokenizer
     from psearch_jax.train.checkpointing.checkpoint import find_checkpoint
@@ -116,7 +116,7 @@ def _train_toy(values: dict, stop: StopRequest) -> None:
         raise UserError(
             f"{settings}: found settings that differ from --config, accepted: the same, or another --workdir"
         )
-    write_whole(settings, text)
+    write_atomically(settings, text)
     try:
         done = int(find_checkpoint(workdir).name)
     except UserError:

@@ -18,7 +18,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from psearch_jax.runtime import cli
-from psearch_jax.runtime.paths import make_writable, on_disk, packaged, write_whole
+from psearch_jax.runtime.paths import make_writable, on_disk, packaged, write_atomically
 from psearch_jax.types import KINDS, UserError
 from retrieval.protocol import Passage, in_utf8
 
@@ -94,7 +94,7 @@ def main(_: list[str]) -> None:
             f"--questions: the passages shown state the facts of none of {left_out} questions; see retrieval.topk and "
             "rollout.obs_tokens"
         )
-    write_whole(out, "".join(rows))
+    write_atomically(out, "".join(rows))
     lines = [[kind, str(written[kind]), f"{split[kind] / written[kind]:.2f}"] for kind in KINDS if written[kind]]
     print(table([["kind", "transcripts", "split"], *lines]))
     print(

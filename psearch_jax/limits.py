@@ -9,7 +9,7 @@ from psearch_jax.config import Config
 from psearch_jax.config.setting import settings_of
 from psearch_jax.types import UserError
 
-HOTTEST = 2.0  # maximum temperature of a request
+MAX_TEMPERATURE = 2.0  # maximum temperature of a request
 MAX_SEED = 2**63 - 1  # maximum seed of a request
 
 

@@ -137,7 +137,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class RewardParts:
-    """The parts of one trajectory's reward. `format` may be negative (a penalty on a right answer)."""
+    """The parts of one trajectory's reward. All but `outcome` and `decomposition` may be negative."""
 
     outcome: float
     format: float
@@ -159,7 +159,8 @@ class TrainBatch:
     length: np.ndarray  # [B] int32, tokens per row without padding (0: a padding row)
     mask: np.ndarray  # [B, S] float32, 1 where the token was sampled and is trained on
     advantage: np.ndarray  # [B, S] float32, of the sampled tokens
-    old_logprobs: np.ndarray  # [B, S] float32, under the trainer's weights before the first update on the batch
+    # Under the trainer's weights before the first update on the batch; zeros if the loss needs none (`needs_score`).
+    old_logprobs: np.ndarray  # [B, S] float32
     ref_logprobs: np.ndarray  # [B, S] float32, under the frozen reference (zeros when the KL term is off)
     sampler_logprobs: np.ndarray  # [B, S] float32, as recorded while sampling
     values: np.ndarray  # [B, S] float32, from the critic before its first update on the batch (zeros without a critic)

@@ -65,7 +65,7 @@ class MemoryMappedCorpus(Sequence[Passage]):
     def write_slice(self, path: Path, start: int, stop: int) -> None:
         """Write rows start .. stop-1 to `path` unchanged."""
         begin, end = int(self.offsets[start]), int(self.offsets[stop]) if stop < len(self) else None
-        partial = _beside(path)
+        partial = _partial_path(path)
         with open(self.path, "rb") as source, open(partial, "wb") as target:
             source.seek(begin)
             left = (self.path.stat().st_size if end is None else end) - begin
@@ -97,7 +97,7 @@ def write_corpus(path: str | os.PathLike[str], passages: Iterable[Passage]) -> N
     """Write passages as a jsonl corpus that `MemoryMappedCorpus` reads back unchanged, except for the scores."""
     path = on_disk(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = _beside(path)
+    partial = _partial_path(path)
     try:
         with open(partial, "w", encoding="utf-8") as file:
             for passage in passages:
@@ -181,7 +181,7 @@ def make_from(source: Path, target: Path, make: Callable[[Path], None]) -> None:
     written_ns = source.stat().st_mtime_ns
     if target.is_file() and target.stat().st_mtime_ns == written_ns:
         return
-    partial = _beside(target)
+    partial = _partial_path(target)
     try:
         make(partial)
         os.utime(partial, ns=(written_ns, written_ns))
@@ -205,7 +205,7 @@ def _offsets(path: Path) -> np.ndarray:
         if stored.ndim == 1 and stored.dtype == np.int64 and stored[:2].tolist() == key:
             return stored[2:]
     offsets = _scan(path)
-    partial = _beside(cache)
+    partial = _partial_path(cache)
     with open(partial, "wb") as file:
         np.save(file, np.concatenate([np.array(key, np.int64), offsets]))
     os.replace(partial, cache)
@@ -254,7 +254,7 @@ def _line_number(path: Path, offset: int) -> int:
     return lines
 
 
-def _beside(path: Path) -> Path:
+def _partial_path(path: Path) -> Path:
     """A temporary name in the same folder, from which the finished file is renamed atomically."""
     # Processes in different containers may have the same number.
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")

@@ -1,4 +1,4 @@
-"""The retriever interfaces. This is the only file of the package that psearch_jax imports."""
+"""The retriever interfaces. Only psearch_jax/assembly/build.py imports implementations of them."""
 
 from __future__ import annotations
 

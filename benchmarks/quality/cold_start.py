@@ -28,7 +28,7 @@ from psearch_jax.eval.scores import score
 from psearch_jax.eval.tables import share, table
 from psearch_jax.runtime import cli
 from psearch_jax.runtime.metrics import mean
-from psearch_jax.runtime.paths import write_whole
+from psearch_jax.runtime.paths import write_atomically
 from psearch_jax.train.monitoring.validation import EVAL_STEP
 from psearch_jax.types import KINDS, Question, Trajectory
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
                 flush=True,
             )
     if flags.json:
-        write_whole(flags.json, json.dumps(report, indent=2) + "\n")
+        write_atomically(flags.json, json.dumps(report, indent=2) + "\n")
 
 
 def measured(model: str, names: str, held_out: bool, count: int, temperature: float) -> dict[str, Any]:

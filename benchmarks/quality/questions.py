@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from psearch_jax.runtime.paths import write_whole
+from psearch_jax.runtime.paths import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = """
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
         }
     print(json.dumps(figures))
     if flags.json:
-        write_whole(Path(flags.json), json.dumps(figures, indent=2) + "\n")
+        write_atomically(Path(flags.json), json.dumps(figures, indent=2) + "\n")
 
 
 def _question(row: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from psearch_jax.data.evidence.triples import make_questions, read_triples, sign
 from psearch_jax.data.prepared import overlap
 from psearch_jax.data.sources import read_questions
 from psearch_jax.eval.tables import table
-from psearch_jax.runtime.paths import write_whole
+from psearch_jax.runtime.paths import write_atomically
 from psearch_jax.types import KINDS, Question
 from retrieval.corpus import MemoryMappedCorpus
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
         figures["test"] = shared_with(flags.test, made)
         print("", *(f"{name}: {n}" for name, n in figures["test"].items()), sep="\n")
     if flags.json:
-        write_whole(flags.json, json.dumps(figures, indent=2) + "\n")
+        write_atomically(flags.json, json.dumps(figures, indent=2) + "\n")
 
 
 def surface_features(text: str) -> str:

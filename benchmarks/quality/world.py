@@ -29,7 +29,7 @@ from psearch_jax.closed_world.wordings import FORMS, PAIRED, words_of_wordings
 from psearch_jax.eval.benchmarks import PAIRS as EVALUATED_SET
 from psearch_jax.eval.benchmarks import closed_world_benchmark
 from psearch_jax.eval.tables import table
-from psearch_jax.runtime.paths import write_whole
+from psearch_jax.runtime.paths import write_atomically
 from psearch_jax.types import Question
 from retrieval.protocol import Retriever
 from retrieval.service import RetrievalService
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     cues = surface_cues(world, 4 * flags.count)
     print(retrieval_table(figures), cue_table(cues), sep="\n\n")
     if flags.json:
-        write_whole(flags.json, json.dumps({"retrieval": figures, "cues": cues}, indent=2) + "\n")
+        write_atomically(flags.json, json.dumps({"retrieval": figures, "cues": cues}, indent=2) + "\n")
 
 
 def facts_of(question: Question) -> list[list[str]]:

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.speed.scripted import Ours, Script, Work
 from benchmarks.speed.timing import SIZES, log, run_alternately
 from psearch_jax.models import decoder
-from psearch_jax.runtime.paths import write_whole
+from psearch_jax.runtime.paths import write_atomically
 from psearch_jax.types import UserError
 
 GROWTH = {"rows": (8, 32, 128, 512), "turns": (1, 2, 3, 4), "prompt": (512, 1024, 2048, 4096, 8192)}
@@ -72,7 +72,7 @@ def plot(lines: Sequence[Mapping[str, Any]], path: str) -> None:
     try:
         file = io.BytesIO()
         figure.savefig(file, format=Path(path).suffix[1:] or None)
-        write_whole(path, file.getvalue())
+        write_atomically(path, file.getvalue())
     except (OSError, ValueError) as error:
         raise UserError(f"--figure={path}: {error}") from None
     finally:

@@ -18,7 +18,7 @@ from psearch_jax.config import PRESETS
 from psearch_jax.eval.tables import table
 from psearch_jax.models import decoder
 from psearch_jax.runtime.accelerators import CHIPS, GIB, GPUS
-from psearch_jax.runtime.paths import write_whole
+from psearch_jax.runtime.paths import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 # size -> (config file, tensor axis, slots)
@@ -56,15 +56,15 @@ def main(argv: Sequence[str]) -> None:
     for family in flags.families:
         for size in flags.sizes:
             rows.append(_on_gpu(flags.out, size) if family == "h200" else _smallest(flags.out, size, family))
-            write_whole(flags.out / "scale.json", json.dumps(rows, indent=2) + "\n")
-            write_whole(flags.out / "scale.md", _table(rows) + "\n")
+            write_atomically(flags.out / "scale.json", json.dumps(rows, indent=2) + "\n")
+            write_atomically(flags.out / "scale.md", _table(rows) + "\n")
     if "v5e" in flags.families:
         fields = ["--config.mesh.tensor=4", "--config.learning.micro_batch_rows=2"]
         rows.append({"model": "7b, LoRA"} | _plan(flags.out, "7b-lora-v5e-2x4", "qwen7b_lora", "v5e:2x4", fields))
     if "h200" in flags.families:
         rows.append({"model": "7b, LoRA"} | _plan(flags.out, "7b-lora-h200", "qwen7b_lora", "h200", []))
-    write_whole(flags.out / "scale.json", json.dumps(rows, indent=2) + "\n")
-    write_whole(flags.out / "scale.md", _table(rows) + "\n")
+    write_atomically(flags.out / "scale.json", json.dumps(rows, indent=2) + "\n")
+    write_atomically(flags.out / "scale.md", _table(rows) + "\n")
     print(_table(rows))
 
 

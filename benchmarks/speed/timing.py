@@ -17,7 +17,7 @@ from typing import Any
 
 from psearch_jax.config import DecoderConfig
 from psearch_jax.eval.tables import table
-from psearch_jax.runtime.paths import write_whole
+from psearch_jax.runtime.paths import write_atomically
 
 PACKAGES = ("numpy", "jax", "flax", "torch", "transformers", "trl", "scann", "faiss-cpu", "numba", "bm25s", "tantivy")
 SIZES: dict[str, DecoderConfig] = {
@@ -109,7 +109,7 @@ def tabled(lines: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
 
 def written(path: str | None, report: Mapping[str, Any]) -> None:
     if path:
-        write_whole(path, json.dumps(report, indent=2, default=str) + "\n")
+        write_atomically(path, json.dumps(report, indent=2, default=str) + "\n")
 
 
 def log(line: str) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 from psearch_jax.config import PRESETS, DecoderConfig, MeshSection
 from psearch_jax.models import hf
 from psearch_jax.models.tensors import TensorReader, write_files
-from psearch_jax.runtime.paths import write_whole
+from psearch_jax.runtime.paths import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPE = np.dtype(ml_dtypes.bfloat16)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
     figures |= json.loads(done.stdout.splitlines()[-1])
     print(json.dumps(figures))
     if flags.json:
-        write_whole(Path(flags.json), json.dumps(figures, indent=2) + "\n")
+        write_atomically(Path(flags.json), json.dumps(figures, indent=2) + "\n")
 
 
 def write_random(config: DecoderConfig, out: Path) -> None:
@@ -80,7 +80,7 @@ def write_random(config: DecoderConfig, out: Path) -> None:
 
     out.mkdir(parents=True)
     write_files(out, hf.tensors_of(config, pieces), DTYPE, FILE_BYTES)
-    write_whole(out / "tokenizer.json", "{}")
+    write_atomically(out / "tokenizer.json", "{}")
     hf.write_config(out, config, DTYPE)
 
 

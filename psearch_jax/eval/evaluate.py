@@ -26,7 +26,7 @@ from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.scheduler import Progress
 from psearch_jax.runtime import processes
-from psearch_jax.runtime.paths import locate, remove_tree, write_whole
+from psearch_jax.runtime.paths import locate, remove_tree, write_atomically
 from psearch_jax.text.prompts import load_template
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Question, RewardParts, Trajectory, Turn, UserError, digest
@@ -100,7 +100,7 @@ class Evaluation:
 
         def begin() -> None:
             parts.mkdir(parents=True, exist_ok=True)
-            write_whole(parts / _SETTINGS, json.dumps({"settings": self.settings}) + "\n")
+            write_atomically(parts / _SETTINGS, json.dumps({"settings": self.settings}) + "\n")
 
         if not self.finished:
             processes.broadcast(begin)
@@ -133,15 +133,15 @@ class Evaluation:
                 samples = len(trajectories) // len(tasks)
                 rows = [evaluation_row(tasks[i // samples][0], t) for i, t in enumerate(trajectories)]
                 text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-                processes.broadcast(functools.partial(write_whole, files[-1], text))
+                processes.broadcast(functools.partial(write_atomically, files[-1], text))
             progress(start + len(tasks), len(self._tasks))
         return self._merge(files) if processes.first() else {}
 
     def finish(self, results: Mapping[str, Any], table: str) -> None:
         """Writes results.json and results.md, and removes the parts."""
         record = {"settings": self.settings, **results}
-        write_whole(self.out / "results.md", table)
-        write_whole(self.out / "results.json", json.dumps(record, indent=2) + "\n")
+        write_atomically(self.out / "results.md", table)
+        write_atomically(self.out / "results.json", json.dumps(record, indent=2) + "\n")
         remove_tree(self.out / _PARTS)
 
     def _merge(self, files: Sequence[Path]) -> dict[str, list[Score]]:
@@ -154,7 +154,7 @@ class Evaluation:
                     if row["benchmark"] == name:
                         scores[name].append(from_row(row))
                         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-            write_whole(self._file(name), "".join(lines))
+            write_atomically(self._file(name), "".join(lines))
         return scores
 
     def _file(self, benchmark: str) -> Path:

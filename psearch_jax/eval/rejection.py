@@ -13,7 +13,7 @@ from typing import Any
 
 from psearch_jax.eval.evaluate import trajectory_row
 from psearch_jax.runtime import processes
-from psearch_jax.runtime.paths import remove_tree, write_whole
+from psearch_jax.runtime.paths import remove_tree, write_atomically
 from psearch_jax.types import Question, RewardParts, Trajectory, UserError
 
 Scored = tuple[Trajectory, RewardParts]
@@ -77,7 +77,7 @@ def sample(
         file = parts / "settings.json"
         if file.exists() and file.read_text(encoding="utf-8") != text:
             raise UserError(f"{file}: found other settings than are asked for, accepted: the same, or another --out")
-        write_whole(file, text)
+        write_atomically(file, text)
 
     processes.broadcast(begin)
     files = []
@@ -86,12 +86,14 @@ def sample(
         files.append(parts / f"{number:06d}.json")
         if not processes.broadcast(files[-1].is_file):
             text = json.dumps(_part(roll_out(asked), len(asked), reward, selection), ensure_ascii=False)
-            processes.broadcast(lambda file=files[-1], text=text: write_whole(file, text))
+            processes.broadcast(lambda file=files[-1], text=text: write_atomically(file, text))
         progress(start + len(asked), len(questions))
     if not processes.first():
         return {}
     contents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    write_whole(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for part in contents for row in part["rows"]))
+    write_atomically(
+        out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for part in contents for row in part["rows"])
+    )
     remove_tree(parts)
     totals = {name: sum(part["totals"][name] for part in contents) for name in contents[0]["totals"]}
     return _means(totals)

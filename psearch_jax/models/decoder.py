@@ -20,19 +20,19 @@ from flax import nnx
 from psearch_jax.config import DecoderConfig, Lora, Remat
 from psearch_jax.models import ragged, ragged_chunk
 from psearch_jax.models.attention import Implementation
-from psearch_jax.models.attention.cached import DECODED
-from psearch_jax.models.attention.scores import ATTENDED, NEG_INF
+from psearch_jax.models.attention.cached import MAX_DECODE_TOKENS
+from psearch_jax.models.attention.scores import ATTENTION_OUTPUT, NEG_INF
 from psearch_jax.models.int8 import Scales
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.layer import LayerContext, layer, rms_norm, rope_cos_sin
 from psearch_jax.models.lora import Adapters
-from psearch_jax.models.products import precision, product, product_across
+from psearch_jax.models.products import precision, product, product_left
 from psearch_jax.models.transposed import Transposed
 from psearch_jax.models.unstacked import Unstacked, unstack
 from psearch_jax.models.vocabulary import Pass, Scored, at_once, by_blocks, by_chunks, gathered, n_blocks
 from psearch_jax.sharding import COMPUTE, STORAGE, constrain, fsdp_gathered, spec
 
-VISITED, VISITED_ROWWISE = 1024, 256  # positions per chunk of a vocabulary pass: by default, on a CPU
+VOCAB_CHUNK, VISITED_ROWWISE = 1024, 256  # positions per chunk of a vocabulary pass: by default, on a CPU
 BlockedHead = tuple[jax.Array | None, jax.Array | None]  # [n, D, V/n] and [n, V/n, D], blocks of columns; see _blocks
 
 
@@ -87,7 +87,8 @@ class Decoder(nnx.Module):
         with weights use it, and the activations are float32 (models/products.py).
       remat: what the backward pass recomputes of each layer: nothing (`none`), all but the attention and the products
         with weights (`dots`), or everything (`full`); the rest is stored.
-      attention: the implementation for rows without a cache.
+      attention: the implementation for rows without a cache; it also stands for the platform, as the kernels that read
+        the cache and the dtype of activations depend on it.
       shard_residual: between layers, split the positions over `tensor`; what remat stores shrinks by that factor.
       lora: add adapters to every kernel of the layers.
       int8: the kernels of the layers are in int8, with scales (models/int8.py).
@@ -164,7 +165,7 @@ class Decoder(nnx.Module):
             table, ids = jax.lax.optimization_barrier((table, ids))
         x = jnp.take(table, ids, axis=0).astype(self.activations)
         listed, by_length, mesh = None, False, jax.sharding.get_abstract_mesh()
-        if cache is not None and ids.shape[1] > DECODED:
+        if cache is not None and ids.shape[1] > MAX_DECODE_TOKENS:
             by_length = ragged_chunk.applies(self.attention, cache.k_transposed, config, mesh)
             if by_length:
                 rows = jnp.arange(ids.shape[0]) if rows is None else rows
@@ -210,9 +211,9 @@ class Decoder(nnx.Module):
                 weights |= nnx.to_pure_dict(nnx.state(module, nnx.Param))
         return weights
 
-    def unstack(self, across: bool = False) -> Unstacked:
+    def unstack(self, left_operands: bool = False) -> Unstacked:
         """A separate copy of each layer's weights, for many calls of `hidden`; see models/unstacked.py."""
-        return unstack(self._weights(), self.config.layers, self._head(), across)
+        return unstack(self._weights(), self.config.layers, self._head(), left_operands)
 
     @_precise
     def logits(
@@ -222,7 +223,7 @@ class Decoder(nnx.Module):
         if unstacked is None or unstacked.head is None:
             return self._logits(self._head(), hidden, temperature, n_ids)
         rows = hidden.reshape(-1, hidden.shape[-1])
-        out = product_across(rows, unstacked.head, self.dtype).reshape(*hidden.shape[:-1], -1)
+        out = product_left(rows, unstacked.head, self.dtype).reshape(*hidden.shape[:-1], -1)
         return self._scaled(out, temperature, n_ids, 0)
 
     def _head(self) -> jax.Array:
@@ -232,7 +233,7 @@ class Decoder(nnx.Module):
     def _blocks(self) -> BlockedHead:
         """The head by blocks of columns: in both orders if models/transposed.py stores it, else in its own."""
         if self.transposed is not None:
-            return self.transposed.head[...], self.transposed.head_across[...]
+            return self.transposed.head[...], self.transposed.head_transposed[...]
         D, V = self.config.width, self.config.vocab_rows
         n = n_blocks(V)
         if self.lm_head is None:
@@ -253,12 +254,12 @@ class Decoder(nnx.Module):
         self, block: BlockedHead, h: jax.Array, index: jax.Array, temperature: float, n_ids: int
     ) -> jax.Array:
         """`logits` [M, V/n] of states [M, D] for one block of the head, [D, V/n] and [V/n, D]."""
-        kernel, across = block
+        kernel, transposed = block
         with precision(self.dtype):  # the backward pass is traced later
             if kernel is None:
-                out = product(h, across.T, self.dtype)
+                out = product(h, transposed.T, self.dtype)
             else:
-                out = product(h, kernel, self.dtype, across)
+                out = product(h, kernel, self.dtype, transposed)
         return self._scaled(out, temperature, n_ids, index * out.shape[1])
 
     def _scaled(self, out: jax.Array, temperature: float, n_ids: int, first: jax.Array | int) -> jax.Array:
@@ -295,7 +296,7 @@ class Decoder(nnx.Module):
         Returns:
           ([B, T] float32, [B, T] float32), 0 at unwanted positions.
         """
-        chunk = chunk or (VISITED_ROWWISE if self.attention == "rowwise" else VISITED)
+        chunk = chunk or (VISITED_ROWWISE if self.attention == "rowwise" else VOCAB_CHUNK)
         options = {"temperature": temperature, "n_ids": n_ids}
         wanted = jnp.ones(targets.shape, bool) if wanted is None else wanted
         mesh = jax.sharding.get_abstract_mesh()
@@ -364,7 +365,9 @@ def _stored(remat: Remat) -> Callable[..., bool]:
     rules = jax.checkpoint_policies
     if remat == "full":
         return rules.nothing_saveable
-    return rules.save_from_both_policies(rules.dots_with_no_batch_dims_saveable, rules.save_only_these_names(ATTENDED))
+    return rules.save_from_both_policies(
+        rules.dots_with_no_batch_dims_saveable, rules.save_only_these_names(ATTENTION_OUTPUT)
+    )
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:

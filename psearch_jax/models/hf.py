@@ -26,7 +26,7 @@ from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
 from psearch_jax.models.tensors import Tensor, TensorReader, write_files
 from psearch_jax.runtime import progress
-from psearch_jax.runtime.paths import TOY_POLICY, locate, read_json, whole_directory
+from psearch_jax.runtime.paths import TOY_POLICY, atomic_directory, locate, read_json
 from psearch_jax.types import UserError
 
 # (path in our parameters, HF name, HF axes, our axes). A dot in the HF axes separates array dimensions; letters
@@ -304,7 +304,7 @@ def save_hf(
         raise UserError(f"{out}: exists already, accepted: a directory that does not exist yet")
     merge = _Merge(params, lora, dtype)
     tensors = list(_exported(merge, config))  # parameters of another shape are refused here
-    with whole_directory(out) as target:
+    with atomic_directory(out) as target:
         write_files(target, tensors, dtype, shard_bytes)
         for name in _TOKENIZER_FILES:
             if (tokenizer_directory / name).is_file():

@@ -22,14 +22,14 @@ import jax
 import jax.numpy as jnp
 
 from psearch_jax.config import DecoderConfig
-from psearch_jax.models.attention.cached import DECODED
+from psearch_jax.models.attention.cached import MAX_DECODE_TOKENS
 from psearch_jax.models.int8 import rounded
 from psearch_jax.sharding import on_own_rows
 
 AXES = (None, "rows", "kv_heads", None, None)  # of keys and of values; scales lack the last
 # The number of positions is a multiple of it. Otherwise XLA for TPU swaps rows and positions in the layout, to pad
 # less, and a program that changes one row then copies the full cache into another layout and back.
-LINES = 32
+CACHE_MULTIPLE = 32
 
 
 @jax.tree_util.register_dataclass
@@ -48,16 +48,16 @@ class KVCache:
     def zeros(
         cls, config: DecoderConfig, rows: int, positions: int, dtype: Any, k_transposed: bool = False
     ) -> KVCache:
-        """An empty cache of at least `positions`, with zeros, because masked keys must not turn into NaN."""
-        shape = (config.layers, rows, config.kv_heads, positions + -positions % LINES, config.head_dim)
+        """An empty cache of at least `positions`, with zeros: a masked value counts 0 times, and 0 x NaN is NaN."""
+        shape = (config.layers, rows, config.kv_heads, positions + -positions % CACHE_MULTIPLE, config.head_dim)
         k, v = (jnp.zeros(shape, dtype) for _ in range(2))
-        scales = (jnp.zeros(shape[:-1], jnp.float32) for _ in range(2)) if _whole(dtype) else ()
+        scales = (jnp.zeros(shape[:-1], jnp.float32) for _ in range(2)) if _is_int8(dtype) else ()
         return cls(k.swapaxes(3, 4) if k_transposed else k, v, k_transposed, *scales)
 
     @classmethod
     def of(cls, k: jax.Array, v: jax.Array, dtype: Any, k_transposed: bool = False) -> KVCache:
         """A cache in `dtype` with the k and v [L, B, K, T, H] that a model returned, padded with zeros."""
-        padding = ((0, 0), (0, 0), (0, 0), (0, -k.shape[3] % LINES), (0, 0))
+        padding = ((0, 0), (0, 0), (0, 0), (0, -k.shape[3] % CACHE_MULTIPLE), (0, 0))
         (k, k_scale), (v, v_scale) = (stored(jnp.pad(x, padding), dtype) for x in (k, v))
         return cls(k.swapaxes(3, 4) if k_transposed else k, v, k_transposed, k_scale, v_scale)
 
@@ -67,13 +67,13 @@ class KVCache:
         return self.v.shape[3]
 
 
-def _whole(dtype: Any) -> bool:
+def _is_int8(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.integer)
 
 
 def stored(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
     """Lines of H in the cache's dtype, and in int8 their scales."""
-    return rounded(x, (x.ndim - 1,)) if _whole(dtype) else (x.astype(dtype), None)
+    return rounded(x, (x.ndim - 1,)) if _is_int8(dtype) else (x.astype(dtype), None)
 
 
 def read(
@@ -120,13 +120,15 @@ def write(
     if rows is not None:
         target = jnp.where(rows[:, None] < 0, size, target)
 
-    def local(first: Any, old: jax.Array, new: jax.Array, target: jax.Array, rows: jax.Array, across: bool = False):
-        return _put(old, new, target, jnp.maximum(rows - first, 0), across)
+    def local(
+        first: Any, old: jax.Array, new: jax.Array, target: jax.Array, rows: jax.Array, transposed: bool = False
+    ):
+        return _put(old, new, target, jnp.maximum(rows - first, 0), transposed)
 
-    def put(old: jax.Array | None, new: jax.Array | None, across: bool = False) -> jax.Array | None:
+    def put(old: jax.Array | None, new: jax.Array | None, transposed: bool = False) -> jax.Array | None:
         if old is None or new is None:
             return None
-        if rows is None and old.ndim == 4 and new.shape[3] <= DECODED:
+        if rows is None and old.ndim == 4 and new.shape[3] <= MAX_DECODE_TOKENS:
             # Scales of a decode step: to scatter single numbers, XLA for TPU would convert all scales to another
             # layout, and back for the kernel that reads them, at every token.
             for t in range(new.shape[3]):
@@ -134,24 +136,24 @@ def write(
                 old = jnp.where(here[:, None], new[..., t : t + 1], old)
             return old
         if rows is None:
-            return _put(old, new, target, jnp.arange(new.shape[1]), across)
+            return _put(old, new, target, jnp.arange(new.shape[1]), transposed)
         axes = AXES[: old.ndim]
         places = ((new, axes), (target, ("rows", None)), (rows, ("rows",)))
-        return on_own_rows(functools.partial(local, across=across), old, axes, *places)
+        return on_own_rows(functools.partial(local, transposed=transposed), old, axes, *places)
 
-    across = cache.k_transposed
+    transposed = cache.k_transposed
     (k, k_scale), (v, v_scale) = (stored(x, cache.v.dtype) for x in (k, v))
     scales = put(cache.k_scale, k_scale), put(cache.v_scale, v_scale)
-    return KVCache(put(cache.k, k, across), put(cache.v, v), across, *scales)
+    return KVCache(put(cache.k, k, transposed), put(cache.v, v), transposed, *scales)
 
 
-def _put(old: jax.Array, new: jax.Array, target: jax.Array, place: jax.Array, across: bool = False) -> jax.Array:
+def _put(old: jax.Array, new: jax.Array, target: jax.Array, place: jax.Array, transposed: bool = False) -> jax.Array:
     """`new` [L, R, K, T, H], or [L, R, K, T], at the rows `place` [R] and positions `target` [R, T] of `old`."""
     # Every leading index is explicit, so that complete lines of H are written. With L or K as slices, XLA's TPU
     # backend changes the cache's layout for the write, and so transposes all of it at every token.
     L, _, K = new.shape[:3]
     at = jnp.arange(L)[:, None, None, None], place[:, None, None], jnp.arange(K)[:, None], target[:, None]
-    at = (*at[:3], slice(None), at[3]) if across else at
+    at = (*at[:3], slice(None), at[3]) if transposed else at
     return old.at[at].set(new, mode="drop")
 
 

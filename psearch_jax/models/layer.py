@@ -13,7 +13,7 @@ import numpy as np
 from psearch_jax.config import DecoderConfig
 from psearch_jax.models import kv_cache, products, ragged, ragged_chunk
 from psearch_jax.models.attention import Implementation, causal
-from psearch_jax.models.attention.cached import DECODED, Keys, chunk_attention, decode
+from psearch_jax.models.attention.cached import MAX_DECODE_TOKENS, Keys, chunk_attention, decode
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.sharding import constrain, fsdp_gathered
 
@@ -55,7 +55,7 @@ def layer(
     # all rows, which added a quarter to an update's products.
     # Not for decoding: weights that are sampled from are not split over fsdp, and the constraint would keep the slice
     # of the stacked kernel from fusing with its product.
-    if "o_kernel" in w and x.shape[1] > DECODED:
+    if "o_kernel" in w and x.shape[1] > MAX_DECODE_TOKENS:
         w = {**w, "o_kernel": fsdp_gathered(w["o_kernel"], "heads", None, "embed")}
     eps = context.config.rms_eps
 
@@ -83,14 +83,14 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, index: jax.Array, context:
     cache, start = context.cache, context.start
     if cache is None:
         return causal(q, k, v, context.attention, context.segments)
-    if context.by_length and q.shape[1] <= DECODED:
+    if context.by_length and q.shape[1] <= MAX_DECODE_TOKENS:
         return ragged.decode(q, k, v, cache, index, start, context.attention, listed=context.listed)
     if context.by_length:
         to_rows = (cache, index, start, context.rows, context.attention)
         return ragged_chunk.attend(q, k, v, *to_rows, listed=context.listed)
     k_old, v_old, *scales = kv_cache.read(cache, index, context.span, context.rows)
     old = Keys(k_old, v_old, cache.k_transposed, *scales)
-    return (decode if q.shape[1] <= DECODED else chunk_attention)(q, k, v, old, start)
+    return (decode if q.shape[1] <= MAX_DECODE_TOKENS else chunk_attention)(q, k, v, old, start)
 
 
 def _dense(
@@ -99,16 +99,16 @@ def _dense(
     """x times the kernel `name`, plus its bias and its adapter if it has them."""
     dtype = context.dtype
     bias, scale, transposed = (w.get(f"{name}{part}") for part in ("_bias", "_kernel_scale", "_kernel_transposed"))
-    if contracted == 2 and x.shape[1] <= DECODED and scale is None and context.attention == "splash":
+    if contracted == 2 and x.shape[1] <= MAX_DECODE_TOKENS and scale is None and context.attention == "splash":
         # Without a reshape the slice of the stacked kernel fuses with its product on a TPU, also for several tokens.
         out = jnp.einsum("BTNH,NHD->BTD", x, w[f"{name}_kernel"].astype(dtype))
-    elif f"{name}_kernel_across" in w:
-        out = products.dense_across(x, w[f"{name}_kernel_across"], dtype, bias, contracted)
+    elif f"{name}_kernel_left" in w:
+        out = products.dense_left(x, w[f"{name}_kernel_left"], dtype, bias, contracted)
     else:
         out = products.dense(x, w[f"{name}_kernel"], dtype, bias, contracted, scale, transposed)
     if f"{name}_kernel_a" in w:
         # The barrier makes this another input than x: XLA for GPUs would concatenate both kernels for one product.
-        low_input = jax.lax.optimization_barrier(x) if x.shape[1] <= DECODED else x
+        low_input = jax.lax.optimization_barrier(x) if x.shape[1] <= MAX_DECODE_TOKENS else x
         is_cpu = context.attention == "rowwise"
         low = products.dense(low_input, w[f"{name}_kernel_a"], x.dtype, contracted=contracted, narrow=is_cpu)
         out += products.dense(context.lora_scale * low, w[f"{name}_kernel_b"], x.dtype)

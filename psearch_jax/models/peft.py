@@ -13,7 +13,7 @@ from flax import nnx
 
 from psearch_jax.config import DecoderConfig, Lora
 from psearch_jax.models import hf, lora
-from psearch_jax.runtime.paths import locate, read_json, whole_directory, write_whole
+from psearch_jax.runtime.paths import atomic_directory, locate, read_json, write_atomically
 from psearch_jax.types import UserError, first_line
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -60,9 +60,9 @@ def save_adapters(
         "inference_mode": True,
         "target_modules": sorted({module_name(kernel, 0).rpartition(".")[2] for kernel in lora.KERNELS}),
     }
-    with whole_directory(out) as target:
-        write_whole(target / WEIGHTS, save(tensors, metadata={"format": "pt"}))
-        write_whole(target / CONFIG, json.dumps(record, indent=2) + "\n")
+    with atomic_directory(out) as target:
+        write_atomically(target / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+        write_atomically(target / CONFIG, json.dumps(record, indent=2) + "\n")
 
 
 def read_shape(path: str | Path) -> Lora:

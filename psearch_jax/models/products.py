@@ -57,13 +57,13 @@ def dense(
     return out if bias is None else out + bias.astype(x.dtype)
 
 
-def dense_across(
-    x: jax.Array, across: jax.Array, dtype: Any, bias: jax.Array | None = None, contracted: int = 1
+def dense_left(
+    x: jax.Array, left: jax.Array, dtype: Any, bias: jax.Array | None = None, contracted: int = 1
 ) -> jax.Array:
     """`dense` for a kernel that is stored as [*out, *in]."""
     B, T = x.shape[:2]
-    outputs, inputs = across.shape[:-contracted], math.prod(across.shape[-contracted:])
-    out = product_across(x.reshape(B * T, inputs), across.reshape(-1, inputs), dtype).reshape(B, T, *outputs)
+    outputs, inputs = left.shape[:-contracted], math.prod(left.shape[-contracted:])
+    out = product_left(x.reshape(B * T, inputs), left.reshape(-1, inputs), dtype).reshape(B, T, *outputs)
     return out if bias is None else out + bias.astype(x.dtype)
 
 
@@ -86,15 +86,15 @@ def product(x: jax.Array, kernel: jax.Array, dtype: Any, transposed: jax.Array |
     return _rounded_product(x, kernel, jnp.dtype(dtype))
 
 
-def product_across(x: jax.Array, across: jax.Array, dtype: Any) -> jax.Array:
-    """x [M, K] times the transpose of a float32 kernel that is stored as `across` [N, K], for a few rows on a CPU.
+def product_left(x: jax.Array, left: jax.Array, dtype: Any) -> jax.Array:
+    """x [M, K] times the transpose of a float32 kernel that is stored as `left` [N, K], for a few rows on a CPU.
 
     XLA's CPU backend first copies the second operand of every product into another layout. If the kernel were second,
     a product of a few rows would be mostly copying; so here the rows are second. The barriers keep XLA from merging
     neighbouring operations into the product, which would swap the operands again.
     """
     operand = jax.lax.optimization_barrier(rounded(x, dtype).T)
-    return jax.lax.optimization_barrier(jnp.matmul(across, operand)).T
+    return jax.lax.optimization_barrier(jnp.matmul(left, operand)).T
 
 
 @jax.custom_vjp

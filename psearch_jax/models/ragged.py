@@ -75,7 +75,7 @@ def decode(
     """Attention of a few tokens over themselves and the cached positions before them, as `attention.cached.decode`.
 
     Args:
-      q: [B, T, N, H], T at most `DECODED`.
+      q: [B, T, N, H], T at most `MAX_DECODE_TOKENS`.
       k, v: [B, K, T, H] of the tokens.
       cache: of which the first start[b] positions of row b are real.
       layer: [] int32.

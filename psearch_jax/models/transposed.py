@@ -39,7 +39,7 @@ class Transposed(nnx.Module):
     """The kernels' transposes, and the head in the order that the model does not store.
 
     Attributes:
-      head, head_across: [n, D, V/n] and [n, V/n, D], the head in both orders by blocks of its columns
+      head, head_transposed: [n, D, V/n] and [n, V/n, D], the head in both orders by blocks of its columns
         (vocabulary.by_blocks); None for a model without a head.
     """
 
@@ -48,7 +48,7 @@ class Transposed(nnx.Module):
         n = n_blocks(config.vocab_rows)
         D, columns = config.width, config.vocab_rows // n
         self.head = nnx.Param(jnp.zeros((n, D, columns))) if head else None
-        self.head_across = nnx.Param(jnp.zeros((n, columns, D))) if head else None
+        self.head_transposed = nnx.Param(jnp.zeros((n, columns, D))) if head else None
 
 
 def multiplies_slowly_transposed(mesh: Mesh, dtype: Any) -> bool:
@@ -69,9 +69,9 @@ def _both_orders(weights: nnx.State, head: bool) -> dict[tuple[str, ...], jax.Ar
         out["transposed", "layers", f"{name}_transposed"] = bits(matrices)
     if head:
         untied = flat.get(("lm_head",))
-        across = flat["embedding",].get_value() if untied is None else untied.get_value().T  # [V, D]
-        blocks = bits(across.reshape(n_blocks(across.shape[0]), -1, across.shape[1]))
-        out["transposed", "head"], out["transposed", "head_across"] = blocks.swapaxes(1, 2), blocks
+        transposed = flat["embedding",].get_value() if untied is None else untied.get_value().T  # [V, D]
+        blocks = bits(transposed.reshape(n_blocks(transposed.shape[0]), -1, transposed.shape[1]))
+        out["transposed", "head"], out["transposed", "head_transposed"] = blocks.swapaxes(1, 2), blocks
     return out
 
 

@@ -25,7 +25,7 @@ from psearch_jax.planning.expected import (
 from psearch_jax.planning.plan import CRITIC_PROGRAMS, LEARNER_PROGRAMS, SAMPLER_PROGRAMS, make_plan, model_shape
 from psearch_jax.planning.targets import Target
 from psearch_jax.runtime.accelerators import forward_flops
-from psearch_jax.runtime.paths import write_whole
+from psearch_jax.runtime.paths import write_atomically
 from psearch_jax.types import UserError
 
 Changes = Mapping[str, Any]  # from fields such as "rollout.slots" to values
@@ -193,7 +193,7 @@ def write_config(file: Path, base: Path, changes: Changes, topology: str, expect
     """Writes a config file: that of `base`, with other values of some fields."""
     values = {name: json.dumps(value) if isinstance(value, str) else repr(value) for name, value in changes.items()}
     lines = [f"    config.{name} = {value}" for name, value in values.items()]
-    write_whole(
+    write_atomically(
         file,
         f'"""{base.name} with settings for {topology}, by launch/plan.py --search.\n\n{expected}.\n"""\n\n'
         "import runpy\n"

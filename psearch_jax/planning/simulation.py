@@ -1,7 +1,8 @@
 """Decode steps of a training run, simulated from the lengths of rollouts, without a model.
 
 The simulation follows the rules of the sampler (when `generate` yields), the scheduler (which rollouts get a slot) and
-the stream (when a batch is complete), so for the same lengths it counts the same decode steps as they do.
+the stream (when a batch is complete), so for the same lengths it counts the same decode steps as they do, with
+`rollout.after_eos=end`: otherwise lengths do not say which replies were followed by another turn.
 """
 
 from __future__ import annotations

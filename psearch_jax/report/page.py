@@ -17,7 +17,7 @@ from psearch_jax.eval.tables import paired_table
 from psearch_jax.report import charts, tables, training
 from psearch_jax.report.rollouts import Shown, packed, packed_bytes, spelling_of, spread_out
 from psearch_jax.report.runs import RunFiles, read_runs
-from psearch_jax.runtime.paths import locate, make_writable, of_store, write_whole
+from psearch_jax.runtime.paths import locate, make_writable, of_store, write_atomically
 from psearch_jax.types import END_STATUSES, KINDS, UserError
 
 log = logging.getLogger("psearch_jax")
@@ -36,7 +36,7 @@ def write_report(runs: Sequence[RunFiles], file: str | Path | None = None) -> Pa
     """
     path = locate(file) if file else runs[0].directory / FILE
     make_writable(path.parent)
-    write_whole(path, render(runs))
+    write_atomically(path, render(runs))
     return path
 
 

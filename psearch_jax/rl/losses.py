@@ -46,7 +46,8 @@ def policy_loss(
     is GSPO (arXiv 2507.18071 eq. 5). `dual_clip` bounds the surrogate from below by
     `dual_clip * min(advantage, 0)` (arXiv 1912.09729 eq. 5). `importance_cap` weights tokens by the truncated ratio of
     old policy to sampler; where the sampler's weights are older, that is the decoupled objective (arXiv 2110.00641,
-    2505.24298). `reject_ratio` leaves out rollouts that the old policy would hardly sample. With `kl_in=reward` the KL
+    2505.24298). `reject_ratio` leaves out rollouts whose geometric mean of
+    p_old / p_sampler is above it or below its inverse. With `kl_in=reward` the KL
     is in the advantages and not here. `entropy_coefficient` times the entropy is subtracted (arXiv 1707.06347 eq. 9).
     `guard` is the weight of a penalty on good actions that lost likelihood (LLDS, arXiv 2512.04220). An action is the
     tokens of one turn. If its advantage is not negative and its total log-prob fell by more than ROUNDING, each of its

@@ -8,7 +8,8 @@ Invariant of every row: `length` tokens are known and the cache holds `length - 
 token is always the next model input. So no logits are stored, and new, parked and refilled rows are treated alike.
 
 `generate` stops when no row is running, after the requested number of decode steps, or when enough rows wait:
-parked at `</search>` or at the end of a full turn, or finished while other rollouts wait for a slot.
+parked at `</search>`, at the end of a full turn or, with `eos_continues`, of a reply without an action, or finished
+while other rollouts wait for a slot.
 `admit` and `extend` change only a few rows per call, `rows` [R] as in models/kv_cache.py. Their cost grows with R, so
 a row need not wait until many rows are ready.
 Letters: B rows, R of them in one call, S positions, C forced tokens in one call, P prompts, V vocabulary rows (others
@@ -57,7 +58,7 @@ from psearch_jax.sharding import (
     spec,
 )
 
-FOREVER = np.iinfo(np.int32).max
+NO_STEP_LIMIT = np.iinfo(np.int32).max
 
 
 class Sampler:
@@ -103,7 +104,7 @@ class Sampler:
             answered=states,  # an extra, absorbing state that completes no tag
             cache_dtype=jnp.int8 if options.int8_cache else activations,
             k_transposed=on_cpu,
-            transpose_unstacked=self._on_one_cpu and not narrow,
+            left_operands=self._on_one_cpu and not narrow,
             # XLA for CPUs cannot slice 16 bits: in every call it would convert the stacks of all layers to float32.
             chunks_unstacked=self._on_one_cpu and dtype != jnp.float32 and not options.int8_weights,
             draw=draw,
@@ -230,7 +231,7 @@ class Sampler:
         *,
         refill: bool = False,
         awaiting_search: int = 0,
-        max_steps: int = FOREVER,
+        max_steps: int = NO_STEP_LIMIT,
     ) -> SamplerState:
         """Samples until no row is running or enough rows wait. Below temperature 1e-6 greedily (log-probs at 1).
 

@@ -23,7 +23,7 @@ from psearch_jax.rollout import boundary, drafts, sampling
 from psearch_jax.rollout.sampler_state import SamplerState, Status
 from psearch_jax.sharding import put_rows, take_rows
 
-COLDEST = 1e-6  # below this temperature decoding is greedy: the division of logits would overflow float32
+GREEDY_BELOW = 1e-6  # below this temperature decoding is greedy: the division of logits would overflow float32
 
 Draw = Callable[[jax.Array, SamplerState], jax.Array]  # from logits [B, V] and the state to tokens [B] int32
 
@@ -47,6 +47,7 @@ class SamplerOptions:
       int8_cache: cached keys and values are in int8.
       unstacked_decoding: decode from a copy of each layer's weights in separate arrays (models/unstacked.py).
       draft_tokens: drafts that a decode step verifies per row, at most 7; 0: one token is sampled per step.
+      eos_continues: a row at a stop token without an answer waits for a message, as at the end of a full turn.
     """
 
     dtype: Any = jnp.float32
@@ -59,6 +60,7 @@ class SamplerOptions:
     int8_cache: bool = False
     unstacked_decoding: bool = False
     draft_tokens: int = 0
+    eos_continues: bool = False
 
 
 class SamplingWeights(NamedTuple):
@@ -102,7 +104,7 @@ class SamplerPrograms:
       n_ids: number of token ids that may be sampled.
       answered: the automaton state of rows with a complete answer.
       cache_dtype, k_transposed: how keys and values are stored.
-      transpose_unstacked: `Decoder.unstack` transposes the kernels.
+      left_operands: as for `Decoder.unstack`.
       chunks_unstacked: prompts and passages read `SamplingWeights.unstacked`, not the stacks.
       draw: samples the next tokens.
     """
@@ -114,7 +116,7 @@ class SamplerPrograms:
     answered: int
     cache_dtype: Any
     k_transposed: bool
-    transpose_unstacked: bool
+    left_operands: bool
     chunks_unstacked: bool
     draw: Draw
 
@@ -137,12 +139,12 @@ class SamplerPrograms:
         )
 
     def unstack(self, params: nnx.State) -> Unstacked:
-        return nnx.merge(self.graph, params).unstack(self.transpose_unstacked)
+        return nnx.merge(self.graph, params).unstack(self.left_operands)
 
     def prefill(self, weights: SamplingWeights, ids: jax.Array, n: jax.Array) -> SamplerState:
         k, v = self._keys_and_values(weights, ids)
         pool = self.new_state(*ids.shape)
-        # Keys and values of pads may not be finite, and `admit` copies them past the prompt: replace them by zeros.
+        # Keys and values of pads can be NaN or infinite, and `admit` copies them past the prompt: they become zeros.
         real = (jnp.arange(ids.shape[1]) < n[:, None])[:, None, :, None]
         cache = KVCache.of(*(jnp.where(real, x, 0) for x in (k, v)), self.cache_dtype, self.k_transposed)
         return replace(pool, ids=ids, length=n, cache=cache)
@@ -252,12 +254,14 @@ class SamplerPrograms:
     ) -> SamplerState:
         model, unstacked = nnx.merge(self.graph, weights.params), weights.unstacked
         if unstacked is None and self.options.unstacked_decoding:
-            unstacked = model.unstack(self.transpose_unstacked)
+            unstacked = model.unstack(self.left_operands)
         first_step = state.steps
 
         def keep_decoding(state: SamplerState) -> jax.Array:
             running = jnp.sum(state.status == Status.RUNNING)
             parked = (state.status == Status.SEARCH) | (state.status == Status.TURN_FULL)
+            if self.options.eos_continues:
+                parked |= state.status == Status.EOS
             finished = (state.status > Status.SEARCH) & ~parked
             waiting = jnp.sum(parked) - limits.awaiting_search + limits.refill * jnp.sum(finished)
             enough = waiting >= self.options.yield_share * (running + waiting)
@@ -280,7 +284,7 @@ class SamplerPrograms:
         """Samples a token for every running row, and more as long as they equal the row's draft.
 
         The model computes all T = 1 + draft_tokens positions of a row at once. The draw at a position depends only on
-        the row's key, the position and the tokens before it. So a draw behind an accepted draft is the one that a step
+        the row's key, the position and the tokens before it. So a draw after an accepted draft is the one that a step
         of its own would have made, and the tokens are those of plain decoding (up to rounding).
         """
         B, S = state.ids.shape
@@ -312,7 +316,7 @@ class SamplerPrograms:
         """Samples one token for every active row from its logits [B, V]; also returns the tokens [B] of all rows."""
         B, S = state.ids.shape
         rows = jnp.arange(B)
-        greedy = temperature < COLDEST
+        greedy = temperature < GREEDY_BELOW
         finite = jnp.all(jnp.isfinite(logits), axis=-1)
         sampled = active & finite
         logits = logits / jnp.where(greedy, 1.0, temperature)[:, None]

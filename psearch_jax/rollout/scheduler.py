@@ -27,7 +27,7 @@ import numpy as np
 from psearch_jax.config import RetrievalSection, RolloutSection
 from psearch_jax.models.buckets import pick
 from psearch_jax.rollout import sampling
-from psearch_jax.rollout.sampler import FOREVER, Sampler
+from psearch_jax.rollout.sampler import NO_STEP_LIMIT, Sampler
 from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.sampler_state import SamplerState, Status, Widths
 from psearch_jax.rollout.search import Passages, Queries, SearchPolicy
@@ -211,7 +211,7 @@ class RolloutScheduler:
         return suspended
 
     def add(self, questions: Sequence[Question], prompts: Sequence[list[int]], step: int) -> None:
-        """Queues every sample of this process's `questions`; with a too long prompt it ends as `truncated`.
+        """Queues every sample of this process's `questions`; one whose prompt is too long ends as `truncated`.
 
         Args:
           step: part of the random key of these rollouts.
@@ -354,7 +354,7 @@ class RolloutScheduler:
 
     # ---- decode ----
 
-    def decode(self, temperature: float | np.ndarray, max_steps: int = FOREVER) -> None:
+    def decode(self, temperature: float | np.ndarray, max_steps: int = NO_STEP_LIMIT) -> None:
         """Samples until enough rows wait, or for `max_steps`; one temperature for all slots, or one per slot."""
         self.state = self.sampler.generate(
             self.weights,

@@ -3,7 +3,7 @@
 With batches ahead, the slots stay full while the last rollouts of a batch are decoded: rollouts of the next batches
 take the free ones. Between two calls of `collect`, unfinished rollouts are suspended to the host (scheduler.py); the
 next call continues them with newer weights. Batches are never reordered, so short rollouts are not learned from before
-long ones, and a token is at most `ahead` calls older than the batch that it is collected with.
+long ones, and a token is at most `train.staleness` calls older than the batch that it is collected with.
 
 Which rollouts are suspended where depends only on decode steps and yields, not on time: equal seeds give equal runs.
 """

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from psearch_jax.runtime import processes
-from psearch_jax.runtime.paths import is_remote, locate, write_whole
+from psearch_jax.runtime.paths import is_remote, locate, write_atomically
 
 # The phases of a training step that do not overlap: the sum of their `PHASE_s` is its duration.
 PHASES = ("rollout", "probe", "reward", "logprobs", "update", "sampling_wait")
@@ -112,7 +112,7 @@ class MetricsWriter:
             return
         for file in sorted(self._here.rglob("*")):
             if file.is_file():
-                write_whole(self._target / file.relative_to(self._here).as_posix(), file.read_bytes())
+                write_atomically(self._target / file.relative_to(self._here).as_posix(), file.read_bytes())
         self._put = time.monotonic()
 
     def close(self) -> None:
@@ -148,5 +148,5 @@ def cut_jsonl(path: Path, before_step: int) -> int:
             kept.append(line)
         else:
             dropped += 1
-    write_whole(path, "".join(f"{line}\n" for line in kept))
+    write_atomically(path, "".join(f"{line}\n" for line in kept))
     return dropped

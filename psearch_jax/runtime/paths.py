@@ -3,7 +3,7 @@
 On an object store, writing an object is atomic but renaming is not, a directory exists only while it contains
 something, and files can neither be appended to nor memory-mapped. Therefore:
 
-- `write_whole` writes a temporary file and renames it on a disk, and writes one object on a store;
+- `write_atomically` writes a temporary file and renames it on a disk, and writes one object on a store;
 - files that grow are written to a local disk and uploaded from there (metrics.py);
 - memory-mapped files (initial weights, merged question sets, passages and vectors) must be on a disk, which `on_disk`
   checks. Orbax reads and writes checkpoints on a store.
@@ -86,7 +86,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 @contextmanager
-def whole_directory(out: Path) -> Iterator[Path]:
+def atomic_directory(out: Path) -> Iterator[Path]:
     """A directory to write the contents of `out` into, renamed to `out` at the end: it is complete or absent.
 
     On an object store, which has no renaming, it is `out` itself. If the block raises, what it wrote is removed.
@@ -105,7 +105,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
         raise
 
 
-def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Writes a file atomically, in a new directory if necessary.
 
     Raises:
@@ -148,7 +148,7 @@ def make_writable(directory: str | os.PathLike[str]) -> Path:
     path = locate(directory)
     if is_remote(path):
         probe = path / f".probe-{uuid.uuid4().hex}"  # unique, because all processes of a run do this at the same time
-        write_whole(probe, b"")
+        write_atomically(probe, b"")
         probe.unlink(missing_ok=True)
     else:
         path.mkdir(parents=True, exist_ok=True)

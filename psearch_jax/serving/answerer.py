@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from psearch_jax.limits import HOTTEST
+from psearch_jax.limits import MAX_TEMPERATURE
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.sampler_state import Status
@@ -33,7 +33,7 @@ from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage, in_background
 
 log = logging.getLogger("psearch_jax")
-EVERY = 8  # tokens decoded per row between two event updates
+EVERY = 8  # decode steps between two event updates
 RETRY_S = 1.0  # pause after a failure
 FAILED = "the answer failed; see the server's log for the cause"  # the cause itself may contain paths and texts
 
@@ -80,7 +80,7 @@ class Answerer:
       collector: its budgets apply to every question.
       weights: of the policy.
       seed: combined with each question's own seed.
-      every: tokens decoded per row between two event updates: fewer stream more smoothly and cost a little more.
+      every: decode steps between two event updates: fewer stream more smoothly and cost a little more.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class Answerer:
         """
         if not text.strip() or any("\ud800" <= letter <= "\udfff" for letter in text):
             raise UserError(f"question: found {text[:40]!r}, accepted: text")
-        if not (math.isfinite(temperature) and 0 <= temperature <= HOTTEST):
-            raise UserError(f"temperature: found {temperature}, accepted: 0 to {HOTTEST:g}")
+        if not (math.isfinite(temperature) and 0 <= temperature <= MAX_TEMPERATURE):
+            raise UserError(f"temperature: found {temperature}, accepted: 0 to {MAX_TEMPERATURE:g}")
         question = Question("asked", f"{seed} {text}", text, (), "single")
         prompt, most = self._collector.render(question), self._parts.rollout.prompt_tokens
         if len(prompt) > most:

@@ -32,7 +32,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from psearch_jax.limits import HOTTEST, MAX_SEED
+from psearch_jax.limits import MAX_SEED, MAX_TEMPERATURE
 from psearch_jax.serving.answerer import Answerer, Event
 from psearch_jax.serving.console import AnswerSummary, as_json, rankings
 from psearch_jax.serving.openapi import description
@@ -146,7 +146,7 @@ def make_app(
 
     Args:
       model: the name of the policy that clients see.
-      token: the bearer token that all but /health and the page require; None: no authentication.
+      token: the bearer token that /v1/* and /metrics require; None: no authentication.
       examples: questions that the page offers.
       hosts: without a token, the host names that clients may use; empty: any.
     """
@@ -224,8 +224,8 @@ def read(asked: Mapping[str, Any], limits: Limits) -> Asking:
     if not isinstance(stream, bool | None):
         raise HTTPException(422, "stream: expected true or false")
     number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if temperature is not None and not (number and 0 <= temperature <= HOTTEST):  # NaN fails the comparison
-        raise HTTPException(422, f"temperature: expected a number from 0 to {HOTTEST:g}")
+    if temperature is not None and not (number and 0 <= temperature <= MAX_TEMPERATURE):  # NaN fails the comparison
+        raise HTTPException(422, f"temperature: expected a number from 0 to {MAX_TEMPERATURE:g}")
     seed = http.integer_if_whole(seed)
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) > MAX_SEED):
         raise HTTPException(422, "seed: expected a whole number of 64 bits")

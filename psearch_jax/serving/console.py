@@ -139,7 +139,7 @@ def took(summary: AnswerSummary) -> str:
 
 
 def as_json(question: str, summary: AnswerSummary) -> dict[str, Any]:
-    """The object that `--json` prints for a question."""
+    """The object that `--json` prints for a question, and that an HTTP answer has as `psearch`."""
     trajectory = summary.trajectory
     if trajectory is None:
         return {"question": question, "error": summary.error}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psearch_jax.limits import HOTTEST, MAX_SEED
+from psearch_jax.limits import MAX_SEED, MAX_TEMPERATURE
 from retrieval.remote.openapi import NUMBER, PROMETHEUS, TEXT, WHOLE, Describer, Schema, fields, json_of, rows_of
 
 
@@ -53,7 +53,7 @@ def _request(question_chars: int) -> Schema:
     return fields(
         {"messages": {**rows_of(message), "contains": _is(role="user")}},
         stream={"type": ["boolean", "null"]},
-        temperature={"type": ["number", "null"], "minimum": 0, "maximum": HOTTEST},
+        temperature={"type": ["number", "null"], "minimum": 0, "maximum": MAX_TEMPERATURE},
         seed={"type": ["integer", "null"], "minimum": -MAX_SEED, "maximum": MAX_SEED},
         n={"enum": [1, None]},
     )

@@ -332,16 +332,16 @@ def starting_params(shape: DecoderConfig, seed: int) -> nnx.State:
     for name in ("o_kernel", "down_kernel"):  # so that the previous-token head stands out
         values[name] = QUIET * values[name]
     values["o_kernel"] = values["o_kernel"].at[0, 0].set(output)
-    values["k_bias"] = values["k_bias"].at[0].set(_turned(shape, 0))
+    values["k_bias"] = values["k_bias"].at[0].set(_rotation_of(shape, 0))
     for head, back in enumerate(LOOKING_BACK[: shape.heads]):
-        values["q_bias"] = values["q_bias"].at[0, head].set(_turned(shape, -back))
+        values["q_bias"] = values["q_bias"].at[0, head].set(_rotation_of(shape, -back))
     values["q_kernel"] = values["q_kernel"].at[1, :, 0].set(value)
     values["k_kernel"] = values["k_kernel"].at[1, :, 0].set(MATCHING * output.T)
     values["o_kernel"] = values["o_kernel"].at[1, 0].set(COPYING * values["v_kernel"][1, :, 0].T)
     return nnx.from_flat_state([(path, v.replace(values[path[-1]])) for path, v in flat.items()])
 
 
-def _turned(shape: DecoderConfig, positions: int) -> np.ndarray:
+def _rotation_of(shape: DecoderConfig, positions: int) -> np.ndarray:
     """[H] a vector of length SHARPNESS in each fast rotary pair, rotated by `positions`."""
     half = shape.head_dim // 2
     angles = positions / shape.rope_theta ** (np.arange(half) / half)

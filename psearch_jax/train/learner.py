@@ -126,7 +126,7 @@ class Learner(Trainable):
         return self._reference_score_program, None
 
     def warm_up(self, params: nnx.State, reference: nnx.State | None = None) -> None:
-        """Compiles every program at every width, so that no later step has to."""
+        """As `Trainable.warm_up`, and compiles the reference's `score`."""
         super().warm_up(params)
         if reference is None:
             return

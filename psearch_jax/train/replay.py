@@ -14,7 +14,7 @@ from pathlib import Path
 
 from psearch_jax.config import RolloutSection
 from psearch_jax.runtime import processes
-from psearch_jax.runtime.paths import locate, write_whole
+from psearch_jax.runtime.paths import locate, write_atomically
 from psearch_jax.train.rollout_files import described, packed, trajectory_of, unpacked
 from psearch_jax.types import Question, Trajectory, UserError
 
@@ -35,7 +35,7 @@ def write(workdir: Path, step: int, draws: Sequence[Sequence[Trajectory]]) -> No
         for t in draw
     ]
     (workdir / FOLDER).mkdir(exist_ok=True)
-    write_whole(_file(workdir, step), packed(rows, draws=len(draws)))
+    write_atomically(_file(workdir, step), packed(rows, draws=len(draws)))
 
 
 class Recording:

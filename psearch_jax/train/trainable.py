@@ -210,7 +210,7 @@ class Trainable(abc.ABC):
         return "no parameter" if index < 0 else self._names[index]
 
     def warm_up(self, params: nnx.State) -> None:
-        """Compiles every program at every width, so that no later step has to."""
+        """Compiles `accumulate` and `score` at every width; the first update compiles `apply`."""
         frozen, batches = self._frozen_inputs, self._empty_batches()
         with jax.set_mesh(self.mesh):
             sums = self._zero(params)

@@ -47,7 +47,7 @@ from psearch_jax.types import Question, RewardParts, TrainBatch, Trajectory, Use
 from retrieval.protocol import RetrievalError
 
 log = logging.getLogger("psearch_jax")
-# Settings that evaluations depend on, or begin with; of section eval, those that a resume must keep.
+# Fields, or prefixes of fields, that change the results of an evaluation.
 _EVALUATED = (
     "data.validation",
     "data.template",
@@ -318,7 +318,7 @@ def _is_probed(run: Run, step: int) -> bool:
 
 
 def _compile(run: Run) -> None:
-    """Compiles every program, so that no later step has to."""
+    """Compiles every program except the optimizer's, which the first step compiles."""
     run.stop.checker()()
     with run.phase("compile"):
         if run.recording is None:

@@ -82,7 +82,7 @@ class Bm25Ranker:
     def build(cls, passages: Sequence[Passage], directory: Path | None = None) -> Bm25Ranker:
         """Index the titles and texts of `passages` into the new `directory`, or in memory without one.
 
-        Only the vocabulary and one part of the postings are in memory, so memory grows only with the vocabulary.
+        With a directory, memory holds the vocabulary, 12 bytes per passage and one part of the postings.
 
         Raises:
           CorpusError: the passages contain no word.

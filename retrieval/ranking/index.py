@@ -84,7 +84,7 @@ class ScannIndex:
         refuse_non_finite(vectors)
         if tree is not None:
             _check(tree, *vectors.shape)
-        with words_to(log):
+        with redirect_stderr(log):
             return cls(vectors, _build_searcher(vectors, tree), tree)
 
     @classmethod
@@ -97,7 +97,7 @@ class ScannIndex:
         place = directory.parent if os.access(directory.parent, os.W_OK) else Path(tempfile.gettempdir())
         log = place / f"scann-opening-{os.getpid()}.log"
         try:
-            with words_to(log):
+            with redirect_stderr(log):
                 searcher = _scann().scann_ops_pybind.load_searcher(str(directory))
             logger.debug("%s: ScaNN says: %s", directory, log.read_text(errors="replace"))
         except RuntimeError as error:
@@ -119,7 +119,7 @@ class ScannIndex:
         if free < needed:
             raise OSError(errno.ENOSPC, f"the tree takes {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
         try:
-            with words_to(log):
+            with redirect_stderr(log):
                 self._searcher.serialize(str(directory), relative_path=True)
         except RuntimeError as error:
             raise OSError(errno.EIO, f"ScaNN cannot write the tree ({error})") from None
@@ -394,7 +394,7 @@ def _scann() -> Any:
 
 
 @contextmanager
-def words_to(log: Path | None) -> Iterator[None]:
+def redirect_stderr(log: Path | None) -> Iterator[None]:
     """Append what ScaNN's C++ writes to file descriptor 2 to `log`, or discard it without one.
 
     One thread at a time, because the process has one such descriptor. Other output to it also goes to the log.

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from retrieval.protocol import Passage, RetrievalError, Retriever, in_background
-from retrieval.remote.wire import UNTOLD, Wire, line, read_description, read_rankings
+from retrieval.remote.wire import NO_DESCRIPTION, Wire, line, read_description, read_rankings
 
 log = logging.getLogger("retrieval")
 RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
@@ -107,7 +107,7 @@ class HttpRetriever:
         def ask(replica: Replica) -> dict[str, Any]:
             status, data = self._wire.request("GET", replica.info)
             if status in WITHOUT_INFO:
-                return UNTOLD
+                return NO_DESCRIPTION
             _refuse(replica.info, status, data)
             return read_description(data)
 

@@ -31,7 +31,7 @@ from cachetools import TTLCache
 
 from retrieval.protocol import CorpusError, Passage, RetrievalError, as_utf8, read_object, text_sha256
 from retrieval.remote.client import FIRST_WAIT_S, LONGEST_WAIT_S, QUERY_CHARS, RETRIED_STATUS
-from retrieval.remote.wire import UNTOLD, Wire, line
+from retrieval.remote.wire import NO_DESCRIPTION, Wire, line
 
 log = logging.getLogger("retrieval")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -143,7 +143,7 @@ class LiveSearch:
 
     def describe(self) -> dict[str, Any]:
         """See `Retriever.describe`: only the service's host is known."""
-        return {**UNTOLD, "corpus": self._host}
+        return {**NO_DESCRIPTION, "corpus": self._host}
 
     def _patiently(self, query: str, k: int, given_up: threading.Event) -> list[Passage] | str:
         """Ask with retries. Returns the passages and caches them, or the reason why the service refuses the query."""

@@ -20,7 +20,7 @@ from retrieval.protocol import Passage, text_sha256
 CONNECT_S = 10.0
 ANSWER_BYTES = 2**30  # the most that is read: a faulty server may send forever
 _TOLD = {"corpus": str, "corpus_sha256": str, "ranking_sha256": str, "rows": int}
-UNTOLD: dict[str, Any] = dict.fromkeys(_TOLD)
+NO_DESCRIPTION: dict[str, Any] = dict.fromkeys(_TOLD)
 
 
 class Wire:

@@ -66,22 +66,22 @@ def test_blocked_attention(length, form):
     np.testing.assert_allclose(function(q, k, v), plain(q, k, v), atol=2e-6)
 
 
-def keys(old, across):
-    """A cache layer; with `across` the keys are transposed, as on a CPU."""
+def keys(old, transposed):
+    """A cache layer; with `transposed` the keys are transposed, as on a CPU."""
     k, v = map(jnp.asarray, old)
-    return Keys(k.swapaxes(2, 3) if across else k, v, across)
+    return Keys(k.swapaxes(2, 3) if transposed else k, v, transposed)
 
 
-@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("length", "S"), [(1, 20), (40, 20), (QUERY_CHUNK + 30, 20), (9, 2 * KEY_BLOCK + 50)])
-def test_attention_behind_a_cache(length, S, across):
+def test_attention_behind_a_cache(length, S, transposed):
     """Rows of different lengths would attend to stale keys, in the first or a later block of queries or keys;
     positions that two key blocks share would count twice."""
     q, k, v, old = draw(T=length, S=S, B=3)
     start = np.array([0, 13, S - 7], np.int32)
     wanted = plain(q, k, v, old, start)
     for form in (chunk_attention, decode) if length == 1 else (chunk_attention,):
-        function = jax.jit(lambda q, k, v, old, form=form: form(q, k, v, keys(old, across), start))
+        function = jax.jit(lambda q, k, v, old, form=form: form(q, k, v, keys(old, transposed), start))
         np.testing.assert_allclose(function(q, k, v, old), wanted, atol=2e-6)
 
 
@@ -238,14 +238,14 @@ def test_sixteen_bits_within_segments(form):
     np.testing.assert_allclose(got, plain(q, k, v, segments=segments), atol=SIXTEEN)
 
 
-@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("length", "form"), [(20, chunk_attention), (1, chunk_attention), (1, decode)])
-def test_sixteen_bits_behind_a_cache(length, form, across):
+def test_sixteen_bits_behind_a_cache(length, form, transposed):
     """The same for scores against cached keys, which a separate product computes."""
     q, k, v = sixteen_bits(40 + length)
     old, start = [x[:, :, :40] for x in (k, v)], np.array([40], np.int32)
     q, k, v = q[:, 40:], k[:, :, 40:], v[:, :, 40:]
-    got = form(q, k, v, keys(old, across), start)
+    got = form(q, k, v, keys(old, transposed), start)
     np.testing.assert_allclose(np.asarray(got, np.float64), plain(q, k, v, old, start), atol=SIXTEEN)
 
 

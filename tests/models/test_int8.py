@@ -66,20 +66,20 @@ def test_a_model_of_whole_numbers(dtype, bound, family):
     assert 1e-3 < np.linalg.norm(ours - exact) / np.linalg.norm(exact) < 0.1
 
 
-@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("T", "S"), [(1, 64), (40, 64), (9, 576)])
-def test_attention_behind_whole_numbers(T, S, across):
+def test_attention_behind_whole_numbers(T, S, transposed):
     """A key in the first or a later block gets the scale of another, or the chunk's own keys are scaled."""
     rng = np.random.default_rng(0)
     B, K, N, H = 3, 2, 4, 16
     q, *kv = (rng.normal(size=size).astype(np.float32) for size in ((B, T, N, H), (B, K, T, H), (B, K, T, H)))
-    cache = KVCache.of(*(jnp.asarray(5 * rng.normal(size=(1, B, K, S, H))) for _ in range(2)), jnp.int8, across)
+    cache = KVCache.of(*(jnp.asarray(5 * rng.normal(size=(1, B, K, S, H))) for _ in range(2)), jnp.int8, transposed)
     k, v, *scales = (x[0] for x in (cache.k, cache.v, cache.k_scale, cache.v_scale))
-    k = k.swapaxes(2, 3) if across else k
+    k = k.swapaxes(2, 3) if transposed else k
     wide = Keys(k * scales[0][..., None], v * scales[1][..., None])
     start = np.array([0, 13, S - 7], np.int32)
     for form in (chunk_attention, decode) if T == 1 else (chunk_attention,):
-        ours = form(q, *kv, Keys(k.swapaxes(2, 3) if across else k, v, across, *scales), start)
+        ours = form(q, *kv, Keys(k.swapaxes(2, 3) if transposed else k, v, transposed, *scales), start)
         np.testing.assert_allclose(ours, form(q, *kv, wide, start), atol=1e-4)
 
 

@@ -93,8 +93,8 @@ def test_layers_apart_keep_their_adapters(pair):
     model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32, lora=ADAPTERS), lora.join_adapters(*pair))
     ids = np.random.default_rng(0).integers(0, 400, (3, 1)).astype(np.int32)
     wanted, kept = model.hidden(ids, keep_kv=True)
-    for across in (False, True):
-        ours, ours_kept = model.hidden(ids, keep_kv=True, unstacked=model.unstack(across))
+    for left in (False, True):
+        ours, ours_kept = model.hidden(ids, keep_kv=True, unstacked=model.unstack(left))
         for x, y in zip((ours, *ours_kept), (wanted, *kept), strict=True):
             np.testing.assert_allclose(x, y, atol=1e-5)
 

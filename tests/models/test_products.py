@@ -14,7 +14,7 @@ from helpers import make_sampler, one_device_mesh, random_params, tiny_config
 from psearch_jax.config import LearningSection, Lora
 from psearch_jax.models import decoder, lora, transposed, vocabulary
 from psearch_jax.models.attention import implementation_for
-from psearch_jax.models.products import dense, product, product_across
+from psearch_jax.models.products import dense, product, product_left
 from psearch_jax.rollout.copy import SamplingCopy, sampled_shape
 from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.runtime import platforms
@@ -93,18 +93,18 @@ def with_gradients(x, w, g):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_product_across_is_the_product(dtype):
+def test_a_product_with_the_kernel_on_the_left_is_the_product(dtype):
     """A transposed kernel that gives other products, or activations that only decoding leaves unrounded."""
     x, w, _ = operands(jnp.float32)
     w = w.astype(dtype).astype(jnp.float32)
-    across = jax.jit(lambda x, w: product_across(x, w, dtype))(x, w.T)
-    np.testing.assert_allclose(across, x.astype(dtype).astype(jnp.float32) @ w, rtol=1e-5, atol=1e-4)
+    transposed = jax.jit(lambda x, w: product_left(x, w, dtype))(x, w.T)
+    np.testing.assert_allclose(transposed, x.astype(dtype).astype(jnp.float32) @ w, rtol=1e-5, atol=1e-4)
 
 
-def test_a_product_across_is_compiled_as_one():
+def test_a_product_with_the_kernel_on_the_left_is_compiled_as_one():
     """A compiler that swaps the operands back: a decoding step with few rows would first copy every kernel."""
-    x, across = jnp.ones((4, 96)), jnp.ones((40, 96))
-    text = jax.jit(lambda x, w: product_across(x, w, jnp.float32).sum()).lower(x, across).compile().as_text()
+    x, transposed = jnp.ones((4, 96)), jnp.ones((40, 96))
+    text = jax.jit(lambda x, w: product_left(x, w, jnp.float32).sum()).lower(x, transposed).compile().as_text()
     assert "f32[40,4]" in text and "f32[96,4]" in text
 
 

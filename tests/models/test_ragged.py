@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from psearch_jax.config import PRESETS, MeshSection, RolloutSection
 from psearch_jax.models import decoder, ragged
 from psearch_jax.models.attention import cached as attention_to_cache
-from psearch_jax.models.attention.cached import DECODED, Keys
+from psearch_jax.models.attention.cached import MAX_DECODE_TOKENS, Keys
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.rollout.collect import widths
 from psearch_jax.sharding import make_mesh
@@ -73,7 +73,7 @@ SHAPES = [
 @pytest.mark.parametrize("form", ["splash", "cudnn"])
 @pytest.mark.parametrize(
     ("K", "G", "S", "dtype", "cached", "T"),
-    [(*shape, T) for i, shape in enumerate(SHAPES) for T in (1, (3, DECODED)[i % 2])],
+    [(*shape, T) for i, shape in enumerate(SHAPES) for T in (1, (3, MAX_DECODE_TOKENS)[i % 2])],
 )
 def test_every_row_to_its_own_length(K, G, S, dtype, cached, form, T):
     """A block skipped at a row's end or read from its neighbour, another layer's cache, heads paired wrongly, a draft
@@ -112,16 +112,16 @@ def test_rows_in_groups(K, G, S, B, T, dtype, cached):
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=BOUNDS[dtype])
 
 
-@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("T", [1, 4])
 @pytest.mark.parametrize(("dtype", "cached"), [("float32", "float32"), ("bfloat16", "int8")])
-def test_without_blocks(dtype, cached, T, across):
+def test_without_blocks(dtype, cached, T, transposed):
     """The form for other machines, in which a draft attends to the drafts after it or past its row's end."""
     start = np.array([0, 5, 96], np.int32)
     q, k, v, cache = drawn(3, 2, 3, 96, dtype, cached, T)
     wanted = by_definition(q, k, v, cache, start)
     cache = jax.tree.map(lambda x: x[LAYER], with_behind(cache, start, 3e4))
-    keys = Keys(cache.k.swapaxes(2, 3) if across else cache.k, cache.v, across, cache.k_scale, cache.v_scale)
+    keys = Keys(cache.k.swapaxes(2, 3) if transposed else cache.k, cache.v, transposed, cache.k_scale, cache.v_scale)
     got = attention_to_cache.decode(q, k, v, keys, start)
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=BOUNDS[dtype])
     if T > 1:  # the last token is a draft with values that are not finite
@@ -151,9 +151,9 @@ def test_where_it_is_asked_for(tiny_tokenizer):
     one, split = one_device_mesh(), jax.sharding.AbstractMesh((1, 2, 4), ("data", "fsdp", "tensor"))
     asked = {size: ragged.applies("splash", False, shape, one) for size, shape in PRESETS.items()}
     assert asked == {size: shape.head_dim == 128 for size, shape in PRESETS.items()} and asked["7b"]
-    for form, across in (("splash", False), ("cudnn", False), ("rowwise", True)):
-        assert ragged.applies(form, across, PRESETS["7b"], split)
-        assert not ragged.applies(form, across, PRESETS["1.5b"], split)
+    for form, transposed in (("splash", False), ("cudnn", False), ("rowwise", True)):
+        assert ragged.applies(form, transposed, PRESETS["7b"], split)
+        assert not ragged.applies(form, transposed, PRESETS["1.5b"], split)
     assert all(ragged.applies("rowwise", True, shape, one) for shape in PRESETS.values())
     assert all(ragged.applies("cudnn", False, shape, one) for shape in PRESETS.values())
     assert not ragged.applies("cudnn", False, replace(PRESETS["7b"], head_dim=96), one)

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from retrieval.protocol import CorpusError, RetrievalError
 from retrieval.remote.client import HttpRetriever
 from retrieval.remote.json_api import LiveSearch, read_settings
-from retrieval.remote.wire import UNTOLD
+from retrieval.remote.wire import NO_DESCRIPTION
 
 KEY = "s3cret/key"
 
@@ -109,7 +109,7 @@ def test_results_become_passages_of_their_own_query(served, service, tmp_path, m
     )
     live.search(queries[:1], 2)
     assert len(service.calls) == before + 1, "another k needs another request"
-    assert live.describe() == {**UNTOLD, "corpus": served[1].removeprefix("http://")}
+    assert live.describe() == {**NO_DESCRIPTION, "corpus": served[1].removeprefix("http://")}
 
 
 def test_a_service_that_takes_json_and_answers_a_list(served, service, tmp_path, monkeypatch):

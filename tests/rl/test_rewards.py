@@ -340,3 +340,25 @@ def test_parse_transcript():
     cut = parse_transcript(question, "<think>a</think><search>b</search><information>c <search>d</search>")
     assert (cut.answer, cut.executed, cut.status, cut.well_formed) == (None, (), "out_of_turns", False)
     assert parse_transcript(question, " \n").turns == ()
+
+
+def test_compat_reads_the_prompt_and_the_reply_of_a_rollout(tiny_tokenizer):
+    """The prompt is counted twice, or the reply's stop token breaks the grammar of every answer."""
+    reply = "<think>a</think><search>b ## c</search>" + INFO + "<think>d</think><answer>Ada</answer>"
+    prompt, rest = map(tiny_tokenizer.encode_trusted, (PROMPT, reply + "<|im_end|>"))
+    t = replace(trajectory("parallel", [2], "Ada"), ids=np.array(prompt + rest, np.int32), prompt_length=len(prompt))
+    parts = build.reward_of(from_mapping({"reward": {"profile": "compat"}}), tiny_tokenizer)(t)
+    assert (parts.outcome, parts.format) == (1, 0)
+    assert (parts.decomposition, parts.search_count) == pytest.approx((0.45, 0.35))
+
+
+def test_a_rollout_that_is_not_finite_changes_no_advantage_of_a_step():
+    """Its reward of 0 raises the advantages of the other rollouts of its question."""
+    run = SimpleNamespace(config=Config(), reward=lambda t: paper_reward(t, WEIGHTS))
+    others, broken = [with_turns([1]), with_turns([1], "Bob")], replace(with_turns([], None), status="not_finite")
+    found = []
+    for trajectories in (others, [*others, broken]):
+        rollouts = stage.Rollouts()
+        stage._reward(run, rollouts, trajectories, 0)
+        found.append(stage._advantages(run, rollouts).tolist())
+    assert found[1] == [*found[0], 0.0] and found[0][0] > 0

@@ -393,6 +393,18 @@ def test_a_finished_row_makes_room_only_where_others_wait(tiny_tokenizer, weight
     assert state.status[:4].tolist() == wanted and state.steps == (4 if refill else 11)
 
 
+@pytest.mark.parametrize("eos_continues", [False, True])
+def test_a_reply_without_an_action_waits_only_where_it_continues(tiny_tokenizer, weights, eos_continues):
+    """A row that waits for the corrective message idles until all others have stopped, or one that has ended makes
+    the others return early."""
+    early = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=0.5, eos_continues=eos_continues)
+    im_end = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
+    early.scripts = {tuple(k): [5] * b + [im_end] for k, b in zip(KEYS.tolist(), (1, 3, 8, 10), strict=False)}
+    rows = [p if i < 4 else None for i, p in enumerate(prompts())]
+    state = fetch(early.generate(weights, started(early, weights, rows, KEYS, S, TURN), 1.0))
+    assert state.status[:2].tolist() == [Status.EOS] * 2 and state.steps == (4 if eos_continues else 11)
+
+
 def test_a_full_turn_waits_as_a_search_does(tiny_tokenizer, weights):
     """A row whose turn is full also waits for the host: uncounted, it would idle until all others have stopped."""
     early = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=0.5)

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import make_sampler, random_params, tiny_config
 
+from psearch_jax.models import decoder
 from psearch_jax.models.decoder import NEG_INF
 from psearch_jax.rollout.sampling import choose, filter_logits, id_words, likeliest, row_keys, uniforms
 
@@ -113,17 +115,20 @@ def test_top_k_and_top_p_by_hand():
 
 
 def test_recorded_logprobs_are_those_before_the_filter(tiny_tokenizer):
-    """Log-probs after the filter would not be comparable with the trainer's."""
+    """Log-probs after the filter are not comparable with the trainer's; or the filter is not applied."""
     config = tiny_config()
     params = random_params(config)
     sampler = make_sampler(tiny_tokenizer, config, top_k=3)
     ids = np.array([[5, 6, 7, 8]], np.int32)
     pool = sampler.prefill(sampler.weights(params), ids, np.array([4], np.int32))
     state = sampler.admit(sampler.new_state(1, 24), pool, np.array([0]), np.ones((1, 2), np.uint32), 16, 24)
-    state = sampler.generate(sampler.weights(params), state, 1.0)
-    mask = np.asarray(state.mask[0])
-    assert mask.sum() >= 4 and np.asarray(state.logprobs[0])[mask].mean() < -0.5
-    assert np.all(np.asarray(state.ids) < tiny_tokenizer.size)
+    state = jax.device_get(sampler.generate(sampler.weights(params), state, 1.0))
+    model, at = nnx.merge(decoder.graphdef(config, jnp.float32), params), np.flatnonzero(state.mask[0])
+    table = jax.nn.log_softmax(model.logits(model.hidden(state.ids)[0], 1.0, tiny_tokenizer.size))[0, at - 1]
+    chosen = np.take_along_axis(np.asarray(table), state.ids[0, at, None], axis=1)
+    np.testing.assert_allclose(state.logprobs[0, at], chosen[:, 0], atol=1e-5)
+    assert len(at) >= 4 and np.all((table > chosen).sum(axis=1) < 3), "one of the three likeliest"
+    assert np.mean(np.exp(table).max(axis=1)) < 0.9, "otherwise both distributions would be alike"
 
 
 def test_keys_depend_on_the_rollout_alone():

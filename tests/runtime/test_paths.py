@@ -30,7 +30,7 @@ from psearch_jax.data.prepared import PreparedQuestions, open_questions, prepare
 from psearch_jax.eval.evaluate import Evaluation, read_scores
 from psearch_jax.models import hf
 from psearch_jax.runtime.metrics import MetricsWriter
-from psearch_jax.runtime.paths import locate, make_writable, write_whole
+from psearch_jax.runtime.paths import locate, make_writable, write_atomically
 from psearch_jax.train import trainer
 from psearch_jax.train.checkpointing import checkpoint
 from psearch_jax.types import Question, Trajectory, UserError
@@ -175,12 +175,12 @@ def test_questions_are_read_from_an_object_store(bucket, tmp_path):
     """Question files have to be copied to every host first."""
     rows = [{"id": f"q{i}", "question": "Who is older?", "golden_answers": ["Ada"]} for i in range(3)]
     place = locate(f"{bucket}/questions")
-    write_whole(place / "nq.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    write_whole(place / "array.json", json.dumps(rows))
+    write_atomically(place / "nq.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write_atomically(place / "array.json", json.dumps(rows))
     truth = [{"ground_truth": {"target": ["Ada"]}}] * 3
     table = pyarrow.table({"id": [r["id"] for r in rows], "question": ["Who is older?"] * 3, "reward_model": truth})
     pyarrow.parquet.write_table(table, tmp_path / "nq.parquet")
-    write_whole(place / "nq.parquet", (tmp_path / "nq.parquet").read_bytes())
+    write_atomically(place / "nq.parquet", (tmp_path / "nq.parquet").read_bytes())
     for name in ("nq.jsonl", "array.json", "nq.parquet"):
         questions = open_questions(f"{bucket}/questions/{name}", "nq")
         assert [(q.source, q.id, q.answers) for q in questions] == [("nq", f"q{i}", ("Ada",)) for i in range(3)], name
@@ -191,8 +191,8 @@ def test_questions_are_read_from_an_object_store(bucket, tmp_path):
 def test_what_is_mapped_into_memory_has_to_be_local(bucket, tmp_path):
     """An index is made in a local directory called `gs:`, or mmap ends in a traceback."""
     there = f"{bucket}/index"
-    write_whole(locate(there) / "manifest.json", "{}")
-    write_whole(tmp_path / "c.jsonl", json.dumps({"id": "1", "contents": '"A"\nb'}) + "\n")
+    write_atomically(locate(there) / "manifest.json", "{}")
+    write_atomically(tmp_path / "c.jsonl", json.dumps({"id": "1", "contents": '"A"\nb'}) + "\n")
     words = "is not a path of this machine, accepted: a copy on a disk, whose files can be memory-mapped"
     for refused in (
         lambda: build_index(there, MemoryMappedCorpus(tmp_path / "c.jsonl"), None),

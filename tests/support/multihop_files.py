@@ -7,7 +7,7 @@ from pathlib import Path
 
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.closed_world.question_forms import questions
-from psearch_jax.runtime.paths import write_whole
+from psearch_jax.runtime.paths import write_atomically
 
 TYPES = {"parallel": "comparison_query", "sequential": "inference_query"}  # the two types in the paper's subsets
 
@@ -31,6 +31,6 @@ def write_multihop_rag(world: ClosedWorld, folder: Path, count: int) -> tuple[Pa
         for p in world.passages
     ]
     questions_file, corpus = folder / "MultiHopRAG.json", folder / "corpus.json"
-    write_whole(questions_file, json.dumps(rows, indent=1) + "\n")
-    write_whole(corpus, json.dumps(articles, indent=1) + "\n")
+    write_atomically(questions_file, json.dumps(rows, indent=1) + "\n")
+    write_atomically(corpus, json.dumps(articles, indent=1) + "\n")
     return questions_file, corpus

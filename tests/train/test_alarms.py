@@ -9,7 +9,7 @@ from runs import small_config
 
 from psearch_jax.assembly import build
 from psearch_jax.config import AlarmSection
-from psearch_jax.train.monitoring.alarms import ALARM, NAMES, Alarms, Misled, probe, read_rows
+from psearch_jax.train.monitoring.alarms import _READ, ALARM, NAMES, Alarms, Misled, probe, read_rows
 from psearch_jax.train.trainer import train_step
 
 FINE = {
@@ -135,6 +135,7 @@ def test_the_probe_asks_the_steps_questions_with_the_steps_own_numbers(tiny_poli
     done = train_step(run, questions, 0)
     metrics, trajectories = done.metrics, done.trajectories
     assert {"probe/em", "probe/em_misled"} <= metrics.keys() and metrics["probe_s"] > 0
+    assert set(_READ) <= metrics.keys(), "an alarm that reads a metric of another name never fires"
     first = {t.question.id: t for t in reversed(trajectories)}
     run = build.training_run(small_config(tiny_policy))
     run.begin()

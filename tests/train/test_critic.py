@@ -17,6 +17,7 @@ from psearch_jax.config import LearningSection, Lora, from_mapping, to_mapping
 from psearch_jax.limits import validate
 from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
+from psearch_jax.rl import gae
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
 from psearch_jax.train.critic import Critic, first_params, without_lm_head
 from psearch_jax.train.state import init_state, make_optimizer
@@ -174,3 +175,22 @@ def test_what_ppo_and_grpo_do_not_take_is_refused(fields, said):
         values[section][key] = value
     with pytest.raises(UserError, match=said):
         validate(from_mapping(values))
+
+
+def test_a_step_of_ppo_pays_the_reward_and_the_kl(tiny_policy, monkeypatch):
+    """Gamma and lambda change places, or the KL is paid nowhere: with kl_in=reward it is not in the loss."""
+    fields = {"learning.gamma": 0.9, "learning.gae_lambda": 0.5, "learning.kl_coefficient": 0.5, "train.prompts": 8}
+    run = build.training_run(ppo_config(tiny_policy, **fields, **{"rollout.samples": 1}))
+    monkeypatch.setattr(run, "reward", lambda t: RewardParts(float(len(t.question.text) % 7), 0, 0, 0))
+    run.begin()
+    run.reference = jax.tree.map(lambda x: 1.5 * x, run.reference)  # another policy: at step 0 the KL is 0
+    critic = run.state.critic  # with values of 0, gamma and lambda could change places
+    run.state = replace(run.state, critic=replace(critic, params=jax.tree.map(lambda x: x + 0.1, critic.params)))
+    seen, update = [], run.critic.update
+    monkeypatch.setattr(run.critic, "update", lambda *a: (seen.append(a[1]), update(*a))[1])
+    totals = np.array([parts.total for parts in train_step(run, next(run.loader), 0).rewards])
+    batch = {name: np.concatenate([getattr(b, name) for b in seen]) for name in vars(seen[0])}
+    mask, values, old, ref = (batch[name] for name in ("mask", "values", "old_logprobs", "ref_logprobs"))
+    assert np.abs(old - ref).max() > 0.01 and np.abs(values).max() > 0.01
+    _, returns = gae.advantages(gae.token_rewards(totals, mask, old, ref, 0.5), values, mask, 0.9, 0.5)
+    np.testing.assert_allclose(batch["returns"], returns, atol=1e-5)

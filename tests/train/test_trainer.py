@@ -6,7 +6,9 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -16,9 +18,11 @@ from programs import Program
 from runs import command, final_params, metrics_without_clocks, run, small_config, wait_for
 
 from psearch_jax.assembly import build
+from psearch_jax.config import from_mapping
 from psearch_jax.models import decoder, hf
 from psearch_jax.train import trainer
 from psearch_jax.train.checkpointing import checkpoint
+from psearch_jax.train.monitoring import validation
 from psearch_jax.train.trainer import train_step
 from psearch_jax.types import UserError
 
@@ -204,6 +208,16 @@ def test_what_was_not_evaluated_before_is_not_made_up(tiny_policy, tmp_path, cap
     again = trainer.train(build.training_run(config), tmp_path)
     assert again["before"] == {} and again["after"] == first["after"]
     assert "the summary will have no before figures" in caplog.text and not (tmp_path / "before.json").exists()
+
+
+def test_the_greedy_figures_are_greedy(tmp_path, monkeypatch):
+    """The figures named greedy are sampled, or replace those at the run's own temperature."""
+    monkeypatch.setattr(validation, "measured", lambda run, temperature: {"all": {"at": temperature}})
+    config = from_mapping({"eval": {"temperature": 0.7, "also_greedy": True}})
+    run = SimpleNamespace(config=config, evaluation=[1], phase=lambda _: nullcontext())
+    found = validation.measured_once(run, tmp_path / "before.json", fresh=True)
+    assert found == {"": {"all": {"at": 0.7}}, "_greedy": {"all": {"at": 0.0}}}
+    assert validation.measured_once(run, tmp_path / "before.json", fresh=False) == found
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from psearch_jax.models.attention.scores import ATTENDED, NEG_INF, group_heads, grouped, merge_heads
+from psearch_jax.models.attention.scores import ATTENTION_OUTPUT, NEG_INF, group_heads, grouped, merge_heads
 
 QUERY_BLOCK, MOST_BLOCKS = 64, 16  # minimum size and maximum number of blocks
 
@@ -69,7 +69,7 @@ def _scores(scored: Callable[..., jax.Array], k: jax.Array, begin: Any, block: t
 def _blocked_forward(
     q: jax.Array, k: jax.Array, v: jax.Array, begin: jax.Array | None, by_row: bool
 ) -> tuple[jax.Array, Any]:
-    out, log_sums = checkpoint_name(_each_row(by_row, _attended, q, k, v, begin), ATTENDED)
+    out, log_sums = checkpoint_name(_each_row(by_row, _attended, q, k, v, begin), ATTENTION_OUTPUT)
     return out, (q, k, v, begin, out, log_sums)
 
 

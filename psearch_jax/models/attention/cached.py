@@ -14,16 +14,16 @@ from psearch_jax.models.attention.scores import NEG_INF, grouped, merge_heads, w
 
 QUERY_CHUNK = 256  # `chunk_attention` takes this many query positions at once
 KEY_BLOCK = 256  # cached positions per block
-DECODED = 8  # maximum tokens of a row per decode step: one, plus the drafts that the step verifies
+MAX_DECODE_TOKENS = 8  # maximum tokens of a row per decode step: one, plus the drafts that the step verifies
 
 
 @dataclass(frozen=True)
 class Keys:
     """Keys and values of S positions in one layer of a cache."""
 
-    k: jax.Array  # [B, K, S, H], or with `across` [B, K, H, S]
+    k: jax.Array  # [B, K, S, H], or with `transposed` [B, K, H, S]
     v: jax.Array  # [B, K, S, H]
-    across: bool = False
+    transposed: bool = False
     k_scale: jax.Array | None = None  # in int8, one per line of H (models/int8.py): [B, K, S]
     v_scale: jax.Array | None = None
 
@@ -62,7 +62,9 @@ def _attend_block(q: jax.Array, first: jax.Array, *, k: jax.Array, v: jax.Array,
         def part(x: jax.Array | None, axis: int = 2) -> jax.Array | None:
             return None if x is None else jax.lax.dynamic_slice_in_dim(x, at, width, axis)
 
-        return Keys(part(old.k, 3 if old.across else 2), part(old.v), old.across, part(old.k_scale), part(old.v_scale))
+        return Keys(
+            part(old.k, 3 if old.transposed else 2), part(old.v), old.transposed, part(old.k_scale), part(old.v_scale)
+        )
 
     out = over_cache(sums, q.dtype, scored, read_block, start, old.v.shape[2])
     return merge_heads(out.astype(v.dtype))
@@ -82,7 +84,7 @@ def over_chunk(
     scores = jnp.where(seen, scored(k), NEG_INF)  # [B, K, G, X, T]
     most = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - most)
-    if k.shape[2] > DECODED:
+    if k.shape[2] > MAX_DECODE_TOKENS:
         out = weighted_sum(weights, v, dtype)
     else:  # A draft whose values are not finite must not reach the tokens before it: 0 * NaN is NaN.
         values = weights[..., None] * v[:, :, None, None].astype(jnp.float32)
@@ -120,7 +122,7 @@ def over_cache(
         place = at + jnp.arange(width)
         real = (place >= i * width) & (place < start[:, None])
         here = read_block(at, width)
-        scores = scored(here.k, here.across, here.k_scale)
+        scores = scored(here.k, here.transposed, here.k_scale)
         scores = jnp.where(real[:, None, None, None], scores, NEG_INF)
         now = jnp.maximum(most, jnp.max(scores, axis=-1, keepdims=True))
         weights, kept = jnp.exp(scores - now), jnp.exp(most - now)
@@ -135,7 +137,7 @@ def decode(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array
     """Causal attention of a few tokens over themselves and the cached positions before them, all at once.
 
     Args:
-      q: [B, T, N, H], T at most `DECODED`.
+      q: [B, T, N, H], T at most `MAX_DECODE_TOKENS`.
       k, v: [B, K, T, H] of the tokens.
       old: cached keys and values of S positions, of which the first start[b] are real.
 
@@ -145,7 +147,7 @@ def decode(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array
     T, S = q.shape[1], old.v.shape[2]
     q, scored = grouped(q, k.shape[1])
     own_most, own_total, own_values = over_chunk(q.dtype, scored, k, v, jnp.arange(T))
-    scores = scored(old.k, old.across, old.k_scale)
+    scores = scored(old.k, old.transposed, old.k_scale)
     scores = jnp.where((jnp.arange(S) < start[:, None])[:, None, None, None], scores, NEG_INF)
     most = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), own_most)
     weights, of_own = jnp.exp(scores - most), jnp.exp(own_most - most)

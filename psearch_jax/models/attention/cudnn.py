@@ -45,19 +45,19 @@ def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Arra
     length = jnp.sum(segments[:, None] == numbers[:, None], axis=2)  # [B, SEGMENTS]
     start = jnp.cumsum(length, axis=1) - length
     place = jnp.arange(T)
-    apart = (start[..., None] + place).reshape(B, -1)  # in the packed row, of each position of the separate rows
-    apart = jnp.where((place < length[..., None]).reshape(B, -1), apart, -1)
+    to_separate = (start[..., None] + place).reshape(B, -1)  # in the packed row, of each position of the separate rows
+    to_separate = jnp.where((place < length[..., None]).reshape(B, -1), to_separate, -1)
     own = jnp.maximum(segments - 1, 0)
-    together = own * T + place - jnp.take_along_axis(start, own, axis=1)  # the inverse
-    together = jnp.where(segments > 0, together, -1)
+    to_packed = own * T + place - jnp.take_along_axis(start, own, axis=1)  # the inverse
+    to_packed = jnp.where(segments > 0, to_packed, -1)
 
     def separate(x: jax.Array) -> jax.Array:
-        return _moved(x, apart, together).reshape(B * SEGMENTS, *x.shape[1:])
+        return _moved(x, to_separate, to_packed).reshape(B * SEGMENTS, *x.shape[1:])
 
     # A row without a trajectory attends to one position, because a softmax over none may be NaN.
     lengths = jnp.maximum(length.reshape(-1), 1).astype(jnp.int32)
     out = _attention(*map(separate, (q, k, v)), query_seq_lengths=lengths, key_value_seq_lengths=lengths)
-    return _moved(out.reshape(B, SEGMENTS * T, *out.shape[2:]), together, apart)
+    return _moved(out.reshape(B, SEGMENTS * T, *out.shape[2:]), to_packed, to_separate)
 
 
 def _attention(q: jax.Array, k: jax.Array, v: jax.Array, **lengths: jax.Array) -> jax.Array:

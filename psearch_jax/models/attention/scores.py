@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 NEG_INF = -1e30  # a finite stand-in: the softmax of a row of only -inf would be NaN
-ATTENDED = "attended"  # name for remat policies of what the backward pass keeps of attention (not in `cudnn`)
+ATTENTION_OUTPUT = "attended"  # name for remat policies of what the backward pass keeps of attention (not in `cudnn`)
 
 
 def grouped(q: jax.Array, K: int) -> tuple[jax.Array, Callable[..., jax.Array]]:
@@ -19,9 +19,9 @@ def grouped(q: jax.Array, K: int) -> tuple[jax.Array, Callable[..., jax.Array]]:
     wide = q.dtype == jnp.float32  # then scale the queries, because they are fewer than the scores
     q = group_heads(q * H**-0.5 if wide else q, K)
 
-    def scored(k: jax.Array, across: bool = False, scale: jax.Array | None = None) -> jax.Array:
-        """k [B, K, S, H], or with `across` [B, K, H, S]; in int8 with the `scale` [B, K, S] of its lines."""
-        of_keys = "BKHS" if across else "BKSH"
+    def scored(k: jax.Array, transposed: bool = False, scale: jax.Array | None = None) -> jax.Array:
+        """k [B, K, S, H], or with `transposed` [B, K, H, S]; in int8 with the `scale` [B, K, S] of its lines."""
+        of_keys = "BKHS" if transposed else "BKSH"
         scores = jnp.einsum(f"BKGXH,{of_keys}->BKGXS", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
         scores = scores if wide else scores * H**-0.5
         return scores if scale is None else scores * scale[:, :, None, None]

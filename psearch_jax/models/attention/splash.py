@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from psearch_jax.models.attention.scores import ATTENDED
+from psearch_jax.models.attention.scores import ATTENTION_OUTPUT
 from psearch_jax.models.buckets import BLOCK
 
 LANES = 128  # the width of a TPU register: the kernel needs H and T to be multiples of it
@@ -56,7 +56,7 @@ def splash_attention(
         block_sizes=sizes,
         head_shards=1,
         q_seq_shards=1,
-        residual_checkpoint_name=ATTENDED,
+        residual_checkpoint_name=ATTENTION_OUTPUT,
         interpret=interpret,
     )
     if segments is None:

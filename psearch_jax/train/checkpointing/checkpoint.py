@@ -286,7 +286,7 @@ def find_checkpoints(path: str | Path) -> list[Path]:
     """
     path = locate(path)
     for parent in (path / "checkpoints", path):
-        steps = [p for p in parent.glob("*") if p.name.isdigit() and _is_whole(p)] if parent.is_dir() else []
+        steps = [p for p in parent.glob("*") if p.name.isdigit() and _is_complete(p)] if parent.is_dir() else []
         if steps:
             return sorted(steps, key=lambda p: int(p.name), reverse=True)
     if (path / "loop").is_dir() and (path / "params").is_dir():
@@ -294,7 +294,7 @@ def find_checkpoints(path: str | Path) -> list[Path]:
     raise UserError(f"{path}: holds no checkpoint, accepted: a run directory, its checkpoints/ or one step below it")
 
 
-def _is_whole(step: Path) -> bool:
+def _is_complete(step: Path) -> bool:
     """Whether a directory is a complete checkpoint. On an object store, Orbax marks completion with a file."""
     return (step / "loop").is_dir() and (not is_remote(step) or (step / "commit_success.txt").exists())
 

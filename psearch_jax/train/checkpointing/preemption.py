@@ -21,7 +21,7 @@ _MEMORY_SHARE = 0.5  # of the available host memory that copies of the state may
 
 
 class Interrupted(Exception):
-    """SIGTERM or Ctrl-C arrived; everything is saved."""
+    """SIGTERM or Ctrl-C arrived. Raised by a training run, its message says what is saved."""
 
 
 class StopRequest:

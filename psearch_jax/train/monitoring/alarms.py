@@ -48,10 +48,10 @@ class Alarms:
 
     def __init__(self, thresholds: AlarmSection, searches: bool = True, rows: Iterable[Mapping[str, Any]] = ()):
         self._at, self._searches = thresholds, searches
-        self._ringing: set[str] = set()
+        self._active: set[str] = set()
         self._restart()
         for row in rows:
-            self._ringing = set(self._look(row))
+            self._active = set(self._evaluate(row))
 
     def _restart(self) -> None:
         self._recent: dict[str, deque[float]] = {
@@ -64,13 +64,13 @@ class Alarms:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """The alarms of a step as metrics, 1 or 0 each. Logs every alarm that becomes active."""
-        active = self._look(metrics)
-        for name in sorted(active.keys() - self._ringing):
+        active = self._evaluate(metrics)
+        for name in sorted(active.keys() - self._active):
             log.warning("step %d: alarm %s: %s", step, name, active[name])
-        self._ringing = set(active)
+        self._active = set(active)
         return {ALARM + name: float(name in active) for name in NAMES}
 
-    def _look(self, metrics: Mapping[str, Any]) -> dict[str, str]:
+    def _evaluate(self, metrics: Mapping[str, Any]) -> dict[str, str]:
         if metrics.get(SETTINGS_CHANGED):
             self._restart()
         for name, values in self._recent.items():

@@ -14,7 +14,7 @@ from psearch_jax.config import Config, to_mapping
 from psearch_jax.eval.evaluate import trajectory_row
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.metrics import PHASES
-from psearch_jax.runtime.paths import write_whole
+from psearch_jax.runtime.paths import write_atomically
 from psearch_jax.types import KINDS, RewardParts, Trajectory
 
 log = logging.getLogger("psearch_jax")
@@ -47,7 +47,7 @@ def write_trajectories(
     directory.mkdir(exist_ok=True)
     rows = [trajectory_row(t, r, step) for t, r in zip(trajectories[:count], rewards[:count], strict=True)]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_whole(directory / f"{step:06d}.jsonl", text)
+    write_atomically(directory / f"{step:06d}.jsonl", text)
 
 
 def report(bar: tqdm, step: int, metrics: Mapping[str, float], may_split: bool) -> None:
@@ -93,4 +93,4 @@ def report(bar: tqdm, step: int, metrics: Mapping[str, float], may_split: bool) 
 
 def write_json(path: Path, value: Any) -> None:
     """Writes the file atomically."""
-    write_whole(path, json.dumps(value, indent=2) + "\n")
+    write_atomically(path, json.dumps(value, indent=2) + "\n")

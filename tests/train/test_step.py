@@ -1,0 +1,91 @@
+"""What a step of a training run hands from one stage to the next: each stage has tests of its own elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from runs import small_config
+
+from psearch_jax.assembly import build
+from psearch_jax.train.rollouts import rollouts_of_step
+from psearch_jax.train.trainer import train_step
+from psearch_jax.types import RewardParts
+
+
+def begun(policy, reward=None, **fields):
+    """A run before its first step; `reward`: a function from a trajectory to its outcome."""
+    run = build.training_run(small_config(policy, **fields))
+    if reward is not None:
+        run.reward = lambda t: RewardParts(float(reward(t)), 0.0, 0.0, 0.0)
+    run.begin()
+    return run
+
+
+def learned_from(run, monkeypatch):
+    """The mini-batches that later steps of the run learn from."""
+    seen, update = [], run.learner.update
+    monkeypatch.setattr(run.learner, "update", lambda *a: (seen.append(a[1]), update(*a))[1])
+    return seen
+
+
+@pytest.mark.parametrize("unfinished", ["train", "mask", "penalise"])
+def test_rollouts_without_an_answer_are_treated_as_asked(monkeypatch, unfinished):
+    """The option does not reach the step: rollouts without an answer are learned from, or are not charged."""
+    fields = {"rollout.unfinished": unfinished, "rollout.turn_tokens": 32}
+    run = begun("toy", lambda t: t.sample % 2, **fields)
+    seen = learned_from(run, monkeypatch)
+    done = train_step(run, next(run.loader), 0)
+    answered = np.array([t.status == "answered" for t in done.trajectories])
+    assert 0 < answered.sum() < len(answered)
+    trained = np.concatenate([batch.mask.any(axis=1) for batch in seen])
+    assert trained.tolist() == (answered | (unfinished != "mask")).tolist()
+    charged = 0.5 * (~answered).mean() if unfinished == "penalise" else 0.0
+    assert done.metrics["reward"] == pytest.approx(0.5 - charged)
+
+
+def test_the_kl_is_that_to_the_policy_of_step_0(tiny_policy, monkeypatch):
+    """A reference that moves with the policy, or that is left out: the KL stays 0 and holds nothing back."""
+    run = begun(tiny_policy, lambda t: t.sample % 2, **{"learning.learning_rate": 1e-2})
+    start, seen = jax.tree.map(np.array, run.state.params), learned_from(run, monkeypatch)
+    for step in range(2):
+        seen.clear()
+        kl = train_step(run, next(run.loader), step).metrics["kl"]
+    for batch in seen:
+        np.testing.assert_allclose(batch.ref_logprobs, run.learner.score(start, batch), atol=1e-5)
+        assert np.abs(batch.ref_logprobs - batch.old_logprobs).max() > 1e-3
+    assert kl > 0
+
+
+def test_redrawn_groups_are_those_learned_from(tiny_policy, monkeypatch):
+    """Further draws take time, and the update still learns from the first groups, without a signal."""
+    silent: set[str] = set()
+    fields = {"train.dynamic_sampling_rounds": 3}
+    run = begun(tiny_policy, lambda t: t.question.id not in silent and t.sample % 2, **fields)
+    start = run.loader.state()
+    silent |= {q.id for q in next(run.loader)[:3]}
+    run.loader.restore(start)
+    seen = learned_from(run, monkeypatch)
+    done = train_step(run, next(run.loader), 0)
+    assert len(done.draws) == 2 and len(done.trajectories) > 8
+    assert all((batch.advantage != 0).any(axis=1).all() for batch in seen) and sum(len(b.ids) for b in seen) == 8
+
+
+def test_a_run_scores_at_the_temperature_that_it_samples_at(tiny_policy):
+    """The learner scores at temperature 1 what was sampled at another: ratios and KL of another policy."""
+    run = begun(tiny_policy, **{"rollout.temperature": 0.7})
+    assert train_step(run, next(run.loader), 0).metrics["logp_gap"] < 1e-4
+
+
+def test_seed_and_step_are_in_the_keys_of_a_runs_rollouts(tiny_policy):
+    """A question gets the same random numbers in every epoch, or in every seed of an experiment."""
+    sampled, questions = [], None
+    for seed, step in ((0, 0), (0, 1), (1, 0), (0, 0)):
+        run = build.training_run(replace(small_config(tiny_policy), seed=seed))
+        run.begin()
+        questions = questions or next(run.loader)
+        sampled.append([t.ids.tolist() for t in rollouts_of_step(run, questions, step, {}).trajectories])
+    first, later, other, again = sampled
+    assert first == again and first != later and first != other and later != other
