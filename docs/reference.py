@@ -1,7 +1,7 @@
 """Generates docs/configuration.md, the reference of a run's config: `python docs/reference.py`.
 
 Only the headings and the text between the entries are written here. Descriptions, defaults, accepted values and what a
-resumed run may change come from the declarations in psearch_jax/config/sections.py, the rules between fields from
+resumed run may change come from the declarations in psearch_jax/config/*_sections.py, the rules between fields from
 psearch_jax/limits.py, and the changes of each config file from configs/. A test checks that the page is up to date.
 """
 

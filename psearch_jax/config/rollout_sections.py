@@ -1,0 +1,278 @@
+"""The fields of a config that say how a policy is sampled: model, mesh, data, retrieval, rollouts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from psearch_jax.config.setting import Accepted, Resume, one_of, setting
+from psearch_jax.config.shapes import PRESETS, Lora
+
+SAME_CONTENT, FREE = Resume.SAME_CONTENT, Resume.FREE
+Remat = Literal["none", "dots", "full"]
+
+
+def _are_urls(text: str) -> bool:
+    urls = (url.strip() for url in re.split(r"[,|]", text))
+    return not text or all(re.fullmatch(r"https?://[^/\s]+/\S*", url) for url in urls)
+
+
+_URLS = Accepted("http://host:port/retrieve", _are_urls)
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """Model weights, dtypes and memory options."""
+
+    path: str = setting(
+        "",
+        'Hugging Face directory or hub id; "": random weights of `preset`; "toy": the toy policy of this package.',
+        resume=SAME_CONTENT,
+    )
+    preset: str = setting(
+        "7b",
+        "Model shape for random weights, used only when `path` is empty.",
+        accepted=one_of(PRESETS),
+        resume=SAME_CONTENT,
+    )
+    tokenizer: str = setting(
+        "",
+        'Hugging Face tokenizer directory or hub id, or `toy`; "": the tokenizer at `path`.',
+        resume=SAME_CONTENT,
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = setting(
+        "bfloat16", "Dtype of the training computation; the master weights are float32."
+    )
+    sampling_dtype: Literal["float32", "bfloat16", "float16"] = setting(
+        "bfloat16",
+        "Dtype of the sampler's weights and KV cache. On a CPU, `sampling_dtype` and `dtype` apply only to matrix "
+        "products with weights; activations and KV cache are float32.",
+    )
+    int8_weights: bool = setting(
+        False,
+        "Quantizes the layers' kernels to int8 for sampling (models/int8.py). On a TPU this halves their bytes "
+        "compared with 16 bits, but the sampler differs more from the trained model (metric `logp_gap`); "
+        "learning.importance_cap corrects for that.",
+    )
+    int8_cache: bool = setting(False, "Quantizes the KV cache to int8 for sampling, with the same drawback.")
+    unstacked_decoding: bool = setting(
+        True,
+        "On a GPU or a single CPU device, decoding copies each layer's weights into separate arrays once per call. "
+        "The copy needs as much memory as the layers, in float32 on a CPU without instructions for `sampling_dtype`. "
+        "If false, decoding copies a slice of the stacked weights before every product, and on a CPU a call in 16 "
+        "bits first converts all of them to float32.",
+        resume=FREE,
+    )
+    shard_residual: bool = setting(
+        False,
+        "Training splits positions over the `tensor` axis between layers: less memory, more traffic.",
+        resume=FREE,
+    )
+    remat: Remat = setting(
+        "full",
+        "What the backward pass recomputes in each layer: `none`: nothing; `dots`: all but attention and the matrix "
+        "products with weights; `full`: everything. Less recomputation is faster and needs more memory; "
+        "launch/plan.py --search chooses the fastest that fits.",
+        resume=FREE,
+    )
+    lora_rank: int = setting(
+        0,
+        "Rank of LoRA adapters; 0: train all weights. With adapters, the base weights stay frozen in "
+        "`sampling_dtype` and serve as the reference policy.",
+        at_least=0,
+    )
+    lora_alpha: float = setting(32.0, "LoRA scaling: the adapters' output is multiplied by lora_alpha / lora_rank.")
+    adapters: str = setting(
+        "",
+        "PEFT directory of LoRA adapters to put on the weights of `path`; they bring their own rank and alpha. "
+        "Training continues these adapters, and the reference policy includes them.",
+        resume=SAME_CONTENT,
+    )
+
+    @property
+    def lora(self) -> Lora | None:
+        return Lora(self.lora_rank, self.lora_alpha) if self.lora_rank else None
+
+
+@dataclass(frozen=True)
+class MeshSection:
+    """How devices share the work."""
+
+    data: int = setting(
+        1, "Replicas of the training state, each with its own rows; one of the three sizes may be -1.", resume=FREE
+    )
+    fsdp: int = setting(
+        -1,
+        "Devices that share weights, optimizer state and rows; -1: all that `data` and `tensor` leave.",
+        resume=FREE,
+    )
+    tensor: int = setting(
+        1, "Devices over which heads, MLPs and vocabulary are split, in training and in sampling.", resume=FREE
+    )
+    rollout_devices: int = setting(
+        0,
+        "Of all devices, the number that only sample, while the others train (at the same time with "
+        "`train.staleness` of at least 1); `data`, `fsdp` and `tensor` then divide those that train. With "
+        "several processes, each has equally many of both; several hosts of TPUs are refused. 0: all devices do both "
+        "in turn.",
+        at_least=0,
+    )
+    rollout_tensor: int = setting(
+        0,
+        "`tensor` of the sampler: a multiple or a divisor of `tensor`. Training is fastest with a small `tensor`; the "
+        "sampler's weights are split over `tensor` only. 0: the same. Programs that do not train use this mesh alone.",
+        at_least=0,
+        resume=FREE,
+    )
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """Questions and their prompts."""
+
+    source: str = setting(
+        "",
+        'Training questions: a question file, a directory made by launch/prepare_data.py, or "closed_world".',
+        resume=SAME_CONTENT,
+    )
+    validation: str = setting(
+        "", "Questions for evaluation, never for training: a file or a prepared directory.", resume=SAME_CONTENT
+    )
+    validation_share: float = setting(
+        0.0,
+        "Instead of `validation`: the share of `source` to hold out of training, chosen by a hash of (source, id).",
+        at_least=0,
+        below=1,
+        training_only=True,
+    )
+    prompt: Literal["template", "row"] = setting(
+        "template", "`template`: the prompt comes from `template`; `row`: the chat messages stored with each question."
+    )
+    template: str = setting("parallel", "Prompt template: a packaged name or a file of your own.", resume=SAME_CONTENT)
+    world_names: Literal["known", "new"] = setting(
+        "known",
+        "Names in the closed world. `known`: names that cold starts contain; `new`: names that no cold start "
+        "contains.",
+    )
+    world_seed: int = setting(
+        0, "Seed of the closed world; the run's own seed changes neither the world nor its evaluation.", at_least=0
+    )
+    world_questions: int = setting(6000, "Training questions drawn from the closed world.", at_least=1)
+    parallel_share: float = setting(
+        0.5, "Share of parallel questions among them; single questions make up the rest.", at_least=0
+    )
+    sequential_share: float = setting(0.4, "Share of sequential questions among them.", at_least=0)
+
+
+@dataclass(frozen=True)
+class RetrievalSection:
+    """Where passages come from."""
+
+    index: str = setting(
+        "",
+        "Index directory made by launch/build_index.py. The results of several comma-separated indexes over one "
+        "corpus are fused.",
+        resume=SAME_CONTENT,
+    )
+    corpus: str = setting(
+        "", "Jsonl corpus that is encoded when the run starts; for small corpora only.", resume=SAME_CONTENT
+    )
+    url: str = setting(
+        "",
+        'Servers that speak Search-R1\'s /retrieve: "," separates replicas of one index, "|" the parts of a sharded '
+        "corpus.",
+        accepted=_URLS,
+        resume=FREE,
+    )
+    timeout_s: float = setting(60.0, "Seconds that a server may take for its complete answer.", above=0, resume=FREE)
+    retry_deadline_s: float = setting(
+        300.0, "Seconds that a run retries failing servers before it saves and stops.", at_least=0, resume=FREE
+    )
+    token_file: str = setting("", "File with the bearer token for the servers.", resume=FREE)
+    topk: int = setting(3, "Passages per sub-query.", at_least=1)
+    cache_queries: int = setting(
+        65_536, "Maximum number of answers in this process's LRU cache; 0: no cache.", at_least=0, resume=FREE
+    )
+    cache_mb: int = setting(1024, "Maximum size of this cache in MiB.", at_least=0, resume=FREE)
+    max_sub_queries: int = setting(
+        8, "Maximum number of sub-queries that one search runs; the rest are ignored.", at_least=1
+    )
+
+
+@dataclass(frozen=True)
+class RolloutSection:
+    """Number, length and sampling of rollouts."""
+
+    slots: int = setting(
+        64, "Rollouts decoded at the same time; all rollouts of a step share these slots.", at_least=1, resume=FREE
+    )
+    samples: int = setting(5, "Rollouts per question.", at_least=1)
+    context_tokens: int = setting(6196, "Maximum tokens of a rollout, including prompt and passages.")
+    prompt_tokens: int = setting(
+        2048, "Maximum tokens of a prompt; the rollouts of a longer prompt end as `truncated`.", at_least=1
+    )
+    turn_tokens: int = setting(500, "Maximum tokens sampled in a turn.", at_least=1)
+    obs_tokens: int = setting(1000, "Maximum tokens inserted after a search, over all its sub-queries.")
+    search_turns: int = setting(4, "Turns in which the model may search; one answer turn follows.", at_least=0)
+    after_eos: Literal["corrective", "end"] = setting(
+        "corrective",
+        "What follows a reply that ends without a search or an answer: `corrective`: a corrective message and "
+        "another turn, as published; `end`: the end of the rollout.",
+    )
+    max_tokens_after_answer: int = setting(
+        4, "Maximum tokens sampled after `</answer>` while waiting for a stop token.", at_least=0
+    )
+    temperature: float = setting(
+        1.0,
+        "Sampling temperature; the loss scores tokens at the same temperature.",
+        accepted=Accepted("above 0 (training samples)", lambda value: value > 0),
+        training_only=True,
+    )
+    top_p: float = setting(
+        1.0,
+        "Samples from the most likely tokens whose probabilities add up to this share; 1: from all tokens.",
+        above=0,
+        at_most=1,
+    )
+    top_k: int = setting(0, "Samples from this many most likely tokens; 0: from all tokens.", at_least=0)
+    num_buckets: int = setting(
+        4,
+        "Number of padded widths for prompts, passages and rows: fewer compile faster, more pad less.",
+        at_least=1,
+        resume=FREE,
+    )
+    yield_share: float = setting(
+        0.125,
+        "Decoding returns to the host when this share of the live rows waits for passages or for the next rollout.",
+        above=0,
+        at_most=1,
+        resume=FREE,
+    )
+    draft_tokens: int = setting(
+        0,
+        "Draft tokens that each decode step verifies per row. They are copied from what followed the row's last "
+        "tokens earlier in the row; each one that equals the sampled token saves a step. The samples do not change. "
+        "Useful where a decode step mostly reads weights and caches, as on accelerators.",
+        at_least=0,
+        at_most=7,
+        resume=FREE,
+    )
+    overlap_search: bool = setting(
+        False,
+        "Runs the searches of one yield while the other rows decode, and inserts the passages at the next yield. "
+        "Useful when searching is slow: over HTTP, or in a large index.",
+        resume=FREE,
+    )
+    label_subqueries: bool = setting(True, "Writes each sub-query above its passages when a search has several.")
+    deduplicate: bool = setting(
+        False,
+        "A passage that several sub-queries of a search return is shown once; the later ones refer to it. The saved "
+        "tokens go to other passages.",
+    )
+    initial_search: bool = setting(False, "Searches for the question itself before the first sampled token.")
+    unfinished: Literal["train", "mask", "penalise"] = setting(
+        "train",
+        "How training treats rollouts without an answer: `train`: like all others; `mask`: left out of the loss; "
+        "`penalise`: reward.unfinished_penalty is subtracted.",
+    )

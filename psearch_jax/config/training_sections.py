@@ -1,0 +1,344 @@
+"""The fields of a config that say how a policy is trained and evaluated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from psearch_jax.config.setting import SEED, Accepted, Resume, setting
+from psearch_jax.types import KINDS
+
+FREE = Resume.FREE
+BEST_FIGURES = ("em", "f1", "decomposition_ratio", "valid_format")
+
+
+def best_metric(text: str) -> tuple[str, str]:
+    """Splits eval.best_metric into (kind or "all", metric); a prefix `eval/`, as in metrics.jsonl, is accepted."""
+    kind, _, figure = text.removeprefix("eval/").rpartition("/")
+    return kind or "all", figure
+
+
+def _is_metric(text: str) -> bool:
+    kind, figure = best_metric(text)
+    return kind in ("all", *KINDS) and figure in BEST_FIGURES
+
+
+_METRIC = Accepted(
+    f"{', '.join(BEST_FIGURES)}, or one of them for a kind ({', '.join(KINDS)}), as in {KINDS[0]}/em", _is_metric
+)
+
+
+@dataclass(frozen=True)
+class RewardSection:
+    """The reward of a rollout."""
+
+    profile: Literal["paper", "compat"] = setting(
+        "paper", "`paper`: rewards parsed actions; `compat`: rewards text exactly as the public implementation does."
+    )
+    outcome: Literal["em", "f1"] = setting("em", "Value of the answer: exact match or F1.")
+    format: float = setting(
+        0.1, "Bonus for a wrong answer in valid format; penalty for a right answer in invalid format."
+    )
+    final_format: float = setting(0.0, "Bonus for a wrong answer in invalid format.")
+    decomposition: float = setting(
+        0.15,
+        "A parallel question earns 3 x this if the first search splits it; every other question earns this if it is "
+        "not split.",
+    )
+    search_count: float = setting(
+        0.35, "Earns this x (1 - abs(searches - 1)); for a sequential question, this x (1 - max(0, 2 - searches))."
+    )
+    parallelism: Literal["labelled", "critical_path"] = setting(
+        "labelled",
+        "What rewards parallel searches. `labelled`: `decomposition` and `search_count`, by the labelled kind of the "
+        "question, as published; `critical_path`: fewer model turns than the other right answers of the group (GRPO), "
+        "without labels.",
+    )
+    critical_path: float = setting(
+        0.5,
+        "With parallelism=critical_path, a right answer earns this x (1 - turns / mean turns of the group's right "
+        "answers), limited to half of it in both directions.",
+        at_least=0,
+    )
+    critical_path_steps: int = setting(
+        0, "Steps over which the weight `critical_path` falls linearly to 0; 0: it stays.", at_least=0
+    )
+    mixed: Literal["sequential", "parallel"] = setting(
+        "sequential", "Kind as which mixed questions (a comparison that contains a bridge) are rewarded."
+    )
+    gate_bonus_on_outcome: bool = setting(False, "Pays `decomposition` and `search_count` only for right answers.")
+    search_penalty: float = setting(0.0, "Subtracted for every search that was run.", at_least=0)
+    sub_query_penalty: float = setting(
+        0.0,
+        "Subtracted for every sub-query that was run. Whether the needed ones run at once or one after the other, "
+        "they cost the same, so with parallelism=critical_path it is a price on needless ones.",
+        at_least=0,
+    )
+    unfinished_penalty: float = setting(
+        0.5, 'Subtracted from a rollout without an answer when rollout.unfinished is "penalise".'
+    )
+    overlong_tokens: int = setting(
+        0,
+        "Over the last `overlong_tokens` tokens of the context, a penalty rises linearly from 0 to "
+        "`unfinished_penalty` (arXiv 2503.14476 eq. 13); 0: none.",
+        at_least=0,
+    )
+
+
+@dataclass(frozen=True)
+class LearningSection:
+    """The loss and its optimizer."""
+
+    algorithm: Literal["grpo", "ppo"] = setting(
+        "grpo", "`grpo`: advantages from the rewards of a question's group; `ppo`: from a critic (section `critic`)."
+    )
+    advantage: Literal["std", "mean", "leave_one_out"] = setting(
+        "std",
+        "GRPO only. `std`: (reward - group mean) / group standard deviation; `mean`: reward - group mean; "
+        "`leave_one_out`: reward - mean of the group's other rewards.",
+    )
+    gamma: float = setting(1.0, "PPO only: discount per sampled token.", at_least=0, at_most=1, training_only=True)
+    gae_lambda: float = setting(
+        1.0,
+        "PPO only: lambda of GAE; 1 uses only rewards, 0 only the critic's next value.",
+        at_least=0,
+        at_most=1,
+        training_only=True,
+    )
+    whiten: Literal["batch", "kind"] = setting(
+        "batch",
+        "PPO only. Advantages are normalized to mean 0 and variance 1 over the tokens of a step: `batch`: all of "
+        "them; `kind`: each kind of question separately.",
+    )
+    clip_low: float = setting(
+        0.2, "Clips the ratio of policy to old policy below 1 - clip_low.", at_least=0, at_most=1
+    )
+    clip_high: float = setting(0.2, "Clips the same ratio above 1 + clip_high.", at_least=0)
+    kl_coefficient: float = setting(
+        0.001, "Weight of the KL to the policy at the start of the run; 0: no reference copy is kept.", at_least=0
+    )
+    kl_in: Literal["loss", "reward"] = setting(
+        "loss", "`loss`: the KL is a term of the loss; `reward`: it is subtracted from each token's reward (PPO only)."
+    )
+    kl_clamp: float = setting(
+        10.0, "Maximum of a token's KL in the loss; above it the KL has no gradient. 0: no maximum.", at_least=0
+    )
+    entropy_coefficient: float = setting(0.0, "Weight of the entropy, which is subtracted from the loss.", at_least=0)
+    aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = setting(
+        "token_mean",
+        "How the loss is averaged. `token_mean`: over all tokens; `sequence_mean`: the mean of each trajectory's "
+        "mean; `constant_length`: the sum divided by trajectories x context_tokens.",
+    )
+    old_logprobs: Literal["trainer", "sampler"] = setting(
+        "trainer",
+        "Source of the old policy's log-probs. `trainer`: computed before a step's first update, or in the update "
+        "itself if the step has only one; `sampler`: recorded while sampling, which saves a pass over the batch.",
+    )
+    ratio: Literal["token", "sequence"] = setting(
+        "token", "Ratio of policy to old policy per token, or per trajectory (GSPO)."
+    )
+    dual_clip: float = setting(
+        0.0,
+        "Limits the loss of a token with negative advantage to dual_clip x abs(advantage) (arXiv 1912.09729); 0: off.",
+        at_least=0,
+    )
+    guard: float = setting(
+        0.0, "Weight of a penalty on good actions that become less likely (arXiv 2512.04220); 0: off.", at_least=0
+    )
+    importance_cap: float = setting(
+        0.0, "Weights each token by min(p_old / p_sampler, importance_cap); 0: off.", at_least=0
+    )
+    importance_level: Literal["token", "sequence"] = setting(
+        "token",
+        "The probabilities in that ratio: `token`: of each token; `sequence`: of all sampled tokens of the rollout.",
+    )
+    reject_ratio: float = setting(
+        0.0,
+        "Leaves a rollout out of the loss if the geometric mean of its tokens' p_old / p_sampler is above "
+        "reject_ratio or below 1 / reject_ratio; 0: off. With `old_logprobs=sampler`, p_old is that of the policy at "
+        "each update.",
+        accepted=Accepted("0, or above 1", lambda value: value == 0 or value > 1),
+    )
+    mini_batch_rollouts: int = setting(
+        320,
+        "Rollouts per optimizer step, in complete groups. The published value of 256 cuts groups of 5.",
+        at_least=1,
+    )
+    micro_batch_rows: int = setting(
+        4, "Rows per forward and backward pass, over all devices.", at_least=1, resume=FREE
+    )
+    learning_rate: float = setting(1e-6, "Learning rate of AdamW; constant after the warm-up.", at_least=0)
+    warmup_ratio: float = setting(
+        0.285, "Share of all updates over which the learning rate rises linearly to its full value.", at_least=0
+    )
+    weight_decay: float = setting(0.01, "Weight decay of AdamW, on all trained parameters.", at_least=0)
+    beta1: float = setting(0.9, "AdamW's decay rate of the mean gradient.", at_least=0, below=1)
+    beta2: float = setting(0.999, "AdamW's decay rate of the mean squared gradient.", at_least=0, below=1)
+    gradient_clip: float = setting(
+        1.0,
+        "Maximum global norm of the gradient; larger gradients are scaled down to it.",
+        accepted=Accepted("above 0 (inf: no clip)", lambda value: value > 0),
+    )
+    max_bad_steps: int = setting(
+        3, "Consecutive updates with a non-finite loss or gradient after which the run stops.", at_least=1, resume=FREE
+    )
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    """Length of a run, and what it saves."""
+
+    steps: int = setting(
+        1005,
+        "Training steps; each collects rollouts of `prompts` questions and updates on them.",
+        at_least=1,
+        resume=FREE,
+    )
+    prompts: int = setting(512, "Questions per step.", at_least=1)
+    staleness: int = setting(
+        0,
+        "Maximum age, in steps, of the weights that sample a token. Rollouts of this many further steps are started "
+        "ahead and fill the slots while the last rollouts of a step are decoded; unfinished ones continue with the "
+        "next step's weights. 0: each step starts and ends its own rollouts.",
+        at_least=0,
+    )
+    dynamic_sampling_rounds: int = setting(
+        0,
+        "Dynamic sampling (DAPO): up to this many times, a step draws `prompts` more questions to replace groups "
+        "whose rewards are all equal; 0: off.",
+        at_least=0,
+    )
+    checkpoint_every_steps: int = setting(
+        50, "Writes a checkpoint at multiples of this step, and at the end.", at_least=1, resume=FREE
+    )
+    checkpoint_every_minutes: float = setting(
+        20.0,
+        "Also writes a checkpoint after a step that ends at least this many minutes after the last one; 0: off.",
+        at_least=0,
+        resume=FREE,
+    )
+    keep_checkpoints: int = setting(3, "Number of newest checkpoints to keep.", at_least=1, resume=FREE)
+    keep_every_steps: int = setting(
+        0, "Also keeps the checkpoints at multiples of this step; 0: none.", at_least=0, resume=FREE
+    )
+    trajectories_per_step: int = setting(
+        64, "Rollouts written to trajectories/ at each step.", at_least=0, resume=FREE
+    )
+    record_rollouts: bool = setting(
+        False, "Writes all rollouts, with everything that learning reads of them, to rollouts/.", resume=FREE
+    )
+    replay: str = setting(
+        "",
+        "Directory of a run with `record_rollouts`; this run learns from its rollouts and samples none. It needs the "
+        "same seed, questions and number of prompts, and is not evaluated.",
+    )
+
+
+@dataclass(frozen=True)
+class CriticSection:
+    """The critic of PPO.
+
+    Used with learning.algorithm=ppo; the critic shares all other settings with the policy.
+    """
+
+    learning_rate: float = setting(1e-5, "Learning rate of the critic's AdamW.", at_least=0)
+    warmup_ratio: float = setting(
+        0.015, "Share of all updates over which the critic's learning rate rises linearly.", at_least=0
+    )
+    value_clip: float = setting(
+        0.5, "A value that moves further than this in one step does not lower the loss; 0: no clip.", at_least=0
+    )
+    pretrain_steps: int = setting(0, "Number of first steps in which only the critic is trained.", at_least=0)
+
+
+@dataclass(frozen=True)
+class AlarmSection:
+    """Thresholds for warnings during a run.
+
+    A metric that crosses its threshold logs a warning (train/monitoring/alarms.py). Metrics are means over the last
+    `window` steps, except that only the last probe counts.
+    """
+
+    window: int = setting(10, "Steps in each mean; no alarm before this many steps are done.", at_least=1, resume=FREE)
+    reward_fall: float = setting(
+        0.1, "Fall of the mean reward below its highest value; up to 0.05 in good runs of the demo.", resume=FREE
+    )
+    over_splitting: float = setting(
+        0.75,
+        "Share of sequential questions that are split; up to 0.65 in the middle of good runs of the demo.",
+        resume=FREE,
+    )
+    no_search: float = setting(0.3, "Share of rollouts without a search.", resume=FREE)
+    wrong_though_seen: float = setting(
+        0.5,
+        "Share of wrong answers among rollouts that had the right answer in a passage, other than yes and no.",
+        resume=FREE,
+    )
+    likelihood_fall: float = setting(
+        0.3, "Fall of the log-prob of right rollouts, in nats per token, while the reward did not rise.", resume=FREE
+    )
+    entropy_rise: float = setting(0.5, "Rise of the entropy above its lowest value, in nats per token.", resume=FREE)
+    gap: float = setting(
+        0.1, "Mean absolute difference of sampler and trainer log-probs, in nats per token.", resume=FREE
+    )
+    sample_size: float = setting(
+        0.5,
+        "Effective sample size, as a share of the tokens, below which the sampler's weights are too old "
+        "(`effective_sample_size`).",
+        resume=FREE,
+    )
+    rejected: float = setting(0.25, "Share of tokens that learning.reject_ratio leaves out.", resume=FREE)
+    probe_every_steps: int = setting(
+        25,
+        "Steps between probes. A probe repeats one rollout per question with passages retrieved for other questions; "
+        "0: no probes.",
+        at_least=0,
+        resume=FREE,
+    )
+    probe_gain: float = setting(0.05, "EM that the right passages must at least add in a probe.", resume=FREE)
+
+
+@dataclass(frozen=True)
+class EvalSection:
+    """Evaluations before, during and after training."""
+
+    every_steps: int = setting(
+        0, "Steps between evaluations; 0: only before the first step and after the last.", at_least=0, resume=FREE
+    )
+    questions_per_kind: int = setting(
+        400, "Maximum number of evaluated questions of each kind; 0: no evaluation.", at_least=0
+    )
+    best_metric: str = setting(
+        "em",
+        "With every_steps, WORKDIR/best keeps the parameters with the highest value of this metric, over "
+        "all validation questions or over those of one kind.",
+        accepted=_METRIC,
+        training_only=True,
+    )
+    temperature: float = setting(0.0, "Sampling temperature of evaluations; 0: greedy.", at_least=0)
+    also_greedy: bool = setting(False, "Evaluates greedily as well, before the first step and after the last.")
+    seed: int = setting(1, "Seed of the sampled answers; the run's own seed does not affect them.", accepted=SEED)
+
+
+@dataclass(frozen=True)
+class SFTSection:
+    """Supervised fine-tuning before a run.
+
+    Used by launch/sft.py; model, mesh, lengths, micro-batches and checkpoints come from the other sections.
+    """
+
+    epochs: int = setting(2, "Passes over the transcripts.", at_least=1)
+    batch_rows: int = setting(16, "Transcripts per optimizer step.", at_least=1)
+    learning_rate: float = setting(
+        1e-5, "Peak learning rate of AdamW; adapters need about ten times as much.", at_least=0
+    )
+    warmup_ratio: float = setting(
+        0.05, "Share of all steps over which the learning rate rises linearly to its peak.", at_least=0, at_most=1
+    )
+    final_learning_rate_ratio: float = setting(
+        0.1, "Final learning rate of the cosine decay, as a share of the peak.", at_least=0, at_most=1
+    )
+    weight_decay: float = setting(0.01, "Weight decay of AdamW, on all trained parameters.", at_least=0)
+    validation_share: float = setting(
+        0.0, "Share of the transcripts to hold out; their loss is logged once per epoch.", at_least=0, below=1
+    )
