@@ -22,9 +22,8 @@ from psearch_jax.types import Question
 from retrieval.protocol import Passage
 
 Search = Callable[[Sequence[str]], Sequence[Sequence[Passage]]]  # queries -> a ranking for each
-Observe = Callable[
-    [Sequence[str], Sequence[Sequence[Passage]]], str
-]  # queries, their rankings -> what is shown of them
+# Queries and their rankings -> the text that a rollout shows of them.
+Observe = Callable[[Sequence[str], Sequence[Sequence[Passage]]], str]
 Rounds = tuple[tuple[Triple, ...], ...]
 _SEPARATOR = f" {SEPARATOR} "
 

@@ -4,8 +4,8 @@ A checkpoint directory `checkpoints/STEP` holds three items:
   params: nested dict of the policy's trained float32 arrays (of its adapters with LoRA). Export and evaluation need no
     others.
   optimizer: arrays by position: the optimizer's, the counters of updates and, with PPO, all of the critic.
-  loop: JSON with the step, the loader's state, the model's shape, the tokenizer's path and, for adapters, the path of
-    their base weights.
+  loop: JSON with the step, the loader's state, the settings that affect results, the rollouts in flight
+    (`train.staleness`), the model's shape, the tokenizer's path and, for adapters, the path of their base weights.
 
 A run with a workdir resumes from the first of these:
   1. the newest readable checkpoint; damaged newer ones are renamed to `STEP.unreadable`, with a warning;
