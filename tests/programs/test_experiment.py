@@ -120,15 +120,20 @@ def test_controls_are_rows_of_the_tables():
     results = record(a=(0.5, 0.9))
     for one in results["runs"].values():
         one["after"]["held-out/pairs"] = {"decomposition_accuracy": 0.8, "never_split": 0.5}
-        one["after"]["elsewhere/pairs"] = {"decomposition_accuracy": 0.8, "never_split": 0.5}
+        for name in ("elsewhere", "few"):
+            one["after"][f"{name}/pairs"] = {"decomposition_accuracy": 0.8, "never_split": 0.5}
     figures = ("decomposition_accuracy", "turns")
     controls = tables.controls_of(ROOT / "docs" / "experiments" / "controls" / "world.json")
-    elsewhere = {"elsewhere": Evaluation(("pairs",), 2, ("--config.data.world_seed=1",))}
-    experiment = replace(EXPERIMENT, figures=figures, evaluations=EXPERIMENT.evaluations | elsewhere)
+    others = {
+        "elsewhere": Evaluation(("pairs",), 200, ("--config.data.world_seed=1",)),
+        "few": Evaluation(("pairs",), 2),
+    }
+    own = {"held-out": replace(EXPERIMENT.evaluations["held-out"], count=200)}
+    experiment = replace(EXPERIMENT, figures=figures, evaluations=EXPERIMENT.evaluations | own | others)
     text = tables.report(experiment, results, controls)
-    assert text.count("| never split |  |  | .500 |") == 2
+    assert text.count("| never split |  |  | .500 |") == 3
     assert f"| control: word bigrams |  |  | {controls['word bigrams']:.3f}".replace("0.", ".") in text
-    assert text.count("control:") == len(controls) >= 7, "not for the pairs of another world"
+    assert text.count("control:") == len(controls) >= 7, "not for the pairs of another world, or for a part of them"
     assert tables.controls_of(ROOT / "nowhere.json") == {}
 
 
