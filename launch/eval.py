@@ -69,9 +69,7 @@ def with_passages(config: Config, closed_world: list[bool]) -> Config:
         retrieval, source = dataclasses.replace(retrieval, index="", corpus="", url=""), "closed_world"
     elif any(closed_world):
         raise UserError("--benchmark: the closed world and files found together, accepted: one of them per call")
-    elif not (retrieval.index or retrieval.corpus or retrieval.url) and (
-        rollout.search_turns or rollout.initial_search
-    ):
+    elif not retrieval.passages and (rollout.search_turns or rollout.initial_search):
         raise UserError("--index: none given, accepted for question files: a directory of launch/build_index.py")
     return dataclasses.replace(config, data=dataclasses.replace(config.data, source=source), retrieval=retrieval)
 

@@ -103,7 +103,7 @@ def _train_toy(values: dict, stop: StopRequest) -> None:
     from psearch_jax.runtime.paths import make_writable, on_disk, write_atomically
     from psearch_jax.sft import cold_start
     from psearch_jax.text.tokenizer import Tokenizer
-    from psearch_jax.train.checkpointing.checkpoint import find_checkpoint
+    from psearch_jax.train.checkpointing.checkpoint import newest_step
     from psearch_jax.types import UserError
     from retrieval.service import RetrievalService
 
@@ -117,11 +117,7 @@ def _train_toy(values: dict, stop: StopRequest) -> None:
             f"{settings}: found settings that differ from --config, accepted: the same, or another --workdir"
         )
     write_atomically(settings, text)
-    try:
-        done = int(find_checkpoint(workdir).name)
-    except UserError:
-        done = 0
-    cut_jsonl(workdir / "metrics.jsonl", done + 1)
+    cut_jsonl(workdir / "metrics.jsonl", newest_step(workdir) + 1)
     metrics = MetricsWriter(workdir)
 
     def log(step: int, values: dict[str, float]) -> None:

@@ -60,7 +60,7 @@ def main(_: list[str]) -> None:
             "accepted: a directory made from triples by launch/prepare_data.py, or rows with metadata.evidences"
         )
     section = config.retrieval
-    if not (section.index or section.corpus or section.url):
+    if not section.passages:
         raise UserError("config.retrieval: no passages named, accepted: index, corpus or url")
     tokenizer = Tokenizer.load(packaged(config.model.tokenizer or config.model.path))
     observations = Observations.of(config.rollout)

@@ -39,7 +39,7 @@ def validate(config: Config, training: bool = True) -> None:
     r = config.rollout
     if config.data.parallel_share + config.data.sequential_share > 1:
         raise UserError("config.data: parallel_share + sequential_share is above 1, accepted: a sum of at most 1")
-    passages = [name for name in ("index", "corpus", "url") if getattr(config.retrieval, name)]
+    passages = config.retrieval.passages
     if len(passages) > 1:
         raise UserError(f"config.retrieval: found {' and '.join(passages)}, accepted: one of index, corpus and url")
     if r.prompt_tokens >= r.context_tokens:

@@ -49,7 +49,7 @@ from psearch_jax.runtime.accelerators import chip_of, forward_flops
 from psearch_jax.runtime.cli import configure_jax
 from psearch_jax.runtime.paths import TOY_POLICY
 from psearch_jax.sharding import SAMPLING, make_mesh, param_shardings
-from psearch_jax.train.checkpointing.checkpoint import find_checkpoint
+from psearch_jax.train.checkpointing.checkpoint import newest_step
 from psearch_jax.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -333,11 +333,7 @@ def training(config: str, flags: argparse.Namespace) -> dict[str, Any]:
         fields = {"model.path": "", "model.preset": "0.5b", "model.tokenizer": str(TOY_POLICY)}
         fields |= {"data.source": "closed_world", "data.template": "toy", "rollout.prompt_tokens": "64"}
         command += [f"--config.{name}={value}" for name, value in fields.items()]
-    try:
-        done_before = int(find_checkpoint(workdir).name)
-    except UserError:
-        done_before = 0
-    began = time.monotonic()
+    done_before, began = newest_step(workdir), time.monotonic()
     # SIGTERM is for the run, which saves: this process waits for it. (A handler is not inherited, SIG_IGN would be.)
     signal.signal(signal.SIGTERM, lambda *_: None)
     code = subprocess.run([*command, *(SMALL if flags.scale < 1 else ())], cwd=ROOT).returncode

@@ -35,7 +35,7 @@ def missing_inputs(config: Config, training: bool = True, retriever: Retriever |
             "--repo-type=dataset --local-dir=DIR`"
         )
     closed_world, retrieval = config.data.source == CLOSED_WORLD, config.retrieval
-    named_passages = closed_world or retrieval.index or retrieval.corpus or retrieval.url
+    named_passages = closed_world or retrieval.passages
     if needs_retriever(config) and not (named_passages or retriever):
         lines.append(
             "config.retrieval.index (or .corpus, .url): an index made with `python launch/build_index.py "

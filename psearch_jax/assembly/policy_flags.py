@@ -160,8 +160,8 @@ def to_serve(root: Path, slots: int, samples: int = 1) -> Config:
     data = replace(base.data, prompt="template", source="" if passages() else base.data.source)
     rollout = replace(base.rollout, slots=-(-slots // jax.device_count()) * jax.device_count(), samples=samples)
     served = replace(base, data=data, retrieval=retrieval, rollout=rollout, model=_for_device(base.model))
-    places = (data.source == "closed_world", retrieval.index, retrieval.corpus, retrieval.url)
-    if with_method(served).rollout.search_turns and not any(places):
+    has_passages = data.source == "closed_world" or retrieval.passages
+    if with_method(served).rollout.search_turns and not has_passages:
         raise UserError(
             "--index: none given, accepted: a directory made by launch/build_index.py (or --corpus, --retriever_url)"
         )

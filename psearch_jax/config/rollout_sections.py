@@ -199,6 +199,12 @@ class RetrievalSection:
         8, "Maximum number of sub-queries that one search runs; the rest are ignored.", at_least=1
     )
 
+    @property
+    def passages(self) -> dict[str, str]:
+        """The passages that the section names, by field: index, corpus or url; empty without any."""
+        named = {"index": self.index, "corpus": self.corpus, "url": self.url}
+        return {field: place for field, place in named.items() if place}
+
 
 @dataclass(frozen=True)
 class RolloutSection:

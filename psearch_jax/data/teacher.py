@@ -80,8 +80,9 @@ def teach(
             return None
         rankings = tuple(map(tuple, search(queries)))
         texts = [f"{passage.title} {passage.text}" for ranking in rankings for passage in ranking]
+        shown = [observe(queries, rankings)]
         # Also in a passage: the observation repeats the queries.
-        if not all(_stated(fact, texts) and _stated(fact, [observe(queries, rankings)]) for fact in facts):
+        if not all(_stated(fact, texts) and _stated(fact, shown) for fact in facts):
             return None
         text = f"<think>{thought}</think>\n<search>{_SEPARATOR.join(queries)}</search>"
         turns.append(TranscriptTurn(text, queries, rankings))

@@ -305,7 +305,7 @@ def passages(config: Config) -> str | None:
     if not needs_retriever(config):
         return "none: the run does not search"
     world = ClosedWorld.make(config.data.world_seed) if config.data.source == CLOSED_WORLD else None
-    if not (world or config.retrieval.index or config.retrieval.corpus or config.retrieval.url):
+    if not (world or config.retrieval.passages):
         return None
     retriever = build.retriever_of(config, world, retry_deadline_s=0.0)
     queries = [f"a query of launch/doctor.py, number {i}" for i in range(64)]

@@ -146,7 +146,7 @@ class Learner(Trainable):
         frozen = self._frozen if frozen is None else frozen
         parts = self._weights_and_adapters(frozen, self._state().params)
         programs = super().traced(frozen)
-        if not self.needs_score and self._learning.kl_coefficient == 0:
+        if not self.needs_score and not self._has_reference:
             programs["logprobs"] = {}
         return {"reshard": {0: lambda: self._copy.traced(*parts)}, **programs}
 

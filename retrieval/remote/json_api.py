@@ -87,9 +87,8 @@ def read_settings(path: str | os.PathLike[str]) -> tuple[Settings, tuple[str, ..
         return value
 
     settings = Settings(**_mapped(raw, lambda text: _VARIABLE.sub(filled, text)))
-    if urlsplit(settings.url).scheme not in ("http", "https") or "{query}" not in settings.url + json.dumps(
-        settings.body
-    ):
+    request = settings.url + json.dumps(settings.body)
+    if urlsplit(settings.url).scheme not in ("http", "https") or "{query}" not in request:
         raise CorpusError(f"{path}: url is {raw['url']}, accepted: http(s)://..., with {{query}} in it or in the body")
     return settings, tuple(secrets)
 

@@ -219,7 +219,7 @@ def test_a_part_that_fails_is_repeated(tmp_path):
 
 
 def test_ctrl_c_ends_the_part_that_runs(tmp_path):
-    """The part goes on without its parent: the next call finds the accelerator in use."""
+    """The part keeps running without its parent: the next call finds the accelerator in use."""
     out = tmp_path / "device"
     program = Program([PROGRAM, *TINY, f"--out={out}", "--parts", "rollout-tiny"])
 

@@ -356,9 +356,9 @@ def test_a_rollout_that_is_not_finite_changes_no_advantage_of_a_step():
     """Its reward of 0 raises the advantages of the other rollouts of its question."""
     run = SimpleNamespace(config=Config(), reward=lambda t: paper_reward(t, WEIGHTS))
     others, broken = [with_turns([1]), with_turns([1], "Bob")], replace(with_turns([], None), status="not_finite")
-    found = []
+    advantages = []
     for trajectories in (others, [*others, broken]):
         rollouts = stage.Rollouts()
         stage._reward(run, rollouts, trajectories, 0)
-        found.append(stage._advantages(run, rollouts).tolist())
-    assert found[1] == [*found[0], 0.0] and found[0][0] > 0
+        advantages.append(stage._advantages(run, rollouts).tolist())
+    assert advantages[1] == [*advantages[0], 0.0] and advantages[0][0] > 0

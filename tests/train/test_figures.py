@@ -57,12 +57,12 @@ def test_rollout_metrics_by_hand():
         rolled("sequential", "Alan"),
     ]
     rewards = [RewardParts(float(i), 0, 0, 0) for i in range(4)]
-    found = figures.rollout_metrics(rollouts, rewards, np.array([1.0, -1.0, 0.0, 0.0]), 2)
+    metrics = figures.rollout_metrics(rollouts, rewards, np.array([1.0, -1.0, 0.0, 0.0]), 2)
     expected = {"em/parallel": 0.5, "split/parallel": 0.5, "split/sequential": 0, "searches/sequential": 0.5}
     expected |= {"turns/parallel": 2, "turns/sequential": 1.5, "searched_0": 0.25, "searched_1": 0.75}
     expected |= {"wrong_though_seen": 1 / 3, "logprob_of_correct": -0.4, "groups_without_signal": 0.5}
     expected |= {"reward/parallel/split/outcome": 0, "reward/parallel/not_split/outcome": 1}
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
 def test_yes_and_no_in_a_passage_are_no_answer():
@@ -70,5 +70,5 @@ def test_yes_and_no_in_a_passage_are_no_answer():
     said_no = replace(
         rolled("parallel", "yes", ("a",), shown="no heir"), question=Question("s", "1", "?", ("no",), "parallel")
     )
-    found = figures.rollout_metrics([said_no], [RewardParts(0, 0, 0, 0)], np.zeros(1), 1)
-    assert np.isnan(found["wrong_though_seen"])
+    metrics = figures.rollout_metrics([said_no], [RewardParts(0, 0, 0, 0)], np.zeros(1), 1)
+    assert np.isnan(metrics["wrong_though_seen"])

@@ -187,8 +187,8 @@ def test_bad_updates_inside_a_step_stop_the_run(tiny_policy, tmp_path):
 
 
 def test_a_run_is_not_judged_by_what_it_cannot_do(tiny_policy, tmp_path, caplog):
-    """A run with one search for the question is told at every step that it does not search, and that it will never
-    split; a run without a reference reports a divergence of 0 from it."""
+    """A run with one search for the question gets a warning at every step that it does not search, and one that it
+    will never split; a run without a reference reports a divergence of 0 from it."""
     fields = {"rollout.search_turns": 0, "rollout.initial_search": True, "alarms.window": 1}
     fields |= {"learning.kl_coefficient": 0.0, "train.steps": 1, "eval.questions_per_kind": 0}
     trainer.train(build.training_run(small_config(tiny_policy, **fields)), tmp_path)
@@ -215,9 +215,9 @@ def test_the_greedy_figures_are_greedy(tmp_path, monkeypatch):
     monkeypatch.setattr(validation, "measured", lambda run, temperature: {"all": {"at": temperature}})
     config = from_mapping({"eval": {"temperature": 0.7, "also_greedy": True}})
     run = SimpleNamespace(config=config, evaluation=[1], phase=lambda _: nullcontext())
-    found = validation.measured_once(run, tmp_path / "before.json", fresh=True)
-    assert found == {"": {"all": {"at": 0.7}}, "_greedy": {"all": {"at": 0.0}}}
-    assert validation.measured_once(run, tmp_path / "before.json", fresh=False) == found
+    evaluations = validation.measured_once(run, tmp_path / "before.json", fresh=True)
+    assert evaluations == {"": {"all": {"at": 0.7}}, "_greedy": {"all": {"at": 0.0}}}
+    assert validation.measured_once(run, tmp_path / "before.json", fresh=False) == evaluations
 
 
 @pytest.mark.slow

@@ -278,6 +278,14 @@ def find_checkpoint(path: str | Path) -> Path:
     return find_checkpoints(path)[0]
 
 
+def newest_step(workdir: str | Path) -> int:
+    """The step of a run's newest checkpoint; 0 without one."""
+    try:
+        return int(find_checkpoint(workdir).name)
+    except UserError:
+        return 0
+
+
 def find_checkpoints(path: str | Path) -> list[Path]:
     """All checkpoints in a run directory or its checkpoints/, newest first, or `path` itself if it is a checkpoint.
 
