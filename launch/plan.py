@@ -47,8 +47,8 @@ def main(_: list[str]) -> None:
     if WRITE.value and (not SEARCH.value or Path(WRITE.value).exists()):
         how = "with --search" if not SEARCH.value else "a new file"
         raise UserError(f"--write={WRITE.value}: accepted: {how}")
-    of_gpus = TOPOLOGY.value.partition(":")[0] in GPUS
-    if not of_gpus:
+    is_gpu = TOPOLOGY.value.partition(":")[0] in GPUS
+    if not is_gpu:
         jax.config.update("jax_platforms", "cpu")  # nothing runs on a device, so do not occupy a TPU
     from psearch_jax.config import from_mapping
     from psearch_jax.eval.tables import table
@@ -66,7 +66,7 @@ def main(_: list[str]) -> None:
         make_writable(locate(JSON.value).parent)
     if WRITE.value:
         make_writable(Path(WRITE.value).parent)
-    target = (targets.cuda_target if of_gpus else targets.tpu_target)(TOPOLOGY.value)
+    target = (targets.cuda_target if is_gpu else targets.tpu_target)(TOPOLOGY.value)
 
     def log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -96,7 +96,7 @@ def main(_: list[str]) -> None:
     mesh = described(plan.mesh, plan.rollout_mesh)
     kind = f"{plan.chips} x {target.kind}, {gib(plan.chip.hbm_bytes)} GiB each"
     print(f"{TOPOLOGY.value}: {kind}; {mesh}\n")
-    if plan.split and not of_gpus:
+    if plan.split and not is_gpu:
         print("mesh.rollout_devices: refused by a run on a slice of several hosts\n")
     rows = [["resident", "GiB per chip"]]
     print(table(rows + [[name.replace("_", " "), gib(size)] for name, size in plan.resident.items()]) + "\n")
@@ -108,7 +108,7 @@ def main(_: list[str]) -> None:
     print(table(rows) + "\n")
     spare = gib(plan.headroom_offloaded_bytes)
     print(f"headroom {gib(plan.headroom_bytes)} GiB; {spare} with the optimizer in host memory between updates")
-    if not of_gpus:
+    if not is_gpu:
         widths = sorted({*widths_of(config.rollout).prompts, *plan.widths["accumulate"]})
         blocks = ", ".join(f"{width} ({splash_block(width)})" for width in widths)
         print(f"row widths, with their attention block sizes: {blocks}")

@@ -310,11 +310,11 @@ class Decoder(nnx.Module):
         stored = spec(("embed", "vocab"), STORAGE, mesh, head.shape)
         rows = spec(("rows",), COMPUTE, mesh, hidden.shape)
 
-        def local(head: jax.Array, *of_rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def local(head: jax.Array, *row_arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
             if stored[0]:
                 head = gathered(head, stored[0], self.dtype)
             visit = at_once(functools.partial(self._scored, **options, split=stored[1]))
-            return _at_wanted(visit, chunk, head, *of_rows)
+            return _at_wanted(visit, chunk, head, *row_arrays)
 
         mapped = jax.shard_map(local, in_specs=(stored, rows, rows, rows), out_specs=(rows, rows), check_vma=False)
         return mapped(head, hidden, targets, wanted)
@@ -332,15 +332,15 @@ class Decoder(nnx.Module):
         first = jax.lax.axis_index(split) * columns if split else 0
         with precision(self.dtype):  # the backward pass is traced later
             out = self._logits(head, h, temperature, n_ids, first)
-        most = over_all(jax.lax.stop_gradient(jnp.max(out, axis=-1, keepdims=True)), jax.lax.pmax)
-        out -= most
-        log_total = jnp.log(over_all(jnp.sum(jnp.exp(out), axis=-1, keepdims=True)))
-        table, place = out - log_total, t - first
+        row_max = over_all(jax.lax.stop_gradient(jnp.max(out, axis=-1, keepdims=True)), jax.lax.pmax)
+        out -= row_max
+        log_sum = jnp.log(over_all(jnp.sum(jnp.exp(out), axis=-1, keepdims=True)))
+        table, place = out - log_sum, t - first
         chosen = jnp.take_along_axis(table, jnp.clip(place, 0, columns - 1)[..., None], axis=-1)[..., 0]
         if split:
             chosen = over_all(jnp.where((place >= 0) & (place < columns), chosen, 0.0))
         entropy = -over_all(jnp.sum(jnp.exp(table) * jnp.where(table > NEG_INF / 2, table, 0.0), axis=-1))
-        return chosen, entropy, (most + log_total)[..., 0]
+        return chosen, entropy, (row_max + log_sum)[..., 0]
 
 
 def _at_wanted(

@@ -129,12 +129,12 @@ def _gated_forward(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[jax
     return gated(gate, up), (gate, up)
 
 
-def _gated_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    gate, up, of_out = (x.astype(jnp.float32) for x in (*kept, gradient))
+def _gated_backward(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    gate, up, d_out = (x.astype(jnp.float32) for x in (*residuals, gradient))
     sigmoid = jax.nn.sigmoid(gate)
     silu = gate * sigmoid
-    of_gate, of_up = of_out * up * (sigmoid + silu * (1 - sigmoid)), of_out * silu
-    return of_gate.astype(kept[0].dtype), of_up.astype(kept[1].dtype)
+    d_gate, d_up = d_out * up * (sigmoid + silu * (1 - sigmoid)), d_out * silu
+    return d_gate.astype(residuals[0].dtype), d_up.astype(residuals[1].dtype)
 
 
 gated.defvjp(_gated_forward, _gated_backward)

@@ -111,8 +111,8 @@ def _narrow_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[j
     return jnp.matmul(x, kernel), (x, kernel)
 
 
-def _narrow_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, kernel = kept
+def _narrow_backward(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = residuals
     return jnp.matmul(gradient, kernel.T), jax.lax.optimization_barrier(jnp.matmul(gradient.T, x)).T
 
 
@@ -142,10 +142,10 @@ def _forward(x: jax.Array, kernel: jax.Array, dtype: Any) -> tuple[jax.Array, tu
     return _multiplied(x, kernel, dtype), (x, kernel)
 
 
-def _backward(dtype: Any, kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, kernel = kept
-    of_x, of_kernel = _multiplied(gradient, kernel.T, dtype), _multiplied(x.T, gradient, dtype)
-    return of_x, of_kernel.astype(kernel.dtype)
+def _backward(dtype: Any, residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = residuals
+    dx, d_kernel = _multiplied(gradient, kernel.T, dtype), _multiplied(x.T, gradient, dtype)
+    return dx, d_kernel.astype(kernel.dtype)
 
 
 _rounded_product.defvjp(_forward, _backward)
@@ -160,10 +160,12 @@ def _mixed_forward(x: jax.Array, kernel: jax.Array, dtype: Any) -> tuple[jax.Arr
     return jnp.matmul(x, kernel.astype(dtype)), (x, kernel)  # as in _forward, visible to remat=dots
 
 
-def _mixed_backward(dtype: Any, kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, kernel = kept
-    of_x = jnp.matmul(gradient, kernel.astype(dtype).T)
-    return of_x, jnp.matmul(x.T, gradient, preferred_element_type=kernel.dtype)
+def _mixed_backward(
+    dtype: Any, residuals: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, kernel = residuals
+    dx = jnp.matmul(gradient, kernel.astype(dtype).T)
+    return dx, jnp.matmul(x.T, gradient, preferred_element_type=kernel.dtype)
 
 
 _mixed_product.defvjp(_mixed_forward, _mixed_backward)

@@ -187,24 +187,31 @@ def _on_tpu(q, k, v, layer, start, row, block, entries, cached_k, cached_v, *sca
     size = block_positions(K, H, cached_v.dtype.itemsize, S)
     scalars = (jnp.reshape(layer, 1).astype(jnp.int32), row, block, start.astype(jnp.int32))
 
-    def of_row(i, layer, row, block, start):
+    def row_index_map(i, layer, row, block, start):
         return row[i], 0, 0, 0
 
-    def of_block(i, layer, row, block, start):
+    def cache_index_map(i, layer, row, block, start):
         return layer[0], row[i], 0, block[i], 0
 
-    def of_lines(i, layer, row, block, start):
+    def scale_index_map(i, layer, row, block, start):
         return layer[0], row[i], 0, block[i]
 
-    queries, own = pl.BlockSpec((1, K, X, H), of_row), pl.BlockSpec((1, K, T, H), of_row)
-    cached = pl.BlockSpec((1, 1, K, size, H), of_block)
+    queries, own = pl.BlockSpec((1, K, X, H), row_index_map), pl.BlockSpec((1, K, T, H), row_index_map)
+    cached = pl.BlockSpec((1, 1, K, size, H), cache_index_map)
     out = pl.pallas_call(
         functools.partial(_tpu_kernel, size=size),
         out_shape=jax.ShapeDtypeStruct((B, K, X, H), q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(entries[0],),
-            in_specs=[queries, own, own, cached, cached, *[pl.BlockSpec((1, 1, K, size), of_lines)] * len(scales)],
+            in_specs=[
+                queries,
+                own,
+                own,
+                cached,
+                cached,
+                *[pl.BlockSpec((1, 1, K, size), scale_index_map)] * len(scales),
+            ],
             out_specs=queries,
             scratch_shapes=[pltpu.VMEM((K, X, width), jnp.float32) for width in (1, 1, H)],
         ),
@@ -226,13 +233,13 @@ def _cost(B: int, N: int, K: int, S: int, H: int, line_bytes: int) -> Any:
 
 
 def _tpu_kernel(layer, row, block, start, q, own_k, own_v, k, v, *others, size: int) -> None:
-    """One entry; `most`, `total` and `values` keep the running maximum and sums over all entries of a row.
+    """One entry; `row_max`, `denominator` and `numerator` keep the running softmax over all entries of a row.
 
     q [1, K, G * T, H], the tokens of a head next to each other; own_k, own_v [1, K, T, H].
     """
     from jax.experimental import pallas as pl
 
-    *scales, out, most, total, values = others  # scales of keys and of values, in int8
+    *scales, out, row_max, denominator, numerator = others  # scales of keys and of values, in int8
     i = pl.program_id(0)
     first, length = block[i] * size, start[row[i]]
     scale = q.shape[-1] ** -0.5
@@ -241,40 +248,40 @@ def _tpu_kernel(layer, row, block, start, q, own_k, own_v, k, v, *others, size: 
     @pl.when(block[i] == 0)
     def _():
         T, wide = own_k.shape[2], q[0].astype(jnp.float32)
-        token = jax.lax.broadcasted_iota(jnp.int32, most.shape, 1) % T
+        token = jax.lax.broadcasted_iota(jnp.int32, row_max.shape, 1) % T
 
         def scores_of(t: int) -> jax.Array:  # [K, G * T, 1]
             scores = scale * jnp.sum(wide * own_k[0, :, pl.ds(t, 1)].astype(jnp.float32), axis=-1, keepdims=True)
             return scores if t == 0 else jnp.where(token >= t, scores, NEG_INF)
 
         own = [scores_of(t) for t in range(T)]
-        most[...] = functools.reduce(jnp.maximum, own)
-        weights = [jnp.exp(scores - most[...]) for scores in own]
-        total[...] = sum(weights)
-        values[...] = jnp.zeros(values.shape, jnp.float32)
+        row_max[...] = functools.reduce(jnp.maximum, own)
+        weights = [jnp.exp(scores - row_max[...]) for scores in own]
+        denominator[...] = sum(weights)
+        numerator[...] = jnp.zeros(numerator.shape, jnp.float32)
         for t, weight in enumerate(weights):  # a value that is not finite must not reach the tokens before it
             here = weight * own_v[0, :, pl.ds(t, 1)].astype(jnp.float32)
-            values[...] += here if t == 0 else jnp.where(token >= t, here, 0)
+            numerator[...] += here if t == 0 else jnp.where(token >= t, here, 0)
 
     real = first + jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) < length
-    seen = first + jax.lax.broadcasted_iota(jnp.int32, (1, size), 1) < length
+    mask = first + jax.lax.broadcasted_iota(jnp.int32, (1, size), 1) < length
     product = functools.partial(jax.lax.dot_general, precision=exact, preferred_element_type=jnp.float32)
     for head in range(q.shape[1]):
         # Past the cache's end, the last block reads arbitrary values: replace them, because 0 * NaN is NaN.
         here = jnp.where(real, v[0, 0, head].astype(q.dtype), 0)
         scores = scale * product(q[0, head], k[0, 0, head].astype(q.dtype), (((1,), (1,)), ((), ())))
-        of_keys, of_values = (jnp.where(seen, x[0, 0, pl.ds(head, 1)], 0) for x in scales) if scales else (1.0, 1.0)
-        scores = jnp.where(seen, scores * of_keys, NEG_INF)
-        now = jnp.maximum(most[head], jnp.max(scores, axis=-1, keepdims=True))
-        weights, kept = jnp.exp(scores - now), jnp.exp(most[head] - now)
-        most[head] = now
-        total[head] = total[head] * kept + jnp.sum(weights, axis=-1, keepdims=True)
-        weights = (weights * of_values).astype(q.dtype)
-        values[head] = values[head] * kept + product(weights, here, (((1,), (0,)), ((), ())))
+        k_scale, v_scale = (jnp.where(mask, x[0, 0, pl.ds(head, 1)], 0) for x in scales) if scales else (1.0, 1.0)
+        scores = jnp.where(mask, scores * k_scale, NEG_INF)
+        new_max = jnp.maximum(row_max[head], jnp.max(scores, axis=-1, keepdims=True))
+        weights, rescale = jnp.exp(scores - new_max), jnp.exp(row_max[head] - new_max)
+        row_max[head] = new_max
+        denominator[head] = denominator[head] * rescale + jnp.sum(weights, axis=-1, keepdims=True)
+        weights = (weights * v_scale).astype(q.dtype)
+        numerator[head] = numerator[head] * rescale + product(weights, here, (((1,), (0,)), ((), ())))
 
     @pl.when(first + size >= length)
     def _():
-        out[0] = (values[...] / total[...]).astype(out.dtype)
+        out[0] = (numerator[...] / denominator[...]).astype(out.dtype)
 
 
 def _on_gpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool) -> jax.Array:
@@ -295,7 +302,7 @@ def _on_gpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool)
         return pl.BlockSpec((None, None, None, queries, size), lambda b, h, p: (b, h, p, 0, 0))
 
     arrays = (cached_k, cached_v, *scales)
-    most, total, values = pl.pallas_call(
+    part_max, part_denominator, part_numerator = pl.pallas_call(
         functools.partial(_gpu_kernel, width=width, group=X),
         out_shape=[jax.ShapeDtypeStruct((B, K, parts, X, size), jnp.float32) for size in (1, 1, H)],
         grid=(B, K, parts),
@@ -312,11 +319,11 @@ def _on_gpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool)
     )(layer.reshape(1).astype(jnp.int32), start.astype(jnp.int32), group_heads(q, K).reshape(B, K, X, H), *arrays)
     # Add the tokens themselves as one more part.
     own = over_chunk(q.dtype, grouped(q, K)[1], k, v, jnp.arange(T))
-    own_most, own_total, own_values = (x.reshape(B, K, X, -1) for x in own)
-    top = jnp.maximum(jnp.max(most, axis=2), own_most)
-    kept, of_own = jnp.exp(most - top[:, :, None]), jnp.exp(own_most - top)
-    out = jnp.sum(values * kept, axis=2) + of_own * own_values
-    out = out / (jnp.sum(total * kept, axis=2) + of_own * own_total)
+    own_max, own_denominator, own_numerator = (x.reshape(B, K, X, -1) for x in own)
+    row_max = jnp.maximum(jnp.max(part_max, axis=2), own_max)
+    rescale, own_rescale = jnp.exp(part_max - row_max[:, :, None]), jnp.exp(own_max - row_max)
+    out = jnp.sum(part_numerator * rescale, axis=2) + own_rescale * own_numerator
+    out = out / (jnp.sum(part_denominator * rescale, axis=2) + own_rescale * own_denominator)
     return merge_heads(out.astype(q.dtype).reshape(B, K, N // K, T, H))
 
 
@@ -339,7 +346,7 @@ def _gpu_kernel(layer, start, q, k, v, *others, width: int, group: int) -> None:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    *scales, most_out, total_out, values_out = others
+    *scales, max_out, denominator_out, numerator_out = others
     row, head, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * GPU_PART
     last = jnp.minimum(first + GPU_PART, start[row])
     at_layer, S, H, dtype = layer[0], k.shape[3], q.shape[-1], q.dtype
@@ -348,30 +355,34 @@ def _gpu_kernel(layer, start, q, k, v, *others, width: int, group: int) -> None:
     product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
 
     def visit(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        most, total, values = sums
+        row_max, denominator, numerator = sums
         at = jnp.minimum(first + i * width, S - width)  # the cache's last block may overlap the one before
         place = at + jnp.arange(width)
-        seen = (place >= first + i * width) & (place < last)
+        mask = (place >= first + i * width) & (place < last)
 
-        def lines(x: Any) -> jax.Array:
+        def load_lines(x: Any) -> jax.Array:
             here = x.at[at_layer, row, head, pl.ds(at, width), :]
-            return triton.load(here, mask=seen[:, None], other=0).astype(dtype)
+            return triton.load(here, mask=mask[:, None], other=0).astype(dtype)
 
-        def of_lines(x: Any) -> jax.Array:
-            return triton.load(x.at[at_layer, row, head, pl.ds(at, width)], mask=seen, other=0)[None]
+        def load_scales(x: Any) -> jax.Array:
+            return triton.load(x.at[at_layer, row, head, pl.ds(at, width)], mask=mask, other=0)[None]
 
-        scores = H**-0.5 * product(queries, lines(k), (((1,), (1,)), ((), ())))
-        scores = jnp.where(seen[None], scores * of_lines(scales[0]) if scales else scores, NEG_INF)
-        now = jnp.maximum(most, jnp.max(scores, axis=1))
-        weights, kept = jnp.exp(scores - now[:, None]), jnp.exp(most - now)
-        total = total * kept + jnp.sum(weights, axis=1)
-        weights = (weights * of_lines(scales[1]) if scales else weights).astype(dtype)
-        return now, total, values * kept[:, None] + product(weights, lines(v), (((1,), (0,)), ((), ())))
+        scores = H**-0.5 * product(queries, load_lines(k), (((1,), (1,)), ((), ())))
+        scores = jnp.where(mask[None], scores * load_scales(scales[0]) if scales else scores, NEG_INF)
+        new_max = jnp.maximum(row_max, jnp.max(scores, axis=1))
+        weights, rescale = jnp.exp(scores - new_max[:, None]), jnp.exp(row_max - new_max)
+        denominator = denominator * rescale + jnp.sum(weights, axis=1)
+        weights = (weights * load_scales(scales[1]) if scales else weights).astype(dtype)
+        return (
+            new_max,
+            denominator,
+            numerator * rescale[:, None] + product(weights, load_lines(v), (((1,), (0,)), ((), ()))),
+        )
 
     R = q.shape[0]
     sums = jnp.full(R, NEG_INF, jnp.float32), jnp.zeros(R, jnp.float32), jnp.zeros((R, H), jnp.float32)
     blocks = jnp.maximum(last - first + width - 1, 0) // width
-    most, total, values = jax.lax.fori_loop(0, blocks, visit, sums)
-    triton.store(most_out, most[:, None], mask=real)
-    triton.store(total_out, total[:, None], mask=real)
-    triton.store(values_out, values, mask=real)
+    row_max, denominator, numerator = jax.lax.fori_loop(0, blocks, visit, sums)
+    triton.store(max_out, row_max[:, None], mask=real)
+    triton.store(denominator_out, denominator[:, None], mask=real)
+    triton.store(numerator_out, numerator, mask=real)

@@ -142,10 +142,10 @@ def _on_tpu(
     S = cached_v.shape[3]
     size, blocks = _key_positions(S, H, cached_v.dtype.itemsize), T // tile
 
-    def of_queries(head, i, layer, rows, start, pair, block):
+    def query_index_map(head, i, layer, rows, start, pair, block):
         return pair[i] // blocks, head, 0, pair[i] % blocks, 0
 
-    def of_chunk(head, i, layer, rows, start, pair, block):
+    def chunk_index_map(head, i, layer, rows, start, pair, block):
         row = pair[i] // blocks
         return row, head, jnp.maximum(block[i] - pl.cdiv(start[row], size), 0), 0
 
@@ -153,14 +153,14 @@ def _on_tpu(
         # While the chunk's own keys are visited, the block stays the same, and is not read again.
         return jnp.minimum(block[i], jnp.maximum(pl.cdiv(start[pair[i] // blocks], size) - 1, 0))
 
-    def of_cache(head, i, layer, rows, start, pair, block):
+    def cache_index_map(head, i, layer, rows, start, pair, block):
         return layer[0], rows[pair[i] // blocks], head, cached_block(i, start, pair, block), 0
 
-    def of_lines(head, i, layer, rows, start, pair, block):
+    def scale_index_map(head, i, layer, rows, start, pair, block):
         return layer[0], rows[pair[i] // blocks], 0, cached_block(i, start, pair, block)
 
-    queries, chunk = pl.BlockSpec((1, 1, G, tile, H), of_queries), pl.BlockSpec((1, 1, tile, H), of_chunk)
-    cached, lines = pl.BlockSpec((1, 1, 1, size, H), of_cache), pl.BlockSpec((1, 1, K, size), of_lines)
+    queries, chunk = pl.BlockSpec((1, 1, G, tile, H), query_index_map), pl.BlockSpec((1, 1, tile, H), chunk_index_map)
+    cached, lines = pl.BlockSpec((1, 1, 1, size, H), cache_index_map), pl.BlockSpec((1, 1, K, size), scale_index_map)
     half_full = S // 2 + T // 2
     out = pl.pallas_call(
         functools.partial(_tpu_kernel, size=size, blocks=blocks),
@@ -185,13 +185,13 @@ def _on_tpu(
 
 
 def _tpu_kernel(layer, rows, start, pair, block, q, own_k, own_v, k, v, *others, size: int, blocks: int) -> None:
-    """One entry; `most`, `total` and `values` keep the running maximum and sums of a block of queries.
+    """One entry; `row_max`, `denominator` and `numerator` keep the running softmax of a block of queries.
 
     q [1, 1, G, tile, H]; own_k, own_v [1, 1, tile, H]; k, v [1, 1, 1, size, H].
     """
     from jax.experimental import pallas as pl
 
-    *scales, out, most, total, values = others  # scales of keys and of values, in int8
+    *scales, out, row_max, denominator, numerator = others  # scales of keys and of values, in int8
     head, i = pl.program_id(0), pl.program_id(1)
     G, tile, H = q.shape[2:]
     length, queries = start[pair[i] // blocks], q[0, 0].reshape(G * tile, H)
@@ -201,29 +201,29 @@ def _tpu_kernel(layer, rows, start, pair, block, q, own_k, own_v, k, v, *others,
 
     @pl.when(block[i] == 0)
     def _():
-        most[...] = jnp.full(most.shape, NEG_INF, jnp.float32)
-        total[...] = jnp.zeros(total.shape, jnp.float32)
-        values[...] = jnp.zeros(values.shape, jnp.float32)
+        row_max[...] = jnp.full(row_max.shape, NEG_INF, jnp.float32)
+        denominator[...] = jnp.zeros(denominator.shape, jnp.float32)
+        numerator[...] = jnp.zeros(numerator.shape, jnp.float32)
 
-    def add(keys: jax.Array, new: jax.Array, seen: jax.Array, of_keys: Any = 1.0, of_values: Any = 1.0) -> None:
-        """Continues the softmax over keys and values [X, H], of which the queries see `seen`."""
+    def add(keys: jax.Array, new: jax.Array, mask: jax.Array, k_scale: Any = 1.0, v_scale: Any = 1.0) -> None:
+        """Continues the softmax over keys and values [X, H], which a query attends to where `mask` is true."""
         scores = H**-0.5 * product(queries, keys, (((1,), (1,)), ((), ())))
-        scores = jnp.where(seen, scores * of_keys, NEG_INF)
-        now = jnp.maximum(most[...], jnp.max(scores, axis=-1, keepdims=True))
-        weights, kept = jnp.exp(scores - now), jnp.exp(most[...] - now)
-        most[...] = now
-        total[...] = total[...] * kept + jnp.sum(weights, axis=-1, keepdims=True)
-        weights = (weights * of_values).astype(q.dtype)
-        values[...] = values[...] * kept + product(weights, new, (((1,), (0,)), ((), ())))
+        scores = jnp.where(mask, scores * k_scale, NEG_INF)
+        new_max = jnp.maximum(row_max[...], jnp.max(scores, axis=-1, keepdims=True))
+        weights, rescale = jnp.exp(scores - new_max), jnp.exp(row_max[...] - new_max)
+        row_max[...] = new_max
+        denominator[...] = denominator[...] * rescale + jnp.sum(weights, axis=-1, keepdims=True)
+        weights = (weights * v_scale).astype(q.dtype)
+        numerator[...] = numerator[...] * rescale + product(weights, new, (((1,), (0,)), ((), ())))
 
     @pl.when(block[i] < cached)
     def _():
         first = block[i] * size
         real = first + jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) < length
-        seen = first + jax.lax.broadcasted_iota(jnp.int32, (1, size), 1) < length
+        mask = first + jax.lax.broadcasted_iota(jnp.int32, (1, size), 1) < length
         # Values past the row's end are arbitrary: replace them, because 0 * NaN is NaN.
         new = jnp.where(real, v[0, 0, 0].astype(q.dtype), 0)
-        add(k[0, 0, 0].astype(q.dtype), new, seen, *(jnp.where(seen, x[0, 0, pl.ds(head, 1)], 0) for x in scales))
+        add(k[0, 0, 0].astype(q.dtype), new, mask, *(jnp.where(mask, x[0, 0, pl.ds(head, 1)], 0) for x in scales))
 
     @pl.when(block[i] >= cached)
     def _():
@@ -233,7 +233,7 @@ def _tpu_kernel(layer, rows, start, pair, block, q, own_k, own_v, k, v, *others,
 
     @pl.when(block[i] == cached + at)
     def _():
-        out[0, 0] = (values[...] / total[...]).astype(out.dtype).reshape(G, tile, H)
+        out[0, 0] = (numerator[...] / denominator[...]).astype(out.dtype).reshape(G, tile, H)
 
 
 def _on_gpu(q: jax.Array, k, v, scalars, cached_k, cached_v, *scales, tile: int, interpret: bool) -> jax.Array:
@@ -270,38 +270,38 @@ def _gpu_kernel(q, layer, rows, start, own_k, own_v, k, v, *others, width: int, 
     (tile, H), S = q.shape, k.shape[3]
     product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
 
-    def add(sums: tuple, keys: jax.Array, new: jax.Array, seen: jax.Array, of_keys: Any = 1.0, of_values: Any = 1.0):
-        most, total, values = sums
+    def add(sums: tuple, keys: jax.Array, new: jax.Array, mask: jax.Array, k_scale: Any = 1.0, v_scale: Any = 1.0):
+        row_max, denominator, numerator = sums
         scores = H**-0.5 * product(queries, keys, (((1,), (1,)), ((), ())))
-        scores = jnp.where(seen, scores * of_keys, NEG_INF)
-        now = jnp.maximum(most, jnp.max(scores, axis=1))
-        weights, kept = jnp.exp(scores - now[:, None]), jnp.exp(most - now)
-        total = total * kept + jnp.sum(weights, axis=1)
+        scores = jnp.where(mask, scores * k_scale, NEG_INF)
+        new_max = jnp.maximum(row_max, jnp.max(scores, axis=1))
+        weights, rescale = jnp.exp(scores - new_max[:, None]), jnp.exp(row_max - new_max)
+        denominator = denominator * rescale + jnp.sum(weights, axis=1)
         return (
-            now,
-            total,
-            values * kept[:, None] + product((weights * of_values).astype(dtype), new, (((1,), (0,)), ((), ()))),
+            new_max,
+            denominator,
+            numerator * rescale[:, None] + product((weights * v_scale).astype(dtype), new, (((1,), (0,)), ((), ()))),
         )
 
-    def of_cache(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def add_cached(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         first = jnp.minimum(i * width, S - width)  # the cache's last block may overlap the one before
         place = first + jnp.arange(width)
-        seen = (place >= i * width) & (place < length)
+        mask = (place >= i * width) & (place < length)
 
-        def lines(x: Any) -> jax.Array:
-            return triton.load(x.at[*at, pl.ds(first, width), :], mask=seen[:, None], other=0).astype(dtype)
+        def load_lines(x: Any) -> jax.Array:
+            return triton.load(x.at[*at, pl.ds(first, width), :], mask=mask[:, None], other=0).astype(dtype)
 
-        def of_lines(x: Any) -> jax.Array:
-            return triton.load(x.at[*at, pl.ds(first, width)], mask=seen, other=0)[None]
+        def load_scales(x: Any) -> jax.Array:
+            return triton.load(x.at[*at, pl.ds(first, width)], mask=mask, other=0)[None]
 
-        return add(sums, lines(k), lines(v), seen[None], *map(of_lines, scales))
+        return add(sums, load_lines(k), load_lines(v), mask[None], *map(load_scales, scales))
 
-    def of_chunk(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def add_chunk(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         keys, new = (triton.load(x.at[r, head, pl.ds(i * tile, tile), :]) for x in (own_k, own_v))
-        seen = i * tile + jnp.arange(tile) <= part * tile + jnp.arange(tile)[:, None]
-        return add(sums, keys, new, seen)
+        mask = i * tile + jnp.arange(tile) <= part * tile + jnp.arange(tile)[:, None]
+        return add(sums, keys, new, mask)
 
     sums = jnp.full(tile, NEG_INF, jnp.float32), jnp.zeros(tile, jnp.float32), jnp.zeros((tile, H), jnp.float32)
-    sums = jax.lax.fori_loop(0, (length + width - 1) // width, of_cache, sums)
-    _, total, values = jax.lax.fori_loop(0, part + 1, of_chunk, sums)
-    out[...] = (values / total[:, None]).astype(dtype)
+    sums = jax.lax.fori_loop(0, (length + width - 1) // width, add_cached, sums)
+    _, denominator, numerator = jax.lax.fori_loop(0, part + 1, add_chunk, sums)
+    out[...] = (numerator / denominator[:, None]).astype(dtype)

@@ -65,27 +65,29 @@ def by_blocks(logits: Callable[[Any, jax.Array, jax.Array], jax.Array]) -> Pass:
 
     def forward(head: Any, h: jax.Array, t: jax.Array) -> Scored:
         def add(sums: tuple[jax.Array, ...], block: tuple[jax.Array, Any]) -> tuple[tuple[jax.Array, ...], None]:
-            most, total, weighted, of_target = sums
+            row_max, denominator, weighted, target_logit = sums
             index, part = block
             out = logits(part, h, index)
-            new = jnp.maximum(most, jnp.max(out, axis=-1))
-            above, kept = out - new[:, None], jnp.exp(most - new)
+            new_max = jnp.maximum(row_max, jnp.max(out, axis=-1))
+            above, rescale = out - new_max[:, None], jnp.exp(row_max - new_max)
             powers = jnp.exp(above)
-            weighted = kept * (weighted + (most - new) * total) + jnp.sum(powers * above, axis=-1)
-            total = kept * total + jnp.sum(powers, axis=-1)
+            weighted = rescale * (weighted + (row_max - new_max) * denominator) + jnp.sum(powers * above, axis=-1)
+            denominator = rescale * denominator + jnp.sum(powers, axis=-1)
             here, place = jnp.divmod(t, out.shape[1])
             chosen = jnp.take_along_axis(out, place[:, None], axis=-1)[:, 0]
-            return (new, total, weighted, jnp.where(here == index, chosen, of_target)), None
+            return (new_max, denominator, weighted, jnp.where(here == index, chosen, target_logit)), None
 
         zero = jnp.zeros(t.shape, jnp.float32)
-        (most, total, weighted, of_target), _ = jax.lax.scan(add, (zero + NEG_INF, zero, zero, zero), _listed(head))
-        log_total = jnp.log(total)
-        return of_target - most - log_total, log_total - weighted / total, most + log_total
+        (row_max, denominator, weighted, target_logit), _ = jax.lax.scan(
+            add, (zero + NEG_INF, zero, zero, zero), _listed(head)
+        )
+        log_total = jnp.log(denominator)
+        return target_logit - row_max - log_total, log_total - weighted / denominator, row_max + log_total
 
     def backward(head: Any, h: jax.Array, t: jax.Array, scored: Scored, gradients: tuple) -> tuple[Any, jax.Array]:
-        of_chosen, of_entropy, entropy, log_sum = (x[:, None] for x in (*gradients, *scored[1:]))
+        d_chosen, d_entropy, entropy, log_sum = (x[:, None] for x in (*gradients, *scored[1:]))
 
-        def add(of_h: jax.Array, block: tuple[jax.Array, Any]) -> tuple[jax.Array, list[Any]]:
+        def add(dh: jax.Array, block: tuple[jax.Array, Any]) -> tuple[jax.Array, list[Any]]:
             index, part = block
             if is_frozen(head):
                 out, pull = jax.vjp(lambda h: logits(part, h, index), h)
@@ -94,11 +96,11 @@ def by_blocks(logits: Callable[[Any, jax.Array, jax.Array], jax.Array]) -> Pass:
             is_target = t[:, None] == index * out.shape[1] + jnp.arange(out.shape[1])
             log_weights = out - log_sum
             weights = jnp.exp(log_weights)
-            *of_part, more = pull(of_chosen * (is_target - weights) - of_entropy * weights * (log_weights + entropy))
-            return of_h + more, of_part
+            *d_part, dh_part = pull(d_chosen * (is_target - weights) - d_entropy * weights * (log_weights + entropy))
+            return dh + dh_part, d_part
 
-        of_h, of_head = jax.lax.scan(add, jnp.zeros_like(h), _listed(head))
-        return (of_head[0] if of_head else None), of_h
+        dh, d_head = jax.lax.scan(add, jnp.zeros_like(h), _listed(head))
+        return (d_head[0] if d_head else None), dh
 
     return Pass(forward, backward)
 
@@ -130,14 +132,14 @@ def _by_chunks_forward(visit: Pass, chunk: int, head: Any, h: jax.Array, t: jax.
     return scored[:2], (head, h, t, count, scored)
 
 
-def _by_chunks_backward(visit: Pass, chunk: int, kept: tuple[Any, ...], gradients: Any) -> tuple:
-    head, h, t, count, scored = kept
+def _by_chunks_backward(visit: Pass, chunk: int, residuals: tuple[Any, ...], gradients: Any) -> tuple:
+    head, h, t, count, scored = residuals
 
     def body(i: jax.Array, sums: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
         states, targets, *rest = _chunks(i, chunk, h, t, *scored, *gradients)
-        of_head, of_states = visit.backward(head, states, targets, tuple(rest[:3]), tuple(rest[3:]))
-        of_h = jax.lax.dynamic_update_slice_in_dim(sums[1], of_states, i * chunk, 0)
-        return jax.tree.map(jnp.add, sums[0], of_head), of_h
+        d_head, d_states = visit.backward(head, states, targets, tuple(rest[:3]), tuple(rest[3:]))
+        dh = jax.lax.dynamic_update_slice_in_dim(sums[1], d_states, i * chunk, 0)
+        return jax.tree.map(jnp.add, sums[0], d_head), dh
 
     zeros = None if is_frozen(head) else jax.tree.map(jnp.zeros_like, head), jnp.zeros_like(h)
     return *jax.lax.fori_loop(0, -(-count // chunk), body, zeros), None, None

@@ -163,15 +163,15 @@ class _Program:
         window = re.search(r"window={([^}]*)}", i.rest)
         options = dict(part.split("=") for part in window[1].split()) if window else {}
 
-        def of_axis(name: str, axis: int, default: str) -> list[int]:
+        def window_field(name: str, axis: int, default: str) -> list[int]:
             parts = options.get(name, "x".join([default] * 9)).split("x")[axis]
             return [int(n) for n in parts.split("_")]
 
         for axis in range(len(out) - 2):
             d = str(axis)
             size, places, length = b[right.index(d)], y[out.index(d)], a[left.index(d)]
-            (stride,), (low, *_) = of_axis("stride", axis, "1"), of_axis("pad", axis, "0")
-            (rhs_dilate,), (lhs_dilate,) = of_axis("rhs_dilate", axis, "1"), of_axis("lhs_dilate", axis, "1")
+            (stride,), (low, *_) = window_field("stride", axis, "1"), window_field("pad", axis, "0")
+            (rhs_dilate,), (lhs_dilate,) = window_field("rhs_dilate", axis, "1"), window_field("lhs_dilate", axis, "1")
             dilated = range((length - 1) * lhs_dilate + 1)
             total *= sum(
                 (at := p * stride + w * rhs_dilate - low) in dilated and at % lhs_dilate == 0

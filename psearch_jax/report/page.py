@@ -17,7 +17,7 @@ from psearch_jax.eval.tables import paired_table
 from psearch_jax.report import charts, tables, training
 from psearch_jax.report.rollouts import Shown, packed, packed_bytes, spelling_of, spread_out
 from psearch_jax.report.runs import RunFiles, read_runs
-from psearch_jax.runtime.paths import locate, make_writable, of_store, write_atomically
+from psearch_jax.runtime.paths import is_store_error, locate, make_writable, write_atomically
 from psearch_jax.types import END_STATUSES, KINDS, UserError
 
 log = logging.getLogger("psearch_jax")
@@ -45,7 +45,7 @@ def offer_report(directory: str | Path) -> None:
     try:
         log.info("report: %s", write_report(read_runs([directory])))
     except Exception as error:
-        if not (isinstance(error, UserError | OSError) or of_store(error)):
+        if not (isinstance(error, UserError | OSError) or is_store_error(error)):
             raise
         log.warning("no report was written: %s", error)
 

@@ -46,7 +46,7 @@ def mini_batches(batch: TrainBatch, rollouts: int) -> list[TrainBatch]:
 
     Rows of a group are adjacent and `rollouts` is a multiple of the group size, so no group is split.
     """
-    return [take_rows(batch, np.arange(i, min(i + rollouts, len(batch.length)))) for i in _starts(batch, rollouts)]
+    return [select_rows(batch, np.arange(i, min(i + rollouts, len(batch.length)))) for i in _starts(batch, rollouts)]
 
 
 class Place(NamedTuple):
@@ -162,7 +162,7 @@ def _packed(batch: TrainBatch, places: Sequence[Place], rows: int, width: int) -
     return MicroBatch(segments=segments, positions=positions, **out)
 
 
-def take_rows(batch: TrainBatch, places: np.ndarray) -> TrainBatch:
+def select_rows(batch: TrainBatch, places: np.ndarray) -> TrainBatch:
     """The rows at indices `places`."""
     return TrainBatch(*(getattr(batch, name)[places] for name in TrainBatch.__dataclass_fields__))
 

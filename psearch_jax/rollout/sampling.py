@@ -90,16 +90,16 @@ def _log_probability(logits: jax.Array, token: jax.Array, split: str | None) -> 
     return _over_all(jnp.where((own >= 0) & (own < V), chosen, 0.0), split) - maximum - jnp.log(total)
 
 
-def _by_columns(f: Callable[..., jax.Array], logits: jax.Array, of_rows: jax.Array) -> jax.Array:
-    """f(logits [B, V], of_rows [B], split): on each device with its own columns, if the vocabulary is split."""
+def _by_columns(f: Callable[..., jax.Array], logits: jax.Array, per_row: jax.Array) -> jax.Array:
+    """f(logits [B, V], per_row [B], split): on each device with its own columns, if the vocabulary is split."""
     mesh = jax.sharding.get_abstract_mesh()
     rows, split = (None, None) if mesh.empty else spec(("rows", "vocab"), COMPUTE, mesh, logits.shape)
     if split is None or mesh.shape[split] == 1:
-        return f(logits, of_rows, None)
+        return f(logits, per_row, None)
     place = PartitionSpec(rows)
     local = functools.partial(f, split=split)
     return jax.shard_map(local, in_specs=(PartitionSpec(rows, split), place), out_specs=place, check_vma=False)(
-        logits, of_rows
+        logits, per_row
     )
 
 

@@ -55,7 +55,7 @@ class BatchRetriever:
     topk: int
 
     def search(self, queries: Queries) -> Passages:
-        flat = [q for of_rollout in queries.values() for q in of_rollout]
+        flat = [q for row_queries in queries.values() for q in row_queries]
         results = iter(self.retriever.search(flat, self.topk) if flat and self.retriever else ())
         return {order: tuple(tuple(map(in_utf8, next(results))) for _ in row) for order, row in queries.items()}
 

@@ -17,7 +17,7 @@ import jax
 from absl import app, flags
 
 from psearch_jax.runtime import platforms, processes, progress
-from psearch_jax.runtime.paths import STORE, of_store
+from psearch_jax.runtime.paths import STORE, is_store_error
 from psearch_jax.types import ITEM, UserError, first_line
 from retrieval.protocol import CorpusError, RetrievalError
 
@@ -61,7 +61,7 @@ def run(main: Callable[[list[str]], None], positional: bool = False, defaults: s
         except Exception as error:
             if isinstance(error, OSError) and error.errno in OF_DISK:
                 return _refuse(str(error))
-            if not of_store(error):
+            if not is_store_error(error):
                 raise
             return _refuse(f"{STORE}: cannot be reached, read or written ({' '.join(str(error).split())[:300]})")
         return 0

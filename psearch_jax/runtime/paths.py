@@ -56,7 +56,7 @@ def locate(location: str | os.PathLike[str]) -> Path:
     return cast(Path, epath.Path(text))
 
 
-def of_store(error: BaseException) -> bool:
+def is_store_error(error: BaseException) -> bool:
     """Whether an error comes from the object store's library: the store cannot be reached, read or written."""
     if "gcsfs" not in sys.modules:
         return False
@@ -121,7 +121,7 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
     try:
         path.write_bytes(data)
     except Exception as error:
-        if not of_store(error):
+        if not is_store_error(error):
             raise
         raise OSError(f"{path}: {first_line(error)[:200]}") from error
 

@@ -33,10 +33,10 @@ from psearch_jax.train.monitoring import validation
 from psearch_jax.train.monitoring.alarms import SETTINGS_CHANGED, Alarms, check_finite, probe, read_rows
 from psearch_jax.train.monitoring.figures import (
     gap_by_age,
+    mfu,
     over_updates,
     rollout_metrics,
     staleness,
-    update_peak_share,
 )
 from psearch_jax.train.monitoring.records import report, write_config, write_json, write_trajectories
 from psearch_jax.train.rollouts import rollouts_of_step, sampling_ahead
@@ -243,8 +243,8 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult
             metrics["transfer_bytes"] = run.learner.transferred_bytes
     metrics["trained_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
     updated = _policy_learns(run, step), run.critic is not None
-    share = update_peak_share(config, run.model, batch, times["update"], run.learner.mesh.size, *updated)
-    metrics |= {"update_peak_share": share} if share else {}
+    utilisation = mfu(config, run.model, batch, times["update"], run.learner.mesh.size, *updated)
+    metrics |= {"mfu": utilisation} if utilisation else {}
     return StepResult(metrics, rollouts.trajectories, rollouts.rewards, rollouts.draws)
 
 
@@ -336,12 +336,14 @@ def _compile(run: Run) -> None:
 def _summary(
     run: Run, step: int, best: Best | None, before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, Any]:
-    of_critic = {CRITIC + k: n for k, n in run.critic.compilations().items()} if run.critic is not None else {}
+    critic_compilations = (
+        {CRITIC + k: n for k, n in run.critic.compilations().items()} if run.critic is not None else {}
+    )
     return {
         "seed": run.config.seed,
         "steps": step,  # above train.steps if the resumed checkpoint is already past it
         "wall_s": {k: round(v, 2) for k, v in run.wall_s.items()},
-        "compilations": {**run.collector.sampler.compilations(), **run.learner.compilations(), **of_critic},
+        "compilations": {**run.collector.sampler.compilations(), **run.learner.compilations(), **critic_compilations},
         **({"best": best.record} if best else {}),
         "before": {},
         "after": {},

@@ -91,10 +91,10 @@ class Bm25Ranker:
         if directory is not None:
             directory.mkdir()
         with tempfile.TemporaryFile(dir=directory) as parts:
-            ids, lengths, holding = _read_words(passages, parts)
+            ids, lengths, passage_counts = _read_words(passages, parts)
             if not ids:
                 raise CorpusError("the corpus holds no words that BM25 could search for")
-            postings = _weigh(ids, lengths, holding, parts, _places(directory))
+            postings = _weigh(ids, lengths, passage_counts, parts, _places(directory))
         if directory is None:
             return cls(postings, len(passages))
         for values in postings:
@@ -186,7 +186,7 @@ def _read_words(passages: Sequence[Passage], parts: BinaryIO) -> tuple[dict[str,
     many passages contain each word [V] int64.
     """
     ids: dict[str, int] = {}
-    lengths, holding = np.zeros(len(passages), np.int32), np.zeros(0, np.int64)
+    lengths, passage_counts = np.zeros(len(passages), np.int32), np.zeros(0, np.int64)
     word_ids, first = array("i"), 0  # the words of the passages from row `first` on
     for row in tqdm(range(len(passages)), "reading words", unit=" rows", delay=2, disable=None):
         passage = passages[row]
@@ -196,9 +196,11 @@ def _read_words(passages: Sequence[Passage], parts: BinaryIO) -> tuple[dict[str,
         lengths[row] = len(word_ids) - before
         if len(word_ids) >= PART_WORDS or row == len(passages) - 1:
             posted = _write_part(parts, np.frombuffer(word_ids, np.int32), lengths[first : row + 1], first)
-            holding = np.pad(holding, (0, len(ids) - len(holding))) + np.bincount(posted, minlength=len(ids))
+            passage_counts = np.pad(passage_counts, (0, len(ids) - len(passage_counts))) + np.bincount(
+                posted, minlength=len(ids)
+            )
             word_ids, first = array("i"), row + 1
-    return ids, lengths, holding
+    return ids, lengths, passage_counts
 
 
 def _write_part(parts: BinaryIO, said: np.ndarray, lengths: np.ndarray, first: int) -> np.ndarray:
@@ -213,7 +215,11 @@ def _write_part(parts: BinaryIO, said: np.ndarray, lengths: np.ndarray, first: i
 
 
 def _weigh(
-    ids: dict[str, int], lengths: np.ndarray, holding: np.ndarray, parts: BinaryIO, place: Callable[..., np.ndarray]
+    ids: dict[str, int],
+    lengths: np.ndarray,
+    passage_counts: np.ndarray,
+    parts: BinaryIO,
+    place: Callable[..., np.ndarray],
 ) -> Postings:
     """Sort the parts by word into arrays created by `place(name, size)`, with the weight of each posting.
 
@@ -223,15 +229,15 @@ def _weigh(
     in_order = sorted(ids, key=str.encode)
     order = np.fromiter((ids[word] for word in in_order), np.int64, len(ids))
     text = "".join(in_order).encode()
-    sizes = (len(text), len(ids), len(ids) + 1, int(holding.sum()), int(holding.sum()))
+    sizes = (len(text), len(ids), len(ids) + 1, int(passage_counts.sum()), int(passage_counts.sum()))
     out = Postings(*(place(name, size) for name, size in zip(Postings._fields, sizes, strict=True)))
     out.words[:] = np.frombuffer(text, np.uint8)
     out.word_ends[:] = np.cumsum([len(word.encode()) for word in in_order])
-    out.posting_starts[0], out.posting_starts[1:] = 0, np.cumsum(holding[order])
+    out.posting_starts[0], out.posting_starts[1:] = 0, np.cumsum(passage_counts[order])
     free = np.empty(len(ids), np.int64)  # where the next posting of a word goes
     free[order] = out.posting_starts[:-1]
-    idf = np.log1p((len(lengths) - holding + 0.5) / (holding + 0.5))
-    drag = K1 * (1 - B + B * lengths / lengths.mean())
+    idf = np.log1p((len(lengths) - passage_counts + 0.5) / (passage_counts + 0.5))
+    length_norm = K1 * (1 - B + B * lengths / lengths.mean())
     parts.seek(0)
     while head := parts.read(8):
         size = int(np.frombuffer(head, np.int64)[0])
@@ -239,7 +245,7 @@ def _weigh(
         present, starts, sizes_ = np.unique(posted, return_index=True, return_counts=True)
         target = np.arange(size) + np.repeat(free[present] - starts, sizes_)
         out.rows[target] = rows
-        out.weights[target] = idf[posted] * counts / (counts + drag[rows])
+        out.weights[target] = idf[posted] * counts / (counts + length_norm[rows])
         free[present] += sizes_
     return out
 

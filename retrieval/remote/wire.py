@@ -73,7 +73,7 @@ class _Deadline:
     down the socket, which ends the read.
     """
 
-    of_thread = threading.local()
+    per_thread = threading.local()
 
     def __init__(self, seconds: float):
         self.passed = self._over = False
@@ -83,7 +83,7 @@ class _Deadline:
         self._timer.daemon = True
 
     def __enter__(self) -> _Deadline:
-        self.of_thread.deadline = self
+        self.per_thread.deadline = self
         self._timer.start()
         return self
 
@@ -91,7 +91,7 @@ class _Deadline:
         with self._lock:  # afterwards the socket may belong to another request
             self._over = True
         self._timer.cancel()
-        self.of_thread.deadline = None
+        self.per_thread.deadline = None
 
     def watch(self, used: socket.socket) -> None:
         with self._lock:
@@ -114,11 +114,11 @@ class _Connection(HTTPConnection):
 
     def connect(self) -> None:
         super().connect()
-        _Deadline.of_thread.deadline.watch(self.sock)
+        _Deadline.per_thread.deadline.watch(self.sock)
 
     def request(self, *args: Any, **kwargs: Any) -> None:
         if self.sock is not None:  # open since an earlier request
-            _Deadline.of_thread.deadline.watch(self.sock)
+            _Deadline.per_thread.deadline.watch(self.sock)
         super().request(*args, **kwargs)
 
 

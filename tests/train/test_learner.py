@@ -17,7 +17,7 @@ from programs import ROOT, completed
 from psearch_jax.config import LearningSection
 from psearch_jax.models import decoder
 from psearch_jax.models.buckets import buckets, row_widths
-from psearch_jax.rl.batch import make_batch, micro_batches, mini_batches, padding, take_rows
+from psearch_jax.rl.batch import make_batch, micro_batches, mini_batches, padding, select_rows
 from psearch_jax.rl.losses import policy_loss
 from psearch_jax.runtime.metrics import WEIGHT
 from psearch_jax.train.learner import Learner, token_logprobs
@@ -326,7 +326,7 @@ def test_packing_pays():
     batch = TrainBatch(nothing.astype(np.int32), length, *[nothing] * 7)
     single, four, shared = (padding(micro_batches(batch, 16, buckets(6196), most)) for most in (1, 4, None))
     assert single > 0.3 and shared < 0.05 and four < 0.08
-    equal = take_rows(replace(batch, length=np.full_like(length, 3000)), np.arange(64))
+    equal = select_rows(replace(batch, length=np.full_like(length, 3000)), np.arange(64))
     assert [micro_batch.ids.shape for _, micro_batch in micro_batches(equal, 16, buckets(6196))] == [(16, 3072)] * 4
 
 

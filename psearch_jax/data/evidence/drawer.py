@@ -107,7 +107,7 @@ def role(relation: str) -> str:
     return RELATIONS[relation].nouns[0].removeprefix("the ").removesuffix(" of {e}")
 
 
-def of_people(relation: str) -> bool:
+def about_people(relation: str) -> bool:
     """Whether the entities of a relation are people."""
     return relation not in _OF_WORKS
 

@@ -9,10 +9,10 @@ from psearch_jax.data.evidence.drawer import (
     YES,
     Draft,
     Drawer,
+    about_people,
     cores_of,
     doubtful,
     nameable,
-    of_people,
     ordered_by_date,
     role,
     same_clauses,
@@ -32,7 +32,7 @@ def compare(drawer: Drawer) -> Draft | None:
     if len(facts) == 2:
         ranks = ("first", "earlier") if first else ("last", "later")
     predicates = [EVENTS[relation].ranked.format(rank=rank) for rank in ranks]
-    clauses = [clause for text in predicates for clause in choices(names, text, of_people(relation))]
+    clauses = [clause for text in predicates for clause in choices(names, text, about_people(relation))]
     answer = ordered[0 if first else -1].entity
     return Draft("compare", [facts], names_of(answer), cores_of(f"compare.{relation}.{first}", clauses), names)
 
@@ -133,7 +133,7 @@ def has(drawer: Drawer, relation: str | None = None) -> Draft | None:
     if key(right.shown) in map(key, names):
         return None
     noun = role(relation)
-    predicate = f"{'had' if of_people(relation) else 'has'} {right.shown} as {noun}"
+    predicate = f"{'had' if about_people(relation) else 'has'} {right.shown} as {noun}"
     clauses = choices(names, predicate)
     passive = [indirect for _, indirect in checks(relation, "{e}", right.shown, right.on) if indirect[:4] == "{e} "]
     for clause in passive:

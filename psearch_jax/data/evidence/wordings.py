@@ -207,11 +207,11 @@ def before(relation: str, a: str, b: str, when: str) -> list[Orders]:
     return [(direct, indirect), (f"was it {when} {b} that {a} {happened}", f"it was {when} {b} that {a} {happened}")]
 
 
-def choices(names: Sequence[str], predicate: str, of_people: bool = False) -> list[Orders]:
+def choices(names: Sequence[str], predicate: str, about_people: bool = False) -> list[Orders]:
     """`which of A and B was born first` in several ways; most have the same word order when asked indirectly."""
     either, both = joined(names, "or"), joined(names)
     asked = (
-        *((f"who {predicate}, {either}",) if of_people else (f"which {predicate}, {either}",)),
+        *((f"who {predicate}, {either}",) if about_people else (f"which {predicate}, {either}",)),
         f"which of {both} {predicate}",
         f"which one {predicate}, {either}",
         f"which one {predicate} out of {both}",
@@ -219,6 +219,6 @@ def choices(names: Sequence[str], predicate: str, of_people: bool = False) -> li
     embedded = f"which one of {both} {predicate}"
     return [
         *((text, text) for text in asked),
-        (f"of {both}, {'who' if of_people else 'which one'} {predicate}", embedded),
+        (f"of {both}, {'who' if about_people else 'which one'} {predicate}", embedded),
         (f"given {both}, which one {predicate}", embedded),
     ]

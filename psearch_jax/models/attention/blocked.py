@@ -39,13 +39,13 @@ def blocked_attention(
     return _blocked_forward(q, k, v, begin, by_row)[0]
 
 
-def _each_row(by_row: bool, of_rows: Callable[..., Any], *arrays: Any) -> Any:
-    """`of_rows(*arrays)`; with `by_row` one row at a time, so that its scores stay in the processor's cache."""
+def _each_row(by_row: bool, function: Callable[..., Any], *arrays: Any) -> Any:
+    """`function(*arrays)`; with `by_row` one row at a time, so that its scores stay in the processor's cache."""
     if not by_row:
-        return of_rows(*arrays)
+        return function(*arrays)
 
     def one(row: Any) -> Any:
-        return jax.tree.map(lambda x: x[0], of_rows(*jax.tree.map(lambda x: x[None], row)))
+        return jax.tree.map(lambda x: x[0], function(*jax.tree.map(lambda x: x[None], row)))
 
     return jax.lax.map(one, arrays)
 
@@ -60,10 +60,10 @@ def _scores(scored: Callable[..., jax.Array], k: jax.Array, begin: Any, block: t
     """Scores [B, K, G, X, S] of a block's queries from `grouped`, float32; NEG_INF where a query may not attend."""
     first, last = block
     place = jnp.arange(last)
-    seen = (place <= jnp.arange(first, last)[:, None])[None]
+    mask = (place <= jnp.arange(first, last)[:, None])[None]
     if begin is not None:
-        seen = seen & (place >= begin[:, first:last, None])
-    return jnp.where(seen[:, None, None], scored(k[:, :, :last]), NEG_INF)
+        mask = mask & (place >= begin[:, first:last, None])
+    return jnp.where(mask[:, None, None], scored(k[:, :, :last]), NEG_INF)
 
 
 def _blocked_forward(
@@ -79,17 +79,17 @@ def _attended(q: jax.Array, k: jax.Array, v: jax.Array, begin: jax.Array | None)
     for first, last in _blocks(q.shape[1]):
         _, scored = grouped(q[:, first:last], K)
         scores = _scores(scored, k, begin, (first, last))
-        most = jnp.max(scores, axis=-1, keepdims=True)
-        weights = jnp.exp(scores - most)
-        total = jnp.sum(weights, axis=-1, keepdims=True)
-        values = jnp.einsum("BKGXS,BKSH->BKGXH", weights.astype(q.dtype), v[:, :, :last])
-        outputs.append(merge_heads((values / total).astype(q.dtype)))
-        log_sums.append(most + jnp.log(total))
+        row_max = jnp.max(scores, axis=-1, keepdims=True)
+        weights = jnp.exp(scores - row_max)
+        denominator = jnp.sum(weights, axis=-1, keepdims=True)
+        numerator = jnp.einsum("BKGXS,BKSH->BKGXH", weights.astype(q.dtype), v[:, :, :last])
+        outputs.append(merge_heads((numerator / denominator).astype(q.dtype)))
+        log_sums.append(row_max + jnp.log(denominator))
     return jnp.concatenate(outputs, axis=1), log_sums
 
 
-def _blocked_backward(by_row: bool, kept: Any, gradient: jax.Array) -> tuple:
-    return *_each_row(by_row, _pulled_back, *kept, gradient), None
+def _blocked_backward(by_row: bool, residuals: Any, gradient: jax.Array) -> tuple:
+    return *_each_row(by_row, _pulled_back, *residuals, gradient), None
 
 
 def _pulled_back(q, k, v, begin, out, log_sums, gradient) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -97,24 +97,24 @@ def _pulled_back(q, k, v, begin, out, log_sums, gradient) -> tuple[jax.Array, ja
     K, H, dtype = k.shape[1], q.shape[-1], q.dtype
     wide = dtype == jnp.float32
     # The gradients of k and v are summed as [B, K, H, S]: otherwise XLA for CPUs would transpose all scores for them.
-    of_q, (of_k, of_v) = [], (jnp.zeros(x.swapaxes(2, 3).shape, jnp.float32) for x in (k, v))
+    dq, (dk, dv) = [], (jnp.zeros(x.swapaxes(2, 3).shape, jnp.float32) for x in (k, v))
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     # The backward pass is traced outside `products.precision`, so the same precision is set here.
     with jax.default_matmul_precision("highest") if wide else contextlib.nullcontext():
         for (first, last), log_sum in zip(_blocks(q.shape[1]), log_sums, strict=True):
             queries, scored = grouped(q[:, first:last], K)
-            of_out, own = (group_heads(x[:, first:last], K) for x in (gradient, out))
+            d_out, outputs = (group_heads(x[:, first:last], K) for x in (gradient, out))
             weights = jnp.exp(_scores(scored, k, begin, (first, last)) - log_sum)
-            change = product("BKGXH,BKSH->BKGXS", of_out, v[:, :, :last])
-            mean = jnp.sum(of_out.astype(jnp.float32) * own.astype(jnp.float32), axis=-1, keepdims=True)
-            of_scores = (weights * (change - mean)).astype(dtype)
-            of_q.append(merge_heads(product("BKGXS,BKSH->BKGXH", of_scores, k[:, :, :last])))
-            of_k = of_k.at[..., :last].add(product("BKGXH,BKGXS->BKHS", queries, of_scores))
-            of_v = of_v.at[..., :last].add(product("BKGXH,BKGXS->BKHS", of_out, weights.astype(dtype)))
-    # In float32, `grouped` scales the queries, so `queries`, and with it `of_k`, is already scaled.
-    of_q, of_k = jnp.concatenate(of_q, axis=1) * H**-0.5, of_k if wide else of_k * H**-0.5
-    of_k, of_v = of_k.swapaxes(2, 3), of_v.swapaxes(2, 3)
-    return tuple(x.astype(like.dtype) for x, like in zip((of_q, of_k, of_v), (q, k, v), strict=True))
+            d_weights = product("BKGXH,BKSH->BKGXS", d_out, v[:, :, :last])
+            mean = jnp.sum(d_out.astype(jnp.float32) * outputs.astype(jnp.float32), axis=-1, keepdims=True)
+            d_scores = (weights * (d_weights - mean)).astype(dtype)
+            dq.append(merge_heads(product("BKGXS,BKSH->BKGXH", d_scores, k[:, :, :last])))
+            dk = dk.at[..., :last].add(product("BKGXH,BKGXS->BKHS", queries, d_scores))
+            dv = dv.at[..., :last].add(product("BKGXH,BKGXS->BKHS", d_out, weights.astype(dtype)))
+    # In float32, `grouped` scales the queries, so `queries`, and with it `dk`, is already scaled.
+    dq, dk = jnp.concatenate(dq, axis=1) * H**-0.5, dk if wide else dk * H**-0.5
+    dk, dv = dk.swapaxes(2, 3), dv.swapaxes(2, 3)
+    return tuple(x.astype(like.dtype) for x, like in zip((dq, dk, dv), (q, k, v), strict=True))
 
 
 blocked_attention.defvjp(_blocked_forward, _blocked_backward)

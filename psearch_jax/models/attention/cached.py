@@ -80,16 +80,16 @@ def over_chunk(
       k, v: [B, K, T, H] of the chunk.
       place: [X], the position of each query in the chunk.
     """
-    seen = jnp.arange(k.shape[2]) <= place[:, None]
-    scores = jnp.where(seen, scored(k), NEG_INF)  # [B, K, G, X, T]
-    most = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.exp(scores - most)
+    mask = jnp.arange(k.shape[2]) <= place[:, None]
+    scores = jnp.where(mask, scored(k), NEG_INF)  # [B, K, G, X, T]
+    row_max = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - row_max)
     if k.shape[2] > MAX_DECODE_TOKENS:
         out = weighted_sum(weights, v, dtype)
     else:  # A draft whose values are not finite must not reach the tokens before it: 0 * NaN is NaN.
         values = weights[..., None] * v[:, :, None, None].astype(jnp.float32)
-        out = jnp.sum(jnp.where(seen[..., None], values, 0), axis=-2)
-    return most, jnp.sum(weights, axis=-1, keepdims=True), out
+        out = jnp.sum(jnp.where(mask[..., None], values, 0), axis=-2)
+    return row_max, jnp.sum(weights, axis=-1, keepdims=True), out
 
 
 def over_cache(
@@ -117,20 +117,20 @@ def over_cache(
     width = min(KEY_BLOCK, S)
 
     def visit(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        most, total, out = sums
+        row_max, denominator, numerator = sums
         at = jnp.minimum(i * width, S - width)  # the last block may overlap the one before
         place = at + jnp.arange(width)
-        real = (place >= i * width) & (place < start[:, None])
+        mask = (place >= i * width) & (place < start[:, None])
         here = read_block(at, width)
         scores = scored(here.k, here.transposed, here.k_scale)
-        scores = jnp.where(real[:, None, None, None], scores, NEG_INF)
-        now = jnp.maximum(most, jnp.max(scores, axis=-1, keepdims=True))
-        weights, kept = jnp.exp(scores - now), jnp.exp(most - now)
-        total = total * kept + jnp.sum(weights, axis=-1, keepdims=True)
-        return now, total, out * kept + weighted_sum(weights, here.v, dtype, here.v_scale)
+        scores = jnp.where(mask[:, None, None, None], scores, NEG_INF)
+        new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1, keepdims=True))
+        weights, rescale = jnp.exp(scores - new_max), jnp.exp(row_max - new_max)
+        denominator = denominator * rescale + jnp.sum(weights, axis=-1, keepdims=True)
+        return new_max, denominator, numerator * rescale + weighted_sum(weights, here.v, dtype, here.v_scale)
 
-    _, total, out = jax.lax.fori_loop(0, -(-jnp.max(start) // width), visit, sums)
-    return out / total
+    _, denominator, numerator = jax.lax.fori_loop(0, -(-jnp.max(start) // width), visit, sums)
+    return numerator / denominator
 
 
 def decode(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array) -> jax.Array:
@@ -146,11 +146,11 @@ def decode(q: jax.Array, k: jax.Array, v: jax.Array, old: Keys, start: jax.Array
     """
     T, S = q.shape[1], old.v.shape[2]
     q, scored = grouped(q, k.shape[1])
-    own_most, own_total, own_values = over_chunk(q.dtype, scored, k, v, jnp.arange(T))
+    own_max, own_denominator, own_numerator = over_chunk(q.dtype, scored, k, v, jnp.arange(T))
     scores = scored(old.k, old.transposed, old.k_scale)
     scores = jnp.where((jnp.arange(S) < start[:, None])[:, None, None, None], scores, NEG_INF)
-    most = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), own_most)
-    weights, of_own = jnp.exp(scores - most), jnp.exp(own_most - most)
-    total = jnp.sum(weights, axis=-1, keepdims=True) + of_own * own_total
-    out = (weighted_sum(weights, old.v, q.dtype, old.v_scale) + of_own * own_values) / total
+    row_max = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), own_max)
+    weights, own_rescale = jnp.exp(scores - row_max), jnp.exp(own_max - row_max)
+    denominator = jnp.sum(weights, axis=-1, keepdims=True) + own_rescale * own_denominator
+    out = (weighted_sum(weights, old.v, q.dtype, old.v_scale) + own_rescale * own_numerator) / denominator
     return merge_heads(out.astype(v.dtype))

@@ -21,8 +21,8 @@ def grouped(q: jax.Array, K: int) -> tuple[jax.Array, Callable[..., jax.Array]]:
 
     def scored(k: jax.Array, transposed: bool = False, scale: jax.Array | None = None) -> jax.Array:
         """k [B, K, S, H], or with `transposed` [B, K, H, S]; in int8 with the `scale` [B, K, S] of its lines."""
-        of_keys = "BKHS" if transposed else "BKSH"
-        scores = jnp.einsum(f"BKGXH,{of_keys}->BKGXS", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
+        k_letters = "BKHS" if transposed else "BKSH"
+        scores = jnp.einsum(f"BKGXH,{k_letters}->BKGXS", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
         scores = scores if wide else scores * H**-0.5
         return scores if scale is None else scores * scale[:, :, None, None]
 

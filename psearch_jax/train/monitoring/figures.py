@@ -91,7 +91,7 @@ def token_versions(trajectory: Trajectory) -> np.ndarray:
     return np.asarray(versions)[np.maximum(np.searchsorted(starts, np.arange(len(trajectory.ids)), "right") - 1, 0)]
 
 
-def update_peak_share(
+def mfu(
     config: Config, model: DecoderConfig, batch: TrainBatch, seconds: float, devices: int, policy: bool, critic: bool
 ) -> float | None:
     """Model FLOPs utilisation of a step's updates against the devices' published peak; None if the peak is unknown.
