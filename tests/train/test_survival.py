@@ -31,7 +31,7 @@ from psearch_jax.train.checkpointing import checkpoint
 from psearch_jax.types import UserError
 
 QUICK = {"eval.questions_per_kind": 0}
-KILLS, STEPS = 20, 90
+KILLS, STEPS = 10, 50
 QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # nobody reads the output of a killed process
 
 
@@ -50,7 +50,7 @@ def times_of_steps(workdir: Path) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_twenty_kills_change_nothing(tiny_policy, tmp_path):
+def test_kills_change_nothing(tiny_policy, tmp_path):
     """A half-written file, a key or a batch used twice, or an incomplete checkpoint used: each shows in the end.
 
     With rollouts ahead of the updates, whose checkpoints hold all that others hold, and the rollouts in flight.
