@@ -97,8 +97,14 @@ def _run(name: str, argv: Sequence[str], flags: argparse.Namespace) -> None:
     began, error = time.monotonic(), ""
     command = [sys.executable, str(ROOT / "launch" / "bench.py"), "device", *argv, f"--run={name}"]
     with open(flags.out / f"{name}.log", "w", encoding="utf-8") as output:
+        interrupts: list[int] = []
+        # Ctrl-C between the start of the part and `try` would leave it running: it waits until `_stop` follows.
+        usual = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
         running = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
+            signal.signal(signal.SIGINT, usual)
+            if interrupts:
+                raise KeyboardInterrupt
             code = running.wait(60 * flags.minutes)
         except subprocess.TimeoutExpired:
             error, code = f"not done after {flags.minutes:g} minutes", 0
