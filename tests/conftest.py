@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from retrieval.encoders.hashing import HashingEncoder
 from retrieval.indexing.directory import build_index
 
 cli.configure_jax()  # tests and the programs they start share one compilation cache
+# If a shell runs the tests in the background, they ignore SIGINT, and the programs that they start would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
