@@ -109,8 +109,8 @@ def stop_flag() -> None:
 
 
 def end_stopped(reason: str, by_user: bool) -> NoReturn:
-    """Exits after a run has been saved: with `INTERRUPTED` after Ctrl-C, otherwise with --stopped_code."""
-    print(f"interrupted: {reason}; the same command resumes")
+    """Exits after a run was stopped: with `INTERRUPTED` after Ctrl-C, otherwise with --stopped_code."""
+    print(f"interrupted: {reason}")
     sys.exit(INTERRUPTED if by_user else flags.FLAGS.stopped_code)
 
 

@@ -99,12 +99,28 @@ class MetricsWriter:
         row = {"step": step, **{k: _json_number(v) for k, v in values.items()}}
         with (self._here / _ROWS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+        self._write_events(step, row)
+        if time.monotonic() - self._put >= PUT_S:
+            self.flush()
+
+    def amend(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds values to the last line, if it is the one of `step`."""
+        if self._board is None:
+            return
+        file = self._here / _ROWS
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        row = json.loads(lines.pop()) if lines else {}
+        if row.get("step") == step:
+            added = {k: _json_number(v) for k, v in values.items()}
+            write_atomically(file, "".join(f"{line}\n" for line in (*lines, json.dumps({**row, **added}))))
+            self._write_events(step, added)
+
+    def _write_events(self, step: int, row: Mapping[str, Any]) -> None:
+        assert self._board is not None
         for key, value in row.items():
             if key != "step" and isinstance(value, (int, float)):
                 self._board.add_scalar(key, value, step)
         self._board.flush()
-        if time.monotonic() - self._put >= PUT_S:
-            self.flush()
 
     def flush(self) -> None:
         """Uploads everything written so far if the directory is on an object store; does nothing on a disk."""

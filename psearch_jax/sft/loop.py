@@ -26,7 +26,7 @@ from psearch_jax.models import decoder
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.metrics import WEIGHT, Ratio
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints
-from psearch_jax.train.checkpointing.preemption import Interrupted, StopRequest
+from psearch_jax.train.checkpointing.preemption import Interrupted, StopRequest, saved_after
 from psearch_jax.train.learner import token_logprobs
 from psearch_jax.train.state import TrainState
 from psearch_jax.train.trainable import Trainable, TrainingOptions
@@ -200,7 +200,7 @@ def fit(
                 if step:
                     save(step)
                 checkpoints.wait()
-            raise Interrupted(f"saved after step {step}" if step else "nothing is saved yet") from None
+            raise Interrupted(saved_after(step)) from None
         if metrics["bad_in_a_row"] >= options.max_bad_steps:
             raise UserError(
                 f"step {step + 1}: loss or gradient was not finite in {options.max_bad_steps} updates in a row, first "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,11 +16,12 @@ from psearch_jax.runtime.metrics import MetricsWriter
 from psearch_jax.train.checkpointing import in_flight, settings
 from psearch_jax.train.checkpointing.best import Best
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
-from psearch_jax.train.checkpointing.preemption import Interrupted
+from psearch_jax.train.checkpointing.preemption import Interrupted, saved_after
 from psearch_jax.train.critic import critic_learning
 from psearch_jax.train.run import Run
 from psearch_jax.train.state import updates_per_step, warmup_updates, with_warmup
 from psearch_jax.types import UserError
+from retrieval.protocol import RetrievalError
 
 log = logging.getLogger("psearch_jax")
 # Fields that rollouts in flight depend on: under other values they would be continued wrongly.
@@ -34,6 +35,9 @@ _ROLLOUT_FIELDS = (
     "train.prompts",
     "train.staleness",
 )
+
+
+EVALUATION_DUE = "evaluation_due"  # in a checkpoint's loop
 
 
 class Saver:
@@ -50,14 +54,15 @@ class Saver:
         """Whether the last checkpoint is older than `train.checkpoint_every_minutes`."""
         return (time.monotonic() - self._saved) / 60 >= self._minutes > 0
 
-    def save(self, step: int, loader: dict[str, Any], rollouts: InFlight) -> None:
+    def save(self, step: int, loader: dict[str, Any], rollouts: InFlight, evaluation_due: bool = False) -> None:
         """Saves the state after `step` steps.
 
         Args:
           loader: the position at which a resumed run's questions start.
           rollouts: those in flight at that position.
+          evaluation_due: the evaluation after this step did not complete; a resumed run starts with it.
         """
-        loop = {**self._record, "loader": loader}
+        loop = {**self._record, "loader": loader, **({EVALUATION_DUE: True} if evaluation_due else {})}
         with self._run.phase("checkpoint"):
             processes.allgather(self.writer.flush)
             if self._run.config.train.staleness:
@@ -73,24 +78,38 @@ class Saver:
             if self.best and self.best.offer(step, figures[kind][name], self._run.state.params, self._record):
                 log.info("step %d has the best %s so far: %.4f", step, metric, figures[kind][name])
 
-    def abandon(self, stop: Exception, step: int, loader: dict[str, Any], rollouts: InFlight) -> NoReturn:
-        """Saves the state before a step that `stop` discarded, with loader and rollouts before it; raises `stop`."""
+    def save_before(self, step: int, loader: dict[str, Any], rollouts: InFlight) -> None:
+        """Saves the state before a discarded step, with loader and rollouts before it, unless updates consumed it."""
         if step and self.checkpoints.latest() != step and self._run.state is not None:
             self.save(step, loader, rollouts)
+
+    def end(self, stop: Interrupted | RetrievalError) -> NoReturn:
+        """Raises the error that ended the run, once everything is on disk, and reports what is saved."""
         self.checkpoints.wait()
-        kept = step if self._run.state is not None else self.checkpoints.latest()
-        saved = f"saved after step {kept}" if kept else "nothing is saved yet"
+        saved = saved_after(self.checkpoints.latest())
         if isinstance(stop, Interrupted):
             raise Interrupted(saved) from None
-        log.error("lost the retriever; %s, the same command resumes from there", saved)
+        log.error("lost the retriever; %s", saved)
         raise stop
 
 
-def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: bool) -> tuple[int, frozenset[str]]:
-    """Restores the newest complete checkpoint and the loader's position into the run.
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts or resumes.
 
-    Returns:
-      The checkpoint's step, and the names of the settings that changed.
+    Attributes:
+      step: the number of completed steps.
+      changes: the names of the settings that changed since they were completed.
+      evaluation_due: the evaluation after the last of them did not complete.
+    """
+
+    step: int = 0
+    changes: frozenset[str] = frozenset()
+    evaluation_due: bool = False
+
+
+def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: bool) -> Start:
+    """Restores the newest complete checkpoint and the loader's position into the run.
 
     Raises:
       UserError: settings that affect the results changed, and `allow_changes` is false; or the algorithm changed.
@@ -124,4 +143,4 @@ def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: boo
         run.stream.restore(rollouts)
     elif "in_flight" in loop:
         log.warning("the rollouts in flight are dropped, because they depend on settings that changed")
-    return step, frozenset(changes)
+    return Start(step, frozenset(changes), bool(loop.get(EVALUATION_DUE)))

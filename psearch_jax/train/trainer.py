@@ -25,6 +25,7 @@ from psearch_jax.runtime import cli, processes
 from psearch_jax.runtime.metrics import MetricsWriter, cut_jsonl, mean
 from psearch_jax.runtime.paths import locate, make_writable
 from psearch_jax.train import replay
+from psearch_jax.train.checkpointing import settings
 from psearch_jax.train.checkpointing.best import Best
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints
 from psearch_jax.train.checkpointing.preemption import HostCopy, Interrupted, room_for_copy
@@ -41,24 +42,12 @@ from psearch_jax.train.monitoring.figures import (
 from psearch_jax.train.monitoring.records import report, write_config, write_json, write_trajectories
 from psearch_jax.train.rollouts import rollouts_of_step, sampling_ahead
 from psearch_jax.train.run import Run
-from psearch_jax.train.saving import Saver, resume
+from psearch_jax.train.saving import Saver, Start, resume
 from psearch_jax.train.state import updates_per_step
 from psearch_jax.types import Question, RewardParts, TrainBatch, Trajectory, UserError
 from retrieval.protocol import RetrievalError
 
 log = logging.getLogger("psearch_jax")
-# Fields, or prefixes of fields, that change the results of an evaluation.
-_EVALUATED = (
-    "data.validation",
-    "data.template",
-    "data.prompt",
-    "data.world",
-    "method",
-    "model.",
-    "retrieval.",
-    "rollout.",
-)
-_EVALUATED += ("eval.questions_per_kind", "eval.temperature", "eval.also_greedy", "eval.seed")
 
 
 def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[str, Any]:
@@ -85,8 +74,8 @@ def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[st
         if processes.lost(error) or not (in_workdir or error.errno in cli.OF_DISK):
             raise
         raise UserError(
-            f"{error.filename or workdir}: cannot be written ({error.strerror or error}); the checkpoints of "
-            f"{workdir} are complete; the same command resumes from the newest"
+            f"{error.filename or workdir}: cannot be read or written ({error.strerror or error}); the same command "
+            f"resumes from the newest complete checkpoint of {workdir}, if there is one"
         ) from error
 
 
@@ -95,25 +84,22 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
     make_writable(workdir)  # fail now rather than at the first save
     checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints, config.train.keep_every_steps)
     closers.enter_context(closing(checkpoints))
-    step, changes = 0, frozenset[str]()
+    start = Start()
     if checkpoints.latest() is not None:
-        step, changes = resume(run, checkpoints, workdir, allow_changes)
+        start = resume(run, checkpoints, workdir, allow_changes)
     elif run.state is None:
         run.begin()
+    step = start.step
     if processes.first():
         write_config(workdir, run.given, step)
         dropped = cut_jsonl(workdir / "metrics.jsonl", step)
         if dropped and not step:
             log.warning(f"{workdir}: has metrics of {dropped} steps but no checkpoint; starting again at step 0")
         for file in (workdir / "trajectories").glob("*.jsonl"):
-            if int(file.stem) >= step:
+            if file.stem.isdigit() and int(file.stem) >= step:
                 file.unlink()
-        if any(name.startswith(_EVALUATED) for name in changes):
+        if settings.affect_evaluation(start.changes, run.settings):
             (workdir / "before.json").unlink(missing_ok=True)  # cannot be compared with evaluations from now on
-    rows = read_rows(workdir / "metrics.jsonl") if processes.first() else []  # only it truncates and writes the file
-    may_search = config.rollout.search_turns > 0
-    may_split = may_search and config.retrieval.max_sub_queries > 1
-    alarms = Alarms(config.alarms, may_search, rows)
     saver = Saver(run, checkpoints, closers.enter_context(closing(MetricsWriter(workdir))))
     if updates_per_step(config) > 1 or run.critic is not None or config.mesh.rollout_devices:
         run.keeps_copy = room_for_copy(run.state)
@@ -124,32 +110,57 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
             )
     if run.recording is not None:
         run.recording.check(step, config.train.steps)
-    _compile(run)
-    before = validation.measured_once(run, workdir / "before.json", fresh=step == 0)
-    every_steps = config.eval.every_steps if run.evaluation else 0
-    if every_steps:
+    if config.eval.every_steps and run.evaluation:
         # At step 0, any best checkpoint comes from a run that was killed before its first regular checkpoint.
-        digest, until = questions_digest(run.evaluation), step if changes or step == 0 else None
-        saver.best = closers.enter_context(closing(Best(workdir, config.eval.best_metric, digest, until)))
+        digest, until = questions_digest(run.evaluation), step if start.changes or step == 0 else None
+        best = Best(workdir, config.eval.best_metric, digest, run.settings, until)
+        saver.best = closers.enter_context(closing(best))
+    try:
+        _compile(run)
+        before = validation.measured_once(run, workdir / "before.json", policy_unchanged=step == 0)
+        if start.evaluation_due and saver.best and step < config.train.steps:
+            saver.writer.amend(step - 1, _evaluate(run, saver, step))
+        step = _steps(run, workdir, saver, start)
+        after = validation.measured_once(run, workdir / "after.json", policy_unchanged=True)
+        checkpoints.wait()
+        if saver.best:
+            saver.offer(step, after[""])
+            saver.best.wait()
+    except (Interrupted, RetrievalError) as stop:
+        saver.end(stop)
+    run.wall_s["total"] = time.monotonic() - started
+    summary = _summary(run, step, saver.best, before, after)
+    if processes.first():
+        write_json(workdir / "summary.json", summary)
+    return summary
 
-    stopped: Exception | None = None
+
+def _steps(run: Run, workdir: Path, saver: Saver, start: Start) -> int:
+    """Takes all steps from `start` on, evaluates between them, and saves; returns the number of completed steps."""
+    config, step, changes = run.config, start.step, start.changes
+    may_search = config.rollout.search_turns > 0
+    may_split = may_search and config.retrieval.max_sub_queries > 1
+    # Only the first process truncates and writes metrics.jsonl, and reports.
+    alarms = Alarms(config.alarms, may_search, read_rows(workdir / "metrics.jsonl")) if processes.first() else None
+    stopped: Interrupted | RetrievalError | None = None
     bar = tqdm(total=config.train.steps, initial=step, unit="step", disable=not processes.on_terminal())
     while step < config.train.steps:
         loaded, in_flight = run.loader.state(), run.stream.in_flight()
         try:
             done = train_step(run, next(run.loader), step)
-        except (Interrupted, RetrievalError) as stop:
-            saver.abandon(stop, step, loaded, in_flight)
+        except (Interrupted, RetrievalError):
+            saver.save_before(step, loaded, in_flight)
+            raise
         metrics = done.metrics | ({SETTINGS_CHANGED: 1.0} if changes else {})
-        metrics |= alarms.update(step, metrics)
+        metrics |= alarms.update(step, metrics) if alarms else {}
         changes = frozenset()
-        if every_steps and (step + 1) % every_steps == 0 and step + 1 < config.train.steps:
+        evaluation_due = saver.best is not None and (step + 1) % config.eval.every_steps == 0
+        evaluation_due = evaluation_due and step + 1 < config.train.steps
+        if evaluation_due:
             try:
-                figures = validation.measured(run, config.eval.temperature)
-                for kind, values in figures.items():
-                    metrics |= {f"eval/{kind}/{name}": value for name, value in values.items()}
-                saver.offer(step + 1, figures)
-            except (Interrupted, RetrievalError) as stop:  # the step is saved below without this evaluation
+                metrics |= _evaluate(run, saver, step + 1)
+                evaluation_due = False
+            except (Interrupted, RetrievalError) as stop:  # the step is saved below; a resumed run evaluates
                 stopped = stop
         saver.writer.write(step, metrics)
         write_trajectories(workdir, step, done.trajectories, done.rewards, config.train.trajectories_per_step)
@@ -164,23 +175,18 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
             stopped = stopped or Interrupted()
         late = asked[0][1]  # by the clock of the first process
         if step % config.train.checkpoint_every_steps == 0 or step == config.train.steps or late or stopped:
-            saver.save(step, run.loader.state(), run.stream.in_flight())
+            saver.save(step, run.loader.state(), run.stream.in_flight(), evaluation_due)
         if stopped:
-            if isinstance(stopped, RetrievalError):
-                log.error("lost the retriever in an evaluation, which is left out; saved after step %d", step)
-            raise Interrupted(f"saved after step {step}") if isinstance(stopped, Interrupted) else stopped
+            raise stopped
     bar.close()
+    return step
 
-    after = validation.measured_once(run, workdir / "after.json", fresh=True)
-    checkpoints.wait()
-    if saver.best:
-        saver.offer(step, after[""])
-        saver.best.wait()
-    run.wall_s["total"] = time.monotonic() - started
-    summary = _summary(run, step, saver.best, before, after)
-    if processes.first():
-        write_json(workdir / "summary.json", summary)
-    return summary
+
+def _evaluate(run: Run, saver: Saver, step: int) -> dict[str, float]:
+    """The metrics of an evaluation after `step` steps. The policy is kept if it is the best so far."""
+    figures = validation.measured(run, run.config.eval.temperature)
+    saver.offer(step, figures)
+    return {f"eval/{kind}/{name}": value for kind, values in figures.items() for name, value in values.items()}
 
 
 @dataclass

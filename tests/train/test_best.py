@@ -26,11 +26,12 @@ from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.models import decoder
 from psearch_jax.train import trainer
-from psearch_jax.train.checkpointing import checkpoint
+from psearch_jax.train.checkpointing import checkpoint, preemption
 from psearch_jax.train.checkpointing.best import Best, find_best
 from psearch_jax.train.monitoring import validation
 from psearch_jax.train.monitoring.records import write_config
 from psearch_jax.types import UserError
+from retrieval.protocol import RetrievalError
 
 WON = {"step": 2, "metric": "em", "questions": "of these", "value": 0.5}
 
@@ -67,12 +68,58 @@ def test_only_what_is_better_is_kept(tmp_path):
     # A value of another metric, or of other questions, replaces the kept one.
     assert offered(Best(tmp_path, "f1", "of these"), (6, 0.1))["metric"] == "f1"
     assert offered(Best(tmp_path, "f1", "of others"), (7, 0.05), (8, 0.04))["step"] == 7 and kept(tmp_path) == ["7"]
-    # A run that restarts from an earlier step with other settings deletes a best checkpoint of a later step.
+    # A run that restarts from an earlier step with other settings sets a best checkpoint of a later step aside.
     assert offered(Best(tmp_path, "f1", "of others", until=7))["step"] == 7
     assert offered(Best(tmp_path, "f1", "of others", until=6), (7, 0.01))["value"] == 0.01 and kept(tmp_path) == ["7"]
     assert offered(Best(tmp_path, "f1", "of others", until=5), (6, 0.01))["step"] == 6 and kept(tmp_path) == ["6"]
+    earlier = [p.name for p in (tmp_path / "best").glob("*.earlier*")]
+    assert sorted(earlier) == ["7.earlier", "7.earlier.again"], "it may be all that is left of a run"
     with pytest.raises(UserError, match="--best: .*nothing/best holds no checkpoint"):
         find_best(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("contents", ['{"step": 4, "be', '{"step": 4}', "[]"])
+def test_a_damaged_best_checkpoint_is_set_aside(tmp_path, contents, caplog):
+    """A file that no run needs for resuming would stop every start of a run whose checkpoints are intact."""
+    config = tiny_config(8)
+    loop = {"model": checkpoint.model_record(config), "tokenizer": "x"}
+    best = Best(tmp_path, "em")
+    best.offer(4, 0.5, decoder.init_params(config, 0), loop)
+    best.close()
+    (tmp_path / "best" / "4" / "loop" / "metadata").write_text(contents)
+    again = Best(tmp_path, "em")
+    assert again.record is None and "the next evaluation starts a new best" in caplog.text
+    assert again.offer(4, 0.1, decoder.init_params(config, 1), loop)
+    again.close()
+    assert kept(tmp_path) == ["4"] and (tmp_path / "best" / "4.unreadable").is_dir()
+    assert Best(tmp_path, "em").record["value"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("changed", "replaced"),
+    [
+        ({}, False),
+        ({"learning.learning_rate": 1.0}, False),
+        ({"eval.temperature": 1.0}, True),
+        ({"rollout.turn_tokens": 9}, True),
+        ({"data.source": {"names": "other", "is": "1"}}, True),
+        ({"data.source": {"names": "other", "is": "1"}, "data.validation": {"names": "v", "is": "2"}}, False),
+    ],
+)
+def test_values_under_other_settings_are_not_compared(tmp_path, changed, replaced):
+    """A best of sampled answers would never be replaced by greedy ones."""
+    config = tiny_config(8)
+    before = {"eval.temperature": 0.0, "rollout.turn_tokens": 8, "learning.learning_rate": 0.1}
+    before |= {"data.source": {"names": "s", "is": "0"}}
+    before |= {"data.validation": {"names": "v", "is": "2"}} if "data.validation" in changed else {}
+    loop = {"model": checkpoint.model_record(config), "tokenizer": "x", "settings": before}
+    best = Best(tmp_path, "em", "of these", before)
+    best.offer(4, 0.5, decoder.init_params(config, 0), loop)
+    best.close()
+    again = Best(tmp_path, "em", "of these", before | changed)
+    assert again.offer(5, 0.3, decoder.init_params(config, 1), loop | {"settings": before | changed}) is replaced
+    assert again.offer(6, 0.2, decoder.init_params(config, 2), loop) is False, "the new scale holds from then on"
+    again.close()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -122,6 +169,33 @@ def test_a_file_of_questions_is_validated(tiny_policy, questions, tmp_path):
     best = summary["best"]
     assert (best["step"], best["metric"], best["value"]) == (1, "em", first["eval/all/em"])
     assert best["questions"].startswith("3 ") and kept(tmp_path) == ["1"]
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["stopped", "retriever lost"])
+def test_an_interrupted_evaluation_is_repeated(tiny_policy, questions, tmp_path, monkeypatch, lost, caplog):
+    """The best policy would never be kept if a preemption arrives during its evaluation."""
+    config = settings(tiny_policy, questions, **{"train.steps": 4})
+    values = {0: 0.1, 1: 0.2, 2: 0.9, 3: 0.3, 4: 0.4}
+    interrupted = []
+
+    def measured(run, temperature):
+        step = int(run.state.updates) // 2
+        if step == 2 and len(interrupted) < 2:  # also when it is repeated
+            interrupted.append(step)
+            raise RetrievalError("unreachable") if lost else preemption.Interrupted("asked to stop")
+        return {"all": {"em": values[step]}}
+
+    monkeypatch.setattr(validation, "measured", measured)
+    for _ in range(2):
+        with pytest.raises((RetrievalError, preemption.Interrupted), match="unreachable" if lost else "after step 2"):
+            trainer.train(build.training_run(config), tmp_path / "cut")
+    assert not lost or "lost the retriever; saved after step 2; the same command resumes" in caplog.text
+    summary = trainer.train(build.training_run(config), tmp_path / "cut")
+    assert (summary["best"]["step"], summary["best"]["value"]) == (2, 0.9)
+    trainer.train(build.training_run(config), tmp_path / "whole")
+    rows = metrics_without_clocks(tmp_path / "cut")
+    assert rows == metrics_without_clocks(tmp_path / "whole")
+    assert [row.get("eval/all/em") for row in rows] == [0.2, 0.9, 0.3, None]
 
 
 @pytest.mark.slow

@@ -357,8 +357,10 @@ def test_a_sampler_that_stops_after_the_updates(parts, tmp_path, monkeypatch, ca
     assert run.state is None
     checkpoints = SimpleNamespace(latest=lambda: 2, wait=lambda: None)
     with pytest.raises(RetrievalError):
-        Saver(run, checkpoints, None).abandon(RetrievalError("unreachable"), 3, {}, None)
-    assert "lost the retriever; saved after step 2" in caplog.text
+        saver = Saver(run, checkpoints, None)
+        saver.save_before(3, {}, None)
+        saver.end(RetrievalError("unreachable"))
+    assert "lost the retriever; saved after step 2; the same command resumes" in caplog.text
 
 
 def test_ctrl_c_saves_and_a_second_one_ends(capfd):

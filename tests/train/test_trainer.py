@@ -215,9 +215,9 @@ def test_the_greedy_figures_are_greedy(tmp_path, monkeypatch):
     monkeypatch.setattr(validation, "measured", lambda run, temperature: {"all": {"at": temperature}})
     config = from_mapping({"eval": {"temperature": 0.7, "also_greedy": True}})
     run = SimpleNamespace(config=config, evaluation=[1], phase=lambda _: nullcontext())
-    evaluations = validation.measured_once(run, tmp_path / "before.json", fresh=True)
+    evaluations = validation.measured_once(run, tmp_path / "before.json", policy_unchanged=True)
     assert evaluations == {"": {"all": {"at": 0.7}}, "_greedy": {"all": {"at": 0.0}}}
-    assert validation.measured_once(run, tmp_path / "before.json", fresh=False) == evaluations
+    assert validation.measured_once(run, tmp_path / "before.json", policy_unchanged=False) == evaluations
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from it, and the retention policy of checkpoints/ does not apply to it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,18 @@ from flax import nnx
 
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.paths import absolute, locate
-from psearch_jax.train.checkpointing.checkpoint import check_room, find_checkpoints, read_loop, writing
+from psearch_jax.train.checkpointing import settings
+from psearch_jax.train.checkpointing.checkpoint import (
+    Damaged,
+    check_room,
+    find_checkpoints,
+    read_loop,
+    set_aside,
+    writing,
+)
 from psearch_jax.types import UserError
 
+log = logging.getLogger("psearch_jax")
 DIRECTORY = "best"
 
 
@@ -29,12 +39,21 @@ class Best:
     Args:
       workdir: the run directory.
       metric: the name of the metric; higher is better.
-      questions: a digest of the validation questions. If metric or questions changed, the first new measurement
-        replaces the kept checkpoint.
-      until: delete the kept checkpoint if its step is later: it is of a run that was restarted or had other settings.
+      questions: a digest of the validation questions.
+      now: the settings of the run. If metric, questions or a setting that affects evaluations changed, the first new
+        measurement replaces the kept checkpoint.
+      until: rename a kept checkpoint of a later step to `STEP.earlier`: it is of a run that was restarted or had other
+        settings. A damaged one is renamed to `STEP.unreadable`, with a warning.
     """
 
-    def __init__(self, workdir: str | Path, metric: str, questions: str = "", until: int | None = None):
+    def __init__(
+        self,
+        workdir: str | Path,
+        metric: str,
+        questions: str = "",
+        now: settings.Record | None = None,
+        until: int | None = None,
+    ):
         self._directory = absolute(workdir) / DIRECTORY
         self._measure = {"metric": metric, "questions": questions}
         self._manager = ocp.CheckpointManager(
@@ -46,15 +65,36 @@ class Best:
                 multiprocessing_options=ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=DIRECTORY),
             ),
         )
+        self._record, self._comparable = None, True
         step = self._manager.latest_step()
         if step is not None and until is not None and step > until:
-            with writing(self._directory):
-                self._manager.delete(step)
-            step = None
-        self._record = None
-        if step is not None:
-            loop = processes.broadcast(lambda: read_loop(self._directory / str(step)))
-            self._record = {"step": step, **loop["best"]}
+            set_aside(self._manager, [step], "earlier")
+        elif step is not None:
+            self._record = self._read(step)
+            if self._record:
+                now = now or {}
+                changes = settings.differences(self._record.pop("settings"), now)
+                self._comparable = not settings.affect_evaluation(changes, now)
+
+    def _read(self, step: int) -> dict[str, Any] | None:
+        """`record` and the settings of the kept checkpoint; None if it is damaged, and is then renamed."""
+
+        def read() -> dict[str, Any] | Damaged:
+            try:
+                loop = read_loop(self._directory / str(step))
+            except Damaged as error:  # as a value, so that all processes rename it
+                return error
+            best = loop.get("best")
+            if not isinstance(best, dict) or not {"metric", "value"} <= best.keys():
+                return Damaged(f"{self._directory / str(step)}: loop does not say why it was kept")
+            return {"step": step, **best, "settings": loop.get("settings", {})}
+
+        known = processes.broadcast(read)
+        if isinstance(known, Damaged):
+            log.warning("%s; the next evaluation starts a new best", known)
+            set_aside(self._manager, [step])
+            return None
+        return known
 
     @property
     def record(self) -> dict[str, Any] | None:
@@ -73,11 +113,11 @@ class Best:
           UserError: the checkpoint cannot be written.
         """
         known = self._record
-        rival = known and all(known[name] == wanted for name, wanted in self._measure.items())
+        rival = known and self._comparable and all(known.get(k) == v for k, v in self._measure.items())
         if known and (step <= known["step"] or (rival and value <= known["value"])):
             return False  # also when a resumed run repeats steps up to the kept one
         best = {**self._measure, "value": value}
-        self._record = {"step": step, **best}
+        self._record, self._comparable = {"step": step, **best}, True
         arguments = ocp.args.Composite(
             params=ocp.args.StandardSave(nnx.to_pure_dict(params)),
             loop=ocp.args.JsonSave({**loop, "step": step, "best": best}),

@@ -24,7 +24,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -115,7 +115,7 @@ class Checkpoints:
                 log.warning("checkpoint %s cannot be read (%s); trying the previous one", step, problem)
                 damaged.append(step)
                 continue
-            self._set_aside(damaged)  # else the run could not save at these steps again
+            set_aside(self._manager, damaged)  # else the run could not save at these steps again
             rest = jax.tree.unflatten(jax.tree.structure(_rest(state)), list(arrays["optimizer"].values()))
             return TrainState(decoder.with_values(state.params, arrays["params"]), *rest), loop
         if steps:
@@ -143,19 +143,6 @@ class Checkpoints:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=_for_itself()) as reader:
             return reader.restore(self._directory / str(step), args=args)
 
-    def _set_aside(self, steps: list[int]) -> None:
-        def rename() -> None:
-            for step in steps if processes.first() else []:
-                place = self._directory / f"{step}.unreadable"
-                while place.exists():
-                    place = place.with_name(f"{place.name}.again")
-                (self._directory / str(step)).rename(place)
-                log.warning("the unreadable checkpoint %d is kept as %s", step, place)
-
-        if steps:
-            processes.allgather(rename)
-            self._manager.reload()
-
     def latest(self) -> int | None:
         """The step of the newest checkpoint."""
         return self._manager.latest_step()
@@ -168,6 +155,23 @@ class Checkpoints:
     def close(self) -> None:
         with writing(self._directory):
             self._manager.close()
+
+
+def set_aside(manager: ocp.CheckpointManager, steps: Sequence[int], suffix: str = "unreadable") -> None:
+    """Renames checkpoints of a manager to `STEP.suffix`, so that it neither uses nor deletes them."""
+
+    def rename() -> None:
+        directory = manager.directory
+        for step in steps if processes.first() else []:
+            place = directory / f"{step}.{suffix}"
+            while place.exists():
+                place = place.with_name(f"{place.name}.again")
+            (directory / str(step)).rename(place)
+            log.warning("the checkpoint %s is kept as %s", directory / str(step), place.name)
+
+    if steps:
+        processes.allgather(rename)
+        manager.reload()
 
 
 @contextmanager
@@ -311,18 +315,21 @@ def read_loop(checkpoint: str | Path) -> dict[str, Any]:
     """The JSON item of one checkpoint directory."""
     file = locate(checkpoint) / "loop" / "metadata"
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        loop = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _unreadable(locate(checkpoint), "loop", error) from None
+    if not isinstance(loop, dict):
+        raise Damaged(f"{locate(checkpoint)}: loop holds no JSON object")
+    return loop
 
 
-class _Damaged(UserError):
-    pass
+class Damaged(UserError):
+    """A file of a checkpoint is missing, truncated, or has other contents."""
 
 
 def _unreadable(checkpoint: Path, item: str, error: Exception) -> UserError:
     if is_damage(error):
-        return _Damaged(f"{checkpoint}: {item} cannot be read ({_first_line(error)})")
+        return Damaged(f"{checkpoint}: {item} cannot be read ({_first_line(error)})")
     return _not_damaged(checkpoint, _first_line(error))
 
 
@@ -345,7 +352,7 @@ def load_params(
     for checkpoint in candidates:
         try:
             return processes.all_or_none(lambda: _load_params(absolute(checkpoint), place, dtype))  # noqa: B023
-        except _Damaged as error:
+        except Damaged as error:
             if checkpoint == candidates[-1]:
                 raise
             log.warning("%s; trying the previous one", error)
@@ -368,7 +375,7 @@ def _load_params(
     try:
         config, abstract = _shape(loop["model"]), _abstract(loop)
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:  # bad numbers or missing fields
-        raise _Damaged(f"{checkpoint}: loop has no valid model shape ({_first_line(error)})") from None
+        raise Damaged(f"{checkpoint}: loop has no valid model shape ({_first_line(error)})") from None
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     place = place or (lambda tree: jax.tree.map(lambda _: here, tree))
     record = loop.get("lora")

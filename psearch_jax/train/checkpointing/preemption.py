@@ -21,7 +21,14 @@ _MEMORY_SHARE = 0.5  # of the available host memory that copies of the state may
 
 
 class Interrupted(Exception):
-    """SIGTERM or Ctrl-C arrived. Raised by a training run, its message says what is saved."""
+    """SIGTERM or Ctrl-C arrived. Raised by a training run, its message is `saved_after` the last saved step."""
+
+
+def saved_after(step: int | None) -> str:
+    """What is on disk and what the same command does, for messages; 0 or None: nothing is saved."""
+    if step:
+        return f"saved after step {step}; the same command resumes"
+    return "nothing is saved yet; the same command starts again"
 
 
 class StopRequest:

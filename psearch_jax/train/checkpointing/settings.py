@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from psearch_jax.config import Config, to_mapping
+from psearch_jax.config import RENAMED, Config, to_mapping
 from psearch_jax.config.setting import Resume, settings_of
 from psearch_jax.runtime import processes
 from psearch_jax.types import UserError
@@ -22,6 +22,23 @@ log = logging.getLogger("psearch_jax")
 Record = dict[str, Any]
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 WEIGHTS = ("config.json", "*.safetensors")  # the files that identify a directory of weights
+# Fields, or prefixes of fields, that change the results of an evaluation.
+_OF_EVALUATION = (
+    "data.prompt",
+    "data.source",
+    "data.template",
+    "data.validation",
+    "data.world",
+    "eval.also_greedy",
+    "eval.questions_per_kind",
+    "eval.seed",
+    "eval.temperature",
+    "method",
+    "model.",
+    "retrieval.",
+    "rollout.",
+)
+_RENAMED = {old.removeprefix("config."): new.removeprefix("config.") for old, new in RENAMED.items()}
 _BLOCK, _BLOCKS = 4096, 64  # size in bytes and number of a large file's sampled blocks
 
 
@@ -54,6 +71,7 @@ def differences(saved: Mapping[str, Any] | None, now: Record) -> dict[str, str]:
     """The old and new value of every field that differs. A field missing from the saved record had its default."""
     if saved is None:
         return {"settings": "none are recorded in the checkpoint"}
+    saved = {_RENAMED.get(name, name): value for name, value in saved.items()}
     defaults = fields(Config())
     out = {}
     for name, new in now.items():
@@ -69,6 +87,16 @@ def differences(saved: Mapping[str, Any] | None, now: Record) -> dict[str, str]:
         elif old != new:
             out[name] = f"{old!r}, now {new!r}"
     return out
+
+
+def affect_evaluation(changes: Iterable[str], now: Record) -> bool:
+    """Whether evaluations before and after the change of these fields cannot be compared.
+
+    Args:
+      now: the record after the change.
+    """
+    own_questions = bool(now.get("data.validation", {}).get("is"))  # none are held out from data.source
+    return any(n.startswith(_OF_EVALUATION) and not (n == "data.source" and own_questions) for n in changes)
 
 
 def accepted_changes(loop: Mapping[str, Any], now: Record, workdir: Path, allow_changes: bool) -> dict[str, str]:

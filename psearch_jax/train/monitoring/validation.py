@@ -48,15 +48,16 @@ def measured(run: Run, temperature: float) -> dict[str, dict[str, float]]:
     return {name: summarise(group) for name, group in groups.items()}
 
 
-def measured_once(run: Run, file: Path, fresh: bool) -> dict[str, Any]:
+def measured_once(run: Run, file: Path, policy_unchanged: bool) -> dict[str, Any]:
     """Evaluates now, or loads the results that the run has already saved in `file`. Keys: "" and "_greedy".
 
     Args:
-      fresh: the current policy is the one to evaluate. Otherwise results are loaded from disk, or left out if missing.
+      policy_unchanged: the current policy is the one to evaluate. Otherwise, results are loaded from disk, or left out
+        if missing.
     """
     if not run.evaluation:
         return {}
-    if not fresh:
+    if not policy_unchanged:
 
         def read() -> dict[str, Any] | None:
             return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
