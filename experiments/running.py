@@ -28,7 +28,7 @@ from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.eval.evaluate import read_scores
 from psearch_jax.eval.scores import DIGITS, finished_by_turn, splitting, summarise
 from psearch_jax.runtime.metrics import mean
-from psearch_jax.runtime.paths import TOY_POLICY, write_atomically
+from psearch_jax.runtime.paths import TOY_POLICY, read_json, write_atomically
 from psearch_jax.train.checkpointing.settings import WEIGHTS, fingerprint
 from psearch_jax.train.monitoring.alarms import ALARM, NAMES, read_rows
 from psearch_jax.types import UserError
@@ -66,6 +66,8 @@ def run_all(
         if max(experiment.arms[name].steps, default=0) >= steps:
             raise UserError(f"--steps={steps}: accepted: more than {experiment.arms[name].steps[-1]}, for arm {name}")
     starts = [_fingerprint(policy) for policy in policies]
+    if len(set(starts)) < len(starts):  # it would count as several in the intervals over cold starts
+        raise UserError(f"--policies={','.join(policies)}: the same cold start twice, accepted: each one once")
     runs = [(name, i, seed) for i in range(len(policies)) for seed in seeds for name in arms or experiment.arms]
     for wait in (False, True):  # the second pass waits for runs that another program is making
         for name, i, seed in runs:
@@ -94,7 +96,7 @@ def read(file: Path) -> dict[str, Any]:
     """
     if not file.is_file():
         raise UserError(f"{file}: not found; accepted: a file that launch/experiment.py wrote")
-    return json.loads(file.read_text(encoding="utf-8"))
+    return read_json(file)
 
 
 def as_text(record: Mapping[str, Any]) -> str:

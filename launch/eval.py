@@ -89,17 +89,21 @@ def leaks(benchmarks: dict[str, list[Question]], trained_on: str, held_out: floa
     """The ids of benchmark questions that are training questions; empty if the training questions are unknown.
 
     Args:
-      trained_on: location of the run's questions.
+      trained_on: location of the run's questions. A set of TFDS is not downloaded for this.
       held_out: share of them held out from training.
     """
-    from psearch_jax.data.held_out import hold_out
-    from psearch_jax.data.prepared import are_there, open_questions, overlap
+    from psearch_jax.data.held_out import without_held_out
+    from psearch_jax.data.prepared import TFDS_PREFIX, are_there, open_questions, overlap
 
-    if not TRAINING.value and (not trained_on or trained_on == "closed_world" or not are_there(trained_on)):
+    if TRAINING.value:
+        training = open_questions(TRAINING.value)
+    elif trained_on.startswith(TFDS_PREFIX):
+        log.info("not checked for leaks of the run's questions; --training_data=%s does so", trained_on)
         return {}
-    training = open_questions(TRAINING.value or trained_on)
-    if held_out and not TRAINING.value:
-        training, _ = hold_out(training, held_out)
+    elif not trained_on or trained_on == "closed_world" or not are_there(trained_on):
+        return {}
+    else:
+        training = without_held_out(open_questions(trained_on), held_out)
     overlapping = {id(q) for q in overlap([q for questions in benchmarks.values() for q in questions], training)}
     return {name: [q.id for q in questions if id(q) in overlapping] for name, questions in benchmarks.items()}
 

@@ -2,8 +2,8 @@
 
     python launch/experiment.py baselines --policies=toy,runs/toy_sft-1/policy --seeds=0,1 --out=runs/results
 
-Each run is recorded in docs/experiments/NAME.json when its evaluation is done, and recorded runs are not repeated. So
-the same command resumes, on any machine. `--only_tables` prints the recorded results. The controls in the tables
+Each run is recorded in OUT/NAME.json when its evaluation is done, and recorded runs are not repeated. So the same
+command resumes, on any machine. `--only_tables` prints the recorded results. The controls in the tables
 are those of `launch/bench.py world --json=docs/experiments/controls/world.json`.
 """
 
@@ -35,18 +35,17 @@ def main(argv: list[str]) -> None:
     names = sorted(p.stem for p in (ROOT / "experiments").glob("*.py") if p.stem not in NOT_EXPERIMENTS)
     if len(argv) != 2 or argv[1] not in names:
         raise UserError(f"{' '.join(argv[1:]) or 'no experiment'} found, accepted: one of {', '.join(names)}")
-    if not all(seed.isdigit() for seed in SEEDS.value):
+    if not SEEDS.value or not all(seed.isascii() and seed.isdigit() for seed in SEEDS.value):
         raise UserError(f"--seeds={','.join(SEEDS.value)}: found, accepted: integers separated by commas")
     name = argv[1]
     experiment = importlib.import_module(f"experiments.{name}").EXPERIMENT
     from experiments import running, tables
 
-    out = Path(OUT.value).resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / f"{name}.json"
+    file = Path(OUT.value).resolve() / f"{name}.json"
     if ONLY_TABLES.value:
         record = running.read(file)
     else:
+        file.parent.mkdir(parents=True, exist_ok=True)
         work, seeds = Path(WORK.value).resolve(), [int(seed) for seed in SEEDS.value]
         record = running.run_all(experiment, file, work, POLICIES.value, seeds, STEPS.value, ARMS.value)
     print(tables.report(experiment, record, tables.controls_of(CONTROLS)), end="")

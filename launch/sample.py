@@ -71,6 +71,11 @@ def main(_: list[str]) -> None:
     if in_closed_world:
         questions = training_questions(parts.config, parts.world)
     questions = questions[: COUNT.value] if COUNT.value else questions
+    if not questions:
+        raise UserError(
+            f"--questions={QUESTIONS.value}: no question is left after config.data.validation_share={share}, "
+            "accepted: at least one"
+        )
     weights = parts.sampling_weights()
     selection = Selection(KEEP.value, MIN_REWARD.value, not ILL_FORMED.value)
     retriever = parts.collector.retriever

@@ -39,6 +39,8 @@ def main(_: list[str]) -> None:
     if is_toy == bool(TRANSCRIPTS.value):
         problem = "found with configs/toy_sft.py, which makes its own" if is_toy else "none given"
         raise UserError(f"--transcripts: {problem}; accepted: a jsonl file with the config of a run")
+    if is_toy and (CHANGES.value or not EXPORT.value):
+        raise UserError("--allow_changes, --noexport: found with configs/toy_sft.py, accepted: neither of them")
     policy = on_disk(WORKDIR.value, "--workdir") / "policy"
     if policy.exists():
         raise UserError(f"{policy}: exists already, accepted: a --workdir without a policy")

@@ -309,7 +309,7 @@ def _tokenizer_of(config: Config, recorded: str) -> str:
     """The tokenizer that a checkpoint records; if this machine lacks it, the one of the run's initial weights."""
     if config.model.tokenizer or not Path(recorded).is_absolute():
         return config.model.tokenizer or recorded
-    return hf.still_there(recorded, config.model.path, "tokenizer_config.json") or recorded
+    return hf.locate_recorded_model(recorded, config.model.path, "tokenizer_config.json") or recorded
 
 
 def retriever_of(config: Config, world: ClosedWorld | None, retry_deadline_s: float | None = None) -> Retriever:

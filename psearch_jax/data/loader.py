@@ -23,7 +23,7 @@ class QuestionLoader:
       seed: of the shuffles.
       epochs: number of passes over the questions; None: endless.
       process_index, process_count: select this process's part of the data.
-      fingerprint: hash of sources and ids in order, if known; by default computed from the questions.
+      fingerprint: hash of the questions' contents in order, if known; by default computed from the questions.
 
     Raises:
       UserError: there are fewer questions than one step of all processes needs.
@@ -51,7 +51,7 @@ class QuestionLoader:
             .batch(batch, drop_remainder=True, batch_fn=list)
             .repeat(epochs)
         )
-        # No prefetch threads: the questions are in memory.
+        # No prefetch threads: a question is read in microseconds.
         self._iterator = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
         self._fingerprint = {
             "data": fingerprint or digest(questions),
@@ -61,7 +61,7 @@ class QuestionLoader:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the questions' sources and ids, in order."""
+        """Hash of the questions' contents, in order."""
         return self._fingerprint["data"]
 
     def __iter__(self) -> Iterator[list[Question]]:

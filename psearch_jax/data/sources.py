@@ -118,7 +118,7 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 def _from_line(line: bytes, source: str | None, stem: str, where: str) -> Question:
     try:
-        row = _loads(line.decode("utf-8"))
+        row = loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise UserError(
             f"{where}: not UTF-8 text (byte 0x{line[error.start]:02x} at {error.start}), accepted: UTF-8"
@@ -128,7 +128,7 @@ def _from_line(line: bytes, source: str | None, stem: str, where: str) -> Questi
     return from_json(row, source, stem, where)
 
 
-def _loads(text: str) -> Any:
+def loads(text: str) -> Any:
     """Like `json.loads`, but replaces escaped lone surrogates, which cannot be encoded, by question marks."""
     value = json.loads(text)
     if "\\ud" in text or "\\uD" in text:
@@ -139,7 +139,7 @@ def _loads(text: str) -> Any:
 def _array_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """(where, element) of a JSON array, numbered from 1. A `query` element without an id gets its index, from 0."""
     try:
-        elements = _loads(path.read_bytes().decode("utf-8-sig"))
+        elements = loads(path.read_bytes().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (at byte {error.start}), accepted: UTF-8") from None
     except (ValueError, RecursionError) as error:
@@ -220,9 +220,14 @@ def _from_fanout(row: dict[str, Any], source: str | None, stem: str, where: str)
     values = [part for pair in pairs for part in pair] if pairs else answer if isinstance(answer, list) else [answer]
     if not values or not all(isinstance(value, (str, int, float)) for value in values):
         raise UserError(f"{where}: field answer: {_shown(answer)} found, accepted: a value, a list or an object")
-    if not isinstance(steps, list) or not all(isinstance(step, dict) and "id" in step for step in steps):
-        raise UserError(f"{where}: field decomposition: {_shown(steps)} found, accepted: a list of sub-questions")
+    if not _are_steps(steps):
+        raise UserError(
+            f"{where}: field decomposition: {_shown(steps)} found, accepted: a list of sub-questions with ids, "
+            "and lists of ids in depends_on"
+        )
     parts = ["yes" if v is True else "no" if v is False else str(v) for v in values]
+    if not all(part.strip() for part in parts):
+        raise UserError(f"{where}: field answer: {_shown(answer)} found, accepted: no blank answers")
     written = [f"{parts[i]}: {parts[i + 1]}" for i in range(0, len(parts), 2)] if pairs else parts
     titles = list(dict.fromkeys(_evidence_titles(steps)))
     return Question(
@@ -233,6 +238,22 @@ def _from_fanout(row: dict[str, Any], source: str | None, stem: str, where: str)
         kind=kind_of_steps({step["id"]: step.get("depends_on") or () for step in steps}),
         metadata={"answer_parts": parts, **({"supporting_titles": titles} if titles else {})},
     )
+
+
+def _are_steps(steps: Any) -> bool:
+    """Whether a decomposition is a list of sub-questions, which may have decompositions of their own."""
+    return isinstance(steps, list) and all(
+        isinstance(step, dict)
+        and _is_id(step.get("id"))
+        and isinstance(step.get("depends_on") or [], list)
+        and all(map(_is_id, step.get("depends_on") or []))
+        and _are_steps(step.get("decomposition") or [])
+        for step in steps
+    )
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, (str, int))
 
 
 def _evidence_titles(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -250,7 +271,7 @@ def _from_parquet(row: dict[str, Any], source: str | None, stem: str, where: str
     truth = _record(_record(row, "reward_model", where), "ground_truth", where, "reward_model.")
     index_field, index = ("id", row.get("id")) if extra.get("index") is None else ("extra_info.index", extra["index"])
     return Question(
-        source=row.get("data_source") or source or stem,
+        source=str(row.get("data_source") or source or stem),
         id=_identifier(index, index_field, where),
         text=_text(row.get("question") or _question_in(row.get("prompt")), "question", where),
         answers=_answers(truth.get("target"), "reward_model.ground_truth.target", where),

@@ -26,6 +26,7 @@ from psearch_jax.config import RolloutSection
 from psearch_jax.runtime.paths import locate
 from psearch_jax.text.prompts import render_messages, render_prompt
 from psearch_jax.text.tags import (
+    ANSWER_CLOSE,
     CORRECTIVE_MESSAGE,
     MAX_SUB_QUERIES,
     SEARCH_CLOSE,
@@ -128,7 +129,9 @@ def read_rows(
             row = _rollout_row(value, tokenizer, where)
         else:
             prompt = _prompt(value, tokenizer, template, where)
-            turns = [_turn(turn, max_sub_queries, f"{where}: turn {n}") for n, turn in enumerate(_turns(value, where))]
+            turns = [
+                _turn(turn, max_sub_queries, f"{where}: turn {n}") for n, turn in enumerate(_turns(value, where), 1)
+            ]
             _check_order(turns, where)
             row = encode_transcript(tokenizer, prompt, turns, Observations.of(rollout))
         if not row[1].any():
@@ -156,7 +159,7 @@ def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         where = f"{path}: line {number}"
         try:
             value = json.loads(line)
-        except ValueError as error:  # also bytes that are not UTF-8
+        except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
             raise UserError(f"{where}: not JSON ({error}), accepted: {_ACCEPTED}") from None
         if not isinstance(value, dict):
             raise UserError(f"{where}: {type(value).__name__} found, accepted: {_ACCEPTED}")
@@ -189,9 +192,10 @@ def _turn(value: Any, max_sub_queries: int, where: str) -> TranscriptTurn:
     trained = value.get("train", True)
     if not isinstance(trained, bool):
         raise UserError(f"{where}: field train: {trained!r} found, accepted: true or false")
-    queries = parse_turn(text, max_sub_queries).queries
-    if queries and (tail := text.partition(SEARCH_CLOSE)[2].strip()):
-        raise UserError(f"{where}: {tail[:40]!r} after {SEARCH_CLOSE} found, accepted: no text after a search")
+    action = parse_turn(text, max_sub_queries)
+    queries, close = action.queries, {"search": SEARCH_CLOSE, "answer": ANSWER_CLOSE}.get(action.kind, "")
+    if close and (tail := text.partition(close)[2].strip()):  # a rollout ends its turn there
+        raise UserError(f"{where}: {tail[:40]!r} after {close} found, accepted: no text after it")
     rankings = value.get("passages", [])
     if not isinstance(rankings, list) or len(rankings) != len(queries):
         count = len(rankings) if isinstance(rankings, list) else str(rankings)[:60]
@@ -212,13 +216,13 @@ def _list(value: Any, where: str) -> list[Any]:
 def _passage(value: Any, where: str) -> Passage:
     fields = [value.get(name, "") for name in ("id", "title", "text")] if isinstance(value, dict) else []
     texts = [field for field in fields if isinstance(field, str)]
-    if len(texts) != 3 or not texts[-1]:
-        raise UserError(f"{where}: field passages: {str(value)[:60]!r} found, accepted: objects with title and text")
+    if len(texts) != 3 or not (texts[1] or texts[2]):  # a corpus may have passages of a title alone
+        raise UserError(f"{where}: field passages: {str(value)[:60]!r} found, accepted: objects with title or text")
     return Passage(id=texts[0], title=texts[1], text=texts[2])
 
 
 def _check_order(turns: Sequence[TranscriptTurn], where: str) -> None:
-    for number, turn in enumerate(turns[:-1]):
+    for number, turn in enumerate(turns[:-1], 1):
         if parse_turn(turn.text).kind == "answer":
             raise UserError(f"{where}: turn {number}: an answer found, accepted: an answer in the last turn only")
 
@@ -227,9 +231,9 @@ def _rollout_row(value: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> 
     ids, mask = (_integers(value, name, where) for name in ("ids", "mask"))
     if len(ids) != len(mask):
         raise UserError(f"{where}: {len(ids)} ids and {len(mask)} values of mask found, accepted: equally many")
+    if unknown := [i for i in ids if not 0 <= i < tokenizer.size]:  # perhaps too large for an array
+        raise UserError(f"{where}: token id {unknown[0]} found, accepted: 0 to {tokenizer.size - 1}")
     row = np.asarray(ids, np.int64), np.asarray(mask, bool)
-    if len(ids) and not 0 <= row[0].min() <= row[0].max() < tokenizer.size:
-        raise UserError(f"{where}: token ids up to {row[0].max()} found, accepted: 0 to {tokenizer.size - 1}")
     texts = [turn.get("text") for turn in _turns(value, where) if isinstance(turn, dict) and turn.get("n_sampled")]
     if texts != _sampled_texts(*row, tokenizer):
         raise UserError(

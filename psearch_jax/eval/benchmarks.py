@@ -112,9 +112,9 @@ def load_benchmarks(
             for part in (location,) if location else KINDS:
                 benchmarks.append(_closed(f"{name}:{part}", part, argument, world, count, QUESTION_SEED))
         elif location.partition(":")[0] == CLOSED_WORLD:
-            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
+            own_seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
             parts = location.partition(":")[2] or "+".join(KINDS)
-            benchmark = _closed(name, parts, argument, world, count, seed)
+            benchmark = _closed(name, parts, argument, world, count, own_seed)
             benchmarks.append(replace(benchmark, questions=[replace(q, source=name) for q in benchmark.questions]))
         elif name and location:
             asked = open_questions(location, name, skipped)

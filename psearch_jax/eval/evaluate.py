@@ -81,13 +81,12 @@ class Evaluation:
           UserError: `out` contains an evaluation with other settings.
         """
         self.out = locate(out)
-        self._tasks = [(name, question) for name, questions in benchmarks.items() for question in questions]
         self.benchmarks = tuple(benchmarks)
         digests = {name: questions_digest(questions, with_metadata=True) for name, questions in benchmarks.items()}
         self.settings = json.loads(json.dumps({**settings, "questions": digests}))
         parts, results = self.out / _PARTS, self.out / "results.json"
         ended, saved = processes.broadcast(
-            lambda: (results.is_file(), _read_settings(results) or _read_settings(parts / _SETTINGS))
+            lambda: (results.is_file(), _read(results, "settings") or _read(parts / _SETTINGS, "settings"))
         )
         if ended and saved is None:
             raise UserError(f"{results}: not the results of an evaluation; accepted: another --out")
@@ -98,12 +97,15 @@ class Evaluation:
             )
         self.finished = processes.broadcast(lambda: ended and not parts.is_dir())
 
-        def begin() -> None:
+        def begin() -> list[str]:
+            """The order of the benchmarks in the queue, which the parts on disk depend on."""
+            order = _read(parts / _SETTINGS, "order") or list(benchmarks)
             parts.mkdir(parents=True, exist_ok=True)
-            write_atomically(parts / _SETTINGS, json.dumps({"settings": self.settings}) + "\n")
+            write_atomically(parts / _SETTINGS, json.dumps({"settings": self.settings, "order": order}) + "\n")
+            return order
 
-        if not self.finished:
-            processes.broadcast(begin)
+        order = benchmarks if self.finished else processes.broadcast(begin)
+        self._tasks = [(name, question) for name in order for question in benchmarks[name]]
 
     def run(
         self,
@@ -174,7 +176,7 @@ def read_scores(out: str | Path) -> dict[str, list[Score]]:
     try:
         names = list(json.loads(file.read_text(encoding="utf-8"))["benchmarks"])
         return {name: [from_row(row) for row in _rows(out / f"{file_name(name)}.jsonl")] for name in names}
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{out}: cannot be read as an evaluation ({type(error).__name__}: {error})") from None
 
 
@@ -265,9 +267,18 @@ def evaluation_row(benchmark: str, trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows that an evaluation has written. Raises UserError, which names file and line, for any other."""
     with file.open(encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UserError(
+                    f"{file}: line {number}: not JSON ({error}), accepted: a row of an evaluation"
+                ) from None
+            if not isinstance(row, dict):
+                raise UserError(f"{file}: line {number}: {line[:40]!r} found, accepted: a row of an evaluation")
+            yield row
 
 
 def questions_digest(questions: Sequence[Question], with_metadata: bool = False) -> str:
@@ -283,9 +294,10 @@ def questions_digest(questions: Sequence[Question], with_metadata: bool = False)
     return f"{len(questions)} {contents[:16]}"
 
 
-def _read_settings(file: Path) -> Any:
+def _read(file: Path, field: str) -> Any:
+    """A field of a JSON file; None if there is none."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))["settings"]
+        return json.loads(file.read_text(encoding="utf-8"))[field]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

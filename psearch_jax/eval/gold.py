@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from psearch_jax.data.evidence.triples import Triple
 from psearch_jax.data.teacher import rounds_of
 from psearch_jax.text.answers import normalise
 from psearch_jax.types import Question, UserError
@@ -18,7 +19,8 @@ class GoldPassages:
 
     Args:
       retriever: looks passages up, by their title alone and with the question. All results with that title are used,
-        those that fit the question best first; without any, the best result for the title.
+        those that fit the question best first. Without any, as in corpora without titles, the best result for the fact
+        that names entity and value is used; without a fact, the best result for the title.
 
     Raises:
       UserError: a question does not name the passages that it needs.
@@ -26,17 +28,19 @@ class GoldPassages:
 
     def __init__(self, retriever: Retriever, questions: Sequence[Question]):
         self._retriever = retriever
-        titles: dict[str, list[str]] = {}  # by the text of a question, which two questions may share
-        for question in questions:
-            titles.setdefault(question.query, []).extend(titles_of(question))
-        wanted = [(text, title) for text, some in titles.items() for title in dict.fromkeys(some)]
-        with_question = retriever.search([f"{title} {text}" for text, title in wanted], _LOOKED_AT)
-        alone = dict.fromkeys(title for _, title in wanted)
-        by_title = dict(zip(alone, retriever.search(list(alone), _LOOKED_AT), strict=True))
+        # By the text of a question, which two questions may share.
+        wanted = list(dict.fromkeys((q.query, title, fact) for q in questions for title, fact in _needed(q)))
+        with_question = retriever.search([f"{title} {text}" for text, title, _ in wanted], _LOOKED_AT)
+        titles = dict.fromkeys(title for _, title, _ in wanted)
+        by_title = dict(zip(titles, retriever.search(list(titles), _LOOKED_AT), strict=True))
+        facts = dict.fromkeys(fact for _, _, fact in wanted if fact)
+        queries = [f"{fact.relation} of {fact.entity}" for fact in facts]
+        by_fact = dict(zip(facts, retriever.search(queries, _LOOKED_AT) if queries else [], strict=True))
         self._passages: dict[str, list[Passage]] = {}
-        for (text, title), ranking in zip(wanted, with_question, strict=True):
+        for (text, title, fact), ranking in zip(wanted, with_question, strict=True):
             same = [p for p in (*ranking, *by_title[title]) if normalise(p.title) == normalise(title)]
-            known = {p.id: p for p in (*self._passages.get(text, ()), *(same or by_title[title][:1]))}
+            stating = [p for p in by_fact[fact] if _states(p, fact)][:1] if fact else []
+            known = {p.id: p for p in (*self._passages.get(text, ()), *(same or stating or by_title[title][:1]))}
             self._passages[text] = list(known.values())
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
@@ -50,18 +54,28 @@ class GoldPassages:
         return self._retriever.describe()
 
 
+def _states(passage: Passage, fact: Triple) -> bool:
+    text = normalise(passage.text)
+    return normalise(fact.entity) in text and normalise(fact.value) in text
+
+
 def titles_of(question: Question) -> list[str]:
     """The `supporting_titles` in a question's metadata, else the entities of its evidence triples.
 
     Raises:
       UserError: the question has neither.
     """
-    titles = question.metadata.get("supporting_titles") or [
-        triple.entity for triples in rounds_of(question) for triple in triples
-    ]
-    if not titles:
+    return list(dict.fromkeys(title for title, _ in _needed(question)))
+
+
+def _needed(question: Question) -> Sequence[tuple[str, Triple | None]]:
+    """The titles of the passages that a question needs, with the facts that they state, where they are known."""
+    facts = [fact for facts in rounds_of(question) for fact in facts]
+    titles = question.metadata.get("supporting_titles")
+    needed = [(title, None) for title in titles] if titles else [(fact.entity, fact) for fact in facts]
+    if not needed:
         raise UserError(
             f"--gold_passages: question {question.id!r} of {question.source} has neither metadata.supporting_titles "
             "nor metadata.evidences, accepted: questions that name their passages"
         )
-    return list(dict.fromkeys(titles))
+    return needed

@@ -91,12 +91,12 @@ def sample(
     if not processes.first():
         return {}
     contents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    figures = _means({name: sum(part["totals"][name] for part in contents) for name in contents[0]["totals"]})
     write_atomically(
         out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for part in contents for row in part["rows"])
     )
     remove_tree(parts)
-    totals = {name: sum(part["totals"][name] for part in contents) for name in contents[0]["totals"]}
-    return _means(totals)
+    return figures
 
 
 def _part(

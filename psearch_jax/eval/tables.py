@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,15 +30,23 @@ PLANS = {
 }
 
 
+ESCAPED = "\\|"  # a vertical bar inside a cell
+
+
 def share(value: float | None) -> str:
     """A share as papers print it: `.229`, `1.000`; empty for None."""
     return "" if value is None else f"{value:.3f}".removeprefix("0")
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first row is its head."""
+    """A Markdown table; the first row is its head. `cells_of` is the inverse for one line."""
     lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(cell.replace('|', ESCAPED) for cell in line)} |" for line in lines)
+
+
+def cells_of(line: str) -> list[str]:
+    """The cells of a line of a Markdown table."""
+    return [cell.strip().replace(ESCAPED, "|") for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
 
 
 def results(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:

@@ -71,7 +71,6 @@ _NUMBERS = (
     "max_position_embeddings",
     "rms_norm_eps",
     "rope_theta",
-    "eos_token_id",
 )
 
 
@@ -87,11 +86,15 @@ def read_config(directory: str | Path) -> DecoderConfig:
     if family not in [*FAMILIES]:
         raise UserError(f"{path}: model_type is {family!r}, accepted: {', '.join(map(repr, FAMILIES))}")
     _, options = FAMILIES[family]
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"{path}: rope_parameters is {json.dumps(rope)}, accepted: an object")
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise UserError(f"{path}: rope_type is {rope.get('rope_type', rope.get('type'))!r}, accepted: 'default'")
+    rope: dict[str, Any] = {}
+    for field in ("rope_parameters", "rope_scaling"):  # transformers applies the second where both are given
+        values = raw.get(field) or {}
+        if not isinstance(values, dict):
+            raise UserError(f"{path}: {field} is {json.dumps(values)}, accepted: an object")
+        kind = values.get("rope_type", values.get("type", "default"))
+        if kind != "default":
+            raise UserError(f"{path}: {field} has type {kind!r}, accepted: 'default', which scales no position")
+        rope |= values
     kinds = raw.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise UserError(f'{path}: layer_types is {json.dumps(kinds)}, accepted: a list of only "full_attention"')
@@ -100,26 +103,22 @@ def read_config(directory: str | Path) -> DecoderConfig:
     for field, value in only.items():
         if raw.get(field) not in (None, value):
             raise UserError(f"{path}: {field} is {json.dumps(raw[field])}, accepted: {json.dumps(value)}")
-    eos = raw.get("eos_token_id")
-    generation = Path(directory) / "generation_config.json"
-    if generation.is_file():
-        eos = read_json(generation).get("eos_token_id", eos)
+    eos_ids = _eos_ids(path, raw)
     try:
         heads = int(raw["num_attention_heads"])
-        stops = [] if eos is None else eos if isinstance(eos, list) else [eos]
         return DecoderConfig(
             vocab_rows=int(raw["vocab_size"]),
             width=int(raw["hidden_size"]),
             layers=int(raw["num_hidden_layers"]),
             heads=heads,
-            kv_heads=int(raw.get("num_key_value_heads", heads)),
+            kv_heads=int(raw.get("num_key_value_heads") or heads),
             head_dim=int(raw.get("head_dim") or raw["hidden_size"] // max(1, heads)),
             mlp=int(raw["intermediate_size"]),
             tied=bool(raw.get("tie_word_embeddings", False)),
             rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0))),
             rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
             max_positions=int(raw.get("max_position_embeddings", 32_768)),
-            eos_ids=tuple(map(int, stops)),
+            eos_ids=eos_ids,
             **options,
         )
     except KeyError as missing:
@@ -129,6 +128,17 @@ def read_config(directory: str | Path) -> DecoderConfig:
     except (TypeError, ValueError, OverflowError):
         numbers = {k: raw[k] for k in _NUMBERS if k in raw and not _is_number(raw[k])}
         raise UserError(f"{path}: found {numbers or rope}, accepted: numbers") from None
+
+
+def _eos_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
+    """The stop ids of generation_config.json next to `path`; without it, those of the config itself."""
+    generation, eos = path.with_name("generation_config.json"), raw.get("eos_token_id")
+    if generation.is_file() and "eos_token_id" in (values := read_json(generation)):
+        path, eos = generation, values["eos_token_id"]
+    stops = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in stops):
+        raise UserError(f"{path}: eos_token_id is {json.dumps(eos)}, accepted: an integer, or a list of integers")
+    return tuple(stops)
 
 
 def _is_number(value: Any) -> bool:
@@ -153,7 +163,7 @@ def reachable(hub_id: str, file: str = "config.json") -> bool:
     return True
 
 
-def still_there(path: str, name: str, file: str = "config.json") -> str | None:
+def locate_recorded_model(path: str, name: str, file: str = "config.json") -> str | None:
     """Where to load the model whose directory `path` a checkpoint recorded: `path`, or if this machine lacks it, the
     `name` by which the model was requested (`toy`, a directory, or a hub id with `file`); None if neither exists."""
     if Path(path).is_dir():
@@ -203,12 +213,13 @@ def load_hf(
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     placement = shardings(abstract) if shardings else jax.tree.map(lambda _: here, abstract)
     reader = TensorReader(Path(directory))
-    for tensor in tensors_of(config, lambda *_: ()):  # before allocating arrays of the sizes in config.json
-        reader.check(tensor.name, tensor.shape)
+    expected = {tensor.name: tensor.shape for tensor in tensors_of(config, lambda *_: ())}
+    for name, shape in expected.items():  # before allocating arrays of the sizes in config.json
+        reader.check(name, shape)
+    reader.refuse_others(expected.keys() | ({"lm_head.weight"} if config.tied else set()))
     wanted, places = dict(nnx.to_flat_state(abstract)), dict(nnx.to_flat_state(placement))
     with progress.step("loading weights", len(wanted)):
         loaded = _load(reader, config, wanted, places, dtype)
-    reader.refuse_unread(ignore=("lm_head.weight",) if config.tied else ())
     return config, nnx.from_flat_state(loaded)
 
 
@@ -465,7 +476,7 @@ def _pieces(array: jax.Array, layer: int | None, hf_axes: str, our_axes: str) ->
             first, last = max(start, index[axis][0]), min(stop, index[axis][1])
             if shard.replica_id or first >= last:
                 continue
-            data = _run(shard.data, layer, first - index[axis][0], last - first, axis)
+            data = _slice_rows(shard.data, layer, first - index[axis][0], last - first, axis)
             place = [slice(*bounds) for bounds in index]
             place[axis] = slice(first - start, last - start)
             piece[tuple(place)] = jax.device_get(data)
@@ -473,7 +484,7 @@ def _pieces(array: jax.Array, layer: int | None, hf_axes: str, our_axes: str) ->
 
 
 @functools.partial(jax.jit, static_argnames=("size", "axis"))
-def _run(array: jax.Array, layer: int | None, start: int, size: int, axis: int) -> jax.Array:
+def _slice_rows(array: jax.Array, layer: int | None, start: int, size: int, axis: int) -> jax.Array:
     """`size` entries along `axis` from `start` on; of `layer`, if the array is stacked."""
     if layer is None:
         return jax.lax.dynamic_slice_in_dim(array, start, size, axis)

@@ -14,7 +14,7 @@ from flax import nnx
 from psearch_jax.config import DecoderConfig
 from psearch_jax.models.lora import KERNELS, LOGICAL, axis_sizes
 
-MOST = 127
+MAX_INT8 = 127
 
 
 class Scales(nnx.Module):
@@ -27,22 +27,22 @@ class Scales(nnx.Module):
             setattr(self, f"{name}_scale", nnx.Param(ones, axes=("layers", *map(LOGICAL.get, outer))))
 
 
-def rounded(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+def quantize(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """x as int8, and the float32 scales of its lines along `axes`.
 
     Zeros have scale 0. A non-finite value makes its line's scale NaN or infinite, and so every result that uses it.
     """
     wide = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(wide), axis=axes, keepdims=True) / MOST
+    scale = jnp.max(jnp.abs(wide), axis=axes, keepdims=True) / MAX_INT8
     number = jnp.round(wide / jnp.where(scale == 0, 1, scale))
-    return jnp.clip(number, -MOST, MOST).astype(jnp.int8), jnp.squeeze(scale, axes)
+    return jnp.clip(number, -MAX_INT8, MAX_INT8).astype(jnp.int8), jnp.squeeze(scale, axes)
 
 
 def with_kernels(copy: nnx.State, params: nnx.State) -> nnx.State:
     """`copy` with the kernels of `params` in int8, plus `Scales`, for a model with `int8`."""
     flat, layers = dict(nnx.to_flat_state(copy)), params["layers"]
     for name, (inner, outer) in KERNELS.items():
-        number, scale = rounded(layers[name].get_value(), tuple(range(1, 1 + len(inner))))
+        number, scale = quantize(layers[name].get_value(), tuple(range(1, 1 + len(inner))))
         flat["layers", name] = flat["layers", name].replace(number)
         axes = ("layers", *map(LOGICAL.get, outer))
         flat["scales", f"{name}_scale"] = nnx.Param(scale, axes=axes)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from psearch_jax.config import DecoderConfig
 from psearch_jax.models.attention.cached import MAX_DECODE_TOKENS
-from psearch_jax.models.int8 import rounded
+from psearch_jax.models.int8 import quantize
 from psearch_jax.sharding import on_own_rows
 
 AXES = (None, "rows", "kv_heads", None, None)  # of keys and of values; scales lack the last
@@ -73,7 +73,7 @@ def _is_int8(dtype: Any) -> bool:
 
 def stored(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
     """Lines of H in the cache's dtype, and in int8 their scales."""
-    return rounded(x, (x.ndim - 1,)) if _is_int8(dtype) else (x.astype(dtype), None)
+    return quantize(x, (x.ndim - 1,)) if _is_int8(dtype) else (x.astype(dtype), None)
 
 
 def read(

@@ -76,7 +76,10 @@ def read_shape(path: str | Path) -> Lora:
     rank, alpha = record.get("r"), record.get("lora_alpha")
     numbers = isinstance(rank, int) and isinstance(alpha, int | float) and rank > 0
     if record.get("peft_type") != "LORA" or not numbers:
-        raise UserError(f"{path / CONFIG}: peft_type={record.get('peft_type')!r}, r={rank!r} found, accepted: LORA")
+        raise UserError(
+            f"{path / CONFIG}: peft_type={record.get('peft_type')!r}, r={rank!r}, lora_alpha={alpha!r} found, "
+            "accepted: LORA, a rank of at least 1, a number"
+        )
     for name in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"):
         if record.get(name):
             raise UserError(f"{path / CONFIG}: {name}={record[name]!r} found, accepted: plain LoRA without it")

@@ -30,7 +30,7 @@ Work = tuple[jax.Array, jax.Array, jax.Array]  # of each entry its row and block
 
 # Bytes of keys that an entry should move, so that its start-up cost is small in comparison; and the minimum positions
 # of a block: with smaller blocks, the saving on a row's last, half-empty block would not pay.
-ENTRY_BYTES, LEAST = 128 * 1024, 128
+ENTRY_BYTES, MIN_BLOCK_POSITIONS = 128 * 1024, 128
 # Maximum bytes of keys per loop iteration on a CPU: more would leave the processor's cache before they are used, and
 # far fewer are not worth an iteration.
 CPU_BYTES = 2**20
@@ -39,8 +39,8 @@ GPU_PART, GPU_BLOCK, GPU_QUERIES = 512, 64, 16
 TRITON = "jax.experimental.pallas.triton"
 
 
-def applies(form: Implementation, k_transposed: bool, config: DecoderConfig, mesh: Any) -> bool:
-    """Whether a model with attention `form` decodes by length on a mesh; `k_transposed` marks the cache of a CPU.
+def applies(implementation: Implementation, k_transposed: bool, config: DecoderConfig, mesh: Any) -> bool:
+    """Whether a model with this attention decodes by length on a mesh; `k_transposed` marks the cache of a CPU.
 
     On a TPU it does with `splash` (16 bits), if a line of H fills registers. On a GPU it does with `cudnn`, if H is a
     power of two, at least 16, and JAX still has Pallas for Triton (0.12 announces its removal). Each device needs the
@@ -50,15 +50,15 @@ def applies(form: Implementation, k_transposed: bool, config: DecoderConfig, mes
     divisible = config.heads % parts == 0 and config.kv_heads % parts == 0
     if k_transposed:
         return divisible
-    if form == "splash":
+    if implementation == "splash":
         return divisible and H % LANES == 0
-    return divisible and form == "cudnn" and H >= 16 and H & (H - 1) == 0 and find_spec(TRITON) is not None
+    return divisible and implementation == "cudnn" and H >= 16 and H & (H - 1) == 0 and find_spec(TRITON) is not None
 
 
 def block_positions(kv_heads: int, head_dim: int, itemsize: int, positions: int) -> int:
     """Positions per entry of the work list: a power of two, or all of a short cache."""
     wanted = ENTRY_BYTES // (kv_heads * head_dim * itemsize)
-    return min(positions, max(LEAST, 2 ** int(math.log2(max(wanted, 1)))))
+    return min(positions, max(MIN_BLOCK_POSITIONS, 2 ** int(math.log2(max(wanted, 1)))))
 
 
 def decode(
@@ -68,7 +68,7 @@ def decode(
     cache: KVCache,
     layer: jax.Array,
     start: jax.Array,
-    form: Implementation,
+    implementation: Implementation,
     interpret: bool = False,
     listed: Work | None = None,
 ) -> jax.Array:
@@ -80,7 +80,7 @@ def decode(
       cache: of which the first start[b] positions of row b are real.
       layer: [] int32.
       start: [B] int32.
-      form: the model's attention, for which `applies` is true.
+      implementation: the model's attention, for which `applies` is true.
       listed: `work_list` of the cache, the same for all layers; default: computed here, where it is needed.
 
     Returns:
@@ -88,25 +88,25 @@ def decode(
     """
     own = ("rows", "kv_heads", None, None)
     if listed is None:
-        listed = work_list(start, cache, form)
+        listed = work_list(start, cache, implementation)
     scales = [(x, AXES[:4]) for x in (cache.k_scale, cache.v_scale) if x is not None]
-    kernel = functools.partial(_on_gpu if form == "cudnn" else _on_tpu, interpret=interpret)
-    here = _by_groups if cache.k_transposed else kernel
+    kernel = functools.partial(_on_gpu if implementation == "cudnn" else _on_tpu, interpret=interpret)
+    decode_local = _by_groups if cache.k_transposed else kernel
     lists = [(x, ("rows",)) for x in listed or ()]
     return on_own_rows(
-        lambda first, *arrays: here(*arrays),
+        lambda first, *arrays: decode_local(*arrays),
         q,
         ("rows", None, "heads", None),
         *((k, own), (v, own), (layer, ()), (start, ("rows",)), *lists, (cache.k, AXES), (cache.v, AXES), *scales),
     )
 
 
-def work_list(start: jax.Array, cache: KVCache, form: Implementation) -> Work | None:
+def work_list(start: jax.Array, cache: KVCache, implementation: Implementation) -> Work | None:
     """`work` of each device's rows for a TPU's kernel, [devices over rows * n] int32 each; None on other machines.
 
     It depends on no layer. Computed in each of them, it took a twentieth of a decode step's estimated cycles.
     """
-    if cache.k_transposed or form != "splash":
+    if cache.k_transposed or implementation != "splash":
         return None
     mesh = jax.sharding.get_abstract_mesh()
     K, S, H = cache.v.shape[2:]
@@ -146,14 +146,14 @@ def _by_groups(q, k, v, layer, start, cached_k, cached_v, *scales) -> jax.Array:
         queries, own_k, own_v, length = (jax.lax.dynamic_slice_in_dim(x, g * R, R) for x in (q, k, v, start))
         _, scored = grouped(queries, K)
 
-        def look(at: jax.Array, width: int) -> Keys:
+        def read_block(at: jax.Array, width: int) -> Keys:
             keys = jax.lax.dynamic_slice(cached_k, (layer, g * R, 0, 0, at), (1, R, K, H, width))[0]
             values = jax.lax.dynamic_slice(cached_v, (layer, g * R, 0, at, 0), (1, R, K, width, H))[0]
-            here = (jax.lax.dynamic_slice(x, (layer, g * R, 0, at), (1, R, K, width))[0] for x in scales)
-            return Keys(keys, values, True, *here)
+            block_scales = (jax.lax.dynamic_slice(x, (layer, g * R, 0, at), (1, R, K, width))[0] for x in scales)
+            return Keys(keys, values, True, *block_scales)
 
         sums = over_chunk(q.dtype, scored, own_k, own_v, place)
-        attended = merge_heads(over_cache(sums, q.dtype, scored, look, length, S).astype(out.dtype))
+        attended = merge_heads(over_cache(sums, q.dtype, scored, read_block, length, S).astype(out.dtype))
         return jax.lax.dynamic_update_slice_in_dim(out, attended, g * R, 0)
 
     return jax.lax.fori_loop(0, B // R, group, jnp.zeros_like(q))
@@ -295,7 +295,7 @@ def _on_gpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool)
     X, width = T * N // K, min(GPU_BLOCK, 2 ** int(math.log2(S)))
     parts, queries = -(-S // GPU_PART), max(GPU_QUERIES, 2 ** math.ceil(math.log2(X)))
 
-    def whole(x: jax.Array) -> pl.BlockSpec:
+    def full_array_spec(x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 
     def partial_result(size: int) -> pl.BlockSpec:
@@ -307,10 +307,10 @@ def _on_gpu(q, k, v, layer, start, cached_k, cached_v, *scales, interpret: bool)
         out_shape=[jax.ShapeDtypeStruct((B, K, parts, X, size), jnp.float32) for size in (1, 1, H)],
         grid=(B, K, parts),
         in_specs=[
-            whole(layer.reshape(1)),
-            whole(start),
+            full_array_spec(layer.reshape(1)),
+            full_array_spec(start),
             pl.BlockSpec((None, None, queries, H), lambda b, h, p: (b, h, 0, 0)),
-            *map(whole, arrays),
+            *map(full_array_spec, arrays),
         ],
         out_specs=[partial_result(1), partial_result(1), partial_result(H)],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),

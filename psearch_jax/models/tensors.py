@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,12 +107,16 @@ class TensorReader:
                 raise UserError(f"{file}: not a complete safetensors file ({error})") from None
             for name in handle.keys():
                 self._where[name] = (file, handle)
-        self._files, self._unread = files, set(self._where)
+        self._directory, self._files = directory, files
 
     def check(self, name: str, expected: tuple[int, ...]) -> None:
         """Raises UserError if the tensor does not exist or has another shape."""
         if name not in self._where:
-            raise UserError(f"{self._files[0]}: tensor {name!r} is missing; the file holds another architecture")
+            hint = "; with tie_word_embeddings the embedding takes its place" if name == "lm_head.weight" else ""
+            raise UserError(
+                f"{self._directory}: tensor {name!r} is in none of its {len(self._files)} safetensors files: "
+                f"config.json describes another model, or weights are missing{hint}"
+            )
         file, handle = self._where[name]
         shape = tuple(handle.get_slice(name).get_shape())
         if shape != expected:
@@ -120,11 +124,10 @@ class TensorReader:
 
     def take(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """The part of a tensor at `index`; only that part is read."""
-        self._unread.discard(name)
         return self._where[name][1].get_slice(name)[index]
 
-    def refuse_unread(self, ignore: tuple[str, ...]) -> None:
-        """Raises UserError if a tensor was never taken and is not in `ignore`."""
-        rest = sorted(n for n in self._unread - set(ignore) if not n.endswith("rotary_emb.inv_freq"))
+    def refuse_others(self, expected: Collection[str]) -> None:
+        """Raises UserError if there is a tensor that is not in `expected`."""
+        rest = sorted(n for n in self._where if n not in expected and not n.endswith("rotary_emb.inv_freq"))
         if rest:
             raise UserError(f"{self._where[rest[0]][0]}: unknown tensor {rest[0]!r} ({len(rest)} in all)")

@@ -13,7 +13,7 @@ import jinja2
 from psearch_jax.eval.benchmarks import PAIRS
 from psearch_jax.eval.evaluate import read_scores
 from psearch_jax.eval.scores import Score
-from psearch_jax.eval.tables import paired_table
+from psearch_jax.eval.tables import cells_of, paired_table
 from psearch_jax.report import charts, tables, training
 from psearch_jax.report.rollouts import Shown, packed, packed_bytes, spelling_of, spread_out
 from psearch_jax.report.runs import RunFiles, read_runs
@@ -161,7 +161,7 @@ def _cells(part: str) -> str | list[list[str]]:
     lines = part.splitlines()
     if not lines[0].startswith("|") or len(lines) < 3:
         return part if not lines[0].startswith("|") else ""
-    rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]
+    rows = [cells_of(line) for line in lines]
     return [rows[0], *rows[2:]]
 
 

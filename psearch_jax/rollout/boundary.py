@@ -29,7 +29,7 @@ TABLES_VERSION = 1  # part of the cache key: increase it when the meaning of the
 
 @dataclass(frozen=True)
 class BoundaryTables:
-    """Both [states, V] uint8. After a hit the next state is the root. Tokens without bytes lead to the root."""
+    """Both [states, V] uint8. After a hit the next state is the root. Control tokens lead to the root."""
 
     next: np.ndarray
     hit: np.ndarray
@@ -109,7 +109,7 @@ def _read_tables(file: Path, size: int) -> BoundaryTables | None:
     try:
         with np.load(file) as saved:
             tables = BoundaryTables(saved["next"], saved["hit"])
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
     shape = (len(byte_automaton()[0]), size)
     return tables if tables.next.shape == tables.hit.shape == shape else None

@@ -24,7 +24,7 @@ from psearch_jax.rollout.usage import Usage
 from psearch_jax.runtime.compiling import compile_all
 from psearch_jax.text import tags
 from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.types import Question, Trajectory
+from psearch_jax.types import Question, Trajectory, UserError
 from retrieval.protocol import Retriever
 
 QUESTION_TOKENS = 32  # most questions that are asked on a terminal have no more tokens
@@ -53,6 +53,12 @@ class Collector:
         parse_turn: ParseTurn | None = None,
     ):
         tags.check_observation_budget(rollout.obs_tokens, "config.rollout.obs_tokens")
+        own = len(tokenizer.next_user_message("", rollout.obs_tokens))
+        if own > rollout.obs_tokens:
+            raise UserError(
+                f"config.rollout.obs_tokens: {rollout.obs_tokens} found, accepted: at least {own}, the tokens of the "
+                "chat template between a reply and the next"
+            )
         by_grammar = TurnParser(tokenizer, retrieval.max_sub_queries, rollout.max_tokens_after_answer)
         self.parts = Parts(
             sampler=sampler,

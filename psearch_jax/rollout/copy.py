@@ -179,7 +179,7 @@ class MovedCopy:
         return copy if adapters is None else lora.join_adapters(copy, self._sent(adapters))
 
     def traced(self, weights: nnx.State, adapters: nnx.State | None = None) -> jax.stages.Traced:
-        """The casting program, traced for ShapeDtypeStructs."""
+        """The casting program, traced for ShapeDtypeStructs. `adapters` are sent without a program."""
         return self._cast.trace(weights)
 
     def _sent(self, params: nnx.State) -> nnx.State:

@@ -8,8 +8,8 @@ Invariant of every row: `length` tokens are known and the cache holds `length - 
 token is always the next model input. So no logits are stored, and new, parked and refilled rows are treated alike.
 
 `generate` stops when no row is running, after the requested number of decode steps, or when enough rows wait:
-parked at `</search>`, at the end of a full turn or, with `eos_continues`, of a reply without an action, or finished
-while other rollouts wait for a slot.
+parked at `</search>`, at the end of a full turn or, with `eos_continues`, at a stop token without an answer, or
+finished while other rollouts wait for a slot.
 `admit` and `extend` change only a few rows per call, `rows` [R] as in models/kv_cache.py. Their cost grows with R, so
 a row need not wait until many rows are ready.
 Letters: B rows, R of them in one call, S positions, C forced tokens in one call, P prompts, V vocabulary rows (others
@@ -94,17 +94,18 @@ class Sampler:
         activations = jnp.float32 if on_cpu else dtype  # see models/products.py
         self._on_one_cpu = is_one_cpu(mesh)
         # Int8 kernels are converted at each step whatever their layout, so they are not transposed.
-        narrow = options.int8_weights or (dtype != jnp.float32 and platforms.cpu_multiplies(dtype))
+        multiplies_16_bits = dtype != jnp.float32 and platforms.cpu_multiplies(dtype)
+        left_operands = self._on_one_cpu and not (options.int8_weights or multiplies_16_bits)
         states, columns = tables.next.shape
         self._programs = programs = SamplerPrograms(
             graph=graph,
             config=config,
             options=options,
             n_ids=n_ids,
-            answered=states,  # an extra, absorbing state that completes no tag
+            answered_state=states,  # an extra, absorbing state that completes no tag
             cache_dtype=jnp.int8 if options.int8_cache else activations,
             k_transposed=on_cpu,
-            left_operands=self._on_one_cpu and not narrow,
+            left_operands=left_operands,
             # XLA for CPUs cannot slice 16 bits: in every call it would convert the stacks of all layers to float32.
             chunks_unstacked=self._on_one_cpu and dtype != jnp.float32 and not options.int8_weights,
             draw=draw,
@@ -151,7 +152,7 @@ class Sampler:
         """Computes a pool of P prompts and their caches.
 
         Args:
-          ids: [P, C] int32.
+          ids: [P, width] int32.
           n: [P] int32 (0: an unused row).
         """
         with jax.set_mesh(self.mesh):

@@ -78,7 +78,7 @@ class SamplingWeights(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StopTables:
-    """Decide where a row stops. A automaton states, and one absorbing state for rows with a complete answer."""
+    """Decide where a row stops. Of the A + 1 states the last one is absorbing, for rows with a complete answer."""
 
     next: jax.Array  # [A + 1, V] int
     hit: jax.Array  # [A + 1, V] int
@@ -102,7 +102,7 @@ class SamplerPrograms:
     Attributes:
       graph: the model's static half.
       n_ids: number of token ids that may be sampled.
-      answered: the automaton state of rows with a complete answer.
+      answered_state: the automaton state of rows with a complete answer.
       cache_dtype, k_transposed: how keys and values are stored.
       left_operands: as for `Decoder.unstack`.
       chunks_unstacked: prompts and passages read `SamplingWeights.unstacked`, not the stacks.
@@ -113,7 +113,7 @@ class SamplerPrograms:
     config: DecoderConfig
     options: SamplerOptions
     n_ids: int
-    answered: int
+    answered_state: int
     cache_dtype: Any
     k_transposed: bool
     left_operands: bool
@@ -262,7 +262,7 @@ class SamplerPrograms:
             parked = (state.status == Status.SEARCH) | (state.status == Status.TURN_FULL)
             if self.options.eos_continues:
                 parked |= state.status == Status.EOS
-            finished = (state.status > Status.SEARCH) & ~parked
+            finished = (state.status != Status.EMPTY) & (state.status != Status.RUNNING) & ~parked
             waiting = jnp.sum(parked) - limits.awaiting_search + limits.refill * jnp.sum(finished)
             enough = waiting >= self.options.yield_share * (running + waiting)
             return (running > 0) & ~enough & (state.steps - first_step < limits.max_steps)
@@ -328,7 +328,7 @@ class SamplerPrograms:
         write_at = jnp.where(sampled, state.length, S)
         length = state.length + sampled
         hit = tables.hit[state.automaton, token]
-        was_answered = state.automaton == self.answered
+        was_answered = state.automaton == self.answered_state
         answered = was_answered | (hit == boundary.HIT_ANSWER)
         turn_left = state.turn_left - sampled
         turn_left = jnp.where(answered & ~was_answered, self.options.max_tokens_after_answer, turn_left)
@@ -342,7 +342,7 @@ class SamplerPrograms:
             (~answered & (turn_left <= 0), Status.TURN_FULL),
         ]
         status = jnp.select([c for c, _ in ended], [jnp.int32(s) for _, s in ended], jnp.int32(Status.RUNNING))
-        automaton = jnp.where(answered, self.answered, tables.next[state.automaton, token].astype(jnp.int32))
+        automaton = jnp.where(answered, self.answered_state, tables.next[state.automaton, token].astype(jnp.int32))
         status = jnp.where(finite, status, Status.NOT_FINITE)
         state = replace(
             state,

@@ -16,7 +16,7 @@ class Status(enum.IntEnum):
     EMPTY = 0  # the slot holds no rollout
     RUNNING = 1  # being sampled
     SEARCH = 2  # a search tag is complete: waits for its passages
-    ANSWER = 3  # an answer tag is complete, and so are the tokens sampled after it
+    ANSWER = 3  # a closing answer tag is complete, opened or not, and so are the tokens sampled after it
     EOS = 4  # a stop token without an answer
     TURN_FULL = 5  # the turn's token budget is spent
     CONTEXT_FULL = 6  # no room for another token
@@ -29,7 +29,7 @@ class SamplerState:
     ids: jax.Array  # [B, S] int32 token ids; 0 past `length`
     mask: jax.Array  # [B, S] bool, True where the token was sampled (the loss mask)
     logprobs: jax.Array  # [B, S] float32, of the sampled tokens; 0 elsewhere
-    cache: KVCache  # k, v [L, B, K, S, H]
+    cache: KVCache  # its layout depends on the device
     length: jax.Array  # [B] int32, number of known tokens
     turn_left: jax.Array  # [B] int32, tokens that may still be sampled in this turn
     budget_end: jax.Array  # [B] int32, the row stops when `length` reaches it; at most S

@@ -124,17 +124,17 @@ class RolloutScheduler:
         seed: int,
     ):
         self.parts, self.search, self.samples = parts, search, samples
-        self.rollout, self.sampler = parts.rollout, parts.sampler
-        self.rows = self.rollout.slots
+        self.settings, self.sampler = parts.rollout, parts.sampler
+        self.rows = self.settings.slots
         share, me = self.rows // jax.process_count(), jax.process_index()
         self.own = range(me * share, (me + 1) * share)
         self.usage = Usage(share)
         self.live: dict[int, Rollout] = {}
         self.results: dict[int, Trajectory] = {}
-        self.added = self.done = 0
+        self.added = 0
         self.seed = seed
         # If the model ended its reply, the correction is the next user message; otherwise it continues the reply.
-        obs_tokens, tokenizer, message = self.rollout.obs_tokens, parts.tokenizer, tags.CORRECTIVE_MESSAGE
+        obs_tokens, tokenizer, message = self.settings.obs_tokens, parts.tokenizer, tags.CORRECTIVE_MESSAGE
         self._corrective = tokenizer.encode_foreign(message)[:obs_tokens]
         self._corrective_after_eos = tokenizer.next_user_message(message.strip(), obs_tokens)
         self.waiting: deque[Waiting] = deque()
@@ -163,23 +163,23 @@ class RolloutScheduler:
         """
         self.weights, self.version = weights, version
         self.usage = Usage(len(self.own))
-        self.state = self.sampler.new_state(self.rows, self.rollout.context_tokens)
+        self.state = self.sampler.new_state(self.rows, self.settings.context_tokens)
         own = dict(zip(self.own, suspended, strict=False))
         placed = {slot: one for part in processes.allgather(lambda: own) for slot, one in part.items()}
         if not placed:
             return
         self.starts = {slot: one.rollout.turn_start for slot, one in placed.items()}
         for slot, one in own.items():
-            live = replace(one.rollout, turns=list(one.rollout.turns), versions=list(one.rollout.versions))
-            live.sampled_from(len(one.ids), version)
-            self.live[slot] = live
+            rollout = replace(one.rollout, turns=list(one.rollout.turns), versions=list(one.rollout.versions))
+            rollout.sampled_from(len(one.ids), version)
+            self.live[slot] = rollout
         self.place(placed)
         for rows in self._row_batches(sorted(placed, key=lambda b: len(placed[b].ids))):
             self.refresh(rows, max(len(placed[b].ids) for b in rows.tolist() if b >= 0) - 1)
 
     def place(self, placed: Mapping[int, Suspended]) -> None:
         """Puts suspended rollouts into slots, without their keys and values; the other slots are empty."""
-        self.state = self.sampler.place(self.state, _rows_of(placed, self.rows, self.rollout.context_tokens))
+        self.state = self.sampler.place(self.state, _rows_of(placed, self.rows, self.settings.context_tokens))
 
     def refresh(self, rows: np.ndarray, positions: int) -> None:
         """Computes the first `positions` keys and values of rows [R] (-1: none) with the current weights."""
@@ -194,16 +194,16 @@ class RolloutScheduler:
         Searches in progress are completed first.
         """
         while self._awaiting_search:
-            self.read()
+            self.advance_stopped_rows()
         suspended = []
         if self.starts:
             names = ("ids", "mask", "logprobs", "length", "key", "turn_left", "automaton")
             of = processes.fetch({name: getattr(self.state, name) for name in names})
-            for b, live in self.live.items():
+            for b, rollout in self.live.items():
                 known = [of[name][b, : of["length"][b]].copy() for name in ("ids", "mask", "logprobs")]
-                self._count(decoded=live.sampled_now(known[1]))
+                self._count(decoded=rollout.sampled_now(known[1]))
                 left = of["key"][b].copy(), int(of["turn_left"][b]), int(of["automaton"][b])
-                suspended.append(Suspended(live, *known, *left))
+                suspended.append(Suspended(rollout, *known, *left))
         self.live, self.starts, self._pool_rows = {}, {}, {}
         self._ended.clear()
         del self.state, self.weights
@@ -218,14 +218,14 @@ class RolloutScheduler:
         """
         new: list[tuple[int, Question, int, list[int]]] = []
         for question, prompt in zip(questions, prompts, strict=True):
-            cut = np.asarray(prompt[: self.rollout.prompt_tokens], np.int32)
+            cut = np.asarray(prompt[: self.settings.prompt_tokens], np.int32)
             for sample in range(self.samples):
                 order, self.added = self.added, self.added + 1
                 if len(cut) == len(prompt):
                     new.append((order, question, sample, prompt))
                 else:
-                    live = Rollout(order, question, sample, len(cut), len(cut))
-                    self._finish(live, "truncated", cut, np.zeros(len(cut), bool), np.zeros(len(cut), np.float32))
+                    rollout = Rollout(order, question, sample, len(cut), len(cut))
+                    self._finish(rollout, "truncated", cut, np.zeros(len(cut), bool), np.zeros(len(cut), np.float32))
         if new:
             words = [sampling.id_words(question.source, question.id) for _, question, _, _ in new]
             keys = sampling.row_keys(self.seed, step, words, [sample for _, _, sample, _ in new])
@@ -237,20 +237,23 @@ class RolloutScheduler:
 
     @property
     def decodes(self) -> bool:
-        """Whether any of this process's rows waits for no search."""
-        return any(live.order not in self.search.pending for live in self.live.values())
+        """Whether a row of this process would decode, rather than wait for a search."""
+        return any(rollout.order not in self.search.pending for rollout in self.live.values())
 
     # ---- refill ----
 
-    def refill(self, progress: Progress | None) -> bool:
+    def refill(self, check: Callable[[], None] | None = None) -> bool:
         """Admits waiting rollouts to free slots; prefills each prompt once for its group.
+
+        Args:
+          check: called first; what it raises in one process is raised in every process.
 
         Returns:
           Whether any process has a live row.
         """
         admitted: list[int] = []
         while True:
-            admissions = processes.allgather(lambda: self._next_admissions(progress))
+            admissions = processes.allgather(lambda: self._next_admissions(check))
             source = {slot: row for a in admissions for slot, row in a.source.items()}
             if source:
                 self._admit(source, {slot: key for a in admissions for slot, key in a.keys.items()})
@@ -261,15 +264,15 @@ class RolloutScheduler:
             if not any(a.lacking for a in admissions):
                 break
             self._prefill()
-        if admitted and self.rollout.initial_search:
+        if admitted and self.settings.initial_search:
             self._initial_search([slot for slot in admitted if slot in self.live])
         return bool(self.starts)
 
-    def _next_admissions(self, progress: Progress | None) -> _Admissions:
+    def _next_admissions(self, check: Callable[[], None] | None) -> _Admissions:
         """Fills own free slots from the pool as far as possible and empties the other ended ones, which `generate`
         would otherwise count as waiting forever."""
-        if progress:
-            progress(self.done, self.added)
+        if check:
+            check()
         self._end_dropped()
         admissions = _Admissions(dict.fromkeys(self._ended, -2), {}, {}, False, False)
         self._ended.clear()
@@ -279,8 +282,8 @@ class RolloutScheduler:
             length = len(one.prompt)
             admissions.source[slot] = self._pool_rows[one.order // self.samples]
             admissions.keys[slot], admissions.starts[slot] = one.key, length
-            live = self.live[slot] = Rollout(one.order, one.question, one.sample, length, length)
-            live.sampled_from(length, self.version)
+            rollout = self.live[slot] = Rollout(one.order, one.question, one.sample, length, length)
+            rollout.sampled_from(length, self.version)
         return replace(admissions, lacking=bool(free and self.waiting), more=bool(self.waiting))
 
     def _end_dropped(self) -> None:
@@ -289,7 +292,7 @@ class RolloutScheduler:
             return
         self.waiting = deque(one for one in self.waiting if one.order not in self._dropped)
         pending = self._dropped & set(self.search.pending)
-        for b in [b for b, live in self.live.items() if live.order in self._dropped - pending]:
+        for b in [b for b, rollout in self.live.items() if rollout.order in self._dropped - pending]:
             del self.live[b], self.starts[b]
             self._ended.add(b)
         self._dropped = pending
@@ -317,7 +320,7 @@ class RolloutScheduler:
         for rows in self._row_batches(source):
             picked = np.array([source.get(b, -1) for b in rows], np.int32)
             row_keys = np.stack([keys.get(b, np.zeros(2, np.uint32)) for b in rows])
-            turn, end = self.rollout.turn_tokens, self.rollout.context_tokens
+            turn, end = self.settings.turn_tokens, self.settings.context_tokens
             self.state = self.sampler.admit(self.state, self._pool, picked, row_keys, turn, end, rows)
 
     def _row_batches(self, slots: Iterable[int]) -> list[np.ndarray]:
@@ -343,11 +346,11 @@ class RolloutScheduler:
             self._count(search_s=time.monotonic() - began)
             chunks = {}
             for b in slots:
-                live = self.live[b]
-                if live.order in passages:
-                    asked, retrieved = queries[live.order], passages[live.order]
-                    live.turns.append(Turn("", "search", True, asked, retrieved))
-                    chunks[b] = self._observation(asked, retrieved, live.prompt_length)
+                rollout = self.live[b]
+                if rollout.order in passages:
+                    asked, retrieved = queries[rollout.order], passages[rollout.order]
+                    rollout.turns.append(Turn("", "search", True, asked, retrieved))
+                    chunks[b] = self._observation(asked, retrieved, rollout.prompt_length)
             return _Continuations(chunks, set())
 
         self._append(processes.allgather(search_questions), self.starts)
@@ -368,12 +371,12 @@ class RolloutScheduler:
 
     def _span(self) -> int:
         """An upper bound on every live row's length at the end of its current turn, rounded up to a bucket."""
-        turn = self.rollout.turn_tokens + self.rollout.max_tokens_after_answer
-        return pick(self.parts.widths.spans, min(max(self.starts.values()) + turn, self.rollout.context_tokens))
+        turn = self.settings.turn_tokens + self.settings.max_tokens_after_answer
+        return pick(self.parts.widths.spans, min(max(self.starts.values()) + turn, self.settings.context_tokens))
 
     # ---- read ----
 
-    def read(self) -> None:
+    def advance_stopped_rows(self) -> None:
         """Parses what each stopped row sampled; then ends its rollout, or searches and extends the row."""
         status, length = processes.fetch((self.state.status, self.state.length))  # waits for the device
         began, searched = time.monotonic(), self.usage.search_s
@@ -383,41 +386,41 @@ class RolloutScheduler:
         ids, mask, logprobs = processes.fetch((self.state.ids, self.state.mask, self.state.logprobs))
 
         def end(b: int, how: EndStatus) -> None:
-            n, live = length[b], self.live.pop(b)
+            n, rollout = length[b], self.live.pop(b)
             self._ended.add(b)
-            self._finish(live, how, ids[b, :n].copy(), mask[b, :n].copy(), logprobs[b, :n].copy())
+            self._finish(rollout, how, ids[b, :n].copy(), mask[b, :n].copy(), logprobs[b, :n].copy())
 
-        def process_stopped_rows() -> _Continuations:
+        def parse_and_search() -> _Continuations:
             before = set(self.live)
             queries: dict[int, tuple[str, ...]] = {}  # by rollout
             chunks: dict[int, list[int]] = {}
             pending = self.search.pending
             stopped = [b for b in self.live if status[b] != Status.RUNNING and self.live[b].order not in pending]
             for b in stopped:
-                live = self.live[b]
-                turn = self.parts.parse_turn(live, ids[b, live.turn_start : length[b]], Status(status[b]))
-                how = self._end(live, turn, Status(status[b]))
+                rollout = self.live[b]
+                turn = self.parts.parse_turn(rollout, ids[b, rollout.turn_start : length[b]], Status(status[b]))
+                how = self._end_status(rollout, turn, Status(status[b]))
                 if how is not None:  # a search of this turn is not run: record no queries
-                    live.turns.append(replace(turn, queries=(), passages=()))
+                    rollout.turns.append(replace(turn, queries=(), passages=()))
                     end(b, how)
                     continue
-                live.turns.append(turn)
+                rollout.turns.append(turn)
                 if turn.action == "search":
-                    queries[live.order] = turn.queries
+                    queries[rollout.order] = turn.queries
                 else:
                     ended_reply = int(ids[b, length[b] - 1]) in self.parts.tokenizer.stop_ids
                     chunks[b] = list(self._corrective_after_eos if ended_reply else self._corrective)
-            slots = {live.order: b for b, live in self.live.items()}
+            slots = {rollout.order: b for b, rollout in self.live.items()}
             for order, passages in self._exchange(queries).items():
-                b, live = slots[order], self.live[slots[order]]
-                live.turns[-1] = replace(live.turns[-1], passages=passages)
-                chunks[b] = self._observation(live.turns[-1].queries, passages, int(length[b]))
-            for b in [b for b, chunk in chunks.items() if length[b] + len(chunk) >= self.rollout.context_tokens]:
+                b, rollout = slots[order], self.live[slots[order]]
+                rollout.turns[-1] = replace(rollout.turns[-1], passages=passages)
+                chunks[b] = self._observation(rollout.turns[-1].queries, passages, int(length[b]))
+            for b in [b for b, chunk in chunks.items() if length[b] + len(chunk) >= self.settings.context_tokens]:
                 del chunks[b]
                 end(b, "truncated")
             return _Continuations(chunks, before - set(self.live), len(self.search.pending))
 
-        continuations = processes.allgather(process_stopped_rows)
+        continuations = processes.allgather(parse_and_search)
         self._awaiting_search = sum(c.awaiting_search for c in continuations)
         for b in [b for c in continuations for b in c.ended]:
             del self.starts[b]
@@ -426,29 +429,29 @@ class RolloutScheduler:
 
     def _exchange(self, queries: Queries) -> Passages:
         began, searching = time.monotonic(), {*queries, *self.search.pending}
-        idle = all(live.order in searching for live in self.live.values())
+        idle = all(rollout.order in searching for rollout in self.live.values())
         passages = self.search.exchange(queries, idle=idle)
         self._count(search_s=time.monotonic() - began)
         return passages
 
-    def _end(self, live: Rollout, turn: Turn, status: Status) -> EndStatus | None:
+    def _end_status(self, rollout: Rollout, turn: Turn, status: Status) -> EndStatus | None:
         """How the rollout ends with this turn; None if it continues."""
         if status == Status.ANSWER and turn.action == "answer":
             return "answered"
-        if status in (Status.ANSWER, Status.EOS) and self.rollout.after_eos == "end":
+        if status in (Status.ANSWER, Status.EOS) and self.settings.after_eos == "end":
             return "eos"  # also for `</answer>` without an opening tag: the reply ends without an answer
         if status == Status.CONTEXT_FULL:
             return "truncated"
         if status == Status.NOT_FINITE:
             return "not_finite"
-        return "out_of_turns" if live.model_calls == self.rollout.search_turns else None
+        return "out_of_turns" if rollout.model_calls == self.settings.search_turns else None
 
     def _observation(self, queries: Sequence[str], passages: Sequence[Sequence[Passage]], length: int) -> list[int]:
-        room = self.rollout.context_tokens - length - 1
-        budget = max(tags.MIN_OBSERVATION_TOKENS, min(self.rollout.obs_tokens, room))
-        encode, rollout = self.parts.tokenizer.encode_foreign, self.rollout
+        room = self.settings.context_tokens - length - 1
+        budget = max(tags.MIN_OBSERVATION_TOKENS, min(self.settings.obs_tokens, room))
+        encode, settings = self.parts.tokenizer.encode_foreign, self.settings
         return tags.render_observation(
-            queries, passages, encode, budget, rollout.label_subqueries, rollout.deduplicate
+            queries, passages, encode, budget, settings.label_subqueries, settings.deduplicate
         )
 
     def _append(self, continuations: Sequence[_Continuations], lengths: Mapping[int, int] | np.ndarray) -> None:
@@ -464,7 +467,7 @@ class RolloutScheduler:
                 if b >= 0:
                     n[r] = len(chunks[b])
                     ids[r, : n[r]] = chunks[b]
-            turn = self.rollout.turn_tokens
+            turn = self.settings.turn_tokens
             self.state = self.sampler.extend(self.weights, self.state, ids, n, turn, rows)
             self._count(extended=ids.size, forced=int(n.sum()))
         for b, chunk in chunks.items():
@@ -475,15 +478,14 @@ class RolloutScheduler:
     def _count(self, **more: float) -> None:
         self.usage = replace(self.usage, **{name: getattr(self.usage, name) + n for name, n in more.items()})
 
-    def _finish(self, live: Rollout, status: EndStatus, ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray):
-        if live.order in self._dropped:
+    def _finish(self, rollout: Rollout, status: EndStatus, ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray):
+        if rollout.order in self._dropped:
             return
-        turns, versions = tuple(live.turns), tuple(live.versions)
-        self.results[live.order] = Trajectory(
-            live.question, live.sample, status, turns, ids, mask, logprobs, live.prompt_length, versions
+        turns, versions = tuple(rollout.turns), tuple(rollout.versions)
+        self.results[rollout.order] = Trajectory(
+            rollout.question, rollout.sample, status, turns, ids, mask, logprobs, rollout.prompt_length, versions
         )
-        self.done += 1
-        self._count(decoded=live.sampled_now(mask))
+        self._count(decoded=rollout.sampled_now(mask))
 
 
 def _rows_of(placed: Mapping[int, Suspended], rows: int, positions: int) -> dict[str, np.ndarray]:

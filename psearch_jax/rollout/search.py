@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from retrieval.protocol import Passage, Retriever, in_background, in_utf8
+from retrieval.protocol import Passage, RetrievalError, Retriever, in_background, in_utf8
 
 Queries = Mapping[int, tuple[str, ...]]  # order of a rollout (turns.Rollout) -> its sub-queries
 Passages = dict[int, tuple[tuple[Passage, ...], ...]]  # order of a rollout -> the passages of each sub-query
@@ -56,7 +56,10 @@ class BatchRetriever:
 
     def search(self, queries: Queries) -> Passages:
         flat = [q for row_queries in queries.values() for q in row_queries]
-        results = iter(self.retriever.search(flat, self.topk) if flat and self.retriever else ())
+        rankings = self.retriever.search(flat, self.topk) if flat and self.retriever else []
+        if len(rankings) != len(flat):
+            raise RetrievalError(f"the retriever returned {len(rankings)} rankings for {len(flat)} queries")
+        results = iter(rankings)
         return {order: tuple(tuple(map(in_utf8, next(results))) for _ in row) for order, row in queries.items()}
 
 

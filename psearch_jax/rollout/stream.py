@@ -91,7 +91,7 @@ class RolloutStream:
         Args:
           weights: of the policy.
           version: of these weights, recorded with the tokens that they sample.
-          progress: called with the number of completed rollouts of the batch, and of all.
+          progress: called with the numbers of completed and of all rollouts of this batch.
 
         Raises:
           RetrievalError, or what `progress` raises: in every process if it is raised in one. The stream cannot be used
@@ -103,7 +103,7 @@ class RolloutStream:
         scheduler.waiting.extendleft(map(_from_prompt, reversed(others)))
         scheduler.resume(weights, version, fitting)
 
-        def report(*_: int) -> None:
+        def report() -> None:
             if progress:
                 progress(sum(order in scheduler.results for order in batch), len(batch))
 
@@ -111,14 +111,14 @@ class RolloutStream:
         alone = len(self._batches) == 1
         while (alone or not self.ready) and scheduler.refill(report):
             scheduler.decode(temperature)
-            scheduler.read()
+            scheduler.advance_stopped_rows()
         if not alone:
             processes.allgather(report)
         state, own = scheduler.state, list(scheduler.own)
         steps, row_steps, drafted = processes.fetch((state.steps, state.row_steps, state.drafted))
         self._suspended = scheduler.suspend()
         counts = {"row_steps": int(row_steps[own].sum()), "drafted": int(drafted[own].sum())}
-        self._spent = replace(scheduler.usage, decode_steps=int(steps), **counts)
+        self._spent += replace(scheduler.usage, decode_steps=int(steps), **counts)
 
     def take(self) -> list[Trajectory]:
         """The trajectories of the oldest batch, all samples of a question together, in the order of its questions."""
@@ -149,7 +149,7 @@ class RolloutStream:
         self._scheduler = scheduler = RolloutScheduler(
             old.parts, search_policy(old.parts), samples=old.samples, seed=old.seed
         )
-        scheduler.added, scheduler.done = saved.added, len(saved.results)
+        scheduler.added = saved.added
         scheduler.results = dict(saved.results)
         scheduler.waiting.extend(saved.waiting)
         self._batches, self._suspended = deque(saved.batches), list(saved.suspended)

@@ -20,7 +20,7 @@ class Usage:
     refreshed: int = 0  # positions computed again with newer weights, likewise
     forced: int = 0  # of the extended ones, appended tokens
     search_s: float = 0.0  # time in which this process waited for passages, and all rows with it
-    host_s: float = 0.0  # time of this process's other work between two programs
+    host_s: float = 0.0  # time in which this process parsed turns and prepared what follows them
 
     def __add__(self, other: Usage) -> Usage:
         """The sum of both costs, over the same slots."""

@@ -219,35 +219,35 @@ class Answerer:
 
     def _decode(self, scheduler: RolloutScheduler, search: ServingSearch) -> None:
         """Decodes a few tokens for all rows, and searches."""
-        if not scheduler.refill(None):
+        if not scheduler.refill():
             return
         self._send_failures(scheduler, search)  # of initial searches: their rows would answer without passages
         if scheduler.decodes:
             temperatures = np.zeros(scheduler.rows, np.float32)
-            for slot, live in scheduler.live.items():
-                if live.order in self._asked:
-                    temperatures[slot] = self._asked[live.order].temperature
+            for slot, rollout in scheduler.live.items():
+                if rollout.order in self._asked:
+                    temperatures[slot] = self._asked[rollout.order].temperature
             scheduler.decode(temperatures, self._every)
             self._send_new_text(scheduler)
-        scheduler.read()
+        scheduler.advance_stopped_rows()
 
     def _send_new_text(self, scheduler: RolloutScheduler) -> None:
         """Sends the new text of rows that are still decoding."""
         state = scheduler.state
         status, length, ids = processes.fetch((state.status, state.length, state.ids))
-        for slot, live in scheduler.live.items():
-            asked = self._asked.get(live.order)
-            if asked is None or status[slot] != Status.RUNNING or asked.sent_turns < len(live.turns):
+        for slot, rollout in scheduler.live.items():
+            asked = self._asked.get(rollout.order)
+            if asked is None or status[slot] != Status.RUNNING or asked.sent_turns < len(rollout.turns):
                 continue
-            written = self._parts.tokenizer.decode(ids[slot, live.turn_start : length[slot]], control=True)
+            written = self._parts.tokenizer.decode(ids[slot, rollout.turn_start : length[slot]], control=True)
             _send_text(asked, written.rstrip("\ufffd"))  # the bytes of an incomplete character
 
     def _send_turns(self, scheduler: RolloutScheduler) -> None:
         """Sends the events of every row that stopped."""
-        live = {one.order: one.turns for one in scheduler.live.values()}
+        turns_by_order = {rollout.order: rollout.turns for rollout in scheduler.live.values()}
         for order, asked in list(self._asked.items()):
             trajectory = scheduler.results.pop(order, None)
-            turns = trajectory.turns if trajectory else live.get(order, ())
+            turns = trajectory.turns if trajectory else turns_by_order.get(order, ())
             _send_turns(asked, turns, corrected=len(turns) - bool(trajectory))
             if trajectory:
                 _send(asked, Event("end", trajectory=trajectory))

@@ -11,6 +11,7 @@ from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import UserError
 
 PLACE = "{question}"
+ROLES = ("system", "user", "assistant", "tool")
 TEMPLATE_DIR = ASSETS / "prompts"
 
 
@@ -27,7 +28,7 @@ def load_template(name_or_path: str | Path = "parallel") -> str:
     named = str(name_or_path) in packaged_templates()
     file = TEMPLATE_DIR / f"{name_or_path}.txt" if named else Path(name_or_path)
     try:
-        text = file.read_text(encoding="utf-8").strip()
+        text = file.read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         names = ", ".join(packaged_templates())
         raise UserError(
@@ -58,9 +59,13 @@ def render_messages(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]] 
     """
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
     if not is_list or not messages or not all(_is_message(m) for m in messages):
-        raise UserError(f"prompt: {str(messages)[:80]!r} found, a list of messages with role and content accepted")
+        raise UserError(
+            f"prompt: {str(messages)[:80]!r} found, accepted: a list of messages with content and a role of "
+            f"{', '.join(ROLES)}"
+        )
     return tokenizer.chat(messages)
 
 
 def _is_message(message: object) -> bool:
-    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    # A role is part of the template's trusted text, so it must not be chosen freely.
+    return isinstance(message, Mapping) and isinstance(message.get("content"), str) and message.get("role") in ROLES

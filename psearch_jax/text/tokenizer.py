@@ -88,16 +88,18 @@ class Tokenizer:
         return self._foreign.encode(as_utf8(text), add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], control: bool = False) -> str:
-        """The text of token ids: their joined bytes as UTF-8, invalid bytes replaced. Ids without a token are skipped.
+        """The text of token ids: their joined bytes as UTF-8, invalid bytes replaced.
 
-        `control`: write control tokens by name instead of skipping them.
+        Control tokens and ids without a token are skipped. `control`: instead, these are written by name and those as
+        U+FFFD.
         """
         pieces = []
         for i in map(int, ids):
-            piece = self.token_bytes[i] if 0 <= i < self.size else b""
-            if piece is None:
-                piece = (self.hf.convert_ids_to_tokens([i])[0] or "").encode() if control else b""
-            pieces.append(piece)
+            piece = self.token_bytes[i] if 0 <= i < self.size else None
+            if piece is None and control:
+                name = self.hf.convert_ids_to_tokens([i])[0] if 0 <= i < self.size else None
+                piece = (name or "\ufffd").encode()
+            pieces.append(piece or b"")
         return b"".join(pieces).decode("utf-8", errors="replace")
 
     def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:

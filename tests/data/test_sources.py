@@ -245,7 +245,17 @@ def test_array_of_fanoutqa(tmp_path):
         "answer_parts": ["Rhine", "1233", "Elbe", "yes"],
         "supporting_titles": ["List of rivers", "Rhine"],
     }
-    for field, value in (("answer", None), ("answer", [[1]]), ("answer", {}), ("decomposition", "a ## b")):
+    for field, value in (
+        ("answer", None),
+        ("answer", [[1]]),
+        ("answer", {}),
+        ("answer", " "),
+        ("decomposition", "a ## b"),
+        ("decomposition", [{"id": [1]}]),
+        ("decomposition", [{**listed, "depends_on": 3}]),
+        ("decomposition", [{**listed, "depends_on": [{}]}]),
+        ("decomposition", [{**listed, "decomposition": ["x"]}]),
+    ):
         (tmp_path / "bad.json").write_text(json.dumps([{**rows[0], field: value}]))
         with pytest.raises(UserError, match=f"bad.json: element 1: field {field}: "):
             read_questions(tmp_path / "bad.json")

@@ -84,6 +84,15 @@ def test_a_rollout_is_read_as_it_was_sampled(tmp_path, tiny_tokenizer):
     assert parsed[0][parsed[1]][:-1].tolist() != again and tiny_tokenizer.decode(again) == ANSWER
 
 
+def test_a_passage_may_be_a_title_alone(tmp_path, tiny_tokenizer):
+    """launch/sft.py refuses transcripts that launch/write_transcripts.py wrote from an accepted corpus."""
+    turns = [
+        {**GOOD["turns"][0], "passages": [[{"id": "1", "title": "Ada Lovelace", "text": ""}], []]},
+        GOOD["turns"][1],
+    ]
+    assert read_rows(written(tmp_path, {**GOOD, "turns": turns}), tiny_tokenizer, TEMPLATE, ROLLOUT)
+
+
 def test_prompts_of_the_rows(tmp_path, tiny_tokenizer):
     """With data.prompt=row, a template used in place of the chat that the user wrote."""
     row = {"prompt": [{"role": "user", "content": "Look it up."}], "turns": [{"text": ANSWER}]}
@@ -97,15 +106,20 @@ BAD = {
     "a list": ("[1]", "list found, accepted: a rollout"),
     "no turns": ({"question": "Who?"}, "field turns: 'None' found"),
     "no question": ({"turns": TURNS}, "field question: None found"),
-    "a turn without text": ({**GOOD, "turns": [{"words": "x"}]}, "turn 0: .*an object with a text"),
-    "passages missing": ({**GOOD, "turns": [{"text": SEARCH}, TURNS[1]]}, "turn 0: field passages: 0 found, .* 2 sub"),
-    "passages of nothing": ({**GOOD, "turns": [{"text": ANSWER, "passages": [[ADA]]}]}, "turn 0: field passages: 1"),
+    "a turn without text": ({**GOOD, "turns": [{"words": "x"}]}, "turn 1: .*an object with a text"),
+    "passages missing": ({**GOOD, "turns": [{"text": SEARCH}, TURNS[1]]}, "turn 1: field passages: 0 found, .* 2 sub"),
+    "passages of nothing": ({**GOOD, "turns": [{"text": ANSWER, "passages": [[ADA]]}]}, "turn 1: field passages: 1"),
     "a passage that is none": (
         {**GOOD, "turns": [{"text": SEARCH, "passages": [[ADA], ["x"]]}, TURNS[1]]},
-        "objects with title and text",
+        "objects with title or text",
     ),
-    "an answer too early": ({**GOOD, "turns": [TURNS[1], TURNS[1]]}, "turn 0: an answer found"),
-    "text after a search": ({**GOOD, "turns": [{**TURNS[0], "text": SEARCH + " so"}, TURNS[1]]}, "turn 0: 'so' after"),
+    "an answer too early": ({**GOOD, "turns": [TURNS[1], TURNS[1]]}, "turn 1: an answer found"),
+    "text after a search": ({**GOOD, "turns": [{**TURNS[0], "text": SEARCH + " so"}, TURNS[1]]}, "turn 1: 'so' after"),
+    "text after an answer": (
+        {**GOOD, "turns": [{"text": ANSWER + " and more"}]},
+        "turn 1: 'and more' after </answer>",
+    ),
+    "too deep": ("[" * 100_000, "not JSON"),
     "train that is no flag": ({**GOOD, "turns": [{"text": ANSWER, "train": 1}]}, "field train: 1 found"),
     "nothing to learn": ({**GOOD, "turns": [{"text": ANSWER, "train": False}]}, "no token to learn from"),
     "too long": ({**GOOD, "turns": [{"text": "a " * 900 + ANSWER}]}, "config.rollout.context_tokens=900"),
@@ -123,13 +137,14 @@ def test_a_malformed_line_is_refused_with_its_number(tmp_path, tiny_tokenizer, n
 def test_rollouts_of_another_tokenizer_are_refused(tmp_path, tiny_tokenizer, tokenizer):
     """Tokens of one vocabulary used to train a model of another: noise, without an error."""
     row = rollout(tokenizer)
-    with pytest.raises(UserError, match="line 1: .*(token ids up to|do not spell)"):
+    with pytest.raises(UserError, match="line 1: .*(token id|do not spell)"):
         read_rows(written(tmp_path, row), tiny_tokenizer, TEMPLATE, ROLLOUT)
     broken = rollout(tiny_tokenizer)
     for fields, words in (
         ({"mask": broken["mask"][:-1]}, "equally many"),
         ({"ids": ["1"]}, "a list of whole numbers"),
-        ({"ids": [10**6] * len(broken["ids"])}, "token ids up to 1000000"),
+        ({"ids": [10**6] * len(broken["ids"])}, "token id 1000000 found"),
+        ({"ids": [10**30] * len(broken["ids"])}, "token id 10{30} found"),
     ):
         with pytest.raises(UserError, match=f"line 1: .*{words}"):
             read_rows(written(tmp_path, {**broken, **fields}), tiny_tokenizer, TEMPLATE, ROLLOUT)

@@ -293,7 +293,8 @@ def test_parts_are_not_done_twice(tmp_path):
         Evaluation(tmp_path / "out", sets, {"seed": 2})
     with pytest.raises(UserError, match="questions.b '3 .*, found None"):
         Evaluation(tmp_path / "out", {"a": all_questions[:4]}, {"seed": 1})
-    evaluation = Evaluation(tmp_path / "out", sets, {"seed": 1})
+    other_order = dict(reversed(sets.items()))
+    evaluation = Evaluation(tmp_path / "out", other_order, {"seed": 1})
     scores = evaluation.run(roll_out, 3, lambda done, of: progress.append((done, of)))
     assert seen == [["0", "1", "2"], ["3", "4", "5"], ["6"], ["6"]] and progress[-1] == (7, 7)
     assert {name: [(s.id, s.sample) for s in group] for name, group in scores.items()} == {
@@ -305,6 +306,12 @@ def test_parts_are_not_done_twice(tmp_path):
     assert (
         Evaluation(tmp_path / "out", sets, {"seed": 1}).run(None, 3, None) == scores == read_scores(tmp_path / "out")
     )
+    for line in ('{"benchmark": "a", "sou', "[1]"):
+        (tmp_path / "out" / "a.jsonl").write_text(line)
+        with pytest.raises(UserError, match="a.jsonl: line 1: .*accepted: a row of an evaluation"):
+            Evaluation(tmp_path / "out", sets, {"seed": 1}).run(None, 3, None)
+        with pytest.raises(UserError, match="a.jsonl: line 1: "):
+            read_scores(tmp_path / "out")
 
 
 @pytest.mark.parametrize("content", ["{}", "nonsense", "[1]"])

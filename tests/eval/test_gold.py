@@ -5,6 +5,8 @@ import json
 import pytest
 from programs import ROOT, completed
 
+from psearch_jax.closed_world import question_forms
+from psearch_jax.closed_world.encyclopedia import ClosedWorld, fact_sentence
 from psearch_jax.data.sources import read_questions
 from psearch_jax.eval.gold import GoldPassages, titles_of
 from psearch_jax.types import Question, UserError
@@ -36,6 +38,18 @@ def test_the_passages_of_the_evidence_are_found(service):
     (passages,) = gold.search(["When was the director of The Jerk born?"], 1)
     assert [passage.title for passage in passages] == ["The Jerk", "Carl Reiner"]
     assert gold.describe() == service.describe()
+
+
+@pytest.mark.parametrize("kind", ["single", "parallel", "sequential", "mixed"])
+def test_facts_of_a_corpus_without_titles_are_found(kind):
+    """In the closed world, the upper limit is measured with other facts about the entities that a question needs."""
+    world = ClosedWorld.make(0)
+    asked = question_forms.questions(world, "eval", kind, 30, 0)
+    gold = GoldPassages(RetrievalService.from_corpus(world.passages), asked)
+    for question in asked:
+        facts = {fact_sentence(*lookup) for lookups in question.metadata["rounds"] for lookup in lookups}
+        (passages,) = gold.search([question.query], 1)
+        assert {passage.text for passage in passages} == facts
 
 
 def test_titles_given_by_the_set_go_first(service):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import PASSAGES
 
+from psearch_jax.eval import tables
 from psearch_jax.eval.scores import (
     by_graph,
     by_kind,
@@ -24,7 +25,7 @@ from psearch_jax.eval.scores import (
     summarise,
     to_row,
 )
-from psearch_jax.eval.tables import paired_table, results, results_table
+from psearch_jax.eval.tables import cells_of, paired_table, results, results_table
 from psearch_jax.types import Question, Trajectory, Turn, UserError
 
 
@@ -328,6 +329,12 @@ def test_scores_come_back_from_disk():
     """A resumed evaluation whose figures differ because a field was lost or rounded."""
     for original in (*FOUR, scored(answer("x"), kind="mixed", id=9, graph="4hop2", dependency="mixed")):
         assert from_row(json.loads(json.dumps({"question": "?", **to_row(original)}))) == original
+
+
+def test_a_bar_in_a_name_does_not_shift_the_cells():
+    """A benchmark or directory named `a|b` gives a row more cells than the table has columns, in the page too."""
+    text = tables.table([["name", "EM"], ["a|b", ".5"], ["c", ""]])
+    assert [cells_of(line) for line in text.splitlines()] == [["name", "EM"], ["---", "---"], ["a|b", ".5"], ["c", ""]]
 
 
 def test_results_table():

@@ -139,7 +139,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 def test_a_missing_tensor_is_refused(exported, tmp_path):
     """Random weights silently stay in place of a missing tensor and ruin the run."""
-    refused(edited(exported, tmp_path, lambda w: w.pop(NAME)), NAME, "missing", "model.safetensors")
+    refused(edited(exported, tmp_path, lambda w: w.pop(NAME)), NAME, "weights are missing", "damaged: ")
 
 
 def test_an_unknown_tensor_is_refused(exported, tmp_path):
@@ -175,7 +175,7 @@ def test_files_that_hold_no_tensor_or_no_map_are_refused(exported, tmp_path):
     out = tmp_path / "damaged"
     shutil.copytree(exported, out)
     save_file({}, out / "model.safetensors")
-    refused(out, "model.safetensors", "missing")
+    refused(out, "none of its 1 safetensors files", "missing")
     (out / "model.safetensors.index.json").write_text("{}")
     refused(out, "model.safetensors.index.json", "weight_map")
     (out / "model.safetensors.index.json").write_text('{"weight_map": {"a": "absent.safetensors"}}')
@@ -191,7 +191,9 @@ def test_files_that_hold_no_tensor_or_no_map_are_refused(exported, tmp_path):
         ({"use_sliding_window": True}, ["use_sliding_window", "true", "false"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, ["rope_type", "yarn"]),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, ["rope_parameters", "yarn"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["rope_scaling", "yarn"]),
+        ({"rope_scaling": "yarn"}, ["rope_scaling", "an object"]),
         ({"hidden_size": None}, ["hidden_size"]),
         ({"num_attention_heads": "many"}, ["num_attention_heads", "many"]),
         ({"num_key_value_heads": 3}, ["heads=4", "kv_heads=3"]),
@@ -206,6 +208,17 @@ def test_another_architecture_is_refused(exported, tmp_path, change, words):
     raw = {k: v for k, v in raw.items() if v is not None}
     (out / "config.json").write_text(json.dumps(raw))
     refused(out, "config.json", *words)
+
+
+def test_a_config_without_kv_heads_has_as_many_as_heads(exported, tmp_path):
+    """A config.json that transformers accepts is refused, with a message about another field."""
+    out = tmp_path / "other"
+    shutil.copytree(exported, out)
+    raw = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(raw | {"num_key_value_heads": None}))
+    assert read_config(out).kv_heads == read_config(out).heads == raw["num_attention_heads"]
+    (out / "generation_config.json").write_text('{"eos_token_id": {}}')
+    refused(out, "generation_config.json", "eos_token_id")
 
 
 def test_damaged_or_absent_json_is_refused(exported, tmp_path):

@@ -1,4 +1,4 @@
-"""int8 sampling: what is rounded and by how much; everything else stays the same."""
+"""int8 sampling: what is quantize and by how much; everything else stays the same."""
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +35,13 @@ def test_a_number_is_the_nearest():
     x = np.random.default_rng(0).normal(size=(3, 5, 7)).astype(np.float32)
     x[1] *= 100
     x[2, :, 3] = 0
-    number, scale = int8.rounded(jnp.asarray(x), (1,))
+    number, scale = int8.quantize(jnp.asarray(x), (1,))
     assert number.dtype == jnp.int8 and scale.shape == (3, 7)
     assert np.all(np.abs(np.asarray(number) * scale[:, None] - x) <= 0.5001 * np.asarray(scale)[:, None])
-    assert np.all(np.max(np.abs(number), axis=1)[np.asarray(scale) > 0] == int8.MOST)
+    assert np.all(np.max(np.abs(number), axis=1)[np.asarray(scale) > 0] == int8.MAX_INT8)
     assert not np.any(number[2, :, 3]) and scale[2, 3] == 0
     x[0, 2, 1] = np.nan
-    assert np.isnan(int8.rounded(jnp.asarray(x), (1,))[1][0, 1])
+    assert np.isnan(int8.quantize(jnp.asarray(x), (1,))[1][0, 1])
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ def test_other_adapters_are_refused(adapters, tmp_path):
     for place, words in (
         (changed(use_dora=True), "use_dora=True found, accepted: plain LoRA"),
         (changed(peft_type="IA3"), "peft_type='IA3'"),
+        (changed(lora_alpha=None), "lora_alpha=None found"),
         (changed(r=5), "has shape"),
         (tmp_path / "absent", "not found"),
     ):

@@ -84,7 +84,7 @@ def test_every_row_to_its_own_length(K, G, S, dtype, cached, form, T):
     q, k, v, cache = drawn(len(start), K, G, S, dtype, cached, T)
     wanted = by_definition(q, k, v, cache, start)
     cache = with_behind(cache, start, jnp.nan)
-    interpreted = functools.partial(ragged.decode, form=form, interpret=True)
+    interpreted = functools.partial(ragged.decode, implementation=form, interpret=True)
     got = jax.jit(interpreted)(q, k, v, cache, jnp.int32(LAYER), start)
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=BOUNDS[dtype])
     if T > 1:  # the last token is a draft with values that are not finite
@@ -108,7 +108,7 @@ def test_rows_in_groups(K, G, S, B, T, dtype, cached):
     wanted = by_definition(q, k, v, cache, start)
     cache = with_behind(cache, start, 3e4)
     cache = replace(cache, k=cache.k.swapaxes(3, 4), k_transposed=True)
-    got = jax.jit(functools.partial(ragged.decode, form="rowwise"))(q, k, v, cache, jnp.int32(LAYER), start)
+    got = jax.jit(functools.partial(ragged.decode, implementation="rowwise"))(q, k, v, cache, jnp.int32(LAYER), start)
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=BOUNDS[dtype])
 
 
@@ -220,7 +220,7 @@ def test_it_compiles_for_tpus(topology, T):
         scale = placed(cache.shape[:-1], None, rows, "tensor", dtype=jnp.float32)
         for kv_cache in (KVCache(cache, cache), KVCache(number, number, False, scale, scale)):
             with jax.set_mesh(mesh):
-                decode = functools.partial(ragged.decode, form="splash")
+                decode = functools.partial(ragged.decode, implementation="splash")
                 compiled = jax.jit(decode).lower(q, own, own, kv_cache, layer, start).compile()
             assert compiled.memory_analysis().temp_size_in_bytes < 2**22, (size, kv_cache.v.dtype)
             assert "all-gather" not in compiled.as_text()
@@ -246,7 +246,7 @@ def test_it_lowers_for_gpus(size, T, cached):
     """Code that the interpreter accepts and the GPU kernel language cannot express."""
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="cuda")
     mesh = jax.sharding.AbstractMesh((1, 1, 1), ("data", "fsdp", "tensor"), abstract_device=device)
-    decode = jax.jit(functools.partial(ragged.decode, form="cudnn"))
+    decode = jax.jit(functools.partial(ragged.decode, implementation="cudnn"))
     with jax.sharding.use_abstract_mesh(mesh):
         lowered = decode.trace(*described(size, 32, 6208, cached, T=T)).lower(lowering_platforms=("cuda",)).as_text()
     assert "triton" in lowered and "ragged_decode" in lowered
@@ -263,7 +263,7 @@ def test_it_compiles_for_gpus(gpu, cached):
     mesh = make_mesh(MeshSection(), absent_gpus(gpu, 1))
     place = NamedSharding(mesh, PartitionSpec())
     for size, T in (("0.5b", 1), ("1.5b", 4), ("7b", 1), ("7b", 4)):
-        decode = jax.jit(functools.partial(ragged.decode, form="cudnn"))
+        decode = jax.jit(functools.partial(ragged.decode, implementation="cudnn"))
         with jax.set_mesh(mesh):
             compiled = decode.lower(*described(size, 32, 6208, cached, place, T)).compile()
         # The partial results of the parts, and their combination.
@@ -275,9 +275,11 @@ def test_a_cache_of_bytes_that_32_bits_do_not_count():
     B = 384
     arguments = described("7b", B, 6208, "int8")
     assert 2**31 < arguments[3].v.size <= 2**32
-    traced = str(jax.jit(functools.partial(ragged.decode, form="cudnn")).trace(*arguments).jaxpr)
+    traced = str(jax.jit(functools.partial(ragged.decode, implementation="cudnn")).trace(*arguments).jaxpr)
     assert f"i8[1,{B},4,6208,{H}]" in traced
     traced = str(
-        jax.jit(functools.partial(ragged.decode, form="cudnn")).trace(*described("7b", 64, 6208, "int8")).jaxpr
+        jax.jit(functools.partial(ragged.decode, implementation="cudnn"))
+        .trace(*described("7b", 64, 6208, "int8"))
+        .jaxpr
     )
     assert "i8[1," not in traced

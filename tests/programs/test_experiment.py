@@ -226,7 +226,18 @@ def test_results_of_other_settings_are_not_taken_for_these(tmp_path):
     assert "b/0/0" in running._open_record(file, more, 3, ["one"])["runs"], "a new arm must not discard existing runs"
 
 
-@pytest.mark.parametrize("arguments", [["nothing"], [], ["ablation", "--seeds=a"], ["ablation", "--policies=nowhere"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nothing"],
+        [],
+        ["ablation", "--seeds=a"],
+        ["ablation", "--policies=nowhere"],
+        ["ablation", "--seeds="],
+        ["ablation", "--seeds=\u00b2"],
+        ["ablation", "--policies=toy,toy"],
+    ],
+)
 def test_what_the_program_cannot_take_is_one_line(arguments, tmp_path):
     """A wrong name costs a run, or ends in a traceback."""
     done = completed([sys.executable, "launch/experiment.py", *arguments, f"--out={tmp_path}", f"--work={tmp_path}"])

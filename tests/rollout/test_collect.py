@@ -29,7 +29,8 @@ from psearch_jax.rollout.scheduler import RolloutScheduler
 from psearch_jax.rollout.stream import search_policy
 from psearch_jax.text import tags
 from psearch_jax.train.state import init_state
-from retrieval.protocol import Passage
+from psearch_jax.types import UserError
+from retrieval.protocol import Passage, RetrievalError
 from retrieval.service import RetrievalService
 
 SEARCH = "<think> two people </think> <search> Ada Lovelace born ## Alan Turing born </search>"
@@ -88,6 +89,19 @@ def test_half_a_surrogate_pair_in_a_passage(tiny_tokenizer, sampler, params):
     (t,) = collect(sampler, tiny_tokenizer, params, [script], service=RetrievalService.from_corpus(odd))
     ((passage,),) = t.turns[0].passages
     assert (passage.id, passage.title, passage.text) == ("1?", "Ada Lovelace ?", "Ada Lovelace was ? born in 1815.")
+
+
+@pytest.mark.parametrize("change", [lambda rankings: rankings[:-1], lambda rankings: [*rankings, []]])
+def test_a_retriever_with_another_number_of_rankings(tiny_tokenizer, sampler, params, service, change):
+    """A user's retriever that drops a ranking ends the run with an empty StopIteration, or shifts the passages."""
+
+    class Wrong(Counting):
+        def search(self, queries, k):
+            return change(super().search(queries, k))
+
+    script = say(tiny_tokenizer, SEARCH, ANSWER)
+    with pytest.raises(RetrievalError, match=r"returned [13] rankings for 2 queries"):
+        collect(sampler, tiny_tokenizer, params, [script], service=Wrong(service))
 
 
 def test_one_query_per_search(tiny_tokenizer, sampler, params, service):
@@ -178,6 +192,22 @@ def test_a_corrective_message_fits_the_observation_budget(tiny_tokenizer, sample
     assert t.status == "answered" and "<|im_end|>\n<|im_start|>assistant\n" in tiny_tokenizer.decode(t.ids, True)
     forced = ~t.mask[t.prompt_length :]
     assert 10 < forced.sum() <= 40
+    small = Own(tiny_tokenizer)
+    with pytest.raises(UserError, match="config.rollout.obs_tokens: 40 found, accepted: at least 41"):
+        collect(sampler, small, params, [script], rollout_section(obs_tokens=40), service)
+
+
+class Own:
+    """A tokenizer whose chat template alone has 41 tokens between two replies."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def next_user_message(self, text, most):
+        return [0] * 41
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
 
 
 def test_a_context_that_fills_up_ends_as_truncated(tiny_tokenizer, sampler, params, service):
@@ -529,11 +559,11 @@ def test_what_nobody_wants_leaves_nothing_behind(tiny_tokenizer, sampler, params
     scheduler.resume(sampler.weights(params))
     scheduler.add(questions, [collector.render(q) for q in questions], step=0)
     for order in (0, 3, 5):  # one of them has a slot when it is dropped
-        assert order or scheduler.refill(None)
+        assert order or scheduler.refill()
         scheduler.drop(order)
-    while scheduler.refill(None):
+    while scheduler.refill():
         assert not {live.order for live in scheduler.live.values()} & {0, 3, 5}
         scheduler.decode(1.0, 2)
-        scheduler.read()
+        scheduler.advance_stopped_rows()
     assert sorted(scheduler.results) == [1, 2, 4] and all(t.status == "answered" for t in scheduler.results.values())
     assert not scheduler.waiting and not scheduler._dropped and not scheduler.live

@@ -85,7 +85,7 @@ def check_kernels(mesh) -> None:
     wanted = cached.decode(q, k, v, cached.Keys(cache.k[1], cache.v[1]), start)
     across = KVCache(cache.k.swapaxes(3, 4), cache.v, True)
     for form, one in (("splash", cache), ("cudnn", cache), ("rowwise", across)):  # as on a TPU, a GPU and a CPU
-        decode = functools.partial(ragged.decode, form=form, interpret=True)
+        decode = functools.partial(ragged.decode, implementation=form, interpret=True)
         with jax.set_mesh(mesh):
             ours = jax.jit(decode)(q, k, v, one, np.int32(1), start)
         np.testing.assert_allclose(ours, wanted, atol=1e-5)

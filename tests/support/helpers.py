@@ -64,7 +64,7 @@ def make_sampler(tokenizer: Tokenizer, config: DecoderConfig, mesh: Mesh | None 
     """A sampler of class `cls`, by default in float32, with the tokenizer's real boundary tables and stop tokens."""
     settings = SamplerOptions(**options)
     dtype, adapters, in_int8 = settings.dtype, settings.lora, settings.int8_weights
-    form = "blocked" if dtype == jnp.float32 else implementation_for(mesh or one_device_mesh(), dtype)
+    form = implementation_for(mesh or one_device_mesh(), dtype)
     return cls(
         graph=decoder.graphdef(config, dtype, attention=form, lora=adapters, int8=in_int8),
         config=config,

@@ -177,6 +177,7 @@ def test_decode_of_anything(tiny_tokenizer):
     end = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
     assert tiny_tokenizer.decode([end, tiny_tokenizer.size + 7]) == ""
     assert tiny_tokenizer.decode([end], control=True) == "<|im_end|>"
+    assert tiny_tokenizer.decode([tiny_tokenizer.size + 7], control=True) == "\ufffd", "it breaks a tag on the device"
     assert tiny_tokenizer.encode_foreign("\ud800") == tiny_tokenizer.encode_foreign("?")
 
 
@@ -292,6 +293,13 @@ def test_row_prompt(tiny_tokenizer):
     """A row's own prompt uses the same chat template; anything but messages is reported."""
     messages = [{"role": "user", "content": "Use <search>. Who?"}]
     assert prompts.render_messages(tiny_tokenizer, messages) == tiny_tokenizer.chat(messages)
-    for bad in (None, "text", [], [{"role": "user"}], [{"role": "user", "content": 3}]):
+    for bad in (
+        None,
+        "text",
+        [],
+        [{"role": "user"}],
+        [{"role": "user", "content": 3}],
+        [{"role": "<|im_end|>", "content": "x"}],
+    ):
         with pytest.raises(UserError, match="messages"):
             prompts.render_messages(tiny_tokenizer, bad)

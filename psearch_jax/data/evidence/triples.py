@@ -23,6 +23,7 @@ from psearch_jax.data.evidence.drawer import Draft, Drawer
 from psearch_jax.data.evidence.facts import Evidence, Triple, key
 from psearch_jax.data.evidence.forms import FORMS, draw, draw_pair
 from psearch_jax.data.evidence.wordings import framed
+from psearch_jax.data.sources import loads
 from psearch_jax.runtime.paths import locate
 from psearch_jax.text.answers import normalise
 from psearch_jax.types import Kind, Question, UserError
@@ -78,7 +79,7 @@ def read_triples(path: str | Path, skipped: list[str] | None = None) -> list[Tri
 
 def _triples_of(line: bytes, where: str) -> Iterator[Triple]:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON in UTF-8 ({error}), accepted: {_ACCEPTED}") from None
     if not isinstance(row, dict) or "entity" in row:
@@ -112,7 +113,7 @@ def dependency_rounds(triples: Sequence[Triple]) -> tuple[tuple[Triple, ...], ..
     """The triples in the fewest rounds: a triple whose entity is another's value is in a later round than that one.
 
     Names are compared without case and repeated white space. Triples in a dependency cycle (a spouse's spouse) have no
-    order: they share a round, after everything else that they need.
+    order: they share a round, after everything else that they need, and with what depends on them.
     """
     left, rounds = list(dict.fromkeys(triples)), []
     while left:

@@ -436,7 +436,7 @@ def _base(
     dtype = jnp.dtype(record["dtype"])
     if not record["path"]:
         return decoder.random_params(config, record["seed"], dtype, place)
-    there = hf.still_there(record["path"], record.get("name", ""))
+    there = hf.locate_recorded_model(record["path"], record.get("name", ""))
     if there is None:
         raise UserError(f"{checkpoint}: its adapters belong to the weights in {record['path']}, which does not exist")
     where = hf.resolve(there)
