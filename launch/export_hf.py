@@ -20,32 +20,30 @@ def main(_: list[str]) -> None:
     import jax
     import jax.numpy as jnp
 
-    from psearch_jax.config import Lora
+    from psearch_jax.config import Config, Lora
     from psearch_jax.models.hf import save_hf
-    from psearch_jax.models.lora import split_adapters
     from psearch_jax.models.peft import save_adapters
     from psearch_jax.train.checkpointing.best import find_best
     from psearch_jax.train.checkpointing.checkpoint import load_params
-    from psearch_jax.train.checkpointing.run_config import config_of, export_files, exported_shape
+    from psearch_jax.train.checkpointing.run_config import config_of, export_files, exported_shape, tokenizer_of
     from psearch_jax.types import UserError
 
     jax.config.update("jax_platforms", "cpu")  # a large model may not fit one accelerator, and none is needed
     cli.configure_jax()
     dtype = jnp.dtype(DTYPE.value)
     checkpoint = find_best(CHECKPOINT.value) if BEST.value else CHECKPOINT.value
-    config, params, loop = load_params(checkpoint, dtype=dtype)
+    config, params, loop = load_params(checkpoint, dtype=dtype, with_base=not ADAPTERS.value)
     record = loop.get("lora")
     lora = Lora(record["rank"], record["alpha"]) if record else None
     if ADAPTERS.value:
         if lora is None:
             raise UserError(f"--adapters_only: no adapters in {CHECKPOINT.value}, accepted: a run with lora_rank")
-        adapters = split_adapters(params)[1]
-        save_adapters(adapters, config, lora, record["name"] or record["path"], OUT.value, dtype)
+        save_adapters(params, config, lora, record["name"] or record["path"], OUT.value, dtype)
         print(f"{CHECKPOINT.value}, step {loop['step']} -> {OUT.value} (adapters of rank {lora.rank}, {DTYPE.value})")
         return
     trained = config_of(str(checkpoint))
     files = export_files(trained) if trained else {}
-    tokenizer = TOKENIZER.value or loop["tokenizer"]
+    tokenizer = TOKENIZER.value or tokenizer_of(trained or Config(), loop["tokenizer"])
     shape = exported_shape(config, tokenizer)
     lost = save_hf(params, shape, tokenizer, OUT.value, dtype, lora=lora, files=files)
     why = f", the best by {loop['best']['metric']} ({loop['best']['value']:.4f})" if "best" in loop else ""

@@ -67,14 +67,17 @@ def main(_: list[str]) -> None:
     if summary["after"]:
         print(tables.before_and_after(summary))
     elif not config.train.replay:
-        print("not evaluated: there are no validation questions (set --config.data.validation=FILE)")
+        closed_world = config.data.source == "closed_world"
+        field = "eval.questions_per_kind above 0" if closed_world else "data.validation=FILE"
+        print(f"not evaluated: there are no validation questions (set --config.{field})")
     if summary.get("best"):
         print(
             "best: step {step}, {metric} {value:.4f}; launch/eval.py and export_hf.py use it with --best".format(
                 **summary["best"]
             )
         )
-    print(f"{summary['wall_s']['total']:.0f} s in total; summary, metrics and trajectories are in {WORKDIR.value}")
+    seconds = summary["wall_s"]["total"]
+    print(f"{seconds:.0f} s since this start; summary, metrics and trajectories are in {WORKDIR.value}")
     page.offer_report(WORKDIR.value)
 
 

@@ -32,7 +32,7 @@ from psearch_jax.data.loader import QuestionLoader
 from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.limits import validate
-from psearch_jax.models import hf, lora
+from psearch_jax.models import lora
 from psearch_jax.rl.compat import check_examples, compat_reward
 from psearch_jax.rl.rewards import paper_reward
 from psearch_jax.rollout.boundary import cached_tables
@@ -55,7 +55,7 @@ from psearch_jax.sharding import (
 from psearch_jax.text.prompts import load_template, render_messages, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing import checkpoint, settings
-from psearch_jax.train.checkpointing.run_config import has_checkpoints
+from psearch_jax.train.checkpointing.run_config import has_checkpoints, tokenizer_of
 from psearch_jax.train.critic import Critic, critic_learning, first_params, without_lm_head
 from psearch_jax.train.replay import Recording
 from psearch_jax.train.run import Run
@@ -299,17 +299,10 @@ def from_path(config: Config, path: str) -> Engine:
     model, params, loop = checkpoint.load_params(
         path, lambda abstract: param_shardings(abstract, STORAGE, mesh), sampled_as(config)
     )
-    section = {"path": "", "adapters": "", "tokenizer": _tokenizer_of(config, loop["tokenizer"])}
+    section = {"path": "", "adapters": "", "tokenizer": tokenizer_of(config, loop["tokenizer"])}
     if loop.get("lora"):
         section |= {"lora_rank": loop["lora"]["rank"], "lora_alpha": loop["lora"]["alpha"]}
     return engine(replace(config, model=replace(config.model, **section)), params=params, model=model)
-
-
-def _tokenizer_of(config: Config, recorded: str) -> str:
-    """The tokenizer that a checkpoint records; if this machine lacks it, the one of the run's initial weights."""
-    if config.model.tokenizer or not Path(recorded).is_absolute():
-        return config.model.tokenizer or recorded
-    return hf.locate_recorded_model(recorded, config.model.path, "tokenizer_config.json") or recorded
 
 
 def retriever_of(config: Config, world: ClosedWorld | None, retry_deadline_s: float | None = None) -> Retriever:

@@ -110,6 +110,6 @@ def training_options(config: Config, pack: bool = True) -> TrainingOptions:
         remat=config.model.remat,
         shard_residual=config.model.shard_residual,
         lora=config.model.lora,
-        widths=config.rollout.num_buckets,
+        num_buckets=config.rollout.num_buckets,
         pack=pack,
     )

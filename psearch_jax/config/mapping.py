@@ -16,6 +16,7 @@ from psearch_jax.types import UserError
 # Fields of older runs and config files that have another name now.
 RENAMED = {
     "config.critic.alone_steps": "config.critic.pretrain_steps",
+    "config.learning.max_bad_steps": "config.learning.max_nonfinite_updates",
     "config.retrieval.patience_s": "config.retrieval.retry_deadline_s",
     "config.reward.search_price": "config.reward.search_penalty",
     "config.rollout.widths": "config.rollout.num_buckets",
@@ -59,7 +60,9 @@ def _checked(value: Any, hint: Any, name: str) -> Any:
         return tuple(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)) or value != value:  # NaN
+    if value != value:  # NaN
+        raise UserError(f"{name}: found {value!r}, accepted: a number")
+    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
         raise UserError(f"{name}: found {value!r} ({type(value).__name__}), accepted: {hint.__name__}")
     return value
 

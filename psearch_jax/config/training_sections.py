@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -167,9 +168,14 @@ class LearningSection:
     micro_batch_rows: int = setting(
         4, "Rows per forward and backward pass, over all devices.", at_least=1, resume=FREE
     )
-    learning_rate: float = setting(1e-6, "Learning rate of AdamW; constant after the warm-up.", at_least=0)
+    learning_rate: float = setting(
+        1e-6, "Learning rate of AdamW; constant after the warm-up.", at_least=0, below=math.inf
+    )
     warmup_ratio: float = setting(
-        0.285, "Share of all updates over which the learning rate rises linearly to its full value.", at_least=0
+        0.285,
+        "Share of all updates over which the learning rate rises linearly to its full value.",
+        at_least=0,
+        at_most=1,
     )
     weight_decay: float = setting(0.01, "Weight decay of AdamW, on all trained parameters.", at_least=0)
     beta1: float = setting(0.9, "AdamW's decay rate of the mean gradient.", at_least=0, below=1)
@@ -179,7 +185,7 @@ class LearningSection:
         "Maximum global norm of the gradient; larger gradients are scaled down to it.",
         accepted=Accepted("above 0 (inf: no clip)", lambda value: value > 0),
     )
-    max_bad_steps: int = setting(
+    max_nonfinite_updates: int = setting(
         3, "Consecutive updates with a non-finite loss or gradient after which the run stops.", at_least=1, resume=FREE
     )
 
@@ -241,9 +247,9 @@ class CriticSection:
     Used with learning.algorithm=ppo; the critic shares all other settings with the policy.
     """
 
-    learning_rate: float = setting(1e-5, "Learning rate of the critic's AdamW.", at_least=0)
+    learning_rate: float = setting(1e-5, "Learning rate of the critic's AdamW.", at_least=0, below=math.inf)
     warmup_ratio: float = setting(
-        0.015, "Share of all updates over which the critic's learning rate rises linearly.", at_least=0
+        0.015, "Share of all updates over which the critic's learning rate rises linearly.", at_least=0, at_most=1
     )
     value_clip: float = setting(
         0.5, "A value that moves further than this in one step does not lower the loss; 0: no clip.", at_least=0
@@ -330,7 +336,7 @@ class SFTSection:
     epochs: int = setting(2, "Passes over the transcripts.", at_least=1)
     batch_rows: int = setting(16, "Transcripts per optimizer step.", at_least=1)
     learning_rate: float = setting(
-        1e-5, "Peak learning rate of AdamW; adapters need about ten times as much.", at_least=0
+        1e-5, "Peak learning rate of AdamW; adapters need about ten times as much.", at_least=0, below=math.inf
     )
     warmup_ratio: float = setting(
         0.05, "Share of all steps over which the learning rate rises linearly to its peak.", at_least=0, at_most=1

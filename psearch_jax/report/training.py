@@ -256,7 +256,7 @@ def _costs(runs: Sequence[RunFiles]) -> list[Chart]:
     ):
         use += _lines(runs, key, name=name, faint=key == "update_padding")
     speed = _lines(runs, "sampled_tokens_per_s", name="sampled in rollouts") + _lines(
-        runs, "trained_tokens_per_s", name="processed in updates"
+        runs, "processed_tokens_per_s", name="processed in updates"
     )
     note = "Waiting for passages (search) and for the host is part of the rollout."
     seconds = Chart("seconds", "Cost", "Seconds per step", "Sum over all phases.", totals)

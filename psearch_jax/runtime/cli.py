@@ -16,6 +16,7 @@ from typing import NoReturn
 import jax
 from absl import app, flags
 
+from psearch_jax.config import RENAMED
 from psearch_jax.runtime import platforms, processes, progress
 from psearch_jax.runtime.paths import STORE, is_store_error
 from psearch_jax.types import ITEM, UserError, first_line
@@ -189,6 +190,10 @@ def _parse(argv: Sequence[str], positional: bool, defaults: str) -> list[str]:
     except (AttributeError, KeyError) as error:  # what ml_collections raises for an unknown field or section
         if not _overrides(argv):
             raise
+        for argument in argv:
+            field = argument.lstrip("-").partition("=")[0]
+            if field in RENAMED:
+                sys.exit(_refuse(f"--{field}: this field is now called {RENAMED[field]}"))
         sys.exit(_refuse(f"--config: unknown field {_unquoted(str(error))}"))
     if len(rest) > 1 and not positional:
         sys.exit(_refuse(f"{rest[1]!r} found, accepted: flags only (--help lists them)"))

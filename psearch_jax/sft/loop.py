@@ -156,7 +156,7 @@ class FitOptions:
     log_every_steps: int = 1
     checkpoint_every_steps: int = 50
     checkpoint_every_minutes: float = 0.0  # 0: by steps only
-    max_bad_steps: int = 3
+    max_nonfinite_updates: int = 3
     record: Mapping[str, Any] = field(default_factory=dict)  # JSON-ready, saved in every checkpoint
     all_steps: int = 0  # of the run, of which these are a part; 0: the same
 
@@ -201,16 +201,16 @@ def fit(
                     save(step)
                 checkpoints.wait()
             raise Interrupted(saved_after(step)) from None
-        if metrics["bad_in_a_row"] >= options.max_bad_steps:
+        if metrics["nonfinite_in_a_row"] >= options.max_nonfinite_updates:
             raise UserError(
-                f"step {step + 1}: loss or gradient was not finite in {options.max_bad_steps} updates in a row, first "
-                f"in the gradient of {trainer.first_nonfinite_param(metrics)}; lower the learning rate"
+                f"step {step + 1}: loss or gradient was not finite in {options.max_nonfinite_updates} updates in a "
+                f"row, {trainer.nonfinite_cause(metrics)}; lower sft.learning_rate"
             )
         window.append({f"{name}/{key}" if name and key in trainer.metrics else key: v for key, v in metrics.items()})
         tokens += sum(int(np.count_nonzero(micro_batch.segments)) for micro_batch in pieces)
         done = step + 1
         if done % options.log_every_steps == 0 or done == options.steps:
-            keys = dict.fromkeys(key for row in window for key in row if key not in ("bad_gradient", WEIGHT))
+            keys = dict.fromkeys(key for row in window for key in row if key not in ("nonfinite_param", WEIGHT))
             means = {key: float(np.mean([row[key] for row in window if key in row])) for key in keys}
             seconds = time.monotonic() - started
             means |= {"progress": done / (options.all_steps or options.steps), "tokens_per_s": tokens / seconds}

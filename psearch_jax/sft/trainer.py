@@ -101,7 +101,7 @@ def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False) 
                 all_steps=run.steps,
                 checkpoint_every_steps=config.train.checkpoint_every_steps,
                 checkpoint_every_minutes=config.train.checkpoint_every_minutes,
-                max_bad_steps=config.learning.max_bad_steps,
+                max_nonfinite_updates=config.learning.max_nonfinite_updates,
                 record=record,
             )
             state = fit(run.trainer, state, run.batches, options, log_metrics, checkpoints, run.stop, step)

@@ -50,7 +50,7 @@ class Critic(Trainable):
       value_clip: `clip` of `value_loss`.
     """
 
-    metrics, per_token, scored = VALUE_METRICS, "value", "values"
+    metrics, per_token, scored, updated = VALUE_METRICS, "value", "values", "critic update"
 
     def __init__(
         self,

@@ -168,10 +168,13 @@ def _reward(run: Run, rollouts: Rollouts, fresh: Sequence[Trajectory], step: int
 
 
 def _advantages(run: Run, rollouts: Rollouts) -> np.ndarray:
-    """[N] float32, relative to each rollout's group."""
+    """[N] float32, relative to each rollout's group; 0 for those that are not learned from."""
     groups = list(map(_group, rollouts.trajectories))
     valid = [t.status != "not_finite" for t in rollouts.trajectories]
-    return group_advantages(rollouts.totals, groups, run.config.learning.advantage, valid)
+    advantages = group_advantages(rollouts.totals, groups, run.config.learning.advantage, valid)
+    if run.config.rollout.unfinished == "mask":  # they count towards the baseline, but carry no signal
+        advantages *= [t.status == "answered" for t in rollouts.trajectories]
+    return advantages
 
 
 def _group(trajectory: Trajectory) -> Hashable:

@@ -22,7 +22,7 @@ class TrainState:
     params: nnx.State  # float32 master weights, storage-sharded
     optimizer: Any  # optax state, sharded as the parameters
     updates: jax.Array  # [] int32, optimizer steps taken
-    bad_in_a_row: jax.Array  # [] int32, consecutive updates skipped because loss or gradient was not finite
+    nonfinite_in_a_row: jax.Array  # [] int32, consecutive updates skipped because loss or gradient was not finite
     critic: TrainState | None = None  # PPO only: the four fields above for the critic
 
 

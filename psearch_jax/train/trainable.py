@@ -57,7 +57,7 @@ class TrainingOptions:
     remat: Remat = "full"
     shard_residual: bool = False
     lora: Lora | None = None
-    widths: int = 4
+    num_buckets: int = 4
     pack: bool = True
 
 
@@ -98,7 +98,8 @@ class Trainable(abc.ABC):
 
     metrics: tuple[str, ...]  # the names of the metrics of `_loss`
     per_token = "entropy"  # one of them, a mean over all trained tokens
-    scored: str  # the name of the `score` program in `compilations` and `traced`
+    scored: str  # the name of the `score` program in `compilations` and `traced`, and of its progress
+    updated = "update"  # the name of the progress of an update
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ class Trainable(abc.ABC):
             transposed=self._transposes,
         )
         self._per_row = max_segments(form) if options.pack else 1
-        self._widths = (buckets if self._per_row == 1 else row_widths)(options.context_tokens, options.widths)
+        self._widths = (buckets if self._per_row == 1 else row_widths)(options.context_tokens, options.num_buckets)
         self._learning, self._optimizer, self.mesh = learning, optimizer, mesh
         trained = adapters.abstract_trained(decoder.abstract_params(model, values)[1], model, lora)
         self._abstract = abstract_state(trained, optimizer)
@@ -204,10 +205,10 @@ class Trainable(abc.ABC):
         grads, loss, _ = self._sums(params, [micro_batch for _, micro_batch in self._packed(batch)], never_stop)
         return jax.tree.map(lambda g: g / jnp.maximum(loss.count, 1.0), grads)
 
-    def first_nonfinite_param(self, metrics: Mapping[str, float]) -> str:
-        """The name of the first parameter whose gradient was not finite in the update that produced `metrics`."""
-        index = int(metrics["bad_gradient"])
-        return "no parameter" if index < 0 else self._names[index]
+    def nonfinite_cause(self, metrics: Mapping[str, float]) -> str:
+        """What was not finite in the update that produced `metrics`, for messages."""
+        index = int(metrics["nonfinite_param"])
+        return f"first in the gradient of {self._names[index]}" if index >= 0 else "in the loss or the gradient's norm"
 
     def warm_up(self, params: nnx.State) -> None:
         """Compiles `accumulate` and `score` at every width; the first update compiles `apply`."""
@@ -286,11 +287,12 @@ class Trainable(abc.ABC):
         self, program: Callable[[MicroBatch], jax.Array], batch: TrainBatch, check_stop: Callable[[], None]
     ) -> np.ndarray:
         out = np.zeros(batch.ids.shape, np.float32)
-        with jax.set_mesh(self.mesh):
-            packed = self._packed(batch)
+        packed = self._packed(batch)
+        with jax.set_mesh(self.mesh), progress.step(self.scored, len(packed), patient=True):
             scores: list[jax.Array] = []
-            for _, micro_batch in packed:
+            for done, (_, micro_batch) in enumerate(packed):
                 jax.block_until_ready(scores[-2:-1])  # the last micro-batch keeps running
+                progress.reach(max(done - 1, 0))
                 check_stop()
                 scores.append(program(micro_batch))
         for (places, _), values in zip(packed, jax.device_get(scores), strict=True):
@@ -303,7 +305,7 @@ class Trainable(abc.ABC):
         return micro_batches(batch, self._learning.micro_batch_rows, self._widths, self._per_row)
 
     def _sums(self, params: nnx.State, packed: Sequence[MicroBatch], check_stop: Callable[[], None]) -> Sums:
-        with jax.set_mesh(self.mesh), progress.step("update", len(packed), patient=True):
+        with jax.set_mesh(self.mesh), progress.step(self.updated, len(packed), patient=True):
             sums = self._zero(params)
             for done, micro_batch in enumerate(packed):
                 jax.block_until_ready(sums[1])
@@ -353,7 +355,7 @@ class Trainable(abc.ABC):
         def keep(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda a, b: jnp.where(taken, a, b), new, old)
 
-        bad = jnp.where(taken, 0, state.bad_in_a_row + ~finite)
+        bad = jnp.where(taken, 0, state.nonfinite_in_a_row + ~finite)
         nonfinite = jnp.stack([~jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
         first = jnp.where(jnp.any(nonfinite), jnp.argmax(nonfinite), -1)  # index of the leaf, in tree order
         new = TrainState(keep(params, state.params), keep(optimizer, state.optimizer), state.updates + taken, bad)
@@ -365,6 +367,6 @@ class Trainable(abc.ABC):
             "gradient_norm": norm,
             WEIGHT: tokens,
             "skipped": 1.0 - taken,
-            "bad_in_a_row": bad,
-            "bad_gradient": first,
+            "nonfinite_in_a_row": bad,
+            "nonfinite_param": first,
         }

@@ -247,7 +247,7 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult
             metrics["sampled_tokens_per_s"] = sampled / times["rollout"]
         if config.mesh.rollout_devices:
             metrics["transfer_bytes"] = run.learner.transferred_bytes
-    metrics["trained_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
+    metrics["processed_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
     updated = _policy_learns(run, step), run.critic is not None
     utilisation = mfu(config, run.model, batch, times["update"], run.learner.mesh.size, *updated)
     metrics |= {"mfu": utilisation} if utilisation else {}

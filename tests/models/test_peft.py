@@ -124,10 +124,15 @@ def weights(parts):
 def test_training_continues_adapters_and_evaluation_takes_them(tiny_policy, tmp_path):
     """A run starts from the bare weights, or its reference is not the policy that it started from."""
     fields = {"model.lora_rank": 3, "model.lora_alpha": 6.0, "learning.learning_rate": 1e-2}
-    run(command(tmp_path / "first", tiny_policy, 2, **fields))
-    exported = tmp_path / "adapters"
-    run([sys.executable, "launch/export_hf.py", "--adapters_only", f"--checkpoint={tmp_path / 'first'}",
-         f"--out={exported}"])  # fmt: skip
+    base, exported = tmp_path / "base", tmp_path / "adapters"
+    shutil.copytree(tiny_policy, base)
+    run(command(tmp_path / "first", base, 2, **fields))
+    base.rename(tmp_path / "moved")
+    export = [sys.executable, "launch/export_hf.py", f"--checkpoint={tmp_path / 'first'}"]
+    run([*export, "--adapters_only", f"--out={exported}"])  # needs no base weights
+    refused = run([*export, f"--out={tmp_path / 'full'}"], expect=2)
+    assert f"{base}, which does not exist" in refused.stderr and "symbolic link" in refused.stderr
+    base.symlink_to(tmp_path / "moved")
     trained = build.from_path(small_config(tiny_policy), str(tmp_path / "first"))
     config = small_config(tiny_policy)
     config = replace(config, model=replace(config.model, path=str(tiny_policy), adapters=str(exported)))

@@ -34,7 +34,7 @@ REF = at_sampled(-1.2, -2.0, -0.5)
 ENTROPY = at_sampled(0.3, 0.6, 0.9)
 # A > 0: min(1.5*2, 1.3*2) = 2.6 (cut), min(.5*2, .8*2) = 1.0 (not cut); A < 0: min(1.1*-1, 1.1*-1) = -1.1.
 TOKENS = (-2.6, -1.0, 1.1)
-FINITE = {"skipped": 0, "bad_in_a_row": 0, "bad_gradient": 0, "learning_rate": 0, WEIGHT: 3}
+FINITE = {"skipped": 0, "nonfinite_in_a_row": 0, "nonfinite_param": 0, "learning_rate": 0, WEIGHT: 3}
 
 
 def loss(logp=LOGP, old=OLD, ref=REF, sampler=OLD, mask=MASK, advantage=ADVANTAGE, **changes):
@@ -151,18 +151,18 @@ def test_the_effective_sample_size_by_hand():
     sampler = at_sampled(-1.0 - math.log(3.0), -2.0 - math.log(0.5), -0.5)
     metrics = {name: ratio.value for name, ratio in loss(sampler=sampler)[1].items()}
     combined = over_updates(
-        [{**metrics, "skipped": 0, "bad_in_a_row": 0, "bad_gradient": 0, "learning_rate": 0, WEIGHT: 3}]
+        [{**metrics, "skipped": 0, "nonfinite_in_a_row": 0, "nonfinite_param": 0, "learning_rate": 0, WEIGHT: 3}]
     )
     assert combined["effective_sample_size"] == pytest.approx(4.5**2 / (3 * 10.25), rel=1e-5)
     by_rollout = loss(sampler=sampler, importance_cap=2.0, importance_level="sequence")[1]  # weights 1.5, 1.5 and 1
     metrics |= {name: by_rollout[name].value for name in ("importance", "importance_squared")}
     combined = over_updates(
-        [{**metrics, "skipped": 0, "bad_in_a_row": 0, "bad_gradient": 0, "learning_rate": 0, WEIGHT: 3}]
+        [{**metrics, "skipped": 0, "nonfinite_in_a_row": 0, "nonfinite_param": 0, "learning_rate": 0, WEIGHT: 3}]
     )
     assert combined["effective_sample_size"] == pytest.approx(4.0**2 / (3 * 5.5), rel=1e-5)
     equal = {name: ratio.value for name, ratio in loss()[1].items()}
     combined = over_updates(
-        [{**equal, "skipped": 0, "bad_in_a_row": 0, "bad_gradient": 0, "learning_rate": 0, WEIGHT: 3}]
+        [{**equal, "skipped": 0, "nonfinite_in_a_row": 0, "nonfinite_param": 0, "learning_rate": 0, WEIGHT: 3}]
     )
     assert combined["effective_sample_size"] == pytest.approx(1) and combined["rejected"] == 0
 

@@ -75,6 +75,7 @@ def program(tmp_path_factory):
         ("--config=nope.py", "No such file or directory: 'nope.py'"),
         ("--config=broken.py", "flags_only: --config: ValueError: unknown key 'rolout'"),
         ("--config=config.py --config.size.row=1", "unknown field 'row' Did you mean \"rows\""),
+        ("--config=config.py --config.rollout.widths=3", "this field is now called config.rollout.num_buckets"),
         ("--config=config.py --config.size.rows=few", "flag --config.size.rows=few: invalid literal"),
     ],
 )

@@ -163,7 +163,9 @@ def test_an_update_without_a_trained_token_moves_nothing(tiny_tokenizer, params,
     before = jax.device_get((state.params, state.optimizer))
     state, metrics = learner.update(state, empty)
     assert same_bits(before, (state.params, state.optimizer)) and int(state.updates) == 1
-    assert (metrics["skipped"], metrics["bad_in_a_row"], metrics[WEIGHT]) == (1, 0, 0) and np.isnan(metrics["entropy"])
+    assert (metrics["skipped"], metrics["nonfinite_in_a_row"], metrics[WEIGHT]) == (1, 0, 0) and np.isnan(
+        metrics["entropy"]
+    )
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
@@ -178,10 +180,10 @@ def test_a_non_finite_update_is_skipped_and_counted(params, learner, fresh_state
     before = jax.device_get((state.params, state.optimizer))
     for row in (1, 2):
         state, metrics = learner.update(state, bad)
-        assert metrics["skipped"] == 1 and metrics["bad_in_a_row"] == row
+        assert metrics["skipped"] == 1 and metrics["nonfinite_in_a_row"] == row
         assert same_bits(before, (state.params, state.optimizer)) and int(state.updates) == 1
     state, metrics = learner.update(state, good)
-    assert metrics["skipped"] == 0 and metrics["bad_in_a_row"] == 0 and int(state.updates) == 2
+    assert metrics["skipped"] == 0 and metrics["nonfinite_in_a_row"] == 0 and int(state.updates) == 2
     assert not same_bits(before[0], state.params)
     assert learner.compilations()["apply"] == 1
 
@@ -359,7 +361,7 @@ def test_shared_rows_in_sixteen_bits(tiny_tokenizer, params):
     """Rounding error grows with the position in a row, so that the update depends on how rows are packed."""
     learning = LearningSection(micro_batch_rows=2, mini_batch_rollouts=12, kl_coefficient=0.1)
     optimizer, n_ids = make_optimizer(learning, 10), tiny_tokenizer.size
-    options = TrainingOptions(48, "bfloat16", remat="none", widths=1)
+    options = TrainingOptions(48, "bfloat16", remat="none", num_buckets=1)
     learner = Learner(CONFIG, learning, optimizer, one_device_mesh(), options, temperature=1.0, n_ids=n_ids)
     batch = on_policy(learner, params, some_batch(12, seed=3, positions=48))
     results = []

@@ -123,6 +123,14 @@ def test_every_difference_is_listed_and_nothing_changes(parts, tmp_path):
     assert listing(tmp_path) == before
 
 
+def test_a_record_under_older_names_is_understood():
+    """After a field is renamed, a run resumes with the default in place of its own value, or is refused for nothing."""
+    now = settings.record(from_mapping({"train": {"dynamic_sampling_rounds": 3}}), {})
+    older = {name: value for name, value in now.items() if name != "train.dynamic_sampling_rounds"}
+    assert settings.differences({**older, "train.redraws": 3}, now) == {}
+    assert settings.differences({**older, "train.redraws": 2}, now) == {"train.dynamic_sampling_rounds": "2, now 3"}
+
+
 def test_settings_that_only_fine_tuning_reads_may_change(parts):
     """A newer config file with another number of epochs for launch/sft.py, and every older run is refused."""
     assert "learning.learning_rate" in parts.settings

@@ -9,7 +9,14 @@ import pytest
 from configs import smoke
 from psearch_jax.config import PRESETS, Config, MeshSection, from_mapping, to_mapping
 from psearch_jax.train.checkpointing import run_config
-from psearch_jax.train.checkpointing.run_config import EXPORTED, PROMPT, config_of, export_files, exported_shape
+from psearch_jax.train.checkpointing.run_config import (
+    EXPORTED,
+    PROMPT,
+    config_of,
+    export_files,
+    exported_shape,
+    tokenizer_of,
+)
 from psearch_jax.types import UserError
 
 
@@ -20,6 +27,16 @@ def exported(directory, config):
     for name, content in export_files(config).items():
         (directory / name).write_bytes(content)
     return config_of(str(directory))
+
+
+def test_the_tokenizer_of_a_moved_run_is_that_of_its_model(tmp_path):
+    """A checkpoint copied to another machine can be asked, but not exported: its tokenizer was in a cold start."""
+    (tmp_path / "model").mkdir()
+    config = from_mapping({"model": {"path": str(tmp_path / "model")}})
+    assert tokenizer_of(config, str(tmp_path / "gone")) == str(tmp_path / "model")
+    assert tokenizer_of(config, str(tmp_path)) == str(tmp_path)
+    chosen = replace(config, model=replace(config.model, tokenizer="/mine"))
+    assert tokenizer_of(chosen, str(tmp_path / "gone")) == "/mine"
 
 
 def test_an_export_is_asked_as_it_was_trained(tmp_path):

@@ -46,6 +46,14 @@ def test_rollouts_without_an_answer_are_treated_as_asked(monkeypatch, unfinished
     assert done.metrics["reward"] == pytest.approx(0.5 - charged)
 
 
+def test_a_group_whose_only_signal_is_masked_carries_none(tiny_policy, monkeypatch):
+    """Dynamic sampling is content with a group of which no token is trained, and leaves out one that is answered."""
+    run = begun(tiny_policy, lambda t: t.sample % 2, **{"rollout.unfinished": "mask"})
+    done = rollouts_of_step(run, next(run.loader), 0, {})
+    assert not any(t.status == "answered" for t in done.trajectories), "a random policy does not answer"
+    assert not done.advantages.any()
+
+
 def test_the_kl_is_that_to_the_policy_of_step_0(tiny_policy, monkeypatch):
     """A reference that moves with the policy, or that is left out: the KL stays 0 and holds nothing back."""
     run = begun(tiny_policy, lambda t: t.sample % 2, **{"learning.learning_rate": 1e-2})

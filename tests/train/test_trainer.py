@@ -163,7 +163,9 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tiny_policy, tmp_path):
 
 def test_a_run_that_turns_bad_stops(tiny_policy, tmp_path):
     """NaN weights saved over good ones, or a night of steps that change nothing."""
-    config = small_config(tiny_policy, **{"train.steps": 8, "learning.max_bad_steps": 2, "eval.questions_per_kind": 0})
+    config = small_config(
+        tiny_policy, **{"train.steps": 8, "learning.max_nonfinite_updates": 2, "eval.questions_per_kind": 0}
+    )
     parts = build.training_run(config)
     parts.begin()
     poisoned = nnx.from_flat_state(
@@ -172,18 +174,20 @@ def test_a_run_that_turns_bad_stops(tiny_policy, tmp_path):
     parts.state = replace(parts.state, params=poisoned)
     with pytest.raises(UserError, match="not finite"):
         trainer.train(parts, tmp_path)
+    causes = [parts.learner.nonfinite_cause({"nonfinite_param": index}) for index in (-1, 0)]
+    assert causes == ["in the loss or the gradient's norm", "first in the gradient of embedding"]
 
 
 def test_bad_updates_inside_a_step_stop_the_run(tiny_policy, tmp_path):
     """The first of two mini-batches is always bad, the last good: a run that ignores half of its data continues."""
-    fields = {"train.steps": 3, "learning.max_bad_steps": 1, "eval.questions_per_kind": 0}
+    fields = {"train.steps": 3, "learning.max_nonfinite_updates": 1, "eval.questions_per_kind": 0}
     parts = build.training_run(small_config(tiny_policy, **fields))
     rewards, poisoned = parts.reward, iter([np.nan] * 4 + [0.0] * 1000)  # of 8 rollouts, in mini-batches of 4
     parts.reward = lambda t: replace(rewards(t), outcome=next(poisoned))
     with pytest.raises(UserError, match="step 0: loss or gradient was not finite in 1 updates in a row"):
         trainer.train(parts, tmp_path)
     (row,) = metrics_without_clocks(tmp_path)
-    assert (row["skipped"], row["bad_in_a_row"]) == (1, 1)
+    assert (row["skipped"], row["nonfinite_in_a_row"]) == (1, 1)
 
 
 def test_a_run_is_not_judged_by_what_it_cannot_do(tiny_policy, tmp_path, caplog):

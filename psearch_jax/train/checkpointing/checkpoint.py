@@ -206,7 +206,7 @@ def check_room(directory: Path, tree: Any, extra: int = 0) -> None:
 
 
 def _rest(state: TrainState) -> tuple[Any, ...]:
-    return state.optimizer, state.updates, state.bad_in_a_row, state.critic
+    return state.optimizer, state.updates, state.nonfinite_in_a_row, state.critic
 
 
 def _by_position(tree: Any) -> dict[str, Any]:
@@ -334,7 +334,10 @@ def _unreadable(checkpoint: Path, item: str, error: Exception) -> UserError:
 
 
 def load_params(
-    path: str | Path, place: Callable[[nnx.State], nnx.State] | None = None, dtype: Any = jnp.float32
+    path: str | Path,
+    place: Callable[[nnx.State], nnx.State] | None = None,
+    dtype: Any = jnp.float32,
+    with_base: bool = True,
 ) -> tuple[DecoderConfig, nnx.State, dict[str, Any]]:
     """Shape, parameters and loop record of a checkpoint, for export and evaluation.
 
@@ -344,6 +347,7 @@ def load_params(
       path: one checkpoint, or a run directory for its newest readable one.
       place: maps the abstract parameters to their shardings; default: the first device.
       dtype: of the parameters of a run without adapters, converted from float32 while they are loaded.
+      with_base: load the base weights of adapters, too.
 
     Raises:
       UserError: no checkpoint can be read, or the adapters' base weights are not at their recorded path.
@@ -351,7 +355,7 @@ def load_params(
     candidates = processes.broadcast(lambda: find_checkpoints(path))
     for checkpoint in candidates:
         try:
-            return processes.all_or_none(lambda: _load_params(absolute(checkpoint), place, dtype))  # noqa: B023
+            return processes.all_or_none(lambda: _load_params(absolute(checkpoint), place, dtype, with_base))  # noqa: B023
         except Damaged as error:
             if checkpoint == candidates[-1]:
                 raise
@@ -369,7 +373,7 @@ def on_host(abstract: nnx.State) -> nnx.State:
 
 
 def _load_params(
-    checkpoint: Path, place: Callable[[nnx.State], nnx.State] | None, dtype: Any
+    checkpoint: Path, place: Callable[[nnx.State], nnx.State] | None, dtype: Any, with_base: bool
 ) -> tuple[DecoderConfig, nnx.State, dict[str, Any]]:
     loop = read_loop(checkpoint)
     try:
@@ -386,7 +390,7 @@ def _load_params(
     except Exception as error:  # a damaged file can raise anything
         raise _unreadable(checkpoint, "params", error) from error
     params = decoder.with_values(abstract, values)
-    if record:
+    if record and with_base:
         params = lora.join_adapters(_base(config, loop, place, checkpoint), params)
     return config, params, loop
 
@@ -438,7 +442,10 @@ def _base(
         return decoder.random_params(config, record["seed"], dtype, place)
     there = hf.locate_recorded_model(record["path"], record.get("name", ""))
     if there is None:
-        raise UserError(f"{checkpoint}: its adapters belong to the weights in {record['path']}, which does not exist")
+        raise UserError(
+            f"{checkpoint}: its adapters belong to the weights in {record['path']}, which does not exist; accepted: "
+            "these weights at that path, of which a symbolic link will do"
+        )
     where = hf.resolve(there)
     known = loop.get("settings", {}).get("model.path", {}).get("is")
     if known and settings.fingerprint(where, settings.WEIGHTS) != known:

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 
 from psearch_jax.config import Config, DecoderConfig, MeshSection, from_mapping, to_mapping
+from psearch_jax.models import hf
 from psearch_jax.runtime.paths import absolute, locate, read_json
 from psearch_jax.sharding import can_regroup, mesh_sizes
 from psearch_jax.text.prompts import load_template, packaged_templates
@@ -64,6 +65,13 @@ def has_checkpoints(model: str) -> bool:
     path = locate(model)
     in_hf_format = (path / "config.json").is_file() and not (path / "checkpoints").is_dir()
     return model != "toy" and path.is_dir() and not in_hf_format
+
+
+def tokenizer_of(config: Config, recorded: str) -> str:
+    """The tokenizer that a checkpoint records; if this machine lacks it, the one of the run's initial weights."""
+    if config.model.tokenizer or not Path(recorded).is_absolute():
+        return config.model.tokenizer or recorded
+    return hf.locate_recorded_model(recorded, config.model.path, "tokenizer_config.json") or recorded
 
 
 def exported_shape(shape: DecoderConfig, tokenizer: str | Path) -> DecoderConfig:

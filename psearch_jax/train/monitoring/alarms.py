@@ -157,12 +157,11 @@ class Misled:
 
 def check_finite(run: Run, workdir: Path, step: int, metrics: Mapping[str, float]) -> None:
     """Raises UserError if too many updates in a row, or all rollouts of a step, were not finite."""
-    bad = int(max(metrics.get(f"{who}bad_in_a_row", 0) for who in ("", CRITIC)))
-    if bad >= run.config.learning.max_bad_steps:
+    count = int(max(metrics.get(f"{who}nonfinite_in_a_row", 0) for who in ("", CRITIC)))
+    if count >= run.config.learning.max_nonfinite_updates:
         raise UserError(
-            f"step {step}: loss or gradient was not finite in {bad} updates in a row, first in the gradient of "
-            f"{_first_nonfinite_param(run, metrics)}; lower its learning rate, or look at "
-            f"{workdir}/trajectories/{step:06d}.jsonl"
+            f"step {step}: loss or gradient was not finite in {count} updates in a row, "
+            f"{_nonfinite_cause(run, metrics)}, or look at {workdir}/trajectories/{step:06d}.jsonl"
         )
     if metrics["status/not_finite"] == 1:  # gradients do not show this: every rollout is masked
         raise UserError(
@@ -171,11 +170,12 @@ def check_finite(run: Run, workdir: Path, step: int, metrics: Mapping[str, float
         )
 
 
-def _first_nonfinite_param(run: Run, metrics: Mapping[str, float]) -> str:
-    """The first parameter whose gradient was not finite in the updates that produced `metrics`."""
-    if run.critic is None or metrics.get("bad_in_a_row", 0) >= metrics[f"{CRITIC}bad_in_a_row"]:
-        return run.learner.first_nonfinite_param(metrics)
-    return CRITIC + run.critic.first_nonfinite_param({"bad_gradient": metrics[f"{CRITIC}bad_gradient"]})
+def _nonfinite_cause(run: Run, metrics: Mapping[str, float]) -> str:
+    """What was not finite in the updates that produced `metrics`, and the learning rate to lower."""
+    if run.critic is None or metrics.get("nonfinite_in_a_row", 0) >= metrics[f"{CRITIC}nonfinite_in_a_row"]:
+        return f"{run.learner.nonfinite_cause(metrics)}; lower learning.learning_rate"
+    of_critic = {"nonfinite_param": metrics[f"{CRITIC}nonfinite_param"]}
+    return f"{run.critic.nonfinite_cause(of_critic)} of the critic; lower critic.learning_rate"
 
 
 def probe(run: Run, step: int, rolled: Sequence[Trajectory]) -> dict[str, float]:

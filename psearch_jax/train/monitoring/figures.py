@@ -133,8 +133,8 @@ def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
         if f"{who}loss" not in metrics:
             continue
         metrics[f"{who}skipped"] = sum(u[f"{who}skipped"] for u in updates)
-        worst = max(updates, key=lambda u: u[f"{who}bad_in_a_row"])  # noqa: B023  a finite update resets the count
-        metrics |= {f"{who}{name}": worst[f"{who}{name}"] for name in ("bad_in_a_row", "bad_gradient")}
+        worst = max(updates, key=lambda u: u[f"{who}nonfinite_in_a_row"])  # noqa: B023  a finite update resets the count
+        metrics |= {f"{who}{name}": worst[f"{who}{name}"] for name in ("nonfinite_in_a_row", "nonfinite_param")}
         metrics[f"{who}learning_rate"] = updates[-1][f"{who}learning_rate"]
     return metrics
 

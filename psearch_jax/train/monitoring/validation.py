@@ -7,12 +7,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from psearch_jax.eval.benchmarks import PAIRS, is_paired
 from psearch_jax.eval.evaluate import evaluate
 from psearch_jax.eval.scores import by_kind, score, summarise
-from psearch_jax.runtime import processes
+from psearch_jax.runtime import processes, progress
 from psearch_jax.train.monitoring.records import write_json
 from psearch_jax.train.run import Run
 
@@ -25,22 +23,21 @@ def measured(run: Run, temperature: float) -> dict[str, dict[str, float]]:
 
     The closed world's minimal pairs are summarised separately. Random keys do not depend on the training seed.
     """
-    bar = tqdm(total=len(run.evaluation), unit="question", leave=False, disable=not processes.on_terminal())
 
-    def progress(done: int, own: int) -> None:
-        bar.update(done * len(run.evaluation) // max(own, 1) - bar.n)
+    def on_progress(done: int, own: int) -> None:
+        progress.reach(done * len(run.evaluation) // max(own, 1))
         run.stop.check()
 
-    trajectories = evaluate(
-        run.collector,
-        run.sampling_weights(),
-        run.evaluation,
-        seed=run.config.eval.seed,
-        step=EVAL_STEP,
-        temperature=temperature,
-        progress=progress,
-    )
-    bar.close()
+    with progress.step("evaluation", len(run.evaluation), patient=True):
+        trajectories = evaluate(
+            run.collector,
+            run.sampling_weights(),
+            run.evaluation,
+            seed=run.config.eval.seed,
+            step=EVAL_STEP,
+            temperature=temperature,
+            progress=on_progress,
+        )
     scores = [score(t) for t in trajectories]
     pairs = [s for s in scores if is_paired(s.source)]
     others = [s for s in scores if not is_paired(s.source)]
