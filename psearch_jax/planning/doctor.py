@@ -304,7 +304,11 @@ def passages(config: Config) -> str | None:
     """Checks that the retriever answers, and measures how fast."""
     if not needs_retriever(config):
         return "none: the run does not search"
-    world = ClosedWorld.make(config.data.world_seed) if config.data.source == CLOSED_WORLD else None
+    world = (
+        ClosedWorld.make(config.data.world_seed, names=config.data.world_names)
+        if config.data.source == CLOSED_WORLD
+        else None
+    )
     if not (world or config.retrieval.passages):
         return None
     retriever = build.retriever_of(config, world, retry_deadline_s=0.0)

@@ -69,23 +69,26 @@ def micro_batches(
     Args:
       per_row: maximum trajectories in a row; None: any number.
     """
-    n = np.sort(batch.length[batch.length > 0])[::-1].tolist()
-    most = per_row or 0  # 0: any number, and no need to count
-    candidates = [_shrunk(_opened(n, widths, least, rows, most), n, widths, rows, most) for least in widths]
+    lengths = np.sort(batch.length[batch.length > 0])[::-1].tolist()
+    max_per_row = per_row or 0  # 0: any number, and no need to count
+    candidates = [
+        _shrunk(_opened(lengths, widths, min_width, rows, max_per_row), lengths, widths, rows, max_per_row)
+        for min_width in widths
+    ]
     # Rows of several widths were opened one at a time, so packing into all of them at once can fail. With rows of
     # one width it always succeeds.
-    candidates = [taken for taken in candidates if _fitted(n, taken, rows, most) is not None]
-    taken = min(candidates, key=lambda taken: _cost(taken, widths[-1]))
+    fitting = [candidate for candidate in candidates if _fitted(lengths, candidate, rows, max_per_row) is not None]
+    row_widths = min(fitting, key=lambda candidate: _cost(candidate, widths[-1]))
     order = [int(i) for i in np.argsort(-batch.length, kind="stable") if batch.length[i] > 0]
-    bins = _fitted(n, taken, rows, most)
+    bins = _fitted(lengths, row_widths, rows, max_per_row)
     assert bins is not None, "the chosen widths were checked to fit"
-    places: list[list[Place]] = [[] for _ in taken]
+    places: list[list[Place]] = [[] for _ in row_widths]
     used: dict[int, int] = {}
     for i, at in zip(order, bins, strict=True):
         micro_batch, row = divmod(at, rows)
         places[micro_batch].append(Place(i, row, used.get(at, 0)))
         used[at] = used.get(at, 0) + int(batch.length[i])
-    return [(own, _packed(batch, own, rows, width)) for own, width in zip(places, taken, strict=True)]
+    return [(own, _packed(batch, own, rows, width)) for own, width in zip(places, row_widths, strict=True)]
 
 
 def padding(pieces: Sequence[tuple[list[Place], MicroBatch]]) -> float:
@@ -94,59 +97,61 @@ def padding(pieces: Sequence[tuple[list[Place], MicroBatch]]) -> float:
     return 1 - real / max(total, 1)
 
 
-def _cost(taken: Sequence[int], context: int) -> float:
+def _cost(row_widths: Sequence[int], context: int) -> float:
     """Cost of micro-batches in positions: sum of w * (1 + w / (4 * context)), as attention adds up to a quarter."""
-    return sum(width + width**2 / (4 * context) for width in taken)
+    return sum(width + width**2 / (4 * context) for width in row_widths)
 
 
-def _opened(n: Sequence[int], widths: Sequence[int], least: int, rows: int, most: int) -> list[int]:
-    """Widths, widest first, of micro-batches that hold lengths `n` (descending) in rows of at least `least`."""
+def _opened(lengths: Sequence[int], widths: Sequence[int], min_width: int, rows: int, max_per_row: int) -> list[int]:
+    """Widths, widest first, of micro-batches that hold `lengths` (descending) in rows of at least `min_width`."""
     room: list[tuple[int, int]] = []  # of each open row its free positions and trajectories, by free positions
     opened = []
-    for length in n:
+    for length in lengths:
         at = bisect.bisect_left(room, (length,))
         if at == len(room):
-            opened.append(pick(widths, max(length, least)))
+            opened.append(pick(widths, max(length, min_width)))
             free, shared = opened[-1], 0
         else:
             free, shared = room.pop(at)
-        if not most or shared + 1 < most:
-            bisect.insort(room, (free - length, shared + bool(most)))
+        if not max_per_row or shared + 1 < max_per_row:
+            bisect.insort(room, (free - length, shared + bool(max_per_row)))
     return sorted(opened, reverse=True)[::rows]
 
 
-def _fitted(n: Sequence[int], taken: Sequence[int], rows: int, most: int) -> list[int] | None:
-    """Best fit: the row of each length of `n` (descending), the fullest with room for it; None if one does not fit.
+def _fitted(lengths: Sequence[int], row_widths: Sequence[int], rows: int, max_per_row: int) -> list[int] | None:
+    """Best fit: the row of each of `lengths` (descending), the fullest with room for it; None if one does not fit.
 
-    Rows are numbered across the micro-batches, `rows` in each. A row has room for at most `most` lengths (0: any
-    number).
+    Rows are numbered across the micro-batches, `rows` in each. `max_per_row` is the number of lengths that a row has
+    room for (0: any number).
     """
     # As in `_opened`: of equally full rows, the one with fewer lengths.
-    room = sorted((width, 0, row) for row, width in enumerate(width for width in taken for _ in range(rows)))
+    room = sorted((width, 0, row) for row, width in enumerate(width for width in row_widths for _ in range(rows)))
     out = []
-    for length in n:
+    for length in lengths:
         at = bisect.bisect_left(room, (length,))
         if at == len(room):
             return None
         free, shared, row = room.pop(at)
         out.append(row)
-        if not most or shared + 1 < most:
-            bisect.insort(room, (free - length, shared + bool(most), row))
+        if not max_per_row or shared + 1 < max_per_row:
+            bisect.insort(room, (free - length, shared + bool(max_per_row), row))
     return out
 
 
-def _shrunk(taken: list[int], n: Sequence[int], widths: Sequence[int], rows: int, most: int) -> list[int]:
+def _shrunk(
+    row_widths: list[int], lengths: Sequence[int], widths: Sequence[int], rows: int, max_per_row: int
+) -> list[int]:
     """Narrows or removes micro-batches while all lengths fit, trying the largest savings first."""
     changes = sorted(((old - new, old, new) for old in widths for new in (0, *widths) if new < old), reverse=True)
     for _, old, new in changes:
-        while old in taken:
-            fewer = list(taken)
+        while old in row_widths:
+            fewer = list(row_widths)
             fewer.remove(old)
             fewer = sorted([*fewer, new] if new else fewer, reverse=True)
-            if sum(fewer) * rows < sum(n) or _fitted(n, fewer, rows, most) is None:
+            if sum(fewer) * rows < sum(lengths) or _fitted(lengths, fewer, rows, max_per_row) is None:
                 break
-            taken = fewer
-    return taken
+            row_widths = fewer
+    return row_widths
 
 
 def _packed(batch: TrainBatch, places: Sequence[Place], rows: int, width: int) -> MicroBatch:

@@ -124,7 +124,7 @@ def test_every_difference_is_listed_and_nothing_changes(parts, tmp_path):
 
 
 def test_a_record_under_older_names_is_understood():
-    """After a field is renamed, a run resumes with the default in place of its own value, or is refused for nothing."""
+    """After a field is renamed, a run resumes with its default, or is refused although nothing changed."""
     now = settings.record(from_mapping({"train": {"dynamic_sampling_rounds": 3}}), {})
     older = {name: value for name, value in now.items() if name != "train.dynamic_sampling_rounds"}
     assert settings.differences({**older, "train.redraws": 3}, now) == {}
