@@ -57,6 +57,9 @@ EXTRAS = {
     ],
 }
 
+# Folders that an installation contains as packages.
+FOLDERS = {"launch": "launch", "configs": "configs", "configs.machines": "configs/machines"}
+
 setup(
     name="psearch_jax",
     version="0.1.0",
@@ -78,10 +81,10 @@ setup(
     python_requires=">=3.11",
     packages=[
         *find_packages(include=["psearch_jax", "psearch_jax.*", "retrieval", "retrieval.*"]),
-        *(["psearch_jax.programs.launch", "psearch_jax.programs.configs"] if PROGRAMS else []),
+        *([f"psearch_jax.programs.{name}" for name in FOLDERS] if PROGRAMS else []),
     ],
     # Programs find the recipes next to their own folder, in a checkout and where they are installed.
-    package_dir={"psearch_jax.programs.launch": "launch", "psearch_jax.programs.configs": "configs"},
+    package_dir={f"psearch_jax.programs.{name}": path for name, path in FOLDERS.items()},
     package_data={
         "psearch_jax": [
             "py.typed",

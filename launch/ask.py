@@ -141,10 +141,16 @@ def ask(question: str, answerers: Mapping[str, Answerer], shown: Shown) -> bool:
         result = results[method] = AnswerSummary()
         if len(answerers) > 1 and not JSON.value:
             shown.line(f"{method}:")
-        for event in answerer.answer(question, TEMPERATURE.value, SEED.value):
-            result.add(event)
+        try:
+            for event in answerer.answer(question, TEMPERATURE.value, SEED.value):
+                result.add(event)
+                if not JSON.value:
+                    shown.show(event)
+        except UserError as error:
             if not JSON.value:
-                shown.show(event)
+                raise
+            print(f"ask: {error}", file=sys.stderr)
+            result.error = str(error)  # a line for every question
         if JSON.value:
             print(json.dumps({"method": method, **as_json(question, result)}), flush=True)
         else:

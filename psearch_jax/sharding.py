@@ -35,14 +35,19 @@ COMPUTE: Mapping[str, MeshAxes] = {**_TENSOR, "rows": ROWS, "positions": "tensor
 _STAND_IN: contextvars.ContextVar[bool] = contextvars.ContextVar("stand_in", default=False)
 
 
+def on_cpus(mesh: Mesh) -> bool:
+    """Whether the mesh has CPU devices that stand in for no others."""
+    return mesh.devices.flat[0].platform == "cpu" and not _STAND_IN.get()
+
+
 def is_one_cpu(mesh: Mesh) -> bool:
     """Whether the mesh is a single CPU device, for which some matrix products and copies have other layouts."""
-    return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" and not _STAND_IN.get()
+    return mesh.size == 1 and on_cpus(mesh)
 
 
 @contextlib.contextmanager
 def stand_in() -> Iterator[None]:
-    """Inside this context a CPU stands in for another device: `is_one_cpu` is false."""
+    """Inside this context CPUs stand in for other devices: `on_cpus` and `is_one_cpu` are false."""
     token = _STAND_IN.set(True)
     try:
         yield

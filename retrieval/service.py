@@ -85,7 +85,7 @@ class RetrievalService:
         Raises `CorpusError` when one is damaged or its encoder does not match.
         """
         service = cls(*open_index(directories), cache_size, cache_bytes)
-        paths = [Path(name) for name in os.fspath(directories).split(",")]
+        paths = [Path(name.strip()) for name in os.fspath(directories).split(",")]
         service._name = ",".join(path.name for path in paths)
         service._fingerprint = json.loads((paths[0] / NAME).read_bytes())["corpus_sha256"]
         return service

@@ -68,8 +68,9 @@ def main(argv: Sequence[str]) -> None:
     columns += ["sampling s", "learning s", "step s"]
     rows = [[*columns, "gain"]]
     for line in lines:
-        base = next(one for one in lines if (one["machine"], one["slots"]) == (line["machine"], line["slots"]))
-        rows.append([*(_shown(line[name]) for name in columns), f"{base['step s'] / line['step s']:.2f}"])
+        same = [one for one in lines if (one["machine"], one["slots"]) == (line["machine"], line["slots"])]
+        base = next((one["step s"] for one in same if not one["staleness"]), None)
+        rows.append([*(_shown(line[name]) for name in columns), f"{base / line['step s']:.2f}" if base else ""])
     print(table(rows))
 
 

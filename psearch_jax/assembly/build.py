@@ -151,8 +151,9 @@ def engine(
         params = lora.join_adapters(params, first_adapters(config, model, mesh))
     if not training and lora.split_adapters(params)[1] is None:  # the config may ask for adapters that are not loaded
         config = replace(config, model=replace(config.model, lora_rank=0))
-    check_heads(mesh, model.heads)
-    check_heads(rollout_mesh, model.heads, "rollout_tensor")
+    if training:
+        check_heads(mesh, model.heads)
+    check_heads(rollout_mesh, model.heads, "rollout_tensor" if config.mesh.rollout_tensor else "tensor")
     check_context(config, model)
     check_rows(rollout_mesh, rollout__slots=config.rollout.slots)
     check_shares(config, training, jax.process_count())
@@ -169,9 +170,7 @@ def engine(
     if retriever is None and needs_retriever(config):
         with progress.step("opening the passages"):
             retriever = retriever_of(config, world)
-    collector = Collector(
-        sampler, tokenizer, retriever, _renderer(config, tokenizer), config.rollout, config.retrieval
-    )
+    collector = Collector(sampler, tokenizer, retriever, renderer(config, tokenizer), config.rollout, config.retrieval)
     if Path(tokenizer_path).is_dir():  # checkpoints record it, and may be read from another working directory
         tokenizer_path = str(Path(tokenizer_path).resolve())
     return Engine(config, model, tokenizer, str(tokenizer_path), path, mesh, params, collector, world)
@@ -183,7 +182,7 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
     Args:
       retriever: default: the one that the config names.
     """
-    _check_template(with_method(config))  # before loading weights, which may take minutes
+    check_template(with_method(config))  # before loading weights, which may take minutes
     parts = engine(config, training=True, retriever=retriever)
     given, config = config, parts.config
     log.info(parts.describe())
@@ -329,7 +328,7 @@ def retriever_of(config: Config, world: ClosedWorld | None, retry_deadline_s: fl
     return RetrievalService.from_corpus(world.passages, **cache)
 
 
-def _renderer(config: Config, tokenizer: Tokenizer) -> Callable[[Question], list[int]]:
+def renderer(config: Config, tokenizer: Tokenizer) -> Callable[[Question], list[int]]:
     if config.data.prompt == "row":
         if config.method in ("search_r1", "r1"):  # such as the published file's, which ask for several sub-queries
             log.warning(
@@ -348,7 +347,7 @@ def _renderer(config: Config, tokenizer: Tokenizer) -> Callable[[Question], list
     return lambda question: render_prompt(tokenizer, template, question.text)
 
 
-def _check_template(config: Config) -> None:
+def check_template(config: Config) -> None:
     """Refuses a prompt template that the compat reward cannot parse; prompts of data rows are checked when scored."""
     if config.reward.profile == "compat" and config.data.prompt == "template":
         name = config.data.template

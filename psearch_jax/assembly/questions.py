@@ -43,17 +43,22 @@ def questions_of(config: Config, world: ClosedWorld | None) -> tuple[Sequence[Qu
             leaked = len(overlap(asked, train))
             if leaked:
                 log.warning("%d of the %d validation questions are also training questions", leaked, len(asked))
-        kind, _ = best_metric(config.eval.best_metric)
-        if config.eval.every_steps and kind not in ("all", *(q.kind for q in asked)):
-            kinds = ", ".join(dict.fromkeys(q.kind for q in asked))
-            raise UserError(
-                f"config.eval.best_metric: found {config.eval.best_metric!r}, but no validation question is of that "
-                f"kind, accepted: a metric over all questions, or over one of {kinds}"
-            )
+        check_best_metric(config, asked)
         return train, asked
     train = training_questions(config, world)
     count = config.eval.questions_per_kind
     return train, [q for name in (PAIRS, *KINDS) for q in closed_world_benchmark(world, name, count)] if count else []
+
+
+def check_best_metric(config: Config, asked: Sequence[Question]) -> None:
+    """Raises `UserError` if the best checkpoint is chosen by a kind of which there is no validation question."""
+    kind, _ = best_metric(config.eval.best_metric)
+    if config.eval.every_steps and kind not in ("all", *(q.kind for q in asked)):
+        kinds = ", ".join(dict.fromkeys(q.kind for q in asked))
+        raise UserError(
+            f"config.eval.best_metric: found {config.eval.best_metric!r}, but no validation question is of that "
+            f"kind, accepted: a metric over all questions, or over one of {kinds}"
+        )
 
 
 def training_questions(config: Config, world: ClosedWorld) -> list[Question]:

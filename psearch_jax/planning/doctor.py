@@ -18,9 +18,11 @@ from packaging.requirements import Requirement
 
 from psearch_jax.assembly import build
 from psearch_jax.assembly.inputs import missing_inputs, needs_retriever
+from psearch_jax.assembly.policies import with_adapter_shape
+from psearch_jax.assembly.questions import check_best_metric
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.config import Config, with_method
-from psearch_jax.data.held_out import hold_out
+from psearch_jax.data.held_out import hold_out, pick
 from psearch_jax.data.prepared import are_there, kinds_of, open_questions
 from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.limits import validate
@@ -31,9 +33,10 @@ from psearch_jax.runtime.accelerators import GIB, Chip, chip_of
 from psearch_jax.runtime.cli import CACHE_VARIABLE, DEFAULT_CACHE
 from psearch_jax.runtime.paths import is_remote, locate, packaged
 from psearch_jax.sharding import described, make_meshes
-from psearch_jax.text.prompts import load_template, render_prompt
+from psearch_jax.text.prompts import load_template
 from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.train.checkpointing.checkpoint import find_checkpoint
+from psearch_jax.train.checkpointing import settings as recorded
+from psearch_jax.train.checkpointing.checkpoint import find_checkpoint, read_loop
 from psearch_jax.types import ITEM, Question, UserError
 from retrieval.memory import available_memory
 from retrieval.protocol import CorpusError, RetrievalError
@@ -94,7 +97,7 @@ def _checks(config: Config, workdir: str, root: Path) -> Iterator[Finding]:
     if plans:
         yield from guarded("disk", lambda: disk(config, plans[0], workdir))
     yield from guarded("cache", cache)
-    yield from guarded("workdir", lambda: resumes(workdir))
+    yield from guarded("workdir", lambda: resumes(config, workdir))
 
 
 def guarded(name: str, look: Callable[[], str | None]) -> Iterator[Finding]:
@@ -154,8 +157,15 @@ def devices(root: Path = Path("/")) -> str:
     if used[0].platform != "cpu" or os.environ.get("JAX_PLATFORMS") == "cpu":
         return text
     for sign, extra in SIGNS:
-        if (root / sign.lstrip("/")).exists():
-            raise UserError(f"{text}, although {sign} exists: `pip install -e '.[{extra}]'`")
+        if not (root / sign.lstrip("/")).exists():
+            continue
+        if extra == "cuda" and plugins:
+            raise UserError(
+                f"{text}, although {sign} exists and {plugins[0]} is installed: check CUDA_VISIBLE_DEVICES, and the "
+                "driver with nvidia-smi (CUDA 13 needs 580 or newer; for an older one, uninstall the plugin and "
+                "`pip install -e '.[cuda12]'`)"
+            )
+        raise UserError(f"{text}, although {sign} exists: `pip install -e '.[{extra}]'`")
     return text
 
 
@@ -232,6 +242,7 @@ def questions(config: Config, load: Load) -> str | None:
     """The number of questions for training and for validation."""
     data = config.data
     if data.source == CLOSED_WORLD:
+        _check_count(config, data.world_questions)
         return f"{data.world_questions} from the closed world"
     if not data.source or not are_there(data.source):
         return None
@@ -241,14 +252,19 @@ def questions(config: Config, load: Load) -> str | None:
         train, held = hold_out(train, data.validation_share)
     if data.validation:
         held = load(data.validation)
-    if len(train) < config.train.prompts:
-        raise UserError(
-            f"{data.source}: found {len(train)} questions for steps of {config.train.prompts}, accepted: more "
-            f"questions{_smaller_steps(config, len(train))}"
-        )
+    _check_count(config, len(train))
+    check_best_metric(config, pick(held, config.eval.questions_per_kind))
     epochs = config.train.steps * config.train.prompts / len(train)
     validation = f", {len(held)} for validation" if held else ""
     return f"{len(train)} in {data.source} ({kinds}), seen {epochs:.2g} times{validation}"
+
+
+def _check_count(config: Config, count: int) -> None:
+    if count < config.train.prompts:
+        raise UserError(
+            f"{config.data.source}: found {count} questions for steps of {config.train.prompts}, accepted: more "
+            f"questions{_smaller_steps(config, count)}"
+        )
 
 
 def _kinds(config: Config, train: Sequence[Question]) -> str:
@@ -277,22 +293,24 @@ def prompt(config: Config, load: Load, tokenizers: Sequence[Tokenizer]) -> str |
       tokenizers: the tokenizer, if it is already loaded.
     """
     data, limit = config.data, config.rollout.prompt_tokens
-    if data.prompt == "row":
-        return "from the rows of the questions"
-    template = load_template(data.template)
+    build.check_template(config)
+    name = "the prompts of the rows" if data.prompt == "row" else data.template
+    if data.prompt != "row":
+        load_template(data.template)
     directory = packaged(config.model.tokenizer or config.model.path)
     is_file = data.source != CLOSED_WORLD and data.source and are_there(data.source)
     if not (is_file and directory and Path(directory).is_dir()):
-        return data.template
+        return name
     tokenizer, asked = tokenizers[0] if tokenizers else Tokenizer.load(directory), load(data.source)
-    lengths = [len(render_prompt(tokenizer, template, asked[i].text)) for i in range(min(len(asked), PROMPTS))]
+    render = build.renderer(config, tokenizer)
+    lengths = [len(render(asked[i])) for i in range(min(len(asked), PROMPTS))]
     if max(lengths) > limit:
         over = sum(length > limit for length in lengths)
         raise UserError(
-            f"{data.template}: {over} of the first {len(lengths)} prompts exceed config.rollout.prompt_tokens={limit} "
+            f"{name}: {over} of the first {len(lengths)} prompts exceed config.rollout.prompt_tokens={limit} "
             f"(the longest has {max(lengths)} tokens); accepted: a shorter template, or more prompt_tokens"
         )
-    text = f"{data.template}, up to {max(lengths)} of {limit} tokens"
+    text = f"{name}, up to {max(lengths)} of {limit} tokens"
     texts = " ".join(asked[i].text for i in range(len(lengths)))
     per_byte = len(tokenizer.encode_foreign(texts)) / len(texts.encode())
     if per_byte > MANY_TOKENS:
@@ -357,11 +375,26 @@ def cache() -> str:
     return f"{place} caches compiled programs"
 
 
-def resumes(workdir: str) -> str:
-    """Whether the run starts anew or resumes."""
-    if not locate(workdir).is_dir():
+def resumes(config: Config, workdir: str) -> str:
+    """Whether the run starts anew or resumes, with the same settings, and can write its files."""
+    place = locate(workdir)
+    if not is_remote(place):
+        existing = next(p for p in (Path(place).absolute(), *Path(place).absolute().parents) if p.exists())
+        if not (existing.is_dir() and os.access(existing, os.W_OK)):
+            raise UserError(
+                f"--workdir={workdir}: {existing} is not a writable directory, accepted: another --workdir"
+            )
+    if not place.is_dir():
         return f"{workdir}: starts a new run"
     try:
-        return f"{workdir}: resumes after step {find_checkpoint(workdir).name}"
+        step = find_checkpoint(workdir)
     except UserError:
         return f"{workdir}: starts a new run; it contains no checkpoint"
+    loop = read_loop(step)
+    now = recorded.record(with_adapter_shape(config), {}, unused="sft")  # contents of files are compared at the start
+    if changes := recorded.differences(loop.get("settings"), now):
+        raise UserError(
+            f"{workdir}: after step {step.name} this run would resume with other settings, "
+            f"{recorded.described(changes)}; accepted: the original settings, or --allow_changes"
+        )
+    return f"{workdir}: resumes after step {step.name}"

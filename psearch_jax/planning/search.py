@@ -103,10 +103,12 @@ def search(
             else:
                 too_large.append(choice)
 
+    processes = len({device.process_index for device in target.devices})
     any_sampler = {"mesh.rollout_tensor": 0, "rollout.slots": chips}  # which every mesh divides
     for learner in fitting(_learner_choices(config, tensors, chips), LEARNING, any_sampler):
         tensor = learner.changes["mesh.tensor"]
-        for sampler in fitting(_sampler_choices(config, tensor, tensors, chips), SAMPLING, learner.changes):
+        choices = _sampler_choices(config, tensor, tensors, chips, processes)
+        for sampler in fitting(choices, SAMPLING, learner.changes):
             return Settings(learner.changes | sampler.changes, sampler.seconds | learner.seconds)
         failed.add(tensor)
     return None
@@ -123,12 +125,14 @@ def _from_the_fastest(seconds: Sequence[float]) -> list[int]:
     return order + sorted(similar)
 
 
-def _sampler_choices(config: Config, tensor: int, tensors: Sequence[int], chips: int) -> Iterator[Changes]:
-    """From few slots to many: more of them only pay if they save time."""
+def _sampler_choices(
+    config: Config, tensor: int, tensors: Sequence[int], chips: int, processes: int
+) -> Iterator[Changes]:
+    """From few slots to many: more of them only pay if they save time. Every process has the same number."""
     rollouts = config.train.prompts * config.rollout.samples
     nested = [t for t in tensors if t % tensor == 0 or tensor % t == 0]
     for slots, rollout_tensor in sorted((n * chips // t, t) for n, t in itertools.product(SLOTS, nested)):
-        if slots <= rollouts:
+        if slots <= rollouts and slots % processes == 0:
             yield {**_mesh(tensor), "mesh.rollout_tensor": rollout_tensor, "rollout.slots": slots}
 
 

@@ -50,6 +50,7 @@ from psearch_jax.sharding import (
     ROWS,
     SAMPLING,
     is_one_cpu,
+    on_cpus,
     param_shardings,
     placed,
     put,
@@ -90,8 +91,8 @@ class Sampler:
         draw: Draw = random_draw,
     ):
         self.config, self.mesh, self.options = config, mesh, options
-        on_cpu, dtype = mesh.devices.flat[0].platform == "cpu", options.dtype
-        activations = jnp.float32 if on_cpu else dtype  # see models/products.py
+        dtype = options.dtype
+        activations = jnp.float32 if on_cpus(mesh) else dtype  # see models/products.py
         self._on_one_cpu = is_one_cpu(mesh)
         # Int8 kernels are converted at each step whatever their layout, so they are not transposed.
         multiplies_16_bits = dtype != jnp.float32 and platforms.cpu_multiplies(dtype)
@@ -104,7 +105,7 @@ class Sampler:
             n_ids=n_ids,
             answered_state=states,  # an extra, absorbing state that completes no tag
             cache_dtype=jnp.int8 if options.int8_cache else activations,
-            k_transposed=on_cpu,
+            k_transposed=mesh.devices.flat[0].platform == "cpu",
             left_operands=left_operands,
             # XLA for CPUs cannot slice 16 bits: in every call it would convert the stacks of all layers to float32.
             chunks_unstacked=self._on_one_cpu and dtype != jnp.float32 and not options.int8_weights,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,8 +46,9 @@ _PEAKS = {  # FLOPs, bytes per second from memory, and to another GPU of the hos
 # By the name in --topology, which is for example "h200:8" for eight on one host. Memory is the share that a process
 # may use with XLA_PYTHON_CLIENT_MEM_FRACTION=.92.
 GPUS = {name: Chip(int(0.92 * MIB[name] * 2**20), *peaks) for name, peaks in _PEAKS.items()}
-# Substrings of the GPU name that the driver reports, in the order in which they are tried.
+# Words of the GPU name that the driver reports. The figures are of cards with SXM sockets, where there are several.
 _NAMES = (("H200", "h200"), ("H100", "h100"), ("A100", "a100-80"), ("L4", "l4"), ("T4", "t4"))
+_OTHER_CARDS = {"PCIe", "NVL"}
 
 
 def chip_of(device: Any) -> Chip | None:
@@ -56,7 +58,8 @@ def chip_of(device: Any) -> Chip | None:
     """
     kind = device.device_kind
     if device.platform == "gpu":
-        return next((GPUS[chip] for name, chip in _NAMES if name in kind.replace("L40", "")), None)
+        words = set(re.split(r"[\s-]+", kind))
+        return None if words & _OTHER_CARDS else next((GPUS[chip] for name, chip in _NAMES if name in words), None)
     return CHIPS.get(kind)
 
 

@@ -167,6 +167,8 @@ def read_token(path: str, name: str) -> str:
         raise UserError(f"{name}={path}: cannot be read ({error})") from None
     if len(words) != 1:
         raise UserError(f"{name}={path}: found {len(words)} words, accepted: one, the token")
+    if not (words[0].isascii() and words[0].isprintable()):  # an HTTP header cannot carry it
+        raise UserError(f"{name}={path}: found other characters, accepted: printable ASCII")
     return words[0]
 
 

@@ -30,7 +30,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from psearch_jax.limits import MAX_SEED, MAX_TEMPERATURE
 from psearch_jax.serving.answerer import Answerer, Event
@@ -40,6 +40,7 @@ from psearch_jax.types import Trajectory, UserError
 from retrieval.remote import http
 
 PAGE = {path.name: path.read_bytes() for path in sorted((Path(__file__).parent / "page").iterdir())}
+DONE, STOPPING = b"data: [DONE]\n\n", "the server is stopping"
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 # No third-party content and no inline scripts, so that a passage injected into the page could not run one.
 CONTENT_POLICY = (
@@ -125,13 +126,26 @@ class Events:
 class Streamed(StreamingResponse):
     """A stream that releases its resources however it ends, even if it never starts."""
 
-    def __init__(self, content: AsyncIterator[bytes], resources: ExitStack):
+    def __init__(self, content: AsyncIterator[bytes], resources: ExitStack, status: dict[str, int]):
         super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._resources = resources
+        self._resources, self._status = resources, status
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            await send(message)
+            started = True
+
         with self._resources:
-            await super().__call__(scope, receive, send)
+            try:
+                await super().__call__(scope, receive, sending)
+            except asyncio.CancelledError:  # the server is stopping, and the grace period of this request is over
+                if not started:
+                    raise
+                self._status["code"] = 503
+                await send({"type": "http.response.body", "body": _ended_by(STOPPING), "more_body": False})
 
 
 def make_app(
@@ -152,6 +166,7 @@ def make_app(
     """
     metrics, requests = Metrics(), http.Room("questions", limits.requests)
 
+    about_model = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "psearch_jax"}
     authorise = partial(http.authorise, token=token, hosts=hosts)
 
     async def completions(request: Request) -> Response:
@@ -165,18 +180,24 @@ def make_app(
             about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
             if asking.stream:
                 status["code"] = http.GONE  # until the answer is complete
-                return Streamed(_stream(about, asking, events, metrics, status), resources.pop_all())
+                return Streamed(_stream(about, asking, events, metrics, status), resources.pop_all(), status)
             try:
                 content = await http.while_there(request, _complete(about, asking, events, metrics))
             except asyncio.CancelledError:  # the server is stopping, and the grace period of this request is over
                 status["code"], request.scope["hurried"] = 503, True
-                return JSONResponse(_error("the server is stopping", 503), 503)
+                return JSONResponse(_error(STOPPING, 503), 503)
             status["code"] = 200
             return Response(json.dumps(content), media_type="application/json")  # ASCII escapes: lone surrogates too
 
     async def models(request: Request) -> Response:
         authorise(request)
-        return JSONResponse({"object": "list", "data": [{"id": model, "object": "model", "owned_by": "psearch_jax"}]})
+        return JSONResponse({"object": "list", "data": [about_model]})
+
+    async def one_model(request: Request) -> Response:
+        authorise(request)
+        if request.path_params["id"] != model:
+            raise HTTPException(404, f"model {request.path_params['id']!r} found, accepted: {model!r}")
+        return JSONResponse(about_model)
 
     async def health(_: Request) -> Response:
         healthy = answerer.healthy
@@ -200,6 +221,7 @@ def make_app(
     routes = [
         Route("/v1/chat/completions", completions, methods=["POST"]),
         Route("/v1/models", models),
+        Route("/v1/models/{id:path}", one_model),
         Route("/health", health),
         Route("/metrics", expose),
         Route("/openapi.json", described),
@@ -297,13 +319,18 @@ async def _stream(
             yield chunk({}, psearch={"passages": rankings(event.passages), "seconds": round(event.seconds, 4)})
     if summary.trajectory is None:
         status["code"] = 503
-        yield b"data: " + json.dumps(_error(summary.error, 503)).encode() + b"\n\n"
+        yield _ended_by(summary.error)
     else:
         yield chunk({"content": summary.trajectory.answer or ""})
         more = {"usage": _usage(summary.trajectory), "psearch": as_json(asking.question, summary)}
         yield chunk({}, _reason(summary.trajectory), **more)
         status["code"] = 200
-    yield b"data: [DONE]\n\n"
+        yield DONE
+
+
+def _ended_by(error: str) -> bytes:
+    """The last events of a stream without an answer."""
+    return b"data: " + json.dumps(_error(error, 503)).encode() + b"\n\n" + DONE
 
 
 def _reason(trajectory: Trajectory) -> str:

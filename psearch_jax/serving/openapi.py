@@ -59,7 +59,8 @@ def _request(question_chars: int) -> Schema:
     )
 
 
-_MODELS = fields({"object": {"const": "list"}, "data": rows_of(fields({"id": TEXT}))})
+_MODEL = fields({"id": TEXT, "object": {"const": "model"}, "created": WHOLE, "owned_by": TEXT})
+_MODELS = fields({"object": {"const": "list"}, "data": rows_of(_MODEL)})
 _TURN = fields(
     {
         "text": TEXT,

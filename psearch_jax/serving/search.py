@@ -44,10 +44,12 @@ class ServingSearch:
         return self._in_progress.keys() | self._queued.keys()
 
     def exchange(self, queries: Queries, *, idle: bool) -> Passages:
-        """Starts a search if none is in progress, and returns the results that have arrived."""
+        """Starts a search if none is in progress, and returns the results that have arrived.
+
+        The call that starts a search returns at once, so that the clients learn of it before its results.
+        """
         self._queued = {**self._queued, **queries}
-        self._start()
-        if self._future is None:
+        if self._start() or self._future is None:
             return {}
         if idle:
             wait([self._future], IDLE_WAIT_S)
@@ -63,11 +65,13 @@ class ServingSearch:
             wait([self._future])  # one batch at a time
         return self._record(*self._try(queries))
 
-    def _start(self) -> None:
-        """Starts a search for the queued queries if none is in progress."""
-        if self._future is None and self._queued:
-            self._in_progress, self._queued = self._queued, {}
-            self._future = in_background(functools.partial(self._try, self._in_progress))
+    def _start(self) -> bool:
+        """Starts a search for the queued queries if none is in progress; returns whether it did."""
+        if self._future is not None or not self._queued:
+            return False
+        self._in_progress, self._queued = self._queued, {}
+        self._future = in_background(functools.partial(self._try, self._in_progress))
+        return True
 
     def _record(self, results: Passages, failures: Failures) -> Passages:
         self.failures |= failures

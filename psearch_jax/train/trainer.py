@@ -154,8 +154,8 @@ def _steps(run: Run, workdir: Path, saver: Saver, start: Start) -> int:
         metrics = done.metrics | ({SETTINGS_CHANGED: 1.0} if changes else {})
         metrics |= alarms.update(step, metrics) if alarms else {}
         changes = frozenset()
-        evaluation_due = saver.best is not None and (step + 1) % config.eval.every_steps == 0
-        evaluation_due = evaluation_due and step + 1 < config.train.steps
+        is_last = step + 1 == config.train.steps
+        evaluation_due = saver.best is not None and not is_last and (step + 1) % config.eval.every_steps == 0
         if evaluation_due:
             try:
                 metrics |= _evaluate(run, saver, step + 1)

@@ -48,9 +48,15 @@ class BuildJournal:
             self.index.mkdir()
 
     def once(self, step: str, plan: Any, make: Callable[[], Any]) -> Any:
-        """The result of `make()` from the last time the step was done with this plan, or from now (JSON values)."""
+        """The result of `make()` from the last time the step was done with this plan, or from now (JSON values).
+
+        A step that is repeated makes the later steps of its folder (`FOLDER/NAME`) undone: they used its files.
+        """
         if not self.done(step, plan):
-            self._steps.pop(step, None)
+            names, folder = list(self._steps), step.rpartition("/")[0]
+            later = names[names.index(step) :] if step in names else []
+            for name in [name for name in later if name.rpartition("/")[0] == folder]:
+                del self._steps[name]
             self._write()  # first, because `make` overwrites the files of an earlier plan
             self._steps[step] = {"plan": plan, "result": make()}
             self._write()

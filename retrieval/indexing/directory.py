@@ -118,6 +118,8 @@ def build_index(
             shards = _shards(options, corpus, encoder, work.folder, begun, encodes=vectors is None)
             work.begin(base | {"shards": shards})
             _fill(work, corpus, encoder, options, vectors)
+            for name in read_manifest(work.index).get("shards", []):  # before the old index is removed
+                read_manifest(work.index / name)
             if directory.exists():
                 os.replace(directory, replaced)
             os.replace(work.index, directory)
@@ -138,7 +140,7 @@ def open_index(directories: str | os.PathLike[str]) -> tuple[Ranker, Sequence[Pa
     Raises:
       CorpusError: a file is missing, damaged or of another index, or the directories contain different corpora.
     """
-    opened = [_open(on_disk(name)) for name in os.fspath(directories).split(",")]
+    opened = [_open(on_disk(name.strip())) for name in os.fspath(directories).split(",")]
     manifest, ranker, corpus = opened[0]
     if len(opened) == 1:
         return ranker, corpus
@@ -387,6 +389,8 @@ def _fill_dense(
         if index.tree:
             encoded = encoder.encode_queries(queries)
             encoded = encoded[encoded.any(axis=1)]
+            if not len(encoded):
+                raise CorpusError(f"{corpus.path}: the sampled passages have no words, accepted: texts to search in")
             truth = exact_search(own, encoded, SAMPLE_K)
             if options.target_recall is not None:
                 index = tune(index, encoded, truth, options.target_recall)

@@ -18,6 +18,7 @@ from psearch_jax.planning import doctor
 from psearch_jax.planning.doctor import examine
 from psearch_jax.runtime.accelerators import GIB
 from psearch_jax.runtime.paths import TOY_POLICY
+from psearch_jax.train.checkpointing import settings
 from psearch_jax.types import UserError
 
 
@@ -205,6 +206,25 @@ def test_an_accelerator_that_is_not_used_is_seen(tmp_path, monkeypatch):
     (tmp_path / "dev" / "nvidiactl").touch()
     text = wrong(findings(config(), tmp_path, root=tmp_path))
     assert "/dev/nvidiactl" in text and "[cuda]" in text
+    monkeypatch.setattr(doctor, "cuda_plugins", lambda: ["jax-cuda13-plugin"])
+    text = wrong(findings(config(), tmp_path, root=tmp_path))
+    assert "jax-cuda13-plugin is installed: check CUDA_VISIBLE_DEVICES" in text and "[cuda]" not in text
+
+
+def test_what_training_refuses_is_named_before(tmp_path):
+    """A run passes every check and is refused after its weights were loaded."""
+    rows = [{"id": str(i), "question": f"Who is {i}?", "golden_answers": ["x"]} for i in range(80)]
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = {"source": str(file), "validation_share": 0.5}
+    for sections, name, words in (
+        ({"data": {"world_questions": 10}}, "questions", "found 10 questions for steps of"),
+        ({"data": own, "eval": {"best_metric": "mixed/em", "every_steps": 1}}, "questions", "config.eval.best_metric"),
+        ({"reward": {"profile": "compat"}}, "prompt", "config.data.template=toy: found 0 times"),
+        ({"data": {"source": str(file), "prompt": "row"}}, "prompt", "no prompt found in its row"),
+    ):
+        found = [f for f in findings(config(**sections), tmp_path / "run")[name] if f.wrong]
+        assert found and words in found[0].text, (name, words, found)
 
 
 def test_two_builds_for_gpus_are_named(monkeypatch):
@@ -242,9 +262,17 @@ def test_checkpoints_that_are_there_need_no_more_room(tmp_path, monkeypatch):
 
 def test_a_run_that_goes_on_is_known_and_the_program_counts(tmp_path):
     """A run that would resume is reported as new, or a script sees exit code 0 although fixes are needed."""
-    checkpoint = tmp_path / "run" / "checkpoints" / "7" / "loop"
+    checkpoint, run = tmp_path / "run" / "checkpoints" / "7" / "loop", str(tmp_path / "run")
     checkpoint.mkdir(parents=True)
-    assert "after step 7" in doctor.resumes(str(tmp_path / "run"))
+    kept = settings.record(config(), {}, unused="sft")
+    (checkpoint / "metadata").write_text(json.dumps({"step": 7, "settings": kept}))
+    assert "after step 7" in doctor.resumes(config(), run)
+    with pytest.raises(UserError, match="rollout.temperature: 1.0, now 0.5; accepted: the original"):
+        doctor.resumes(config(rollout={"temperature": 0.5}), run)
+    (tmp_path / "file").touch()
+    for place in ("file", "file/run"):
+        with pytest.raises(UserError, match="file is not a writable directory"):
+            doctor.resumes(config(), str(tmp_path / place))
     command = [sys.executable, "launch/doctor.py", "--config=configs/smoke.py", f"--workdir={tmp_path}"]
     done = completed([*command, "--config.retrieval.corpus=nowhere.jsonl"])
     assert done.returncode == 2 and "2 to fix" in done.stderr.splitlines()[-1], done.stdout + done.stderr

@@ -340,7 +340,9 @@ def test_the_peak_of_a_device():
 
     assert of("tpu", "TPU v5 lite").flops == 197e12 and of("gpu", "NVIDIA H100 80GB HBM3") == GPUS["h100"]
     assert of("gpu", "Tesla T4") == GPUS["t4"] and of("gpu", "NVIDIA L4") == GPUS["l4"]
-    assert of("gpu", "NVIDIA L40S") is None and of("cpu", "cpu") is None
+    assert of("gpu", "NVIDIA A100-SXM4-80GB") == GPUS["a100-80"] and of("cpu", "cpu") is None
+    for other in ("L40S", "RTX A1000 Laptop GPU", "GH200 480GB", "T400 4GB", "H100 PCIe", "H100 NVL"):
+        assert of("gpu", f"NVIDIA {other}") is None, other
 
 
 def test_what_a_gpu_holds():
@@ -357,6 +359,9 @@ def test_what_a_gpu_holds():
     assert plan.resident["frozen_base"] == pytest.approx(2 * 7.6e9, rel=0.01)
     assert plan.resident["sampling_copy"] == plan.resident["frozen_base"] + plan.resident["parameters"]
     assert plan.resident["reference"] == 0
+    m, rows, positions = model_shape(config), config.rollout.slots, config.rollout.context_tokens
+    cache = 2 * 2 * m.layers * rows * m.kv_heads * positions * m.head_dim  # keys and values of two bytes
+    assert cache < plan.resident["sampler_state"] < 1.05 * cache
     assert plan.resident["parameters"] == pytest.approx(4 * 81e6, rel=0.01)
     assert plan.resident["optimizer"] == pytest.approx(2 * plan.resident["parameters"], rel=0.01)
     assert plan.programs["reshard"].peak_bytes < 3 * plan.resident["parameters"]

@@ -103,6 +103,11 @@ def test_scores_are_those_of_bm25s(small):
         assert np.allclose(row_scores[rows >= 0], theirs[rows[rows >= 0]], atol=2e-4)
 
 
+def test_words_have_one_case():
+    """Signs whose decomposition has capitals, and ß in one of two texts, match nothing."""
+    assert words("Sony™ №5 ℝ Straße ÉCOLE") == ["sonytm", "no5", "r", "strasse", "ecole"]
+
+
 def test_words_of_any_script():
     """A word would match one that begins like it, or byte order would not match letter order."""
     names = ["bar", "baro", "baros", "zebra", "東京", "東", "ω", "ωμ", "_x", "9", "ß"]

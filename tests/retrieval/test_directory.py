@@ -22,6 +22,7 @@ from retrieval.encoders.hashing import HashingEncoder
 from retrieval.indexing.directory import BuildOptions, build_index, open_index, verify_index
 from retrieval.indexing.faiss_flat import read_flat
 from retrieval.protocol import CorpusError, Passage
+from retrieval.ranking.index import ScannIndex
 from retrieval.service import RetrievalService
 
 
@@ -209,6 +210,31 @@ def test_a_build_stopped_at_its_end_keeps_what_took_hours(hours, tmp_path, monke
     assert np.array_equal(np.load(tmp_path / "index" / "vectors.npy"), fresh)
     manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
     assert manifest["recall"]["recall"] >= 0.9 and manifest["tree"]["leaves"] != 20
+
+
+def test_a_build_that_changes_its_mind_is_complete(hours, tmp_path, monkeypatch):
+    """After settings A, B and A again, the manifest of the first A describes the files of the last, and the index that
+    is put in the place of an old one cannot be opened."""
+    a = BuildOptions(shards=2, exact_below_rows=100, tree={"leaves": 10})
+
+    def killed(options: BuildOptions, method: str, call: int) -> None:
+        """A build that is killed in a call of a method of ScannIndex."""
+        original, calls = getattr(ScannIndex, method), iter(range(10))
+
+        def stop(*arguments):
+            if next(calls) == call:
+                raise KeyboardInterrupt
+            return original(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ScannIndex, method, stop)
+            assert "KeyboardInterrupt" in hours(people(), options)[2]
+
+    killed(a, "save", call=1)  # in the second shard
+    killed(replace(a, tree={"leaves": 12}), "load", call=0)  # the first shard has its tree, and no manifest yet
+    assert hours(people(), a) == (0, 2, "")
+    open_index(tmp_path / "index")
+    assert verify_index(tmp_path / "index") > 0
 
 
 def test_a_late_bad_row_keeps_the_rows_before(hours, tmp_path):

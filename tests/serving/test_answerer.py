@@ -73,6 +73,27 @@ def test_what_is_told_of_a_question_is_what_happened_in_its_order(sampler, tiny_
     assert all(e.seconds > 0 for e in events if e.kind != "text")
 
 
+def test_a_short_search_has_its_own_time(sampler, tiny_tokenizer, params):
+    """The time of a search of 40 ms counts as the model's, and its queries are sent only with its passages."""
+
+    class Slow:
+        def __init__(self):
+            self.service, self.searched = retriever(), 0.0
+
+        def search(self, queries, k):
+            time.sleep(0.04)
+            found = self.service.search(queries, k)
+            self.searched = time.monotonic()
+            return found
+
+    slow, times = Slow(), {}
+    own = scripted(sampler, tiny_tokenizer, params, {"Who?": [SEARCH, ANSWER]}, slow)
+    for event in own.answer("Who?", 1.0):
+        times[event.kind] = (time.monotonic(), event.seconds)
+    own.close()
+    assert times["search"][0] < slow.searched <= times["passages"][0] and times["passages"][1] >= 0.04
+
+
 def test_a_turn_without_an_action_and_an_end_without_an_answer_are_told(sampler, tiny_tokenizer, params):
     """A turn that gets a correction would end the stream, or be sent as part of the next turn."""
     own = scripted(sampler, tiny_tokenizer, params, {"Who?": [MUSING * 9, ANSWER], "What?": [MUSING]})

@@ -234,9 +234,9 @@ def test_a_tokenizer_that_lies_elsewhere_now(tmp_path):
         ("toy", "some/hub-id", "some/hub-id"),
     ]:
         config = Config(model=replace(Config().model, path=first))
-        assert build._tokenizer_of(config, recorded) == expected
+        assert build.tokenizer_of(config, recorded) == expected
     named = Config(model=replace(Config().model, path="toy", tokenizer="mine"))
-    assert build._tokenizer_of(named, gone) == "mine"
+    assert build.tokenizer_of(named, gone) == "mine"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -377,6 +377,30 @@ def test_the_program_serves_and_stops_in_order():
     assert responses and responses[0].status == 200, responses
 
 
+def test_a_stream_that_outlives_the_stop_ends_with_an_error(tmp_path):
+    """The client of a stream sees its connection break, and the log a traceback, when the server stops."""
+    errors = tmp_path / "errors"
+    with errors.open("w") as file:
+        program = Program(
+            [sys.executable, "launch/serve_agent.py", "--port=0", "--slots=2", "--stop_seconds=0"], stderr=file
+        )
+        url = program.stdout.readline().split()[-1].rstrip("/")
+        (model,) = HTTP.request("GET", url + "/v1/models").json()["data"]
+        assert HTTP.request("GET", f"{url}/v1/models/{model['id']}").json() == model and model["created"] > 1.6e9
+        assert HTTP.request("GET", url + "/v1/models/other").status == 404
+        asked = json.dumps(body("Who?", stream=True)).encode()
+        response = HTTP.request("POST", url + PATH, body=asked, preload_content=False)
+        chunks = [response.read1()]
+        program.send_signal(signal.SIGTERM)
+        while chunks[-1]:
+            chunks.append(response.read1())
+        assert program.wait(60) == 0
+    text = b"".join(chunks).decode()
+    assert text.endswith("data: [DONE]\n\n")
+    assert "the server is stopping" in text or '"finish_reason": "stop"' in text, text[-500:]
+    assert "Traceback" not in errors.read_text()
+
+
 def test_a_program_that_cannot_serve_says_so():
     """An unknown policy or a port in use would end in a traceback, or be reported only after a minute of compiling."""
     with listen("127.0.0.1", 0) as taken:
