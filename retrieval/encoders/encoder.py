@@ -9,6 +9,7 @@ over this process's devices.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 from collections import deque
@@ -33,6 +34,7 @@ BATCHES_AHEAD = 64  # dispatched to the device before the first is read back
 LEAST_CAPABILITY = 8.0  # the lowest NVIDIA compute capability with bfloat16 matrix products
 FOLDER = "encoder_model"  # in an index directory
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
+MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers
 POOLING = Path("1_Pooling") / "config.json"
 LENGTH_FILE = "sentence_bert_config.json"
 # The prefixes of queries and passages, by a part of the model's name. E5: Wang et al. 2022; BGE: Xiao et al. 2023,
@@ -119,6 +121,7 @@ class BertEncoder:
         directory = Path(directory)
         if not directory.is_dir():
             raise CorpusError(f"{directory}: no such directory; accepted: hashing, bm25 or a BERT encoder's directory")
+        _refuse_other_modules(directory)
         name = _model_name(directory)
         words = re.split(r"[^a-z0-9]+", name.lower())  # not "lr2e5", which ends the names of many runs
         query, passage = next((v for part, v in PREFIXES.items() if part in words), ("", ""))
@@ -255,6 +258,18 @@ def _embed(model: Any, ids: jax.Array, lengths: jax.Array, pooling: str) -> jax.
         mask = (jnp.arange(ids.shape[1]) < lengths[:, None])[..., None]
         pooled = jnp.where(mask, hidden, 0).sum(1) / lengths[:, None]
     return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=1, keepdims=True), 1e-12)
+
+
+def _refuse_other_modules(directory: Path) -> None:
+    """Raises `CorpusError` for a sentence-transformers model with a module that this encoder would leave out."""
+    path = directory / "modules.json"
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+        modules = [str(module["type"]).rpartition(".")[2] for module in listed]
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise CorpusError(f"{path}: cannot be read ({error}), accepted: a list of modules with types") from None
+    if others := [module for module in modules if module not in MODULES]:
+        raise CorpusError(f"{path}: has a module {others[0]}, accepted: {', '.join(MODULES)}")
 
 
 def _pooling(directory: Path) -> str:

@@ -181,6 +181,21 @@ def test_pooling_is_the_directory_s_own(directory, tmp_path):
         BertEncoder.from_model(copy)
 
 
+def test_modules_that_would_be_left_out_are_refused(directory, tmp_path):
+    """LaBSE's dense layer is left out without a word, and every vector is another one than the published."""
+    copy = shutil.copytree(directory, tmp_path / "dense")
+    kinds = ["Transformer", "Pooling", "Dense", "Normalize"]
+    modules = [{"idx": i, "type": f"sentence_transformers.models.{kind}"} for i, kind in enumerate(kinds)]
+    (copy / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(CorpusError, match=r"modules.json: has a module Dense, accepted: Transformer, Pooling"):
+        BertEncoder.from_model(copy)
+    (copy / "modules.json").write_text(json.dumps([modules[i] for i in (0, 1, 3)]))
+    assert BertEncoder.from_model(copy).dimensions == 48
+    (copy / "modules.json").write_text('{"0": {}}')
+    with pytest.raises(CorpusError, match=r"modules.json: cannot be read"):
+        BertEncoder.from_model(copy)
+
+
 def test_saved_and_loaded(directory, encoder, tmp_path):
     """An index breaks when the model's directory is gone, or accepts another model as the same one."""
     copy = shutil.copytree(directory, tmp_path / "model")
