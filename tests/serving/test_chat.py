@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import signal
 import subprocess
@@ -377,28 +378,31 @@ def test_the_program_serves_and_stops_in_order():
     assert responses and responses[0].status == 200, responses
 
 
-def test_a_stream_that_outlives_the_stop_ends_with_an_error(tmp_path):
+def test_a_stream_that_outlives_the_stop_ends_with_an_error(toy, caplog):
     """The client of a stream sees its connection break, and the log a traceback, when the server stops."""
-    errors = tmp_path / "errors"
-    with errors.open("w") as file:
-        program = Program(
-            [sys.executable, "launch/serve_agent.py", "--port=0", "--slots=2", "--stop_seconds=0"], stderr=file
-        )
-        url = program.stdout.readline().split()[-1].rstrip("/")
-        (model,) = HTTP.request("GET", url + "/v1/models").json()["data"]
-        assert HTTP.request("GET", f"{url}/v1/models/{model['id']}").json() == model and model["created"] > 1.6e9
-        assert HTTP.request("GET", url + "/v1/models/other").status == 404
-        asked = json.dumps(body("Who?", stream=True)).encode()
-        response = HTTP.request("POST", url + PATH, body=asked, preload_content=False)
-        chunks = [response.read1()]
-        program.send_signal(signal.SIGTERM)
-        while chunks[-1]:
-            chunks.append(response.read1())
-        assert program.wait(60) == 0
-    text = b"".join(chunks).decode()
-    assert text.endswith("data: [DONE]\n\n")
-    assert "the server is stopping" in text or '"finish_reason": "stop"' in text, text[-500:]
-    assert "Traceback" not in errors.read_text()
+    answerer, watched, asked = toy
+    watched.seconds = 4.0
+    with Running(make_app(answerer, "toy"), grace_s=1) as stopping:
+        logging.getLogger("uvicorn.error").addHandler(caplog.handler)
+        content = json.dumps(body(asked[0], stream=True)).encode()
+        response = HTTP.request("POST", stopping.url + PATH, body=content, preload_content=False)
+        received = response.read1()
+        while b'"queries"' not in received:  # the search lasts longer than the grace period
+            received += response.read1()
+        assert running_metrics(stopping).count("answers_in_flight 1.0") == 1
+    watched.seconds = 0.0
+    *_, error, done, end = (received + response.read()).decode().split("\n\n")
+    assert "the server is stopping" in error and (done, end) == ("data: [DONE]", "")
+    logging.getLogger("uvicorn.error").removeHandler(caplog.handler)
+    assert not [record for record in caplog.records if record.exc_info], caplog.text
+    wait_until(lambda: not answerer._asked, 30)
+
+
+def test_the_one_model_is_described(running):
+    """A client that asks for the model by its name, or needs its date, refuses the server."""
+    (model,) = HTTP.request("GET", running.url + "/v1/models").json()["data"]
+    assert HTTP.request("GET", f"{running.url}/v1/models/{model['id']}").json() == model and model["created"] > 1.6e9
+    assert HTTP.request("GET", running.url + "/v1/models/other").status == 404
 
 
 def test_a_program_that_cannot_serve_says_so():

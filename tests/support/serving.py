@@ -15,14 +15,14 @@ HTTP = urllib3.PoolManager(retries=False)
 
 
 class Running:
-    """Serves an application on a free port, in a thread of this process."""
+    """Serves an application on a free port, in a thread of this process; a stop cuts requests after `grace_s`."""
 
-    def __init__(self, app):
+    def __init__(self, app, grace_s: int = 5):
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._server = uvicorn.Server(
-            uvicorn.Config(app, http=TimedHeads, log_level="error", timeout_graceful_shutdown=5)
+            uvicorn.Config(app, http=TimedHeads, log_level="error", timeout_graceful_shutdown=grace_s)
         )
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]})
 
