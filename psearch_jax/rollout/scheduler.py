@@ -27,6 +27,7 @@ import numpy as np
 from psearch_jax.config import RetrievalSection, RolloutSection
 from psearch_jax.models.buckets import pick
 from psearch_jax.rollout import sampling
+from psearch_jax.rollout.queued import Suspended, Waiting, sampler_rows
 from psearch_jax.rollout.sampler import NO_STEP_LIMIT, Sampler
 from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.sampler_state import SamplerState, Status, Widths
@@ -55,30 +56,6 @@ class Parts:
     widths: Widths
     pool_rows: int  # prompts prefilled at once
     rows_per_call: int  # R, slots per call of `admit` or `extend`
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A rollout that waits for a slot."""
-
-    order: int  # the question's index is order // samples
-    question: Question
-    sample: int
-    prompt: list[int]
-    key: np.ndarray  # [2] uint32
-
-
-@dataclass(frozen=True)
-class Suspended:
-    """A rollout that was taken out of its slot in the middle of a turn, with everything that continues it."""
-
-    rollout: Rollout
-    ids: np.ndarray  # [n] int32
-    mask: np.ndarray  # [n] bool
-    logprobs: np.ndarray  # [n] float32
-    key: np.ndarray  # [2] uint32
-    turn_left: int
-    automaton: int
 
 
 @dataclass(frozen=True)
@@ -179,7 +156,7 @@ class RolloutScheduler:
 
     def place(self, placed: Mapping[int, Suspended]) -> None:
         """Puts suspended rollouts into slots, without their keys and values; the other slots are empty."""
-        self.state = self.sampler.place(self.state, _rows_of(placed, self.rows, self.settings.context_tokens))
+        self.state = self.sampler.place(self.state, sampler_rows(placed, self.rows, self.settings.context_tokens))
 
     def refresh(self, rows: np.ndarray, positions: int) -> None:
         """Computes the first `positions` keys and values of rows [R] (-1: none) with the current weights."""
@@ -486,18 +463,3 @@ class RolloutScheduler:
             rollout.question, rollout.sample, status, turns, ids, mask, logprobs, rollout.prompt_length, versions
         )
         self._count(decoded=rollout.sampled_now(mask))
-
-
-def _rows_of(placed: Mapping[int, Suspended], rows: int, positions: int) -> dict[str, np.ndarray]:
-    """The sampler's state of suspended rollouts by slot, except the cache; the other slots are empty."""
-    known = {"ids": np.int32, "mask": bool, "logprobs": np.float32}
-    out: dict[str, np.ndarray] = {name: np.zeros((rows, positions), kind) for name, kind in known.items()}
-    out |= {name: np.zeros(rows, np.int32) for name in ("length", "turn_left", "automaton", "status")}
-    out["key"] = np.zeros((rows, 2), np.uint32)
-    for slot, one in placed.items():
-        n = out["length"][slot] = len(one.ids)
-        for name in known:
-            out[name][slot, :n] = getattr(one, name)
-        out["turn_left"][slot], out["automaton"][slot] = one.turn_left, one.automaton
-        out["key"][slot], out["status"][slot] = one.key, Status.RUNNING
-    return out

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from psearch_jax.rollout.queued import Suspended, Waiting
 from psearch_jax.rollout.sampler_programs import SamplingWeights
-from psearch_jax.rollout.scheduler import Parts, Progress, RolloutScheduler, Suspended, Waiting
+from psearch_jax.rollout.scheduler import Parts, Progress, RolloutScheduler
 from psearch_jax.rollout.search import BatchedSearch, BatchRetriever, OverlappedSearch, SearchPolicy
 from psearch_jax.rollout.usage import Usage
 from psearch_jax.runtime import processes

@@ -13,8 +13,8 @@ from helpers import make_collector, make_learner, make_sampler, question, random
 from written import CONFIG
 
 from psearch_jax.rl.batch import make_batch
+from psearch_jax.rollout.queued import Waiting
 from psearch_jax.rollout.sampler_programs import SamplingWeights
-from psearch_jax.rollout.scheduler import Waiting
 from psearch_jax.rollout.stream import InFlight
 from psearch_jax.train.checkpointing import in_flight
 from psearch_jax.train.state import init_state

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from psearch_jax.rollout.scheduler import Suspended, Waiting
+from psearch_jax.rollout.queued import Suspended, Waiting
 from psearch_jax.rollout.stream import InFlight
 from psearch_jax.rollout.turns import Rollout
 from psearch_jax.runtime import processes
