@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
                 print(f"{run.directory}: not finished; it is in the page, but not in the tables", file=sys.stderr)
             elif not run.summary.get("after"):
                 print(f"{run.directory}: has no validation questions, so it is not in the tables", file=sys.stderr)
-        finished = [(run.name, run.summary) for run in runs if run.summary and run.summary.get("after")]
+        finished = [(run.name, run.summary) for run in runs if run.summary.get("after")]
         if finished:
             print(tables.before_and_after(finished[0][1]) if len(runs) == 1 else tables.side_by_side(finished))
     elif len(runs) == 1:

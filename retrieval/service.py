@@ -10,7 +10,6 @@ import threading
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from cachetools import LRUCache
@@ -18,7 +17,7 @@ from cachetools import LRUCache
 from retrieval.corpora import open_corpus
 from retrieval.corpus import MemoryMappedCorpus, jsonl_row
 from retrieval.encoders.hashing import HashingEncoder
-from retrieval.indexing.directory import open_index
+from retrieval.indexing.directory import listed, open_index
 from retrieval.indexing.encoding import encode_corpus
 from retrieval.manifest import NAME, sha256
 from retrieval.protocol import CorpusError, Encoder, Passage, Ranker, as_utf8, text_sha256
@@ -85,7 +84,7 @@ class RetrievalService:
         Raises `CorpusError` when one is damaged or its encoder does not match.
         """
         service = cls(*open_index(directories), cache_size, cache_bytes)
-        paths = [Path(name.strip()) for name in os.fspath(directories).split(",")]
+        paths = listed(directories)
         service._name = ",".join(path.name for path in paths)
         service._fingerprint = json.loads((paths[0] / NAME).read_bytes())["corpus_sha256"]
         return service

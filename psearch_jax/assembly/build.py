@@ -25,11 +25,10 @@ from psearch_jax.assembly.policies import (
     with_adapter_shape,
 )
 from psearch_jax.assembly.programs import make_critic, make_learner, make_sampler
-from psearch_jax.assembly.questions import questions_of
+from psearch_jax.assembly.questions import questions_of, world_of
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.config import Config, DecoderConfig, Method, with_method
 from psearch_jax.data.loader import QuestionLoader
-from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.limits import validate
 from psearch_jax.models import lora
@@ -164,9 +163,7 @@ def engine(
         tokenizer = load_tokenizer(config, model, path)
     tables = cached_tables(tokenizer, CACHE_HOME / "boundary", model.vocab_rows)
     sampler = make_sampler(config, model, rollout_mesh, tables, tokenizer.size, sorted(tokenizer.stop_ids))
-    world = None
-    if config.data.source == CLOSED_WORLD:
-        world = ClosedWorld.make(config.data.world_seed, names=config.data.world_names)
+    world = world_of(config)
     if retriever is None and needs_retriever(config):
         with progress.step("opening the passages"):
             retriever = retriever_of(config, world)

@@ -10,11 +10,18 @@ from psearch_jax.closed_world.question_forms import kind_counts, questions
 from psearch_jax.config import Config, best_metric
 from psearch_jax.data.held_out import hold_out, pick
 from psearch_jax.data.prepared import kinds_of, open_questions, overlap
-from psearch_jax.eval.benchmarks import PAIRS, closed_world_benchmark
+from psearch_jax.eval.benchmarks import CLOSED_WORLD, PAIRS, closed_world_benchmark
 from psearch_jax.rl.rewards import never_pays_for_splitting
 from psearch_jax.types import KINDS, Question, UserError
 
 log = logging.getLogger("psearch_jax")
+
+
+def world_of(config: Config) -> ClosedWorld | None:
+    """The closed world that the questions come from; None if they come from elsewhere."""
+    if config.data.source != CLOSED_WORLD:
+        return None
+    return ClosedWorld.make(config.data.world_seed, names=config.data.world_names)
 
 
 def questions_of(config: Config, world: ClosedWorld | None) -> tuple[Sequence[Question], list[Question]]:

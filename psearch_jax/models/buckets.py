@@ -30,7 +30,7 @@ def row_widths(longest: int, count: int = 4) -> tuple[int, ...]:
 
 def pick(widths: Sequence[int], need: int) -> int:
     """The smallest width that is at least `need`. Raises ValueError if there is none."""
-    fitting = [w for w in widths if w >= need]
-    if not fitting:
+    width = next((w for w in widths if w >= need), None)
+    if width is None:
         raise ValueError(f"{need} positions found, accepted: at most {max(widths)}")
-    return min(fitting)
+    return width

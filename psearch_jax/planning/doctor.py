@@ -19,8 +19,7 @@ from packaging.requirements import Requirement
 from psearch_jax.assembly import build
 from psearch_jax.assembly.inputs import missing_inputs, needs_retriever
 from psearch_jax.assembly.policies import with_adapter_shape
-from psearch_jax.assembly.questions import check_best_metric
-from psearch_jax.closed_world.encyclopedia import ClosedWorld
+from psearch_jax.assembly.questions import check_best_metric, world_of
 from psearch_jax.config import Config, with_method
 from psearch_jax.data.held_out import hold_out, pick
 from psearch_jax.data.prepared import are_there, kinds_of, open_questions
@@ -294,9 +293,11 @@ def prompt(config: Config, load: Load, tokenizers: Sequence[Tokenizer]) -> str |
     """
     data, limit = config.data, config.rollout.prompt_tokens
     build.check_template(config)
-    name = "the prompts of the rows" if data.prompt == "row" else data.template
-    if data.prompt != "row":
-        load_template(data.template)
+    if data.prompt == "row":
+        name = "the prompts of the rows"
+    else:
+        name = data.template
+        load_template(name)
     directory = packaged(config.model.tokenizer or config.model.path)
     is_file = data.source != CLOSED_WORLD and data.source and are_there(data.source)
     if not (is_file and directory and Path(directory).is_dir()):
@@ -322,11 +323,7 @@ def passages(config: Config) -> str | None:
     """Checks that the retriever answers, and measures how fast."""
     if not needs_retriever(config):
         return "none: the run does not search"
-    world = (
-        ClosedWorld.make(config.data.world_seed, names=config.data.world_names)
-        if config.data.source == CLOSED_WORLD
-        else None
-    )
+    world = world_of(config)
     if not (world or config.retrieval.passages):
         return None
     retriever = build.retriever_of(config, world, retry_deadline_s=0.0)
@@ -390,11 +387,6 @@ def resumes(config: Config, workdir: str) -> str:
         step = find_checkpoint(workdir)
     except UserError:
         return f"{workdir}: starts a new run; it contains no checkpoint"
-    loop = read_loop(step)
     now = recorded.record(with_adapter_shape(config), {}, unused="sft")  # contents of files are compared at the start
-    if changes := recorded.differences(loop.get("settings"), now):
-        raise UserError(
-            f"{workdir}: after step {step.name} this run would resume with other settings, "
-            f"{recorded.described(changes)}; accepted: the original settings, or --allow_changes"
-        )
+    recorded.accepted_changes(read_loop(step), now, Path(workdir), allow_changes=False)
     return f"{workdir}: resumes after step {step.name}"

@@ -105,7 +105,7 @@ class Sampler:
             n_ids=n_ids,
             answered_state=states,  # an extra, absorbing state that completes no tag
             cache_dtype=jnp.int8 if options.int8_cache else activations,
-            k_transposed=mesh.devices.flat[0].platform == "cpu",
+            k_transposed=mesh.devices.flat[0].platform == "cpu",  # also of stand-ins: it follows the compiler
             left_operands=left_operands,
             # XLA for CPUs cannot slice 16 bits: in every call it would convert the stacks of all layers to float32.
             chunks_unstacked=self._on_one_cpu and dtype != jnp.float32 and not options.int8_weights,

@@ -35,8 +35,6 @@ _ROLLOUT_FIELDS = (
     "train.prompts",
     "train.staleness",
 )
-
-
 EVALUATION_DUE = "evaluation_due"  # in a checkpoint's loop
 
 

@@ -140,13 +140,18 @@ def open_index(directories: str | os.PathLike[str]) -> tuple[Ranker, Sequence[Pa
     Raises:
       CorpusError: a file is missing, damaged or of another index, or the directories contain different corpora.
     """
-    opened = [_open(on_disk(name.strip())) for name in os.fspath(directories).split(",")]
+    opened = [_open(path) for path in listed(directories)]
     manifest, ranker, corpus = opened[0]
     if len(opened) == 1:
         return ranker, corpus
     if len({m["corpus_sha256"] for m, _, _ in opened}) > 1:
         raise CorpusError(f"{directories}: the indexes contain different corpora, accepted: indexes of one corpus")
     return HybridRanker([ranker for _, ranker, _ in opened]), corpus
+
+
+def listed(directories: str | os.PathLike[str]) -> list[Path]:
+    """The index directories that a list separated by commas names. Raises `CorpusError` for one on an object store."""
+    return [on_disk(name.strip()) for name in os.fspath(directories).split(",")]
 
 
 def sample_queries(corpus: Sequence[Passage], count: int = SAMPLE_ROWS) -> tuple[np.ndarray, list[str]]:

@@ -223,8 +223,8 @@ def test_what_training_refuses_is_named_before(tmp_path):
         ({"reward": {"profile": "compat"}}, "prompt", "config.data.template=toy: found 0 times"),
         ({"data": {"source": str(file), "prompt": "row"}}, "prompt", "no prompt found in its row"),
     ):
-        found = [f for f in findings(config(**sections), tmp_path / "run")[name] if f.wrong]
-        assert found and words in found[0].text, (name, words, found)
+        problems = [f for f in findings(config(**sections), tmp_path / "run")[name] if f.wrong]
+        assert problems and words in problems[0].text, (name, words, problems)
 
 
 def test_two_builds_for_gpus_are_named(monkeypatch):

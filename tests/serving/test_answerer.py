@@ -82,9 +82,9 @@ def test_a_short_search_has_its_own_time(sampler, tiny_tokenizer, params):
 
         def search(self, queries, k):
             time.sleep(0.04)
-            found = self.service.search(queries, k)
+            rankings = self.service.search(queries, k)
             self.searched = time.monotonic()
-            return found
+            return rankings
 
     slow, times = Slow(), {}
     own = scripted(sampler, tiny_tokenizer, params, {"Who?": [SEARCH, ANSWER]}, slow)

@@ -69,32 +69,27 @@ class Best:
         step = self._manager.latest_step()
         if step is not None and until is not None and step > until:
             set_aside(self._manager, [step], "earlier")
-        elif step is not None:
-            self._record = self._read(step)
-            if self._record:
-                now = now or {}
-                changes = settings.differences(self._record.pop("settings"), now)
-                self._comparable = not settings.affect_evaluation(changes, now)
+        elif step is not None and (loop := self._read(step)) is not None:
+            self._record, now = {"step": step, **loop["best"]}, now or {}
+            changes = settings.differences(loop.get("settings", {}), now)
+            self._comparable = not settings.affect_evaluation(changes, now)
 
     def _read(self, step: int) -> dict[str, Any] | None:
-        """`record` and the settings of the kept checkpoint; None if it is damaged, and is then renamed."""
+        """The `loop` of the kept checkpoint; None if it is damaged, and is then renamed."""
 
-        def read() -> dict[str, Any] | Damaged:
-            try:
-                loop = read_loop(self._directory / str(step))
-            except Damaged as error:  # as a value, so that all processes rename it
-                return error
+        def read() -> dict[str, Any]:
+            loop = read_loop(self._directory / str(step))
             best = loop.get("best")
             if not isinstance(best, dict) or not {"metric", "value"} <= best.keys():
-                return Damaged(f"{self._directory / str(step)}: loop does not say why it was kept")
-            return {"step": step, **best, "settings": loop.get("settings", {})}
+                raise Damaged(f"{self._directory / str(step)}: loop does not say why it was kept")
+            return loop
 
-        known = processes.broadcast(read)
-        if isinstance(known, Damaged):
-            log.warning("%s; the next evaluation starts a new best", known)
+        try:
+            return processes.broadcast(read)
+        except Damaged as error:
+            log.warning("%s; the next evaluation starts a new best", error)
             set_aside(self._manager, [step])
             return None
-        return known
 
     @property
     def record(self) -> dict[str, Any] | None:

@@ -116,15 +116,15 @@ def accepted_changes(loop: Mapping[str, Any], now: Record, workdir: Path, allow_
         )
     if changes and not allow_changes:
         raise UserError(
-            f"{workdir}: after step {loop['step']} this run would resume with other settings, {described(changes)}; "
+            f"{workdir}: after step {loop['step']} this run would resume with other settings, {_described(changes)}; "
             "accepted: the original settings, or --allow_changes"
         )
     if changes:
-        log.warning("resuming with other settings: %s", described(changes))
+        log.warning("resuming with other settings: %s", _described(changes))
     return changes
 
 
-def described(changes: Mapping[str, str]) -> str:
+def _described(changes: Mapping[str, str]) -> str:
     """Differences in one line."""
     return "; ".join(f"{name}: {change}" for name, change in changes.items())
 
