@@ -60,6 +60,7 @@ def sampling_seconds(job: Job, where: Machine, slots: int, sampled: SampledStep,
     """Seconds of decoding, and of prompts, passages and keys that are computed again.
 
     A decode step reads the weights and, on average, half of the final cache; products or `LAYER_S` may take longer.
+    Prompts count once per rollout, although the rollouts of a group share one: 1 to 2% of a step too much.
     """
     m, chip, config = job.model, where.chip, job.config
     peak, bandwidth = chip.flops * shares.flops, chip.bandwidth * shares.bandwidth

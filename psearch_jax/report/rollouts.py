@@ -73,7 +73,7 @@ class Shown:
         first = self._room[run] == self._full_room
         count, text = min(len(rows), rollouts) if first else len(rows), ""
         while 0 < count <= rollouts and room > 0 and not text:
-            text = packed([_body(row, spelling) for row in rows[:count]])
+            text = packed(block.convert(rows[:count], lambda row: _body(row, spelling)))
             if len(text) > room * 4 / 3:  # base64 writes 3 bytes in 4 letters
                 count, text = count // 2 if first else 0, ""
         if not text:
@@ -81,7 +81,9 @@ class Shown:
             return
         self.left_out += len(rows) - count
         self._room[run] = rollouts - count, room - len(text) * 3 // 4
-        for place, (row, score) in enumerate(zip(rows[:count], scores, strict=False)):
+        for place, ((question, reward), score) in enumerate(
+            zip(block.convert(rows[:count], _head), scores, strict=False)
+        ):
             values = {
                 "run": run,
                 "step": block.step,
@@ -90,9 +92,9 @@ class Shown:
                 "correct": int(score.em > 0),
                 "status": score.status,
                 "split": "split" if score.split else "not_split" if score.first_sub_queries else "no_search",
-                "question": self._question(score, row["question"]),
+                "question": self._question(score, question),
                 "sample": score.sample,
-                "reward": round(row["reward"]["total"], LOGPROB_DIGITS) if row.get("reward") else None,
+                "reward": reward,
                 "block": len(self.blocks),
                 "place": place,
             }
@@ -182,6 +184,11 @@ def spelling_of(run: RunFiles) -> Spelling | None:
 
 
 # ---- one rollout ----
+
+
+def _head(row: Mapping[str, Any]) -> tuple[str, float | None]:
+    """The question, and the total reward if there is one."""
+    return row["question"], round(row["reward"]["total"], LOGPROB_DIGITS) if row.get("reward") else None
 
 
 def _body(row: Mapping[str, Any], spelling: Spelling | None) -> dict[str, Any]:

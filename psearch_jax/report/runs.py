@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -16,6 +16,8 @@ from psearch_jax.runtime.paths import locate, read_json
 from psearch_jax.text.answers import exact_match, f1, normalise
 from psearch_jax.text.tags import parse_turn
 from psearch_jax.types import UserError
+
+T = TypeVar("T")
 
 BLOCK_ROWS = 64  # rollouts of an evaluation that are kept or left out together; in training a block is one step
 
@@ -37,18 +39,21 @@ class Block:
             yield _object(line, f"{self.file}:{number}")
 
     def scores(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """The scores of its rows. Raises `UserError` for a row with a missing or malformed field."""
-        make = from_row if self.step is None else score_of
-        scores = []
+        """The scores of its rows. Raises `UserError` as `convert` does."""
+        return self.convert(rows, from_row if self.step is None else score_of)
+
+    def convert(self, rows: Sequence[Mapping[str, Any]], function: Callable[[Mapping[str, Any]], T]) -> list[T]:
+        """`function` of its rows. Raises `UserError`, with file and line, for a missing or malformed field."""
+        converted = []
         for number, row in enumerate(rows, self.start + 1):
             try:
-                scores.append(make(row))
+                converted.append(function(row))
             except (KeyError, TypeError, AttributeError) as error:
                 raise UserError(
                     f"{self.file}:{number}: field {error} not found or of another type, accepted: the rows that "
                     "launch/train.py and launch/eval.py write"
                 ) from None
-        return scores
+        return converted
 
 
 @dataclass(frozen=True)

@@ -318,6 +318,13 @@ def test_a_broken_line_is_named(tmp_path, run):
         file.write('{"turns": []}\n')
     with pytest.raises(UserError, match=r"000003.jsonl:7: field 'golden_answers' not found"):
         write([copy])
+    file = copy / "trajectories" / "000003.jsonl"
+    *rows, last = map(json.loads, (run / "trajectories" / "000003.jsonl").read_text().splitlines())
+    for field in ("question", "logprobs", "mask"):  # read only when the page shows the rollout
+        damaged = [*rows, {name: value for name, value in last.items() if name != field}]
+        file.write_text("".join(json.dumps(row) + "\n" for row in damaged))
+        with pytest.raises(UserError, match=rf"000003.jsonl:6: field '{field}' not found"):
+            write([copy])
     assert not list(copy.glob("*.tmp"))
 
 

@@ -108,6 +108,13 @@ def test_words_have_one_case():
     assert words("Sony™ №5 ℝ Straße ÉCOLE") == ["sonytm", "no5", "r", "strasse", "ecole"]
 
 
+def test_words_with_vowel_signs():
+    """Words of Hindi, Tamil and Thai would be cut at every vowel sign, and match by single letters."""
+    assert words("हिन्दी की भाषा, தமிழ் กิน़") == ["हिनदी", "की", "भाषा", "தமிழ", "กิน"]
+    assert words("naïve_x (É) ½-№") == ["naive_x", "e", "1", "2", "no"]
+    assert words("I\u2764\ufe0f1\ufe0f\u20e3 co\u00adop \ufeffa\u200bb") == ["i", "1", "coop", "a", "b"]
+
+
 def test_words_of_any_script():
     """A word would match one that begins like it, or byte order would not match letter order."""
     names = ["bar", "baro", "baros", "zebra", "東京", "東", "ω", "ωμ", "_x", "9", "ß"]
