@@ -1,0 +1,127 @@
+"""Benchmarks by name and from files, and the published figures."""
+
+import json
+
+import numpy as np
+import pytest
+
+from psearch_jax.closed_world.encyclopedia import ClosedWorld
+from psearch_jax.eval.benchmarks import (
+    PAPER,
+    PUBLISHED,
+    closed_world_benchmark,
+    dependency_labels,
+    load_benchmarks,
+    published,
+)
+from psearch_jax.types import KINDS, UserError
+
+
+def test_closed_world_benchmarks_are_fixed_and_held_out():
+    """A benchmark changes from call to call, or asks about entities seen in training."""
+    world = small_world()
+    held_out = {e.name for e in world.entities if e.held_out}
+    for kind in KINDS:
+        asked = closed_world_benchmark(world, kind, 10)
+        assert asked == closed_world_benchmark(world, kind, 10) and len(asked) == 10
+        assert {q.kind for q in asked} == {kind}
+        assert all(any(name in q.text for name in held_out) for q in asked)
+    asked = closed_world_benchmark(world, "many", 20)
+    assert {len(q.metadata["options"]) for q in asked} == {5, 6, 7, 8} and {q.kind for q in asked} == {"parallel"}
+    pairs = closed_world_benchmark(world, "pairs", 10)
+    assert [q.kind for q in pairs] == ["parallel"] * 5 + ["sequential"] * 5
+    assert {q.source for q in pairs} == {"closed_world:pairs"}
+    known = closed_world_benchmark(world, "known", 30)
+    assert len({q.text for q in known}) == 30 and not any(name in q.text for q in known for name in held_out)
+
+
+def small_world():
+    return ClosedWorld.make(0, persons=80, films=80, cities=60)
+
+
+def test_closed_world_arguments():
+    """A set is evaluated under the name of another, or two benchmarks of one kind get the same questions."""
+    benchmarks = load_benchmarks(["closed_world", "closed_world:many"], small_world, 5)
+    assert [b.name for b in benchmarks] == [f"closed_world:{kind}" for kind in (*KINDS, "many")]
+    assert all(b.closed_world and len(b.questions) == 5 for b in benchmarks)
+    assert benchmarks[0].questions == closed_world_benchmark(small_world(), "parallel", 5)
+    nq, popqa, hotpot = load_benchmarks(
+        ["nq:closed_world:single", "popqa:closed_world:single", "hotpotqa:closed_world:parallel+sequential"],
+        small_world,
+        6,
+    )
+    assert {q.source for q in nq.questions} == {"nq"} and {q.kind for q in nq.questions} == {"single"}
+    assert {q.id for q in nq.questions} != {q.id for q in popqa.questions}
+    assert [q.kind for q in hotpot.questions] == ["parallel"] * 6 + ["sequential"] * 6
+    with pytest.raises(UserError, match="set 'double' found, accepted: parallel"):
+        load_benchmarks(["closed_world:double"], small_world)
+    with pytest.raises(UserError, match="each name once"):
+        load_benchmarks(["closed_world:mixed", "closed_world:mixed"], small_world, 3)
+    with pytest.raises(UserError, match="a set is named twice"):
+        load_benchmarks(["x:closed_world:many+many"], small_world, 3)
+    (both,) = load_benchmarks(["x:closed_world:parallel+entities2"], small_world, 400)
+    assert len({(q.source, q.id) for q in both.questions}) == len(both.questions) < 800, "a question of both sets"
+
+
+def test_benchmark_from_a_file(shared_data):
+    """The path is cut off at a colon, or the benchmark does not get the name that the user gave."""
+    file = shared_data / "hotpotqa100" / "questions.jsonl"
+    (benchmark,) = load_benchmarks([f"hotpotqa:{file}"], small_world)
+    assert (
+        benchmark.name == "hotpotqa"
+        and len(benchmark.questions) == 100
+        and benchmark.questions[0].source == "hotpotqa"
+    )
+    assert [sum(q.kind == kind for q in benchmark.questions) for kind in ("parallel", "sequential")] == [22, 78]
+    ids = {q.id for q in benchmark.questions}
+    assert set(dependency_labels()) <= ids and len(dependency_labels()) > 50
+    assert {q.id for q in benchmark.questions if "dependency" in q.metadata} == set(dependency_labels())
+
+
+def test_a_count_is_drawn_from_the_whole_file(tmp_path):
+    """The first rows of a merged file are all from one set, and every seed would select the same ones."""
+    rows = [{"id": i, "question": f"Who is {i}?", "golden_answers": ["Ada"]} for i in range(100)]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def sampled(count, seed=1):
+        (benchmark,) = load_benchmarks([f"all:{tmp_path / 'all.jsonl'}"], small_world, count, seed=seed)
+        return [int(q.id) for q in benchmark.questions]
+
+    assert sampled(20) == sorted(sampled(20)) and len(sampled(20)) == 20 and max(sampled(20)) > 50
+    assert sampled(20) != sampled(20, seed=2) and set(sampled(20)) < set(sampled(40))
+    assert sampled(0) == sampled(100) == sampled(500) == list(range(100))
+
+
+@pytest.mark.parametrize("argument", ["nq", "nq:", ":file.jsonl", ""])
+def test_benchmark_of_another_form(argument):
+    """A forgotten name evaluates nothing, or the path of the file becomes the name of the benchmark."""
+    with pytest.raises(UserError, match="accepted: NAME:FILE"):
+        load_benchmarks([argument], small_world)
+
+
+def test_published_figures():
+    """A transposed column shows the result of another set; the averages must be those of the paper."""
+    averages = {}
+    for (_, kind), rows in PUBLISHED.items():
+        for row in rows if kind is None else ():
+            if row.source != PAPER:
+                continue
+            averages.setdefault((row.method, row.model), []).append(row.em)
+    instruct, base = "Qwen2.5-7B-Instruct", "Qwen2.5-7B"
+    expected = {
+        ("R1 (no search)", instruct): 0.271,
+        ("Search-R1", instruct): 0.370,
+        ("ZeroSearch", instruct): 0.391,
+        ("ParallelSearch", instruct): 0.425,
+        ("R1 (no search)", base): 0.276,
+        ("Search-R1", base): 0.434,
+        ("ParallelSearch", base): 0.458,
+    }
+    assert {key: len(value) for key, value in averages.items()} == dict.fromkeys(expected, 7)
+    for key, average in expected.items():
+        assert np.mean(averages[key]) == pytest.approx(average, abs=0.0011), key
+    newer = [[row.em for row in PUBLISHED[name, None] if row.source == "tinker-cookbook"] for name in ("nq", "popqa")]
+    assert newer == [[0.516], []], "a set for which nothing was reported"
+    assert published("HotpotQA", "parallel")[1].decomposition_ratio == 0.943
+    assert published("2Wiki") == published("2wikimultihopqa") != ()
+    assert published("hotpotqa100") == (), "a sample of a set is not the set"

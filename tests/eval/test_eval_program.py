@@ -1,0 +1,256 @@
+"""launch/eval.py as a program: complete evaluations, resumed ones, and refused arguments."""
+
+import hashlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import jax.numpy as jnp
+import pytest
+import uvicorn
+from helpers import (
+    PASSAGES,
+    one_device_mesh,
+    random_params,
+    tiny_config,
+)
+from programs import ROOT, Program, completed, wait_until
+
+from psearch_jax.config import Config, to_mapping
+from psearch_jax.eval.evaluate import (
+    read_scores,
+)
+from psearch_jax.models.hf import save_hf
+from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
+from psearch_jax.train.state import init_state, make_optimizer
+from retrieval.corpus import MemoryMappedCorpus
+from retrieval.encoders.hashing import HashingEncoder
+from retrieval.indexing.directory import build_index
+from retrieval.remote.server import make_app
+from retrieval.service import RetrievalService
+
+
+def run_eval(*arguments):
+    command = [sys.executable, str(ROOT / "launch" / "eval.py"), *map(str, arguments)]
+    return completed(command)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Three questions and four passages, in the formats of real files."""
+    directory = tmp_path_factory.mktemp("files")
+    questions, corpus = directory / "questions.jsonl", directory / "corpus.jsonl"
+    rows = [
+        {"id": f"q{i}", "question": "Who is older?", "golden_answers": ["Ada"], "metadata": {"type": "bridge"}}
+        for i in range(3)
+    ]
+    questions.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    passages = [{"id": p.id, "contents": f'"{p.title}"\n{p.text}'} for p in PASSAGES]
+    corpus.write_text("".join(json.dumps(p) + "\n" for p in passages))
+    return questions, corpus
+
+
+def small_run_config(corpus):
+    """The config.json of a run with tiny budgets."""
+    values = to_mapping(Config())
+    values["data"]["template"] = "toy"
+    values["retrieval"]["corpus"] = str(corpus)
+    values["model"]["sampling_dtype"] = "float32"
+    values["rollout"] |= {"slots": 4, "samples": 2, "context_tokens": 160, "prompt_tokens": 48}
+    values["rollout"] |= {"turn_tokens": 12, "obs_tokens": 48, "search_turns": 1}
+    return values
+
+
+@pytest.fixture(scope="module")
+def evaluated(tiny_tokenizer, tmp_path_factory, files):
+    """A run directory with one checkpoint of random weights, its evaluation by launch/eval.py, and the weights in HF
+    format. Returns (directory, finished process, arguments)."""
+    (questions, corpus), directory = files, tmp_path_factory.mktemp("evaluated")
+    config = tiny_config(tiny_tokenizer.size + 6, max_positions=256)
+    params, run = random_params(config), directory / "run"
+    checkpoints = Checkpoints(run / "checkpoints")
+    state = init_state(params, make_optimizer(Config().learning, 1), one_device_mesh())
+    checkpoints.save(3, state, {"model": model_record(config), "tokenizer": tiny_tokenizer.name})
+    checkpoints.close()
+    (run / "config.json").write_text(json.dumps(small_run_config(corpus)))
+    save_hf(params, config, tiny_tokenizer.name, directory / "hf", jnp.float32)
+    common = (f"--benchmark=nq:{questions}", "--temperature=1", "--samples=2", f"--corpus={corpus}")
+    return directory, run_eval(f"--model={run}", f"--out={directory / 'a'}", *common), common
+
+
+def test_program_evaluates_a_run(evaluated):
+    """The program leaves out questions or samples, or its files disagree with each other."""
+    directory, done, _ = evaluated
+    assert done.returncode == 0, done.stderr
+    out = directory / "a"
+    assert sorted(p.name for p in out.iterdir()) == ["nq.jsonl", "report.html", "results.json", "results.md"]
+    results = json.loads((out / "results.json").read_text())
+    rows = [json.loads(line) for line in (out / "nq.jsonl").read_text().splitlines()]
+    assert results["benchmarks"]["nq"]["all"]["questions"] == 3
+    assert [(r["id"], r["sample"]) for r in rows] == [(f"q{i}", s) for i in range(3) for s in range(2)]
+    assert all(sum(turn["n_sampled"] for turn in row["actions"]) == row["tokens"] > 0 for row in rows)
+    assert all(row["turns"] <= 2 and row["context"] <= 160 for row in rows), "the budgets are not those of the run"
+    assert done.stdout == (out / "results.md").read_text()
+    assert not any(word in row for row in rows for word in ("seconds", "time")), "rows must compare byte for byte"
+    assert len(read_scores(out)["nq"]) == 6
+
+
+def test_program_is_asked_again(evaluated):
+    """A second call repeats the rollouts, or mixes rows of two settings in one directory."""
+    directory, first, common = evaluated
+    again = run_eval(f"--model={directory / 'run'}", f"--out={directory / 'a'}", *common, "--k=2")
+    assert again.returncode == 0 and "| nq | .000 | .000 |" in again.stdout, again.stderr
+    other = run_eval(f"--model={directory / 'run'}", f"--out={directory / 'a'}", *common, "--seed=5")
+    assert other.returncode == 2 and "holds an evaluation with seed 1, found 5" in other.stderr
+    assert len(other.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_program_evaluates_an_export_alike(evaluated, tmp_path, files):
+    """A checkpoint and its HF export are evaluated with different weights, prompts or keys."""
+    directory, _, common = evaluated
+    config = tmp_path / "config.py"
+    values = small_run_config(files[1])
+    config.write_text(
+        f"from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({values!r})\n"
+    )
+    done = run_eval(f"--model={directory / 'hf'}", f"--out={tmp_path / 'b'}", f"--config={config}", *common)
+    assert done.returncode == 0, done.stderr
+    assert (directory / "a" / "nq.jsonl").read_bytes() == (tmp_path / "b" / "nq.jsonl").read_bytes()
+    settings = [
+        json.loads((out / "results.json").read_text())["settings"] for out in (directory / "a", tmp_path / "b")
+    ]
+    assert settings[0] == settings[1], "the settings must identify weights only by their bits"
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_equals_uninterrupted(evaluated, tmp_path, files):
+    """A killed evaluation starts over, loses or repeats questions, or samples other answers than it would have."""
+    directory, _, _ = evaluated
+    rows = [json.loads(files[0].read_text().splitlines()[0]) | {"id": f"q{i}"} for i in range(200)]
+    many = tmp_path / "many.jsonl"
+    many.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    sets = [f"--benchmark={name}:{many}" for name in ("nq", "popqa")]
+    common = [
+        f"--model={directory / 'run'}",
+        *sets,
+        "--temperature=1",
+        f"--corpus={files[1]}",
+        "--config.rollout.slots=4",
+    ]
+    uninterrupted, resumed = tmp_path / "whole", tmp_path / "cut"
+    assert run_eval(*common, f"--out={uninterrupted}").returncode == 0
+    command = [sys.executable, str(ROOT / "launch" / "eval.py"), *common, f"--out={resumed}"]
+    for parts in (2, 5):
+        process = Program(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_until(lambda parts=parts: len(list((resumed / "parts").glob("*.jsonl"))) >= parts, 120)
+        process.kill()
+        process.wait()
+        assert (resumed / "parts").is_dir() and not (resumed / "results.json").exists()
+    (resumed / "parts" / "000001.jsonl").rename(resumed / "kept")  # a finished part must not be evaluated again
+    (resumed / "parts" / "000001.jsonl").write_bytes((resumed / "kept").read_bytes())
+    (resumed / "kept").unlink()
+    done = run_eval(*common, f"--out={resumed}")
+    assert done.returncode == 0, done.stderr
+    assert {p.name for p in resumed.iterdir()} == {p.name for p in uninterrupted.iterdir()}
+    for file in {*uninterrupted.iterdir()} - {uninterrupted / "report.html"}:  # the report names its directory
+        assert file.read_bytes() == (resumed / file.name).read_bytes(), file.name
+
+
+@pytest.mark.slow
+def test_program_evaluates_without_a_search(evaluated, tmp_path, files):
+    """The baseline without search requires an index, or is given one to search."""
+    directory, _, _ = evaluated
+    config = tmp_path / "config.py"
+    values = small_run_config("")
+    config.write_text(
+        f"from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({values!r})\n"
+    )
+    common = (f"--model={directory / 'hf'}", f"--config={config}", f"--benchmark=nq:{files[0]}")
+    done = run_eval(*common, f"--out={tmp_path / 'r1'}", "--config.method=r1")
+    assert done.returncode == 0, done.stderr
+    (scores,) = read_scores(tmp_path / "r1").values()
+    assert {s.searches for s in scores} == {0} and {s.turns for s in scores} == {1} and "| r1 |" in done.stdout
+    assert "--index: none given" in run_eval(*common, f"--out={tmp_path / 'x'}", "--config.method=search_r1").stderr
+    refused = run_eval(*common, f"--out={tmp_path / 'x'}", "--config.method=r2")
+    assert (
+        refused.returncode == 2
+        and "config.method: found 'r2'" in refused.stderr
+        and "parallelsearch" in refused.stderr
+    )
+
+
+@contextmanager
+def serving(index):
+    """Serves an index directory in a thread as launch/serve_retriever.py does, and yields its URL."""
+    service = RetrievalService.open(index)
+    app = make_app(service)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/retrieve"
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.mark.slow
+def test_leaks_and_the_corpus_behind_an_address_are_reported(evaluated, tmp_path, files):
+    """A benchmark that was trained on looks like a success, or evaluations over two corpora look the same because both
+    retrievers were served at port 8000."""
+    directory, _, common = evaluated
+    train = tmp_path / "train.jsonl"
+    train.write_text(json.dumps({"id": "t", "question": "who is the OLDER", "golden_answers": ["Ada"]}) + "\n")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(files[0].read_text() + "{broken\n")
+    arguments = [f"--benchmark=popqa:{bad}", "--skip_bad_rows", f"--training_data={train}"]
+    corpus = MemoryMappedCorpus(files[1])
+    build_index(tmp_path / "index", corpus, HashingEncoder().fit(corpus))
+    with serving(tmp_path / "index") as url:
+        arguments.append(f"--retriever_url={url}")
+        done = run_eval(f"--model={directory / 'run'}", f"--out={tmp_path / 'out'}", *arguments)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    digest = hashlib.sha256(files[1].read_bytes()).hexdigest()
+    ranking = RetrievalService.open(tmp_path / "index").describe()["ranking_sha256"]
+    named = {"corpus_sha256": digest, "ranking_sha256": ranking, "rows": len(PASSAGES)}
+    assert results["passages"] == {"corpus": "index", **named}
+    assert results["settings"]["retrieval"].items() >= named.items() and f"(sha256 {digest})" in done.stdout
+    assert "LEAK: 3 of the 3 questions of popqa were trained on." in done.stdout
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["leaked"] == {"popqa": ["q0", "q1", "q2"]}
+    assert "1 bad rows were skipped" in done.stdout and "bad.jsonl:4" in (tmp_path / "out" / "skipped.txt").read_text()
+
+
+@pytest.mark.slow
+def test_two_evaluations_are_compared(evaluated, tmp_path):
+    """The documented paired table cannot be made from the files of two evaluations."""
+    directory, _, common = evaluated
+    done = run_eval(f"--model={directory / 'run'}", f"--out={tmp_path / 'b'}", *common, "--seed=2")
+    assert done.returncode == 0, done.stderr
+    report = [sys.executable, str(ROOT / "launch" / "report.py"), str(directory / "a"), str(tmp_path / "b")]
+    both = completed(report)
+    assert both.returncode == 0 and "| nq | EM | 0.000 | 0.000 |" in both.stdout, both.stderr
+    single = completed(report[:3])
+    assert single.stdout == (directory / "a" / "results.md").read_text()
+    wrong = completed([*report, str(directory / "hf")])
+    assert wrong.returncode == 2 and len(wrong.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model=toy",), "--benchmark: none found"),
+        (("--model=toy", "--benchmark=nq:{questions}"), "--index: none given"),
+        (("--model=toy", "--benchmark=nq:/nope.jsonl"), "/nope.jsonl: no such file"),
+        (("--benchmark=closed_world",), "--model must have a value"),
+    ],
+)
+def test_program_refuses_in_one_line(tmp_path, files, arguments, message):
+    """Bad input ends in a traceback, in exit code 1, or only after minutes of work."""
+    arguments = [a.format(questions=files[0]) for a in arguments]
+    done = run_eval(*arguments, f"--out={tmp_path / 'out'}")
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and not (tmp_path / "out").exists()
