@@ -4,8 +4,8 @@
         --questions=DIR --count=500 --out=transcripts.jsonl
 
 The questions need evidence triples: a directory that launch/prepare_data.py made from triples, or a 2WikiMultiHopQA
-file. Of the model, only the tokenizer is loaded, to cut passages as a rollout does (config.rollout.obs_tokens). In a
-random --split_share of the questions of every kind, the first search is split into sub-queries.
+file. Of the model, only the tokenizer is loaded, to cut passages as a rollout does (config.rollout.obs_tokens). Of the
+questions of every kind, the share --split_share has a first search that is split into sub-queries.
 psearch_jax/data/teacher.py explains what the transcripts teach and what they leave to reinforcement learning.
 """
 
@@ -41,7 +41,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.config import from_mapping, with_method
     from psearch_jax.data.held_out import without_held_out
     from psearch_jax.data.prepared import open_questions
-    from psearch_jax.data.teacher import TeacherOptions, rounds_of, teach, transcript_row
+    from psearch_jax.data.teacher import Alternation, rounds_of, transcript_row, transcripts
     from psearch_jax.data.transcripts import Observations
     from psearch_jax.eval.tables import table
     from psearch_jax.limits import validate
@@ -73,19 +73,22 @@ def main(_: list[str]) -> None:
         return tokenizer.decode(observations.rendered(queries, rankings, tokenizer.encode_foreign))
 
     rng = np.random.default_rng([SEED.value, 0x7EAC])
-    options = TeacherOptions(SPLIT.value, config.rollout.search_turns, section.max_sub_queries)
+    search_turns, sub_queries = config.rollout.search_turns, section.max_sub_queries
+    alternation = Alternation(SPLIT.value if sub_queries > 1 else 0.0, rng)
     rows, left_out = [], 0
     written: Counter[str] = Counter()
     split: Counter[str] = Counter()
     with tqdm(total=COUNT.value, unit="transcript", disable=None) as bar:
         for i in rng.permutation(len(usable)):
-            turns = teach(usable[i], search, observe, rng, options)
-            if turns is None:
+            turns = transcripts(usable[i], alternation.possible, search, observe, search_turns, sub_queries)
+            if not turns:
                 left_out += 1
                 continue
-            rows.append(json.dumps(transcript_row(usable[i], turns), ensure_ascii=False) + "\n")
-            written[usable[i].kind] += 1
-            split[usable[i].kind] += len(turns[0].queries) > 1
+            kind = usable[i].kind
+            is_split = alternation.next(kind)
+            rows.append(json.dumps(transcript_row(usable[i], turns[is_split]), ensure_ascii=False) + "\n")
+            written[kind] += 1
+            split[kind] += is_split
             bar.update()
             if len(rows) == COUNT.value:
                 break
@@ -99,7 +102,7 @@ def main(_: list[str]) -> None:
     print(table([["kind", "transcripts", "split"], *lines]))
     print(
         f"{out}: {len(rows)} transcripts; {left_out} questions were left out because the passages shown do not "
-        f"state their facts or they take more than {options.search_turns} searches"
+        f"state their facts or they take more than {search_turns} searches"
     )
 
 

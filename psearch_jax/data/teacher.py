@@ -1,15 +1,16 @@
 """Scripted transcripts over real passages: a cold start that teaches the grammar but not the strategy.
 
-A question's evidence triples list the facts to look up. The teacher decides at random, whatever the question's kind,
-whether to search for them at once or step by step, and then states the retrieved facts. Its first thought lists the
+A question's evidence triples list the facts to look up. Whether to search for them at once or step by step is decided
+by `Alternation`, in the same shares for every kind; then the retrieved facts are stated. The first thought lists the
 entities and relations of the question in the same form for every kind, so it does not reveal whether one fact depends
-on another. A transcript is kept only if the observations, which may be cut, state every fact that it relies on.
+on another. A question is used only if the observations, which may be cut, state every fact that its transcript relies
+on, with the first search split and without: otherwise some kinds would be split more often among those that are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from psearch_jax.data.evidence.triples import Triple, dependency_rounds
 from psearch_jax.data.transcripts import TranscriptTurn
 from psearch_jax.text.answers import contains_words, normalise
 from psearch_jax.text.tags import MAX_SUB_QUERIES, SEPARATOR, split_sub_queries
-from psearch_jax.types import Question
+from psearch_jax.types import KINDS, Question
 from retrieval.protocol import Passage
 
 Search = Callable[[Sequence[str]], Sequence[Sequence[Passage]]]  # queries -> a ranking for each
@@ -26,15 +27,6 @@ Search = Callable[[Sequence[str]], Sequence[Sequence[Passage]]]  # queries -> a 
 Observe = Callable[[Sequence[str], Sequence[Sequence[Passage]]], str]
 Rounds = tuple[tuple[Triple, ...], ...]
 _SEPARATOR = f" {SEPARATOR} "
-
-
-@dataclass(frozen=True)
-class TeacherOptions:
-    """How the teacher searches."""
-
-    split_share: float = 0.5  # share of questions, of every kind, whose first search has several sub-queries
-    search_turns: int = 3
-    max_sub_queries: int = MAX_SUB_QUERIES
 
 
 def rounds_of(question: Question) -> Rounds:
@@ -57,26 +49,46 @@ def _is_triple(evidence: object) -> bool:
     return isinstance(evidence, Sequence) and len(evidence) == 3 and all(isinstance(part, str) for part in evidence)
 
 
-def teach(
-    question: Question, search: Search, observe: Observe, rng: np.random.Generator, options: TeacherOptions
-) -> list[TranscriptTurn] | None:
-    """The turns of one question, or None if no transcript can be written.
+def transcripts(
+    question: Question,
+    splits: Collection[bool],
+    search: Search,
+    observe: Observe,
+    search_turns: int = 3,
+    max_sub_queries: int = MAX_SUB_QUERIES,
+) -> dict[bool, list[TranscriptTurn]]:
+    """The turns of one question for each of `splits`: with the first search split, or not. {} if one is impossible.
 
-    None: the question has no triples, needs more than `search_turns` searches, or some fact is not stated in the
-    observation of its search.
+    It is if the question has no triples, if it needs more than `search_turns` searches, or if a fact that it relies on
+    is not stated in the observation of its search. So with both in `splits`, whether a question is kept does not
+    depend on the choice, and the choice reveals nothing about the kind.
     """
-    rounds = rounds_of(question)
-    if not rounds:
-        return None
-    several = options.max_sub_queries > 1
-    searches = _searches(rounds, rng.random() < options.split_share and several, several)
-    if len(searches) > options.search_turns:
+    rounds, written = rounds_of(question), {}
+    for split in splits:
+        turns = _turns(question, rounds, split, search, observe, search_turns, max_sub_queries) if rounds else None
+        if turns is None:
+            return {}
+        written[split] = turns
+    return written
+
+
+def _turns(
+    question: Question,
+    rounds: Rounds,
+    split: bool,
+    search: Search,
+    observe: Observe,
+    search_turns: int,
+    max_sub_queries: int,
+) -> list[TranscriptTurn] | None:
+    searches = _searches(rounds, split, max_sub_queries > 1)
+    if len(searches) > search_turns:
         return None
     thought, turns = first_thought(rounds), []
     for wanted, facts in searches:
         # As a rollout's: of equal ones only one is kept.
-        queries = split_sub_queries(_SEPARATOR.join(wanted), options.max_sub_queries)
-        if not queries:
+        queries = split_sub_queries(_SEPARATOR.join(wanted), max_sub_queries)
+        if not queries or (split and not turns and len(queries) == 1):
             return None
         rankings = tuple(map(tuple, search(queries)))
         texts = [f"{passage.title} {passage.text}" for ranking in rankings for passage in ranking]
@@ -90,6 +102,26 @@ def teach(
     answer = question.answers[0]
     last = f"<think>{thought} So the answer is {answer}.</think>\n<answer>{answer}</answer>"
     return [*turns, TranscriptTurn(last)]
+
+
+class Alternation:
+    """Decides which questions are split: of the first n of any kind, `share` x n to within one question."""
+
+    def __init__(self, share: float, rng: np.random.Generator):
+        self.share = share
+        self._start = dict(zip(KINDS, rng.random(len(KINDS)).tolist(), strict=True))
+        self._decided: Counter[str] = Counter()
+
+    @property
+    def possible(self) -> list[bool]:
+        """The decisions that can come: both, unless the share is 0 or 1."""
+        return [split for split in (False, True) if self.share != 1 - split]
+
+    def next(self, kind: str) -> bool:
+        """Whether the next question of this kind is split."""
+        done, start = self._decided[kind], self._start[kind]
+        self._decided[kind] += 1
+        return int((done + 1) * self.share + start) > int(done * self.share + start)
 
 
 def first_thought(rounds: Rounds) -> str:

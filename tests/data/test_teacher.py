@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,10 +11,10 @@ from programs import completed
 
 from psearch_jax.data.evidence.triples import Triple
 from psearch_jax.data.sources import read_questions
-from psearch_jax.data.teacher import TeacherOptions, _stated, first_thought, rounds_of, teach
+from psearch_jax.data.teacher import Alternation, _stated, first_thought, rounds_of, transcripts
 from psearch_jax.data.transcripts import Observations
 from psearch_jax.text.tags import MIN_OBSERVATION_TOKENS, parse_turn
-from psearch_jax.types import Question
+from psearch_jax.types import KINDS, Question
 from retrieval.protocol import Passage
 from retrieval.service import RetrievalService
 
@@ -70,15 +69,14 @@ def everything(queries, rankings) -> str:
     return " ".join(f"{p.title} {p.text}" for ranking in rankings for p in ranking)
 
 
-def taught(question, search, seed, **options):
-    return teach(question, search, everything, np.random.default_rng(seed), TeacherOptions(**options))
+def both(question, search, observe=everything, **budgets):
+    return transcripts(question, (False, True), search, observe, **budgets)
 
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_it_answers_right_from_what_was_retrieved(questions, search, kind):
     """A transcript that teaches the model to invent facts, breaks the grammar or gives a wrong answer."""
-    for seed in range(8):
-        turns = taught(questions[kind], search, seed)
+    for turns in both(questions[kind], search).values():
         *searches, last = turns
         assert 1 <= len(searches) <= 3
         for turn in searches:
@@ -89,16 +87,34 @@ def test_it_answers_right_from_what_was_retrieved(questions, search, kind):
         assert action.well_formed and action.answer == ROWS[kind][1]
 
 
-def test_splitting_is_drawn_alike_for_every_kind(questions, search):
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
+def test_the_share_that_is_split_is_that_of_every_kind(share):
     """A cold start that already splits the right questions would leave nothing for reinforcement learning to show."""
-    split = Counter()
+    for seed in range(5):
+        alternation = Alternation(share, np.random.default_rng(seed))
+        decided = {kind: [alternation.next(kind) for _ in range(50)] for kind in KINDS}
+        for splits in decided.values():
+            assert all(abs(sum(splits[:n]) - share * n) <= 1 for n in range(51)), splits
+            assert set(splits) <= set(alternation.possible)
+    firsts = {Alternation(0.5, np.random.default_rng(seed)).next("single") for seed in range(20)}
+    assert firsts == {False, True}
+
+
+def test_a_question_is_kept_whether_it_is_split_or_not(questions, search):
+    """Passages that show the facts of a search but not of two at once: of the kept transcripts of such a kind, fewer
+    would be split."""
+
+    def observe(queries, rankings):
+        return everything(queries, rankings[:1])  # as a budget that only the first sub-query's passages fit
+
+    def first_only(kind, splits):
+        return transcripts(questions[kind], splits, lambda queries: [search([q])[0][:1] for q in queries], observe)
+
+    assert first_only("comparison", (False,)) and first_only("compositional", (False, True))
+    assert not first_only("comparison", (True,)) and not first_only("comparison", (False, True))
     for kind in ROWS:
-        split[kind] = sum(len(taught(questions[kind], search, seed)[0].queries) > 1 for seed in range(200))
-    assert all(70 < count < 130 for count in split.values()), split
-    for share, expected in ((0.0, 0), (1.0, 10)):
-        for kind in ROWS:
-            first_queries = [taught(questions[kind], search, seed, split_share=share)[0].queries for seed in range(10)]
-            assert sum(len(queries) > 1 for queries in first_queries) == expected
+        turns = both(questions[kind], search)
+        assert [len(turns[split][0].queries) > 1 for split in (False, True)] == [False, True]
 
 
 def test_the_first_thought_is_worded_alike_for_every_kind(questions):
@@ -114,7 +130,7 @@ def test_the_first_thought_is_worded_alike_for_every_kind(questions):
 def test_the_first_thought_does_not_depend_on_whether_the_question_is_split(questions, search):
     """A thought that announces the choice: the model would learn to follow the announcement."""
     for kind in ROWS:
-        openings = {taught(questions[kind], search, seed)[0].text.split("</think>")[0] for seed in range(20)}
+        openings = {turns[0].text.split("</think>")[0] for turns in both(questions[kind], search).values()}
         assert len(openings) == 1
 
 
@@ -122,9 +138,10 @@ def test_questions_whose_facts_are_not_retrieved_are_left_out(questions, search)
     """A thought that states what no passage says."""
     subset = RetrievalService.from_corpus(PASSAGES[:3])
     example = questions["comparison"]
-    assert all(taught(example, lambda q: subset.search(list(q), 2), s) is None for s in range(4))
-    assert taught(Question("s", "1", "Who?", ("A",), "single"), search, 0) is None
-    assert taught(questions["bridge_comparison"], search, 0, search_turns=1) is None
+    for splits in [(False,), (True,)]:
+        assert not transcripts(example, splits, lambda q: subset.search(list(q), 2), everything)
+        assert not transcripts(Question("s", "1", "Who?", ("A",), "single"), splits, search, everything)
+        assert not transcripts(questions["bridge_comparison"], splits, search, everything, search_turns=1)
 
 
 @pytest.mark.parametrize("kind", ROWS)
@@ -135,19 +152,16 @@ def test_facts_that_the_observation_cuts_away_are_not_stated(questions, search, 
         observations = Observations(tokens)
         return lambda q, r: tiny_tokenizer.decode(observations.rendered(q, r, tiny_tokenizer.encode_foreign))
 
-    for seed in range(4):
-        rng = np.random.default_rng(seed)
-        assert teach(questions[kind], search, observe(MIN_OBSERVATION_TOKENS), rng, TeacherOptions()) is None
-        kept = teach(questions[kind], search, observe(2000), np.random.default_rng(seed), TeacherOptions())
-        assert kept == taught(questions[kind], search, seed)
+    for splits in [(False,), (True,)]:
+        assert not transcripts(questions[kind], splits, search, observe(MIN_OBSERVATION_TOKENS))
+    assert both(questions[kind], search, observe(2000)) == both(questions[kind], search)
 
 
 def test_searches_have_no_more_sub_queries_than_a_rollout(questions, search):
     """Fine-tuning refuses the complete file, because a search has more rankings than sub-queries."""
     for kind, searches in (("comparison", 2), ("compositional", 2), ("bridge_comparison", 4)):
-        for seed in range(8):
-            turns = taught(questions[kind], search, seed, max_sub_queries=1, search_turns=4)
-            assert [len(turn.queries) for turn in turns] == [1] * searches + [0]
+        turns = transcripts(questions[kind], (False,), search, everything, search_turns=4, max_sub_queries=1)[False]
+        assert [len(turn.queries) for turn in turns] == [1] * searches + [0]
 
 
 def test_a_round_that_a_prepared_question_names(search):
@@ -155,7 +169,7 @@ def test_a_round_that_a_prepared_question_names(search):
     rounds = [[["director", "Citizen Kane", "Orson Welles"]], [["place of birth", "Orson Welles", "Kenosha"]]]
     question = Question("s", "1", "Where?", ("Kenosha",), "sequential", {"rounds": rounds})
     assert [[t.entity for t in r] for r in rounds_of(question)] == [["Citizen Kane"], ["Orson Welles"]]
-    assert parse_turn(taught(question, search, 0)[-1].text).answer == "Kenosha"
+    assert parse_turn(both(question, search)[True][-1].text).answer == "Kenosha"
 
 
 def test_equal_queries_are_one_as_in_a_rollout(search):
@@ -163,7 +177,10 @@ def test_equal_queries_are_one_as_in_a_rollout(search):
     fine-tuning refuse the complete file."""
     films = [["Vertigo", "director", "Alfred Hitchcock"], ["vertigo", "director", "Hitchcock"]]
     question = Question("s", "1", "Who?", ("Alfred Hitchcock",), "parallel", {"evidences": films})
-    turns = [turn for seed in range(8) for turn in taught(question, search, seed) if turn.queries]
+    assert transcripts(question, (False,), search, everything) and not both(question, search)  # nothing to split
+    films.append(["Citizen Kane", "director", "Orson Welles"])
+    turns = [turn for turns in both(question, search).values() for turn in turns if turn.queries]
+    assert [len(turn.queries) for turn in turns] == [1, 1, 1, 2]
     assert all(parse_turn(turn.text).queries == turn.queries for turn in turns)
     assert all(len(turn.queries) == len(turn.passages) for turn in turns)
 
