@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import json
@@ -160,8 +161,8 @@ def _files() -> Iterable[str]:
     for name, (about, changed) in config_files().items():
         parts = [f"### configs/{name}", about]
         if name.removesuffix(".py") == COLD_START:
-            values = dataclasses.asdict(ToySFTConfig())
-            rows = [[f"`{n}`", f"`{_shown(values[n])}`", s.doc] for n, s in settings_of(ToySFTConfig).items()]
+            of = {n: functools.reduce(getattr, n.split("."), ToySFTConfig()) for n in settings_of(ToySFTConfig)}
+            rows = [[f"`{n}`", f"`{_shown(of[n])}`", s.doc] for n, s in settings_of(ToySFTConfig).items()]
             parts += ["A config of `launch/sft.py` with other fields:", _table(["field", "default", "meaning"], rows)]
         else:
             rows = [[_linked(n), f"`{_shown(defaults[n])}`", f"`{_shown(v)}`"] for n, v in changed.items()]

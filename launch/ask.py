@@ -24,7 +24,6 @@ from absl import flags
 
 from psearch_jax.assembly import policy_flags
 from psearch_jax.config import Config
-from psearch_jax.limits import MAX_TEMPERATURE
 from psearch_jax.runtime import cli, progress
 from psearch_jax.runtime.paths import locate, make_writable, write_atomically
 from psearch_jax.types import UserError
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 policy_flags.define_flags("toy")
 COMPARE = flags.DEFINE_enum("compare", None, policy_flags.METHODS, "A second method that also answers each question.")
-TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0 is greedy.", 0.0, MAX_TEMPERATURE)
+TEMPERATURE = policy_flags.temperature_flag(0.0)
 SEED = flags.DEFINE_integer("seed", 0, "Sampling seed; no effect at temperature 0.", 0, 2**32 - 1)
 JSON = flags.DEFINE_bool("json", False, "Print only one JSON object per question and method.")
 SVG_COLUMNS = 108

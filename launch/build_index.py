@@ -47,7 +47,7 @@ _DTYPE = flags.DEFINE_enum(
 )
 _QUERY_PREFIX = flags.DEFINE_string("query_prefix", None, "MODEL_DIR: prefix of queries (default: by model)")
 _PASSAGE_PREFIX = flags.DEFINE_string("passage_prefix", None, "MODEL_DIR: prefix of passages (default: by model)")
-flags.mark_flag_as_required("out")
+cli.require("out")
 
 
 def main(_: list[str]) -> None:

@@ -15,7 +15,7 @@ from psearch_jax.types import UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/qwen7b.py.", lock_config=False)
 WORKDIR = flags.DEFINE_string("workdir", "runs/run", "The run directory.")
-flags.mark_flag_as_required("config")
+cli.require("config")
 
 
 def main(_: list[str]) -> None:

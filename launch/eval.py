@@ -32,7 +32,7 @@ log = logging.getLogger("psearch_jax")
 policy_flags.define_flags(None)
 BENCHMARK = flags.DEFINE_multi_string("benchmark", [], "NAME:FILE, closed_world or closed_world:SET; repeatable.")
 OUT = flags.DEFINE_string("out", None, "The directory to write to.")
-TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0 is greedy.", lower_bound=0.0)
+TEMPERATURE = policy_flags.temperature_flag(0.0)
 SEED = flags.DEFINE_integer("seed", 1, "Sampling seed; no effect at temperature 0.", 0, 2**32 - 1)
 SAMPLES = flags.DEFINE_integer("samples", 1, "Trajectories per question.", lower_bound=1)
 K = flags.DEFINE_multi_integer("k", [], "Report pass@k and maj@k, k at most --samples; repeatable.", lower_bound=1)
@@ -48,7 +48,14 @@ GOLD = flags.DEFINE_bool(
     "Do not search: put the passages named in the questions' metadata into the context.",
 )
 cli.process_flags()
-flags.mark_flag_as_required("out")
+cli.require("out")
+NO_EFFECT = {
+    "seed": "--seed is the seed of an evaluation",
+    "eval.seed": "--seed is the seed of an evaluation",
+    "eval.temperature": "--temperature is its temperature",
+    "rollout.temperature": "--temperature is its temperature",
+    "rollout.samples": "--samples is the number of rollouts per question",
+}
 
 
 def with_gold(config: Config) -> Config:
@@ -85,30 +92,39 @@ def check_gold(config: Config, benchmarks: dict[str, list[Question]]) -> None:
             titles_of(question)
 
 
+def unchecked_leaks(trained_on: str) -> str:
+    """Why the benchmarks are not compared with the training questions at `trained_on`; "" if they are."""
+    from psearch_jax.data.prepared import TFDS_PREFIX, are_there
+
+    if TRAINING.value or trained_on == "closed_world":
+        return ""
+    if not trained_on:
+        return "leaks are not checked: --model names no training questions; --training_data does"
+    if trained_on.startswith(TFDS_PREFIX):
+        return f"leaks are not checked: a TFDS set is not downloaded for this; --training_data={trained_on} does so"
+    return "" if are_there(trained_on) else f"leaks are not checked: {trained_on} not found; see --training_data"
+
+
 def leaks(benchmarks: dict[str, list[Question]], trained_on: str, held_out: float) -> dict[str, list[str]]:
-    """The ids of benchmark questions that are training questions; empty if the training questions are unknown.
+    """The ids of benchmark questions that are training questions; {} if that is not checked.
 
     Args:
-      trained_on: location of the run's questions. A set of TFDS is not downloaded for this.
+      trained_on: location of the run's questions.
       held_out: share of them held out from training.
     """
     from psearch_jax.data.held_out import without_held_out
-    from psearch_jax.data.prepared import TFDS_PREFIX, are_there, open_questions, overlap
+    from psearch_jax.data.prepared import open_questions, overlap
 
-    if TRAINING.value:
-        training = open_questions(TRAINING.value)
-    elif trained_on.startswith(TFDS_PREFIX):
-        log.info("not checked for leaks of the run's questions; --training_data=%s does so", trained_on)
+    if unchecked_leaks(trained_on) or (trained_on == "closed_world" and not TRAINING.value):
         return {}
-    elif not trained_on or trained_on == "closed_world" or not are_there(trained_on):
-        return {}
-    else:
-        training = without_held_out(open_questions(trained_on), held_out)
+    questions = open_questions(TRAINING.value or trained_on)
+    training = questions if TRAINING.value else without_held_out(questions, held_out)
     overlapping = {id(q) for q in overlap([q for questions in benchmarks.values() for q in questions], training)}
     return {name: [q.id for q in questions if id(q) in overlapping] for name, questions in benchmarks.items()}
 
 
 def main(_: list[str]) -> None:
+    policy_flags.refuse_without_effect(NO_EFFECT, "evaluations")
     cli.configure_jax()
     model = policy_flags.model()
     base = policy_flags.config(model)
@@ -223,6 +239,8 @@ def main(_: list[str]) -> None:
     text = "\n\n".join([text, *notes]) + "\n"
     evaluation.finish({"model": model, "passages": passages, "benchmarks": results, "leaked": leaked}, text)
     print(text, end="")
+    if reason := unchecked_leaks(data.source):
+        log.info(reason)
     page.offer_report(OUT.value)
 
 

@@ -13,7 +13,7 @@ OUT = flags.DEFINE_string("out", None, "The directory to create; it must not exi
 TOKENIZER = flags.DEFINE_string("tokenizer", "", "Tokenizer directory; default: the run's.")
 ADAPTERS = flags.DEFINE_bool("adapters_only", False, "Write only the run's LoRA adapters, in PEFT's format.")
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Dtype of the written weights.")
-flags.mark_flags_as_required(["checkpoint", "out"])
+cli.require("checkpoint", "out")
 
 
 def main(_: list[str]) -> None:
@@ -23,6 +23,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.config import Config, Lora
     from psearch_jax.models.hf import save_hf
     from psearch_jax.models.peft import save_adapters
+    from psearch_jax.text.tokenizer import Tokenizer
     from psearch_jax.train.checkpointing.best import find_best
     from psearch_jax.train.checkpointing.checkpoint import load_params
     from psearch_jax.train.checkpointing.run_config import config_of, export_files, exported_shape, tokenizer_of
@@ -43,9 +44,10 @@ def main(_: list[str]) -> None:
         return
     trained = config_of(str(checkpoint))
     files = export_files(trained) if trained else {}
-    tokenizer = TOKENIZER.value or tokenizer_of(trained or Config(), loop["tokenizer"])
+    named = TOKENIZER.value or tokenizer_of(trained or Config(), loop["tokenizer"])
+    tokenizer = Tokenizer.load(named, config.eos_ids)
     shape = exported_shape(config, tokenizer)
-    lost = save_hf(params, shape, tokenizer, OUT.value, dtype, lora=lora, files=files)
+    lost = save_hf(params, shape, tokenizer.directory, OUT.value, dtype, lora=lora, files=files)
     why = f", the best by {loop['best']['metric']} ({loop['best']['value']:.4f})" if "best" in loop else ""
     print(f"{CHECKPOINT.value}, step {loop['step']}{why} -> {OUT.value} ({DTYPE.value})")
     if lora:

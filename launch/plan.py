@@ -38,7 +38,7 @@ IDS = flags.DEFINE_integer(
 )
 SAMPLED = flags.DEFINE_integer("sampled_ids", 0, "How many of them are sampled; 0: a quarter.")
 PROMPT = flags.DEFINE_integer("prompt_ids", 0, "How many are the prompt, which a group shares; 0: a tenth.")
-flags.mark_flags_as_required(["config", "topology"])
+cli.require("config", "topology")
 
 
 def main(_: list[str]) -> None:

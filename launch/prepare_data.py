@@ -30,7 +30,7 @@ SEED = flags.DEFINE_integer("seed", 0, "Seed of the questions made from triples.
 SPLIT = flags.DEFINE_string("split", "train", "The name of the split to write.")
 OUT = flags.DEFINE_string("out", None, "The directory to create.")
 SKIP = flags.DEFINE_bool("skip_bad_rows", False, "Skip bad rows and list them in DIR/skipped.txt.")
-flags.mark_flags_as_required(["source", "out"])
+cli.require("source", "out")
 
 
 def main(_: list[str]) -> None:

@@ -33,17 +33,23 @@ QUESTIONS = flags.DEFINE_string(
 )
 COUNT = flags.DEFINE_integer("count", 0, "Use only this number of questions, from the first on; 0: all.", 0)
 SAMPLES = flags.DEFINE_integer("samples", 8, "Rollouts per question.", 1)
-TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Sampling temperature; 0 is greedy.", lower_bound=0.0)
+TEMPERATURE = policy_flags.temperature_flag(1.0)
 KEEP = flags.DEFINE_integer("keep", 1, "Maximum number of rollouts to keep per question.", 1)
 MIN_REWARD = flags.DEFINE_float("min_reward", 1.0, "Minimum reward of a kept rollout.")
 ILL_FORMED = flags.DEFINE_bool("ill_formed", False, "Also keep rollouts that violate the grammar.")
 SEED = flags.DEFINE_integer("seed", 0, "Sampling seed.", 0, 2**32 - 1)
 OUT = flags.DEFINE_string("out", None, "The jsonl file to write.")
 cli.process_flags()
-flags.mark_flags_as_required(["questions", "out"])
+cli.finite("min_reward")
+cli.require("questions", "out")
+NO_EFFECT = {
+    "rollout.temperature": "--temperature is the temperature of the rollouts",
+    "rollout.samples": "--samples is their number per question",
+}
 
 
 def main(_: list[str]) -> None:
+    policy_flags.refuse_without_effect(NO_EFFECT, "these rollouts")
     cli.configure_jax()
     out, model = on_disk(OUT.value, "--out"), policy_flags.model()
     if out.exists():

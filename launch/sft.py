@@ -8,8 +8,8 @@ adapters, mesh, lengths and prompt; its section `sft` is the recipe. DIR is a ru
 and export_hf.py. DIR/policy is the result in Hugging Face format; launch/train.py starts from it with
 --config.model.path=DIR/policy.
 
-configs/toy_sft.py trains the toy policy on exercises and scripted trajectories that the program generates.
-The same command resumes.
+configs/toy_sft.py trains the toy policy on exercises and scripted trajectories that the program generates; of its DIR,
+the other programs take only DIR/policy. The same command resumes.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ EXPORT = flags.DEFINE_bool("export", True, "Write DIR/policy at the end.")
 CHANGES = flags.DEFINE_bool("allow_changes", False, "Resume even if settings that affect the numbers changed.")
 cli.process_flags()
 cli.stop_flag()
-flags.mark_flags_as_required(["config", "workdir"])
+cli.require("config", "workdir")
 
 
 def main(_: list[str]) -> None:
@@ -63,6 +63,7 @@ def _train(values: dict, stop: StopRequest) -> None:
     from psearch_jax.models.hf import save_hf
     from psearch_jax.runtime import processes
     from psearch_jax.sft import trainer
+    from psearch_jax.text.tokenizer import Tokenizer
     from psearch_jax.train.checkpointing.checkpoint import load_params, on_host
     from psearch_jax.train.checkpointing.run_config import export_files, exported_shape
 
@@ -82,8 +83,9 @@ def _train(values: dict, stop: StopRequest) -> None:
         del run  # its weights are loaded again, in the host's memory: one device may be too small for all of them
         gc.collect()
         model, params, loop = load_params(WORKDIR.value, on_host)
-        shape = exported_shape(model, loop["tokenizer"])
-        save_hf(params, shape, loop["tokenizer"], policy, lora=_lora(loop), files=export_files(config))
+        tokenizer = Tokenizer.load(loop["tokenizer"], model.eos_ids)
+        shape = exported_shape(model, tokenizer)
+        save_hf(params, shape, tokenizer.directory, policy, lora=_lora(loop), files=export_files(config))
         print(f"{policy}: written")
 
 
@@ -114,12 +116,13 @@ def _train_toy(values: dict, stop: StopRequest) -> None:
     settings = workdir / "config.json"
     make_writable(workdir)
     text = json.dumps(dataclasses.asdict(config), indent=2) + "\n"
-    if settings.exists() and settings.read_text(encoding="utf-8") != text:
+    trained = newest_step(workdir)
+    if trained and settings.exists() and settings.read_text(encoding="utf-8") != text:
         raise UserError(
             f"{settings}: found settings that differ from --config, accepted: the same, or another --workdir"
         )
     write_atomically(settings, text)
-    cut_jsonl(workdir / "metrics.jsonl", newest_step(workdir) + 1)
+    cut_jsonl(workdir / "metrics.jsonl", trained + 1)
     metrics = MetricsWriter(workdir)
 
     def log(step: int, values: dict[str, float]) -> None:

@@ -26,7 +26,7 @@ CHANGES = flags.DEFINE_bool("allow_changes", False, "Resume even if settings tha
 REPLAY = flags.DEFINE_string("replay", None, "A run whose recorded rollouts are learned from; none are sampled.")
 cli.process_flags()
 cli.stop_flag()
-flags.mark_flag_as_required("workdir")
+cli.require("workdir")
 
 
 def given_config() -> Config:

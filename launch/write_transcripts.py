@@ -28,7 +28,8 @@ COUNT = flags.DEFINE_integer("count", 500, "Maximum number of transcripts to wri
 SPLIT = flags.DEFINE_float("split_share", 0.5, "Share of questions to split, the same for every kind.", 0.0, 1.0)
 SEED = flags.DEFINE_integer("seed", 0, "Seed for choosing the questions and which of them are split.", 0)
 OUT = flags.DEFINE_string("out", None, "The jsonl file to write.")
-flags.mark_flags_as_required(["config", "questions", "out"])
+cli.finite("split_share")
+cli.require("config", "questions", "out")
 
 
 def main(_: list[str]) -> None:
@@ -50,6 +51,8 @@ def main(_: list[str]) -> None:
     cli.configure_jax()
     out, config = on_disk(OUT.value, "--out"), with_method(from_mapping(CONFIG.value.to_dict()))
     validate(config, training=False)
+    if out.exists():
+        raise UserError(f"--out={out}: exists already, accepted: a new file")
     make_writable(out.parent)
     share = config.data.validation_share
     questions = [q for place in QUESTIONS.value for q in without_held_out(open_questions(place), share)]

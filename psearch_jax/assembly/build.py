@@ -6,7 +6,6 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,6 @@ from psearch_jax.rollout.copy import SamplingCopy
 from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.runtime import progress
 from psearch_jax.runtime.cli import CACHE_HOME, read_token
-from psearch_jax.runtime.paths import packaged
 from psearch_jax.sharding import (
     STORAGE,
     check_heads,
@@ -79,7 +77,6 @@ class Engine:
     config: Config
     model: DecoderConfig
     tokenizer: Tokenizer
-    tokenizer_path: str
     path: str  # the directory of the weights; empty when they are random or come from a checkpoint
     mesh: Mesh  # of `params`
     # Storage-sharded. In training: float32 weights or, with adapters, only their base in the dtype of `sampled_as`.
@@ -112,7 +109,7 @@ def by_method(parts: Engine, config: Config, method: Method) -> Collector:
     Args:
       config: the config that `parts` was built from. `parts.config` also has the changes of the first method.
     """
-    model = replace(parts.config.model, path="", tokenizer=parts.tokenizer_path)
+    model = replace(parts.config.model, path="", tokenizer=parts.tokenizer.directory)
     config = replace(config, method=method, model=model)
     return engine(config, params=parts.params, model=parts.model, retriever=parts.collector.retriever).collector
 
@@ -158,7 +155,6 @@ def engine(
     check_shares(config, training, jax.process_count())
     if training:
         check_rows(mesh, learning__micro_batch_rows=config.learning.micro_batch_rows)
-    tokenizer_path = packaged(config.model.tokenizer) or path
     with progress.step("loading the tokenizer"):
         tokenizer = load_tokenizer(config, model, path)
     tables = cached_tables(tokenizer, CACHE_HOME / "boundary", model.vocab_rows)
@@ -168,9 +164,7 @@ def engine(
         with progress.step("opening the passages"):
             retriever = retriever_of(config, world)
     collector = Collector(sampler, tokenizer, retriever, renderer(config, tokenizer), config.rollout, config.retrieval)
-    if Path(tokenizer_path).is_dir():  # checkpoints record it, and may be read from another working directory
-        tokenizer_path = str(Path(tokenizer_path).resolve())
-    return Engine(config, model, tokenizer, str(tokenizer_path), path, mesh, params, collector, world)
+    return Engine(config, model, tokenizer, path, mesh, params, collector, world)
 
 
 def training_run(config: Config, retriever: Retriever | None = None) -> Run:
@@ -240,7 +234,7 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         abstract=placed(abstract, state_shardings(abstract, parts.mesh)),
         initial_state=initial,
         model=parts.model,
-        tokenizer_path=parts.tokenizer_path,
+        tokenizer_path=parts.tokenizer.directory,
         given=given,
         reference=reference,
         critic=critic,
@@ -261,7 +255,7 @@ def _contents(
     adapters = config.model.adapters
     contents = {
         "model.path": (parts.path or preset, weights),
-        "model.tokenizer": (parts.tokenizer_path, words),
+        "model.tokenizer": (parts.tokenizer.directory, words),
         "model.adapters": (adapters, settings.fingerprint(adapters, settings.ADAPTERS) if adapters else ""),
         "data.source": (config.data.source, questions),
         "data.validation": (config.data.validation, questions_digest(evaluation) if config.data.validation else ""),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +30,7 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
     Raises:
       UserError: as `engine` and `read_rows`; input files are checked before any weights are loaded.
     """
-    config = with_adapter_shape(with_method(config))
+    given, config = config, with_adapter_shape(with_method(config))
     validate(config, training=False)
     section, m = config.sft, config.model
     path = packaged(m.path) if m.path in ("toy", "") else hf.resolve(m.path)
@@ -71,23 +70,23 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
         base=params if m.lora else None,
     )
     first = first_adapters(config, model, mesh) if m.lora else params
-    tokenizer_path = packaged(config.model.tokenizer) or path
     contents = {
         "model.path": (path, settings.fingerprint(path, settings.WEIGHTS) if path else m.preset),
         "model.adapters": (m.adapters, settings.fingerprint(m.adapters, settings.ADAPTERS) if m.adapters else ""),
-        "model.tokenizer": (tokenizer_path, tokenizer.fingerprint),
+        "model.tokenizer": (tokenizer.directory, tokenizer.fingerprint),
         "data.template": (config.data.template, settings.text_fingerprint(template or "")),
         "transcripts": (transcripts, loop.digest(rows)),
     }
     return SupervisedRun(
         config=config,
+        given=given,
         trainer=trainer,
         batches=loop.RowBatches(trained, section.batch_rows, config.seed, trainer.pack),
         held_out=[rows[i] for i in sorted(held)],
         abstract=placed(abstract_state(first, optimizer), state_shardings(abstract_state(first, optimizer), mesh)),
         initial_state=functools.partial(init_state, first, optimizer, mesh),
         steps=steps,
-        tokenizer_path=str(Path(tokenizer_path).resolve()) if Path(tokenizer_path).is_dir() else tokenizer_path,
+        tokenizer_path=tokenizer.directory,
         record={
             "model": checkpoint.model_record(model),
             "settings": settings.record(config, contents),

@@ -7,7 +7,7 @@ from pathlib import Path
 from psearch_jax.config import Config
 from psearch_jax.data.prepared import are_there
 from psearch_jax.eval.benchmarks import CLOSED_WORLD
-from psearch_jax.models import hf
+from psearch_jax.runtime import hub
 from psearch_jax.runtime.paths import is_remote, on_disk, packaged
 from psearch_jax.types import UserError
 from retrieval.protocol import Retriever
@@ -21,7 +21,7 @@ def missing_inputs(config: Config, training: bool = True, retriever: Retriever |
     """
     lines = []
     path = config.model.path
-    if path and path != "toy" and not is_remote(path) and not Path(path).is_dir() and not hf.reachable(path):
+    if path and path != "toy" and not is_remote(path) and not Path(path).is_dir() and not hub.reachable(path):
         lines.append(
             f"config.model.path={path}: neither a directory nor a reachable hub id; get it with "
             f"`hf download {path} --local-dir=DIR` and set --config.model.path=DIR"
@@ -47,6 +47,7 @@ def missing_inputs(config: Config, training: bool = True, retriever: Retriever |
         ("data.validation", config.data.validation if training else ""),
         *(("retrieval.index", directory) for directory in config.retrieval.index.split(",")),
         ("retrieval.corpus", config.retrieval.corpus),
+        ("retrieval.token_file", config.retrieval.token_file if config.retrieval.url else ""),
         ("model.adapters", config.model.adapters),
         ("model.tokenizer", packaged(config.model.tokenizer)),
     )
@@ -63,7 +64,7 @@ def missing_inputs(config: Config, training: bool = True, retriever: Retriever |
             lines.append(str(error))
             continue
         if name == "model.tokenizer":
-            if not exists and not hf.reachable(path, "tokenizer_config.json"):
+            if not exists and not hub.reachable(path, "tokenizer_config.json"):
                 lines.append(
                     f"config.{name}={path}: neither a directory nor a reachable hub id such as "
                     "Qwen/Qwen2.5-0.5B-Instruct"

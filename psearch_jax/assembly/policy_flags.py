@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -16,6 +17,8 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from psearch_jax.config import Config, Method, ModelSection, defaults, from_mapping, to_mapping, with_method
+from psearch_jax.limits import MAX_TEMPERATURE
+from psearch_jax.runtime import cli, hub
 from psearch_jax.runtime.paths import is_remote
 from psearch_jax.types import UserError
 
@@ -24,6 +27,7 @@ METHODS = list(get_args(Method))
 EXAMPLES = ("parallel", "sequential", "parallel")  # kinds of the example questions
 PATIENCE_S = 10.0  # maximum retrieval.timeout_s and retry_deadline_s while somebody waits, unless the user sets them
 _NO_EFFECT = {  # on the answers to a user's questions: why
+    "seed": "--seed of launch/ask.py, or seed in a request, is the seed of an answer",
     "rollout.slots": "--slots of launch/serve_agent.py says how many are answered together",
     "rollout.samples": "each is answered once",
     "rollout.temperature": "each has its own (--temperature of launch/ask.py, temperature in a request)",
@@ -43,6 +47,13 @@ def define_flags(model: str | None) -> None:
     flags.DEFINE_string("index", None, "Index directory made by launch/build_index.py.")
     flags.DEFINE_string("corpus", None, "A jsonl corpus instead of an index (small corpora only).")
     flags.DEFINE_string("retriever_url", None, "Servers that speak /retrieve, instead of an index.")
+
+
+def temperature_flag(default: float) -> flags.FlagHolder[float]:
+    """Defines --temperature."""
+    holder = flags.DEFINE_float("temperature", default, "Sampling temperature; 0 is greedy.", 0.0, MAX_TEMPERATURE)
+    cli.finite("temperature")
+    return holder
 
 
 def model() -> str:
@@ -89,12 +100,10 @@ def config(model: str, default: Config = Config()) -> Config:  # noqa: B008 (fro
 
 def _check_place(model: str) -> None:
     """Raises `UserError` for a path without a directory, before other missing flags are reported."""
-    from psearch_jax.models import hf
-
     place = Path(model)
     if model == "toy" or is_remote(model) or place.exists():
         return
-    if place.parent.is_dir() and not hf.reachable(model):
+    if place.parent.is_dir() and not hub.reachable(model):
         raise UserError(f"--model={model}: there is no such directory")
 
 
@@ -105,6 +114,14 @@ def overridden(config: Config) -> Config:
     fields = ConfigDict(to_mapping(config))
     fields.update_from_flattened_dict(given)
     return from_mapping(fields.to_dict())
+
+
+def refuse_without_effect(fields: Mapping[str, str], what: str) -> None:
+    """Raises `UserError` if the command line sets a field that has no effect on `what`; `fields`: why, by field."""
+    given = _set_fields()
+    for field, why in fields.items():
+        if field in given:
+            raise UserError(f"--config.{field}: found {given[field]!r}, which has no effect on {what}: {why}")
 
 
 def _set_fields() -> dict[str, Any]:
@@ -146,12 +163,8 @@ def to_serve(root: Path, slots: int, samples: int = 1) -> Config:
         sys.path.insert(0, str(root))
         default = from_mapping(importlib.import_module("configs.smoke").get_config().to_dict())
     base = config(model(), default)
+    refuse_without_effect(_NO_EFFECT, "single questions")
     given = _set_fields()
-    for field, why in _NO_EFFECT.items():
-        if field in given:
-            raise UserError(
-                f"--config.{field}: found {given[field]!r}, which has no effect on single questions: {why}"
-            )
     # A user who waits should learn within seconds that a server is down, whatever suits the policy's training.
     patience = {name: min(PATIENCE_S, getattr(base.retrieval, name)) for name in ("timeout_s", "retry_deadline_s")}
     own = {name: value for name, value in patience.items() if f"retrieval.{name}" not in given}

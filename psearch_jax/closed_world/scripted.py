@@ -14,10 +14,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, HAPPENED
+from psearch_jax.config.setting import setting
 from psearch_jax.data.transcripts import Observations, Row, TranscriptTurn, encode_transcript
 from psearch_jax.text.prompts import load_template, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
@@ -45,17 +47,23 @@ SCRIPT_WORDS = (
 _ASKED = re.compile("|".join([*(a for of in ATTRIBUTES.values() for a in of), *HAPPENED.values()]))
 
 
+def _share(default: float, doc: str) -> Any:
+    return setting(default, doc, at_least=0, at_most=1)
+
+
 @dataclass(frozen=True)
 class Mixture:
-    """Shares of the teacher's strategies, each between 0 and 1."""
+    """Shares of the teacher's strategies."""
 
-    split: float = 0.3  # of all questions, whatever their kind: search all needed facts at once
-    recover: float = 0.6  # of the splits that could not find all facts: search the rest; the others guess
-    hasty: float = 0.05  # one search, then a guess
-    closed: float = 0.04  # a guess without any search
-    guess: float = 0.1  # all facts are found, but the answer is a guess
-    redundant: float = 0.06  # the last search is repeated
-    forgotten: float = 0.04  # one turn has no reasoning
+    split: float = _share(0.3, "Questions of any kind for which all needed facts are searched at once.")
+    recover: float = _share(
+        0.6, "Of the splits that could not find all facts, those that search the rest; the others guess."
+    )
+    hasty: float = _share(0.05, "One search, then a guess.")
+    closed: float = _share(0.04, "A guess without any search.")
+    guess: float = _share(0.1, "All facts are found, but the answer is a guess.")
+    redundant: float = _share(0.06, "The last search is repeated.")
+    forgotten: float = _share(0.04, "One turn has no reasoning.")
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,12 @@ def _checked(value: Any, hint: Any, name: str) -> Any:
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, (list, tuple)):
             raise UserError(f"{name}: found {value!r}, accepted: a list")
-        return tuple(value)
+        return tuple(_checked(item, typing.get_args(hint)[0], f"{name}[{i}]") for i, item in enumerate(value))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise UserError(f"{name}: found an integer of {len(str(abs(value)))} digits, accepted: a number") from None
     if value != value:  # NaN
         raise UserError(f"{name}: found {value!r}, accepted: a number")
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +24,7 @@ from psearch_jax.config import DecoderConfig, Lora
 from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
 from psearch_jax.models.tensors import Tensor, TensorReader, write_files
-from psearch_jax.runtime import progress
+from psearch_jax.runtime import hub, progress
 from psearch_jax.runtime.paths import TOY_POLICY, atomic_directory, locate, read_json
 from psearch_jax.types import UserError
 
@@ -56,8 +55,6 @@ FAMILIES: dict[str, tuple[str, dict[str, bool]]] = {
     "qwen2": ("Qwen2ForCausalLM", {"qkv_bias": True, "qk_norm": False}),
     "qwen3": ("Qwen3ForCausalLM", {"qkv_bias": False, "qk_norm": True}),
 }
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-HUB_TIMEOUT_S = 5.0
 _SHARD_BYTES = 4_500_000_000
 _PIECE_BYTES = 2**26  # float32 bytes of a tensor that the host holds at a time while writing
 _NUMBERS = (
@@ -145,24 +142,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
 
 
-def reachable(hub_id: str, file: str = "config.json") -> bool:
-    """Whether a file of a hub id is in the local cache or on the hub: one request of at most `HUB_TIMEOUT_S`.
-
-    A download would retry for half a minute before it reports that there is no network.
-    """
-    if not _HUB_ID.fullmatch(hub_id):
-        return False
-    import huggingface_hub as hub  # a dependency of transformers
-
-    if isinstance(hub.try_to_load_from_cache(hub_id, file), str):
-        return True
-    try:
-        hub.get_hf_file_metadata(hub.hf_hub_url(hub_id, file), timeout=HUB_TIMEOUT_S)
-    except Exception:  # the hub client raises a dozen types (offline, not found, no access); all mean no
-        return False
-    return True
-
-
 def locate_recorded_model(path: str, name: str, file: str = "config.json") -> str | None:
     """Where to load the model whose directory `path` a checkpoint recorded: `path`, or if this machine lacks it, the
     `name` by which the model was requested (`toy`, a directory, or a hub id with `file`); None if neither exists."""
@@ -170,7 +149,7 @@ def locate_recorded_model(path: str, name: str, file: str = "config.json") -> st
         return path
     if name == "toy":
         return str(TOY_POLICY)
-    return name if name and (Path(name).is_dir() or reachable(name, file)) else None
+    return name if name and (Path(name).is_dir() or hub.reachable(name, file)) else None
 
 
 def resolve(path: str) -> str:
@@ -181,17 +160,9 @@ def resolve(path: str) -> str:
     """
     if Path(path).is_dir():
         return path
-    if not _HUB_ID.fullmatch(path):
+    if not hub.is_hub_id(path):
         raise UserError(f"config.model.path: {path!r} is not a directory, accepted: an HF directory or a hub id")
-    from huggingface_hub import snapshot_download  # a dependency of transformers
-
-    try:
-        return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
-    except Exception as error:  # the hub client raises a dozen types; all mean the same to the user
-        raise UserError(
-            f"config.model.path: {path!r} is not a directory and could not be fetched from the hub "
-            f"({type(error).__name__}); download it elsewhere with `hf download {path}` and give its directory"
-        ) from error
+    return hub.snapshot(path, ["*.json", "*.safetensors", "*.txt", "*.jinja"], "config.model.path")
 
 
 def load_hf(

@@ -48,7 +48,7 @@ _PEAKS = {  # FLOPs, bytes per second from memory, and to another GPU of the hos
 GPUS = {name: Chip(int(0.92 * MIB[name] * 2**20), *peaks) for name, peaks in _PEAKS.items()}
 # Words of the GPU name that the driver reports. The figures are of cards with SXM sockets, where there are several.
 _NAMES = (("H200", "h200"), ("H100", "h100"), ("A100", "a100-80"), ("L4", "l4"), ("T4", "t4"))
-_OTHER_CARDS = {"PCIe", "NVL"}
+_OTHER_CARDS = {"PCIE", "NVL"}
 
 
 def chip_of(device: Any) -> Chip | None:
@@ -58,7 +58,7 @@ def chip_of(device: Any) -> Chip | None:
     """
     kind = device.device_kind
     if device.platform == "gpu":
-        words = set(re.split(r"[\s-]+", kind))
+        words = set(re.split(r"[\s-]+", kind.upper()))
         return None if words & _OTHER_CARDS else next((GPUS[chip] for name, chip in _NAMES if name in words), None)
     return CHIPS.get(kind)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import errno
 import logging
+import math
 import os
+import runpy
 import sys
 import time
 import traceback
@@ -15,6 +17,7 @@ from typing import NoReturn
 
 import jax
 from absl import app, flags
+from ml_collections import ConfigDict
 
 from psearch_jax.config import RENAMED
 from psearch_jax.runtime import platforms, processes, progress
@@ -96,6 +99,20 @@ def process_flags() -> None:
     flags.DEFINE_integer("processes", 0, "With several processes: their number.")
     flags.DEFINE_integer("process", -1, "With several processes: the index of this one, from 0.")
     flags.DEFINE_bool("distributed", False, "Find the other processes by the environment: TPU pod, Slurm, Kubernetes.")
+
+
+def require(*names: str) -> None:
+    """The flags that every call must set, and not to "", as a shell variable without a value would."""
+    flags.mark_flags_as_required(names)
+    for name in names:
+        flags.register_validator(
+            name, lambda value: not isinstance(value, str | list) or bool(value), "found '', accepted: a value"
+        )
+
+
+def finite(name: str) -> None:
+    """Refuses NaN for a float flag, which passes its bounds, and infinity."""
+    flags.register_validator(name, math.isfinite, "accepted: a finite number")
 
 
 def stop_flag() -> None:
@@ -180,8 +197,12 @@ def _parse(argv: Sequence[str], positional: bool, defaults: str) -> list[str]:
         rest = flags.FLAGS(argv)
         if "config" in flags.FLAGS:
             getattr(flags.FLAGS.config, "to_dict", None)  # a file that cannot be opened raises only at its first use
+            if not isinstance(flags.FLAGS.config, ConfigDict) and (problem := _config_problem(argv)):
+                sys.exit(_refuse(problem))
     except (flags.Error, UserError) as error:
         text = str(error)
+        if text.startswith("flag --config=None"):
+            text = _config_problem(argv) or text
         if "Error whilst parsing config file" in text:
             # absl quotes the traceback of a config file that raises; its last line says what is wrong.
             reason = text.strip().splitlines()[-1].strip()
@@ -189,8 +210,11 @@ def _parse(argv: Sequence[str], positional: bool, defaults: str) -> list[str]:
         sys.exit(_refuse(text))
     except OSError as error:
         sys.exit(_refuse(f"--config: {str(error).strip().splitlines()[-1].strip()}"))
-    except (AttributeError, KeyError) as error:  # what ml_collections raises for an unknown field or section
-        if not _overrides(argv):
+    except Exception as error:
+        if problem := _config_problem(argv):
+            sys.exit(_refuse(problem))
+        # What ml_collections raises for an unknown field or section.
+        if not _overrides(argv) or not isinstance(error, AttributeError | KeyError):
             raise
         for argument in argv:
             field = argument.lstrip("-").partition("=")[0]
@@ -200,6 +224,28 @@ def _parse(argv: Sequence[str], positional: bool, defaults: str) -> list[str]:
     if len(rest) > 1 and not positional:
         sys.exit(_refuse(f"{rest[1]!r} found, accepted: flags only (--help lists them)"))
     return rest
+
+
+def _config_problem(argv: Sequence[str]) -> str:
+    """What is wrong with the file of --config, which is run again; "" if nothing is, or there is no such flag."""
+    file = ""
+    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, value = argument.lstrip("-").partition("=")
+        if name == "config" and argument.startswith("-"):
+            file = value if equals else following
+    path, _, given = file.partition(":")
+    if not path:
+        return ""
+    try:
+        get_config = runpy.run_path(path).get("get_config") if path.endswith(".py") else None
+        if get_config is None:
+            return f"--config={file}: no get_config found, accepted: a Python file that defines it"
+        value = get_config(given) if given else get_config()
+    except Exception as error:
+        return f"--config={file}: {type(error).__name__}: {first_line(error)}"
+    if not isinstance(value, ConfigDict):
+        return f"--config={file}: get_config returns {type(value).__name__}, accepted: an ml_collections.ConfigDict"
+    return ""
 
 
 def _overrides(argv: Sequence[str]) -> bool:

@@ -155,14 +155,14 @@ def cut_jsonl(path: Path, before_step: int) -> int:
     if not path.is_file():
         return 0
     kept, dropped = [], 0
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
+            step = json.loads(line)["step"]
+        except (ValueError, TypeError, KeyError):  # not JSON, not UTF-8, or not a row
             continue
-        if row["step"] < before_step:
+        if step < before_step:
             kept.append(line)
         else:
             dropped += 1
-    write_atomically(path, "".join(f"{line}\n" for line in kept))
+    write_atomically(path, b"".join(line + b"\n" for line in kept))
     return dropped

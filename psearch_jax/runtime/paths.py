@@ -20,7 +20,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -115,8 +115,13 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
     if not is_remote(path):
         temporary = path.with_name(path.name + ".tmp")
         temporary.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
-        temporary.replace(path)
+        try:
+            temporary.write_bytes(data)
+            temporary.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()
+            raise OSError(error.errno, error.strerror, str(path)) from None
         return
     try:
         path.write_bytes(data)

@@ -88,6 +88,7 @@ _COMPLETION = fields(
                 "status": TEXT,
                 "turns": rows_of(_TURN),
                 "found_in": rows_of(TEXT),
+                "first_text_seconds": NUMBER,
                 "seconds": NUMBER,
             }
         ),

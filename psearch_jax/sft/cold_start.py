@@ -8,6 +8,7 @@ the policy must copy them from the context.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -24,7 +25,7 @@ from psearch_jax.closed_world.names import SYLLABLES, nearly, renaming
 from psearch_jax.closed_world.question_forms import kind_counts, known_questions, questions
 from psearch_jax.closed_world.scripted import Mixture, plan, recall, write_all
 from psearch_jax.config import PRESETS, DecoderConfig, LearningSection, MeshSection, Remat
-from psearch_jax.config.setting import SEED, one_of, setting
+from psearch_jax.config.setting import SEED, Accepted, one_of, setting
 from psearch_jax.data.transcripts import Row
 from psearch_jax.limits import check_fields
 from psearch_jax.models import decoder
@@ -85,7 +86,12 @@ class ToySFTConfig:
         0.06, "Share of mixed questions; single questions make up the rest.", at_least=0, at_most=1
     )
     sizes: tuple[float, ...] = setting(
-        (0.36, 0.22, 0.14, 0.08, 0.07, 0.07, 0.06), "Shares of comparisons of 2 to 8 entities."
+        (0.36, 0.22, 0.14, 0.08, 0.07, 0.07, 0.06),
+        "Shares of comparisons of 2 to 8 entities.",
+        accepted=Accepted(
+            "2 to 7 numbers of at least 0, the first two not both 0",  # mixed questions compare two or three
+            lambda shares: 2 <= len(shares) <= 7 and all(0 <= s < math.inf for s in shares) and any(shares[:2]),
+        ),
     )
     topk: int = setting(2, "Passages per sub-query.", at_least=1)
     turns: int = setting(4, "Turns in which a trajectory may search.", at_least=1)
@@ -93,7 +99,12 @@ class ToySFTConfig:
         2048, "Tokens of a batch, including padding. With small batches copying is learned earlier.", at_least=1
     )
     buckets: tuple[int, ...] = setting(
-        (48, 80, 128, 192, 256, 416), "Row lengths in tokens, from short to long; longer rows are dropped."
+        (48, 80, 128, 192, 256, 416),
+        "Row lengths in tokens, from short to long; longer rows are dropped.",
+        accepted=Accepted(
+            "one or more ascending numbers above 0",
+            lambda widths: len(widths) > 0 and list(widths) == sorted(set(widths)) and widths[0] > 0,
+        ),
     )
     remat: Remat = setting("none", "What the backward pass recomputes, as in model.remat.")
     learning_rate: float = setting(2e-3, "Peak learning rate of AdamW.", at_least=0)
@@ -108,7 +119,7 @@ class ToySFTConfig:
     gradient_clip: float = setting(1.0, "Maximum global norm of the gradient.", above=0)
     log_every_steps: int = setting(100, "Steps between lines of metrics.", at_least=1)
     checkpoint_every_steps: int = setting(500, "Steps between checkpoints.", at_least=1)
-    mixture: Mixture = setting(Mixture(), "Shares of the teacher's strategies (closed_world/scripted.py).")
+    mixture: Mixture = Mixture()
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -33,6 +33,7 @@ class SupervisedRun:
     """The parts of a supervised run, made by build.py."""
 
     config: Config
+    given: Config  # as the user set it, without the changes of the method; recorded in config.json
     trainer: SupervisedTrainer
     batches: RowBatches
     held_out: Sequence[Row]  # transcripts whose loss is logged and which are not trained on
@@ -65,8 +66,9 @@ def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False) 
         closers.enter_context(closing(checkpoints))
         step, state = _resume(run, checkpoints, workdir, allow_changes)
         if processes.first():
-            write_config(workdir, config, step)
-            cut_jsonl(workdir / "metrics.jsonl", step + 1)
+            write_config(workdir, run.given, step)
+            # Without a checkpoint, also what another start measured at step 0.
+            cut_jsonl(workdir / "metrics.jsonl", step + 1 if step else 0)
         if step == run.steps and (known := _known_summary(workdir)):  # nothing left to do
             return known
         writer = closers.enter_context(closing(MetricsWriter(workdir)))

@@ -12,6 +12,7 @@ from pathlib import Path
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from psearch_jax.runtime import hub
 from psearch_jax.runtime.paths import read_json
 from psearch_jax.text.tags import TAG, THINK_CLOSE, THINK_OPEN
 from psearch_jax.types import UserError, first_line
@@ -41,10 +42,13 @@ class Tokenizer:
       token_bytes: [size] exact bytes of every token; None for control tokens and for ids without a token.
       size: number of token ids (the largest id + 1); embedding rows from `size` on have no token.
       stop_ids: token ids that end a message.
+      directory: where its files are; "" if it was not loaded from files.
     """
 
-    def __init__(self, hf: PreTrainedTokenizerBase, name: str, extra_stop_ids: Iterable[int] = ()):
-        self.hf, self.name = hf, name
+    def __init__(
+        self, hf: PreTrainedTokenizerBase, name: str, extra_stop_ids: Iterable[int] = (), directory: str = ""
+    ):
+        self.hf, self.name, self.directory = hf, name, directory
         backend = getattr(hf, "backend_tokenizer", None)
         if backend is None:
             raise UserError(f"tokenizer {name}: {type(hf).__name__} found, a byte-level BPE with {FILES} needed")
@@ -73,11 +77,14 @@ class Tokenizer:
         looks_local = path.is_absolute() or name.startswith(".") or name.count("/") != 1
         if looks_local and not path.is_dir():
             raise UserError(f"tokenizer {name}: no such directory")
+        # Of a hub id, too, the files decide which class loads them.
+        directory = path if path.is_dir() else Path(hub.snapshot(name, ["*.json", "*.txt", "*.jinja"], "tokenizer"))
         try:
-            hf = _loader(path).from_pretrained(name, trust_remote_code=False)  # None would ask at the terminal
+            # None, the default of trust_remote_code, would ask at the terminal.
+            hf = _loader(directory).from_pretrained(directory, trust_remote_code=False)
         except Exception as error:  # for a damaged file the tokenizers library raises a bare Exception
             raise UserError(f"tokenizer {name}: cannot be loaded, {FILES} needed ({first_line(error)})") from error
-        return cls(hf, name, [*extra_stop_ids, *_generation_stop_ids(path)])
+        return cls(hf, name, [*extra_stop_ids, *_generation_stop_ids(directory)], str(directory.resolve()))
 
     def encode_trusted(self, text: str) -> list[int]:
         """Token ids of our own text, in which control tokens may be written by name."""
@@ -141,9 +148,17 @@ class Tokenizer:
         """The chat as text, without the thought that some templates open for the model."""
         if not getattr(self.hf, "chat_template", None):
             raise UserError(f"tokenizer {self.name}: no chat_template found, one is needed to write prompts")
-        rendered = self.hf.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        # Other keys of a message would be untrusted text that the template may write.
+        messages = [{"role": message["role"], "content": message["content"]} for message in messages]
+        try:
+            rendered = self.hf.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # jinja's, or whatever the template's expressions raise
+            raise UserError(
+                f"tokenizer {self.name}: chat_template cannot be rendered ({first_line(error)}), accepted: one for "
+                "messages with role and content"
+            ) from error
         assert isinstance(rendered, str)  # because of tokenize=False
         return _BEGUN.sub("", rendered) if add_generation_prompt else rendered
 

@@ -341,7 +341,15 @@ def test_the_peak_of_a_device():
     assert of("tpu", "TPU v5 lite").flops == 197e12 and of("gpu", "NVIDIA H100 80GB HBM3") == GPUS["h100"]
     assert of("gpu", "Tesla T4") == GPUS["t4"] and of("gpu", "NVIDIA L4") == GPUS["l4"]
     assert of("gpu", "NVIDIA A100-SXM4-80GB") == GPUS["a100-80"] and of("cpu", "cpu") is None
-    for other in ("L40S", "RTX A1000 Laptop GPU", "GH200 480GB", "T400 4GB", "H100 PCIe", "H100 NVL"):
+    for other in (
+        "L40S",
+        "RTX A1000 Laptop GPU",
+        "GH200 480GB",
+        "T400 4GB",
+        "H100 PCIe",
+        "NVIDIA A100-PCIE-40GB",
+        "H100 NVL",
+    ):
         assert of("gpu", f"NVIDIA {other}") is None, other
 
 

@@ -19,7 +19,11 @@ from psearch_jax.types import UserError, listed
 from retrieval.protocol import CorpusError, RetrievalError
 
 flags.DEFINE_integer("n", 1, "a number")
+flags.DEFINE_string("name", None, "a name")
+flags.DEFINE_float("share", 0.5, "a share", 0.0, 1.0)
 config_flags.DEFINE_config_file("config", None, "a config")
+cli.require("name")
+cli.finite("share")
 
 def main(argv):
     errors = {2: UserError("questions.jsonl:3: bad row"), 3: CorpusError("corpus: bad"), 4: RetrievalError("none")}
@@ -49,11 +53,17 @@ def program(tmp_path_factory):
     )
     (directory / "config.py").write_text(config)
     (directory / "broken.py").write_text("def get_config():\n    raise ValueError(\"unknown key 'rolout'\")\n")
+    (directory / "none.py").write_text("def get_config():\n    pass\n")
+    (directory / "mapping.py").write_text("def get_config():\n    return {'size': {'rows': 3}}\n")
+    (directory / "empty.py").write_text("")
+    (directory / "syntax.py").write_text("def get_config(:\n")
+    (directory / "key.py").write_text("def get_config():\n    return {}['rows']\n")
+    (directory / "config.json").write_text('{"also_greedy": false}\n')
     for name, positional in (("flags_only", False), ("positional", True)):
         (directory / f"{name}.py").write_text(PROGRAM.replace("{positional}", str(positional)))
 
     def run(name, *arguments, **environment):
-        command = [sys.executable, str(directory / f"{name}.py"), *arguments]
+        command = [sys.executable, str(directory / f"{name}.py"), "--name=a", *arguments]
         return subprocess.run(
             command, capture_output=True, text=True, timeout=120, cwd=directory, env=os.environ | environment
         )
@@ -76,6 +86,18 @@ def program(tmp_path_factory):
         ("--config=broken.py", "flags_only: --config: ValueError: unknown key 'rolout'"),
         ("--config=config.py --config.size.row=1", "unknown field 'row' Did you mean \"rows\""),
         ("--config=config.py --config.rollout.widths=3", "this field is now called config.rollout.num_buckets"),
+        (
+            "--config=mapping.py",
+            "flags_only: --config=mapping.py: get_config returns dict, accepted: an ml_collections",
+        ),
+        ("--config=mapping.py --config.size.rows=1", "flags_only: --config=mapping.py: get_config returns dict"),
+        ("--config=empty.py", "flags_only: --config=empty.py: no get_config found, accepted: a Python file"),
+        ("--config=empty.py --config.size.rows=1", "flags_only: --config=empty.py: no get_config found"),
+        ("--config=syntax.py", "flags_only: --config=syntax.py: SyntaxError: "),
+        ("--config=key.py", "flags_only: --config=key.py: KeyError: 'rows'"),
+        ("--config=config.json", "flags_only: --config=config.json: no get_config found, accepted: a Python file"),
+        ("--name=", "flags_only: flag --name=: found '', accepted: a value"),
+        ("--share=nan", "flags_only: flag --share=nan: accepted: a finite number"),
         ("--config=config.py --config.size.rows=few", "flag --config.size.rows=few: invalid literal"),
     ],
 )
@@ -84,6 +106,13 @@ def test_bad_input_is_one_line(program, argument, message):
     done = program("flags_only", *argument.split())
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1 and done.stdout == ""
+
+
+def test_a_config_file_that_returns_nothing_is_not_no_config(program):
+    """The program runs with its defaults instead of the file's fields."""
+    done = program("flags_only", "--config=none.py")
+    assert done.returncode == 2
+    assert "flags_only: --config=none.py: get_config returns NoneType, accepted: an ml_collections" in done.stderr
 
 
 def test_several_things_stand_in_lines_of_their_own(program):

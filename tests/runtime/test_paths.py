@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import sys
 import threading
 from dataclasses import replace
@@ -29,7 +30,7 @@ from psearch_jax.config import Config
 from psearch_jax.data.prepared import PreparedQuestions, open_questions, prepare
 from psearch_jax.eval.evaluate import Evaluation, read_scores
 from psearch_jax.models import hf
-from psearch_jax.runtime.metrics import MetricsWriter
+from psearch_jax.runtime.metrics import MetricsWriter, cut_jsonl
 from psearch_jax.runtime.paths import locate, make_writable, write_atomically
 from psearch_jax.train import trainer
 from psearch_jax.train.checkpointing import checkpoint
@@ -213,6 +214,22 @@ def test_what_is_mapped_into_memory_has_to_be_local(bucket, tmp_path):
     fields = ["model.path", "retrieval.index", "retrieval.corpus", "model.tokenizer"]
     assert [need.partition("=")[0] for need in needs] == [f"config.{field}" for field in fields]
     assert all(words in need and "gcloud storage cp -r" in need for need in needs)
+
+
+def test_a_directory_in_the_place_of_a_file(tmp_path):
+    """A message about a file that the user never named, which is left behind."""
+    (tmp_path / "out").mkdir()
+    with pytest.raises(IsADirectoryError, match=re.escape(f"Is a directory: '{tmp_path / 'out'}'")):
+        write_atomically(tmp_path / "out", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_rows_that_are_no_rows_do_not_stop_a_resume(tmp_path):
+    """A line damaged by a power failure that ends every resume in a traceback."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b'{"step": 0}\n5\n{"a": 1}\n\xff\n{"step": 1, "q": "\xc3\xa9"}\n{"step": 2}\n{"st')
+    assert cut_jsonl(file, 2) == 1
+    assert file.read_bytes() == b'{"step": 0}\n{"step": 1, "q": "\xc3\xa9"}\n'
 
 
 def test_a_store_that_refuses_is_named_in_one_line():

@@ -25,6 +25,7 @@ from configs.smoke import get_config
 from psearch_jax.assembly import build
 from psearch_jax.closed_world.question_forms import questions
 from psearch_jax.config import from_mapping
+from psearch_jax.serving import openapi
 from psearch_jax.serving.answerer import Answerer
 from psearch_jax.serving.chat import Asking, Limits, make_app, read
 from retrieval.protocol import Passage, RetrievalError
@@ -209,6 +210,8 @@ def test_passages_forge_no_answer(running, toy):
     assert response.status == 200 and "window.forged" in json.dumps(completion["psearch"])
     assert message["content"] != "forged" and "forged </answer>" not in message["reasoning_content"]
     assert streamed[-1]["psearch"]["answer"] == completion["psearch"]["answer"]
+    described = openapi._COMPLETION["properties"]["psearch"]["properties"]
+    assert completion["psearch"].keys() == described.keys(), "clients are generated from the description"
 
 
 def test_a_token_is_asked_for_but_not_for_the_page(toy):

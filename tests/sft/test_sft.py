@@ -78,6 +78,24 @@ def test_it_learns_and_is_a_run_directory(policy, transcripts, tmp_path, lora_ra
     assert again["validation_loss"] == summary["validation_loss"]
 
 
+def test_a_run_that_begins_again_keeps_nothing_of_the_last_start(policy, tmp_path):
+    """A loss at step 0 of other weights, or a method's restrictions recorded as the user's own settings."""
+    file = tmp_path / "rows.jsonl"
+    turns = [
+        {"text": "<think> a </think> <search> Ada </search>", "passages": [[{"title": "Ada", "text": "Born."}]]},
+        {"text": "<think> so </think> <answer> Ada </answer>"},
+    ]
+    file.write_text("".join(json.dumps({"question": f"{name}?", "turns": turns}) + "\n" for name in NAMES))
+    config = replace(config_for(policy, epochs=1, validation_share=0.25), method="search_r1")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "validation/loss": 99.0}\n')
+    summary = trainer.train(build_sft.supervised_run(config, str(file)), tmp_path / "run")
+    assert 0 < summary["validation_loss"]["0"] < 50
+    recorded = config_of(str(tmp_path / "run"))
+    assert recorded.retrieval == config.retrieval and recorded.reward == config.reward
+    assert recorded.retrieval.max_sub_queries > 1 and recorded.method == "search_r1"
+
+
 def test_the_loss_is_the_mean_over_the_models_tokens(policy, transcripts):
     """Packing, masks or micro-batches that change what is learned."""
     losses = []

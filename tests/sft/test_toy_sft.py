@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ from programs import ROOT, Program, completed, wait_until
 
 from psearch_jax.closed_world import exercises
 from psearch_jax.closed_world.names import is_new
-from psearch_jax.config import PRESETS
+from psearch_jax.config import PRESETS, from_mapping
 from psearch_jax.models import decoder
 from psearch_jax.sft import cold_start
 from psearch_jax.sft.cold_start import SKILLS, Batches, ToySFTConfig, make_rows, train
@@ -125,6 +126,22 @@ def test_rows_that_fit_no_bucket_are_refused(tokenizer, rows):
     """A cold start that silently leaves a skill out."""
     with pytest.raises(UserError, match="no row of skill"):
         Batches(replace(SMALL, buckets=(48,)), tokenizer, rows)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sizes": (0.0, 0.0, 0.0, 1.0)}, "config.sizes: found (0.0, 0.0, 0.0, 1.0), accepted: 2 to 7 numbers"),
+        ({"buckets": (48, "a")}, "config.buckets[1]: found 'a' (str), accepted: int"),
+        ({"buckets": (96, 48)}, "config.buckets: found (96, 48), accepted: one or more ascending numbers"),
+        ({"mixture": {"split": 7.0}}, "config.mixture.split: found 7.0, accepted: from 0 to 1"),
+        ({"learning_rate": 10**400}, "config.learning_rate: found an integer of 401 digits, accepted: a number"),
+    ],
+)
+def test_fields_that_cannot_be_used_are_named(fields, message):
+    """A traceback after a minute, or a share above 1 that nobody notices."""
+    with pytest.raises(UserError, match=re.escape(message)):
+        from_mapping(fields, ToySFTConfig)
 
 
 FLAGS = {

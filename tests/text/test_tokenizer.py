@@ -5,11 +5,13 @@ import re
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from psearch_jax.rollout.boundary import HIT_SEARCH, build_tables
+from psearch_jax.runtime.paths import TOY_POLICY
 from psearch_jax.text import prompts
 from psearch_jax.text.tags import parse_turn
 from psearch_jax.text.tokenizer import Tokenizer
@@ -222,6 +224,44 @@ def test_damaged_tokenizer_files(tiny_tokenizer, tmp_path, file, text, message):
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         Tokenizer.load(tmp_path)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_hub_id_is_loaded_as_its_files_are(tmp_path, monkeypatch):
+    """The same files would give other token ids under a hub id than in a directory, or lose their stop ids."""
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    shutil.copytree(TOY_POLICY, snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert json.loads((snapshot / "config.json").read_text())["model_type"] == "qwen2"
+    stop = Tokenizer.load(TOY_POLICY).encode_foreign("the")[0]
+    (snapshot / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
+    (tmp_path / "models--a--b" / "refs").mkdir()
+    (tmp_path / "models--a--b" / "refs" / "main").write_text("0123")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    cached, ours = Tokenizer.load("a/b"), Tokenizer.load(snapshot)
+    assert type(cached.hf) is type(ours.hf) and cached.stop_ids == ours.stop_ids >= {stop}
+    assert cached.encode_foreign(TEXTS[0]) == ours.encode_foreign(TEXTS[0])
+    assert cached.directory == ours.directory == str(snapshot) and cached.name == "a/b"
+    with pytest.raises(UserError, match="tokenizer: 'a/c' is not a directory and could not be fetched from the hub"):
+        Tokenizer.load("a/c")
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for m in messages %}", "{{ raise_exception('no system') }}", "{{ 1 + 'a' }}"]
+)
+def test_a_template_that_fails_is_one_line(tiny_tokenizer, monkeypatch, template):
+    """A traceback from inside jinja, for one of many templates that users write."""
+    monkeypatch.setattr(tiny_tokenizer.hf, "chat_template", template)
+    with pytest.raises(UserError, match="chat_template cannot be rendered") as caught:
+        tiny_tokenizer.chat([{"role": "user", "content": "?"}])
+    assert "\n" not in str(caught.value)
+
+
+def test_other_keys_of_a_message_are_not_rendered(tiny_tokenizer, monkeypatch):
+    """A prompt of a question file could write control tokens through a field that the template prints."""
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }}{{ m.tool_calls }}{% endfor %}"
+    monkeypatch.setattr(tiny_tokenizer.hf, "chat_template", template)
+    ids = tiny_tokenizer.chat([{"role": "user", "content": "?", "tool_calls": "<|im_end|>"}])
+    assert tiny_tokenizer.decode(ids, control=True) == "user ?"
 
 
 def test_missing_tokenizer(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from configs import smoke
 from psearch_jax.config import PRESETS, Config, MeshSection, from_mapping, to_mapping
+from psearch_jax.runtime.paths import TOY_POLICY
 from psearch_jax.train.checkpointing import run_config
 from psearch_jax.train.checkpointing.run_config import (
     EXPORTED,
@@ -37,6 +38,28 @@ def test_the_tokenizer_of_a_moved_run_is_that_of_its_model(tmp_path):
     assert tokenizer_of(config, str(tmp_path)) == str(tmp_path)
     chosen = replace(config, model=replace(config.model, tokenizer="/mine"))
     assert tokenizer_of(chosen, str(tmp_path / "gone")) == "/mine"
+
+
+def test_the_tokenizer_that_a_run_names_is_found_from_elsewhere(tmp_path):
+    """A run with model.tokenizer=toy cannot be exported; one with a relative directory only from where it started."""
+    for name in ("recorded", "chosen"):
+        (tmp_path / name).mkdir()
+    recorded = str(tmp_path / "recorded")
+    for named, expected in [
+        ("toy", str(TOY_POLICY)),
+        ("somewhere/else", recorded),  # relative to where the run was started
+        (str(tmp_path / "chosen"), str(tmp_path / "chosen")),  # a flag overrides the run
+    ]:
+        assert tokenizer_of(from_mapping({"model": {"tokenizer": named}}), recorded) == expected
+    assert tokenizer_of(from_mapping({"model": {"tokenizer": "owner/name"}}), str(tmp_path / "gone")) == "owner/name"
+
+
+def test_a_run_of_the_toy_cold_start_is_named(tmp_path):
+    """An unknown key of its config.json, which does not say which directory to use."""
+    (tmp_path / "checkpoints" / "3" / "loop").mkdir(parents=True)
+    (tmp_path / "config.json").write_text(json.dumps({"exercise_rows": 1}))
+    with pytest.raises(UserError, match="a run of configs/toy_sft.py found, accepted: the directory policy/"):
+        config_of(str(tmp_path))
 
 
 def test_an_export_is_asked_as_it_was_trained(tmp_path):
@@ -133,5 +156,5 @@ def test_an_export_stops_where_the_policy_stops(tiny_tokenizer):
     """A base model's files name only its end of text: other programs would generate past the end of the answer."""
     stops = tiny_tokenizer.stop_ids
     first = max(stops)
-    shape = exported_shape(replace(next(iter(PRESETS.values())), eos_ids=(first,)), tiny_tokenizer.name)
+    shape = exported_shape(replace(next(iter(PRESETS.values())), eos_ids=(first,)), tiny_tokenizer)
     assert shape.eos_ids[0] == first and set(shape.eos_ids) == stops

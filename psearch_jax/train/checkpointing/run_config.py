@@ -11,7 +11,7 @@ import jax
 
 from psearch_jax.config import Config, DecoderConfig, MeshSection, from_mapping, to_mapping
 from psearch_jax.models import hf
-from psearch_jax.runtime.paths import absolute, locate, read_json
+from psearch_jax.runtime.paths import absolute, locate, packaged, read_json
 from psearch_jax.sharding import can_regroup, mesh_sizes
 from psearch_jax.text.prompts import load_template, packaged_templates
 from psearch_jax.text.tokenizer import Tokenizer
@@ -41,6 +41,8 @@ def config_of(model: str, training: bool = False) -> Config | None:
     if not file.is_file():
         return None
     values = read_json(file)
+    if "exercise_rows" in values:
+        raise UserError(f"{file}: a run of configs/toy_sft.py found, accepted: the directory policy/ that it writes")
     try:
         config = from_mapping(values)
     except UserError as error:
@@ -68,19 +70,27 @@ def has_checkpoints(model: str) -> bool:
 
 
 def tokenizer_of(config: Config, recorded: str) -> str:
-    """The tokenizer that a checkpoint records; if this machine lacks it, the one of the run's initial weights."""
-    if config.model.tokenizer or not Path(recorded).is_absolute():
-        return config.model.tokenizer or recorded
+    """A directory or hub id with the tokenizer of a checkpoint.
+
+    The directory that the config names, if it exists; else the recorded one. If this machine lacks both: what the
+    config names, or else the run's initial weights.
+    """
+    named = packaged(config.model.tokenizer)
+    if named and Path(named).is_dir():
+        return named
+    if Path(recorded).is_dir():
+        return recorded
+    if named or not Path(recorded).is_absolute():
+        return named or recorded
     return hf.locate_recorded_model(recorded, config.model.path, "tokenizer_config.json") or recorded
 
 
-def exported_shape(shape: DecoderConfig, tokenizer: str | Path) -> DecoderConfig:
+def exported_shape(shape: DecoderConfig, tokenizer: Tokenizer) -> DecoderConfig:
     """The shape with the stop ids of the tokenizer, at which the policy has learned to end its messages.
 
     The files of a base model name fewer: other programs would generate past the answer.
     """
-    stop_ids = Tokenizer.load(tokenizer, shape.eos_ids).stop_ids
-    return replace(shape, eos_ids=tuple(dict.fromkeys((*shape.eos_ids, *sorted(stop_ids)))))
+    return replace(shape, eos_ids=tuple(dict.fromkeys((*shape.eos_ids, *sorted(tokenizer.stop_ids)))))
 
 
 def export_files(config: Config) -> dict[str, bytes]:
