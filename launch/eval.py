@@ -67,18 +67,14 @@ def with_gold(config: Config) -> Config:
 
 def with_passages(config: Config, closed_world: list[bool]) -> Config:
     """The config with the passages that the benchmarks need: the closed world's, or an index, corpus or URL."""
-    retrieval, source, rollout = config.retrieval, "", with_method(config).rollout
     if all(closed_world):
-        if named := "".join(policy_flags.passages().values()):
-            raise UserError(
-                f"--index, --corpus, --retriever_url: found {named} with the closed world, which has its own passages"
-            )
-        retrieval, source = dataclasses.replace(retrieval, index="", corpus="", url=""), "closed_world"
-    elif any(closed_world):
+        return policy_flags.in_closed_world(config)
+    if any(closed_world):
         raise UserError("--benchmark: the closed world and files found together, accepted: one of them per call")
-    elif not retrieval.passages and (rollout.search_turns or rollout.initial_search):
+    rollout = with_method(config).rollout
+    if not config.retrieval.passages and (rollout.search_turns or rollout.initial_search):
         raise UserError("--index: none given, accepted for question files: a directory of launch/build_index.py")
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, source=source), retrieval=retrieval)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, source=""))
 
 
 def check_gold(config: Config, benchmarks: dict[str, list[Question]]) -> None:

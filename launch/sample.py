@@ -69,8 +69,10 @@ def main(_: list[str]) -> None:
 
     config = policy_flags.config(model)
     in_closed_world = QUESTIONS.value == CLOSED_WORLD
-    source = CLOSED_WORLD if in_closed_world else ""
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=source))
+    if in_closed_world:
+        config = policy_flags.in_closed_world(config)
+    else:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=""))
     share = config.data.validation_share
     questions = [] if in_closed_world else without_held_out(open_questions(QUESTIONS.value), share)
     parts = build.from_path(config, model)

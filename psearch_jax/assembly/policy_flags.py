@@ -145,6 +145,16 @@ def passages() -> dict[str, str]:
     return {"index": "", "corpus": "", "url": "", **dict(named.values())} if named else {}
 
 
+def in_closed_world(config: Config) -> Config:
+    """The config with the passages of the closed world. Raises `UserError` if the command line names others."""
+    if named := "".join(passages().values()):
+        raise UserError(
+            f"--index, --corpus, --retriever_url: found {named} with the closed world, which has its own passages"
+        )
+    retrieval = replace(config.retrieval, index="", corpus="", url="")
+    return replace(config, retrieval=retrieval, data=replace(config.data, source="closed_world"))
+
+
 def to_serve(root: Path, slots: int, samples: int = 1) -> Config:
     """The config of a policy that answers single questions.
 

@@ -246,6 +246,10 @@ def test_two_evaluations_are_compared(evaluated, tmp_path):
         (("--model=toy", "--benchmark=nq:{questions}"), "--index: none given"),
         (("--model=toy", "--benchmark=nq:/nope.jsonl"), "/nope.jsonl: no such file"),
         (("--benchmark=closed_world",), "--model must have a value"),
+        (("--model=toy", "--benchmark=closed_world", "--index=x"), "found x with the closed world"),
+        (("--model=toy", "--benchmark=closed_world", "--temperature=nan"), "--temperature=nan: accepted: a finite"),
+        (("--model=toy", "--benchmark=closed_world", "--config.seed=7"), "config.seed: found 7, which has no effect"),
+        (("--model=toy", "--benchmark=closed_world", "--config.rollout.samples=2"), "--samples is the number"),
     ],
 )
 def test_program_refuses_in_one_line(tmp_path, files, arguments, message):

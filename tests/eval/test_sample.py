@@ -78,6 +78,21 @@ def test_rows_are_rollouts_with_their_reward(sampled):
     assert refused.returncode == 2 and "exists already" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--index=x", "found x with the closed world"),
+        ("--min_reward=nan", "--min_reward=nan: accepted: a finite number"),
+        ("--config.rollout.temperature=2", "which has no effect on these rollouts: --temperature"),
+    ],
+)
+def test_flags_without_effect_are_refused(tmp_path, flag, message):
+    """Rollouts over other passages than asked for, or an empty file after an hour."""
+    done = completed([sys.executable, *command(tmp_path / "out.jsonl", flag)])
+    assert done.returncode == 2 and message in done.stderr, done.stderr[-3000:]
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_killed_call_resumes(sampled, tmp_path):
     """Hours of sampling lost, or different rollouts after a kill."""
     out = tmp_path / "best.jsonl"
