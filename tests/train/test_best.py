@@ -231,7 +231,7 @@ def test_the_best_survives_retention_and_an_interruption(tiny_policy, questions,
 def test_export_and_evaluation_take_the_best(tiny_policy, questions, tmp_path):
     """The newest checkpoint would be evaluated or exported under the name of the best."""
     run_dir, parts = tmp_path / "run", build.training_run(settings(tiny_policy, questions))
-    record = {"model": checkpoint.model_record(parts.model), "tokenizer": parts.tokenizer.directory}
+    record = {"model": checkpoint.model_record(parts.model), "tokenizer": parts.tokenizer_path}
     parts.begin()
     best = Best(run_dir, "em")
     best.offer(3, 0.25, parts.state.params, record)
