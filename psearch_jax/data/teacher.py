@@ -81,6 +81,7 @@ def _turns(
     search_turns: int,
     max_sub_queries: int,
 ) -> list[TranscriptTurn] | None:
+    """The turns with the first search split, or not; None as {} in `transcripts`."""
     searches = _searches(rounds, split, max_sub_queries > 1)
     if len(searches) > search_turns:
         return None
