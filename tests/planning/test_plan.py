@@ -142,7 +142,8 @@ def test_another_tensor_for_the_sampler():
     assert plan.resident["parameters"] == pytest.approx(4 * weights / 8, rel=0.01)
     assert plan.resident["sampling_copy"] == pytest.approx(2 * weights / 4, rel=0.1)  # kv heads are not split
     temporary = plan.programs["reshard"].peak_bytes - plan.resident["parameters"] - plan.resident["sampling_copy"]
-    assert 0.5 < temporary / plan.resident["sampling_copy"] < 1
+    # About one copy: .90 with libtpu 0.0.42, 1.02 with 0.0.50.
+    assert 0.5 < temporary / plan.resident["sampling_copy"] < 1.1
 
 
 def test_every_width_is_planned():
