@@ -88,35 +88,30 @@ def check_gold(config: Config, benchmarks: dict[str, list[Question]]) -> None:
             titles_of(question)
 
 
-def unchecked_leaks(trained_on: str) -> str:
-    """Why the benchmarks are not compared with the training questions at `trained_on`; "" if they are."""
-    from psearch_jax.data.prepared import TFDS_PREFIX, are_there
-
-    if TRAINING.value or trained_on == "closed_world":
-        return ""
-    if not trained_on:
-        return "leaks are not checked: --model names no training questions; --training_data does"
-    if trained_on.startswith(TFDS_PREFIX):
-        return f"leaks are not checked: a TFDS set is not downloaded for this; --training_data={trained_on} does so"
-    return "" if are_there(trained_on) else f"leaks are not checked: {trained_on} not found; see --training_data"
-
-
-def leaks(benchmarks: dict[str, list[Question]], trained_on: str, held_out: float) -> dict[str, list[str]]:
-    """The ids of benchmark questions that are training questions; {} if that is not checked.
+def leaks(benchmarks: dict[str, list[Question]], trained_on: str, held_out: float) -> tuple[dict[str, list[str]], str]:
+    """The ids of benchmark questions that are training questions, or {} and why that is not checked.
 
     Args:
       trained_on: location of the run's questions.
       held_out: share of them held out from training.
     """
     from psearch_jax.data.held_out import without_held_out
-    from psearch_jax.data.prepared import open_questions, overlap
+    from psearch_jax.data.prepared import TFDS_PREFIX, are_there, open_questions, overlap
 
-    if unchecked_leaks(trained_on) or (trained_on == "closed_world" and not TRAINING.value):
-        return {}
-    questions = open_questions(TRAINING.value or trained_on)
-    training = questions if TRAINING.value else without_held_out(questions, held_out)
+    if TRAINING.value:
+        training = open_questions(TRAINING.value)
+    elif trained_on == "closed_world":
+        return {}, ""
+    elif not trained_on:
+        return {}, "--model names no training questions; --training_data does"
+    elif trained_on.startswith(TFDS_PREFIX):
+        return {}, f"a TFDS set is not downloaded for this; --training_data={trained_on} does so"
+    elif not are_there(trained_on):
+        return {}, f"{trained_on} not found; see --training_data"
+    else:
+        training = without_held_out(open_questions(trained_on), held_out)
     overlapping = {id(q) for q in overlap([q for questions in benchmarks.values() for q in questions], training)}
-    return {name: [q.id for q in questions if id(q) in overlapping] for name, questions in benchmarks.items()}
+    return {name: [q.id for q in questions if id(q) in overlapping] for name, questions in benchmarks.items()}, ""
 
 
 def main(_: list[str]) -> None:
@@ -145,7 +140,7 @@ def main(_: list[str]) -> None:
     config = with_passages(base, [benchmark.closed_world for benchmark in loaded])
     if GOLD.value:
         check_gold(config, questions)
-    leaked = leaks(questions, data.source, data.validation_share)
+    leaked, unchecked = leaks(questions, data.source, data.validation_share)
 
     from tqdm import tqdm
 
@@ -235,8 +230,8 @@ def main(_: list[str]) -> None:
     text = "\n\n".join([text, *notes]) + "\n"
     evaluation.finish({"model": model, "passages": passages, "benchmarks": results, "leaked": leaked}, text)
     print(text, end="")
-    if reason := unchecked_leaks(data.source):
-        log.info(reason)
+    if unchecked:
+        log.info("leaks are not checked: %s", unchecked)
     page.offer_report(OUT.value)
 
 

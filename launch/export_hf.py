@@ -23,7 +23,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.config import Config, Lora
     from psearch_jax.models.hf import save_hf
     from psearch_jax.models.peft import save_adapters
-    from psearch_jax.runtime.paths import locate
+    from psearch_jax.runtime.paths import check_new, locate
     from psearch_jax.text.tokenizer import Tokenizer
     from psearch_jax.train.checkpointing.best import find_best
     from psearch_jax.train.checkpointing.checkpoint import load_params
@@ -33,8 +33,7 @@ def main(_: list[str]) -> None:
     jax.config.update("jax_platforms", "cpu")  # a large model may not fit one accelerator, and none is needed
     cli.configure_jax()
     dtype = jnp.dtype(DTYPE.value)
-    if locate(OUT.value).exists():  # before the weights are loaded
-        raise UserError(f"{OUT.value}: exists already, accepted: a directory that does not exist yet")
+    check_new(locate(OUT.value))  # before the weights are loaded
     checkpoint = find_best(CHECKPOINT.value) if BEST.value else CHECKPOINT.value
     config, params, loop = load_params(checkpoint, dtype=dtype, with_base=not ADAPTERS.value)
     record = loop.get("lora")

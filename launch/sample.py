@@ -20,7 +20,7 @@ from absl import flags
 
 from psearch_jax.assembly import policy_flags
 from psearch_jax.runtime import cli, processes
-from psearch_jax.runtime.paths import on_disk
+from psearch_jax.runtime.paths import check_new, on_disk
 from psearch_jax.types import Question, RewardParts, Trajectory, UserError
 
 log = logging.getLogger("psearch_jax")
@@ -52,8 +52,7 @@ def main(_: list[str]) -> None:
     policy_flags.refuse_without_effect(NO_EFFECT, "these rollouts")
     cli.configure_jax()
     out, model = on_disk(OUT.value, "--out"), policy_flags.model()
-    if out.exists():
-        raise UserError(f"--out={out}: exists already, accepted: a new file")
+    check_new(out, "a new file", "--out=")
 
     from tqdm import tqdm
 

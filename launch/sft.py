@@ -31,7 +31,7 @@ cli.require("config", "workdir")
 
 
 def main(_: list[str]) -> None:
-    from psearch_jax.runtime.paths import on_disk
+    from psearch_jax.runtime.paths import check_new, on_disk
     from psearch_jax.types import UserError
 
     values = CONFIG.value.to_dict()
@@ -42,8 +42,7 @@ def main(_: list[str]) -> None:
     if is_toy and (CHANGES.value or not EXPORT.value):
         raise UserError("--allow_changes, --noexport: found with configs/toy_sft.py, accepted: neither of them")
     policy = on_disk(WORKDIR.value, "--workdir") / "policy"
-    if policy.exists():
-        raise UserError(f"{policy}: exists already, accepted: a --workdir without a policy")
+    check_new(policy, "a --workdir without a policy")
     cli.configure_jax()
     stop = StopRequest()
     try:

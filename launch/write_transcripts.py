@@ -18,7 +18,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from psearch_jax.runtime import cli
-from psearch_jax.runtime.paths import make_writable, on_disk, packaged, write_atomically
+from psearch_jax.runtime.paths import check_new, make_writable, on_disk, packaged, write_atomically
 from psearch_jax.types import KINDS, UserError
 from retrieval.protocol import Passage, in_utf8
 
@@ -51,8 +51,7 @@ def main(_: list[str]) -> None:
     cli.configure_jax()
     out, config = on_disk(OUT.value, "--out"), with_method(from_mapping(CONFIG.value.to_dict()))
     validate(config, training=False)
-    if out.exists():
-        raise UserError(f"--out={out}: exists already, accepted: a new file")
+    check_new(out, "a new file", "--out=")
     make_writable(out.parent)
     share = config.data.validation_share
     questions = [q for place in QUESTIONS.value for q in without_held_out(open_questions(place), share)]

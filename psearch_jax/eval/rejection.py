@@ -13,7 +13,7 @@ from typing import Any
 
 from psearch_jax.eval.evaluate import trajectory_row
 from psearch_jax.runtime import processes
-from psearch_jax.runtime.paths import remove_tree, write_atomically
+from psearch_jax.runtime.paths import check_new, remove_tree, write_atomically
 from psearch_jax.types import Question, RewardParts, Trajectory, UserError
 
 Scored = tuple[Trajectory, RewardParts]
@@ -70,8 +70,7 @@ def sample(
     parts = out.with_name(f"{out.name}.parts")
 
     def begin() -> None:
-        if out.exists():
-            raise UserError(f"--out={out}: exists already, accepted: a new file")
+        check_new(out, "a new file", "--out=")
         parts.mkdir(parents=True, exist_ok=True)
         text = json.dumps(settings, indent=2) + "\n"
         file = parts / "settings.json"

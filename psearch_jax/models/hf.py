@@ -25,7 +25,7 @@ from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
 from psearch_jax.models.tensors import Tensor, TensorReader, write_files
 from psearch_jax.runtime import hub, progress
-from psearch_jax.runtime.paths import TOY_POLICY, atomic_directory, locate, read_json
+from psearch_jax.runtime.paths import TOY_POLICY, atomic_directory, check_new, locate, read_json
 from psearch_jax.types import UserError
 
 # (path in our parameters, HF name, HF axes, our axes). A dot in the HF axes separates array dimensions; letters
@@ -282,8 +282,7 @@ def save_hf(
         raise UserError(
             f"{tokenizer_directory}: no tokenizer.json or vocab.json found, accepted: a tokenizer directory"
         )
-    if out.exists():
-        raise UserError(f"{out}: exists already, accepted: a directory that does not exist yet")
+    check_new(out)
     merge = _Merge(params, lora, dtype)
     tensors = list(_exported(merge, config))  # parameters of another shape are refused here
     with atomic_directory(out) as target:

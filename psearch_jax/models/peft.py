@@ -13,7 +13,7 @@ from flax import nnx
 
 from psearch_jax.config import DecoderConfig, Lora
 from psearch_jax.models import hf, lora
-from psearch_jax.runtime.paths import atomic_directory, locate, read_json, write_atomically
+from psearch_jax.runtime.paths import atomic_directory, check_new, locate, read_json, write_atomically
 from psearch_jax.types import UserError, first_line
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -36,8 +36,7 @@ def save_adapters(
     from safetensors.numpy import save
 
     out = locate(out)
-    if out.exists():
-        raise UserError(f"{out}: exists already, accepted: a directory that does not exist yet")
+    check_new(out)
     flat = {path[-1]: np.asarray(v.get_value()) for path, v in nnx.to_flat_state(adapters) if path[0] == "adapters"}
     tensors, sizes = {}, lora.axis_sizes(config)
     for kernel, (inner, outer) in lora.KERNELS.items():

@@ -105,6 +105,12 @@ def atomic_directory(out: Path) -> Iterator[Path]:
         raise
 
 
+def check_new(path: Path, accepted: str = "a directory that does not exist yet", flag: str = "") -> None:
+    """Raises `UserError` if `path` exists. `flag`: the start of the message, such as `--out=`."""
+    if path.exists():
+        raise UserError(f"{flag}{path}: exists already, accepted: {accepted}")
+
+
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Writes a file atomically, in a new directory if necessary.
 
