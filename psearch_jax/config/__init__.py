@@ -5,7 +5,7 @@ once, in rollout_sections.py or training_sections.py, with its default, document
 policy (`setting.setting`). docs/reference.py generates docs/configuration.md from these declarations.
 """
 
-from psearch_jax.config.mapping import RENAMED, config_dict, from_mapping, to_mapping
+from psearch_jax.config.mapping import config_dict, from_mapping, to_mapping
 from psearch_jax.config.methods import with_method
 from psearch_jax.config.rollout_sections import (
     DataSection,
@@ -30,7 +30,6 @@ from psearch_jax.config.training_sections import (
 
 __all__ = [
     "PRESETS",
-    "RENAMED",
     "AlarmSection",
     "Config",
     "CriticSection",

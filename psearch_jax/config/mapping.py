@@ -13,38 +13,26 @@ from ml_collections import ConfigDict
 from psearch_jax.config.sections import Config
 from psearch_jax.types import UserError
 
-# Fields of older runs and config files that have another name now.
-RENAMED = {
-    "config.critic.alone_steps": "config.critic.pretrain_steps",
-    "config.learning.max_bad_steps": "config.learning.max_nonfinite_updates",
-    "config.retrieval.patience_s": "config.retrieval.retry_deadline_s",
-    "config.reward.search_price": "config.reward.search_penalty",
-    "config.rollout.widths": "config.rollout.num_buckets",
-    "config.train.redraws": "config.train.dynamic_sampling_rounds",
-}
-
 
 def from_mapping(values: Mapping[str, Any], cls: type = Config, prefix: str = "config") -> Any:
     """Builds a dataclass from a nested mapping and checks keys and types; missing keys take their defaults.
 
     Raises:
-      UserError: an unknown key (the message gives its new name or the nearest known one) or a value of another type.
+      UserError: an unknown key (the message names the nearest known one) or a value of another type.
     """
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls)}
     arguments = {}
     for key, value in values.items():
-        if f"{prefix}.{key}" in RENAMED:
-            raise UserError(f"{prefix}.{key}: this field is now called {RENAMED[f'{prefix}.{key}']}")
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"accepted: {', '.join(sorted(known))}"
             raise UserError(f"{prefix}: unknown key {key!r}; {hint}")
-        arguments[key] = _checked(value, hints[key], f"{prefix}.{key}")
+        arguments[key] = _check_type(value, hints[key], f"{prefix}.{key}")
     return cls(**arguments)
 
 
-def _checked(value: Any, hint: Any, name: str) -> Any:
+def _check_type(value: Any, hint: Any, name: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping | ConfigDict):
             raise UserError(f"{name}: found {value!r}, accepted: a section of fields")
@@ -57,7 +45,7 @@ def _checked(value: Any, hint: Any, name: str) -> Any:
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, (list, tuple)):
             raise UserError(f"{name}: found {value!r}, accepted: a list")
-        return tuple(_checked(item, typing.get_args(hint)[0], f"{name}[{i}]") for i, item in enumerate(value))
+        return tuple(_check_type(item, typing.get_args(hint)[0], f"{name}[{i}]") for i, item in enumerate(value))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             return float(value)

@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from psearch_jax.config.setting import Accepted, Resume, one_of, setting
+from psearch_jax.config.setting import Accepted, free, one_of, same_content, setting, share
 from psearch_jax.config.shapes import PRESETS, Lora
 
-SAME_CONTENT, FREE = Resume.SAME_CONTENT, Resume.FREE
+Dtype = Literal["float32", "bfloat16", "float16"]
 Remat = Literal["none", "dots", "full"]
 
 
@@ -18,63 +18,42 @@ def _are_urls(text: str) -> bool:
     return not text or all(re.fullmatch(r"https?://[^/\s]+/\S*", url) for url in urls)
 
 
-_URLS = Accepted("http://host:port/retrieve", _are_urls)
-
-
 @dataclass(frozen=True)
 class ModelSection:
     """Model weights, dtypes and memory options."""
 
-    path: str = setting(
-        "",
-        'Hugging Face directory or hub id; "": random weights of `preset`; "toy": the toy policy of this package.',
-        resume=SAME_CONTENT,
+    path: str = same_content(
+        "", 'Hugging Face directory or hub id; "": random weights of `preset`; "toy": the toy policy of this package.'
     )
-    preset: str = setting(
-        "7b",
-        "Model shape for random weights, used only when `path` is empty.",
-        accepted=one_of(PRESETS),
-        resume=SAME_CONTENT,
+    preset: str = same_content("7b", "Shape for random weights, if `path` is empty.", accepted=one_of(PRESETS))
+    tokenizer: str = same_content(
+        "", 'Hugging Face tokenizer directory or hub id, or `toy`; "": the tokenizer at `path`.'
     )
-    tokenizer: str = setting(
-        "",
-        'Hugging Face tokenizer directory or hub id, or `toy`; "": the tokenizer at `path`.',
-        resume=SAME_CONTENT,
-    )
-    dtype: Literal["float32", "bfloat16", "float16"] = setting(
-        "bfloat16", "Dtype of the training computation; the master weights are float32."
-    )
-    sampling_dtype: Literal["float32", "bfloat16", "float16"] = setting(
+    dtype: Dtype = setting("bfloat16", "Dtype of the training computation; the master weights are float32.")
+    sampling_dtype: Dtype = setting(
         "bfloat16",
         "Dtype of the sampler's weights and KV cache. On a CPU, `sampling_dtype` and `dtype` apply only to matrix "
         "products with weights; activations and KV cache are float32.",
     )
     int8_weights: bool = setting(
         False,
-        "Quantizes the layers' kernels to int8 for sampling (models/int8.py). On a TPU this halves their bytes "
-        "compared with 16 bits, but the sampler differs more from the trained model (metric `logp_gap`); "
-        "learning.importance_cap corrects for that.",
+        "Quantizes the layers' kernels to int8 for sampling. On a TPU this halves their bytes compared with 16 bits, "
+        "but the sampler differs more from the trained model (metric `logp_gap`).",
     )
     int8_cache: bool = setting(False, "Quantizes the KV cache to int8 for sampling, with the same drawback.")
-    unstacked_decoding: bool = setting(
+    unstacked_decoding: bool = free(
         True,
         "On a GPU or a single CPU device, decoding copies each layer's weights into separate arrays once per call. "
         "The copy needs as much memory as the layers, in float32 on a CPU without instructions for `sampling_dtype`. "
-        "If false, decoding copies a slice of the stacked weights before every product, and on a CPU a call in 16 "
-        "bits first converts all of them to float32.",
-        resume=FREE,
+        "If false, decoding copies a slice of the stacked weights before every product.",
     )
-    shard_residual: bool = setting(
-        False,
-        "Training splits positions over the `tensor` axis between layers: less memory, more traffic.",
-        resume=FREE,
+    shard_residual: bool = free(
+        False, "Training splits positions over the `tensor` axis between layers: less memory, more traffic."
     )
-    remat: Remat = setting(
+    remat: Remat = free(
         "full",
         "What the backward pass recomputes in each layer: `none`: nothing; `dots`: all but attention and the matrix "
-        "products with weights; `full`: everything. Less recomputation is faster and needs more memory; "
-        "launch/plan.py --search chooses the fastest that fits.",
-        resume=FREE,
+        "products with weights; `full`: everything. Less recomputation is faster and needs more memory.",
     )
     lora_rank: int = setting(
         0,
@@ -83,11 +62,10 @@ class ModelSection:
         at_least=0,
     )
     lora_alpha: float = setting(32.0, "LoRA scaling: the adapters' output is multiplied by lora_alpha / lora_rank.")
-    adapters: str = setting(
+    adapters: str = same_content(
         "",
         "PEFT directory of LoRA adapters to put on the weights of `path`; they bring their own rank and alpha. "
         "Training continues these adapters, and the reference policy includes them.",
-        resume=SAME_CONTENT,
     )
 
     @property
@@ -97,19 +75,11 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class MeshSection:
-    """How devices share the work."""
+    """How devices share the work. One of the three sizes of the training mesh may be -1: all remaining devices."""
 
-    data: int = setting(
-        1, "Replicas of the training state, each with its own rows; one of the three sizes may be -1.", resume=FREE
-    )
-    fsdp: int = setting(
-        -1,
-        "Devices that share weights, optimizer state and rows; -1: all that `data` and `tensor` leave.",
-        resume=FREE,
-    )
-    tensor: int = setting(
-        1, "Devices over which heads, MLPs and vocabulary are split, in training and in sampling.", resume=FREE
-    )
+    data: int = free(1, "Replicas of the training state, each with its own rows.")
+    fsdp: int = free(-1, "Devices that share weights, optimizer state and rows.")
+    tensor: int = free(1, "Devices over which heads, MLPs and vocabulary are split, in training and in sampling.")
     rollout_devices: int = setting(
         0,
         "Of all devices, the number that only sample, while the others train (at the same time with "
@@ -118,12 +88,11 @@ class MeshSection:
         "in turn.",
         at_least=0,
     )
-    rollout_tensor: int = setting(
+    rollout_tensor: int = free(
         0,
         "`tensor` of the sampler: a multiple or a divisor of `tensor`. Training is fastest with a small `tensor`; the "
         "sampler's weights are split over `tensor` only. 0: the same. Programs that do not train use this mesh alone.",
         at_least=0,
-        resume=FREE,
     )
 
 
@@ -131,73 +100,55 @@ class MeshSection:
 class DataSection:
     """Questions and their prompts."""
 
-    source: str = setting(
-        "",
-        'Training questions: a question file, a directory made by launch/prepare_data.py, or "closed_world".',
-        resume=SAME_CONTENT,
+    source: str = same_content(
+        "", 'Training questions: a question file, a directory made by launch/prepare_data.py, or "closed_world".'
     )
-    validation: str = setting(
-        "", "Questions for evaluation, never for training: a file or a prepared directory.", resume=SAME_CONTENT
-    )
+    validation: str = same_content("", "Questions for evaluation, never for training: a file or a prepared directory.")
     validation_share: float = setting(
         0.0,
         "Instead of `validation`: the share of `source` to hold out of training, chosen by a hash of (source, id).",
         at_least=0,
         below=1,
-        training_only=True,
     )
     prompt: Literal["template", "row"] = setting(
         "template", "`template`: the prompt comes from `template`; `row`: the chat messages stored with each question."
     )
-    template: str = setting("parallel", "Prompt template: a packaged name or a file of your own.", resume=SAME_CONTENT)
+    template: str = same_content("parallel", "Prompt template: a packaged name or a file of your own.")
     world_names: Literal["known", "new"] = setting(
-        "known",
-        "Names in the closed world. `known`: names that cold starts contain; `new`: names that no cold start "
-        "contains.",
+        "known", "Names in the closed world. `known`: cold starts contain them; `new`: no cold start does."
     )
     world_seed: int = setting(
         0, "Seed of the closed world; the run's own seed changes neither the world nor its evaluation.", at_least=0
     )
     world_questions: int = setting(6000, "Training questions drawn from the closed world.", at_least=1)
-    parallel_share: float = setting(
-        0.5, "Share of parallel questions among them; single questions make up the rest.", at_least=0
-    )
-    sequential_share: float = setting(0.4, "Share of sequential questions among them.", at_least=0)
+    parallel_share: float = share(0.5, "Share of parallel questions among them; single questions make up the rest.")
+    sequential_share: float = share(0.4, "Share of sequential questions among them.")
 
 
 @dataclass(frozen=True)
 class RetrievalSection:
-    """Where passages come from."""
+    """Where passages come from: at most one of `index`, `corpus` and `url`."""
 
-    index: str = setting(
+    index: str = same_content(
+        "", "Index directory of launch/build_index.py; the results of several, separated by commas, are fused."
+    )
+    corpus: str = same_content("", "Jsonl corpus that is encoded when the run starts; for small corpora only.")
+    url: str = free(
         "",
-        "Index directory made by launch/build_index.py. The results of several comma-separated indexes over one "
-        "corpus are fused.",
-        resume=SAME_CONTENT,
+        'Servers that speak Search-R1\'s /retrieve: "," separates replicas of one index, "|" the parts of a corpus.',
+        accepted=Accepted("http://host:port/retrieve", _are_urls),
     )
-    corpus: str = setting(
-        "", "Jsonl corpus that is encoded when the run starts; for small corpora only.", resume=SAME_CONTENT
+    timeout_s: float = free(60.0, "Seconds that a server may take for its complete answer.", above=0)
+    retry_deadline_s: float = free(
+        300.0, "Seconds that a run retries failing servers before it saves and stops.", at_least=0
     )
-    url: str = setting(
-        "",
-        'Servers that speak Search-R1\'s /retrieve: "," separates replicas of one index, "|" the parts of a sharded '
-        "corpus.",
-        accepted=_URLS,
-        resume=FREE,
-    )
-    timeout_s: float = setting(60.0, "Seconds that a server may take for its complete answer.", above=0, resume=FREE)
-    retry_deadline_s: float = setting(
-        300.0, "Seconds that a run retries failing servers before it saves and stops.", at_least=0, resume=FREE
-    )
-    token_file: str = setting("", "File with the bearer token for the servers.", resume=FREE)
+    token_file: str = free("", "File with the bearer token for the servers.")
     topk: int = setting(3, "Passages per sub-query.", at_least=1)
-    cache_queries: int = setting(
-        65_536, "Maximum number of answers in this process's LRU cache; 0: no cache.", at_least=0, resume=FREE
+    cache_queries: int = free(
+        65_536, "Maximum number of answers in this process's LRU cache; 0: no cache.", at_least=0
     )
-    cache_mb: int = setting(1024, "Maximum size of this cache in MiB.", at_least=0, resume=FREE)
-    max_sub_queries: int = setting(
-        8, "Maximum number of sub-queries that one search runs; the rest are ignored.", at_least=1
-    )
+    cache_mb: int = free(1024, "Maximum size of this cache in MiB.", at_least=0)
+    max_sub_queries: int = setting(8, "Sub-queries that one search runs; further ones are ignored.", at_least=1)
 
     @property
     def passages(self) -> dict[str, str]:
@@ -210,9 +161,7 @@ class RetrievalSection:
 class RolloutSection:
     """Number, length and sampling of rollouts."""
 
-    slots: int = setting(
-        64, "Rollouts decoded at the same time; all rollouts of a step share these slots.", at_least=1, resume=FREE
-    )
+    slots: int = free(64, "Rollouts decoded at the same time; all rollouts of a step share these slots.", at_least=1)
     samples: int = setting(5, "Rollouts per question.", at_least=1)
     context_tokens: int = setting(6196, "Maximum tokens of a rollout, including prompt and passages.")
     prompt_tokens: int = setting(
@@ -229,12 +178,7 @@ class RolloutSection:
     max_tokens_after_answer: int = setting(
         4, "Maximum tokens sampled after `</answer>` while waiting for a stop token.", at_least=0
     )
-    temperature: float = setting(
-        1.0,
-        "Sampling temperature; the loss scores tokens at the same temperature.",
-        accepted=Accepted("above 0 (training samples)", lambda value: value > 0),
-        training_only=True,
-    )
+    temperature: float = setting(1.0, "Sampling temperature; the loss scores tokens at the same one.", above=0)
     top_p: float = setting(
         1.0,
         "Samples from the most likely tokens whose probabilities add up to this share; 1: from all tokens.",
@@ -242,33 +186,27 @@ class RolloutSection:
         at_most=1,
     )
     top_k: int = setting(0, "Samples from this many most likely tokens; 0: from all tokens.", at_least=0)
-    num_buckets: int = setting(
-        4,
-        "Number of padded widths for prompts, passages and rows: fewer compile faster, more pad less.",
-        at_least=1,
-        resume=FREE,
+    num_buckets: int = free(
+        4, "Number of padded widths for prompts, passages and rows: fewer compile faster, more pad less.", at_least=1
     )
-    yield_share: float = setting(
+    yield_share: float = free(
         0.125,
         "Decoding returns to the host when this share of the live rows waits for passages or for the next rollout.",
         above=0,
         at_most=1,
-        resume=FREE,
     )
-    draft_tokens: int = setting(
+    draft_tokens: int = free(
         0,
         "Draft tokens that each decode step verifies per row. They are copied from what followed the row's last "
         "tokens earlier in the row; each one that equals the sampled token saves a step. The samples do not change. "
         "Useful where a decode step mostly reads weights and caches, as on accelerators.",
         at_least=0,
         at_most=7,
-        resume=FREE,
     )
-    overlap_search: bool = setting(
+    overlap_search: bool = free(
         False,
         "Runs the searches of one yield while the other rows decode, and inserts the passages at the next yield. "
         "Useful when searching is slow: over HTTP, or in a large index.",
-        resume=FREE,
     )
     label_subqueries: bool = setting(True, "Writes each sub-query above its passages when a search has several.")
     deduplicate: bool = setting(

@@ -30,9 +30,7 @@ Method = Literal["parallelsearch", "search_r1", "parallel_prompt", "r1"]
 class Config:
     """The config of a run. `launch/train.py` writes it to config.json in the run directory."""
 
-    seed: int = setting(
-        0, "Seed of rollouts, question order, and randomly initialized weights or adapters.", accepted=SEED
-    )
+    seed: int = setting(0, "Seed of rollouts, question order, and random weights or adapters.", accepted=SEED)
     method: Method = setting("parallelsearch", "The paper's method, or a baseline (see Methods below).")
     model: ModelSection = ModelSection()
     mesh: MeshSection = MeshSection()

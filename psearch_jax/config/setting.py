@@ -7,6 +7,7 @@ import enum
 import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 
@@ -18,9 +19,9 @@ class Resume(enum.Enum):
     - FREE: the value changes length, speed, memory, servers or outputs of a run, or its results only by rounding.
     """
 
-    SAME_VALUE = "a resumed run must keep it"
-    SAME_CONTENT = "a resumed run must have the same content, but may load it from another place"
-    FREE = "a resumed run may change it"
+    SAME_VALUE = "value"
+    SAME_CONTENT = "content"
+    FREE = "may change"
 
 
 class Accepted(NamedTuple):
@@ -36,44 +37,36 @@ class Setting:
 
     doc: str
     accepted: Accepted | None  # None: every value of the field's type
-    training_only: bool  # whether `accepted` applies only to training runs
     resume: Resume
+
+
+_BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
 def setting(
     default: Any,
     doc: str,
     *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
     accepted: Accepted | None = None,
-    training_only: bool = False,
     resume: Resume = Resume.SAME_VALUE,
+    **bounds: float,
 ) -> Any:
     """A dataclass field with a `Setting` as its metadata.
 
     Args:
       doc: complete sentences for docs/configuration.md.
-      at_least, above, at_most, below: bounds of the value.
-      accepted: another condition, instead of bounds. The choices of a `Literal` field follow from its type.
-      training_only: the bounds or the condition apply only to training runs.
+      accepted: a condition, if `bounds` cannot express it. The choices of a `Literal` field follow from its type.
+      bounds: `at_least`, `above`, `at_most` and `below`.
     """
-    bounds = (
-        ("at least", at_least, operator.ge),
-        ("above", above, operator.gt),
-        ("at most", at_most, operator.le),
-        ("below", below, operator.lt),
-    )
-    given = [(words, bound, holds) for words, bound, holds in bounds if bound is not None]
-    if given:
-        words = ", ".join(f"{words} {bound}" for words, bound, _ in given)
-        if at_least is not None and at_most is not None:
-            words = f"from {at_least} to {at_most}"
-        accepted = Accepted(words, lambda value: all(holds(value, bound) for _, bound, holds in given))
-    metadata = {"setting": Setting(doc, accepted, training_only, resume)}
-    return dataclasses.field(default=default, metadata=metadata)
+    if bounds:
+        words = ", ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in bounds.items())
+        accepted = Accepted(words, lambda value: all(_BOUNDS[name](value, bound) for name, bound in bounds.items()))
+    return dataclasses.field(default=default, metadata={"setting": Setting(doc, accepted, resume)})
+
+
+free = partial(setting, resume=Resume.FREE)
+same_content = partial(setting, resume=Resume.SAME_CONTENT)
+share = partial(setting, at_least=0, at_most=1)
 
 
 def one_of(names: Collection[str]) -> Accepted:

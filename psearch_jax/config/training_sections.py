@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from psearch_jax.config.setting import SEED, Accepted, Resume, setting
+from psearch_jax.config.setting import SEED, Accepted, free, setting, share
 from psearch_jax.types import KINDS
 
-FREE = Resume.FREE
 BEST_FIGURES = ("em", "f1", "decomposition_ratio", "valid_format")
 
 
@@ -98,22 +97,14 @@ class LearningSection:
         "GRPO only. `std`: (reward - group mean) / group standard deviation; `mean`: reward - group mean; "
         "`leave_one_out`: reward - mean of the group's other rewards.",
     )
-    gamma: float = setting(1.0, "PPO only: discount per sampled token.", at_least=0, at_most=1, training_only=True)
-    gae_lambda: float = setting(
-        1.0,
-        "PPO only: lambda of GAE; 1 uses only rewards, 0 only the critic's next value.",
-        at_least=0,
-        at_most=1,
-        training_only=True,
-    )
+    gamma: float = share(1.0, "PPO only: discount per sampled token.")
+    gae_lambda: float = share(1.0, "PPO only: lambda of GAE; 1 uses only rewards, 0 only the critic's next value.")
     whiten: Literal["batch", "kind"] = setting(
         "batch",
         "PPO only. Advantages are normalized to mean 0 and variance 1 over the tokens of a step: `batch`: all of "
         "them; `kind`: each kind of question separately.",
     )
-    clip_low: float = setting(
-        0.2, "Clips the ratio of policy to old policy below 1 - clip_low.", at_least=0, at_most=1
-    )
+    clip_low: float = share(0.2, "Clips the ratio of policy to old policy below 1 - clip_low.")
     clip_high: float = setting(0.2, "Clips the same ratio above 1 + clip_high.", at_least=0)
     kl_coefficient: float = setting(
         0.001, "Weight of the KL to the policy at the start of the run; 0: no reference copy is kept.", at_least=0
@@ -161,22 +152,13 @@ class LearningSection:
         accepted=Accepted("0, or above 1", lambda value: value == 0 or value > 1),
     )
     mini_batch_rollouts: int = setting(
-        320,
-        "Rollouts per optimizer step, in complete groups. The published value of 256 cuts groups of 5.",
-        at_least=1,
+        320, "Rollouts per optimizer step, in complete groups. The published 256 cuts groups of 5.", at_least=1
     )
-    micro_batch_rows: int = setting(
-        4, "Rows per forward and backward pass, over all devices.", at_least=1, resume=FREE
-    )
+    micro_batch_rows: int = free(4, "Rows per forward and backward pass, over all devices.", at_least=1)
     learning_rate: float = setting(
         1e-6, "Learning rate of AdamW; constant after the warm-up.", at_least=0, below=math.inf
     )
-    warmup_ratio: float = setting(
-        0.285,
-        "Share of all updates over which the learning rate rises linearly to its full value.",
-        at_least=0,
-        at_most=1,
-    )
+    warmup_ratio: float = share(0.285, "Share of all updates over which the learning rate rises linearly.")
     weight_decay: float = setting(0.01, "Weight decay of AdamW, on all trained parameters.", at_least=0)
     beta1: float = setting(0.9, "AdamW's decay rate of the mean gradient.", at_least=0, below=1)
     beta2: float = setting(0.999, "AdamW's decay rate of the mean squared gradient.", at_least=0, below=1)
@@ -185,8 +167,8 @@ class LearningSection:
         "Maximum global norm of the gradient; larger gradients are scaled down to it.",
         accepted=Accepted("above 0 (inf: no clip)", lambda value: value > 0),
     )
-    max_nonfinite_updates: int = setting(
-        3, "Consecutive updates with a non-finite loss or gradient after which the run stops.", at_least=1, resume=FREE
+    max_nonfinite_updates: int = free(
+        3, "Consecutive updates with a non-finite loss or gradient after which the run stops.", at_least=1
     )
 
 
@@ -194,11 +176,8 @@ class LearningSection:
 class TrainSection:
     """Length of a run, and what it saves."""
 
-    steps: int = setting(
-        1005,
-        "Training steps; each collects rollouts of `prompts` questions and updates on them.",
-        at_least=1,
-        resume=FREE,
+    steps: int = free(
+        1005, "Training steps; each collects rollouts of `prompts` questions and updates on them.", at_least=1
     )
     prompts: int = setting(512, "Questions per step.", at_least=1)
     staleness: int = setting(
@@ -214,24 +193,19 @@ class TrainSection:
         "whose rewards are all equal; 0: off.",
         at_least=0,
     )
-    checkpoint_every_steps: int = setting(
-        50, "Writes a checkpoint at multiples of this step, and at the end.", at_least=1, resume=FREE
+    checkpoint_every_steps: int = free(
+        50, "Writes a checkpoint at multiples of this step, and at the end.", at_least=1
     )
-    checkpoint_every_minutes: float = setting(
+    checkpoint_every_minutes: float = free(
         20.0,
         "Also writes a checkpoint after a step that ends at least this many minutes after the last one; 0: off.",
         at_least=0,
-        resume=FREE,
     )
-    keep_checkpoints: int = setting(3, "Number of newest checkpoints to keep.", at_least=1, resume=FREE)
-    keep_every_steps: int = setting(
-        0, "Also keeps the checkpoints at multiples of this step; 0: none.", at_least=0, resume=FREE
-    )
-    trajectories_per_step: int = setting(
-        64, "Rollouts written to trajectories/ at each step.", at_least=0, resume=FREE
-    )
-    record_rollouts: bool = setting(
-        False, "Writes all rollouts, with everything that learning reads of them, to rollouts/.", resume=FREE
+    keep_checkpoints: int = free(3, "Number of newest checkpoints to keep.", at_least=1)
+    keep_every_steps: int = free(0, "Also keeps the checkpoints at multiples of this step; 0: none.", at_least=0)
+    trajectories_per_step: int = free(64, "Rollouts written to trajectories/ at each step.", at_least=0)
+    record_rollouts: bool = free(
+        False, "Writes all rollouts, with everything that learning reads of them, to rollouts/."
     )
     replay: str = setting(
         "",
@@ -242,15 +216,10 @@ class TrainSection:
 
 @dataclass(frozen=True)
 class CriticSection:
-    """The critic of PPO.
-
-    Used with learning.algorithm=ppo; the critic shares all other settings with the policy.
-    """
+    """The critic of PPO (learning.algorithm=ppo), which shares all other settings with the policy."""
 
     learning_rate: float = setting(1e-5, "Learning rate of the critic's AdamW.", at_least=0, below=math.inf)
-    warmup_ratio: float = setting(
-        0.015, "Share of all updates over which the critic's learning rate rises linearly.", at_least=0, at_most=1
-    )
+    warmup_ratio: float = share(0.015, "Share of all updates over which its learning rate rises linearly.")
     value_clip: float = setting(
         0.5, "A value that moves further than this in one step does not lower the loss; 0: no clip.", at_least=0
     )
@@ -259,57 +228,43 @@ class CriticSection:
 
 @dataclass(frozen=True)
 class AlarmSection:
-    """Thresholds for warnings during a run.
+    """Thresholds of metrics, as means over the last `window` steps, at which a run logs a warning."""
 
-    A metric that crosses its threshold logs a warning (train/monitoring/alarms.py). Metrics are means over the last
-    `window` steps, except that only the last probe counts.
-    """
-
-    window: int = setting(10, "Steps in each mean; no alarm before this many steps are done.", at_least=1, resume=FREE)
-    reward_fall: float = setting(
-        0.1, "Fall of the mean reward below its highest value; up to 0.05 in good runs of the demo.", resume=FREE
+    window: int = free(10, "Steps in each mean; no alarm before this many steps are done.", at_least=1)
+    reward_fall: float = free(
+        0.1, "Fall of the mean reward below its highest value; up to 0.05 in good runs of the demo."
     )
-    over_splitting: float = setting(
-        0.75,
-        "Share of sequential questions that are split; up to 0.65 in the middle of good runs of the demo.",
-        resume=FREE,
+    over_splitting: float = free(
+        0.75, "Share of sequential questions that are split; up to 0.65 in the middle of good runs of the demo."
     )
-    no_search: float = setting(0.3, "Share of rollouts without a search.", resume=FREE)
-    wrong_though_seen: float = setting(
-        0.5,
-        "Share of wrong answers among rollouts that had the right answer in a passage, other than yes and no.",
-        resume=FREE,
+    no_search: float = free(0.3, "Share of rollouts without a search.")
+    wrong_though_seen: float = free(
+        0.5, "Share of wrong answers among rollouts that had the right answer in a passage, other than yes and no."
     )
-    likelihood_fall: float = setting(
-        0.3, "Fall of the log-prob of right rollouts, in nats per token, while the reward did not rise.", resume=FREE
+    likelihood_fall: float = free(
+        0.3, "Fall of the log-prob of right rollouts, in nats per token, while the reward did not rise."
     )
-    entropy_rise: float = setting(0.5, "Rise of the entropy above its lowest value, in nats per token.", resume=FREE)
-    gap: float = setting(
-        0.1, "Mean absolute difference of sampler and trainer log-probs, in nats per token.", resume=FREE
+    entropy_rise: float = free(0.5, "Rise of the entropy above its lowest value, in nats per token.")
+    gap: float = free(0.1, "Mean absolute difference of sampler and trainer log-probs, in nats per token.")
+    sample_size: float = free(
+        0.5, "Effective sample size, as a share of the tokens, below which the sampler's weights are too old."
     )
-    sample_size: float = setting(
-        0.5,
-        "Effective sample size, as a share of the tokens, below which the sampler's weights are too old "
-        "(`effective_sample_size`).",
-        resume=FREE,
-    )
-    rejected: float = setting(0.25, "Share of tokens that learning.reject_ratio leaves out.", resume=FREE)
-    probe_every_steps: int = setting(
+    rejected: float = free(0.25, "Share of tokens that learning.reject_ratio leaves out.")
+    probe_every_steps: int = free(
         25,
-        "Steps between probes. A probe repeats one rollout per question with passages retrieved for other questions; "
-        "0: no probes.",
+        "Steps between probes, which repeat one rollout per question with passages retrieved for other questions; "
+        "0: none. Only the last probe counts.",
         at_least=0,
-        resume=FREE,
     )
-    probe_gain: float = setting(0.05, "EM that the right passages must at least add in a probe.", resume=FREE)
+    probe_gain: float = free(0.05, "EM that the right passages must at least add in a probe.")
 
 
 @dataclass(frozen=True)
 class EvalSection:
     """Evaluations before, during and after training."""
 
-    every_steps: int = setting(
-        0, "Steps between evaluations; 0: only before the first step and after the last.", at_least=0, resume=FREE
+    every_steps: int = free(
+        0, "Steps between evaluations; 0: only before the first step and after the last.", at_least=0
     )
     questions_per_kind: int = setting(
         400, "Maximum number of evaluated questions of each kind; 0: no evaluation.", at_least=0
@@ -319,7 +274,6 @@ class EvalSection:
         "With every_steps, WORKDIR/best keeps the parameters with the highest value of this metric, over "
         "all validation questions or over those of one kind.",
         accepted=_METRIC,
-        training_only=True,
     )
     temperature: float = setting(0.0, "Sampling temperature of evaluations; 0: greedy.", at_least=0)
     also_greedy: bool = setting(False, "Evaluates greedily as well, before the first step and after the last.")
@@ -328,22 +282,15 @@ class EvalSection:
 
 @dataclass(frozen=True)
 class SFTSection:
-    """Supervised fine-tuning before a run.
-
-    Used by launch/sft.py; model, mesh, lengths, micro-batches and checkpoints come from the other sections.
-    """
+    """Supervised fine-tuning (launch/sft.py). Model, mesh, lengths and checkpoints come from the other sections."""
 
     epochs: int = setting(2, "Passes over the transcripts.", at_least=1)
     batch_rows: int = setting(16, "Transcripts per optimizer step.", at_least=1)
     learning_rate: float = setting(
         1e-5, "Peak learning rate of AdamW; adapters need about ten times as much.", at_least=0, below=math.inf
     )
-    warmup_ratio: float = setting(
-        0.05, "Share of all steps over which the learning rate rises linearly to its peak.", at_least=0, at_most=1
-    )
-    final_learning_rate_ratio: float = setting(
-        0.1, "Final learning rate of the cosine decay, as a share of the peak.", at_least=0, at_most=1
-    )
+    warmup_ratio: float = share(0.05, "Share of all steps over which the learning rate rises linearly to its peak.")
+    final_learning_rate_ratio: float = share(0.1, "Final learning rate of the cosine decay, as a share of the peak.")
     weight_decay: float = setting(0.01, "Weight decay of AdamW, on all trained parameters.", at_least=0)
     validation_share: float = setting(
         0.0, "Share of the transcripts to hold out; their loss is logged once per epoch.", at_least=0, below=1

@@ -19,7 +19,6 @@ import jax
 from absl import app, flags
 from ml_collections import ConfigDict
 
-from psearch_jax.config import RENAMED
 from psearch_jax.runtime import platforms, processes, progress
 from psearch_jax.runtime.paths import STORE, is_store_error
 from psearch_jax.types import ITEM, UserError, first_line
@@ -216,10 +215,6 @@ def _parse(argv: Sequence[str], positional: bool, defaults: str) -> list[str]:
         # What ml_collections raises for an unknown field or section.
         if not _overrides(argv) or not isinstance(error, AttributeError | KeyError):
             raise
-        for argument in argv:
-            field = argument.lstrip("-").partition("=")[0]
-            if field in RENAMED:
-                sys.exit(_refuse(f"--{field}: this field is now called {RENAMED[field]}"))
         sys.exit(_refuse(f"--config: unknown field {_unquoted(str(error))}"))
     if len(rest) > 1 and not positional:
         sys.exit(_refuse(f"{rest[1]!r} found, accepted: flags only (--help lists them)"))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from psearch_jax.config import RENAMED, Config, to_mapping
+from psearch_jax.config import Config, to_mapping
 from psearch_jax.config.setting import Resume, settings_of
 from psearch_jax.runtime import processes
 from psearch_jax.types import UserError
@@ -38,7 +38,6 @@ _OF_EVALUATION = (
     "retrieval.",
     "rollout.",
 )
-_RENAMED = {old.removeprefix("config."): new.removeprefix("config.") for old, new in RENAMED.items()}
 _BLOCK, _BLOCKS = 4096, 64  # size in bytes and number of a large file's sampled blocks
 
 
@@ -71,7 +70,6 @@ def differences(saved: Mapping[str, Any] | None, now: Record) -> dict[str, str]:
     """The old and new value of every field that differs. A field missing from the saved record had its default."""
     if saved is None:
         return {"settings": "none are recorded in the checkpoint"}
-    saved = {_RENAMED.get(name, name): value for name, value in saved.items()}
     defaults = fields(Config())
     out = {}
     for name, new in now.items():
