@@ -32,6 +32,6 @@ def get_config() -> ConfigDict:
             learning_rate=1e-6,
             warmup_ratio=0.285,
         ),
-        critic=dict(learning_rate=1e-5, warmup_ratio=0.015, value_clip=0.5),
+        critic=dict(learning_rate=1e-5, warmup_ratio=0.015),
         train=dict(steps=1005, prompts=512, checkpoint_every_steps=50),
     )

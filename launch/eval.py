@@ -51,7 +51,6 @@ cli.process_flags()
 cli.require("out")
 NO_EFFECT = {
     "seed": "--seed is the seed of an evaluation",
-    "eval.seed": "--seed is the seed of an evaluation",
     "eval.temperature": "--temperature is its temperature",
     "rollout.temperature": "--temperature is its temperature",
     "rollout.samples": "--samples is the number of rollouts per question",

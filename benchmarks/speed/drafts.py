@@ -76,7 +76,7 @@ def _config(flags: argparse.Namespace) -> Config:
     if flags.questions:
         config = replace(config, data=replace(config.data, source=""))
     # Without a cache, which would have the first collector search for all others.
-    retrieval = replace(config.retrieval, index=flags.index or config.retrieval.index, cache_queries=0)
+    retrieval = replace(config.retrieval, index=flags.index or config.retrieval.index, cache_mb=0)
     return replace(config, retrieval=retrieval)
 
 

@@ -101,7 +101,7 @@ def served(model: str, slots: int, users: int, passed: Sequence[str]) -> Iterato
     """Starts a server with the flags `passed`, and yields its address."""
     command = [sys.executable, ROOT / "launch" / "serve_agent.py", f"--model={model}", f"--slots={slots}", "--port=0"]
     # Without a cache: the concurrent requests are those that were made one at a time before.
-    command += ["--config.retrieval.cache_queries=0", *passed]
+    command += ["--config.retrieval.cache_mb=0", *passed]
     # 2 * users: a stream holds its place for a moment after its end, when its user already sends the next request.
     server = subprocess.Popen([*command, f"--requests={2 * users}"], stdout=subprocess.PIPE, text=True)
     try:

@@ -310,7 +310,7 @@ def retriever_of(config: Config, world: ClosedWorld | None, retry_deadline_s: fl
         return connect(section.url, section.timeout_s, retry_deadline_s, token)
     from retrieval.service import RetrievalService  # loads ScaNN
 
-    cache = {"cache_size": section.cache_queries, "cache_bytes": section.cache_mb * 2**20}
+    cache = {"cache_bytes": section.cache_mb * 2**20} if section.cache_mb else {"cache_size": 0}
     if section.index:
         return RetrievalService.open(section.index, **cache)
     if section.corpus:

@@ -65,7 +65,7 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
         optimizer,
         mesh,
         training_options(config),
-        schedule=loop.cosine_schedule(section, steps),
+        schedule=loop.cosine_schedule(section.learning_rate, steps),
         vocabulary=tokenizer.size,
         base=params if m.lora else None,
     )

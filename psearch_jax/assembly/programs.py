@@ -97,9 +97,7 @@ def make_critic(
 ) -> Critic:
     """The critic of a config."""
     options = training_options(config)
-    return Critic(
-        model, critic_learning(config), optimizer, mesh, options, value_clip=config.critic.value_clip, base=base
-    )
+    return Critic(model, critic_learning(config), optimizer, mesh, options, base=base)
 
 
 def training_options(config: Config, pack: bool = True) -> TrainingOptions:

@@ -144,10 +144,7 @@ class RetrievalSection:
     )
     token_file: str = free("", "File with the bearer token for the servers.")
     topk: int = setting(3, "Passages per sub-query.", at_least=1)
-    cache_queries: int = free(
-        65_536, "Maximum number of answers in this process's LRU cache; 0: no cache.", at_least=0
-    )
-    cache_mb: int = free(1024, "Maximum size of this cache in MiB.", at_least=0)
+    cache_mb: int = free(1024, "Maximum size of the cache of answers in MiB; 0: no cache.", at_least=0)
     max_sub_queries: int = setting(8, "Sub-queries that one search runs; further ones are ignored.", at_least=1)
 
     @property
@@ -208,7 +205,6 @@ class RolloutSection:
         "Runs the searches of one yield while the other rows decode, and inserts the passages at the next yield. "
         "Useful when searching is slow: over HTTP, or in a large index.",
     )
-    label_subqueries: bool = setting(True, "Writes each sub-query above its passages when a search has several.")
     deduplicate: bool = setting(
         False,
         "A passage that several sub-queries of a search return is shown once; the later ones refer to it. The saved "

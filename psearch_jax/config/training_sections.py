@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from psearch_jax.config.setting import SEED, Accepted, free, setting, share
+from psearch_jax.config.setting import Accepted, free, setting, share
 from psearch_jax.types import KINDS
 
 BEST_FIGURES = ("em", "f1", "decomposition_ratio", "valid_format")
@@ -220,9 +220,6 @@ class CriticSection:
 
     learning_rate: float = setting(1e-5, "Learning rate of the critic's AdamW.", at_least=0, below=math.inf)
     warmup_ratio: float = share(0.015, "Share of all updates over which its learning rate rises linearly.")
-    value_clip: float = setting(
-        0.5, "A value that moves further than this in one step does not lower the loss; 0: no clip.", at_least=0
-    )
     pretrain_steps: int = setting(0, "Number of first steps in which only the critic is trained.", at_least=0)
 
 
@@ -277,7 +274,6 @@ class EvalSection:
     )
     temperature: float = setting(0.0, "Sampling temperature of evaluations; 0: greedy.", at_least=0)
     also_greedy: bool = setting(False, "Evaluates greedily as well, before the first step and after the last.")
-    seed: int = setting(1, "Seed of the sampled answers; the run's own seed does not affect them.", accepted=SEED)
 
 
 @dataclass(frozen=True)
@@ -289,9 +285,6 @@ class SFTSection:
     learning_rate: float = setting(
         1e-5, "Peak learning rate of AdamW; adapters need about ten times as much.", at_least=0, below=math.inf
     )
-    warmup_ratio: float = share(0.05, "Share of all steps over which the learning rate rises linearly to its peak.")
-    final_learning_rate_ratio: float = share(0.1, "Final learning rate of the cosine decay, as a share of the peak.")
-    weight_decay: float = setting(0.01, "Weight decay of AdamW, on all trained parameters.", at_least=0)
     validation_share: float = setting(
         0.0, "Share of the transcripts to hold out; their loss is logged once per epoch.", at_least=0, below=1
     )

@@ -56,18 +56,17 @@ class Observations:
     """How passages are rendered, from config section `rollout`."""
 
     tokens: int  # budget of one observation
-    label_subqueries: bool = True
     deduplicate: bool = False
 
     @classmethod
     def of(cls, rollout: RolloutSection) -> Observations:
-        return cls(rollout.obs_tokens, rollout.label_subqueries, rollout.deduplicate)
+        return cls(rollout.obs_tokens, rollout.deduplicate)
 
     def rendered(
         self, queries: Sequence[str], passages: Sequence[Sequence[Passage]], encode: Callable[[str], list[int]]
     ) -> list[int]:
         """The token ids that `render_observation` makes of the passages of one search."""
-        return render_observation(queries, passages, encode, self.tokens, self.label_subqueries, self.deduplicate)
+        return render_observation(queries, passages, encode, self.tokens, self.deduplicate)
 
 
 def encode_transcript(

@@ -427,9 +427,7 @@ class RolloutScheduler:
         room = self.settings.context_tokens - length - 1
         budget = max(tags.MIN_OBSERVATION_TOKENS, min(self.settings.obs_tokens, room))
         encode, settings = self.parts.tokenizer.encode_foreign, self.settings
-        return tags.render_observation(
-            queries, passages, encode, budget, settings.label_subqueries, settings.deduplicate
-        )
+        return tags.render_observation(queries, passages, encode, budget, settings.deduplicate)
 
     def _append(self, continuations: Sequence[_Continuations], lengths: Mapping[int, int] | np.ndarray) -> None:
         """Appends every process's chunks to their rows, which hold `lengths` tokens, and starts their next turns."""

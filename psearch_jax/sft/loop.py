@@ -35,6 +35,9 @@ from psearch_jax.types import MicroBatch, TrainBatch, UserError
 log = logging.getLogger("psearch_jax")
 
 
+WARMUP_RATIO, WEIGHT_DECAY = 0.05, 0.01
+
+
 class SupervisedTrainer(Trainable):
     """Device programs of supervised fine-tuning; the score is the log-prob of every token that the mask covers.
 
@@ -101,21 +104,19 @@ def digest(rows: Sequence[Row]) -> str:
     return sha256.hexdigest()
 
 
-def cosine_schedule(section: SFTSection, steps: int) -> optax.Schedule:
-    """Warm-up over `warmup_ratio` of the steps, then cosine decay to the final ratio of the peak.
+def cosine_schedule(peak: float, steps: int, warmup_ratio: float = WARMUP_RATIO) -> optax.Schedule:
+    """Warm-up over `warmup_ratio` of the steps, then cosine decay to a tenth of the peak.
 
     The warm-up is linear, from 1/n of the peak at its first step to the peak at its n-th: every step learns.
     """
-    peak = section.learning_rate
-    n = max(1, min(steps - 1, round(section.warmup_ratio * steps)))
-    final = peak * section.final_learning_rate_ratio
-    return optax.warmup_cosine_decay_schedule(peak / n, peak, n - 1, steps, final)
+    n = max(1, min(steps - 1, round(warmup_ratio * steps)))
+    return optax.warmup_cosine_decay_schedule(peak / n, peak, n - 1, steps, 0.1 * peak)
 
 
 def make_optimizer(section: SFTSection, learning: LearningSection, steps: int) -> optax.GradientTransformation:
     """Global-norm clip, then AdamW with the cosine schedule."""
     adamw = optax.adamw(
-        cosine_schedule(section, steps), b1=learning.beta1, b2=learning.beta2, weight_decay=section.weight_decay
+        cosine_schedule(section.learning_rate, steps), b1=learning.beta1, b2=learning.beta2, weight_decay=WEIGHT_DECAY
     )
     return optax.chain(optax.clip_by_global_norm(learning.gradient_clip), adamw)
 

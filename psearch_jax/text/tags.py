@@ -114,7 +114,6 @@ def render_observation(
     passages: Sequence[Sequence[Passage]],
     encode: Callable[[str], list[int]],
     budget_tokens: int,
-    label_subqueries: bool = True,
     deduplicate: bool = False,
 ) -> list[int]:
     """Render the passages of one search as at most `budget_tokens` token ids, tags and headers included.
@@ -128,13 +127,12 @@ def render_observation(
       passages: Q rankings, best first.
       encode: text -> token ids without control tokens (`Tokenizer.encode_foreign`).
       budget_tokens: at least `MIN_OBSERVATION_TOKENS`, else `UserError`.
-      label_subqueries: write each sub-query above its passages when there are two or more.
       deduplicate: replace a passage that an earlier sub-query has already shown completely by a reference to it.
     """
     check_observation_budget(budget_tokens)
     opening, closing = encode(f"\n{INFORMATION_OPEN}\n"), encode(f"{INFORMATION_CLOSE}\n")
     left = budget_tokens - len(opening) - len(closing)
-    labelled = label_subqueries and len(queries) > 1
+    labelled = len(queries) > 1
     body: list[int] = []
     shown: set[tuple[str, str]] = set()  # title and text
     for i, (query, ranking) in enumerate(zip(queries, passages, strict=True)):

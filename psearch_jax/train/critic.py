@@ -32,6 +32,9 @@ def critic_learning(config: Config) -> LearningSection:
     return replace(config.learning, learning_rate=own.learning_rate, warmup_ratio=own.warmup_ratio)
 
 
+VALUE_CLIP = 0.5  # a value that moves further than this in one step does not lower the loss
+
+
 def token_values(model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
     """The value of the prefix of every token in the mask, including passages inserted since the previous such token.
 
@@ -44,11 +47,7 @@ def token_values(model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
 
 
 class Critic(Trainable):
-    """Device programs of the critic; its score is the value at every sampled token.
-
-    Args (in addition to those of `Trainable`):
-      value_clip: `clip` of `value_loss`.
-    """
+    """Device programs of the critic; its score is the value at every sampled token."""
 
     metrics, per_token, scored, updated = VALUE_METRICS, "value", "values", "critic update"
 
@@ -60,10 +59,8 @@ class Critic(Trainable):
         mesh: Mesh,
         options: TrainingOptions,
         *,
-        value_clip: float,
         base: nnx.State | None = None,
     ):
-        self._value_clip = value_clip
         super().__init__(model, learning, optimizer, mesh, options, base=base, values=True)
 
     def _token_scores(self, model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
@@ -71,7 +68,7 @@ class Critic(Trainable):
 
     def _loss(self, model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
         values = token_values(model, micro_batch)
-        return value_loss(values, micro_batch.values, micro_batch.returns, micro_batch.mask, self._value_clip)
+        return value_loss(values, micro_batch.values, micro_batch.returns, micro_batch.mask, VALUE_CLIP)
 
 
 def without_lm_head(weights: nnx.State) -> nnx.State:

@@ -115,11 +115,11 @@ def test_the_loss_is_the_mean_over_the_models_tokens(policy, transcripts):
 
 def test_every_step_learns():
     """A first step at learning rate 0: of a short run, the transcripts of a large share of its batches."""
-    rates = [float(loop.cosine_schedule(SFTSection(learning_rate=1.0, warmup_ratio=0.0), 4)(i)) for i in range(4)]
+    rates = [float(loop.cosine_schedule(1.0, 4, 0.0)(i)) for i in range(4)]
     assert rates[0] == 1.0 and rates == sorted(rates, reverse=True)
-    rates = [float(loop.cosine_schedule(SFTSection(learning_rate=1.0, warmup_ratio=0.5), 4)(i)) for i in range(4)]
+    rates = [float(loop.cosine_schedule(1.0, 4, 0.5)(i)) for i in range(4)]
     assert rates[0] == 0.5 and rates[1] == 1.0 > rates[2]
-    rates = [float(loop.cosine_schedule(SFTSection(learning_rate=1.0), n)(0)) for n in (1, 2, 15, 30, 60)]
+    rates = [float(loop.cosine_schedule(1.0, n)(0)) for n in (1, 2, 15, 30, 60)]
     assert rates == pytest.approx([1, 1, 1, 0.5, 1 / 3]), "no first step at rate 0"
 
 

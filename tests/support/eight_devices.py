@@ -143,7 +143,7 @@ def check_critic(mesh, config: DecoderConfig, optimizer) -> None:
     results = []
     for where in (mesh, make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])):
         options = TrainingOptions(S, shard_residual=where.shape["tensor"] > 1)
-        critic = Critic(config, LEARNING, optimizer, where, options, value_clip=0.5)
+        critic = Critic(config, LEARNING, optimizer, where, options)
         start = first_params(random_params(config, seed=6), config, None, 0, where)
         params = init_state(
             decoder.with_values(start, nnx.to_pure_dict(start) | {"value_head": head}), optimizer, where

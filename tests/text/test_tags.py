@@ -164,14 +164,12 @@ def test_observation_of_one_query(tiny_tokenizer):
 
 
 def test_observation_of_several_queries(tiny_tokenizer):
-    """Passages without the sub-query that they answer would leave the model guessing; the label can be turned off."""
+    """Passages without the sub-query that they answer would leave the model guessing."""
     queries, passages = ["a  <search>", "b", "c"], [[BARO], [], [HARBOR]]
     _, text = show(tiny_tokenizer, queries, passages, budget_tokens=500)
     first = "a &lt;search>:\nBaro Quill was born in 1943.\n"
     last = "c:\n(Red Harbor) A film directed by Zed Moor.\n"
     assert text == f"\n<information>\n{first}b:\nnothing found\n{last}</information>\n"
-    _, bare = show(tiny_tokenizer, queries, passages, budget_tokens=500, label_subqueries=False)
-    assert "b:" not in bare and "nothing found" in bare
     _, text = show(tiny_tokenizer, ["long " * 90, "b"], [[BARO], [HARBOR]], budget_tokens=900)
     assert text.count("long") == 24 and BARO.text in text and HARBOR.text in text
 

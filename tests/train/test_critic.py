@@ -33,7 +33,7 @@ def make_critic(lora: Lora | None = None, seed: int = 4, **changes) -> tuple[Cri
     policy = random_params(CONFIG, seed=seed, scale=0.03)
     optimizer = make_optimizer(LEARNING, 10)
     options, base = TrainingOptions(S, remat="none", lora=lora, **changes), without_lm_head(policy) if lora else None
-    critic = Critic(CONFIG, LEARNING, optimizer, one_device_mesh(), options, value_clip=0.5, base=base)
+    critic = Critic(CONFIG, LEARNING, optimizer, one_device_mesh(), options, base=base)
     params = first_params(policy, CONFIG, lora, 0, one_device_mesh())
     head = np.random.default_rng(0).normal(size=(CONFIG.width, 1)).astype(np.float32)
     flat = nnx.to_flat_state(params)

@@ -31,7 +31,6 @@ _OF_EVALUATION = (
     "data.world",
     "eval.also_greedy",
     "eval.questions_per_kind",
-    "eval.seed",
     "eval.temperature",
     "method",
     "model.",

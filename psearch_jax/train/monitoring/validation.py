@@ -15,6 +15,7 @@ from psearch_jax.train.monitoring.records import write_json
 from psearch_jax.train.run import Run
 
 log = logging.getLogger("psearch_jax")
+EVAL_SEED = 1  # of sampled answers, whatever the run's seed
 EVAL_STEP = 2**31 - 1  # in the random keys of every evaluation, so that all use the same ones
 
 
@@ -33,7 +34,7 @@ def measured(run: Run, temperature: float) -> dict[str, dict[str, float]]:
             run.collector,
             run.sampling_weights(),
             run.evaluation,
-            seed=run.config.eval.seed,
+            seed=EVAL_SEED,
             step=EVAL_STEP,
             temperature=temperature,
             progress=on_progress,
