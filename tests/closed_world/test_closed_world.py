@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections import Counter
 
 import numpy as np
 import pytest
-from programs import ROOT
+from question_cues import PAIRS, facts_of, measure_cues, measure_searches
 
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, YEAR_OF, ClosedWorld
 from psearch_jax.closed_world.names import HEADS, MIDDLES, TAILS, draw_names, head, is_new, nearly, renaming
@@ -23,9 +22,6 @@ from psearch_jax.closed_world.question_forms import (
 from psearch_jax.closed_world.wordings import FORMS, PAIRED
 from psearch_jax.types import KINDS, UserError
 from retrieval.service import RetrievalService
-
-sys.path.insert(0, str(ROOT))
-from benchmarks.quality.world import PAIRS, cue_table, facts_of, retrieval, retrieval_table, surface_cues  # noqa: E402
 
 NAME = re.compile(r"\b[A-Z][a-z]{6}\b")
 
@@ -229,14 +225,12 @@ def test_bad_requests_are_refused(world):
 
 
 def test_what_searches_find(world):
-    """A fact could not be found, or one search for the question would find all facts: splitting would gain nothing.
-
-    Prints the table of docs/demo.md.
-    """
-    results = retrieval(world, RetrievalService.from_corpus(world.passages), 200)
-    print(retrieval_table(results))
+    """A fact could not be found, or one search for the question would find all facts: splitting would gain nothing."""
+    results = measure_searches(world, RetrievalService.from_corpus(world.passages), 200)
     assert all(figures["sub-query@3"] >= 0.95 and figures["sub-query@1"] >= 0.95 for figures in results.values())
-    question_recall = {name: figures["question@2"] for name, figures in results.items() if figures["kind"] != "single"}
+    question_recall = {
+        name: figures["question@2"] for name, figures in results.items() if FORMS[name].kind != "single"
+    }
     assert max(question_recall.values()) < 0.5
     parallel = {name: form for name, form in FORMS.items() if form.kind == "parallel"}
     assert sum(question_recall[name] * form.share for name, form in parallel.items()) < 0.4
@@ -261,9 +255,8 @@ def _two(q):
 
 def test_what_words_give_away(world):
     """The decision to split could be read off the first words, the words without their order, or the cold start's
-    first thought, more often than docs/demo.md says, whose table this prints."""
-    cues = surface_cues(world, 800)
-    print(cue_table(cues))
+    first thought."""
+    cues = measure_cues(world, 800)
     assert cues["first three words"]["held-out wordings"] <= 0.65
     assert cues["bag of words, linear"]["held-out wordings"] <= 0.8
     unordered = ("first three words", "unordered attributes", "bag of words, linear", "bag of words, random forest")

@@ -2,14 +2,13 @@
 
 import json
 import re
-import sys
 from collections import defaultdict
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from programs import ROOT, completed
+from programs import completed
 
 from psearch_jax.data.evidence.drawer import Drawer
 from psearch_jax.data.evidence.facts import COUNTRIES, Date, Evidence, Triple, parse_date, read_fact
@@ -416,22 +415,17 @@ def test_prepare_data_merges_made_questions_with_a_file(tmp_path):
 
 
 def test_real_triples_give_enough_and_leak_nothing(shared_data):
-    """Fewer than two thousand questions, a test question among them, or openings that reveal the kind."""
-    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    """Real triples give two thousand questions, none of them a test question."""
     from retrieval.corpus import MemoryMappedCorpus
-
-    sys.path.insert(0, str(ROOT))
-    from benchmarks.quality.triples import shared_with, surface_cues
 
     folder = shared_data / "pocketwiki"
     if not folder.is_dir():
         pytest.skip("the optional data folder ../shared/data has no pocketwiki")
     corpus = MemoryMappedCorpus(folder / "corpus.jsonl")
-    triples = read_triples(folder / "2wiki_train.jsonl")
-    questions = make_questions(triples, seed=0, count=2000, corpus=corpus, source="x")
-    assert len(questions) == 2000 and set(shared_with(folder / "2wiki_test.jsonl", questions).values()) == {0}
-    assert overlap(read_questions(folder / "2wiki_test.jsonl"), questions) == []
-    assert surface_cues(questions)["opening and connectives"]["all"] < 0.6
+    questions = make_questions(
+        read_triples(folder / "2wiki_train.jsonl"), seed=0, count=2000, corpus=corpus, source="x"
+    )
+    assert len(questions) == 2000 and overlap(read_questions(folder / "2wiki_test.jsonl"), questions) == []
 
 
 def test_a_date_that_is_less_precise_may_be_the_same():
