@@ -141,9 +141,9 @@ def allgather(work: Callable[[], T]) -> list[T]:
     except Exception as raised:  # of any type, because the other processes wait for this message
         error, message = raised, pickle.dumps((False, _portable(raised)))
     answers = [pickle.loads(answer) for answer in _gather(message)]
-    failures = [value for succeeded, value in answers if not succeeded]
-    if failures:
-        raise error or failures[0]
+    for process, (succeeded, value) in enumerate(answers):
+        if not succeeded:  # the first error, the same in all processes
+            raise error if error and process == jax.process_index() else value
     return [value for _, value in answers]
 
 

@@ -8,7 +8,6 @@ the policy must copy them from the context.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -24,8 +23,8 @@ from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.closed_world.names import SYLLABLES, nearly, renaming
 from psearch_jax.closed_world.question_forms import kind_counts, known_questions, questions
 from psearch_jax.closed_world.scripted import Mixture, plan, recall, write_all
-from psearch_jax.config import PRESETS, DecoderConfig, LearningSection, MeshSection, Remat
-from psearch_jax.config.setting import SEED, Accepted, one_of, setting
+from psearch_jax.config import PRESETS, DecoderConfig, LearningSection, MeshSection
+from psearch_jax.config.setting import SEED, setting
 from psearch_jax.data.transcripts import Row
 from psearch_jax.limits import check_fields
 from psearch_jax.models import decoder
@@ -36,7 +35,7 @@ from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
 from psearch_jax.train.checkpointing.preemption import StopRequest
 from psearch_jax.train.state import init_state
 from psearch_jax.train.trainable import TrainingOptions
-from psearch_jax.types import KINDS, Kind, MicroBatch, Question, UserError
+from psearch_jax.types import KINDS, Kind, MicroBatch, Question
 from retrieval.protocol import Passage, Retriever
 
 log = logging.getLogger("psearch_jax")
@@ -64,7 +63,16 @@ MATCHING = 8.0  # scale of the induction head's keys: how strongly equal tokens 
 COPYING = 2.0  # scale of the induction head's output: how strongly the attended token is repeated
 QUIET = 0.2  # scale of all other attention and MLP output kernels
 _FAST_PAIRS = 6  # rotary dimension pairs whose angles differ clearly between neighbouring positions
-_WITH_BIASES = [name for name, shape in PRESETS.items() if shape.qkv_bias]  # `starting_params` sets the biases
+# The recipe of the shipped policy.
+FIRST_WORLD = 1000  # seed of the first of the worlds, with consecutive seeds, that trajectories are about
+SHARES: dict[Kind, float] = {"parallel": 0.42, "sequential": 0.32, "mixed": 0.06}  # of trajectories; the rest: single
+SIZES = dict(
+    enumerate((0.36, 0.22, 0.14, 0.08, 0.07, 0.07, 0.06), start=2)
+)  # shares of comparisons of 2 to 8 entities
+TOPK, TURNS = 2, 4  # passages per sub-query; turns in which a trajectory may search
+BUCKETS = (48, 80, 128, 192, 256, 416)  # row lengths in tokens; longer rows are dropped
+PEAK_RATE, FINAL_RATE_SHARE, WARMUP_STEPS = 2e-3, 0.05, 100  # the warm-up takes at most a tenth of all steps
+BETA2, WEIGHT_DECAY, GRADIENT_CLIP = 0.98, 0.1, 1.0
 
 
 @dataclass(frozen=True)
@@ -72,54 +80,15 @@ class ToySFTConfig:
     """The config of a cold-start run."""
 
     seed: int = setting(0, "Seed of rows, batches and initial weights.", accepted=SEED)
-    preset: str = setting("toy", "Model shape; the initial weights need its biases.", accepted=one_of(_WITH_BIASES))
     steps: int = setting(10_000, "Training steps; each trains one skill.", at_least=1)
-    first_world: int = setting(
-        1000, "Seed of the first of `worlds` worlds, with consecutive seeds, for trajectories.", at_least=0
-    )
-    worlds: int = setting(4, "Number of these worlds.", at_least=1)
+    worlds: int = setting(4, "Number of worlds for trajectories.", at_least=1)
     trajectories_per_world: int = setting(4000, "Scripted trajectories of each world.", at_least=1)
     exercise_rows: int = setting(6000, "Rows of each exercise, before renaming.", at_least=1)
-    parallel_share: float = setting(0.42, "Share of parallel questions in the trajectories.", at_least=0, at_most=1)
-    sequential_share: float = setting(0.32, "Share of sequential questions.", at_least=0, at_most=1)
-    mixed_share: float = setting(
-        0.06, "Share of mixed questions; single questions make up the rest.", at_least=0, at_most=1
-    )
-    sizes: tuple[float, ...] = setting(
-        (0.36, 0.22, 0.14, 0.08, 0.07, 0.07, 0.06),
-        "Shares of comparisons of 2 to 8 entities.",
-        accepted=Accepted(
-            "2 to 7 numbers of at least 0, the first two not both 0",  # mixed questions compare two or three
-            lambda shares: 2 <= len(shares) <= 7 and all(0 <= s < math.inf for s in shares) and any(shares[:2]),
-        ),
-    )
-    topk: int = setting(2, "Passages per sub-query.", at_least=1)
-    turns: int = setting(4, "Turns in which a trajectory may search.", at_least=1)
     tokens_per_batch: int = setting(
         2048, "Tokens of a batch, including padding. With small batches copying is learned earlier.", at_least=1
     )
-    buckets: tuple[int, ...] = setting(
-        (48, 80, 128, 192, 256, 416),
-        "Row lengths in tokens, from short to long; longer rows are dropped.",
-        accepted=Accepted(
-            "one or more ascending numbers above 0",
-            lambda widths: len(widths) > 0 and list(widths) == sorted(set(widths)) and widths[0] > 0,
-        ),
-    )
-    remat: Remat = setting("none", "What the backward pass recomputes, as in model.remat.")
-    learning_rate: float = setting(2e-3, "Peak learning rate of AdamW.", at_least=0)
-    warmup_steps: int = setting(
-        100, "Steps over which the learning rate rises to its peak, at most a tenth of all steps.", at_least=0
-    )
-    final_learning_rate_share: float = setting(
-        0.05, "Final learning rate of the cosine decay, as a share of the peak.", at_least=0, at_most=1
-    )
-    weight_decay: float = setting(0.1, "Weight decay of AdamW.", at_least=0)
-    beta2: float = setting(0.98, "AdamW's decay rate of the mean squared gradient.", at_least=0, below=1)
-    gradient_clip: float = setting(1.0, "Maximum global norm of the gradient.", above=0)
     log_every_steps: int = setting(100, "Steps between lines of metrics.", at_least=1)
     checkpoint_every_steps: int = setting(500, "Steps between checkpoints.", at_least=1)
-    mixture: Mixture = Mixture()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -140,22 +109,16 @@ def make_rows(
         )
     }
     stated = known_questions(ClosedWorld.make(0))
-    rows["recalling"] = write_all(stated, [recall(q) for q in stated], None, tokenizer, config.topk)
+    rows["recalling"] = write_all(stated, [recall(q) for q in stated], None, tokenizer, TOPK)
     # Names that differ in one syllable must be searched for; else any name that starts like a known one is answered
     # from memory.
     rng = np.random.default_rng([config.seed, 0x0D])
     others = [_of_another(question, rng) for question in stated for _ in range(2)]
-    first_turns = [plan(question, rng, config.mixture, config.turns)[:1] for question in others]
-    rows["recalling"] += write_all(others, first_turns, None, tokenizer, config.topk)
+    first_turns = [plan(question, rng, Mixture(), TURNS)[:1] for question in others]
+    rows["recalling"] += write_all(others, first_turns, None, tokenizer, TOPK)
     rows["reading"], rows["trajectories"] = [], []
-    shares: dict[Kind, float] = {
-        "parallel": config.parallel_share,
-        "sequential": config.sequential_share,
-        "mixed": config.mixed_share,
-    }
-    counts = kind_counts(config.trajectories_per_world, shares)
-    sizes = dict(enumerate(config.sizes, start=2))
-    for seed in range(config.first_world, config.first_world + config.worlds):
+    counts = kind_counts(config.trajectories_per_world, SHARES)
+    for seed in range(FIRST_WORLD, FIRST_WORLD + config.worlds):
         world = ClosedWorld.make(seed)
         retriever = make_retriever(world.passages)
         rng = np.random.default_rng([config.seed, seed, 0x0A])
@@ -163,12 +126,12 @@ def make_rows(
             selected = [
                 q
                 for kind in KINDS
-                for q in questions(world, "train", kind, counts[kind], draw + 2 * config.seed, sizes=sizes)
+                for q in questions(world, "train", kind, counts[kind], draw + 2 * config.seed, sizes=SIZES)
             ]
-            plans = [plan(q, rng, config.mixture, config.turns) for q in selected]
+            plans = [plan(q, rng, Mixture(), TURNS) for q in selected]
             if skill == "reading":
                 plans = [steps[:1] for steps in plans]
-            rows[skill] += write_all(selected, plans, retriever, tokenizer, config.topk)
+            rows[skill] += write_all(selected, plans, retriever, tokenizer, TOPK)
     return rows
 
 
@@ -190,7 +153,7 @@ class Batches:
         self.pools: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
         for skill, members in rows.items():
             pools = []
-            for low, bucket in zip((0, *config.buckets), config.buckets):  # noqa: B905
+            for low, bucket in zip((0, *BUCKETS), BUCKETS):  # noqa: B905
                 chosen = [row for row in members if low < len(row[0]) <= bucket]
                 if not chosen:
                     continue
@@ -199,8 +162,6 @@ class Batches:
                 for i, (row, taught) in enumerate(chosen):
                     ids[i, : len(row)], mask[i, : len(row)] = row, taught
                 pools.append((ids, mask))
-            if not pools:
-                raise UserError(f"config.buckets={config.buckets}: no row of skill {skill!r} fits into the widest")
             self.pools[skill] = pools
 
     def __getitem__(self, step: int) -> tuple[str, list[MicroBatch]]:
@@ -243,34 +204,33 @@ def syllable_ids(tokenizer: Tokenizer) -> list[list[int]]:
     return out
 
 
-def make_optimizer(config: ToySFTConfig) -> optax.GradientTransformation:
+def make_optimizer(steps: int) -> optax.GradientTransformation:
     """AdamW with warm-up, cosine decay and global-norm clipping.
 
     Weight decay applies to arrays of more than two dimensions: the layers' kernels, and their biases, whose first two
     dimensions are layer and head. Norms and the embedding do not decay.
     """
     decays = partial(jax.tree.map, lambda x: x.ndim > 2)
-    adamw = optax.adamw(_schedule(config), b2=config.beta2, weight_decay=config.weight_decay, mask=decays)
-    return optax.chain(optax.clip_by_global_norm(config.gradient_clip), adamw)
+    adamw = optax.adamw(_schedule(steps), b2=BETA2, weight_decay=WEIGHT_DECAY, mask=decays)
+    return optax.chain(optax.clip_by_global_norm(GRADIENT_CLIP), adamw)
 
 
-def _schedule(config: ToySFTConfig) -> optax.Schedule:
-    warmup = min(config.warmup_steps, max(1, config.steps // 10), config.steps - 1)
-    peak = config.learning_rate
-    return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, config.steps, peak * config.final_learning_rate_share)
+def _schedule(steps: int) -> optax.Schedule:
+    warmup = min(WARMUP_STEPS, max(1, steps // 10), steps - 1)
+    return optax.warmup_cosine_decay_schedule(0.0, PEAK_RATE, warmup, steps, FINAL_RATE_SHARE * PEAK_RATE)
 
 
 def make_trainer(config: ToySFTConfig, tokenizer: Tokenizer) -> SupervisedTrainer:
     """The trainer of the toy policy. It uses one device: batches are small and vary in their number of rows."""
     mesh = make_mesh(MeshSection(data=1, fsdp=1, tensor=1), jax.devices()[:1])
-    learning = LearningSection(micro_batch_rows=1, learning_rate=config.learning_rate)
+    learning = LearningSection(micro_batch_rows=1, learning_rate=PEAK_RATE)
     return SupervisedTrainer(
-        policy_shape(config, tokenizer),
+        policy_shape(tokenizer),
         learning,
-        make_optimizer(config),
+        make_optimizer(config.steps),
         mesh,
-        TrainingOptions(config.buckets[-1], remat=config.remat),
-        schedule=_schedule(config),
+        TrainingOptions(BUCKETS[-1], remat="none"),
+        schedule=_schedule(config.steps),
         vocabulary=tokenizer.size,
     )
 
@@ -294,7 +254,7 @@ def train(
     Raises:
       Interrupted: as `fit`.
     """
-    shape, optimizer = policy_shape(config, tokenizer), make_optimizer(config)
+    shape, optimizer = policy_shape(tokenizer), make_optimizer(config.steps)
     batches, trainer = Batches(config, tokenizer, rows), make_trainer(config, tokenizer)
     state = init_state(starting_params(shape, config.seed), optimizer, trainer.mesh)
     checkpoints = Checkpoints(directory, keep=1) if directory else None
@@ -315,10 +275,10 @@ def train(
     return shape, state.params
 
 
-def policy_shape(config: ToySFTConfig, tokenizer: Tokenizer) -> DecoderConfig:
-    """The preset with the tokenizer's vocabulary, rounded up to a multiple of 64 rows, and its stop tokens."""
+def policy_shape(tokenizer: Tokenizer) -> DecoderConfig:
+    """The preset `toy` with the tokenizer's vocabulary, rounded up to a multiple of 64 rows, and its stop tokens."""
     rows = -(-tokenizer.size // 64) * 64
-    return replace(PRESETS[config.preset], vocab_rows=rows, eos_ids=tuple(sorted(tokenizer.stop_ids)))
+    return replace(PRESETS["toy"], vocab_rows=rows, eos_ids=tuple(sorted(tokenizer.stop_ids)))
 
 
 def starting_params(shape: DecoderConfig, seed: int) -> nnx.State:

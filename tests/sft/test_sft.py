@@ -57,7 +57,7 @@ def config_for(policy, lora_rank=0, **section):
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_it_learns_and_is_a_run_directory(policy, transcripts, tmp_path, lora_rank):
-    """A loss that does not fall, an adapter that is not saved, or a result that nothing else can open."""
+    """The loss falls, other programs open the run directory, and a finished run returns its summary again."""
     config = config_for(policy, lora_rank, validation_share=0.25)
     run = build_sft.supervised_run(config, str(transcripts))
     summary = trainer.train(run, tmp_path)
@@ -79,7 +79,7 @@ def test_it_learns_and_is_a_run_directory(policy, transcripts, tmp_path, lora_ra
 
 
 def test_a_run_that_begins_again_keeps_nothing_of_the_last_start(policy, tmp_path):
-    """A loss at step 0 of other weights, or a method's restrictions recorded as the user's own settings."""
+    """Metrics of an earlier start are dropped, and the config is recorded without the changes of its method."""
     file = tmp_path / "rows.jsonl"
     turns = [
         {"text": "<think> a </think> <search> Ada </search>", "passages": [[{"title": "Ada", "text": "Born."}]]},
@@ -96,8 +96,8 @@ def test_a_run_that_begins_again_keeps_nothing_of_the_last_start(policy, tmp_pat
     assert recorded.retrieval.max_sub_queries > 1 and recorded.method == "search_r1"
 
 
-def test_the_loss_is_the_mean_over_the_models_tokens(policy, transcripts):
-    """Packing, masks or micro-batches that change what is learned."""
+def test_the_loss_is_a_mean_and_bad_input_is_refused(policy, transcripts, tmp_path):
+    """The loss does not depend on packing, and other transcripts, an impossible batch or bad files are refused."""
     losses = []
     for micro_batch_rows in (1, 8):
         config = config_for(policy)
@@ -111,39 +111,26 @@ def test_the_loss_is_the_mean_over_the_models_tokens(policy, transcripts):
         assert metrics["loss"] == pytest.approx(-by_row.sum() / batch.mask.sum(), rel=1e-5)
         losses.append(metrics["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    batches = run.batches._batches  # an epoch has every row once
+    first, second = ([i for step in steps for i in batches[step].tolist()] for steps in ((0, 1), (2, 3)))
+    assert sorted(first) == sorted(second) == list(range(len(NAMES))) and first != second
+    with pytest.raises(UserError, match="config.sft.batch_rows: found 9 with 8 training transcripts"):
+        build_sft.supervised_run(config_for(policy, batch_rows=9), str(transcripts))
+    trainer.train(build_sft.supervised_run(config_for(policy, epochs=1), str(transcripts)), tmp_path)
+    other = tmp_path / "other.jsonl"
+    other.write_text(transcripts.read_text().replace("Ada", "Eva"))
+    with pytest.raises(UserError, match="other settings, transcripts"):
+        trainer.train(build_sft.supervised_run(config_for(policy, epochs=1), str(other)), tmp_path)
 
 
 def test_every_step_learns():
-    """A first step at learning rate 0: of a short run, the transcripts of a large share of its batches."""
+    """The warm-up begins above 0."""
     rates = [float(loop.cosine_schedule(1.0, 4, 0.0)(i)) for i in range(4)]
     assert rates[0] == 1.0 and rates == sorted(rates, reverse=True)
     rates = [float(loop.cosine_schedule(1.0, 4, 0.5)(i)) for i in range(4)]
     assert rates[0] == 0.5 and rates[1] == 1.0 > rates[2]
     rates = [float(loop.cosine_schedule(1.0, n)(0)) for n in (1, 2, 15, 30, 60)]
     assert rates == pytest.approx([1, 1, 1, 0.5, 1 / 3]), "no first step at rate 0"
-
-
-def test_an_epoch_sees_every_row_once(policy, transcripts):
-    """Rows that occur twice in an epoch while others never do, or batches that a resumed run draws differently."""
-    run = build_sft.supervised_run(config_for(policy), str(transcripts))
-    batches = run.batches._batches
-    first, second = ([i for step in steps for i in batches[step].tolist()] for steps in ((0, 1), (2, 3)))
-    assert sorted(first) == sorted(second) == list(range(len(NAMES))) and first != second
-    again = build_sft.supervised_run(config_for(policy), str(transcripts)).batches._batches
-    assert batches[3].tolist() == again[3].tolist()
-
-
-def test_what_cannot_be_trained_is_refused(policy, transcripts, tmp_path):
-    """A run without a step, or one that resumes on other transcripts as if they were the same."""
-    with pytest.raises(UserError, match="config.sft.batch_rows: found 9 with 8 training transcripts"):
-        build_sft.supervised_run(config_for(policy, batch_rows=9), str(transcripts))
-    with pytest.raises(UserError, match="config.sft.learning_rate"):
-        build_sft.supervised_run(config_for(policy, learning_rate=-1.0), str(transcripts))
-    trainer.train(build_sft.supervised_run(config_for(policy, epochs=1), str(transcripts)), tmp_path)
-    other = tmp_path / "other.jsonl"
-    other.write_text(transcripts.read_text().replace("Ada", "Eva"))
-    with pytest.raises(UserError, match="other settings, transcripts"):
-        trainer.train(build_sft.supervised_run(config_for(policy, epochs=1), str(other)), tmp_path)
 
 
 def command(policy, transcripts, workdir) -> list[str]:
@@ -154,7 +141,7 @@ def command(policy, transcripts, workdir) -> list[str]:
         "rollout.context_tokens": 512,
         "rollout.prompt_tokens": 200,
         "rollout.obs_tokens": 120,
-        "sft.epochs": 30,
+        "sft.epochs": 20,
         "sft.batch_rows": 2,
         "sft.learning_rate": 1e-3,
         "train.checkpoint_every_steps": 10,
@@ -171,7 +158,7 @@ def command(policy, transcripts, workdir) -> list[str]:
 
 
 def test_a_killed_run_resumes_to_the_same_weights(policy, transcripts, tmp_path):
-    """Hours of work lost with the machine, or another policy than without the kill."""
+    """Stops and a kill leave the weights of an uninterrupted run; no policy is overwritten, a bad file is refused."""
     complete, killed = tmp_path / "complete", tmp_path / "killed"
     done = completed([sys.executable, *command(policy, transcripts, complete)])
     assert done.returncode == 0 and "policy: written" in done.stdout, done.stderr[-2000:]
@@ -194,24 +181,12 @@ def test_a_killed_run_resumes_to_the_same_weights(policy, transcripts, tmp_path)
     assert exported and exported.rollout.obs_tokens == 120, (
         "the policy is evaluated with other budgets than it learned"
     )
-    refused = completed([sys.executable, *command(policy, transcripts, killed)])
-    assert refused.returncode == 2 and "exists already" in refused.stderr
+    broken = killed / "broken.jsonl"
+    broken.write_text(transcripts.read_text() + "{\n")
+    for file, words in ((transcripts, "exists already"), (broken, "broken.jsonl: line 9: not JSON")):
+        refused = completed([sys.executable, *command(policy, file, killed if file == transcripts else killed / "x")])
+        assert refused.returncode == 2 and words in refused.stderr and refused.stderr.count("\n") == 1
 
 
 def _checkpoints(workdir) -> set[str]:
     return {place.name for place in (workdir / "checkpoints").glob("*") if place.name.isdigit()}
-
-
-def test_bad_input_is_one_line(policy, transcripts, tmp_path):
-    """A traceback, or a run directory created for a file that cannot be read."""
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text(transcripts.read_text() + "{\n")
-    refused = completed([sys.executable, *command(policy, broken, tmp_path / "run")])
-    assert refused.returncode == 2 and "broken.jsonl: line 9: not JSON" in refused.stderr
-    assert refused.stderr.count("\n") == 1 and not (tmp_path / "run" / "checkpoints").exists()
-    for arguments, words in (
-        (["--config=configs/smoke.py"], "--transcripts: none given"),
-        (["--config=configs/toy_sft.py", f"--transcripts={transcripts}"], "which makes its own"),
-    ):
-        none = completed([sys.executable, "launch/sft.py", *arguments, f"--workdir={tmp_path / 'run'}"])
-        assert none.returncode == 2 and words in none.stderr

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,11 +15,10 @@ from programs import ROOT, Program, completed, wait_until
 
 from psearch_jax.closed_world import exercises
 from psearch_jax.closed_world.names import is_new
-from psearch_jax.config import PRESETS, from_mapping
+from psearch_jax.config import PRESETS
 from psearch_jax.models import decoder
 from psearch_jax.sft import cold_start
-from psearch_jax.sft.cold_start import SKILLS, Batches, ToySFTConfig, make_rows, train
-from psearch_jax.types import UserError
+from psearch_jax.sft.cold_start import BUCKETS, SKILLS, Batches, ToySFTConfig, make_rows, train
 from retrieval.service import RetrievalService
 
 SMALL = ToySFTConfig(
@@ -30,7 +28,6 @@ SMALL = ToySFTConfig(
     exercise_rows=40,
     tokens_per_batch=512,
     log_every_steps=1,
-    warmup_steps=2,
     checkpoint_every_steps=4,
 )
 
@@ -41,7 +38,7 @@ def rows(tokenizer):
 
 
 def test_rows_of_every_skill(tokenizer, rows):
-    """A skill without rows, a row without a trained token, or rows that change from call to call."""
+    """Every skill has rows, every row has trained tokens, and the arguments determine the rows."""
     assert tuple(sorted(rows)) == tuple(sorted(SKILLS))
     assert all(len(ids) == len(mask) and mask.any() for members in rows.values() for ids, mask in members)
     again = make_rows(SMALL, tokenizer, RetrievalService.from_corpus)
@@ -51,7 +48,7 @@ def test_rows_of_every_skill(tokenizer, rows):
 
 
 def test_batches_follow_from_seed_and_step(tokenizer, rows):
-    """A resumed run that trains on other batches, or a separate shape per row that makes it compile forever."""
+    """Seed and step determine a batch, and there are few shapes."""
     batches, again = (Batches(SMALL, tokenizer, rows) for _ in range(2))
     shapes, skills = set(), set()
     for step in range(SMALL.steps):
@@ -59,15 +56,15 @@ def test_batches_follow_from_seed_and_step(tokenizer, rows):
         other, (same,) = again[step]
         ids, mask = piece.ids, piece.mask
         assert skill == other and np.array_equal(ids, same.ids) and np.array_equal(mask, same.mask)
-        assert ids.shape == mask.shape and ids.shape[1] in SMALL.buckets and mask.any()
+        assert ids.shape == mask.shape and ids.shape[1] in BUCKETS and mask.any()
         assert ids.size <= max(SMALL.tokens_per_batch, ids.shape[1])
         shapes.add(ids.shape)
         skills.add(skill)
-    assert len(shapes) <= len(SMALL.buckets) and len(skills) > 3
+    assert len(shapes) <= len(BUCKETS) and len(skills) > 3
 
 
 def test_no_name_comes_twice_and_no_new_one_at_all(tokenizer, rows):
-    """A policy that memorizes names, or one trained on names that are later reported as never seen."""
+    """Names do not repeat, and none is a new one of the closed world."""
     config = replace(SMALL, steps=400)
     batches = Batches(config, tokenizer, rows)
     first, later = set(), set()
@@ -86,15 +83,9 @@ def _is_name(word: str) -> bool:
     return len(word) == 7 and word.isalpha() and word[0].isupper() and word[1:].islower()
 
 
-def test_a_shape_that_cannot_look_back_is_refused(tokenizer):
-    """The initial weights include biases: a shape without them would end in a KeyError."""
-    with pytest.raises(UserError, match="config.preset: found 'qwen3-0.6b', accepted: toy"):
-        cold_start.policy_shape(replace(SMALL, preset="qwen3-0.6b"), tokenizer)
-
-
 def test_the_first_heads_look_back(tokenizer):
-    """Copying learned late or never: with some seeds the exercises would teach nothing in the available time."""
-    shape = cold_start.policy_shape(SMALL, tokenizer)
+    """The initial weights copy from the context more often than by chance."""
+    shape = cold_start.policy_shape(tokenizer)
     graph = decoder.graphdef(shape, jnp.float32, "none")
     rng = np.random.default_rng(0)
     exercise_rows = [exercises.copying(rng, tokenizer.encode_foreign) for _ in range(32)]
@@ -109,7 +100,7 @@ def test_the_first_heads_look_back(tokenizer):
 
 
 def test_sft_learns(tokenizer, rows):
-    """A few steps that do not lower the loss, or a shape that does not fit the tokenizer."""
+    """A few steps lower the loss, and the shape fits the tokenizer."""
     losses = []
     config = replace(SMALL, steps=60)
     only = {skill: rows["copying"] for skill in SKILLS}
@@ -122,57 +113,19 @@ def _losses(values):
     return (value for name, value in values.items() if name.endswith("/loss"))
 
 
-def test_rows_that_fit_no_bucket_are_refused(tokenizer, rows):
-    """A cold start that silently leaves a skill out."""
-    with pytest.raises(UserError, match="no row of skill"):
-        Batches(replace(SMALL, buckets=(48,)), tokenizer, rows)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"sizes": (0.0, 0.0, 0.0, 1.0)}, "config.sizes: found (0.0, 0.0, 0.0, 1.0), accepted: 2 to 7 numbers"),
-        ({"buckets": (48, "a")}, "config.buckets[1]: found 'a' (str), accepted: int"),
-        ({"buckets": (96, 48)}, "config.buckets: found (96, 48), accepted: one or more ascending numbers"),
-        ({"mixture": {"split": 7.0}}, "config.mixture.split: found 7.0, accepted: from 0 to 1"),
-        ({"learning_rate": 10**400}, "config.learning_rate: found an integer of 401 digits, accepted: a number"),
-    ],
-)
-def test_fields_that_cannot_be_used_are_named(fields, message):
-    """A traceback after a minute, or a share above 1 that nobody notices."""
-    with pytest.raises(UserError, match=re.escape(message)):
-        from_mapping(fields, ToySFTConfig)
-
-
-FLAGS = {
-    "steps": 24,
-    "worlds": 1,
-    "trajectories_per_world": 60,
-    "exercise_rows": 40,
-    "tokens_per_batch": 512,
-    "checkpoint_every_steps": 4,
-    "log_every_steps": 1,
-}
-
-
 def command(workdir, **fields) -> list[str]:
-    settings = [f"--config.{name}={value}" for name, value in {**FLAGS, **fields}.items()]
+    settings = [f"--config.{name}={value}" for name, value in {**asdict(SMALL), **fields}.items() if name != "seed"]
     return [str(ROOT / "launch" / "sft.py"), "--config=configs/toy_sft.py", f"--workdir={workdir}", *settings]
-
-
-def whole_checkpoints(workdir) -> list:
-    """Complete checkpoints; one that is being written has a longer name."""
-    return [place for place in (workdir / "checkpoints").glob("*") if place.name.isdigit()]
 
 
 @pytest.mark.slow
 def test_a_killed_cold_start_goes_on(tmp_path):
-    """Ninety minutes of work lost with the machine, or another policy than without the kill."""
+    """A killed cold start resumes to the same files as an uninterrupted one."""
     uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
     done = completed([sys.executable, *command(uninterrupted)])
     assert done.returncode == 0, done.stderr[-2000:]
     process = Program(command(killed))
-    wait_until(lambda: whole_checkpoints(killed), 300)
+    wait_until(lambda: any(p.name.isdigit() for p in (killed / "checkpoints").glob("*")), 300)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not (killed / "policy").exists()
@@ -181,7 +134,7 @@ def test_a_killed_cold_start_goes_on(tmp_path):
     for name in ("model.safetensors", "tokenizer.json"):
         assert (uninterrupted / "policy" / name).read_bytes() == (killed / "policy" / name).read_bytes()
     steps = [json.loads(line)["step"] for line in (killed / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, FLAGS["steps"] + 1))
+    assert steps == list(range(1, SMALL.steps + 1))
     refused = completed([sys.executable, *command(killed)])
     assert refused.returncode == 2 and "exists already" in refused.stderr
     other = completed([sys.executable, *command(tmp_path / "whole", steps=41)])

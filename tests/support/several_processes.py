@@ -15,9 +15,8 @@ import numpy as np
 from helpers import random_params, tiny_config
 from jax.sharding import NamedSharding, PartitionSpec
 
-from psearch_jax.config import MeshSection
 from psearch_jax.runtime import processes
-from psearch_jax.sharding import make_meshes, own_part, put
+from psearch_jax.sharding import put
 from psearch_jax.train.checkpointing import checkpoint
 from psearch_jax.train.checkpointing.best import Best, find_best
 from psearch_jax.train.checkpointing.preemption import Interrupted, StopRequest
@@ -63,31 +62,6 @@ def failing(index: int, error: Exception, by=processes.allgather) -> str:
     except Exception as raised:
         return f"{type(raised).__name__}: {raised}"
     return "nothing was raised"
-
-
-def refused(**mesh) -> str:
-    try:
-        make_meshes(MeshSection(**mesh))
-    except UserError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def divided() -> dict:
-    """Each process has a part of both meshes; messages travel over either, also while the other one is set."""
-    training, sampling = make_meshes(MeshSection(rollout_devices=2 * count))
-    got = []
-    for over, other in ((training, sampling), (sampling, training)):
-        with processes.exchanging_on(over), jax.set_mesh(other):
-            got.append(processes.allgather(lambda: f"of {here}" + "x" * 5000)[1 - here][:4])
-    parts = [[device.process_index for device in mesh.devices.flat] for mesh in (training, sampling)]
-    own = own_part(training)
-    return {
-        "parts": parts,
-        "got": got,
-        "own": own.size,
-        "ours": all(d.process_index == here for d in own.devices.flat),
-    }
 
 
 def stopped(index: int) -> tuple[int, int]:
@@ -160,9 +134,6 @@ if __name__ == "__main__":
         "search": failing(1, RetrievalError("the server is gone")),
         "input": failing(0, UserError("found 3")),
         "odd": failing(1, Odd(1, 2)),
-        "two meshes": refused(rollout_devices=1),
-        "over processes": refused(tensor=2, rollout_devices=4, rollout_tensor=2),
-        "divided": divided(),
         "stopped": stopped(1),
         "damaged": one_reads_badly(Path(sys.argv[4]), mesh),
         "array": processes.fetch(spread).tolist(),

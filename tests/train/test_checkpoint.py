@@ -1,4 +1,4 @@
-"""Checkpoints: which are loaded, which are skipped, and which are never changed."""
+"""Checkpoints: which are loaded, which are skipped, which are kept, and which are never changed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import one_device_mesh, random_params, tiny_config
 
 from psearch_jax.config import LearningSection
+from psearch_jax.models import decoder
 from psearch_jax.sharding import placed
 from psearch_jax.train.checkpointing import checkpoint
+from psearch_jax.train.checkpointing.best import Best, find_best
 from psearch_jax.train.state import abstract_state, init_state, make_optimizer, state_shardings
 from psearch_jax.types import UserError
 
 CONFIG = tiny_config(64)
+LOOP = {"model": checkpoint.model_record(CONFIG), "tokenizer": "x"}
 OPTIMIZER = make_optimizer(LearningSection(), 10)
 NO_MEMORY = "RESOURCE_EXHAUSTED: Out of memory allocating 1073741824 bytes."
 
@@ -29,16 +33,23 @@ def abstract() -> object:
     return placed(shapes, state_shardings(shapes, mesh))
 
 
+def state_of(step: int):
+    return init_state(random_params(CONFIG, seed=step), OPTIMIZER, one_device_mesh())
+
+
+def equal(a, b) -> bool:
+    return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool(np.array_equal(x, y)), a, b)))
+
+
 @pytest.fixture
-def kept(tmp_path):
-    """Checkpoints of steps 1 and 2 in a run directory: (their `Checkpoints`, the state of step 2)."""
-    keeper = checkpoint.Checkpoints(tmp_path / "checkpoints")
+def saved(tmp_path):
+    """The `Checkpoints` of a run directory with checkpoints of steps 1 and 2."""
+    checkpoints = checkpoint.Checkpoints(tmp_path / "checkpoints")
     for step in (1, 2):
-        state = init_state(random_params(CONFIG, seed=step), OPTIMIZER, one_device_mesh())
-        keeper.save(step, state, {"model": checkpoint.model_record(CONFIG), "tokenizer": "x"})
-    keeper.wait()
-    yield keeper, state
-    keeper.close()
+        checkpoints.save(step, state_of(step), LOOP)
+    checkpoints.wait()
+    yield checkpoints
+    checkpoints.close()
 
 
 def listing(directory: Path) -> dict[str, bytes | str]:
@@ -49,51 +60,35 @@ def listing(directory: Path) -> dict[str, bytes | str]:
     }
 
 
-def break_disk(file: Path) -> None:
-    """Makes every read of the file fail with a real EIO."""
-    file.unlink()
-    file.symlink_to("/proc/self/mem")
+def names(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.iterdir() if p.name[0].isdigit() and "orbax" not in p.name)
 
 
-def fails_with(keeper, error: Exception, item: str):
-    """Makes restoring one item raise `error`."""
-    read = keeper._restore
-
-    def restore(step, args):
-        if item in args.keys():
-            raise error
-        return read(step, args)
-
-    keeper._restore = restore
-
-
-@pytest.mark.parametrize("trouble", ["input/output", "memory", "device memory", "permission"])
-def test_a_failing_machine_costs_no_checkpoint(kept, tmp_path, trouble):
-    """A checkpoint would be removed, or skipped for an older one, because a disk was slow or memory ran out."""
-    keeper, state = kept
+@pytest.mark.parametrize("trouble", ["input/output", MemoryError(), jax.errors.JaxRuntimeError(NO_MEMORY)], ids=str)
+def test_a_failing_machine_changes_nothing(saved, tmp_path, monkeypatch, trouble):
+    """A checkpoint is neither renamed nor skipped because a disk or memory failed."""
     if trouble == "input/output":
-        break_disk(tmp_path / "checkpoints" / "2" / "loop" / "metadata")
-    elif trouble == "memory":
-        fails_with(keeper, MemoryError(), "params")
-    elif trouble == "device memory":
-        fails_with(keeper, jax.errors.JaxRuntimeError(NO_MEMORY), "params")
+        file = tmp_path / "checkpoints" / "2" / "loop" / "metadata"
+        file.unlink()
+        file.symlink_to("/proc/self/mem")  # every read fails with a real EIO
     else:
-        fails_with(keeper, PermissionError(errno.EACCES, "Permission denied", "loop"), "loop")
+
+        def fail(*_, **__):
+            raise trouble
+
+        monkeypatch.setattr(checkpoint.ocp.Checkpointer, "restore", fail)
     before = listing(tmp_path)
     with pytest.raises(UserError, match="checkpoints/2: cannot be read now .* nothing was changed") as caught:
-        keeper.restore(abstract())
-    assert "\n" not in str(caught.value)
-    assert listing(tmp_path) == before
-    if trouble == "input/output":  # export and evaluation do not fall back to the older one either
-        with pytest.raises(UserError, match="cannot be read now"):
-            checkpoint.load_params(tmp_path)
+        saved.restore(abstract())
+    assert "\n" not in str(caught.value) and listing(tmp_path) == before
+    with pytest.raises(UserError, match="cannot be read now"):  # export and evaluation do not fall back either
+        checkpoint.load_params(tmp_path)
 
 
 @pytest.mark.parametrize("item, name", [("loop", "metadata"), ("params", "largest"), ("params", "manifest.ocdbt")])
 @pytest.mark.parametrize("damage", ["gone", "cut"])
-def test_what_is_damaged_is_set_aside(kept, tmp_path, caplog, item, name, damage):
-    """A file cut short by a full disk would cost the run instead of some steps, or delete repairable data."""
-    keeper, _ = kept
+def test_a_damaged_checkpoint_is_renamed_and_the_previous_one_used(saved, tmp_path, caplog, item, name, damage):
+    """All programs use the newest readable checkpoint, and the run can save again at the damaged one's step."""
     directory = tmp_path / "checkpoints"
     files = [p for p in (directory / "2" / item).rglob("*") if p.is_file()]
     file = max(files, key=lambda p: p.stat().st_size if name == "largest" else p.name == name)
@@ -102,47 +97,45 @@ def test_what_is_damaged_is_set_aside(kept, tmp_path, caplog, item, name, damage
     else:
         os.truncate(file, file.stat().st_size // 2)
     before = listing(directory / "2")
-    state, loop = keeper.restore(abstract())
-    assert loop["step"] == 1 and "checkpoint 2 cannot be read" in caplog.text
-    expected = init_state(random_params(CONFIG, seed=1), OPTIMIZER, one_device_mesh())
-    same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), state, expected)
-    assert all(jax.tree.leaves(same))
+    assert checkpoint.load_params(tmp_path)[2]["step"] == 1
+    state, loop = saved.restore(abstract())
+    assert loop["step"] == 1 and "trying the previous one" in caplog.text and equal(state, state_of(1))
     assert listing(directory / "2.unreadable") == before
-    record = {"model": checkpoint.model_record(CONFIG), "tokenizer": "x"}
-    keeper.save(2, state, record)  # the run reaches that step again: the damaged one must not block it
-    keeper.wait()
-    assert keeper.restore(abstract())[1]["step"] == 2
-    assert sorted(p.name for p in directory.iterdir()) == ["1", "2", "2.unreadable"]
+    saved.save(2, state_of(2), LOOP)
+    saved.wait()
+    assert saved.restore(abstract())[1]["step"] == 2
+    assert names(directory) == ["1", "2", "2.unreadable"]
 
 
-def test_rollouts_in_flight_that_are_damaged_are_set_aside(kept, tmp_path, caplog):
-    """A wrong byte in the rollouts in flight would end the run at every start, though an older checkpoint is whole."""
-    keeper, _ = kept
+def test_damaged_rollouts_in_flight_count_as_damage(saved, tmp_path):
+    """A ValueError of `accept` means damage; if no checkpoint can be read, none is renamed."""
 
     def accept(loop):
         if loop["step"] == 2:
             raise ValueError("Error -3 while decompressing data")
 
-    assert keeper.restore(abstract(), accept)[1]["step"] == 1
-    assert "checkpoint 2 cannot be read (ValueError: Error -3" in caplog.text
-    assert (tmp_path / "checkpoints" / "2.unreadable").is_dir()
-
-
-def test_room_for_rollouts_in_flight(tmp_path, monkeypatch):
-    """A nearly full disk would pass the check, and the checkpoint fail in the middle of writing."""
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**26))
-    checkpoint.check_room(tmp_path, np.zeros(10))
-    with pytest.raises(OSError, match="it needs 1"):
-        checkpoint.check_room(tmp_path, np.zeros(10), 10**8)
-
-
-def test_nothing_is_set_aside_when_nothing_can_be_read(kept, tmp_path):
-    """If all checkpoints were moved away, the next command would start the run from scratch."""
-    for step in "12":
-        (tmp_path / "checkpoints" / step / "loop" / "metadata").write_text("{")
+    assert saved.restore(abstract(), accept)[1]["step"] == 1
+    (tmp_path / "checkpoints" / "1" / "loop" / "metadata").write_text("{")
     with pytest.raises(UserError, match="none of the checkpoints"):
-        kept[0].restore(abstract())
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["1", "2"]
+        saved.restore(abstract())
+    assert names(tmp_path / "checkpoints") == ["1", "2.unreadable"]
+
+
+def test_the_newest_and_every_nth_checkpoint_are_kept(tmp_path):
+    """Older checkpoints are removed, except at multiples of `keep_every`."""
+    checkpoints = checkpoint.Checkpoints(tmp_path, keep=2, keep_every=3)
+    for step in range(1, 8):
+        checkpoints.save(step, state_of(1), LOOP)
+    checkpoints.close()
+    assert names(tmp_path) == ["3", "6", "7"]
+
+
+def test_disk_space_is_checked_before_a_save(saved, tmp_path, monkeypatch):
+    """A save for which the disk has no space is refused in one line and leaves the earlier checkpoints."""
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**26))
+    with pytest.raises(UserError, match=r"cannot be written \(OSError: .*it needs 1.* free\); earlier ones are compl"):
+        saved.save(3, state_of(3), {**LOOP, "in_flight": {"rollouts": "x" * 10**8}})
+    assert names(tmp_path / "checkpoints") == ["1", "2"]
 
 
 def wrapped(error: Exception) -> Exception:
@@ -160,14 +153,79 @@ def wrapped(error: Exception) -> Exception:
         (wrapped(ValueError("DATA_LOSS: CRC-32C checksum verification failed")), True),
         (ValueError("NOT_FOUND: Error opening: x [OS error 2: ENOENT No such file or directory]"), True),
         (json.JSONDecodeError("Expecting value", "", 0), True),
-        (wrapped(ValueError("UNKNOWN: Error reading local file [OS error 5: EIO Input/output error]")), False),
         (wrapped(ValueError("DATA_LOSS: Error reading local file [OS error 5: EIO Input/output error]")), False),
         (wrapped(ValueError("RESOURCE_EXHAUSTED: [OS error 12: ENOMEM Cannot allocate memory]")), False),
         (wrapped(ValueError("UNAVAILABLE: the object store does not answer")), False),
+        (PermissionError(errno.EACCES, "Permission denied"), False),
         (OSError(errno.ESTALE, "Stale file handle"), False),
-        (RuntimeError("nobody has seen this one yet"), False),
+        (RuntimeError("of an unknown kind"), False),
     ],
 )
-def test_damage_is_told_from_a_failing_machine(error, damage):
-    """A machine's failure taken for damage would skip a good checkpoint, and with it the newest steps of the run."""
+def test_damage_is_distinguished_from_a_failing_machine(error, damage):
+    """Only errors about the contents of files count as damage."""
     assert checkpoint.is_damage(error) == damage
+
+
+# ---- the best checkpoint ----
+
+
+def offer(best: Best, *values, loop=LOOP):
+    """Offers parameters seeded by their step; the resulting record."""
+    for step, value in values:
+        best.offer(step, value, decoder.init_params(CONFIG, step), loop)
+    best.close()
+    return best.record
+
+
+def test_the_best_checkpoint_is_kept_over_restarts(tmp_path):
+    """Only a higher value replaces it, also if a killed run repeats steps; an incomplete save is removed."""
+    kept = {"step": 2, "metric": "em", "questions": "of these", "value": 0.5}
+    assert offer(Best(tmp_path, "em", "of these"), (1, 0.2), (2, 0.5), (3, 0.5), (4, 0.1)) == kept
+    (tmp_path / "best" / "9.orbax-checkpoint-tmp").mkdir()  # left by a kill while saving
+    again = Best(tmp_path, "em", "of these")
+    assert again.record == kept and names(tmp_path / "best") == ["2"]
+    assert offer(again, (1, 0.2), (2, 0.5), (3, 0.5), (5, 0.6))["step"] == 5 and names(tmp_path / "best") == ["5"]
+    for dtype in (jnp.float32, jnp.bfloat16):
+        _, params, loop = checkpoint.load_params(find_best(tmp_path), dtype=dtype)
+        expected = jax.tree.map(lambda x: x.astype(dtype), decoder.init_params(CONFIG, 5))  # noqa: B023
+        assert equal(params, expected) and {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+    assert loop["best"] == {"metric": "em", "questions": "of these", "value": 0.6} and loop["step"] == 5
+    with pytest.raises(UserError, match="--best: .*nothing/best holds no checkpoint"):
+        find_best(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("contents", ['{"step": 4, "be', '{"step": 4}', "[]"])
+def test_a_damaged_best_checkpoint_is_renamed(tmp_path, contents, caplog):
+    """The run starts, and the next evaluation starts a new best."""
+    offer(Best(tmp_path, "em"), (4, 0.5))
+    (tmp_path / "best" / "4" / "loop" / "metadata").write_text(contents)
+    assert offer(Best(tmp_path, "em"), (4, 0.1))["value"] == 0.1 and "starts a new best" in caplog.text
+    assert names(tmp_path / "best") == ["4", "4.unreadable"]
+
+
+SETTINGS = {"eval.temperature": 0.0, "learning.learning_rate": 0.1, "data.source": {"names": "s", "is": "0"}}
+OTHER_SOURCE = {"data.source": {"names": "other", "is": "1"}}
+VALIDATION = {"data.validation": {"names": "v", "is": "2"}}
+
+
+@pytest.mark.parametrize(
+    ("before", "changed", "options", "comparable"),
+    [
+        ({}, {}, {}, True),
+        ({}, {"learning.learning_rate": 1.0}, {}, True),
+        ({}, {"eval.temperature": 1.0}, {}, False),
+        ({}, OTHER_SOURCE, {}, False),
+        (VALIDATION, OTHER_SOURCE, {}, True),
+        ({}, {}, {"until": 4}, True),
+        ({}, {}, {"until": 0}, False),
+        ({}, {}, {"metric": "f1"}, False),
+        ({}, {}, {"questions": "others"}, False),
+    ],
+)
+def test_values_that_cannot_be_compared_set_the_best_aside(tmp_path, before, changed, options, comparable):
+    """A lower value replaces the best of other settings, questions or metrics, which stays as STEP.earlier."""
+    now = SETTINGS | before
+    offer(Best(tmp_path, "em", "these", now), (4, 0.5), loop=LOOP | {"settings": now})
+    best = Best(tmp_path, **{"metric": "em", "questions": "these", "now": now | changed, **options})
+    assert offer(best, (5, 0.3))["step"] == (4 if comparable else 5)
+    assert names(tmp_path / "best") == (["4"] if comparable else ["4.earlier", "5"])

@@ -102,7 +102,7 @@ def whole(parts, tmp_path_factory):
 
 
 def test_every_difference_is_listed_and_nothing_changes(parts, tmp_path):
-    """A resume that silently uses another penalty or rate, while config.json claims that it always was so."""
+    """A resume under other settings is refused in one line that names each of them."""
     trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
     before = listing(tmp_path)
     other = {"reward.format": 0.2, "learning.kl_coefficient": 0.5, "rollout.samples": 4, "model.lora_alpha": 8.0}
@@ -123,22 +123,14 @@ def test_every_difference_is_listed_and_nothing_changes(parts, tmp_path):
     assert listing(tmp_path) == before
 
 
-def test_a_record_under_older_names_is_understood():
-    """After a field is renamed, a run resumes with its default, or is refused although nothing changed."""
-    now = settings.record(from_mapping({"train": {"dynamic_sampling_rounds": 3}}), {})
-    older = {name: value for name, value in now.items() if name != "train.dynamic_sampling_rounds"}
-    assert settings.differences({**older, "train.redraws": 3}, now) == {}
-    assert settings.differences({**older, "train.redraws": 2}, now) == {"train.dynamic_sampling_rounds": "2, now 3"}
-
-
 def test_settings_that_only_fine_tuning_reads_may_change(parts):
-    """A newer config file with another number of epochs for launch/sft.py, and every older run is refused."""
+    """The record of a training run has no fields of section `sft`."""
     assert "learning.learning_rate" in parts.settings
     assert not [name for name in parts.settings if name.startswith("sft.")]
 
 
 def test_changes_are_accepted_by_a_flag_and_recorded(parts, tmp_path, caplog):
-    """A deliberate change must be possible, and the record must show until which step the old settings applied."""
+    """With `allow_changes` the run continues, and the old config is kept with the step until which it applied."""
     trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
     old = (tmp_path / "config.json").read_text()
     changed = {"reward.format": 0.2, "learning.warmup_ratio": 1.0, "train.steps": 2}
@@ -153,26 +145,8 @@ def test_changes_are_accepted_by_a_flag_and_recorded(parts, tmp_path, caplog):
     assert len(metrics_without_clocks(tmp_path)) == 3
 
 
-def test_other_questions_begin_anew_once_accepted(parts, tmp_path):
-    """A loader position that belongs to other data would repeat some questions and never ask others."""
-    trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
-    run = again(parts, **{"train.steps": 2})
-    run.settings["data.source"] = {"names": "other.jsonl", "is": "0"}
-    first, fingerprint = json.loads(json.dumps(run.loader.state())), run.loader._fingerprint
-    run.loader._fingerprint = {**fingerprint, "data": "0"}
-    try:
-        trainer.train(run, tmp_path, allow_changes=True)
-    finally:
-        run.loader._fingerprint = fingerprint
-    asked = [
-        [json.loads(line)["question_id"] for line in (tmp_path / "trajectories" / f"00000{step}.jsonl").open()]
-        for step in (0, 1)
-    ]
-    assert asked[0] == asked[1] and first["grain"] == parts.start[1]["grain"]
-
-
 def test_a_longer_run_keeps_its_rates(parts, whole, tmp_path):
-    """A run extended at step 2 would warm up again, from half of the rate it had reached."""
+    """The warm-up is computed at step 0: a run that is extended does not warm up again."""
     trainer.train(again(parts, **{"train.steps": 2}), tmp_path)
     run = again(parts, **{"train.steps": 3})  # its warm-up was computed for 2 steps
     trainer.train(run, tmp_path)
@@ -183,7 +157,7 @@ def test_a_longer_run_keeps_its_rates(parts, whole, tmp_path):
 
 
 def test_weights_are_known_by_what_they_are(tiny_policy, tmp_path):
-    """Another model under an old name would be taken for the old one, or a moved directory for another model."""
+    """A fingerprint follows the contents of a directory, not its path or its notes."""
     patterns = ("config.json", "*.safetensors")
     here = settings.fingerprint(tiny_policy, patterns)
     moved = tmp_path / "moved"
@@ -204,7 +178,7 @@ def test_weights_are_known_by_what_they_are(tiny_policy, tmp_path):
 
 
 def test_a_resumed_run_never_holds_two_states(parts, tmp_path, monkeypatch):
-    """A fresh state, 12 bytes per parameter, next to the restored one: a run that fits could not be resumed."""
+    """The initial weights are freed before a checkpoint is loaded."""
     trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
     run = again(parts, **{"train.steps": 1})
     weights = run.initial_state()  # stands for the loaded weights, referenced only by `initial_state`
@@ -228,7 +202,7 @@ def test_a_resumed_run_never_holds_two_states(parts, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("minutes, expected", [(1e-9, [1, 2, 3]), (0.0, [3]), (1e9, [3])])
 def test_checkpoints_by_time(parts, tmp_path, minutes, expected):
-    """50 steps of a large model are hours of work, lost if the machine dies."""
+    """A checkpoint is written once the last one is `checkpoint_every_minutes` old."""
     trainer.train(again(parts, **{"train.checkpoint_every_minutes": minutes}), tmp_path)
     assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == expected
 
@@ -254,12 +228,10 @@ class AtLook(preemption.StopRequest):
         return counted
 
 
-@pytest.mark.parametrize(
-    "n, copied", [(2, True), (7, True), (9, True), (10, True), (11, True), (12, True), (12, False)]
-)
+@pytest.mark.parametrize("n, copied", [(2, True), (7, True), (10, True), (12, True), (12, False)])
 def test_a_step_is_given_up_between_any_two_micro_batches(parts, n, copied):
-    """Half of a step's updates kept, or the state lost with the step. There are four checks each at log-probs, at
-    reference log-probs and at updates; the last two follow the first update."""
+    """The state before the step is kept, or dropped without a copy of it. There are four checks each at log-probs,
+    at reference log-probs and at updates; the last two follow the first update."""
     run = again(parts)
     run.begin()
     run.stop, run.keeps_copy = AtLook(n), copied
@@ -273,14 +245,8 @@ def test_a_step_is_given_up_between_any_two_micro_batches(parts, n, copied):
         assert run.state is None
 
 
-def test_processes_of_one_host_share_its_memory():
-    """Eight processes that each plan to use half of the free memory: the host would run out in the first step."""
-    assert preemption._fits([(22, 150)]) and preemption._fits([(22, 150), (22, 140), (22, 150)])
-    assert not preemption._fits([(22, 150)] * 8)
-
-
 def test_a_request_without_a_copy_falls_back_to_the_newest_checkpoint(parts, whole, tmp_path, monkeypatch):
-    """A state that the updates have consumed must not be saved; the newest checkpoint must do."""
+    """Without a copy, a run stopped during updates resumes from the newest checkpoint with equal results."""
     monkeypatch.setattr(trainer, "room_for_copy", lambda state: False)
     for n in (2 + 12 + 3, 2 + 12 + 12):  # two checks before step 0; stops before step 1's updates, and in step 2's
         run = again(parts)
@@ -291,10 +257,10 @@ def test_a_request_without_a_copy_falls_back_to_the_newest_checkpoint(parts, who
     assert metrics_without_clocks(tmp_path) == metrics_without_clocks(whole)
 
 
-@pytest.mark.parametrize("n, copied", [(13, True), (15, True), (16, True), (19, True), (15, False)])
+@pytest.mark.parametrize("n, copied", [(13, True), (15, True), (19, True), (15, False)])
 def test_a_step_of_ppo_is_given_up_between_critic_and_policy(ppo, n, copied):
-    """A critic saved after learning from a step that the policy has not learned from. There are twelve checks at
-    log-probs, reference and values, then two each at critic and policy, twice."""
+    """Critic and policy return to the state before the step together. There are twelve checks at log-probs, reference
+    and values, then two each at critic and policy, twice."""
     run = again(ppo)
     run.begin()
     run.stop, run.keeps_copy = AtLook(n), copied
@@ -306,7 +272,7 @@ def test_a_step_of_ppo_is_given_up_between_critic_and_policy(ppo, n, copied):
 
 
 def test_a_run_of_ppo_goes_on_as_if_nothing_had_been(ppo, tmp_path):
-    """The critic, its optimizer and its rate must be restored with the policy, and no run may change its algorithm."""
+    """The critic, its optimizer and its rate are restored with the policy, and no run may change its algorithm."""
     trainer.train(again(ppo), tmp_path / "whole")
     run = again(ppo)
     run.stop = AtLook(2 + 20 + 15)
@@ -372,7 +338,7 @@ def test_a_sampler_that_stops_after_the_updates(parts, tmp_path, monkeypatch, ca
 
 
 def test_ctrl_c_saves_and_a_second_one_ends(capfd):
-    """A researcher who presses Ctrl-C loses the steps since the last checkpoint, or cannot end the program."""
+    """The first Ctrl-C requests a save, the second one raises KeyboardInterrupt."""
     request, before = preemption.StopRequest(), signal.getsignal(signal.SIGINT)
     with request.heard():
         os.kill(os.getpid(), signal.SIGINT)
@@ -393,9 +359,9 @@ def deaf():
 
 
 @pytest.mark.slow
-def test_twenty_sigterms_change_nothing(parts, deaf, tmp_path):
-    """A machine may be taken away at any moment of a step: a batch, a key or an update used twice shows in the end."""
-    steps, rng = {"train.steps": 24}, np.random.default_rng(0)
+def test_sigterms_at_any_moment_change_nothing(parts, deaf, tmp_path):
+    """Ten stops at random moments of a step leave metrics, trajectories and weights bit for bit as they would be."""
+    steps, rng = {"train.steps": 12}, np.random.default_rng(0)
     uninterrupted, stopped = tmp_path / "whole", tmp_path / "stopped"
     trainer.train(again(parts, **steps), uninterrupted)
     rows = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]
@@ -403,7 +369,7 @@ def test_twenty_sigterms_change_nothing(parts, deaf, tmp_path):
     phases = ("rollout_s", "reward_s", "logprobs_s", "update_s")
     seconds = np.mean([sum(row[name] for name in phases) for row in rows[1:]])
     interruptions = []
-    for _ in range(20):
+    for _ in range(10):
         run = again(parts, **steps)
         run.loader = Alarm(run.loader, 1 + int(rng.random() < 0.3), rng.uniform(0, seconds))
         try:
@@ -411,7 +377,7 @@ def test_twenty_sigterms_change_nothing(parts, deaf, tmp_path):
         except preemption.Interrupted as stop:
             interruptions.append(str(stop))
         run.loader.timer.cancel()
-    assert len(interruptions) == 20
+    assert len(interruptions) == 10
     trainer.train(again(parts, **steps), stopped)
     assert metrics_without_clocks(stopped) == metrics_without_clocks(uninterrupted)
     ours, theirs = final_params(stopped), final_params(uninterrupted)

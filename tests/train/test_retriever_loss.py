@@ -51,7 +51,7 @@ def rows(workdir: Path) -> int:
 
 @pytest.mark.slow
 def test_a_run_outlives_its_retriever(tiny_policy, index, tmp_path):
-    """kill -9 of the server that ends the run, gives it empty results, or changes what it learns."""
+    """A killed server delays a run without changing it; if it stays away, the run saves, stops and can be resumed."""
     server, url = serve(index)
     try:
         fields = {"retrieval.url": url, "eval.questions_per_kind": 0, **SEARCHING}
@@ -89,7 +89,7 @@ def test_a_run_outlives_its_retriever(tiny_policy, index, tmp_path):
 
 
 def test_an_absent_retriever_stops_the_start(tiny_policy, tmp_path):
-    """A run without any retriever that trains on empty results, or ends in a traceback."""
+    """A run that cannot reach its retriever, or has a bad address, does not start."""
     fields = {
         "retrieval.url": "http://127.0.0.1:9/retrieve",
         "retrieval.retry_deadline_s": 0.5,
@@ -105,17 +105,13 @@ def test_an_absent_retriever_stops_the_start(tiny_policy, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("devices", "ahead"), [(1, {}), (2, {"mesh.rollout_devices": 2, "train.staleness": 1})], ids=["one mesh", "two"]
-)
-def test_a_retriever_lost_by_one_process_stops_them_all(tiny_policy, index, tmp_path, devices, ahead):
-    """One host that loses its server would leave the others waiting in a device call, with nothing saved; also if
-    the rollouts of the next step were in progress."""
+def test_a_retriever_lost_by_one_process_stops_them_all(tiny_policy, index, tmp_path):
+    """All processes save the same step and exit with code 2."""
     servers = [serve(index) for _ in range(2)]
     try:
         each = [{"retrieval.url": url} for _, url in servers]
-        fields = {**SEARCHING, "retrieval.retry_deadline_s": 1.0, "train.checkpoint_every_steps": 1000, **ahead}
-        started = start_run(2, devices, tmp_path, tiny_policy, 1000, each, **fields)
+        fields = {**SEARCHING, "retrieval.retry_deadline_s": 1.0, "train.checkpoint_every_steps": 1000}
+        started = start_run(2, 1, tmp_path, tiny_policy, 1000, each, **fields)
         wait_for(lambda: rows(tmp_path) >= 2, started[0])
         stop(servers[1][0])
         results = ended(started, 120)

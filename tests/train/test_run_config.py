@@ -101,13 +101,13 @@ def test_a_prompt_that_is_gone_does_not_prevent_an_export(tmp_path, caplog):
     assert "gone.txt" in caplog.text
 
 
-def test_an_export_of_another_version_is_refused_by_name(tmp_path):
-    """A field that was renamed since the export would end in a traceback, or be ignored."""
+def test_an_export_with_an_unknown_field_is_refused(tmp_path):
+    """The message names the file and the field."""
     exported(tmp_path / "out", Config())
     file = tmp_path / "out" / EXPORTED
     values = json.loads(file.read_text())
-    file.write_text(json.dumps(values | {"rollout": values["rollout"] | {"widths": 3}}))
-    with pytest.raises(UserError, match=r"psearch.json: config.rollout.widths: this field is now called"):
+    file.write_text(json.dumps(values | {"rollout": values["rollout"] | {"slot": 3}}))
+    with pytest.raises(UserError, match=r"psearch.json: config.rollout: unknown key 'slot'; did you mean 'slots'"):
         config_of(str(tmp_path / "out"))
 
 

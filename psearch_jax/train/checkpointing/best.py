@@ -1,9 +1,9 @@
 """The best parameters of a run by a validation metric: WORKDIR/best/STEP, in addition to the newest checkpoints.
 
 The directory holds one checkpoint: parameters without optimizer state. Its `loop` holds what every checkpoint records,
-and why it was kept: `{"best": {"metric", "value", "questions"}}`. A new one is renamed into place once complete, and
-only then is the previous one removed, so a run that dies at any moment leaves a readable checkpoint. No run resumes
-from it, and the retention policy of checkpoints/ does not apply to it.
+and why it was kept: `{"best": {"metric", "value", "questions"}}`. Orbax removes the previous one once a new one is
+complete, so a run that dies at any moment leaves a readable checkpoint. No run resumes from it. (Orbax's own `best_fn`
+would write all parameters at every evaluation, and compare values of different settings.)
 """
 
 from __future__ import annotations
@@ -13,37 +13,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import orbax.checkpoint as ocp
 from flax import nnx
 
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.paths import absolute, locate
-from psearch_jax.train.checkpointing import settings
-from psearch_jax.train.checkpointing.checkpoint import (
-    Damaged,
-    check_room,
-    find_checkpoints,
-    read_loop,
-    set_aside,
-    writing,
-)
+from psearch_jax.train.checkpointing import checkpoint, settings
 from psearch_jax.types import UserError
 
 log = logging.getLogger("psearch_jax")
 DIRECTORY = "best"
 
 
-class Best:
+class Best(checkpoint.Saving):
     """The best parameters of one run directory. Saving is asynchronous.
+
+    A kept checkpoint with which new values cannot be compared is renamed to `STEP.earlier`: of another metric, other
+    questions, other settings that affect evaluations, or a later step than `until`, of a run that was restarted. A
+    damaged one is renamed to `STEP.unreadable`, with a warning.
 
     Args:
       workdir: the run directory.
       metric: the name of the metric; higher is better.
       questions: a digest of the validation questions.
-      now: the settings of the run. If metric, questions or a setting that affects evaluations changed, the first new
-        measurement replaces the kept checkpoint.
-      until: rename a kept checkpoint of a later step to `STEP.earlier`: it is of a run that was restarted or had other
-        settings. A damaged one is renamed to `STEP.unreadable`, with a warning.
+      now: the settings of the run.
     """
 
     def __init__(
@@ -54,47 +46,24 @@ class Best:
         now: settings.Record | None = None,
         until: int | None = None,
     ):
-        self._directory = absolute(workdir) / DIRECTORY
-        self._measure = {"metric": metric, "questions": questions}
-        self._manager = ocp.CheckpointManager(
-            self._directory,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=1,
-                create=True,
-                cleanup_tmp_directories=True,
-                multiprocessing_options=ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=DIRECTORY),
-            ),
-        )
-        self._record, self._comparable = None, True
-        step = self._manager.latest_step()
-        if step is not None and until is not None and step > until:
-            set_aside(self._manager, [step], "earlier")
-        elif step is not None and (loop := self._read(step)) is not None:
-            self._record, now = {"step": step, **loop["best"]}, now or {}
-            changes = settings.differences(loop.get("settings", {}), now)
-            self._comparable = not settings.affect_evaluation(changes, now)
-
-    def _read(self, step: int) -> dict[str, Any] | None:
-        """The `loop` of the kept checkpoint; None if it is damaged, and is then renamed."""
-
-        def read() -> dict[str, Any]:
-            loop = read_loop(self._directory / str(step))
-            best = loop.get("best")
-            if not isinstance(best, dict) or not {"metric", "value"} <= best.keys():
-                raise Damaged(f"{self._directory / str(step)}: loop does not say why it was kept")
-            return loop
-
+        super().__init__(absolute(workdir) / DIRECTORY, max_to_keep=1)
+        self._measure, self.record = {"metric": metric, "questions": questions}, None
+        step = self.latest()
+        if step is None:
+            return
         try:
-            return processes.broadcast(read)
-        except Damaged as error:
+            loop = processes.broadcast(lambda: _read(self.directory / str(step)))
+        except checkpoint.Damaged as error:
             log.warning("%s; the next evaluation starts a new best", error)
-            set_aside(self._manager, [step])
-            return None
-
-    @property
-    def record(self) -> dict[str, Any] | None:
-        """`step`, `metric`, `questions` and `value` of the kept checkpoint; None if there is none."""
-        return self._record
+            self.rename([step])
+            return
+        record, changes = {"step": step, **loop["best"]}, settings.differences(loop.get("settings", {}), now or {})
+        is_comparable = all(record.get(key) == value for key, value in self._measure.items())
+        is_comparable = is_comparable and not settings.affect_evaluation(changes, now or {})
+        if is_comparable and (until is None or step <= until):
+            self.record = record
+        else:
+            self.rename([step], "earlier")
 
     def offer(self, step: int, value: float, params: nnx.State, loop: Mapping[str, Any]) -> bool:
         """Keeps the parameters after `step` completed steps if their value is higher than the kept one.
@@ -107,29 +76,20 @@ class Best:
         Raises:
           UserError: the checkpoint cannot be written.
         """
-        known = self._record
-        rival = known and self._comparable and all(known.get(k) == v for k, v in self._measure.items())
-        if known and (step <= known["step"] or (rival and value <= known["value"])):
+        if self.record and (step <= self.record["step"] or value <= self.record["value"]):
             return False  # also when a resumed run repeats steps up to the kept one
         best = {**self._measure, "value": value}
-        self._record, self._comparable = {"step": step, **best}, True
-        arguments = ocp.args.Composite(
-            params=ocp.args.StandardSave(nnx.to_pure_dict(params)),
-            loop=ocp.args.JsonSave({**loop, "step": step, "best": best}),
-        )
-        with writing(self._directory):
-            check_room(self._directory, params)
-            self._manager.save(step, args=arguments, force=True)
+        self.write(step, {**loop, "step": step, "best": best}, params=nnx.to_pure_dict(params))
+        self.record = {"step": step, **best}
         return True
 
-    def wait(self) -> None:
-        """Blocks until the kept checkpoint is on disk."""
-        with writing(self._directory):
-            self._manager.wait_until_finished()
 
-    def close(self) -> None:
-        with writing(self._directory):
-            self._manager.close()
+def _read(path: Path) -> dict[str, Any]:
+    loop = checkpoint.read_loop(path)
+    best = loop.get("best")
+    if not isinstance(best, dict) or not {"metric", "value"} <= best.keys():
+        raise checkpoint.Damaged(f"{path}: loop does not say why it was kept")
+    return loop
 
 
 def find_best(path: str | Path) -> Path:
@@ -140,7 +100,7 @@ def find_best(path: str | Path) -> Path:
     """
     directory = locate(path) / DIRECTORY
     try:
-        return find_checkpoints(directory)[0]
+        return checkpoint.find_checkpoint(directory)
     except UserError:
         raise UserError(
             f"--best: {directory} holds no checkpoint, accepted: the directory of a run with validation questions and "

@@ -19,7 +19,6 @@ of memory does not mean damage. The program then exits and changes nothing.
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import logging
 import re
@@ -42,14 +41,81 @@ from psearch_jax.runtime.paths import absolute, is_remote, locate
 from psearch_jax.sharding import placed
 from psearch_jax.train.checkpointing import settings
 from psearch_jax.train.state import TrainState
-from psearch_jax.types import UserError
+from psearch_jax.types import UserError, first_line
 
 log = logging.getLogger("psearch_jax")
 _OVERHEAD = 8 * 2**20  # bytes of a checkpoint in addition to its arrays: many small files
 
 
-class Checkpoints:
-    """The checkpoints of one run directory. Saving is asynchronous.
+class Saving:
+    """Saves checkpoints to one directory, asynchronously. Orbax writes them atomically and removes old ones.
+
+    Args:
+      options: of Orbax's `CheckpointManagerOptions`.
+    """
+
+    def __init__(self, directory: Path, **options: Any):
+        self.directory = directory
+        barriers = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=directory.name)
+        cleaning = {"create": True, "cleanup_tmp_directories": True}  # of what interrupted saves left
+        options |= cleaning | {"multiprocessing_options": barriers}
+        self._manager = ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(**options))
+
+    def write(self, step: int, loop: Mapping[str, Any], extra: int = 0, **trees: Any) -> None:
+        """Starts to save trees of arrays and the JSON-ready `loop`.
+
+        The disk space for them and `extra` more bytes is checked first, because a disk that fills up while Orbax's
+        threads write gives pages of tracebacks.
+
+        Raises:
+          UserError: this checkpoint or the previous one cannot be written.
+        """
+        size = int(1.1 * sum(x.nbytes for x in jax.tree.leaves(trees))) + extra + _OVERHEAD
+
+        def check_space() -> None:
+            if is_remote(self.directory):  # an object store has no size limit
+                return
+            free = shutil.disk_usage(self.directory).free
+            if free < size:
+                raise OSError(errno.ENOSPC, f"it needs {size / 1e6:.1f} MB, {free / 1e6:.1f} MB are free")
+
+        items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        args = ocp.args.Composite(loop=ocp.args.JsonSave(dict(loop)), **items)
+        with _writing(self.directory):
+            processes.allgather(check_space)
+            self._manager.save(step, args=args, force=True)
+
+    def rename(self, steps: Sequence[int], suffix: str = "unreadable") -> None:
+        """Renames checkpoints to `STEP.suffix`, so that Orbax neither uses nor deletes them."""
+
+        def rename() -> None:
+            for step in steps if processes.first() else []:
+                target = self.directory / f"{step}.{suffix}"
+                while target.exists():
+                    target = target.with_name(f"{target.name}.again")
+                (self.directory / str(step)).rename(target)
+                log.warning("the checkpoint %s is kept as %s", self.directory / str(step), target.name)
+
+        if steps:
+            processes.allgather(rename)
+            self._manager.reload()
+
+    def latest(self) -> int | None:
+        """The step of the newest checkpoint."""
+        return self._manager.latest_step()
+
+    def wait(self) -> None:
+        """Blocks until everything saved is on disk. Raises UserError if a checkpoint cannot be written."""
+        with _writing(self.directory):
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        with _writing(self.directory):
+            self._manager.close()
+
+
+class Checkpoints(Saving):
+    """The checkpoints of one run directory.
 
     Args:
       directory: `WORKDIR/checkpoints`.
@@ -58,11 +124,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | Path, keep: int = 3, keep_every: int = 0):
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, keep_period=keep_every or None, create=True, cleanup_tmp_directories=True
-        )
-        self._directory = absolute(directory)
-        self._manager = ocp.CheckpointManager(self._directory, options=options)
+        super().__init__(absolute(directory), max_to_keep=keep, keep_period=keep_every or None)
 
     def save(self, step: int, state: TrainState, loop: Mapping[str, Any]) -> None:
         """Starts to save the state after `step` completed steps. `loop` must be JSON-ready.
@@ -70,14 +132,9 @@ class Checkpoints:
         Raises:
           UserError: this checkpoint or the previous one cannot be written.
         """
-        arguments = ocp.args.Composite(
-            params=ocp.args.StandardSave(nnx.to_pure_dict(state.params)),
-            optimizer=ocp.args.StandardSave(_by_position(_rest(state))),
-            loop=ocp.args.JsonSave({**loop, "step": step}),
-        )
-        with writing(self._directory):
-            check_room(self._directory, state, len(loop.get("in_flight", {}).get("rollouts", "")))
-            self._manager.save(step, args=arguments, force=True)
+        params, rest = nnx.to_pure_dict(state.params), _by_position(_rest(state))
+        in_flight = len(loop.get("in_flight", {}).get("rollouts", ""))
+        self.write(step, {**loop, "step": step}, in_flight, params=params, optimizer=rest)
 
     def restore(
         self, state: TrainState, accept: Callable[[Mapping[str, Any]], None] = lambda loop: None
@@ -93,89 +150,44 @@ class Checkpoints:
           UserError: the checkpoint has another architecture, none can be read, or reading failed without damage.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
-        damaged = []
-        for step in steps:
-            arrays, loop, problem = None, *self._read(step, loop=ocp.args.JsonRestore())
-            if not problem:
-                loop = loop["loop"]
-                try:
-                    accept(loop)
-                except UserError:
-                    raise
-                except ValueError as error:
-                    problem = _first_line(error)
-            if not problem:
-                _same_shapes(self._directory / str(step), loop, state.params)
-                arrays, problem = self._read(
-                    step,
-                    params=ocp.args.StandardRestore(nnx.to_pure_dict(state.params)),
-                    optimizer=ocp.args.StandardRestore(_by_position(_rest(state))),
-                )
-            if problem:
-                log.warning("checkpoint %s cannot be read (%s); trying the previous one", step, problem)
-                damaged.append(step)
+        for i, step in enumerate(steps):
+            try:
+                restored = self._restore(self.directory / str(step), state, accept)
+            except Damaged as error:
+                log.warning("%s; trying the previous one", error)
                 continue
-            set_aside(self._manager, damaged)  # else the run could not save at these steps again
-            rest = jax.tree.unflatten(jax.tree.structure(_rest(state)), list(arrays["optimizer"].values()))
-            return TrainState(decoder.with_values(state.params, arrays["params"]), *rest), loop
+            self.rename(steps[:i])  # else the run could not save at these steps again
+            return restored
         if steps:
-            raise UserError(f"{self._directory}: none of the checkpoints {steps} can be read; use another --workdir")
+            raise UserError(f"{self.directory}: none of the checkpoints {steps} can be read; use another --workdir")
         return None
 
-    def _read(self, step: int, **items: Any) -> tuple[Any, str]:
-        """Loads items of a checkpoint. If they are damaged in any process, the second value says how, else it is "".
-
-        Raises:
-          UserError: reading failed for another reason.
-        """
-        restored, problem = None, None
+    def _restore(
+        self, checkpoint: Path, state: TrainState, accept: Callable[[Mapping[str, Any]], None]
+    ) -> tuple[TrainState, dict[str, Any]]:
+        loop = processes.all_or_none(lambda: read_loop(checkpoint))
         try:
-            restored = self._restore(step, ocp.args.Composite(**items))
-        except Exception as error:  # a damaged file can raise anything
-            problem = (is_damage(error), _first_line(error))
-        problems = [p for p in processes.allgather(lambda: problem) if p]
-        for damage, text in problems:
-            if not damage:
-                raise _not_damaged(self._directory / str(step), text)
-        return restored, problems[0][1] if problems else ""
-
-    def _restore(self, step: int, args: Any) -> Any:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=_for_itself()) as reader:
-            return reader.restore(self._directory / str(step), args=args)
-
-    def latest(self) -> int | None:
-        """The step of the newest checkpoint."""
-        return self._manager.latest_step()
-
-    def wait(self) -> None:
-        """Blocks until everything saved is on disk. Raises UserError if a checkpoint cannot be written."""
-        with writing(self._directory):
-            self._manager.wait_until_finished()
-
-    def close(self) -> None:
-        with writing(self._directory):
-            self._manager.close()
+            accept(loop)
+        except UserError:
+            raise
+        except ValueError as error:
+            raise Damaged(f"{checkpoint}: cannot be read ({_first_line(error)})") from error
+        _check_shapes(checkpoint, loop, state.params)
+        items = {"params": nnx.to_pure_dict(state.params), "optimizer": _by_position(_rest(state))}
+        arrays = processes.all_or_none(lambda: _read_arrays(checkpoint, items))
+        rest = jax.tree.unflatten(jax.tree.structure(_rest(state)), list(arrays["optimizer"].values()))
+        return TrainState(decoder.with_values(state.params, arrays["params"]), *rest), loop
 
 
-def set_aside(manager: ocp.CheckpointManager, steps: Sequence[int], suffix: str = "unreadable") -> None:
-    """Renames checkpoints of a manager to `STEP.suffix`, so that it neither uses nor deletes them."""
-
-    def rename() -> None:
-        directory = manager.directory
-        for step in steps if processes.first() else []:
-            place = directory / f"{step}.{suffix}"
-            while place.exists():
-                place = place.with_name(f"{place.name}.again")
-            (directory / str(step)).rename(place)
-            log.warning("the checkpoint %s is kept as %s", directory / str(step), place.name)
-
-    if steps:
-        processes.allgather(rename)
-        manager.reload()
+def _read_arrays(checkpoint: Path, items: Mapping[str, Any]) -> Any:
+    args = ocp.args.Composite(**{name: ocp.args.StandardRestore(tree) for name, tree in items.items()})
+    handler = ocp.CompositeCheckpointHandler()
+    with _reading(checkpoint), ocp.Checkpointer(handler, multiprocessing_options=_without_barriers()) as reader:
+        return reader.restore(checkpoint, args=args)
 
 
 @contextmanager
-def writing(directory: Path) -> Iterator[None]:
+def _writing(directory: Path) -> Iterator[None]:
     """Turns errors inside the block into `processes.Lost`, or into a UserError about checkpoints in `directory`."""
     try:
         yield
@@ -188,29 +200,19 @@ def writing(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def check_room(directory: Path, tree: Any, extra: int = 0) -> None:
-    """Raises OSError in all processes if one of them has no disk space for these arrays and `extra` bytes.
-
-    Checked first, because a disk that fills up while Orbax's threads write gives pages of tracebacks.
-    """
-    size = int(1.1 * sum(x.nbytes for x in jax.tree.leaves(tree))) + extra + _OVERHEAD
-
-    def ask() -> None:
-        if is_remote(directory):  # an object store has no size limit
-            return
-        free = shutil.disk_usage(directory).free
-        if free < size:
-            raise OSError(errno.ENOSPC, f"it needs {size / 1e6:.1f} MB, {free / 1e6:.1f} MB are free")
-
-    processes.allgather(ask)
-
-
 def _rest(state: TrainState) -> tuple[Any, ...]:
     return state.optimizer, state.updates, state.nonfinite_in_a_row, state.critic
 
 
 def _by_position(tree: Any) -> dict[str, Any]:
     return {f"{i:05d}": leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
+
+
+# ---- damage ----
+
+
+class Damaged(UserError):
+    """A file of a checkpoint is missing, truncated, or has other contents."""
 
 
 # TensorStore status codes, and errors of this package and of Orbax, that are about the contents of files.
@@ -236,11 +238,19 @@ def is_damage(error: BaseException) -> bool:
     return damage
 
 
-def _not_damaged(checkpoint: Path, text: str) -> UserError:
-    return UserError(
-        f"{checkpoint}: cannot be read now ({text}), but is not damaged: check disk, memory and library versions; "
-        "nothing was changed, so repeat the same command to try again"
-    )
+@contextmanager
+def _reading(checkpoint: Path) -> Iterator[None]:
+    """Turns errors inside the block into `Damaged`, or into a UserError: the checkpoint may be readable later."""
+    try:
+        yield
+    except Exception as error:  # a damaged file can raise anything
+        reason = _first_line(error)
+        if is_damage(error):
+            raise Damaged(f"{checkpoint}: cannot be read ({reason})") from error
+        raise UserError(
+            f"{checkpoint}: cannot be read now ({reason}), but is not damaged: check disk, memory and library "
+            "versions; nothing was changed, so repeat the same command to try again"
+        ) from error
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -252,42 +262,30 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _first_line(error: BaseException) -> str:
     *_, root = _chain(error)  # Orbax wraps it in pages of text about the array's layout
-    return f"{type(root).__name__}: {(str(root).splitlines() or [''])[0][:200]}"
+    return f"{type(root).__name__}: {first_line(root)[:200]}"
 
 
-def _same_shapes(directory: Path, loop: Mapping[str, Any], params: nnx.State) -> None:
-    abstract = _abstract(loop)
-    theirs = {path: v.shape for path, v in nnx.to_flat_state(abstract)}
-    for path, variable in nnx.to_flat_state(params):
-        if theirs.pop(path, None) != variable.shape:
-            raise UserError(f"{directory}: the checkpoint is of another architecture ({'.'.join(path)} differs)")
-    if theirs:
-        raise UserError(f"{directory}: the checkpoint is of another architecture (it also has {next(iter(theirs))})")
+def _check_shapes(checkpoint: Path, loop: Mapping[str, Any], params: nnx.State) -> None:
+    saved = {path: v.shape for path, v in nnx.to_flat_state(_abstract_params(checkpoint, loop)[1])}
+    wanted = {path: v.shape for path, v in nnx.to_flat_state(params)}
+    different = [path for path in {**saved, **wanted} if saved.get(path) != wanted.get(path)]
+    if different:
+        raise UserError(f"{checkpoint}: the checkpoint is of another architecture ({'.'.join(different[0])} differs)")
 
 
-def _abstract(loop: Mapping[str, Any]) -> nnx.State:
-    """The trained parameters of a checkpoint, as ShapeDtypeStructs."""
-    config, record = _shape(loop["model"]), loop.get("lora")
-    if record:
-        return lora.abstract_adapters(config, Lora(record["rank"], record["alpha"]))
-    return decoder.abstract_params(config)[1]
-
-
-def _shape(raw: Mapping[str, Any]) -> DecoderConfig:
-    return DecoderConfig(**{**raw, "eos_ids": tuple(raw["eos_ids"])})
-
-
-def find_checkpoint(path: str | Path) -> Path:
-    """The first of `find_checkpoints`."""
-    return find_checkpoints(path)[0]
-
-
-def newest_step(workdir: str | Path) -> int:
-    """The step of a run's newest checkpoint; 0 without one."""
+def _abstract_params(checkpoint: Path, loop: Mapping[str, Any]) -> tuple[DecoderConfig, nnx.State]:
+    """The model's shape, and the trained parameters as ShapeDtypeStructs."""
     try:
-        return int(find_checkpoint(workdir).name)
-    except UserError:
-        return 0
+        raw, record = loop["model"], loop.get("lora")
+        config = DecoderConfig(**{**raw, "eos_ids": tuple(raw["eos_ids"])})
+        if record:
+            return config, lora.abstract_adapters(config, Lora(record["rank"], record["alpha"]))
+        return config, decoder.abstract_params(config)[1]
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:  # bad numbers or missing fields
+        raise Damaged(f"{checkpoint}: loop has no valid model shape ({_first_line(error)})") from None
+
+
+# ---- finding and loading ----
 
 
 def find_checkpoints(path: str | Path) -> list[Path]:
@@ -306,31 +304,36 @@ def find_checkpoints(path: str | Path) -> list[Path]:
     raise UserError(f"{path}: holds no checkpoint, accepted: a run directory, its checkpoints/ or one step below it")
 
 
+def find_checkpoint(path: str | Path) -> Path:
+    """The first of `find_checkpoints`."""
+    return find_checkpoints(path)[0]
+
+
+def newest_step(workdir: str | Path) -> int:
+    """The step of a run's newest checkpoint; 0 without one."""
+    try:
+        return int(find_checkpoint(workdir).name)
+    except UserError:
+        return 0
+
+
 def _is_complete(step: Path) -> bool:
     """Whether a directory is a complete checkpoint. On an object store, Orbax marks completion with a file."""
     return (step / "loop").is_dir() and (not is_remote(step) or (step / "commit_success.txt").exists())
 
 
 def read_loop(checkpoint: str | Path) -> dict[str, Any]:
-    """The JSON item of one checkpoint directory."""
-    file = locate(checkpoint) / "loop" / "metadata"
-    try:
-        loop = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _unreadable(locate(checkpoint), "loop", error) from None
+    """The JSON item of one checkpoint directory.
+
+    Raises:
+      UserError: it cannot be read; `Damaged` if it never will be.
+    """
+    checkpoint = locate(checkpoint)
+    with _reading(checkpoint):
+        loop = json.loads((checkpoint / "loop" / "metadata").read_text(encoding="utf-8"))
     if not isinstance(loop, dict):
-        raise Damaged(f"{locate(checkpoint)}: loop holds no JSON object")
+        raise Damaged(f"{checkpoint}: loop holds no JSON object")
     return loop
-
-
-class Damaged(UserError):
-    """A file of a checkpoint is missing, truncated, or has other contents."""
-
-
-def _unreadable(checkpoint: Path, item: str, error: Exception) -> UserError:
-    if is_damage(error):
-        return Damaged(f"{checkpoint}: {item} cannot be read ({_first_line(error)})")
-    return _not_damaged(checkpoint, _first_line(error))
 
 
 def load_params(
@@ -352,15 +355,13 @@ def load_params(
     Raises:
       UserError: no checkpoint can be read, or the adapters' base weights are not at their recorded path.
     """
-    candidates = processes.broadcast(lambda: find_checkpoints(path))
-    for checkpoint in candidates:
+    *newer, oldest = processes.broadcast(lambda: find_checkpoints(path))
+    for checkpoint in newer:
         try:
             return processes.all_or_none(lambda: _load_params(absolute(checkpoint), place, dtype, with_base))  # noqa: B023
         except Damaged as error:
-            if checkpoint == candidates[-1]:
-                raise
             log.warning("%s; trying the previous one", error)
-    raise AssertionError("find_checkpoints returns at least one")
+    return processes.all_or_none(lambda: _load_params(absolute(oldest), place, dtype, with_base))
 
 
 def on_host(abstract: nnx.State) -> nnx.State:
@@ -369,6 +370,10 @@ def on_host(abstract: nnx.State) -> nnx.State:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:
         device = jax.local_devices()[0]
+    return _on_device(abstract, device)
+
+
+def _on_device(abstract: nnx.State, device: jax.Device) -> nnx.State:
     return jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(device), abstract)
 
 
@@ -376,52 +381,34 @@ def _load_params(
     checkpoint: Path, place: Callable[[nnx.State], nnx.State] | None, dtype: Any, with_base: bool
 ) -> tuple[DecoderConfig, nnx.State, dict[str, Any]]:
     loop = read_loop(checkpoint)
-    try:
-        config, abstract = _shape(loop["model"]), _abstract(loop)
-    except (LookupError, TypeError, ValueError, ArithmeticError) as error:  # bad numbers or missing fields
-        raise Damaged(f"{checkpoint}: loop has no valid model shape ({_first_line(error)})") from None
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    place = place or (lambda tree: jax.tree.map(lambda _: here, tree))
+    config, abstract = _abstract_params(checkpoint, loop)
+    place = place or (lambda tree: _on_device(tree, jax.devices()[0]))
     record = loop.get("lora")
-    read_as = jnp.float32 if record else dtype
-    low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, read_as), abstract)
-    try:
-        values = _one_by_one(checkpoint / "params", nnx.to_pure_dict(placed(low, place(abstract))))
-    except Exception as error:  # a damaged file can raise anything
-        raise _unreadable(checkpoint, "params", error) from error
+    low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32 if record else dtype), abstract)
+    target = nnx.to_pure_dict(placed(low, place(abstract)))
+    args = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
+    # The float32 originals in memory at a time are limited to the largest array.
+    gigabytes = 1 + max(4 * x.size for x in jax.tree.leaves(low)) // 10**9
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=gigabytes)
+    with _reading(checkpoint), ocp.Checkpointer(handler, multiprocessing_options=_without_barriers()) as reader:
+        values = reader.restore(checkpoint / "params", args=args)
     params = decoder.with_values(abstract, values)
     if record and with_base:
-        params = lora.join_adapters(_base(config, loop, place, checkpoint), params)
+        params = lora.join_adapters(_load_base(config, loop, place, checkpoint), params)
     return config, params, loop
 
 
-def _one_by_one(directory: Path, target: Mapping[str, Any]) -> dict[str, Any]:
-    """Loads arrays like the nested dict `target` one by one: only one float32 original is in memory at a time."""
-    arrays: dict[str, Any] = {}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(), multiprocessing_options=_for_itself()) as reader:
-
-        def load(target: Mapping[str, Any], into: dict[str, Any], path: tuple[str, ...]) -> None:
-            for name, value in target.items():
-                if isinstance(value, Mapping):
-                    load(value, into.setdefault(name, {}), (*path, name))
-                    continue
-                one = functools.reduce(lambda tree, key: {key: tree}, reversed((*path, name)), value)
-                restore_args = ocp.checkpoint_utils.construct_restore_args(one)
-                args = ocp.args.PyTreeRestore(one, restore_args=restore_args, partial_restore=True)
-                (into[name],) = jax.tree.leaves(reader.restore(directory, args=args))
-
-        load(target, arrays, ())
-    return arrays
-
-
-def _for_itself() -> ocp.options.MultiprocessingOptions:
+def _without_barriers() -> ocp.options.MultiprocessingOptions:
     """Orbax options for a restore without a barrier between processes.
 
     Orbax's barrier after a restore would hang if one process failed to read. `processes.allgather` synchronises
     instead and passes on the error.
     """
-    here = jax.process_index()
-    return ocp.options.MultiprocessingOptions(here, {here}, f"process_{here}")
+    index = jax.process_index()
+    return ocp.options.MultiprocessingOptions(index, {index}, f"process_{index}")
+
+
+# ---- records ----
 
 
 def lora_record(model: ModelSection, seed: int, path: str) -> dict[str, Any] | None:
@@ -433,7 +420,7 @@ def lora_record(model: ModelSection, seed: int, path: str) -> dict[str, Any] | N
     return {**adapters, "path": where, "name": model.path, "seed": seed, "dtype": model.sampling_dtype}
 
 
-def _base(
+def _load_base(
     config: DecoderConfig, loop: Mapping[str, Any], place: Callable[[nnx.State], nnx.State], checkpoint: Path
 ) -> nnx.State:
     record = loop["lora"]
