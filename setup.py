@@ -20,7 +20,7 @@ EXTRAS = {
     "gcs": ["gcsfs>=2025.2"],  # for run directories, evaluations, exports and questions at gs://
     # The libraries that `launch/bench.py retrieval` compares with. `rollout` and `update` compare with torch and trl,
     # which you install yourself, because they may bring gigabytes of CUDA libraries.
-    "bench": ["faiss-cpu>=1.9", "bm25s>=0.2.6", "tantivy>=0.22", "matplotlib>=3.9"],
+    "bench": ["faiss-cpu>=1.9", "bm25s>=0.2.6", "numba>=0.61", "tantivy>=0.22", "matplotlib>=3.9"],
     "docs": DOCS,
     "test": [
         *DOCS,
@@ -114,9 +114,10 @@ setup(
         "tensorflow-datasets>=4.9.9",
         "importlib-resources>=6",  # tensorflow-datasets imports it without requiring it
         "scann>=1.4.2",
-        "numba>=0.61",
         "cachetools>=5.3",
         "orjson>=3.10",
+        "pydantic>=2.10",  # parses the requests of the servers and describes them
+        "tenacity>=9",
         "starlette>=0.40",
         "uvicorn>=0.30",
         "h11>=0.14",
@@ -133,7 +134,7 @@ setup(
         "plotly>=6",  # charts of a report; its JavaScript is embedded in the page
         "packaging>=24",
         "rich>=13",  # formats answers on a terminal
-        "urllib3>=2",
+        "urllib3>=2.2",
     ],
     extras_require=EXTRAS,
 )

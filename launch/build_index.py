@@ -23,10 +23,10 @@ from psearch_jax.runtime import cli
 from psearch_jax.types import UserError
 from retrieval.corpora import open_corpus
 from retrieval.encoders.hashing import HashingEncoder
-from retrieval.indexing.directory import BuildOptions, build_index, check_options, refuse_occupied, verify_index
+from retrieval.indexing.directory import BuildOptions, build_index, refuse_occupied, verify_index
 from retrieval.indexing.faiss_flat import read_flat
 from retrieval.protocol import Encoder, on_disk
-from retrieval.ranking.index import EXACT_BELOW_ROWS, REORDER_TYPES
+from retrieval.ranking.index import EXACT_BELOW_ROWS
 
 _CORPUS = flags.DEFINE_string("corpus", None, "passages: jsonl, or MultiHop-RAG's json; plain or .gz")
 _ENCODER = flags.DEFINE_string("encoder", "hashing", "hashing, bm25, or the directory of a BERT sentence encoder")
@@ -37,11 +37,6 @@ _TARGET = flags.DEFINE_float("target_recall", None, "use the fastest search with
 _SHARDS = flags.DEFINE_integer("shards", None, "number of shards (default: the fewest whose build fits the memory)", 1)
 _FROM_FAISS = flags.DEFINE_string("from_faiss", None, "FAISS flat index with the vectors of --corpus in its order")
 _EXACT_BELOW = flags.DEFINE_integer("exact_below_rows", EXACT_BELOW_ROWS, "smaller corpora are searched exactly", 0)
-_LEAVES = flags.DEFINE_integer("leaves", None, "tree: partitions (default: by size)", 1)
-_SEARCHED = flags.DEFINE_integer("searched_leaves", None, "tree: partitions searched per query", 1)
-_REORDERED = flags.DEFINE_integer("reordered", None, "tree: candidates rescored per query", 1)
-_BLOCK = flags.DEFINE_integer("dimensions_per_block", None, "tree: dimensions per code of the quantiser", 1)
-_REORDER = flags.DEFINE_enum("reorder", None, list(REORDER_TYPES), "tree: dtype of the rescoring copy in memory")
 _DTYPE = flags.DEFINE_enum(
     "encoder_dtype", None, ["float32", "bfloat16"], "MODEL_DIR: dtype of the layers (default: float32 on a CPU)"
 )
@@ -67,24 +62,19 @@ def main(_: list[str]) -> None:
         given = [n for n in ("encoder_dtype", "query_prefix", "passage_prefix") if flags.FLAGS[n].value is not None]
         if given:
             raise UserError(f"--{given[0]}: --encoder={_ENCODER.value} found, accepted: with --encoder=MODEL_DIR only")
-    tree = {
-        "leaves": _LEAVES.value,
-        "searched_leaves": _SEARCHED.value,
-        "reordered": _REORDERED.value,
-        "dimensions_per_block": _BLOCK.value,
-        "reorder": _REORDER.value,
-    }
-    given = [name for name, value in {"target_recall": _TARGET.value, **tree}.items() if value is not None]
-    if given and _ENCODER.value == "bm25":
-        raise UserError(f"--{given[0]}: --encoder=bm25 found, accepted: with an encoder of vectors only")
-    options = BuildOptions(_SHARDS.value, _EXACT_BELOW.value, _TARGET.value, tree)
+    dense_only = [
+        n for n in ("target_recall", "shards") if _ENCODER.value == "bm25" and flags.FLAGS[n].value is not None
+    ]
+    if dense_only:
+        raise UserError(f"--{dense_only[0]}: --encoder=bm25 found, accepted: with an encoder of vectors only")
+    options = BuildOptions(_SHARDS.value, _EXACT_BELOW.value, _TARGET.value)
     corpus = open_corpus(_CORPUS.value)
     refuse_occupied(on_disk(_OUT.value).absolute(), corpus.path, _OVERWRITE.value)
+    options.check(len(corpus))
     encoder = make_encoder(_ENCODER.value)
-    check_options(options, len(corpus), encoder.dimensions if encoder else None)
-    if given and len(corpus) < _EXACT_BELOW.value:
+    if _TARGET.value is not None and len(corpus) < _EXACT_BELOW.value:
         log.warning(
-            "--%s: no effect, because fewer than %d passages are searched exactly", given[0], _EXACT_BELOW.value
+            "--target_recall: no effect, because fewer than %d passages are searched exactly", _EXACT_BELOW.value
         )
     vectors = None if _FROM_FAISS.value is None else read_flat(_FROM_FAISS.value)
     if isinstance(encoder, HashingEncoder):

@@ -46,8 +46,8 @@ def main(_: list[str]) -> None:
     collector.warm_up(weights)
     answerer = Answerer(collector, weights)
     name = _NAME.value or flags.FLAGS.model.rstrip("/").rpartition("/")[2]
-    app = make_app(answerer, name, Limits(requests=_REQUESTS.value), token, examples, http.names_of(host))
-    http.serve_on(listener, app, host, f"{name} answers at {{url}}", "/", "ask", flags.FLAGS.stop_seconds)
+    app = make_app(answerer, name, Limits(requests=_REQUESTS.value), token, examples, http.host_names(host))
+    http.serve(listener, app, host, f"{name} answers at {{url}}", "/", "ask", flags.FLAGS.stop_seconds)
     sys.stdout.flush()
     os._exit(0)  # all clients got an answer or an error; a normal exit would wait for decoding to end
 

@@ -17,10 +17,10 @@ from cachetools import LRUCache
 from retrieval.corpora import open_corpus
 from retrieval.corpus import MemoryMappedCorpus, jsonl_row
 from retrieval.encoders.hashing import HashingEncoder
-from retrieval.indexing.directory import listed, open_index
+from retrieval.indexing.directory import open_index
 from retrieval.indexing.encoding import encode_corpus
-from retrieval.manifest import NAME, sha256
-from retrieval.protocol import CorpusError, Encoder, Passage, Ranker, as_utf8, text_sha256
+from retrieval.manifest import sha256
+from retrieval.protocol import CorpusError, Encoder, Passage, Ranker, as_utf8, on_disk, text_sha256
 from retrieval.ranking.index import DenseRanker, ScannIndex
 
 CACHED_QUERIES = 65_536
@@ -75,18 +75,14 @@ class RetrievalService:
     @classmethod
     def open(
         cls,
-        directories: str | os.PathLike[str],
+        directory: str | os.PathLike[str],
         cache_size: int = CACHED_QUERIES,
         cache_bytes: int = CACHE_BYTES,
     ) -> RetrievalService:
-        """Serve an index directory, or several over one corpus (separated by commas) fused by reciprocal rank.
-
-        Raises `CorpusError` when one is damaged or its encoder does not match.
-        """
-        service = cls(*open_index(directories), cache_size, cache_bytes)
-        paths = listed(directories)
-        service._name = ",".join(path.name for path in paths)
-        service._fingerprint = json.loads((paths[0] / NAME).read_bytes())["corpus_sha256"]
+        """Serve an index directory. Raises `CorpusError` when it is damaged or its encoder does not match."""
+        manifest, ranker, corpus = open_index(directory)
+        service = cls(ranker, corpus, cache_size, cache_bytes)
+        service._name, service._fingerprint = on_disk(directory).name, manifest["corpus_sha256"]
         return service
 
     @classmethod

@@ -262,8 +262,7 @@ def _contents(
         "data.template": (config.data.template, settings.text_fingerprint(template)),
     }
     index, corpus = config.retrieval.index, config.retrieval.corpus
-    indexes = [settings.fingerprint(path, ("**/manifest.json",)) for path in index.split(",") if index]
-    contents["retrieval.index"] = (index, " ".join(indexes))
+    contents["retrieval.index"] = (index, settings.fingerprint(index, ("**/manifest.json",)) if index else "")
     contents["retrieval.corpus"] = (corpus, settings.fingerprint(corpus) if corpus else "")
     return contents
 
@@ -304,10 +303,10 @@ def retriever_of(config: Config, world: ClosedWorld | None, retry_deadline_s: fl
     section = config.retrieval
     retry_deadline_s = section.retry_deadline_s if retry_deadline_s is None else retry_deadline_s
     if section.url:
-        from retrieval.remote.client import connect
+        from retrieval.remote.client import HttpRetriever
 
         token = read_token(section.token_file, "config.retrieval.token_file") if section.token_file else None
-        return connect(section.url, section.timeout_s, retry_deadline_s, token)
+        return HttpRetriever(section.url, section.timeout_s, retry_deadline_s, token)
     from retrieval.service import RetrievalService  # loads ScaNN
 
     cache = {"cache_bytes": section.cache_mb * 2**20} if section.cache_mb else {"cache_size": 0}

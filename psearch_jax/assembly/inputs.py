@@ -45,7 +45,7 @@ def missing_inputs(config: Config, training: bool = True, retriever: Retriever |
         ("model.path", path),
         ("data.source", config.data.source if training and not closed_world else ""),
         ("data.validation", config.data.validation if training else ""),
-        *(("retrieval.index", directory) for directory in config.retrieval.index.split(",")),
+        ("retrieval.index", config.retrieval.index),
         ("retrieval.corpus", config.retrieval.corpus),
         ("retrieval.token_file", config.retrieval.token_file if config.retrieval.url else ""),
         ("model.adapters", config.model.adapters),

@@ -14,7 +14,7 @@ Remat = Literal["none", "dots", "full"]
 
 
 def _are_urls(text: str) -> bool:
-    urls = (url.strip() for url in re.split(r"[,|]", text))
+    urls = (url.strip() for url in text.split(","))
     return not text or all(re.fullmatch(r"https?://[^/\s]+/\S*", url) for url in urls)
 
 
@@ -129,13 +129,11 @@ class DataSection:
 class RetrievalSection:
     """Where passages come from: at most one of `index`, `corpus` and `url`."""
 
-    index: str = same_content(
-        "", "Index directory of launch/build_index.py; the results of several, separated by commas, are fused."
-    )
+    index: str = same_content("", "Index directory of launch/build_index.py.")
     corpus: str = same_content("", "Jsonl corpus that is encoded when the run starts; for small corpora only.")
     url: str = free(
         "",
-        'Servers that speak Search-R1\'s /retrieve: "," separates replicas of one index, "|" the parts of a corpus.',
+        "Servers that speak Search-R1's /retrieve, replicas of one index separated by commas.",
         accepted=Accepted("http://host:port/retrieve", _are_urls),
     )
     timeout_s: float = free(60.0, "Seconds that a server may take for its complete answer.", above=0)

@@ -17,10 +17,9 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from psearch_jax.limits import MAX_SEED, MAX_TEMPERATURE
 from psearch_jax.serving.answerer import Answerer, Event
+from psearch_jax.serving.api import OPERATIONS, ChatRequest, Error
 from psearch_jax.serving.console import AnswerSummary, as_json, rankings
-from psearch_jax.serving.openapi import description
 from psearch_jax.types import Trajectory, UserError
 from retrieval.remote import http
+from retrieval.remote.openapi import document
 
 PAGE = {path.name: path.read_bytes() for path in sorted((Path(__file__).parent / "page").iterdir())}
 DONE, STOPPING = b"data: [DONE]\n\n", "the server is stopping"
@@ -54,56 +53,32 @@ class Limits(http.Bounds):
     """Limits for one request and for all requests together."""
 
     body_bytes: int = 256 * 2**10
-    question_chars: int = 8192
-
-
-@dataclass(frozen=True)
-class Asking:
-    """The fields of a request that are used."""
-
-    question: str
-    stream: bool = False
-    temperature: float = 0.0
-    seed: int = 0
 
 
 class Metrics:
     """The server's Prometheus metrics, in their own registry."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        own = self.registry
-        self.requests = Counter("answers_requests", "Requests for an answer by status", ["status"], registry=own)
-        self.in_flight = Gauge("answers_in_flight", "Questions being answered", registry=own)
-        self.queries = Counter("answers_queries", "Sub-queries that were searched", registry=own)
-        self.seconds = Histogram("answers_seconds", "Seconds from question to answer", registry=own)
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter("answers_requests", "Requests for an answer by status", ["status"], registry=registry)
+        self.in_flight = Gauge("answers_in_flight", "Questions being answered", registry=registry)
+        self.queries = Counter("answers_queries", "Sub-queries that were searched", registry=registry)
+        self.seconds = Histogram("answers_seconds", "Seconds from question to answer", registry=registry)
 
-    @contextmanager
-    def counted(self) -> Iterator[dict[str, int]]:
-        """Counts a request by the `code` that the caller puts into the yielded dict, or by its final exception."""
-        begun, status = time.perf_counter(), {"code": 500}
-        try:
-            with self.in_flight.track_inprogress():
-                yield status
-        except HTTPException as error:
-            status["code"] = error.status_code
-            raise
-        except asyncio.CancelledError:
-            status["code"] = http.GONE
-            raise
-        finally:
-            self.requests.labels(status["code"]).inc()
-            if status["code"] == 200:  # fast refusals would distort the latency
-                self.seconds.observe(time.perf_counter() - begun)
+    def record(self, code: int, started: float) -> None:
+        """Counts a request that ended with the status `code`."""
+        self.requests.labels(code).inc()
+        if code == 200:  # fast refusals would distort the latency
+            self.seconds.observe(time.perf_counter() - started)
 
 
 class Events:
-    """The events of one question, passed from the answerer's thread to this event loop. `cancel` ends it.
+    """The events of one question, passed from the answerer's thread to this event loop. `close` ends it.
 
     Raises `HTTPException` 422 for a question that is not accepted.
     """
 
-    def __init__(self, answerer: Answerer, asking: Asking):
+    def __init__(self, answerer: Answerer, asked: ChatRequest):
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -111,7 +86,7 @@ class Events:
             loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
         try:
-            self.cancel = answerer.ask(asking.question, listen, asking.temperature, asking.seed)
+            self.close = answerer.ask(asked.question, listen, asked.temperature or 0.0, asked.seed or 0)
         except UserError as error:
             raise HTTPException(422, str(error)) from None
 
@@ -123,29 +98,15 @@ class Events:
                 return
 
 
-class Streamed(StreamingResponse):
-    """A stream that releases its resources however it ends, even if it never starts."""
-
-    def __init__(self, content: AsyncIterator[bytes], resources: ExitStack, status: dict[str, int]):
-        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._resources, self._status = resources, status
+class EventStream(StreamingResponse):
+    """A stream that ends with an error event when the server stops."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def sending(message: Message) -> None:
-            nonlocal started
-            await send(message)
-            started = True
-
-        with self._resources:
-            try:
-                await super().__call__(scope, receive, sending)
-            except asyncio.CancelledError:  # the server is stopping, and the grace period of this request is over
-                if not started:
-                    raise
-                self._status["code"] = 503
-                await send({"type": "http.response.body", "body": _ended_by(STOPPING), "more_body": False})
+        try:
+            await super().__call__(scope, receive, send)
+        except asyncio.CancelledError:  # the grace period of this request is over
+            content = _event(_error(STOPPING, 503)) + DONE
+            await send({"type": "http.response.body", "body": content, "more_body": False})
 
 
 def make_app(
@@ -165,46 +126,62 @@ def make_app(
       hosts: without a token, the host names that clients may use; empty: any.
     """
     metrics, requests = Metrics(), http.Room("questions", limits.requests)
-
-    about_model = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "psearch_jax"}
-    authorise = partial(http.authorise, token=token, hosts=hosts)
+    card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "psearch_jax"}
 
     async def completions(request: Request) -> Response:
-        authorise(request)
-        with ExitStack() as resources:
-            status = resources.enter_context(metrics.counted())
-            resources.enter_context(requests.take(1))
-            asking = read(http.json_object(await http.body_of(request, limits), "messages"), limits)
-            events = Events(answerer, asking)
-            resources.callback(events.cancel)
-            about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-            if asking.stream:
-                status["code"] = http.GONE  # until the answer is complete
-                return Streamed(_stream(about, asking, events, metrics, status), resources.pop_all(), status)
+        http.authorise(request, token, hosts)
+        started = time.perf_counter()
+        try:
+            with requests.take(1):
+                asked = http.parse(ChatRequest, await http.read_body(request, limits))
+                events = Events(answerer, asked)
+                about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+                if not asked.stream:
+                    with metrics.in_flight.track_inprogress(), closing(events):
+                        content = await http.run_while_connected(request, _complete(about, asked, events, metrics))
+                    metrics.record(200, started)
+                    # ASCII escapes: a passage may contain half a surrogate pair.
+                    return Response(json.dumps(content), media_type="application/json")
+        except HTTPException as error:
+            metrics.record(error.status_code, started)
+            raise
+        except asyncio.CancelledError:  # the server is stopping, and the grace period of this request is over
+            metrics.record(503, started)
+            return JSONResponse(_error(STOPPING, 503), 503)
+        content = stream(_chunks(about, asked, events, metrics), events, started)
+        return EventStream(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def stream(chunks: AsyncIterator[bytes], events: Events, started: float) -> AsyncIterator[bytes]:
+        """The chunks, as long as the client receives them; counts the request."""
+        code = http.GONE
+        with closing(events):
             try:
-                content = await http.while_there(request, _complete(about, asking, events, metrics))
-            except asyncio.CancelledError:  # the server is stopping, and the grace period of this request is over
-                status["code"], request.scope["hurried"] = 503, True
-                return JSONResponse(_error(STOPPING, 503), 503)
-            status["code"] = 200
-            return Response(json.dumps(content), media_type="application/json")  # ASCII escapes: lone surrogates too
+                with requests.take(1), metrics.in_flight.track_inprogress():
+                    async for chunk in chunks:
+                        yield chunk
+                code = 200
+            except HTTPException as error:  # busy, or without an answer
+                code = error.status_code
+                yield _event(_error(error.detail, code)) + DONE
+            finally:
+                metrics.record(code, started)
 
     async def models(request: Request) -> Response:
-        authorise(request)
-        return JSONResponse({"object": "list", "data": [about_model]})
+        http.authorise(request, token, hosts)
+        return JSONResponse({"object": "list", "data": [card]})
 
     async def one_model(request: Request) -> Response:
-        authorise(request)
+        http.authorise(request, token, hosts)
         if request.path_params["id"] != model:
             raise HTTPException(404, f"model {request.path_params['id']!r} found, accepted: {model!r}")
-        return JSONResponse(about_model)
+        return JSONResponse(card)
 
     async def health(_: Request) -> Response:
         healthy = answerer.healthy
         return JSONResponse({"status": "ok" if healthy else "answers fail"}, 200 if healthy else 503)
 
     async def expose(request: Request) -> Response:
-        authorise(request)
+        http.authorise(request, token, hosts)
         return PlainTextResponse(generate_latest(metrics.registry))
 
     async def page(request: Request) -> Response:
@@ -216,7 +193,7 @@ def make_app(
         return JSONResponse({"model": model, "examples": list(examples), "token": token is not None})
 
     async def described(_: Request) -> Response:
-        return JSONResponse(description(limits.question_chars, token is not None))
+        return JSONResponse(document("psearch_jax", OPERATIONS, Error, token is not None))
 
     routes = [
         Route("/v1/chat/completions", completions, methods=["POST"]),
@@ -228,53 +205,17 @@ def make_app(
         Route("/page.json", about_page),
         *(Route(f"/{name}".replace("/page.html", "/"), page) for name in PAGE),
     ]
-    app = Starlette(routes=routes, middleware=http.middleware(limits), exception_handlers=HANDLERS)
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _refuse, Exception: _fail})
     app.state.open_to_all = token is None
     return app
 
 
-def read(asked: Mapping[str, Any], limits: Limits) -> Asking:
-    """Parses a request. Raises `HTTPException` 422 that names the field."""
-    messages = asked.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
-        raise HTTPException(422, "messages: expected a list of objects with role and content")
-    asked_last = [one for one in messages if one.get("role") == "user"][-1:]
-    if not asked_last:
-        raise HTTPException(422, "messages: expected at least one of role user")
-    question = _question(asked_last[0].get("content"), limits)
-    stream, temperature, seed, n = (asked.get(name) for name in ("stream", "temperature", "seed", "n"))
-    if not isinstance(stream, bool | None):
-        raise HTTPException(422, "stream: expected true or false")
-    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if temperature is not None and not (number and 0 <= temperature <= MAX_TEMPERATURE):  # NaN fails the comparison
-        raise HTTPException(422, f"temperature: expected a number from 0 to {MAX_TEMPERATURE:g}")
-    seed = http.integer_if_whole(seed)
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) > MAX_SEED):
-        raise HTTPException(422, "seed: expected a whole number of 64 bits")
-    if n is not None and (isinstance(n, bool) or n != 1):
-        raise HTTPException(422, "n: expected 1, one answer to a request")
-    return Asking(question, bool(stream), float(temperature or 0), seed or 0)
-
-
-def _question(content: Any, limits: Limits) -> str:
-    """The question in a message's content."""
-    if isinstance(content, list):  # content parts, of which only text counts
-        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        texts = [text for text in (part.get("text") for part in parts) if isinstance(text, str)]
-        content = " ".join(texts) if len(texts) == len(parts) else None
-    if not isinstance(content, str) or not content.strip():
-        raise HTTPException(422, "messages: expected a text as the content of the last one of role user")
-    if len(content) > limits.question_chars:
-        length = f"messages: found a question of {len(content)} characters"
-        raise HTTPException(422, f"{length}, accepted: at most {limits.question_chars}")
-    if any("\ud800" <= letter <= "\udfff" for letter in content):
-        raise HTTPException(422, "messages: found half a surrogate pair, accepted: text")
-    return content.strip()
-
-
-async def _complete(about: dict[str, Any], asking: Asking, events: Events, metrics: Metrics) -> dict[str, Any]:
+async def _complete(about: dict[str, Any], asked: ChatRequest, events: Events, metrics: Metrics) -> dict[str, Any]:
     """The complete answer as one JSON object."""
-    summary = await _summary(events, metrics)
+    summary = AnswerSummary()
+    async for event in events:
+        summary.add(event)
+        metrics.queries.inc(len(event.queries) if event.kind == "search" else 0)
     if summary.trajectory is None:
         raise HTTPException(503, summary.error)
     message = {
@@ -283,28 +224,16 @@ async def _complete(about: dict[str, Any], asking: Asking, events: Events, metri
         "reasoning_content": "".join(turn.text for turn in summary.trajectory.turns),
     }
     choice = {"index": 0, "message": message, "finish_reason": _reason(summary.trajectory)}
-    more = {"usage": _usage(summary.trajectory), "psearch": as_json(asking.question, summary)}
+    more = {"usage": _usage(summary.trajectory), "psearch": as_json(asked.question, summary)}
     return {**about, "object": "chat.completion", "choices": [choice], **more}
 
 
-async def _summary(events: Events, metrics: Metrics) -> AnswerSummary:
-    summary = AnswerSummary()
-    async for event in events:
-        summary.add(event)
-        if event.kind == "search":
-            metrics.queries.inc(len(event.queries))
-    return summary
-
-
-async def _stream(
-    about: dict[str, Any], asking: Asking, events: Events, metrics: Metrics, status: dict[str, int]
-) -> AsyncIterator[bytes]:
-    """The answer as server-sent events, each a chunk. Sets the `code` in `status` at its end."""
+async def _chunks(about: dict[str, Any], asked: ChatRequest, events: Events, metrics: Metrics) -> AsyncIterator[bytes]:
+    """The answer as server-sent events, each a chunk. Raises `HTTPException` 503 without an answer."""
 
     def chunk(delta: dict[str, Any], reason: str | None = None, **more: Any) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": reason}
-        content = {**about, "object": "chat.completion.chunk", "choices": [choice], **more}
-        return b"data: " + json.dumps(content).encode() + b"\n\n"
+        return _event({**about, "object": "chat.completion.chunk", "choices": [choice], **more})
 
     summary = AnswerSummary()
     yield chunk({"role": "assistant"})
@@ -318,19 +247,15 @@ async def _stream(
         elif event.kind == "passages":
             yield chunk({}, psearch={"passages": rankings(event.passages), "seconds": round(event.seconds, 4)})
     if summary.trajectory is None:
-        status["code"] = 503
-        yield _ended_by(summary.error)
-    else:
-        yield chunk({"content": summary.trajectory.answer or ""})
-        more = {"usage": _usage(summary.trajectory), "psearch": as_json(asking.question, summary)}
-        yield chunk({}, _reason(summary.trajectory), **more)
-        status["code"] = 200
-        yield DONE
+        raise HTTPException(503, summary.error)
+    yield chunk({"content": summary.trajectory.answer or ""})
+    more = {"usage": _usage(summary.trajectory), "psearch": as_json(asked.question, summary)}
+    yield chunk({}, _reason(summary.trajectory), **more) + DONE
 
 
-def _ended_by(error: str) -> bytes:
-    """The last events of a stream without an answer."""
-    return b"data: " + json.dumps(_error(error, 503)).encode() + b"\n\n" + DONE
+def _event(content: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
 
 
 def _reason(trajectory: Trajectory) -> str:
@@ -348,13 +273,11 @@ def _error(message: str, code: int) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "code": code}}
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return JSONResponse(_error(error.detail, error.status_code), error.status_code, error.headers)
+    headers = {**await http.drain(request), **(error.headers or {})}
+    return JSONResponse(_error(error.detail, error.status_code), error.status_code, headers)
 
 
-async def _internal_error(_: Request, error: Exception) -> Response:  # uvicorn logs the error
+async def _fail(_: Request, error: Exception) -> Response:  # uvicorn logs the error
     return JSONResponse(_error("internal server error; see the server's log", 500), 500)
-
-
-HANDLERS = {HTTPException: _http_error, Exception: _internal_error}

@@ -7,7 +7,7 @@ on a leading axis L and run by one `lax.scan`; one matrix product computes query
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,15 +54,11 @@ class Bert(nnx.Module):
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.weights = nnx.Dict({name: nnx.Param(jnp.asarray(value, dtype)) for name, value in weights.items()})
 
-    def __call__(self, ids: jax.Array, lengths: jax.Array, types: jax.Array | None = None) -> jax.Array:
-        """Token ids [B, T] int32 and the number of real tokens per row [B] -> hidden states [B, T, D] in `dtype`.
-
-        Args:
-          types: [B, T] int32, which of two texts a token belongs to; default: all to the first.
-        """
+    def __call__(self, ids: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Token ids [B, T] int32 and the number of real tokens per row [B] -> hidden states [B, T, D] in `dtype`."""
         c, w = self.config, {name: value[...] for name, value in self.weights.items()}
         B, T = ids.shape
-        x = w["words"][ids] + w["positions"][:T] + (w["types"][0] if types is None else w["types"][types])
+        x = w["words"][ids] + w["positions"][:T] + w["types"][0]
         x = _layer_norm(x, w["embedding_scale"], w["embedding_bias"], c.norm_eps)
         H = c.width // c.heads
         mask = jnp.where(jnp.arange(T) < lengths[:, None], 0.0, NEG_INF)  # [B, T]
@@ -162,19 +158,6 @@ def load_bert(directory: Path, dtype: Any = jnp.float32) -> Bert:
         if weights[ours].shape != expected:
             raise CorpusError(f"{where}: {ours} has shape {weights[ours].shape}, config.json says {expected}")
     return Bert(config, weights, dtype)
-
-
-def head_weights(directory: Path, names: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Read the arrays on top of the encoder from the files of `directory`, in the stored layout.
-
-    Args:
-      names: our name of each array -> its name in the file.
-
-    Raises:
-      CorpusError: an array is missing.
-    """
-    read, _ = _reader(directory)
-    return {ours: read(theirs) for ours, theirs in names.items()}
 
 
 def read_config(path: Path) -> BertConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from retrieval.ranking.index import refuse_non_finite
 
 FLUSH_ROWS = 65536  # a kill loses at most this many rows
 VECTORS, RECORD = "vectors.npy", "encoded.json"
-LEAST_AGREEMENT = 0.98  # minimum cosine of a supplied vector and ours: 16-bit arithmetic keeps it above .999
+MIN_AGREEMENT = 0.98  # minimum cosine of a supplied vector and ours: 16-bit arithmetic keeps it above .999
 
 
 def encode_corpus(passages: Sequence[Passage], encoder: Encoder) -> np.ndarray:
@@ -55,9 +54,6 @@ def encode_to(folder: Path, corpus: MemoryMappedCorpus, encoder: Encoder) -> int
         same += 1
     if same == len(starts) and record["rows"] == rows:
         return rows
-    if path.is_file() and path.stat().st_nlink > 1:  # a finished index links to this file: do not change it
-        shutil.copyfile(path, path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").replace(path)
     record |= {"rows": rows, "blocks": known[:same]}
     _write_record(folder / RECORD, record)  # before the file changes its length
     make_array(path, (rows, encoder.dimensions))
@@ -107,10 +103,10 @@ def make_array(path: Path, shape: tuple[int, ...]) -> None:
     reserve(path, header + 4 * int(np.prod(shape)))
 
 
-def refuse_foreign_vectors(vectors: np.ndarray, corpus: MemoryMappedCorpus, encoder: Encoder) -> list[list[float]]:
+def check_vectors(vectors: np.ndarray, corpus: MemoryMappedCorpus, encoder: Encoder) -> None:
     """Check up to 32 passages: vectors of another model, corpus or order would give wrong results without an error.
 
-    Returns part of the checked vectors as a fingerprint. Raises `CorpusError` when they are not the encoder's.
+    Raises `CorpusError` when they are not the encoder's.
     """
     if vectors.shape != (len(corpus), encoder.dimensions):
         raise CorpusError(
@@ -123,12 +119,11 @@ def refuse_foreign_vectors(vectors: np.ndarray, corpus: MemoryMappedCorpus, enco
     norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
     agreement = (ours * theirs).sum(axis=1) / np.maximum(norms, 1e-12)
     worst = int(agreement.argmin())
-    if not agreement[worst] >= LEAST_AGREEMENT:
+    if not agreement[worst] >= MIN_AGREEMENT:
         raise CorpusError(
             f"the given vector of row {rows[worst]} is not what the encoder computes for that passage (cosine "
-            f"{agreement[worst]:.2f}, expected at least {LEAST_AGREEMENT}): another model, prefix, corpus or order"
+            f"{agreement[worst]:.2f}, expected at least {MIN_AGREEMENT}): another model, prefix, corpus or order"
         )
-    return theirs[:, :8].tolist()
 
 
 def _encoded(passages: Sequence[Passage], encoder: Encoder, first: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:

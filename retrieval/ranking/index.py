@@ -27,12 +27,11 @@ from retrieval.protocol import CorpusError, Encoder, RetrievalError
 logger = logging.getLogger("retrieval")
 _WORDS = threading.RLock()
 EXACT_BELOW_ROWS = 100_000  # below, a tree lost recall and saved no time
-LEAST_TREE_ROWS = 16  # the fewest that ScaNN's quantiser can be trained on
+MIN_TREE_ROWS = 16  # the fewest that ScaNN's quantiser can be trained on
 SCORE_DECIMALS = 4
 QUERIES_PER_TASK = 256  # a batch is spread over the cores in parts of at most this size
 SPARE_CANDIDATES = 8  # fetched beyond k, to detect ties at the cut
 MAX_CANDIDATES = 4096  # more equal scores than this at the cut are not ordered by row
-REORDER_TYPES = ("int8", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,8 @@ class TreeSettings:
 
     leaves: int  # partitions of the corpus
     searched_leaves: int  # partitions searched per query
-    reordered: int  # candidates per query that are scored again from the reorder copy
+    reordered: int  # candidates per query that are scored again from an 8-bit copy
     dimensions_per_block: int  # of the quantiser: more give smaller, coarser codes
-    reorder: str = "int8"  # dtype of the reorder copy in memory, one of REORDER_TYPES
     soar_lambda: float = 1.5  # weight of the spilled second partition (Sun et al. 2023, SOAR)
 
 
@@ -74,16 +72,13 @@ class ScannIndex:
     ) -> ScannIndex:
         """Index `vectors` [N, D]: exact, or with `tree`. ScaNN's output is appended to `log`.
 
-        Raises `CorpusError` on a vector that is not finite (ScaNN would abort the process), or settings that do not
-        fit the size.
+        Raises `CorpusError` on a vector that is not finite: ScaNN would abort the process.
         """
         if vectors.ndim != 2 or not len(vectors):
             raise CorpusError(f"the vectors have shape {vectors.shape}, expected [N, D] with N >= 1")
         if not isinstance(vectors, np.memmap):
             vectors = np.ascontiguousarray(vectors, np.float32)
         refuse_non_finite(vectors)
-        if tree is not None:
-            _check(tree, *vectors.shape)
         with redirect_stderr(log):
             return cls(vectors, _build_searcher(vectors, tree), tree)
 
@@ -229,25 +224,19 @@ class DenseRanker:
         return self.index.search(self.encoder.encode_queries(queries), k)
 
 
-def tree_settings(rows: int, dimensions: int, **overrides: Any) -> TreeSettings:
+def tree_settings(rows: int, dimensions: int) -> TreeSettings:
     """Settings for a corpus of this size: about 2 sqrt(rows) leaves, a tenth of them searched.
 
     A tenth suits encoders of unknown quality (hashed words form few clusters); `tune` measures what a corpus needs.
-
-    Raises:
-      CorpusError: an override does not fit, or the corpus is too small for a tree.
     """
-    leaves = overrides.get("leaves") or min(rows, 2 * math.isqrt(rows))
-    defaults = dict(
+    leaves = min(rows, 2 * math.isqrt(rows))
+    return TreeSettings(
         leaves=leaves,
         searched_leaves=max(1, leaves // 10),
         reordered=min(100, rows),
         # With more than 256 blocks ScaNN silently drops its faster selection of the best rows.
-        dimensions_per_block=max(2, math.ceil(dimensions / 256)),
+        dimensions_per_block=max(min(2, dimensions), math.ceil(dimensions / 256)),
     )
-    settings = TreeSettings(**{**defaults, **{name: value for name, value in overrides.items() if value is not None}})
-    _check(settings, rows, dimensions)
-    return settings
 
 
 def training_rows(rows: int, leaves: int) -> int:
@@ -260,9 +249,8 @@ def tree_bytes(rows: int, dimensions: int, tree: TreeSettings) -> int:
 
     Every vector is in two leaves (SOAR), with different codes in each. In memory two codes share a byte.
     """
-    copy = dimensions * (1 if tree.reorder == "int8" else 2)
     codes = 2 * math.ceil(dimensions / tree.dimensions_per_block)
-    return rows * (copy + codes + 8) + 8 * tree.leaves * dimensions
+    return rows * (dimensions + codes + 8) + 8 * tree.leaves * dimensions
 
 
 def tune(index: ScannIndex, queries: np.ndarray, truth: np.ndarray, target: float) -> ScannIndex:
@@ -335,22 +323,6 @@ def refuse_non_finite(vectors: np.ndarray, first_row: int = 0, block_rows: int =
             raise CorpusError(f"the vector of passage row {first_row + start + bad[0]} is not finite")
 
 
-def _check(tree: TreeSettings, rows: int, dimensions: int) -> None:
-    limits = {
-        "leaves": (tree.leaves, 1, rows),
-        "searched_leaves": (tree.searched_leaves, 1, tree.leaves),
-        "reordered": (tree.reordered, 1, rows),
-        "dimensions_per_block": (tree.dimensions_per_block, 1, dimensions),
-    }
-    if rows < LEAST_TREE_ROWS:
-        raise CorpusError(f"a tree needs at least {LEAST_TREE_ROWS} passages, found {rows}")
-    for name, (value, least, most) in limits.items():
-        if not least <= value <= most:
-            raise CorpusError(f"{name} is {value}, accepted: {least} to {most}")
-    if tree.reorder not in REORDER_TYPES:
-        raise CorpusError(f"reorder is {tree.reorder!r}, accepted: {', '.join(REORDER_TYPES)}")
-
-
 def _build_searcher(vectors: np.ndarray, tree: TreeSettings | None) -> Any:
     """A ScaNN searcher over `vectors` [N, D]: brute force, or tree + quantised scores + reordering."""
     scann = _scann()
@@ -366,7 +338,7 @@ def _build_searcher(vectors: np.ndarray, tree: TreeSettings | None) -> Any:
             soar_lambda=tree.soar_lambda,
         )
         .score_ah(tree.dimensions_per_block, anisotropic_quantization_threshold=0.2)
-        .reorder(tree.reordered, quantize=getattr(scann.ReorderType, tree.reorder.upper()))
+        .reorder(tree.reordered, quantize=scann.ReorderType.INT8)
         .build()
     )
 

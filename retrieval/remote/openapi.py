@@ -1,100 +1,60 @@
-"""The OpenAPI 3.1 document of retrieval/remote/server.py, and the helpers with which every server here writes one."""
+"""OpenAPI 3.1 documents made from the pydantic models of requests and answers, for every server here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Schema = dict[str, Any]
-TEXT: Schema = {"type": "string"}
-WHOLE: Schema = {"type": "integer"}
-NUMBER: Schema = {"type": "number"}
-PROMETHEUS = {"text/plain": {"schema": TEXT}}
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
-
-def fields(required: Schema, **optional: Schema) -> Schema:
-    """The schema of an object with these fields; other fields are allowed."""
-    return {"type": "object", "required": list(required), "properties": {**required, **optional}}
-
-
-def rows_of(item: Schema, **bounds: int) -> Schema:
-    """The schema of a list."""
-    return {"type": "array", "items": item, **bounds}
-
-
-def json_of(schema: Schema) -> Schema:
-    """A JSON body."""
-    return {"application/json": {"schema": schema}}
+Model = type[BaseModel]
 
 
 @dataclass(frozen=True)
-class Describer:
-    """Writes operations that share one form of error.
+class Operation:
+    """One method of one path, which answers `answer` as JSON, or text where that is None."""
 
-    Attributes:
-      error: the schema of an error.
-      token: whether a bearer token is required.
-    """
-
-    error: Schema
-    token: bool
-
-    def operation(self, name: str, what: str, content: Schema, *refusals: int, body: Schema | None = None) -> Schema:
-        """An operation that answers `content`, described by `what`, or refuses with one of these status codes."""
-        refused = {"description": "refused: the message says why", "content": json_of(self.error)}
-        codes = (*refusals, *((401,) if self.token else ()))
-        return {
-            "operationId": name,
-            "security": [{"bearer": []}] if self.token else [],
-            **({"requestBody": {"required": True, "content": json_of(body)}} if body else {}),
-            "responses": {"200": {"description": what, "content": content}, **{str(code): refused for code in codes}},
-        }
-
-    def health(self, schema: Schema, well: str, ill: str) -> Schema:
-        """GET /health, which requires no token."""
-        both = (("200", well), ("503", ill))
-        responses = {code: {"description": text, "content": json_of(schema)} for code, text in both}
-        return {"operationId": "health", "security": [], "responses": responses}
-
-    def document(self, title: str, about: str, paths: Schema) -> Schema:
-        """The complete document. `paths` maps path and method to operation."""
-        return {
-            "openapi": "3.1.0",
-            "info": {"title": title, "version": "1", "description": about},
-            "paths": paths,
-            "components": {"securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}},
-        }
+    method: str
+    path: str
+    answer: Model | None
+    request: Model | None = None
+    refusals: Sequence[int] = ()
+    failure: Model | None = None  # the answer with status 503, if it is no error
+    open: bool = False  # needs no token
+    streams: bool = False  # may answer with server-sent events
 
 
-def description(queries: int, query_chars: int, topk: int, rows: int, with_token: bool) -> Schema:
-    """The document at /openapi.json of the retrieval server, with the limits of one request."""
-    describer = Describer(fields({"detail": TEXT}), with_token)
-    request = fields(
-        {"queries": rows_of({**TEXT, "maxLength": query_chars}, maxItems=queries)},
-        topk={"type": ["integer", "null"], "minimum": 1, "maximum": topk},
-        return_scores={"type": "boolean"},
+def document(title: str, operations: Sequence[Operation], error: Model, with_token: bool) -> dict[str, Any]:
+    """The document at /openapi.json; `error` is the answer of a refused request."""
+    models = {m for o in operations for m in (o.answer, o.request, o.failure) if m} | {error}
+    references, definitions = models_json_schema(
+        [(model, "validation") for model in sorted(models, key=lambda model: model.__name__)],
+        ref_template="#/components/schemas/{model}",
     )
-    request["description"] = f"Queries x topk may be at most {rows}."
-    passage = fields({"id": TEXT, "contents": TEXT})
-    result = {"anyOf": [passage, fields({"document": passage, "score": NUMBER})]}
-    text_or_null = {"type": ["string", "null"]}
-    about = fields(
-        {name: text_or_null for name in ("corpus", "corpus_sha256", "ranking_sha256")}
-        | {"rows": {"type": ["integer", "null"]}}
-    )
-    answer = json_of(fields({"result": rows_of(rows_of(result))}))
-    health = fields({"status": TEXT, "rows": {"type": ["integer", "null"]}})
-    return describer.document(
-        "psearch_jax retrieval",
-        "Passages for queries.",
-        {
-            "/retrieve": {
-                "post": describer.operation(
-                    "retrieve", "one ranking per query", answer, 400, 408, 413, 422, 503, body=request
-                )
-            },
-            "/info": {"get": describer.operation("info", "what is searched", json_of(about))},
-            "/health": {"get": describer.health(health, "searches work", "they fail")},
-            "/metrics": {"get": describer.operation("metrics", "Prometheus text", PROMETHEUS)},
-        },
-    )
+
+    def content(model: Model | None, streams: bool = False) -> dict[str, Any]:
+        text = {"schema": {"type": "string"}}
+        if model is None:
+            return {"text/plain": text}
+        json_content = {"application/json": {"schema": references[model, "validation"]}}
+        return json_content | ({"text/event-stream": text} if streams else {})
+
+    paths: dict[str, dict[str, Any]] = {}
+    for o in operations:
+        secured = with_token and not o.open
+        answers = {"200": {"description": "answered", "content": content(o.answer, o.streams)}}
+        for code in (*o.refusals, *((401,) if secured else ())):
+            answers[str(code)] = {"description": "refused", "content": content(error)}
+        if o.failure:
+            answers["503"] = {"description": "failing", "content": content(o.failure)}
+        operation: dict[str, Any] = {"security": [{"bearer": []}] if secured else [], "responses": answers}
+        if o.request:
+            operation["requestBody"] = {"required": True, "content": content(o.request)}
+        paths.setdefault(o.path, {})[o.method] = operation
+    components = {
+        "schemas": definitions.get("$defs", {}),
+        "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+    }
+    return {"openapi": "3.1.0", "info": {"title": title, "version": "1"}, "paths": paths, "components": components}

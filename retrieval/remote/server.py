@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-import orjson
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -29,35 +29,92 @@ from starlette.routing import Route
 from retrieval.protocol import Passage, RetrievalError, Retriever
 from retrieval.remote import http
 from retrieval.remote.batcher import Batcher
-from retrieval.remote.openapi import description
+from retrieval.remote.openapi import Operation, document
 
+MAX_QUERIES, MAX_QUERY_CHARS, MAX_TOPK = 4096, 8192, 100
 # Larger bodies are parsed, and larger answers written, in a thread, so that they do not block other clients.
 LARGE_BODY_BYTES, LARGE_ANSWER_ROWS = 64 * 2**10, 512
 
 
 @dataclass(frozen=True)
 class Limits(http.Bounds):
-    """Limits on one request, and on all requests together."""
+    """Limits on the passages in one answer, and in all answers in progress."""
 
-    queries: int = 4096
-    query_chars: int = 8192
-    topk: int = 100
-    rows: int = 65_536  # passages in one answer, queries x topk: about 50 MB of 100-word passages
-    rows_at_once: int = 4 * 65_536  # passages in all answers in progress
+    rows: int = 65_536  # queries x topk: about 50 MB of 100-word passages
+    rows_at_once: int = 4 * 65_536
+
+
+class RetrieveRequest(BaseModel):
+    """The body of a request; other fields are ignored."""
+
+    model_config = ConfigDict(strict=True)
+
+    queries: list[Annotated[str, Field(max_length=MAX_QUERY_CHARS)]] = Field(max_length=MAX_QUERIES)
+    topk: Annotated[int, Field(ge=1, le=MAX_TOPK), BeforeValidator(http.integer_if_whole)] | None = None
+    return_scores: bool = False
+
+
+class Document(BaseModel):
+    """A passage: its title in quotes on the first line, then its text."""
+
+    id: str
+    contents: str
+
+
+class ScoredDocument(BaseModel):
+    """A passage with its score."""
+
+    document: Document
+    score: float
+
+
+class RetrieveAnswer(BaseModel):
+    """One ranking per query, with scores if they were asked for."""
+
+    result: list[list[ScoredDocument | Document]]
+
+
+class Health(BaseModel):
+    """Whether searches work."""
+
+    status: str
+    rows: int | None
+
+
+class Info(BaseModel):
+    """What is searched; see `Retriever.describe`."""
+
+    corpus: str | None
+    corpus_sha256: str | None
+    ranking_sha256: str | None
+    rows: int | None
+
+
+class Refusal(BaseModel):
+    """The answer to a request that is refused: one line that says why."""
+
+    detail: str
+
+
+OPERATIONS = (
+    Operation("post", "/retrieve", RetrieveAnswer, RetrieveRequest, refusals=(400, 403, 408, 413, 422, 503)),
+    Operation("get", "/info", Info, refusals=(403,)),
+    Operation("get", "/health", Health, failure=Health, open=True),
+    Operation("get", "/metrics", None, refusals=(403,)),
+)
 
 
 class Metrics:
     """The server's metrics, in their own registry."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        own = self.registry
-        self.requests = Counter("retriever_requests", "Requests to /retrieve by status", ["status"], registry=own)
-        self.queries = Counter("retriever_queries", "Queries received", registry=own)
-        self.in_flight = Gauge("retriever_in_flight", "Requests in flight", registry=own)
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter("retriever_requests", "Requests to /retrieve by status", ["status"], registry=registry)
+        self.queries = Counter("retriever_queries", "Queries received", registry=registry)
+        self.in_flight = Gauge("retriever_in_flight", "Requests in flight", registry=registry)
         sizes = [2**n for n in range(14)]
-        self.batch = Histogram("retriever_batch_queries", "Queries per search", buckets=sizes, registry=own)
-        self.seconds = Histogram("retriever_seconds", "Seconds from request to answer", registry=own)
+        self.batch = Histogram("retriever_batch_queries", "Queries per search", buckets=sizes, registry=registry)
+        self.seconds = Histogram("retriever_seconds", "Seconds from request to answer", registry=registry)
 
 
 def make_app(
@@ -75,27 +132,34 @@ def make_app(
       hosts: without a token, the host names that clients may use; empty: any.
     """
     about = retriever.describe()
-    authorise = partial(http.authorise, token=token, hosts=hosts)
     metrics = Metrics()
-    batcher = Batcher(retriever, limits.queries, metrics.batch.observe)
+    batcher = Batcher(retriever, MAX_QUERIES, metrics.batch.observe)
     requests, rows = http.Room("requests", limits.requests), http.Room("passages", limits.rows_at_once)
 
     async def answer(request: Request) -> Response:
-        body = await http.body_of(request, limits)
-        parse = partial(_parse, body, limits, default_topk)
-        queries, topk, with_scores = await asyncio.to_thread(parse) if len(body) > LARGE_BODY_BYTES else parse()
-        metrics.queries.inc(len(queries))
-        with rows.take(len(queries) * topk):
+        body = await http.read_body(request, limits)
+        if len(body) > LARGE_BODY_BYTES:
+            asked = await asyncio.to_thread(http.parse, RetrieveRequest, body)
+        else:
+            asked = http.parse(RetrieveRequest, body)
+        topk = asked.topk or default_topk
+        passages = len(asked.queries) * topk
+        if passages > limits.rows:
+            raise HTTPException(422, f"queries, topk: found {passages} passages, accepted: at most {limits.rows}")
+        metrics.queries.inc(len(asked.queries))
+        with rows.take(passages):
             try:
-                rankings = await http.while_there(request, batcher.search(queries, topk))
+                rankings = await http.run_while_connected(request, batcher.search(asked.queries, topk))
             except RetrievalError as error:
                 raise HTTPException(503, str(error)) from None
-            render = partial(_render, rankings, with_scores)
-            content = await asyncio.to_thread(render) if len(queries) * topk > LARGE_ANSWER_ROWS else render()
+            if passages > LARGE_ANSWER_ROWS:
+                content = await asyncio.to_thread(_render, rankings, asked.return_scores)
+            else:
+                content = _render(rankings, asked.return_scores)
         return Response(content, media_type="application/json")
 
     async def retrieve(request: Request) -> Response:
-        authorise(request)
+        http.authorise(request, token, hosts)
         started = time.perf_counter()
         status = 500
         try:
@@ -108,7 +172,7 @@ def make_app(
             raise
         except asyncio.CancelledError:  # the server is stopping and no longer waits for this request
             status = 503
-            return http.stopping(request)
+            return JSONResponse({"detail": "the server is stopping"}, 503)
         finally:
             metrics.requests.labels(status).inc()
             metrics.seconds.observe(time.perf_counter() - started)
@@ -119,17 +183,15 @@ def make_app(
         return JSONResponse(status, 200 if healthy else 503)
 
     async def info(request: Request) -> Response:
-        authorise(request)
+        http.authorise(request, token, hosts)
         return JSONResponse(about)
 
     async def expose(request: Request) -> Response:
-        authorise(request)
+        http.authorise(request, token, hosts)
         return PlainTextResponse(generate_latest(metrics.registry))
 
     async def described(_: Request) -> Response:
-        return JSONResponse(
-            description(limits.queries, limits.query_chars, limits.topk, limits.rows, token is not None)
-        )
+        return JSONResponse(document("psearch_jax retrieval", OPERATIONS, Refusal, token is not None))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -144,54 +206,24 @@ def make_app(
         Route("/metrics", expose),
         Route("/openapi.json", described),
     ]
-    app = Starlette(
-        routes=routes,
-        lifespan=lifespan,
-        middleware=http.middleware(limits),
-        exception_handlers=http.HANDLERS,
-    )
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=http.HANDLERS)
     app.state.batcher, app.state.open_to_all = batcher, token is None
     return app
 
 
-def serve(app: Starlette, host: str, port: int, ready: str = "serving on {url}", stop_s: int = 20) -> bool:
+def serve(listener: socket.socket, app: Starlette, host: str, ready: str, stop_s: int = 20) -> bool:
     """As `http.serve`; `{url}` is the address of /retrieve.
 
     Returns:
       False when a search is still running in its thread, which only the end of the process stops.
     """
-    http.serve(app, host, port, ready, "/retrieve", "search", stop_s)
+    http.serve(listener, app, host, ready, "/retrieve", "search", stop_s)
     return not app.state.batcher.busy
 
 
-def _parse(body: bytes, limits: Limits, default_topk: int) -> tuple[list[str], int, bool]:
-    """Queries, top-k and whether to return scores. Raises `HTTPException` 422 naming the field."""
-    content = http.json_object(body, "queries")
-    queries, topk, with_scores = content.get("queries"), content.get("topk"), content.get("return_scores", False)
-    if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-        raise HTTPException(422, "queries: expected a list of strings")
-    if len(queries) > limits.queries:
-        raise HTTPException(422, f"queries: found {len(queries)}, accepted: at most {limits.queries}")
-    longest = max(map(len, queries), default=0)
-    if longest > limits.query_chars:
-        raise HTTPException(422, f"queries: one has {longest} characters, accepted: at most {limits.query_chars}")
-    topk = default_topk if topk is None else http.integer_if_whole(topk)
-    if isinstance(topk, bool) or not isinstance(topk, int) or not 1 <= topk <= limits.topk:
-        raise HTTPException(422, f"topk: expected an integer from 1 to {limits.topk}, or null")
-    if len(queries) * topk > limits.rows:
-        product = f"{len(queries)} queries x topk {topk} = {len(queries) * topk} passages"
-        raise HTTPException(422, f"queries, topk: found {product}, accepted: at most {limits.rows}")
-    if not isinstance(with_scores, bool):
-        raise HTTPException(422, "return_scores: expected true or false")
-    return queries, topk, with_scores
-
-
 def _render(rankings: list[list[Passage]], with_scores: bool) -> bytes:
-    content = {"result": [[_row(passage, with_scores) for passage in ranking] for ranking in rankings]}
-    try:
-        return orjson.dumps(content)
-    except TypeError:  # a lone surrogate in a passage: UTF-8 cannot encode it, but JSON can escape it
-        return json.dumps(content).encode()
+    # ASCII escapes: a corpus may contain half a surrogate pair, which UTF-8 cannot encode.
+    return json.dumps({"result": [[_row(passage, with_scores) for passage in r] for r in rankings]}).encode()
 
 
 def _row(passage: Passage, with_score: bool) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from psearch_jax.text import tags
 from psearch_jax.types import Question, UserError
 from retrieval.corpus import MemoryMappedCorpus
 from retrieval.protocol import CorpusError, Passage, RetrievalError
-from retrieval.remote import json_api, server, wire
+from retrieval.remote import http, server, wire
 from retrieval.service import RetrievalService
 
 COUNT = int(os.environ.get("HOSTILE", 200))
@@ -196,20 +196,16 @@ def test_servers_and_clients_read_or_refuse(body, data):
     asked = data.draw(st.fixed_dictionaries({}, optional={"queries": JSON, "topk": JSON, "return_scores": JSON}))
     for content in (body, json.dumps(asked).encode()):
         try:
-            queries, topk, _ = server._parse(content, server.Limits(), 3)
+            asked_for = http.parse(server.RetrieveRequest, content)
         except HTTPException as refused:
             assert refused.status_code == 422
         else:
-            assert all(isinstance(query, str) for query in queries) and 1 <= topk <= 100
+            assert all(isinstance(query, str) for query in asked_for.queries) and 1 <= (asked_for.topk or 3) <= 100
         for read in (lambda c=content: wire.read_rankings(c, 1, 3), lambda c=content: wire.read_description(c)):
             try:
                 read()
             except ValueError as error:
                 assert str(error)
-    search = json_api.LiveSearch(json_api.Settings(url="http://x/{query}", results="a", text="b", title="c", id="d"))
-    for result in (asked, data.draw(JSON), {"b": data.draw(JSON), "c": data.draw(JSON), "d": data.draw(JSON)}):
-        passage = search._passage(result)
-        assert passage is None or all(isinstance(text, str) for text in (passage.id, passage.title, passage.text))
 
 
 class Bomb:

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +12,14 @@ import pytest
 from bert_models import write_model
 from helpers import people
 
+import retrieval.indexing.encoding
 from retrieval.corpus import MemoryMappedCorpus, write_corpus
 from retrieval.encoders.encoder import BertEncoder
 from retrieval.encoders.hashing import HashingEncoder
 from retrieval.indexing.directory import BuildOptions, build_index, open_index, verify_index
+from retrieval.indexing.encoding import encode_to
 from retrieval.indexing.faiss_flat import read_flat
-from retrieval.protocol import CorpusError
+from retrieval.protocol import CorpusError, Passage
 from retrieval.service import RetrievalService
 
 
@@ -38,7 +43,7 @@ KINDS = ["exact", "tree", "sharded", "bm25"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_directory_survives_a_move(kind, directories, tmp_path):
-    """An index has absolute paths or depends on the original corpus, and breaks when it is copied elsewhere."""
+    """A copied index answers as before."""
     queries = [f"{p.title} born" for p in people()]
     before = RetrievalService.open(directories[kind]).search(queries, 3)
     moved = shutil.copytree(directories[kind], tmp_path / "elsewhere")
@@ -49,7 +54,7 @@ def test_directory_survives_a_move(kind, directories, tmp_path):
 
 
 def test_shards_answer_as_one_index(directories):
-    """Merged shards lose or repeat a passage, break ties differently, or name the passage of another row."""
+    """Merged shards return the passages, scores and order of one index."""
     queries = [f"{p.title} born" for p in people()] + ["born", ""]
     single, sharded = (RetrievalService.open(directories[kind]) for kind in ("exact", "sharded"))
     for k in (1, 3, 200):  # 200 is more than a shard contains
@@ -59,29 +64,17 @@ def test_shards_answer_as_one_index(directories):
 
 
 def test_shards_of_a_corpus_with_blank_lines(tmp_path):
-    """A shard looks for its rows at their offsets in the full file."""
+    """Every shard finds its rows, also behind blank lines."""
     write_corpus(tmp_path / "people.jsonl", people())
     text = (tmp_path / "people.jsonl").read_text()
     (tmp_path / "people.jsonl").write_text("\n" + text.replace("\n", "\n\n"))
     corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
     build_index(tmp_path / "index", corpus, HashingEncoder(64).fit(corpus), BuildOptions(shards=3))
-    assert list(open_index(tmp_path / "index")[1]) == people()
-
-
-def test_indexes_of_one_corpus_are_fused(directories, tmp_path):
-    """A hybrid index opens over two corpora, so that one row number stands for two passages."""
-    fused = RetrievalService.open(f"{directories['exact']},{directories['bm25']}")
-    rankings = fused.search([f"{p.title} born" for p in people()], 3)
-    assert [row[0].id for row in rankings] == [p.id for p in people()]
-    assert RetrievalService.open(f"{directories['sharded']},{directories['bm25']}").search(["Baro Quill"], 1)
-    write_corpus(tmp_path / "other.jsonl", people()[::-1])
-    build_index(tmp_path / "other", MemoryMappedCorpus(tmp_path / "other.jsonl"), None)
-    with pytest.raises(CorpusError, match="different corpora"):
-        RetrievalService.open(f"{directories['exact']},{tmp_path / 'other'}")
+    assert list(open_index(tmp_path / "index")[2]) == people()
 
 
 def test_target_recall_is_reached_and_recorded(tmp_path):
-    """The stored effort is not the tuned one, or the manifest's recall is not what a search achieves."""
+    """The stored effort is the tuned one, and the manifest states the recall that a search achieves."""
     write_corpus(tmp_path / "people.jsonl", people())
     corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
     encoder = HashingEncoder(64).fit(corpus)
@@ -96,7 +89,7 @@ def test_target_recall_is_reached_and_recorded(tmp_path):
 
 
 def test_vectors_of_a_published_flat_index(tmp_path):
-    """Vectors of another model, order or corpus are accepted, and every search is wrong."""
+    """The vectors of a FAISS file give the index of our own; those of another model, order or corpus are refused."""
     faiss = pytest.importorskip("faiss")
     write_corpus(tmp_path / "people.jsonl", people())
     corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
@@ -136,25 +129,21 @@ def test_vectors_of_a_published_flat_index(tmp_path):
 
 
 def test_options_that_do_not_fit(tmp_path):
-    """Options that exceed the corpus end in an abort inside ScaNN, or in an index with empty shards."""
+    """Options that exceed the corpus are refused before anything is written."""
     write_corpus(tmp_path / "people.jsonl", people())
     corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
     encoder = HashingEncoder(64).fit(corpus)
-    for options, chosen, message in (
-        (BuildOptions(shards=321), encoder, "shards is 321"),
-        (BuildOptions(shards=2), None, "BM25"),
-        (BuildOptions(target_recall=1.5), encoder, "target_recall is 1.5"),
-        (BuildOptions(shards=4, exact_below_rows=0, tree={"leaves": 81}), encoder, "leaves is 81"),
-        (BuildOptions(exact_below_rows=0, tree={"leaves": 400}), encoder, "leaves is 400"),
-        (BuildOptions(exact_below_rows=0, tree={"reorder": "int4"}), encoder, "int8"),
+    for options, message in (
+        (BuildOptions(shards=321), "shards is 321"),
+        (BuildOptions(target_recall=1.5), "target_recall is 1.5"),
     ):
         with pytest.raises(CorpusError, match=message):
-            build_index(tmp_path / "index", corpus, chosen, options)
+            build_index(tmp_path / "index", corpus, encoder, options)
         assert [p.name for p in tmp_path.iterdir()] == ["people.jsonl"]
 
 
 def test_a_rewritten_corpus_does_not_change_its_index(tmp_path):
-    """An index that shares the user's file is damaged when that is rewritten; a server that has it open is killed."""
+    """An index does not share the user's file: rewriting that changes no index and no running server."""
     path = tmp_path / "people.jsonl"
     write_corpus(path, people())
     for encoder in (HashingEncoder(64).fit(people()), None):
@@ -168,7 +157,7 @@ def test_a_rewritten_corpus_does_not_change_its_index(tmp_path):
 
 
 def test_links_of_a_snapshot(tmp_path):
-    """A hub snapshot contains symbolic links; copying them as links gives an index that leads nowhere once moved."""
+    """An index holds copies of what the symbolic links of a hub snapshot point to."""
     model, snapshot = write_model(tmp_path / "blobs" / "tiny-e5"), tmp_path / "snapshots" / "tiny-e5"
     write_corpus(tmp_path / "blobs" / "people.jsonl", people()[:20])
     snapshot.mkdir(parents=True)
@@ -183,10 +172,6 @@ def test_links_of_a_snapshot(tmp_path):
     assert RetrievalService.open(moved).search(["Baro Quill"], 1)
 
 
-def _truncate(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
 def _zero(path):
     path.write_bytes(bytes(path.stat().st_size))
 
@@ -197,29 +182,26 @@ def _flip_last_bit(path):
     path.write_bytes(content)
 
 
-def _remove(path):
-    path.unlink()
-
-
-@pytest.mark.parametrize("damage", [_truncate, _zero, _flip_last_bit, _remove])
+@pytest.mark.parametrize("damage", [_zero, _flip_last_bit, Path.unlink])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_damaged_file_is_refused_by_name(damage, kind, directories, tmp_path):
-    """ScaNN silently loads a damaged file and returns wrong results, or aborts the process."""
-    source = directories[kind]
-    names = sorted(p.relative_to(source) for p in source.rglob("*") if p.is_file())
-    assert len(names) >= 4
-    for name in names:
-        if name.name == "manifest.json" and damage is _flip_last_bit:
+    """No damaged file reaches ScaNN, which would return wrong results or abort the process."""
+    copy = shutil.copytree(directories[kind], tmp_path / "copy")
+    files = sorted(path for path in copy.rglob("*") if path.is_file())
+    assert len(files) >= 4
+    for path in files:
+        if path.name == "manifest.json" and damage is _flip_last_bit:
             continue  # its last byte is only a line break
-        copy = shutil.copytree(source, tmp_path / "copy")
-        damage(copy / name)
-        with pytest.raises(CorpusError, match=name.name):
+        content = path.read_bytes()
+        damage(path)
+        with pytest.raises(CorpusError, match=path.name):
             RetrievalService.open(copy)
-        shutil.rmtree(copy)
+        path.write_bytes(content)
+    RetrievalService.open(copy)
 
 
 def test_verify_reads_every_byte(directories, tmp_path):
-    """Damage between the sampled blocks of a large file, or in a shard, is never detected."""
+    """`verify_index` compares every byte, also in shards."""
     for kind in KINDS:
         files = [p for p in directories[kind].rglob("*") if p.is_file() and p.name != "manifest.json"]
         shards = list(directories[kind].glob("shard-*/manifest.json"))
@@ -231,7 +213,7 @@ def test_verify_reads_every_byte(directories, tmp_path):
 
 
 def test_what_scann_says_is_kept(directories, tmp_path, capfd):
-    """ScaNN's build log is lost or printed to the terminal, or opening an index changes it."""
+    """ScaNN's build log is kept and not printed, and opening an index changes no file."""
     log = (directories["tree"] / "scann.log").read_text()
     assert "Size of sampled dataset" in log or len(log.splitlines()) > 3, log
     before = sorted(directories["tree"].rglob("*"))
@@ -242,7 +224,7 @@ def test_what_scann_says_is_kept(directories, tmp_path, capfd):
 
 
 def test_every_swapped_file_is_refused_by_name(directories, tmp_path):
-    """A file from another index of the same shape is accepted, so that queries return the wrong passages."""
+    """A file from another index of the same shape is refused."""
     write_corpus(tmp_path / "other.jsonl", reversed(people()))
     corpus = MemoryMappedCorpus(tmp_path / "other.jsonl")
     build_index(tmp_path / "other", corpus, HashingEncoder(256).fit(people()[:300]))
@@ -272,7 +254,7 @@ def test_every_swapped_file_is_refused_by_name(directories, tmp_path):
     ],
 )
 def test_manifest_fields_are_checked(directories, tmp_path, field, value, word):
-    """An edited manifest, or one with an encoder that this program does not have, is trusted."""
+    """An edited manifest, or one with an unknown encoder, is refused in one line."""
     copy = shutil.copytree(directories["exact"], tmp_path / "copy")
     manifest = json.loads((copy / "manifest.json").read_text())
     (copy / "manifest.json").write_text(json.dumps(manifest | {field: value}))
@@ -281,18 +263,8 @@ def test_manifest_fields_are_checked(directories, tmp_path, field, value, word):
     assert "\n" not in str(error.value)
 
 
-def test_an_index_and_its_encoder_are_as_wide(directories, tmp_path):
-    """A width of `true` in the manifest counts as 1, and the error does not say which index it is."""
-    copy = shutil.copytree(directories["exact"], tmp_path / "copy")
-    manifest = json.loads((copy / "manifest.json").read_text())
-    manifest["encoder"]["dimensions"] = True
-    (copy / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CorpusError, match=r"copy.manifest\.json: .* the encoder makes True"):
-        RetrievalService.open(copy)
-
-
 def test_a_planted_pickle_is_never_loaded(directories, tmp_path):
-    """ScaNN unpickles scann_docids.pkl if there is one, so opening an untrusted index would run its code."""
+    """ScaNN would unpickle scann_docids.pkl and so run its code; an index with one is refused."""
     copy = shutil.copytree(directories["tree"], tmp_path / "copy")
     (copy / "scann" / "scann_docids.pkl").write_bytes(b"cos\nsystem\n(S'touch " + bytes(tmp_path) + b"/ran'\ntR.")
     with pytest.raises(CorpusError, match="scann_docids.pkl"):
@@ -303,3 +275,103 @@ def test_a_planted_pickle_is_never_loaded(directories, tmp_path):
     with pytest.raises(CorpusError, match="scann_docids.pkl"):
         RetrievalService.open(copy)
     assert not (tmp_path / "ran").exists()
+
+
+BUILD = """
+import sys, time
+import retrieval.indexing.directory as d
+import retrieval.indexing.encoding as e
+import retrieval.indexing.encoding
+from retrieval.corpus import MemoryMappedCorpus
+from retrieval.encoders.hashing import HashingEncoder
+
+class Hanging(HashingEncoder):
+    blocks, block_rows = 0, 16
+
+    def encode_passages(self, passages):
+        print("encode", flush=True)
+        self.blocks += 1
+        if self.blocks > int(sys.argv[3]):
+            time.sleep(600)
+        return super().encode_passages(passages)
+
+e.FLUSH_ROWS = 16
+corpus = MemoryMappedCorpus(sys.argv[1])
+idf = HashingEncoder(64).fit(corpus).idf
+d.build_index(sys.argv[2], corpus, Hanging(64, idf=idf), d.BuildOptions(shards=2, exact_below_rows=100))
+"""
+
+
+def test_a_killed_build_resumes_its_encoding(tmp_path):
+    """A kill loses no finished block of the encoding, and no partial index is taken for a complete one."""
+    write_corpus(tmp_path / "people.jsonl", people())
+    out = tmp_path / "index"
+
+    def build(blocks: int) -> subprocess.Popen:
+        arguments = [sys.executable, "-c", BUILD, str(tmp_path / "people.jsonl"), str(out), str(blocks)]
+        return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    first = build(13)
+    for _ in range(14):
+        assert first.stdout.readline() == "encode\n"
+    with pytest.raises(CorpusError, match="in use by another build"):
+        build_index(out, MemoryMappedCorpus(tmp_path / "people.jsonl"), None)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    with pytest.raises(CorpusError, match="manifest.json: missing"):
+        RetrievalService.open(out)
+
+    second = build(99)
+    encoded, errors = second.communicate()
+    assert second.returncode == 0, errors
+    assert encoded.count("encode") == 20 - 13
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["index", "people.jsonl"]
+    corpus = MemoryMappedCorpus(tmp_path / "people.jsonl")
+    build_index(tmp_path / "fresh", corpus, HashingEncoder(64).fit(corpus), BuildOptions(shards=2))
+    for shard in ("shard-000", "shard-001"):
+        files = [tmp_path / name / shard / "vectors.npy" for name in ("index", "fresh")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
+class Counting(HashingEncoder):
+    """Counts the rows it encodes; the passage titled `ill` gets a vector that is not finite."""
+
+    block_rows, rows, ill = 16, 0, ""
+
+    def encode_passages(self, passages):
+        self.rows += len(passages)
+        vectors = super().encode_passages(passages)
+        vectors[[p.title == self.ill for p in passages]] = np.nan
+        return vectors
+
+
+def test_blocks_are_encoded_again_where_texts_or_encoder_changed(tmp_path, monkeypatch):
+    """A resumed encoding reuses the blocks before the first changed one, and none of another encoder."""
+    monkeypatch.setattr(retrieval.indexing.encoding, "FLUSH_ROWS", 32)
+    idf, path, folder = HashingEncoder(64).fit(people()).idf, tmp_path / "people.jsonl", tmp_path / "partial"
+    folder.mkdir()
+
+    def encode(passages, seed: int = 0, ill: str = "") -> int:
+        write_corpus(path, passages)
+        encoder = Counting(64, seed, idf)
+        encoder.ill = ill
+        try:
+            encode_to(folder, MemoryMappedCorpus(path), encoder)
+        except CorpusError as error:
+            assert "row 100" in str(error) and "the first 96 rows are kept" in str(error)
+        else:
+            fresh = encoder.encode_passages(passages)
+            encoder.rows -= len(passages)
+            assert np.array_equal(np.load(folder / "vectors.npy"), fresh)
+        return encoder.rows
+
+    passages = people()
+    assert encode(passages, ill=passages[100].title) == 112  # up to the block of 16 with the bad passage
+    assert encode(passages) == 320 - 96
+    assert encode(passages) == 0
+    changed = [*passages[:200], Passage("new", "New", "Another text."), *passages[201:]]
+    assert encode(changed) == 320 - 192
+    assert encode(changed[:100]) == 4  # only its last, shorter block
+    assert encode(passages, seed=1) == 320
+    (folder / "encoded.json").write_text("[]")
+    assert encode(passages, seed=1) == 320

@@ -1,4 +1,4 @@
-"""The server: real processes and real HTTP on loopback, as Search-R1's clients use it."""
+"""The server over real HTTP on loopback, as Search-R1's clients use it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def contents(passage: Passage) -> dict:
 
 
 def test_both_shapes_of_the_answer(running, service):
-    """Field names that existing clients do not expect, or a reply without scores that fails as in the original."""
+    """Answers have the fields that Search-R1's clients parse, with and without scores."""
     queries = ["Baro Quill born", "", "Zora Crane"]
     wanted = service.search(queries, 2)
     with_scores = running.post({"queries": queries, "topk": 2, "return_scores": True})
@@ -69,25 +69,14 @@ def test_both_shapes_of_the_answer(running, service):
     assert len(default[0]) == 3 and running.post({"queries": []}).json() == {"result": []}
 
 
-def test_a_client_written_for_search_r1(running):
-    """Search-R1's own parsing of a reply must work: title from the first line, text from the rest."""
-    payload = {"queries": ["Baro Quill born"], "topk": 3, "return_scores": True}
-    results = running.post(payload).json()["result"]
-    text = ""
-    for number, row in enumerate(results[0]):
-        content = row["document"]["contents"]
-        title, body = content.split("\n")[0], "\n".join(content.split("\n")[1:])
-        text += f"Doc {number + 1}(Title: {title}) {body}\n"
-    assert text.startswith('Doc 1(Title: "Baro Quill") Baro Quill was born in 1800')
-
-
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"{", "not JSON"),
-        (b"\xff\xfe", "not JSON"),
-        (b"[" * 100_000, "not JSON"),
-        ([], "expected an object"),
+        (b"{", "Invalid JSON"),
+        (b"\xff\xfe", "Invalid JSON"),
+        (b"[" * 100_000, "Invalid JSON"),
+        (b'{"queries": ["\\ud800"]}', "Invalid JSON"),
+        ([], "should be an object"),
         ({}, "queries"),
         ({"queries": "who"}, "queries"),
         ({"queries": ["a", 3]}, "queries"),
@@ -97,27 +86,27 @@ def test_a_client_written_for_search_r1(running):
         ({"queries": ["a"], "topk": 101}, "topk"),
         (b'{"queries": ["a"], "topk": NaN}', "topk"),
         ({"queries": ["a"], "return_scores": 1}, "return_scores"),
-        ({"queries": ["a"] * 4097}, "at most 4096"),
+        ({"queries": ["a"] * 4097}, "at most 4096 items"),
         ({"queries": ["a" * 8193]}, "at most 8192"),
         ({"queries": ["a"] * 4096, "topk": 17}, "69632 passages, accepted: at most 65536"),
     ],
 )
 def test_malformed_requests_are_refused(running, body, words):
-    """A malformed request answered with a traceback or a guess, or one that ends the server."""
+    """A malformed request gets one line that names the field, and does not end the server."""
     answer = running.post(body)
     assert answer.status == 422 and words in answer.json()["detail"]
     assert "\n" not in answer.json()["detail"]
 
 
 def test_other_requests_are_refused(running):
-    """A wrong path or method answered with an HTML page to a client that parses JSON."""
+    """A wrong path or method is answered with JSON."""
     assert running.post({}, path="/search").status == 404
     answer = HTTP.request("GET", running.url + "/retrieve")
     assert answer.status == 405 and answer.json()["detail"]
 
 
 def test_oversized_bodies_are_cut_off(service):
-    """A body without a length that fills the server's memory."""
+    """A body above the limit is refused, also without a length."""
     with Running(make_app(service, Limits(body_bytes=1000))) as running:
         assert running.post(b" " * 1001).status == 413
         connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=20)
@@ -127,15 +116,8 @@ def test_oversized_bodies_are_cut_off(service):
         assert running.post({"queries": ["Baro Quill"]}).status == 200
 
 
-def test_queries_of_any_kind_over_http(running):
-    """Model output (half surrogates, control characters) that causes a 500, which clients retry for minutes."""
-    odd = ["\ud800 Baro Quill", "\x00", "東京 born", "## ##", "word " * 20_000]
-    rankings = HttpRetriever([running.url + "/retrieve"], retry_deadline_s=1).search(odd, 3)
-    assert rankings[0][0].id == "p0" and rankings[1] == []
-
-
 def test_a_token_is_asked_for(service):
-    """A server on a network that answers any client."""
+    """Only /health answers without the token."""
     with Running(make_app(service, token="s3cret")) as running:
         body = {"queries": ["Baro Quill"]}
         for headers in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "s3cret"}):
@@ -147,11 +129,11 @@ def test_a_token_is_asked_for(service):
 
 
 def test_concurrent_requests_share_searches(service):
-    """Every client waits for a search of its own, or gets the passages of another client's query."""
+    """Concurrent requests are searched together, and each gets its own passages."""
     watched = Watched(service, seconds=0.05)
     passages = people()
     with Running(make_app(watched)) as running, ThreadPoolExecutor(32) as pool:
-        retriever = HttpRetriever([running.url + "/retrieve"])
+        retriever = HttpRetriever(running.url + "/retrieve")
 
         def ask(number: int) -> bool:
             queries = [f"{passages[(number * 7 + i) % 320].title} born" for i in range(1 + number % 4)]
@@ -172,7 +154,7 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("error", [RetrievalError("the disk is\ngone"), MemoryError("/secret"), Panic("/secret")])
 def test_a_failed_search_is_told_and_survived(service, error):
-    """One failed search that ends the server, gives clients empty results or internals, or that /health hides."""
+    """A failed search is a 503 without internals, which /health reports until a search succeeds."""
     watched = Watched(service)
     with Running(make_app(watched)) as running:
 
@@ -191,7 +173,7 @@ def test_a_failed_search_is_told_and_survived(service, error):
 
 
 def test_one_poisoned_query_spoils_one_answer(service):
-    """A query that cannot be searched would make every request in its batch fail."""
+    """A query that cannot be searched fails its own request only."""
     watched = Watched(service, seconds=0.1)
     with Running(make_app(watched)) as running, ThreadPoolExecutor(9) as pool:
         first = pool.submit(running.post, {"queries": ["Lena Wend"]})
@@ -207,7 +189,7 @@ def test_one_poisoned_query_spoils_one_answer(service):
 
 
 def test_nobody_searches_for_clients_that_have_gone(service):
-    """A client that gives up and retries would double the work of a server that is already too slow."""
+    """Requests of clients that disconnected are not searched."""
     watched = Watched(service, seconds=0.4)
     with Running(make_app(watched)) as running:
         for n in range(8):
@@ -223,7 +205,7 @@ def test_nobody_searches_for_clients_that_have_gone(service):
     ("path", "size", "status"), [("/retrieve", 10 * 2**20, 413), ("/retrieve", 2**20, 401), ("/nowhere", 2**23, 404)]
 )
 def test_a_refused_client_reads_why(service, path, size, status):
-    """Closing a connection while a body still arrives resets it: the client sees no 413 and retries for minutes."""
+    """A client that is refused before its body has arrived can read the refusal instead of a connection reset."""
     with Running(make_app(service, token="s3cret" if status == 401 else None)) as running:
         for _ in range(3):
             connection = running.raw(b" " * size, path=path, headers="Connection: close\r\n")
@@ -233,15 +215,17 @@ def test_a_refused_client_reads_why(service, path, size, status):
             connection.close()
 
 
-def test_a_body_without_end_is_not_heard_out(service):
-    """A server that keeps reading a refused body would read forever."""
-    with Running(make_app(service, Limits(body_bytes=1000, linger_bytes=2**20))) as running:
+def test_a_refused_body_without_end_is_cut_off(service, monkeypatch):
+    """A refused body is read up to a limit of bytes and of time."""
+    monkeypatch.setattr("retrieval.remote.http.LINGER_BYTES", 2**20)
+    with Running(make_app(service, Limits(body_bytes=1000))) as running:
         connection, sent = running.raw(b"", 2**40), 0
         with pytest.raises(OSError):
             while sent < 2**30:
                 sent += connection.send(b" " * 2**16)
         connection.close()
-    with Running(make_app(service, Limits(body_bytes=1000, linger_s=0.3))) as running:
+    monkeypatch.setattr("retrieval.remote.http.LINGER_S", 0.3)
+    with Running(make_app(service, Limits(body_bytes=1000))) as running:
         connection, started = running.raw(b" " * 2000, 2**40), time.monotonic()
         with suppress(OSError):
             while time.monotonic() - started < 10:  # slowly but steadily, so that no idle timeout ends it
@@ -252,7 +236,7 @@ def test_a_body_without_end_is_not_heard_out(service):
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(service):
-    """A client cut off in the middle of a body would hold its place forever."""
+    """A client cut off in the middle of a body does not hold its place."""
     with Running(make_app(service, Limits(body_s=0.3, requests=1))) as running:
         connection = running.raw(b'{"queries": ', 100)
         wait_until(lambda: running.post({"queries": []}).status == 503)  # the only place is taken
@@ -264,7 +248,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(service):
 
 
 def test_more_than_fits_is_refused(service):
-    """Requests that pile up until the server is killed for its memory."""
+    """Requests and passages above the limit get 503 and may be asked again."""
     watched = Watched(service, seconds=0.5)
     with Running(make_app(watched, Limits(requests=3, rows_at_once=100))) as running, ThreadPoolExecutor(4) as pool:
         waiting = [pool.submit(running.post, {"queries": ["Baro Quill"], "topk": 30}) for _ in range(3)]
@@ -280,7 +264,7 @@ def test_more_than_fits_is_refused(service):
 
 
 def test_a_client_that_reads_nothing_is_hung_up_on(monkeypatch):
-    """Replies to clients that do not read them would fill the memory, and delay a stop."""
+    """The connection of a client that does not read its answer is closed."""
     monkeypatch.setattr("retrieval.remote.http.STALLED_S", 1)
     long = RetrievalService.from_corpus([Passage(str(n), f"Baro {n}", "quill " * 5000) for n in range(20)])
     with Running(make_app(long)) as running:
@@ -292,7 +276,7 @@ def test_a_client_that_reads_nothing_is_hung_up_on(monkeypatch):
 
 
 def test_a_request_whose_headers_do_not_end_is_not_waited_for(service, monkeypatch):
-    """A thousand connections that send nothing, or a byte from time to time, keep all other clients out for ever."""
+    """A connection that sends no complete request is closed, even if a byte arrives from time to time."""
     monkeypatch.setattr("retrieval.remote.http.HEAD_S", 0.5)
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
     with Running(make_app(Watched(service, seconds=1.0))) as running:
@@ -315,7 +299,7 @@ def test_a_request_whose_headers_do_not_end_is_not_waited_for(service, monkeypat
 
 
 def test_pages_of_other_sites_read_no_passages_without_a_token(service, running):
-    """A page of another site, under a host name of its own, reads a user's passages from a server on their machine."""
+    """A server without a token refuses pages of other sites, also under a host name that resolves to it."""
     evil = f"http://evil.example:{running.port}"
     for path in ("/retrieve", "/info", "/metrics"):
         for headers in ({"Host": f"evil.example:{running.port}", "Origin": evil}, {"Origin": evil}):
@@ -332,19 +316,19 @@ def test_pages_of_other_sites_read_no_passages_without_a_token(service, running)
         assert closed.post({"queries": ["Baro Quill"]}, **headers).status == 200
 
 
-def test_half_a_surrogate_pair(tmp_path):
-    """Half a surrogate pair in a passage, valid in JSON but not in UTF-8, would turn the entire reply into a 500."""
+def test_half_a_surrogate_pair_in_a_passage_is_served():
+    """Half a surrogate pair, valid in JSON but not in UTF-8, is neither a 500 nor lost, and in queries replaced."""
     passages = [Passage("odd", "Baro Quill", "Baro Quill wrote \ud83d once."), *people()[1:]]
     service = RetrievalService.from_corpus(passages)
+    queries = ["\ud800 Baro Quill", "\x00", "東京 born", "word " * 20_000]
     with Running(make_app(service)) as running:
-        answer = running.post(b'{"queries": ["Baro Quill \\ud800", "Lena Wend"], "topk": 1}')
-        assert answer.status == 200 and answer.json()["result"][0][0]["contents"].endswith("wrote \ud83d once.")
-        rankings = HttpRetriever(running.url + "/retrieve", retry_deadline_s=0).search(["Baro Quill", "Lena Wend"], 2)
-    assert rankings == service.search(["Baro Quill", "Lena Wend"], 2)
+        rankings = HttpRetriever(running.url + "/retrieve", retry_deadline_s=0).search(queries, 2)
+    assert rankings[0] == service.search(["? Baro Quill"], 2)[0] and rankings[0][0].text.endswith("\ud83d once.")
+    assert rankings[1] == []
 
 
 def test_a_large_answer_comes_in_parts(service, monkeypatch):
-    """A client that asks for more passages than the server returns at once would end its run with a refusal."""
+    """A client asks for no more passages at once than the server returns."""
     assert client.ROWS_PER_REQUEST <= Limits().rows
     monkeypatch.setattr(client, "ROWS_PER_REQUEST", 1000)
     queries = [passage.title for passage in people()][:45]
@@ -352,12 +336,3 @@ def test_a_large_answer_comes_in_parts(service, monkeypatch):
     with Running(make_app(watched, Limits(rows=1000))) as running:
         rankings = HttpRetriever(running.url + "/retrieve", retry_deadline_s=0).search(queries, 50)
     assert rankings == service.search(queries, 50) and [len(asked) for asked, _ in watched.calls] == [20, 20, 5]
-
-
-def test_a_request_in_flight_is_finished(service):
-    """A stop in the middle of a search that drops the reply that a client waits for."""
-    with ThreadPoolExecutor() as pool:
-        with Running(make_app(Watched(service, seconds=1.0))) as running:
-            answer = pool.submit(running.post, {"queries": ["Baro Quill"]})
-            time.sleep(0.4)
-        assert answer.result().status == 200  # the server stopped while it was searching

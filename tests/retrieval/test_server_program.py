@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,13 +15,13 @@ from urllib.parse import urlsplit
 import pytest
 from helpers import people
 from programs import ROOT, Program, completed
-from serving import HTTP, Running
+from serving import Running
 
 from retrieval.corpus import MemoryMappedCorpus, write_corpus
 from retrieval.encoders.hashing import HashingEncoder
 from retrieval.indexing.directory import build_index
 from retrieval.protocol import RetrievalError
-from retrieval.remote.client import HttpRetriever, connect
+from retrieval.remote.client import HttpRetriever
 from retrieval.remote.server import make_app
 from retrieval.service import RetrievalService
 
@@ -32,7 +30,8 @@ PROGRAM = ROOT / "launch" / "serve_retriever.py"
 
 STUCK = """
 import os, time
-from retrieval.remote.server import Limits, make_app, serve
+from retrieval.remote import http
+from retrieval.remote.server import make_app, serve
 
 class Stuck:
     def search(self, queries, k):
@@ -41,13 +40,14 @@ class Stuck:
     def describe(self):
         return {"corpus": None, "corpus_sha256": None, "rows": 1}
 
-print("whole stop:", serve(make_app(Stuck()), "0.0.0.0", 0, "{url}", stop_s=1), flush=True)
+with http.listen("0.0.0.0", 0) as listener:
+    print("finished:", serve(listener, make_app(Stuck()), "0.0.0.0", "{url}", stop_s=1), flush=True)
 os._exit(0)
 """
 
 
 def test_a_stop_has_an_end():
-    """One endless body, or one long search, that keeps the server from stopping until it is killed."""
+    """Neither an endless body nor a long search delays a stop beyond its limit; their clients get a 503."""
     process = subprocess.Popen(
         [sys.executable, "-c", STUCK],
         cwd=ROOT,
@@ -66,30 +66,11 @@ def test_a_stop_has_an_end():
     started = time.monotonic()
     replies = [connection.makefile("rb").read().decode() for connection in connections]
     output, errors = process.communicate(timeout=30)
-    assert time.monotonic() - started < 10 and process.returncode == 0 and output == "whole stop: False\n"
+    assert time.monotonic() - started < 10 and process.returncode == 0 and output == "finished: False\n"
     assert all("503" in text.split("\r\n")[0] and "stopping" in text for text in replies), replies
     assert "--host=0.0.0.0 without --token_file" in errors and "Traceback" not in errors
     for connection in connections:
         connection.close()
-
-
-EARLY = """
-import os, signal, uvicorn
-run = uvicorn.Server.run
-
-def stopped(self, sockets):
-    os.kill(os.getpid(), signal.SIGTERM)  # the address is printed, and uvicorn does not listen for signals yet
-    run(self, sockets)
-
-uvicorn.Server.run = stopped
-"""
-
-
-def test_a_stop_right_behind_the_start_is_heard():
-    """A server that is stopped as it starts would run until it is killed."""
-    script = EARLY + STUCK
-    process = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert process.returncode == 0 and process.stdout.endswith("whole stop: True\n"), process.stderr[-2000:]
 
 
 @pytest.fixture(scope="module")
@@ -110,62 +91,45 @@ def start(directory: Path, *flags: str) -> tuple[Program, str]:
 
 
 def test_the_program_serves_and_stops(directory, tmp_path):
-    """A SIGTERM that cuts off a request in progress, or exits with the code of a crash."""
+    """SIGTERM finishes the request in progress and ends with code 0."""
     (tmp_path / "token").write_text("s3cret\n")
     process, url = start(directory, "--port=0", f"--token_file={tmp_path / 'token'}")
-    retriever = HttpRetriever([url], token="s3cret")
+    retriever = HttpRetriever(url, token="s3cret")
     expected = RetrievalService.open(directory).search(["Baro Quill born"], 2)
     assert retriever.search(["Baro Quill born"], 2) == expected
     with pytest.raises(RetrievalError, match="401"):
-        HttpRetriever([url]).search(["a"], 1)
+        HttpRetriever(url).search(["a"], 1)
     with ThreadPoolExecutor() as pool:
-        large = pool.submit(retriever.search, [f"{p.title} {n}" for n in range(3) for p in people()], 50)
+        large = pool.submit(retriever.search, [p.title for p in people()], 50)
         time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        assert len(large.result()) == 960
+        assert len(large.result()) == 320
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 0 and errors == ""
 
 
-def test_the_corpus_behind_an_address_has_a_name(directory, tmp_path):
-    """An evaluation that cannot name its corpus: results over a wrong one look like those over the right one."""
+def test_a_server_describes_its_corpus_and_replicas_must_agree(directory):
+    """An evaluation can name the corpus of a server, and replicas that rank or contain other passages are refused."""
     service = RetrievalService.open(directory)
     digest = hashlib.sha256((directory / "corpus.jsonl").read_bytes()).hexdigest()
     ranking = service.describe()["ranking_sha256"]
-    named = {"corpus": "index", "corpus_sha256": digest, "ranking_sha256": ranking, "rows": 320}
-    in_memory = RetrievalService.from_corpus(people())
-    from_file = RetrievalService.from_corpus(directory / "corpus.jsonl")
-    other = in_memory.describe()["ranking_sha256"]  # vectors of another width
-    assert service.describe() == named and other != ranking
-    assert from_file.describe() == {**named, "corpus": "corpus.jsonl", "ranking_sha256": other}
-    assert in_memory.describe() == {**named, "corpus": None, "ranking_sha256": other}
-    part = RetrievalService.from_corpus(people()[:20])
-    with Running(make_app(service, token="s3cret")) as one, Running(make_app(service)) as two:
-        assert HTTP.request("GET", one.url + "/info").status == 401
-        assert connect(one.url + "/retrieve", token="s3cret").describe() == named
-        both = f"{one.url}/retrieve,{two.url}/retrieve"
-        assert connect(both, token="s3cret").describe() == named
-        with Running(make_app(part)) as three:
-            parts = connect(f"{two.url}/retrieve|{three.url}/retrieve")
-            joined = {name: f"{named[name]}|{part.describe()[name]}" for name in ("corpus_sha256", "ranking_sha256")}
-            assert parts.describe() == {"corpus": None, **joined, "rows": 340}
-            with pytest.raises(RetrievalError, match="not replicas of one index"):
-                connect(f"{two.url}/retrieve,{three.url}/retrieve").describe()
-        with Running(make_app(RetrievalService.open(shutil.copytree(directory, tmp_path / "copy")))) as four:
-            assert connect(f"{two.url}/retrieve,{four.url}/retrieve").describe()["rows"] == 320
-        with (
-            Running(make_app(in_memory)) as five,
-            pytest.raises(RetrievalError, match="replicas of one index.*ranking_sha256"),
-        ):
-            connect(f"{two.url}/retrieve,{five.url}/retrieve").describe()
+    described = {"corpus": "index", "corpus_sha256": digest, "ranking_sha256": ranking, "rows": 320}
+    other = RetrievalService.from_corpus(people())  # vectors of another width
+    assert service.describe() == described
+    assert other.describe() == {**described, "corpus": None, "ranking_sha256": other.describe()["ranking_sha256"]}
+    with Running(make_app(service)) as first, Running(make_app(service)) as second, Running(make_app(other)) as third:
+        urls = [f"{running.url}/retrieve" for running in (first, second, third)]
+        assert HttpRetriever(",".join(urls[:2])).describe() == described
+        with pytest.raises(RetrievalError, match="replicas of one index.*ranking_sha256"):
+            HttpRetriever(",".join(urls[1:])).describe()
     with pytest.raises(RetrievalError, match="no answer in 0 s"):
-        connect(one.url + "/retrieve", retry_deadline_s=0).describe()
+        HttpRetriever(urls[0], retry_deadline_s=0).describe()
 
 
 def test_a_killed_server_is_waited_for(directory):
-    """kill -9 of the server that ends every client's run, or makes a client receive another one's reply afterwards."""
+    """A client waits for a killed server to be restarted, and then gets its own answers."""
     process, url = start(directory, "--port=0")
-    retriever = HttpRetriever([url], retry_deadline_s=60)
+    retriever = HttpRetriever(url, retry_deadline_s=60)
     direct = RetrievalService.open(directory)
     queries = [f"{p.title} born" for p in people()]
     assert retriever.search(queries[:5], 2) == direct.search(queries[:5], 2)
@@ -182,7 +146,7 @@ def test_a_killed_server_is_waited_for(directory):
 
 
 def test_bad_flags_are_one_line(directory, tmp_path):
-    """A wrong flag that ends in a traceback, or in a server that serves something else."""
+    """A wrong flag ends with code 2 and one line that names it."""
     (tmp_path / "empty").write_text("\n")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -199,27 +163,3 @@ def test_bad_flags_are_one_line(directory, tmp_path):
             done = completed([PROGRAM, *flags], timeout=120)
             (line,) = done.stderr.splitlines()
             assert done.returncode == 2 and done.stdout == "" and words in line
-
-
-@pytest.mark.slow
-def test_a_minute_of_sixty_four_clients(directory):
-    """Under load, a reply to the wrong client, a reset connection, or a server that runs out of a resource."""
-    process, url = start(directory, "--port=0", "--cache_queries=100")
-    passages, direct = people(), RetrievalService.open(directory)
-    until = time.monotonic() + 60
-
-    def client(seed: int) -> int:
-        rng, retriever, asked = random.Random(seed), HttpRetriever([url], retry_deadline_s=0), 0
-        while time.monotonic() < until:
-            queries = [f"{rng.choice(passages).title} born {rng.randrange(50)}" for _ in range(rng.randrange(1, 5))]
-            k = rng.randrange(1, 4)
-            assert retriever.search(queries, k) == direct.search(queries, k)
-            asked += 1
-        return asked
-
-    with ThreadPoolExecutor(64) as pool:
-        counts = list(pool.map(client, range(64)))
-    process.terminate()
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 0 and errors == ""
-    assert min(counts) > 20

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 from browsing import asked, focus, opened, press, text, wait
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import Program, completed, wait_until
 from serving import HTTP, Running
@@ -25,11 +25,11 @@ from configs.smoke import get_config
 from psearch_jax.assembly import build
 from psearch_jax.closed_world.question_forms import questions
 from psearch_jax.config import from_mapping
-from psearch_jax.serving import openapi
 from psearch_jax.serving.answerer import Answerer
-from psearch_jax.serving.chat import Asking, Limits, make_app, read
+from psearch_jax.serving.api import ChatRequest
+from psearch_jax.serving.chat import Limits, make_app
 from retrieval.protocol import Passage, RetrievalError
-from retrieval.remote.http import listen
+from retrieval.remote.http import listen, parse
 
 PATH = "/v1/chat/completions"
 HOSTILE = "<img src=x onerror='window.forged = 1'><script>window.forged = 1</script>"
@@ -85,7 +85,7 @@ def chunks(response) -> list[dict]:
 
 
 def test_an_answer_in_one_piece_and_the_same_in_many(running, toy):
-    """A client that streams would get another answer than one that waits, or passages before their queries."""
+    """A client that streams gets the answer, passages and usage of one that waits."""
     answerer, _, asked = toy
     trajectory = list(answerer.answer(asked[0]))[-1].trajectory
     response = running.post(body(asked[0]), PATH)
@@ -112,7 +112,7 @@ def test_an_answer_in_one_piece_and_the_same_in_many(running, toy):
 
 
 def test_every_client_of_many_gets_the_answer_to_its_own_question(running, toy):
-    """Answers of sixteen clients over four slots would be mixed up, or depend on who else asks."""
+    """Sixteen clients over four slots each get the answer that their question has when it is asked alone."""
     _, _, asked = toy
     rounds = [(text, {"temperature": 1.0, "seed": seed}) for text in asked for seed in range(2)]
     alone = [running.post(body(text, **more), PATH).json() for text, more in rounds]
@@ -124,7 +124,7 @@ def test_every_client_of_many_gets_the_answer_to_its_own_question(running, toy):
 
 
 def test_a_client_that_leaves_gives_its_slot_back(running, toy):
-    """Four clients that close their connections would hold all slots, and count as in flight, for ever."""
+    """The slots of clients that disconnect are free for the next question."""
     answerer, watched, asked = toy
     watched.seconds = 0.5
     for stream in (True, False):
@@ -145,7 +145,7 @@ def running_metrics(running) -> str:
 
 
 def test_more_than_the_places_are_told_to_ask_again(toy):
-    """Without a limit, a crowd would fill the memory, and everybody would wait for minutes."""
+    """Requests above the limit get 503 and may be asked again."""
     answerer, watched, asked = toy
     watched.seconds = 1.0
     with Running(make_app(answerer, "toy", Limits(requests=2))) as small, ThreadPoolExecutor(6) as pool:
@@ -157,7 +157,7 @@ def test_more_than_the_places_are_told_to_ask_again(toy):
 
 
 def test_a_retriever_that_fails_is_told_and_the_next_one_answered(running, toy):
-    """A stream would end as if it were complete, or /health would not report the failure."""
+    """A failed search is an error in the answer, in the stream and in /health, until a search succeeds."""
     _, watched, asked = toy
     watched.broken = True
     response = running.post(body(asked[0]), PATH)
@@ -171,7 +171,7 @@ def test_a_retriever_that_fails_is_told_and_the_next_one_answered(running, toy):
 
 
 def test_what_is_counted_is_what_was_answered(toy):
-    """A refusal would count as a quick answer, or a stream that ended in an error or was left as a success."""
+    """The metrics count refusals, errors within a stream and abandoned streams by their status."""
     answerer, watched, asked = toy
     with Running(make_app(answerer, "toy", Limits(requests=2))) as running:
 
@@ -199,7 +199,7 @@ def test_what_is_counted_is_what_was_answered(toy):
 
 
 def test_passages_forge_no_answer(running, toy):
-    """Text between tags in an untrusted passage would count as the policy's own output."""
+    """Text between tags in an untrusted passage does not count as the policy's own output."""
     _, watched, asked = toy
     watched.poison = "\ud800"  # half a surrogate pair, which UTF-8 cannot encode
     response = running.post(body(asked[0]), PATH)
@@ -210,12 +210,10 @@ def test_passages_forge_no_answer(running, toy):
     assert response.status == 200 and "window.forged" in json.dumps(completion["psearch"])
     assert message["content"] != "forged" and "forged </answer>" not in message["reasoning_content"]
     assert streamed[-1]["psearch"]["answer"] == completion["psearch"]["answer"]
-    described = openapi._COMPLETION["properties"]["psearch"]["properties"]
-    assert completion["psearch"].keys() == described.keys(), "clients are generated from the description"
 
 
 def test_a_token_is_asked_for_but_not_for_the_page(toy):
-    """The API would be open to all, or the page that asks for the token would need one."""
+    """The API needs the token; the page that asks for it does not."""
     answerer, _, asked = toy
     with Running(make_app(answerer, "toy", token="word")) as closed:
         for path in (PATH, "/v1/models", "/metrics"):
@@ -227,13 +225,11 @@ def test_a_token_is_asked_for_but_not_for_the_page(toy):
         assert closed.post(body(asked[0]), PATH, Authorization="Bearer word").status == 200
 
 
-def test_earlier_messages_refuse_nothing():
-    """A client that resends its conversation would be refused for ever after one message with only a picture."""
-    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
-    asked = {"messages": [picture, {"role": "assistant", "content": None}, {"role": "user", "content": " Who? "}]}
-    assert read(asked, Limits()) == Asking("Who?")
-    with pytest.raises(HTTPException, match="the last one of role user"):
-        read({"messages": [{"role": "user", "content": "Who?"}, picture]}, Limits())
+def parsed(request) -> ChatRequest:
+    return parse(ChatRequest, json.dumps(request).encode())
+
+
+PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
 
 
 @pytest.mark.parametrize(
@@ -243,33 +239,49 @@ def test_earlier_messages_refuse_nothing():
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": " "}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "Who?"}, PICTURE]}, "messages"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "the body"),
         ({"messages": [{"role": "user", "content": "x" * 9000}]}, "messages"),
         ({"stream": 1}, "stream"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"seed": 2**64}, "seed"),
+        ({"seed": 1e300}, "seed"),
         ({"seed": "1"}, "seed"),
         ({"n": 2}, "n"),
     ],
 )
-def test_what_cannot_be_asked_is_named(changed, named):
-    """A field silently read as something else would answer another question than was asked."""
+def test_a_wrong_field_is_named(changed, named):
+    """No field is silently read as something else, which would answer another question than was asked."""
     with pytest.raises(HTTPException) as refused:
-        read({**body("Who?"), **changed}, Limits())
+        parsed({**body("Who?"), **changed})
     assert refused.value.status_code == 422 and refused.value.detail.startswith(named)
+    assert "\n" not in refused.value.detail
 
 
-def test_what_other_clients_send_is_read():
-    """Texts in parts, earlier messages, or fields without meaning here would be refused."""
+def test_what_other_clients_send_is_accepted():
+    """Texts in parts, earlier messages with pictures, and unknown fields are no reason to refuse."""
     parts = [{"type": "text", "text": "Who"}, {"type": "image_url"}, {"type": "text", "text": "is it?"}]
-    sent = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "Old?"}]}
-    sent["messages"] += [{"role": "assistant", "content": None}, {"role": "user", "content": parts}]
-    assert read({**sent, "temperature": None, "seed": None, "n": 1, "top_p": 1}, Limits()) == Asking("Who is it?")
-    assert read(body("Who?", seed=4.0), Limits()) == Asking("Who?", seed=4)
-    assert read(body(" Who? ", stream=True, temperature=2, seed=-3), Limits()) == Asking("Who?", True, 2.0, -3)
+    messages = [{"role": "system", "content": "s"}, PICTURE, {"role": "assistant", "content": None}]
+    messages.append({"role": "user", "content": parts})
+    asked = parsed({"messages": messages, "temperature": None, "seed": None, "n": 1, "top_p": 1})
+    assert asked.question == "Who is it?" and not asked.stream
+    asked = parsed(body(" Who? ", stream=True, temperature=2, seed=4.0))
+    assert (asked.question, asked.stream, asked.temperature, asked.seed) == ("Who?", True, 2.0, 4)
+
+
+def test_pages_of_other_sites_are_refused_where_no_token_is_asked_for(running, toy):
+    """A page of another site can neither ask in a reader's name nor, through its own host name, read the answers."""
+    _, _, asked = toy
+    local = running.url.removeprefix("http://").replace("127.0.0.1", "localhost")
+    foreign = ("http://evil.example", "null", "http://[", "http://a]b")
+    for headers in ({"Host": "evil.example"}, *({"Origin": origin} for origin in foreign)):
+        refused = running.post(body(asked[0]), PATH, **headers)
+        assert refused.status == 403 and refused.json()["error"]["message"], headers
+    for headers in ({}, {"Origin": running.url}, {"Host": local}):
+        assert running.post(body(asked[0]), PATH, **headers).status == 200
 
 
 JSON = st.recursive(
@@ -281,30 +293,16 @@ JSON = st.recursive(
 )
 
 
-def test_pages_of_other_sites_are_refused_where_no_token_is_asked_for(running, toy):
-    """A page of another site could ask in a reader's name or, through its own host name, read the answers."""
-    _, _, asked = toy
-    own = running.url.removeprefix("http://")
-    foreign = ("http://evil.example", "null", "http://[", "http://a]b")
-    for headers in ({"Host": "evil.example"}, *({"Origin": origin} for origin in foreign)):
-        refused = running.post(body(asked[0]), PATH, **headers)
-        assert refused.status == 403 and refused.json()["error"]["message"], headers
-    for headers in ({}, {"Origin": running.url}, {"Host": own.replace("127.0.0.1", "localhost")}):
-        assert running.post(body(asked[0]), PATH, **headers).status == 200
-
-
-@settings(max_examples=500, deadline=None)
-@example({"messages": [{"role": "user", "content": "x"}], "temperature": 10**400})
-@example({"messages": [{"role": "user", "content": "x"}], "seed": 1e300})
+@settings(max_examples=200, deadline=None)
 @given(st.dictionaries(st.sampled_from(["messages", "stream", "temperature", "seed", "n"]), JSON))
-def test_no_request_is_an_exception(asked):
-    """Any other exception would be a status 500 for the client and a traceback in the log."""
+def test_every_request_is_accepted_or_refused(asked):
+    """No request ends in another exception, which would be a status 500."""
     try:
-        asking = read(asked, Limits())
+        accepted = parsed(asked)
     except HTTPException as refused:
         assert refused.status_code == 422
     else:
-        assert asking.question.strip() and 0 <= asking.temperature <= 2
+        assert accepted.question and 0 <= (accepted.temperature or 0) <= 2
 
 
 @pytest.mark.parametrize("width", [1280, 400])
@@ -338,7 +336,7 @@ def test_the_page_asks_and_shows_the_fan_out(browser, running, toy, width):
 
 
 def test_the_page_stops_and_says_what_went_wrong(browser, running, toy):
-    """A cancelled question would still run, or a refusal would leave the page waiting."""
+    """The page cancels a question, and shows the reason of a refusal."""
     from selenium.webdriver.common.keys import Keys
 
     answerer, watched, _ = toy
@@ -361,7 +359,7 @@ def test_the_page_stops_and_says_what_went_wrong(browser, running, toy):
 
 
 def test_the_program_serves_and_stops_in_order():
-    """SIGTERM would cut off the answer in progress, or be ignored."""
+    """SIGTERM finishes the answer in progress."""
     program = Program(
         [sys.executable, "launch/serve_agent.py", "--port=0", "--slots=2", "--name=mine"], stderr=subprocess.DEVNULL
     )
@@ -382,7 +380,7 @@ def test_the_program_serves_and_stops_in_order():
 
 
 def test_a_stream_that_outlives_the_stop_ends_with_an_error(toy, caplog):
-    """The client of a stream sees its connection break, and the log a traceback, when the server stops."""
+    """A stream that the stop cuts off ends with an error event, without a traceback in the log."""
     answerer, watched, asked = toy
     watched.seconds = 4.0
     with Running(make_app(answerer, "toy"), grace_s=1) as stopping:
@@ -402,14 +400,14 @@ def test_a_stream_that_outlives_the_stop_ends_with_an_error(toy, caplog):
 
 
 def test_the_one_model_is_described(running):
-    """A client that asks for the model by its name, or needs its date, refuses the server."""
+    """The model can be asked for by its name."""
     (model,) = HTTP.request("GET", running.url + "/v1/models").json()["data"]
     assert HTTP.request("GET", f"{running.url}/v1/models/{model['id']}").json() == model and model["created"] > 1.6e9
     assert HTTP.request("GET", running.url + "/v1/models/other").status == 404
 
 
 def test_a_program_that_cannot_serve_says_so():
-    """An unknown policy or a port in use would end in a traceback, or be reported only after a minute of compiling."""
+    """An unknown policy and a used port are reported in one line, before anything is compiled."""
     with listen("127.0.0.1", 0) as taken:
         used = completed([sys.executable, "launch/serve_agent.py", f"--port={taken.getsockname()[1]}"])
     assert used.returncode == 2 and "cannot be bound" in used.stderr and "compiling" not in used.stderr
