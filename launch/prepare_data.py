@@ -35,8 +35,7 @@ cli.require("source", "out")
 
 def main(_: list[str]) -> None:
     cli.configure_jax()  # also sets up logging
-    from psearch_jax.data.evidence.triples import PREFIX, TripleOptions
-    from psearch_jax.data.prepared import prepare  # slow import, not needed for --help
+    from psearch_jax.data.prepared import TRIPLES_PREFIX, TripleOptions, prepare  # slow, not needed for --help
     from psearch_jax.eval.tables import table
 
     sources = [argument.partition(":")[::2] for argument in SOURCE.value]
@@ -46,10 +45,12 @@ def main(_: list[str]) -> None:
     if not SPLIT.value.isidentifier() or SPLIT.value == "all":
         raise UserError(f"--split={SPLIT.value}: accepted: a word such as train")
     skipped: list[str] | None = [] if SKIP.value else None
-    if not any(location.startswith(PREFIX) for _, location in sources):
+    if not any(location.startswith(TRIPLES_PREFIX) for _, location in sources):
         for name in ("corpus", "questions", "seed"):
             if flags.FLAGS[name].present:
-                raise UserError(f"--{name}={flags.FLAGS[name].value}: accepted with a --source=NAME:{PREFIX}FILE only")
+                raise UserError(
+                    f"--{name}={flags.FLAGS[name].value}: accepted with a --source=NAME:{TRIPLES_PREFIX}FILE only"
+                )
     corpus = MemoryMappedCorpus(CORPUS.value) if CORPUS.value else None
     triples = TripleOptions(QUESTIONS.value, SEED.value, corpus)
     questions = prepare(sources, SPLIT.value, OUT.value, skipped, triples)

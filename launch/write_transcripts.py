@@ -6,7 +6,7 @@
 The questions need evidence triples: a directory that launch/prepare_data.py made from triples, or a 2WikiMultiHopQA
 file. Of the model, only the tokenizer is loaded, to cut passages as a rollout does (config.rollout.obs_tokens). Of the
 questions of every kind, the share --split_share has a first search that is split into sub-queries.
-psearch_jax/data/teacher.py explains what the transcripts teach and what they leave to reinforcement learning.
+psearch_jax/data/scripted_transcripts.py explains what the transcripts teach and what they leave to reinforcement learning.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ def main(_: list[str]) -> None:
     from psearch_jax.config import from_mapping, with_method
     from psearch_jax.data.held_out import without_held_out
     from psearch_jax.data.prepared import open_questions
-    from psearch_jax.data.teacher import Alternation, rounds_of, transcript_row, transcripts
+    from psearch_jax.data.scripted_transcripts import Alternation, TranscriptWriter, transcript_row
     from psearch_jax.data.transcripts import Observations
+    from psearch_jax.data.triples import rounds_of
     from psearch_jax.eval.tables import table
     from psearch_jax.limits import validate
     from psearch_jax.text.tokenizer import Tokenizer
@@ -75,14 +76,15 @@ def main(_: list[str]) -> None:
         return tokenizer.decode(observations.rendered(queries, rankings, tokenizer.encode_foreign))
 
     rng = np.random.default_rng([SEED.value, 0x7EAC])
-    search_turns, sub_queries = config.rollout.search_turns, section.max_sub_queries
-    alternation = Alternation(SPLIT.value if sub_queries > 1 else 0.0, rng)
+    search_turns = config.rollout.search_turns
+    writer = TranscriptWriter(search, observe, search_turns, section.max_sub_queries)
+    alternation = Alternation(SPLIT.value if section.max_sub_queries > 1 else 0.0, rng)
     rows, left_out = [], 0
     written: Counter[str] = Counter()
     split: Counter[str] = Counter()
     with tqdm(total=COUNT.value, unit="transcript", disable=None) as bar:
         for i in rng.permutation(len(usable)):
-            turns = transcripts(usable[i], alternation.possible, search, observe, search_turns, sub_queries)
+            turns = writer.write(usable[i], alternation.possible)
             if not turns:
                 left_out += 1
                 continue

@@ -9,28 +9,38 @@ from __future__ import annotations
 import io
 import logging
 import shutil
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from tqdm import tqdm
 
-from psearch_jax.data.evidence.triples import PREFIX as TRIPLES_PREFIX
-from psearch_jax.data.evidence.triples import TripleOptions, iter_triple_questions
 from psearch_jax.data.sources import Seen, collect_questions, from_json, iter_questions, read_questions
+from psearch_jax.data.triple_questions import make_questions
+from psearch_jax.data.triples import read_triples, select_stated
 from psearch_jax.runtime.paths import locate, on_disk
 from psearch_jax.text.answers import normalise
 from psearch_jax.types import Kind, Question, UserError, first_line
+from retrieval.protocol import Passage
 
 log = logging.getLogger("psearch_jax")
 TFDS_PREFIX = "tfds:"
-QUESTIONS_PER_LOG_LINE = 100_000
+TRIPLES_PREFIX = "triples:"
 _DATASET = "psearch_qa"
+
+
+@dataclass(frozen=True)
+class TripleOptions:
+    """How questions are made from triples. `corpus`: passages that must state the facts; None: they are not checked."""
+
+    count: int = 2000
+    seed: int = 0
+    corpus: Sequence[Passage] | None = None
 
 
 class PreparedQuestions(Sequence[Question]):
@@ -58,14 +68,14 @@ class PreparedQuestions(Sequence[Question]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, place: Any) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         from psearch_jax.data.psearch_qa import to_question
 
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        if not -len(self) <= place < len(self):
-            raise IndexError(place)
-        return to_question(self._rows[int(place) % len(self)])
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return to_question(self._rows[int(index) % len(self)])
 
 
 def prepare(
@@ -73,14 +83,14 @@ def prepare(
     split: str,
     out: str | Path,
     skipped: list[str] | None = None,
-    triples: TripleOptions | None = None,
+    triples: TripleOptions = TripleOptions(),
 ) -> PreparedQuestions:
     """Writes the questions of `sources`, (name, location) pairs, as one dataset into `out`, completely or not at all.
 
     Args:
       split: the name of the TFDS split.
       skipped: receives one line per bad row; without it the first bad row is an error.
-      triples: how questions are made from locations triples:FILE; None: the defaults of `TripleOptions`.
+      triples: how questions are made from locations triples:FILE.
 
     Raises:
       UserError: as `iter_questions`, for ids that two sources share, when there are no questions, and when `out`
@@ -100,17 +110,12 @@ def prepare(
     def questions() -> Iterator[Question]:
         seen: Seen = {}
         try:
-            with tqdm(unit="question", disable=not sys.stderr.isatty()) as bar:
-                for name, location in sources:
-                    for question in _iter(location, name, skipped, seen, triples):
-                        yield question
-                        bar.update()
-                        if bar.disable and len(seen) % QUESTIONS_PER_LOG_LINE == 0:
-                            log.info("%d questions", len(seen))
+            for name, location in sources:
+                rows = _iter_location(location, name, skipped, seen, triples)
+                yield from tqdm(rows, desc=name, unit="question", disable=None)
             if not seen:
-                raise UserError(
-                    f"{', '.join(place for _, place in sources)}: no questions found, at least one is needed"
-                )
+                locations = ", ".join(location for _, location in sources)
+                raise UserError(f"{locations}: no questions found, at least one is needed")
         except UserError as error:  # TFDS would wrap it in its own error
             stopped.append(error)
             raise
@@ -139,7 +144,7 @@ def open_questions(
       UserError: as `read_questions` and `PreparedQuestions`.
     """
     if str(location).startswith(TFDS_PREFIX):
-        return list(_iter(str(location), source, skipped, {}))
+        return list(_iter_location(str(location), source, skipped, {}))
     if locate(location).is_dir():
         return PreparedQuestions(location)
     return read_questions(location, source, skipped)
@@ -168,14 +173,21 @@ def overlap(questions: Iterable[Question], training: Iterable[Question]) -> list
     return [question for question in questions if normalise(question.text) in known]
 
 
-def _iter(
-    location: str, source: str | None, skipped: list[str] | None, seen: Seen, triples: TripleOptions | None = None
+def _iter_location(
+    location: str, source: str | None, skipped: list[str] | None, seen: Seen, options: TripleOptions = TripleOptions()
 ) -> Iterator[Question]:
     if location.startswith(TFDS_PREFIX):
         name = location.removeprefix(TFDS_PREFIX)
         yield from collect_questions(_tfds_rows(location), from_json, source, name, skipped, seen)
     elif location.startswith(TRIPLES_PREFIX):
-        yield from iter_triple_questions(location, source or "triples", triples or TripleOptions(), skipped, seen)
+        triples, source = read_triples(location.removeprefix(TRIPLES_PREFIX), skipped), source or "triples"
+        if options.corpus is not None:
+            stated = select_stated(triples, options.corpus)
+            log.info("%s: passages about their entity state %d of %d triples", location, len(stated), len(triples))
+            triples = stated
+        questions = make_questions(triples, seed=options.seed, count=options.count, source=source)
+        rows = ((location, question) for question in questions)
+        yield from collect_questions(rows, lambda question, *_: question, source, "", skipped, seen)
     else:
         yield from iter_questions(location, source, skipped, seen)
 
@@ -198,21 +210,21 @@ def _tfds_rows(location: str) -> Iterator[tuple[str, dict[str, Any]]]:
             rows = tfds.data_source(name, split=split)
     except Exception as error:  # unknown names, missing splits, no network, files of another format
         raise UserError(f"{location}: cannot be opened ({first_line(error)})") from None
-    for place in range(len(rows)):
-        row = _decoded(rows[place])
+    for index in range(len(rows)):
+        row = _decode(rows[index])
         answer = row.get("answers", row.get("answer"))
         if isinstance(answer, dict):
             answer = list(dict.fromkeys([answer.get("value"), *answer.get("aliases", [])]))
-        identifier = row.get("question_id", row.get("id", place))
-        yield f"{location}: row {place + 1}", {**row, "id": identifier, "golden_answers": answer}
+        identifier = row.get("question_id", row.get("id", index))
+        yield f"{location}: row {index + 1}", {**row, "id": identifier, "golden_answers": answer}
 
 
-def _decoded(value: Any) -> Any:
+def _decode(value: Any) -> Any:
     """Converts TFDS's bytes to str and its arrays to lists."""
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if isinstance(value, dict):
-        return {name: _decoded(item) for name, item in value.items()}
+        return {name: _decode(item) for name, item in value.items()}
     if isinstance(value, np.ndarray | list | tuple):
-        return [_decoded(item) for item in value]
+        return [_decode(item) for item in value]
     return value.item() if isinstance(value, np.generic) else value

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from psearch_jax.data.evidence.triples import Triple
-from psearch_jax.data.teacher import rounds_of
+from psearch_jax.data.triples import Triple, rounds_of
 from psearch_jax.text.answers import normalise
 from psearch_jax.types import Question, UserError
 from retrieval.protocol import Passage, Retriever

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations
 
-from psearch_jax.data.evidence.facts import key, without_parenthesis
-from psearch_jax.data.teacher import rounds_of
+from psearch_jax.data.triples import name_key, rounds_of, without_parenthesis
 from psearch_jax.text.answers import contains_words, normalise
 from psearch_jax.types import Question, Trajectory
 
@@ -30,12 +29,13 @@ def pairs_of(question: Question) -> tuple[list[tuple[str, str]], list[tuple[str,
     """The independent and the dependent pairs of entities; empty if the question's facts are unknown."""
     rounds = rounds_of(question)
     facts = [fact for r in rounds for fact in r]
-    names = {key(fact.entity): fact.entity for fact in reversed(facts)}
-    edges = {(key(f.entity), key(f.value)) for f in facts if key(f.value) in names and key(f.value) != key(f.entity)}
+    names = {name_key(fact.entity): fact.entity for fact in reversed(facts)}
+    keys = [(name_key(fact.entity), name_key(fact.value)) for fact in facts]
+    edges = {(entity, value) for entity, value in keys if value in names and value != entity}
     levels: dict[str, int] = {}
     for level, r in enumerate(rounds):
         for fact in r:
-            levels.setdefault(key(fact.entity), level)
+            levels.setdefault(name_key(fact.entity), level)
     independent = [
         (names[a], names[b])
         for a, b in combinations(levels, 2)

@@ -1,0 +1,165 @@
+"""Evidence triples [entity, relation, value], as in the rows of 2WikiMultiHopQA: which facts a question needs."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+
+from psearch_jax.data.sources import iter_questions
+from psearch_jax.text.answers import contains_words, normalise
+from psearch_jax.types import Question, UserError
+from retrieval.protocol import Passage
+
+Date = tuple[int, ...]  # year, month, day; or only the year, or year and month
+# Formats of dates, and how many parts they state.
+_DATE_FORMATS = {"%d %B %Y": 3, "%B %d, %Y": 3, "%d %b %Y": 3, "%b %d, %Y": 3, "%Y-%m-%d": 3, "%B %Y": 2, "%Y": 1}
+_DESCRIPTION = re.compile(r'"|[?;]|\b(was|died|born)\b|, the ')  # in the place of a name
+
+
+@dataclass(frozen=True)
+class Triple:
+    """One evidence triple: the `relation` of `entity` is `value`."""
+
+    entity: str
+    relation: str
+    value: str
+
+    @property
+    def date(self) -> Date | None:
+        """The value as a date, if it is one."""
+        return parse_date(self.value)
+
+    @property
+    def value_spellings(self) -> tuple[str, ...]:
+        """The value as a passage may write it; a date with the day first or the month first."""
+        date = self.date
+        if not date or len(date) < 3:
+            return (self.value,)
+        month = f"{datetime(*date):%B}"
+        return tuple(dict.fromkeys((self.value, f"{date[2]} {month} {date[0]}", f"{month} {date[2]}, {date[0]}")))
+
+
+Rounds = tuple[tuple[Triple, ...], ...]
+
+
+@lru_cache(maxsize=1 << 16)
+def parse_date(text: str) -> Date | None:
+    """The date that a text consists of; None for ambiguous formats like 4/2/1894, and for years before 1000."""
+    for form, parts in _DATE_FORMATS.items():
+        try:
+            day = datetime.strptime(text.strip(), form)
+        except ValueError:
+            continue
+        return (day.year, day.month, day.day)[:parts]
+    return None
+
+
+def is_before(date: Date, other: Date) -> bool | None:
+    """Whether a date is the earlier one; None if they are equal or an unknown month or day would decide."""
+    known = min(len(date), len(other))
+    return None if date[:known] == other[:known] else date < other
+
+
+def name_key(name: str) -> str:
+    """A name normalised for case and white space."""
+    return " ".join(name.casefold().split())
+
+
+def without_parenthesis(title: str) -> str:
+    """`Karma (1986 film)` -> `Karma`."""
+    return re.sub(r" \([^()]*\)$", "", title)
+
+
+def read_triples(path: str | Path, skipped: list[str] | None = None) -> list[Triple]:
+    """The distinct triples in `metadata.evidences` of a question file, in order.
+
+    Args:
+      skipped: receives one line per bad row; without it the first bad row is an error.
+
+    Raises:
+      UserError: as `iter_questions`, and if no question has triples.
+    """
+    rows = (triple for q in iter_questions(path, None, skipped) for triple in q.metadata.get("evidences", []))
+    # Quotation marks at the ends are remnants of titles that were cut out of a text.
+    cleaned = ([" ".join(part.split()).strip('" ') for part in row] for row in rows)
+    triples = dict.fromkeys(Triple(*parts) for parts in cleaned if all(parts))
+    if not triples:
+        raise UserError(f"{path}: no evidence triples found, accepted: questions with metadata.evidences")
+    return list(triples)
+
+
+def dependency_rounds(triples: Sequence[Triple]) -> Rounds:
+    """The triples in the fewest rounds: a triple whose entity is another's value is in a later round than that one.
+
+    Names are compared without case and repeated white space. Triples in a dependency cycle (a spouse's spouse) have no
+    order: they share a round, after everything else that they need, and with what depends on them.
+    """
+    left, rounds = list(dict.fromkeys(triples)), []
+    while left:
+        free = [t for t in left if not any(o is not t and name_key(o.value) == name_key(t.entity) for o in left)]
+        free = free or left  # a cycle
+        rounds.append(tuple(free))
+        left = [t for t in left if t not in free]
+    return tuple(rounds)
+
+
+def rounds_of(question: Question) -> Rounds:
+    """The triples that a question needs, by rounds; empty if its metadata has neither `rounds` nor `evidences`.
+
+    `rounds` have triples in the order relation, entity, value. Evidences that are not all triples of strings count as
+    none: other data sets use the name for something else.
+    """
+    if "rounds" in question.metadata:  # only questions that this project made have them (sources.py)
+        rounds = question.metadata["rounds"]
+        return tuple(tuple(Triple(entity, relation, value) for relation, entity, value in r) for r in rounds)
+    evidences = question.metadata.get("evidences", [])
+    if not all(isinstance(e, Sequence) and len(e) == 3 and all(isinstance(p, str) for p in e) for e in evidences):
+        return ()
+    return dependency_rounds([Triple(*evidence) for evidence in evidences])
+
+
+def select_stated(triples: Iterable[Triple], corpus: Sequence[Passage]) -> list[Triple]:
+    """The triples whose value occurs in the passages with the entity's title; none if several titles share its name
+    (`Karma (1986 film)`).
+    """
+    triples = list(triples)
+    entities, titles = {name_key(t.entity) for t in triples}, defaultdict(set)
+    texts: dict[str, list[str]] = defaultdict(list)
+    for row in range(len(corpus)):
+        passage = corpus[row]
+        for name in {name_key(passage.title), name_key(without_parenthesis(passage.title))} & entities:
+            titles[name].add(passage.title)
+            texts[name].append(normalise(f"{passage.title} {passage.text}"))
+
+    def is_stated(triple: Triple) -> bool:
+        name = name_key(triple.entity)
+        values = map(normalise, triple.value_spellings)
+        return len(titles[name]) == 1 and any(contains_words(text, v) for v in values for text in texts[name])
+
+    return list(filter(is_stated, triples))
+
+
+def select_certain(triples: Iterable[Triple]) -> list[Triple]:
+    """The triples, sorted, without descriptions in place of names and entities with several values of a relation."""
+    values: dict[tuple[str, str], set[Triple]] = defaultdict(set)
+    for triple in triples:
+        values[triple.relation, name_key(triple.entity)].add(triple)
+    single = sorted((t for (t, *others) in values.values() if not others), key=lambda t: (t.relation, t.entity))
+    return [t for t in single if not any(len(n) > 60 or _DESCRIPTION.search(n) for n in (t.entity, t.value))]
+
+
+def chain_triples(triples: Sequence[Triple], length: int) -> list[tuple[Triple, ...]]:
+    """All chains of `length` triples: each one's entity is the previous one's value, and no entity repeats."""
+    about: dict[str, list[Triple]] = defaultdict(list)
+    for triple in triples:
+        about[name_key(triple.entity)].append(triple)
+    chains: list[tuple[Triple, ...]] = [(triple,) for triple in triples]
+    for _ in range(length - 1):
+        longer = ((*chain, t) for chain in chains for t in about.get(name_key(chain[-1].value), ()))
+        chains = [c for c in longer if name_key(c[-1].value) not in {name_key(link.entity) for link in c}]
+    return chains
