@@ -6,7 +6,7 @@
 The questions need evidence triples: a directory that launch/prepare_data.py made from triples, or a 2WikiMultiHopQA
 file. Of the model, only the tokenizer is loaded, to cut passages as a rollout does (config.rollout.obs_tokens). Of the
 questions of every kind, the share --split_share has a first search that is split into sub-queries.
-psearch_jax/data/scripted_transcripts.py explains what the transcripts teach and what they leave to reinforcement learning.
+psearch_jax/data/scripted_transcripts.py explains what the transcripts teach and what they leave open.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _DATASET = "psearch_qa"
 
 @dataclass(frozen=True)
 class TripleOptions:
-    """How questions are made from triples. `corpus`: passages that must state the facts; None: they are not checked."""
+    """How questions are made from triples. `corpus`: passages that must state the facts; None: no check."""
 
     count: int = 2000
     seed: int = 0

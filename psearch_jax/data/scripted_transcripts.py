@@ -1,9 +1,9 @@
 """Scripted transcripts over real passages: a cold start that teaches the grammar but not the strategy.
 
-Whether the facts of a question are searched at once or step by step is decided by `Alternation`, in the same shares for
-every kind; then the retrieved facts are stated. The first thought lists the entities and relations of the question in
-the same form for every kind. A question is used only if the observations, which may be cut, state every fact, with the
-first search split and without: otherwise some kinds would be split more often among the questions that are kept.
+Whether the facts of a question are searched at once or step by step is decided by `Alternation`, in the same shares
+for every kind; then the retrieved facts are stated. The first thought lists the entities and relations of the question
+in the same form for every kind. A question is used only if the observations, which may be cut, state every fact, with
+the first search split and without: otherwise some kinds would be split more often among the questions that are kept.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Makes parallel, sequential and single questions from evidence triples.
 
-A question is a clause in two word orders, direct (`where was the director of A born`) and indirect (`where the director
-of A was born`), inside a frame (`Tell me {indirect}.`). All forms share the frames and most of the vocabulary. Most
+A question is a clause in two word orders, direct (`where was the director of A born`) and indirect (`where the
+director of A was born`), inside a frame (`Tell me {indirect}.`). All forms share the frames and most words. Most
 sequential questions have a parallel twin with the same opening and connectives (`Which of A and B was born first?` and
 `Which of C and D is the father of the director of E?`), so these hardly reveal whether the facts are independent.
 """
@@ -205,7 +205,7 @@ class QuestionMaker:
         """A draft of a kind about facts that are not used up; None if many attempts fail."""
         forms = [name for name, form in FORMS.items() if form.kind == kind]
         shares = np.asarray([FORMS[name].share for name in forms])
-        for _ in range(60):
+        for _ in range(20):
             name = forms[int(self.rng.choice(len(forms), p=shares / shares.sum()))]
             draft = FORMS[name].draft(self)
             if draft and self.uses[draft.identity] < MOST_PER_FACTS:
@@ -215,16 +215,17 @@ class QuestionMaker:
     # -------------------------------------------------- questions
 
     def make(self, kind: Kind, twin: Kind | None, wanted: int) -> None:
-        """Adds questions of a kind until there are `wanted`, each together with one of the kind `twin` that has the
-        same signature. Stops earlier if too many attempts fail.
+        """Adds questions of a kind until there are `wanted`; stops after 40 attempts in a row that fail.
+
+        With `twin`, each is added together with a question of that kind that has the same signature.
         """
-        for _ in range(12 * wanted + 40):
-            if sum(question.kind == kind for question in self.made.values()) >= wanted:
-                break
+        failures = 0
+        while failures < 40 and sum(question.kind == kind for question in self.made.values()) < wanted:
             drafts = [self.draw(kind), self.draw(twin)] if twin else [self.draw(kind)]
             texts = [[t for t in draft.word() if normalise(t) not in self.made] if draft else [] for draft in drafts]
+            failures += 1
             if shared := set.intersection(*({signature(text) for text in of} for of in texts)):
-                chosen = self.pick(sorted(shared))
+                failures, chosen = 0, self.pick(sorted(shared))
                 for draft, of in zip(drafts, texts, strict=True):
                     self.add(draft, self.pick([text for text in of if signature(text) == chosen]))
 

@@ -124,8 +124,9 @@ def rounds_of(question: Question) -> Rounds:
 
 
 def select_stated(triples: Iterable[Triple], corpus: Sequence[Passage]) -> list[Triple]:
-    """The triples whose value occurs in the passages with the entity's title; none if several titles share its name
-    (`Karma (1986 film)`).
+    """The triples whose value occurs in the passages with the entity's title.
+
+    Left out are entities whose name several titles share, as `Karma (1986 film)` and another film do.
     """
     triples = list(triples)
     entities, titles = {name_key(t.entity) for t in triples}, defaultdict(set)

@@ -1,4 +1,4 @@
-"""Scripted transcripts: what they show, what they leave open, and which questions are left out."""
+"""Scripted transcripts: what they show, what they leave open, and which questions are used."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from programs import completed
 
-from psearch_jax.data.evidence.triples import Triple
+from psearch_jax.data.scripted_transcripts import Alternation, TranscriptWriter, first_thought, is_stated
 from psearch_jax.data.sources import read_questions
-from psearch_jax.data.teacher import Alternation, _stated, first_thought, rounds_of, transcripts
 from psearch_jax.data.transcripts import Observations
+from psearch_jax.data.triples import Triple, rounds_of
 from psearch_jax.text.tags import MIN_OBSERVATION_TOKENS, parse_turn
 from psearch_jax.types import KINDS, Question
 from retrieval.protocol import Passage
@@ -69,13 +69,17 @@ def everything(queries, rankings) -> str:
     return " ".join(f"{p.title} {p.text}" for ranking in rankings for p in ranking)
 
 
+def write(question, splits, search, observe=everything, **budgets):
+    return TranscriptWriter(search, observe, **budgets).write(question, splits)
+
+
 def both(question, search, observe=everything, **budgets):
-    return transcripts(question, (False, True), search, observe, **budgets)
+    return write(question, (False, True), search, observe, **budgets)
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_it_answers_right_from_what_was_retrieved(questions, search, kind):
-    """A transcript that teaches the model to invent facts, breaks the grammar or gives a wrong answer."""
+def test_transcripts_answer_from_what_was_retrieved(questions, search, kind):
+    """A transcript is in the grammar, shows passages for every query, and ends with the question's answer."""
     for turns in both(questions[kind], search).values():
         *searches, last = turns
         assert 1 <= len(searches) <= 3
@@ -88,8 +92,8 @@ def test_it_answers_right_from_what_was_retrieved(questions, search, kind):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
-def test_the_share_that_is_split_is_that_of_every_kind(share):
-    """A cold start that already splits the right questions would leave nothing for reinforcement learning to show."""
+def test_every_kind_is_split_in_the_same_share(share):
+    """Of the first n questions of any kind, share x n are split: the cold start does not show which kinds to split."""
     for seed in range(5):
         alternation = Alternation(share, np.random.default_rng(seed))
         decided = {kind: [alternation.next(kind) for _ in range(50)] for kind in KINDS}
@@ -101,14 +105,13 @@ def test_the_share_that_is_split_is_that_of_every_kind(share):
 
 
 def test_a_question_is_kept_whether_it_is_split_or_not(questions, search):
-    """Passages that show the facts of a search but not of two at once: of the kept transcripts of such a kind, fewer
-    would be split."""
+    """A question of which only one of the two transcripts can be written is left out."""
 
     def observe(queries, rankings):
         return everything(queries, rankings[:1])  # as a budget that only the first sub-query's passages fit
 
     def first_only(kind, splits):
-        return transcripts(questions[kind], splits, lambda queries: [search([q])[0][:1] for q in queries], observe)
+        return write(questions[kind], splits, lambda queries: [search([q])[0][:1] for q in queries], observe)
 
     assert first_only("comparison", (False,)) and first_only("compositional", (False, True))
     assert not first_only("comparison", (True,)) and not first_only("comparison", (False, True))
@@ -117,55 +120,50 @@ def test_a_question_is_kept_whether_it_is_split_or_not(questions, search):
         assert [len(turns[split][0].queries) > 1 for split in (False, True)] == [False, True]
 
 
-def test_the_first_thought_is_worded_alike_for_every_kind(questions):
-    """A thought that reveals the kind: splitting would be copied from it instead of decided."""
+def test_the_first_thought_reveals_nothing(questions, search):
+    """The first thought lists entities and relations, and does not reveal the kind."""
     thoughts = [first_thought(rounds_of(question)) for question in questions.values()]
     assert all(thought.startswith("Named: ") and thought.count(". Asked: ") == 1 for thought in thoughts)
     assert thoughts[0] == "Named: Alfred Hitchcock, Orson Welles. Asked: date of birth."
     assert thoughts[1] == "Named: Citizen Kane. Asked: director, place of birth."
     for words in ("that", "then", "of the", "depends", "both"):
         assert not any(words in thought for thought in thoughts)
-
-
-def test_the_first_thought_does_not_depend_on_whether_the_question_is_split(questions, search):
-    """A thought that announces the choice: the model would learn to follow the announcement."""
-    for kind in ROWS:
-        openings = {turns[0].text.split("</think>")[0] for turns in both(questions[kind], search).values()}
-        assert len(openings) == 1
+    for kind in ROWS:  # nor whether the question is split
+        assert len({turns[0].text.split("</think>")[0] for turns in both(questions[kind], search).values()}) == 1
 
 
 def test_questions_whose_facts_are_not_retrieved_are_left_out(questions, search):
-    """A thought that states what no passage says."""
+    """No thought states what no passage says, and no transcript has more searches than a rollout."""
     subset = RetrievalService.from_corpus(PASSAGES[:3])
     example = questions["comparison"]
     for splits in [(False,), (True,)]:
-        assert not transcripts(example, splits, lambda q: subset.search(list(q), 2), everything)
-        assert not transcripts(Question("s", "1", "Who?", ("A",), "single"), splits, search, everything)
-        assert not transcripts(questions["bridge_comparison"], splits, search, everything, search_turns=1)
+        assert not write(example, splits, lambda q: subset.search(list(q), 2))
+        assert not write(Question("s", "1", "Who?", ("A",), "single"), splits, search)
+        assert not write(questions["bridge_comparison"], splits, search, search_turns=1)
 
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_facts_that_the_observation_cuts_away_are_not_stated(questions, search, kind, tiny_tokenizer):
-    """The retrieved passages state a fact, but a rollout shows only their beginning: the model learns to invent it."""
+    """A fact must be in the part of the passages that a rollout shows."""
 
     def observe(tokens):
         observations = Observations(tokens)
         return lambda q, r: tiny_tokenizer.decode(observations.rendered(q, r, tiny_tokenizer.encode_foreign))
 
     for splits in [(False,), (True,)]:
-        assert not transcripts(questions[kind], splits, search, observe(MIN_OBSERVATION_TOKENS))
+        assert not write(questions[kind], splits, search, observe(MIN_OBSERVATION_TOKENS))
     assert both(questions[kind], search, observe(2000)) == both(questions[kind], search)
 
 
 def test_searches_have_no_more_sub_queries_than_a_rollout(questions, search):
-    """Fine-tuning refuses the complete file, because a search has more rankings than sub-queries."""
+    """With one sub-query allowed, every search has one."""
     for kind, searches in (("comparison", 2), ("compositional", 2), ("bridge_comparison", 4)):
-        turns = transcripts(questions[kind], (False,), search, everything, search_turns=4, max_sub_queries=1)[False]
+        turns = write(questions[kind], (False,), search, search_turns=4, max_sub_queries=1)[False]
         assert [len(turn.queries) for turn in turns] == [1] * searches + [0]
 
 
-def test_a_round_that_a_prepared_question_names(search):
-    """Questions made from triples store their rounds, not the triples."""
+def test_questions_made_from_triples_store_their_rounds(search):
+    """`rounds` has the relation first."""
     rounds = [[["director", "Citizen Kane", "Orson Welles"]], [["place of birth", "Orson Welles", "Kenosha"]]]
     question = Question("s", "1", "Where?", ("Kenosha",), "sequential", {"rounds": rounds})
     assert [[t.entity for t in r] for r in rounds_of(question)] == [["Citizen Kane"], ["Orson Welles"]]
@@ -173,11 +171,10 @@ def test_a_round_that_a_prepared_question_names(search):
 
 
 def test_equal_queries_are_one_as_in_a_rollout(search):
-    """Two facts with the same query: the transcript would show more rankings than the search has sub-queries, and
-    fine-tuning refuse the complete file."""
+    """Two facts with the same query are one sub-query with one ranking."""
     films = [["Vertigo", "director", "Alfred Hitchcock"], ["vertigo", "director", "Hitchcock"]]
     question = Question("s", "1", "Who?", ("Alfred Hitchcock",), "parallel", {"evidences": films})
-    assert transcripts(question, (False,), search, everything) and not both(question, search)  # nothing to split
+    assert write(question, (False,), search) and not both(question, search)  # nothing to split
     films.append(["Citizen Kane", "director", "Orson Welles"])
     turns = [turn for turns in both(question, search).values() for turn in turns if turn.queries]
     assert [len(turn.queries) for turn in turns] == [1, 1, 1, 2]
@@ -186,7 +183,7 @@ def test_equal_queries_are_one_as_in_a_rollout(search):
 
 
 def test_the_program_writes_what_fine_tuning_reads(tmp_path):
-    """A file that launch/sft.py refuses, or questions without triples accepted without a message."""
+    """The program writes a file even if texts cannot be encoded, and refuses questions without triples."""
     questions, corpus, out = (tmp_path / name for name in ("questions.jsonl", "corpus.jsonl", "new/out.jsonl"))
     questions.write_text("".join(json.dumps(row(kind)) + "\n" for kind in ROWS))
     # Half a surrogate pair, which cannot be written in UTF-8.
@@ -214,5 +211,5 @@ def test_the_program_writes_what_fine_tuning_reads(tmp_path):
 
 @pytest.mark.parametrize(("text", "stated"), [("X is a town in Indiana.", False), ("X is a town in India.", True)])
 def test_a_fact_is_stated_in_complete_words(text, stated):
-    """Transcripts teach the model to state what no passage says."""
-    assert _stated(Triple("X", "country", "India"), [text]) is stated
+    """`India` is not stated by `Indiana`."""
+    assert is_stated(Triple("X", "country", "India"), [text]) is stated
