@@ -33,7 +33,6 @@ class Target:
     devices: list[Any]
     chip: Chip
     kind: str
-    absent: bool = False  # the devices are CPU devices that stand in for GPUs
 
 
 def tpu_target(topology: str) -> Target:
@@ -54,7 +53,7 @@ def tpu_target(topology: str) -> Target:
     from jax.experimental import topologies
 
     try:
-        # On v4 the two cores of a chip are one device, as here by this option only.
+        # A v4 chip's two cores are one device on real slices; in topologies, only with this option.
         both_cores = {"chip_config_name": "megacore"} if topology.startswith("v4") else {}
         slice_ = topologies.get_topology_desc(platform="tpu", topology_name=topology, **both_cores)
         devices = list(slice_.devices)
@@ -72,31 +71,30 @@ def tpu_target(topology: str) -> Target:
 def cuda_target(topology: str) -> Target:
     """GPUs of one host, `h200` or `h200:8`: the real ones if present, else a description for XLA's GPU compiler.
 
-    If the GPU compiler is not installed either, the same number of CPU devices. XLA's CPU compiler keeps float32
-    copies of entire 16-bit weights, which the GPU compiler does not. Temporary arrays are therefore counted in the
-    same program with float32 throughout, an upper bound; arguments and results are exact. Call it before anything else
-    touches a device.
+    Call it before anything else touches a device.
 
     Raises:
-      UserError: the GPU is unknown, or the machine has fewer.
+      UserError: the GPU is unknown, the machine has fewer, or JAX's GPU package is not installed.
     """
     name, _, count = topology.partition(":")
     if name not in GPUS or not (count or "1").isdigit() or count == "0":
         raise UserError(f"--topology={topology}: accepted for GPUs: {', '.join(GPUS)}, with :N for several")
+    if not has_gpu_compiler():
+        raise UserError(
+            f"--topology={topology}: JAX's GPU compiler not found, accepted: pip install 'jax[cuda13]' (no GPU needed)"
+        )
     number = int(count or 1)
-    compiler = gpu_compiler()
-    there = compiler and Path("/dev/nvidia0").exists()
-    if not there:
+    if Path("/dev/nvidia0").exists():
+        devices = jax.devices()
+    else:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", number)
-    devices = absent_gpus(name, number) if compiler and not there else jax.devices()
+        devices = absent_gpus(name, number)
     if len(devices) < number:
         raise UserError(f"--topology={topology}: {len(devices)} devices found, accepted: at most that number")
-    kind = name if compiler else f"{name} (estimated)"
-    return Target(topology, devices[:number], GPUS[name], kind, absent=not compiler)
+    return Target(topology, devices[:number], GPUS[name], name)
 
 
-def gpu_compiler() -> bool:
+def has_gpu_compiler() -> bool:
     """Whether JAX's GPU plugin is installed."""
     return any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
@@ -106,11 +104,11 @@ def absent_gpus(name: str, number: int) -> list[Any]:
     from jax.experimental import topologies
 
     jax.devices()  # discovers the plugins of other platforms
-    described = {"target_config": gpu_description(name), "topology": f"1x1x{number}"}
+    described = {"target_config": _gpu_description(name), "topology": f"1x1x{number}"}
     return list(topologies.get_topology_desc("", "cuda", **described).devices)
 
 
-def gpu_description(name: str) -> str:
+def _gpu_description(name: str) -> str:
     """One of `GPUS` as XLA's compiler needs it without the device: GpuTargetConfigProto in text form."""
     kind, capability, cores, lanes, shared, threads, cache, clock = _PARTS[name]
     major, minor = str(capability).split(".")

@@ -284,9 +284,9 @@ def test_the_gpu_kernel():
 @pytest.mark.parametrize("gpu", ["h100", "a100-80", "l4"])
 def test_packed_rows_compile_for_gpus(gpu):
     """cuDNN refuses lengths together with a causal mask or grouped heads, or the gradient needs a scatter."""
-    from psearch_jax.planning.targets import absent_gpus, gpu_compiler
+    from psearch_jax.planning.targets import absent_gpus, has_gpu_compiler
 
-    if not gpu_compiler():
+    if not has_gpu_compiler():
         pytest.skip("the compiler for GPUs is not installed: pip install 'jax[cuda13]'")
     mesh = make_mesh(MeshSection(), absent_gpus(gpu, 1))
     place = NamedSharding(mesh, PartitionSpec())

@@ -256,9 +256,9 @@ def test_it_lowers_for_gpus(size, T, cached):
 @pytest.mark.parametrize("gpu", ["h100", "a100-80", "l4"])
 def test_it_compiles_for_gpus(gpu, cached):
     """More shared memory than a block may use, or a cache that is copied before it is read."""
-    from psearch_jax.planning.targets import absent_gpus, gpu_compiler
+    from psearch_jax.planning.targets import absent_gpus, has_gpu_compiler
 
-    if not gpu_compiler():
+    if not has_gpu_compiler():
         pytest.skip("the compiler for GPUs is not installed: pip install 'jax[cuda13]'")
     mesh = make_mesh(MeshSection(), absent_gpus(gpu, 1))
     place = NamedSharding(mesh, PartitionSpec())

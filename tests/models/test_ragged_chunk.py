@@ -167,9 +167,9 @@ def test_it_lowers_for_gpus(cached):
 @pytest.mark.parametrize("gpu", ["h100", "a100-80", "l4"])
 def test_it_compiles_for_gpus(gpu):
     """More shared memory or registers than a block may use, or a copy of the cache or of its rows."""
-    from psearch_jax.planning.targets import absent_gpus, gpu_compiler
+    from psearch_jax.planning.targets import absent_gpus, has_gpu_compiler
 
-    if not gpu_compiler():
+    if not has_gpu_compiler():
         pytest.skip("the compiler for GPUs is not installed: pip install 'jax[cuda13]'")
     mesh, R, T = make_mesh(MeshSection(), absent_gpus(gpu, 1)), 8, 1000
     for size, cached in (("0.5b", "bfloat16"), ("1.5b", "int8"), ("7b", "bfloat16")):
