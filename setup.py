@@ -11,7 +11,7 @@ PROGRAMS = sorted(
     path.stem for path in Path(__file__).with_name("launch").glob("*.py") if path.stem not in NOT_INSTALLED
 )
 
-DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"]
+DOCS = ["mkdocs-material>=9.6"]
 # Accelerator builds are extras: a plain install is for CPUs, which the tests and the demo use.
 EXTRAS = {
     "cuda": ["jax[cuda13]"],  # needs a driver of version 580 or newer

@@ -1,17 +1,14 @@
-"""What `make docs` adds to mkdocs: pages from outside docs/, working links, and the comments on fields.
+"""What `make docs` adds to mkdocs: pages from outside docs/, and working links.
 
 README.md is the home page. A link to another file of the repository leads to a copy of it below code/ on the site.
 """
 
 from __future__ import annotations
 
-import ast
 import posixpath
 import re
 from pathlib import Path
-from typing import Any
 
-import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -54,23 +51,3 @@ def _uri(file: Path) -> str:
         return file.relative_to(DOCS).as_posix()
     name = posixpath.relpath(file.as_posix(), ROOT.as_posix())
     return next((uri for uri, outside in OUTSIDE.items() if outside == name), f"code/{name}")
-
-
-class FieldComments(griffe.Extension):
-    """Makes the comments above and after a class's field its description on the pages of docs/api/."""
-
-    def on_attribute_instance(
-        self, *, node: ast.AST | griffe.ObjectNode, attr: griffe.Attribute, **options: Any
-    ) -> None:
-        """Adds the comments of a field that has no docstring."""
-        if attr.docstring or not isinstance(node, ast.AnnAssign) or not attr.parent or not attr.parent.is_class:
-            return
-        lines = attr.lines_collection[attr.filepath]
-        first = node.lineno - 1
-        while lines[first - 1].lstrip().startswith("#"):
-            first -= 1
-        comments = [line.strip() for line in lines[first : node.lineno - 1]]
-        comments.append(lines[node.end_lineno - 1][node.end_col_offset :].strip())
-        text = " ".join(comment.lstrip("# ") for comment in comments if comment)
-        if text:
-            attr.docstring = griffe.Docstring(text, parent=attr)

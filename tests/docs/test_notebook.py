@@ -42,7 +42,6 @@ def rows() -> list[dict]:
 
 
 def test_outputs_are_not_kept():
-    """The output of cells on somebody's machine becomes part of the notebook."""
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     assert all(
         not cell["outputs"] and cell["execution_count"] is None for cell in cells if cell["cell_type"] == "code"
@@ -51,7 +50,6 @@ def test_outputs_are_not_kept():
 
 @pytest.mark.slow
 def test_every_cell_runs(tmp_path, wordy_policy, monkeypatch):
-    """A renamed flag or field stops a newcomer in the middle of a notebook that worked when it was written."""
     nbformat, nbclient = (
         pytest.importorskip(name, reason=f"{name} is not installed") for name in ("nbformat", "nbclient")
     )

@@ -23,11 +23,8 @@ QUICK = {
 
 
 @pytest.mark.slow
-def test_the_newcomers_path(tmp_path):
-    """From the clone to an export and a question to it: a step that needs something that no earlier step produced.
-
-    The demo takes one step instead of sixty; everything else is typed as written.
-    """
+def test_the_commands_of_the_page_run_from_top_to_bottom(tmp_path):
+    """Every command of the page runs in a clone, with a demo of one step instead of sixty."""
     clone = tmp_path / "clone"
     copied(tracked(), clone)
     python = clone / ".venv" / "bin" / "python"  # this interpreter, as if `make` had installed everything
@@ -37,7 +34,7 @@ def test_the_newcomers_path(tmp_path):
     (clone / ".venv" / ".installed").touch()
     environment = {**os.environ, "PYTHONPATH": str(clone)}
 
-    def typed(kind: str, block: str) -> str:
+    def execute(kind: str, block: str) -> str:
         commands = [["bash", "-c", line] for line in block.replace("\\\n", "").splitlines()]
         commands = [[sys.executable, "-c", block]] if kind == "python" else commands
         output = ""
@@ -50,11 +47,13 @@ def test_the_newcomers_path(tmp_path):
         return output
 
     demo, asked, own, trained, _ = BLOCKS
-    typed(demo[0], f"{demo[1].strip()} ARGS='{' '.join(f'--config.{name}={value}' for name, value in QUICK.items())}'")
-    assert "search_r1:" in typed(*asked)
-    typed(*own)
+    execute(
+        demo[0], f"{demo[1].strip()} ARGS='{' '.join(f'--config.{name}={value}' for name, value in QUICK.items())}'"
+    )
+    assert "search_r1:" in execute(*asked)
+    execute(*own)
     assert len((clone / "corpus.jsonl").read_text().splitlines()) == 20
-    output = typed(*trained)
+    output = execute(*trained)
     assert re.search(r"^answer: (Vivifor|Nuhojun)$", output, re.MULTILINE), output[-2000:]
     (figures,) = json.loads((clone / "results" / "results.json").read_text())["benchmarks"].values()
     assert figures["all"]["em"] > 0.6, figures  # guessing: .5 on the 45 with two options, 0 on the 10 about years
