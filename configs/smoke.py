@@ -29,7 +29,6 @@ def get_config() -> ConfigDict:
             learning_rate=3e-4,
             warmup_ratio=0.05,
             kl_coefficient=0.001,
-            kl_clamp=0.0,  # as in the recorded experiments
             weight_decay=0.0,
         ),
         train=dict(steps=60, prompts=24, checkpoint_every_steps=30, trajectories_per_step=64),

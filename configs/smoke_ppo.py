@@ -3,9 +3,7 @@
     python launch/train.py --config=configs/smoke_ppo.py --workdir=runs/ppo
 
 Learning rates and updates suit the toy policy. The decomposition bonus is 0.5: for a split, a parallel question gains
-several times what a sequential one loses, and with the published 0.15 the policy split both kinds. Advantages are
-whitened separately for each kind of question, which avoids an early phase in which sequential questions are split too
-(docs/earlier_experiments.md).
+several times what a sequential one loses, and with the published 0.15 the policy split both kinds.
 """
 
 from ml_collections import ConfigDict
@@ -33,7 +31,6 @@ def get_config() -> ConfigDict:
             algorithm="ppo",
             kl_in="reward",
             kl_coefficient=0.001,
-            whiten="kind",
             mini_batch_rollouts=48,
             micro_batch_rows=16,
             learning_rate=1.5e-4,

@@ -16,7 +16,6 @@ EXPERIMENT = Experiment(
     arms={
         "published": Arm(),
         "critical path": Arm(CRITICAL_PATH),
-        "critical path annealed": Arm(CRITICAL_PATH | {"reward.critical_path_steps": 60}),
         "critical path with a price": Arm(CRITICAL_PATH | {"reward.sub_query_penalty": 0.05}),
         "outcome only": Arm({"reward.decomposition": 0.0, "reward.search_count": 0.0}),
     },

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
@@ -21,7 +20,7 @@ from absl import flags
 from psearch_jax.assembly import policy_flags
 from psearch_jax.runtime import cli, processes
 from psearch_jax.runtime.paths import check_new, on_disk
-from psearch_jax.types import Question, RewardParts, Trajectory, UserError
+from psearch_jax.types import Question, UserError
 
 log = logging.getLogger("psearch_jax")
 
@@ -64,7 +63,6 @@ def main(_: list[str]) -> None:
     from psearch_jax.eval.benchmarks import CLOSED_WORLD
     from psearch_jax.eval.evaluate import FILLS, evaluate, policy_settings, questions_digest
     from psearch_jax.eval.rejection import Selection, sample
-    from psearch_jax.rl.rewards import with_critical_path
 
     config = policy_flags.config(model)
     in_closed_world = QUESTIONS.value == CLOSED_WORLD
@@ -113,11 +111,7 @@ def main(_: list[str]) -> None:
             log.info("%d of %d questions", done, of)
 
     per_part = max(1, FILLS * config.rollout.slots // SAMPLES.value)
-    reward_of_one, section = build.reward_of(parts.config, parts.tokenizer), parts.config.reward
-
-    def reward(trajectories: Sequence[Trajectory]) -> list[RewardParts]:
-        return with_critical_path([reward_of_one(t) for t in trajectories], trajectories, section, step=0)
-
+    reward = build.reward_of(parts.config, parts.tokenizer)
     figures = sample(out, questions, roll_out, reward, selection, settings, per_part, progress)
     bar.close()
     if not processes.first():

@@ -81,11 +81,9 @@ def _validate_evaluation(config: Config) -> None:
 
 def _validate_reward(config: Config) -> None:
     w = config.reward
-    other = w.search_penalty or w.sub_query_penalty or w.gate_bonus_on_outcome or w.mixed != "sequential"
     _require(
-        w.profile == "paper" or not (w.outcome != "em" or other),
-        "reward: profile=compat requires outcome=em, search_penalty=0, sub_query_penalty=0, "
-        "gate_bonus_on_outcome=False and mixed=sequential",
+        w.profile == "paper" or (w.outcome == "em" and not w.sub_query_penalty),
+        "reward: profile=compat requires outcome=em and sub_query_penalty=0",
     )
     _require(
         w.parallelism == "labelled" or (w.profile == "paper" and config.rollout.samples > 1),
@@ -119,26 +117,12 @@ def _validate_learning(config: Config) -> None:
     _require(
         not (le.old_logprobs == "sampler" and le.importance_cap),
         f"learning.importance_cap={le.importance_cap} has no effect with old_logprobs=sampler, where the sampler's "
-        "log-probs are the old policy's; accepted: 0 (learning.dual_clip bounds the loss)",
-    )
-    _require(
-        le.importance_level == "token" or le.importance_cap,
-        "learning.importance_level: found sequence without learning.importance_cap, accepted: token, or an "
-        "importance_cap above 0",
-    )
-    _require(
-        not 0 < le.dual_clip < 1 + le.clip_high,
-        f"learning.dual_clip={le.dual_clip} is below 1 + clip_high={1 + le.clip_high}, accepted: 0, or at least that",
+        "log-probs are the old policy's; accepted: 0",
     )
     _require(
         not (config.mesh.rollout_devices and t.dynamic_sampling_rounds),
         f"mesh.rollout_devices: found {config.mesh.rollout_devices} with train.dynamic_sampling_rounds="
         f"{t.dynamic_sampling_rounds}, accepted: one of them",
-    )
-    _require(
-        not (le.guard and le.old_logprobs == "trainer" and t.prompts * r.samples <= le.mini_batch_rollouts),
-        f"learning.guard={le.guard} with old_logprobs=trainer needs more than one update per step; accepted: 0, or "
-        f"learning.mini_batch_rollouts below {le.mini_batch_rollouts}",
     )
 
 
@@ -150,7 +134,6 @@ def _validate_algorithm(config: Config) -> None:
             "rollout.samples=1 makes every advantage 0; accepted: at least 2, or any with learning.algorithm=ppo",
         )
         _require(le.kl_in == "loss", "learning.kl_in=reward: accepted with learning.algorithm=ppo")
-        _require(le.whiten == "batch", "learning.whiten=kind: accepted with learning.algorithm=ppo")
         return
     _require(
         not rounds,

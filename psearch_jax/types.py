@@ -144,11 +144,13 @@ class RewardParts:
     decomposition: float
     search_count: float
     critical_path: float = 0.0  # relative to the trajectory's group
+    unfinished: float = 0.0  # the penalty of a missing answer
 
     @property
     def total(self) -> float:
-        """The reward. Advantages use it minus the length penalty (`rl.rewards.length_penalty`)."""
-        return self.outcome + self.format + self.decomposition + self.search_count + self.critical_path
+        """The reward, from which advantages are computed."""
+        bonuses = self.decomposition + self.search_count + self.critical_path
+        return self.outcome + self.format + bonuses + self.unfinished
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ CLOSED = {"source": "closed_world"}
             ["config.reward.parallelism", "rollout.samples"],
         ),
         ({"reward": {"profile": "compat", "outcome": "f1"}}, ["outcome=em", "profile=compat"]),
-        ({"reward": {"profile": "compat", "mixed": "parallel"}}, ["mixed=sequential", "profile=compat"]),
+        ({"reward": {"profile": "compat", "outcome": "f1"}}, ["outcome=em", "profile=compat"]),
         ({"learning": {"kl_in": "reward"}}, ["kl_in=reward", "algorithm=ppo"]),
         ({"retrieval": {"index": "i", "corpus": "c"}}, ["config.retrieval", "index and corpus"]),
         ({"data": {"source": "q.jsonl"}, "eval": {"every_steps": 5}}, ["every_steps", "5", "data.validation=FILE"]),

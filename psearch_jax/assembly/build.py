@@ -31,8 +31,8 @@ from psearch_jax.data.loader import QuestionLoader
 from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.limits import validate
 from psearch_jax.models import lora
-from psearch_jax.rl.compat import check_examples, compat_reward
-from psearch_jax.rl.rewards import paper_reward
+from psearch_jax.rl.compat import CompatReward, check_examples
+from psearch_jax.rl.rewards import PaperReward, Reward
 from psearch_jax.rollout.boundary import cached_tables
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.copy import SamplingCopy
@@ -64,7 +64,7 @@ from psearch_jax.train.state import (
     state_shardings,
     updates_per_step,
 )
-from psearch_jax.types import Question, RewardParts, Trajectory, UserError, listed
+from psearch_jax.types import Question, UserError, listed
 from retrieval.protocol import Retriever
 
 log = logging.getLogger("psearch_jax")
@@ -344,15 +344,10 @@ def check_template(config: Config) -> None:
         check_examples(load_template(name), config.reward, f"config.data.template={name}")
 
 
-def reward_of(config: Config, tokenizer: Tokenizer) -> Callable[[Trajectory], RewardParts]:
-    reward = config.reward
-    if reward.profile == "paper":
-        return lambda t: paper_reward(t, reward)
-
-    def compat(t: Trajectory) -> RewardParts:
-        prompt = tokenizer.decode(t.ids[: t.prompt_length], control=True)
-        if config.data.prompt == "row":
-            check_examples(prompt, reward, f"the prompt of question {t.question.source} {t.question.id}")
-        return compat_reward(t, prompt, tokenizer.decode(t.ids[t.prompt_length :]), reward)
-
-    return compat
+def reward_of(config: Config, tokenizer: Tokenizer) -> Reward:
+    """The reward that `config.reward.profile` names."""
+    section = config.reward
+    penalty = section.unfinished_penalty if config.rollout.unfinished == "penalise" else 0.0
+    if section.profile == "paper":
+        return PaperReward(section, penalty)
+    return CompatReward(section, tokenizer, config.data.prompt == "row", penalty)

@@ -46,7 +46,7 @@ class RewardSection:
         "not split.",
     )
     search_count: float = setting(
-        0.35, "Earns this x (1 - abs(searches - 1)); for a sequential question, this x (1 - max(0, 2 - searches))."
+        0.35, "Earns this x (1 - abs(searches - 1)); for a sequential or mixed one, this x (1 - max(0, 2 - searches))."
     )
     parallelism: Literal["labelled", "critical_path"] = setting(
         "labelled",
@@ -60,14 +60,6 @@ class RewardSection:
         "answers), limited to half of it in both directions.",
         at_least=0,
     )
-    critical_path_steps: int = setting(
-        0, "Steps over which the weight `critical_path` falls linearly to 0; 0: it stays.", at_least=0
-    )
-    mixed: Literal["sequential", "parallel"] = setting(
-        "sequential", "Kind as which mixed questions (a comparison that contains a bridge) are rewarded."
-    )
-    gate_bonus_on_outcome: bool = setting(False, "Pays `decomposition` and `search_count` only for right answers.")
-    search_penalty: float = setting(0.0, "Subtracted for every search that was run.", at_least=0)
     sub_query_penalty: float = setting(
         0.0,
         "Subtracted for every sub-query that was run. Whether the needed ones run at once or one after the other, "
@@ -76,12 +68,6 @@ class RewardSection:
     )
     unfinished_penalty: float = setting(
         0.5, 'Subtracted from a rollout without an answer when rollout.unfinished is "penalise".'
-    )
-    overlong_tokens: int = setting(
-        0,
-        "Over the last `overlong_tokens` tokens of the context, a penalty rises linearly from 0 to "
-        "`unfinished_penalty` (arXiv 2503.14476 eq. 13); 0: none.",
-        at_least=0,
     )
 
 
@@ -99,11 +85,6 @@ class LearningSection:
     )
     gamma: float = share(1.0, "PPO only: discount per sampled token.")
     gae_lambda: float = share(1.0, "PPO only: lambda of GAE; 1 uses only rewards, 0 only the critic's next value.")
-    whiten: Literal["batch", "kind"] = setting(
-        "batch",
-        "PPO only. Advantages are normalized to mean 0 and variance 1 over the tokens of a step: `batch`: all of "
-        "them; `kind`: each kind of question separately.",
-    )
     clip_low: float = share(0.2, "Clips the ratio of policy to old policy below 1 - clip_low.")
     clip_high: float = setting(0.2, "Clips the same ratio above 1 + clip_high.", at_least=0)
     kl_coefficient: float = setting(
@@ -111,9 +92,6 @@ class LearningSection:
     )
     kl_in: Literal["loss", "reward"] = setting(
         "loss", "`loss`: the KL is a term of the loss; `reward`: it is subtracted from each token's reward (PPO only)."
-    )
-    kl_clamp: float = setting(
-        10.0, "Maximum of a token's KL in the loss; above it the KL has no gradient. 0: no maximum.", at_least=0
     )
     entropy_coefficient: float = setting(0.0, "Weight of the entropy, which is subtracted from the loss.", at_least=0)
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = setting(
@@ -129,27 +107,8 @@ class LearningSection:
     ratio: Literal["token", "sequence"] = setting(
         "token", "Ratio of policy to old policy per token, or per trajectory (GSPO)."
     )
-    dual_clip: float = setting(
-        0.0,
-        "Limits the loss of a token with negative advantage to dual_clip x abs(advantage) (arXiv 1912.09729); 0: off.",
-        at_least=0,
-    )
-    guard: float = setting(
-        0.0, "Weight of a penalty on good actions that become less likely (arXiv 2512.04220); 0: off.", at_least=0
-    )
     importance_cap: float = setting(
         0.0, "Weights each token by min(p_old / p_sampler, importance_cap); 0: off.", at_least=0
-    )
-    importance_level: Literal["token", "sequence"] = setting(
-        "token",
-        "The probabilities in that ratio: `token`: of each token; `sequence`: of all sampled tokens of the rollout.",
-    )
-    reject_ratio: float = setting(
-        0.0,
-        "Leaves a rollout out of the loss if the geometric mean of its tokens' p_old / p_sampler is above "
-        "reject_ratio or below 1 / reject_ratio; 0: off. With `old_logprobs=sampler`, p_old is that of the policy at "
-        "each update.",
-        accepted=Accepted("0, or above 1", lambda value: value == 0 or value > 1),
     )
     mini_batch_rollouts: int = setting(
         320, "Rollouts per optimizer step, in complete groups. The published 256 cuts groups of 5.", at_least=1
@@ -160,8 +119,6 @@ class LearningSection:
     )
     warmup_ratio: float = share(0.285, "Share of all updates over which the learning rate rises linearly.")
     weight_decay: float = setting(0.01, "Weight decay of AdamW, on all trained parameters.", at_least=0)
-    beta1: float = setting(0.9, "AdamW's decay rate of the mean gradient.", at_least=0, below=1)
-    beta2: float = setting(0.999, "AdamW's decay rate of the mean squared gradient.", at_least=0, below=1)
     gradient_clip: float = setting(
         1.0,
         "Maximum global norm of the gradient; larger gradients are scaled down to it.",
@@ -225,35 +182,17 @@ class CriticSection:
 
 @dataclass(frozen=True)
 class AlarmSection:
-    """Thresholds of metrics, as means over the last `window` steps, at which a run logs a warning."""
+    """Warnings that a run logs, and the probes that one of them reads (train/monitoring/alarms.py)."""
 
-    window: int = free(10, "Steps in each mean; no alarm before this many steps are done.", at_least=1)
-    reward_fall: float = free(
-        0.1, "Fall of the mean reward below its highest value; up to 0.05 in good runs of the demo."
+    window: int = free(
+        10, "Steps whose mean is compared with a threshold; no alarm before this many are done.", at_least=1
     )
-    over_splitting: float = free(
-        0.75, "Share of sequential questions that are split; up to 0.65 in the middle of good runs of the demo."
-    )
-    no_search: float = free(0.3, "Share of rollouts without a search.")
-    wrong_though_seen: float = free(
-        0.5, "Share of wrong answers among rollouts that had the right answer in a passage, other than yes and no."
-    )
-    likelihood_fall: float = free(
-        0.3, "Fall of the log-prob of right rollouts, in nats per token, while the reward did not rise."
-    )
-    entropy_rise: float = free(0.5, "Rise of the entropy above its lowest value, in nats per token.")
-    gap: float = free(0.1, "Mean absolute difference of sampler and trainer log-probs, in nats per token.")
-    sample_size: float = free(
-        0.5, "Effective sample size, as a share of the tokens, below which the sampler's weights are too old."
-    )
-    rejected: float = free(0.25, "Share of tokens that learning.reject_ratio leaves out.")
     probe_every_steps: int = free(
         25,
         "Steps between probes, which repeat one rollout per question with passages retrieved for other questions; "
         "0: none. Only the last probe counts.",
         at_least=0,
     )
-    probe_gain: float = free(0.05, "EM that the right passages must at least add in a probe.")
 
 
 @dataclass(frozen=True)

@@ -59,13 +59,6 @@ _SERIES = (
         "logprob_of_correct",
     ),
     (
-        "displaced",
-        "Learning",
-        "Likelihood displacement",
-        "Share of the tokens in actions with an advantage of 0 or more whose action became less likely.",
-        "displaced",
-    ),
-    (
         "explained",
         "Learning",
         "Explained variance of the critic",
@@ -88,6 +81,7 @@ _PARTS = {
     "format": "Reward for the format of the output.",
     "decomposition": "Reward for the decision to split.",
     "search_count": "Reward for the number of searches.",
+    "unfinished": "Penalty of a missing answer.",
 }
 
 

@@ -7,15 +7,13 @@ answer. Use it to reproduce published numbers; `rl.rewards.paper_reward` is the 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from psearch_jax.config import RewardSection
-from psearch_jax.rl.rewards import count_part, decomposition_part, format_part
+from psearch_jax.rl.rewards import count_part, decomposition_part, format_part, with_unfinished_penalty
 from psearch_jax.text.answers import exact_match
-from psearch_jax.text.tags import (
-    SEARCH_OPEN,
-    SEPARATOR,
-    TAG,
-)
+from psearch_jax.text.tags import SEARCH_OPEN, SEPARATOR, TAG
+from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Kind, RewardParts, Trajectory, UserError
 
 PROMPT_SEARCHES = 2  # assumed number of searches in the prompt's own examples
@@ -41,7 +39,6 @@ def compat_score(prompt: str, response: str, golds: tuple[str, ...], kind: Kind,
       A valid grammar is rewarded whatever the answer.
       The question counts as decomposed if the third search pair, counted from the prompt on, contains `##`.
       The number of searches is the count of opening tags minus 2, whether or not they were executed.
-    `mixed` counts as sequential.
     """
     text = prompt + response
     answers = _ANSWER.findall(text)
@@ -49,7 +46,6 @@ def compat_score(prompt: str, response: str, golds: tuple[str, ...], kind: Kind,
     right = exact_match(answer, golds)
     searches = _SEARCH.findall(text)
     decomposed = len(searches) > PROMPT_SEARCHES and SEPARATOR in searches[PROMPT_SEARCHES]
-    kind = "sequential" if kind == "mixed" else kind
     return RewardParts(
         outcome=float(right),
         format=format_part(right, answer is not None, valid_transcript(text), reward),
@@ -58,17 +54,35 @@ def compat_score(prompt: str, response: str, golds: tuple[str, ...], kind: Kind,
     )
 
 
-def compat_reward(trajectory: Trajectory, prompt_text: str, response_text: str, reward: RewardSection) -> RewardParts:
-    """`compat_score` of a trajectory.
+class CompatReward:
+    """`compat_score` of rollouts.
+
+    The prompt is read with control tokens as text, because the grammar starts after the assistant marker; the reply,
+    which is sampled text and observations, without them, because nothing may follow the answer.
 
     Args:
-      trajectory: only its question is used.
-      prompt_text: the prompt, including control tokens as text; the grammar starts after the assistant marker.
-      response_text: sampled text and observations without control tokens; nothing may follow the answer.
-      reward: the weight of each part.
+      section: the weight of each part.
+      check_prompts: check the prompt of every rollout by `check_examples`, where prompts differ between questions.
+      unfinished_penalty: what a rollout without an answer loses.
     """
-    question = trajectory.question
-    return compat_score(prompt_text, response_text, question.answers, question.kind, reward)
+
+    def __init__(
+        self, section: RewardSection, tokenizer: Tokenizer, check_prompts: bool, unfinished_penalty: float = 0.0
+    ):
+        self._section, self._tokenizer = section, tokenizer
+        self._check_prompts, self._unfinished_penalty = check_prompts, unfinished_penalty
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> list[RewardParts]:
+        parts = [self._score(t) for t in trajectories]
+        return with_unfinished_penalty(parts, trajectories, self._unfinished_penalty)
+
+    def _score(self, trajectory: Trajectory) -> RewardParts:
+        question, ids, start = trajectory.question, trajectory.ids, trajectory.prompt_length
+        prompt = self._tokenizer.decode(ids[:start], control=True)
+        if self._check_prompts:
+            check_examples(prompt, self._section, f"the prompt of question {question.source} {question.id}")
+        response = self._tokenizer.decode(ids[start:])
+        return compat_score(prompt, response, question.answers, question.kind, self._section)
 
 
 def check_examples(prompt: str, reward: RewardSection, name: str) -> None:

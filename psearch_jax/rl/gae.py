@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 EPSILON = 1e-8
@@ -31,7 +29,7 @@ def token_rewards(
     return out
 
 
-def advantages(
+def estimate_advantages(
     rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, gae_lambda: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Generalised advantage estimation (arXiv 1506.02438 eq. 16), and the returns as the critic's targets.
@@ -63,26 +61,19 @@ def advantages(
     return out.astype(np.float32), returns.astype(np.float32)
 
 
-def whitened(advantages: np.ndarray, mask: np.ndarray, tasks: Sequence[str]) -> np.ndarray:
-    """Normalises advantages to mean 0 and variance 1 over the sampled tokens of each task.
-
-    If tasks differ in the scale of their rewards, joint normalisation favours those with large rewards. Separate
-    normalisation weighs them equally (as arXiv 1809.04474 does for values of several games). For a task with one row,
-    only the differences between its tokens remain.
+def whiten(advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Normalises advantages to mean 0 and variance 1 over the sampled tokens.
 
     Args:
       advantages, mask: [N, S].
-      tasks: N task names, one per row.
 
     Returns:
       [N, S] float32; 0 where the mask is 0.
     """
-    out = np.zeros_like(advantages, np.float32)
-    for task in np.unique(tasks):
-        sampled = (mask > 0) & (np.asarray(tasks) == task)[:, None]
-        own = advantages[sampled].astype(np.float64)
-        if own.size:
-            out[sampled] = (own - own.mean()) / np.sqrt(own.var() + EPSILON)
+    out, sampled = np.zeros_like(advantages, np.float32), mask > 0
+    values = advantages[sampled].astype(np.float64)
+    if values.size:
+        out[sampled] = (values - values.mean()) / np.sqrt(values.var() + EPSILON)
     return out
 
 

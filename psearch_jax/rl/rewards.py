@@ -3,19 +3,46 @@
 It has four parts: whether the answer is correct (`outcome`), whether the grammar is valid (`format`), whether the
 question was split exactly when it should be (`decomposition`), and whether the number of searches matches its kind
 (`search_count`). The last two read the labelled kind of the question. `with_critical_path` can replace them without
-labels. No text is parsed here.
+labels. `PaperReward` is all of them as a function of a step's rollouts. No text is parsed here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from psearch_jax.config import RewardSection
 from psearch_jax.text.answers import exact_match, f1
 from psearch_jax.types import Kind, RewardParts, Trajectory
 
 MAX_BONUS = 0.5  # maximum of the relative shortening of the critical path
+
+
+class Reward(Protocol):
+    """The rewards of rollouts."""
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> list[RewardParts]:
+        """The rewards of N trajectories, in complete groups."""
+        ...
+
+
+class PaperReward:
+    """The published reward, or the one for a short critical path.
+
+    Args:
+      section: the weights and options.
+      unfinished_penalty: what a rollout without an answer loses.
+    """
+
+    def __init__(self, section: RewardSection, unfinished_penalty: float = 0.0):
+        self._section, self._unfinished_penalty = section, unfinished_penalty
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> list[RewardParts]:
+        parts = [paper_reward(t, self._section) for t in trajectories]
+        if self._section.parallelism == "critical_path":
+            parts = with_critical_path(parts, trajectories, self._section.critical_path)
+        return with_unfinished_penalty(parts, trajectories, self._unfinished_penalty)
 
 
 def paper_reward(trajectory: Trajectory, reward: RewardSection) -> RewardParts:
@@ -26,23 +53,21 @@ def paper_reward(trajectory: Trajectory, reward: RewardSection) -> RewardParts:
       reward: the weights and options; its defaults are the published ones.
     """
     question = trajectory.question
-    kind: Kind = reward.mixed if question.kind == "mixed" else question.kind
     right = exact_match(trajectory.answer, question.answers)
     worth = float(right) if reward.outcome == "em" else f1(trajectory.answer, question.answers)
     form = format_part(worth, trajectory.answer is not None, trajectory.well_formed, reward)
     searches = len(trajectory.executed)
-    sub_queries = sum(len(turn.queries) for turn in trajectory.executed)
-    penalty = reward.search_penalty * searches + reward.sub_query_penalty * sub_queries
-    if reward.parallelism == "critical_path" or (reward.gate_bonus_on_outcome and not right):
+    penalty = reward.sub_query_penalty * sum(len(turn.queries) for turn in trajectory.executed)
+    if reward.parallelism == "critical_path":
         return RewardParts(worth, form, 0.0, -penalty)
-    decomposition = decomposition_part(kind, trajectory.decomposed, reward.decomposition)
-    return RewardParts(worth, form, decomposition, count_part(kind, searches, reward.search_count) - penalty)
+    decomposition = decomposition_part(question.kind, trajectory.decomposed, reward.decomposition)
+    return RewardParts(worth, form, decomposition, count_part(question.kind, searches, reward.search_count) - penalty)
 
 
 def never_pays_for_splitting(kinds: Iterable[Kind], reward: RewardSection) -> bool:
     """Whether the reward has a bonus for splitting that no question of these kinds can earn."""
     labelled = reward.parallelism == "labelled" and reward.decomposition > 0
-    return labelled and all((reward.mixed if kind == "mixed" else kind) != "parallel" for kind in kinds)
+    return labelled and all(kind != "parallel" for kind in kinds)
 
 
 def format_part(worth: float, answered: bool, well_formed: bool, reward: RewardSection) -> float:
@@ -64,34 +89,25 @@ def decomposition_part(kind: Kind, decomposed: bool, weight: float) -> float:
 
 
 def count_part(kind: Kind, searches: int, weight: float) -> float:
-    """weight * (1 - distance); distance is |searches - 1|, or max(0, 2 - searches) for a sequential question."""
-    distance = max(0, 2 - searches) if kind == "sequential" else abs(searches - 1)
+    """weight * (1 - distance); distance is max(0, 2 - searches) for dependent searches, else |searches - 1|."""
+    distance = max(0, 2 - searches) if kind in ("sequential", "mixed") else abs(searches - 1)
     return weight * (1 - distance)
 
 
 def with_critical_path(
-    parts: Sequence[RewardParts], trajectories: Sequence[Trajectory], reward: RewardSection, step: int
+    parts: Sequence[RewardParts], trajectories: Sequence[Trajectory], weight: float
 ) -> list[RewardParts]:
     """Adds the bonus of reward.parallelism=critical_path: right answers earn more, the shorter their critical path.
 
     The critical path is the number of model turns: sub-queries of one search run at once, searches in different turns
-    do not. A right answer gets w * clip(1 - turns / mean, -MAX_BONUS, MAX_BONUS). The mean is over the right answers
-    to its question; w is reward.critical_path, which falls linearly to 0 over `critical_path_steps` steps. No label of
-    the question is read. Wrong answers neither get a bonus nor count towards the mean, so that answering early does
-    not pay. Centring and clipping are as in P-GRPO (arXiv 2512.07843), the annealing as in PARL (arXiv 2602.02276).
+    do not. A right answer gets weight * clip(1 - turns / mean, -MAX_BONUS, MAX_BONUS). The mean is over the right
+    answers to its question. No label of the question is read. Wrong answers neither get a bonus nor count towards the
+    mean, so that answering early does not pay. Centring and clipping are as in P-GRPO (arXiv 2512.07843).
 
     Args:
       parts: N, of the trajectories.
       trajectories: N, in complete groups.
-      step: training steps taken before.
-
-    Returns:
-      N rewards; the given ones with parallelism=labelled.
     """
-    if reward.parallelism == "labelled":
-        return list(parts)
-    steps = reward.critical_path_steps
-    weight = reward.critical_path * (max(0.0, 1.0 - step / steps) if steps else 1.0)
     groups: dict[bytes, list[int]] = {}
     for i, trajectory in enumerate(trajectories):
         if exact_match(trajectory.answer, trajectory.question.answers):
@@ -101,22 +117,13 @@ def with_critical_path(
         mean = sum(trajectories[i].model_calls for i in rows) / len(rows)
         for i in rows:
             shortened = 1.0 - trajectories[i].model_calls / mean
-            bonus = weight * min(max(shortened, -MAX_BONUS), MAX_BONUS)
-            out[i] = replace(parts[i], critical_path=bonus)
+            out[i] = replace(parts[i], critical_path=weight * min(max(shortened, -MAX_BONUS), MAX_BONUS))
     return out
 
 
-def length_penalty(trajectory: Trajectory, reward: RewardSection, penalise_unfinished: bool, context: int) -> float:
-    """Penalty, from 0 to unfinished_penalty, for a missing answer or for nearly filling the context.
-
-    The latter is the soft overlong punishment of arXiv 2503.14476 eq. 13, over the last `overlong_tokens` tokens.
-
-    Args:
-      context: maximum number of tokens of a trajectory.
-    """
-    if penalise_unfinished and trajectory.status != "answered":
-        return reward.unfinished_penalty
-    if not reward.overlong_tokens:
-        return 0.0
-    over = len(trajectory.ids) - (context - reward.overlong_tokens)
-    return reward.unfinished_penalty * min(max(over / reward.overlong_tokens, 0.0), 1.0)
+def with_unfinished_penalty(
+    parts: Sequence[RewardParts], trajectories: Sequence[Trajectory], penalty: float
+) -> list[RewardParts]:
+    """Subtracts `penalty` from rollouts without an answer."""
+    unfinished = [t.status != "answered" for t in trajectories]
+    return [replace(p, unfinished=-penalty * lacks) for p, lacks in zip(parts, unfinished, strict=True)]

@@ -115,9 +115,7 @@ def cosine_schedule(peak: float, steps: int, warmup_ratio: float = WARMUP_RATIO)
 
 def make_optimizer(section: SFTSection, learning: LearningSection, steps: int) -> optax.GradientTransformation:
     """Global-norm clip, then AdamW with the cosine schedule."""
-    adamw = optax.adamw(
-        cosine_schedule(section.learning_rate, steps), b1=learning.beta1, b2=learning.beta2, weight_decay=WEIGHT_DECAY
-    )
+    adamw = optax.adamw(cosine_schedule(section.learning_rate, steps), weight_decay=WEIGHT_DECAY)
     return optax.chain(optax.clip_by_global_norm(learning.gradient_clip), adamw)
 
 

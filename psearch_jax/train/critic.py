@@ -67,8 +67,7 @@ class Critic(Trainable):
         return token_values(model, micro_batch)
 
     def _loss(self, model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
-        values = token_values(model, micro_batch)
-        return value_loss(values, micro_batch.values, micro_batch.returns, micro_batch.mask, VALUE_CLIP)
+        return value_loss(token_values(model, micro_batch), micro_batch, VALUE_CLIP)
 
 
 def without_lm_head(weights: nnx.State) -> nnx.State:

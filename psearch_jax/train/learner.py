@@ -163,16 +163,5 @@ class Learner(Trainable):
         old = micro_batch.sampler_logprobs if learning.old_logprobs == "sampler" else micro_batch.old_logprobs
         if self._on_policy and learning.old_logprobs == "trainer":
             old = jax.lax.stop_gradient(logp)
-        loss, metrics = policy_loss(
-            logp,
-            entropy,
-            old,
-            micro_batch.ref_logprobs if self._has_reference else old,
-            micro_batch.sampler_logprobs,
-            micro_batch.advantage,
-            micro_batch.mask,
-            micro_batch.segments,
-            learning,
-            self._context,
-        )
+        loss, metrics = policy_loss(logp, entropy, old, micro_batch, learning, self._context)
         return loss, {name: metrics[name] for name in self.metrics}

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
+from psearch_jax.config import Config
 from psearch_jax.rl.advantages import carry_signal, group_advantages
-from psearch_jax.rl.rewards import length_penalty, with_critical_path
 from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.usage import Usage
 from psearch_jax.runtime import processes, progress
@@ -27,7 +27,6 @@ class Rollouts:
 
     trajectories: list[Trajectory] = field(default_factory=list)
     rewards: list[RewardParts] = field(default_factory=list)
-    totals: list[float] = field(default_factory=list)  # per rollout: reward minus length penalty
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [N] float32
     usage: Usage = field(default_factory=Usage)
     draws: list[list[Trajectory]] = field(default_factory=list)  # by batch of questions
@@ -63,8 +62,8 @@ def rollouts_of_step(run: Run, questions: Sequence[Question], step: int, times: 
             fresh = [t for t in collected if _group(t) not in seen]
             rollouts.draws.append(fresh)
         with run.phase("reward", times):
-            _reward(run, rollouts, fresh, step)
-            rollouts.advantages = _advantages(run, rollouts)
+            _reward(run, rollouts, fresh)
+            rollouts.advantages = compute_advantages(rollouts.trajectories, rollouts.rewards, config)
         enough = carry_signal(rollouts.advantages, config.rollout.samples).sum() >= config.train.prompts
         if enough or len(rollouts.draws) > config.train.dynamic_sampling_rounds:
             return rollouts
@@ -127,8 +126,8 @@ def _recorded_rollouts(
         asked, known = questions if n == 1 else next(run.loader), rollouts.draws[:n]
         processes.all_or_none(functools.partial(recording.check_questions, step, known, asked))
         with run.phase("reward", times):
-            _reward(run, rollouts, draw, step)
-    rollouts.advantages = _advantages(run, rollouts)
+            _reward(run, rollouts, draw)
+    rollouts.advantages = compute_advantages(rollouts.trajectories, rollouts.rewards, run.config)
     return rollouts
 
 
@@ -156,24 +155,21 @@ def _rollout(
         return processes.in_order(own, samples)  # from here on every process computes the same
 
 
-def _reward(run: Run, rollouts: Rollouts, fresh: Sequence[Trajectory], step: int) -> None:
+def _reward(run: Run, rollouts: Rollouts, fresh: Sequence[Trajectory]) -> None:
     """Adds trajectories and their rewards to the step's rollouts."""
-    section, reward, context = run.config.rollout, run.config.reward, run.config.rollout.context_tokens
-    rewards = with_critical_path([run.reward(t) for t in fresh], fresh, reward, step)
-    for trajectory, parts in zip(fresh, rewards, strict=True):
-        penalty = length_penalty(trajectory, reward, section.unfinished == "penalise", context)
-        rollouts.trajectories.append(trajectory)
-        rollouts.rewards.append(parts)
-        rollouts.totals.append(parts.total - penalty)
+    rollouts.trajectories += fresh
+    rollouts.rewards += run.reward(fresh)
 
 
-def _advantages(run: Run, rollouts: Rollouts) -> np.ndarray:
+def compute_advantages(
+    trajectories: Sequence[Trajectory], rewards: Sequence[RewardParts], config: Config
+) -> np.ndarray:
     """[N] float32, relative to each rollout's group; 0 for those that are not learned from."""
-    groups = list(map(_group, rollouts.trajectories))
-    valid = [t.status != "not_finite" for t in rollouts.trajectories]
-    advantages = group_advantages(rollouts.totals, groups, run.config.learning.advantage, valid)
-    if run.config.rollout.unfinished == "mask":  # they count towards the baseline, but carry no signal
-        advantages *= [t.status == "answered" for t in rollouts.trajectories]
+    totals, groups = [parts.total for parts in rewards], [t.question.identity for t in trajectories]
+    valid = [t.status != "not_finite" for t in trajectories]
+    advantages = group_advantages(totals, groups, config.learning.advantage, valid)
+    if config.rollout.unfinished == "mask":  # they count towards the baseline, but carry no signal
+        advantages *= [t.status == "answered" for t in trajectories]
     return advantages
 
 

@@ -53,7 +53,7 @@ def make_optimizer(learning: LearningSection, total_updates: int) -> optax.Gradi
 
     return optax.chain(
         optax.clip_by_global_norm(learning.gradient_clip),
-        optax.scale_by_adam(b1=learning.beta1, b2=learning.beta2),
+        optax.scale_by_adam(),
         optax.add_decayed_weights(learning.weight_decay),
         optax.GradientTransformation(init, scale),
     )

@@ -141,7 +141,9 @@ def _steps(run: Run, workdir: Path, saver: Saver, start: Start) -> int:
     may_search = config.rollout.search_turns > 0
     may_split = may_search and config.retrieval.max_sub_queries > 1
     # Only the first process truncates and writes metrics.jsonl, and reports.
-    alarms = Alarms(config.alarms, may_search, read_rows(workdir / "metrics.jsonl")) if processes.first() else None
+    alarms = (
+        Alarms(config.alarms.window, may_search, read_rows(workdir / "metrics.jsonl")) if processes.first() else None
+    )
     stopped: Interrupted | RetrievalError | None = None
     bar = tqdm(total=config.train.steps, initial=step, unit="step", disable=not processes.on_terminal())
     while step < config.train.steps:
@@ -225,7 +227,7 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult
     try:
         with sampling_ahead(run, step, times):
             with run.phase("logprobs", times):
-                batch, metrics = _score(run, batch, np.asarray(rollouts.totals)[rows], trained)
+                batch, metrics = _score(run, batch, np.asarray([parts.total for parts in rollouts.rewards])[rows])
             if config.train.staleness:
                 metrics |= staleness(rollouts.trajectories, step)
                 metrics |= gap_by_age(batch, trained, step) if run.learner.needs_score else {}
@@ -239,7 +241,7 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult
     sampled = sum(int(t.mask.sum()) for t in rollouts.trajectories)
     metrics = over_updates(updates) | metrics | probe_metrics
     metrics |= rollout_metrics(rollouts.trajectories, rollouts.rewards, rollouts.advantages, config.rollout.samples)
-    metrics |= {"reward": mean(rollouts.totals), "draws": len(rollouts.draws)}
+    metrics |= {"reward": mean(parts.total for parts in rollouts.rewards), "draws": len(rollouts.draws)}
     metrics |= {f"{name}_s": value for name, value in times.items()}
     if run.recording is None:
         metrics |= rollouts.usage.metrics()
@@ -254,9 +256,7 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult
     return StepResult(metrics, rollouts.trajectories, rollouts.rewards, rollouts.draws)
 
 
-def _score(
-    run: Run, batch: TrainBatch, totals: np.ndarray, trained: Sequence[Trajectory]
-) -> tuple[TrainBatch, dict[str, float]]:
+def _score(run: Run, batch: TrainBatch, totals: np.ndarray) -> tuple[TrainBatch, dict[str, float]]:
     """Adds the log-probs that the loss needs and, with a critic, values, returns and advantages.
 
     Returns:
@@ -273,9 +273,8 @@ def _score(
     old = batch.sampler_logprobs if learning.old_logprobs == "sampler" else batch.old_logprobs
     kl_coefficient = learning.kl_coefficient if learning.kl_in == "reward" else 0.0
     rewards = gae.token_rewards(totals, batch.mask, old, batch.ref_logprobs, kl_coefficient)
-    raw, returns = gae.advantages(rewards, values, batch.mask, learning.gamma, learning.gae_lambda)
-    tasks = [t.question.kind if learning.whiten == "kind" else "" for t in trained]
-    advantage = gae.whitened(raw, batch.mask, tasks)
+    raw, returns = gae.estimate_advantages(rewards, values, batch.mask, learning.gamma, learning.gae_lambda)
+    advantage = gae.whiten(raw, batch.mask)
     explained = gae.explained_variance(values, returns, batch.mask)
     batch = replace(batch, advantage=advantage, values=values, returns=returns)
     return batch, {f"{CRITIC}explained_variance": explained}

@@ -122,7 +122,9 @@ def fields(**changes) -> dict:
 def test_only_adapters_are_trained(tiny_policy):
     """The optimizer covers the frozen weights, so LoRA saves nothing, or the base changes and is no reference."""
     parts = build.training_run(small_config(tiny_policy, **fields(**{"learning.learning_rate": 1e-2})))
-    parts.reward = lambda t: RewardParts(float(t.sample % 2), 0.0, 0.0, 0.0)  # every group has a signal
+    parts.reward = lambda rollouts: [  # every group has a signal
+        RewardParts(float(t.sample % 2), 0.0, 0.0, 0.0) for t in rollouts
+    ]
     parts.begin()
     shapes = [x.shape for x in jax.tree.leaves(parts.state.params)]
     assert len(shapes) == 14 and all(4 in (shape[1], shape[-1]) for shape in shapes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,9 +60,9 @@ def colab(policy: Path) -> Config:
     return from_mapping(values)
 
 
-def by_parity(trajectory: Trajectory) -> RewardParts:
+def by_parity(trajectories: Sequence[Trajectory]) -> list[RewardParts]:
     """A reward that a random policy sometimes earns; without one there would be no gradient."""
-    return RewardParts(float(trajectory.ids.sum() % 2), 0.0, 0.0, 0.0)
+    return [RewardParts(float(t.ids.sum() % 2), 0.0, 0.0, 0.0) for t in trajectories]
 
 
 def check_run(workdir: Path, summary: dict, bound: float) -> None:

@@ -20,7 +20,7 @@ HAND = {
 
 @pytest.mark.parametrize("method", HAND)
 def test_by_hand(method):
-    """Mixed groups, a biased std, or a raw reward for a group of one would push the policy the wrong way."""
+    """Groups do not mix, std has ddof 1, and a group of one gets 0."""
     out = group_advantages(REWARDS, GROUPS, method)
     assert out.dtype == np.float32
     np.testing.assert_allclose(out, HAND[method], rtol=1e-6, atol=1e-7)
@@ -28,30 +28,30 @@ def test_by_hand(method):
 
 @pytest.mark.parametrize("method", HAND)
 def test_equal_rewards_carry_no_signal(method):
-    """Rounding noise in a group of equal rewards would be scaled up to an advantage of 1."""
+    """Rounding noise is not scaled up to an advantage of 1."""
     out = group_advantages([0.1 + 0.2] * 3 + [0.7] * 5, ["x"] * 3 + ["y"] * 5, method)
     np.testing.assert_allclose(out, 0.0, atol=1e-9)
 
 
 def test_small_parts_of_the_reward_count():
-    """Rewards that differ only in a small part, such as the search count, would count as equal and teach nothing."""
+    """Rewards that differ by .001 are not equal."""
     out = group_advantages([1.0, 1.001, 0.999, 1.0], list("aaaa"), "mean")
     np.testing.assert_allclose(out, [0.0, 0.001, -0.001, 0.0], atol=1e-8)
 
 
 def test_which_groups_carry_signal():
-    """Groups without signal are sampled again: good rollouts would be discarded, or useless groups kept."""
+    """A group carries a signal if one of its advantages is not 0."""
     advantages = np.array([0.0, 0.0, 0.0, 0.0, 0.0, -0.001, 0.0, 0.002, 1.0, 0.0, -1.0, 0.0], np.float32)
     assert carry_signal(advantages, 4).tolist() == [False, True, True]
 
 
 def test_a_rollout_that_is_not_valid_is_in_no_baseline():
-    """A reward of 0 for a rollout that stopped being finite would raise the advantages of its group."""
+    """It gets 0 itself."""
     out = group_advantages([1.0, 0.0, 0.0, 1.0], list("aaaa"), "mean", [True, True, False, True])
     np.testing.assert_allclose(out, [1 / 3, -2 / 3, 0, 1 / 3], rtol=1e-6)
 
 
-def test_questions_of_two_sources_with_one_id_never_meet():
-    """Ids restart in every data set: keyed by id only, unrelated questions would share a baseline."""
+def test_equal_ids_of_two_sources_are_two_groups():
+    """Ids restart in every data set."""
     out = group_advantages([1.0, 0.0, 0.0, 0.0], [("a", "7"), ("a", "7"), ("b", "7"), ("b", "7")], "mean")
     np.testing.assert_allclose(out, [0.5, -0.5, 0.0, 0.0])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from psearch_jax.rl.gae import advantages, explained_variance, token_rewards, whitened
+from psearch_jax.rl.gae import estimate_advantages, explained_variance, token_rewards, whiten
 
 
 def slow(rewards, values, gamma, gae_lambda):
@@ -30,9 +30,9 @@ def some(rows=6, positions=40, seed=0):
 
 @pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.5, 1.0)])
 def test_advantages_are_those_of_the_papers_sum(gamma, gae_lambda):
-    """A recursion that is off by one action, or uses a pad, gives plausible numbers for the wrong token."""
+    """Only sampled tokens are actions, whatever lies between them."""
     rewards, values, mask = some()
-    computed, returns = advantages(rewards, values, mask, gamma, gae_lambda)
+    computed, returns = estimate_advantages(rewards, values, mask, gamma, gae_lambda)
     assert not computed[mask == 0].any() and not returns[mask == 0].any()
     for row in range(len(mask)):
         at = np.flatnonzero(mask[row])
@@ -46,7 +46,7 @@ def test_two_observations_by_hand():
     mask = np.array([[0, 1, 0, 0, 1, 0, 0, 0, 1]], np.float32)
     values = np.array([[9, 0.2, 9, 9, 0.4, 9, 9, 9, 0.6]], np.float32)
     rewards = token_rewards(np.array([1.0]), mask, np.zeros_like(mask), np.zeros_like(mask), 0.0)
-    computed, returns = advantages(rewards, values, mask, 0.5, 0.5)
+    computed, returns = estimate_advantages(rewards, values, mask, 0.5, 0.5)
     # deltas: .5 * .4 - .2 = 0; .5 * .6 - .4 = -.1; 1 - .6 = .4
     # advantages: .4; -.1 + .25 * .4 = 0; 0 + .25 * 0 = 0
     np.testing.assert_allclose(computed[0, [1, 4, 8]], [0.0, 0.0, 0.4], atol=1e-7)
@@ -54,7 +54,7 @@ def test_two_observations_by_hand():
 
 
 def test_an_observation_changes_no_advantage():
-    """Longer passages between the same actions add discount, or values of their own."""
+    """Longer passages between the same actions add no discount."""
     rewards, values, mask = some(rows=2)
     at = np.flatnonzero(mask[0])
     wide = np.full((1, 90), np.nan, np.float32)
@@ -64,13 +64,13 @@ def test_an_observation_changes_no_advantage():
     moved = [wide.copy(), wide.copy()]
     for array, original in zip(moved, (rewards, values), strict=True):
         array[0, spread] = original[0, at]
-    computed, _ = advantages(*moved, wide_mask, 0.9, 0.8)
-    expected, _ = advantages(rewards, values, mask, 0.9, 0.8)
+    computed, _ = estimate_advantages(*moved, wide_mask, 0.9, 0.8)
+    expected, _ = estimate_advantages(rewards, values, mask, 0.9, 0.8)
     np.testing.assert_array_equal(computed[0, spread], expected[0, at])
 
 
-def test_what_a_trajectory_earned_is_paid_at_its_last_sampled_id_and_the_kl_at_each():
-    """The reward lands on a passage or a pad, or a KL is paid where nothing was sampled."""
+def test_the_reward_is_paid_at_the_last_sampled_token_and_the_kl_at_each():
+    """A trajectory without sampled tokens gets nothing."""
     mask = np.array([[0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0]], np.float32)
     old = np.array([[5, -1, -2, 5, -3, 5]] * 2, np.float32)
     ref = np.array([[0, -1.5, -1, 0, -3, 0]] * 2, np.float32)
@@ -78,41 +78,22 @@ def test_what_a_trajectory_earned_is_paid_at_its_last_sampled_id_and_the_kl_at_e
     np.testing.assert_allclose(rewards, [[0, -0.05, 0.1, 0, 2.0, 0], [0] * 6], atol=1e-9)
 
 
-def test_whitening_looks_at_sampled_ids_alone():
-    """Tokens that were not sampled count, and shrink every advantage of a batch with long passages."""
+def test_whitening_uses_sampled_tokens_only():
+    """The sampled tokens have mean 0 and variance 1; the others are 0."""
     rewards, values, mask = some(seed=3)
-    computed, returns = advantages(rewards, values, mask, 1.0, 1.0)
-    tasks = [""] * len(mask)
-    white = whitened(computed, mask, tasks)
+    computed, returns = estimate_advantages(rewards, values, mask, 1.0, 1.0)
+    white = whiten(computed, mask)
     assert white[mask > 0].mean() == pytest.approx(0, abs=1e-6) and white[mask > 0].std() == pytest.approx(1, abs=1e-4)
     assert not white[mask == 0].any()
-    assert not whitened(computed, np.zeros_like(mask), tasks).any()
+    assert not whiten(computed, np.zeros_like(mask)).any()
     assert explained_variance(returns, returns, mask) == 1
     assert explained_variance(np.full_like(returns, 0.3), returns, mask) == pytest.approx(0, abs=1e-6)
 
 
 def test_explained_variance_by_hand():
-    """A critic that is judged on passage tokens, or on no tokens at all, looks as if it had learned."""
+    """Only sampled tokens count; constant returns, or none, give NaN."""
     returns, values = np.array([[1.0, 50.0, 2.0, 3.0]]), np.array([[1.5, -9.0, 2.0, 2.5]])
     # Over the three sampled tokens: errors -.5, 0, .5, of variance 1/6; returns of variance 2/3.
     assert explained_variance(values, returns, np.array([[1, 0, 1, 1]])) == pytest.approx(0.75)
     assert np.isnan(explained_variance(values, returns, np.zeros((1, 4))))
     assert np.isnan(explained_variance(values, np.ones((1, 4)), np.array([[1, 0, 1, 1]]))), "returns without variance"
-
-
-def test_tasks_that_pay_unlike_weigh_alike():
-    """A task with rewards ten times as large as another's dominates the update for both."""
-    rewards, values, mask = some(rows=9, seed=4)
-    tasks = ["much", "little", "much", "little", "much", "little", "much", "little", "none sampled"]
-    computed, _ = advantages(rewards * np.where(np.array(tasks) == "much", 10, 1)[:, None], values, mask, 1.0, 1.0)
-    joint, per_task = whitened(computed, mask, [""] * len(mask)), whitened(computed, mask, tasks)
-    sampled = mask > 0
-    for task in ("much", "little"):
-        rows = np.flatnonzero(np.array(tasks) == task)
-        own = per_task[rows][sampled[rows]]
-        assert own.mean() == pytest.approx(0, abs=1e-6) and own.std() == pytest.approx(1, abs=1e-4)
-        np.testing.assert_array_equal(per_task[rows], whitened(computed[rows], mask[rows], [task] * len(rows)))
-        order = np.argsort(own, kind="stable")
-        assert np.all(np.diff(computed[rows][sampled[rows]][order]) >= -1e-6), "whitening must only shift and scale"
-    assert joint[1][sampled[1]].std() < 0.5 * per_task[1][sampled[1]].std()
-    assert not per_task[~sampled].any()

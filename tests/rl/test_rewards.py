@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,10 +9,10 @@ from rendered import parse_transcript
 
 from psearch_jax.assembly import build
 from psearch_jax.config import Config, RewardSection, from_mapping
-from psearch_jax.rl.compat import check_examples, compat_reward, compat_score, valid_transcript
-from psearch_jax.rl.rewards import format_part, length_penalty, paper_reward, with_critical_path
+from psearch_jax.rl.compat import check_examples, compat_score, valid_transcript
+from psearch_jax.rl.rewards import PaperReward, format_part, paper_reward
 from psearch_jax.text.prompts import load_template
-from psearch_jax.train import rollouts as stage
+from psearch_jax.train.rollouts import compute_advantages
 from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage
 
@@ -76,27 +75,14 @@ CASES = [
 
 @pytest.mark.parametrize("kind, searches, answer, well_formed, expected", CASES)
 def test_paper_reward(kind, searches, answer, well_formed, expected):
-    """A wrong sign or swapped kinds would teach the opposite behaviour, and no curve would show why."""
+    """The published rule, case by case."""
     parts = paper_reward(trajectory(kind, searches, answer, well_formed), WEIGHTS)
     assert (parts.outcome, parts.format, parts.decomposition, parts.search_count) == pytest.approx(expected)
     assert parts.total == pytest.approx(sum(expected))
 
 
-def test_paper_reward_options():
-    """Each option must change the part that it names and no other."""
-    wrong = trajectory("parallel", [2], "Alan", well_formed=False)
-    assert paper_reward(wrong, RewardSection(final_format=0.3)).format == 0.3
-    assert paper_reward(trajectory("parallel", [2], None), RewardSection(final_format=0.3)).format == 0
-    assert paper_reward(wrong, RewardSection(gate_bonus_on_outcome=True)).total == 0
-    right = trajectory("parallel", [2], "Ada")
-    assert paper_reward(right, RewardSection(gate_bonus_on_outcome=True)) == paper_reward(right, WEIGHTS)
-    mixed = trajectory("mixed", [2], "Ada")
-    assert paper_reward(mixed, RewardSection(mixed="parallel")) == paper_reward(right, WEIGHTS)
-    assert paper_reward(mixed, RewardSection(search_count=0, decomposition=0)).total == 1
-
-
 def test_f1_as_the_outcome_lies_between_wrong_and_right():
-    """A partly right answer that pays more than a right one would be learned instead of it."""
+    """A better answer never earns less."""
     totals = []
     for answer in ("Alan", "Lovelace Byron King", "Ada Byron", "Ada Lovelace"):
         for well_formed in (False, True):
@@ -114,18 +100,8 @@ def test_f1_as_the_outcome_lies_between_wrong_and_right():
     assert half.format == pytest.approx(0.1 / 3)
 
 
-def test_every_search_has_its_price():
-    """A penalty charged only once, or only if the model answers, would not make each search cost something."""
-    priced = RewardSection(search_penalty=0.2)
-    for searches, answer in (([], None), ([2], "Ada"), ([1, 1, 2], "Alan")):
-        t = trajectory("sequential", searches, answer)
-        assert paper_reward(t, priced).total == pytest.approx(paper_reward(t, WEIGHTS).total - 0.2 * len(searches))
-    wrong = trajectory("sequential", [1, 1], "Alan")
-    assert paper_reward(wrong, replace(priced, gate_bonus_on_outcome=True)).total == pytest.approx(0.1 - 0.4)
-
-
 def test_every_sub_query_has_its_price():
-    """A price that depends on the grouping of sub-queries into searches would pay for splitting, or punish it."""
+    """The price does not depend on how sub-queries are grouped into searches."""
     priced = RewardSection(sub_query_penalty=0.05, parallelism="critical_path")
     plain = replace(priced, sub_query_penalty=0.0)
     for searches, sub_queries in (([], 0), ([2], 2), ([1, 1], 2), ([2, 1], 3)):
@@ -134,7 +110,7 @@ def test_every_sub_query_has_its_price():
 
 
 def test_format_by_the_answers_worth():
-    """Half right is half of each rule: a right answer must not also earn the consolation for a wrong one."""
+    """Half right is half of each rule."""
     weights = RewardSection(format=0.2, final_format=0.3)
     ill = [format_part(worth, True, False, weights) for worth in (0.0, 0.5, 1.0)]
     assert ill == pytest.approx([0.3, 0.15 - 0.1, -0.2])
@@ -149,8 +125,8 @@ def with_turns(searches, answer="Ada", question="1"):
 
 
 def test_a_critical_path_is_rewarded_without_labels():
-    """A bonus that a wrong answer gets, that reads the kind, or that compares rollouts of different questions."""
-    reward = RewardSection(parallelism="critical_path", critical_path=0.4)
+    """Only right answers to the same question are compared, and the bonus reaches the advantages."""
+    section = RewardSection(parallelism="critical_path", critical_path=0.4)
     rollouts = [
         with_turns([2]),  # 2 model turns
         with_turns([1, 1]),  # 3
@@ -162,54 +138,35 @@ def test_a_critical_path_is_rewarded_without_labels():
         with_turns([1] * 9, question="3"),
     ]
     relabelled = [replace(t, question=replace(t.question, kind="parallel")) for t in rollouts]
-
-    def bonuses(section, step, trajectories=rollouts):
-        without = [paper_reward(t, section) for t in trajectories]
-        assert all(p.decomposition == p.search_count == p.critical_path == 0 for p in without)
-        rewards = with_critical_path(without, trajectories, section, step)
-        bonus = [p.critical_path for p in rewards]
-        np.testing.assert_allclose([p.total for p in rewards], np.add(bonus, [p.total for p in without]))
-        return bonus
-
-    expected = [0.4 / 3, 0, -0.4 / 3, 0, 0, 0, 0.2, -0.2]
-    np.testing.assert_allclose(bonuses(reward, 0), expected, atol=1e-12)
-    np.testing.assert_allclose(bonuses(reward, 7, relabelled), expected, atol=1e-12)
-    for step, share in ((0, 1.0), (5, 0.5), (10, 0.0), (99, 0.0)):
-        annealed = bonuses(replace(reward, critical_path_steps=10), step)
-        np.testing.assert_allclose(annealed, share * np.array(expected), atol=1e-12)
-    labelled = [paper_reward(t, WEIGHTS) for t in rollouts]
-    assert with_critical_path(labelled, rollouts, WEIGHTS, 0) == labelled
+    rewards = PaperReward(section)(rollouts)
+    assert all(p.decomposition == p.search_count == 0 for p in rewards)
+    bonuses = [p.critical_path for p in rewards]
+    np.testing.assert_allclose(bonuses, [0.4 / 3, 0, -0.4 / 3, 0, 0, 0, 0.2, -0.2], atol=1e-12)
+    without = [paper_reward(t, section).total for t in rollouts]
+    np.testing.assert_allclose([p.total for p in rewards], np.add(bonuses, without))
+    assert PaperReward(section)(relabelled) == rewards
+    assert PaperReward(WEIGHTS)(rollouts) == [paper_reward(t, WEIGHTS) for t in rollouts]
+    advantages = compute_advantages(rollouts, rewards, Config())
+    assert advantages[0] > advantages[1] > advantages[2]
 
 
-def test_the_critical_path_reaches_the_advantages():
-    """The trainer would compute the bonus and learn from the reward without it."""
-    reward = RewardSection(parallelism="critical_path")
-    config = replace(Config(), reward=reward)
-    run = SimpleNamespace(config=config, reward=lambda t: paper_reward(t, reward))
-    rollouts = stage.Rollouts()
-    stage._reward(run, rollouts, [with_turns([2]), with_turns([1, 1])], 0)
-    assert [parts.critical_path for parts in rollouts.rewards] == pytest.approx([0.1, -0.1])
-    assert rollouts.totals == pytest.approx([1.1, 0.9])
-    advantages = stage._advantages(run, rollouts)
-    assert advantages[0] > 0 > advantages[1]
-
-
-def test_what_fills_the_context_is_charged_by_the_end():
-    """A length penalty with a wrong window would teach short answers, or none at all."""
-    reward = RewardSection(unfinished_penalty=0.5, overlong_tokens=100)
-
-    def charged(length, status="answered", penalise=False):
-        t = replace(trajectory("single", [1], "Ada"), ids=np.zeros(length, np.int32), status=status)
-        return length_penalty(t, reward, penalise, 1000)
-
-    assert [charged(n) for n in (10, 900, 950, 1000)] == pytest.approx([0, 0, 0.25, 0.5])
-    assert charged(10, "out_of_turns") == 0 and charged(10, "out_of_turns", penalise=True) == 0.5
-    t = trajectory("single", [1], None)
-    assert length_penalty(t, RewardSection(), False, 1000) == 0
+def test_a_rollout_without_an_answer_pays_for_it(tiny_tokenizer):
+    """With unfinished=penalise, `unfinished_penalty` is part of its total, in both profiles."""
+    prompt = tiny_tokenizer.encode_trusted(PROMPT)
+    rollouts = [
+        replace(trajectory("single", [1], a), ids=np.array(prompt), prompt_length=len(prompt)) for a in ("Ada", None)
+    ]
+    for profile in ("paper", "compat"):
+        fields = {"reward": {"profile": profile, "unfinished_penalty": 0.3}}
+        free, charged = (
+            build.reward_of(from_mapping({**fields, "rollout": {"unfinished": unfinished}}), tiny_tokenizer)(rollouts)
+            for unfinished in ("train", "penalise")
+        )
+        assert [b.total - a.total for a, b in zip(free, charged, strict=True)] == pytest.approx([0, -0.3])
 
 
 def test_initial_search_is_not_counted():
-    """The initial search is an option, not the policy's action: it must change neither n nor d."""
+    """The initial search is not the policy's action."""
     for kind, searches in [("parallel", [2]), ("sequential", [1]), ("single", [])]:
         plain = paper_reward(trajectory(kind, searches, "Ada"), WEIGHTS)
         assert paper_reward(trajectory(kind, searches, "Ada", initial=True), WEIGHTS) == plain
@@ -219,7 +176,7 @@ def test_initial_search_is_not_counted():
 
 
 def test_compat_reproduces_the_public_scores(shared_data):
-    """If `compat` differs anywhere, published numbers cannot be reproduced."""
+    """1,500 scores of the public implementation, quirks included."""
     rows = [json.loads(line) for line in (shared_data / "reward_vectors.jsonl").read_text().splitlines()]
     ours = [
         compat_score(r["prompt"], r["response"], r["golden_answers"], r["kind"], RewardSection(**r["weights"])).total
@@ -230,7 +187,7 @@ def test_compat_reproduces_the_public_scores(shared_data):
 
 
 def test_both_profiles_agree_on_clean_transcripts(shared_data):
-    """Where prompt and response have none of the quirks, both profiles must give the same reward."""
+    """Where prompt and response have none of the quirks."""
     clean = 0
     for line in (shared_data / "reward_vectors.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -242,7 +199,8 @@ def test_both_profiles_agree_on_clean_transcripts(shared_data):
         usual_prompt = prompt.count("<search>") == 2 and "<answer>" in prompt and "<|im_start|>assistant" in prompt
         if usual_prompt and as_written and parsed.answer is not None and response.count("<answer>") == 1:
             weights = RewardSection(**row["weights"])
-            assert paper_reward(parsed, weights) == compat_reward(parsed, prompt, response, weights), response
+            theirs = compat_score(prompt, response, question.answers, question.kind, weights)
+            assert paper_reward(parsed, weights) == theirs, response
             clean += 1
     assert clean > 300
 
@@ -271,7 +229,7 @@ INFO = "<information>x</information>"
     ],
 )
 def test_valid_transcript(response, valid):
-    """The transcript's grammar and the turns' own check must accept the same responses."""
+    """The transcript's grammar and the check of turns accept the same responses."""
     assert valid_transcript(PROMPT + response) is valid
     assert not valid_transcript(response)
     question = Question("v", "1", "q", ("x",), "single")
@@ -279,7 +237,7 @@ def test_valid_transcript(response, valid):
 
 
 def test_compat_quirks():
-    """The quirks that only `compat` may have: it reads the prompt's examples as if the policy had written them."""
+    """It reads the prompt's examples as if the policy had written them."""
     golds, bare = ("Beijing",), RewardSection(format=0.1, decomposition=0, search_count=0)
     two_answers = "<answer> x </answer> <answer> Beijing </answer><|im_start|>assistant\n"
     assert compat_score(two_answers, "", golds, "single", bare).total == 0.9
@@ -308,7 +266,7 @@ def test_compat_quirks():
     ],
 )
 def test_a_prompt_without_the_examples_is_refused(template, outcome_only, accepted):
-    """A run of hours that pays 0 for every right answer, because the prompt has no example answer."""
+    """Under such a prompt a right answer, or the right number of searches, would earn nothing."""
     weights = RewardSection(decomposition=0, search_count=0) if outcome_only else WEIGHTS
     text = load_template(template)
     right = "<think>a</think><search>b ## c</search>" + INFO + "<think>d</think><answer>Ada</answer>"
@@ -326,7 +284,7 @@ def test_a_prompt_without_the_examples_is_refused(template, outcome_only, accept
 
 
 def test_parse_transcript():
-    """A misread transcript would show mismatches that the reward does not cause."""
+    """The parser of these tests."""
     question = Question("v", "1", "q", ("x",), "single")
     parsed = parse_transcript(
         question,
@@ -343,22 +301,20 @@ def test_parse_transcript():
 
 
 def test_compat_reads_the_prompt_and_the_reply_of_a_rollout(tiny_tokenizer):
-    """The prompt is counted twice, or the reply's stop token breaks the grammar of every answer."""
+    """The prompt counts once, and the stop token of the reply does not break the grammar."""
     reply = "<think>a</think><search>b ## c</search>" + INFO + "<think>d</think><answer>Ada</answer>"
     prompt, rest = map(tiny_tokenizer.encode_trusted, (PROMPT, reply + "<|im_end|>"))
     t = replace(trajectory("parallel", [2], "Ada"), ids=np.array(prompt + rest, np.int32), prompt_length=len(prompt))
-    parts = build.reward_of(from_mapping({"reward": {"profile": "compat"}}), tiny_tokenizer)(t)
+    parts = build.reward_of(from_mapping({"reward": {"profile": "compat"}}), tiny_tokenizer)([t])[0]
     assert (parts.outcome, parts.format) == (1, 0)
     assert (parts.decomposition, parts.search_count) == pytest.approx((0.45, 0.35))
 
 
 def test_a_rollout_that_is_not_finite_changes_no_advantage_of_a_step():
-    """Its reward of 0 raises the advantages of the other rollouts of its question."""
-    run = SimpleNamespace(config=Config(), reward=lambda t: paper_reward(t, WEIGHTS))
+    """It gets 0 and does not count towards the baseline of its question."""
     others, broken = [with_turns([1]), with_turns([1], "Bob")], replace(with_turns([], None), status="not_finite")
-    advantages = []
-    for trajectories in (others, [*others, broken]):
-        rollouts = stage.Rollouts()
-        stage._reward(run, rollouts, trajectories, 0)
-        advantages.append(stage._advantages(run, rollouts).tolist())
+    advantages = [
+        compute_advantages(rollouts, PaperReward(WEIGHTS)(rollouts), Config()).tolist()
+        for rollouts in (others, [*others, broken])
+    ]
     assert advantages[1] == [*advantages[0], 0.0] and advantages[0][0] > 0

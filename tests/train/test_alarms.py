@@ -8,8 +8,7 @@ from helpers import retriever
 from runs import small_config
 
 from psearch_jax.assembly import build
-from psearch_jax.config import AlarmSection
-from psearch_jax.train.monitoring.alarms import _READ, ALARM, NAMES, Alarms, Misled, probe, read_rows
+from psearch_jax.train.monitoring.alarms import _METRICS, ALARM, NAMES, Alarms, Misled, probe, read_rows
 from psearch_jax.train.trainer import train_step
 
 FINE = {
@@ -21,7 +20,6 @@ FINE = {
     "entropy": 0.1,
     "logp_gap": 0.001,
     "effective_sample_size": 0.98,
-    "rejected": 0.0,
     "probe/em": 0.8,
     "probe/em_misled": 0.1,
 }
@@ -35,7 +33,6 @@ BROKEN = {
     "gap": {"logp_gap": 0.4},
     "retriever": {"probe/em_misled": 0.79},
     "sample_size": {"effective_sample_size": 0.2},
-    "rejected": {"rejected": 0.5},
 }
 
 
@@ -53,7 +50,7 @@ def test_there_is_a_case_for_every_alarm():
 @pytest.mark.parametrize("name", NAMES)
 def test_each_alarm_rings_on_its_own_fault_and_stops_behind_it(name, caplog):
     """An alarm that fires on another fault, or never stops, would soon be ignored."""
-    alarms = Alarms(AlarmSection(window=4))
+    alarms = Alarms(4)
     assert not any(ringing(alarms, step) for step in range(8))
     after = [ringing(alarms, step, **BROKEN[name]) for step in range(8, 16)]
     assert after[-1] == {name} and set.union(*after) == {name}
@@ -63,7 +60,7 @@ def test_each_alarm_rings_on_its_own_fault_and_stops_behind_it(name, caplog):
 
 def test_nothing_rings_on_a_run_that_learns():
     """Falling entropy, rising likelihood or one bad step would count as an alarm."""
-    alarms = Alarms(AlarmSection(window=5))
+    alarms = Alarms(5)
     for step in range(60):
         x = step / 60
         metrics = {"entropy": 0.6 - 0.5 * x, "logprob_of_correct": -0.4 + 0.3 * x, "reward": 0.5 + x}
@@ -73,7 +70,7 @@ def test_nothing_rings_on_a_run_that_learns():
 
 def test_a_likelihood_that_falls_while_the_reward_rises_is_no_alarm():
     """A policy that spreads over more correct rollouts gains reward: only a fall without a gain is a collapse."""
-    alarms = Alarms(AlarmSection(window=2))
+    alarms = Alarms(2)
     for step in range(20):
         assert not ringing(alarms, step, logprob_of_correct=-0.05 * step, reward=1 + 0.01 * step)
 
@@ -83,12 +80,12 @@ def test_a_run_that_goes_on_remembers_its_best_likelihood(tmp_path, caplog):
     rows = [FINE | {"step": step} for step in range(6)]
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    alarms = Alarms(AlarmSection(window=3), rows=read_rows(file))
+    alarms = Alarms(3, rows=read_rows(file))
     assert [ringing(alarms, step, **BROKEN["likelihood"]) for step in range(6, 9)][-1] == {"likelihood"}
-    again = Alarms(AlarmSection(window=3), rows=[*rows, *[FINE | BROKEN["likelihood"]] * 4])
+    again = Alarms(3, rows=[*rows, *[FINE | BROKEN["likelihood"]] * 4])
     caplog.clear()
     assert ringing(again, 10, **BROKEN["likelihood"]) == {"likelihood"} and not caplog.records, "it was active before"
-    fresh = Alarms(AlarmSection(window=3), rows=read_rows(tmp_path / "nothing.jsonl"))
+    fresh = Alarms(3, rows=read_rows(tmp_path / "nothing.jsonl"))
     assert not any(ringing(fresh, step, **BROKEN["likelihood"]) for step in range(6, 9))
 
 
@@ -96,17 +93,17 @@ def test_after_a_change_of_settings_alarms_start_anew(caplog):
     """A reward with smaller weights looks like a fall from the old one, at every step until the end of the run."""
     before = [FINE | {"reward": 0.9}] * 20
     changed = [FINE | {"reward": 0.5, "settings_changed": 1.0}, *[FINE | {"reward": 0.5}] * 9]
-    alarms = Alarms(AlarmSection(window=3), rows=before)
+    alarms = Alarms(3, rows=before)
     for row in changed:
         assert not any(alarms.update(20, row).values()), "in the run that was resumed"
-    alarms = Alarms(AlarmSection(window=3), rows=[*before, *changed])
+    alarms = Alarms(3, rows=[*before, *changed])
     assert not any(alarms.update(30, FINE | {"reward": 0.5}).values()), "and in the next one"
     assert any(alarms.update(31 + n, FINE | {"reward": 0.0})["alarm/reward"] for n in range(3)) and caplog.records
 
 
 def test_without_a_retriever_nobody_is_told_to_search():
     """Method r1, which cannot search, would get an alarm at every step because it does not search."""
-    alarms = Alarms(AlarmSection(window=1), searches=False)
+    alarms = Alarms(1, may_search=False)
     assert not ringing(alarms, 0, searched_0=1.0)
 
 
@@ -135,7 +132,7 @@ def test_the_probe_asks_the_steps_questions_with_the_steps_own_numbers(tiny_poli
     done = train_step(run, questions, 0)
     metrics, trajectories = done.metrics, done.trajectories
     assert {"probe/em", "probe/em_misled"} <= metrics.keys() and metrics["probe_s"] > 0
-    assert set(_READ) <= metrics.keys(), "an alarm that reads a metric of another name never fires"
+    assert set(_METRICS) <= metrics.keys(), "an alarm that reads a metric of another name never fires"
     first = {t.question.id: t for t in reversed(trajectories)}
     run = build.training_run(small_config(tiny_policy))
     run.begin()

@@ -103,7 +103,7 @@ def test_every_field_of_a_trajectory_is_recorded(tmp_path):
             assert getattr(ours, name).dtype == array.dtype
         assert (ours.sample, ours.status, ours.turns) == (wanted.sample, wanted.status, wanted.turns)
         assert ours.prompt_length == wanted.prompt_length and ours.question.contents == wanted.question.contents
-        assert ours.question.kind == wanted.question.kind and parts.reward(ours) == parts.reward(wanted)
+        assert ours.question.kind == wanted.question.kind and parts.reward([ours]) == parts.reward([wanted])
     assert any(turn.passages for t in sum(draws, []) for turn in t.turns)
     # Half a group would be learned from with the advantages of the complete one; a longer rollout fits no row.
     longest = max(len(t.ids) for t in sum(draws, []))

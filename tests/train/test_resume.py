@@ -54,7 +54,9 @@ def ppo(tiny_policy):
 
 def kept(policy: Path, **fields) -> trainer.Run:
     built = build.training_run(small_config(policy, **FIELDS, **fields))
-    built.reward = lambda t: RewardParts(int(t.ids.sum()) % 7 / 7, 0.0, 0.0, 0.0)  # a random policy earns no other
+    built.reward = lambda rollouts: [  # a random policy earns no other
+        RewardParts(int(t.ids.sum()) % 7 / 7, 0.0, 0.0, 0.0) for t in rollouts
+    ]
     built.begin()
     built.start = preemption.HostCopy(built.state), built.loader.state()
     built.start[0].wait()

@@ -30,7 +30,9 @@ def loud(question: Question) -> bool:
 
 def made(tiny_policy, **fields) -> trainer.Run:
     parts = build.training_run(small_config(tiny_policy, **fields))
-    parts.reward = lambda t: RewardParts(float(loud(t.question) and t.sample % 2), 0.0, 0.0, 0.0)
+    parts.reward = lambda rollouts: [
+        RewardParts(float(loud(t.question) and t.sample % 2), 0.0, 0.0, 0.0) for t in rollouts
+    ]
     return parts
 
 

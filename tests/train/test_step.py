@@ -19,7 +19,7 @@ def begun(policy, reward=None, **fields):
     """A run before its first step; `reward`: a function from a trajectory to its outcome."""
     run = build.training_run(small_config(policy, **fields))
     if reward is not None:
-        run.reward = lambda t: RewardParts(float(reward(t)), 0.0, 0.0, 0.0)
+        run.reward = lambda rollouts: [RewardParts(float(reward(t)), 0.0, 0.0, 0.0) for t in rollouts]
     run.begin()
     return run
 

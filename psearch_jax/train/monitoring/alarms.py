@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from psearch_jax.config import AlarmSection
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.metrics import mean
 from psearch_jax.text.answers import exact_match
@@ -29,10 +28,22 @@ from retrieval.protocol import Passage, Retriever
 log = logging.getLogger("psearch_jax")
 ALARM = "alarm/"  # prefix of the alarms in metrics.jsonl; 1 means active
 SETTINGS_CHANGED = "settings_changed"  # 1 in the first step after a resume with --allow_changes
-NAMES = ("reward", "over_splitting", "no_search", "wrong_though_seen", "likelihood", "entropy", "gap", "retriever")
-NAMES += ("sample_size", "rejected")
-_READ = ("reward", "split/sequential", "searched_0", "wrong_though_seen", "logprob_of_correct", "entropy")
-_READ += ("logp_gap", "probe/em", "probe/em_misled", "effective_sample_size", "rejected")
+# Alarms that compare one metric with a threshold: alarm -> metric, upper bound, message. In good runs of the demo, up
+# to .65 of the sequential questions are split for a while.
+_UPPER_BOUNDS = {
+    "over_splitting": ("split/sequential", 0.75, "{:.2f} of the sequential questions are split"),
+    "no_search": ("searched_0", 0.3, "{:.2f} of the rollouts do not search"),
+    "wrong_though_seen": ("wrong_though_seen", 0.5, "{:.2f} are wrong though the answer was in a passage"),
+    "gap": ("logp_gap", 0.1, "sampler and trainer differ by {:.3f} nats per token"),
+}
+REWARD_FALL = 0.1  # of the mean reward below its highest value; up to .05 in good runs of the demo
+LIKELIHOOD_FALL = 0.3  # of the log-prob of right rollouts, in nats per token, while the reward did not rise
+ENTROPY_RISE = 0.5  # above its lowest value, in nats per token
+SAMPLE_SIZE = 0.5  # effective sample size, as a share of the tokens, below which the sampler's weights are too old
+PROBE_GAIN = 0.05  # EM that the right passages must at least add in a probe
+NAMES = ("reward", *_UPPER_BOUNDS, "likelihood", "entropy", "sample_size", "retriever")
+_METRICS = ("reward", *(metric for metric, _, _ in _UPPER_BOUNDS.values()), "logprob_of_correct", "entropy")
+_METRICS += ("effective_sample_size", "probe/em", "probe/em_misled")
 
 
 class Alarms:
@@ -41,13 +52,13 @@ class Alarms:
     After a change of settings it starts anew, because a reward, for example, may then have another scale.
 
     Args:
-      thresholds: the config's `alarms` section.
-      searches: whether rollouts can search at all.
+      window: number of steps; of probes, only the last one counts.
+      may_search: whether rollouts can search at all.
       rows: the metrics of the completed steps of a resumed run.
     """
 
-    def __init__(self, thresholds: AlarmSection, searches: bool = True, rows: Iterable[Mapping[str, Any]] = ()):
-        self._at, self._searches = thresholds, searches
+    def __init__(self, window: int, may_search: bool = True, rows: Iterable[Mapping[str, Any]] = ()):
+        self._window, self._may_search = window, may_search
         self._active: set[str] = set()
         self._restart()
         for row in rows:
@@ -55,12 +66,12 @@ class Alarms:
 
     def _restart(self) -> None:
         self._recent: dict[str, deque[float]] = {
-            name: deque(maxlen=1 if name.startswith("probe/") else self._at.window) for name in _READ
+            name: deque(maxlen=1 if name.startswith("probe/") else self._window) for name in _METRICS
         }
         self._steps = 0
-        self._highest = -math.inf  # mean reward
-        self._likeliest, self._reward_then = -math.inf, math.inf  # the highest mean log-prob, and the reward then
-        self._calmest = math.inf  # the lowest mean entropy
+        self._highest_reward = -math.inf
+        self._highest_logprob, self._reward_then = -math.inf, math.inf
+        self._lowest_entropy = math.inf
 
     def update(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """The alarms of a step as metrics, 1 or 0 each. Logs every alarm that becomes active."""
@@ -71,6 +82,7 @@ class Alarms:
         return {ALARM + name: float(name in active) for name in NAMES}
 
     def _evaluate(self, metrics: Mapping[str, Any]) -> dict[str, str]:
+        """The message of every alarm that is active after a step."""
         if metrics.get(SETTINGS_CHANGED):
             self._restart()
         for name, values in self._recent.items():
@@ -78,42 +90,32 @@ class Alarms:
             if value is not None and math.isfinite(value):
                 values.append(float(value))
         self._steps += 1
-        if self._steps < self._at.window:
+        if self._steps < self._window:
             return {}
         now = {name: mean(values) for name, values in self._recent.items()}
-        at, active = self._at, {}
-        if now["reward"] > self._highest:
-            self._highest = now["reward"]
-        if self._highest - now["reward"] > at.reward_fall:
-            active["reward"] = f"the mean reward fell to {now['reward']:.2f}, from {self._highest:.2f}"
-        if now["split/sequential"] > at.over_splitting:
-            active["over_splitting"] = f"{now['split/sequential']:.2f} of the sequential questions are split"
-        if self._searches and now["searched_0"] > at.no_search:
-            active["no_search"] = f"{now['searched_0']:.2f} of the rollouts do not search"
-        if now["wrong_though_seen"] > at.wrong_though_seen:
-            active["wrong_though_seen"] = (
-                f"{now['wrong_though_seen']:.2f} are wrong though the answer was in a passage"
-            )
-        if now["logprob_of_correct"] > self._likeliest:
-            self._likeliest, self._reward_then = now["logprob_of_correct"], now["reward"]
-        fall = self._likeliest - now["logprob_of_correct"]
-        if fall > at.likelihood_fall and now["reward"] <= self._reward_then:
+        active = {
+            alarm: message.format(now[metric])
+            for alarm, (metric, bound, message) in _UPPER_BOUNDS.items()
+            if now[metric] > bound and (self._may_search or alarm != "no_search")
+        }
+        reward, logprob, entropy = now["reward"], now["logprob_of_correct"], now["entropy"]
+        self._highest_reward = max(self._highest_reward, reward)  # NaN, as without any value, never counts
+        if self._highest_reward - reward > REWARD_FALL:
+            active["reward"] = f"the mean reward fell to {reward:.2f}, from {self._highest_reward:.2f}"
+        if logprob > self._highest_logprob:
+            self._highest_logprob, self._reward_then = logprob, reward
+        fall = self._highest_logprob - logprob
+        if fall > LIKELIHOOD_FALL and reward <= self._reward_then:
             active["likelihood"] = f"correct rollouts lost {fall:.2f} nats per token, and the reward is no higher"
-        if now["entropy"] < self._calmest:
-            self._calmest = now["entropy"]
-        if now["entropy"] - self._calmest > at.entropy_rise:
-            active["entropy"] = f"{now['entropy']:.2f} nats per token, up from {self._calmest:.2f}"
-        if now["logp_gap"] > at.gap:
-            active["gap"] = f"sampler and trainer differ by {now['logp_gap']:.3f} nats per token"
-        if now["effective_sample_size"] < at.sample_size:
+        self._lowest_entropy = min(self._lowest_entropy, entropy)
+        if entropy - self._lowest_entropy > ENTROPY_RISE:
+            active["entropy"] = f"{entropy:.2f} nats per token, up from {self._lowest_entropy:.2f}"
+        if now["effective_sample_size"] < SAMPLE_SIZE:
             active["sample_size"] = (
                 f"the sampler's weights differ so much that its tokens count as {now['effective_sample_size']:.2f} of "
                 "their number"
             )
-        if now["rejected"] > at.rejected:
-            active["rejected"] = f"{now['rejected']:.2f} of the tokens are in rejected rollouts"
-        gain = now["probe/em"] - now["probe/em_misled"]
-        if now["probe/em"] > at.probe_gain and gain < at.probe_gain:
+        if now["probe/em"] > PROBE_GAIN and now["probe/em"] - now["probe/em_misled"] < PROBE_GAIN:
             active["retriever"] = (
                 f"EM {now['probe/em']:.2f}, and {now['probe/em_misled']:.2f} with passages retrieved for other "
                 "questions: searching makes no difference"
