@@ -53,7 +53,7 @@ from psearch_jax.text.prompts import load_template, render_messages, render_prom
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing import checkpoint, settings
 from psearch_jax.train.checkpointing.run_config import has_checkpoints, tokenizer_of
-from psearch_jax.train.critic import Critic, critic_learning, first_params, without_lm_head
+from psearch_jax.train.critic import critic_learning, first_params, without_lm_head
 from psearch_jax.train.replay import Recording
 from psearch_jax.train.run import Run
 from psearch_jax.train.state import (
@@ -64,6 +64,7 @@ from psearch_jax.train.state import (
     state_shardings,
     updates_per_step,
 )
+from psearch_jax.train.trainable import Trainable
 from psearch_jax.types import Question, UserError, listed
 from retrieval.protocol import Retriever
 
@@ -267,7 +268,7 @@ def _contents(
     return contents
 
 
-def _critic_of(config: Config, parts: Engine) -> tuple[Critic, nnx.State, optax.GradientTransformation]:
+def _critic_of(config: Config, parts: Engine) -> tuple[Trainable, nnx.State, optax.GradientTransformation]:
     """The critic of a run, its initial parameters, and its optimizer."""
     optimizer = make_optimizer(critic_learning(config), updates_per_step(config) * config.train.steps)
     adapters = config.model.lora

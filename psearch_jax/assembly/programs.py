@@ -17,10 +17,10 @@ from psearch_jax.rollout.copy import sampled_shape
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.rollout.sampler_programs import SamplerOptions
 from psearch_jax.sharding import is_one_cpu
-from psearch_jax.train.critic import Critic, critic_learning
+from psearch_jax.train.critic import build_critic, critic_learning
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import updates_per_step
-from psearch_jax.train.trainable import TrainingOptions
+from psearch_jax.train.trainable import Trainable, TrainingOptions
 
 
 def make_sampler(
@@ -94,10 +94,10 @@ def make_critic(
     mesh: Mesh,
     optimizer: optax.GradientTransformation,
     base: nnx.State | None = None,
-) -> Critic:
+) -> Trainable:
     """The critic of a config."""
     options = training_options(config)
-    return Critic(model, critic_learning(config), optimizer, mesh, options, base=base)
+    return build_critic(model, critic_learning(config), optimizer, mesh, options, base)
 
 
 def training_options(config: Config, pack: bool = True) -> TrainingOptions:

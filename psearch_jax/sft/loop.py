@@ -6,6 +6,7 @@ caller chooses the batches: rows of transcripts (`RowBatches`), or the curriculu
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import time
@@ -46,8 +47,6 @@ class SupervisedTrainer(Trainable):
       vocabulary: number of token ids of the tokenizer.
     """
 
-    metrics, scored = ("loss", "entropy"), "logprobs"
-
     def __init__(
         self,
         model: DecoderConfig,
@@ -60,8 +59,21 @@ class SupervisedTrainer(Trainable):
         vocabulary: int,
         base: nnx.State | None = None,
     ):
-        self._schedule, self._vocabulary = schedule, vocabulary
-        super().__init__(model, learning, optimizer, mesh, options, base=base)
+        def score_fn(model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
+            return token_logprobs(model, micro_batch, 1.0, vocabulary)[0]
+
+        super().__init__(
+            model,
+            learning,
+            optimizer,
+            mesh,
+            options,
+            loss_fn=functools.partial(_cross_entropy, vocabulary),
+            metrics=("loss", "entropy"),
+            score_fn=score_fn,
+            learning_rate_fn=lambda state: schedule(state.updates),
+            base=base,
+        )
 
     def pack(self, rows: Sequence[Row]) -> list[MicroBatch]:
         """Packs rows into micro-batches of the run's widths."""
@@ -72,17 +84,12 @@ class SupervisedTrainer(Trainable):
         batch = row_batch(rows)
         return float(-self.score(params, batch).sum() / max(batch.mask.sum(), 1))
 
-    def _learning_rate(self, state: TrainState) -> jax.Array:
-        return self._schedule(state.updates)
 
-    def _token_scores(self, model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
-        return token_logprobs(model, micro_batch, 1.0, self._vocabulary)[0]
-
-    def _loss(self, model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
-        logprobs, entropy = token_logprobs(model, micro_batch, 1.0, self._vocabulary)
-        count = micro_batch.mask.sum()
-        loss = Ratio(-logprobs.sum(), count)  # 0 where the mask is 0
-        return loss, {"loss": loss, "entropy": Ratio(entropy.sum(), count)}
+def _cross_entropy(vocabulary: int, model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
+    logprobs, entropy = token_logprobs(model, micro_batch, 1.0, vocabulary)
+    count = micro_batch.mask.sum()
+    loss = Ratio(-logprobs.sum(), count)  # 0 where the mask is 0
+    return loss, {"loss": loss, "entropy": Ratio(entropy.sum(), count)}
 
 
 def row_batch(rows: Sequence[Row]) -> TrainBatch:

@@ -24,15 +24,13 @@ from psearch_jax.train.trainable import Trainable, TrainingOptions, hidden_state
 from psearch_jax.types import MicroBatch
 
 CRITIC = "critic/"  # prefix of the critic's metrics
+VALUE_CLIP = 0.5  # a value that moves further than this in one step does not lower the loss
 
 
 def critic_learning(config: Config) -> LearningSection:
     """The policy's learning settings, with the learning rate and warm-up ratio of section `critic`."""
     own = config.critic
     return replace(config.learning, learning_rate=own.learning_rate, warmup_ratio=own.warmup_ratio)
-
-
-VALUE_CLIP = 0.5  # a value that moves further than this in one step does not lower the loss
 
 
 def token_values(model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
@@ -46,28 +44,33 @@ def token_values(model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
     return jnp.where(wanted, before, 0.0)
 
 
-class Critic(Trainable):
-    """Device programs of the critic; its score is the value at every sampled token."""
+def build_critic(
+    model: DecoderConfig,
+    learning: LearningSection,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    options: TrainingOptions,
+    base: nnx.State | None = None,
+) -> Trainable:
+    """Device programs of the critic; its score is the value at every sampled token. Arguments as of `Trainable`."""
 
-    metrics, per_token, scored, updated = VALUE_METRICS, "value", "values", "critic update"
-
-    def __init__(
-        self,
-        model: DecoderConfig,
-        learning: LearningSection,
-        optimizer: optax.GradientTransformation,
-        mesh: Mesh,
-        options: TrainingOptions,
-        *,
-        base: nnx.State | None = None,
-    ):
-        super().__init__(model, learning, optimizer, mesh, options, base=base, values=True)
-
-    def _token_scores(self, model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
-        return token_values(model, micro_batch)
-
-    def _loss(self, model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
+    def loss_fn(model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
         return value_loss(token_values(model, micro_batch), micro_batch, VALUE_CLIP)
+
+    return Trainable(
+        model,
+        learning,
+        optimizer,
+        mesh,
+        options,
+        loss_fn=loss_fn,
+        metrics=VALUE_METRICS,
+        score_fn=token_values,
+        score_name="values",
+        update_name="critic update",
+        base=base,
+        values=True,
+    )
 
 
 def without_lm_head(weights: nnx.State) -> nnx.State:

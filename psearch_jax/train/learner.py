@@ -51,8 +51,6 @@ class Learner(Trainable):
       rollout_mesh: the sampler's; default: the same mesh.
     """
 
-    scored = "logprobs"
-
     def __init__(
         self,
         model: DecoderConfig,
@@ -70,10 +68,24 @@ class Learner(Trainable):
         rollout_mesh: Mesh | None = None,
     ):
         self._has_reference = learning.kl_coefficient > 0
-        self.metrics = tuple(name for name in METRICS if name != "kl" or self._has_reference)
-        self._temperature, self._n_ids = temperature, n_ids
-        self._context, self._on_policy, self._lora = options.context_tokens, on_policy, options.lora
-        super().__init__(model, learning, optimizer, mesh, options, base=base)
+        self._reads_own_logprobs = on_policy and learning.old_logprobs == "trainer"
+        self._lora, self._learning = options.lora, learning
+        metrics = [name for name in METRICS if name != "kl" or self._has_reference]
+
+        def loss_fn(model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
+            logp, entropy = token_logprobs(model, micro_batch, temperature, n_ids)
+            old = micro_batch.sampler_logprobs if learning.old_logprobs == "sampler" else micro_batch.old_logprobs
+            if self._reads_own_logprobs:
+                old = jax.lax.stop_gradient(logp)
+            loss, values = policy_loss(logp, entropy, old, micro_batch, learning, options.context_tokens)
+            return loss, {name: values[name] for name in metrics}
+
+        def score_fn(model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
+            return token_logprobs(model, micro_batch, temperature, n_ids)[0]
+
+        super().__init__(
+            model, learning, optimizer, mesh, options, loss_fn=loss_fn, metrics=metrics, score_fn=score_fn, base=base
+        )
         form = implementation_for(mesh, options.dtype)
         self._reference_score_program = self._compile_score(
             decoder.graphdef(model, options.dtype, options.remat, form, options.shard_residual)
@@ -96,8 +108,8 @@ class Learner(Trainable):
     @property
     def needs_score(self) -> bool:
         """Whether a batch needs old log-probs from `score`: for the loss, or for a KL penalty in the reward."""
-        by_trainer = self._learning.old_logprobs == "trainer"
-        return by_trainer and (not self._on_policy or self._learning.kl_in == "reward")
+        in_update = self._reads_own_logprobs and self._learning.kl_in == "loss"
+        return self._learning.old_logprobs == "trainer" and not in_update
 
     def sampling_copy(self, params: nnx.State) -> nnx.State:
         """The parameters in the sampler's format. The copy may alias the base, which is never donated."""
@@ -153,15 +165,3 @@ class Learner(Trainable):
     def _weights_and_adapters(self, base: nnx.State | None, params: nnx.State) -> tuple[nnx.State, nnx.State | None]:
         """(weights, adapters): (base, params) with LoRA, else (params, None)."""
         return (base, params) if self._lora else (params, None)
-
-    def _token_scores(self, model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
-        return token_logprobs(model, micro_batch, self._temperature, self._n_ids)[0]
-
-    def _loss(self, model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
-        learning = self._learning
-        logp, entropy = token_logprobs(model, micro_batch, self._temperature, self._n_ids)
-        old = micro_batch.sampler_logprobs if learning.old_logprobs == "sampler" else micro_batch.old_logprobs
-        if self._on_policy and learning.old_logprobs == "trainer":
-            old = jax.lax.stop_gradient(logp)
-        loss, metrics = policy_loss(logp, entropy, old, micro_batch, learning, self._context)
-        return loss, {name: metrics[name] for name in self.metrics}

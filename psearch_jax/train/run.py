@@ -19,10 +19,10 @@ from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.stream import RolloutStream
 from psearch_jax.train.checkpointing import settings
 from psearch_jax.train.checkpointing.preemption import StopRequest
-from psearch_jax.train.critic import Critic
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.replay import Recording
 from psearch_jax.train.state import TrainState
+from psearch_jax.train.trainable import Trainable
 from psearch_jax.types import Question
 
 
@@ -43,7 +43,7 @@ class Run:
     tokenizer_path: str
     given: Config  # as the user set it; recorded in config.json
     reference: nnx.State | None = None  # None when the KL coefficient is 0
-    critic: Critic | None = None  # PPO only
+    critic: Trainable | None = None  # PPO only
     recording: Recording | None = None  # of the rollouts to learn from, in place of sampling
     lora: dict[str, Any] | None = None  # what a checkpoint of adapters records about their base weights
     settings: settings.Record = field(default_factory=dict)  # the settings that affect the results

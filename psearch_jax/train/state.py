@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,32 +32,21 @@ def updates_per_step(config: Config) -> int:
     return -(-config.train.prompts * config.rollout.samples // config.learning.mini_batch_rollouts)
 
 
-class Warmup(NamedTuple):
-    """State of the learning rate. It is checkpointed, so changing a run's length does not change its rates."""
-
-    taken: jax.Array  # [] int32, updates taken
-    updates: jax.Array  # [] int32, length of the warm-up, computed at step 0; 0: none
-
-
 def make_optimizer(learning: LearningSection, total_updates: int) -> optax.GradientTransformation:
     """Global-norm clip, then AdamW with a linear warm-up and a constant rate after it.
 
-    The initial state sets the warm-up to `warmup_ratio * total_updates` updates. Nothing else depends on these two.
+    The initial state holds the length of the warm-up, `warmup_ratio * total_updates`. Nothing else depends on them,
+    so changing a run's length does not change its rates.
     """
 
-    def init(_: Any) -> Warmup:
-        return Warmup(jnp.int32(0), jnp.int32(warmup_updates(learning, total_updates)))
+    def adamw(warmup_updates: jax.Array) -> optax.GradientTransformation:
+        rate = functools.partial(_learning_rate, learning.learning_rate, warmup_updates)
+        return optax.chain(
+            optax.clip_by_global_norm(learning.gradient_clip), optax.adamw(rate, weight_decay=learning.weight_decay)
+        )
 
-    def scale(updates: Any, state: Warmup, _: Any = None) -> tuple[Any, Warmup]:
-        rate = _rate(state, learning)
-        return jax.tree.map(lambda u: -rate * u, updates), state._replace(taken=state.taken + 1)
-
-    return optax.chain(
-        optax.clip_by_global_norm(learning.gradient_clip),
-        optax.scale_by_adam(),
-        optax.add_decayed_weights(learning.weight_decay),
-        optax.GradientTransformation(init, scale),
-    )
+    length = np.asarray(warmup_updates(learning, total_updates), np.int32)
+    return optax.inject_hyperparams(adamw)(warmup_updates=length)
 
 
 def warmup_updates(learning: LearningSection, total_updates: int) -> int:
@@ -66,29 +56,21 @@ def warmup_updates(learning: LearningSection, total_updates: int) -> int:
 
 def learning_rate(state: TrainState, learning: LearningSection) -> jax.Array:
     """The learning rate of the next update. [] float32"""
-    (warmup,) = (n for n in jax.tree.leaves(state.optimizer, is_leaf=_is_warmup) if _is_warmup(n))
-    return _rate(warmup, learning)
+    optimizer = state.optimizer
+    return _learning_rate(learning.learning_rate, optimizer.hyperparams["warmup_updates"], optimizer.count)
 
 
 def with_warmup(state: TrainState, updates: int) -> TrainState:
     """The state with a warm-up of `updates` updates, including those already taken."""
-
-    def set_length(node: Any) -> Any:
-        if not _is_warmup(node):
-            return node
-        return node._replace(updates=put(np.int32(updates), node.updates.sharding))
-
-    return replace(state, optimizer=jax.tree.map(set_length, state.optimizer, is_leaf=_is_warmup))
+    before = state.optimizer.hyperparams["warmup_updates"]
+    hyperparams = {"warmup_updates": put(np.int32(updates), before.sharding)}
+    return replace(state, optimizer=state.optimizer._replace(hyperparams=hyperparams))
 
 
-def _is_warmup(node: Any) -> bool:
-    return isinstance(node, Warmup)
-
-
-def _rate(warmup: Warmup, learning: LearningSection) -> jax.Array:
-    """Linear over n updates, from 1/n of the full rate at the first to the full rate after the last."""
-    full, n = learning.learning_rate, jnp.maximum(warmup.updates, 1)
-    remaining = jnp.where(warmup.updates > 0, jnp.clip(1 - warmup.taken / n, 0, 1), 0.0)
+def _learning_rate(full: float, warmup_updates: jax.Array, taken: jax.Array) -> jax.Array:
+    """Linear over n updates, from 1/n of the full rate at the first to the full rate after the last; n = 0: full."""
+    n = jnp.maximum(warmup_updates, 1)
+    remaining = jnp.where(warmup_updates > 0, jnp.clip(1 - taken / n, 0, 1), 0.0)
     return (full / n - full) * remaining + full
 
 
@@ -110,16 +92,16 @@ def _like_params(optimizer: Any, params: nnx.State, shardings: nnx.State, mesh: 
     return jax.tree.map(lambda n: shardings if mirrors(n) else replicated(mesh), optimizer, is_leaf=mirrors)
 
 
-def _fresh(params: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:
-    return TrainState(params, optimizer.init(params), jnp.int32(0), jnp.int32(0))
-
-
 def abstract_state(params: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:
     """The state as ShapeDtypeStructs, from (abstract) parameters."""
-    return jax.eval_shape(lambda p: _fresh(p, optimizer), params)
+    return jax.eval_shape(functools.partial(_first_state, optimizer), params)
 
 
 def init_state(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """The initial state for loaded or random parameters, sharded on the mesh."""
     shardings = state_shardings(abstract_state(params, optimizer), mesh)
-    return jax.jit(lambda p: _fresh(p, optimizer), out_shardings=shardings)(params)
+    return jax.jit(functools.partial(_first_state, optimizer), out_shardings=shardings)(params)
+
+
+def _first_state(optimizer: optax.GradientTransformation, params: nnx.State) -> TrainState:
+    return TrainState(params, optimizer.init(params), jnp.int32(0), jnp.int32(0))

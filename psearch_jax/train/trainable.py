@@ -1,16 +1,15 @@
 """Device programs that train one set of parameters: score a batch, update on a mini-batch.
 
-Policy (learner.py) and critic (critic.py) share everything here; they differ only in their scores and losses. A
-mini-batch is packed into micro-batches (rl/batch.py). `accumulate` adds the gradient sums of one micro-batch and is
-compiled once per width; `apply` divides once and takes the optimizer step.
+Policy (learner.py), critic (critic.py) and supervised fine-tuning share everything here; they differ in the loss and
+the score that they pass in. A mini-batch is packed into micro-batches (rl/batch.py). `accumulate` adds the gradient
+sums of one micro-batch and is compiled once per width; `apply` divides once and takes the optimizer step.
 """
 
 from __future__ import annotations
 
-import abc
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -35,8 +34,20 @@ from psearch_jax.train.state import TrainState, abstract_state, learning_rate, s
 from psearch_jax.types import MicroBatch, TrainBatch
 
 jax.tree_util.register_dataclass(MicroBatch)  # here, because types.py needs no jax
-Sums = tuple[nnx.State, Ratio, dict[str, Ratio]]  # gradients, loss and metrics, not divided yet
+LossFn = Callable[[decoder.Decoder, MicroBatch], tuple[Ratio, dict[str, Ratio]]]  # loss and metrics
+ScoreFn = Callable[[decoder.Decoder, MicroBatch], jax.Array]  # [B, W] float32; 0 where the mask is 0
 _INTEGERS = ("ids", "segments", "positions")  # int32 fields of a micro-batch; the others are float32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sums:
+    """What the micro-batches of a mini-batch add up to; nothing is divided yet."""
+
+    grads: nnx.State
+    loss: Ratio
+    metrics: dict[str, Ratio]
+    tokens: jax.Array  # [] float32, trained tokens
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,7 @@ def hidden_states(model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[jax.
     return hidden, ids, constrain(micro_batch.mask, "rows", None) > 0
 
 
-class Trainable(abc.ABC):
+class Trainable:
     """Device programs for one set of parameters.
 
     Args:
@@ -92,14 +103,15 @@ class Trainable(abc.ABC):
       optimizer: an optax transformation.
       mesh: for parameters and rows.
       options: with `lora`, `params` below are the adapters'.
+      loss_fn: the loss of a micro-batch and its metrics, one of which is `loss`.
+      metrics: the names of these metrics.
+      score_fn: the score of every token in the mask, such as its log-prob.
+      score_name: the name of the `score` program, such as `logprobs`.
+      update_name: the name of an update's progress.
+      learning_rate_fn: the learning rate of the next update from a state; default: that of `make_optimizer`.
       base: with `lora`, the frozen weights in storage sharding. Without them nothing can be run, only traced.
       values: the model has a value head in place of the lm head.
     """
-
-    metrics: tuple[str, ...]  # the names of the metrics of `_loss`
-    per_token = "entropy"  # one of them, a mean over all trained tokens
-    scored: str  # the name of the `score` program in `compilations` and `traced`, and of its progress
-    updated = "update"  # the name of the progress of an update
 
     def __init__(
         self,
@@ -109,9 +121,18 @@ class Trainable(abc.ABC):
         mesh: Mesh,
         options: TrainingOptions,
         *,
+        loss_fn: LossFn,
+        metrics: Sequence[str],
+        score_fn: ScoreFn,
+        score_name: str = "logprobs",
+        update_name: str = "update",
+        learning_rate_fn: Callable[[TrainState], jax.Array] | None = None,
         base: nnx.State | None = None,
         values: bool = False,
     ):
+        self.metrics, self.score_name, self._update_name = tuple(metrics), score_name, update_name
+        self._loss_fn, self._score_fn = loss_fn, score_fn
+        self._learning_rate_fn = learning_rate_fn or functools.partial(learning_rate, learning=learning)
         dtype, lora = options.dtype, options.lora
         form = implementation_for(mesh, dtype)
         self._transposes, self._headless = lora is not None and multiplies_slowly_transposed(mesh, dtype), values
@@ -133,26 +154,16 @@ class Trainable(abc.ABC):
         trained = adapters.abstract_trained(decoder.abstract_params(model, values)[1], model, lora)
         self._abstract = abstract_state(trained, optimizer)
         self._places = state_shardings(self._abstract, mesh)
-        sums_places = (self._places.params, replicated(mesh), replicated(mesh))
+        sums_places = Sums(self._places.params, *[replicated(mesh)] * 3)
         self._score_program = self._compile_score(self._graph)
         self._zero = jax.jit(self._zero_program, out_shardings=sums_places)
-        self._accumulate = jax.jit(self._accumulate_program, donate_argnames="sums", out_shardings=sums_places)
+        self._accumulate = jax.jit(
+            self._accumulate_program, donate_argnames="sums", out_shardings=(sums_places, replicated(mesh))
+        )
         self._apply = jax.jit(
             self._apply_program, donate_argnames="state", out_shardings=(self._places, replicated(mesh))
         )
         self._names = [".".join(path) for path, _ in nnx.to_flat_state(trained)]
-
-    # ---- implemented by policy and critic ----
-
-    @abc.abstractmethod
-    def _token_scores(self, model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
-        """[B, W] float32, the score of every token in the mask; 0 elsewhere."""
-
-    @abc.abstractmethod
-    def _loss(self, model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
-        """The loss of a micro-batch and its metrics."""
-
-    # ---- shared ----
 
     @property
     def base(self) -> nnx.State | None:
@@ -183,7 +194,7 @@ class Trainable(abc.ABC):
         """One optimizer step on one mini-batch, in micro-batches of `micro_batch_rows`. Donates `state`.
 
         The metrics include `update_padding`, the padded share of the micro-batches' positions. `check_stop` is called
-        before every micro-batch, while none is running; if it raises, `state` is intact. If loss or gradient is not
+        before every micro-batch, while at most one runs; if it raises, `state` is intact. If loss or gradient is not
         finite, or no token is trained, parameters and optimizer state stay unchanged and `skipped` is 1. Means without
         anything to count are NaN.
         """
@@ -202,8 +213,8 @@ class Trainable(abc.ABC):
 
     def gradients(self, params: nnx.State, batch: TrainBatch) -> nnx.State:
         """The gradients that `update` would use, before clipping."""
-        grads, loss, _ = self._sums(params, [micro_batch for _, micro_batch in self._packed(batch)], never_stop)
-        return jax.tree.map(lambda g: g / jnp.maximum(loss.count, 1.0), grads)
+        sums = self._sums(params, [micro_batch for _, micro_batch in self._packed(batch)], never_stop)
+        return _mean_gradients(sums)
 
     def nonfinite_cause(self, metrics: Mapping[str, float]) -> str:
         """What was not finite in the update that produced `metrics`, for messages."""
@@ -217,7 +228,7 @@ class Trainable(abc.ABC):
             sums = self._zero(params)
             self._compile(self._accumulate, [(params, frozen, sums, batch) for batch in batches])
             for batch in batches:
-                sums = self._accumulate(params, frozen, sums, batch)
+                sums, _ = self._accumulate(params, frozen, sums, batch)
             jax.block_until_ready(sums)
             if self.needs_score:
                 self._compile(self._score_program, calls := [(params, frozen, batch) for batch in batches])
@@ -245,7 +256,7 @@ class Trainable(abc.ABC):
 
     def compilations(self) -> dict[str, int]:
         """Number of shapes each program was compiled for."""
-        programs = {self.scored: self._score_program, "accumulate": self._accumulate, "apply": self._apply}
+        programs = {self.score_name: self._score_program, "accumulate": self._accumulate, "apply": self._apply}
         return {name: program._cache_size() for name, program in programs.items()}
 
     def traced(self, frozen: nnx.State | None = None) -> dict[str, dict[int, Callable[[], jax.stages.Traced]]]:
@@ -258,8 +269,7 @@ class Trainable(abc.ABC):
         frozen = jax.eval_shape(self._as_trained_on, frozen) if self._transposes or self._widens else frozen
         state = self._state()
         sums = jax.eval_shape(self._zero_program, state.params)
-        others = jax.tree.map(lambda _: replicated(mesh), sums[1:])
-        sums = placed(sums, (self._places.params, *others))
+        sums = placed(sums, replace(jax.tree.map(lambda _: replicated(mesh), sums), grads=self._places.params))
 
         def micro_batch(width: int) -> MicroBatch:
             place = rows_sharding(mesh, 2)
@@ -274,7 +284,7 @@ class Trainable(abc.ABC):
             return self._accumulate.trace(state.params, frozen, sums, micro_batch(width))
 
         return {
-            self.scored: {width: functools.partial(score, width) for width in self._widths},
+            self.score_name: {width: functools.partial(score, width) for width in self._widths},
             "accumulate": {width: functools.partial(accumulate, width) for width in self._widths},
             "apply": {0: lambda: self._apply.trace(state, sums)},
         }
@@ -288,7 +298,7 @@ class Trainable(abc.ABC):
     ) -> np.ndarray:
         out = np.zeros(batch.ids.shape, np.float32)
         packed = self._packed(batch)
-        with jax.set_mesh(self.mesh), progress.step(self.scored, len(packed), patient=True):
+        with jax.set_mesh(self.mesh), progress.step(self.score_name, len(packed), patient=True):
             scores: list[jax.Array] = []
             for done, (_, micro_batch) in enumerate(packed):
                 jax.block_until_ready(scores[-2:-1])  # the last micro-batch keeps running
@@ -305,49 +315,47 @@ class Trainable(abc.ABC):
         return micro_batches(batch, self._learning.micro_batch_rows, self._widths, self._per_row)
 
     def _sums(self, params: nnx.State, packed: Sequence[MicroBatch], check_stop: Callable[[], None]) -> Sums:
-        with jax.set_mesh(self.mesh), progress.step(self.updated, len(packed), patient=True):
-            sums = self._zero(params)
+        with jax.set_mesh(self.mesh), progress.step(self._update_name, len(packed), patient=True):
+            sums, finished = self._zero(params), []
             for done, micro_batch in enumerate(packed):
-                jax.block_until_ready(sums[1])
-                progress.reach(done)
+                jax.block_until_ready(finished[-2:-1])  # the last micro-batch keeps running
+                progress.reach(max(done - 1, 0))
                 check_stop()
-                sums = self._accumulate(params, self._frozen_inputs, sums, micro_batch)
+                sums, counted = self._accumulate(params, self._frozen_inputs, sums, micro_batch)
+                finished.append(counted)
         return sums
 
     # ---- the programs ----
-
-    def _learning_rate(self, state: TrainState) -> jax.Array:
-        """The learning rate of the next update. [] float32"""
-        return learning_rate(state, self._learning)
 
     def _compile_score(self, graph: nnx.GraphDef) -> Callable[..., jax.Array]:
         """The compiled program (params, base, micro_batch) -> scores for the model of `graph`."""
 
         def program(params: nnx.State, base: nnx.State | None, micro_batch: MicroBatch) -> jax.Array:
-            return self._token_scores(merged(graph, params, base), micro_batch)
+            return self._score_fn(merged(graph, params, base), micro_batch)
 
         return jax.jit(program, out_shardings=replicated(self.mesh))
 
     def _zero_program(self, params: nnx.State) -> Sums:
         zero = Ratio(jnp.float32(0), jnp.float32(0))
-        return jax.tree.map(jnp.zeros_like, params), zero, dict.fromkeys(self.metrics, zero)
+        return Sums(jax.tree.map(jnp.zeros_like, params), zero, dict.fromkeys(self.metrics, zero), jnp.float32(0))
 
     def _accumulate_program(
         self, params: nnx.State, base: nnx.State | None, sums: Sums, micro_batch: MicroBatch
-    ) -> Sums:
+    ) -> tuple[Sums, jax.Array]:
+        """The sums with those of a micro-batch, and its number of tokens, which is not donated to the next call."""
+
         def total(params: nnx.State) -> tuple[jax.Array, tuple[Ratio, dict[str, Ratio]]]:
-            loss, metrics = self._loss(merged(self._graph, params, base), micro_batch)
+            loss, metrics = self._loss_fn(merged(self._graph, params, base), micro_batch)
             return loss.total, (loss, metrics)
 
         (_, (loss, metrics)), grads = jax.value_and_grad(total, has_aux=True)(params)
-        return jax.tree.map(jnp.add, sums, (grads, loss, metrics))
+        tokens = jnp.sum(micro_batch.mask)
+        return jax.tree.map(jnp.add, sums, Sums(grads, loss, metrics, tokens)), tokens
 
     def _apply_program(self, state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
-        grads, loss, metrics = sums
-        grads = jax.tree.map(lambda g: g / jnp.maximum(loss.count, 1.0), grads)
+        grads, metrics, tokens = _mean_gradients(sums), sums.metrics, sums.tokens
         norm = optax.global_norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].total)
-        tokens = metrics[self.per_token].count
         taken = finite & (tokens > 0)  # without a trained token, momentum alone would move the parameters
         updates, optimizer = self._optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -360,7 +368,7 @@ class Trainable(abc.ABC):
         first = jnp.where(jnp.any(nonfinite), jnp.argmax(nonfinite), -1)  # index of the leaf, in tree order
         new = TrainState(keep(params, state.params), keep(optimizer, state.optimizer), state.updates + taken, bad)
         means = {k: jnp.where(r.count > 0, r.total / jnp.maximum(r.count, 1.0), jnp.nan) for k, r in metrics.items()}
-        means["learning_rate"] = self._learning_rate(state)
+        means["learning_rate"] = self._learning_rate_fn(state)
         return new, {
             **means,
             **{f"{k}/{WEIGHT}": r.count for k, r in metrics.items()},
@@ -370,3 +378,7 @@ class Trainable(abc.ABC):
             "nonfinite_in_a_row": bad,
             "nonfinite_param": first,
         }
+
+
+def _mean_gradients(sums: Sums) -> nnx.State:
+    return jax.tree.map(lambda g: g / jnp.maximum(sums.loss.count, 1.0), sums.grads)

@@ -24,7 +24,7 @@ from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.rollout.sampler_programs import SamplerOptions
 from psearch_jax.runtime.cli import configure_jax
 from psearch_jax.sharding import STORAGE, make_mesh, param_shardings
-from psearch_jax.train.critic import Critic, first_params
+from psearch_jax.train.critic import build_critic, first_params
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import init_state, make_optimizer
 from psearch_jax.train.trainable import TrainingOptions
@@ -143,7 +143,7 @@ def check_critic(mesh, config: DecoderConfig, optimizer) -> None:
     results = []
     for where in (mesh, make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])):
         options = TrainingOptions(S, shard_residual=where.shape["tensor"] > 1)
-        critic = Critic(config, LEARNING, optimizer, where, options)
+        critic = build_critic(config, LEARNING, optimizer, where, options)
         start = first_params(random_params(config, seed=6), config, None, 0, where)
         params = init_state(
             decoder.with_values(start, nnx.to_pure_dict(start) | {"value_head": head}), optimizer, where

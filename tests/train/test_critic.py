@@ -19,21 +19,21 @@ from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
 from psearch_jax.rl import gae
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
-from psearch_jax.train.critic import Critic, first_params, without_lm_head
+from psearch_jax.train.critic import build_critic, first_params, without_lm_head
 from psearch_jax.train.state import init_state, make_optimizer
-from psearch_jax.train.trainable import TrainingOptions
+from psearch_jax.train.trainable import Trainable, TrainingOptions
 from psearch_jax.train.trainer import train_step
 from psearch_jax.types import RewardParts, UserError
 
 LEARNING = LearningSection(micro_batch_rows=2, mini_batch_rollouts=4, warmup_ratio=0.0, learning_rate=1e-3)
 
 
-def make_critic(lora: Lora | None = None, seed: int = 4, **changes) -> tuple[Critic, nnx.State]:
+def make_critic(lora: Lora | None = None, seed: int = 4, **changes) -> tuple[Trainable, nnx.State]:
     """A float32 critic with a nonzero head, and its parameters."""
     policy = random_params(CONFIG, seed=seed, scale=0.03)
     optimizer = make_optimizer(LEARNING, 10)
     options, base = TrainingOptions(S, remat="none", lora=lora, **changes), without_lm_head(policy) if lora else None
-    critic = Critic(CONFIG, LEARNING, optimizer, one_device_mesh(), options, base=base)
+    critic = build_critic(CONFIG, LEARNING, optimizer, one_device_mesh(), options, base)
     params = first_params(policy, CONFIG, lora, 0, one_device_mesh())
     head = np.random.default_rng(0).normal(size=(CONFIG.width, 1)).astype(np.float32)
     flat = nnx.to_flat_state(params)
