@@ -50,6 +50,7 @@ class Recording:
 
     def __init__(self, run: str):
         self._run = locate(run)
+        self._step, self._draws = -1, list[list[Trajectory]]()  # the last ones that were read
         if not any((self._run / FOLDER).glob("*.npz")):
             raise UserError(
                 f"config.train.replay={run}: has no recorded rollouts, accepted: the directory of a run with "
@@ -74,6 +75,8 @@ class Recording:
         Raises:
           UserError: the file does not exist or cannot be read, or the rollouts have other groups or do not fit.
         """
+        if step == self._step:
+            return self._draws
         file = _file(self._run, step)
         try:
             rows, facts = unpacked(file.read_bytes())
@@ -94,6 +97,7 @@ class Recording:
                 f"config.rollout.context_tokens: found {rollout.context_tokens}, accepted: at least {longest}, the "
                 f"longest rollout in {file}"
             )
+        self._step, self._draws = step, draws
         return draws
 
     def check_questions(self, step: int, draws: Sequence[Sequence[Trajectory]], questions: Sequence[Question]) -> None:

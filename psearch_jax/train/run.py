@@ -49,8 +49,7 @@ class Run:
     settings: settings.Record = field(default_factory=dict)  # the settings that affect the results
     wall_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     stop: StopRequest = field(default_factory=StopRequest)
-    keeps_copy: bool = False  # of the state in host memory during a step's updates
-    state: TrainState | None = None  # after the last step; None before `begin`, and while an update owns it
+    state: TrainState | None = None  # after the last step; None before `begin`
 
     def begin(self) -> None:
         """Makes the state of step 0 and releases the weights that it is made from."""
@@ -58,16 +57,14 @@ class Run:
         make, self.initial_state = self.initial_state, None
         self.state = make()
 
-    def take_state(self) -> TrainState:
-        """The state, which the caller now owns: an update donates its arrays."""
+    def current_state(self) -> TrainState:
+        """The state after the last step. Raises AssertionError before `begin`."""
         assert self.state is not None, "no state: `begin` first"
-        state, self.state = self.state, None
-        return state
+        return self.state
 
     def sampling_weights(self) -> SamplingWeights:
         """The current policy as the sampler reads it."""
-        assert self.state is not None, "no state: `begin` first"
-        return self.collector.sampler.weights(self.learner.sampling_copy(self.state.params))
+        return self.collector.sampler.weights(self.learner.sampling_copy(self.current_state().params))
 
     @contextmanager
     def phase(self, name: str, times: dict[str, float] | None = None) -> Iterator[None]:

@@ -77,8 +77,8 @@ class Saver:
                 log.info("step %d has the best %s so far: %.4f", step, metric, figures[kind][name])
 
     def save_before(self, step: int, loader: dict[str, Any], rollouts: InFlight) -> None:
-        """Saves the state before a discarded step, with loader and rollouts before it, unless updates consumed it."""
-        if step and self.checkpoints.latest() != step and self._run.state is not None:
+        """Saves the state before a discarded step, with loader and rollouts before it."""
+        if step and self.checkpoints.latest() != step:
             self.save(step, loader, rollouts)
 
     def end(self, stop: Interrupted | RetrievalError) -> NoReturn:

@@ -22,29 +22,25 @@ from psearch_jax.rl import gae
 from psearch_jax.rl.advantages import trained_rows
 from psearch_jax.rl.batch import make_batch, mini_batches
 from psearch_jax.runtime import cli, processes
-from psearch_jax.runtime.metrics import MetricsWriter, cut_jsonl, mean
+from psearch_jax.runtime.metrics import MetricsWriter, cut_jsonl
 from psearch_jax.runtime.paths import locate, make_writable
 from psearch_jax.train import replay
 from psearch_jax.train.checkpointing import settings
 from psearch_jax.train.checkpointing.best import Best
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints
-from psearch_jax.train.checkpointing.preemption import HostCopy, Interrupted, room_for_copy
+from psearch_jax.train.checkpointing.preemption import Interrupted
 from psearch_jax.train.critic import CRITIC
 from psearch_jax.train.monitoring import validation
-from psearch_jax.train.monitoring.alarms import SETTINGS_CHANGED, Alarms, check_finite, probe, read_rows
-from psearch_jax.train.monitoring.figures import (
-    gap_by_age,
-    mfu,
-    over_updates,
-    rollout_metrics,
-    staleness,
-)
+from psearch_jax.train.monitoring.alarms import SETTINGS_CHANGED, Alarms, check_finite, read_rows
+from psearch_jax.train.monitoring.figures import learns_policy, step_metrics
+from psearch_jax.train.monitoring.probe import probe
 from psearch_jax.train.monitoring.records import report, write_config, write_json, write_trajectories
-from psearch_jax.train.rollouts import rollouts_of_step, sampling_ahead
+from psearch_jax.train.rollouts import Rollouts, collect_rollouts
 from psearch_jax.train.run import Run
 from psearch_jax.train.saving import Saver, Start, resume
-from psearch_jax.train.state import updates_per_step
-from psearch_jax.types import Question, RewardParts, TrainBatch, Trajectory, UserError
+from psearch_jax.train.state import TrainState
+from psearch_jax.train.trainable import never_stop
+from psearch_jax.types import Question, TrainBatch, UserError
 from retrieval.protocol import RetrievalError
 
 log = logging.getLogger("psearch_jax")
@@ -65,8 +61,6 @@ def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[st
     try:
         with ExitStack() as closers:
             closers.enter_context(run.stop.heard())
-            if run.config.mesh.rollout_devices:  # so that this thread and the sampler's can exchange at the same time
-                closers.enter_context(processes.exchanging_on(run.learner.mesh))
             return _train(run, locate(workdir), closers, allow_changes)
     except OSError as error:
         # Rewards and retrievers raise such errors too, of other files and of connections.
@@ -101,13 +95,6 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         if settings.affect_evaluation(start.changes, run.settings):
             (workdir / "before.json").unlink(missing_ok=True)  # cannot be compared with evaluations from now on
     saver = Saver(run, checkpoints, closers.enter_context(closing(MetricsWriter(workdir))))
-    if updates_per_step(config) > 1 or run.critic is not None or config.mesh.rollout_devices:
-        run.keeps_copy = room_for_copy(run.state)
-        if not run.keeps_copy:
-            log.warning(
-                "no host memory for a copy of the state: stopping during updates loses the steps since the last "
-                "checkpoint"
-            )
     if run.recording is not None:
         run.recording.check(step, config.train.steps)
     if config.eval.every_steps and run.evaluation:
@@ -117,11 +104,11 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         saver.best = closers.enter_context(closing(best))
     try:
         _compile(run)
-        before = validation.measured_once(run, workdir / "before.json", policy_unchanged=step == 0)
+        before = validation.evaluate_once(run, workdir / "before.json", policy_unchanged=step == 0)
         if start.evaluation_due and saver.best and step < config.train.steps:
             saver.writer.amend(step - 1, _evaluate(run, saver, step))
         step = _steps(run, workdir, saver, start)
-        after = validation.measured_once(run, workdir / "after.json", policy_unchanged=True)
+        after = validation.evaluate_once(run, workdir / "after.json", policy_unchanged=True)
         checkpoints.wait()
         if saver.best:
             saver.offer(step, after[""])
@@ -165,9 +152,11 @@ def _steps(run: Run, workdir: Path, saver: Saver, start: Start) -> int:
             except (Interrupted, RetrievalError) as stop:  # the step is saved below; a resumed run evaluates
                 stopped = stop
         saver.writer.write(step, metrics)
-        write_trajectories(workdir, step, done.trajectories, done.rewards, config.train.trajectories_per_step)
+        write_trajectories(
+            workdir, step, done.rollouts.trajectories, done.rollouts.rewards, config.train.trajectories_per_step
+        )
         if config.train.record_rollouts and run.recording is None:
-            replay.write(workdir, step, done.draws)
+            replay.write(workdir, step, done.rollouts.draws)
         report(bar, step, metrics, may_split)
         check_finite(run, workdir, step, metrics)
         step += 1
@@ -186,19 +175,17 @@ def _steps(run: Run, workdir: Path, saver: Saver, start: Start) -> int:
 
 def _evaluate(run: Run, saver: Saver, step: int) -> dict[str, float]:
     """The metrics of an evaluation after `step` steps. The policy is kept if it is the best so far."""
-    figures = validation.measured(run, run.config.eval.temperature)
+    figures = validation.evaluate_policy(run, run.config.eval.temperature)
     saver.offer(step, figures)
     return {f"eval/{kind}/{name}": value for kind, values in figures.items() for name, value in values.items()}
 
 
 @dataclass
 class StepResult:
-    """What a step did, the same in every process: metrics, and the trajectories and rewards of all processes."""
+    """What a step did, the same in every process."""
 
     metrics: dict[str, float]
-    trajectories: list[Trajectory]
-    rewards: list[RewardParts]
-    draws: list[list[Trajectory]]  # the trajectories by draw
+    rollouts: Rollouts
 
 
 def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult:
@@ -208,113 +195,66 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult
       questions: those of this process.
 
     Raises:
-      Interrupted, RetrievalError: the step is discarded. `run.state` is the state before it, or None if updates have
-        consumed it and there was no copy.
+      Interrupted, RetrievalError: the step is discarded. `run.state` is the state before it.
     """
-    config = run.config
-    times: dict[str, float] = {}
-    rollouts = rollouts_of_step(run, questions, step, times)
-    probe_metrics = {}
+    config, times = run.config, dict[str, float]()
+    rollouts = collect_rollouts(run, questions, step, times)  # with rewards and advantages
+    probed = {}
     if _is_probed(run, step):
         with run.phase("probe", times):
-            probe_metrics = probe(run, step, rollouts.draws[0])
+            probed = probe(run, step, rollouts.draws[0])
     rows = trained_rows(rollouts.advantages, config.rollout.samples, config.train.prompts)
     trained = [rollouts.trajectories[i] for i in rows]
     trains_all = config.rollout.unfinished != "mask"
     batch = make_batch(trained, rollouts.advantages[rows], config.rollout.context_tokens, trains_all)
-    copy = HostCopy(run.state) if run.keeps_copy else None
-    updates: list[dict[str, float]] = []
-    try:
-        with sampling_ahead(run, step, times):
-            with run.phase("logprobs", times):
-                batch, metrics = _score(run, batch, np.asarray([parts.total for parts in rollouts.rewards])[rows])
-            if config.train.staleness:
-                metrics |= staleness(rollouts.trajectories, step)
-                metrics |= gap_by_age(batch, trained, step) if run.learner.needs_score else {}
-            with run.phase("update", times):
-                updates = _update(run, mini_batches(batch, config.learning.mini_batch_rollouts), step, copy)
-    except (Interrupted, RetrievalError):
-        if updates:  # the sampler stopped after the updates were complete
-            run.state = None  # frees the updated state before the copy is sent to the devices
-            run.state = copy.state() if copy else None
-        raise
-    sampled = sum(int(t.mask.sum()) for t in rollouts.trajectories)
-    metrics = over_updates(updates) | metrics | probe_metrics
-    metrics |= rollout_metrics(rollouts.trajectories, rollouts.rewards, rollouts.advantages, config.rollout.samples)
-    metrics |= {"reward": mean(parts.total for parts in rollouts.rewards), "draws": len(rollouts.draws)}
-    metrics |= {f"{name}_s": value for name, value in times.items()}
-    if run.recording is None:
-        metrics |= rollouts.usage.metrics()
-        if not config.train.staleness:
-            metrics["sampled_tokens_per_s"] = sampled / times["rollout"]
-        if config.mesh.rollout_devices:
-            metrics["transfer_bytes"] = run.learner.transferred_bytes
-    metrics["processed_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
-    updated = _policy_learns(run, step), run.critic is not None
-    utilisation = mfu(config, run.model, batch, times["update"], run.learner.mesh.size, *updated)
-    metrics |= {"mfu": utilisation} if utilisation else {}
-    return StepResult(metrics, rollouts.trajectories, rollouts.rewards, rollouts.draws)
+    with run.phase("logprobs", times):
+        batch = _score(run, batch, np.asarray([rollouts.rewards[i].total for i in rows]))
+    with run.phase("update", times):
+        run.state, updates = _update(run, batch, step)
+    metrics = step_metrics(run, step, rollouts, trained, batch, updates, times) | probed
+    return StepResult(metrics, rollouts)
 
 
-def _score(run: Run, batch: TrainBatch, totals: np.ndarray) -> tuple[TrainBatch, dict[str, float]]:
+def _score(run: Run, batch: TrainBatch, totals: np.ndarray) -> TrainBatch:
     """Adds the log-probs that the loss needs and, with a critic, values, returns and advantages.
 
-    Returns:
-      The completed batch and the critic's metrics.
+    Args:
+      totals: [N], the reward of each row.
     """
-    learning, check_stop = run.config.learning, run.stop.checker()
+    learning, check_stop, state = run.config.learning, run.stop.checker(), run.current_state()
     if run.learner.needs_score:
-        batch = replace(batch, old_logprobs=run.learner.score(run.state.params, batch, check_stop))
+        batch = replace(batch, old_logprobs=run.learner.score(state.params, batch, check_stop))
     if run.reference is not None:
         batch = replace(batch, ref_logprobs=run.learner.reference_score(run.reference, batch, check_stop))
-    if run.critic is None:
-        return batch, {}
-    values = run.critic.score(run.state.critic.params, batch, check_stop)
+    if run.critic is None or state.critic is None:
+        return batch
+    values = run.critic.score(state.critic.params, batch, check_stop)
     old = batch.sampler_logprobs if learning.old_logprobs == "sampler" else batch.old_logprobs
     kl_coefficient = learning.kl_coefficient if learning.kl_in == "reward" else 0.0
     rewards = gae.token_rewards(totals, batch.mask, old, batch.ref_logprobs, kl_coefficient)
     raw, returns = gae.estimate_advantages(rewards, values, batch.mask, learning.gamma, learning.gae_lambda)
-    advantage = gae.whiten(raw, batch.mask)
-    explained = gae.explained_variance(values, returns, batch.mask)
-    batch = replace(batch, advantage=advantage, values=values, returns=returns)
-    return batch, {f"{CRITIC}explained_variance": explained}
+    return replace(batch, advantage=gae.whiten(raw, batch.mask), values=values, returns=returns)
 
 
-def _update(run: Run, batches: Sequence[TrainBatch], step: int, copy: HostCopy | None) -> list[dict[str, float]]:
-    """Takes one optimizer step per mini-batch, the critic first. Returns the metrics of each.
+def _update(run: Run, batch: TrainBatch, step: int) -> tuple[TrainState, list[dict[str, float]]]:
+    """Takes one optimizer step per mini-batch, the critic first. Returns the new state, and the metrics of each.
 
-    The first optimizer step donates the arrays of the state. A stop request takes effect between micro-batches: the
-    run then has its state again, from `copy` in host memory if an optimizer step was taken, or none.
+    A stop request takes effect between the micro-batches of the first optimizer step, which donates the state of the
+    run. From then on the step is completed.
     """
-    if copy:
-        copy.wait()
-    check_stop, metrics = run.stop.checker(), []
-    state, policy, critic, donated = run.take_state(), None, None, False
-    try:
-        for batch in batches:
-            values: dict[str, float] = {}
-            if run.critic is not None:
-                critic, update_metrics = run.critic.update(state.critic, batch, check_stop)
-                state, donated = replace(state, critic=critic), True
-                values |= {CRITIC + name: value for name, value in update_metrics.items()}
-            if _policy_learns(run, step):
-                policy, update_metrics = run.learner.update(replace(state, critic=None), batch, check_stop)
-                state, donated = replace(policy, critic=state.critic), True
-                values |= update_metrics
-            metrics.append(values)
-    except Interrupted as stop:
-        if donated:
-            stop.__traceback__ = None  # free device memory first: its frames hold arrays too
-            state = policy = critic = None
-            state = copy.state() if copy else None
-        run.state = state
-        raise
-    run.state = state
-    return metrics
-
-
-def _policy_learns(run: Run, step: int) -> bool:
-    return run.critic is None or step >= run.config.critic.pretrain_steps
+    state, check_stop, metrics = run.current_state(), run.stop.checker(), []
+    for mini_batch in mini_batches(batch, run.config.learning.mini_batch_rollouts):
+        values: dict[str, float] = {}
+        if run.critic is not None:
+            critic, of_critic = run.critic.update(state.critic, mini_batch, check_stop)
+            state, check_stop = replace(state, critic=critic), never_stop
+            values |= {CRITIC + name: value for name, value in of_critic.items()}
+        if learns_policy(run, step):
+            policy, of_policy = run.learner.update(replace(state, critic=None), mini_batch, check_stop)
+            state, check_stop = replace(policy, critic=state.critic), never_stop
+            values |= of_policy
+        metrics.append(values)
+    return state, metrics
 
 
 def _is_probed(run: Run, step: int) -> bool:

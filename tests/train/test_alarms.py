@@ -8,7 +8,8 @@ from helpers import retriever
 from runs import small_config
 
 from psearch_jax.assembly import build
-from psearch_jax.train.monitoring.alarms import _METRICS, ALARM, NAMES, Alarms, Misled, probe, read_rows
+from psearch_jax.train.monitoring.alarms import _METRICS, ALARM, NAMES, Alarms, read_rows
+from psearch_jax.train.monitoring.probe import Misled, probe
 from psearch_jax.train.trainer import train_step
 
 FINE = {
@@ -130,7 +131,7 @@ def test_the_probe_asks_the_steps_questions_with_the_steps_own_numbers(tiny_poli
     run.begin()
     questions = next(run.loader)
     done = train_step(run, questions, 0)
-    metrics, trajectories = done.metrics, done.trajectories
+    metrics, trajectories = done.metrics, done.rollouts.trajectories
     assert {"probe/em", "probe/em_misled"} <= metrics.keys() and metrics["probe_s"] > 0
     assert set(_METRICS) <= metrics.keys(), "an alarm that reads a metric of another name never fires"
     first = {t.question.id: t for t in reversed(trajectories)}

@@ -186,7 +186,7 @@ def test_a_step_of_ppo_pays_the_reward_and_the_kl(tiny_policy, monkeypatch):
     run.state = replace(run.state, critic=replace(critic, params=jax.tree.map(lambda x: x + 0.1, critic.params)))
     seen, update = [], run.critic.update
     monkeypatch.setattr(run.critic, "update", lambda *a: (seen.append(a[1]), update(*a))[1])
-    totals = np.array([parts.total for parts in train_step(run, next(run.loader), 0).rewards])
+    totals = np.array([parts.total for parts in train_step(run, next(run.loader), 0).rollouts.rewards])
     batch = {name: np.concatenate([getattr(b, name) for b in seen]) for name in vars(seen[0])}
     mask, values, old, ref = (batch[name] for name in ("mask", "values", "old_logprobs", "ref_logprobs"))
     assert np.abs(old - ref).max() > 0.01 and np.abs(values).max() > 0.01

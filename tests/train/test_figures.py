@@ -22,7 +22,13 @@ def test_the_peak_share_of_updates(monkeypatch):
     mask[0, 2:5] = mask[1, 3:7] = 1
     batch = SimpleNamespace(length=np.asarray([5, 7, 0]), mask=mask)
     full, adapters = Config(), from_mapping({"model": {"lora_rank": 4}})
-    assert figures.mfu(full, model, batch, 2.0, 4, True, False) is None  # a CPU has no published peak
+
+    def utilisation(config, policy, critic):
+        learner = SimpleNamespace(mesh=SimpleNamespace(size=4))
+        run = SimpleNamespace(config=config, model=model, critic=critic or None, learner=learner)
+        return figures.utilisation(run, batch, 2.0, policy)
+
+    assert utilisation(full, True, False) is None  # a CPU has no published peak
 
     monkeypatch.setattr(figures, "chip_of", lambda device: chip)
     weights = model.layers * (2 * model.width * (model.heads + model.kv_heads) * model.head_dim + 3 * 32 * model.mlp)
@@ -34,7 +40,7 @@ def test_the_peak_share_of_updates(monkeypatch):
         (full, False, True, 3, trunk),
         (full, True, True, 3, 2 * trunk + head),
     ]:
-        share = figures.mfu(config, model, batch, 2.0, 4, policy, critic)
+        share = utilisation(config, policy, critic)
         assert share == pytest.approx(passes * flops / (2.0 * 4 * chip.flops))
 
 

@@ -145,9 +145,7 @@ def test_the_gradient_is_that_of_the_whole_loss(tiny_tokenizer, params, learner)
         segments, positions = (place < batch.length[:, None]).astype(np.int32), np.tile(place, (ROWS, 1))
         rows = jax.tree.map(jnp.asarray, MicroBatch(segments=segments, positions=positions, **fields))
         logp, entropy = token_logprobs(model, rows, 1.0, tiny_tokenizer.size)
-        arrays = (rows.old_logprobs, rows.ref_logprobs, rows.sampler_logprobs, rows.advantage)
-        arrays += (rows.mask, rows.segments)
-        loss, _ = policy_loss(logp, entropy, *arrays, LearningSection(kl_coefficient=0.1), S)
+        loss, _ = policy_loss(logp, entropy, rows.old_logprobs, rows, LearningSection(kl_coefficient=0.1), S)
         return loss.total / loss.count
 
     assert worst(learner.gradients(params, batch), full_gradient(params)) < 5e-6

@@ -16,7 +16,7 @@ from runs import command, final_params, metrics_without_clocks, run, small_confi
 from psearch_jax.assembly import build
 from psearch_jax.config import RolloutSection
 from psearch_jax.train import replay
-from psearch_jax.train.rollouts import rollouts_of_step
+from psearch_jax.train.rollouts import collect_rollouts
 from psearch_jax.types import UserError
 
 # A policy whose rewards differ: the learner of the recorded run must have something to learn.
@@ -92,7 +92,7 @@ def test_every_field_of_a_trajectory_is_recorded(tmp_path):
     """A field left out would get its default in a replay, and rewards that read it would differ."""
     parts = build.training_run(small_config("toy", **RECORDED))
     parts.begin()
-    draws = [*rollouts_of_step(parts, next(parts.loader), 0, {}).draws, []]  # the last one repeated its questions
+    draws = [*collect_rollouts(parts, next(parts.loader), 0, {}).draws, []]  # the last one repeated its questions
     replay.write(tmp_path, 0, draws)
     read = replay.Recording(str(tmp_path)).draws(0, parts.config.rollout)
     assert [len(draw) for draw in read] == [len(draw) for draw in draws]

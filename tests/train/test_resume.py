@@ -9,10 +9,8 @@ import signal
 import threading
 import weakref
 from collections import defaultdict
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -23,11 +21,9 @@ from psearch_jax.assembly import build
 from psearch_jax.config import from_mapping, to_mapping
 from psearch_jax.train import trainer
 from psearch_jax.train.checkpointing import checkpoint, preemption, settings
-from psearch_jax.train.saving import Saver
 from psearch_jax.train.state import updates_per_step, warmup_updates, with_warmup
 from psearch_jax.train.trainer import train_step
 from psearch_jax.types import RewardParts, UserError
-from retrieval.protocol import RetrievalError
 
 FIELDS = {
     "rollout.context_tokens": 72,
@@ -58,8 +54,7 @@ def kept(policy: Path, **fields) -> trainer.Run:
         RewardParts(int(t.ids.sum()) % 7 / 7, 0.0, 0.0, 0.0) for t in rollouts
     ]
     built.begin()
-    built.start = preemption.HostCopy(built.state), built.loader.state()
-    built.start[0].wait()
+    built.start = jax.device_get(built.state), built.loader.state()
     return built
 
 
@@ -73,10 +68,11 @@ def again(parts: trainer.Run, **fields) -> trainer.Run:
     state, loader = parts.start
     parts.loader.restore(loader)
     contents = {k: (v["names"], v["is"]) for k, v in parts.settings.items() if isinstance(v, dict)}
+    placement = jax.tree.map(lambda x: x.sharding, parts.abstract)
     own = {"config": config, "given": config, "settings": settings.record(config, contents), "state": None}
     warmup = warmup_updates(config.learning, updates_per_step(config) * config.train.steps)
     own |= {
-        "initial_state": lambda: with_warmup(state.state(), warmup),
+        "initial_state": lambda: with_warmup(jax.device_put(state, placement), warmup),
         "stop": preemption.StopRequest(),
         "stream": parts.collector.stream(config.rollout.samples, config.seed),
         "wall_s": defaultdict(float),
@@ -230,54 +226,58 @@ class AtLook(preemption.StopRequest):
         return counted
 
 
-@pytest.mark.parametrize("n, copied", [(2, True), (7, True), (10, True), (12, True), (12, False)])
-def test_a_step_is_given_up_between_any_two_micro_batches(parts, n, copied):
-    """The state before the step is kept, or dropped without a copy of it. There are four checks each at log-probs,
-    at reference log-probs and at updates; the last two follow the first update."""
+def stop_before_check(parts, n: int):
+    """A step of a run that gets SIGTERM before its n-th check. Returns the run and its state before the step."""
     run = again(parts)
     run.begin()
-    run.stop, run.keeps_copy = AtLook(n), copied
+    run.stop = AtLook(n)
     before = jax.tree.map(np.array, run.state)
     with run.stop.heard(), pytest.raises(preemption.Interrupted):
         train_step(run, next(run.loader), 0)
     assert run.stop.left == 0, "the step must stop at the n-th check"
-    if copied or n <= 10:
-        assert equal(run.state, before)
-    else:
-        assert run.state is None
+    return run, before
 
 
-def test_a_request_without_a_copy_falls_back_to_the_newest_checkpoint(parts, whole, tmp_path, monkeypatch):
-    """Without a copy, a run stopped during updates resumes from the newest checkpoint with equal results."""
-    monkeypatch.setattr(trainer, "room_for_copy", lambda state: False)
-    for n in (2 + 12 + 3, 2 + 12 + 12):  # two checks before step 0; stops before step 1's updates, and in step 2's
-        run = again(parts)
-        run.stop = AtLook(n)
-        with pytest.raises(preemption.Interrupted, match="saved after step 1"):
-            trainer.train(run, tmp_path)
+@pytest.mark.parametrize("n", [2, 7, 9, 10])
+def test_a_step_is_given_up_between_any_two_micro_batches(parts, n):
+    """Until the first optimizer step the state is intact. There are four checks each at log-probs and at reference
+    log-probs, and two at the first of two updates."""
+    run, before = stop_before_check(parts, n)
+    assert equal(run.state, before)
+
+
+@pytest.mark.parametrize("n", [13, 14])
+def test_a_step_of_ppo_is_given_up_before_the_critic_learns(ppo, n):
+    """There are twelve checks at log-probs, reference and values, then two at the first update of the critic."""
+    run, before = stop_before_check(ppo, n)
+    assert equal(run.state, before)
+
+
+def test_a_step_is_completed_once_an_optimizer_step_was_taken(parts, whole, tmp_path, monkeypatch):
+    """A request that arrives between two updates of a step ends the run after that step."""
+    run, updates = again(parts), []
+    update = run.learner.update
+
+    def note(*arguments):
+        updates.append(arguments)
+        if len(updates) == 3:  # the first of step 1
+            os.kill(os.getpid(), signal.SIGTERM)
+            arguments = (*arguments[:2], lambda: None)
+        return update(*arguments)
+
+    monkeypatch.setattr(run.learner, "update", note)
+    with pytest.raises(preemption.Interrupted, match="saved after step 2"):
+        trainer.train(run, tmp_path)
+    monkeypatch.undo()
     trainer.train(again(parts), tmp_path)
     assert metrics_without_clocks(tmp_path) == metrics_without_clocks(whole)
-
-
-@pytest.mark.parametrize("n, copied", [(13, True), (15, True), (19, True), (15, False)])
-def test_a_step_of_ppo_is_given_up_between_critic_and_policy(ppo, n, copied):
-    """Critic and policy return to the state before the step together. There are twelve checks at log-probs, reference
-    and values, then two each at critic and policy, twice."""
-    run = again(ppo)
-    run.begin()
-    run.stop, run.keeps_copy = AtLook(n), copied
-    before = jax.tree.map(np.array, run.state)
-    with run.stop.heard(), pytest.raises(preemption.Interrupted):
-        train_step(run, next(run.loader), 0)
-    assert run.stop.left == 0
-    assert equal(run.state, before) if copied else run.state is None
 
 
 def test_a_run_of_ppo_goes_on_as_if_nothing_had_been(ppo, tmp_path):
     """The critic, its optimizer and its rate are restored with the policy, and no run may change its algorithm."""
     trainer.train(again(ppo), tmp_path / "whole")
     run = again(ppo)
-    run.stop = AtLook(2 + 20 + 15)
+    run.stop = AtLook(2 + 14 + 13)
     with pytest.raises(preemption.Interrupted, match="saved after step 1"):
         trainer.train(run, tmp_path / "cut")
     with pytest.raises(UserError, match="learning.algorithm was 'ppo', now 'grpo'"):
@@ -303,40 +303,6 @@ class Alarm:
 
     def __getattr__(self, name):
         return getattr(self.loader, name)
-
-
-@pytest.mark.parametrize("keeps_copy", [True, False])
-def test_a_sampler_that_stops_after_the_updates(parts, tmp_path, monkeypatch, caplog, keeps_copy):
-    """Two states on the devices at once, where one fills them; or a log line that claims a checkpoint that is not
-    there. With `mesh.rollout_devices` the sampler may lose its retriever when the updates are complete."""
-
-    @contextmanager
-    def sampling_ahead(*_):
-        yield
-        raise RetrievalError("unreachable")
-
-    run, kept = again(parts), preemption.HostCopy.state
-    run.state = run.initial_state()
-    run.keeps_copy, before = keeps_copy, jax.tree.map(np.asarray, run.state.params)
-
-    def state(copy):
-        assert run.state is None, "the updated state is still on the devices"
-        return kept(copy)
-
-    monkeypatch.setattr(trainer, "sampling_ahead", sampling_ahead)
-    monkeypatch.setattr(preemption.HostCopy, "state", state)
-    with pytest.raises(RetrievalError):
-        train_step(run, next(run.loader), 3)
-    if keeps_copy:
-        assert all(jax.tree.leaves(jax.tree.map(np.array_equal, before, jax.tree.map(np.asarray, run.state.params))))
-        return
-    assert run.state is None
-    checkpoints = SimpleNamespace(latest=lambda: 2, wait=lambda: None)
-    with pytest.raises(RetrievalError):
-        saver = Saver(run, checkpoints, None)
-        saver.save_before(3, {}, None)
-        saver.end(RetrievalError("unreachable"))
-    assert "lost the retriever; saved after step 2; the same command resumes" in caplog.text
 
 
 def test_ctrl_c_saves_and_a_second_one_ends(capfd):

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import threading
-import time
 import zlib
-from collections import defaultdict
-from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 from runs import final_params, metrics_without_clocks, small_config
 
 from psearch_jax.assembly import build
-from psearch_jax.config import from_mapping
 from psearch_jax.rl.advantages import trained_rows
-from psearch_jax.runtime import processes
 from psearch_jax.train import trainer
-from psearch_jax.train.rollouts import rollouts_of_step, sampling_ahead
+from psearch_jax.train.rollouts import collect_rollouts
 from psearch_jax.types import Question, RewardParts
 
 
@@ -50,36 +42,6 @@ def test_groups_with_a_signal_come_first_and_none_is_cut():
         assert trained_rows(advantages, 2, count).tolist() == rows
 
 
-@pytest.mark.parametrize("platform", ["gpu", "cpu"])
-def test_two_meshes_of_several_processes_exchange_on_their_own_devices(monkeypatch, platform):
-    """The sampler's thread exchanges messages over the devices that train, or over all: two processes then start the
-    programs of one device in different orders, and wait for each other forever. (The CPUs of several processes sample
-    and train in turn, so no test with real processes would notice.)"""
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    seen: dict[str, object] = {}
-
-    def note(name: str) -> None:
-        seen[name] = (processes._MESH.get(), threading.current_thread())
-
-    config = {"mesh": {"rollout_devices": 1}, "train": {"staleness": 1}, "rollout": {"temperature": 1.0}}
-    sampler_mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))
-    run = SimpleNamespace(
-        config=from_mapping(config),
-        recording=None,
-        sampling_weights=lambda: 0,
-        collector=SimpleNamespace(sampler=SimpleNamespace(mesh=sampler_mesh)),
-        stream=SimpleNamespace(run=lambda *_: note("sampler") or time.sleep(0.1)),
-        wall_s=defaultdict(float),
-    )
-    run.phase = functools.partial(trainer.Run.phase, run)
-    times: dict[str, float] = {}
-    with processes.exchanging_on("training"), sampling_ahead(run, 0, times):
-        note("learner")
-    assert seen["sampler"][0] is sampler_mesh and seen["learner"][0] == "training"
-    assert (seen["sampler"][1] is threading.main_thread()) == (platform == "cpu")
-    assert times["sampling_ahead"] >= 0.1 and (platform == "gpu" or times["sampling_wait"] >= 0.1)
-
-
 def test_silent_groups_are_drawn_again(tiny_policy):
     """A step that learns from groups of equal rewards, uses a question twice, or draws forever."""
     parts = made(tiny_policy, **{"train.dynamic_sampling_rounds": 3})
@@ -88,8 +50,8 @@ def test_silent_groups_are_drawn_again(tiny_policy):
     parts.begin()
     for step in range(3):
         questions = next(parts.loader)
-        single_draw = rollouts_of_step(once, questions, step, {})
-        redrawn = rollouts_of_step(parts, questions, step, times := {})
+        single_draw = collect_rollouts(once, questions, step, {})
+        redrawn = collect_rollouts(parts, questions, step, times := {})
         assert [t.ids.tolist() for t in single_draw.trajectories] == [t.ids.tolist() for t in redrawn.trajectories[:8]]
         rows = trained_rows(redrawn.advantages, 2, 4)
         asked = [t.question for t in redrawn.trajectories[::2]]

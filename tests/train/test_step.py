@@ -10,7 +10,7 @@ import pytest
 from runs import small_config
 
 from psearch_jax.assembly import build
-from psearch_jax.train.rollouts import rollouts_of_step
+from psearch_jax.train.rollouts import collect_rollouts
 from psearch_jax.train.trainer import train_step
 from psearch_jax.types import RewardParts
 
@@ -38,7 +38,7 @@ def test_rollouts_without_an_answer_are_treated_as_asked(monkeypatch, unfinished
     run = begun("toy", lambda t: t.sample % 2, **fields)
     seen = learned_from(run, monkeypatch)
     done = train_step(run, next(run.loader), 0)
-    answered = np.array([t.status == "answered" for t in done.trajectories])
+    answered = np.array([t.status == "answered" for t in done.rollouts.trajectories])
     assert 0 < answered.sum() < len(answered)
     trained = np.concatenate([batch.mask.any(axis=1) for batch in seen])
     assert trained.tolist() == (answered | (unfinished != "mask")).tolist()
@@ -49,7 +49,7 @@ def test_rollouts_without_an_answer_are_treated_as_asked(monkeypatch, unfinished
 def test_a_group_whose_only_signal_is_masked_carries_none(tiny_policy, monkeypatch):
     """Dynamic sampling is content with a group of which no token is trained, and leaves out one that is answered."""
     run = begun(tiny_policy, lambda t: t.sample % 2, **{"rollout.unfinished": "mask"})
-    done = rollouts_of_step(run, next(run.loader), 0, {})
+    done = collect_rollouts(run, next(run.loader), 0, {})
     assert not any(t.status == "answered" for t in done.trajectories), "a random policy does not answer"
     assert not done.advantages.any()
 
@@ -77,7 +77,7 @@ def test_redrawn_groups_are_those_learned_from(tiny_policy, monkeypatch):
     run.loader.restore(start)
     seen = learned_from(run, monkeypatch)
     done = train_step(run, next(run.loader), 0)
-    assert len(done.draws) == 2 and len(done.trajectories) > 8
+    assert len(done.rollouts.draws) == 2 and len(done.rollouts.trajectories) > 8
     assert all((batch.advantage != 0).any(axis=1).all() for batch in seen) and sum(len(b.ids) for b in seen) == 8
 
 
@@ -94,6 +94,6 @@ def test_seed_and_step_are_in_the_keys_of_a_runs_rollouts(tiny_policy):
         run = build.training_run(replace(small_config(tiny_policy), seed=seed))
         run.begin()
         questions = questions or next(run.loader)
-        sampled.append([t.ids.tolist() for t in rollouts_of_step(run, questions, step, {}).trajectories])
+        sampled.append([t.ids.tolist() for t in collect_rollouts(run, questions, step, {}).trajectories])
     first, later, other, again = sampled
     assert first == again and first != later and first != other and later != other

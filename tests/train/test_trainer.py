@@ -183,7 +183,7 @@ def test_bad_updates_inside_a_step_stop_the_run(tiny_policy, tmp_path):
     fields = {"train.steps": 3, "learning.max_nonfinite_updates": 1, "eval.questions_per_kind": 0}
     parts = build.training_run(small_config(tiny_policy, **fields))
     rewards, poisoned = parts.reward, iter([np.nan] * 4 + [0.0] * 1000)  # of 8 rollouts, in mini-batches of 4
-    parts.reward = lambda t: replace(rewards(t), outcome=next(poisoned))
+    parts.reward = lambda ts: [replace(parts, outcome=next(poisoned)) for parts in rewards(ts)]
     with pytest.raises(UserError, match="step 0: loss or gradient was not finite in 1 updates in a row"):
         trainer.train(parts, tmp_path)
     (row,) = metrics_without_clocks(tmp_path)
@@ -216,12 +216,12 @@ def test_what_was_not_evaluated_before_is_not_made_up(tiny_policy, tmp_path, cap
 
 def test_the_greedy_figures_are_greedy(tmp_path, monkeypatch):
     """The figures named greedy are sampled, or replace those at the run's own temperature."""
-    monkeypatch.setattr(validation, "measured", lambda run, temperature: {"all": {"at": temperature}})
+    monkeypatch.setattr(validation, "evaluate_policy", lambda run, temperature: {"all": {"at": temperature}})
     config = from_mapping({"eval": {"temperature": 0.7, "also_greedy": True}})
     run = SimpleNamespace(config=config, evaluation=[1], phase=lambda _: nullcontext())
-    evaluations = validation.measured_once(run, tmp_path / "before.json", policy_unchanged=True)
+    evaluations = validation.evaluate_once(run, tmp_path / "before.json", policy_unchanged=True)
     assert evaluations == {"": {"all": {"at": 0.7}}, "_greedy": {"all": {"at": 0.0}}}
-    assert validation.measured_once(run, tmp_path / "before.json", policy_unchanged=False) == evaluations
+    assert validation.evaluate_once(run, tmp_path / "before.json", policy_unchanged=False) == evaluations
 
 
 @pytest.mark.slow

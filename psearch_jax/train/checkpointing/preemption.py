@@ -1,23 +1,18 @@
-"""SIGTERM and Ctrl-C, and a host copy of the state so that a step can be abandoned at any moment."""
+"""SIGTERM and Ctrl-C: a run is asked to save and exit."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import jax
-import numpy as np
 
 from psearch_jax.runtime import processes
-from psearch_jax.train.state import TrainState
-from retrieval.memory import available_memory
 
 _EVERY_S = 1.0  # interval between exchanges of several processes; a single process checks at every call
-_MEMORY_SHARE = 0.5  # of the available host memory that copies of the state may take
 
 
 class Interrupted(Exception):
@@ -88,48 +83,3 @@ class StopRequest:
             skip, calls, last = int(_EVERY_S / max(slowest, 1e-3)), 0, time.monotonic()
 
         return check
-
-
-class HostCopy:
-    """A host-memory copy of this process's shards of a state, whose device arrays the update donates.
-
-    The transfers of all shards start at once and run next to other work. `wait` must be called before the donation.
-    """
-
-    def __init__(self, state: TrainState):
-        leaves, self._structure = jax.tree.flatten(state)
-        self._leaves = [(x.shape, x.sharding, {str(s.index): s.data for s in _distinct_shards(x)}) for x in leaves]
-        for _, _, parts in self._leaves:
-            for part in parts.values():
-                part.copy_to_host_async()
-
-    def wait(self) -> None:
-        """Waits for the transfers, and lets go of the device arrays."""
-        for _, _, parts in self._leaves:
-            for index, part in parts.items():
-                parts[index] = np.array(part)
-
-    def state(self) -> TrainState:
-        """The state on the devices, with its original shardings."""
-        leaves = [
-            jax.make_array_from_callback(shape, sharding, lambda index, parts=parts: parts[str(index)])
-            for shape, sharding, parts in self._leaves
-        ]
-        return jax.tree.unflatten(self._structure, leaves)
-
-
-def room_for_copy(state: TrainState) -> bool:
-    """Whether every host has memory for its processes' `HostCopy`s. All processes must call it at the same point."""
-    size = sum(s.data.nbytes for x in jax.tree.leaves(state) for s in _distinct_shards(x))
-    reports = processes.allgather(lambda: (socket.gethostname(), size, available_memory()))
-    hosts = {host for host, _, _ in reports}
-    return all(_fits([(n, free) for other, n, free in reports if other == host]) for host in hosts)
-
-
-def _fits(on_one_host: Sequence[tuple[int, int]]) -> bool:
-    """Whether the copies of one host's processes fit, from (bytes needed, bytes available) of each."""
-    return sum(n for n, _ in on_one_host) <= _MEMORY_SHARE * min(free for _, free in on_one_host)
-
-
-def _distinct_shards(x: jax.Array) -> list:
-    return list({str(s.index): s for s in x.addressable_shards}.values())

@@ -1,4 +1,4 @@
-"""Metrics of one batch of rollouts, and of the device utilisation of its updates."""
+"""The metrics of a training step, from what the step produced."""
 
 from __future__ import annotations
 
@@ -8,13 +8,51 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from psearch_jax.config import Config, DecoderConfig
 from psearch_jax.rl.advantages import carry_signal
+from psearch_jax.rl.gae import explained_variance
 from psearch_jax.runtime.accelerators import chip_of, forward_flops
 from psearch_jax.runtime.metrics import WEIGHT, Ratio, mean
 from psearch_jax.text.answers import contains_words, exact_match, normalise
 from psearch_jax.train.critic import CRITIC
+from psearch_jax.train.rollouts import Rollouts
+from psearch_jax.train.run import Run
 from psearch_jax.types import END_STATUSES, KINDS, RewardParts, TrainBatch, Trajectory
+
+
+def step_metrics(
+    run: Run,
+    step: int,
+    rollouts: Rollouts,
+    trained: Sequence[Trajectory],
+    batch: TrainBatch,
+    updates: Sequence[Mapping[str, float]],
+    times: Mapping[str, float],
+) -> dict[str, float]:
+    """All metrics of a step.
+
+    Args:
+      trained: the rollouts that were learned from.
+      batch: their rows, with values and returns if there is a critic.
+      updates: the metrics of each optimizer step.
+      times: the seconds of each phase.
+    """
+    config, trajectories = run.config, rollouts.trajectories
+    metrics = over_updates(updates)
+    if run.critic is not None:
+        metrics[f"{CRITIC}explained_variance"] = explained_variance(batch.values, batch.returns, batch.mask)
+    if config.train.staleness:
+        metrics |= staleness(trajectories, step)
+        metrics |= gap_by_age(batch, trained, step) if run.learner.needs_score else {}
+    metrics |= rollout_metrics(trajectories, rollouts.rewards, rollouts.advantages, config.rollout.samples)
+    metrics |= {"reward": mean(parts.total for parts in rollouts.rewards), "draws": len(rollouts.draws)}
+    metrics |= {f"{name}_s": value for name, value in times.items()}
+    if run.recording is None:
+        metrics |= rollouts.usage.metrics()
+        if not config.train.staleness:
+            metrics["sampled_tokens_per_s"] = sum(int(t.mask.sum()) for t in trajectories) / times["rollout"]
+    metrics["processed_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
+    share = utilisation(run, batch, times["update"], learns_policy(run, step))
+    return metrics | ({} if share is None else {"mfu": share})
 
 
 def rollout_metrics(
@@ -91,9 +129,12 @@ def token_versions(trajectory: Trajectory) -> np.ndarray:
     return np.asarray(versions)[np.maximum(np.searchsorted(starts, np.arange(len(trajectory.ids)), "right") - 1, 0)]
 
 
-def mfu(
-    config: Config, model: DecoderConfig, batch: TrainBatch, seconds: float, devices: int, policy: bool, critic: bool
-) -> float | None:
+def learns_policy(run: Run, step: int) -> bool:
+    """Whether a step trains the policy, and not only the critic."""
+    return run.critic is None or step >= run.config.critic.pretrain_steps
+
+
+def utilisation(run: Run, batch: TrainBatch, seconds: float, policy: bool) -> float | None:
     """Model FLOPs utilisation of a step's updates against the devices' published peak; None if the peak is unknown.
 
     Counts the forward pass and a backward pass of twice its FLOPs (of equal FLOPs with adapters) over real tokens; the
@@ -101,16 +142,15 @@ def mfu(
 
     Args:
       seconds: the duration of the updates.
-      devices: how many train.
-      policy, critic: which of them were updated; a critic has no lm head.
+      policy: whether the policy was updated.
     """
     chip = chip_of(jax.devices()[0])
     if chip is None:
         return None
-    passes = 2 if config.model.lora_rank else 3
-    counted = [int(np.count_nonzero(batch.mask))] * policy + [0] * critic
-    flops = passes * sum(forward_flops(model, batch.length, ids) for ids in counted)
-    return flops / (seconds * chip.flops * devices)
+    passes = 2 if run.config.model.lora_rank else 3
+    counted = [int(np.count_nonzero(batch.mask))] * policy + [0] * (run.critic is not None)  # a critic has no lm head
+    flops = passes * sum(forward_flops(run.model, batch.length, ids) for ids in counted)
+    return flops / (seconds * chip.flops * run.learner.mesh.size)
 
 
 def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

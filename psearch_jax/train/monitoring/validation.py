@@ -19,7 +19,7 @@ EVAL_SEED = 1  # of sampled answers, whatever the run's seed
 EVAL_STEP = 2**31 - 1  # in the random keys of every evaluation, so that all use the same ones
 
 
-def measured(run: Run, temperature: float) -> dict[str, dict[str, float]]:
+def evaluate_policy(run: Run, temperature: float) -> dict[str, dict[str, float]]:
     """Evaluates the current policy: summaries over all questions (`all`) and per kind.
 
     The closed world's minimal pairs are summarised separately. Random keys do not depend on the training seed.
@@ -46,7 +46,7 @@ def measured(run: Run, temperature: float) -> dict[str, dict[str, float]]:
     return {name: summarise(group) for name, group in groups.items()}
 
 
-def measured_once(run: Run, file: Path, policy_unchanged: bool) -> dict[str, Any]:
+def evaluate_once(run: Run, file: Path, policy_unchanged: bool) -> dict[str, Any]:
     """Evaluates now, or loads the results that the run has already saved in `file`. Keys: "" and "_greedy".
 
     Args:
@@ -69,9 +69,9 @@ def measured_once(run: Run, file: Path, policy_unchanged: bool) -> dict[str, Any
             )
         return known or {}
     with run.phase("evaluate"):
-        out = {"": measured(run, run.config.eval.temperature)}
+        out = {"": evaluate_policy(run, run.config.eval.temperature)}
         if run.config.eval.also_greedy:
-            out["_greedy"] = measured(run, 0.0)
+            out["_greedy"] = evaluate_policy(run, 0.0)
     if processes.first():
         write_json(file, out)
     return out
