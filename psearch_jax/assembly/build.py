@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from psearch_jax.assembly.checks import check_run
 from psearch_jax.assembly.inputs import missing_inputs, needs_retriever
 from psearch_jax.assembly.policies import (
-    check_context,
-    check_shares,
     first_adapters,
     load_tokenizer,
     load_weights,
@@ -41,8 +38,6 @@ from psearch_jax.runtime import progress
 from psearch_jax.runtime.cli import CACHE_HOME, read_token
 from psearch_jax.sharding import (
     STORAGE,
-    check_heads,
-    check_rows,
     described,
     make_meshes,
     param_shardings,
@@ -64,7 +59,6 @@ from psearch_jax.train.state import (
     state_shardings,
     updates_per_step,
 )
-from psearch_jax.train.trainable import Trainable
 from psearch_jax.types import Question, UserError, listed
 from retrieval.protocol import Retriever
 
@@ -148,14 +142,7 @@ def engine(
         params = lora.join_adapters(params, first_adapters(config, model, mesh))
     if not training and lora.split_adapters(params)[1] is None:  # the config may ask for adapters that are not loaded
         config = replace(config, model=replace(config.model, lora_rank=0))
-    if training:
-        check_heads(mesh, model.heads)
-    check_heads(rollout_mesh, model.heads, "rollout_tensor" if config.mesh.rollout_tensor else "tensor")
-    check_context(config, model)
-    check_rows(rollout_mesh, rollout__slots=config.rollout.slots)
-    check_shares(config, training, jax.process_count())
-    if training:
-        check_rows(mesh, learning__micro_batch_rows=config.learning.micro_batch_rows)
+    check_run(config, model, mesh if training else None, rollout_mesh, jax.process_count())
     with progress.step("loading the tokenizer"):
         tokenizer = load_tokenizer(config, model, path)
     tables = cached_tables(tokenizer, CACHE_HOME / "boundary", model.vocab_rows)
@@ -179,43 +166,50 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
     given, config = config, parts.config
     log.info(parts.describe())
     learning = config.learning
-    corrected = learning.importance_cap or learning.old_logprobs == "sampler"
-    if config.train.staleness and not corrected:
-        log.warning("rollouts are sampled with older weights without a correction: set learning.importance_cap=2")
-    if (config.model.int8_weights or config.model.int8_cache) and not corrected:
-        log.warning("rollouts are sampled in int8 without a correction: set learning.importance_cap=2 to weight them")
+    _warn_about_rollouts(config)
     recording = Recording(config.train.replay) if config.train.replay else None
     questions, evaluation = questions_of(config, parts.world)
-    if recording is not None:
-        evaluation = []
-    optimizer = make_optimizer(config.learning, updates_per_step(config) * config.train.steps)
-    trained, adapters = parts.params, config.model.lora
-    base = parts.params if adapters else None
-    n_ids, rollout_mesh = parts.tokenizer.size, parts.collector.sampler.mesh
-    learner = make_learner(config, parts.model, parts.mesh, optimizer, n_ids, base, rollout_mesh=rollout_mesh)
-    if adapters:
-        trained = first_adapters(config, parts.model, parts.mesh)
-        count = sum(x.size for x in jax.tree.leaves(trained))
-        log.info("only the adapters are trained: %.1fM parameters", count / 1e6)
-    reference = None
-    if config.learning.kl_coefficient > 0:
-        reference = trained if config.model.adapters else learner.reference_copy(parts.params)
-    abstract, initial = (
-        abstract_state(trained, optimizer),
-        functools.partial(init_state, trained, optimizer, parts.mesh),
-    )
-    critic = None
-    if learning.algorithm == "ppo":
-        critic, first, critic_optimizer = _critic_of(config, parts)
-        abstract = replace(abstract, critic=abstract_state(first, critic_optimizer))
-        initial_critic = functools.partial(init_state, first, critic_optimizer, parts.mesh)
-        initial = functools.partial(_both, initial, initial_critic)
+    evaluation = [] if recording else evaluation
     if config.train.dynamic_sampling_rounds and len(questions) < 2 * config.train.prompts:
         log.warning(
             "train.dynamic_sampling_rounds: every further draw repeats the questions of its step and is discarded, "
             "because an epoch of %d questions is one step",
             len(questions),
         )
+    total_updates = updates_per_step(config) * config.train.steps
+    optimizer, critic_optimizer = (
+        make_optimizer(section, total_updates) for section in (learning, critic_learning(config))
+    )
+    trained, adapters, mesh = parts.params, config.model.lora, parts.mesh
+    learner = make_learner(
+        config,
+        parts.model,
+        mesh,
+        optimizer,
+        parts.tokenizer.size,
+        parts.params if adapters else None,
+        rollout_mesh=parts.collector.sampler.mesh,
+    )
+    if adapters:
+        trained = first_adapters(config, parts.model, mesh)
+        count = sum(x.size for x in jax.tree.leaves(trained))
+        log.info("only the adapters are trained: %.1fM parameters", count / 1e6)
+    reference = None
+    if learning.kl_coefficient > 0:
+        reference = trained if config.model.adapters else learner.reference_copy(parts.params)
+    abstract, critic, first_values = abstract_state(trained, optimizer), None, None
+    if learning.algorithm == "ppo":
+        base = without_lm_head(parts.params) if adapters else None
+        critic = make_critic(config, parts.model, mesh, critic_optimizer, base)
+        first_values = first_params(parts.params, parts.model, adapters, config.seed, mesh)
+        abstract = replace(abstract, critic=abstract_state(first_values, critic_optimizer))
+
+    def initial_state() -> TrainState:
+        state = init_state(trained, optimizer, mesh)
+        if first_values is None:
+            return state
+        return replace(state, critic=init_state(first_values, critic_optimizer, mesh))
+
     loader = QuestionLoader(
         questions,
         config.train.prompts // jax.process_count(),
@@ -233,7 +227,7 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         reward=reward_of(config, parts.tokenizer),
         stream=parts.collector.stream(config.rollout.samples, config.seed),
         abstract=placed(abstract, state_shardings(abstract, parts.mesh)),
-        initial_state=initial,
+        initial_state=initial_state,
         model=parts.model,
         tokenizer_path=parts.tokenizer.directory,
         given=given,
@@ -243,6 +237,16 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         lora=checkpoint.lora_record(config.model, config.seed, parts.path),
         settings=settings.record(config, _contents(config, parts, loader.fingerprint, evaluation), unused="sft"),
     )
+
+
+def _warn_about_rollouts(config: Config) -> None:
+    """Warns if rollouts come from another policy than the one that learns, and nothing corrects for it."""
+    if config.learning.importance_cap or config.learning.old_logprobs == "sampler":
+        return
+    if config.train.staleness:
+        log.warning("rollouts are sampled with older weights without a correction: set learning.importance_cap=2")
+    if config.model.int8_weights or config.model.int8_cache:
+        log.warning("rollouts are sampled in int8 without a correction: set learning.importance_cap=2 to weight them")
 
 
 def _contents(
@@ -266,19 +270,6 @@ def _contents(
     contents["retrieval.index"] = (index, settings.fingerprint(index, ("**/manifest.json",)) if index else "")
     contents["retrieval.corpus"] = (corpus, settings.fingerprint(corpus) if corpus else "")
     return contents
-
-
-def _critic_of(config: Config, parts: Engine) -> tuple[Trainable, nnx.State, optax.GradientTransformation]:
-    """The critic of a run, its initial parameters, and its optimizer."""
-    optimizer = make_optimizer(critic_learning(config), updates_per_step(config) * config.train.steps)
-    adapters = config.model.lora
-    base = without_lm_head(parts.params) if adapters else None
-    critic = make_critic(config, parts.model, parts.mesh, optimizer, base)
-    return critic, first_params(parts.params, parts.model, adapters, config.seed, parts.mesh), optimizer
-
-
-def _both(policy: Callable[[], TrainState], critic: Callable[[], TrainState]) -> TrainState:
-    return replace(policy(), critic=critic())
 
 
 def from_path(config: Config, path: str) -> Engine:

@@ -7,6 +7,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
+from psearch_jax.assembly.checks import check_run
 from psearch_jax.assembly.policies import first_adapters, load_tokenizer, load_weights, sampled_as, with_adapter_shape
 from psearch_jax.assembly.programs import training_options
 from psearch_jax.config import Config, with_method
@@ -16,7 +17,7 @@ from psearch_jax.models import hf
 from psearch_jax.runtime.paths import packaged
 from psearch_jax.sft import loop
 from psearch_jax.sft.trainer import SupervisedRun
-from psearch_jax.sharding import check_heads, check_rows, make_mesh, placed
+from psearch_jax.sharding import make_mesh, placed
 from psearch_jax.text.prompts import load_template
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing import checkpoint, settings
@@ -52,11 +53,10 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
             "at most that number"
         )
     mesh = make_mesh(config.mesh)
-    check_rows(mesh, learning__micro_batch_rows=config.learning.micro_batch_rows)
     dtype = sampled_as(config) if m.lora_rank else jnp.float32
     model, params, path = load_weights(config, mesh, None, None, dtype)
     tokenizer = load_tokenizer(config, model, path)
-    check_heads(mesh, model.heads)
+    check_run(config, model, mesh, None, processes=1)
     steps = section.epochs * (len(trained) // section.batch_rows)
     optimizer = loop.make_optimizer(section, config.learning, steps)
     trainer = loop.SupervisedTrainer(

@@ -63,23 +63,6 @@ def with_adapter_shape(config: Config) -> Config:
     return replace(config, model=replace(section, lora_rank=adapter.rank, lora_alpha=adapter.alpha))
 
 
-def check_context(config: Config, model: DecoderConfig) -> None:
-    """Raises `UserError` if a rollout may be longer than the model's positions."""
-    if config.rollout.context_tokens > model.max_positions:
-        raise UserError(
-            f"config.rollout.context_tokens: found {config.rollout.context_tokens}, accepted: at most the model's "
-            f"{model.max_positions} positions"
-        )
-
-
-def check_shares(config: Config, training: bool, processes: int) -> None:
-    """Raises `UserError` if the processes of a run cannot have equal shares of its slots and prompts."""
-    shared = {"rollout.slots": config.rollout.slots} | ({"train.prompts": config.train.prompts} if training else {})
-    for field, value in shared.items():
-        if value % processes:
-            raise UserError(f"config.{field}: found {value}, accepted: a multiple of the {processes} processes")
-
-
 def first_adapters(config: Config, model: DecoderConfig, mesh: Mesh) -> nnx.State:
     """The initial adapters of a run, storage-sharded: those that the config names, or else new ones."""
     adapters = config.model.lora

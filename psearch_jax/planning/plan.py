@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from psearch_jax.assembly.policies import check_context, check_shares, with_adapter_shape
+from psearch_jax.assembly.checks import check_run
+from psearch_jax.assembly.policies import with_adapter_shape
 from psearch_jax.assembly.programs import make_critic, make_learner, make_sampler
 from psearch_jax.config import PRESETS, Config, DecoderConfig, with_method
 from psearch_jax.limits import validate
@@ -30,7 +31,7 @@ from psearch_jax.rollout.collect import pool_rows, rows_per_call, widths
 from psearch_jax.rollout.copy import sampled_in_place
 from psearch_jax.runtime.accelerators import GIB, Chip
 from psearch_jax.runtime.paths import TOY_POLICY
-from psearch_jax.sharding import STORAGE, check_heads, check_rows, make_meshes, param_shardings, placed
+from psearch_jax.sharding import STORAGE, make_meshes, param_shardings, placed
 from psearch_jax.train.critic import critic_learning, without_lm_head
 from psearch_jax.train.state import abstract_state, make_optimizer, state_shardings
 from psearch_jax.types import UserError
@@ -141,12 +142,7 @@ def make_plan(
     validate(config)
     mesh, rollout_mesh = make_meshes(config.mesh, target.devices)
     model, r, ppo = model_shape(config), config.rollout, config.learning.algorithm == "ppo"
-    check_context(config, model)
-    check_shares(config, training=True, processes=len({device.process_index for device in target.devices}))
-    check_heads(mesh, model.heads)
-    check_heads(rollout_mesh, model.heads, "rollout_tensor")
-    check_rows(rollout_mesh, rollout__slots=r.slots)
-    check_rows(mesh, learning__micro_batch_rows=config.learning.micro_batch_rows)
+    check_run(config, model, mesh, rollout_mesh, len({device.process_index for device in target.devices}))
 
     # ---- the arrays that a run holds, without their values ----
     lora = config.model.lora
