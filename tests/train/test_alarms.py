@@ -44,13 +44,13 @@ def ringing(alarms: Alarms, step: int, **changes) -> set[str]:
 
 
 def test_there_is_a_case_for_every_alarm():
-    """A new alarm would have no test that makes it fire."""
+    """Every alarm has a case in these tests."""
     assert set(BROKEN) == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_alarm_rings_on_its_own_fault_and_stops_behind_it(name, caplog):
-    """An alarm that fires on another fault, or never stops, would soon be ignored."""
+    """It is logged once, when it starts, and stops when the fault is gone."""
     alarms = Alarms(4)
     assert not any(ringing(alarms, step) for step in range(8))
     after = [ringing(alarms, step, **BROKEN[name]) for step in range(8, 16)]
@@ -125,8 +125,7 @@ def test_a_misled_search_is_the_same_for_the_same_query_and_not_its_own():
 
 
 def test_the_probe_asks_the_steps_questions_with_the_steps_own_numbers(tiny_policy):
-    """The probe's rollouts would differ from the step's in more than the passages: with the same passages, all
-    tokens must be equal."""
+    """With the same passages, all tokens equal those of the step's rollouts."""
     run = build.training_run(small_config(tiny_policy, **{"alarms.probe_every_steps": 1}))
     run.begin()
     questions = next(run.loader)

@@ -48,7 +48,7 @@ def critic():
 
 
 def test_the_value_of_an_id_is_that_of_what_stands_before_it(critic):
-    """A value computed from its own token would know the action; one without the passages before it would be blind."""
+    """Values read the passages before a token, and not the token itself."""
     critic, params = critic
     batch = some_batch()
     values = critic.score(params, batch)
@@ -69,7 +69,7 @@ def test_the_value_of_an_id_is_that_of_what_stands_before_it(critic):
 
 
 def test_its_gradient_is_that_of_the_whole_loss(critic):
-    """Micro-batches or packed rows would be averaged separately, instead of summed and divided once."""
+    """Sums over micro-batches and packed rows are divided once."""
     critic, params = critic
     batch = some_batch()
 
@@ -85,8 +85,7 @@ def test_its_gradient_is_that_of_the_whole_loss(critic):
 
 @pytest.mark.parametrize("lora", [None, Lora(4, 8.0)])
 def test_it_starts_as_the_policys_twin_and_learns(lora):
-    """A critic would start from other weights than the policy's, have nonzero values at the start, or not learn;
-    with adapters, it would train the weights that it shares with the policy."""
+    """It has the policy's weights and values of 0; with adapters only they and the head are trained."""
     policy = random_params(CONFIG, seed=4, scale=0.03)
     start = first_params(policy, CONFIG, lora, 0, one_device_mesh())
     assert not np.asarray(start["value_head"].get_value()).any()
@@ -106,7 +105,7 @@ def test_it_starts_as_the_policys_twin_and_learns(lora):
 
 
 def test_an_untied_lm_head_is_no_part_of_it():
-    """A 7B critic would carry half a billion weights of an lm head that nothing uses."""
+    """Its parameters have no lm head."""
     config = tiny_config(tied=False)
     start = first_params(random_params(config, seed=1), config, None, 0, one_device_mesh())
     assert ("lm_head",) not in dict(nnx.to_flat_state(start))
@@ -166,7 +165,7 @@ def test_a_step_of_ppo_moves_policy_and_critic_and_a_pretraining_step_only_the_c
     ],
 )
 def test_what_ppo_and_grpo_do_not_take_is_refused(fields, said):
-    """A setting that contradicts the algorithm, or has no effect, would be believed to work."""
+    """Settings that contradict the algorithm."""
     values = to_mapping(from_mapping({"learning": {"algorithm": "ppo"}, "train": {"steps": 60}}))
     for name, value in fields.items():
         section, _, key = name.partition(".")
@@ -176,7 +175,7 @@ def test_what_ppo_and_grpo_do_not_take_is_refused(fields, said):
 
 
 def test_a_step_of_ppo_pays_the_reward_and_the_kl(tiny_policy, monkeypatch):
-    """Gamma and lambda change places, or the KL is paid nowhere: with kl_in=reward it is not in the loss."""
+    """Returns are those of GAE with the KL in the reward of every token."""
     fields = {"learning.gamma": 0.9, "learning.gae_lambda": 0.5, "learning.kl_coefficient": 0.5, "train.prompts": 8}
     run = build.training_run(ppo_config(tiny_policy, **fields, **{"rollout.samples": 1}))
     monkeypatch.setattr(run, "reward", by_length)

@@ -15,8 +15,7 @@ from retrieval.protocol import Passage
 
 
 def test_the_peak_share_of_updates(monkeypatch):
-    """A utilisation that counts padding or the devices that only sample, or a backward pass that adapters do not run,
-    would send a user after the wrong bottleneck."""
+    """FLOPs of real tokens, with a backward pass of half the cost for adapters, against the published peak."""
     chip, model = CHIPS["TPU v5 lite"], tiny_config(64, width=32, layers=2)
     mask = np.zeros((3, 8), np.float32)
     mask[0, 2:5] = mask[1, 3:7] = 1
@@ -55,7 +54,7 @@ def rolled(kind, answer, queries=(), shown="Alan", logprob=-1.0) -> Trajectory:
 
 
 def test_rollout_metrics_by_hand():
-    """A share of the right rollouts for one of the wrong ones, or of another kind: alarms ring on the wrong run."""
+    """Shares and means of four rollouts."""
     rollouts = [
         rolled("parallel", "Ada", ("a", "b"), shown="Ada", logprob=-0.1),
         rolled("parallel", "Alan", ("a",), shown="Ada"),
@@ -72,7 +71,7 @@ def test_rollout_metrics_by_hand():
 
 
 def test_yes_and_no_in_a_passage_are_no_answer():
-    """`He left no heir.` contains the answer `no`: a policy that guesses rings an alarm about ignored passages."""
+    """`He left no heir.` does not contain the answer `no`."""
     said_no = replace(
         rolled("parallel", "yes", ("a",), shown="no heir"), question=Question("s", "1", "?", ("no",), "parallel")
     )

@@ -29,7 +29,7 @@ def made(tiny_policy, **fields) -> trainer.Run:
 
 
 def test_groups_with_a_signal_come_first_and_none_is_cut():
-    """Part of a group has another baseline than the one that its advantages were computed with."""
+    """Complete groups, in their order."""
     silent, first, second = [0.0, 0.0], [1.0, -1.0], [-0.5, 0.5]
     advantages = np.asarray([*silent, *first, *silent, *second, *first], np.float32)
     for count, rows in (
@@ -43,7 +43,7 @@ def test_groups_with_a_signal_come_first_and_none_is_cut():
 
 
 def test_silent_groups_are_drawn_again(tiny_policy):
-    """A step that learns from groups of equal rewards, uses a question twice, or draws forever."""
+    """Groups with equal rewards are replaced, no question is used twice, and the number of draws is limited."""
     parts = made(tiny_policy, **{"train.dynamic_sampling_rounds": 3})
     once, several = made(tiny_policy), 0
     once.begin()
@@ -68,7 +68,7 @@ def test_silent_groups_are_drawn_again(tiny_policy):
 
 @pytest.mark.slow
 def test_a_run_that_draws_again_goes_on_as_if_uninterrupted(tiny_policy, tmp_path):
-    """If the loader's position were saved before the extra draws, their questions would be asked twice."""
+    """The loader's position after the extra draws is saved."""
     fields = {
         "train.dynamic_sampling_rounds": 2,
         "train.steps": 4,

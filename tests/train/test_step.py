@@ -33,7 +33,7 @@ def learned_from(run, monkeypatch):
 
 @pytest.mark.parametrize("unfinished", ["train", "mask", "penalise"])
 def test_rollouts_without_an_answer_are_treated_as_asked(monkeypatch, unfinished):
-    """The option does not reach the step: rollouts without an answer are learned from, or are not charged."""
+    """They are learned from, masked, or charged."""
     fields = {"rollout.unfinished": unfinished, "rollout.turn_tokens": 32}
     run = begun("toy", lambda t: t.sample % 2, **fields)
     seen = learned_from(run, monkeypatch)
@@ -47,7 +47,7 @@ def test_rollouts_without_an_answer_are_treated_as_asked(monkeypatch, unfinished
 
 
 def test_a_group_whose_only_signal_is_masked_carries_none(tiny_policy, monkeypatch):
-    """Dynamic sampling is content with a group of which no token is trained, and leaves out one that is answered."""
+    """Masked rollouts have advantage 0, so that dynamic sampling replaces their group."""
     run = begun(tiny_policy, lambda t: t.sample % 2, **{"rollout.unfinished": "mask"})
     done = collect_rollouts(run, next(run.loader), 0, {})
     assert not any(t.status == "answered" for t in done.trajectories), "a random policy does not answer"
@@ -55,7 +55,7 @@ def test_a_group_whose_only_signal_is_masked_carries_none(tiny_policy, monkeypat
 
 
 def test_the_kl_is_that_to_the_policy_of_step_0(tiny_policy, monkeypatch):
-    """A reference that moves with the policy, or that is left out: the KL stays 0 and holds nothing back."""
+    """The reference does not move with the policy."""
     run = begun(tiny_policy, lambda t: t.sample % 2, **{"learning.learning_rate": 1e-2})
     start, seen = jax.tree.map(np.array, run.state.params), learned_from(run, monkeypatch)
     for step in range(2):
@@ -68,7 +68,7 @@ def test_the_kl_is_that_to_the_policy_of_step_0(tiny_policy, monkeypatch):
 
 
 def test_redrawn_groups_are_those_learned_from(tiny_policy, monkeypatch):
-    """Further draws take time, and the update still learns from the first groups, without a signal."""
+    """The update learns from groups with a signal, whichever draw they are from."""
     silent: set[str] = set()
     fields = {"train.dynamic_sampling_rounds": 3}
     run = begun(tiny_policy, lambda t: t.question.id not in silent and t.sample % 2, **fields)
@@ -82,13 +82,13 @@ def test_redrawn_groups_are_those_learned_from(tiny_policy, monkeypatch):
 
 
 def test_a_run_scores_at_the_temperature_that_it_samples_at(tiny_policy):
-    """The learner scores at temperature 1 what was sampled at another: ratios and KL of another policy."""
+    """Sampler and trainer have the same log-probs at any temperature."""
     run = begun(tiny_policy, **{"rollout.temperature": 0.7})
     assert train_step(run, next(run.loader), 0).metrics["logp_gap"] < 1e-4
 
 
 def test_seed_and_step_are_in_the_keys_of_a_runs_rollouts(tiny_policy):
-    """A question gets the same random numbers in every epoch, or in every seed of an experiment."""
+    """Other seeds and steps give other rollouts, equal ones the same."""
     sampled, questions = [], None
     for seed, step in ((0, 0), (0, 1), (1, 0), (0, 0)):
         run = build.training_run(replace(small_config(tiny_policy), seed=seed))
