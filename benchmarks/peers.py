@@ -126,7 +126,7 @@ class TorchUpdate:
 
     def __init__(self, model: Qwen2ForCausalLM, learning: LearningSection):
         self._model, self._learning, self._trained = model.train(), learning, list(model.parameters())
-        betas = (learning.beta1, learning.beta2)
+        betas = (0.9, 0.999)
         decay = {"weight_decay": learning.weight_decay, "fused": True}
         self._optimizer = torch.optim.AdamW(self._trained, learning.learning_rate, betas, **decay)
 

@@ -31,9 +31,9 @@ def learned_from(run, monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("unfinished", ["train", "mask", "penalise"])
+@pytest.mark.parametrize("unfinished", ["train", "mask"])
 def test_rollouts_without_an_answer_are_treated_as_asked(monkeypatch, unfinished):
-    """They are learned from, masked, or charged."""
+    """They are learned from, or masked."""
     fields = {"rollout.unfinished": unfinished, "rollout.turn_tokens": 32}
     run = begun("toy", lambda t: t.sample % 2, **fields)
     seen = learned_from(run, monkeypatch)
@@ -42,8 +42,6 @@ def test_rollouts_without_an_answer_are_treated_as_asked(monkeypatch, unfinished
     assert 0 < answered.sum() < len(answered)
     trained = np.concatenate([batch.mask.any(axis=1) for batch in seen])
     assert trained.tolist() == (answered | (unfinished != "mask")).tolist()
-    charged = 0.5 * (~answered).mean() if unfinished == "penalise" else 0.0
-    assert done.metrics["reward"] == pytest.approx(0.5 - charged)
 
 
 def test_a_group_whose_only_signal_is_masked_carries_none(tiny_policy, monkeypatch):
