@@ -7,7 +7,6 @@ both. `single`: one fact, or a set without labels.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -58,17 +57,6 @@ class Graph:
         if self.width == 1:
             return "sequential"
         return "parallel" if len(self.rounds) == 1 else "mixed"
-
-
-def kind_of_steps(needs: Mapping[Hashable, Sequence[Hashable]]) -> Kind:
-    """The kind of a question from its steps and the steps that each one needs; unknown steps are ignored."""
-    order: list[Hashable] = []
-    while len(order) < len(needs):
-        ready = [s for s in needs if s not in order and all(n in order or n not in needs for n in needs[s])]
-        order += ready or [s for s in needs if s not in order]  # the latter: a cycle
-    place = {step: i for i, step in enumerate(order)}
-    known = (tuple(place[n] for n in needs[step] if place.get(n, i) < i) for i, step in enumerate(order))
-    return Graph(tuple(known)).kind if needs else UNLABELLED
 
 
 # Table 1 of MuSiQue (arXiv 2108.00573): the six graphs, by the first part of a question's id.

@@ -3,8 +3,7 @@
 jsonl        {"id", "question", "golden_answers": [..], "metadata": {"type": ..}}, or MuSiQue's own rows with `answer`
              and `answer_aliases`
 JSON array   HotpotQA's and 2WikiMultiHopQA's own {"_id", "question", "answer", "type"}; MultiHop-RAG's
-             {"query", "answer", "question_type"}, which has no ids: a question's index in the array is its id; and
-             FanOutQA's {"id", "question", "decomposition", "answer"}, whose answers are values, lists or objects
+             {"query", "answer", "question_type"}, which has no ids: a question's index in the array is its id
 jsonl        BrowseComp-Plus's decrypted {"query_id", "query", "answer"}
 parquet      columns `data_source`, `prompt` (chat messages), `reward_model.ground_truth.target` and `extra_info` with
              `index` and `type`
@@ -13,11 +12,11 @@ parquet      columns `data_source`, `prompt` (chat messages), `reward_model.grou
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from psearch_jax.data.kinds import KIND_OF_LABEL, MUSIQUE_GRAPHS, UNLABELLED, kind_of_steps, musique_graph
+from psearch_jax.data.kinds import KIND_OF_LABEL, MUSIQUE_GRAPHS, UNLABELLED, musique_graph
 from psearch_jax.runtime.paths import locate
 from psearch_jax.types import Kind, Question, UserError, first_line
 from retrieval.protocol import as_utf8
@@ -174,8 +173,6 @@ def from_json(row: Any, source: str | None, stem: str, where: str) -> Question:
     """The question in a row of jsonl or of an array, with FlashRAG's field names or the set's own."""
     if not isinstance(row, dict):
         raise UserError(f"{where}: {type(row).__name__} found, accepted: an object")
-    if "decomposition" in row and "golden_answers" not in row:
-        return _from_fanout(row, source, stem, where)
     metadata = _record(row, "metadata", where)
     label_field = next((name for name in ("type", "question_type") if row.get(name)), "metadata.type")
     label = metadata.get("type") if label_field == "metadata.type" else row[label_field]
@@ -211,57 +208,6 @@ def _supporting_titles(facts: Any) -> list[str]:
     pairs = facts if isinstance(facts, list) else []
     titles = [pair[0] for pair in pairs if isinstance(pair, list) and pair and isinstance(pair[0], str)]
     return list(dict.fromkeys(titles))
-
-
-def _from_fanout(row: dict[str, Any], source: str | None, stem: str, where: str) -> Question:
-    """A question of FanOutQA: its answer as one string and in parts, and its kind from the human decomposition."""
-    answer, steps = row.get("answer"), row["decomposition"]
-    pairs = list(answer.items()) if isinstance(answer, dict) else None
-    values = [part for pair in pairs for part in pair] if pairs else answer if isinstance(answer, list) else [answer]
-    if not values or not all(isinstance(value, (str, int, float)) for value in values):
-        raise UserError(f"{where}: field answer: {_shown(answer)} found, accepted: a value, a list or an object")
-    if not _are_steps(steps):
-        raise UserError(
-            f"{where}: field decomposition: {_shown(steps)} found, accepted: a list of sub-questions with ids, "
-            "and lists of ids in depends_on"
-        )
-    parts = ["yes" if v is True else "no" if v is False else str(v) for v in values]
-    if not all(part.strip() for part in parts):
-        raise UserError(f"{where}: field answer: {_shown(answer)} found, accepted: no blank answers")
-    written = [f"{parts[i]}: {parts[i + 1]}" for i in range(0, len(parts), 2)] if pairs else parts
-    titles = list(dict.fromkeys(_evidence_titles(steps)))
-    return Question(
-        source=source or stem,
-        id=_identifier(row.get("id"), "id", where),
-        text=_text(row.get("question"), "question", where),
-        answers=(", ".join(written),),
-        kind=kind_of_steps({step["id"]: step.get("depends_on") or () for step in steps}),
-        metadata={"answer_parts": parts, **({"supporting_titles": titles} if titles else {})},
-    )
-
-
-def _are_steps(steps: Any) -> bool:
-    """Whether a decomposition is a list of sub-questions, which may have decompositions of their own."""
-    return isinstance(steps, list) and all(
-        isinstance(step, dict)
-        and _is_id(step.get("id"))
-        and isinstance(step.get("depends_on") or [], list)
-        and all(map(_is_id, step.get("depends_on") or []))
-        and _are_steps(step.get("decomposition") or [])
-        for step in steps
-    )
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, (str, int))
-
-
-def _evidence_titles(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
-    for step in steps:
-        evidence = step.get("evidence")
-        if isinstance(evidence, dict) and isinstance(evidence.get("title"), str):
-            yield evidence["title"]
-        yield from _evidence_titles(step.get("decomposition") or ())
 
 
 def _from_parquet(row: dict[str, Any], source: str | None, stem: str, where: str) -> Question:
