@@ -29,8 +29,6 @@ EXTRAS = {
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",  # runs one file per worker; most of the time is compilation, which uses one core
         "hypothesis>=6",
-        # for tests/fuzz.py; only these platforms have wheels
-        "atheris>=3; sys_platform == 'linux' and platform_machine == 'x86_64' and python_version < '3.15'",
         "schemathesis>=4",  # sends the servers valid and invalid requests by their OpenAPI schemas
         "ruff>=0.8",
         "import-linter>=2.16",
